@@ -1,0 +1,217 @@
+"""The torch.compile entry: trace, plan, and run each call of the compiled function."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch.utils.weak import WeakIdKeyDictionary
+
+from . import inductor
+from .jobs import PlanError, Schedule
+from .pipeline import Plan, make_plan
+from .request import Request
+from .runtime import Program
+from .step import Step
+from .trace import (
+    ask_for_symbolic_batch,
+    capture,
+    forbid_fallback,
+    graph_break,
+    trace_microbatch,
+)
+from .transport import choose
+from .workers import Kept, Ranks, Threads
+
+Pass = Callable[[fx.GraphModule, Request], fx.GraphModule]
+
+
+def backend(
+    schedule: Schedule,
+    stages: str | Sequence[str] = "auto",
+    transport: str | None = None,
+    order: str = "static",
+    carry: str = "saved",
+    loss_reduction: str = "mean",
+    stage_compiler: str = "eager",
+    passes: Sequence[Pass] = (),
+) -> Backend:
+    """A torch.compile backend that runs a model by a schedule.
+
+    schedule: what runs where and in which order; see Schedule.
+    stages: "auto", or names of modules, each of which starts a new stage.
+    transport: "threads" (workers are threads of this process), "distributed" (one rank
+        each), or None: distributed if a process group is up or torchrun started us.
+    order: "static" (each worker runs its program as planned) or "dynamic" (of the jobs
+        that are ready, the smallest n).
+    carry: "saved" (B gets the tensors that F saved) or "recompute" (B gets the stage's
+        inputs and runs F again).
+    loss_reduction: "mean" or "sum" of the microbatches' losses.
+    stage_compiler: "eager" or "inductor".
+    passes: functions (program, request) -> program, run on each worker's program.
+
+    A compiled function that returns one scalar loss runs F and B in the call, and
+    loss.backward() adds the finished gradients. One that doesn't runs F in the call
+    and B in backward(). Without gradients F runs alone.
+    Raises PlanError for options that don't exist, and when called for what cannot be
+    planned.
+    """
+    _one_of("order", order, ("static", "dynamic"))
+    _one_of("carry", carry, ("saved", "recompute"))
+    _one_of("loss_reduction", loss_reduction, ("mean", "sum"))
+    _one_of("stage_compiler", stage_compiler, ("eager", "inductor"))
+    _one_of("transport", transport, (None, "threads", "distributed"))
+    if isinstance(stages, str):
+        _one_of("stages", stages, ("auto",))
+    if not isinstance(schedule, Schedule):
+        raise PlanError(
+            f"backend(schedule={schedule!r}): give a Schedule, such as "
+            "fxsched.schedules.gpipe(workers=4, microbatches=8)"
+        )
+    forbid_fallback()
+    named = stages if isinstance(stages, str) else tuple(stages)
+    request = Request(schedule, named, carry, loss_reduction)
+    return Backend(request, transport, order, stage_compiler, tuple(passes))
+
+
+def plan(
+    model: Callable[..., Any],
+    schedule: Schedule,
+    *args: Any,
+    stages: str | Sequence[str] = "auto",
+    carry: str = "saved",
+    **kwargs: Any,
+) -> Plan:
+    """The plan of model(*args, **kwargs) by a schedule, without running anything.
+
+    One process plans for any number of workers. Raises PlanError for what cannot be
+    planned.
+    """
+    planner = backend(schedule, stages, "threads", carry=carry)
+    planner.plan_only = True
+    try:
+        torch.compile(model, backend=planner)(*args, **kwargs)
+    except _Planned as planned:
+        return planned.plan
+    raise PlanError("the model ran without any torch operation, so there is no plan")
+
+
+class _Planned(Exception):
+    """Ends the call of a compiled function once there is a plan."""
+
+    def __init__(self, plan: Plan) -> None:
+        self.plan = plan
+
+
+class Backend:
+    """What fxsched.backend returns; `plan` is there after the first call.
+
+    plan: of the last model that was planned with gradients, else without.
+    """
+
+    def __init__(
+        self,
+        request: Request,
+        transport: str | None,
+        order: str,
+        stage_compiler: str,
+        passes: tuple[Pass, ...],
+    ) -> None:
+        self.request, self.order, self.passes = request, order, passes
+        self.stage_compiler = stage_compiler
+        self.plan: Plan | None = None
+        self.plan_only = False
+        self._transport = transport
+        self._workers: Threads | Ranks | None = None
+        self._steps: dict[str, Step] = {}
+        self._kept = WeakIdKeyDictionary()  # Kept of parameters and buffers
+        self._random = (0, -1)  # the seed, and the steps since it was set
+
+    def __call__(
+        self, gm: fx.GraphModule, inputs: Sequence[Any]
+    ) -> Callable[..., Sequence[Any]]:
+        """torch.compile's side: from a traced graph to a function of its inputs."""
+        broken = graph_break(gm)
+        if broken is None and self.request.schedule.microbatches > 1:
+            ask_for_symbolic_batch(gm, inputs)
+        captured = capture(gm)
+
+        def call(*args: Any) -> Sequence[Any]:
+            if broken is not None:
+                raise broken
+            return self._run(captured, args)
+
+        return call
+
+    def _run(self, gm: fx.GraphModule, args: tuple[Any, ...]) -> Sequence[Any]:
+        key = _key(gm, args)
+        if key not in self._steps:
+            self._steps[key] = self._make(gm, args)
+        self._random = self._next(self._random)
+        return self._steps[key](args, self._random)
+
+    def _make(self, gm: fx.GraphModule, args: tuple[Any, ...]) -> Step:
+        """Plans and checks a step, and gets its programs ready."""
+        if self._workers is None and not self.plan_only:
+            workers = self.request.schedule.workers
+            kind = choose(self._transport, workers)
+            self._workers = Ranks(workers) if kind == "distributed" else Threads(workers)
+        kept: dict[int, Kept] = {
+            i: self._kept[a]
+            for i, a in enumerate(args)
+            if isinstance(a, Tensor) and a in self._kept
+        }
+        specs = {i: entry.spec for i, entry in kept.items()}
+        traced = trace_microbatch(gm, args, self.request.schedule.microbatches, specs)
+        names = {n.meta["index"]: n.meta["name"] for n in
+                 traced.graph.find_nodes(op="placeholder")}
+        request = dataclasses.replace(
+            self.request,
+            training=torch.is_grad_enabled(),
+            owners={names[i]: entry.owners for i, entry in kept.items()},
+            readers=self._workers.readers if self._workers else None,
+        )
+        plan = make_plan(traced, request, self.passes)
+        if self.plan is None or plan.trains or not self.plan.trains:
+            self.plan = plan
+        if self._workers is None:
+            raise _Planned(plan)
+        plan.check()
+        if isinstance(self._workers, Ranks):
+            self._workers.agree(plan)
+            self._workers.settle(plan, args, self._kept)
+        if self.stage_compiler == "inductor":
+            inductor.compile_stages([plan.programs[r] for r in self._workers.here])
+        programs = {r: Program(plan.programs[r], self.order) for r in self._workers.here}
+        return Step(plan, programs, self._workers)
+
+    def _next(self, random: tuple[int, int]) -> tuple[int, int]:
+        """(seed, step) of a step's random numbers; a new seed starts again at 0."""
+        assert self._workers is not None
+        seed = self._workers.seed()
+        return (seed, random[1] + 1 if seed == random[0] else 0)
+
+
+def _one_of(name: str, value: object, allowed: Sequence[object]) -> None:
+    if value not in allowed:
+        choices = " or ".join(map(repr, allowed))
+        raise PlanError(f"backend({name}={value!r}): give {choices}")
+
+
+def _key(gm: fx.GraphModule, args: Sequence[Any]) -> str:
+    """Equal for calls that one step serves: same graph, shapes and modes."""
+    shapes = [
+        (tuple(a.shape), a.dtype, a.device, a.requires_grad)
+        if isinstance(a, Tensor)
+        else a
+        for a in args
+    ]
+    casts = [
+        (kind, torch.get_autocast_dtype(kind))
+        for kind in ("cpu", "cuda")
+        if torch.is_autocast_enabled(kind)
+    ]
+    return f"{gm.meta['text']}\n{shapes}\n{torch.is_grad_enabled()} {casts}"

@@ -1,0 +1,134 @@
+"""What fxsched knows about fx graphs: shapes of values, roles of inputs, aliases.
+
+Passes hand each other facts through `node.meta` and `gm.meta`; `check.META` lists them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from enum import Enum
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, fx
+
+REGION_ENTERS = (
+    torch.amp.autocast_mode._enter_autocast,
+    torch._C._set_grad_enabled,
+)
+REGION_EXITS = (torch.amp.autocast_mode._exit_autocast,)
+
+
+class Role(Enum):
+    """What an input of the traced graph is."""
+
+    PARAMETER = "parameter"
+    BUFFER = "buffer"
+    BATCH = "batch"  # cut into microbatches along dimension 0
+    SHARED = "shared"  # the same for every microbatch
+
+
+class Spec(NamedTuple):
+    """Shape, strides, type and device of a tensor."""
+
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+
+    @staticmethod
+    def of(tensor: Tensor) -> Spec:
+        shape, stride = tuple(tensor.shape), tuple(tensor.stride())
+        return Spec(shape, stride, tensor.dtype, tensor.device)
+
+    def empty(self) -> Tensor:
+        """A new tensor like this, its contents undefined."""
+        return torch.empty_strided(
+            self.shape, self.stride, dtype=self.dtype, device=self.device
+        )
+
+    @property
+    def bytes(self) -> int:
+        size = self.dtype.itemsize
+        for length in self.shape:
+            size *= length
+        return size
+
+    def __str__(self) -> str:
+        name = str(self.dtype).removeprefix("torch.")
+        return f"{name}[{', '.join(map(str, self.shape))}]"
+
+
+Specs = tuple[Spec, ...]  # of a value: one for a tensor, any number for a bundle
+
+
+class Output(NamedTuple):
+    """How an output of the model is put together from those of its microbatches.
+
+    kind: "rows" (joined along `dim`), "scalar" (averaged or summed), "whole" (there is
+    one microbatch), or "constant" (no tensor: `constant` itself).
+    """
+
+    kind: str
+    dim: int | None
+    constant: Any
+
+
+class State(NamedTuple):
+    """A parameter, buffer or shared input: its position in the call, and what it is."""
+
+    index: int
+    role: Role
+
+
+class Group(NamedTuple):
+    """Tensors of the model's state with the same owners and the same readers.
+
+    names: parameters and buffers, as the user names them.
+    owners: workers that keep them, in increasing order.
+    stages: stages that read them.
+    trained: for each name, whether it gets a gradient.
+    """
+
+    names: tuple[str, ...]
+    owners: tuple[int, ...]
+    stages: tuple[int, ...]
+    trained: tuple[bool, ...]
+
+
+def storage(value: Tensor) -> int:
+    """A number that tells storages apart; views of one tensor share it."""
+    return int(value.untyped_storage()._cdata)
+
+
+def tensors(value: Any) -> Iterator[Tensor]:
+    """The tensors in a value that may be a tensor or a sequence."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, (tuple, list)):
+        for item in value:
+            yield from tensors(item)
+
+
+def is_view(node: fx.Node) -> bool:
+    """Whether an aten node's output may share memory with its first input."""
+    if node.target is torch.ops.aten._unsafe_view.default:
+        return True
+    if node.target is torch.ops.aten.detach.default:
+        return True
+    schema = getattr(node.target, "_schema", None)
+    return bool(schema and schema.returns and schema.returns[0].alias_info is not None)
+
+
+def base(node: fx.Node) -> fx.Node:
+    """The node whose memory an aten node's output shares, following views."""
+    while node.op == "call_function" and is_view(node):
+        node = node.all_input_nodes[0]
+    return node
+
+
+def compact(graph: fx.Graph, keep: Callable[[fx.Node], bool]) -> None:
+    """Erases nodes without readers that aren't to be kept."""
+    for node in reversed(list(graph.nodes)):
+        if not node.users and node.op != "output" and not keep(node):
+            graph.erase_node(node)

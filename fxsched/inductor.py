@@ -1,0 +1,78 @@
+"""Compiles stage graphs with Inductor; the only file that knows it."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+from torch._guards import TracingContext, detect_fake_mode, tracing
+from torch._inductor.compile_fx import compile_fx
+
+from . import ops
+
+
+class Compiled(torch.nn.Module):
+    """A compiled stage graph in the place of the traced one."""
+
+    def __init__(self, run: Callable[..., Any], random: bool) -> None:
+        super().__init__()
+        self.run, self.random = run, random
+
+    def forward(self, *args: Any) -> Any:
+        if self.random:
+            return ops.seeded(self.run, *args)
+        return self.run(*args)
+
+
+def compile_stages(programs: Sequence[fx.GraphModule]) -> None:
+    """Replaces the flat graphs of all stages, each once however often it is used."""
+    done: dict[int, Compiled] = {}
+    for program in programs:
+        for stage in program.children():
+            for name, flat in list(stage.named_children()):
+                if isinstance(flat, fx.GraphModule):
+                    if id(flat) not in done:
+                        done[id(flat)] = _compile(flat)
+                    setattr(stage, name, done[id(flat)])
+
+
+def _compile(flat: fx.GraphModule) -> Compiled:
+    graph, random = _unseeded(flat)
+    gm = fx.GraphModule(flat, graph)
+    inputs = [n.meta["val"] for n in graph.find_nodes(op="placeholder")]
+    mode = detect_fake_mode(inputs)
+    with torch.no_grad(), tracing(TracingContext(mode)):
+        run: Callable[..., Any] = compile_fx(gm, inputs)
+    return Compiled(run, random)
+
+
+def _unseeded(flat: fx.GraphModule) -> tuple[fx.Graph, bool]:
+    """The graph without seeds: Inductor draws its numbers from the default generator.
+
+    before: mask = seeded(native_dropout, seed + 0, x, 0.1, True)
+    after:  mask = native_dropout(x, 0.1, True), the whole graph to be run seeded
+    """
+    graph = fx.Graph()
+    new: dict[fx.Node, Any] = {}
+    random = False
+    for node in flat.graph.nodes:
+        if node.op == "placeholder" and "val" not in node.meta:
+            random = True
+        elif node.target is operator.add and _reads_seed(node):
+            continue
+        elif node.target is ops.seeded:
+            target, _, *args = node.args
+            args, kwargs = fx.map_arg((tuple(args), node.kwargs), new.__getitem__)
+            new[node] = graph.call_function(target, args, kwargs)
+            new[node].meta = dict(node.meta)
+        else:
+            new[node] = graph.node_copy(node, new.__getitem__)
+    return graph, random
+
+
+def _reads_seed(node: fx.Node) -> bool:
+    first = node.args[0]
+    return isinstance(first, fx.Node) and first.name == "seed"

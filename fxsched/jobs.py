@@ -1,0 +1,151 @@
+"""The words of fxsched: jobs, where they are placed, in which order, and a schedule."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import Enum
+from typing import NamedTuple
+
+
+class PlanError(Exception):
+    """Something the user asked for that cannot be planned; the message says what."""
+
+
+class Direction(Enum):
+    """Forward or backward; `value` is the letter that jobs print with."""
+
+    FORWARD = "F"
+    BACKWARD = "B"
+
+    def __str__(self) -> str:
+        return self.value
+
+
+class Job(NamedTuple):
+    """The work of one stage on one microbatch in one direction; prints as `2F0`."""
+
+    stage: int
+    microbatch: int
+    direction: Direction
+
+    def __str__(self) -> str:
+        return f"{self.stage}{self.direction.value}{self.microbatch}"
+
+    @staticmethod
+    def parse(text: str) -> Job:
+        """The job that prints as `text`.
+
+        Raises PlanError if the text isn't a stage, F or B, and a microbatch.
+        """
+        match = re.fullmatch(r"(\d+)([FB])(\d+)", text)
+        if match is None:
+            raise PlanError(
+                f"{text!r} is not a job: write stage, F or B, microbatch, as in 2F0"
+            )
+        stage, letter, microbatch = match.groups()
+        return Job(int(stage), int(microbatch), Direction(letter))
+
+
+class Placement(NamedTuple):
+    """The worker that keeps the weights of a job and the worker that runs it."""
+
+    weights: int
+    compute: int
+
+
+Place = Callable[[int, int, Direction], Placement | tuple[int, int]]
+Priority = Callable[[int, int, Direction], int]
+InFlight = int | Callable[[int], int] | None
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """A parallelism scheme: where every job runs (w) and which goes first (n).
+
+    workers: how many workers there are, numbered from 0.
+    microbatches: how many equal parts a batch is cut into along dimension 0.
+    stages: how many stages the model is cut into; None leaves it to the planner
+        (one per worker, or as many as the model allows).
+    w(s, b, d): Placement, or a pair (weight worker, compute worker).
+    n(s, b, d): an int; of the jobs that are ready a worker takes the smallest.
+    in_flight: how many microbatches of a stage may be between F and B on one worker
+        (the one that holds the activations, where B runs): None for no limit, an
+        int, or a function of the stage.
+    """
+
+    workers: int
+    microbatches: int
+    stages: int | None = None
+    w: Place = lambda s, b, d: Placement(0, 0)
+    n: Priority = lambda s, b, d: b
+    in_flight: InFlight = None
+    name: str | None = None
+
+    def __post_init__(self) -> None:
+        for field in ("workers", "microbatches", "stages"):
+            count = getattr(self, field)
+            if field == "stages" and count is None:
+                continue
+            if not _is_int(count) or count < 1:
+                raise PlanError(f"Schedule({field}={count!r}): give an int of 1 or more")
+        for field in ("w", "n"):
+            if not callable(getattr(self, field)):
+                raise PlanError(
+                    f"Schedule({field}={getattr(self, field)!r}): give a function of "
+                    "(stage, microbatch, direction)"
+                )
+        cap = self.in_flight
+        if cap is not None and not callable(cap) and (not _is_int(cap) or cap < 1):
+            raise PlanError(
+                f"Schedule(in_flight={cap!r}): give None, an int of 1 or more, or a "
+                "function of the stage"
+            )
+
+    def __str__(self) -> str:
+        name = self.name or "schedule"
+        return f"{name}: {self.workers} workers, {self.microbatches} microbatches"
+
+    def place(self, job: Job) -> Placement:
+        """w of a job, checked. Raises PlanError if it isn't two workers in range."""
+        answer = self.w(*job)
+        if not isinstance(answer, tuple) or len(answer) != 2:
+            raise PlanError(
+                f"w({job}) returned {answer!r}; return Placement(weights, compute) or "
+                "a pair (weight worker, compute worker)"
+            )
+        for verb, worker in zip(("puts its weights", "runs"), answer, strict=True):
+            if not _is_int(worker):
+                raise PlanError(
+                    f"w({job}) {verb} on worker {worker!r}, which is not an int"
+                )
+            if not 0 <= worker < self.workers:
+                raise PlanError(
+                    f"w({job}) {verb} on worker {worker}, but workers are "
+                    f"0..{self.workers - 1}"
+                )
+        return Placement(int(answer[0]), int(answer[1]))
+
+    def priority(self, job: Job) -> int:
+        """n of a job, checked. Raises PlanError if it isn't an int."""
+        answer = self.n(*job)
+        if not _is_int(answer):
+            raise PlanError(f"n({job}) returned {answer!r}; return an int")
+        return int(answer)
+
+    def cap(self, stage: int) -> int | None:
+        """How many microbatches of `stage` may be between F and B on one worker."""
+        if self.in_flight is None or isinstance(self.in_flight, int):
+            return self.in_flight
+        answer = self.in_flight(stage)
+        if answer is not None and not _is_int(answer):
+            raise PlanError(
+                f"in_flight({stage}) returned {answer!r}; return None or an int"
+            )
+        return answer
+
+
+def _is_int(value: object) -> bool:
+    """Whether a user's number is an int (numpy's too), but not a bool."""
+    return hasattr(value, "__index__") and not isinstance(value, bool)

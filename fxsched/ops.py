@@ -1,0 +1,174 @@
+"""What a program may call: the targets of call_function nodes in fxsched's graphs.
+
+A bundle is a tuple of tensors that moves as one value: the weights of a stage, the
+tensors saved between F and B, the gradients of the weights.
+
+The first part is plain arithmetic on tensors. The second part are the transfers; the
+runtime carries them out, and calling them outside it is an error.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+Bundle = tuple[Tensor, ...]
+
+
+def rows(value: Tensor, microbatch: int, microbatches: int, dim: int = 0) -> Tensor:
+    """The part of a batch that is one microbatch, as a view."""
+    size = value.shape[dim] // microbatches
+    return value.narrow(dim, microbatch * size, size)
+
+
+def collect(microbatches: int, dim: int | None, *parts: Sequence[Any]) -> Tensor:
+    """Microbatch parts, each (microbatches it holds, tensors), joined in order.
+
+    Raises AssertionError if a microbatch is missing.
+    """
+    found = {b: t for held, tensors in parts for b, t in zip(held, tensors, strict=True)}
+    assert sorted(found) == list(range(microbatches)), f"collected only {sorted(found)}"
+    ordered = [found[b] for b in range(microbatches)]
+    if len(ordered) == 1:
+        return ordered[0]
+    return torch.cat(ordered, 0 if dim is None else dim)
+
+
+def total(microbatches: int, scale: float, *parts: Sequence[Any]) -> Tensor:
+    """The sum of one 0-d tensor per microbatch, in order, each times `scale`."""
+    found = {b: t for held, tensors in parts for b, t in zip(held, tensors, strict=True)}
+    result = found[0] * scale
+    for b in range(1, microbatches):
+        result = result + found[b] * scale
+    return result
+
+
+def bundle(*tensors: Tensor) -> Bundle:
+    """Several tensors as one value."""
+    return tensors
+
+
+def add(*gradients: Tensor) -> Tensor:
+    """The sum of the gradients that a value gets from its readers, in this order."""
+    result = gradients[0]
+    for gradient in gradients[1:]:
+        result = result + gradient
+    return result
+
+
+def loss_gradient(loss: Tensor, scale: float) -> Tensor:
+    """What B of the stage that makes the loss starts from: d(total)/d(this loss)."""
+    return torch.full_like(loss, scale)
+
+
+def share(tangent: Tensor, scale: float) -> Tensor:
+    """One microbatch's part of the gradient of an averaged or summed 0-d output."""
+    return tangent * scale
+
+
+def accumulate(total: Bundle, gradients: Bundle) -> Bundle:
+    """Adds gradients to a worker's running sum, in place."""
+    torch._foreach_add_(list(total), list(gradients))
+    return total
+
+
+def reduce(*sums: Bundle) -> Bundle:
+    """The sum of the workers' gradients at the weight worker, in this order."""
+    result = sums[0]
+    for other in sums[1:]:
+        result = tuple(torch._foreach_add(list(result), list(other)))
+    return result
+
+
+def average(before: Bundle, *after: Bundle) -> Bundle:
+    """A stage's buffers at the end of a step, from each worker that ran its F.
+
+    Float buffers are averaged; of integer ones (counters) the increments are summed.
+    """
+    if len(after) == 1:
+        return after[0]
+    result = []
+    for old, *new in zip(before, *after, strict=True):
+        if old.is_floating_point():
+            result.append(torch.stack(new).mean(0))
+        else:
+            result.append(old + sum(each - old for each in new))
+    return tuple(result)
+
+
+def credit(done: Any) -> Tensor:
+    """An empty tensor that says that B ran and its activations are gone."""
+    return torch.empty(0)
+
+
+def wait(token: Tensor) -> None:
+    """Holds a capped F back until there is room: until it has the credit of a B."""
+
+
+_generator = threading.Lock()
+
+
+def seeded(target: Callable[..., Any], seed: int, /, *args: Any, **kwargs: Any) -> Any:
+    """Calls `target` with the default generators seeded, and puts them back after.
+
+    Threads share the default generators, so one call at a time.
+    """
+    with _generator, torch.random.fork_rng(_cuda_devices(args)):
+        torch.manual_seed(seed)
+        return target(*args, **kwargs)
+
+
+def _cuda_devices(args: Sequence[Any]) -> list[int]:
+    found = {a.get_device() for a in args if isinstance(a, Tensor) and a.is_cuda}
+    return sorted(found)
+
+
+def seed(base: tuple[int, int], stage: int, microbatch: int) -> int:
+    """The seed of one job's random numbers: of (seed, step), stage and microbatch."""
+    mixed = 0
+    for part in (*base, stage, microbatch):
+        mixed = _splitmix64(mixed ^ (part & 0xFFFFFFFFFFFFFFFF))
+    return mixed >> 1
+
+
+def _splitmix64(x: int) -> int:
+    """One step of SplitMix64 (Steele, Lea, Flood 2014), which mixes 64 bits."""
+    x = (x + 0x9E3779B97F4A7C15) & 0xFFFFFFFFFFFFFFFF
+    x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & 0xFFFFFFFFFFFFFFFF
+    x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & 0xFFFFFFFFFFFFFFFF
+    return x ^ (x >> 31)
+
+
+def _outside(name: str) -> RuntimeError:
+    return RuntimeError(f"fxsched: {name} only runs inside a program; use the backend")
+
+
+def send(value: Any, to: int, tag: int) -> None:
+    """Hands a tensor or bundle to worker `to`; never waits for it."""
+    raise _outside("send")
+
+
+def recv(source: int, tag: int) -> Any:
+    """A tensor or bundle that worker `source` sends under `tag`."""
+    raise _outside("recv")
+
+
+def fetch(source: int, tag: int) -> Bundle:
+    """Weights that worker `source` keeps; a recv that is asked for ahead of need."""
+    raise _outside("fetch")
+
+
+def pause(results: dict[str, Any]) -> dict[int, Tensor]:
+    """Where the call ends and backward() goes on: results out, gradients of outputs in."""
+    raise _outside("pause")
+
+
+def free(*values: Any) -> None:
+    """Lets go of values after their last use on this worker."""
+
+
+BUNDLES = (bundle, accumulate, reduce, average, fetch)  # what gives a bundle

@@ -1,0 +1,110 @@
+"""Runs the passes, top to bottom, and keeps the result as a Plan."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import networkx as nx
+from torch import fx
+
+from . import show
+from .check import check_programs
+from .graphs import Group, Output, State
+from .jobs import Direction, Job, Placement, Schedule
+from .passes.cut import cut_programs
+from .passes.differentiate import differentiate_stages
+from .passes.frees import free_values
+from .passes.order import order_jobs
+from .passes.partition import assign_stages
+from .passes.split import split_stages
+from .passes.transfer import insert_transfers
+from .passes.unroll import unroll_jobs
+from .passes.weights import fetch_weights
+from .request import Request
+
+PASSES = (
+    assign_stages,  # every node gets a stage
+    split_stages,  # one node per stage
+    differentiate_stages,  # forward and backward calls
+    order_jobs,  # one global order of jobs
+    unroll_jobs,  # one node per job, on its worker
+    fetch_weights,  # weights that are kept elsewhere
+    insert_transfers,  # send and recv
+)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Programs for all workers, and what they were made from.
+
+    stages: a networkx.DiGraph; nodes have `modules` (names), `parameters` (numbers in
+        them), `flops` (of one microbatch's F); edges have `bytes` (per microbatch).
+    jobs: all jobs in the global order.
+    programs: a torch.fx.GraphModule per worker.
+    state: parameters, buffers and shared inputs, by name.
+    loss: position of the output that B starts from in the call itself, or None.
+    """
+
+    schedule: Schedule
+    stages: nx.DiGraph[int]
+    jobs: tuple[Job, ...]
+    programs: tuple[fx.GraphModule, ...]
+    placements: dict[Job, Placement]
+    groups: tuple[Group, ...]
+    outputs: tuple[Output, ...]
+    state: dict[str, State]
+    loss: int | None
+    notes: tuple[str, ...] = ()
+
+    @property
+    def trains(self) -> bool:
+        """Whether there are B jobs."""
+        return any(job.direction is Direction.BACKWARD for job in self.jobs)
+
+    def table(self, rank: int) -> str:
+        """The program of one worker: a row for each job and each piece of transfer."""
+        return show.program_table(self.programs[rank], rank)
+
+    def check(self) -> None:
+        """Raises CheckError unless the programs are sound; see fxsched.check."""
+        check_programs(self.programs, self.placements, self.groups)
+
+    @cached_property
+    def _text(self) -> str:
+        return show.plan_text(
+            self.schedule, self.stages, self.programs, self.groups, self.notes
+        )
+
+    def __str__(self) -> str:
+        return self._text
+
+
+def make_plan(gm: fx.GraphModule, request: Request, passes: tuple[Any, ...]) -> Plan:
+    """The plan of a traced microbatch. `passes`: the user's own, run on each program."""
+    for each in PASSES:
+        gm = each(gm, request)
+    programs = [free_values(p, request) for p in cut_programs(gm, request)]
+    for own in passes:
+        programs = [own(program, request) for program in programs]
+    notes = []
+    jobs: list[Job] = gm.meta["jobs"]
+    split = any(job.direction is Direction.BACKWARD for job in jobs)
+    if split and gm.meta["loss"] is None and request.schedule.in_flight is not None:
+        notes.append(
+            "in_flight is not applied: the model returns no scalar loss, so all F run "
+            "in the call and all B in backward()"
+        )
+    return Plan(
+        request.schedule,
+        gm.meta["stages"],
+        tuple(jobs),
+        tuple(programs),
+        gm.meta["placements"],
+        tuple(gm.meta["groups"]),
+        tuple(gm.meta["outputs"]),
+        gm.meta["state"],
+        gm.meta["loss"],
+        tuple(notes),
+    )

@@ -1,0 +1,28 @@
+"""What the user asked for, as every pass reads it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from .jobs import Schedule
+
+
+@dataclass(frozen=True)
+class Request:
+    """One planning: a schedule, the backend's options, and what earlier plans fixed.
+
+    stages: "auto", or names of modules that each start a new stage.
+    carry: "saved" or "recompute", what B gets from F.
+    loss_reduction: "mean" or "sum" over microbatches.
+    training: whether gradients are wanted.
+    owners: workers that keep a parameter or buffer since an earlier plan, by name.
+    readers: workers that hand outputs to the user; None for all of them.
+    """
+
+    schedule: Schedule
+    stages: str | tuple[str, ...] = "auto"
+    carry: str = "saved"
+    loss_reduction: str = "mean"
+    training: bool = True
+    owners: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    readers: tuple[int, ...] | None = None

@@ -1,0 +1,176 @@
+"""One call of the compiled function: inputs in, programs run, results to autograd."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from .pipeline import Plan
+from .runtime import Program, Run
+from .workers import Ranks, Threads
+
+Random = tuple[int, int]
+
+
+class Step:
+    """A planned step, to call with the inputs of the traced graph."""
+
+    def __init__(
+        self, plan: Plan, programs: dict[int, Program], workers: Threads | Ranks
+    ) -> None:
+        self.plan, self.programs, self.workers = plan, programs, workers
+
+    def __call__(self, args: tuple[Any, ...], random: Random) -> Sequence[Any]:
+        if not self.plan.trains:
+            results = self._advance(self._start(args, random), None)
+            return self._outputs(args, results)
+        leaves = [
+            i for i, a in enumerate(args) if isinstance(a, Tensor) and a.requires_grad
+        ]
+        function = _InBackward if self.plan.loss is None else _InCall
+        tensors = [args[i] for i in leaves]
+        outputs: tuple[Any, ...] = function.apply(self, args, random, leaves, *tensors)
+        return outputs
+
+    def _start(self, args: tuple[Any, ...], random: Random) -> list[Run]:
+        def inputs(program: Program) -> dict[str, Any]:
+            found: dict[str, Any] = {}
+            for node in program.gm.graph.find_nodes(op="placeholder"):
+                if "group" in node.meta:
+                    names = self.plan.groups[node.meta["group"]].names
+                    state = self.plan.state
+                    found[node.name] = tuple(args[state[n].index].detach() for n in names)
+                elif "input" in node.meta:
+                    found[node.name] = args[node.meta["input"]].detach()
+                else:
+                    found[node.name] = random
+            return found
+
+        return self.workers.start(self.programs, inputs)
+
+    def _advance(
+        self, runs: list[Run], tangents: dict[int, Tensor] | None
+    ) -> dict[str, Any]:
+        """The results of the workers here, as one."""
+        merged: dict[str, Any] = {"outputs": (), "state": {}, "groups": {}, "inputs": {}}
+        for results in self.workers.advance(runs, tangents):
+            for key, value in results.items():
+                if isinstance(value, dict):
+                    merged[key] = value | merged[key]
+                else:
+                    merged[key] = merged[key] or value
+        return merged
+
+    def _outputs(
+        self, args: tuple[Any, ...], results: dict[str, Any]
+    ) -> tuple[Any, ...]:
+        """Writes new buffers to the model; gives the outputs."""
+        with torch.no_grad():
+            for group, values in results["state"].items():
+                names = self.plan.groups[int(group)].names
+                for name, value in zip(names, values, strict=True):
+                    args[self.plan.state[name].index].copy_(value)
+        return tuple(results["outputs"])
+
+    def _gradients(
+        self, results: dict[str, Any], leaves: Sequence[int]
+    ) -> list[Tensor | None]:
+        """The gradient of each leaf; None for those that other workers keep."""
+        found: dict[int, Tensor] = {int(i): g for i, g in results["inputs"].items()}
+        for group, gradients in results["groups"].items():
+            names, _, _, trained = self.plan.groups[int(group)]
+            wanted = [n for n, t in zip(names, trained, strict=True) if t]
+            for name, gradient in zip(wanted, gradients, strict=True):
+                found[self.plan.state[name].index] = gradient
+        return [found.get(i) for i in leaves]
+
+
+def _mark(ctx: Any, outputs: tuple[Any, ...]) -> tuple[Any, ...]:
+    ctx.set_materialize_grads(False)
+    ctx.mark_non_differentiable(
+        *(o for o in outputs if isinstance(o, Tensor) and not o.is_floating_point())
+    )
+    return outputs
+
+
+class _InCall(torch.autograd.Function):
+    """F and B in the call; backward() hands over the finished gradients."""
+
+    @staticmethod
+    def forward(  # type: ignore[override]
+        ctx: Any,
+        step: Step,
+        args: tuple[Any, ...],
+        random: Random,
+        leaves: list[int],
+        *tensors: Tensor,
+    ) -> tuple[Any, ...]:
+        results = step._advance(step._start(args, random), None)
+        ctx.loss, ctx.gradients = step.plan.loss, step._gradients(results, leaves)
+        return _mark(ctx, step._outputs(args, results))
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *given: Tensor | None) -> tuple[Tensor | None, ...]:
+        for position, gradient in enumerate(given):
+            if gradient is not None and position != ctx.loss:
+                raise RuntimeError(
+                    f"fxsched: output {position} got a gradient, but B already ran in "
+                    f"the call, from output {ctx.loss}, the loss; compute all of the "
+                    "loss in the model, or return no scalar, so that B runs in backward()"
+                )
+        gradients, ctx.gradients = ctx.gradients, None
+        _once(gradients)
+        scale = given[ctx.loss]
+        if scale is None:
+            return (None,) * (4 + len(gradients))
+        if scale.is_cuda or scale.item() != 1.0:
+            gradients = [None if g is None else g * scale for g in gradients]
+        return (None, None, None, None, *gradients)
+
+
+class _InBackward(torch.autograd.Function):
+    """F in the call, B in backward()."""
+
+    @staticmethod
+    def forward(  # type: ignore[override]
+        ctx: Any,
+        step: Step,
+        args: tuple[Any, ...],
+        random: Random,
+        leaves: list[int],
+        *tensors: Tensor,
+    ) -> tuple[Any, ...]:
+        ctx.step, ctx.runs, ctx.leaves = step, step._start(args, random), leaves
+        outputs = step._outputs(args, step._advance(ctx.runs, None))
+        ctx.like = [o if isinstance(o, Tensor) else None for o in outputs]
+        ctx.like = [None if o is None else torch.empty_like(o, device="meta")
+                    for o in ctx.like]
+        ctx.device = next((o.device for o in outputs if isinstance(o, Tensor)), None)
+        return _mark(ctx, outputs)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *given: Tensor | None) -> tuple[Tensor | None, ...]:
+        runs, ctx.runs = ctx.runs, None
+        _once(runs)
+        tangents = {
+            i: torch.zeros_like(like, device=ctx.device) if g is None else g.contiguous()
+            for i, (g, like) in enumerate(zip(given, ctx.like, strict=True))
+            if like is not None
+        }
+        results = ctx.step._advance(runs, tangents)
+        return (None, None, None, None, *ctx.step._gradients(results, ctx.leaves))
+
+
+def _once(value: object) -> None:
+    if value is None:
+        raise RuntimeError(
+            "fxsched: backward() a second time through the same step; call the model again"
+        )
+
+

@@ -1,0 +1,406 @@
+"""From a torch.compile call to the fx graph of one microbatch.
+
+The only file that knows Dynamo. It asks Dynamo for a symbolic batch size, then binds
+it to the size of a microbatch and runs the graph on fake tensors, so that every node
+knows its shape and nothing in the graph is a symbol any more.
+"""
+
+from __future__ import annotations
+
+import re
+import traceback
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+import torch._dynamo
+from torch import Tensor, fx
+from torch._dynamo.exc import TensorifyScalarRestartAnalysis
+from torch._dynamo.symbolic_convert import InstructionTranslator
+from torch._subclasses import FakeTensorMode
+from torch.utils.flop_counter import FlopCounterMode
+
+from .graphs import REGION_ENTERS, REGION_EXITS, Output, Role, Spec
+from .jobs import PlanError
+
+
+def forbid_fallback() -> None:
+    """Keeps Dynamo from running a model without its backend after many compilations.
+
+    Sweeping over schedules compiles one model often; past its limit Dynamo would go on
+    in eager mode with no more than a warning.
+    """
+    config = torch._dynamo.config
+    config.recompile_limit = max(config.recompile_limit, 1024)
+    config.accumulated_recompile_limit = max(config.accumulated_recompile_limit, 8192)
+    config.fail_on_recompile_limit_hit = True
+
+
+def ask_for_symbolic_batch(gm: fx.GraphModule, inputs: Sequence[Any]) -> None:
+    """Makes Dynamo trace again with a symbolic batch size, unless it has already.
+
+    Called inside a torch.compile backend; raises Dynamo's restart signal.
+    """
+    candidates = [inputs[i] for i in _batch_candidates(gm, inputs)]
+    asked = [0 in getattr(t, "_dynamo_weak_dynamic_indices", ()) for t in candidates]
+    if not candidates or all(asked) or _batch_symbols(gm, inputs):
+        return
+    for tensor in candidates:
+        torch._dynamo.maybe_mark_dynamic(tensor, 0)
+    # the second trace may take other branches than the one that was logged
+    InstructionTranslator.current_tx().speculation_log.clear()
+    raise TensorifyScalarRestartAnalysis()
+
+
+def capture(gm: fx.GraphModule) -> fx.GraphModule:
+    """A copy of Dynamo's graph, with what Dynamo forgets after it was compiled."""
+    graph = fx.Graph()
+    new: dict[fx.Node, fx.Node] = {}
+    for node in gm.graph.nodes:
+        new[node] = graph.node_copy(node, new.__getitem__)
+        if node.op == "placeholder":
+            new[node].meta["source"] = _source(node)
+    result = fx.GraphModule(gm, graph)
+    sources = [_source(node) for node in _placeholders(gm)]
+    result.meta["text"] = "\n".join([*sources, str(graph)])
+    return result
+
+
+def graph_break(gm: fx.GraphModule) -> PlanError | None:
+    """The error for a graph that holds only a part of the model, if it does."""
+    reason = gm.compile_subgraph_reason
+    if not getattr(reason, "graph_break", False):
+        return None
+    where = "".join(traceback.format_list(reason.user_stack[-1:])).strip()
+    why = str(reason.reason).split("\n")[0]
+    return PlanError(
+        f"the model does not trace as one graph; it breaks at\n  {where}\n  ({why})\n"
+        "fxsched plans whole models: rewrite that line with torch operations, or move "
+        "it out of the compiled function"
+    )
+
+
+def trace_microbatch(
+    gm: fx.GraphModule,
+    inputs: Sequence[Any],
+    microbatches: int,
+    specs: Mapping[int, Spec],
+) -> fx.GraphModule:
+    """A copy of Dynamo's graph for one microbatch, on fake tensors.
+
+    inputs: what the compiled function is called with (real tensors, ints).
+    specs: the true shapes of inputs whose storage this rank gave up, by index.
+
+    Placeholders carry `role`, `name` and `index` (into inputs); every node carries
+    `val`, `module`, `flops`; `gm.meta["outputs"]` says how outputs are put together.
+    Raises PlanError for a batch that is fixed by the model or doesn't divide.
+    """
+    batch = _batch_inputs(gm, inputs, microbatches)
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    binder = _Binder(gm, inputs, batch, microbatches, mode, specs)
+    return binder.bind()
+
+
+class _Binder:
+    """Runs Dynamo's graph once on fake tensors and copies what computes tensors."""
+
+    def __init__(
+        self,
+        gm: fx.GraphModule,
+        inputs: Sequence[Any],
+        batch: list[int],
+        microbatches: int,
+        mode: FakeTensorMode,
+        specs: Mapping[int, Spec],
+    ) -> None:
+        self.gm, self.inputs, self.batch = gm, inputs, batch
+        self.microbatches, self.mode, self.specs = microbatches, mode, specs
+        self.graph = fx.Graph()
+        self.new: dict[fx.Node, Any] = {}  # old node -> new node or constant
+        self.val: dict[fx.Node, Any] = {}  # old node -> fake value
+        self.symbols = _batch_symbols(gm, inputs)
+        self.roots = _roots(gm)
+
+    def bind(self) -> fx.GraphModule:
+        grad = torch.is_grad_enabled()
+        index = 0
+        try:
+            for node in self.gm.graph.nodes:
+                if node.op == "placeholder":
+                    self.placeholder(node, index)
+                    index += 1
+                elif node.op == "get_attr":
+                    self.attribute(node)
+                elif node.op == "output":
+                    outputs = self.output(node)
+                else:
+                    self.call(node)
+        finally:
+            torch.set_grad_enabled(grad)
+        result = fx.GraphModule(self.gm, self.graph, "Microbatch")
+        result.meta["outputs"] = outputs
+        result.meta["fake_mode"] = self.mode
+        return result
+
+    def placeholder(self, node: fx.Node, index: int) -> None:
+        value = self.inputs[index]
+        if not isinstance(value, Tensor):
+            self.val[node] = self.new[node] = self.number(node, value)
+            return
+        name = _name(_source(node), self.roots)
+        new = self.graph.placeholder(re.sub(r"\W+", "_", name).strip("_"))
+        role = self.role(node, value, index)
+        new.meta.update(role=role, name=name, index=index, module="")
+        spec = self.specs.get(index) or Spec.of(value)
+        if role is Role.BATCH:
+            size = value.shape[0] // self.microbatches
+            spec = spec._replace(shape=(size, *spec.shape[1:]))
+        with self.mode:
+            fake = spec.empty().requires_grad_(value.requires_grad)
+        self.new[node], self.val[node] = new, fake
+        new.meta["val"] = fake
+
+    def role(self, node: fx.Node, value: Tensor, index: int) -> Role:
+        if index in self.batch:
+            return Role.BATCH
+        if isinstance(value, torch.nn.Parameter):
+            return Role.PARAMETER
+        return Role.BUFFER if _in_module(_source(node)) else Role.SHARED
+
+    def number(self, node: fx.Node, value: Any) -> Any:
+        """A size argument: the batch size becomes the microbatch size."""
+        if _symbol(node.meta.get("example_value")) in self.symbols:
+            return int(value) // self.microbatches
+        return value
+
+    def attribute(self, node: fx.Node) -> None:
+        value = self.gm
+        for part in str(node.target).split("."):
+            value = getattr(value, part)
+        new = self.graph.get_attr(str(node.target))
+        self.new[node], self.val[node] = new, value
+        new.meta.update(module="", flops=0)
+        if isinstance(value, Tensor):
+            self.val[node] = new.meta["val"] = self.mode.from_tensor(value)
+
+    def call(self, node: fx.Node) -> None:
+        args = fx.map_arg(node.args, lambda n: self.val[n])
+        kwargs = fx.map_arg(node.kwargs, lambda n: self.val[n])
+        tensors = [
+            self.val[n] for n in node.all_input_nodes if isinstance(self.val[n], Tensor)
+        ]
+        versions = [t._version for t in tensors]
+        region = node.target in REGION_ENTERS or node.target in REGION_EXITS
+        with self.mode, FlopCounterMode(display=False) as flops:
+            if region:
+                value = node.target(*args, **kwargs)  # type: ignore[operator]
+            else:
+                run = fx.Interpreter(self.gm)
+                value = getattr(run, node.op)(node.target, args, kwargs)
+        self.val[node] = value
+        mutated = [
+            t for t, v in zip(tensors, versions, strict=True) if t._version != v
+        ]
+        if not (region or mutated or _holds_tensor(value)):
+            self.new[node] = value
+            return
+        new = self.graph.node_copy(node, lambda n: self.new[n])
+        new.meta = {
+            "val": value,
+            "module": _module(node, self.roots),
+            "flops": flops.get_total_flops(),
+            "mutates": tuple(mutated),
+            "stack_trace": node.meta.get("stack_trace"),
+        }
+        self.new[node] = new
+
+    def output(self, node: fx.Node) -> list[Output]:
+        results, outputs = [], []
+        assert isinstance(node.args[0], (tuple, list))
+        for position, old in enumerate(node.args[0]):
+            new = self.new[old] if isinstance(old, fx.Node) else old
+            outputs.append(self.describe(position, old, new))
+            results.append(new)
+        self.graph.output(tuple(results))
+        return outputs
+
+    def describe(self, position: int, old: Any, new: Any) -> Output:
+        """How the microbatches' values of one output become what the user gets."""
+        if not isinstance(new, fx.Node):
+            if self.symbols and _symbol(getattr(old, "meta", {}).get("example_value")):
+                raise PlanError(
+                    f"output {position} of the model is a size that depends on the "
+                    "batch; return tensors, and take sizes from them afterwards"
+                )
+            return Output("constant", None, new)
+        fake = self.val[old]
+        if self.microbatches == 1:
+            scalar = fake.dim() == 0 and fake.is_floating_point()
+            return Output("scalar" if scalar else "whole", None, None)
+        sizes = old.meta["example_value"].shape
+        dims = [i for i, size in enumerate(sizes) if _symbol(size) in self.symbols]
+        if len(dims) == 1:
+            return Output("rows", dims[0], None)
+        if fake.dim() == 0 and fake.is_floating_point():
+            return Output("scalar", None, None)
+        raise PlanError(
+            f"output {position} of the model has shape {tuple(map(str, sizes))}, where "
+            "no one dimension is the batch, so the microbatches' outputs cannot be put "
+            "together; return a float scalar, or a tensor with one value or row per "
+            "sample"
+        )
+
+
+def _batch_inputs(
+    gm: fx.GraphModule, inputs: Sequence[Any], microbatches: int
+) -> list[int]:
+    """Which inputs are cut into microbatches: those with a symbolic batch size."""
+    candidates = _batch_candidates(gm, inputs)
+    if microbatches == 1:
+        return candidates
+    if not candidates:
+        raise PlanError(
+            f"the model has no tensor input to cut into {microbatches} microbatches; "
+            "pass it the batch, with samples along dimension 0"
+        )
+    placeholders = _placeholders(gm)
+    symbols = _batch_symbols(gm, inputs)
+    batch = [
+        i
+        for i in candidates
+        if _symbol(placeholders[i].meta["example_value"].shape[0]) in symbols
+    ]
+    if not batch:
+        raise _fixed_batch(placeholders, inputs, candidates)
+    for i in batch:
+        if inputs[i].shape[0] % microbatches:
+            name = _name(_source(placeholders[i]), _roots(gm))
+            raise PlanError(
+                f"input {name} has a batch of {inputs[i].shape[0]}, which does not "
+                f"divide into {microbatches} microbatches; pass a multiple of "
+                f"{microbatches} or another Schedule(microbatches=)"
+            )
+    return batch
+
+
+def _batch_candidates(gm: fx.GraphModule, inputs: Sequence[Any]) -> list[int]:
+    """Inputs whose dimension 0 is as long as most inputs' (the first's, on a tie)."""
+    tensors = [
+        i
+        for i, node in enumerate(_placeholders(gm))
+        if isinstance(inputs[i], Tensor)
+        and inputs[i].dim() > 0
+        and not isinstance(inputs[i], torch.nn.Parameter)
+        and _source(node).startswith("L[")
+        and not _in_module(_source(node))
+    ]
+    sizes = Counter(inputs[i].shape[0] for i in tensors)
+    if not sizes:
+        return []
+    batch = sizes.most_common(1)[0][0]
+    return [i for i in tensors if inputs[i].shape[0] == batch]
+
+
+def _batch_symbols(gm: fx.GraphModule, inputs: Sequence[Any]) -> set[Any]:
+    """The symbols of the batch size; those that name another length too are not."""
+    placeholders = _placeholders(gm)
+    values = [p.meta.get("example_value") for p in placeholders]
+    leading, other = set(), set()
+    for i in _batch_candidates(gm, inputs):
+        value = values[i]
+        assert isinstance(value, Tensor)
+        leading.add(_symbol(value.shape[0]))
+        other.update(_symbol(size) for size in value.shape[1:])
+    return (leading - other or leading) - {None}
+
+
+def _fixed_batch(
+    placeholders: list[fx.Node], inputs: Sequence[Any], candidates: list[int]
+) -> PlanError:
+    sizes = inputs[candidates[0]].shape[0]
+    value = placeholders[candidates[0]].meta["example_value"]
+    environment = value.fake_mode.shape_env
+    fixed = {s for s, r in environment.replacements.items() if r.is_number}
+    lines = [
+        str(guard.sloc).split(" (")[0]
+        for guard in environment.guards
+        if guard.expr.free_symbols and guard.expr.free_symbols <= fixed
+    ]
+    where = f" by\n  {lines[0]}\n" if lines else " by the model; "
+    return PlanError(
+        f"the batch size is fixed to {sizes}{where}so the batch cannot be cut into "
+        "microbatches; take sizes from the input's shape (x.shape[0], or -1) instead"
+    )
+
+
+def _placeholders(gm: fx.GraphModule) -> list[fx.Node]:
+    return [node for node in gm.graph.nodes if node.op == "placeholder"]
+
+
+def _symbol(size: object) -> Any:
+    """The sympy symbol of a symbolic size, or None if it's a number or expression."""
+    if not isinstance(size, torch.SymInt):
+        return None
+    expression = size.node.expr
+    return expression if expression.is_Symbol else None
+
+
+def _holds_tensor(value: object) -> bool:
+    if isinstance(value, (tuple, list)):
+        return any(_holds_tensor(item) for item in value)
+    return isinstance(value, Tensor)
+
+
+def _source(node: fx.Node) -> str:
+    """Where Dynamo found an input, such as L['self']._modules['a']._buffers['b']."""
+    if "source" in node.meta:
+        return str(node.meta["source"])
+    argument = node.meta.get("grapharg")
+    source = getattr(argument, "source", None) or getattr(node, "_dynamo_source", None)
+    name = getattr(source, "name", node.name)
+    return name() if callable(name) else str(name)
+
+
+def _in_module(source: str) -> bool:
+    return re.search(r"\._(modules|parameters|buffers)\[", source) is not None
+
+
+def _roots(gm: fx.GraphModule) -> list[str]:
+    """The expressions of the modules that inputs belong to, such as L['self']."""
+    found = [
+        re.split(r"\._(?:modules|parameters|buffers)\[", source)[0]
+        for source in map(_source, _placeholders(gm))
+        if _in_module(source)
+    ]
+    return list(dict.fromkeys(found))
+
+
+def _name(source: str, roots: list[str]) -> str:
+    """The user's name of an input: layers.0.weight, or x, or batch['x']."""
+    if _in_module(source):
+        path = re.findall(r"\._(?:modules|parameters|buffers)\['([^']*)'\]", source)
+        root = re.split(r"\._(?:modules|parameters|buffers)\[", source)[0]
+        rest = source.rsplit("]", 1)[1]
+        prefix = [_plain(root)] if len(roots) > 1 else []
+        return ".".join(prefix + path) + rest
+    return _plain(source)
+
+
+def _plain(source: str) -> str:
+    """L['batch']['x'] as batch['x']."""
+    return re.sub(r"^[LG]\['([^']*)'\]", r"\1", source)
+
+
+def _module(node: fx.Node, roots: list[str]) -> str:
+    """The dotted name of the innermost module that a node was called in, or ''."""
+    stack = node.meta.get("nn_module_stack") or {}
+    if not stack:
+        return ""
+    path = str(next(reversed(stack.values()))[0])
+    path = re.sub(r"\._modules\['([^']*)'\]", r".\1", path)
+    for root in roots:
+        if path == root or path.startswith(root + "."):
+            rest = path[len(root) :].strip(".")
+            return ".".join(filter(None, [_plain(root)] * (len(roots) > 1) + [rest]))
+    return _plain(path)

@@ -1,0 +1,302 @@
+"""How workers hand values to each other: between threads, or over torch.distributed.
+
+The only file that knows torch.distributed. Both kinds of endpoint have the same four
+methods: send never waits; expect says early what will come; take waits for it; watch
+puts its tag in a queue once it is there.
+"""
+
+from __future__ import annotations
+
+import os
+import queue
+import threading
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from .graphs import Spec, Specs
+from .jobs import PlanError
+
+ALIGNMENT = 64  # bytes between tensors of a bundle in one message
+WATCHERS = 8  # receives that may be posted at a time under order="dynamic"
+
+
+class Aborted(Exception):
+    """Another worker failed; this one stops waiting for it."""
+
+
+class Endpoint(Protocol):
+    """One worker's end of the transfers of one run."""
+
+    def send(self, value: Any, to: int, tag: int) -> None: ...
+    def expect(self, source: int, tag: int, specs: Specs, bundle: bool) -> None: ...
+    def take(self, tag: int) -> Any: ...
+    def watch(self, tag: int, arrived: queue.SimpleQueue[int]) -> None: ...
+    def finish(self) -> None: ...
+
+
+class Exchange:
+    """Values on their way between the threads of one run, by reference."""
+
+    def __init__(self) -> None:
+        self.values: dict[int, Any] = {}
+        self.watching: dict[int, queue.SimpleQueue[int]] = {}
+        self.changed = threading.Condition()
+        self.failed = False
+        self.queues: list[queue.SimpleQueue[int]] = []
+
+    def abort(self) -> None:
+        """Wakes every worker that waits, to raise Aborted."""
+        with self.changed:
+            self.failed = True
+            self.changed.notify_all()
+            for waiting in self.queues:
+                waiting.put(-1)
+
+
+class ThreadEndpoint:
+    """An endpoint between threads of one process."""
+
+    def __init__(self, exchange: Exchange) -> None:
+        self.exchange = exchange
+
+    def send(self, value: Any, to: int, tag: int) -> None:
+        with self.exchange.changed:
+            self.exchange.values[tag] = value
+            if tag in self.exchange.watching:
+                self.exchange.watching.pop(tag).put(tag)
+            self.exchange.changed.notify_all()
+
+    def expect(self, source: int, tag: int, specs: Specs, bundle: bool) -> None:
+        pass
+
+    def take(self, tag: int) -> Any:
+        with self.exchange.changed:
+            while tag not in self.exchange.values:
+                if self.exchange.failed:
+                    raise Aborted
+                self.exchange.changed.wait()
+            return self.exchange.values.pop(tag)
+
+    def watch(self, tag: int, arrived: queue.SimpleQueue[int]) -> None:
+        with self.exchange.changed:
+            if arrived not in self.exchange.queues:
+                self.exchange.queues.append(arrived)
+            if self.exchange.failed:
+                arrived.put(-1)
+            elif tag in self.exchange.values:
+                arrived.put(tag)
+            else:
+                self.exchange.watching[tag] = arrived
+
+    def finish(self) -> None:
+        pass
+
+
+class ProcessEndpoint:
+    """An endpoint over torch.distributed; tensors on a GPU go through host memory."""
+
+    def __init__(self, processes: Processes) -> None:
+        self.processes = processes
+        self.sending: list[tuple[dist.Work, Tensor]] = []
+        self.coming: dict[int, tuple[dist.Work | None, Tensor, Specs, bool]] = {}
+
+    def send(self, value: Any, to: int, tag: int) -> None:
+        self.sending = [s for s in self.sending if not s[0].is_completed()]
+        buffer = pack(value)
+        if buffer.numel():
+            work = dist.isend(buffer, to, group=self.processes.group, tag=tag)
+            assert work is not None
+            self.sending.append((work, buffer))
+
+    def expect(self, source: int, tag: int, specs: Specs, bundle: bool) -> None:
+        buffer = torch.empty(packed_bytes(specs), dtype=torch.uint8)
+        work = None
+        if buffer.numel():
+            work = dist.irecv(buffer, source, group=self.processes.group, tag=tag)
+        self.coming[tag] = (work, buffer, specs, bundle)
+
+    def take(self, tag: int) -> Any:
+        work, buffer, specs, bundle = self.coming.pop(tag)
+        if work is not None:
+            work.wait()
+        return unpack(buffer, specs, bundle)
+
+    def watch(self, tag: int, arrived: queue.SimpleQueue[int]) -> None:
+        work, *rest = self.coming[tag]
+        self.coming[tag] = (None, *rest)  # type: ignore[assignment]
+
+        def wait() -> None:
+            try:
+                if work is not None:
+                    work.wait()
+                arrived.put(tag)
+            except RuntimeError:  # the peer is gone: wake the worker to fail
+                self.coming[tag] = (work, *rest)  # type: ignore[assignment]
+                arrived.put(tag)
+
+        self.processes.watchers.submit(wait)
+
+    def finish(self) -> None:
+        for work, _ in self.sending:
+            work.wait()
+        self.sending.clear()
+
+
+class Processes:
+    """This process as one of the workers of a torch.distributed job."""
+
+    def __init__(self, workers: int) -> None:
+        if not dist.is_initialized():
+            dist.init_process_group("gloo")
+        check_world(workers, dist.get_world_size())
+        self.group = dist.new_group(backend="gloo")
+        self.rank = dist.get_rank()
+        self.watchers = ThreadPoolExecutor(WATCHERS, "fxsched-watch")
+
+    def endpoint(self) -> ProcessEndpoint:
+        return ProcessEndpoint(self)
+
+    def share(self, tensor: Tensor, source: int, to: Sequence[int]) -> None:
+        """Copies a tensor from one rank to others; every rank calls it alike."""
+        if self.rank == source:
+            host = tensor.detach().cpu().contiguous()
+            for rank in to:
+                if rank != source:
+                    dist.send(host, rank, group=self.group)
+        elif self.rank in to:
+            host = torch.empty(tensor.shape, dtype=tensor.dtype)
+            dist.recv(host, source, group=self.group)
+            with torch.no_grad():
+                tensor.copy_(host)
+
+    def first(self, value: Any) -> Any:
+        """Rank 0's value of a small object."""
+        values = [value]
+        dist.broadcast_object_list(values, 0, group=self.group)
+        return values[0]
+
+    def all(self, value: Any) -> list[Any]:
+        """Every rank's value of a small object."""
+        values: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(values, value, group=self.group)
+        return values
+
+
+def started_by_torchrun() -> bool:
+    return dist.is_torchelastic_launched() or {"RANK", "WORLD_SIZE"} <= set(os.environ)
+
+
+def choose(transport: str | None, workers: int) -> str:
+    """"threads" or "distributed". Raises PlanError if the world has another size."""
+    if transport not in (None, "threads", "distributed"):
+        raise PlanError(
+            f"transport={transport!r}: give 'threads', 'distributed', or None to find out"
+        )
+    if transport == "threads":
+        return transport
+    if dist.is_initialized():
+        check_world(workers, dist.get_world_size())
+        return "distributed"
+    if started_by_torchrun():
+        check_world(workers, int(os.environ["WORLD_SIZE"]))
+        return "distributed"
+    if transport == "distributed":
+        raise PlanError(
+            "transport='distributed' needs a process group: start with "
+            f"torchrun --nproc-per-node {workers}, or call "
+            "torch.distributed.init_process_group first"
+        )
+    return "threads"
+
+
+def check_world(workers: int, size: int) -> None:
+    if size != workers:
+        raise PlanError(
+            f"the schedule has {workers} workers, but torch.distributed runs {size} "
+            f"processes; start {workers} (torchrun --nproc-per-node {workers}), give the "
+            "schedule as many workers, or use transport='threads'"
+        )
+
+
+def pack(value: Any) -> Tensor:
+    """A tensor or a bundle as bytes in host memory.
+
+    A contiguous tensor is not copied. Dimensions that only repeat (stride 0) are sent
+    once.
+    """
+    given = [value] if isinstance(value, Tensor) else list(value)
+    flat = [_once(t).detach().cpu().contiguous() for t in given]
+    parts = [t.reshape(-1).view(torch.uint8) for t in flat]
+    if len(parts) == 1:
+        return parts[0]
+    buffer = torch.empty(sum(_aligned(p.numel()) for p in parts), dtype=torch.uint8)
+    offset = 0
+    for part in parts:
+        buffer[offset : offset + part.numel()] = part
+        offset += _aligned(part.numel())
+    return buffer
+
+
+def packed_bytes(specs: Specs) -> int:
+    """How long pack makes a value with these shapes."""
+    sizes = [_sent(spec).bytes for spec in specs]
+    return sizes[0] if len(sizes) == 1 else sum(map(_aligned, sizes))
+
+
+def unpack(buffer: Tensor, specs: Specs, bundle: bool) -> Any:
+    """The tensor or bundle that pack made bytes of, with the strides it had."""
+    result = []
+    offset = 0
+    for spec in specs:
+        sent = _sent(spec)
+        size = sent.bytes
+        part = buffer[offset : offset + size].view(spec.dtype).view(sent.shape)
+        part = part.to(spec.device)
+        if part.stride() != sent.stride:
+            part = sent._replace(device=part.device).empty().copy_(part)
+        result.append(part if sent == spec else part.expand(spec.shape))
+        offset += _aligned(size)
+    return tuple(result) if bundle else result[0]
+
+
+def _aligned(size: int) -> int:
+    return -(-size // ALIGNMENT) * ALIGNMENT
+
+
+def _once(tensor: Tensor) -> Tensor:
+    for dim, (size, stride) in enumerate(zip(tensor.shape, tensor.stride(), strict=True)):
+        if stride == 0 and size > 1:
+            tensor = tensor.narrow(dim, 0, 1)
+    return tensor
+
+
+def _sent(spec: Spec) -> Spec:
+    """A spec with repeated dimensions once, and dense strides in the same order."""
+    shape = tuple(
+        1 if stride == 0 else size
+        for size, stride in zip(spec.shape, spec.stride, strict=True)
+    )
+    order = sorted(range(len(shape)), key=lambda i: (-spec.stride[i], i))
+    stride, step = [0] * len(shape), 1
+    for i in reversed(order):
+        stride[i] = step
+        step *= max(shape[i], 1)
+    if shape == spec.shape and _contiguous(spec):
+        return spec
+    return spec._replace(shape=shape, stride=tuple(stride))
+
+
+def _contiguous(spec: Spec) -> bool:
+    step = 1
+    for size, stride in zip(reversed(spec.shape), reversed(spec.stride), strict=True):
+        if size != 1 and stride != step:
+            return False
+        step *= size
+    return True
+
+

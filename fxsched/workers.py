@@ -1,0 +1,134 @@
+"""Who runs the programs: the threads of this process, or the ranks of a job."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Callable, MutableMapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from .graphs import Role, Spec
+from .jobs import PlanError
+from .pipeline import Plan
+from .runtime import Program, Run
+from .transport import Aborted, Exchange, Processes, ThreadEndpoint
+
+Tangents = dict[int, Tensor] | None
+Inputs = Callable[[Program], dict[str, Any]]
+
+
+class Kept(NamedTuple):
+    """Which workers keep a parameter or buffer, and its shape and strides."""
+
+    owners: tuple[int, ...]
+    spec: Spec
+
+
+class Threads:
+    """All workers as threads of this process, which share its parameters."""
+
+    readers: tuple[int, ...] | None = (0,)
+
+    def __init__(self, workers: int) -> None:
+        self.here: Sequence[int] = range(workers)
+        share = max(1, torch.get_num_threads() // workers)
+        self.pool = ThreadPoolExecutor(
+            workers, "fxsched", initializer=torch.set_num_threads, initargs=(share,)
+        )
+
+    def seed(self) -> int:
+        return torch.initial_seed()
+
+    def start(self, programs: dict[int, Program], inputs: Inputs) -> list[Run]:
+        exchange = Exchange()
+        return [
+            Run(program, inputs(program), ThreadEndpoint(exchange))
+            for program in programs.values()
+        ]
+
+    def advance(self, runs: list[Run], tangents: Tangents) -> list[dict[str, Any]]:
+        """Runs all workers up to their pause or end. If one fails, all stop."""
+
+        def guarded(run: Run) -> dict[str, Any]:
+            try:
+                return run.advance(tangents)
+            except BaseException:
+                exchange.abort()
+                raise
+
+        endpoint = runs[0].endpoint
+        assert isinstance(endpoint, ThreadEndpoint)
+        exchange = endpoint.exchange
+        futures = [self.pool.submit(guarded, run) for run in runs]
+        try:
+            errors = [future.exception() for future in futures]
+        except BaseException:  # interrupted: no thread may go on waiting
+            exchange.abort()
+            raise
+        for error in sorted(filter(None, errors), key=lambda e: isinstance(e, Aborted)):
+            raise error
+        return [future.result() for future in futures]
+
+
+class Ranks:
+    """This process as one worker of a torch.distributed job."""
+
+    readers: tuple[int, ...] | None = None
+
+    def __init__(self, workers: int) -> None:
+        self.processes = Processes(workers)
+        self.rank = self.processes.rank
+        self.here: Sequence[int] = (self.rank,)
+        self.shift = self.processes.first(torch.initial_seed()) - torch.initial_seed()
+        if "OMP_NUM_THREADS" not in os.environ and torch.get_num_threads() > 1:
+            local = int(os.environ.get("LOCAL_WORLD_SIZE", workers))
+            torch.set_num_threads(max(1, torch.get_num_threads() // local))
+
+    def seed(self) -> int:
+        """Rank 0's seed: ranks that are seeded apart draw the same numbers."""
+        return torch.initial_seed() + self.shift
+
+    def start(self, programs: dict[int, Program], inputs: Inputs) -> list[Run]:
+        (program,) = programs.values()
+        return [Run(program, inputs(program), self.processes.endpoint())]
+
+    def advance(self, runs: list[Run], tangents: Tangents) -> list[dict[str, Any]]:
+        return [runs[0].advance(tangents)]
+
+    def agree(self, plan: Plan) -> None:
+        """Raises PlanError if the ranks made different plans."""
+        digest = hashlib.sha256(str(plan).encode()).hexdigest()
+        others = self.processes.all(digest)
+        wrong = [rank for rank, other in enumerate(others) if other != others[0]]
+        if wrong:
+            raise PlanError(
+                f"rank {wrong[0]} planned other programs than rank 0; build the same "
+                "model and schedule and pass batches of the same shape on every rank"
+            )
+
+    def settle(
+        self, plan: Plan, args: Sequence[Any], kept: MutableMapping[Tensor, Kept]
+    ) -> None:
+        """Owners start from the first owner's values; other ranks give up storage.
+
+        A parameter that this rank doesn't keep becomes one NaN, expanded to its shape.
+        """
+        for group in plan.groups:
+            for name in group.names:
+                index, role = plan.state[name]
+                tensor = args[index]
+                if role is Role.SHARED or tensor in kept:
+                    continue
+                kept[tensor] = Kept(group.owners, Spec.of(tensor))
+                if role is Role.BUFFER:
+                    everyone = range(plan.schedule.workers)
+                    self.processes.share(tensor, group.owners[0], everyone)
+                    continue
+                self.processes.share(tensor, group.owners[0], group.owners)
+                if self.rank not in group.owners:
+                    nothing = torch.full((), torch.nan).to(tensor)
+                    tensor.data = nothing.expand(tensor.shape)

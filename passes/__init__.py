@@ -1,0 +1,1 @@
+"""The passes: each file one public function `verb_noun(gm, request) -> gm`."""

@@ -1,0 +1,286 @@
+"""Turns the traced graph into one node per stage."""
+
+from __future__ import annotations
+
+import operator
+from typing import Any
+
+import networkx as nx
+import torch
+from torch import fx
+
+from ..graphs import REGION_ENTERS, REGION_EXITS, Group, Role, Spec, State, storage
+from ..jobs import Direction, Job, PlanError
+from ..request import Request
+
+
+def split_stages(gm: fx.GraphModule, request: Request) -> fx.GraphModule:
+    """Makes each stage a submodule, called with the state and the values that it reads.
+
+    before: a = linear(x, w0, b0)   # stage 0
+            b = linear(a, w1, b1)   # stage 1
+    after:  stage_0 = self.stage_0((weights_0,), (x,)); a = stage_0[0]
+            stage_1 = self.stage_1((weights_1,), (a,)); b = stage_1[0]
+
+    weights_0 is a group: the parameters and buffers with the same owners and readers.
+    gm.meta["stages"] describes the stages as a networkx.DiGraph.
+    """
+    count = gm.meta["stage_count"]
+    inner = [_Stage(gm, stage) for stage in range(count)]
+    groups = _group_state(gm, [stage.state for stage in inner], request)
+    graph = fx.Graph()
+    new: dict[fx.Node, fx.Node] = {}
+    weights = []
+    given = {n.meta["name"]: n.meta["val"] for n in gm.graph.nodes
+             if n.op == "placeholder"}
+    for number, group in enumerate(groups):
+        weights.append(graph.placeholder(f"weights_{number}"))
+        specs = tuple(Spec.of(given[name]) for name in group.names)
+        weights[-1].meta.update(group=number, specs=specs, bundle=True)
+    for node in gm.graph.nodes:
+        if node.op == "placeholder" and node.meta["role"] is Role.BATCH:
+            new[node] = graph.placeholder(node.name)
+            fake = node.meta["val"]
+            new[node].meta.update(
+                input=node.meta["index"], val=fake, specs=(Spec.of(fake),)
+            )
+    for number, stage in enumerate(inner):
+        used = [i for i, group in enumerate(groups) if number in group.stages]
+        inputs = [new[node] for node in stage.inputs]
+        call = graph.call_module(
+            f"stage_{number}", (tuple(weights[i] for i in used), tuple(inputs))
+        )
+        flat = {name: (j, k) for j, i in enumerate(used)
+                for k, name in enumerate(groups[i].names)}
+        call.meta["stage"] = number
+        stage.module.meta["state"] = [flat[n.meta["name"]] for n in stage.state]
+        gm.add_submodule(f"stage_{number}", stage.module)
+        for position, node in enumerate(stage.outputs):
+            new[node] = graph.create_node(
+                "call_function", operator.getitem, (call, position), name=node.name
+            )
+            fake = node.meta["val"]
+            spec = Spec.of(torch.empty_like(fake, memory_format=torch.contiguous_format))
+            new[node].meta.update(val=fake, specs=(spec,), stage=number)
+    (output,) = (n for n in gm.graph.nodes if n.op == "output")
+    graph.output(fx.map_arg(output.args[0], lambda n: new[n]))
+    result = fx.GraphModule(gm, graph, "Stages")
+    result.meta.update(
+        outputs=gm.meta["outputs"],
+        fake_mode=gm.meta["fake_mode"],
+        groups=groups,
+        state={n.meta["name"]: State(n.meta["index"], n.meta["role"])
+               for n in gm.graph.nodes if n.op == "placeholder" and n.meta["role"] is not Role.BATCH},
+        stages=_describe(gm, inner, groups),
+    )
+    return result
+
+
+
+
+
+class _Stage:
+    """Copies the nodes of one stage into a graph of its own."""
+
+    def __init__(self, gm: fx.GraphModule, number: int) -> None:
+        self.nodes = [n for n in gm.graph.nodes if n.meta.get("stage") == number]
+        inside = set(self.nodes)
+        read = dict.fromkeys(p for n in self.nodes for p in n.all_input_nodes)
+        outer = [p for p in read if p not in inside and p.op != "get_attr"]
+        self.state = [p for p in outer if _is_state(p)]
+        self.inputs = [p for p in outer if not _is_state(p)]
+        self.outputs = [
+            n for n in self.nodes if any(_leaves(user, inside) for user in n.users)
+        ]
+        self.graph = fx.Graph()
+        self.new: dict[fx.Node, fx.Node] = {}
+        self.module = self._build(gm)
+
+    def _build(self, gm: fx.GraphModule) -> fx.GraphModule:
+        for node in [*self.state, *self.inputs]:
+            self.new[node] = self.graph.placeholder(node.name)
+            self.new[node].meta["val"] = node.meta["val"]
+        regions = _Regions(self.graph)
+        inside = set(self.nodes)
+        for node in gm.graph.nodes:
+            regions.pass_by(node)
+            if node in inside:
+                regions.enter()
+                self._copy(node)
+        regions.leave()
+        self.graph.output(tuple(self._result(node) for node in self.outputs))
+        return fx.GraphModule(gm, self.graph, "Stage")
+
+    def _copy(self, node: fx.Node) -> None:
+        for read in node.all_input_nodes:
+            if read.op == "get_attr" and read not in self.new:
+                self.new[read] = self.graph.node_copy(read)
+        self.new[node] = self.graph.node_copy(node, self.new.__getitem__)
+        self.new[node].meta = {"val": node.meta["val"]}
+
+    def _result(self, node: fx.Node) -> fx.Node:
+        """An output in memory of its own, contiguous, so that it can be sent as it is."""
+        given = [n.meta["val"] for n in [*self.state, *self.inputs]]
+        before = self.outputs[: self.outputs.index(node)]
+        fake = node.meta["val"]
+        shared = {storage(t) for t in [*given, *(n.meta["val"] for n in before)]}
+        if storage(fake) in shared or not fake.is_contiguous():
+            kwargs = {"memory_format": torch.contiguous_format}
+            return self.graph.call_method("clone", (self.new[node],), kwargs)
+        return self.new[node]
+
+
+class _Regions:
+    """Opens in a stage's graph the autocast and no_grad regions that its nodes are in.
+
+    A region is a pair of nodes in the program; a stage that holds only a part of what
+    is between them gets a pair of its own.
+    """
+
+    def __init__(self, graph: fx.Graph) -> None:
+        self.graph = graph
+        self.ambient = torch.is_grad_enabled()
+        self.wanted: tuple[list[fx.Node], bool] = ([], self.ambient)
+        self.opened: list[tuple[fx.Node, fx.Node]] = []  # in the program, in the stage
+        self.grad = self.ambient
+
+    def pass_by(self, node: fx.Node) -> None:
+        """Follows the program's own regions."""
+        autocasts, grad = self.wanted
+        if node.target is torch._C._set_grad_enabled:
+            self.wanted = (autocasts, bool(node.args[0]))
+        elif node.target in REGION_ENTERS:
+            self.wanted = ([*autocasts, node], grad)
+        elif node.target in REGION_EXITS:
+            self.wanted = ([n for n in autocasts if n is not node.args[0]], grad)
+
+    def enter(self) -> None:
+        """Makes the stage's regions those that the program is in."""
+        autocasts, grad = self.wanted
+        while [old for old, _ in self.opened] != autocasts[: len(self.opened)]:
+            self._close()
+        for old in autocasts[len(self.opened) :]:
+            new = self.graph.create_node("call_function", old.target, old.args)
+            self.opened.append((old, new))
+        self._set_grad(grad)
+
+    def leave(self) -> None:
+        while self.opened:
+            self._close()
+        self._set_grad(self.ambient)
+
+    def _close(self) -> None:
+        _, new = self.opened.pop()
+        self.graph.call_function(REGION_EXITS[0], (new,))
+
+    def _set_grad(self, grad: bool) -> None:
+        if grad != self.grad:
+            self.graph.call_function(torch._C._set_grad_enabled, (grad,))
+        self.grad = grad
+
+
+def _is_state(node: fx.Node) -> bool:
+    return node.op == "placeholder" and node.meta["role"] is not Role.BATCH
+
+
+def _leaves(user: fx.Node, inside: set[fx.Node]) -> bool:
+    return user.op == "output" or ("stage" in user.meta and user not in inside)
+
+
+def owners(request: Request, stage: int) -> tuple[int, ...]:
+    """The workers on which w puts the weights of a stage's jobs."""
+    schedule = request.schedule
+    return tuple(
+        sorted(
+            {
+                schedule.place(Job(stage, b, d)).weights
+                for b in range(schedule.microbatches)
+                for d in Direction
+            }
+        )
+    )
+
+
+def _group_state(
+    gm: fx.GraphModule, state: list[list[fx.Node]], request: Request
+) -> list[Group]:
+    """Groups of state with the same owners, readers and fate.
+
+    A parameter is kept by the owners of the first stage that reads it, so that a tied
+    one counts once; a buffer by those of all stages that read it; an input that is not
+    cut into microbatches is at hand on every worker.
+    """
+    kept = [owners(request, stage) for stage in range(len(state))]
+    readers: dict[fx.Node, list[int]] = {}
+    for stage, nodes in enumerate(state):
+        for node in nodes:
+            readers.setdefault(node, []).append(stage)
+    written = _written_state(gm)
+    found: dict[tuple[Any, ...], list[fx.Node]] = {}
+    for node, stages in readers.items():
+        role, name = node.meta["role"], node.meta["name"]
+        if role is Role.SHARED:
+            owned = tuple(range(request.schedule.workers))
+        elif name in request.owners:
+            owned = request.owners[name]
+        elif role is Role.PARAMETER:
+            owned = kept[stages[0]]
+        else:
+            owned = tuple(sorted({w for stage in stages for w in kept[stage]}))
+        key = (stages[0], tuple(stages), owned, node in written)
+        found.setdefault(key, []).append(node)
+    return [
+        Group(
+            tuple(n.meta["name"] for n in nodes),
+            owned,
+            stages,
+            tuple(n.meta["val"].requires_grad for n in nodes),
+        )
+        for (_, stages, owned, _), nodes in sorted(found.items(), key=lambda i: i[0])
+    ]
+
+
+def _written_state(gm: fx.GraphModule) -> set[fx.Node]:
+    written = {storage(t) for n in gm.graph.nodes for t in n.meta.get("mutates", ())}
+    return {
+        n
+        for n in gm.graph.nodes
+        if n.op == "placeholder" and storage(n.meta["val"]) in written
+    }
+
+
+def _describe(
+    gm: fx.GraphModule, inner: list[_Stage], groups: list[Group]
+) -> nx.DiGraph[int]:
+    """The stages as a graph: modules, parameters and flops; bytes on edges.
+
+    parameters: numbers in the parameters that the stage is the first to read.
+    flops: of F for one microbatch. bytes: of what one microbatch sends along an edge.
+    """
+    stages: nx.DiGraph[int] = nx.DiGraph()
+    for number, stage in enumerate(inner):
+        first = [n for n in stage.state if n.meta["role"] is Role.PARAMETER
+                 and not any(n in other.state for other in inner[:number])]
+        stages.add_node(
+            number,
+            modules=_modules(stage.nodes),
+            parameters=sum(n.meta["val"].numel() for n in first),
+            flops=sum(int(n.meta["flops"]) for n in stage.nodes),
+        )
+    maker = {node: number for number, stage in enumerate(inner) for node in stage.outputs}
+    for number, stage in enumerate(inner):
+        for node in stage.inputs:
+            if node in maker:
+                size = Spec.of(node.meta["val"]).bytes
+                edge = stages.get_edge_data(maker[node], number, {"bytes": 0})
+                stages.add_edge(maker[node], number, bytes=edge["bytes"] + size)
+    if not nx.is_directed_acyclic_graph(stages):
+        raise PlanError("the stages read each other in a circle; name other stages")
+    return stages
+
+
+def _modules(nodes: list[fx.Node]) -> list[str]:
+    """The modules of a stage, in order, inner ones left out."""
+    names = dict.fromkeys(str(n.meta["module"]) for n in nodes)
+    names.pop("", None)
+    return [n for n in names if not any(n.startswith(f"{m}.") for m in names)]
