@@ -99,7 +99,9 @@ class _Stage:
     def _build(self, gm: fx.GraphModule) -> fx.GraphModule:
         for node in [*self.state, *self.inputs]:
             self.new[node] = self.graph.placeholder(node.name)
-            self.new[node].meta["val"] = node.meta["val"]
+            fake = node.meta["val"]  # another stage makes its outputs contiguous
+            made = node.op != "placeholder"
+            self.new[node].meta["val"] = fake.contiguous() if made else fake
         regions = _Regions(self.graph)
         inside = set(self.nodes)
         for node in gm.graph.nodes:
