@@ -247,12 +247,14 @@ class Run:
         return missing, waiting
 
     def _release(self, task: Task) -> None:
+        if task.pause is not None:  # its values are about to be handed out
+            return
         for slot in task.needs:
             self.readers[slot] -= 1
             if not self.readers[slot]:
                 self.values[slot] = None
         for slot in task.makes:
-            if not self.readers.get(slot) and task.pause is None:
+            if not self.readers.get(slot):
                 self.values[slot] = None
 
 

@@ -19,9 +19,10 @@ from torch import Tensor, fx
 from torch._dynamo.exc import TensorifyScalarRestartAnalysis
 from torch._dynamo.symbolic_convert import InstructionTranslator
 from torch._subclasses import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
-from .graphs import REGION_ENTERS, REGION_EXITS, Output, Role, Spec
+from .graphs import REGION_ENTERS, REGION_EXITS, Output, Role, Spec, tensors
 from .jobs import PlanError
 
 
@@ -187,22 +188,15 @@ class _Binder:
     def call(self, node: fx.Node) -> None:
         args = fx.map_arg(node.args, lambda n: self.val[n])
         kwargs = fx.map_arg(node.kwargs, lambda n: self.val[n])
-        tensors = [
-            self.val[n] for n in node.all_input_nodes if isinstance(self.val[n], Tensor)
-        ]
-        versions = [t._version for t in tensors]
         region = node.target in REGION_ENTERS or node.target in REGION_EXITS
-        with self.mode, FlopCounterMode(display=False) as flops:
+        with self.mode, _Writes() as writes, FlopCounterMode(display=False) as flops:
             if region:
                 value = node.target(*args, **kwargs)  # type: ignore[operator]
             else:
                 run = fx.Interpreter(self.gm)
                 value = getattr(run, node.op)(node.target, args, kwargs)
         self.val[node] = value
-        mutated = [
-            t for t, v in zip(tensors, versions, strict=True) if t._version != v
-        ]
-        if not (region or mutated or _holds_tensor(value)):
+        if not (region or writes.found or _holds_tensor(value)):
             self.new[node] = value
             return
         new = self.graph.node_copy(node, lambda n: self.new[n])
@@ -210,7 +204,7 @@ class _Binder:
             "val": value,
             "module": _module(node, self.roots),
             "flops": flops.get_total_flops(),
-            "mutates": tuple(mutated),
+            "mutates": tuple(writes.found),
             "stack_trace": node.meta.get("stack_trace"),
         }
         self.new[node] = new
@@ -250,6 +244,31 @@ class _Binder:
             "together; return a float scalar, or a tensor with one value or row per "
             "sample"
         )
+
+
+class _Writes(TorchDispatchMode):
+    """Notes the tensors that operations write into."""
+
+    BATCH_NORMS = ("native_batch_norm", "cudnn_batch_norm", "miopen_batch_norm")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[Tensor] = []
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        for argument, value in zip(func._schema.arguments, args, strict=False):
+            if argument.alias_info is not None and argument.alias_info.is_write:
+                self.found += tensors(value)
+        for argument in func._schema.arguments:
+            if argument.alias_info is not None and argument.alias_info.is_write:
+                self.found += tensors(kwargs.get(argument.name))
+        # their schemas do not say that running statistics are written in training
+        if func._schema.name.removeprefix("aten::") in self.BATCH_NORMS and args[5]:
+            self.found += [*tensors(args[3]), *tensors(args[4])]
+        return func(*args, **kwargs)
 
 
 def _batch_inputs(

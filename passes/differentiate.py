@@ -79,6 +79,7 @@ class _Differentiation:
         self.sums: dict[int, list[fx.Node]] = {}  # of a group, from stages
         self.written: dict[int, fx.Node] = {}
         self.cache: dict[str, Pair] = {}
+        self.pairs: dict[fx.Node, Pair] = {}
 
     def run(self) -> fx.GraphModule:
         loss = self.gm.meta["loss"] = self._loss() if self.request.training else None
@@ -97,6 +98,7 @@ class _Differentiation:
                 else:
                     continue
                 self.gradients.setdefault(value, []).append(tangent)
+        self._trace_stages()
         for call in reversed(self.calls):
             self._stage(call)
         inputs = {
@@ -115,6 +117,30 @@ class _Differentiation:
         self.graph.lint()
         self.gm.recompile()
         return self.gm
+
+    def _trace_stages(self) -> None:
+        """Traces stages from the last to the first, as gradients become known."""
+        live = set(self.gradients)
+        trained = [[False] * len(group.names) for group in self.groups]
+        for call in reversed(self.calls):
+            weights, inputs = call.args
+            outs = sorted(call.users, key=lambda n: n.args[1])
+            module = self._module(call)
+            pair = self._pair(module, tuple(value in live for value in outs))
+            self.pairs[call] = pair
+            live.update(inputs[i] for i in pair.input_gradients)  # type: ignore
+            for i in pair.state_gradients:
+                group, k = module.meta["state"][i]
+                trained[weights[group].meta["group"]][k] = True  # type: ignore
+        self.groups = self.gm.meta["groups"] = [
+            group._replace(trained=tuple(flags))
+            for group, flags in zip(self.groups, trained, strict=True)
+        ]
+
+    def _module(self, call: fx.Node) -> fx.GraphModule:
+        module = self.gm.get_submodule(str(call.target))
+        assert isinstance(module, fx.GraphModule)
+        return module
 
     def _loss(self) -> int | None:
         """The position of the one scalar output to differentiate, if there is one."""
@@ -152,12 +178,9 @@ class _Differentiation:
         weights, inputs = call.args
         assert isinstance(weights, tuple) and isinstance(inputs, tuple)
         outs = sorted(call.users, key=lambda n: n.args[1])
-        live = tuple(value in self.gradients for value in outs)
-        module = self.gm.get_submodule(f"stage_{stage}")
-        assert isinstance(module, fx.GraphModule)
-        pair = self._pair(module, live)
+        pair = self.pairs[call]
         recompute = self.request.carry == "recompute"
-        places: list[Place] = module.meta["state"]
+        places: list[Place] = self._module(call).meta["state"]
         with self.graph.inserting_before(call):
             forward = self._forward(call, pair, places, len(outs))
         for value in outs:
@@ -174,15 +197,14 @@ class _Differentiation:
         ]
         keep = None if recompute or not pair.saved else saved
         with self.graph.inserting_before(self.output):
-            tangents = tuple(
-                self._sum(v) for v, wanted in zip(outs, live, strict=True) if wanted
-            )
+            tangents = tuple(self._sum(outs[i]) for i in pair.tangents)
+            trained = [self.groups[w.meta["group"]].trained for w in weights]
             self.gm.add_submodule(
-                f"backward_{stage}", _backward_module(pair, places, recompute)
+                f"backward_{stage}", _backward_module(pair, places, recompute, trained)
             )
             backward = self.graph.call_module(
                 f"backward_{stage}",
-                (weights if recompute or _needs_state(pair) else (), keep,
+                (weights if recompute or _needs_state(pair, places, trained) else (), keep,
                  tuple(given), tangents, None),
             )
             backward.meta.update(
@@ -258,8 +280,16 @@ def _differentiable(value: Any) -> bool:
     return isinstance(value, fx.Node) and bool(value.meta["val"].requires_grad)
 
 
-def _needs_state(pair: Pair) -> bool:
-    return any(what == "state" for what, _ in pair.needs)
+def _needs_state(
+    pair: Pair, places: list[Place], trained: list[tuple[bool, ...]]
+) -> bool:
+    """Whether B reads weights: for its graph, or for zeros in the place of gradients."""
+    groups = {places[i][0] for i in pair.state_gradients}
+    zeros = any(
+        group in groups and trained[group][k] and i not in pair.state_gradients
+        for i, (group, k) in enumerate(places)
+    )
+    return zeros or any(what == "state" for what, _ in pair.needs)
 
 
 def _key(module: fx.GraphModule) -> str:
@@ -545,12 +575,12 @@ def _forward_module(pair: Pair, places: list[Place], outs: int) -> fx.GraphModul
     results.append(tuple(call.item(flat, first + k) for k in range(len(pair.saved))))
     for group in sorted({places[i][0] for i in pair.mutated}):
         members = sorted((k, i) for i, (g, k) in enumerate(places) if g == group)
-        results.append(tuple(new[i] for _, i in members if i in new))
+        results.append(tuple(new.get(i) or call.state(i) for _, i in members))
     return call.finish(results)
 
 
 def _backward_module(
-    pair: Pair, places: list[Place], recompute: bool
+    pair: Pair, places: list[Place], recompute: bool, trained: list[tuple[bool, ...]]
 ) -> fx.GraphModule:
     """Calls the flat backward graph with bundles: (weights, saved, inputs, tangents,
     seed) -> gradients of inputs, and a bundle of gradients for each group."""
@@ -579,12 +609,16 @@ def _backward_module(
     result = call.graph.call_module("flat_backward", tuple(arguments))
     count = len(pair.input_gradients)
     results: list[Any] = [call.item(result, i) for i in range(count)]
-    bundles: dict[int, list[tuple[int, fx.Node]]] = {}
-    for position, i in enumerate(pair.state_gradients):
-        group, k = places[i]
-        bundles.setdefault(group, []).append((k, call.item(result, count + position)))
-    for _, members in sorted(bundles.items()):
-        results.append(tuple(node for _, node in sorted(members, key=lambda m: m[0])))
+    given = {i: call.item(result, count + k) for k, i in enumerate(pair.state_gradients)}
+    for group in sorted({places[i][0] for i in given}):
+        members = sorted((k, i) for i, (g, k) in enumerate(places) if g == group)
+        results.append(
+            tuple(
+                given.get(i) or call.graph.call_function(torch.zeros_like, (call.state(i),))
+                for k, i in members
+                if trained[group][k]
+            )
+        )
     return call.finish(results)
 
 

@@ -135,12 +135,25 @@ def _depth_first(gm: fx.GraphModule, blocks: list[Block]) -> list[Block]:
     depth: list[int] = []
     for i, block in enumerate(blocks):
         depth.append(_cost(block) + max((depth[p] for p in preds[i]), default=0))
-    (output,) = (n for n in gm.graph.nodes if n.op == "output")
-    wanted = {of[n] for n in output.all_input_nodes if n in of}
-    wanted |= {i for i, block in enumerate(blocks) if _writes_buffer(block)}
     order: list[int] = []
-    seen: set[int] = set()
-    stack = [(root, False) for root in sorted(wanted, key=lambda i: (depth[i], -i))]
+    roots = {of[n] for n in gm.graph.output_node().all_input_nodes if n in of}
+    for root in sorted(roots, key=lambda i: (-depth[i], i)):
+        order += _ancestors(root, preds, depth, set(order))
+    for i, block in enumerate(blocks):
+        if i not in order and _writes_buffer(block):  # beside what stands before it
+            chain = _ancestors(i, preds, depth, set(order))
+            near = {p for j in chain for p in preds[j]} | {max([j for j in order if j < i] or [-1])}
+            at = max((order.index(p) for p in near if p in order), default=-1) + 1
+            order[at:at] = chain
+    return [blocks[i] for i in order]
+
+
+def _ancestors(
+    root: int, preds: list[list[int]], depth: list[int], seen: set[int]
+) -> list[int]:
+    """A block after all that it needs and isn't seen, deepest branches first."""
+    order: list[int] = []
+    stack = [(root, False)]
     while stack:
         i, done = stack.pop()
         if done:
@@ -150,7 +163,7 @@ def _depth_first(gm: fx.GraphModule, blocks: list[Block]) -> list[Block]:
             stack.append((i, True))
             ahead = sorted(preds[i], key=lambda p: (depth[p], -p))
             stack += [(p, False) for p in ahead if p not in seen]
-    return [blocks[i] for i in order]
+    return order
 
 
 def _writes_buffer(block: Block) -> bool:

@@ -1,0 +1,5 @@
+"""python -m fxsched"""
+
+from .cli import main
+
+main()

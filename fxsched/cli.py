@@ -1,0 +1,240 @@
+"""The command line: `python -m fxsched demo` trains models/two_tower.py by a schedule.
+
+Workers are threads, or ranks under `torchrun --nproc-per-node W -m fxsched demo`.
+"""
+
+from __future__ import annotations
+
+import copy
+import os
+import time
+from argparse import ArgumentParser, ArgumentTypeError, Namespace
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, NoReturn
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from tqdm import tqdm
+
+from . import schedules
+from .backend import backend
+from .jobs import PlanError, Schedule
+from .models import docstrings
+from .models.two_tower import TwoTower, TwoTowerConfig
+
+BATCH = 64
+LEARNING_RATE, WEIGHT_DECAY, WARM_UP = 1e-3, 0.01, 20
+SEED = 0  # every rank builds the same model and draws the same batches
+
+Batch = tuple[Tensor, Tensor, Tensor]  # code, doc, label
+Model = Callable[..., Tensor]
+
+
+def _group(workers: int) -> int:
+    """Looped pipelines of two workers, or one of all where two don't divide them."""
+    return 2 if workers % 2 == 0 else workers
+
+
+SCHEDULES: dict[str, Callable[[int, int], Schedule]] = {
+    "ddp": schedules.ddp,
+    "fsdp": schedules.fsdp,
+    "gpipe": schedules.gpipe,
+    "1f1b": schedules.one_f_one_b,
+    "lpp": lambda workers, count: schedules.lpp(workers, _group(workers), count),
+    "fslpp": lambda workers, count: schedules.fslpp(workers, _group(workers), count),
+}
+
+
+class Difference(NamedTuple):
+    """The largest absolute differences from eager PyTorch."""
+
+    loss: float
+    gradients: float
+
+
+class Parser(ArgumentParser):
+    """Says what is wrong in one line."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"{self.prog}: error: {' '.join(message.split())}\n")
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Runs a command. Exits with code 2 and one line for what cannot be planned."""
+    commands = parser()
+    options = commands.parse_args(arguments)
+    try:
+        options.run(options)
+    except PlanError as error:
+        commands.error(str(error))
+
+
+def parser() -> Parser:
+    world = os.environ.get("WORLD_SIZE", "4")
+    found = Parser("python -m fxsched")
+    commands = found.add_subparsers(metavar="command", required=True)
+    text = "train two transformer encoders on Python's own docstrings, by a schedule"
+    command = commands.add_parser("demo", help=text, description=text)
+    command.set_defaults(run=demo)
+    add = command.add_argument
+    add("--schedule", choices=SCHEDULES, default="lpp", help="(default: lpp)")
+    for name, default, what in (
+        ("workers", world, "threads, or the ranks that torchrun starts"),
+        ("microbatches", "8", f"equal parts of the batch of {BATCH}"),
+        ("steps", "160", "of the optimizer"),
+    ):
+        add(
+            f"--{name}",
+            type=_count,
+            default=default,
+            metavar="N",
+            help=f"{what} (default: {default})",
+        )
+    add("--device", choices=("cpu", "cuda"), default="cpu", help="(default: cpu)")
+    return found
+
+
+def _count(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise ArgumentTypeError(f"{text!r} is not an integer of 1 or more")
+    return int(text)
+
+
+def demo(options: Namespace) -> None:
+    """Compares one step with eager, trains, and tells how well the model does.
+
+    Raises PlanError for a schedule that cannot be planned or a device that isn't there.
+    """
+    began = time.perf_counter()
+    if options.device == "cuda" and not torch.cuda.is_available():
+        raise PlanError("--device cuda: torch finds no GPU here; give --device cpu")
+    runner = backend(SCHEDULES[options.schedule](options.workers, options.microbatches))
+    data = docstrings.load()
+    train, held_out = len(data.train_code), len(data.held_out_code)
+    say(f"functions and docstrings of Python's standard library: {train:,} to train on,")
+    say(f"{held_out:,} held out; half of the pairs have the docstring of another function\n")
+
+    torch.manual_seed(SEED)
+    model = TwoTower(TwoTowerConfig(vocabulary=len(data.words))).to(options.device)
+    eager = copy.deepcopy(model)  # a rank soon keeps only its own parameters
+    step: Any = torch.compile(model, backend=runner)
+    batches = Batches(data, options.device)
+    difference = compare(step, model, eager, batches.draw(), options.microbatches)
+    say(f"{runner.plan}\n")
+
+    say(f"before training: {accuracies(step, batches)}")
+    fit(step, model, batches, options.steps)
+    say(f"after training:  {accuracies(step, batches)}")
+    say(
+        f"largest difference from eager: loss {difference.loss:.1e}, "
+        f"gradients {difference.gradients:.1e}"
+    )
+    say(f"{time.perf_counter() - began:.0f} seconds")
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+class Batches:
+    """Batches of the data, the same on every rank, on a device."""
+
+    def __init__(self, data: docstrings.Data, device: str) -> None:
+        self.data, self.device = data, device
+        self.generator = torch.Generator().manual_seed(SEED)
+
+    def draw(self) -> Batch:
+        """The next batch to train on."""
+        data = self.data
+        return self._move(
+            docstrings.batch(data.train_code, data.train_doc, BATCH, self.generator)
+        )
+
+    def held_out(self) -> Batch:
+        return self._move(
+            docstrings.pairs(self.data.held_out_code, self.data.held_out_doc, SEED)
+        )
+
+    def train(self) -> Batch:
+        """As many functions to train on as are held out, from all over the library."""
+        data = self.data
+        every = len(data.train_code) // len(data.held_out_code)
+        return self._move(
+            docstrings.pairs(data.train_code[::every], data.train_doc[::every], SEED)
+        )
+
+    def _move(self, batch: Batch) -> Batch:
+        code, doc, label = (tensor.to(self.device) for tensor in batch)
+        return code, doc, label
+
+
+def compare(
+    step: Model, model: nn.Module, eager: nn.Module, batch: Batch, microbatches: int
+) -> Difference:
+    """One step both ways from equal parameters, on the same microbatches."""
+    loss = step(*batch)
+    loss.backward()
+    expected = 0.0
+    for part in zip(*(tensor.chunk(microbatches) for tensor in batch), strict=True):
+        part_loss = eager(*part) / microbatches
+        part_loss.backward()
+        expected += part_loss.item()
+    gradients = torch.tensor(
+        [
+            -1.0 if mine.grad is None else float((mine.grad - its.grad).abs().max())
+            for mine, its in zip(model.parameters(), eager.parameters(), strict=True)
+        ]
+    ).nan_to_num(torch.inf)
+    if dist.is_initialized():  # each gradient is on the ranks that keep its parameter
+        dist.all_reduce(gradients, dist.ReduceOp.MAX)
+    assert gradients.min() >= 0, "a parameter got no gradient on any worker"
+    model.zero_grad()
+    return Difference(abs(loss.item() - expected), gradients.max().item())
+
+
+def fit(step: Model, model: nn.Module, batches: Batches, steps: int) -> None:
+    """An ordinary training loop."""
+    optimizer = torch.optim.AdamW(
+        model.parameters(), lr=LEARNING_RATE, weight_decay=WEIGHT_DECAY
+    )
+    rate = torch.optim.lr_scheduler.LambdaLR(
+        optimizer, lambda i: min((i + 1) / WARM_UP, max(0.02, 1 - i / steps))
+    )
+    every = max(1, steps // 8)
+    bar = tqdm(range(1, steps + 1), "train", disable=not speaks())
+    for i in bar:
+        loss = step(*batches.draw())
+        loss.backward()
+        optimizer.step()
+        rate.step()
+        optimizer.zero_grad()
+        bar.set_postfix(loss=f"{loss.item():.4f}")
+        if i in (1, steps) or i % every == 0:
+            say(f"step {i:4}: loss {loss.item():.6f}")
+
+
+def accuracies(step: Model, batches: Batches) -> str:
+    train = accuracy(step, batches.train())
+    held_out = accuracy(step, batches.held_out())
+    return f"train accuracy {train:.3f}, held-out accuracy {held_out:.3f} (chance 0.500)"
+
+
+@torch.no_grad()
+def accuracy(step: Model, pairs: Batch) -> float:
+    """The share of pairs that the model judges right, in batches of one size."""
+    code, doc, label = pairs
+    right = 0
+    for first in range(0, len(label), BATCH):
+        rows = torch.arange(first, first + BATCH, device=label.device) % len(label)
+        hits = (step(code[rows], doc[rows]) > 0) == (label[rows] > 0.5)
+        right += int(hits[: len(label) - first].sum())  # the rest wrapped around
+    return right / len(label)
+
+
+def speaks() -> bool:
+    """Whether this process prints: of torchrun's ranks, the first."""
+    return os.environ.get("RANK", "0") == "0"
+
+
+def say(text: str) -> None:
+    if speaks():
+        tqdm.write(text)
