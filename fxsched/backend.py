@@ -158,7 +158,9 @@ class Backend:
         if self._workers is None and not self.plan_only:
             workers = self.request.schedule.workers
             kind = choose(self._transport, workers)
-            self._workers = Ranks(workers) if kind == "distributed" else Threads(workers)
+            self._workers = (
+                Ranks(workers) if kind == "distributed" else Threads(workers)
+            )
         kept: dict[int, Kept] = {
             i: self._kept[a]
             for i, a in enumerate(args)
@@ -166,8 +168,10 @@ class Backend:
         }
         specs = {i: entry.spec for i, entry in kept.items()}
         traced = trace_microbatch(gm, args, self.request.schedule.microbatches, specs)
-        names = {n.meta["index"]: n.meta["name"] for n in
-                 traced.graph.find_nodes(op="placeholder")}
+        names = {
+            n.meta["index"]: n.meta["name"]
+            for n in traced.graph.find_nodes(op="placeholder")
+        }
         request = dataclasses.replace(
             self.request,
             training=torch.is_grad_enabled(),
@@ -185,7 +189,9 @@ class Backend:
             self._workers.settle(plan, args, self._kept)
         if self.stage_compiler == "inductor":
             inductor.compile_stages([plan.programs[r] for r in self._workers.here])
-        programs = {r: Program(plan.programs[r], self.order) for r in self._workers.here}
+        programs = {
+            r: Program(plan.programs[r], self.order) for r in self._workers.here
+        }
         return Step(plan, programs, self._workers)
 
     def _next(self, random: tuple[int, int]) -> tuple[int, int]:

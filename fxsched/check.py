@@ -14,7 +14,7 @@ import networkx as nx
 from torch import fx
 
 from . import ops
-from .graphs import Group, Spec
+from .graphs import Group, Spec, arguments, result
 from .jobs import Direction, Job, Placement
 
 # The keys of node.meta, and what they say. Passes use no others.
@@ -169,14 +169,16 @@ def _check_order(
 def _check_cycle(
     programs: Sequence[fx.GraphModule], messages: Mapping[int, Message]
 ) -> None:
-    """Each send-recv pair as one event of both programs: the orders must have no circle."""
+    """Each send-recv pair is one event of both programs: no circle in the orders."""
     flow: nx.DiGraph[Any] = nx.DiGraph()
     for rank, program in enumerate(programs):
         before: Any = None
         for position, node in enumerate(program.graph.nodes):
             if node.op in ("placeholder", "output"):
                 continue
-            tag = node.kwargs.get("tag") if node.target in (ops.send, *RECEIVES) else None
+            tag = (
+                node.kwargs.get("tag") if node.target in (ops.send, *RECEIVES) else None
+            )
             event = (rank, position) if tag is None else ("tag", tag)
             if before is not None:
                 flow.add_edge(before, event)
@@ -189,7 +191,9 @@ def _check_cycle(
         f"{_where(messages[t].to, messages[t].recv)}"
         for t in tags
     ]
-    raise CheckError("the programs wait for each other in a circle:\n" + "\n".join(steps))
+    raise CheckError(
+        "the programs wait for each other in a circle:\n" + "\n".join(steps)
+    )
 
 
 def _check_lives(rank: int, program: fx.GraphModule) -> None:
@@ -199,7 +203,9 @@ def _check_lives(rank: int, program: fx.GraphModule) -> None:
     for node in program.graph.nodes:
         for value in node.all_input_nodes:
             if value not in made:
-                raise CheckError(f"{_where(rank, node)} reads {value} before it is made")
+                raise CheckError(
+                    f"{_where(rank, node)} reads {value} before it is made"
+                )
             if value in freed:
                 verb = "frees" if node.target is ops.free else "reads"
                 raise CheckError(f"{_where(rank, node)} {verb} {value} after its free")
@@ -243,8 +249,7 @@ def _check_gradients(
                     raise CheckError(f"{job} gives no gradient of group {group}")
     for group, jobs in expected.items():
         for rank in groups[group].owners:
-            results: Any = programs[rank].graph.output_node().args[0]
-            node = results["groups"].get(str(group))
+            node = result(programs[rank])["groups"].get(str(group))
             if node is None:
                 raise CheckError(
                     f"worker {rank} keeps {', '.join(groups[group].names[:3])} but "
@@ -266,9 +271,8 @@ def _contributions(node: fx.Node, messages: Mapping[int, Message]) -> Counter[Jo
     while open_ends:
         node = open_ends.pop()
         if node.target in RECEIVES:
-            value = messages[node.kwargs["tag"]].send.args[0]  # type: ignore[index]
-            assert isinstance(value, fx.Node)
-            open_ends.append(value)
+            tag: Any = node.kwargs["tag"]
+            open_ends.append(arguments(messages[tag].send)[0])
         elif node.target in (ops.accumulate, ops.reduce):
             open_ends += [a for a in node.args if isinstance(a, fx.Node)]
         else:

@@ -80,17 +80,12 @@ def parser() -> Parser:
     add = command.add_argument
     add("--schedule", choices=SCHEDULES, default="lpp", help="(default: lpp)")
     for name, default, what in (
-        ("workers", world, "threads, or the ranks that torchrun starts"),
-        ("microbatches", "8", f"equal parts of the batch of {BATCH}"),
+        ("workers", world, "threads, or ranks under torchrun"),
+        ("microbatches", "8", f"equal parts of a batch of {BATCH}"),
         ("steps", "160", "of the optimizer"),
     ):
-        add(
-            f"--{name}",
-            type=_count,
-            default=default,
-            metavar="N",
-            help=f"{what} (default: {default})",
-        )
+        text = f"{what} (default: {default})"
+        add(f"--{name}", type=_count, default=default, metavar="N", help=text)
     add("--device", choices=("cpu", "cuda"), default="cpu", help="(default: cpu)")
     return found
 
@@ -110,22 +105,20 @@ def demo(options: Namespace) -> None:
     if options.device == "cuda" and not torch.cuda.is_available():
         raise PlanError("--device cuda: torch finds no GPU here; give --device cpu")
     runner = backend(SCHEDULES[options.schedule](options.workers, options.microbatches))
-    data = docstrings.load()
-    train, held_out = len(data.train_code), len(data.held_out_code)
-    say(f"functions and docstrings of Python's standard library: {train:,} to train on,")
-    say(f"{held_out:,} held out; half of the pairs have the docstring of another function\n")
+    batches = Batches(docstrings.load(), options.device)
+    say(f"data: {batches}\n")
 
     torch.manual_seed(SEED)
-    model = TwoTower(TwoTowerConfig(vocabulary=len(data.words))).to(options.device)
+    config = TwoTowerConfig(vocabulary=len(batches.data.words))
+    model = TwoTower(config).to(options.device)
     eager = copy.deepcopy(model)  # a rank soon keeps only its own parameters
     step: Any = torch.compile(model, backend=runner)
-    batches = Batches(data, options.device)
     difference = compare(step, model, eager, batches.draw(), options.microbatches)
     say(f"{runner.plan}\n")
 
-    say(f"before training: {accuracies(step, batches)}")
+    say(f"accuracy before training: {accuracies(step, batches)}")
     fit(step, model, batches, options.steps)
-    say(f"after training:  {accuracies(step, batches)}")
+    say(f"accuracy after training: {accuracies(step, batches)}")
     say(
         f"largest difference from eager: loss {difference.loss:.1e}, "
         f"gradients {difference.gradients:.1e}"
@@ -136,33 +129,31 @@ def demo(options: Namespace) -> None:
 
 
 class Batches:
-    """Batches of the data, the same on every rank, on a device."""
+    """What to train on and what to judge, the same on every rank, on a device."""
 
     def __init__(self, data: docstrings.Data, device: str) -> None:
         self.data, self.device = data, device
         self.generator = torch.Generator().manual_seed(SEED)
+        every = max(1, len(data.train_code) // len(data.held_out_code))
+        train = data.train_code[::every], data.train_doc[::every]
+        held_out = data.held_out_code, data.held_out_doc
+        self.judged = {
+            "train": self._to_device(docstrings.pairs(*train, SEED)),
+            "held-out": self._to_device(docstrings.pairs(*held_out, SEED)),
+        }
+
+    def __str__(self) -> str:
+        return (
+            f"{len(self.data.train_code):,} functions of Python's standard library and "
+            f"their docstrings, {len(self.data.held_out_code):,} more held out"
+        )
 
     def draw(self) -> Batch:
         """The next batch to train on."""
-        data = self.data
-        return self._move(
-            docstrings.batch(data.train_code, data.train_doc, BATCH, self.generator)
-        )
+        pairs = self.data.train_code, self.data.train_doc
+        return self._to_device(docstrings.batch(*pairs, BATCH, self.generator))
 
-    def held_out(self) -> Batch:
-        return self._move(
-            docstrings.pairs(self.data.held_out_code, self.data.held_out_doc, SEED)
-        )
-
-    def train(self) -> Batch:
-        """As many functions to train on as are held out, from all over the library."""
-        data = self.data
-        every = len(data.train_code) // len(data.held_out_code)
-        return self._move(
-            docstrings.pairs(data.train_code[::every], data.train_doc[::every], SEED)
-        )
-
-    def _move(self, batch: Batch) -> Batch:
+    def _to_device(self, batch: Batch) -> Batch:
         code, doc, label = (tensor.to(self.device) for tensor in batch)
         return code, doc, label
 
@@ -172,7 +163,7 @@ def compare(
 ) -> Difference:
     """One step both ways from equal parameters, on the same microbatches."""
     loss = step(*batch)
-    loss.backward()
+    loss.backward()  # type: ignore[no-untyped-call]
     expected = 0.0
     for part in zip(*(tensor.chunk(microbatches) for tensor in batch), strict=True):
         part_loss = eager(*part) / microbatches
@@ -180,7 +171,7 @@ def compare(
         expected += part_loss.item()
     gradients = torch.tensor(
         [
-            -1.0 if mine.grad is None else float((mine.grad - its.grad).abs().max())
+            -1.0 if mine.grad is None else _distance(mine.grad, its.grad)
             for mine, its in zip(model.parameters(), eager.parameters(), strict=True)
         ]
     ).nan_to_num(torch.inf)
@@ -189,6 +180,11 @@ def compare(
     assert gradients.min() >= 0, "a parameter got no gradient on any worker"
     model.zero_grad()
     return Difference(abs(loss.item() - expected), gradients.max().item())
+
+
+def _distance(mine: Tensor, its: Tensor | None) -> float:
+    assert its is not None, "eager has no gradient here"
+    return float((mine - its).abs().max())
 
 
 def fit(step: Model, model: nn.Module, batches: Batches, steps: int) -> None:
@@ -203,7 +199,7 @@ def fit(step: Model, model: nn.Module, batches: Batches, steps: int) -> None:
     bar = tqdm(range(1, steps + 1), "train", disable=not speaks())
     for i in bar:
         loss = step(*batches.draw())
-        loss.backward()
+        loss.backward()  # type: ignore[no-untyped-call]
         optimizer.step()
         rate.step()
         optimizer.zero_grad()
@@ -213,9 +209,8 @@ def fit(step: Model, model: nn.Module, batches: Batches, steps: int) -> None:
 
 
 def accuracies(step: Model, batches: Batches) -> str:
-    train = accuracy(step, batches.train())
-    held_out = accuracy(step, batches.held_out())
-    return f"train accuracy {train:.3f}, held-out accuracy {held_out:.3f} (chance 0.500)"
+    shares = [f"{k} {accuracy(step, v):.3f}" for k, v in batches.judged.items()]
+    return f"{', '.join(shares)} (chance 0.500)"
 
 
 @torch.no_grad()

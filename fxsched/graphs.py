@@ -5,7 +5,7 @@ Passes hand each other facts through `node.meta` and `gm.meta`; `check.META` lis
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from enum import Enum
 from typing import Any, NamedTuple
 
@@ -77,7 +77,7 @@ class Output(NamedTuple):
 class State(NamedTuple):
     """A parameter, buffer or shared input: its position in the call, and what it is."""
 
-    index: int
+    input: int
     role: Role
 
 
@@ -94,6 +94,16 @@ class Group(NamedTuple):
     owners: tuple[int, ...]
     stages: tuple[int, ...]
     trained: tuple[bool, ...]
+
+
+def result(gm: fx.GraphModule) -> Any:
+    """What a graph returns: its output node's argument."""
+    return gm.graph.output_node().args[0]
+
+
+def arguments(node: fx.Node) -> tuple[Any, ...]:
+    """A node's arguments, for readers that know what they are."""
+    return node.args
 
 
 def storage(value: Tensor) -> int:
@@ -125,10 +135,3 @@ def base(node: fx.Node) -> fx.Node:
     while node.op == "call_function" and is_view(node):
         node = node.all_input_nodes[0]
     return node
-
-
-def compact(graph: fx.Graph, keep: Callable[[fx.Node], bool]) -> None:
-    """Erases nodes without readers that aren't to be kept."""
-    for node in reversed(list(graph.nodes)):
-        if not node.users and node.op != "output" and not keep(node):
-            graph.erase_node(node)

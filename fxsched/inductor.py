@@ -45,7 +45,7 @@ def _compile(flat: fx.GraphModule) -> Compiled:
     inputs = [n.meta["val"] for n in graph.find_nodes(op="placeholder")]
     mode = detect_fake_mode(inputs)
     with torch.no_grad(), tracing(TracingContext(mode)):
-        run: Callable[..., Any] = compile_fx(gm, inputs)
+        run: Any = compile_fx(gm, inputs)
     return Compiled(run, random)
 
 

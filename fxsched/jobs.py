@@ -57,7 +57,7 @@ class Placement(NamedTuple):
 
 Place = Callable[[int, int, Direction], Placement | tuple[int, int]]
 Priority = Callable[[int, int, Direction], int]
-InFlight = int | Callable[[int], int] | None
+InFlight = int | Callable[[int], int | None] | None
 
 
 @dataclass(frozen=True)
@@ -89,7 +89,9 @@ class Schedule:
             if field == "stages" and count is None:
                 continue
             if not _is_int(count) or count < 1:
-                raise PlanError(f"Schedule({field}={count!r}): give an int of 1 or more")
+                raise PlanError(
+                    f"Schedule({field}={count!r}): give an int of 1 or more"
+                )
         for field in ("w", "n"):
             if not callable(getattr(self, field)):
                 raise PlanError(

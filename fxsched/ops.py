@@ -30,7 +30,7 @@ def collect(microbatches: int, dim: int | None, *parts: Sequence[Any]) -> Tensor
 
     Raises AssertionError if a microbatch is missing.
     """
-    found = {b: t for held, tensors in parts for b, t in zip(held, tensors, strict=True)}
+    found = _by_microbatch(parts)
     assert sorted(found) == list(range(microbatches)), f"collected only {sorted(found)}"
     ordered = [found[b] for b in range(microbatches)]
     if len(ordered) == 1:
@@ -40,11 +40,15 @@ def collect(microbatches: int, dim: int | None, *parts: Sequence[Any]) -> Tensor
 
 def total(microbatches: int, scale: float, *parts: Sequence[Any]) -> Tensor:
     """The sum of one 0-d tensor per microbatch, in order, each times `scale`."""
-    found = {b: t for held, tensors in parts for b, t in zip(held, tensors, strict=True)}
+    found = _by_microbatch(parts)
     result = found[0] * scale
     for b in range(1, microbatches):
         result = result + found[b] * scale
     return result
+
+
+def _by_microbatch(parts: Sequence[Sequence[Any]]) -> dict[int, Tensor]:
+    return {b: t for held, made in parts for b, t in zip(held, made, strict=True)}
 
 
 def bundle(*tensors: Tensor) -> Bundle:
@@ -163,7 +167,7 @@ def fetch(source: int, tag: int) -> Bundle:
 
 
 def pause(results: dict[str, Any]) -> dict[int, Tensor]:
-    """Where the call ends and backward() goes on: results out, gradients of outputs in."""
+    """The end of the call: results out; backward() puts gradients of outputs in."""
     raise _outside("pause")
 
 

@@ -82,7 +82,7 @@ class Plan:
 
 
 def make_plan(gm: fx.GraphModule, request: Request, passes: tuple[Any, ...]) -> Plan:
-    """The plan of a traced microbatch. `passes`: the user's own, run on each program."""
+    """The plan of a traced microbatch; the user's passes run on each program."""
     for each in PASSES:
         gm = each(gm, request)
     programs = [free_values(p, request) for p in cut_programs(gm, request)]

@@ -225,9 +225,7 @@ class Run:
             self._release(task)
             there(task.makes)
 
-    def _missing(
-        self, tasks: Sequence[Task]
-    ) -> tuple[list[int], dict[int, list[int]]]:
+    def _missing(self, tasks: Sequence[Task]) -> tuple[list[int], dict[int, list[int]]]:
         """For each task how many values it waits for; for each value, the tasks."""
         position = {slot for task in tasks for slot in task.makes}
         waiting: dict[int, list[int]] = {}

@@ -35,7 +35,7 @@ def forward_first(microbatches: int) -> Priority:
 
 
 def ddp(workers: int, microbatches: int | None = None) -> Schedule:
-    """Every worker keeps all weights and runs whole microbatches: w = (b mod W, b mod W).
+    """Every worker keeps all weights, runs whole microbatches: w = (b mod W, b mod W).
 
     PyTorch Distributed (Li et al. 2020, arXiv 2006.15704).
     """

@@ -45,8 +45,13 @@ def _only_frees_a_receive(node: fx.Node) -> bool:
 
 def _row(position: int, nodes: list[fx.Node], seen: set[fx.Node]) -> tuple[Any, ...]:
     inside = set(nodes)
-    read = dict.fromkeys(p for n in nodes if n.target is not ops.free
-                         for p in n.all_input_nodes if p not in inside)
+    read = dict.fromkeys(
+        p
+        for n in nodes
+        if n.target is not ops.free
+        for p in n.all_input_nodes
+        if p not in inside
+    )
     waits, weights = [], []
     for value in read:
         if value.target is ops.recv:
@@ -58,14 +63,14 @@ def _row(position: int, nodes: list[fx.Node], seen: set[fx.Node]) -> tuple[Any, 
             weights.append(f"{value.meta['group']} from {value.kwargs['source']}")
         elif "group" in value.meta and value.op == "placeholder":
             weights.append(f"{value.meta['group']} here")
-        elif value.op != "placeholder" and "task" in value.meta:
-            if value.meta["task"] != nodes[0].meta["task"]:
-                waits.append(f"{value.meta['task']} here")
+        elif value.meta.get("task", nodes[0].meta["task"]) != nodes[0].meta["task"]:
+            waits.append(f"{value.meta['task']} here")
     sends: dict[str, list[int]] = {}
     for node in nodes:
         if node.target is ops.send:
-            sends.setdefault(_what(node.args[0]), []).append(int(node.kwargs["to"]))  # type: ignore[arg-type]
-    sent = [f"{what} to {_list(to)}" for what, to in sends.items()]
+            to: Any = node.kwargs["to"]
+            sends.setdefault(_what(node.args[0]), []).append(to)
+    sent = [f"{what} to {_list(workers)}" for what, workers in sends.items()]
     frees = [_what(v) for n in nodes if n.target is ops.free for v in n.all_input_nodes]
     return (
         position,
@@ -105,7 +110,8 @@ def stage_table(stages: nx.DiGraph[int]) -> str:
             f"{stages.nodes[s]['parameters']:,}",
             f"{100 * flops[s] / whole:.1f} %",
             ", ".join(
-                f"{to}: {_bytes(data['bytes'])}" for _, to, data in stages.edges(s, data=True)
+                f"{to}: {_bytes(data['bytes'])}"
+                for _, to, data in stages.edges(s, data=True)
             ),
         )
         for s in sorted(stages)
@@ -126,15 +132,14 @@ def plan_text(
         (i, _shorten(group.names), _list(group.owners), _list(group.stages))
         for i, group in enumerate(groups)
     ]
-    messages = sum(
-        node.target is ops.send for p in programs for node in p.graph.nodes
-    )
+    messages = sum(node.target is ops.send for p in programs for node in p.graph.nodes)
     parts = [
         f"{schedule}, {len(stages)} stages, {messages} transfers a step",
         *notes,
         stage_table(stages),
         tabulate(
-            kept, ("weights", "tensors", "kept by", "read by stages"),
+            kept,
+            ("weights", "tensors", "kept by", "read by stages"),
             disable_numparse=True,
         ),
         *(program_table(program, rank) for rank, program in enumerate(programs)),

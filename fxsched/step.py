@@ -33,7 +33,8 @@ class Step:
         ]
         function = _InBackward if self.plan.loss is None else _InCall
         tensors = [args[i] for i in leaves]
-        outputs: tuple[Any, ...] = function.apply(self, args, random, leaves, *tensors)
+        apply: Any = function.apply
+        outputs: tuple[Any, ...] = apply(self, args, random, leaves, *tensors)
         return outputs
 
     def _start(self, args: tuple[Any, ...], random: Random) -> list[Run]:
@@ -43,7 +44,9 @@ class Step:
                 if "group" in node.meta:
                     names = self.plan.groups[node.meta["group"]].names
                     state = self.plan.state
-                    found[node.name] = tuple(args[state[n].index].detach() for n in names)
+                    found[node.name] = tuple(
+                        args[state[n].input].detach() for n in names
+                    )
                 elif "input" in node.meta:
                     found[node.name] = args[node.meta["input"]].detach()
                 else:
@@ -56,7 +59,12 @@ class Step:
         self, runs: list[Run], tangents: dict[int, Tensor] | None
     ) -> dict[str, Any]:
         """The results of the workers here, as one."""
-        merged: dict[str, Any] = {"outputs": (), "state": {}, "groups": {}, "inputs": {}}
+        merged: dict[str, Any] = {
+            "outputs": (),
+            "state": {},
+            "groups": {},
+            "inputs": {},
+        }
         for results in self.workers.advance(runs, tangents):
             for key, value in results.items():
                 if isinstance(value, dict):
@@ -73,7 +81,7 @@ class Step:
             for group, values in results["state"].items():
                 names = self.plan.groups[int(group)].names
                 for name, value in zip(names, values, strict=True):
-                    args[self.plan.state[name].index].copy_(value)
+                    args[self.plan.state[name].input].copy_(value)
         return tuple(results["outputs"])
 
     def _gradients(
@@ -85,7 +93,7 @@ class Step:
             names, _, _, trained = self.plan.groups[int(group)]
             wanted = [n for n, t in zip(names, trained, strict=True) if t]
             for name, gradient in zip(wanted, gradients, strict=True):
-                found[self.plan.state[name].index] = gradient
+                found[self.plan.state[name].input] = gradient
         return [found.get(i) for i in leaves]
 
 
@@ -101,7 +109,7 @@ class _InCall(torch.autograd.Function):
     """F and B in the call; backward() hands over the finished gradients."""
 
     @staticmethod
-    def forward(  # type: ignore[override]
+    def forward(
         ctx: Any,
         step: Step,
         args: tuple[Any, ...],
@@ -121,7 +129,7 @@ class _InCall(torch.autograd.Function):
                 raise RuntimeError(
                     f"fxsched: output {position} got a gradient, but B already ran in "
                     f"the call, from output {ctx.loss}, the loss; compute all of the "
-                    "loss in the model, or return no scalar, so that B runs in backward()"
+                    "loss in the model, or return no scalar: then B runs in backward()"
                 )
         gradients, ctx.gradients = ctx.gradients, None
         _once(gradients)
@@ -137,7 +145,7 @@ class _InBackward(torch.autograd.Function):
     """F in the call, B in backward()."""
 
     @staticmethod
-    def forward(  # type: ignore[override]
+    def forward(
         ctx: Any,
         step: Step,
         args: tuple[Any, ...],
@@ -148,8 +156,9 @@ class _InBackward(torch.autograd.Function):
         ctx.step, ctx.runs, ctx.leaves = step, step._start(args, random), leaves
         outputs = step._outputs(args, step._advance(ctx.runs, None))
         ctx.like = [o if isinstance(o, Tensor) else None for o in outputs]
-        ctx.like = [None if o is None else torch.empty_like(o, device="meta")
-                    for o in ctx.like]
+        ctx.like = [
+            None if o is None else torch.empty_like(o, device="meta") for o in ctx.like
+        ]
         ctx.device = next((o.device for o in outputs if isinstance(o, Tensor)), None)
         return _mark(ctx, outputs)
 
@@ -159,7 +168,9 @@ class _InBackward(torch.autograd.Function):
         runs, ctx.runs = ctx.runs, None
         _once(runs)
         tangents = {
-            i: torch.zeros_like(like, device=ctx.device) if g is None else g.contiguous()
+            i: torch.zeros_like(like, device=ctx.device)
+            if g is None
+            else g.contiguous()
             for i, (g, like) in enumerate(zip(given, ctx.like, strict=True))
             if like is not None
         }
@@ -170,7 +181,5 @@ class _InBackward(torch.autograd.Function):
 def _once(value: object) -> None:
     if value is None:
         raise RuntimeError(
-            "fxsched: backward() a second time through the same step; call the model again"
+            "fxsched: backward() a second time through one step; call the model again"
         )
-
-

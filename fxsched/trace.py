@@ -50,7 +50,8 @@ def ask_for_symbolic_batch(gm: fx.GraphModule, inputs: Sequence[Any]) -> None:
     for tensor in candidates:
         torch._dynamo.maybe_mark_dynamic(tensor, 0)
     # the second trace may take other branches than the one that was logged
-    InstructionTranslator.current_tx().speculation_log.clear()
+    translator: Any = InstructionTranslator.current_tx()
+    translator.speculation_log.clear()
     raise TensorifyScalarRestartAnalysis()
 
 
@@ -70,7 +71,7 @@ def capture(gm: fx.GraphModule) -> fx.GraphModule:
 
 def graph_break(gm: fx.GraphModule) -> PlanError | None:
     """The error for a graph that holds only a part of the model, if it does."""
-    reason = gm.compile_subgraph_reason
+    reason: Any = gm.compile_subgraph_reason
     if not getattr(reason, "graph_break", False):
         return None
     where = "".join(traceback.format_list(reason.user_stack[-1:])).strip()
@@ -191,7 +192,8 @@ class _Binder:
         region = node.target in REGION_ENTERS or node.target in REGION_EXITS
         with self.mode, _Writes() as writes, FlopCounterMode(display=False) as flops:
             if region:
-                value = node.target(*args, **kwargs)  # type: ignore[operator]
+                target: Any = node.target
+                value = target(*args, **kwargs)
             else:
                 run = fx.Interpreter(self.gm)
                 value = getattr(run, node.op)(node.target, args, kwargs)
@@ -246,13 +248,13 @@ class _Binder:
         )
 
 
-class _Writes(TorchDispatchMode):
+class _Writes(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Notes the tensors that operations write into."""
 
     BATCH_NORMS = ("native_batch_norm", "cudnn_batch_norm", "miopen_batch_norm")
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.found: list[Tensor] = []
 
     def __torch_dispatch__(
@@ -325,7 +327,8 @@ def _batch_symbols(gm: fx.GraphModule, inputs: Sequence[Any]) -> set[Any]:
     """The symbols of the batch size; those that name another length too are not."""
     placeholders = _placeholders(gm)
     values = [p.meta.get("example_value") for p in placeholders]
-    leading, other = set(), set()
+    leading: set[Any] = set()
+    other: set[Any] = set()
     for i in _batch_candidates(gm, inputs):
         value = values[i]
         assert isinstance(value, Tensor)

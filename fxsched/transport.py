@@ -192,10 +192,10 @@ def started_by_torchrun() -> bool:
 
 
 def choose(transport: str | None, workers: int) -> str:
-    """"threads" or "distributed". Raises PlanError if the world has another size."""
+    """ "threads" or "distributed". Raises PlanError if the world has another size."""
     if transport not in (None, "threads", "distributed"):
         raise PlanError(
-            f"transport={transport!r}: give 'threads', 'distributed', or None to find out"
+            f"transport={transport!r}: give 'threads', 'distributed' or None"
         )
     if transport == "threads":
         return transport
@@ -218,8 +218,8 @@ def check_world(workers: int, size: int) -> None:
     if size != workers:
         raise PlanError(
             f"the schedule has {workers} workers, but torch.distributed runs {size} "
-            f"processes; start {workers} (torchrun --nproc-per-node {workers}), give the "
-            "schedule as many workers, or use transport='threads'"
+            f"processes; start {workers} (torchrun --nproc-per-node {workers}), give "
+            "the schedule as many workers, or use transport='threads'"
         )
 
 
@@ -269,7 +269,9 @@ def _aligned(size: int) -> int:
 
 
 def _once(tensor: Tensor) -> Tensor:
-    for dim, (size, stride) in enumerate(zip(tensor.shape, tensor.stride(), strict=True)):
+    for dim, (size, stride) in enumerate(
+        zip(tensor.shape, tensor.stride(), strict=True)
+    ):
         if stride == 0 and size > 1:
             tensor = tensor.narrow(dim, 0, 1)
     return tensor
@@ -298,5 +300,3 @@ def _contiguous(spec: Spec) -> bool:
             return False
         step *= size
     return True
-
-

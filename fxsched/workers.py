@@ -83,7 +83,8 @@ class Ranks:
         self.processes = Processes(workers)
         self.rank = self.processes.rank
         self.here: Sequence[int] = (self.rank,)
-        self.shift = self.processes.first(torch.initial_seed()) - torch.initial_seed()
+        first: int = self.processes.first(torch.initial_seed())
+        self.shift = first - torch.initial_seed()
         if "OMP_NUM_THREADS" not in os.environ and torch.get_num_threads() > 1:
             local = int(os.environ.get("LOCAL_WORLD_SIZE", workers))
             torch.set_num_threads(max(1, torch.get_num_threads() // local))

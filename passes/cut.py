@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from torch import fx
 
+from ..graphs import result
 from ..request import Request
 
 
@@ -26,15 +29,14 @@ def cut_programs(gm: fx.GraphModule, request: Request) -> list[fx.GraphModule]:
             given.append(node)
         elif node.op != "output":
             nodes[node.meta["worker"]].append(node)
-    results = gm.graph.output_node().args[0]
+    results = result(gm)
     return [
-        _program(gm, given, nodes[worker], results[str(worker)])  # type: ignore[index, call-overload]
-        for worker in workers
+        _program(gm, given, nodes[worker], results[str(worker)]) for worker in workers
     ]
 
 
 def _program(
-    gm: fx.GraphModule, given: list[fx.Node], nodes: list[fx.Node], results: object
+    gm: fx.GraphModule, given: list[fx.Node], nodes: list[fx.Node], results: Any
 ) -> fx.GraphModule:
     graph = fx.Graph()
     new: dict[fx.Node, fx.Node] = {}
@@ -45,6 +47,6 @@ def _program(
             new[node].meta = dict(node.meta)
     for node in nodes:
         new[node] = graph.node_copy(node, new.__getitem__)
-    graph.output(fx.map_arg(results, new.__getitem__))  # type: ignore[arg-type]
+    graph.output(fx.map_arg(results, new.__getitem__))
     graph.lint()
     return fx.GraphModule(gm, graph, "Program")

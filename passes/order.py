@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import dataclasses
-
 from collections.abc import Callable, Mapping, Sequence
 
 from torch import fx
 
 from ..eventloop import Event, run_jobs
+from ..graphs import result
 from ..jobs import Direction, Job, PlanError, Schedule
 from ..request import Request
 
 FORWARD, BACKWARD = Direction
+Cap = Callable[[int], int | None]
 
 
 def order_jobs(gm: fx.GraphModule, request: Request) -> fx.GraphModule:
@@ -45,13 +45,11 @@ def order_jobs(gm: fx.GraphModule, request: Request) -> fx.GraphModule:
         for job in n:
             n[job] += (last - first + 1) * (job.direction is BACKWARD)
 
-    def run(cap: Schedule) -> list[Event]:
-        limit = (lambda s: None) if split else cap.cap
-        return run_jobs(
-            preds, worker, n, lambda j: work[j.stage, j.direction], limit
-        )
+    def run(cap: Cap) -> list[Event]:
+        limit = (lambda s: None) if split else cap
+        return run_jobs(preds, worker, n, lambda j: work[j.stage, j.direction], limit)
 
-    events = run(schedule)
+    events = run(schedule.cap)
     if len(events) < len(preds):
         raise _stuck(schedule, run, preds, {event.job for event in events})
     jobs = [event.job for event in events]
@@ -104,8 +102,7 @@ def _chain_buffers(
     gm: fx.GraphModule, preds: dict[Job, list[Job]], worker: Mapping[Job, int]
 ) -> None:
     """Where F writes into buffers, a worker's F run in the order of microbatches."""
-    (output,) = gm.graph.find_nodes(op="output")
-    writers = {node.meta["stage"] for node in output.args[0]["state"].values()}
+    writers = {node.meta["stage"] for node in result(gm)["state"].values()}
     last: dict[tuple[int, int], Job] = {}
     for job in preds:
         if job.direction is FORWARD and job.stage in writers:
@@ -139,7 +136,7 @@ def _credits(
 
 def _stuck(
     schedule: Schedule,
-    run: Callable[[Schedule], list[Event]],
+    run: Callable[[Cap], list[Event]],
     preds: Mapping[Job, Sequence[Job]],
     done: set[Job],
 ) -> PlanError:
@@ -150,8 +147,8 @@ def _stuck(
     )
     caps = {s: schedule.cap(s) for s in sorted({job.stage for job in preds})}
     for extra in range(1, schedule.microbatches + 1):
-        raised = {s: None if c is None else max(c, 0) + extra for s, c in caps.items()}
-        if len(run(dataclasses.replace(schedule, in_flight=raised.get))) == len(preds):
+        raised = {s: c if c is None else max(c, 0) + extra for s, c in caps.items()}
+        if len(run(raised.__getitem__)) == len(preds):
             break
     values = sorted({c for c in raised.values() if c is not None})
     if callable(schedule.in_flight):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import itertools
 import operator
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -64,14 +65,16 @@ def _blocks(gm: fx.GraphModule) -> list[Block]:
     tied = [[n, *n.users] for n in nodes if not isinstance(n.meta["val"], Tensor)]
     tied += _written(gm, nodes)
     position = {node: i for i, node in enumerate(nodes)}
-    flow = nx.DiGraph()
+    flow: nx.DiGraph[fx.Node] = nx.DiGraph()
     flow.add_nodes_from(nodes)
     flow.add_edges_from((p, n) for n in nodes for p in n.all_input_nodes if p in flow)
     for group in tied:  # a cycle through its members keeps a group together
         members = [n for n in group if n in flow]
         flow.add_edges_from(zip(members, members[1:] + members[:1], strict=True))
     whole = nx.condensation(flow)
-    blocks = [sorted(m, key=position.__getitem__) for _, m in whole.nodes("members")]
+    blocks: list[Block] = [
+        sorted(whole.nodes[i]["members"], key=position.__getitem__) for i in whole
+    ]
     order = nx.lexicographical_topological_sort(
         whole, key=lambda i: position[blocks[i][0]]
     )
@@ -142,7 +145,9 @@ def _depth_first(gm: fx.GraphModule, blocks: list[Block]) -> list[Block]:
     for i, block in enumerate(blocks):
         if i not in order and _writes_buffer(block):  # beside what stands before it
             chain = _ancestors(i, preds, depth, set(order))
-            near = {p for j in chain for p in preds[j]} | {max([j for j in order if j < i] or [-1])}
+            near = {p for j in chain for p in preds[j]} | {
+                max([j for j in order if j < i] or [-1])
+            }
             at = max((order.index(p) for p in near if p in order), default=-1) + 1
             order[at:at] = chain
     return [blocks[i] for i in order]
@@ -191,7 +196,7 @@ def _cut(blocks: list[Block], stages: int | None, workers: int) -> list[int]:
     if wanted > len(blocks):
         raise PlanError(
             f"the schedule wants {wanted} stages, but the model can be cut into "
-            f"{len(blocks)} at most; use Schedule(stages={max(len(blocks), 1)}) or fewer"
+            f"{len(blocks)} at most; use Schedule(stages={max(len(blocks), 1)}) or less"
         )
     units = _units(blocks, wanted)
     apart = _branches(units, wanted)
@@ -209,7 +214,7 @@ def _units(blocks: list[Block], stages: int) -> list[Unit]:
     crossing = _crossing(blocks)
     ends = [
         min(range(i + 1, j + 1), key=lambda end: (crossing[end], end))
-        for i, j in zip(heavy, heavy[1:], strict=False)
+        for i, j in itertools.pairwise(heavy)
     ] + [len(blocks)]
     unit_of = {}
     units: list[Unit] = []
@@ -318,8 +323,12 @@ def _named_cuts(
             for found in modules
         ]
         if not any(inside):
-            known = {".".join(m.split(".")[: i + 1]) for f in modules for m in f
-                     for i in range(len(m.split(".")))} - {""}
+            known = {
+                ".".join(m.split(".")[: i + 1])
+                for f in modules
+                for m in f
+                for i in range(len(m.split(".")))
+            } - {""}
             near = difflib.get_close_matches(name, sorted(known), 3) or sorted(known)
             raise PlanError(
                 f"stages names module {name!r}, which the model doesn't call; "

@@ -9,7 +9,16 @@ import networkx as nx
 import torch
 from torch import fx
 
-from ..graphs import REGION_ENTERS, REGION_EXITS, Group, Role, Spec, State, storage
+from ..graphs import (
+    REGION_ENTERS,
+    REGION_EXITS,
+    Group,
+    Role,
+    Spec,
+    State,
+    result,
+    storage,
+)
 from ..jobs import Direction, Job, PlanError
 from ..request import Request
 
@@ -31,8 +40,9 @@ def split_stages(gm: fx.GraphModule, request: Request) -> fx.GraphModule:
     graph = fx.Graph()
     new: dict[fx.Node, fx.Node] = {}
     weights = []
-    given = {n.meta["name"]: n.meta["val"] for n in gm.graph.nodes
-             if n.op == "placeholder"}
+    given = {
+        n.meta["name"]: n.meta["val"] for n in gm.graph.nodes if n.op == "placeholder"
+    }
     for number, group in enumerate(groups):
         weights.append(graph.placeholder(f"weights_{number}"))
         specs = tuple(Spec.of(given[name]) for name in group.names)
@@ -50,8 +60,11 @@ def split_stages(gm: fx.GraphModule, request: Request) -> fx.GraphModule:
         call = graph.call_module(
             f"stage_{number}", (tuple(weights[i] for i in used), tuple(inputs))
         )
-        flat = {name: (j, k) for j, i in enumerate(used)
-                for k, name in enumerate(groups[i].names)}
+        flat = {
+            name: (j, k)
+            for j, i in enumerate(used)
+            for k, name in enumerate(groups[i].names)
+        }
         call.meta["stage"] = number
         stage.module.meta["state"] = [flat[n.meta["name"]] for n in stage.state]
         gm.add_submodule(f"stage_{number}", stage.module)
@@ -60,23 +73,24 @@ def split_stages(gm: fx.GraphModule, request: Request) -> fx.GraphModule:
                 "call_function", operator.getitem, (call, position), name=node.name
             )
             fake = node.meta["val"]
-            spec = Spec.of(torch.empty_like(fake, memory_format=torch.contiguous_format))
+            spec = Spec.of(
+                torch.empty_like(fake, memory_format=torch.contiguous_format)
+            )
             new[node].meta.update(val=fake, specs=(spec,), stage=number)
-    (output,) = (n for n in gm.graph.nodes if n.op == "output")
-    graph.output(fx.map_arg(output.args[0], lambda n: new[n]))
-    result = fx.GraphModule(gm, graph, "Stages")
-    result.meta.update(
+    graph.output(fx.map_arg(result(gm), new.__getitem__))
+    whole = fx.GraphModule(gm, graph, "Stages")
+    whole.meta.update(
         outputs=gm.meta["outputs"],
         fake_mode=gm.meta["fake_mode"],
         groups=groups,
-        state={n.meta["name"]: State(n.meta["index"], n.meta["role"])
-               for n in gm.graph.nodes if n.op == "placeholder" and n.meta["role"] is not Role.BATCH},
+        state={
+            n.meta["name"]: State(n.meta["index"], n.meta["role"])
+            for n in gm.graph.nodes
+            if n.op == "placeholder" and n.meta["role"] is not Role.BATCH
+        },
         stages=_describe(gm, inner, groups),
     )
-    return result
-
-
-
+    return whole
 
 
 class _Stage:
@@ -121,13 +135,13 @@ class _Stage:
         self.new[node].meta = {"val": node.meta["val"]}
 
     def _result(self, node: fx.Node) -> fx.Node:
-        """An output in memory of its own, contiguous, so that it can be sent as it is."""
+        """An output in memory of its own and contiguous, to be sent as it is."""
         given = [n.meta["val"] for n in [*self.state, *self.inputs]]
         before = self.outputs[: self.outputs.index(node)]
         fake = node.meta["val"]
         shared = {storage(t) for t in [*given, *(n.meta["val"] for n in before)]}
         if storage(fake) in shared or not fake.is_contiguous():
-            kwargs = {"memory_format": torch.contiguous_format}
+            kwargs: dict[str, Any] = {"memory_format": torch.contiguous_format}
             return self.graph.call_method("clone", (self.new[node],), kwargs)
         return self.new[node]
 
@@ -261,15 +275,21 @@ def _describe(
     """
     stages: nx.DiGraph[int] = nx.DiGraph()
     for number, stage in enumerate(inner):
-        first = [n for n in stage.state if n.meta["role"] is Role.PARAMETER
-                 and not any(n in other.state for other in inner[:number])]
+        first = [
+            n
+            for n in stage.state
+            if n.meta["role"] is Role.PARAMETER
+            and not any(n in other.state for other in inner[:number])
+        ]
         stages.add_node(
             number,
             modules=_modules(stage.nodes),
             parameters=sum(n.meta["val"].numel() for n in first),
             flops=sum(int(n.meta["flops"]) for n in stage.nodes),
         )
-    maker = {node: number for number, stage in enumerate(inner) for node in stage.outputs}
+    maker = {
+        node: number for number, stage in enumerate(inner) for node in stage.outputs
+    }
     for number, stage in enumerate(inner):
         for node in stage.inputs:
             if node in maker:

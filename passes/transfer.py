@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from torch import fx
 
 from .. import ops
+from ..graphs import result
 from ..request import Request
 
 
@@ -22,7 +25,7 @@ def insert_transfers(gm: fx.GraphModule, request: Request) -> fx.GraphModule:
     """
     tag = gm.meta["tags"]
     output = gm.graph.output_node()
-    ranks = {rank: _leaves(result) for rank, result in output.args[0].items()}
+    ranks = {rank: _leaves(own) for rank, own in result(gm).items()}
     for node in list(gm.graph.nodes):
         if node.op in ("placeholder", "output"):
             continue
@@ -49,19 +52,19 @@ def insert_transfers(gm: fx.GraphModule, request: Request) -> fx.GraphModule:
             recv.meta.update(where | kind, worker=to)
             for user in readers[to]:
                 user.replace_input_with(node, recv)
-            _replace_result(output, str(to), node, recv)
+            results = dict(result(gm))
+            results[str(to)] = _replaced(results[str(to)], node, recv)
+            output.args = (results,)
             tag += 1
     gm.meta["tags"] = tag
     return gm
 
 
-def _leaves(result: object) -> set[fx.Node]:
+def _leaves(own: Any) -> set[fx.Node]:
     found: set[fx.Node] = set()
-    fx.map_arg(result, found.add)  # type: ignore[arg-type]
+    fx.map_arg(own, found.add)
     return found
 
 
-def _replace_result(output: fx.Node, rank: str, old: fx.Node, new: fx.Node) -> None:
-    results = dict(output.args[0])  # type: ignore[arg-type]
-    results[rank] = fx.map_arg(results[rank], lambda n: new if n is old else n)
-    output.args = (results,)
+def _replaced(own: Any, old: fx.Node, new: fx.Node) -> Any:
+    return fx.map_arg(own, lambda n: new if n is old else n)

@@ -10,7 +10,7 @@ import torch
 from torch import fx
 
 from .. import ops
-from ..graphs import Group, Spec
+from ..graphs import Group, Spec, arguments, result
 from ..jobs import Direction, Job, Placement
 from ..request import Request
 
@@ -33,6 +33,9 @@ def unroll_jobs(gm: fx.GraphModule, request: Request) -> fx.GraphModule:
     return _Unroll(gm, request).run()
 
 
+Parts = list[tuple[tuple[int, ...], fx.Node]]  # microbatches, and their bundle
+
+
 class _Unroll:
     def __init__(self, gm: fx.GraphModule, request: Request) -> None:
         self.gm, self.request = gm, request
@@ -40,20 +43,24 @@ class _Unroll:
         self.placements: dict[Job, Placement] = gm.meta["placements"]
         self.groups: list[Group] = gm.meta["groups"]
         self.graph = fx.Graph()
-        self.new: dict[tuple[fx.Node, int], fx.Node] = {}  # of template node, microbatch
+        self.new: dict[
+            tuple[fx.Node, int], fx.Node
+        ] = {}  # of template node, microbatch
         self.given: dict[fx.Node, fx.Node] = {}  # placeholders
         self.parts: dict[tuple[fx.Node, int, int], fx.Node] = {}  # rows on a worker
         self.state: dict[tuple[int, int], fx.Node] = {}  # of a group, on a worker
         self.sums: dict[int, dict[int, fx.Node]] = {}  # of a group, by worker
         self.tokens: dict[Job, fx.Node] = {}
         self.pauses: dict[int, fx.Node] = {}
-        (output,) = gm.graph.find_nodes(op="output")
-        self.results: dict[str, Any] = output.args[0]
+        self.results: dict[str, Any] = result(gm)
         readers = request.readers
         self.readers = range(request.schedule.workers) if readers is None else readers
         self.before, self.after = _by_call(gm.graph)
         self.calls = {
-            (n.meta["stage"], FORWARD if n.target.startswith("forward") else BACKWARD): n
+            (
+                n.meta["stage"],
+                FORWARD if n.target.startswith("forward") else BACKWARD,
+            ): n
             for n in gm.graph.nodes
             if n.op == "call_module"
         }
@@ -67,7 +74,9 @@ class _Unroll:
                 self.given[node] = self.graph.placeholder(node.name)
                 self.given[node].meta = dict(node.meta)
         last = self._last_backward(jobs)
-        split = any(j.direction is BACKWARD for j in jobs) and self.gm.meta["loss"] is None
+        split = (
+            any(j.direction is BACKWARD for j in jobs) and self.gm.meta["loss"] is None
+        )
         for job in jobs:
             if split and job.direction is BACKWARD and not self.pauses:
                 self._pause()
@@ -92,7 +101,11 @@ class _Unroll:
         op = "call_module" if isinstance(target, str) else "call_function"
         node = self.graph.create_node(op, target, args, name=name)
         node.meta.update(
-            worker=worker, task=task, n=n, specs=tuple(specs), bundle=target in ops.BUNDLES
+            worker=worker,
+            task=task,
+            n=n,
+            specs=tuple(specs),
+            bundle=target in ops.BUNDLES,
         )
         return node
 
@@ -103,8 +116,8 @@ class _Unroll:
             self._node(ops.wait, (self.tokens[credit],), (), *where)
         for node in self.before.get(call, ()):
             self._copy(node, job, where)
-        weights, *rest, _ = call.args
-        state = tuple(self._state(w, job) for w in weights)  # type: ignore[union-attr, arg-type]
+        weights, *rest, _ = arguments(call)
+        state = tuple(self._state(w, job) for w in weights)
         values = fx.map_arg(tuple(rest), lambda n: self._value(n, job, where))
         seed = None
         if call.meta["random"]:
@@ -182,8 +195,8 @@ class _Unroll:
         args = (self.pauses[where[0]], position)
         whole = self._node(operator.getitem, args, node.meta["specs"], *where)
         if output.kind == "rows":
-            args = (whole, b, self.microbatches, output.dim)
-            return self._node(ops.rows, args, node.meta["specs"], *where)
+            cut = (whole, b, self.microbatches, output.dim)
+            return self._node(ops.rows, cut, node.meta["specs"], *where)
         mean = self.request.loss_reduction == "mean" and output.kind == "scalar"
         scale = 1.0 / self.microbatches if mean else 1.0
         return self._node(ops.share, (whole, scale), node.meta["specs"], *where)
@@ -215,7 +228,12 @@ class _Unroll:
             task = f"reduce {group}"
             self.sums[group] = {
                 root: self._node(
-                    ops.reduce, parts, parts[0].meta["specs"], root, task, n,
+                    ops.reduce,
+                    parts,
+                    parts[0].meta["specs"],
+                    root,
+                    task,
+                    n,
                     name=f"gradients_{group}",
                 )
             }
@@ -227,22 +245,33 @@ class _Unroll:
         output = self.gm.meta["outputs"][position]
         if output.kind == "constant":
             return output.constant
-        scale = 1.0 / self.microbatches if self.request.loss_reduction == "mean" else 1.0
+        scale = (
+            1.0 / self.microbatches if self.request.loss_reduction == "mean" else 1.0
+        )
         if output.kind == "scalar":
             key = (position, -1)
             if key not in self.totals:
                 parts = self._gather(position, self._made(value))
                 root = parts[0][1].meta["worker"]
                 self.totals[key] = self._node(
-                    ops.total, (self.microbatches, scale, *parts),
-                    value.meta["specs"], root, "collect", self.end,
+                    ops.total,
+                    (self.microbatches, scale, *parts),
+                    value.meta["specs"],
+                    root,
+                    "collect",
+                    self.end,
                     name=f"output_{position}",
                 )
             return self.totals[key]
         parts = self._gather(position, self._made(value))
         return self._node(
-            ops.collect, (self.microbatches, output.dim, *parts), (), worker,
-            "collect", self.end, name=f"output_{position}",
+            ops.collect,
+            (self.microbatches, output.dim, *parts),
+            (),
+            worker,
+            "collect",
+            self.end,
+            name=f"output_{position}",
         )
 
     def _made(self, value: fx.Node) -> list[fx.Node]:
@@ -265,9 +294,7 @@ class _Unroll:
             result.append(node)
         return result
 
-    def _gather(
-        self, key: Any, nodes: list[fx.Node]
-    ) -> list[tuple[tuple[int, ...], fx.Node]]:
+    def _gather(self, key: Any, nodes: list[fx.Node]) -> Parts:
         """A bundle of one value's microbatches from each worker that makes some."""
         if key in self.gathered:
             return self.gathered[key]
@@ -286,7 +313,7 @@ class _Unroll:
     def _forward_results(self) -> dict[int, dict[str, Any]]:
         """What the call gives on each worker: outputs and new buffers."""
         self.totals: dict[Any, fx.Node] = {}
-        self.gathered: dict[Any, Any] = {}
+        self.gathered: dict[Any, Parts] = {}
         self.end = max(self.gm.meta["n"].values(), default=0)
         count = len(self.results["outputs"])
         results: dict[int, dict[str, Any]] = {
@@ -307,11 +334,19 @@ class _Unroll:
         owned = self.groups[group].owners
         found = {w: node for (g, w), node in self.state.items() if g == group}
         parts = tuple(found[w] for w in sorted(found))
-        before = next(n for n in self.graph.find_nodes(op="placeholder")
-                      if n.meta.get("group") == group)
+        before = next(
+            n
+            for n in self.graph.find_nodes(op="placeholder")
+            if n.meta.get("group") == group
+        )
         new = self._node(
-            ops.average, (before, *parts), value.meta["specs"], owned[0], "collect",
-            self.end, name=f"state_{group}",
+            ops.average,
+            (before, *parts),
+            value.meta["specs"],
+            owned[0],
+            "collect",
+            self.end,
+            name=f"state_{group}",
         )
         for worker in owned:
             results[worker]["state"][str(group)] = new
@@ -342,8 +377,13 @@ class _Unroll:
             parts = self._gather(("input", key), self._input_gradient(values))
             for worker in self.readers:
                 results[worker]["inputs"][key] = self._node(
-                    ops.collect, (self.microbatches, 0, *parts), (), worker,
-                    "collect", self.end, name=f"gradient_{key}",
+                    ops.collect,
+                    (self.microbatches, 0, *parts),
+                    (),
+                    worker,
+                    "collect",
+                    self.end,
+                    name=f"gradient_{key}",
                 )
         return {str(worker): result for worker, result in results.items()}
 
@@ -365,7 +405,7 @@ def _by_call(
         elif node.op == "call_function":
             reader = _reading_call(node)
             if node.target is operator.getitem or reader is None:
-                made[node] = [made[p] for p in node.all_input_nodes][0]
+                made[node] = next(made[p] for p in node.all_input_nodes)
                 after.setdefault(made[node], []).append(node)
             else:
                 before.setdefault(reader, []).append(node)
