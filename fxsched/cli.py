@@ -96,14 +96,24 @@ def _count(text: str) -> int:
     return int(text)
 
 
+def check(options: Namespace) -> None:
+    """Raises PlanError, before data are read, for what the demo cannot do."""
+    if options.device == "cuda" and not torch.cuda.is_available():
+        raise PlanError("--device cuda: torch finds no GPU here; give --device cpu")
+    if BATCH % options.microbatches:
+        raise PlanError(
+            f"--microbatches {options.microbatches}: a batch of {BATCH} doesn't divide "
+            "into as many; give 1, 2, 4, 8, 16, 32 or 64"
+        )
+
+
 def demo(options: Namespace) -> None:
     """Compares one step with eager, trains, and tells how well the model does.
 
-    Raises PlanError for a schedule that cannot be planned or a device that isn't there.
+    Raises PlanError for what cannot be planned.
     """
     began = time.perf_counter()
-    if options.device == "cuda" and not torch.cuda.is_available():
-        raise PlanError("--device cuda: torch finds no GPU here; give --device cpu")
+    check(options)
     runner = backend(SCHEDULES[options.schedule](options.workers, options.microbatches))
     batches = Batches(docstrings.load(), options.device)
     say(f"data: {batches}\n")

@@ -93,7 +93,8 @@ def random_dag(choose: random.Random, count: int) -> Dag:
     reads, nodes = [], []
     for i in range(count):
         known = [-2, -1, *range(i)]
-        reads.append(sorted(choose.sample(known, choose.randint(1, min(3, len(known))))))
+        count_read = choose.randint(1, min(3, len(known)))
+        reads.append(sorted(choose.sample(known, count_read)))
         node = Node(len(reads[i]), choose.random() < 0.5, choose.random() < 0.8)
         if choose.random() < 0.1:
             node.linear.weight.requires_grad_(False)

@@ -1,0 +1,49 @@
+"""Options and fixtures that all tests share."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+GOLDEN = Path(__file__).parent / "golden"
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--update-golden", action="store_true", help="write tests/golden/ anew"
+    )
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _quiet_dynamo() -> None:
+    """pytest would format the thousands of records of torch's own trace."""
+    logging.getLogger("torch.__trace").propagate = False
+
+
+@pytest.fixture(autouse=True)
+def _fresh_dynamo() -> Iterator[None]:
+    yield
+    torch._dynamo.reset()
+
+
+@pytest.fixture
+def golden(request: pytest.FixtureRequest) -> Callable[[str, str], None]:
+    """golden(name, text): the text must equal tests/golden/name.txt.
+
+    `pytest --update-golden` writes the file instead; look at `git diff` after that.
+    """
+
+    def compare(name: str, text: str) -> None:
+        path = GOLDEN / f"{name}.txt"
+        text = "\n".join(line.rstrip() for line in text.splitlines()) + "\n"
+        if request.config.getoption("--update-golden"):
+            path.parent.mkdir(exist_ok=True)
+            path.write_text(text)
+        assert path.exists(), f"no {path}; run pytest --update-golden"
+        assert text == path.read_text(), f"{path} differs; see --update-golden"
+
+    return compare

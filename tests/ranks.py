@@ -1,0 +1,162 @@
+"""What each rank of tests/test_torchrun.py does: python -m tests.ranks CASE."""
+
+from __future__ import annotations
+
+import copy
+import sys
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import fxsched
+from fxsched import PlanError, schedules
+from tests.cases import (
+    MICROBATCHES,
+    anything,
+    apart,
+    assert_equal,
+    build,
+    eager_step,
+    train,
+)
+
+EVERY_RANK = {
+    2: lambda: [
+        ("mlp", schedules.ddp(2, MICROBATCHES), "static", "sgd"),
+        ("two_tower", schedules.one_f_one_b(2, MICROBATCHES), "static", "adamw"),
+        ("two_tower", anything(5, 2), "dynamic", "sgd"),
+        ("unet", schedules.fslpp(2, 1, MICROBATCHES, stages=4), "static", "adamw"),
+    ],
+    4: lambda: [
+        ("mlp", schedules.fsdp(4), "dynamic", "adamw"),
+        ("gpt", schedules.gpipe(4, MICROBATCHES), "static", "adamw"),
+        ("encoder_decoder", schedules.lpp(4, 2, MICROBATCHES), "dynamic", "sgd"),
+        ("two_tower", apart(4), "static", "adamw"),
+    ],
+}
+
+
+def equal() -> None:
+    for name, schedule, order, optimizer in EVERY_RANK[dist.get_world_size()]():
+        model, inputs = build(name)
+        reference = copy.deepcopy(model)
+        wanted = train(
+            reference,
+            lambda m=reference, x=inputs: eager_step(m, x, MICROBATCHES),
+            optimizer,
+        )
+        run = torch.compile(model, backend=fxsched.backend(schedule, order=order))
+
+        def step(run=run, inputs=inputs) -> Tensor:
+            loss = run(*inputs)
+            loss.backward()
+            return loss
+
+        found = train(model, step, optimizer)
+        mine = {n for n, gradient in found.gradients.items() if gradient is not None}
+        assert_equal(found, wanted, mine)
+        everyone: list[set[str]] = [set()] * dist.get_world_size()
+        dist.all_gather_object(everyone, mine)
+        assert set.union(*everyone) == set(wanted.gradients)
+        print(f"rank {dist.get_rank()} {name} {schedule.name}: equal to eager")
+
+
+def held(tensors: list[Tensor]) -> int:
+    return sum(t.untyped_storage().nbytes() for t in tensors)
+
+
+def memory() -> None:
+    for name in ("two_tower", "gpt"):  # gpt has a tied parameter
+        model, inputs = build(name)
+        parameters = list(model.parameters())
+        numbers = sum(p.nbytes for p in parameters)
+        backend = fxsched.backend(schedules.fslpp(4, 2, MICROBATCHES, even=True))
+        run = torch.compile(model, backend=backend)
+        update = torch.optim.AdamW(parameters)
+        for _ in range(2):
+            update.zero_grad()
+            run(*inputs).backward()
+            update.step()
+        moments = [s[k] for s in update.state.values() for k in ("exp_avg", "exp_avg_sq")]
+        given_up = [p for p in parameters if p.grad is None]
+        assert all(p.untyped_storage().nbytes() == p.element_size() for p in given_up)
+        kept = [p for p in parameters if p.grad is not None]
+        counts = torch.tensor([held(kept), held(moments)])
+        dist.all_reduce(counts)
+        assert counts.tolist() == [numbers, 2 * numbers], (name, counts, numbers)
+    if dist.get_rank() == 0:
+        print("one model between 4 ranks")
+
+
+def replicas() -> None:
+    model, inputs = build("mlp")
+    if dist.get_rank():
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.normal_()
+    wanted = copy.deepcopy(build("mlp")[0])
+    run = torch.compile(model, backend=fxsched.backend(schedules.ddp(2, MICROBATCHES)))
+    update = torch.optim.AdamW(model.parameters())
+    first = run(*inputs)
+    torch.testing.assert_close(first.detach(), wanted(*inputs).detach())
+    first.backward()
+    update.step()
+    for parameter in model.parameters():
+        copies = [torch.empty_like(parameter) for _ in range(2)]
+        dist.all_gather(copies, parameter.detach())
+        assert torch.equal(copies[0], copies[1])
+    if dist.get_rank() == 0:
+        print("same bits on 2 ranks")
+
+
+class Logits(nn.Module):
+    """No scalar loss, a BatchNorm, and an output that is None."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.norm = nn.Linear(16, 16), nn.BatchNorm1d(16)
+        self.second = nn.Linear(16, 16)
+
+    def forward(self, x: Tensor) -> dict[str, Tensor | None]:
+        logits = self.second(torch.tanh(self.norm(self.first(x))))
+        return {"logits": logits, "nothing": None, "best": logits.argmax(1)}
+
+
+def contract() -> None:
+    torch.manual_seed(3)
+    model, x = Logits(), torch.randn(8, 16, requires_grad=True)
+    reference, y = copy.deepcopy(model), x.detach().clone().requires_grad_()
+    run = torch.compile(model, backend=fxsched.backend(schedules.gpipe(2, 4)))
+    run(x)["logits"].pow(2).sum().backward()
+    parts = [reference(part)["logits"] for part in y.chunk(4)]
+    torch.cat(parts).pow(2).sum().backward()
+    torch.testing.assert_close(x.grad, y.grad)
+    pairs = zip(model.parameters(), reference.parameters(), strict=True)
+    for mine, other in pairs:
+        if mine.grad is not None:
+            torch.testing.assert_close(mine.grad, other.grad, rtol=1e-4, atol=1e-5)
+    for evaluation in (model, reference):
+        evaluation.eval()
+    with torch.no_grad():  # a new batch size, forward only, with the new statistics
+        z = torch.randn(12, 16)
+        found, wanted = run(z), reference(z)
+        torch.testing.assert_close(found["logits"], wanted["logits"])
+        assert torch.equal(found["best"], wanted["best"])
+        assert found["nothing"] is None
+    print(f"rank {dist.get_rank()}: contract holds")
+
+
+def world() -> None:
+    model, inputs = build("mlp")
+    run = torch.compile(model, backend=fxsched.backend(schedules.ddp(4)))
+    try:
+        run(*inputs)
+    except PlanError as error:
+        print(f"rank {dist.get_rank()}: {error}")
+
+
+if __name__ == "__main__":
+    dist.init_process_group("gloo")
+    globals()[sys.argv[1]]()
+    dist.destroy_process_group()

@@ -1,0 +1,336 @@
+"""The verifier finds faults that are planted into sound programs."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, fx, nn
+
+import fxsched
+from fxsched import (
+    CheckError,
+    Job,
+    Placement,
+    Plan,
+    Schedule,
+    ops,
+    schedules,
+)
+
+
+class Chain(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(3, 4), nn.Linear(4, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.b(torch.relu(self.a(x))).mean()
+
+
+@functools.cache
+def planned(name: str) -> Plan:
+    schedule = schedules.gpipe(2, 2)
+    if name == "crossed":
+        schedule = Schedule(2, 2, 2, w=lambda s, b, d: Placement(b, (b + s) % 2))
+    return fxsched.plan(Chain(), schedule, torch.ones(4, 3))
+
+
+def copied(plan: Plan) -> Plan:
+    """The plan with programs and placements of its own, to be damaged."""
+    programs = []
+    for program in plan.programs:
+        graph = fx.Graph()
+        graph.output(graph.graph_copy(program.graph, {}))
+        programs.append(fx.GraphModule(program, graph))
+    return dataclasses.replace(
+        plan, programs=tuple(programs), placements=dict(plan.placements)
+    )
+
+
+def pipeline() -> Plan:
+    """Stage s on worker s, two microbatches."""
+    return copied(planned("pipeline"))
+
+
+def crossed() -> Plan:
+    """Both workers keep all weights; microbatch b starts on worker b, ends on the
+    other, so that weights are fetched and gradients reduced."""
+    return copied(planned("crossed"))
+
+
+def find(program: fx.GraphModule, target: object, **kwargs: int) -> fx.Node:
+    """The first call of `target` with these keyword arguments."""
+    return next(
+        n
+        for n in program.graph.nodes
+        if n.target is target and kwargs.items() <= n.kwargs.items()
+    )
+
+
+def named(program: fx.GraphModule, name: str) -> fx.Node:
+    return next(n for n in program.graph.nodes if n.name == name)
+
+
+def free_of(value: fx.Node) -> fx.Node:
+    return next(user for user in value.users if user.target is ops.free)
+
+
+def reader_of(value: fx.Node) -> fx.Node:
+    return next(user for user in value.users if user.target is not ops.free)
+
+
+def results(program: fx.GraphModule) -> dict[str, Any]:
+    found: Any = program.graph.output_node().args[0]
+    return {key: dict(v) if isinstance(v, dict) else v for key, v in found.items()}
+
+
+def expect_tensor(recv: fx.Node, **change: object) -> None:
+    (spec,) = recv.meta["specs"]
+    recv.meta["specs"] = (spec._replace(**change),)
+
+
+# Each fault damages one plan, and the message says what it did.
+Fault = Callable[[Plan], object]
+
+
+def dropped_send(plan: Plan) -> None:
+    program = plan.programs[0]
+    program.graph.erase_node(find(program, ops.send, to=1))
+
+
+def dropped_recv(plan: Plan) -> None:
+    first, second = (find(plan.programs[1], ops.recv, tag=tag) for tag in (0, 1))
+    first.replace_all_uses_with(second)
+    plan.programs[1].graph.erase_node(first)
+
+
+def swapped_recvs(plan: Plan) -> None:
+    first, second = (find(plan.programs[1], ops.recv, tag=tag) for tag in (0, 1))
+    first.prepend(second)
+
+
+def one_tag_twice(plan: Plan) -> None:
+    send = find(plan.programs[0], ops.send, tag=1)
+    send.kwargs = {"to": 1, "tag": 0}
+
+
+def wrong_source(plan: Plan) -> None:
+    recv = find(plan.programs[1], ops.recv, tag=0)
+    recv.kwargs = {"source": 1, "tag": 0}
+
+
+def wrong_shape(plan: Plan) -> None:
+    expect_tensor(find(plan.programs[1], ops.recv, tag=0), shape=(2, 5))
+
+
+def wrong_type(plan: Plan) -> None:
+    expect_tensor(find(plan.programs[1], ops.recv, tag=0), dtype=torch.float64)
+
+
+def missing_free(plan: Plan) -> None:
+    program = plan.programs[0]
+    program.graph.erase_node(free_of(named(program, "linear_0")))
+
+
+def double_free(plan: Plan) -> None:
+    free = free_of(named(plan.programs[0], "linear_0"))
+    with plan.programs[0].graph.inserting_after(free):
+        plan.programs[0].graph.node_copy(free)
+
+
+def read_after_free(plan: Plan) -> None:
+    value = named(plan.programs[0], "x_0")
+    with plan.programs[0].graph.inserting_after(value):
+        free = plan.programs[0].graph.call_function(ops.free, (value,))
+    free.meta.update(value.meta, specs=())
+
+
+def sent_after_free(plan: Plan) -> None:
+    value = named(plan.programs[0], "linear_0")
+    value.append(free_of(value))
+
+
+def read_before_made(plan: Plan) -> None:
+    value = named(plan.programs[0], "x_0")
+    reader_of(value).append(value)
+
+
+def circle(plan: Plan) -> None:
+    """Worker 0 waits for the gradient before it sends the activation."""
+    gradient = find(plan.programs[0], ops.recv, source=1, tag=2)
+    find(plan.programs[0], ops.send, tag=0).prepend(gradient)
+
+
+def send_to_itself(plan: Plan) -> None:
+    graph = plan.programs[0].graph
+    send = find(plan.programs[0], ops.send, tag=0)
+    send.kwargs = {"to": 0, "tag": 0}
+    value = send.args[0]
+    assert isinstance(value, fx.Node)
+    with graph.inserting_after(send):
+        recv = graph.call_function(ops.recv, (), {"source": 0, "tag": 0})
+    recv.meta = dict(value.meta)
+    old = find(plan.programs[1], ops.recv, tag=0)
+    old.replace_all_uses_with(find(plan.programs[1], ops.recv, tag=1))
+    plan.programs[1].graph.erase_node(old)
+
+
+def job_twice(plan: Plan) -> None:
+    job = named(plan.programs[0], "job_0F1")
+    with plan.programs[0].graph.inserting_after(job):
+        plan.programs[0].graph.node_copy(job)
+
+
+def job_never(plan: Plan) -> None:
+    """The first microbatch's B counts for both."""
+    first, second = (named(plan.programs[0], f"job_0B{b}") for b in (0, 1))
+    second.replace_all_uses_with(first)
+    plan.programs[0].graph.erase_node(second)
+
+
+def job_elsewhere(plan: Plan) -> None:
+    """w says worker 1, the program is worker 0's."""
+    plan.placements[Job.parse("0F0")] = Placement(weights=0, compute=1)
+
+
+def gradient_misses_a_microbatch(plan: Plan) -> None:
+    total = find(plan.programs[0], ops.accumulate)
+    total.args = total.args[:1]
+
+
+def gradient_counts_a_microbatch_twice(plan: Plan) -> None:
+    total = find(plan.programs[0], ops.accumulate)
+    total.args = (total.args[1], total.args[1])
+
+
+def b_without_gradient(plan: Plan) -> None:
+    del named(plan.programs[0], "grad_weights_0_1").meta["group"]
+
+
+def reduce_misses_a_worker(plan: Plan) -> None:
+    whole = find(plan.programs[0], ops.reduce)
+    whole.args = whole.args[:1]
+
+
+def owner_gets_another_group(plan: Plan) -> None:
+    output = plan.programs[1].graph.output_node()
+    changed = results(plan.programs[1])
+    groups = changed["groups"]
+    changed["groups"] = {"0": groups["1"], "1": groups["0"]}
+    output.args = (changed,)
+
+
+def owner_gets_no_gradient(plan: Plan) -> None:
+    graph, changed = plan.programs[1].graph, results(plan.programs[1])
+    lost = changed["groups"].pop("0")
+    graph.output_node().args = (changed,)
+    with graph.inserting_before(graph.output_node()):
+        graph.call_function(ops.free, (lost,)).meta.update(lost.meta, specs=())
+
+
+IN_PIPELINE: dict[Fault, str] = {
+    dropped_send: r"worker 1: recv\(tag=0\) of 0F0 has no send",
+    dropped_recv: r"worker 0: send\(tag=0\) of 0F0 has no recv",
+    swapped_recvs: r"worker 0 sends tag 0 to worker 1 where that receives tag 1",
+    one_tag_twice: r"tag 0 is used twice: worker 0: send\(tag=0\) of 0F1",
+    wrong_source: r"send\(tag=0\) of 0F0 and worker 1: .* name other workers",
+    wrong_shape: r"sends float32\[2, 4\], but worker 1: .* expects float32\[2, 5\]",
+    wrong_type: r"sends float32\[2, 4\], but worker 1: .* expects float64\[2, 4\]",
+    missing_free: r"worker 0 never frees linear_0",
+    double_free: r"worker 0: free of 0F0 frees linear_0 after its free",
+    read_after_free: r"worker 0: forward_0 of 0F0 reads x_0 after its free",
+    sent_after_free: r"worker 0: send\(tag=0\) of 0F0 reads linear_0 after its free",
+    read_before_made: r"worker 0: forward_0 of 0F0 reads x_0 before it is made",
+    circle: r"wait for each other in a circle:\n  worker \d: send\(tag=\d\)",
+    send_to_itself: r"wait for each other in a circle:\n  worker 0: send\(tag=0\)",
+    job_twice: r"0F1 runs 2 times",
+    job_never: r"0B1 runs 0 times",
+    job_elsewhere: r"0F0 runs on worker 0, but w puts it on 1",
+    gradient_misses_a_microbatch: r"worker 0 gets a gradient of group 0 in which 0B1 ",
+    gradient_counts_a_microbatch_twice: r"group 0 in which 0B0, 0B1 is missing or",
+    b_without_gradient: r"0B1 gives no gradient of group 0",
+}
+IN_CROSSED: dict[Fault, str] = {
+    reduce_misses_a_worker: r"gets a gradient of group 0 in which 0B[01] is missing",
+    owner_gets_another_group: r"worker 1 gets a gradient of group [01] in which",
+    owner_gets_no_gradient: r"worker 1 keeps a.weight, a.bias but gets no gradient",
+}
+
+
+@pytest.mark.parametrize("plan", [pipeline, crossed])
+def test_a_plan_passes(plan: Callable[[], Plan]) -> None:
+    plan().check()
+
+
+@pytest.mark.parametrize("fault", IN_PIPELINE, ids=lambda fault: fault.__name__)
+def test_finds_in_a_pipeline(fault: Fault) -> None:
+    plan = pipeline()
+    fault(plan)
+    with pytest.raises(CheckError, match=IN_PIPELINE[fault]):
+        plan.check()
+
+
+@pytest.mark.parametrize("fault", IN_CROSSED, ids=lambda fault: fault.__name__)
+def test_finds_where_several_keep_the_weights(fault: Fault) -> None:
+    plan = crossed()
+    fault(plan)
+    with pytest.raises(CheckError, match=IN_CROSSED[fault]):
+        plan.check()
+
+
+def test_a_pass_of_the_users_own_is_checked_before_anything_runs() -> None:
+    def drop_sends(program: fx.GraphModule, request: object) -> fx.GraphModule:
+        for send in program.graph.find_nodes(op="call_function", target=ops.send):
+            program.graph.erase_node(send)
+        return program
+
+    backend = fxsched.backend(schedules.gpipe(2, 2), passes=[drop_sends])
+    with pytest.raises(CheckError, match=r"recv\(tag=\d\) of 1B0 has no send"):
+        torch.compile(Chain(), backend=backend)(torch.ones(4, 3))
+
+
+@pytest.mark.xfail(strict=True, reason="check() does not follow activations")
+def test_finds_an_activation_of_another_microbatch() -> None:
+    plan = pipeline()
+    first, second = (find(plan.programs[0], ops.send, tag=tag) for tag in (0, 1))
+    later = first.args[0]
+    second.args, first.args = first.args, second.args
+    second.append(free_of(later))  # type: ignore[arg-type]
+    second.prepend(first)
+    with pytest.raises(CheckError, match="microbatch"):
+        plan.check()
+
+
+@pytest.mark.xfail(strict=True, reason="check() knows only gradients that B gives")
+def test_finds_a_group_without_any_gradient() -> None:
+    plan = pipeline()
+    graph, changed = plan.programs[0].graph, results(plan.programs[0])
+    lost = changed["groups"].pop("0")
+    graph.output_node().args = (changed,)
+    with graph.inserting_before(graph.output_node()):
+        graph.call_function(ops.free, (lost,)).meta.update(lost.meta, specs=())
+    for node in graph.nodes:
+        if node.op == "call_function":
+            node.meta.pop("group", None)
+    with pytest.raises(CheckError, match=r"a\.weight"):
+        plan.check()
+
+
+@pytest.mark.xfail(strict=True, reason="the runtime runs tasks, check() orders nodes")
+def test_finds_tasks_that_wait_for_each_other() -> None:
+    """Each worker's `collect` sends to the other and waits for it, as one task."""
+    schedule = Schedule(2, 2, stages=1, w=lambda s, b, d: (0, 1 - b))
+    x = torch.ones(4, 3, requires_grad=True)
+    plan = fxsched.plan(Chain(), schedule, x)
+    with pytest.raises(CheckError, match="wait for each other in a circle"):
+        plan.check()
+
+
+def test_the_check_reads_nothing_but_programs_and_placements() -> None:
+    plan = pipeline()
+    dataclasses.replace(plan, jobs=(), state={}, outputs=(), notes=()).check()

@@ -1,0 +1,131 @@
+"""The demo, run as a user runs it: by threads and under torchrun at the same time."""
+
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from fxsched import cli
+
+ROOT = Path(__file__).parent.parent
+DEMO = "-m fxsched demo --schedule 1f1b --workers 2 --microbatches 2 --steps 2"
+TORCHRUN = (
+    "-m torch.distributed.run --nproc-per-node 2 --rdzv-backend c10d "
+    "--rdzv-endpoint 127.0.0.1:0 "
+)
+ONE_THREAD = {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
+
+
+def start(command: str) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, *command.split()],
+        cwd=ROOT,
+        env=os.environ | ONE_THREAD,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+@pytest.fixture(scope="module")
+def printed() -> Iterator[dict[str, str]]:
+    """What the demo prints, by transport."""
+    runs = {"threads": start(DEMO), "torchrun": start(TORCHRUN + DEMO)}
+    try:
+        found = {}
+        for transport, run in runs.items():
+            found[transport], errors = run.communicate(timeout=300)
+            assert run.returncode == 0, errors
+        yield found
+    finally:
+        for run in runs.values():
+            run.kill()
+
+
+def numbers(pattern: str, text: str) -> list[float]:
+    return [float(number) for number in re.findall(pattern, text)]
+
+
+TRANSPORTS = pytest.mark.parametrize("transport", ["threads", "torchrun"])
+
+
+@TRANSPORTS
+def test_prints_data_stages_and_the_table_of_each_worker_once(
+    printed: dict[str, str], transport: str
+) -> None:
+    text = printed[transport]
+    assert re.search(r"^data: [\d,]+ functions .* [\d,]+ more held out$", text, re.M)
+    assert re.search(r"^1f1b: 2 workers, 2 microbatches, 2 stages", text, re.M)
+    assert re.search(r"^stage +modules +parameters", text, re.M)
+    assert re.findall(r"^worker (\d+)$", text, re.M) == ["0", "1"]
+    for job in ("0F0", "1F1", "1B1", "0B0"):
+        assert len(re.findall(rf"^\d+ +{job} ", text, re.M)) == 1
+
+
+@TRANSPORTS
+def test_prints_accuracies_above_chance(
+    printed: dict[str, str], transport: str
+) -> None:
+    pattern = r"^accuracy (\w+) training: train (\S+), held-out (\S+) \(chance 0.500\)$"
+    found = re.findall(pattern, printed[transport], re.M)
+    assert [when for when, _, _ in found] == ["before", "after"]
+    assert all(0.55 < float(share) <= 1 for _, *shares in found for share in shares)
+
+
+@TRANSPORTS
+def test_differs_from_eager_by_rounding_only(
+    printed: dict[str, str], transport: str
+) -> None:
+    found = re.findall(r"from eager: loss (\S+), gradients (\S+)", printed[transport])
+    assert len(found) == 1
+    assert max(map(float, found[0])) < 1e-5
+
+
+def test_torchrun_prints_the_same_losses_as_threads(printed: dict[str, str]) -> None:
+    threads, ranks = (
+        numbers(r"step +\d+: loss (\S+)", printed[t]) for t in ("threads", "torchrun")
+    )
+    assert len(threads) == 2
+    assert ranks == pytest.approx(threads, abs=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ("", r"arguments are required: command"),
+        ("demo --schedule nope", r"'nope' \(choose from '?ddp.*1f1b.*fslpp"),
+        ("demo --steps 0", r"--steps: '0' is not an integer of 1 or more"),
+        ("demo --workers two", r"--workers: 'two' is not an integer of 1 or more"),
+        ("demo --schedule ddp --workers 3", r"workers=3.*give a multiple of workers"),
+        ("demo --microbatches 7", r"batch of 64 doesn't divide.*give 1, 2, 4, 8"),
+        ("demo --device tpu", r"'tpu' \(choose from '?cpu'?, '?cuda"),
+    ],
+)
+def test_a_mistake_is_one_line_that_says_what_is_allowed(
+    arguments: str, message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        cli.main(arguments.split())
+    printed = capsys.readouterr()
+    assert stopped.value.code == 2
+    assert printed.out == ""
+    assert re.fullmatch(rf"python -m fxsched.*: error: .*{message}.*\n", printed.err)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_cuda_without_a_gpu_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        cli.main(["demo", "--device", "cuda"])
+    assert stopped.value.code == 2
+    assert "no GPU here; give --device cpu\n" in capsys.readouterr().err
+
+
+def test_a_bad_schedule_ends_the_process_with_code_2() -> None:
+    run = start("-m fxsched demo --schedule nope")
+    out, errors = run.communicate(timeout=100)
+    assert (run.returncode, out, errors.count("\n")) == (2, "", 1)

@@ -1,0 +1,388 @@
+"""Every mistake of the user's: what the error says, and where it points."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import fxsched
+from fxsched import PlanError, Schedule, schedules
+
+
+class Chain(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder, self.decoder = nn.Linear(3, 4), nn.Linear(4, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.decoder(torch.relu(self.encoder(x))).mean()
+
+
+class Of(nn.Module):
+    """A linear layer, then a function of its output and the input."""
+
+    def __init__(self, then: Callable[[Tensor, Tensor], Any]) -> None:
+        super().__init__()
+        self.linear, self.then = nn.Linear(3, 4), then
+
+    def forward(self, x: Tensor) -> Any:
+        return self.then(self.linear(x), x)
+
+
+def run(
+    model: Callable[..., Any],
+    schedule: Schedule,
+    batch: Tensor | None = None,
+    **options: Any,
+) -> Any:
+    """One call of a compiled model on a batch, of four samples unless given."""
+    x = torch.ones(4, 3) if batch is None else batch
+    return torch.compile(model, backend=fxsched.backend(schedule, **options))(x)
+
+
+def two(**changes: Any) -> Schedule:
+    """Two workers, two microbatches, two stages, but for `changes`."""
+    given = {"workers": 2, "microbatches": 2, "stages": 2, "w": lambda s, b, d: (s, s)}
+    return Schedule(**(given | changes))
+
+
+def number(text: str) -> int:
+    """The number of the only line of this file with `text`."""
+    lines = Path(__file__).read_text().split("\n")
+    (found,) = (i for i, each in enumerate(lines, 1) if text in each)
+    return found
+
+
+def line(text: str) -> str:
+    """Where in this file a line with `text` is, as a traceback shows it."""
+    return rf'{re.escape(__file__)}", line {number(text)}'
+
+
+# ------------------------------------------------------------------- the schedule
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"workers": 0}, r"Schedule\(workers=0\): give an int of 1 or more"),
+        ({"workers": 2.0}, r"Schedule\(workers=2.0\): give an int of 1 or more"),
+        ({"microbatches": 0}, r"Schedule\(microbatches=0\): give an int of 1 or"),
+        ({"microbatches": True}, r"Schedule\(microbatches=True\): give an int"),
+        ({"stages": 0}, r"Schedule\(stages=0\): give an int of 1 or more"),
+        ({"in_flight": "2"}, r"Schedule\(in_flight='2'\): give None, an int of 1 or"),
+        ({"in_flight": 0}, r"Schedule\(in_flight=0\): give None, an int of 1 or more"),
+        ({"w": (0, 0)}, r"Schedule\(w=\(0, 0\)\): give a function of \(stage, micro"),
+        ({"n": 3}, r"Schedule\(n=3\): give a function of \(stage, microbatch, dir"),
+    ],
+)
+def test_a_schedule_names_the_argument_at_fault(
+    changes: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(PlanError, match=message):
+        two(**changes)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (
+            {"w": lambda s, b, d: (4, 0)},
+            r"w\(0F0\) puts its weights on worker 4, but workers are 0\.\.1",
+        ),
+        (
+            {"w": lambda s, b, d: (0, -1)},
+            r"w\(0F0\) runs on worker -1, but workers are 0\.\.1",
+        ),
+        (
+            {"w": lambda s, b, d: s},
+            r"w\(0F0\) returned 0; return Placement\(weights, compute\) or a pair",
+        ),
+        (
+            {"w": lambda s, b, d: (0, 0, 0)},
+            r"w\(0F0\) returned \(0, 0, 0\); return Placement",
+        ),
+        (
+            {"w": lambda s, b, d: (0, 0.5)},
+            r"w\(0F0\) runs on worker 0\.5, which is not an int",
+        ),
+        ({"n": lambda s, b, d: b / 2}, r"n\(0F0\) returned 0\.0; return an int"),
+        ({"n": lambda s, b, d: None}, r"n\(0F0\) returned None; return an int"),
+        (
+            {"in_flight": lambda s: "1"},
+            r"in_flight\(0\) returned '1'; return None or an int",
+        ),
+    ],
+)
+def test_w_n_and_in_flight_are_checked_job_by_job(
+    changes: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(PlanError, match=message):
+        run(Chain(), two(**changes))
+
+
+class Join(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(3, 4), nn.Linear(3, 4)
+        self.head = nn.Bilinear(4, 4, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.a(x), self.b(x)).mean()
+
+
+def crossing(in_flight: Any) -> Schedule:
+    """Two branches that take the microbatches in opposite orders, then join."""
+
+    def n(s: int, b: int, d: fxsched.Direction) -> int:
+        return -b if s == 1 else b
+
+    return two(stages=3, w=lambda s, b, d: (s % 2, s % 2), n=n, in_flight=in_flight)
+
+
+BRANCHES = ["b", "head"]
+
+
+def test_a_cap_that_cannot_progress_names_the_smallest_that_works() -> None:
+    message = (
+        r"in_flight stops the schedule: 0F1 waits for room on its worker, which allows "
+        r"1 microbatches of stage 0 between F and B, and no B can run; the smallest "
+        r"that works is 2"
+    )
+    with pytest.raises(PlanError, match=message):
+        run(Join(), crossing(1), stages=BRANCHES)
+    run(Join(), crossing(2), stages=BRANCHES)
+
+
+def test_a_cap_by_stage_that_cannot_progress_says_how_much_larger() -> None:
+    message = (
+        r"in_flight stops the schedule: 1F0 waits for room on its worker, which allows "
+        r"0 microbatches of stage 1 between F and B, and no B can run; one that is "
+        r"larger by 1 for every stage works"
+    )
+    with pytest.raises(PlanError, match=message):
+        run(Chain(), two(in_flight=lambda s: 1 - s))
+    run(Chain(), two(in_flight=lambda s: 2 - s))
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: schedules.ddp(4, 6), r"ddp\(workers=4, microbatches=6\): give a mult"),
+        (lambda: schedules.fsdp(4, 6), r"fsdp\(workers=4, microbatches=6\): give a "),
+        (lambda: schedules.lpp(4, 3, 4), r"lpp\(workers=4, group_size=3\): .* divisor"),
+        (lambda: schedules.fslpp(4, 0, 4), r"fslpp\(workers=4, group_size=0\): .* div"),
+    ],
+)
+def test_a_library_schedule_names_the_argument_at_fault(
+    make: Callable[[], Schedule], message: str
+) -> None:
+    with pytest.raises(PlanError, match=message):
+        make()
+
+
+# --------------------------------------------------------------------- the stages
+
+
+def test_more_stages_than_the_model_can_be_cut_into() -> None:
+    message = (
+        r"the schedule wants 9 stages, but the model can be cut into 4 at most; "
+        r"use Schedule\(stages=4\) or (fewer|less)"
+    )
+    with pytest.raises(PlanError, match=message):
+        run(Chain(), two(stages=9, w=lambda s, b, d: (0, 0)))
+
+
+def test_a_module_that_does_not_exist_gets_near_names() -> None:
+    message = r"stages names module 'decode', which .* did you mean decoder, encoder\?"
+    with pytest.raises(PlanError, match=message):
+        run(Chain(), two(), stages=["decode"])
+
+
+def test_as_many_names_as_the_schedule_has_stages() -> None:
+    message = (
+        r"stages names 1 modules, which makes 2 stages, but the schedule has 3; name "
+        r"as many as it has, where the first stage may start unnamed"
+    )
+    with pytest.raises(PlanError, match=message):
+        run(Chain(), two(stages=3), stages=["decoder"])
+
+
+def test_stages_as_one_string_is_not_taken_for_names() -> None:
+    with pytest.raises(PlanError, match=r"backend\(stages='encoder'\): give 'auto'"):
+        fxsched.backend(two(), stages="encoder")
+
+
+# ---------------------------------------------------------------------- the batch
+
+
+def test_a_batch_that_does_not_divide_into_microbatches() -> None:
+    message = (
+        r"input x has a batch of 5, which does not divide into 2 microbatches; pass a "
+        r"multiple of 2 or another Schedule\(microbatches=\)"
+    )
+    with pytest.raises(PlanError, match=message):
+        run(Chain(), two(), torch.ones(5, 3))
+
+
+def test_a_batch_size_that_the_model_fixes_shows_the_users_line() -> None:
+    def then(made: Tensor, x: Tensor) -> Tensor:
+        return made.view(16, 2, 2).mean()  # the fixed batch size
+
+    message = (
+        r"the batch size is fixed to 16 by\n.*made\.view\(16, 2, 2\).*"
+        + rf"test_errors\.py:{number('the fixed batch' + ' size')} "
+        + r"[\s\S]*take sizes from the input's shape \(x\.shape\[0\], or -1\) instead"
+    )
+    with pytest.raises(PlanError, match=message):
+        run(Of(then), two(), torch.ones(16, 3))
+
+
+def test_a_model_without_a_tensor_input() -> None:
+    message = (
+        r"the model has no tensor input to cut into 2 microbatches; pass it the batch, "
+        r"with samples along dimension 0"
+    )
+    linear = nn.Linear(3, 4)
+    with pytest.raises(PlanError, match=message):
+        run(lambda batch: linear.weight.mean(), two(stages=1))
+
+
+def test_an_output_without_a_batch_dimension() -> None:
+    message = (
+        r"output 0 of the model has shape \('4',\), where no one dimension is the "
+        r"batch, .* return a float scalar, or a tensor with one value or row per sample"
+    )
+    with pytest.raises(PlanError, match=message):
+        run(Of(lambda made, x: made.sum(0)), two())
+
+
+def test_an_output_that_is_the_size_of_the_batch() -> None:
+    message = r"output 1 of the model is a size that depends on the batch; return tens"
+    with pytest.raises(PlanError, match=message):
+        run(Of(lambda made, x: (made.mean(), x.shape[0])), two())
+
+
+# ---------------------------------------------------------------------- the model
+
+
+def test_a_graph_break_shows_the_users_line() -> None:
+    def then(made: Tensor, x: Tensor) -> Tensor:
+        print("breaks the graph")
+        return made.mean()
+
+    message = (
+        r"the model does not trace as one graph; it breaks at\n.*"
+        + line('print("breaks the' + ' graph")')
+        + r"[\s\S]*rewrite that line with torch operations, or move it out of the"
+    )
+    with pytest.raises(PlanError, match=message):
+        run(Of(then), two())
+
+
+def test_an_input_that_the_model_writes_into_shows_the_users_line() -> None:
+    def then(made: Tensor, x: Tensor) -> Tensor:
+        x.mul_(2)
+        return (made.sum() + x.sum()) / len(x)
+
+    message = (
+        r"the model writes into its input x, at\n.*"
+        + line("x.mul_" + "(2)")
+        + r"[\s\S]*x\.mul_\(2\)\n.*write into a copy"
+    )
+    with pytest.raises(PlanError, match=message):
+        run(Of(then), two())
+
+
+def test_a_model_without_torch_operations_has_no_plan() -> None:
+    with pytest.raises(PlanError, match="ran without any torch operation"):
+        fxsched.plan(lambda x: 1, two(), torch.ones(4, 3))
+
+
+# -------------------------------------------------------------------- the options
+
+
+@pytest.mark.parametrize(
+    ("option", "message"),
+    [
+        ({"order": "random"}, r"backend\(order='random'\): give 'static' or 'dynamic'"),
+        ({"carry": "all"}, r"backend\(carry='all'\): give 'saved' or 'recompute'"),
+        ({"loss_reduction": "max"}, r"\(loss_reduction='max'\): give 'mean' or 'sum'"),
+        ({"stage_compiler": "c"}, r"stage_compiler='c'\): give 'eager' or 'inductor'"),
+        ({"transport": "mpi"}, r"transport='mpi'\): give None or 'threads' or 'distri"),
+    ],
+)
+def test_an_unknown_option_lists_those_that_exist(
+    option: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(PlanError, match=message):
+        fxsched.backend(two(), **option)
+
+
+def test_a_backend_of_something_that_is_no_schedule() -> None:
+    message = r"backend\(schedule='gpipe'\): give a Schedule, such as fxsched\.sched"
+    with pytest.raises(PlanError, match=message):
+        fxsched.backend("gpipe")  # type: ignore[arg-type]
+
+
+def test_distributed_without_a_process_group(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("RANK", "WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    message = (
+        r"transport='distributed' needs a process group: start with torchrun "
+        r"--nproc-per-node 2, or call torch\.distributed\.init_process_group first"
+    )
+    with pytest.raises(PlanError, match=message):
+        run(Chain(), two(), transport="distributed")
+
+
+def test_a_world_of_another_size(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "3")
+    message = r"the schedule has 2 workers, but torch.distributed runs 3 processes; st"
+    with pytest.raises(PlanError, match=message):
+        run(Chain(), two())
+
+
+# -------------------------------------------------------------------- the training
+
+
+AGAIN = r"backward\(\) a second time through one step; call the model again"
+
+
+def test_a_second_backward_through_a_step_with_a_loss() -> None:
+    loss = run(Chain(), two())
+    loss.backward(retain_graph=True)
+    with pytest.raises(RuntimeError, match=AGAIN):
+        loss.backward()
+
+
+def test_a_second_backward_through_a_step_without_a_loss() -> None:
+    rows = run(Of(lambda made, x: made), two(stages=1))
+    rows.sum().backward(retain_graph=True)
+    with pytest.raises(RuntimeError, match=AGAIN):
+        rows.sum().backward()
+
+
+def test_a_gradient_into_logits_after_b_ran_in_the_call() -> None:
+    loss, logits = run(Of(lambda made, x: (made.mean(), made)), two())
+    message = (
+        r"output 1 got a gradient, but B already ran in the call, from output 0, the "
+        r"loss; compute all of the loss in the model, or return no scalar"
+    )
+    with pytest.raises(RuntimeError, match=message):
+        (loss + logits.sum()).backward()
+
+
+def test_an_error_of_the_models_own_names_the_job() -> None:
+    def then(made: Tensor, x: Tensor) -> Tensor:
+        return nn.functional.embedding(made.long() + 9, made.new_ones(4, 2)).mean()
+
+    with pytest.raises(IndexError) as failure:
+        run(Of(then), two(stages=1, w=lambda s, b, d: (0, 0)))
+    assert "fxsched: while running 0F0" in failure.value.__notes__

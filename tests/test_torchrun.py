@@ -1,0 +1,57 @@
+"""The same over torch.distributed: torchrun with 2 and 4 gloo processes."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+
+
+def torchrun(processes: int, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """Runs tests/ranks.py on loopback; its output holds what the ranks print."""
+    command = [
+        *(sys.executable, "-m", "torch.distributed.run"),
+        *("--nproc-per-node", str(processes)),
+        *("--rdzv-backend", "c10d", "--rdzv-endpoint", "127.0.0.1:0"),
+        *("-m", "tests.ranks", *arguments),
+    ]
+    environment = os.environ | {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
+    return subprocess.run(
+        command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=400
+    )
+
+
+@pytest.mark.parametrize("processes", [2, 4])
+def test_ranks_equal_eager(processes: int) -> None:
+    done = torchrun(processes, "equal")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.count("equal to eager") == 4 * processes, done.stdout
+
+
+def test_ranks_keep_one_model_between_them() -> None:
+    done = torchrun(4, "memory")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "one model between 4 ranks" in done.stdout
+
+
+def test_owners_start_from_the_first_and_end_with_the_same_bits() -> None:
+    done = torchrun(2, "replicas")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "same bits on 2 ranks" in done.stdout
+
+
+def test_backward_after_the_call_evaluation_and_new_shapes() -> None:
+    done = torchrun(2, "contract")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.count("contract holds") == 2, done.stdout
+
+
+def test_a_world_of_another_size_is_an_error_on_every_rank() -> None:
+    done = torchrun(2, "world")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.count("the schedule has 4 workers, but torch.distr") == 2
