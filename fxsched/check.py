@@ -66,6 +66,7 @@ def check_programs(
     messages = _match(programs)
     _check_order(programs, messages)
     _check_cycle(programs, messages)
+    _check_tasks(programs, messages)
     for rank, program in enumerate(programs):
         _check_lives(rank, program)
     _check_gradients(programs, messages, placements, groups)
@@ -194,6 +195,30 @@ def _check_cycle(
     raise CheckError(
         "the programs wait for each other in a circle:\n" + "\n".join(steps)
     )
+
+
+def _check_tasks(
+    programs: Sequence[fx.GraphModule], messages: Mapping[int, Message]
+) -> None:
+    """The same for whole tasks, because one starts once all that it reads is there."""
+    flow: nx.DiGraph[Any] = nx.DiGraph()
+    for rank, program in enumerate(programs):
+        before: Any = None
+        for node in program.graph.nodes:
+            if node.op in ("placeholder", "output") or node.target in RECEIVES:
+                continue
+            task = (rank, node.meta["task"])
+            if before is not None and task not in flow:
+                flow.add_edge(before, task)
+            before = task if task not in flow or before is None else before
+            flow.add_node(task)
+    for source, to, send, recv in messages.values():
+        for user in recv.users:
+            if user.op != "output" and user.target is not ops.free:
+                flow.add_edge((source, send.meta["task"]), (to, user.meta["task"]))
+    if not nx.is_directed_acyclic_graph(flow):
+        circle = [f"{task} on worker {rank}" for (rank, task), _ in nx.find_cycle(flow)]
+        raise CheckError("tasks wait for each other in a circle: " + ", ".join(circle))
 
 
 def _check_lives(rank: int, program: fx.GraphModule) -> None:

@@ -5,12 +5,14 @@ Passes hand each other facts through `node.meta` and `gm.meta`; `check.META` lis
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from enum import Enum
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, fx
+
+from . import ops
 
 REGION_ENTERS = (
     torch.amp.autocast_mode._enter_autocast,
@@ -104,6 +106,24 @@ def result(gm: fx.GraphModule) -> Any:
 def arguments(node: fx.Node) -> tuple[Any, ...]:
     """A node's arguments, for readers that know what they are."""
     return node.args
+
+
+def make(
+    graph: fx.Graph,
+    target: Callable[..., Any] | str,
+    args: tuple[Any, ...],
+    specs: Sequence[Spec],
+    worker: int,
+    task: str,
+    n: int,
+    name: str | None = None,
+) -> fx.Node:
+    """A node of a worker's program: what it calls, what it gives, where it belongs."""
+    op = "call_module" if isinstance(target, str) else "call_function"
+    node = graph.create_node(op, target, args, name=name)
+    bundle = target in ops.BUNDLES
+    node.meta.update(worker=worker, task=task, n=n, specs=tuple(specs), bundle=bundle)
+    return node
 
 
 def storage(value: Tensor) -> int:

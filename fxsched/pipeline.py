@@ -13,6 +13,7 @@ from . import show
 from .check import check_programs
 from .graphs import Group, Output, State
 from .jobs import Direction, Job, Placement, Schedule
+from .passes.collect import collect_results
 from .passes.cut import cut_programs
 from .passes.differentiate import differentiate_stages
 from .passes.frees import free_values
@@ -30,6 +31,7 @@ PASSES = (
     differentiate_stages,  # forward and backward calls
     order_jobs,  # one global order of jobs
     unroll_jobs,  # one node per job, on its worker
+    collect_results,  # outputs, sums of gradients, buffers
     fetch_weights,  # weights that are kept elsewhere
     insert_transfers,  # send and recv
 )

@@ -76,10 +76,10 @@ def _row(position: int, nodes: list[fx.Node], seen: set[fx.Node]) -> tuple[Any, 
         position,
         nodes[0].meta["task"],
         nodes[0].meta["n"],
-        ", ".join(dict.fromkeys(waits)),
+        _shorten(list(dict.fromkeys(waits))),
         ", ".join(dict.fromkeys(weights)),
         ", ".join(sent),
-        ", ".join(f for f in dict.fromkeys(frees) if not f.startswith("job_")),
+        _shorten([f for f in dict.fromkeys(frees) if not f.startswith("job_")]),
     )
 
 

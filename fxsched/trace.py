@@ -151,7 +151,7 @@ class _Binder:
             self.val[node] = self.new[node] = self.number(node, value)
             return
         name = _name(_source(node), self.roots)
-        new = self.graph.placeholder(re.sub(r"\W+", "_", name).strip("_"))
+        new = self.graph.placeholder(re.sub(r"\W+|^(?=\d)", "_", name))
         role = self.role(node, value, index)
         new.meta.update(role=role, name=name, index=index, module="")
         spec = self.specs.get(index) or Spec.of(value)

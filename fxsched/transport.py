@@ -187,6 +187,19 @@ class Processes:
         return values
 
 
+def largest(values: Tensor) -> Tensor:
+    """The largest of each value over all ranks; the values themselves on threads."""
+    if dist.is_initialized():
+        dist.all_reduce(values, dist.ReduceOp.MAX)
+    return values
+
+
+def leave() -> None:
+    """Ends this process's part in a torch.distributed job, if it is in one."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
 def started_by_torchrun() -> bool:
     return dist.is_torchelastic_launched() or {"RANK", "WORLD_SIZE"} <= set(os.environ)
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import operator
+from collections import Counter
+from collections.abc import Iterable
 from typing import Any
 
 import networkx as nx
@@ -274,6 +276,7 @@ def _describe(
     flops: of F for one microbatch. bytes: of what one microbatch sends along an edge.
     """
     stages: nx.DiGraph[int] = nx.DiGraph()
+    everywhere = _count_modules(node for stage in inner for node in stage.nodes)
     for number, stage in enumerate(inner):
         first = [
             n
@@ -283,7 +286,7 @@ def _describe(
         ]
         stages.add_node(
             number,
-            modules=_modules(stage.nodes),
+            modules=_modules(stage.nodes, everywhere),
             parameters=sum(n.meta["val"].numel() for n in first),
             flops=sum(int(n.meta["flops"]) for n in stage.nodes),
         )
@@ -301,8 +304,26 @@ def _describe(
     return stages
 
 
-def _modules(nodes: list[fx.Node]) -> list[str]:
-    """The modules of a stage, in order, inner ones left out."""
-    names = dict.fromkeys(str(n.meta["module"]) for n in nodes)
-    names.pop("", None)
-    return [n for n in names if not any(n.startswith(f"{m}.") for m in names)]
+def _modules(nodes: list[fx.Node], everywhere: Counter[str]) -> list[str]:
+    """The modules of a stage in order: the outermost that are in it as a whole.
+
+    everywhere: for each module, how many nodes it and its children have.
+    """
+    here = _count_modules(nodes)
+    names: dict[str, None] = {}
+    for node in nodes:
+        prefixes = _prefixes(node)
+        whole = [p for p in prefixes if here[p] == everywhere[p]]
+        if prefixes:
+            names[whole[0] if whole else f"{prefixes[-1]} (part)"] = None
+    return list(names)
+
+
+def _prefixes(node: fx.Node) -> list[str]:
+    """a, a.b and a.b.c for a node of module a.b.c."""
+    parts = str(node.meta["module"]).split(".")
+    return [".".join(parts[: i + 1]) for i in range(len(parts)) if parts[0]]
+
+
+def _count_modules(nodes: Iterable[fx.Node]) -> Counter[str]:
+    return Counter(prefix for node in nodes for prefix in _prefixes(node))

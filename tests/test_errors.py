@@ -150,8 +150,8 @@ BRANCHES = ["b", "head"]
 
 def test_a_cap_that_cannot_progress_names_the_smallest_that_works() -> None:
     message = (
-        r"in_flight stops the schedule: 0F1 waits for room on its worker, which allows "
-        r"1 microbatches of stage 0 between F and B, and no B can run; the smallest "
+        r"in_flight stops the schedule: 1F0 waits for room on its worker, which allows "
+        r"1 microbatches of stage 1 between F and B, and no B can run; the smallest "
         r"that works is 2"
     )
     with pytest.raises(PlanError, match=message):

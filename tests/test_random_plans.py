@@ -6,7 +6,9 @@ from __future__ import annotations
 import dataclasses
 import random
 import re
-from collections.abc import Callable
+import signal
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import NamedTuple
 
 import pytest
@@ -210,11 +212,28 @@ def assert_equals_eager(case: Case) -> None:
             assert torch.allclose(want, got, rtol=1e-5, atol=1e-6), (name, want, got)
 
 
+@contextmanager
+def within(seconds: int) -> Iterator[None]:
+    """Raises TimeoutError if workers wait for each other for ever."""
+
+    def stop(signum: int, frame: object) -> None:
+        raise TimeoutError(f"not done after {seconds} s")
+
+    before = signal.signal(signal.SIGALRM, stop)
+    signal.alarm(seconds)
+    try:
+        yield
+    finally:
+        signal.alarm(0)
+        signal.signal(signal.SIGALRM, before)
+
+
 @pytest.mark.parametrize("first", range(0, CASES, CHUNK))
 def test_random_plans_are_sound_and_equal_eager(first: int) -> None:
     for seed in range(first, first + CHUNK):
         torch._dynamo.reset()
         try:
-            assert_equals_eager(random_case(seed))
+            with within(60):
+                assert_equals_eager(random_case(seed))
         except Exception as error:
             pytest.fail(f"random_case({seed}): {type(error).__name__}: {error}")

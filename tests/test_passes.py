@@ -1,0 +1,130 @@
+"""One two-tower model through every pass, compared with golden text.
+
+`pytest tests/test_passes.py --update-golden` writes the files anew.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, fx, nn
+
+import fxsched
+from fxsched import Direction, Placement, Plan, Schedule, pipeline, schedules
+from tests.text import FACTS, graph_text
+
+Golden = Callable[[str, str], None]
+STAGES_CHANGE = pipeline.PASSES[1:3]  # the passes that write graphs of stages
+
+
+class TwoTower(nn.Module):
+    """Two encoders and a head that compares what they say."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.code = nn.Sequential(nn.Linear(3, 4), nn.ReLU())
+        self.doc = nn.Sequential(nn.Linear(5, 4), nn.ReLU())
+        self.head = nn.Linear(4, 1)
+
+    def forward(self, code: Tensor, doc: Tensor) -> Tensor:
+        return self.head(self.code(code) * self.doc(doc)).pow(2).mean()
+
+
+def shifted() -> Schedule:
+    """Stage s is kept by worker s and run by worker s + b: what a plan can hold, all
+    at once: activations and weights that move, reduced gradients, a cap."""
+
+    def n(s: int, b: int, d: Direction) -> int:
+        return 4 * b + (s if d is Direction.FORWARD else 3 - s)
+
+    return Schedule(
+        workers=2,
+        microbatches=2,
+        stages=2,
+        w=lambda s, b, d: Placement(weights=s, compute=(s + b) % 2),
+        n=n,
+        in_flight=1,
+        name="shifted",
+    )
+
+
+SCHEDULES: dict[str, Callable[[], Schedule]] = {
+    "shifted": shifted,
+    "1f1b": lambda: schedules.one_f_one_b(2, 2),
+}
+
+
+def make(schedule: Schedule, **options: Any) -> Plan:
+    return fxsched.plan(
+        TwoTower(), schedule, torch.ones(4, 3), torch.ones(4, 5), **options
+    )
+
+
+@functools.cache
+def plan_of(schedule: str) -> Plan:
+    return make(SCHEDULES[schedule]())
+
+
+@pytest.fixture(scope="module")
+def after() -> dict[str, str]:
+    """The graph as text after each pass of pipeline.PASSES, and what is new of it."""
+    texts: dict[str, str] = {}
+    known: set[str] = set()
+
+    def recorded(each: Any) -> Any:
+        def run(gm: fx.GraphModule, request: Any) -> fx.GraphModule:
+            gm = each(gm, request)
+            gm.graph.lint()
+            new = [key for key in FACTS if key in gm.meta and key not in known]
+            known.update(new)
+            texts[each.__name__] = graph_text(gm, new, each in STAGES_CHANGE)
+            return gm
+
+        return run
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(pipeline, "PASSES", tuple(map(recorded, pipeline.PASSES)))
+        make(shifted())
+    return texts
+
+
+@pytest.mark.parametrize("name", [each.__name__ for each in pipeline.PASSES])
+def test_graph_after(name: str, after: dict[str, str], golden: Golden) -> None:
+    golden(name, after[name])
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_program_of(schedule: str, rank: int, golden: Golden) -> None:
+    golden(f"program_{schedule}_{rank}", graph_text(plan_of(schedule).programs[rank]))
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_tables_of(schedule: str, golden: Golden) -> None:
+    golden(f"tables_{schedule}", str(plan_of(schedule)))
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_plans_of_equal_requests_are_equal_text(schedule: str) -> None:
+    again = make(SCHEDULES[schedule]())
+    texts = [
+        [str(plan), *map(graph_text, plan.programs)]
+        for plan in (plan_of(schedule), again)
+    ]
+    assert texts[0] == texts[1]
+
+
+def test_a_plan_for_no_grad_has_forward_jobs_only() -> None:
+    with torch.no_grad():
+        plan = make(shifted())
+    assert sorted(map(str, plan.jobs)) == ["0F0", "0F1", "1F0", "1F1"]
+
+
+def test_recompute_saves_nothing() -> None:
+    plan = make(shifted(), carry="recompute")
+    names = [node.name for program in plan.programs for node in program.graph.nodes]
+    assert not [name for name in names if name.startswith("saved")]

@@ -1,0 +1,99 @@
+"""Graphs as text for golden files: one line a node, no addresses."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import Any
+
+import torch
+from torch import fx
+
+from fxsched.graphs import Role, Spec
+
+# What passes say about the whole graph that reads as text, in this order.
+FACTS = (
+    "stage_count",
+    "stages",
+    "groups",
+    "loss",
+    "jobs",
+    "n",
+    "placements",
+    "preds",
+    "credits",
+)
+
+
+def graph_text(
+    gm: fx.GraphModule, facts: Collection[str] = (), stages: bool = False
+) -> str:
+    """What a pass said about the graph, its nodes, and, if wanted, those of stages.
+
+    The flat graphs inside of stages are left out: torch names their nodes, anew in
+    each version.
+    """
+    parts = [f"{key} = {show(gm.meta[key])}" for key in facts if key != "stages"]
+    if "stages" in facts:
+        parts += stages_text(gm)
+    parts += [""] * bool(parts) + [node_text(node) for node in gm.graph.nodes]
+    called = {str(n.target) for n in gm.graph.nodes if n.op == "call_module"}
+    for name in sorted(called) if stages else ():
+        inner = gm.get_submodule(name)
+        assert isinstance(inner, fx.GraphModule)
+        parts += ["", f"{name}:", *(f"  {node_text(n)}" for n in inner.graph.nodes)]
+    return "\n".join(parts)
+
+
+def stages_text(gm: fx.GraphModule) -> list[str]:
+    stages = gm.meta["stages"]
+    lines = [f"stage {s}: {show(dict(facts))}" for s, facts in stages.nodes(data=True)]
+    lines += [f"stage {a} -> {b}: {show(f)}" for a, b, f in stages.edges(data=True)]
+    return lines
+
+
+def node_text(node: fx.Node) -> str:
+    """`name = target(args)`, then what passes noted about it."""
+    args = [show(arg) for arg in node.args]
+    args += [f"{key}={show(value)}" for key, value in node.kwargs.items()]
+    if node.op == "output":
+        return f"return {args[0]}"
+    notes = [
+        f"{key} {show(node.meta[key])}"
+        for key in ("role", "stage", "group", "worker", "task", "n")
+        if key in node.meta
+    ]
+    if node.op == "placeholder":
+        line = f"{node.name}: {specs_text(node)}"
+    else:
+        if node.op == "call_method":
+            args[0:1], target = [], f"{args[0]}.{node.target}"
+        else:
+            prefix = "self." if node.op in ("call_module", "get_attr") else ""
+            target = prefix + getattr(node.target, "__name__", str(node.target))
+        line = f"{node.name} = {target}({', '.join(args)})"
+    return f"{line}  # {', '.join(notes)}" if notes else line
+
+
+def specs_text(node: fx.Node) -> str:
+    specs = node.meta.get("specs")
+    if specs is None and isinstance(node.meta.get("val"), torch.Tensor):
+        specs = (Spec.of(node.meta["val"]),)
+    return ", ".join(map(str, specs or ())) or "value"
+
+
+def show(value: Any) -> str:
+    """A value as Python text; jobs as 2F0, named tuples by their fields."""
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{show(k)}: {show(v)}" for k, v in value.items()) + "}"
+    if isinstance(value, (tuple, list)) and type(value).__str__ is object.__str__:
+        fields = getattr(value, "_fields", None)
+        if fields:
+            inside = ", ".join(f"{f}={show(getattr(value, f))}" for f in fields)
+            return f"{type(value).__name__}({inside})"
+        inside = ", ".join(map(show, value))
+        if isinstance(value, list):
+            return f"[{inside}]"
+        return f"({inside},)" if len(value) == 1 else f"({inside})"
+    if isinstance(value, Role):
+        return value.value
+    return str(getattr(value, "__name__", value))
