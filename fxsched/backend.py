@@ -19,7 +19,7 @@ from .step import Step
 from .trace import (
     ask_for_symbolic_batch,
     capture,
-    forbid_fallback,
+    configure_dynamo,
     graph_break,
     trace_microbatch,
 )
@@ -71,7 +71,7 @@ def backend(
             f"backend(schedule={schedule!r}): give a Schedule, such as "
             "fxsched.schedules.gpipe(workers=4, microbatches=8)"
         )
-    forbid_fallback()
+    configure_dynamo()
     named = stages if isinstance(stages, str) else tuple(stages)
     request = Request(schedule, named, carry, loss_reduction)
     return Backend(request, transport, order, stage_compiler, tuple(passes))

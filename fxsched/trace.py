@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 import torch._dynamo
+import torch.fx.experimental._config
 from torch import Tensor, fx
 from torch._dynamo.exc import TensorifyScalarRestartAnalysis
 from torch._dynamo.symbolic_convert import InstructionTranslator
@@ -26,7 +27,7 @@ from .graphs import REGION_ENTERS, REGION_EXITS, Output, Role, Spec, tensors
 from .jobs import PlanError
 
 
-def forbid_fallback() -> None:
+def configure_dynamo() -> None:
     """Keeps Dynamo from running a model without its backend after many compilations.
 
     Sweeping over schedules compiles one model often; past its limit Dynamo would go on
@@ -36,6 +37,8 @@ def forbid_fallback() -> None:
     config.recompile_limit = max(config.recompile_limit, 1024)
     config.accumulated_recompile_limit = max(config.accumulated_recompile_limit, 8192)
     config.fail_on_recompile_limit_hit = True
+    # lengths that happen to equal the batch size must not share its symbol
+    torch.fx.experimental._config.use_duck_shape = False
 
 
 def ask_for_symbolic_batch(gm: fx.GraphModule, inputs: Sequence[Any]) -> None:
@@ -306,7 +309,10 @@ def _batch_inputs(
 
 
 def _batch_candidates(gm: fx.GraphModule, inputs: Sequence[Any]) -> list[int]:
-    """Inputs whose dimension 0 is as long as most inputs' (the first's, on a tie)."""
+    """Inputs whose dimension 0 is as long as most inputs'.
+
+    On a tie it is the length that fewer other dimensions have, then the first's.
+    """
     tensors = [
         i
         for i, node in enumerate(_placeholders(gm))
@@ -316,10 +322,11 @@ def _batch_candidates(gm: fx.GraphModule, inputs: Sequence[Any]) -> list[int]:
         and _source(node).startswith("L[")
         and not _in_module(_source(node))
     ]
-    sizes = Counter(inputs[i].shape[0] for i in tensors)
-    if not sizes:
+    if not tensors:
         return []
-    batch = sizes.most_common(1)[0][0]
+    leading = Counter(inputs[i].shape[0] for i in tensors)
+    other = Counter(size for i in tensors for size in inputs[i].shape[1:])
+    batch = max(leading, key=lambda size: (leading[size], -other[size]))
     return [i for i in tensors if inputs[i].shape[0] == batch]
 
 
@@ -334,7 +341,7 @@ def _batch_symbols(gm: fx.GraphModule, inputs: Sequence[Any]) -> set[Any]:
         assert isinstance(value, Tensor)
         leading.add(_symbol(value.shape[0]))
         other.update(_symbol(size) for size in value.shape[1:])
-    return (leading - other or leading) - {None}
+    return leading - other - {None}
 
 
 def _fixed_batch(
