@@ -132,10 +132,7 @@ def _recompute_views_of_state(joint: fx.GraphModule, state: int) -> None:
                 derived[node] = None
         elif node.op == "call_function" and _is_forward(node):
             read = node.all_input_nodes
-            random = torch.Tag.nondeterministic_seeded in getattr(
-                node.target, "tags", ()
-            )
-            if read and not random and all(p in derived for p in read):
+            if read and not _draws(node) and all(p in derived for p in read):
                 derived[node] = None
     copies: dict[fx.Node, fx.Node] = {}
 
@@ -292,17 +289,23 @@ def _arrange_gradients(
     return weights, [i - state for i in inputs]
 
 
+def _draws(node: fx.Node) -> bool:
+    """Whether an aten node draws random numbers; dropout of nothing doesn't."""
+    if torch.Tag.nondeterministic_seeded not in getattr(node.target, "tags", ()):
+        return False
+    schema = node.target._schema  # type: ignore[union-attr]
+    given = {a.name: a.default_value for a in schema.arguments}
+    given |= dict(zip(given, node.args, strict=False)) | node.kwargs
+    return given.get("p") != 0 and given.get("dropout_p") != 0
+
+
 def _seed_random_numbers(graph: fx.Graph) -> bool:
     """Gives each random operation a seed of its own, from the job's seed.
 
     before: mask = native_dropout(x, 0.1, True)
     after:  mask = seeded(native_dropout, seed + 0, x, 0.1, True)
     """
-    random = [
-        n
-        for n in graph.nodes
-        if torch.Tag.nondeterministic_seeded in getattr(n.target, "tags", ())
-    ]
+    random = [node for node in graph.nodes if _draws(node)]
     if not random:
         return False
     first = next(iter(graph.nodes))

@@ -239,11 +239,7 @@ def _check_lives(rank: int, program: fx.GraphModule) -> None:
         made.add(node)
     kept = set(output.all_input_nodes)
     for node in made - freed - kept:
-        if node.op in ("call_function", "call_module") and node.target not in (
-            ops.send,
-            ops.wait,
-            ops.free,
-        ):
+        if node.op.startswith("call") and node.target not in ops.VALUELESS:
             raise CheckError(f"worker {rank} never frees {node}")
 
 

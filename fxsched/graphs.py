@@ -69,11 +69,13 @@ class Output(NamedTuple):
 
     kind: "rows" (joined along `dim`), "scalar" (averaged or summed), "whole" (there is
     one microbatch), or "constant" (no tensor: `constant` itself).
+    differentiable: whether a gradient may come back for it.
     """
 
     kind: str
-    dim: int | None
-    constant: Any
+    dim: int | None = None
+    constant: Any = None
+    differentiable: bool = False
 
 
 class State(NamedTuple):

@@ -175,4 +175,5 @@ def free(*values: Any) -> None:
     """Lets go of values after their last use on this worker."""
 
 
+VALUELESS = (send, wait, free, seed)  # what gives nothing that must be let go
 BUNDLES = (bundle, accumulate, reduce, average, fetch)  # what gives a bundle

@@ -147,7 +147,7 @@ def plan_text(
     return "\n\n".join(parts)
 
 
-def _shorten(names: Sequence[str], limit: int = 60) -> str:
+def _shorten(names: Sequence[str], limit: int = 48) -> str:
     """Names as they fit: all of them, or the first and the last."""
     text = ", ".join(names)
     if len(text) <= limit or len(names) < 3:

@@ -97,10 +97,15 @@ class Step:
         return [found.get(i) for i in leaves]
 
 
-def _mark(ctx: Any, outputs: tuple[Any, ...]) -> tuple[Any, ...]:
+def _mark(ctx: Any, step: Step, outputs: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Outputs that got no gradient in the traced model get none here."""
     ctx.set_materialize_grads(False)
     ctx.mark_non_differentiable(
-        *(o for o in outputs if isinstance(o, Tensor) and not o.is_floating_point())
+        *(
+            value
+            for value, output in zip(outputs, step.plan.outputs, strict=True)
+            if isinstance(value, Tensor) and not output.differentiable
+        )
     )
     return outputs
 
@@ -119,7 +124,7 @@ class _InCall(torch.autograd.Function):
     ) -> tuple[Any, ...]:
         results = step._advance(step._start(args, random), None)
         ctx.loss, ctx.gradients = step.plan.loss, step._gradients(results, leaves)
-        return _mark(ctx, step._outputs(args, results))
+        return _mark(ctx, step, step._outputs(args, results))
 
     @staticmethod
     @once_differentiable
@@ -155,25 +160,26 @@ class _InBackward(torch.autograd.Function):
     ) -> tuple[Any, ...]:
         ctx.step, ctx.runs, ctx.leaves = step, step._start(args, random), leaves
         outputs = step._outputs(args, step._advance(ctx.runs, None))
-        ctx.like = [o if isinstance(o, Tensor) else None for o in outputs]
-        ctx.like = [
-            None if o is None else torch.empty_like(o, device="meta") for o in ctx.like
-        ]
-        ctx.device = next((o.device for o in outputs if isinstance(o, Tensor)), None)
-        return _mark(ctx, outputs)
+        ctx.like = {
+            i: (value.shape, value.dtype, value.device)
+            for i, (value, output) in enumerate(
+                zip(outputs, step.plan.outputs, strict=True)
+            )
+            if output.differentiable
+        }
+        return _mark(ctx, step, outputs)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *given: Tensor | None) -> tuple[Tensor | None, ...]:
         runs, ctx.runs = ctx.runs, None
         _once(runs)
-        tangents = {
-            i: torch.zeros_like(like, device=ctx.device)
-            if g is None
-            else g.contiguous()
-            for i, (g, like) in enumerate(zip(given, ctx.like, strict=True))
-            if like is not None
-        }
+        tangents = {}
+        for i, (shape, dtype, device) in ctx.like.items():
+            gradient = given[i]
+            if gradient is None:
+                gradient = torch.zeros(shape, dtype=dtype, device=device)
+            tangents[i] = gradient.contiguous()
         results = ctx.step._advance(runs, tangents)
         return (None, None, None, None, *ctx.step._gradients(results, ctx.leaves))
 

@@ -232,17 +232,19 @@ class _Binder:
                     f"output {position} of the model is a size that depends on the "
                     "batch; return tensors, and take sizes from them afterwards"
                 )
-            return Output("constant", None, new)
+            return Output("constant", constant=new)
         fake = self.val[old]
+        gradient = bool(fake.requires_grad)
+        scalar = fake.dim() == 0 and fake.is_floating_point()
         if self.microbatches == 1:
-            scalar = fake.dim() == 0 and fake.is_floating_point()
-            return Output("scalar" if scalar else "whole", None, None)
+            kind = "scalar" if scalar else "whole"
+            return Output(kind, differentiable=gradient)
         sizes = old.meta["example_value"].shape
         dims = [i for i, size in enumerate(sizes) if _symbol(size) in self.symbols]
         if len(dims) == 1:
-            return Output("rows", dims[0], None)
-        if fake.dim() == 0 and fake.is_floating_point():
-            return Output("scalar", None, None)
+            return Output("rows", dims[0], differentiable=gradient)
+        if scalar:
+            return Output("scalar", differentiable=gradient)
         raise PlanError(
             f"output {position} of the model has shape {tuple(map(str, sizes))}, where "
             "no one dimension is the batch, so the microbatches' outputs cannot be put "

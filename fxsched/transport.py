@@ -10,8 +10,7 @@ from __future__ import annotations
 import os
 import queue
 import threading
-from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -139,7 +138,7 @@ class ProcessEndpoint:
                 self.coming[tag] = (work, *rest)  # type: ignore[assignment]
                 arrived.put(tag)
 
-        self.processes.watchers.submit(wait)
+        self.processes.watchers.put(wait)
 
     def finish(self) -> None:
         for work, _ in self.sending:
@@ -156,7 +155,13 @@ class Processes:
         check_world(workers, dist.get_world_size())
         self.group = dist.new_group(backend="gloo")
         self.rank = dist.get_rank()
-        self.watchers = ThreadPoolExecutor(WATCHERS, "fxsched-watch")
+        self.watchers: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        for _ in range(WATCHERS):  # daemons: a rank that fails exits though they wait
+            threading.Thread(target=self._watch, daemon=True).start()
+
+    def _watch(self) -> None:
+        while True:
+            self.watchers.get()()
 
     def endpoint(self) -> ProcessEndpoint:
         return ProcessEndpoint(self)

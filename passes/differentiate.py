@@ -49,7 +49,8 @@ class _Differentiation:
         outputs: Sequence[Any] = result(self.gm)
         with self.graph.inserting_before(self.output):
             for position, value in enumerate(outputs):
-                if not self.request.training or not _differentiable(value):
+                differentiable = self.gm.meta["outputs"][position].differentiable
+                if not self.request.training or not differentiable:
                     continue
                 if loss is None:
                     tangent = self._tangent(position, value)
@@ -107,12 +108,10 @@ class _Differentiation:
 
     def _loss(self) -> int | None:
         """The position of the one scalar output to differentiate, if there is one."""
-        values: Sequence[Any] = result(self.gm)
-        kinds = [output.kind for output in self.gm.meta["outputs"]]
         scalars = [
             i
-            for i, value in enumerate(values)
-            if kinds[i] == "scalar" and _differentiable(value)
+            for i, output in enumerate(self.gm.meta["outputs"])
+            if output.kind == "scalar" and output.differentiable
         ]
         return scalars[0] if len(scalars) == 1 else None
 
@@ -247,10 +246,6 @@ class _Differentiation:
 def _parts(call: fx.Node) -> list[fx.Node]:
     """The nodes that take a call's result apart, in the order of its outputs."""
     return sorted(call.users, key=lambda part: arguments(part)[1])
-
-
-def _differentiable(value: Any) -> bool:
-    return isinstance(value, fx.Node) and bool(value.meta["val"].requires_grad)
 
 
 def _needs_state(

@@ -37,4 +37,4 @@ def free_values(gm: fx.GraphModule, request: Request) -> fx.GraphModule:
 
 
 def _is_value(node: fx.Node) -> bool:
-    return node.target not in (ops.send, ops.wait, ops.free)
+    return node.target not in ops.VALUELESS

@@ -140,7 +140,12 @@ class _Unroll:
         if worker in sums:
             args = (sums[worker], new)
             new = make(
-                self.graph, ops.accumulate, args, specs, *where, name=f"sum_{group}_of_{job}"
+                self.graph,
+                ops.accumulate,
+                args,
+                specs,
+                *where,
+                name=f"sum_{group}_of_{job}",
             )
         sums[worker] = new
 

@@ -32,7 +32,10 @@ def mlp() -> tuple[nn.Module, tuple[Tensor, ...]]:
 
 
 def gpt() -> tuple[nn.Module, tuple[Tensor, ...]]:
-    return GPT(GPTConfig(vocabulary=64, width=32, layers=2)), (tokens(BATCH, 16), tokens(BATCH, 16))
+    return GPT(GPTConfig(vocabulary=64, width=32, layers=2)), (
+        tokens(BATCH, 16),
+        tokens(BATCH, 16),
+    )
 
 
 def two_tower() -> tuple[nn.Module, tuple[Tensor, ...]]:

@@ -78,7 +78,9 @@ def memory() -> None:
             update.zero_grad()
             run(*inputs).backward()
             update.step()
-        moments = [s[k] for s in update.state.values() for k in ("exp_avg", "exp_avg_sq")]
+        moments = [
+            s[k] for s in update.state.values() for k in ("exp_avg", "exp_avg_sq")
+        ]
         given_up = [p for p in parameters if p.grad is None]
         assert all(p.untyped_storage().nbytes() == p.element_size() for p in given_up)
         kept = [p for p in parameters if p.grad is not None]

@@ -17,7 +17,8 @@ ROOT = Path(__file__).parent.parent
 LAYERS: tuple[tuple[str, ...], ...] = (
     ("models",),
     ("jobs",),
-    ("ops", "graphs", "schedules", "eventloop", "request"),
+    ("ops", "schedules", "eventloop", "request"),
+    ("graphs",),
     ("check", "show", "aot"),
     ("calls",),
     ("passes",),

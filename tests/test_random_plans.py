@@ -115,10 +115,7 @@ def random_dag(choose: random.Random, count: int) -> Dag:
 def random_schedule(choose: random.Random, stages: int | None) -> Schedule:
     workers = choose.randint(1, WORKERS)
     jobs = [
-        (s, b, d)
-        for s in range(STAGES)
-        for b in range(MICROBATCHES)
-        for d in Direction
+        (s, b, d) for s in range(STAGES) for b in range(MICROBATCHES) for d in Direction
     ]
     place = {j: (choose.randrange(workers), choose.randrange(workers)) for j in jobs}
     n = {job: choose.randint(-9, 9) for job in jobs}

@@ -320,7 +320,9 @@ def test_dropout_gives_the_same_numbers_under_every_schedule(carry: str) -> None
         schedules.gpipe(4, 4),
         replace(schedules.ddp(4), stages=4),
         schedules.fslpp(4, 2, 4),
-        Schedule(2, 4, 4, w=lambda s, b, d: Placement(b % 2, s % 2), n=lambda s, b, d: -b),
+        Schedule(
+            2, 4, 4, w=lambda s, b, d: Placement(b % 2, s % 2), n=lambda s, b, d: -b
+        ),
     ]
     model, inputs = Chain(dropout=0.3), batch()
     found = []
