@@ -59,13 +59,15 @@ def check_programs(
     Sound: every job runs once, where w says; every recv has its send, of the same
     shapes, and the other way round; each pair of workers sends and receives in one
     order; with each send and its recv as one event, the programs' orders have no
-    circle; every value is there when it is read, and freed once; the gradient of every
-    parameter holds every B of every microbatch once, and reaches all its owners.
+    circle, and neither do tasks; a job reads its own microbatch's values; every value
+    is there when it is read, and freed once; the gradient of every parameter holds
+    every B of every microbatch once, and reaches all its owners.
     """
     _check_jobs(programs, placements)
     messages = _match(programs)
     _check_order(programs, messages)
     _check_cycle(programs, messages)
+    _check_microbatches(programs, messages)
     _check_tasks(programs, messages)
     for rank, program in enumerate(programs):
         _check_lives(rank, program)
@@ -201,24 +203,68 @@ def _check_tasks(
     programs: Sequence[fx.GraphModule], messages: Mapping[int, Message]
 ) -> None:
     """The same for whole tasks, because one starts once all that it reads is there."""
-    flow: nx.DiGraph[Any] = nx.DiGraph()
+    flow: nx.DiGraph[tuple[int, str]] = nx.DiGraph()
     for rank, program in enumerate(programs):
-        before: Any = None
+        order = dict.fromkeys(
+            (rank, node.meta["task"])
+            for node in program.graph.nodes
+            if node.op.startswith("call") and node.target not in RECEIVES
+        )
+        nx.add_path(flow, order)
         for node in program.graph.nodes:
-            if node.op in ("placeholder", "output") or node.target in RECEIVES:
+            if (
+                not node.op.startswith("call")
+                or node.target in RECEIVES
+                or node.target is ops.free
+            ):
                 continue
             task = (rank, node.meta["task"])
-            if before is not None and task not in flow:
-                flow.add_edge(before, task)
-            before = task if task not in flow or before is None else before
-            flow.add_node(task)
-    for source, to, send, recv in messages.values():
-        for user in recv.users:
-            if user.op != "output" and user.target is not ops.free:
-                flow.add_edge((source, send.meta["task"]), (to, user.meta["task"]))
+            for value in node.all_input_nodes:
+                if value.target in RECEIVES:
+                    message = messages[value.kwargs["tag"]]
+                    flow.add_edge((message.source, message.send.meta["task"]), task)
+                elif value.op != "placeholder" and value.meta["task"] != task[1]:
+                    flow.add_edge((rank, value.meta["task"]), task)
     if not nx.is_directed_acyclic_graph(flow):
         circle = [f"{task} on worker {rank}" for (rank, task), _ in nx.find_cycle(flow)]
         raise CheckError("tasks wait for each other in a circle: " + ", ".join(circle))
+
+
+def _check_microbatches(
+    programs: Sequence[fx.GraphModule], messages: Mapping[int, Message]
+) -> None:
+    """A job reads values of its own microbatch, besides weights."""
+    for rank, program in enumerate(programs):
+        for node in program.graph.nodes:
+            if node.op == "call_module":
+                own = node.meta["job"].microbatch
+                read: list[fx.Node] = []
+                fx.map_arg(node.args[1:], read.append)
+                for value in read:
+                    others = _microbatches(value, messages) - {own}
+                    if others:
+                        raise CheckError(
+                            f"worker {rank}: {node.meta['job']} reads {value}, which "
+                            f"is of microbatch {min(others)}"
+                        )
+
+
+def _microbatches(value: fx.Node, messages: Mapping[int, Message]) -> set[int]:
+    """The microbatches that a value was made from."""
+    found: set[int] = set()
+    open_ends = [value]
+    while open_ends:
+        node = open_ends.pop()
+        if node.op == "call_module":
+            found.add(node.meta["job"].microbatch)
+        elif node.target is ops.rows:
+            found.add(arguments(node)[1])
+        elif node.target in RECEIVES:
+            tag: Any = node.kwargs["tag"]
+            open_ends.append(arguments(messages[tag].send)[0])
+        elif node.target is not ops.pause:
+            open_ends += node.all_input_nodes
+    return found
 
 
 def _check_lives(rank: int, program: fx.GraphModule) -> None:
@@ -262,13 +308,17 @@ def _check_gradients(
                 and source.meta["job"].direction is Direction.BACKWARD
             ):
                 expected.setdefault(group, Counter())[source.meta["job"]] += 1
-    for job in placements:
-        if job.direction is Direction.BACKWARD:
-            for group in expected:
-                stages = {j.stage for j in expected[group]}
-                if job.stage in stages and not expected[group][job]:
-                    raise CheckError(f"{job} gives no gradient of group {group}")
-    for group, jobs in expected.items():
+    for group, made in expected.items():
+        stages = {job.stage for job in made}
+        for job in placements:
+            backward = job.direction is Direction.BACKWARD
+            if backward and job.stage in stages and not made[job]:
+                raise CheckError(f"{job} gives no gradient of group {group}")
+    trains = any(job.direction is Direction.BACKWARD for job in placements)
+    for group in range(len(groups)):
+        jobs = expected.get(group, Counter())
+        if not trains or not any(groups[group].trained):
+            continue
         for rank in groups[group].owners:
             node = result(programs[rank])["groups"].get(str(group))
             if node is None:

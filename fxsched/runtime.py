@@ -135,6 +135,7 @@ class Run:
         self.phase = 0
         self.asked = 0  # receives posted so far
         self.readers = dict(program.readers)
+        self.coming = dict(program.receive_at)  # not received yet, by slot
 
     def advance(self, tangents: dict[int, Tensor] | None = None) -> dict[str, Any]:
         """Runs up to the pause, or to the end; returns what the program gives there."""
@@ -161,14 +162,21 @@ class Run:
         return found
 
     def _static(self, tasks: Sequence[Task]) -> None:
-        slot_tag = self.program.receive_at
         for task in tasks:
             for slot in task.needs:
-                receive = slot_tag.get(slot)
-                if receive is not None and self.values[slot] is None:
+                if slot in self.coming:
+                    receive = self.coming.pop(slot)
                     self._ask(receive.position + 1 + WINDOW)
                     self.values[slot] = self.endpoint.take(receive.tag)
             self._execute(task)
+        self._ask(len(self.program.receives))
+        for slot, receive in self._coming().items():  # first read after the pause
+            self.values[slot] = self.endpoint.take(receive.tag)
+            del self.coming[slot]
+
+    def _coming(self) -> dict[int, Receive]:
+        """What this phase still has to receive, by slot."""
+        return {s: r for s, r in self.coming.items() if r.phase == self.phase}
 
     def _ask(self, end: int) -> None:
         """Posts this phase's receives in the program's order, up to the end-th."""
@@ -210,15 +218,18 @@ class Run:
 
         ask(WATCHERS)
         left = len(tasks)
-        while left:
+        while left or self._coming():
             while not ready or not arrived.empty():
                 tag = arrived.get()
                 if tag < 0:
                     self.endpoint.take(tag)  # raises Aborted
                 receive = by_tag[tag]
                 self.values[receive.slot] = self.endpoint.take(tag)
+                del self.coming[receive.slot]
                 there([receive.slot])
                 ask(1)
+                if not left and not self._coming():
+                    return
             task = tasks[heapq.heappop(ready)[1]]
             self._execute(task)
             left -= 1
@@ -231,12 +242,7 @@ class Run:
         waiting: dict[int, list[int]] = {}
         missing = []
         for i, task in enumerate(tasks):
-            slots = [
-                s
-                for s in task.needs
-                if s in position
-                or (s in self.program.receive_at and self.values[s] is None)
-            ]
+            slots = [s for s in task.needs if s in position or s in self.coming]
             if task.pause is not None:  # the call ends when all of its tasks have run
                 slots = sorted({*slots, *position} - set(task.makes))
             missing.append(len(slots))

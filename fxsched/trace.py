@@ -354,7 +354,7 @@ def _fixed_batch(
     environment = value.fake_mode.shape_env
     fixed = {s for s, r in environment.replacements.items() if r.is_number}
     lines = [
-        str(guard.sloc).split(" (")[0]
+        re.sub(r"  # \S*?([^/\s]+:\d+ in \w+).*", r"  # \1", str(guard.sloc))
         for guard in environment.guards
         if guard.expr.free_symbols and guard.expr.free_symbols <= fixed
     ]

@@ -110,16 +110,13 @@ def test_models_do_not_import_each_other_in_a_circle() -> None:
         assert not (b in own_imports(a) and a in own_imports(b)), (a, b)
 
 
-def keeper_cases() -> list[object]:
-    broken = {("cli", "torch.distributed"): "cli imports torch.distributed"}
-    cases: list[object] = []
-    for library in KEEPERS:
-        for name in FILES:
-            reason = broken.get((name, library))
-            marks = [pytest.mark.xfail(strict=True, reason=reason)] if reason else []
-            if any(is_under(i, library) for i in imports(name)):
-                cases.append(pytest.param(name, library, marks=marks))
-    return cases
+def keeper_cases() -> list[tuple[str, str]]:
+    return [
+        (name, library)
+        for library in KEEPERS
+        for name in FILES
+        if any(is_under(i, library) for i in imports(name))
+    ]
 
 
 @pytest.mark.parametrize(("name", "library"), keeper_cases())

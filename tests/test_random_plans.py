@@ -21,8 +21,6 @@ from fxsched import Direction, PlanError, Schedule
 CASES, CHUNK = 200, 10
 STAGES, MICROBATCHES, WORKERS = 6, 4, 4  # at most
 FEATURES = 3
-# False until the test with the xfail below passes: then delete this line and its uses.
-DYNAMIC_WITHOUT_LOSS = False
 
 
 class Node(nn.Module):
@@ -83,8 +81,6 @@ def random_case(seed: int) -> Case:
     named = choose.random() < 0.5
     names = tuple(f"nodes.{i}" for i in range(choose.randint(0, 1), count))
     order = choose.choice(("static", "dynamic"))
-    if model.returns == "rows" and not DYNAMIC_WITHOUT_LOSS:
-        order = "static"
     return Case(
         model,
         random_schedule(choose, count if named or choose.random() < 0.8 else None),
@@ -241,11 +237,6 @@ def test_random_plans_are_sound_and_equal_eager(first: int) -> None:
             pytest.fail(f"random_case({seed}): {type(error).__name__}: {error}")
 
 
-@pytest.mark.xfail(
-    strict=True,
-    raises=TimeoutError,
-    reason="order='dynamic' loses what arrives after the call but is for backward()",
-)
 def test_what_a_worker_receives_in_the_call_is_there_in_backward() -> None:
     """Worker 1 has nothing to do in the call but to receive what its B will read."""
     size = 2000  # so long an F that worker 1 waits for it
