@@ -25,12 +25,12 @@ META = {
     "index": "position of an input in the call",
     "input": "position of a batch input in the call",
     "tangent": "the output whose gradient this placeholder is",
-    "seed": "whether this placeholder is the (seed, step) of random numbers",
     "module": "module that a node was called in",
     "flops": "FLOPs of a node or of a stage's call",
     "mutates": "fake tensors that a node writes into",
     "stack_trace": "the user's line",
     "stage": "stage of a node",
+    "direction": "Direction of a stage's call",
     "group": "number of a group of weights, or of the sum of its gradients",
     "random": "whether a stage draws random numbers",
     "specs": "shapes of the tensors in a value",
@@ -40,6 +40,29 @@ META = {
     "n": "priority of that task",
     "job": "job that a call is",
     "local": "made from the batch on this worker",
+}
+
+# The keys of gm.meta that passes hand on, and what they say.
+GRAPH_META = {
+    "outputs": "Output for each output of the model",
+    "fake_mode": "the mode that fake values live in",
+    "stage_count": "number of stages",
+    "stages": "the stages as a networkx.DiGraph",
+    "groups": "Group for each group of weights",
+    "state": "State of each parameter, buffer and shared input, by name",
+    "loss": "position of the output that B starts from in the call, or None",
+    "jobs": "all jobs in the global order",
+    "placements": "w of each job",
+    "n": "n of each job",
+    "preds": "the jobs that each job waits for",
+    "credits": "the B that each capped F waits for",
+    "results": "what one microbatch gives, in nodes of the graph before unrolling",
+    "made": "node of the unrolled graph for a node before and a microbatch",
+    "given": "placeholder of the unrolled graph for one before",
+    "sums": "last sum of a group's gradients on each worker",
+    "written": "last buffers of a group on each worker",
+    "pauses": "pause node of each worker, if B runs in backward()",
+    "tags": "number of messages so far",
 }
 
 RECEIVES = (ops.recv, ops.fetch)

@@ -13,6 +13,7 @@ from .. import ops
 from ..aot import Pair, stage_key, trace_stage
 from ..calls import Place, backward_module, forward_module
 from ..graphs import Group, arguments, result
+from ..jobs import Direction
 from ..request import Request
 
 
@@ -173,6 +174,7 @@ class _Differentiation:
             )
             backward.meta.update(
                 stage=stage,
+                direction=Direction.BACKWARD,
                 flops=_flops(pair.backward) + recompute * forward.meta["flops"],
                 random=pair.random and recompute,
             )
@@ -187,6 +189,7 @@ class _Differentiation:
         weights = arguments(call)[0]
         self.gm.add_submodule(f"forward_{stage}", forward_module(pair, places, outs))
         forward = self.graph.call_module(f"forward_{stage}", (*call.args, None))
+        forward.meta.update(direction=Direction.FORWARD)
         forward.meta.update(stage=stage, flops=_flops(pair.forward), random=pair.random)
         written = sorted({places[i][0] for i in pair.mutated})
         with self.graph.inserting_after(forward):

@@ -72,9 +72,8 @@ def _stage_preds(
     for node in gm.graph.nodes:
         reads = {call for p in node.all_input_nodes for call in made.get(p, ())}
         if node.op == "call_module":
-            forward = str(node.target).startswith("forward")
-            call = (node.meta["stage"], FORWARD if forward else BACKWARD)
-            if not forward:  # B comes after F, though it may read nothing of it
+            call = (node.meta["stage"], node.meta["direction"])
+            if call[1] is BACKWARD:  # B comes after F, though it may read nothing of it
                 reads.add((call[0], FORWARD))
             result[call] = sorted(reads, key=lambda c: (c[1].value, c[0]))
             reads = {call}
@@ -83,19 +82,20 @@ def _stage_preds(
 
 
 def _durations(gm: fx.GraphModule) -> dict[tuple[int, Direction], float]:
-    """FLOPs of each call over the mean of forward calls; at least a hundredth."""
+    """FLOPs of each call over the mean of F; 1 and 2 in a model without FLOPs."""
     calls = [n for n in gm.graph.nodes if n.op == "call_module"]
-    forward = [n.meta["flops"] for n in calls if str(n.target).startswith("forward")]
-    mean = max(sum(forward) / max(len(forward), 1), 1.0)
-    result = {}
-    for node in calls:
-        is_forward = str(node.target).startswith("forward")
-        direction = FORWARD if is_forward else BACKWARD
-        least = 0.01 if is_forward else 0.02
-        if not any(forward):
-            least *= 100
-        result[node.meta["stage"], direction] = max(node.meta["flops"] / mean, least)
-    return result
+    forward = [n.meta["flops"] for n in calls if n.meta["direction"] is FORWARD]
+    mean = sum(forward) / max(len(forward), 1)
+    if not mean:
+        return {
+            (n.meta["stage"], d): 1.0 + (d is BACKWARD)
+            for n in calls
+            for d in Direction
+        }
+    return {
+        (n.meta["stage"], n.meta["direction"]): max(n.meta["flops"] / mean, 0.01)
+        for n in calls
+    }
 
 
 def _chain_buffers(

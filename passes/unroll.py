@@ -13,12 +13,11 @@ from ..graphs import Spec, arguments, make, result
 from ..jobs import Direction, Job, Placement
 from ..request import Request
 
-FORWARD, BACKWARD = Direction
 TOKEN = Spec((0,), (1,), torch.float32, torch.device("cpu"))
 
 
 def unroll_jobs(gm: fx.GraphModule, request: Request) -> fx.GraphModule:
-    """One call per job on its worker; gradients summed per worker, results collected.
+    """One call per job on its worker, and the sums of gradients of each worker.
 
     before: forward_0 = self.forward_0((weights_0,), (x,), None)     # of any microbatch
     after:  x_0 = rows(x, 0, 2)                                      # worker 0
@@ -38,9 +37,7 @@ class _Unroll:
         self.microbatches = request.schedule.microbatches
         self.placements: dict[Job, Placement] = gm.meta["placements"]
         self.graph = fx.Graph()
-        self.new: dict[
-            tuple[fx.Node, int], fx.Node
-        ] = {}  # of template node, microbatch
+        self.new: dict[tuple[fx.Node, int], fx.Node] = {}  # of a node, by microbatch
         self.given: dict[fx.Node, fx.Node] = {}  # placeholders
         self.parts: dict[tuple[fx.Node, int, int], fx.Node] = {}  # rows on a worker
         self.state: dict[tuple[int, int], fx.Node] = {}  # of a group, on a worker
@@ -50,12 +47,9 @@ class _Unroll:
         self.results: dict[str, Any] = result(gm)
         self.before, self.after = _by_call(gm.graph)
         self.calls = {
-            (
-                n.meta["stage"],
-                FORWARD if n.target.startswith("forward") else BACKWARD,
-            ): n
-            for n in gm.graph.nodes
-            if n.op == "call_module"
+            (node.meta["stage"], node.meta["direction"]): node
+            for node in gm.graph.nodes
+            if node.op == "call_module"
         }
 
     def run(self) -> fx.GraphModule:
@@ -66,9 +60,12 @@ class _Unroll:
             if "tangent" not in node.meta:
                 self.given[node] = self.graph.placeholder(node.name)
                 self.given[node].meta = dict(node.meta)
+        if any(call.meta["random"] for call in self.calls.values()):
+            self.seed = self.graph.placeholder("seed")
+            self.seed.meta["specs"] = ()
         split = self.gm.meta["loss"] is None
         for job in jobs:
-            if split and job.direction is BACKWARD and not self.pauses:
+            if split and job.direction is Direction.BACKWARD and not self.pauses:
                 for worker in range(self.request.schedule.workers):
                     where = (worker, "pause", self.gm.meta["n"][job])
                     self.pauses[worker] = make(self.graph, ops.pause, ({},), (), *where)
@@ -98,8 +95,6 @@ class _Unroll:
         values = fx.map_arg(tuple(rest), lambda n: self._value(n, job, where))
         seed = None
         if call.meta["random"]:
-            if not hasattr(self, "seed"):
-                self._seed_input()
             args = (self.seed, job.stage, job.microbatch)
             seed = make(self.graph, ops.seed, args, (), *where)
         target = str(call.target)
@@ -115,12 +110,6 @@ class _Unroll:
                 self.graph, ops.credit, (new,), (TOKEN,), *where, name=f"credit_{job}"
             )
 
-    def _seed_input(self) -> None:
-        first = next(iter(self.graph.nodes))
-        with self.graph.inserting_before(first):
-            self.seed = self.graph.placeholder("seed")
-        self.seed.meta.update(seed=True, specs=())
-
     def _copy(self, node: fx.Node, job: Job, where: tuple[int, str, int]) -> None:
         args = fx.map_arg(node.args, lambda n: self._value(n, job, where))
         specs = node.meta["specs"]
@@ -133,7 +122,7 @@ class _Unroll:
             return
         worker = where[0]
         new.meta["group"] = group
-        if job.direction is FORWARD:
+        if job.direction is Direction.FORWARD:
             self.state[group, worker] = new
             return
         sums = self.sums.setdefault(group, {})
@@ -153,7 +142,7 @@ class _Unroll:
         """A group as this job finds it: F sees what earlier F here wrote into it."""
         worker = self.placements[job].compute
         key = (weights.meta["group"], worker)
-        if job.direction is FORWARD and key in self.state:
+        if job.direction is Direction.FORWARD and key in self.state:
             return self.state[key]
         return self.given[weights]
 

@@ -21,6 +21,8 @@ from fxsched import (
     ops,
     schedules,
 )
+from fxsched import pipeline as passes_in_order
+from fxsched.check import GRAPH_META, META
 
 
 class Chain(nn.Module):
@@ -347,3 +349,20 @@ def test_finds_a_later_task_that_waits_for_what_follows_it() -> None:
 def test_the_check_reads_nothing_but_programs_and_placements() -> None:
     plan = pipeline()
     dataclasses.replace(plan, jobs=(), state={}, outputs=(), notes=()).check()
+
+
+def test_passes_leave_only_declared_facts(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[tuple[set[str], set[str]]] = []
+
+    def look(gm: fx.GraphModule, request: object) -> fx.GraphModule:
+        facts = {key for node in gm.graph.nodes for key in node.meta}
+        seen.append((facts, set(gm.meta)))
+        return gm
+
+    between = [each for step in passes_in_order.PASSES for each in (step, look)]
+    monkeypatch.setattr(passes_in_order, "PASSES", between)
+    fxsched.plan(Chain(), schedules.fslpp(2, 1, 4), torch.ones(4, 3))
+    assert len(seen) == len(between) / 2
+    for facts, graph_facts in seen:
+        assert facts <= set(META)
+        assert graph_facts <= set(GRAPH_META)

@@ -417,3 +417,15 @@ def test_an_error_in_one_worker_stops_all_and_says_which_job() -> None:
 
 def _raise(*_: object) -> None:
     raise ZeroDivisionError
+
+
+def test_identical_stages_are_traced_once() -> None:
+    names = [f"layers.{i}" for i in range(4)]
+    plan = fxsched.plan(Chain(4), schedules.gpipe(4, 4), *batch(), stages=names)
+    flat = [
+        program.get_submodule(f"{way}_{stage}.flat_{way}")
+        for way in ("forward", "backward")
+        for stage, program in ((1, plan.programs[1]), (2, plan.programs[2]))
+    ]
+    assert flat[0] is flat[1]
+    assert flat[2] is flat[3]
