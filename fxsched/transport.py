@@ -105,7 +105,6 @@ class ProcessEndpoint:
         self.coming: dict[int, tuple[dist.Work | None, Tensor, Specs, bool]] = {}
 
     def send(self, value: Any, to: int, tag: int) -> None:
-        self.sending = [s for s in self.sending if not s[0].is_completed()]
         buffer = pack(value)
         if buffer.numel():
             work = dist.isend(buffer, to, group=self.processes.group, tag=tag)

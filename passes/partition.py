@@ -200,6 +200,8 @@ def _cut(blocks: list[Block], stages: int | None, workers: int) -> list[int]:
         )
     units = _units(blocks, wanted)
     apart = _branches(units, wanted)
+    if max(map(max, apart)) >= wanted:  # more branches than stages: some must share
+        apart = [[0] * len(row) for row in apart]
     worst = _best(units, wanted, apart, None)[0][1]
     _, ends = _best(units, wanted, apart, worst * SLACK)
     return [units[i - 1].end for i in ends]
@@ -207,15 +209,14 @@ def _cut(blocks: list[Block], stages: int | None, workers: int) -> list[int]:
 
 def _units(blocks: list[Block], stages: int) -> list[Unit]:
     costs = [_cost(block) for block in blocks]
-    threshold = sum(costs) / (50 * stages)
-    heavy = [i for i, cost in enumerate(costs) if cost >= threshold]
-    if len(heavy) < 4 * stages:
+    flops = [sum(int(n.meta["flops"]) for n in block) for block in blocks]
+    threshold = max(sum(flops) / (50 * stages), 1)
+    heavy = [i for i, count in enumerate(flops) if count >= threshold]
+    if len(heavy) < stages:
         heavy = list(range(len(blocks)))
     crossing = _crossing(blocks)
-    ends = [
-        min(range(i + 1, j + 1), key=lambda end: (crossing[end], end))
-        for i, j in itertools.pairwise(heavy)
-    ] + [len(blocks)]
+    ends = [_end(blocks, i, j, crossing) for i, j in itertools.pairwise(heavy)]
+    ends.append(len(blocks))
     unit_of = {}
     units: list[Unit] = []
     start = 0
@@ -227,6 +228,24 @@ def _units(blocks: list[Block], stages: int) -> list[Unit]:
         units.append(Unit(end, cost, crossing[end], tuple(preds - {number})))
         start = end
     return units
+
+
+def _end(blocks: list[Block], heavy: int, following: int, crossing: list[int]) -> int:
+    """Where to cut between two heavy blocks: where the fewest bytes cross.
+
+    Of equal places the one after all light blocks that read the first heavy one alone;
+    what joins branches, or starts another one, belongs to the next.
+    """
+    inside = set(blocks[heavy])
+    limit = heavy + 1
+    for block in blocks[heavy + 1 : following]:
+        read = {p for n in block for p in n.all_input_nodes if "flops" in p.meta}
+        if not read or not read <= inside | set(block):
+            break
+        inside.update(block)
+        limit += 1
+    places = range(heavy + 1, following + 1)
+    return min(places, key=lambda end: (crossing[end], abs(end - limit)))
 
 
 def _crossing(blocks: list[Block]) -> list[int]:

@@ -10,7 +10,7 @@ CHECKS = (
     ("ruff", "check", "."),
     ("ruff", "format", "--check", "."),
     ("mypy", "fxsched"),
-    ("pytest", "-q"),
+    ("pytest", "-q", "-n", "2"),
 )
 
 
