@@ -12,6 +12,7 @@ import heapq
 import queue
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,8 +20,8 @@ import torch
 from torch import Tensor, fx
 
 from . import ops
-from .graphs import Specs
-from .transport import WATCHERS, Endpoint
+from .graphs import Specs, arguments, result
+from .transport import WATCHERS, Aborted, Endpoint
 
 WINDOW = 4  # receives that are asked for ahead of need under order="static"
 
@@ -143,19 +144,19 @@ class Run:
         if tangents is not None:
             (pause,) = (t.pause for t in self.program.phases[self.phase - 1] if t.pause)
             self.values[self.program.slots[pause]] = tangents
-        with torch.no_grad(), torch.autocast("cpu", enabled=False):
-            if self.program.order == "static":
-                self._static(tasks)
-            else:
-                self._dynamic(tasks)
+        run = self._static if self.program.order == "static" else self._dynamic
+        with ExitStack() as modes:  # stage graphs hold all casts already
+            modes.enter_context(torch.no_grad())
+            for kind in filter(torch.is_autocast_enabled, ("cpu", "cuda")):
+                modes.enter_context(torch.autocast(kind, enabled=False))
+            run(tasks)
         self.endpoint.finish()
         self.phase += 1
-        results: Any
         if self.phase < len(self.program.phases):
             (pause,) = (t.pause for t in tasks if t.pause)
-            results = pause.args[0]
+            results = arguments(pause)[0]
         else:
-            results = self.program.gm.graph.output_node().args[0]
+            results = result(self.program.gm)
         found: dict[str, Any] = fx.map_arg(
             results, lambda n: self.values[self.program.slots[n]]
         )
@@ -217,24 +218,24 @@ class Run:
                         heapq.heappush(ready, (tasks[i].n, i))
 
         ask(WATCHERS)
-        left = len(tasks)
-        while left or self._coming():
-            while not ready or not arrived.empty():
+        left, incoming = len(tasks), len(self._coming())
+        while left or incoming:
+            if incoming and (not ready or not arrived.empty()):
                 tag = arrived.get()
                 if tag < 0:
-                    self.endpoint.take(tag)  # raises Aborted
+                    raise Aborted
                 receive = by_tag[tag]
                 self.values[receive.slot] = self.endpoint.take(tag)
                 del self.coming[receive.slot]
                 there([receive.slot])
+                incoming -= 1
                 ask(1)
-                if not left and not self._coming():
-                    return
-            task = tasks[heapq.heappop(ready)[1]]
-            self._execute(task)
-            left -= 1
-            self._release(task)
-            there(task.makes)
+            else:
+                task = tasks[heapq.heappop(ready)[1]]
+                self._execute(task)
+                left -= 1
+                self._release(task)
+                there(task.makes)
 
     def _missing(self, tasks: Sequence[Task]) -> tuple[list[int], dict[int, list[int]]]:
         """For each task how many values it waits for; for each value, the tasks."""
