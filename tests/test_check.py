@@ -136,11 +136,11 @@ def wrong_type(plan: Plan) -> None:
 
 def missing_free(plan: Plan) -> None:
     program = plan.programs[0]
-    program.graph.erase_node(free_of(named(program, "linear_0")))
+    program.graph.erase_node(free_of(named(program, "relu_0")))
 
 
 def double_free(plan: Plan) -> None:
-    free = free_of(named(plan.programs[0], "linear_0"))
+    free = free_of(named(plan.programs[0], "relu_0"))
     with plan.programs[0].graph.inserting_after(free):
         plan.programs[0].graph.node_copy(free)
 
@@ -153,7 +153,7 @@ def read_after_free(plan: Plan) -> None:
 
 
 def sent_after_free(plan: Plan) -> None:
-    value = named(plan.programs[0], "linear_0")
+    value = named(plan.programs[0], "relu_0")
     value.append(free_of(value))
 
 
@@ -259,10 +259,10 @@ IN_PIPELINE: dict[Fault, str] = {
     wrong_source: r"send\(tag=0\) of 0F0 and worker 1: .* name other workers",
     wrong_shape: r"sends float32\[2, 4\], but worker 1: .* expects float32\[2, 5\]",
     wrong_type: r"sends float32\[2, 4\], but worker 1: .* expects float64\[2, 4\]",
-    missing_free: r"worker 0 never frees linear_0",
-    double_free: r"worker 0: free of 0F0 frees linear_0 after its free",
+    missing_free: r"worker 0 never frees relu_0",
+    double_free: r"worker 0: free of 0F0 frees relu_0 after its free",
     read_after_free: r"worker 0: forward_0 of 0F0 reads x_0 after its free",
-    sent_after_free: r"worker 0: send\(tag=0\) of 0F0 reads linear_0 after its free",
+    sent_after_free: r"worker 0: send\(tag=0\) of 0F0 reads relu_0 after its free",
     read_before_made: r"worker 0: forward_0 of 0F0 reads x_0 before it is made",
     circle: r"wait for each other in a circle:\n  worker \d: send\(tag=\d\)",
     send_to_itself: r"wait for each other in a circle:\n  worker 0: send\(tag=0\)",
