@@ -64,8 +64,11 @@ def backend(
     _one_of("loss_reduction", loss_reduction, ("mean", "sum"))
     _one_of("stage_compiler", stage_compiler, ("eager", "inductor"))
     _one_of("transport", transport, (None, "threads", "distributed"))
-    if isinstance(stages, str):
-        _one_of("stages", stages, ("auto",))
+    if isinstance(stages, str) and stages != "auto":
+        raise PlanError(
+            f"backend(stages={stages!r}): give 'auto' or a list of module names, such "
+            f"as [{stages!r}]"
+        )
     if not isinstance(schedule, Schedule):
         raise PlanError(
             f"backend(schedule={schedule!r}): give a Schedule, such as "

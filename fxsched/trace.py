@@ -37,6 +37,8 @@ def configure_dynamo() -> None:
     config.recompile_limit = max(config.recompile_limit, 1024)
     config.accumulated_recompile_limit = max(config.accumulated_recompile_limit, 8192)
     config.fail_on_recompile_limit_hit = True
+    # a number in the call is a constant of the plan; a changing one is better a tensor
+    config.specialize_float = True
     # lengths that happen to equal the batch size must not share its symbol
     torch.fx.experimental._config.use_duck_shape = False
 
