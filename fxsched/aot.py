@@ -90,6 +90,8 @@ def trace_stage(
             if not (d is None or isinstance(d, GradAOTOutput))
         ]
         if any(isinstance(d, GradAOTOutput) for d in output.meta["desc"]):
+            for node in joint.graph.nodes:  # torch.utils.checkpoint's: B would redraw
+                node.meta.pop("recompute", None)
             _recompute_views_of_state(joint, state)
             forward, backward = default_partition(
                 joint, (), num_fwd_outputs=len(results)

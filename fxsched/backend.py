@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -69,14 +69,20 @@ def backend(
             f"backend(stages={stages!r}): give 'auto' or a list of module names, such "
             f"as [{stages!r}]"
         )
+    if not isinstance(stages, str):
+        stages = tuple(stages) if isinstance(stages, Iterable) else (stages,)
+        if not stages or not all(isinstance(name, str) for name in stages):
+            raise PlanError(
+                f"backend(stages={list(stages)!r}): give 'auto' or a list of names of "
+                "modules"
+            )
     if not isinstance(schedule, Schedule):
         raise PlanError(
             f"backend(schedule={schedule!r}): give a Schedule, such as "
             "fxsched.schedules.gpipe(workers=4, microbatches=8)"
         )
     configure_dynamo()
-    named = stages if isinstance(stages, str) else tuple(stages)
-    request = Request(schedule, named, carry, loss_reduction)
+    request = Request(schedule, stages, carry, loss_reduction)
     return Backend(request, transport, order, stage_compiler, tuple(passes))
 
 
@@ -99,7 +105,10 @@ def plan(
         torch.compile(model, backend=planner)(*args, **kwargs)
     except _Planned as planned:
         return planned.plan
-    raise PlanError("the model ran without any torch operation, so there is no plan")
+    raise PlanError(
+        "Dynamo made no graph of the model, so there is no plan; "
+        "torch.compile(model, fullgraph=True) tells why"
+    )
 
 
 class _Planned(Exception):
@@ -153,8 +162,11 @@ class Backend:
         key = _key(gm, args)
         if key not in self._steps:
             self._steps[key] = self._make(gm, args)
+        step = self._steps[key]
+        if isinstance(self._workers, Ranks):
+            self._workers.settle(step.plan, args, self._kept)
         self._random = self._next(self._random)
-        return self._steps[key](args, self._random)
+        return step(args, self._random)
 
     def _make(self, gm: fx.GraphModule, args: tuple[Any, ...]) -> Step:
         """Plans and checks a step, and gets its programs ready."""
@@ -189,7 +201,6 @@ class Backend:
         plan.check()
         if isinstance(self._workers, Ranks):
             self._workers.agree(plan)
-            self._workers.settle(plan, args, self._kept)
         if self.stage_compiler == "inductor":
             inductor.compile_stages([plan.programs[r] for r in self._workers.here])
         programs = {
@@ -210,10 +221,15 @@ def _one_of(name: str, value: object, allowed: Sequence[object]) -> None:
         raise PlanError(f"backend({name}={value!r}): give {choices}")
 
 
+def _strides(tensor: Tensor) -> tuple[int, ...]:
+    """Strides of an input; those of a parameter change when a rank gives it up."""
+    return () if isinstance(tensor, torch.nn.Parameter) else tuple(tensor.stride())
+
+
 def _key(gm: fx.GraphModule, args: Sequence[Any]) -> str:
     """Equal for calls that one step serves: same graph, shapes and modes."""
     shapes = [
-        (tuple(a.shape), a.dtype, a.device, a.requires_grad)
+        (tuple(a.shape), _strides(a), a.dtype, a.device, a.requires_grad)
         if isinstance(a, Tensor)
         else a
         for a in args

@@ -10,6 +10,7 @@ import torch
 from torch import fx
 
 from .aot import Pair
+from .graphs import result
 
 Place = tuple[int, int]  # group of a stage, and tensor in the group
 
@@ -38,7 +39,7 @@ def backward_module(
     saved: Callable[[int], fx.Node]
     if recompute:
         flat = call.forward()
-        outs = len(_results(pair.forward)) - len(pair.saved)
+        outs = len(result(pair.forward)) - len(pair.saved)
 
         def saved(k: int) -> fx.Node:
             return call.item(flat, outs + k)
@@ -58,12 +59,10 @@ def backward_module(
         else:
             arguments.append(call.item(call.tangents, pair.tangents.index(i)))
     call.root["flat_backward"] = pair.backward
-    result = call.graph.call_module("flat_backward", tuple(arguments))
+    flat = call.graph.call_module("flat_backward", tuple(arguments))
     count = len(pair.input_gradients)
-    results: list[Any] = [call.item(result, i) for i in range(count)]
-    given = {
-        i: call.item(result, count + k) for k, i in enumerate(pair.state_gradients)
-    }
+    results: list[Any] = [call.item(flat, i) for i in range(count)]
+    given = {i: call.item(flat, count + k) for k, i in enumerate(pair.state_gradients)}
     for group in sorted({places[i][0] for i in given}):
         members = sorted((k, i) for i, (g, k) in enumerate(places) if g == group)
         results.append(
@@ -75,11 +74,6 @@ def backward_module(
             )
         )
     return call.finish(results)
-
-
-def _results(gm: fx.GraphModule) -> tuple[Any, ...]:
-    (output,) = gm.graph.find_nodes(op="output")
-    return tuple(output.args[0])
 
 
 class _Wrapper:

@@ -92,6 +92,7 @@ class Schedule:
                 raise PlanError(
                     f"Schedule({field}={count!r}): give an int of 1 or more"
                 )
+            object.__setattr__(self, field, int(count))  # numpy's ints too
         for field in ("w", "n"):
             if not callable(getattr(self, field)):
                 raise PlanError(
@@ -104,6 +105,8 @@ class Schedule:
                 f"Schedule(in_flight={cap!r}): give None, an int of 1 or more, or a "
                 "function of the stage"
             )
+        if cap is not None and not callable(cap):
+            object.__setattr__(self, "in_flight", int(cap))
 
     def __str__(self) -> str:
         name = self.name or "schedule"
@@ -138,7 +141,7 @@ class Schedule:
 
     def cap(self, stage: int) -> int | None:
         """How many microbatches of `stage` may be between F and B on one worker."""
-        if self.in_flight is None or isinstance(self.in_flight, int):
+        if not callable(self.in_flight):
             return self.in_flight
         answer = self.in_flight(stage)
         if answer is not None and not _is_int(answer):

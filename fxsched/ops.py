@@ -34,7 +34,7 @@ def collect(microbatches: int, dim: int | None, *parts: Sequence[Any]) -> Tensor
     assert sorted(found) == list(range(microbatches)), f"collected only {sorted(found)}"
     ordered = [found[b] for b in range(microbatches)]
     if len(ordered) == 1:
-        return ordered[0]
+        return ordered[0].clone()  # B may still need it
     return torch.cat(ordered, 0 if dim is None else dim)
 
 

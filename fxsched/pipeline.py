@@ -12,7 +12,7 @@ from torch import fx
 from . import show
 from .check import check_programs
 from .graphs import Group, Output, State
-from .jobs import Direction, Job, Placement, Schedule
+from .jobs import Direction, Job, Placement, PlanError, Schedule
 from .passes.collect import collect_results
 from .passes.cut import cut_programs
 from .passes.differentiate import differentiate_stages
@@ -90,6 +90,10 @@ def make_plan(gm: fx.GraphModule, request: Request, passes: tuple[Any, ...]) -> 
     programs = [free_values(p, request) for p in cut_programs(gm, request)]
     for own in passes:
         programs = [own(program, request) for program in programs]
+        if not all(isinstance(program, fx.GraphModule) for program in programs):
+            raise PlanError(
+                f"the pass {own!r} must return each program that it is given"
+            )
     notes = []
     jobs: list[Job] = gm.meta["jobs"]
     split = any(job.direction is Direction.BACKWARD for job in jobs)

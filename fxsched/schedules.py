@@ -105,7 +105,7 @@ def lpp(
     Source: github.com/a-rahimi/parallel-training.
     """
     h = _looped("lpp", workers, group_size)
-    stages = stages or workers
+    stages = workers if stages is None else stages
     return Schedule(
         workers,
         microbatches,
@@ -130,7 +130,7 @@ def fslpp(
     Source: github.com/a-rahimi/parallel-training.
     """
     h = _looped("fslpp", workers, group_size)
-    stages = stages or workers
+    stages = workers if stages is None else stages
     return Schedule(
         workers,
         microbatches,
@@ -142,7 +142,8 @@ def fslpp(
 
 
 def _looped(name: str, workers: int, group_size: int) -> _Placer:
-    if group_size < 1 or workers % group_size:
+    _positive(name, workers=workers, group_size=group_size)
+    if workers % group_size:
         raise PlanError(
             f"{name}(workers={workers}, group_size={group_size}): the workers don't "
             "divide into groups of that size; give a divisor of workers"
@@ -150,10 +151,18 @@ def _looped(name: str, workers: int, group_size: int) -> _Placer:
     return lambda x, y: (group_size * y) % workers + x % group_size
 
 
+def _positive(name: str, **counts: object) -> None:
+    for argument, count in counts.items():
+        if not isinstance(count, int) or count < 1:
+            raise PlanError(f"{name}({argument}={count!r}): give an int of 1 or more")
+
+
 def _multiple(name: str, workers: int, microbatches: int | None) -> int:
+    _positive(name, workers=workers)
     if microbatches is None:
         return workers
-    if microbatches < 1 or microbatches % workers:
+    _positive(name, microbatches=microbatches)
+    if microbatches % workers:
         raise PlanError(
             f"{name}(workers={workers}, microbatches={microbatches}): give a multiple "
             "of workers, so that each has as many microbatches as the others"

@@ -33,14 +33,8 @@ def _tasks(program: fx.GraphModule) -> list[list[fx.Node]]:
     for node in program.graph.nodes:
         receives = node.target in (ops.recv, ops.fetch)
         if node.op not in ("placeholder", "output") and not receives:
-            if _only_frees_a_receive(node):
-                continue
             tasks.setdefault(node.meta["task"], []).append(node)
     return list(tasks.values())
-
-
-def _only_frees_a_receive(node: fx.Node) -> bool:
-    return node.target is ops.free and not node.args
 
 
 def _row(position: int, nodes: list[fx.Node], seen: set[fx.Node]) -> tuple[Any, ...]:
@@ -58,7 +52,7 @@ def _row(position: int, nodes: list[fx.Node], seen: set[fx.Node]) -> tuple[Any, 
             if value in seen:
                 continue
             seen.add(value)
-            waits.append(f"{_origin(value)} from {value.kwargs['source']}")
+            waits.append(f"{value.meta['task']} from {value.kwargs['source']}")
         elif value.target is ops.fetch:
             weights.append(f"{value.meta['group']} from {value.kwargs['source']}")
         elif "group" in value.meta and value.op == "placeholder":
@@ -83,15 +77,11 @@ def _row(position: int, nodes: list[fx.Node], seen: set[fx.Node]) -> tuple[Any, 
     )
 
 
-def _origin(recv: fx.Node) -> str:
-    return str(recv.meta["task"])
-
-
 def _what(value: object) -> str:
     """The name of a value as tables show it."""
     assert isinstance(value, fx.Node)
     if value.target is ops.recv:
-        return f"{_origin(value)}'s"
+        return f"{value.meta['task']}'s"
     return value.name
 
 

@@ -159,6 +159,7 @@ class _InBackward(torch.autograd.Function):
         *tensors: Tensor,
     ) -> tuple[Any, ...]:
         ctx.step, ctx.runs, ctx.leaves = step, step._start(args, random), leaves
+        ctx.versions = [(tensor, tensor._version) for tensor in tensors]
         outputs = step._outputs(args, step._advance(ctx.runs, None))
         ctx.like = {
             i: (value.shape, value.dtype, value.device)
@@ -174,6 +175,11 @@ class _InBackward(torch.autograd.Function):
     def backward(ctx: Any, *given: Tensor | None) -> tuple[Tensor | None, ...]:
         runs, ctx.runs = ctx.runs, None
         _once(runs)
+        if any(tensor._version != version for tensor, version in ctx.versions):
+            raise RuntimeError(
+                "fxsched: a parameter or input was changed in place between the call "
+                "and its backward(); call optimizer.step() after backward()"
+            )
         tangents = {}
         for i, (shape, dtype, device) in ctx.like.items():
             gradient = given[i]

@@ -10,7 +10,8 @@ from __future__ import annotations
 import re
 import traceback
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -48,12 +49,17 @@ def ask_for_symbolic_batch(gm: fx.GraphModule, inputs: Sequence[Any]) -> None:
 
     Called inside a torch.compile backend; raises Dynamo's restart signal.
     """
-    candidates = [inputs[i] for i in _batch_candidates(gm, inputs)]
-    asked = [0 in getattr(t, "_dynamo_weak_dynamic_indices", ()) for t in candidates]
-    if not candidates or all(asked) or _batch_symbols(gm, inputs):
+    placeholders = _placeholders(gm)
+    asked = False
+    for i in _batch_candidates(gm, inputs):
+        known = _symbol(placeholders[i].meta["example_value"].shape[0]) is not None
+        if not known and 0 not in getattr(
+            inputs[i], "_dynamo_weak_dynamic_indices", ()
+        ):
+            torch._dynamo.maybe_mark_dynamic(inputs[i], 0)
+            asked = True
+    if not asked:
         return
-    for tensor in candidates:
-        torch._dynamo.maybe_mark_dynamic(tensor, 0)
     # the second trace may take other branches than the one that was logged
     translator: Any = InstructionTranslator.current_tx()
     translator.speculation_log.clear()
@@ -70,12 +76,34 @@ def capture(gm: fx.GraphModule) -> fx.GraphModule:
             new[node].meta["source"] = _source(node)
     result = fx.GraphModule(gm, graph)
     sources = [_source(node) for node in _placeholders(gm)]
-    result.meta["text"] = "\n".join([*sources, str(graph)])
+    inner = [str(m.graph) for m in gm.modules() if isinstance(m, fx.GraphModule)]
+    constants = [str(id(t)) for _, t in _constants(gm)]
+    result.meta["text"] = "\n".join([*sources, *inner, *constants])
     return result
 
 
+def _constants(gm: fx.GraphModule) -> Iterator[tuple[str, Tensor]]:
+    """Tensors that belong to the graph itself, by name."""
+    for node in gm.graph.find_nodes(op="get_attr"):
+        value = getattr(gm, str(node.target), None)
+        if isinstance(value, Tensor):
+            yield str(node.target), value
+
+
 def graph_break(gm: fx.GraphModule) -> PlanError | None:
-    """The error for a graph that holds only a part of the model, if it does."""
+    """The error for a graph that holds only a part of the model, if it does.
+
+    Called inside a torch.compile backend. Dynamo runs a function that it cannot break,
+    such as one with a break in a loop, in Python, and compiles what that calls.
+    """
+    skipped = _skipped_frame()
+    if skipped is not None:
+        return PlanError(
+            "the model does not trace as one graph; Dynamo leaves this to Python\n  "
+            f"{''.join(traceback.format_list([skipped])).strip()}\n"
+            "fxsched plans whole models: torch.compile(model, backend, fullgraph=True) "
+            "tells why it does"
+        )
     reason: Any = gm.compile_subgraph_reason
     if not getattr(reason, "graph_break", False):
         return None
@@ -86,6 +114,24 @@ def graph_break(gm: fx.GraphModule) -> PlanError | None:
         "fxsched plans whole models: rewrite that line with torch operations, or move "
         "it out of the compiled function"
     )
+
+
+def _skipped_frame() -> traceback.FrameSummary | None:
+    """The user's Python frame between torch.compile's call and Dynamo, if any."""
+    stack = traceback.extract_stack()
+    paths = [frame.filename.replace("\\", "/") for frame in stack]
+    dynamo = [i for i, p in enumerate(paths) if p.endswith("/_dynamo/convert_frame.py")]
+    calls = [
+        i
+        for i, p in enumerate(paths)
+        if p.endswith("/_dynamo/eval_frame.py") and dynamo and i < dynamo[0]
+    ]
+    if not calls:
+        return None
+    torch_folder = str(Path(torch.__file__).parent)
+    between = stack[calls[-1] + 1 : dynamo[0]]
+    user = [frame for frame in between if not frame.filename.startswith(torch_folder)]
+    return user[-1] if user else None
 
 
 def trace_microbatch(
@@ -284,40 +330,48 @@ def _batch_inputs(
     gm: fx.GraphModule, inputs: Sequence[Any], microbatches: int
 ) -> list[int]:
     """Which inputs are cut into microbatches: those with a symbolic batch size."""
-    candidates = _batch_candidates(gm, inputs)
+    placeholders = _placeholders(gm)
+    given = _user_tensors(gm, inputs)
     if microbatches == 1:
-        return candidates
-    if not candidates:
+        return given
+    if not given:
         raise PlanError(
             f"the model has no tensor input to cut into {microbatches} microbatches; "
             "pass it the batch, with samples along dimension 0"
         )
-    placeholders = _placeholders(gm)
+    candidates = _batch_candidates(gm, inputs)
     symbols = _batch_symbols(gm, inputs)
     batch = [
         i
         for i in candidates
         if _symbol(placeholders[i].meta["example_value"].shape[0]) in symbols
     ]
+    lengths = Counter(inputs[i].shape[0] for i in batch or candidates or given)
+    (length, count), *others = lengths.most_common()
+    if batch and any(other == count for _, other in others):
+        names = [_name(_source(placeholders[i]), _roots(gm)) for i in batch]
+        raise PlanError(
+            f"inputs {', '.join(names)} have different lengths along dimension 0 "
+            f"({', '.join(map(str, lengths))}), and any of them could be the batch; "
+            "keep tensors that all samples share in the model, as buffers"
+        )
+    batch = [i for i in batch if inputs[i].shape[0] == length]
+    if length % microbatches or length == 0:
+        first = next(i for i in batch or given if inputs[i].shape[0] == length)
+        name = _name(_source(placeholders[first]), _roots(gm))
+        raise PlanError(
+            f"input {name} has a batch of {length}, which does not divide into "
+            f"{microbatches} microbatches; pass a multiple of {microbatches} or "
+            "another Schedule(microbatches=)"
+        )
     if not batch:
         raise _fixed_batch(placeholders, inputs, candidates)
-    for i in batch:
-        if inputs[i].shape[0] % microbatches:
-            name = _name(_source(placeholders[i]), _roots(gm))
-            raise PlanError(
-                f"input {name} has a batch of {inputs[i].shape[0]}, which does not "
-                f"divide into {microbatches} microbatches; pass a multiple of "
-                f"{microbatches} or another Schedule(microbatches=)"
-            )
     return batch
 
 
-def _batch_candidates(gm: fx.GraphModule, inputs: Sequence[Any]) -> list[int]:
-    """Inputs whose dimension 0 is as long as most inputs'.
-
-    On a tie it is the length that fewer other dimensions have, then the first's.
-    """
-    tensors = [
+def _user_tensors(gm: fx.GraphModule, inputs: Sequence[Any]) -> list[int]:
+    """Arguments of the call that are tensors with a dimension 0."""
+    return [
         i
         for i, node in enumerate(_placeholders(gm))
         if isinstance(inputs[i], Tensor)
@@ -326,18 +380,16 @@ def _batch_candidates(gm: fx.GraphModule, inputs: Sequence[Any]) -> list[int]:
         and _source(node).startswith("L[")
         and not _in_module(_source(node))
     ]
-    if not tensors:
-        return []
-    leading = Counter(inputs[i].shape[0] for i in tensors)
-    other = Counter(size for i in tensors for size in inputs[i].shape[1:])
-    batch = max(leading, key=lambda size: (leading[size], -other[size]))
-    return [i for i in tensors if inputs[i].shape[0] == batch]
+
+
+def _batch_candidates(gm: fx.GraphModule, inputs: Sequence[Any]) -> list[int]:
+    """Arguments that may be cut into microbatches; one row can't be."""
+    return [i for i in _user_tensors(gm, inputs) if inputs[i].shape[0] > 1]
 
 
 def _batch_symbols(gm: fx.GraphModule, inputs: Sequence[Any]) -> set[Any]:
-    """The symbols of the batch size; those that name another length too are not."""
-    placeholders = _placeholders(gm)
-    values = [p.meta.get("example_value") for p in placeholders]
+    """Symbols of dimension 0 of arguments that name no other length of theirs."""
+    values = [p.meta.get("example_value") for p in _placeholders(gm)]
     leading: set[Any] = set()
     other: set[Any] = set()
     for i in _batch_candidates(gm, inputs):
@@ -360,7 +412,7 @@ def _fixed_batch(
         for guard in environment.guards
         if guard.expr.free_symbols and guard.expr.free_symbols <= fixed
     ]
-    where = f" by\n  {lines[0]}\n" if lines else " by the model; "
+    where = f" by\n  {lines[0]}\n" if lines else " by the model, "
     return PlanError(
         f"the batch size is fixed to {sizes}{where}so the batch cannot be cut into "
         "microbatches; take sizes from the input's shape (x.shape[0], or -1) instead"

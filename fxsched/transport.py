@@ -247,8 +247,8 @@ def pack(value: Any) -> Tensor:
     once.
     """
     given = [value] if isinstance(value, Tensor) else list(value)
-    flat = [_once(t).detach().cpu().contiguous() for t in given]
-    parts = [t.reshape(-1).view(torch.uint8) for t in flat]
+    flat = [_once(t.detach()).cpu().resolve_conj().resolve_neg() for t in given]
+    parts = [t.contiguous().view(-1).view(torch.uint8) for t in flat]
     if len(parts) == 1:
         return parts[0]
     buffer = torch.empty(sum(_aligned(p.numel()) for p in parts), dtype=torch.uint8)
@@ -274,9 +274,11 @@ def unpack(buffer: Tensor, specs: Specs, bundle: bool) -> Any:
         size = sent.bytes
         part = buffer[offset : offset + size].view(spec.dtype).view(sent.shape)
         part = part.to(spec.device)
-        if part.stride() != sent.stride:
-            part = sent._replace(device=part.device).empty().copy_(part)
-        result.append(part if sent == spec else part.expand(spec.shape))
+        if sent.shape != spec.shape:
+            part = part.expand(spec.shape)
+        elif part.stride() != spec.stride and not _overlaps(spec):
+            part = spec.empty().copy_(part)
+        result.append(part)
         offset += _aligned(size)
     return tuple(result) if bundle else result[0]
 
@@ -291,29 +293,23 @@ def _once(tensor: Tensor) -> Tensor:
     ):
         if stride == 0 and size > 1:
             tensor = tensor.narrow(dim, 0, 1)
-    return tensor
+    return (
+        tensor.clone(memory_format=torch.contiguous_format)
+        if 0 in tensor.stride()
+        else tensor
+    )
 
 
 def _sent(spec: Spec) -> Spec:
-    """A spec with repeated dimensions once, and dense strides in the same order."""
+    """A spec as it is sent: contiguous, what only repeats once."""
     shape = tuple(
-        1 if stride == 0 else size
+        1 if stride == 0 and size > 1 else size
         for size, stride in zip(spec.shape, spec.stride, strict=True)
     )
-    order = sorted(range(len(shape)), key=lambda i: (-spec.stride[i], i))
-    stride, step = [0] * len(shape), 1
-    for i in reversed(order):
-        stride[i] = step
-        step *= max(shape[i], 1)
-    if shape == spec.shape and _contiguous(spec):
-        return spec
-    return spec._replace(shape=shape, stride=tuple(stride))
+    return spec._replace(shape=shape)
 
 
-def _contiguous(spec: Spec) -> bool:
-    step = 1
-    for size, stride in zip(reversed(spec.shape), reversed(spec.stride), strict=True):
-        if size != 1 and stride != step:
-            return False
-        step *= size
-    return True
+def _overlaps(spec: Spec) -> bool:
+    """Whether several indices name one place in memory, so that it can't be filled."""
+    reach = sum((n - 1) * s for n, s in zip(spec.shape, spec.stride, strict=True))
+    return 0 not in spec.shape and reach + 1 < spec.bytes // spec.dtype.itemsize

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import threading
 from collections.abc import Callable, MutableMapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
@@ -35,6 +36,7 @@ class Threads:
 
     def __init__(self, workers: int) -> None:
         self.here: Sequence[int] = range(workers)
+        self.busy = threading.Lock()  # runs that share the threads take turns
         share = max(1, torch.get_num_threads() // workers)
         self.pool = ThreadPoolExecutor(
             workers, "fxsched", initializer=torch.set_num_threads, initargs=(share,)
@@ -63,12 +65,13 @@ class Threads:
         endpoint = runs[0].endpoint
         assert isinstance(endpoint, ThreadEndpoint)
         exchange = endpoint.exchange
-        futures = [self.pool.submit(guarded, run) for run in runs]
-        try:
-            errors = [future.exception() for future in futures]
-        except BaseException:  # interrupted: no thread may go on waiting
-            exchange.abort()
-            raise
+        with self.busy:
+            futures = [self.pool.submit(guarded, run) for run in runs]
+            try:
+                errors = [future.exception() for future in futures]
+            except BaseException:  # interrupted: no thread may go on waiting
+                exchange.abort()
+                raise
         for error in sorted(filter(None, errors), key=lambda e: isinstance(e, Aborted)):
             raise error
         return [future.result() for future in futures]

@@ -110,7 +110,8 @@ class _Collection:
             if output.kind == "constant":
                 nodes = dict.fromkeys(self.readers, output.constant)
             elif output.kind == "scalar":
-                nodes = dict.fromkeys(self.readers, self._total(position, value))
+                total = self._total(position, value, output.differentiable)
+                nodes = dict.fromkeys(self.readers, total)
             else:
                 parts = self._gather(f"output {position}", self._made(value))
                 nodes = self._joined(parts, output.dim, f"output {position}")
@@ -137,8 +138,8 @@ class _Collection:
                 own[worker]["inputs"][key] = node
         return own
 
-    def _total(self, position: int, value: fx.Node) -> fx.Node:
-        mean = self.request.loss_reduction == "mean"
+    def _total(self, position: int, value: fx.Node, is_loss: bool) -> fx.Node:
+        mean = self.request.loss_reduction == "mean" or not is_loss
         scale = 1.0 / self.microbatches if mean else 1.0
         parts = self._gather(f"output {position}", self._made(value))
         root = parts[0][1].meta["worker"]

@@ -141,7 +141,8 @@ class _Differentiation:
         weights, inputs = arguments(call)
         outs = _parts(call)
         pair = self.pairs[call]
-        recompute = self.request.carry == "recompute"
+        # F again would see buffers that it has written meanwhile
+        recompute = self.request.carry == "recompute" and not pair.mutated
         places: list[Place] = self._module(call).meta["state"]
         with self.graph.inserting_before(call):
             forward = self._forward(call, pair, places, len(outs))

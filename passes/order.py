@@ -86,14 +86,10 @@ def _durations(gm: fx.GraphModule) -> dict[tuple[int, Direction], float]:
     calls = [n for n in gm.graph.nodes if n.op == "call_module"]
     forward = [n.meta["flops"] for n in calls if n.meta["direction"] is FORWARD]
     mean = sum(forward) / max(len(forward), 1)
-    if not mean:
-        return {
-            (n.meta["stage"], d): 1.0 + (d is BACKWARD)
-            for n in calls
-            for d in Direction
-        }
     return {
         (n.meta["stage"], n.meta["direction"]): max(n.meta["flops"] / mean, 0.01)
+        if mean
+        else 1.0 + (n.meta["direction"] is BACKWARD)
         for n in calls
     }
 

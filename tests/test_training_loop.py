@@ -429,3 +429,92 @@ def test_identical_stages_are_traced_once() -> None:
     ]
     assert flat[0] is flat[1]
     assert flat[2] is flat[3]
+
+
+class Counting(nn.Module):
+    """A buffer that F reads before it writes it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(8, 8), nn.Linear(8, 8)
+        self.register_buffer("scale", torch.ones(8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = self.second(torch.tanh(self.first(x) * self.scale.clone()))
+        self.scale.add_(1)
+        return out.pow(2).mean()
+
+
+@pytest.mark.parametrize("carry", ["saved", "recompute"])
+def test_b_sees_the_buffers_that_its_f_saw(carry: str) -> None:
+    model, (x, _) = Counting(), batch()
+    reference = copy.deepcopy(model)
+    compiled(model, schedules.gpipe(1, 4), carry=carry)(x).backward()
+    eager(reference, x)
+    assert_like(model, reference)
+
+
+class Positions(nn.Module):
+    """Inputs that all rows share, as long as the sequence."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(3))
+
+    def forward(self, x: Tensor, mask: Tensor, positions: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = torch.tanh(layer(x + positions)) * mask
+        return x.mean()
+
+
+def test_shared_inputs_are_told_from_the_batch_whatever_their_length() -> None:
+    model = Positions()
+    run = compiled(model, schedules.gpipe(2, 4))
+    for size, length in ((8, 5), (8, 6), (8, 8), (12, 8), (8, 7)):
+        x, mask = torch.randn(size, length, 4), torch.ones(length, 1)
+        positions = torch.randn(length, 4)
+        wanted = model(x, mask, positions)
+        torch.testing.assert_close(run(x, mask, positions), wanted)
+
+
+def test_a_changing_number_is_planned_anew() -> None:
+    model, (x, y) = Chain(), batch()
+
+    def step(x: Tensor, y: Tensor, scale: float) -> Tensor:
+        return model(x, y) * scale
+
+    run = compiled(step)
+    for scale in (1, 2, 0.5, 0.25, 1.5):
+        torch.testing.assert_close(run(x, y, scale), step(x, y, scale))
+
+
+def test_a_parameter_changed_before_backward_is_an_error() -> None:
+    model, (x, _) = Logits(), batch()
+    out = compiled(model, schedules.gpipe(2, 4))(x)[0]
+    with torch.no_grad():
+        model.layers[0].weight.mul_(2)
+    with pytest.raises(RuntimeError, match="changed in place between the call and its"):
+        out.sum().backward()
+
+
+class Checkpointed(Chain):
+    """A part that torch.utils.checkpoint would run again, with dropout in it."""
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        factor = 3.0 if self.training else 1.0
+
+        def part(z: Tensor) -> Tensor:
+            z = torch.tanh(self.layers[0](z)) * factor
+            return nn.functional.dropout(z, 0.5, self.training)
+
+        x = torch.utils.checkpoint.checkpoint(part, x, use_reentrant=False)
+        return (self.layers[1](x) - y).pow(2).mean()
+
+
+def test_checkpointed_parts_train_and_know_training_from_evaluation() -> None:
+    model, inputs = Checkpointed(), batch()
+    run = compiled(model, schedules.gpipe(1, 4))
+    run(*inputs).backward()
+    assert all(g is not None for g in gradients(model)[:4])
+    model.eval()
+    torch.testing.assert_close(run(*inputs), model(*inputs))
