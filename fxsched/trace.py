@@ -96,23 +96,23 @@ def graph_break(gm: fx.GraphModule) -> PlanError | None:
     Called inside a torch.compile backend. Dynamo runs a function that it cannot break,
     such as one with a break in a loop, in Python, and compiles what that calls.
     """
-    skipped = _skipped_frame()
-    if skipped is not None:
-        return PlanError(
-            "the model does not trace as one graph; Dynamo leaves this to Python\n  "
-            f"{''.join(traceback.format_list([skipped])).strip()}\n"
-            "fxsched plans whole models: torch.compile(model, backend, fullgraph=True) "
-            "tells why it does"
-        )
     reason: Any = gm.compile_subgraph_reason
-    if not getattr(reason, "graph_break", False):
+    if getattr(reason, "graph_break", False):
+        where = "".join(traceback.format_list(reason.user_stack[-1:])).strip()
+        why = str(reason.reason).split("\n")[0]
+        return PlanError(
+            f"the model does not trace as one graph; it breaks at\n  {where}\n  ({why})\n"
+            "fxsched plans whole models: rewrite that line with torch operations, or "
+            "move it out of the compiled function"
+        )
+    skipped = _skipped_frame()
+    if skipped is None:
         return None
-    where = "".join(traceback.format_list(reason.user_stack[-1:])).strip()
-    why = str(reason.reason).split("\n")[0]
+    where = "".join(traceback.format_list([skipped])).strip()
     return PlanError(
-        f"the model does not trace as one graph; it breaks at\n  {where}\n  ({why})\n"
-        "fxsched plans whole models: rewrite that line with torch operations, or move "
-        "it out of the compiled function"
+        f"the model does not trace as one graph; Dynamo leaves this to Python\n  {where}\n"
+        "fxsched plans whole models: torch.compile(model, backend, fullgraph=True) "
+        "tells why it does"
     )
 
 
