@@ -101,7 +101,8 @@ def graph_break(gm: fx.GraphModule) -> PlanError | None:
         where = "".join(traceback.format_list(reason.user_stack[-1:])).strip()
         why = str(reason.reason).split("\n")[0]
         return PlanError(
-            f"the model does not trace as one graph; it breaks at\n  {where}\n  ({why})\n"
+            f"the model does not trace as one graph; it breaks at\n  {where}\n"
+            f"  ({why})\n"
             "fxsched plans whole models: rewrite that line with torch operations, or "
             "move it out of the compiled function"
         )
@@ -110,7 +111,8 @@ def graph_break(gm: fx.GraphModule) -> PlanError | None:
         return None
     where = "".join(traceback.format_list([skipped])).strip()
     return PlanError(
-        f"the model does not trace as one graph; Dynamo leaves this to Python\n  {where}\n"
+        "the model does not trace as one graph; Dynamo leaves this to Python\n"
+        f"  {where}\n"
         "fxsched plans whole models: torch.compile(model, backend, fullgraph=True) "
         "tells why it does"
     )
