@@ -174,7 +174,8 @@ class _Binder:
         self.graph = fx.Graph()
         self.new: dict[fx.Node, Any] = {}  # old node -> new node or constant
         self.val: dict[fx.Node, Any] = {}  # old node -> fake value
-        self.symbols = _batch_symbols(gm, inputs)
+        values: list[Any] = [n.meta.get("example_value") for n in _placeholders(gm)]
+        self.symbols = {_symbol(values[i].shape[0]) for i in batch} - {None}
         self.roots = _roots(gm)
 
     def bind(self) -> fx.GraphModule:

@@ -518,3 +518,22 @@ def test_checkpointed_parts_train_and_know_training_from_evaluation() -> None:
     assert all(g is not None for g in gradients(model)[:4])
     model.eval()
     torch.testing.assert_close(run(*inputs), model(*inputs))
+
+
+class Lookup(nn.Module):
+    """A table that all rows share, with a length of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor, y: Tensor, table: Tensor) -> Tensor:
+        return (self.linear(x) + table[x.argmax(1)] / table.shape[0] - y).pow(2).mean()
+
+
+def test_a_shared_table_keeps_its_own_length() -> None:
+    model, (x, y) = Lookup(), batch()
+    run = compiled(model, schedules.gpipe(2, 4))
+    for length in (12, 16):
+        table = torch.randn(length, 8)
+        torch.testing.assert_close(run(x, y, table), model(x, y, table))
