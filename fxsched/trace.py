@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import re
 import traceback
-from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -25,6 +24,17 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from .graphs import REGION_ENTERS, REGION_EXITS, Output, Role, Spec, tensors
+from .inputs import (
+    batch_candidates,
+    batch_inputs,
+    in_module,
+    module_of,
+    name_of,
+    placeholders,
+    roots_of,
+    source_of,
+    symbol_of,
+)
 from .jobs import PlanError
 
 
@@ -49,10 +59,10 @@ def ask_for_symbolic_batch(gm: fx.GraphModule, inputs: Sequence[Any]) -> None:
 
     Called inside a torch.compile backend; raises Dynamo's restart signal.
     """
-    placeholders = _placeholders(gm)
+    nodes = placeholders(gm)
     asked = False
-    for i in _batch_candidates(gm, inputs):
-        known = _symbol(placeholders[i].meta["example_value"].shape[0]) is not None
+    for i in batch_candidates(gm, inputs):
+        known = symbol_of(nodes[i].meta["example_value"].shape[0]) is not None
         if not known and 0 not in getattr(
             inputs[i], "_dynamo_weak_dynamic_indices", ()
         ):
@@ -73,9 +83,9 @@ def capture(gm: fx.GraphModule) -> fx.GraphModule:
     for node in gm.graph.nodes:
         new[node] = graph.node_copy(node, new.__getitem__)
         if node.op == "placeholder":
-            new[node].meta["source"] = _source(node)
+            new[node].meta["source"] = source_of(node)
     result = fx.GraphModule(gm, graph)
-    sources = [_source(node) for node in _placeholders(gm)]
+    sources = [source_of(node) for node in placeholders(gm)]
     inner = [str(m.graph) for m in gm.modules() if isinstance(m, fx.GraphModule)]
     constants = [str(id(t)) for _, t in _constants(gm)]
     result.meta["text"] = "\n".join([*sources, *inner, *constants])
@@ -151,7 +161,7 @@ def trace_microbatch(
     `val`, `module`, `flops`; `gm.meta["outputs"]` says how outputs are put together.
     Raises PlanError for a batch that is fixed by the model or doesn't divide.
     """
-    batch = _batch_inputs(gm, inputs, microbatches)
+    batch = batch_inputs(gm, inputs, microbatches)
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     binder = _Binder(gm, inputs, batch, microbatches, mode, specs)
     return binder.bind()
@@ -174,9 +184,9 @@ class _Binder:
         self.graph = fx.Graph()
         self.new: dict[fx.Node, Any] = {}  # old node -> new node or constant
         self.val: dict[fx.Node, Any] = {}  # old node -> fake value
-        values: list[Any] = [n.meta.get("example_value") for n in _placeholders(gm)]
-        self.symbols = {_symbol(values[i].shape[0]) for i in batch} - {None}
-        self.roots = _roots(gm)
+        values: list[Any] = [n.meta.get("example_value") for n in placeholders(gm)]
+        self.symbols = {symbol_of(values[i].shape[0]) for i in batch} - {None}
+        self.roots = roots_of(gm)
 
     def bind(self) -> fx.GraphModule:
         grad = torch.is_grad_enabled()
@@ -204,7 +214,7 @@ class _Binder:
         if not isinstance(value, Tensor):
             self.val[node] = self.new[node] = self.number(node, value)
             return
-        name = _name(_source(node), self.roots)
+        name = name_of(source_of(node), self.roots)
         new = self.graph.placeholder(re.sub(r"\W+|^(?=\d)", "_", name))
         role = self.role(node, value, index)
         new.meta.update(role=role, name=name, index=index, module="")
@@ -222,11 +232,11 @@ class _Binder:
             return Role.BATCH
         if isinstance(value, torch.nn.Parameter):
             return Role.PARAMETER
-        return Role.BUFFER if _in_module(_source(node)) else Role.SHARED
+        return Role.BUFFER if in_module(source_of(node)) else Role.SHARED
 
     def number(self, node: fx.Node, value: Any) -> Any:
         """A size argument: the batch size becomes the microbatch size."""
-        if _symbol(node.meta.get("example_value")) in self.symbols:
+        if symbol_of(node.meta.get("example_value")) in self.symbols:
             return int(value) // self.microbatches
         return value
 
@@ -258,7 +268,7 @@ class _Binder:
         new = self.graph.node_copy(node, lambda n: self.new[n])
         new.meta = {
             "val": value,
-            "module": _module(node, self.roots),
+            "module": module_of(node, self.roots),
             "flops": flops.get_total_flops(),
             "mutates": tuple(writes.found),
             "stack_trace": node.meta.get("stack_trace"),
@@ -278,7 +288,9 @@ class _Binder:
     def describe(self, position: int, old: Any, new: Any) -> Output:
         """How the microbatches' values of one output become what the user gets."""
         if not isinstance(new, fx.Node):
-            if self.symbols and _symbol(getattr(old, "meta", {}).get("example_value")):
+            if self.symbols and symbol_of(
+                getattr(old, "meta", {}).get("example_value")
+            ):
                 raise PlanError(
                     f"output {position} of the model is a size that depends on the "
                     "batch; return tensors, and take sizes from them afterwards"
@@ -291,7 +303,7 @@ class _Binder:
             kind = "scalar" if scalar else "whole"
             return Output(kind, differentiable=gradient)
         sizes = old.meta["example_value"].shape
-        dims = [i for i, size in enumerate(sizes) if _symbol(size) in self.symbols]
+        dims = [i for i, size in enumerate(sizes) if symbol_of(size) in self.symbols]
         if len(dims) == 1:
             return Output("rows", dims[0], differentiable=gradient)
         if scalar:
@@ -329,166 +341,7 @@ class _Writes(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return func(*args, **kwargs)
 
 
-def _batch_inputs(
-    gm: fx.GraphModule, inputs: Sequence[Any], microbatches: int
-) -> list[int]:
-    """Which inputs are cut into microbatches: those with a symbolic batch size."""
-    placeholders = _placeholders(gm)
-    given = _user_tensors(gm, inputs)
-    if microbatches == 1:
-        return given
-    if not given:
-        raise PlanError(
-            f"the model has no tensor input to cut into {microbatches} microbatches; "
-            "pass it the batch, with samples along dimension 0"
-        )
-    candidates = _batch_candidates(gm, inputs)
-    symbols = _batch_symbols(gm, inputs)
-    batch = [
-        i
-        for i in candidates
-        if _symbol(placeholders[i].meta["example_value"].shape[0]) in symbols
-    ]
-    lengths = Counter(inputs[i].shape[0] for i in batch or candidates or given)
-    (length, count), *others = lengths.most_common()
-    if batch and any(other == count for _, other in others):
-        names = [_name(_source(placeholders[i]), _roots(gm)) for i in batch]
-        raise PlanError(
-            f"inputs {', '.join(names)} have different lengths along dimension 0 "
-            f"({', '.join(map(str, lengths))}), and any of them could be the batch; "
-            "keep tensors that all samples share in the model, as buffers"
-        )
-    batch = [i for i in batch if inputs[i].shape[0] == length]
-    if length % microbatches or length == 0:
-        first = next(i for i in batch or given if inputs[i].shape[0] == length)
-        name = _name(_source(placeholders[first]), _roots(gm))
-        raise PlanError(
-            f"input {name} has a batch of {length}, which does not divide into "
-            f"{microbatches} microbatches; pass a multiple of {microbatches} or "
-            "another Schedule(microbatches=)"
-        )
-    if not batch:
-        raise _fixed_batch(placeholders, inputs, candidates)
-    return batch
-
-
-def _user_tensors(gm: fx.GraphModule, inputs: Sequence[Any]) -> list[int]:
-    """Arguments of the call that are tensors with a dimension 0."""
-    return [
-        i
-        for i, node in enumerate(_placeholders(gm))
-        if isinstance(inputs[i], Tensor)
-        and inputs[i].dim() > 0
-        and not isinstance(inputs[i], torch.nn.Parameter)
-        and _source(node).startswith("L[")
-        and not _in_module(_source(node))
-    ]
-
-
-def _batch_candidates(gm: fx.GraphModule, inputs: Sequence[Any]) -> list[int]:
-    """Arguments that may be cut into microbatches; one row can't be."""
-    return [i for i in _user_tensors(gm, inputs) if inputs[i].shape[0] > 1]
-
-
-def _batch_symbols(gm: fx.GraphModule, inputs: Sequence[Any]) -> set[Any]:
-    """Symbols of dimension 0 of arguments that name no other length of theirs."""
-    values = [p.meta.get("example_value") for p in _placeholders(gm)]
-    leading: set[Any] = set()
-    other: set[Any] = set()
-    for i in _batch_candidates(gm, inputs):
-        value = values[i]
-        assert isinstance(value, Tensor)
-        leading.add(_symbol(value.shape[0]))
-        other.update(_symbol(size) for size in value.shape[1:])
-    return leading - other - {None}
-
-
-def _fixed_batch(
-    placeholders: list[fx.Node], inputs: Sequence[Any], candidates: list[int]
-) -> PlanError:
-    sizes = inputs[candidates[0]].shape[0]
-    value = placeholders[candidates[0]].meta["example_value"]
-    environment = value.fake_mode.shape_env
-    fixed = {s for s, r in environment.replacements.items() if r.is_number}
-    lines = [
-        re.sub(r"  # \S*?([^/\s]+:\d+ in \w+).*", r"  # \1", str(guard.sloc))
-        for guard in environment.guards
-        if guard.expr.free_symbols and guard.expr.free_symbols <= fixed
-    ]
-    where = f" by\n  {lines[0]}\n" if lines else " by the model, "
-    return PlanError(
-        f"the batch size is fixed to {sizes}{where}so the batch cannot be cut into "
-        "microbatches; take sizes from the input's shape (x.shape[0], or -1) instead"
-    )
-
-
-def _placeholders(gm: fx.GraphModule) -> list[fx.Node]:
-    return [node for node in gm.graph.nodes if node.op == "placeholder"]
-
-
-def _symbol(size: object) -> Any:
-    """The sympy symbol of a symbolic size, or None if it's a number or expression."""
-    if not isinstance(size, torch.SymInt):
-        return None
-    expression = size.node.expr
-    return expression if expression.is_Symbol else None
-
-
 def _holds_tensor(value: object) -> bool:
     if isinstance(value, (tuple, list)):
         return any(_holds_tensor(item) for item in value)
     return isinstance(value, Tensor)
-
-
-def _source(node: fx.Node) -> str:
-    """Where Dynamo found an input, such as L['self']._modules['a']._buffers['b']."""
-    if "source" in node.meta:
-        return str(node.meta["source"])
-    argument = node.meta.get("grapharg")
-    source = getattr(argument, "source", None) or getattr(node, "_dynamo_source", None)
-    name = getattr(source, "name", node.name)
-    return name() if callable(name) else str(name)
-
-
-def _in_module(source: str) -> bool:
-    return re.search(r"\._(modules|parameters|buffers)\[", source) is not None
-
-
-def _roots(gm: fx.GraphModule) -> list[str]:
-    """The expressions of the modules that inputs belong to, such as L['self']."""
-    found = [
-        re.split(r"\._(?:modules|parameters|buffers)\[", source)[0]
-        for source in map(_source, _placeholders(gm))
-        if _in_module(source)
-    ]
-    return list(dict.fromkeys(found))
-
-
-def _name(source: str, roots: list[str]) -> str:
-    """The user's name of an input: layers.0.weight, or x, or batch['x']."""
-    if _in_module(source):
-        path = re.findall(r"\._(?:modules|parameters|buffers)\['([^']*)'\]", source)
-        root = re.split(r"\._(?:modules|parameters|buffers)\[", source)[0]
-        rest = source.rsplit("]", 1)[1]
-        prefix = [_plain(root)] if len(roots) > 1 else []
-        return ".".join(prefix + path) + rest
-    return _plain(source)
-
-
-def _plain(source: str) -> str:
-    """L['batch']['x'] as batch['x']."""
-    return re.sub(r"^[LG]\['([^']*)'\]", r"\1", source)
-
-
-def _module(node: fx.Node, roots: list[str]) -> str:
-    """The dotted name of the innermost module that a node was called in, or ''."""
-    stack = node.meta.get("nn_module_stack") or {}
-    if not stack:
-        return ""
-    path = str(next(reversed(stack.values()))[0])
-    path = re.sub(r"\._modules\['([^']*)'\]", r".\1", path)
-    for root in roots:
-        if path == root or path.startswith(root + "."):
-            rest = path[len(root) :].strip(".")
-            return ".".join(filter(None, [_plain(root)] * (len(roots) > 1) + [rest]))
-    return _plain(path)

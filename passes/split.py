@@ -72,7 +72,7 @@ def split_stages(gm: fx.GraphModule, request: Request) -> fx.GraphModule:
         gm.add_submodule(f"stage_{number}", stage.module)
         for position, node in enumerate(stage.outputs):
             new[node] = graph.create_node(
-                "call_function", operator.getitem, (call, position), name=node.name
+                "call_function", operator.getitem, (call, position), name=node.name[:20]
             )
             fake = node.meta["val"]
             spec = Spec.of(

@@ -19,7 +19,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("jobs",),
     ("ops", "schedules", "eventloop", "request"),
     ("graphs",),
-    ("check", "show", "aot"),
+    ("check", "show", "aot", "inputs"),
     ("calls",),
     ("passes",),
     ("trace", "pipeline", "inductor"),
