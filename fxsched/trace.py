@@ -63,9 +63,8 @@ def ask_for_symbolic_batch(gm: fx.GraphModule, inputs: Sequence[Any]) -> None:
     asked = False
     for i in batch_candidates(gm, inputs):
         known = symbol_of(nodes[i].meta["example_value"].shape[0]) is not None
-        if not known and 0 not in getattr(
-            inputs[i], "_dynamo_weak_dynamic_indices", ()
-        ):
+        marked = getattr(inputs[i], "_dynamo_weak_dynamic_indices", ())
+        if not known and 0 not in marked:
             torch._dynamo.maybe_mark_dynamic(inputs[i], 0)
             asked = True
     if not asked:
@@ -87,17 +86,17 @@ def capture(gm: fx.GraphModule) -> fx.GraphModule:
     result = fx.GraphModule(gm, graph)
     sources = [source_of(node) for node in placeholders(gm)]
     inner = [str(m.graph) for m in gm.modules() if isinstance(m, fx.GraphModule)]
-    constants = [str(id(t)) for _, t in _constants(gm)]
+    constants = [str(id(tensor)) for tensor in _constants(gm)]
     result.meta["text"] = "\n".join([*sources, *inner, *constants])
     return result
 
 
-def _constants(gm: fx.GraphModule) -> Iterator[tuple[str, Tensor]]:
-    """Tensors that belong to the graph itself, by name."""
+def _constants(gm: fx.GraphModule) -> Iterator[Tensor]:
+    """Tensors that belong to the graph itself."""
     for node in gm.graph.find_nodes(op="get_attr"):
         value = getattr(gm, str(node.target), None)
         if isinstance(value, Tensor):
-            yield str(node.target), value
+            yield value
 
 
 def graph_break(gm: fx.GraphModule) -> PlanError | None:
