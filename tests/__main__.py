@@ -1,7 +1,12 @@
-"""All checks: `python -m tests` runs ruff, mypy --strict and pytest."""
+"""All checks: `python -m tests` runs ruff, mypy --strict and pytest.
+
+Arguments go on to pytest. Process groups stay on loopback, and every process keeps to
+one thread, for the tests run side by side.
+"""
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -17,13 +22,13 @@ CHECKS = (
 def main() -> int:
     """Runs every check from the project's folder; 1 if any failed."""
     root = Path(__file__).parents[1]
+    environment = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"} | os.environ
     failed = []
     for module, *arguments in CHECKS:
         print(f"== {module} {' '.join(arguments)}", flush=True)
-        command = [sys.executable, "-m", module, *arguments, *sys.argv[1:]]
-        if module != "pytest":
-            command = [sys.executable, "-m", module, *arguments]
-        if subprocess.run(command, cwd=root).returncode:
+        more = sys.argv[1:] if module == "pytest" else []
+        command = [sys.executable, "-m", module, *arguments, *more]
+        if subprocess.run(command, cwd=root, env=environment).returncode:
             failed.append(module)
     if failed:
         print(f"failed: {', '.join(failed)}")
