@@ -4,9 +4,11 @@
 """
 
 from . import schedules
-from .backend import Backend, backend, plan
+from .backend import Backend, backend, explain, plan, profile
+from .boundary import stage_boundary
 from .check import CheckError
 from .jobs import Direction, Job, Placement, PlanError, Schedule
+from .measure import Profile
 from .pipeline import Plan
 
 __all__ = [
@@ -17,8 +19,12 @@ __all__ = [
     "Placement",
     "Plan",
     "PlanError",
+    "Profile",
     "Schedule",
     "backend",
+    "explain",
     "plan",
+    "profile",
     "schedules",
+    "stage_boundary",
 ]

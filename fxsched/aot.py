@@ -42,6 +42,7 @@ class Pair(NamedTuple):
     needs: tuple[tuple[str, int], ...]
     mutated: tuple[int, ...]
     saved: tuple[Spec, ...]
+    held: int  # bytes of memory that saved tensors take, views of inputs none
     state_gradients: tuple[int, ...]
     input_gradients: tuple[int, ...]
     tangents: tuple[int, ...]  # outputs whose gradients backward is given
@@ -228,6 +229,11 @@ def _pair_of(
         tuple(needs),
         tuple(order),
         tuple(Spec.of(v.meta["val"]) for v in saved),
+        sum(
+            Spec.of(root.meta["val"]).bytes
+            for root in dict.fromkeys(map(base, saved))
+            if root.op != "placeholder"
+        ),
         tuple(state_gradients),
         tuple(input_gradients),
         tuple(i for i, wanted in enumerate(live) if wanted),

@@ -12,6 +12,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from . import inductor
 from .jobs import PlanError, Schedule
+from .measure import Profile, measure
 from .pipeline import Plan, make_plan
 from .request import Request
 from .runtime import Program
@@ -23,7 +24,7 @@ from .trace import (
     graph_break,
     trace_microbatch,
 )
-from .transport import choose
+from .transport import choose, from_rank_0
 from .workers import Kept, Ranks, Threads
 
 Pass = Callable[[fx.GraphModule, Request], fx.GraphModule]
@@ -38,6 +39,9 @@ def backend(
     loss_reduction: str = "mean",
     stage_compiler: str = "eager",
     passes: Sequence[Pass] = (),
+    memory_limit: float | None = None,
+    same_stage: Sequence[Sequence[str]] = (),
+    profile: Profile | None = None,
 ) -> Backend:
     """A torch.compile backend that runs a model by a schedule.
 
@@ -52,6 +56,10 @@ def backend(
     loss_reduction: "mean" or "sum" of the microbatches' losses.
     stage_compiler: "eager" or "inductor".
     passes: functions (program, request) -> program, run on each worker's program.
+    memory_limit: bytes that stages="auto" may put on a worker: weights, their gradients
+        and activations. The optimizer's state and what one job needs come on top.
+    same_stage: groups of names of modules, to keep in one stage with all between them.
+    profile: what fxsched.profile measured, for stages="auto" instead of estimates.
 
     A compiled function that returns one scalar loss runs F and B in the call, and
     loss.backward() adds the finished gradients. One that doesn't runs F in the call
@@ -81,9 +89,27 @@ def backend(
             f"backend(schedule={schedule!r}): give a Schedule, such as "
             "fxsched.schedules.gpipe(workers=4, microbatches=8)"
         )
+    if memory_limit is not None and not memory_limit > 0:
+        raise PlanError(f"backend(memory_limit={memory_limit!r}): give bytes, above 0")
+    groups = tuple(
+        tuple(group) if isinstance(group, (list, tuple)) else (group,)
+        for group in same_stage
+    )
+    if isinstance(same_stage, str) or any(len(group) < 2 for group in groups):
+        raise PlanError(
+            f"backend(same_stage={same_stage!r}): give groups of two or more names of "
+            "modules, such as [['encoder.embed', 'head']]"
+        )
     configure_dynamo()
-    request = Request(schedule, stages, carry, loss_reduction)
-    return Backend(request, transport, order, stage_compiler, tuple(passes))
+    request = Request(
+        schedule,
+        stages,
+        carry,
+        loss_reduction,
+        memory_limit=memory_limit,
+        same_stage=groups,
+    )
+    return Backend(request, transport, order, stage_compiler, tuple(passes), profile)
 
 
 def plan(
@@ -92,21 +118,74 @@ def plan(
     *args: Any,
     stages: str | Sequence[str] = "auto",
     carry: str = "saved",
+    memory_limit: float | None = None,
+    same_stage: Sequence[Sequence[str]] = (),
+    profile: Profile | None = None,
     **kwargs: Any,
 ) -> Plan:
     """The plan of model(*args, **kwargs) by a schedule, without running anything.
 
-    One process plans for any number of workers. Raises PlanError for what cannot be
-    planned.
+    The other options are those of fxsched.backend. One process plans for any number of
+    workers. Raises PlanError for what cannot be planned.
     """
-    planner = backend(schedule, stages, "threads", carry=carry)
+    planner = backend(
+        schedule,
+        stages,
+        "threads",
+        carry=carry,
+        memory_limit=memory_limit,
+        same_stage=same_stage,
+        profile=profile,
+    )
     planner.plan_only = True
     try:
         torch.compile(model, backend=planner)(*args, **kwargs)
     except _Planned as planned:
         return planned.plan
-    raise PlanError(
-        "Dynamo made no graph of the model, so there is no plan; "
+    raise _no_graph("plan")
+
+
+def explain(
+    model: Callable[..., Any], schedule: Schedule, *args: Any, **kwargs: Any
+) -> None:
+    """Prints the stages of a plan, what each costs, and what limits the step.
+
+    Takes what fxsched.plan takes.
+    """
+    print(plan(model, schedule, *args, **kwargs).explain())
+
+
+def profile(
+    model: Callable[..., Any],
+    *args: Any,
+    microbatches: int = 1,
+    repeats: int = 5,
+    **kwargs: Any,
+) -> Profile:
+    """Measures F and B of every node of model(*args, **kwargs), for one microbatch.
+
+    Give it to fxsched.backend, plan or explain. Under torchrun every rank gets what
+    rank 0 measured, so that all plan alike. Parameters, buffers and random numbers stay
+    as they are. Raises PlanError for models that cannot be traced.
+    """
+    if repeats < 1:
+        raise PlanError(f"profile(repeats={repeats!r}): give an int of 1 or more")
+
+    def make() -> Profile:
+        tracer = _Tracer(backend(Schedule(1, microbatches)).request)
+        try:
+            with torch.enable_grad():
+                torch.compile(model, backend=tracer)(*args, **kwargs)
+        except _Traced as traced:
+            return measure(traced.graph, traced.inputs, microbatches, repeats)
+        raise _no_graph("profile")
+
+    return from_rank_0(make)
+
+
+def _no_graph(what: str) -> PlanError:
+    return PlanError(
+        f"Dynamo made no graph of the model, so there is no {what}; "
         "torch.compile(model, fullgraph=True) tells why"
     )
 
@@ -118,6 +197,13 @@ class _Planned(Exception):
         self.plan = plan
 
 
+class _Traced(Exception):
+    """Ends the call of a compiled function once there is a traced microbatch."""
+
+    def __init__(self, graph: fx.GraphModule, inputs: Sequence[Any]) -> None:
+        self.graph, self.inputs = graph, inputs
+
+
 class Backend:
     """What fxsched.backend returns; `plan` is there after the first call.
 
@@ -127,13 +213,14 @@ class Backend:
     def __init__(
         self,
         request: Request,
-        transport: str | None,
-        order: str,
-        stage_compiler: str,
-        passes: tuple[Pass, ...],
+        transport: str | None = None,
+        order: str = "static",
+        stage_compiler: str = "eager",
+        passes: tuple[Pass, ...] = (),
+        profile: Profile | None = None,
     ) -> None:
         self.request, self.order, self.passes = request, order, passes
-        self.stage_compiler = stage_compiler
+        self.stage_compiler, self.profile = stage_compiler, profile
         self.plan: Plan | None = None
         self.plan_only = False
         self._transport = transport
@@ -183,6 +270,8 @@ class Backend:
         }
         specs = {i: entry.spec for i, entry in kept.items()}
         traced = trace_microbatch(gm, args, self.request.schedule.microbatches, specs)
+        if self.profile is not None:
+            self.profile.apply(traced)
         names = {
             n.meta["index"]: n.meta["name"]
             for n in traced.graph.find_nodes(op="placeholder")
@@ -213,6 +302,14 @@ class Backend:
         assert self._workers is not None
         seed = self._workers.seed()
         return (seed, random[1] + 1 if seed == random[0] else 0)
+
+
+class _Tracer(Backend):
+    """A backend that stops at the traced microbatch."""
+
+    def _make(self, gm: fx.GraphModule, args: tuple[Any, ...]) -> Step:
+        count = self.request.schedule.microbatches
+        raise _Traced(trace_microbatch(gm, args, count, {}), args)
 
 
 def _one_of(name: str, value: object, allowed: Sequence[object]) -> None:

@@ -29,12 +29,15 @@ def run_jobs(
     n: Mapping[Job, int],
     duration: Callable[[Job], float],
     cap: Callable[[int], int | None],
+    delay: Callable[[Job, Job], float] = lambda pred, job: 0.0,
 ) -> list[Event]:
     """Jobs in the order in which they start; fewer than given if the cap stops all.
 
     preds: the jobs that each job waits for; its keys are the jobs, and their order
         breaks ties of n.
     cap: how many microbatches of a stage may be between F and B on the worker of B.
+    delay: the time from the end of a job on one worker to the start of another that
+        reads it on another worker.
     """
     succs: dict[Job, list[Job]] = {job: [] for job in preds}
     missing: dict[Job, int] = {}
@@ -48,12 +51,21 @@ def run_jobs(
     parked: dict[tuple[int, int], list[tuple[int, int, Job]]] = {}
     held: dict[tuple[int, int], int] = {}
     busy: set[int] = set()
-    ends: list[tuple[float, int, Job]] = []
+    ends: list[tuple[float, int, Job]] = []  # of jobs, and of transfers to them
+    sent: set[int] = set()  # which of those are transfers
+    count = 0
     done: list[Event] = []
     idle = set(ready)
-    for job, count in missing.items():
-        if not count:
+    for job, left in missing.items():
+        if not left:
             heappush(ready[worker[job]], rank[job])
+
+    def arrive(job: Job) -> None:
+        missing[job] -= 1
+        if not missing[job]:
+            heappush(ready[worker[job]], rank[job])
+            idle.add(worker[job])
+
     now = 0.0
     while True:
         for w in sorted(idle):
@@ -69,14 +81,18 @@ def run_jobs(
                     held[place] = held.get(place, 0) + 1
                 end = now + duration(job)
                 done.append(Event(job, w, now, end))
-                heappush(ends, (end, len(done), job))
+                count += 1
+                heappush(ends, (end, count, job))
                 busy.add(w)
         if not ends:
             return done
         now = ends[0][0]
-        idle = set()
+        idle.clear()
         while ends and ends[0][0] == now:
-            job = heappop(ends)[2]
+            _, number, job = heappop(ends)
+            if number in sent:
+                arrive(job)
+                continue
             busy.discard(worker[job])
             idle.add(worker[job])
             if job.direction is Direction.BACKWARD:
@@ -87,7 +103,10 @@ def run_jobs(
                     heappush(ready[worker[entry[2]]], entry)
                     idle.add(worker[entry[2]])
             for succ in succs[job]:
-                missing[succ] -= 1
-                if not missing[succ]:
-                    heappush(ready[worker[succ]], rank[succ])
-                    idle.add(worker[succ])
+                late = delay(job, succ) if worker[job] != worker[succ] else 0.0
+                if late:
+                    count += 1
+                    sent.add(count)
+                    heappush(ends, (now + late, count, succ))
+                else:
+                    arrive(succ)

@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import NamedTuple
 
+import networkx as nx
+
 
 class PlanError(Exception):
     """Something the user asked for that cannot be planned; the message says what."""
@@ -66,13 +68,16 @@ class Schedule:
 
     workers: how many workers there are, numbered from 0.
     microbatches: how many equal parts a batch is cut into along dimension 0.
-    stages: how many stages the model is cut into; None leaves it to the planner
-        (one per worker, or as many as the model allows).
+    stages: how many stages the model is cut into; None leaves it to the planner: the
+        multiple of the workers with the shortest predicted step.
     w(s, b, d): Placement, or a pair (weight worker, compute worker).
     n(s, b, d): an int; of the jobs that are ready a worker takes the smallest.
     in_flight: how many microbatches of a stage may be between F and B on one worker
         (the one that holds the activations, where B runs): None for no limit, an
         int, or a function of the stage.
+    fit: gives the schedule for the stages that a model was cut into, for those whose w,
+        n and in_flight depend on them; see schedules.graph. Stages are a
+        networkx.DiGraph, as fxsched.simulate describes it.
     """
 
     workers: int
@@ -82,6 +87,7 @@ class Schedule:
     n: Priority = lambda s, b, d: b
     in_flight: InFlight = None
     name: str | None = None
+    fit: Callable[[nx.DiGraph[int]], Schedule] | None = None
 
     def __post_init__(self) -> None:
         for field in ("workers", "microbatches", "stages"):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -19,6 +19,7 @@ from .passes.differentiate import differentiate_stages
 from .passes.frees import free_values
 from .passes.order import order_jobs
 from .passes.partition import assign_stages
+from .passes.share import copy_shared
 from .passes.split import split_stages
 from .passes.transfer import insert_transfers
 from .passes.unroll import unroll_jobs
@@ -27,6 +28,7 @@ from .request import Request
 
 PASSES = (
     assign_stages,  # every node gets a stage
+    copy_shared,  # cheap values where they are read
     split_stages,  # one node per stage
     differentiate_stages,  # forward and backward calls
     order_jobs,  # one global order of jobs
@@ -69,6 +71,10 @@ class Plan:
         """The program of one worker: a row for each job and each piece of transfer."""
         return show.program_table(self.programs[rank], rank)
 
+    def explain(self) -> str:
+        """Stages and workers with their work and memory, and what limits the step."""
+        return show.explain_text(self.schedule, self.stages)
+
     def check(self) -> None:
         """Raises CheckError unless the programs are sound; see fxsched.check."""
         check_programs(self.programs, self.placements, self.groups)
@@ -87,6 +93,7 @@ def make_plan(gm: fx.GraphModule, request: Request, passes: tuple[Any, ...]) -> 
     """The plan of a traced microbatch; the user's passes run on each program."""
     for each in PASSES:
         gm = each(gm, request)
+        request = replace(request, schedule=gm.meta["schedule"])
     programs = [free_values(p, request) for p in cut_programs(gm, request)]
     for own in passes:
         programs = [own(program, request) for program in programs]

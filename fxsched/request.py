@@ -16,6 +16,8 @@ class Request:
     loss_reduction: "mean" or "sum" over microbatches.
     training: whether gradients are wanted.
     owners: workers that keep a parameter or buffer since an earlier plan, by name.
+    memory_limit: bytes that a worker may hold, or None.
+    same_stage: groups of names of modules that stay in one stage.
     readers: workers that hand outputs to the user; None for all of them.
     """
 
@@ -25,4 +27,6 @@ class Request:
     loss_reduction: str = "mean"
     training: bool = True
     owners: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    memory_limit: float | None = None
+    same_stage: tuple[tuple[str, ...], ...] = ()
     readers: tuple[int, ...] | None = None

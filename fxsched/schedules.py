@@ -5,11 +5,17 @@ In formulas, s is the stage, b the microbatch, d the direction, W the number of 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+
+import networkx as nx
 
 from .jobs import Direction, Placement, PlanError, Priority, Schedule
+from .simulate import run_stages, step_seconds
 
 _Placer = Callable[[int, int], int]
+
+# Jobs that `graph` simulates at most to place stages on workers.
+SIMULATED = 15_000
 
 
 def oldest_microbatch_first(stages: int) -> Priority:
@@ -139,6 +145,80 @@ def fslpp(
         n=oldest_microbatch_first(stages),
         name="fslpp",
     )
+
+
+def graph(workers: int, microbatches: int) -> Schedule:
+    """For models with branches: each stage on a worker of its own where they suffice,
+    else spread so that the simulated step is shortest; 1F1B's order.
+
+    At most as many microbatches of a stage are in flight as there are stages from it to
+    the end: a tree of depth D takes B + D - 1 units of F + B, where its S stages in a
+    chain take B + S - 1. Stages of equal work give a branch workers in proportion to
+    its work. GraphPipe (Jeon et al. 2024, arXiv 2406.17145).
+    """
+    _positive("graph", workers=workers, microbatches=microbatches)
+
+    def fit(stages: nx.DiGraph[int]) -> Schedule:
+        left: dict[int, int] = {}
+        for s in sorted(stages, reverse=True):
+            left[s] = 1 + max((left[r] for r in stages.successors(s)), default=0)
+
+        def placed(worker: Sequence[int]) -> Schedule:
+            return Schedule(
+                workers,
+                microbatches,
+                stages=len(stages),
+                w=lambda s, b, d: Placement(worker[s], worker[s]),
+                n=oldest_microbatch_first(len(stages)),
+                in_flight=left.__getitem__,
+                name="graph",
+            )
+
+        def seconds(worker: Sequence[int]) -> float:
+            return step_seconds(run_stages(placed(worker), stages))
+
+        return placed(_spread(stages, workers, microbatches, seconds))
+
+    return Schedule(workers, microbatches, fit=fit, name="graph")
+
+
+def _spread(
+    stages: nx.DiGraph[int],
+    workers: int,
+    microbatches: int,
+    seconds: Callable[[Sequence[int]], float],
+) -> Sequence[int]:
+    """A worker for each stage: in turns, or the one with the least work; then stages
+    are moved and swapped while that saves time."""
+    count = len(stages)
+    turns = tuple(s % workers for s in range(count))
+    if count <= workers:
+        return turns
+    load = [0.0] * workers
+    least = []
+    for s in range(count):
+        least.append(load.index(min(load)))
+        load[least[s]] += stages.nodes[s]["forward"] + stages.nodes[s]["backward"]
+    best, worker = min((seconds(w), w) for w in (turns, tuple(least)))
+    tries = SIMULATED // (2 * count * microbatches)
+    moves = [(s, w) for s in range(count) for w in range(workers)]
+    moves += [(s, -1 - t) for s in range(count) for t in range(s)]
+    better = True
+    while better:
+        better = False
+        for s, other in moves:
+            new = list(worker)
+            new[s] = other if other >= 0 else worker[-1 - other]
+            if other < 0:
+                new[-1 - other] = worker[s]
+            if tuple(new) == worker:
+                continue
+            tries -= 1
+            if tries < 0:
+                return worker
+            if (found := seconds(new)) < best * (1 - 1e-6):
+                worker, best, better = tuple(new), found, True
+    return worker
 
 
 def _looped(name: str, workers: int, group_size: int) -> _Placer:

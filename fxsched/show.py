@@ -10,8 +10,10 @@ from tabulate import tabulate
 from torch import fx
 
 from . import ops
+from .eventloop import Event
 from .graphs import Group
-from .jobs import Schedule
+from .jobs import Direction, Job, Schedule
+from .simulate import run_stages, step_seconds, worker_bytes
 
 HEADERS = ("#", "job", "n", "waits for", "weights", "sends", "frees")
 
@@ -99,15 +101,124 @@ def stage_table(stages: nx.DiGraph[int]) -> str:
             _shorten(stages.nodes[s]["modules"]),
             f"{stages.nodes[s]['parameters']:,}",
             f"{100 * flops[s] / whole:.1f} %",
-            ", ".join(
-                f"{to}: {_bytes(data['bytes'])}"
-                for _, to, data in stages.edges(s, data=True)
-            ),
+            _sends(stages, s),
         )
         for s in sorted(stages)
     ]
     headers = ("stage", "modules", "parameters", "FLOPs", "sends per microbatch")
     return tabulate(rows, headers, disable_numparse=True)
+
+
+def explain_text(schedule: Schedule, stages: nx.DiGraph[int]) -> str:
+    """The stages with their workers, work and memory; where the step's time goes."""
+    whole = sum(d["forward"] + d["backward"] for _, d in stages.nodes(data=True)) or 1.0
+    rows = []
+    for s in sorted(stages):
+        data = stages.nodes[s]
+        workers = {
+            schedule.place(Job(s, b, d)).compute
+            for b in range(schedule.microbatches)
+            for d in Direction
+        }
+        rows.append(
+            (
+                s,
+                _shorten(data["modules"]),
+                _list(sorted(workers)),
+                f"{100 * (data['forward'] + data['backward']) / whole:.1f} %",
+                f"{data['forward'] * 1e3:.3g} + {data['backward'] * 1e3:.3g}",
+                f"{data['parameters']:,}",
+                _bytes(data["weights"]),
+                _bytes(data["held"]),
+                _sends(stages, s),
+            )
+        )
+    headers = "stage|modules|workers|work|F + B ms|parameters|weights|held"
+    headers += "|sends per microbatch"
+    events = run_stages(schedule, stages)
+    return "\n\n".join(
+        (
+            f"{schedule}, {len(stages)} stages",
+            tabulate(rows, headers.split("|"), disable_numparse=True),
+            _worker_table(schedule, stages, events),
+            _limits(schedule, stages, events),
+        )
+    )
+
+
+def _worker_table(
+    schedule: Schedule, stages: nx.DiGraph[int], events: Sequence[Event]
+) -> str:
+    step = step_seconds(events) or 1.0
+    busy = _busy(schedule, events)
+    memory = worker_bytes(schedule, stages, events)
+    run: list[set[int]] = [set() for _ in range(schedule.workers)]
+    for event in events:
+        run[event.worker].add(event.job.stage)
+    rows = [
+        (
+            w,
+            _shorten([str(s) for s in sorted(run[w])]),
+            f"{100 * busy[w] / step:.1f} %",
+            _bytes(memory[w]),
+        )
+        for w in range(schedule.workers)
+    ]
+    return tabulate(rows, ("worker", "stages", "busy", "memory"), disable_numparse=True)
+
+
+def _busy(schedule: Schedule, events: Sequence[Event]) -> list[float]:
+    busy = [0.0] * schedule.workers
+    for event in events:
+        busy[event.worker] += event.end - event.start
+    return busy
+
+
+def _limits(
+    schedule: Schedule, stages: nx.DiGraph[int], events: Sequence[Event]
+) -> str:
+    """Predicted time, bubble, and the largest of what keeps workers from working."""
+    near = stages.copy()
+    for edge in near.edges:
+        near.edges[edge]["seconds"] = 0.0
+    step = step_seconds(events) or 1.0
+    at_once = min(step, step_seconds(run_stages(schedule, near)))
+    busy = _busy(schedule, events)
+    most, mean = max(busy), sum(busy) / len(busy)
+    slowest = busy.index(most)
+    advice = {
+        "unequal workers": f"worker {slowest} has the most to do: cut finer "
+        "(more stages), or place its stages elsewhere",
+        "waiting for other stages": "filling and draining the pipeline: more "
+        "microbatches, or more stages a worker",
+        "transfers": "values on their way: cut where fewer bytes cross, or use more "
+        "microbatches in flight",
+    }
+    lost = {
+        "unequal workers": most - mean,
+        "waiting for other stages": max(at_once - most, 0.0),
+        "transfers": step - max(at_once, most),
+    }
+    worst = max(lost, key=lost.__getitem__)
+    limit = f"what limits the step: {worst}; {advice[worst]}"
+    if lost[worst] < 0.02 * step:
+        limit = "what limits the step: work; every worker is busy nearly all the time"
+    return "\n".join(
+        (
+            f"predicted step: {step * 1e3:.3g} ms, of which the workers are busy "
+            f"{100 * mean / step:.1f} % (bubble {100 - 100 * mean / step:.1f} %)",
+            "idle: "
+            + ", ".join(f"{what} {100 * t / step:.1f} %" for what, t in lost.items()),
+            limit,
+        )
+    )
+
+
+def _sends(stages: nx.DiGraph[int], stage: int) -> str:
+    return ", ".join(
+        f"{to}: {_bytes(data['bytes'])}"
+        for _, to, data in stages.edges(stage, data=True)
+    )
 
 
 def plan_text(

@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import re
 import traceback
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -21,9 +23,9 @@ from torch._dynamo.exc import TensorifyScalarRestartAnalysis
 from torch._dynamo.symbolic_convert import InstructionTranslator
 from torch._subclasses import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.flop_counter import FlopCounterMode
 
-from .graphs import REGION_ENTERS, REGION_EXITS, Output, Role, Spec, tensors
+from .costs import Meter, Work, alone, backward_of
+from .graphs import REGION_ENTERS, REGION_EXITS, Output, Role, Spec, storage, tensors
 from .inputs import (
     batch_candidates,
     batch_inputs,
@@ -157,7 +159,7 @@ def trace_microbatch(
     specs: the true shapes of inputs whose storage this rank gave up, by index.
 
     Placeholders carry `role`, `name` and `index` (into inputs); every node carries
-    `val`, `module`, `flops`; `gm.meta["outputs"]` says how outputs are put together.
+    `val`, `module`, `work`; `gm.meta["outputs"]` says how outputs are put together.
     Raises PlanError for a batch that is fixed by the model or doesn't divide.
     """
     batch = batch_inputs(gm, inputs, microbatches)
@@ -186,9 +188,14 @@ class _Binder:
         values: list[Any] = [n.meta.get("example_value") for n in placeholders(gm)]
         self.symbols = {symbol_of(values[i].shape[0]) for i in batch} - {None}
         self.roots = roots_of(gm)
+        self.given: set[int] = set()  # storages of inputs and state
+        self.kept: set[int] = set()  # storages that autograd keeps for B
+        self.backward: dict[str, float] = {}  # seconds, by operation and arguments
+        self.seen: Counter[str] = Counter()  # nodes, by module and operation
 
     def bind(self) -> fx.GraphModule:
         grad = torch.is_grad_enabled()
+        torch.set_grad_enabled(True)  # without gradients too, B decides where to cut
         index = 0
         try:
             for node in self.gm.graph.nodes:
@@ -225,6 +232,7 @@ class _Binder:
             fake = spec.empty().requires_grad_(value.requires_grad)
         self.new[node], self.val[node] = new, fake
         new.meta["val"] = fake
+        self.given.add(storage(fake))
 
     def role(self, node: fx.Node, value: Tensor, index: int) -> Role:
         if index in self.batch:
@@ -245,7 +253,7 @@ class _Binder:
             value = getattr(value, part)
         new = self.graph.get_attr(str(node.target))
         self.new[node], self.val[node] = new, value
-        new.meta.update(module="", flops=0)
+        new.meta["module"] = ""
         if isinstance(value, Tensor):
             self.val[node] = new.meta["val"] = self.mode.from_tensor(value)
 
@@ -253,7 +261,7 @@ class _Binder:
         args = fx.map_arg(node.args, lambda n: self.val[n])
         kwargs = fx.map_arg(node.kwargs, lambda n: self.val[n])
         region = node.target in REGION_ENTERS or node.target in REGION_EXITS
-        with self.mode, _Writes() as writes, FlopCounterMode(display=False) as flops:
+        with self.mode, self.keeping() as held, _Writes() as writes, Meter() as meter:
             if region:
                 target: Any = node.target
                 value = target(*args, **kwargs)
@@ -264,15 +272,65 @@ class _Binder:
         if not (region or writes.found or _holds_tensor(value)):
             self.new[node] = value
             return
+        flops, _, seconds = meter.total
+        backward = 0.0 if region else self.backward_seconds(node, args, kwargs, value)
         new = self.graph.node_copy(node, lambda n: self.new[n])
         new.meta = {
             "val": value,
             "module": module_of(node, self.roots),
-            "flops": flops.get_total_flops(),
+            "work": Work(flops, seconds, backward, sum(held)),
             "mutates": tuple(writes.found),
+            "random": meter.random,
             "stack_trace": node.meta.get("stack_trace"),
+            "key": self.key(node),
         }
         self.new[node] = new
+
+    def key(self, node: fx.Node) -> str:
+        """A name that a node keeps in other traces of the model."""
+        target = getattr(node.target, "__name__", str(node.target))
+        place = f"{module_of(node, self.roots)}:{target}"
+        self.seen[place] += 1
+        return f"{place}:{self.seen[place]}"
+
+    @contextmanager
+    def keeping(self) -> Iterator[list[int]]:
+        """Notes the bytes that autograd keeps for B, each storage once."""
+        found: list[int] = []
+
+        def note(tensor: Tensor) -> Tensor:
+            where = storage(tensor)
+            if where not in self.kept | self.given:
+                self.kept.add(where)
+                found.append(tensor.untyped_storage().nbytes())
+            return tensor.detach()
+
+        with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+            yield found
+
+    def backward_seconds(
+        self, node: fx.Node, args: Any, kwargs: Any, value: Any
+    ) -> float:
+        """Seconds of a node's B; as long as those of an equal node."""
+        given = [*args, *kwargs.values()]
+        shapes = [
+            (Spec.of(t), t.requires_grad) for g in (given, value) for t in tensors(g)
+        ]
+        plain = fx.map_arg(
+            (node.args, node.kwargs),
+            lambda n: None if _holds_tensor(self.val[n]) else self.val[n],
+        )
+        key = f"{node.op} {node.target} {id(node.target)} {shapes} {plain}"
+        if key not in self.backward:
+            with self.mode:
+                (again, named), leaves = alone((args, tuple(kwargs.values())))
+                run = getattr(fx.Interpreter(self.gm), node.op)
+                made = run(node.target, again, dict(zip(kwargs, named, strict=True)))
+                backward = backward_of(made, leaves)
+                with Meter() as meter:
+                    backward()
+            self.backward[key] = meter.total.seconds
+        return self.backward[key]
 
     def output(self, node: fx.Node) -> list[Output]:
         results, outputs = [], []

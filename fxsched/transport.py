@@ -11,7 +11,7 @@ import os
 import queue
 import threading
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -19,6 +19,8 @@ from torch import Tensor
 
 from .graphs import Spec, Specs
 from .jobs import PlanError
+
+T = TypeVar("T")
 
 ALIGNMENT = 64  # bytes between tensors of a bundle in one message
 WATCHERS = 8  # receives that may be posted at a time under order="dynamic"
@@ -189,6 +191,25 @@ class Processes:
         values: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(values, value, group=self.group)
         return values
+
+
+def from_rank_0(make: Callable[[], T]) -> T:
+    """What make() gives on rank 0, or here if there are no ranks; its errors too."""
+    if not dist.is_initialized():
+        if not started_by_torchrun():
+            return make()
+        dist.init_process_group("gloo")
+    found: list[Any] = [None, None]
+    if dist.get_rank() == 0:
+        try:
+            found[0] = make()
+        except Exception as error:
+            found[1] = error
+    dist.broadcast_object_list(found, 0)
+    if found[1] is not None:
+        raise found[1]
+    made: T = found[0]
+    return made
 
 
 def largest(values: Tensor) -> Tensor:

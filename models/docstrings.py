@@ -1,5 +1,5 @@
 """Real data for two_tower: the functions of Python's standard library, each with the
-docstring that its author wrote for it."""
+docstring that its author wrote for it. pages.py and sources.py make more of them."""
 
 import ast
 import gc
@@ -9,7 +9,9 @@ import zlib
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
+from typing import Generic, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -18,6 +20,24 @@ SKIP = {"test", "tests", "idlelib", "lib2to3", "site-packages", "dist-packages"}
 WORD = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+")  # parseHTMLPage -> parse HTML Page
 FUNCTION = (ast.FunctionDef, ast.AsyncFunctionDef)
 PAD, UNKNOWN = 0, 1
+CODE_LENGTH, DOC_LENGTH = 64, 24  # words
+
+
+T = TypeVar("T")
+
+
+class Parts(NamedTuple, Generic[T]):
+    """What is learnt from, and what only shows what was learnt."""
+
+    train: T
+    held_out: T
+
+
+class Function(NamedTuple):
+    source: str  # blank where the docstring was
+    doc: str
+    code_words: list[str]  # as split() makes them
+    doc_words: list[str]
 
 
 @dataclass(frozen=True)
@@ -31,10 +51,27 @@ class Data:
     words: list[str]  # words[id] is the word of a token id
 
 
-def load(code_length: int = 64, doc_length: int = 24, vocabulary: int = 4096) -> Data:
+def load(
+    code_length: int = CODE_LENGTH,
+    doc_length: int = DOC_LENGTH,
+    vocabulary: int = 4096,
+) -> Data:
     """Read the library; a tenth of the functions, chosen by hash, is held out."""
-    train: list[tuple[list[str], list[str]]] = []
-    held_out: list[tuple[list[str], list[str]]] = []
+    train, held_out = library(code_length, doc_length)
+    words = vocabulary_of(train, vocabulary)
+    return Data(
+        numbered((each.code_words for each in train), words, code_length),
+        numbered((each.doc_words for each in train), words, doc_length),
+        numbered((each.code_words for each in held_out), words, code_length),
+        numbered((each.doc_words for each in held_out), words, doc_length),
+        words,
+    )
+
+
+@cache
+def library(code_length: int, doc_length: int) -> Parts[list[Function]]:
+    """The functions with at least 5 words of code and 3 of docstring, each once."""
+    parts: Parts[list[Function]] = Parts([], [])
     seen: set[str] = set()
     gc.disable()  # syntax trees are many objects without a cycle: it halves the time
     try:
@@ -48,25 +85,23 @@ def load(code_length: int = 64, doc_length: int = 24, vocabulary: int = 4096) ->
         if len(code_words) < 5 or len(doc_words) < 3 or seen & texts:
             continue
         seen |= texts  # each once: never in both parts, no negative that is true
-        part = held_out if zlib.crc32(text.encode()) % 10 == 0 else train
-        part.append((code_words, doc_words))
+        part = parts.held_out if zlib.crc32(text.encode()) % 10 == 0 else parts.train
+        part.append(Function(code, doc, code_words, doc_words))
+    return parts
 
-    counts = Counter(word for pair in train for words in pair for word in words)
+
+def vocabulary_of(functions: Iterable[Function], size: int) -> list[str]:
+    """Padding, the unknown word, then the size - 2 most frequent words."""
+    counts = Counter(w for f in functions for w in (*f.code_words, *f.doc_words))
     common = sorted(counts, key=lambda word: (-counts[word], word))
-    words = ["<pad>", "<unknown>", *common[: vocabulary - 2]]
+    return ["<pad>", "<unknown>", *common[: size - 2]]
+
+
+def numbered(rows: Iterable[list[str]], words: list[str], length: int) -> Tensor:
+    """Rows of words -> their ids, padded, [n, length] int64."""
     ids = {word: i for i, word in enumerate(words)}
-
-    def tensor(rows: Iterable[list[str]], length: int) -> Tensor:
-        numbers = ([ids.get(word, UNKNOWN) for word in row] for row in rows)
-        return torch.tensor([row + [PAD] * (length - len(row)) for row in numbers])
-
-    return Data(
-        tensor((code for code, _ in train), code_length),
-        tensor((doc for _, doc in train), doc_length),
-        tensor((code for code, _ in held_out), code_length),
-        tensor((doc for _, doc in held_out), doc_length),
-        words,
-    )
+    numbers = ([ids.get(word, UNKNOWN) for word in row] for row in rows)
+    return torch.tensor([row + [PAD] * (length - len(row)) for row in numbers])
 
 
 def functions(root: Path) -> Iterator[tuple[str, str]]:

@@ -7,11 +7,11 @@ from collections.abc import Sequence
 from typing import Any
 
 from torch import fx
-from torch.utils.flop_counter import flop_registry
 
 from .. import ops
 from ..aot import Pair, stage_key, trace_stage
 from ..calls import Place, backward_module, forward_module
+from ..costs import graph_cost
 from ..graphs import Group, arguments, result
 from ..jobs import Direction
 from ..request import Request
@@ -173,10 +173,24 @@ class _Differentiation:
                     None,
                 ),
             )
+            seconds = graph_cost(pair.backward).seconds
+            if "measured" in call.meta:
+                seconds = call.meta["measured"][1]
+            seconds += recompute * forward.meta["seconds"]
+            self.gm.meta["stages"].nodes[stage].update(
+                backward=seconds,
+                held=(pair.held if keep is not None else 0)
+                + sum(
+                    spec.bytes
+                    for value in inputs
+                    if value.op != "placeholder"
+                    for spec in value.meta["specs"]
+                ),
+            )
             backward.meta.update(
                 stage=stage,
                 direction=Direction.BACKWARD,
-                flops=_flops(pair.backward) + recompute * forward.meta["flops"],
+                seconds=seconds,
                 random=pair.random and recompute,
             )
             self._hand_on(backward, pair, places, weights, inputs)
@@ -191,7 +205,13 @@ class _Differentiation:
         self.gm.add_submodule(f"forward_{stage}", forward_module(pair, places, outs))
         forward = self.graph.call_module(f"forward_{stage}", (*call.args, None))
         forward.meta.update(direction=Direction.FORWARD)
-        forward.meta.update(stage=stage, flops=_flops(pair.forward), random=pair.random)
+        seconds = graph_cost(pair.forward).seconds
+        if "measured" in call.meta:
+            seconds = call.meta["measured"][0]
+        forward.meta.update(stage=stage, seconds=seconds, random=pair.random)
+        self.gm.meta["stages"].nodes[stage].update(
+            forward=seconds, backward=0.0, held=0
+        )
         written = sorted({places[i][0] for i in pair.mutated})
         with self.graph.inserting_after(forward):
             for position, j in enumerate(written):
@@ -262,21 +282,3 @@ def _needs_state(
         for i, (group, k) in enumerate(places)
     )
     return zeros or any(what == "state" for what, _ in pair.needs)
-
-
-def _flops(gm: fx.GraphModule) -> int:
-    """FLOPs of an aten graph, by torch.utils.flop_counter's formulas."""
-    count = 0
-    for node in gm.graph.nodes:
-        packet = getattr(node.target, "overloadpacket", None)
-        if packet in flop_registry:
-
-            def value(n: fx.Node) -> Any:
-                return n.meta.get("val")
-
-            args = fx.map_arg(node.args, value)
-            kwargs = fx.map_arg(node.kwargs, value)
-            count += int(
-                flop_registry[packet](*args, **kwargs, out_val=node.meta["val"])
-            )
-    return count

@@ -10,6 +10,7 @@ from ..eventloop import Event, run_jobs
 from ..graphs import result
 from ..jobs import Direction, Job, PlanError, Schedule
 from ..request import Request
+from ..simulate import transfers
 
 FORWARD, BACKWARD = Direction
 Cap = Callable[[int], int | None]
@@ -21,9 +22,9 @@ def order_jobs(gm: fx.GraphModule, request: Request) -> fx.GraphModule:
     before: calls forward_0, forward_1, backward_1, backward_0; 2 microbatches
     after:  gm.meta["jobs"] = [0F0, 0F1, 1F0, 1B0, 1F1, 0B0, 1B1, 0B1]
 
-    A job lasts as long as its FLOPs. Of jobs that could start, n decides; a capped F
-    waits for a B. If F and B are in different calls of the user's (gm.meta["loss"] is
-    None), all F come first and there is no cap.
+    A job lasts as long as its call should take, and so does a transfer. Of jobs that
+    could start, n decides; a capped F waits for a B. If F and B are in different calls
+    of the user's (gm.meta["loss"] is None), all F come first and there is no cap.
     gm.meta["preds"] keeps what each job waits for, gm.meta["credits"] the B that each
     capped F waits for.
     """
@@ -45,9 +46,13 @@ def order_jobs(gm: fx.GraphModule, request: Request) -> fx.GraphModule:
         for job in n:
             n[job] += (last - first + 1) * (job.direction is BACKWARD)
 
+    delay = transfers(gm.meta["stages"])
+
     def run(cap: Cap) -> list[Event]:
         limit = (lambda s: None) if split else cap
-        return run_jobs(preds, worker, n, lambda j: work[j.stage, j.direction], limit)
+        return run_jobs(
+            preds, worker, n, lambda j: work[j.stage, j.direction], limit, delay
+        )
 
     events = run(schedule.cap)
     if len(events) < len(preds):
@@ -82,15 +87,11 @@ def _stage_preds(
 
 
 def _durations(gm: fx.GraphModule) -> dict[tuple[int, Direction], float]:
-    """FLOPs of each call over the mean of F; 1 and 2 in a model without FLOPs."""
-    calls = [n for n in gm.graph.nodes if n.op == "call_module"]
-    forward = [n.meta["flops"] for n in calls if n.meta["direction"] is FORWARD]
-    mean = sum(forward) / max(len(forward), 1)
+    """Seconds of each call."""
     return {
-        (n.meta["stage"], n.meta["direction"]): max(n.meta["flops"] / mean, 0.01)
-        if mean
-        else 1.0 + (n.meta["direction"] is BACKWARD)
-        for n in calls
+        (node.meta["stage"], node.meta["direction"]): node.meta["seconds"]
+        for node in gm.graph.nodes
+        if node.op == "call_module"
     }
 
 

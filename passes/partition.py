@@ -3,23 +3,18 @@
 from __future__ import annotations
 
 import difflib
-import itertools
-import operator
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import networkx as nx
 from torch import Tensor, fx
 
+from ..boundary import stage_boundary
+from ..costs import rates_of
+from ..cuts import Cut, Problem, Unit, Value
 from ..graphs import REGION_ENTERS, REGION_EXITS, Role, storage, tensors
 from ..jobs import PlanError
+from ..planner import choose_cut, stage_graph
 from ..request import Request
-
-# A stage holds parallel branches if two unconnected parts of it are heavier than this
-# share of an average stage; lighter ones (masks, embeddings) may go anywhere.
-BRANCH = 0.05
-# Cuts may make the slowest stage this much slower if fewer bytes cross them.
-SLACK = 1.05
 
 Block = list[fx.Node]
 
@@ -28,42 +23,97 @@ def assign_stages(gm: fx.GraphModule, request: Request) -> fx.GraphModule:
     """Cuts the graph into stages, in an order that values only flow forward in.
 
     before: code = code_encoder(x); doc = doc_encoder(y); logit = head(code, doc)
-    after:  the same nodes, each with meta["stage"]: 0 for the one encoder, 1 for the
-            other and the head; unused nodes have none
+    after:  the same nodes, each with meta["stage"]: 0 and 1 for the encoders, 2 for
+            the head; unused nodes have none
 
-    "auto": as many stages as the schedule says; no parallel branches in one stage if
-    there are enough stages, then the least FLOPs in the heaviest stage, then the
-    fewest bytes across cuts. Names: each named module starts a new stage, in the order
-    of the program.
-    Raises PlanError for more stages than there are places to cut, unknown names, and
-    inputs that the model writes into.
+    "auto": the cut whose step the schedule should take the shortest (planner.py).
+    Names: each named module starts a new stage, in the order of the program.
+    gm.meta["schedule"] is the schedule for these stages. What is cheaper to compute
+    again than to send, such as a mask, gets no stage here.
+    Raises PlanError for more stages than there are places to cut, unknown names, a
+    memory limit that no cut meets, and inputs that the model writes into.
     """
-    blocks = _blocks(gm)
+    shared = _shared(gm)
+    blocks = _used(gm, _blocks(gm, request, shared))
+    problem = _problem(blocks)
     if request.stages == "auto":
-        schedule = request.schedule
-        ordered = _depth_first(gm, blocks)
-        cuts = _cut(ordered, schedule.stages, schedule.workers)
+        choice = choose_cut(problem, request.schedule, request.memory_limit)
+        cut, schedule = choice.cut, choice.schedule
     else:
-        ordered = blocks
-        cuts = _named_cuts(ordered, tuple(request.stages), request.schedule.stages)
-    for stage, (start, end) in enumerate(zip([0, *cuts], [*cuts, None], strict=True)):
-        for block in ordered[start:end]:
-            for node in block:
-                node.meta["stage"] = stage
-    gm.meta["stage_count"] = len(cuts) + 1
+        cut = _named_cut(blocks, tuple(request.stages), request.schedule.stages)
+        schedule = request.schedule
+        if schedule.fit is not None:
+            schedule = schedule.fit(stage_graph(problem, cut))
+    for block, stage in zip(blocks, cut, strict=True):
+        for node in block:
+            node.meta["stage"] = stage
+    gm.meta["shared"] = shared
+    gm.meta["stage_count"] = max(cut, default=0) + 1
+    gm.meta["schedule"] = schedule
     return gm
 
 
-def _blocks(gm: fx.GraphModule) -> list[Block]:
+def _shared(gm: fx.GraphModule) -> set[fx.Node]:
+    """What each reader computes from the inputs for less than it takes to be sent."""
+    seconds: dict[fx.Node, dict[fx.Node, float]] = {}  # of all that a node comes from
+    written = {storage(t) for n in gm.graph.nodes for t in n.meta.get("mutates", ())}
+    for node in gm.graph.nodes:
+        if node.op in ("placeholder", "get_attr"):
+            parameter = node.meta.get("role") is Role.PARAMETER
+            if not parameter and not _among(node, written):
+                seconds[node] = {}
+        elif node.op.startswith("call") and _repeats(node, written):
+            read = node.all_input_nodes
+            if all(p in seconds for p in read):
+                whole = {n: s for p in read for n, s in seconds[p].items()}
+                whole[node] = node.meta["work"].forward
+                if sum(whole.values()) <= _send(node):
+                    seconds[node] = whole
+    return {node for node in seconds if node.op.startswith("call")}
+
+
+def _among(node: fx.Node, written: set[int]) -> bool:
+    return any(storage(t) in written for t in tensors(node.meta.get("val")))
+
+
+def _repeats(node: fx.Node, written: set[int]) -> bool:
+    """Whether a node may run twice: it draws and learns nothing, nothing is written."""
+    regions = node.target in (*REGION_ENTERS, *REGION_EXITS)
+    return not (
+        regions
+        or node.meta["random"]
+        or _among(node, written)
+        or any(t.requires_grad for t in tensors(node.meta["val"]))
+    )
+
+
+def _send(node: fx.Node) -> float:
+    """Seconds to send what a node makes."""
+    found = list(tensors(node.meta["val"]))
+    if not found:
+        return 0.0
+    rates = rates_of(found[0].device)
+    size = sum(t.numel() * t.element_size() for t in found)
+    return rates.latency + size / rates.link
+
+
+def _blocks(gm: fx.GraphModule, request: Request, shared: set[fx.Node]) -> list[Block]:
     """Nodes that cannot be told apart by a cut, in program order.
 
-    They are the readers of a tuple with its maker, and a tensor that is written into
-    with everything that reads or writes it up to the last write.
+    They are the readers of a tuple with its maker, a tensor that is written into with
+    everything that reads or writes it up to the last write, and modules of one group
+    of same_stage with all that lies between them.
     """
     nodes = [n for n in gm.graph.nodes if n.op.startswith("call")]
     nodes = [n for n in nodes if n.target not in (*REGION_ENTERS, *REGION_EXITS)]
+    nodes = [n for n in nodes if n not in shared]
     tied = [[n, *n.users] for n in nodes if not isinstance(n.meta["val"], Tensor)]
+    tied += [[*n.all_input_nodes, n] for n in nodes if n.target is stage_boundary]
     tied += _written(gm, nodes)
+    tied += [
+        [n for name in names for n in _inside(nodes, name, "same_stage")]
+        for names in request.same_stage
+    ]
     position = {node: i for i, node in enumerate(nodes)}
     flow: nx.DiGraph[fx.Node] = nx.DiGraph()
     flow.add_nodes_from(nodes)
@@ -111,64 +161,15 @@ def _touches(node: fx.Node, written: int) -> bool:
     return any(storage(t) == written for value in values for t in tensors(value))
 
 
-def _find(parent: list[int], a: int) -> int:
-    while parent[a] != a:
-        parent[a] = parent[parent[a]]
-        a = parent[a]
-    return a
-
-
-def _cost(block: Block) -> int:
-    """FLOPs, and one for every number that a node makes."""
-    made = sum(t.numel() for n in block for t in tensors(n.meta["val"]))
-    return made + sum(int(n.meta["flops"]) for n in block)
-
-
-def _depth_first(gm: fx.GraphModule, blocks: list[Block]) -> list[Block]:
-    """Blocks in an order of data flow that finishes one branch before the next.
-
-    The branch with the longest path of work comes first. Blocks that nothing reads
-    are left out, but for those that write into buffers.
-    """
+def _used(gm: fx.GraphModule, blocks: list[Block]) -> list[Block]:
+    """Without blocks that nothing reads, but for those that write into buffers."""
     of = {node: i for i, block in enumerate(blocks) for node in block}
-    preds = [
-        sorted({of[p] for n in block for p in n.all_input_nodes if p in of} - {i})
-        for i, block in enumerate(blocks)
-    ]
-    depth: list[int] = []
-    for i, block in enumerate(blocks):
-        depth.append(_cost(block) + max((depth[p] for p in preds[i]), default=0))
-    order: list[int] = []
-    roots = {of[n] for n in gm.graph.output_node().all_input_nodes if n in of}
-    for root in sorted(roots, key=lambda i: (-depth[i], i)):
-        order += _ancestors(root, preds, depth, set(order))
-    for i, block in enumerate(blocks):
-        if i not in order and _writes_buffer(block):  # beside what stands before it
-            chain = _ancestors(i, preds, depth, set(order))
-            near = {p for j in chain for p in preds[j]} | {
-                max([j for j in order if j < i] or [-1])
-            }
-            at = max((order.index(p) for p in near if p in order), default=-1) + 1
-            order[at:at] = chain
-    return [blocks[i] for i in order]
-
-
-def _ancestors(
-    root: int, preds: list[list[int]], depth: list[int], seen: set[int]
-) -> list[int]:
-    """A block after all that it needs and isn't seen, deepest branches first."""
-    order: list[int] = []
-    stack = [(root, False)]
-    while stack:
-        i, done = stack.pop()
-        if done:
-            order.append(i)
-        elif i not in seen:
-            seen.add(i)
-            stack.append((i, True))
-            ahead = sorted(preds[i], key=lambda p: (depth[p], -p))
-            stack += [(p, False) for p in ahead if p not in seen]
-    return order
+    needed = {of[n] for n in gm.graph.output_node().all_input_nodes if n in of}
+    needed |= {i for i, block in enumerate(blocks) if _writes_buffer(block)}
+    for i in reversed(range(len(blocks))):
+        if i in needed:
+            needed |= {of[p] for n in blocks[i] for p in n.all_input_nodes if p in of}
+    return [block for i, block in enumerate(blocks) if i in needed]
 
 
 def _writes_buffer(block: Block) -> bool:
@@ -181,184 +182,74 @@ def _writes_buffer(block: Block) -> bool:
     return any(storage(t) in given for n in block for t in n.meta["mutates"])
 
 
-class Unit(NamedTuple):
-    """Neighbouring blocks with one cut after them: one heavy block and light ones."""
-
-    end: int  # blocks up to here
-    cost: int
-    bytes: int  # that cross the cut
-    preds: tuple[int, ...]  # units that it reads
-
-
-def _cut(blocks: list[Block], stages: int | None, workers: int) -> list[int]:
-    """Where to cut: for each stage but the last, the number of blocks up to its end."""
-    wanted = stages or min(workers, max(len(blocks), 1))
-    if wanted > len(blocks):
-        raise PlanError(
-            f"the schedule wants {wanted} stages, but the model can be cut into "
-            f"{len(blocks)} at most; use Schedule(stages={max(len(blocks), 1)}) or less"
-        )
-    units = _units(blocks, wanted)
-    apart = _branches(units, wanted)
-    if max(map(max, apart)) >= wanted:  # more branches than stages: some must share
-        apart = [[0] * len(row) for row in apart]
-    worst = _best(units, wanted, apart, None)[0][1]
-    _, ends = _best(units, wanted, apart, worst * SLACK)
-    return [units[i - 1].end for i in ends]
-
-
-def _units(blocks: list[Block], stages: int) -> list[Unit]:
-    costs = [_cost(block) for block in blocks]
-    flops = [sum(int(n.meta["flops"]) for n in block) for block in blocks]
-    threshold = max(sum(flops) / (50 * stages), 1)
-    heavy = [i for i, count in enumerate(flops) if count >= threshold]
-    if len(heavy) < stages:
-        heavy = list(range(len(blocks)))
-    crossing = _crossing(blocks)
-    ends = [_end(blocks, i, j, crossing) for i, j in itertools.pairwise(heavy)]
-    ends.append(len(blocks))
-    unit_of = {}
-    units: list[Unit] = []
-    start = 0
-    for number, end in enumerate(ends):
-        inside = [node for block in blocks[start:end] for node in block]
-        unit_of.update(dict.fromkeys(inside, number))
-        preds = {unit_of[p] for n in inside for p in n.all_input_nodes if p in unit_of}
-        cost = sum(costs[start:end])
-        units.append(Unit(end, cost, crossing[end], tuple(preds - {number})))
-        start = end
-    return units
-
-
-def _end(blocks: list[Block], heavy: int, following: int, crossing: list[int]) -> int:
-    """Where to cut between two heavy blocks: where the fewest bytes cross.
-
-    Of equal places the one after all light blocks that read the first heavy one alone;
-    what joins branches, or starts another one, belongs to the next.
-    """
-    inside = set(blocks[heavy])
-    limit = heavy + 1
-    for block in blocks[heavy + 1 : following]:
-        read = {p for n in block for p in n.all_input_nodes if "flops" in p.meta}
-        if not read or not read <= inside | set(block):
-            break
-        inside.update(block)
-        limit += 1
-    places = range(heavy + 1, following + 1)
-    return min(places, key=lambda end: (crossing[end], abs(end - limit)))
-
-
-def _crossing(blocks: list[Block]) -> list[int]:
-    """For each cut, the bytes of tensors that are made before and read after it."""
-    at = {node: i for i, block in enumerate(blocks) for node in block}
-    change = [0] * (len(blocks) + 2)
-    for node, made in at.items():
-        last = max((at.get(user, made) for user in node.users), default=made)
-        size = sum(t.numel() * t.element_size() for t in tensors(node.meta["val"]))
-        change[made + 1] += size
-        change[last + 1] -= size
-    for i in range(1, len(change)):
-        change[i] += change[i - 1]
-    return change
-
-
-def _branches(units: list[Unit], stages: int) -> list[list[int]]:
-    """apart[i][j]: heavy unconnected parts in a stage of units i to j, less one."""
-    heavy = BRANCH * sum(unit.cost for unit in units) / stages
-    table = []
-    for i in range(len(units)):
-        parent = list(range(len(units)))
-        weight: dict[int, int] = {}
-        row = [0] * (i + 1)
-        count = 0
-        for j in range(i, len(units)):
-            merged, cost = {j}, units[j].cost
-            merged |= {_find(parent, p) for p in units[j].preds if p >= i}
-            for root in merged - {j}:
-                count -= weight[root] >= heavy
-                cost += weight.pop(root)
-                parent[root] = j
-            weight[j] = cost
-            count += cost >= heavy
-            row.append(max(count - 1, 0))
-        table.append(row)
-    return table
-
-
-def _best(
-    units: list[Unit], stages: int, apart: list[list[int]], limit: float | None
-) -> tuple[tuple[int, float], list[int]]:
-    """The best cuts by dynamic programming over units; (its value, units up to each).
-
-    The value is (branches that share a stage, cost of the heaviest stage), or, for
-    stages of a cost up to `limit`, (branches that share a stage, bytes across cuts).
-    """
-    sums = [0]
-    for unit in units:
-        sums.append(sums[-1] + unit.cost)
-    count = len(units)
-    best: list[tuple[int, float] | None] = [(0, 0.0)] + [None] * count
-    choices: list[list[int]] = []
-    for _ in range(stages):
-        row: list[tuple[int, float] | None] = [None] * (count + 1)
-        choice = [0] * (count + 1)
-        for i in range(count):
-            before = best[i]
-            if before is None:
-                continue
-            for j in range(i + 1, count + 1):
-                cost = sums[j] - sums[i]
-                if limit is not None and cost > limit:
-                    break
-                second = (
-                    max(before[1], float(cost))
-                    if limit is None
-                    else before[1] + (units[j - 1].bytes if j < count else 0)
-                )
-                value = (before[0] + apart[i][j], second)
-                old = row[j]
-                if old is None or value < old:
-                    row[j], choice[j] = value, i
-        best = row
-        choices.append(choice)
-    final = best[count]
-    assert final is not None, "no cut within the limit that a cut was found for"
-    ends, j = [], count
-    for choice in reversed(choices):
-        j = choice[j]
-        ends.append(j)
-    return final, sorted(ends)[1:]
-
-
-def _named_cuts(
-    blocks: list[Block], names: Sequence[str], stages: int | None
-) -> list[int]:
-    """Where the named modules start, in program order."""
-    modules = [{str(n.meta["module"]) for n in block} for block in blocks]
-    starts = {}
-    for name in names:
-        inside = [
-            any(m == name or m.startswith(name + ".") for m in found)
-            for found in modules
-        ]
-        if not any(inside):
-            known = {
-                ".".join(m.split(".")[: i + 1])
-                for f in modules
-                for m in f
-                for i in range(len(m.split(".")))
-            } - {""}
-            near = difflib.get_close_matches(name, sorted(known), 3) or sorted(known)
-            raise PlanError(
-                f"stages names module {name!r}, which the model doesn't call; "
-                f"did you mean {', '.join(near[:3])}?"
+def _problem(blocks: list[Block]) -> Problem:
+    """Blocks as units, what they make for others as values."""
+    of = {node: i for i, block in enumerate(blocks) for node in block}
+    known: set[fx.Node] = set()  # state that is counted already
+    units, values, apart = [], [], set()
+    for i, block in enumerate(blocks):
+        work = [node.meta["work"] for node in block]
+        state = {p for n in block for p in n.all_input_nodes if _is_state(p)} - known
+        known |= state
+        units.append(
+            Unit(
+                sum(w.forward for w in work),
+                sum(w.backward for w in work),
+                sum(w.held for w in work),
+                sum(map(_state_bytes, state)),
             )
-        starts[name] = operator.indexOf(inside, True)
-    cuts = sorted(set(starts.values()) - {0})
-    if stages is not None and len(cuts) + 1 != stages:
+        )
+        for node in block:
+            readers = tuple(sorted({of[u] for u in node.users if u in of} - {i}))
+            if readers:
+                there = _send(node)
+                gradient = any(t.requires_grad for t in tensors(node.meta["val"]))
+                values.append(Value(i, readers, there, there * gradient))
+            if node.target is stage_boundary:
+                apart |= {(i, reader) for reader in readers}
+    return Problem(tuple(units), tuple(values), 0.0, frozenset(apart))
+
+
+def _is_state(node: fx.Node) -> bool:
+    return node.meta.get("role") in (Role.PARAMETER, Role.BUFFER)
+
+
+def _state_bytes(node: fx.Node) -> int:
+    """Bytes of a weight and its gradient, or of a buffer."""
+    value = node.meta["val"]
+    return int(value.numel() * value.element_size() * (1 + value.requires_grad))
+
+
+def _inside(nodes: Sequence[fx.Node], name: str, option: str) -> list[fx.Node]:
+    """The nodes of a module. Raises PlanError with the nearest names if it has none."""
+    found = [
+        n
+        for n in nodes
+        if n.meta["module"] == name or n.meta["module"].startswith(name + ".")
+    ]
+    if found:
+        return found
+    known = {
+        ".".join(parts[: i + 1])
+        for parts in (n.meta["module"].split(".") for n in nodes)
+        for i in range(len(parts))
+    } - {""}
+    near = difflib.get_close_matches(name, sorted(known), 3) or sorted(known)
+    raise PlanError(
+        f"{option} names module {name!r}, which the model doesn't call; "
+        f"did you mean {', '.join(near[:3])}?"
+    )
+
+
+def _named_cut(blocks: list[Block], names: Sequence[str], stages: int | None) -> Cut:
+    """Stages that start where the named modules do, in program order."""
+    of = {node: i for i, block in enumerate(blocks) for node in block}
+    starts = {min(of[n] for n in _inside(list(of), name, "stages")) for name in names}
+    starts.discard(0)
+    if stages is not None and len(starts) + 1 != stages:
         raise PlanError(
-            f"stages names {len(names)} modules, which makes {len(cuts) + 1} stages, "
+            f"stages names {len(names)} modules, which makes {len(starts) + 1} stages, "
             f"but the schedule has {stages}; name as many as it has, where the first "
             "stage may start unnamed"
         )
-    return cuts
+    return tuple(sum(start <= i for start in starts) for i in range(len(blocks)))

@@ -11,6 +11,7 @@ import networkx as nx
 import torch
 from torch import fx
 
+from ..costs import rates_of
 from ..graphs import (
     REGION_ENTERS,
     REGION_EXITS,
@@ -68,6 +69,12 @@ def split_stages(gm: fx.GraphModule, request: Request) -> fx.GraphModule:
             for k, name in enumerate(groups[i].names)
         }
         call.meta["stage"] = number
+        if gm.meta.get("measured"):
+            work = [n.meta["work"] for n in stage.nodes if "work" in n.meta]
+            call.meta["measured"] = (
+                sum(w.forward for w in work),
+                sum(w.backward for w in work),
+            )
         stage.module.meta["state"] = [flat[n.meta["name"]] for n in stage.state]
         gm.add_submodule(f"stage_{number}", stage.module)
         for position, node in enumerate(stage.outputs):
@@ -84,6 +91,7 @@ def split_stages(gm: fx.GraphModule, request: Request) -> fx.GraphModule:
     whole.meta.update(
         outputs=gm.meta["outputs"],
         fake_mode=gm.meta["fake_mode"],
+        schedule=gm.meta["schedule"],
         groups=groups,
         state={
             n.meta["name"]: State(n.meta["index"], n.meta["role"])
@@ -270,10 +278,11 @@ def _written_state(gm: fx.GraphModule) -> set[fx.Node]:
 def _describe(
     gm: fx.GraphModule, inner: list[_Stage], groups: list[Group]
 ) -> nx.DiGraph[int]:
-    """The stages as a graph: modules, parameters and flops; bytes on edges.
+    """The stages as a graph: modules, parameters, weights and flops; bytes on edges.
 
-    parameters: numbers in the parameters that the stage is the first to read.
-    flops: of F for one microbatch. bytes: of what one microbatch sends along an edge.
+    parameters: numbers in the parameters that the stage is the first to read; weights:
+    bytes of these, of their gradients, and of buffers. flops: of F for one microbatch.
+    bytes and seconds of an edge: to send what one microbatch sends along it.
     """
     stages: nx.DiGraph[int] = nx.DiGraph()
     everywhere = _count_modules(node for stage in inner for node in stage.nodes)
@@ -281,14 +290,17 @@ def _describe(
         first = [
             n
             for n in stage.state
-            if n.meta["role"] is Role.PARAMETER
+            if n.meta["role"] is not Role.SHARED
             and not any(n in other.state for other in inner[:number])
         ]
+        numbers = [n.meta["val"] for n in first if n.meta["role"] is Role.PARAMETER]
         stages.add_node(
             number,
             modules=_modules(stage.nodes, everywhere),
-            parameters=sum(n.meta["val"].numel() for n in first),
-            flops=sum(int(n.meta["flops"]) for n in stage.nodes),
+            parameters=sum(value.numel() for value in numbers),
+            weights=sum(Spec.of(n.meta["val"]).bytes for n in first)
+            + sum(Spec.of(value).bytes for value in numbers if value.requires_grad),
+            flops=sum(n.meta["work"].flops for n in stage.nodes if "work" in n.meta),
         )
     maker = {
         node: number for number, stage in enumerate(inner) for node in stage.outputs
@@ -296,9 +308,12 @@ def _describe(
     for number, stage in enumerate(inner):
         for node in stage.inputs:
             if node in maker:
-                size = Spec.of(node.meta["val"]).bytes
+                spec = Spec.of(node.meta["val"])
                 edge = stages.get_edge_data(maker[node], number, {"bytes": 0})
-                stages.add_edge(maker[node], number, bytes=edge["bytes"] + size)
+                size = edge["bytes"] + spec.bytes
+                rates = rates_of(spec.device)
+                seconds = rates.latency + size / rates.link
+                stages.add_edge(maker[node], number, bytes=size, seconds=seconds)
     if not nx.is_directed_acyclic_graph(stages):
         raise PlanError("the stages read each other in a circle; name other stages")
     return stages

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from tabulate import tabulate
 
 GOLDEN = Path(__file__).parent / "golden"
 
@@ -16,6 +17,26 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--update-golden", action="store_true", help="write tests/golden/ anew"
     )
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Prints how models were cut, whether tests pass or not.
+
+    A test adds a row with record_property("partition", row); that way rows of
+    pytest-xdist's processes get here too.
+    """
+    rows = [
+        value
+        for outcome in ("passed", "failed")
+        for test in terminalreporter.getreports(outcome)
+        for name, value in test.user_properties
+        if name == "partition"
+    ]
+    if rows:
+        headers = "model|schedule|stages|bottleneck / mean|edges|bytes a microbatch"
+        table = tabulate(sorted(rows), headers.split("|"), floatfmt=".2f", intfmt=",")
+        terminalreporter.section("automatic split")
+        terminalreporter.write_line(table)
 
 
 @pytest.fixture(scope="session", autouse=True)

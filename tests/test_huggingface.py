@@ -1,8 +1,13 @@
-"""Models that nobody here wrote, from small random configurations, offline."""
+"""Models that nobody here wrote, from small random configurations, offline.
+
+pytest prints what the automatic split made of each of them.
+"""
 
 from __future__ import annotations
 
 import copy
+import re
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -10,35 +15,55 @@ import transformers
 from torch import Tensor, nn
 
 import fxsched
-from fxsched import PlanError, schedules
+from fxsched import Plan, PlanError, ops, schedules
 
+from .cases import assert_equal, train
+
+BATCH, MICROBATCHES = 8, 4
+TOKENS, ANSWERS = 99, 5
 Inputs = dict[str, Tensor]
+Make = Callable[[], tuple[nn.Module, Inputs]]
+
+# Names and sizes that many configurations share, and no dropout: eager draws others.
+WIDTHS = {"hidden_size": 32, "num_attention_heads": 4, "intermediate_size": 37}
+BERT_LIKE = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0, **WIDTHS}
+BART_LIKE = {
+    "vocab_size": TOKENS,
+    "d_model": 32,
+    "encoder_layers": 2,
+    "decoder_layers": 2,
+    "encoder_attention_heads": 4,
+    "decoder_attention_heads": 4,
+    "encoder_ffn_dim": 37,
+    "decoder_ffn_dim": 37,
+    "dropout": 0.0,
+}
+
+
+def tokens(length: int) -> Tensor:
+    return torch.randint(3, TOKENS, (BATCH, length))
+
+
+def answers() -> Tensor:
+    return torch.randint(0, ANSWERS, (BATCH,))
 
 
 def bert() -> tuple[nn.Module, Inputs]:
     config = transformers.BertConfig(
-        vocab_size=99,
-        hidden_size=32,
-        num_hidden_layers=3,
-        num_attention_heads=4,
-        intermediate_size=37,
-        max_position_embeddings=64,
-        hidden_dropout_prob=0.0,
-        attention_probs_dropout_prob=0.0,
-        num_labels=3,
+        vocab_size=TOKENS, num_hidden_layers=3, num_labels=ANSWERS, **BERT_LIKE
     )
-    mask = torch.ones(8, 12, dtype=torch.int64)
+    mask = torch.ones(BATCH, 12, dtype=torch.int64)
     mask[::2, 9:] = 0
     return transformers.BertForSequenceClassification(config), {
-        "input_ids": torch.randint(1, 99, (8, 12)),
+        "input_ids": tokens(12),
         "attention_mask": mask,
-        "labels": torch.randint(0, 3, (8,)),
+        "labels": answers(),
     }
 
 
 def t5() -> tuple[nn.Module, Inputs]:
     config = transformers.T5Config(
-        vocab_size=99,
+        vocab_size=TOKENS,
         d_model=32,
         d_kv=8,
         d_ff=37,
@@ -47,52 +72,267 @@ def t5() -> tuple[nn.Module, Inputs]:
         dropout_rate=0.0,
         decoder_start_token_id=0,
     )
-    return transformers.T5ForConditionalGeneration(config), {
-        "input_ids": torch.randint(1, 99, (8, 12)),
-        "labels": torch.randint(1, 99, (8, 9)),
+    model = transformers.T5ForConditionalGeneration(config)
+    return model, {"input_ids": tokens(12), "labels": tokens(9)}
+
+
+class Clip(nn.Module):
+    """CLIP's two towers, and a head that tells whether text and image belong together.
+
+    CLIP's own loss compares every sample with every other, so it has no microbatches.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        text = transformers.CLIPTextConfig(
+            vocab_size=TOKENS,
+            num_hidden_layers=2,
+            bos_token_id=1,
+            eos_token_id=2,
+            pad_token_id=0,
+            **WIDTHS,
+        )
+        vision = transformers.CLIPVisionConfig(
+            num_hidden_layers=2, image_size=16, patch_size=4, **WIDTHS
+        )
+        self.text = transformers.CLIPTextModel(text)
+        self.vision = transformers.CLIPVisionModel(vision)
+        self.head = nn.Linear(64, 1)
+
+    def forward(
+        self, input_ids: Tensor, pixel_values: Tensor, labels: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        text = self.text(input_ids=input_ids).pooler_output
+        image = self.vision(pixel_values=pixel_values).pooler_output
+        score = self.head(torch.cat([text, image], 1)).squeeze(1)
+        loss = nn.functional.binary_cross_entropy_with_logits(score, labels)
+        return loss, score
+
+
+def clip() -> tuple[nn.Module, Inputs]:
+    return Clip(), {
+        "input_ids": tokens(12),
+        "pixel_values": torch.randn(BATCH, 3, 16, 16),
+        "labels": torch.arange(BATCH) % 2.0,
     }
 
 
-def gpt2() -> tuple[nn.Module, Inputs]:
-    config = transformers.GPT2Config(
-        vocab_size=99, n_embd=32, n_layer=2, n_head=4, bos_token_id=1, eos_token_id=2
+def lxmert() -> tuple[nn.Module, Inputs]:
+    config = transformers.LxmertConfig(
+        vocab_size=TOKENS,
+        num_qa_labels=ANSWERS,
+        l_layers=2,
+        r_layers=2,
+        x_layers=2,
+        visual_feat_dim=16,
+        **BERT_LIKE,
     )
-    tokens = torch.randint(1, 99, (8, 12))
-    return transformers.GPT2LMHeadModel(config), {"input_ids": tokens, "labels": tokens}
+    return transformers.LxmertForQuestionAnswering(config), {
+        "input_ids": tokens(12),
+        "visual_feats": torch.randn(BATCH, 6, 16),
+        "visual_pos": torch.rand(BATCH, 6, 4),
+        "labels": answers(),
+    }
 
 
-@pytest.mark.parametrize("schedule", ["one_f_one_b", "fslpp"])
-@pytest.mark.parametrize("make", [bert, t5])
-def test_equal_to_eager(make, schedule: str) -> None:
+def vit() -> tuple[nn.Module, Inputs]:
+    config = transformers.ViTConfig(
+        num_hidden_layers=3,
+        image_size=16,
+        patch_size=4,
+        num_labels=ANSWERS,
+        **BERT_LIKE,
+    )
+    images = torch.randn(BATCH, 3, 16, 16)
+    model = transformers.ViTForImageClassification(config)
+    return model, {"pixel_values": images, "labels": answers()}
+
+
+def bart() -> tuple[nn.Module, Inputs]:
+    config = transformers.BartConfig(max_position_embeddings=64, **BART_LIKE)
+    model = transformers.BartForConditionalGeneration(config)
+    return model, {"input_ids": tokens(12), "labels": tokens(9)}
+
+
+def whisper() -> tuple[nn.Module, Inputs]:
+    config = transformers.WhisperConfig(
+        num_mel_bins=8,
+        max_source_positions=20,
+        max_target_positions=20,
+        pad_token_id=0,
+        decoder_start_token_id=1,
+        bos_token_id=1,
+        eos_token_id=2,
+        **BART_LIKE,
+    )
+    sound = torch.randn(BATCH, 8, 40)
+    model = transformers.WhisperForConditionalGeneration(config)
+    return model, {"input_features": sound, "labels": tokens(9)}
+
+
+def llama() -> tuple[nn.Module, Inputs]:
+    config = transformers.LlamaConfig(
+        vocab_size=TOKENS, num_hidden_layers=3, num_key_value_heads=2, **WIDTHS
+    )
+    text = tokens(12)
+    return transformers.LlamaForCausalLM(config), {"input_ids": text, "labels": text}
+
+
+def resnet() -> tuple[nn.Module, Inputs]:
+    config = transformers.ResNetConfig(
+        embedding_size=8,
+        hidden_sizes=[16, 32],
+        depths=[2, 2],
+        layer_type="basic",
+        num_labels=ANSWERS,
+    )
+    images = torch.randn(BATCH, 3, 32, 32)
+    model = transformers.ResNetForImageClassification(config)
+    return model, {"pixel_values": images, "labels": answers()}
+
+
+def broken_gpt2() -> tuple[nn.Module, Inputs]:
+    """It asks a logger, in the middle of its forward, to warn that it has no loss."""
+    config = transformers.GPT2Config(
+        vocab_size=TOKENS,
+        n_embd=32,
+        n_layer=3,
+        n_head=4,
+        bos_token_id=1,
+        eos_token_id=2,
+        resid_pdrop=0.0,
+        embd_pdrop=0.0,
+        attn_pdrop=0.0,
+    )
+    text = tokens(12)
+    return transformers.GPT2LMHeadModel(config), {"input_ids": text, "labels": text}
+
+
+def gpt2() -> tuple[nn.Module, Inputs]:
+    model, inputs = broken_gpt2()
+    model.loss_type = "ForCausalLM"  # what it takes anyway, after the warning
+    return model, inputs
+
+
+def eager_step(model: nn.Module, inputs: Inputs) -> tuple[Tensor, Tensor]:
+    """One step of plain PyTorch over the same microbatches: the mean loss, scores."""
+    losses, scores = [], []
+    for b in range(MICROBATCHES):
+        part = {name: ops.rows(x, b, MICROBATCHES) for name, x in inputs.items()}
+        loss, score = model(**part)[:2]
+        (loss / MICROBATCHES).backward()
+        losses.append(loss.detach())
+        scores.append(score.detach())
+    return torch.stack(losses).mean(), torch.cat(scores)
+
+
+def assert_trains_as_eager(make: Make, schedule: fxsched.Schedule) -> Plan:
+    """Two steps: losses, scores, gradients, parameters and buffers are eager's."""
     torch.manual_seed(0)
     model, inputs = make()
+    model.train()
     reference = copy.deepcopy(model)
-    total = torch.zeros(())
-    for b in range(4):
-        part = {name: value[2 * b : 2 * b + 2] for name, value in inputs.items()}
-        loss = reference(**part).loss / 4
+    backend = fxsched.backend(schedule, transport="threads")
+    compiled = torch.compile(model, backend=backend)
+    found, wanted = [], []
+
+    def step() -> Tensor:
+        loss, scores = compiled(**inputs)[:2]
         loss.backward()
-        total = total + loss.detach()
-    way = {
-        "one_f_one_b": schedules.one_f_one_b(4, 4),
-        "fslpp": schedules.fslpp(4, 2, 4),
-    }[schedule]
-    backend = fxsched.backend(way)
-    output = torch.compile(model, backend=backend)(**inputs)
-    output.loss.backward()
-    assert type(output).__name__.endswith("Output")
-    assert len(output.logits) == 8
-    assert len(backend.plan.stages) == 4
-    torch.testing.assert_close(output.loss.detach(), total)
-    wanted = dict(reference.named_parameters())
-    for name, parameter in model.named_parameters():
-        torch.testing.assert_close(
-            parameter.grad, wanted[name].grad, rtol=1e-4, atol=1e-6, msg=name
-        )
+        found.append(scores.detach())
+        return loss
+
+    def step_of_eager() -> Tensor:
+        loss, scores = eager_step(reference, inputs)
+        wanted.append(scores)
+        return loss
+
+    result = train(model, step, "sgd", steps=2)
+    assert_equal(result, train(reference, step_of_eager, "sgd", steps=2))
+    torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-5)
+    assert backend.plan is not None
+    return backend.plan
+
+
+def bottleneck(plan: Plan) -> float:
+    """F and B of the slowest stage, over the mean of all stages."""
+    seconds = [d["forward"] + d["backward"] for _, d in plan.stages.nodes(data=True)]
+    return max(seconds) * len(seconds) / sum(seconds)
+
+
+@pytest.fixture
+def report(
+    request: pytest.FixtureRequest, record_property: Callable[[str, object], None]
+) -> Callable[[Plan], None]:
+    """report(plan): adds a row to the table that conftest.py prints in the end."""
+
+    def add(plan: Plan) -> None:
+        name = request.node.callspec.params["make"].__name__
+        size = sum(data["bytes"] for *_, data in plan.stages.edges(data=True))
+        stages, edges = plan.stages.number_of_nodes(), plan.stages.number_of_edges()
+        row = (name, plan.schedule.name, stages, bottleneck(plan), edges, size)
+        record_property("partition", row)
+
+    return add
+
+
+CHAINS = [bert, t5, clip, lxmert, vit, bart, whisper, llama, resnet, gpt2]
+
+
+@pytest.mark.parametrize("make", CHAINS)
+def test_equal_to_eager(make: Make, report: Callable[[Plan], None]) -> None:
+    plan = assert_trains_as_eager(make, schedules.one_f_one_b(4, MICROBATCHES))
+    report(plan)
+    assert len(plan.stages) == 4
+    assert bottleneck(plan) < 1.5
+    assert_nothing_is_passed_on(plan)
+    if make is clip:
+        assert_towers_apart(plan)
+
+
+@pytest.mark.parametrize("make", [clip, lxmert])
+def test_equal_to_eager_with_a_stage_for_each_branch(
+    make: Make, report: Callable[[Plan], None]
+) -> None:
+    plan = assert_trains_as_eager(make, schedules.graph(4, MICROBATCHES))
+    report(plan)
+    if make is clip:
+        assert_towers_apart(plan)
+
+
+@pytest.mark.parametrize("make", [bert, t5])
+def test_equal_to_eager_where_weights_are_elsewhere(make: Make) -> None:
+    assert_trains_as_eager(make, schedules.fslpp(4, 2, MICROBATCHES))
+
+
+def assert_nothing_is_passed_on(plan: Plan) -> None:
+    """With a stage a worker: who gets a value computes with it."""
+    for program in plan.programs:
+        for node in program.graph.find_nodes(op="call_function", target=ops.recv):
+            assert {user.target for user in node.users} - {ops.send, ops.free}, node
+
+
+def assert_towers_apart(plan: Plan) -> None:
+    """No stage has work of both encoders, nor sends from the one to the other."""
+    modules = nx_modules(plan)
+    towers = {
+        s: set(re.findall(r"\b(text|vision)\..*(?:embeddings|encoder)", text))
+        for s, text in modules.items()
+    }
+    assert set.union(*towers.values()) == {"text", "vision"}
+    assert all(len(found) <= 1 for found in towers.values()), modules
+    for maker, reader in plan.stages.edges:
+        if "head" not in modules[reader].split():
+            assert len(towers[maker] | towers[reader]) <= 1, (maker, reader)
+
+
+def nx_modules(plan: Plan) -> dict[int, str]:
+    """The names of each stage's modules, a line each."""
+    return {s: "\n".join(d["modules"]) for s, d in plan.stages.nodes(data=True)}
 
 
 def test_a_graph_break_inside_a_model_shows_its_line() -> None:
-    model, inputs = gpt2()
+    model, inputs = broken_gpt2()
     run = torch.compile(model, backend=fxsched.backend(schedules.gpipe(2, 4)))
     with pytest.raises(PlanError, match=r"breaks at\n.*modeling_gpt2.py"):
         run(**inputs)

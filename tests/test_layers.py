@@ -17,9 +17,10 @@ ROOT = Path(__file__).parent.parent
 LAYERS: tuple[tuple[str, ...], ...] = (
     ("models",),
     ("jobs",),
-    ("ops", "schedules", "eventloop", "request"),
-    ("graphs",),
-    ("check", "show", "aot", "inputs"),
+    ("ops", "eventloop", "request", "boundary", "cuts"),
+    ("graphs", "simulate", "ideals"),
+    ("schedules", "costs", "partitioner"),
+    ("check", "show", "aot", "inputs", "planner", "measure"),
     ("calls",),
     ("passes",),
     ("trace", "pipeline", "inductor"),
@@ -46,7 +47,7 @@ KEEPERS: dict[str, tuple[str, ...]] = {
 LIBRARIES: dict[str, tuple[str, ...]] = {
     "models": (),
     "passes": ("networkx",),
-    "jobs": (),
+    "jobs": ("networkx",),
 }
 
 

@@ -35,17 +35,17 @@ class TwoTower(nn.Module):
 
 
 def shifted() -> Schedule:
-    """Stage s is kept by worker s and run by worker s + b: what a plan can hold, all
-    at once: activations and weights that move, reduced gradients, a cap."""
+    """Stage s is kept by worker s mod 2 and run by worker s + b mod 2: what a plan can
+    hold, all at once: activations and weights that move, reduced gradients, a cap."""
 
     def n(s: int, b: int, d: Direction) -> int:
-        return 4 * b + (s if d is Direction.FORWARD else 3 - s)
+        return 6 * b + (s if d is Direction.FORWARD else 5 - s)
 
     return Schedule(
         workers=2,
         microbatches=2,
-        stages=2,
-        w=lambda s, b, d: Placement(weights=s, compute=(s + b) % 2),
+        stages=3,
+        w=lambda s, b, d: Placement(weights=s % 2, compute=(s + b) % 2),
         n=n,
         in_flight=1,
         name="shifted",
@@ -121,7 +121,9 @@ def test_plans_of_equal_requests_are_equal_text(schedule: str) -> None:
 def test_a_plan_for_no_grad_has_forward_jobs_only() -> None:
     with torch.no_grad():
         plan = make(shifted())
-    assert sorted(map(str, plan.jobs)) == ["0F0", "0F1", "1F0", "1F1"]
+    assert sorted(map(str, plan.jobs)) == [
+        f"{s}F{b}" for s in range(3) for b in range(2)
+    ]
 
 
 def test_recompute_saves_nothing() -> None:

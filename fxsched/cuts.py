@@ -1,0 +1,153 @@
+"""What a cut of a graph into stages is, and the step time that it should have.
+
+A cut gives every unit a stage so that stages do not read each other in a circle. Its
+predicted step time is
+
+    rounds * (slowest stage) + (longest path of stages and transfers),
+
+the pipeline formula of Alpa (Zheng et al. 2022, arXiv 2201.12023, eq. 2) with a path in
+place of the sum over a chain, as in GraphPipe (Jeon et al. 2024, arXiv 2406.17145).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
+
+import networkx as nx
+
+# Work on transfers that does not hide behind computing, as a share of their time.
+EXPOSED = 0.25
+# What each further unconnected branch in a stage adds to its time: B of the one has to
+# wait for readers of the other.
+MIXED = 0.2
+# An unconnected part of a stage is a branch from this share of the mean stage on.
+BRANCH = 0.05
+
+
+class Unit(NamedTuple):
+    """Nodes that stay together, for one microbatch."""
+
+    forward: float  # seconds
+    backward: float
+    held: int = 0  # bytes between F and B
+    weights: int = 0  # bytes of weights and their gradients
+
+    @property
+    def seconds(self) -> float:
+        return self.forward + self.backward
+
+
+class Value(NamedTuple):
+    """What a unit makes for others: seconds to send it, and its gradient back."""
+
+    maker: int
+    readers: tuple[int, ...]
+    there: float
+    back: float = 0.0
+
+    @property
+    def seconds(self) -> float:
+        return self.there + self.back
+
+
+Cut = tuple[int, ...]  # the stage of each unit
+
+
+@dataclass(frozen=True)
+class Problem:
+    """What to cut, and how a step's time follows from a cut.
+
+    rounds: jobs of one direction that the busiest worker runs, less one.
+    apart: pairs of units that may not share a stage.
+    limit: bytes that a stage may take, in_flight[k] times what is held and its weights,
+        for the k-th stage; None for no limit.
+    """
+
+    units: tuple[Unit, ...]
+    values: tuple[Value, ...]
+    rounds: float
+    apart: frozenset[tuple[int, int]] = frozenset()
+    limit: float | None = None
+    in_flight: tuple[int, ...] = ()
+
+    @cached_property
+    def graph(self) -> nx.DiGraph[int]:
+        found: nx.DiGraph[int] = nx.DiGraph()
+        found.add_nodes_from(range(len(self.units)))
+        found.add_edges_from((v.maker, r) for v in self.values for r in v.readers)
+        return found
+
+    @cached_property
+    def near(self) -> list[set[int]]:
+        """The units that each one reads, and those that read it."""
+        graph = self.graph
+        return [{*graph.predecessors(u), *graph.successors(u)} for u in graph]
+
+    @cached_property
+    def seconds(self) -> float:
+        return sum(unit.seconds for unit in self.units)
+
+    def memory(self, members: Sequence[int], k: int) -> float:
+        """Bytes of the k-th stage, if it has these units."""
+        count = self.in_flight[min(k, len(self.in_flight) - 1)] if self.in_flight else 1
+        return sum(self.units[u].weights + count * self.units[u].held for u in members)
+
+
+def predicted(problem: Problem, stages: Cut) -> float:
+    """The predicted step time of a cut; infinite if it is not allowed."""
+    if any(stages[a] == stages[b] for a, b in problem.apart):
+        return float("inf")
+    count = max(stages) + 1
+    busy = [0.0] * count
+    before: list[dict[int, float]] = [{} for _ in range(count)]  # stage: seconds to it
+    for unit, stage in zip(problem.units, stages, strict=True):
+        busy[stage] += unit.seconds
+    exposed = [0.0] * count
+    for value in problem.values:
+        maker = stages[value.maker]
+        readers = {stages[r] for r in value.readers} - {maker}
+        if readers:
+            exposed[maker] += value.seconds * EXPOSED
+        for reader in readers:
+            exposed[reader] += value.seconds * EXPOSED
+            old = before[reader].get(maker, 0.0)
+            before[reader][maker] = max(old, value.seconds)
+    quotient: nx.DiGraph[int] = nx.DiGraph()
+    quotient.add_nodes_from(range(count))
+    quotient.add_edges_from((p, s) for s in range(count) for p in before[s])
+    ends: dict[int, float] = {}
+    try:
+        order = list(nx.topological_sort(quotient))
+    except nx.NetworkXUnfeasible:
+        return float("inf")
+    for stage in order:
+        start = max((ends[p] + c for p, c in before[stage].items()), default=0.0)
+        ends[stage] = start + busy[stage]
+    members: list[list[int]] = [[] for _ in range(count)]
+    for number, stage in enumerate(stages):
+        members[stage].append(number)
+    heavy = BRANCH * problem.seconds / count
+    slowest = max(
+        b * (1 + MIXED * mixed(problem, inside, heavy)) + e
+        for b, inside, e in zip(busy, members, exposed, strict=True)
+    )
+    return problem.rounds * slowest + max(ends.values())
+
+
+def mixed(problem: Problem, members: Sequence[int], heavy: float) -> int:
+    """How many unconnected parts of these units are heavy, less one."""
+    left = set(members)
+    count = 0
+    while left:
+        stack, seconds = [left.pop()], 0.0
+        while stack:
+            unit = stack.pop()
+            seconds += problem.units[unit].seconds
+            near = problem.near[unit] & left
+            left -= near
+            stack += near
+        count += seconds >= heavy
+    return max(count - 1, 0)

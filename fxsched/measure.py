@@ -1,0 +1,186 @@
+"""Measures how long each node of a traced graph takes, in place of estimates."""
+
+from __future__ import annotations
+
+import operator
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, fx
+
+from .costs import alone, backward_of
+from .graphs import REGION_ENTERS, REGION_EXITS, Role
+from .jobs import PlanError
+
+
+class Times(NamedTuple):
+    """Seconds of F and of B."""
+
+    forward: float
+    backward: float
+
+    def over(self, other: Times) -> Times:
+        """The ratio to others; 1 where these take no time."""
+        return Times(
+            *(a / b if b > 0 else 1.0 for a, b in zip(self, other, strict=True))
+        )
+
+
+@dataclass(frozen=True)
+class Profile:
+    """What nodes took where they were measured, beside what they were estimated to.
+
+    Both are by the node's module, operation and number in it, and for one microbatch. A
+    plan for other shapes scales its estimates as measured here.
+    """
+
+    measured: dict[str, Times]
+    estimated: dict[str, Times]
+
+    def __str__(self) -> str:
+        f, b = (sum(t[i] for t in self.measured.values()) for i in (0, 1))
+        return f"profile of {len(self.measured)} nodes: F {f:.3g} s, B {b:.3g} s"
+
+    def apply(self, gm: fx.GraphModule) -> None:
+        """Puts measured times on a traced graph.
+
+        Raises PlanError if most of its work is in nodes that were not measured.
+        """
+        nodes = [node for node in gm.graph.nodes if "work" in node.meta]
+        known = [node for node in nodes if node.meta["key"] in self.measured]
+        work = {n: n.meta["work"].forward + n.meta["work"].backward for n in nodes}
+        if 2 * sum(work[n] for n in known) < sum(work.values()):
+            raise PlanError(
+                "the profile is of another model: it knows less than half of this "
+                "one's work; make it with fxsched.profile(model, *inputs) on the same model"
+            )
+        whole = _total(self.measured).over(_total(self.estimated))
+        for node in nodes:
+            key, old = node.meta["key"], node.meta["work"]
+            ratio = whole
+            if key in self.measured:
+                ratio = self.measured[key].over(self.estimated[key])
+            node.meta["work"] = old._replace(
+                forward=old.forward * ratio.forward,
+                backward=old.backward * ratio.backward,
+            )
+        gm.meta["measured"] = True
+
+
+def _total(times: dict[str, Times]) -> Times:
+    return Times(*(sum(t[i] for t in times.values()) for i in (0, 1)))
+
+
+def measure(
+    gm: fx.GraphModule, inputs: Sequence[Any], microbatches: int, repeats: int
+) -> Profile:
+    """Runs a traced microbatch on real inputs, node by node; medians of `repeats`.
+
+    The model's parameters and buffers and the random numbers stay as they are.
+    """
+    runs = []
+    devices = range(torch.cuda.device_count())
+    with torch.random.fork_rng(devices):
+        for _ in range(repeats + 1):  # the first one warms up
+            runs.append(_Run(gm, inputs, microbatches).run())
+    nodes = [n for n in gm.graph.nodes if n in runs[0]]
+    return Profile(
+        {
+            n.meta["key"]: Times(
+                *(statistics.median(r[n][i] for r in runs[1:]) for i in (0, 1))
+            )
+            for n in nodes
+        },
+        {
+            n.meta["key"]: Times(n.meta["work"].forward, n.meta["work"].backward)
+            for n in nodes
+        },
+    )
+
+
+class _Run:
+    """One pass over the nodes of a traced graph."""
+
+    def __init__(
+        self, gm: fx.GraphModule, inputs: Sequence[Any], microbatches: int
+    ) -> None:
+        self.gm, self.inputs, self.microbatches = gm, inputs, microbatches
+        self.interpreter = fx.Interpreter(gm)
+        self.values: dict[fx.Node, Any] = {}
+
+    def run(self) -> dict[fx.Node, Times]:
+        found = {}
+        last = {p: n for n in self.gm.graph.nodes for p in n.all_input_nodes}
+        with torch.no_grad():
+            for node in self.gm.graph.nodes:
+                if node.op == "placeholder":
+                    self.values[node] = self.given(node)
+                elif node.op == "get_attr":
+                    path = operator.attrgetter(str(node.target))
+                    self.values[node] = path(self.gm)
+                elif node.target in (*REGION_ENTERS, *REGION_EXITS):
+                    self.region(node)
+                elif node.op != "output":
+                    found[node] = self.call(node)
+                for read in node.all_input_nodes:
+                    if last[read] is node:
+                        del self.values[read]
+        return found
+
+    def given(self, node: fx.Node) -> Tensor:
+        value: Tensor = self.inputs[node.meta["index"]]
+        if node.meta["role"] is Role.BATCH:
+            value = value[: value.shape[0] // self.microbatches]
+        kept = node.meta["role"] is Role.PARAMETER
+        return value.detach() if kept else value.detach().clone()
+
+    def region(self, node: fx.Node) -> None:
+        if node.target is torch._C._set_grad_enabled:
+            self.values[node] = None  # F has no gradients here, B has its own
+            return
+        target: Any = node.target
+        self.values[node] = target(*self.arguments(node)[0])
+
+    def arguments(self, node: fx.Node) -> tuple[Any, dict[str, Any]]:
+        found: tuple[Any, dict[str, Any]] = fx.map_arg(
+            (node.args, node.kwargs), self.values.__getitem__
+        )
+        return found
+
+    def call(self, node: fx.Node) -> Times:
+        run = getattr(self.interpreter, node.op)
+        args, kwargs = self.arguments(node)
+        backward = 0.0
+        if node.meta["work"].backward:
+            backward = self.backward(node, run)
+        begin = _now()
+        self.values[node] = run(node.target, args, kwargs)
+        return Times(_now() - begin, backward)
+
+    def backward(self, node: fx.Node, run: Callable[..., Any]) -> float:
+        """Seconds of a node's B, on a copy of its arguments."""
+        wanted = {
+            n: self.values[n].detach().requires_grad_(n.meta["val"].requires_grad)
+            for n in node.all_input_nodes
+            if isinstance(n.meta.get("val"), Tensor)
+        }
+        args, kwargs = fx.map_arg(
+            (node.args, node.kwargs), lambda n: wanted.get(n, self.values[n])
+        )
+        with torch.enable_grad():
+            (again, named), leaves = alone((args, tuple(kwargs.values())))
+            made = run(node.target, again, dict(zip(kwargs, named, strict=True)))
+            compute = backward_of(made, leaves)
+            begin = _now()
+            compute()
+            return _now() - begin
+
+
+def _now() -> float:
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+    return time.perf_counter()

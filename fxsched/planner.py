@@ -1,0 +1,224 @@
+"""Chooses how many stages to cut a model into, and numbers them, for a schedule.
+
+The cut with the least predicted step time by formula is found for each number of stages
+that the schedule leaves open; simulating the schedule on them decides.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+import networkx as nx
+
+from .cuts import Cut, Problem
+from .jobs import Direction, Job, PlanError, Schedule
+from .partitioner import best_cut, improve
+from .simulate import run_stages, step_seconds, worker_bytes
+
+# A schedule that leaves the number of stages open gets up to so many a worker.
+LOOPS = 4
+# Jobs to simulate while single units are moved between stages.
+SIMULATED = 30_000
+# What moving units must save of a step, and what more stages must: each costs messages
+# and Python that the simulation does not know of.
+WORTH, LOOP_WORTH = 0.03, 0.15
+
+
+class Choice(NamedTuple):
+    """A cut, its schedule, and what simulating them gave."""
+
+    cut: Cut
+    schedule: Schedule
+    seconds: float
+    bytes: float  # of the worker that holds the most
+
+
+def choose_cut(
+    problem: Problem, schedule: Schedule, memory_limit: float | None = None
+) -> Choice:
+    """The cut whose step the schedule should take the shortest, of those within
+    `memory_limit` bytes a worker.
+
+    problem: its rounds, limit and in_flight are left to this function.
+    Raises PlanError for more stages than units, and for a limit that no cut meets.
+    """
+    return _Planner(problem, schedule, memory_limit).run()
+
+
+@dataclass(frozen=True)
+class _Planner:
+    problem: Problem
+    schedule: Schedule
+    limit: float | None
+
+    def run(self) -> Choice:
+        most = len(self.problem.units)
+        wanted = self.schedule.stages
+        if wanted is not None and wanted > most:
+            raise PlanError(
+                f"the schedule wants {wanted} stages, but the model can be cut into "
+                f"{most} at most; use Schedule(stages={most}) or less"
+            )
+        counts = [wanted] if wanted else self._counts(most)
+        found = [choice for count in counts for choice in self._cuts(count)]
+        if not found:
+            raise PlanError(
+                f"no cut into {counts[-1]} stages parts what stage_boundary marks; "
+                "give the schedule more stages, or take a mark away"
+            )
+        within = [c for c in found if self.limit is None or c.bytes <= self.limit]
+        if not within:
+            raise self._too_large(found)
+        best = min(within, key=lambda c: c.seconds)
+        close = [c for c in within if c.seconds <= best.seconds * (1 + LOOP_WORTH)]
+        return self._improved(
+            min(close, key=lambda c: (max(c.cut, default=0), c.seconds))
+        )
+
+    def _counts(self, most: int) -> list[int]:
+        """Multiples of the workers; one where w does not look at the stage."""
+        workers = self.schedule.workers
+        if self.schedule.fit is None:
+            places = {
+                tuple(
+                    self.schedule.place(Job(s, b, Direction.FORWARD)).compute
+                    for b in range(self.schedule.microbatches)
+                )
+                for s in range(workers)
+            }
+            if len(places) == 1:
+                return [max(min(workers, most), 1)]
+        loops = [workers * k for k in range(1, LOOPS + 1) if workers * k <= most]
+        return loops or [max(most, 1)]
+
+    def _cuts(self, count: int) -> list[Choice]:
+        """Cuts into so many stages: of equal work, or with short paths; and smaller
+        stages where a worker would hold too much."""
+        found: list[Choice] = []
+        if not self.problem.units:
+            return [self._choice(())]
+        rounds = {self._rounds(count)}
+        workers = self.schedule.workers
+        if self.schedule.fit is not None and workers < count <= 2 * workers:
+            rounds.add(1.0)
+        for each in sorted(rounds):
+            for limit in self._limits():
+                problem = replace(
+                    self.problem,
+                    rounds=each,
+                    limit=limit,
+                    in_flight=tuple(map(self._in_flight, range(count))),
+                )
+                cut = best_cut(problem, count)
+                if cut is None:
+                    break
+                found.append(self._choice(number(problem, cut)))
+                if self.limit is None or found[-1].bytes <= self.limit:
+                    break
+        return found
+
+    def _limits(self) -> list[float | None]:
+        """Limits of a stage to try: the worker's own, then less and less, since a
+        worker may have several."""
+        if self.limit is None:
+            return [None]
+        return [None, *(self.limit * share for share in (1, 0.7, 0.5, 0.35, 0.25))]
+
+    def _rounds(self, count: int) -> float:
+        """F jobs of the worker that has most of them, less one."""
+        if self.schedule.fit is not None:
+            jobs = self.schedule.microbatches * count / self.schedule.workers
+            return max(jobs, self.schedule.microbatches) - 1
+        placed = [
+            self.schedule.place(Job(s, b, Direction.FORWARD)).compute
+            for s in range(count)
+            for b in range(self.schedule.microbatches)
+        ]
+        return max(map(placed.count, set(placed))) - 1
+
+    def _in_flight(self, stage: int) -> int:
+        """Microbatches of a stage that one worker may hold."""
+        count = self.schedule.microbatches
+        if self.schedule.fit is not None:
+            return count
+        placed = [
+            self.schedule.place(Job(stage, b, Direction.BACKWARD)).compute
+            for b in range(count)
+        ]
+        cap = self.schedule.cap(stage)
+        most = max(map(placed.count, placed))
+        return most if cap is None else min(most, cap)
+
+    def _choice(self, cut: Cut) -> Choice:
+        stages = stage_graph(self.problem, cut)
+        schedule = self.schedule.fit(stages) if self.schedule.fit else self.schedule
+        events = run_stages(schedule, stages)
+        most = max(worker_bytes(schedule, stages, events))
+        back = sum(data["backward"] > 0 for _, data in stages.nodes(data=True))
+        stuck = len(events) < schedule.microbatches * (len(stages) + back)
+        seconds = float("inf") if stuck else step_seconds(events)
+        return Choice(cut, schedule, seconds, most)
+
+    def _improved(self, choice: Choice) -> Choice:
+        """The choice after moving single units, if simulation says it's worth it."""
+        jobs = 2 * (max(choice.cut, default=0) + 1) * choice.schedule.microbatches
+        fixed = replace(choice.schedule, fit=None)
+
+        def seconds(cut: Cut) -> float:
+            stages = stage_graph(self.problem, cut)
+            if any(a > b for a, b in stages.edges):  # would change the numbers
+                return float("inf")
+            events = run_stages(fixed, stages)
+            most = max(worker_bytes(fixed, stages, events))
+            if self.limit is not None and most > self.limit:
+                return float("inf")
+            return step_seconds(events)
+
+        cut = improve(self.problem, choice.cut, seconds, SIMULATED // jobs)
+        if seconds(cut) > choice.seconds * (1 - WORTH):
+            return choice
+        return _Planner(self.problem, fixed, self.limit)._choice(cut)
+
+    def _too_large(self, found: Sequence[Choice]) -> PlanError:
+        best = min(found, key=lambda c: c.bytes)
+        stages = max(best.cut, default=0) + 1
+        return PlanError(
+            f"memory_limit={self.limit:.0f}: no cut keeps every worker within it; the "
+            f"best found holds {best.bytes:.0f} bytes, in {stages} stages; raise the "
+            "limit, use more workers or stages, a smaller microbatch, or in_flight"
+        )
+
+
+def number(problem: Problem, cut: Cut) -> Cut:
+    """The same stages, numbered by their distance from the inputs, so that parallel
+    branches take turns and w's like s mod W put them on different workers."""
+    stages = stage_graph(problem, cut)
+    level: dict[int, int] = {}
+    for stage in nx.topological_sort(stages):
+        level[stage] = max(
+            (level[p] + 1 for p in stages.predecessors(stage)), default=0
+        )
+    first = {stage: cut.index(stage) for stage in stages}
+    order = sorted(stages, key=lambda s: (level[s], first[s]))
+    new = {stage: i for i, stage in enumerate(order)}
+    return tuple(new[stage] for stage in cut)
+
+
+def stage_graph(problem: Problem, cut: Cut) -> nx.DiGraph[int]:
+    """The stages of a cut as fxsched.simulate wants them."""
+    stages: nx.DiGraph[int] = nx.DiGraph()
+    for stage in range(max(cut, default=-1) + 1):
+        stages.add_node(stage, forward=0.0, backward=0.0, held=0, weights=0)
+    for unit, stage in zip(problem.units, cut, strict=True):
+        data = stages.nodes[stage]
+        for name, amount in unit._asdict().items():
+            data[name] += amount
+    for value in problem.values:
+        maker = cut[value.maker]
+        for reader in sorted({cut[r] for r in value.readers} - {maker}):
+            edge: dict[str, float] = stages.get_edge_data(maker, reader, {})
+            seconds = max(edge.get("seconds", 0.0), value.there)
+            stages.add_edge(maker, reader, seconds=seconds)
+    return stages

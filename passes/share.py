@@ -1,0 +1,46 @@
+"""Computes cheap values in every stage that reads them."""
+
+from __future__ import annotations
+
+from torch import fx
+
+from ..request import Request
+
+
+def copy_shared(gm: fx.GraphModule, request: Request) -> fx.GraphModule:
+    """Gives each stage its own copy of the cheap values that it reads.
+
+    before: keep = x != 0; a = encoder_0(x, keep)  # stage 0
+            b = encoder_1(a, keep)  # stage 1
+    after:  keep = x != 0  # stage 0
+            keep_1 = x != 0  # stage 1
+            a = encoder_0(x, keep); b = encoder_1(a, keep_1)
+
+    Cheap are those of gm.meta["shared"]: what is made from the inputs alone, in less
+    time than sending it takes.
+    """
+    shared = gm.meta["shared"]
+    for node in reversed(gm.graph.nodes):
+        if node in shared:
+            _copy(gm.graph, node)
+    gm.recompile()
+    return gm
+
+
+def _copy(graph: fx.Graph, node: fx.Node) -> None:
+    """The node for its first stage, copies for the others; what only the output reads
+    is in stage 0."""
+    stages: dict[int, list[fx.Node]] = {}
+    for user in node.users:
+        if "stage" in user.meta:
+            stages.setdefault(user.meta["stage"], []).append(user)
+    if not stages and node.users:
+        stages[0] = []
+    for position, (stage, users) in enumerate(sorted(stages.items())):
+        own = node
+        if position:
+            with graph.inserting_after(node):
+                own = graph.node_copy(node)
+            for user in users:
+                user.replace_input_with(node, own)
+        own.meta = {**node.meta, "stage": stage, "module": ""}
