@@ -61,6 +61,7 @@ class Problem:
     """What to cut, and how a step's time follows from a cut.
 
     rounds: jobs of one direction that the busiest worker runs, less one.
+    floor: seconds up to which no stage counts as slow, since others share its worker.
     apart: pairs of units that may not share a stage.
     limit: bytes that a stage may take, in_flight[k] times what is held and its weights,
         for the k-th stage; None for no limit.
@@ -69,6 +70,7 @@ class Problem:
     units: tuple[Unit, ...]
     values: tuple[Value, ...]
     rounds: float
+    floor: float = 0.0
     apart: frozenset[tuple[int, int]] = frozenset()
     limit: float | None = None
     in_flight: tuple[int, ...] = ()
@@ -134,7 +136,7 @@ def predicted(problem: Problem, stages: Cut) -> float:
         b * (1 + MIXED * mixed(problem, inside, heavy)) + e
         for b, inside, e in zip(busy, members, exposed, strict=True)
     )
-    return problem.rounds * slowest + max(ends.values())
+    return problem.rounds * max(slowest, problem.floor) + max(ends.values())
 
 
 def mixed(problem: Problem, members: Sequence[int], heavy: float) -> int:

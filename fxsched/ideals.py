@@ -27,6 +27,7 @@ class Label(NamedTuple):
     slowest: float  # seconds of the slowest stage
     longest: float  # seconds of the longest path so far
     ends: tuple[float, ...]  # of the paths to each maker that others still read
+    least: float  # seconds that a whole cut from here takes at least
     before: Label | None
     members: tuple[int, ...]  # of the last stage
 
@@ -50,8 +51,7 @@ class Search:
     """The best path from the empty ideal to the whole, below a known bound.
 
     Ideals are ints with a bit for each unit. The search is exact unless it is `quick`:
-    then no stage may hold two branches, and of the ways to cut an ideal only FEW that
-    promise most are kept.
+    then of the ways to cut an ideal only FEW that promise most are kept.
     """
 
     def __init__(
@@ -79,7 +79,7 @@ class Search:
         """The best label of the whole; of ideals that are prefixes of `order`, if it
         is given. None if no cut is below the bound."""
         whole = (1 << self.count) - 1
-        start = Label(0.0, 0.0, (), None, ())
+        start = Label(self.problem.floor, 0.0, (), 0.0, None, ())
         table: list[dict[int, dict[int, list[Label]]]] = [
             {} for _ in range(self.count + 1)
         ]
@@ -188,7 +188,7 @@ class Search:
             return
         branches = mixed(problem, members, self.heavy)
         time = busy * (1 + MIXED * branches) + exposed * EXPOSED
-        if time > self.slowest or (self.quick and branches):
+        if time > self.slowest:
             return
         front = self._front(ideal)
         inside = set(members)
@@ -219,9 +219,10 @@ class Search:
                         *(e + t for e, (_, t) in zip(ends, next_front, strict=True)),
                     ]
                 )
-                if problem.rounds * max(slowest, least) + path >= self.bound:
+                promise = problem.rounds * max(slowest, least) + path
+                if promise >= self.bound:
                     continue
-                new = Label(slowest, longest, ends, label, members)
+                new = Label(slowest, longest, ends, promise, label, members)
                 others = found.setdefault(k + 1, [])
                 if not any(other.beats(new) for other in others):
                     others[:] = [other for other in others if not new.beats(other)]
@@ -229,10 +230,7 @@ class Search:
                     if not rest:
                         self._improve(new)
                     if self.quick and len(others) > FEW:
-                        others.remove(max(others, key=self._promise))
-
-    def _promise(self, label: Label) -> float:
-        return self.problem.rounds * label.slowest + sum(label.ends, label.longest)
+                        others.remove(max(others, key=lambda other: other.least))
 
     def _improve(self, label: Label) -> None:
         self.bound = min(

@@ -21,9 +21,13 @@ from .simulate import run_stages, step_seconds, worker_bytes
 LOOPS = 4
 # Jobs to simulate while single units are moved between stages.
 SIMULATED = 30_000
-# What moving units must save of a step, and what more stages must: each costs messages
-# and Python that the simulation does not know of.
-WORTH, LOOP_WORTH = 0.03, 0.15
+# So many of the best cuts by simulation are improved.
+IMPROVED = 3
+# What must be saved of a step: by moving single units, by a stage more, and by giving
+# workers several stages at all.
+WORTH, LOOP_WORTH = 0.03, 0.1
+# Seconds of Python and messages that a job costs beside its work.
+JOB = 1e-4
 
 
 class Choice(NamedTuple):
@@ -71,11 +75,17 @@ class _Planner:
         within = [c for c in found if self.limit is None or c.bytes <= self.limit]
         if not within:
             raise self._too_large(found)
-        best = min(within, key=lambda c: c.seconds)
-        close = [c for c in within if c.seconds <= best.seconds * (1 + LOOP_WORTH)]
-        return self._improved(
-            min(close, key=lambda c: (max(c.cut, default=0), c.seconds))
-        )
+        within.sort(key=lambda c: c.seconds)
+        best = [self._improved(choice) for choice in within[:IMPROVED]]
+        least = min(choice.seconds for choice in best)
+        single = [
+            choice
+            for choice in best
+            if max(choice.cut, default=0) < self.schedule.workers
+            and choice.seconds <= least * (1 + LOOP_WORTH)
+        ]
+        close = [c for c in best if c.seconds <= least * (1 + WORTH)]
+        return min(single or close, key=lambda c: (max(c.cut, default=0), c.seconds))
 
     def _counts(self, most: int) -> list[int]:
         """Multiples of the workers; one where w does not look at the stage."""
@@ -94,20 +104,21 @@ class _Planner:
         return loops or [max(most, 1)]
 
     def _cuts(self, count: int) -> list[Choice]:
-        """Cuts into so many stages: of equal work, or with short paths; and smaller
-        stages where a worker would hold too much."""
+        """Cuts into so many stages: of equal work, or with short paths where stages
+        share workers; and smaller stages where a worker would hold too much."""
         found: list[Choice] = []
         if not self.problem.units:
             return [self._choice(())]
-        rounds = {self._rounds(count)}
+        floors = [0.0]
         workers = self.schedule.workers
         if self.schedule.fit is not None and workers < count <= 2 * workers:
-            rounds.add(1.0)
-        for each in sorted(rounds):
+            floors.append(self.problem.seconds / workers)
+        for floor in floors:
             for limit in self._limits():
                 problem = replace(
                     self.problem,
-                    rounds=each,
+                    rounds=self._rounds(count),
+                    floor=floor,
                     limit=limit,
                     in_flight=tuple(map(self._in_flight, range(count))),
                 )
@@ -210,11 +221,14 @@ def stage_graph(problem: Problem, cut: Cut) -> nx.DiGraph[int]:
     """The stages of a cut as fxsched.simulate wants them."""
     stages: nx.DiGraph[int] = nx.DiGraph()
     for stage in range(max(cut, default=-1) + 1):
-        stages.add_node(stage, forward=0.0, backward=0.0, held=0, weights=0)
+        stages.add_node(stage, forward=JOB, backward=0.0, held=0, weights=0)
     for unit, stage in zip(problem.units, cut, strict=True):
         data = stages.nodes[stage]
         for name, amount in unit._asdict().items():
             data[name] += amount
+    for _, data in stages.nodes(data=True):
+        if data["backward"]:
+            data["backward"] += JOB
     for value in problem.values:
         maker = cut[value.maker]
         for reader in sorted({cut[r] for r in value.readers} - {maker}):

@@ -19,12 +19,12 @@ from fxsched import Plan, PlanError, ops, schedules
 
 from .cases import assert_equal, train
 
-BATCH, MICROBATCHES = 8, 4
+BATCH, MICROBATCHES = 16, 8
 TOKENS, ANSWERS = 99, 5
 Inputs = dict[str, Tensor]
 Make = Callable[[], tuple[nn.Module, Inputs]]
 
-# Names and sizes that many configurations share, and no dropout: eager draws others.
+# What many configurations share. No dropout: eager draws other numbers.
 WIDTHS = {"hidden_size": 32, "num_attention_heads": 4, "intermediate_size": 37}
 BERT_LIKE = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0, **WIDTHS}
 BART_LIKE = {
@@ -121,8 +121,8 @@ def lxmert() -> tuple[nn.Module, Inputs]:
     config = transformers.LxmertConfig(
         vocab_size=TOKENS,
         num_qa_labels=ANSWERS,
-        l_layers=2,
-        r_layers=2,
+        l_layers=1,
+        r_layers=1,
         x_layers=2,
         visual_feat_dim=16,
         **BERT_LIKE,
@@ -172,7 +172,7 @@ def whisper() -> tuple[nn.Module, Inputs]:
 
 def llama() -> tuple[nn.Module, Inputs]:
     config = transformers.LlamaConfig(
-        vocab_size=TOKENS, num_hidden_layers=3, num_key_value_heads=2, **WIDTHS
+        vocab_size=TOKENS, num_hidden_layers=2, num_key_value_heads=2, **WIDTHS
     )
     text = tokens(12)
     return transformers.LlamaForCausalLM(config), {"input_ids": text, "labels": text}
@@ -191,12 +191,12 @@ def resnet() -> tuple[nn.Module, Inputs]:
     return model, {"pixel_values": images, "labels": answers()}
 
 
-def broken_gpt2() -> tuple[nn.Module, Inputs]:
-    """It asks a logger, in the middle of its forward, to warn that it has no loss."""
+def gpt2() -> tuple[nn.Module, Inputs]:
+    """Dynamo breaks where it logs that it has no loss_type; see whole_gpt2."""
     config = transformers.GPT2Config(
         vocab_size=TOKENS,
         n_embd=32,
-        n_layer=3,
+        n_layer=2,
         n_head=4,
         bos_token_id=1,
         eos_token_id=2,
@@ -208,9 +208,9 @@ def broken_gpt2() -> tuple[nn.Module, Inputs]:
     return transformers.GPT2LMHeadModel(config), {"input_ids": text, "labels": text}
 
 
-def gpt2() -> tuple[nn.Module, Inputs]:
-    model, inputs = broken_gpt2()
-    model.loss_type = "ForCausalLM"  # what it takes anyway, after the warning
+def whole_gpt2() -> tuple[nn.Module, Inputs]:
+    model, inputs = gpt2()
+    model.loss_type = "ForCausalLM"  # as it does itself once it has logged
     return model, inputs
 
 
@@ -227,7 +227,7 @@ def eager_step(model: nn.Module, inputs: Inputs) -> tuple[Tensor, Tensor]:
 
 
 def assert_trains_as_eager(make: Make, schedule: fxsched.Schedule) -> Plan:
-    """Two steps: losses, scores, gradients, parameters and buffers are eager's."""
+    """Trains two steps; losses, scores, gradients, parameters and buffers are equal."""
     torch.manual_seed(0)
     model, inputs = make()
     model.train()
@@ -267,7 +267,7 @@ def report(
     """report(plan): adds a row to the table that conftest.py prints in the end."""
 
     def add(plan: Plan) -> None:
-        name = request.node.callspec.params["make"].__name__
+        name = request.node.callspec.params["make"].__name__.removeprefix("whole_")
         size = sum(data["bytes"] for *_, data in plan.stages.edges(data=True))
         stages, edges = plan.stages.number_of_nodes(), plan.stages.number_of_edges()
         row = (name, plan.schedule.name, stages, bottleneck(plan), edges, size)
@@ -276,10 +276,10 @@ def report(
     return add
 
 
-CHAINS = [bert, t5, clip, lxmert, vit, bart, whisper, llama, resnet, gpt2]
+MODELS = [bert, t5, clip, lxmert, vit, bart, whisper, llama, resnet, whole_gpt2]
 
 
-@pytest.mark.parametrize("make", CHAINS)
+@pytest.mark.parametrize("make", MODELS)
 def test_equal_to_eager(make: Make, report: Callable[[Plan], None]) -> None:
     plan = assert_trains_as_eager(make, schedules.one_f_one_b(4, MICROBATCHES))
     report(plan)
@@ -291,7 +291,7 @@ def test_equal_to_eager(make: Make, report: Callable[[Plan], None]) -> None:
 
 
 @pytest.mark.parametrize("make", [clip, lxmert])
-def test_equal_to_eager_with_a_stage_for_each_branch(
+def test_equal_to_eager_with_branches_side_by_side(
     make: Make, report: Callable[[Plan], None]
 ) -> None:
     plan = assert_trains_as_eager(make, schedules.graph(4, MICROBATCHES))
@@ -300,39 +300,34 @@ def test_equal_to_eager_with_a_stage_for_each_branch(
         assert_towers_apart(plan)
 
 
-@pytest.mark.parametrize("make", [bert, t5])
-def test_equal_to_eager_where_weights_are_elsewhere(make: Make) -> None:
-    assert_trains_as_eager(make, schedules.fslpp(4, 2, MICROBATCHES))
+def test_equal_to_eager_where_a_tied_weight_is_kept_elsewhere() -> None:
+    assert_trains_as_eager(t5, schedules.fslpp(4, 2, MICROBATCHES))
 
 
 def assert_nothing_is_passed_on(plan: Plan) -> None:
-    """With a stage a worker: who gets a value computes with it."""
+    """Whoever gets a value computes with it, where each worker has one stage."""
     for program in plan.programs:
         for node in program.graph.find_nodes(op="call_function", target=ops.recv):
             assert {user.target for user in node.users} - {ops.send, ops.free}, node
 
 
 def assert_towers_apart(plan: Plan) -> None:
-    """No stage has work of both encoders, nor sends from the one to the other."""
-    modules = nx_modules(plan)
+    """No stage has work of both encoders, and only the head's reads from both."""
+    modules = {s: data["modules"] for s, data in plan.stages.nodes(data=True)}
+    work = re.compile(r"(text|vision)\..*(embeddings|encoder)")
     towers = {
-        s: set(re.findall(r"\b(text|vision)\..*(?:embeddings|encoder)", text))
-        for s, text in modules.items()
+        s: {found[1] for name in names if (found := work.match(name))}
+        for s, names in modules.items()
     }
     assert set.union(*towers.values()) == {"text", "vision"}
     assert all(len(found) <= 1 for found in towers.values()), modules
     for maker, reader in plan.stages.edges:
-        if "head" not in modules[reader].split():
+        if "head" not in modules[reader]:
             assert len(towers[maker] | towers[reader]) <= 1, (maker, reader)
 
 
-def nx_modules(plan: Plan) -> dict[int, str]:
-    """The names of each stage's modules, a line each."""
-    return {s: "\n".join(d["modules"]) for s, d in plan.stages.nodes(data=True)}
-
-
 def test_a_graph_break_inside_a_model_shows_its_line() -> None:
-    model, inputs = broken_gpt2()
+    model, inputs = gpt2()
     run = torch.compile(model, backend=fxsched.backend(schedules.gpipe(2, 4)))
     with pytest.raises(PlanError, match=r"breaks at\n.*modeling_gpt2.py"):
         run(**inputs)
