@@ -39,6 +39,7 @@ SCHEDULES: dict[str, Callable[[int, int], Schedule]] = {
     "ddp": schedules.ddp,
     "fsdp": schedules.fsdp,
     "gpipe": schedules.gpipe,
+    "graph": schedules.graph,
     "1f1b": schedules.one_f_one_b,
     "lpp": lambda workers, count: schedules.lpp(workers, _group(workers), count),
     "fslpp": lambda workers, count: schedules.fslpp(workers, _group(workers), count),

@@ -56,7 +56,7 @@ class Profile:
         if 2 * sum(work[n] for n in known) < sum(work.values()):
             raise PlanError(
                 "the profile is of another model: it knows less than half of this "
-                "one's work; make it with fxsched.profile(model, *inputs) on the same model"
+                "one's work; make it with fxsched.profile(model, *inputs) on this model"
             )
         whole = _total(self.measured).over(_total(self.estimated))
         for node in nodes:

@@ -21,8 +21,8 @@ from .simulate import run_stages, step_seconds, worker_bytes
 LOOPS = 4
 # Jobs to simulate while single units are moved between stages.
 SIMULATED = 30_000
-# So many of the best cuts by simulation are improved.
-IMPROVED = 3
+# So many of the best cuts with several stages a worker are improved.
+IMPROVED = 2
 # What must be saved of a step: by moving single units, by a stage more, and by giving
 # workers several stages at all.
 WORTH, LOOP_WORTH = 0.03, 0.1
@@ -37,6 +37,10 @@ class Choice(NamedTuple):
     schedule: Schedule
     seconds: float
     bytes: float  # of the worker that holds the most
+
+    @property
+    def stages(self) -> int:
+        return max(self.cut, default=0) + 1
 
 
 def choose_cut(
@@ -76,16 +80,14 @@ class _Planner:
         if not within:
             raise self._too_large(found)
         within.sort(key=lambda c: c.seconds)
-        best = [self._improved(choice) for choice in within[:IMPROVED]]
-        least = min(choice.seconds for choice in best)
-        single = [
-            choice
-            for choice in best
-            if max(choice.cut, default=0) < self.schedule.workers
-            and choice.seconds <= least * (1 + LOOP_WORTH)
-        ]
+        single = [c for c in within if c.stages <= self.schedule.workers]
+        best = [c for c in within if c not in single]
+        best = [self._improved(c) for c in [*single[:1], *best[:IMPROVED]]]
+        least = min(c.seconds for c in best)
+        if single and best[0].seconds <= least * (1 + LOOP_WORTH):
+            return best[0]
         close = [c for c in best if c.seconds <= least * (1 + WORTH)]
-        return min(single or close, key=lambda c: (max(c.cut, default=0), c.seconds))
+        return min(close, key=lambda c: (c.stages, c.seconds))
 
     def _counts(self, most: int) -> list[int]:
         """Multiples of the workers; one where w does not look at the stage."""
@@ -174,7 +176,7 @@ class _Planner:
 
     def _improved(self, choice: Choice) -> Choice:
         """The choice after moving single units, if simulation says it's worth it."""
-        jobs = 2 * (max(choice.cut, default=0) + 1) * choice.schedule.microbatches
+        jobs = 2 * choice.stages * choice.schedule.microbatches
         fixed = replace(choice.schedule, fit=None)
 
         def seconds(cut: Cut) -> float:
@@ -194,11 +196,16 @@ class _Planner:
 
     def _too_large(self, found: Sequence[Choice]) -> PlanError:
         best = min(found, key=lambda c: c.bytes)
-        stages = max(best.cut, default=0) + 1
+        while True:  # below what the limit allows, how low does it go?
+            lower = replace(self, limit=best.bytes * 0.95)
+            better = [c for c in lower._cuts(best.stages) if c.bytes < best.bytes]
+            if not better:
+                break
+            best = min(better, key=lambda c: c.bytes)
         return PlanError(
             f"memory_limit={self.limit:.0f}: no cut keeps every worker within it; the "
-            f"best found holds {best.bytes:.0f} bytes, in {stages} stages; raise the "
-            "limit, use more workers or stages, a smaller microbatch, or in_flight"
+            f"best found holds {best.bytes:.0f} bytes, in {best.stages} stages; raise "
+            "the limit, use more workers or stages, smaller microbatches, or in_flight"
         )
 
 

@@ -207,7 +207,7 @@ def _problem(blocks: list[Block]) -> Problem:
                 values.append(Value(i, readers, there, there * gradient))
             if node.target is stage_boundary:
                 apart |= {(i, reader) for reader in readers}
-    return Problem(tuple(units), tuple(values), 0.0, frozenset(apart))
+    return Problem(tuple(units), tuple(values), rounds=0.0, apart=frozenset(apart))
 
 
 def _is_state(node: fx.Node) -> bool:

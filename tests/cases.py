@@ -15,8 +15,10 @@ from torch import Tensor, nn
 
 from fxsched import Direction, Schedule, schedules
 from fxsched.models.encoder_decoder import EncoderDecoder, EncoderDecoderConfig
+from fxsched.models.experts import Experts, ExpertsConfig
 from fxsched.models.gpt import GPT, GPTConfig
 from fxsched.models.mlp import MLP, MLPConfig
+from fxsched.models.three_encoder import ThreeEncoder, ThreeEncoderConfig
 from fxsched.models.two_tower import TwoTower, TwoTowerConfig
 from fxsched.models.unet import UNet, UNetConfig
 
@@ -55,15 +57,45 @@ def unet() -> tuple[nn.Module, tuple[Tensor, ...]]:
     return UNet(UNetConfig(width=8)), images
 
 
+def three_encoder() -> tuple[nn.Module, tuple[Tensor, ...]]:
+    c = ThreeEncoderConfig(
+        image_height=16,
+        image_width=16,
+        vocabulary=64,
+        text_length=6,
+        audio_frames=8,
+        audio_bins=9,
+        width=32,
+        heads=2,
+        image_layers=1,
+        text_layers=1,
+        audio_layers=1,
+    )
+    inputs = (
+        torch.randn(BATCH, 1, c.image_height, c.image_width),
+        tokens(BATCH, c.text_length),
+        torch.randn(BATCH, c.audio_frames, c.audio_bins),
+        torch.arange(BATCH) % 2.0,
+    )
+    return ThreeEncoder(c), inputs
+
+
+def experts() -> tuple[nn.Module, tuple[Tensor, ...]]:
+    config = ExpertsConfig(vocabulary=64, width=32, layers=1, experts=3)
+    return Experts(config), (tokens(BATCH, 12), tokens(BATCH, 12))
+
+
+# Those that every schedule runs, and those that a few do.
 MODELS: dict[str, Callable[[], tuple[nn.Module, tuple[Tensor, ...]]]] = {
     each.__name__: each for each in (mlp, gpt, two_tower, encoder_decoder, unet)
 }
+BRANCHING = {each.__name__: each for each in (three_encoder, experts)}
 
 
 def build(name: str) -> tuple[nn.Module, tuple[Tensor, ...]]:
     """A model and a batch, the same in every process."""
     torch.manual_seed(7)
-    return MODELS[name]()
+    return (MODELS | BRANCHING)[name]()
 
 
 def anything(seed: int, workers: int = 4) -> Schedule:
@@ -101,6 +133,7 @@ SCHEDULES: dict[str, Callable[[], Schedule]] = {
     "one_f_one_b": lambda: schedules.one_f_one_b(4, MICROBATCHES),
     "lpp": lambda: schedules.lpp(4, 2, MICROBATCHES),
     "fslpp": lambda: schedules.fslpp(4, 2, MICROBATCHES),
+    "graph": lambda: schedules.graph(4, MICROBATCHES),
     "random": lambda: anything(3),
     "apart": apart,
 }

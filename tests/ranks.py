@@ -149,6 +149,34 @@ def contract() -> None:
     print(f"rank {dist.get_rank()}: contract holds")
 
 
+def profiled() -> None:
+    model, inputs = build("two_tower")
+    reference = copy.deepcopy(model)
+    eager_step(reference, inputs, MICROBATCHES)
+    profile = fxsched.profile(model, *inputs, microbatches=MICROBATCHES, repeats=1)
+    everyone = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, profile)
+    assert everyone[0] == everyone[1] and profile.measured
+    schedule = schedules.graph(2, MICROBATCHES)
+    run = torch.compile(model, backend=fxsched.backend(schedule, profile=profile))
+    run(*inputs).backward()
+    pairs = zip(model.parameters(), reference.parameters(), strict=True)
+    for mine, other in pairs:
+        if mine.grad is not None:
+            torch.testing.assert_close(mine.grad, other.grad, rtol=1e-4, atol=1e-5)
+    try:
+        fxsched.profile(Fixed(), inputs[0].float(), microbatches=MICROBATCHES)
+    except PlanError as error:
+        print(f"rank {dist.get_rank()}: {str(error)[:28]}")
+
+
+class Fixed(nn.Module):
+    """Fixes the batch size, so that it cannot be cut."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.reshape(8, -1).sum(1) * torch.ones(8)
+
+
 def world() -> None:
     model, inputs = build("mlp")
     run = torch.compile(model, backend=fxsched.backend(schedules.ddp(4)))

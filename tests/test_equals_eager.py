@@ -11,6 +11,7 @@ from torch import Tensor
 
 import fxsched
 from tests.cases import (
+    BRANCHING,
     MICROBATCHES,
     MODELS,
     SCHEDULES,
@@ -59,6 +60,12 @@ def compiled(name: str, schedule: fxsched.Schedule, **options: object) -> None:
 @pytest.mark.parametrize("name", MODELS)
 def test_threads_equal_eager(name: str, schedule: str, order: str) -> None:
     compiled(name, SCHEDULES[schedule](), order=order)
+
+
+@pytest.mark.parametrize("schedule", ["graph", "fslpp", "random"])
+@pytest.mark.parametrize("name", BRANCHING)
+def test_models_with_many_branches_equal_eager(name: str, schedule: str) -> None:
+    compiled(name, SCHEDULES[schedule]())
 
 
 @pytest.mark.parametrize("schedule", ["one_f_one_b", "apart"])

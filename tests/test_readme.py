@@ -25,7 +25,7 @@ def test_blocks_run_and_print_what_the_readme_says() -> None:
             assert _lines(printed) == _lines(text)
             printed = ""
             compared += 1
-    assert compared == 1
+    assert compared == 2
 
 
 def _lines(text: str) -> list[str]:

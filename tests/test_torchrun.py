@@ -51,6 +51,12 @@ def test_backward_after_the_call_evaluation_and_new_shapes() -> None:
     assert done.stdout.count("contract holds") == 2, done.stdout
 
 
+def test_ranks_plan_by_what_rank_0_measured_and_get_its_errors() -> None:
+    done = torchrun(2, "profiled")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.count("the batch size is fixed to 8") == 2, done.stdout
+
+
 def test_a_world_of_another_size_is_an_error_on_every_rank() -> None:
     done = torchrun(2, "world")
     assert done.returncode == 0, done.stdout + done.stderr
