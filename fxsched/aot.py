@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import operator
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -23,7 +24,7 @@ from torch._functorch.partitioners import default_partition
 from torch._guards import TracingContext, tracing
 
 from . import ops
-from .graphs import Spec, base
+from .graphs import Spec, base, draws
 
 
 class Pair(NamedTuple):
@@ -64,7 +65,7 @@ def stage_key(module: fx.GraphModule) -> str:
         if node.op == "get_attr":
             line += str(id(getattr(module, str(node.target), node)))
         lines.append(line)
-    return "\n".join([*lines, str(module.meta["state"])])
+    return "\n".join([*lines, str(module.meta["state"]), str(module.meta["draws"])])
 
 
 def trace_stage(
@@ -99,7 +100,8 @@ def trace_stage(
             )
         else:
             forward, backward = joint, None
-    return _pair_of(joint, forward, backward, results, state, live)
+    numbers = module.meta["draws"]
+    return _pair_of(joint, forward, backward, results, state, live, numbers)
 
 
 def _without_dead_tangents(
@@ -135,7 +137,11 @@ def _recompute_views_of_state(joint: fx.GraphModule, state: int) -> None:
                 derived[node] = None
         elif node.op == "call_function" and _is_forward(node):
             read = node.all_input_nodes
-            if read and not _draws(node) and all(p in derived for p in read):
+            if (
+                read
+                and not draws(node.target, node.args, node.kwargs)
+                and all(p in derived for p in read)
+            ):
                 derived[node] = None
     copies: dict[fx.Node, fx.Node] = {}
 
@@ -171,6 +177,7 @@ def _pair_of(
     results: list[Any],
     state: int,
     live: tuple[bool, ...],
+    numbers: Sequence[int],
 ) -> Pair:
     """Sorts out what the parts take and give; weights and inputs are not saved."""
     names: dict[str, tuple[str, int]] = {}
@@ -217,7 +224,7 @@ def _pair_of(
     given.args = (
         (*(plain[i] for i in sorted(plain)), *(mutated[i] for i in order), *saved),
     )
-    random = _seed_random_numbers(forward.graph)
+    random = _seed_random_numbers(forward.graph, numbers)
     _clear_pytree(forward)
     state_gradients: list[int] = []
     input_gradients: list[int] = []
@@ -297,29 +304,23 @@ def _arrange_gradients(
     return weights, [i - state for i in inputs]
 
 
-def _draws(node: fx.Node) -> bool:
-    """Whether an aten node draws random numbers; dropout of nothing doesn't."""
-    if torch.Tag.nondeterministic_seeded not in getattr(node.target, "tags", ()):
-        return False
-    schema = node.target._schema  # type: ignore[union-attr]
-    given = {a.name: a.default_value for a in schema.arguments}
-    given |= dict(zip(given, node.args, strict=False)) | node.kwargs
-    return given.get("p") != 0 and given.get("dropout_p") != 0
-
-
-def _seed_random_numbers(graph: fx.Graph) -> bool:
+def _seed_random_numbers(graph: fx.Graph, numbers: Sequence[int]) -> bool:
     """Gives each random operation a seed of its own, from the job's seed.
 
     before: mask = native_dropout(x, 0.1, True)
     after:  mask = seeded(native_dropout, seed + 0, x, 0.1, True)
+
+    numbers: of the model's draws, where this stage's are; they count from its first.
     """
-    random = [node for node in graph.nodes if _draws(node)]
+    random = [n for n in graph.nodes if draws(n.target, n.args, n.kwargs)]
     if not random:
         return False
+    if len(numbers) != len(random):  # AOTAutograd draws otherwise: numbers no one has
+        numbers = [(i + 1) << 32 for i in range(len(random))]
     first = next(iter(graph.nodes))
     with graph.inserting_before(first):
         seed = graph.placeholder("seed")
-    for number, node in enumerate(random):
+    for number, node in zip(numbers, random, strict=True):
         with graph.inserting_before(node):
             own = graph.call_function(operator.add, (seed, number))
             new = graph.call_function(

@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
 from . import ops
-from .graphs import tensors
+from .graphs import draws, tensors
 
 aten = torch.ops.aten
 
@@ -128,20 +128,20 @@ def _value(node: fx.Node) -> Any:
 class Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Adds up the cost of the operations that run under it.
 
-    random: whether any of them drew random numbers.
+    random: how many of them drew random numbers.
     """
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.total = Cost()
-        self.random = False
+        self.random = 0
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         out = func(*args, **(kwargs or {}))
         self.total = self.total.plus(cost_of(func, args, kwargs or {}, out))
-        self.random |= torch.Tag.nondeterministic_seeded in func.tags
+        self.random += draws(func, args, kwargs or {})
         return out
 
 

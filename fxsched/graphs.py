@@ -142,6 +142,15 @@ def tensors(value: Any) -> Iterator[Tensor]:
             yield from tensors(item)
 
 
+def draws(target: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
+    """Whether an aten operation draws random numbers; dropout of nothing doesn't."""
+    if torch.Tag.nondeterministic_seeded not in getattr(target, "tags", ()):
+        return False
+    given = {a.name: a.default_value for a in target._schema.arguments}
+    given |= dict(zip(given, args, strict=False)) | kwargs
+    return given.get("p") != 0 and given.get("dropout_p") != 0
+
+
 def is_view(node: fx.Node) -> bool:
     """Whether an aten node's output may share memory with its first input."""
     if node.target is torch.ops.aten._unsafe_view.default:

@@ -131,12 +131,13 @@ def _cuda_devices(args: Sequence[Any]) -> list[int]:
     return sorted(found)
 
 
-def seed(base: tuple[int, int], stage: int, microbatch: int) -> int:
-    """The seed of one job's random numbers: of (seed, step), stage and microbatch."""
+def seed(base: tuple[int, int], draw: int, microbatch: int) -> int:
+    """The seed of a job's first random numbers: of (seed, step), the microbatch, and
+    how many draws of the model come before them."""
     mixed = 0
-    for part in (*base, stage, microbatch):
+    for part in (*base, microbatch):
         mixed = _splitmix64(mixed ^ (part & 0xFFFFFFFFFFFFFFFF))
-    return mixed >> 1
+    return (mixed >> 1) + draw
 
 
 def _splitmix64(x: int) -> int:

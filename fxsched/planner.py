@@ -17,17 +17,19 @@ from .jobs import Direction, Job, PlanError, Schedule
 from .partitioner import best_cut, improve
 from .simulate import run_stages, step_seconds, worker_bytes
 
-# A schedule that leaves the number of stages open gets up to so many a worker.
-LOOPS = 4
+# A schedule that leaves the number of stages open gets up to so many a worker; a few
+# workers may have more, up to so many in all.
+LOOPS, LOOPED = 2, 8
 # Jobs to simulate while single units are moved between stages.
 SIMULATED = 30_000
 # So many of the best cuts with several stages a worker are improved.
 IMPROVED = 2
+# Moving units may make the slowest stage slower by this factor: at few microbatches a
+# heavy first stage fills the pipeline, but the longer the step the more it costs.
+LOPSIDED = 1.1
 # What must be saved of a step: by moving single units, by a stage more, and by giving
 # workers several stages at all.
 WORTH, LOOP_WORTH = 0.03, 0.1
-# Seconds of Python and messages that a job costs beside its work.
-JOB = 1e-4
 
 
 class Choice(NamedTuple):
@@ -90,7 +92,8 @@ class _Planner:
         return min(close, key=lambda c: (c.stages, c.seconds))
 
     def _counts(self, most: int) -> list[int]:
-        """Multiples of the workers; one where w does not look at the stage."""
+        """Multiples of the workers, as far as w knows so many stages; one where w does
+        not look at the stage."""
         workers = self.schedule.workers
         if self.schedule.fit is None:
             places = {
@@ -102,8 +105,22 @@ class _Planner:
             }
             if len(places) == 1:
                 return [max(min(workers, most), 1)]
-        loops = [workers * k for k in range(1, LOOPS + 1) if workers * k <= most]
-        return loops or [max(most, 1)]
+        largest = min(max(LOOPS * workers, LOOPED), most)
+        loops = list(range(workers, largest + 1, workers)) or [max(most, 1)]
+        return [count for count in loops if count == loops[0] or self._knows(count)]
+
+    def _knows(self, count: int) -> bool:
+        """Whether w and n, which may be tables, have entries for so many stages."""
+        if self.schedule.fit is not None:
+            return True
+        jobs = [Job(count - 1, b, d) for b in (0, 1) for d in Direction]
+        try:
+            for job in jobs[: 2 * self.schedule.microbatches]:
+                self.schedule.place(job)
+                self.schedule.priority(job)
+        except LookupError:
+            return False
+        return True
 
     def _cuts(self, count: int) -> list[Choice]:
         """Cuts into so many stages: of equal work, or with short paths where stages
@@ -178,10 +195,13 @@ class _Planner:
         """The choice after moving single units, if simulation says it's worth it."""
         jobs = 2 * choice.stages * choice.schedule.microbatches
         fixed = replace(choice.schedule, fit=None)
+        most_seconds = LOPSIDED * _slowest(stage_graph(self.problem, choice.cut))
 
         def seconds(cut: Cut) -> float:
             stages = stage_graph(self.problem, cut)
             if any(a > b for a, b in stages.edges):  # would change the numbers
+                return float("inf")
+            if _slowest(stages) > most_seconds:
                 return float("inf")
             events = run_stages(fixed, stages)
             most = max(worker_bytes(fixed, stages, events))
@@ -209,6 +229,12 @@ class _Planner:
         )
 
 
+def _slowest(stages: nx.DiGraph[int]) -> float:
+    return max(
+        (d["forward"] + d["backward"] for _, d in stages.nodes(data=True)), default=0.0
+    )
+
+
 def number(problem: Problem, cut: Cut) -> Cut:
     """The same stages, numbered by their distance from the inputs, so that parallel
     branches take turns and w's like s mod W put them on different workers."""
@@ -228,14 +254,11 @@ def stage_graph(problem: Problem, cut: Cut) -> nx.DiGraph[int]:
     """The stages of a cut as fxsched.simulate wants them."""
     stages: nx.DiGraph[int] = nx.DiGraph()
     for stage in range(max(cut, default=-1) + 1):
-        stages.add_node(stage, forward=JOB, backward=0.0, held=0, weights=0)
+        stages.add_node(stage, forward=0.0, backward=0.0, held=0, weights=0)
     for unit, stage in zip(problem.units, cut, strict=True):
         data = stages.nodes[stage]
         for name, amount in unit._asdict().items():
             data[name] += amount
-    for _, data in stages.nodes(data=True):
-        if data["backward"]:
-            data["backward"] += JOB
     for value in problem.values:
         maker = cut[value.maker]
         for reader in sorted({cut[r] for r in value.readers} - {maker}):

@@ -191,7 +191,7 @@ class _Differentiation:
                 stage=stage,
                 direction=Direction.BACKWARD,
                 seconds=seconds,
-                random=pair.random and recompute,
+                draw=forward.meta["draw"] if recompute else None,
             )
             self._hand_on(backward, pair, places, weights, inputs)
         if keep is None:
@@ -208,7 +208,8 @@ class _Differentiation:
         seconds = graph_cost(pair.forward).seconds
         if "measured" in call.meta:
             seconds = call.meta["measured"][0]
-        forward.meta.update(stage=stage, seconds=seconds, random=pair.random)
+        forward.meta.update(stage=stage, seconds=seconds)
+        forward.meta["draw"] = call.meta["draw"] if pair.random else None
         self.gm.meta["stages"].nodes[stage].update(
             forward=seconds, backward=0.0, held=0
         )

@@ -110,6 +110,7 @@ def _blocks(gm: fx.GraphModule, request: Request, shared: set[fx.Node]) -> list[
     tied = [[n, *n.users] for n in nodes if not isinstance(n.meta["val"], Tensor)]
     tied += [[*n.all_input_nodes, n] for n in nodes if n.target is stage_boundary]
     tied += _written(gm, nodes)
+    tied += _counters(nodes)
     tied += [
         [n for name in names for n in _inside(nodes, name, "same_stage")]
         for names in request.same_stage
@@ -154,6 +155,19 @@ def _written(gm: fx.GraphModule, nodes: list[fx.Node]) -> list[Block]:
         stop = len(nodes) if given is not None else end + 1
         groups.append([n for n in nodes[:stop] if _touches(n, written)])
     return groups
+
+
+def _counters(nodes: list[fx.Node]) -> list[Block]:
+    """Writes that read nothing of other nodes, such as a BatchNorm's count of batches,
+    with the next node of their module."""
+    inside = set(nodes)
+    found = []
+    for i, node in enumerate(nodes):
+        if node.meta["mutates"] and not inside.intersection(node.all_input_nodes):
+            module = node.meta["module"]
+            rest = (n for n in nodes[i + 1 :] if n.meta["module"] == module)
+            found.append([node, *list(rest)[:1]])
+    return found
 
 
 def _touches(node: fx.Node, written: int) -> bool:

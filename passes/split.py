@@ -57,6 +57,7 @@ def split_stages(gm: fx.GraphModule, request: Request) -> fx.GraphModule:
             new[node].meta.update(
                 input=node.meta["index"], val=fake, specs=(Spec.of(fake),)
             )
+    drawn = _draws(gm)
     for number, stage in enumerate(inner):
         used = [i for i, group in enumerate(groups) if number in group.stages]
         inputs = [new[node] for node in stage.inputs]
@@ -69,6 +70,9 @@ def split_stages(gm: fx.GraphModule, request: Request) -> fx.GraphModule:
             for k, name in enumerate(groups[i].names)
         }
         call.meta["stage"] = number
+        numbers = [i for node in stage.nodes for i in drawn[node]]
+        call.meta["draw"] = numbers[0] if numbers else -1 - number
+        stage.module.meta["draws"] = tuple(i - call.meta["draw"] for i in numbers)
         if gm.meta.get("measured"):
             work = [n.meta["work"] for n in stage.nodes if "work" in n.meta]
             call.meta["measured"] = (
@@ -101,6 +105,17 @@ def split_stages(gm: fx.GraphModule, request: Request) -> fx.GraphModule:
         stages=_describe(gm, inner, groups),
     )
     return whole
+
+
+def _draws(gm: fx.GraphModule) -> dict[fx.Node, range]:
+    """The numbers of each node's draws, counted over the model: dropout is the same
+    however the model is cut."""
+    found, count = {}, 0
+    for node in gm.graph.nodes:
+        more = node.meta.get("random", 0)
+        found[node] = range(count, count + more)
+        count += more
+    return found
 
 
 class _Stage:

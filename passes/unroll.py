@@ -60,7 +60,7 @@ class _Unroll:
             if "tangent" not in node.meta:
                 self.given[node] = self.graph.placeholder(node.name)
                 self.given[node].meta = dict(node.meta)
-        if any(call.meta["random"] for call in self.calls.values()):
+        if any(call.meta["draw"] is not None for call in self.calls.values()):
             self.seed = self.graph.placeholder("seed")
             self.seed.meta["specs"] = ()
         split = self.gm.meta["loss"] is None
@@ -94,8 +94,8 @@ class _Unroll:
         state = tuple(self._state(w, job) for w in weights)
         values = fx.map_arg(tuple(rest), lambda n: self._value(n, job, where))
         seed = None
-        if call.meta["random"]:
-            args = (self.seed, job.stage, job.microbatch)
+        if call.meta["draw"] is not None:
+            args = (self.seed, call.meta["draw"], job.microbatch)
             seed = make(self.graph, ops.seed, args, (), *where)
         target = str(call.target)
         new = make(

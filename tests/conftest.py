@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -22,27 +21,23 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     """Prints how models were cut, whether tests pass or not.
 
-    A test adds a row with record_property("partition", row); that way rows of
-    pytest-xdist's processes get here too.
+    A test adds a row with record_property("partition", row), a line with "balance" or
+    "brute force"; that way those of pytest-xdist's processes get here too.
     """
-    rows = [
-        value
-        for outcome in ("passed", "failed")
-        for test in terminalreporter.getreports(outcome)
-        for name, value in test.user_properties
-        if name == "partition"
-    ]
+    found: dict[str, list[object]] = {}
+    for outcome in ("passed", "failed"):
+        for test in terminalreporter.getreports(outcome):
+            for name, value in test.user_properties:
+                found.setdefault(name, []).append(value)
+    for name in ("balance", "brute force"):
+        for line in sorted(map(str, found.get(name, []))):
+            terminalreporter.write_line(f"{name}: {line}")
+    rows = found.get("partition")
     if rows:
         headers = "model|schedule|stages|bottleneck / mean|edges|bytes a microbatch"
         table = tabulate(sorted(rows), headers.split("|"), floatfmt=".2f", intfmt=",")
         terminalreporter.section("automatic split")
         terminalreporter.write_line(table)
-
-
-@pytest.fixture(scope="session", autouse=True)
-def _quiet_dynamo() -> None:
-    """pytest would format the thousands of records of torch's own trace."""
-    logging.getLogger("torch.__trace").propagate = False
 
 
 @pytest.fixture(autouse=True)

@@ -59,7 +59,7 @@ def test_what_wants_no_gradient_has_no_backward_seconds() -> None:
     model = nn.Sequential(*(nn.Linear(16, 16) for _ in range(4)))
     for layer in list(model)[:2]:
         layer.requires_grad_(False)
-    problem, blocks = capture(model, 4, torch.ones(8, 16))
+    problem, _ = capture(model, 4, torch.ones(8, 16))
     seconds = [unit.backward for unit in problem.units]
     assert seconds[:2] == [0.0, 0.0] and min(seconds[2:]) > 0
     assert seconds[3] > seconds[2]  # the third passes no gradient on

@@ -130,8 +130,8 @@ def lxmert() -> tuple[nn.Module, Inputs]:
     config = transformers.LxmertConfig(
         vocab_size=TOKENS,
         num_qa_labels=ANSWERS,
-        l_layers=1,
-        r_layers=1,
+        l_layers=2,
+        r_layers=2,
         x_layers=2,
         visual_feat_dim=16,
         **BERT_LIKE,
