@@ -22,6 +22,7 @@ from .trace import (
     capture,
     configure_dynamo,
     graph_break,
+    mark_batch,
     trace_microbatch,
 )
 from .transport import choose, from_rank_0
@@ -138,6 +139,8 @@ def plan(
         profile=profile,
     )
     planner.plan_only = True
+    if schedule.microbatches > 1:
+        mark_batch((args, kwargs))
     try:
         torch.compile(model, backend=planner)(*args, **kwargs)
     except _Planned as planned:

@@ -17,7 +17,7 @@ from .cuts import Cut, Problem, Unit, Value, predicted
 from .ideals import Label, Search, TooMany
 
 EXACT = 64  # up to so many units none are joined, if there are few ideals
-IDEALS = 500
+IDEALS = 300
 GRAIN = 40  # units of a stage, about
 
 

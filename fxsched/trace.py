@@ -77,6 +77,17 @@ def ask_for_symbolic_batch(gm: fx.GraphModule, inputs: Sequence[Any]) -> None:
     raise TensorifyScalarRestartAnalysis()
 
 
+def mark_batch(values: Any) -> None:
+    """Asks for a symbolic batch size beforehand, which saves Dynamo a trace."""
+    if isinstance(values, dict):
+        values = list(values.values())
+    if isinstance(values, (list, tuple)):
+        for value in values:
+            mark_batch(value)
+    elif isinstance(values, Tensor) and values.dim() and values.shape[0] > 1:
+        torch._dynamo.maybe_mark_dynamic(values, 0)
+
+
 def capture(gm: fx.GraphModule) -> fx.GraphModule:
     """A copy of Dynamo's graph, with what Dynamo forgets after it was compiled."""
     graph = fx.Graph()
