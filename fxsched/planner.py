@@ -15,7 +15,7 @@ import networkx as nx
 from .cuts import Cut, Problem
 from .jobs import Direction, Job, PlanError, Schedule
 from .partitioner import best_cut, improve
-from .simulate import run_stages, step_seconds, worker_bytes
+from .simulate import likely_seconds, run_stages, step_seconds, worker_bytes
 
 # A schedule that leaves the number of stages open gets up to so many a worker; a few
 # workers may have more, up to so many in all.
@@ -186,10 +186,7 @@ class _Planner:
         schedule = self.schedule.fit(stages) if self.schedule.fit else self.schedule
         events = run_stages(schedule, stages)
         most = max(worker_bytes(schedule, stages, events))
-        back = sum(data["backward"] > 0 for _, data in stages.nodes(data=True))
-        stuck = len(events) < schedule.microbatches * (len(stages) + back)
-        seconds = float("inf") if stuck else step_seconds(events)
-        return Choice(cut, schedule, seconds, most)
+        return Choice(cut, schedule, likely_seconds(schedule, stages), most)
 
     def _improved(self, choice: Choice) -> Choice:
         """The choice after moving single units, if simulation says it's worth it."""
@@ -210,9 +207,8 @@ class _Planner:
             return step_seconds(events)
 
         cut = improve(self.problem, choice.cut, seconds, SIMULATED // jobs)
-        if seconds(cut) > choice.seconds * (1 - WORTH):
-            return choice
-        return _Planner(self.problem, fixed, self.limit)._choice(cut)
+        better = _Planner(self.problem, fixed, self.limit)._choice(cut)
+        return better if better.seconds < choice.seconds * (1 - WORTH) else choice
 
     def _too_large(self, found: Sequence[Choice]) -> PlanError:
         best = min(found, key=lambda c: c.bytes)

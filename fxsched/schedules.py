@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 import networkx as nx
 
 from .jobs import Direction, Placement, PlanError, Priority, Schedule
-from .simulate import run_stages, step_seconds
+from .simulate import likely_seconds, run_stages, step_seconds
 
 _Placer = Callable[[int, int], int]
 
@@ -175,20 +175,20 @@ def graph(workers: int, microbatches: int) -> Schedule:
                 name="graph",
             )
 
-        def seconds(schedule: Schedule) -> float:
-            return step_seconds(run_stages(schedule, stages))
-
         oldest = oldest_microbatch_first(count)
         worker = _spread(
-            stages, workers, microbatches, lambda w: seconds(placed(w, oldest, 0))
+            stages,
+            workers,
+            microbatches,
+            lambda w: step_seconds(run_stages(placed(w, oldest, 0), stages)),
         )
         best = placed(worker, oldest, 0)
-        least = seconds(best)
+        least = likely_seconds(best, stages)
         for n in (oldest, _longest_way_first(stages, microbatches)):
             for more in (0, 1):
                 found = placed(worker, n, more)
-                taken = seconds(found)
-                if taken < least * 0.99:
+                taken = likely_seconds(found, stages)
+                if taken < least * 0.97:
                     best, least = found, taken
         return best
 

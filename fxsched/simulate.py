@@ -67,6 +67,21 @@ def step_seconds(events: Iterable[Event]) -> float:
     return max((event.end for event in events), default=0.0)
 
 
+def likely_seconds(schedule: Schedule, stages: nx.DiGraph[int]) -> float:
+    """The mean step over stages that are each up to 4 % slower or faster: one order of
+    jobs may be lucky for exactly these times. Infinite if in_flight stops the jobs."""
+    jobs = len(stage_jobs(schedule, stages))
+    found = []
+    for k in range(3):
+        other = stages.copy()
+        for s, data in other.nodes(data=True):
+            for what, i in (("forward", 0), ("backward", 1)):
+                data[what] *= 1 + 0.02 * ((7 * s + 3 * k + i) % 5 - 2)
+        events = run_stages(schedule, other)
+        found.append(step_seconds(events) if len(events) == jobs else float("inf"))
+    return sum(found) / len(found)
+
+
 def worker_bytes(
     schedule: Schedule, stages: nx.DiGraph[int], events: Iterable[Event]
 ) -> list[float]:
