@@ -17,6 +17,7 @@ from .cuts import Cut, Problem, Unit, Value, predicted
 from .ideals import Label, Search, TooMany
 
 EXACT = 64  # up to so many units none are joined, if there are few ideals
+CHAIN = 200  # as many of a chain
 IDEALS = 300
 GRAIN = 40  # units of a stage, about
 
@@ -27,7 +28,9 @@ def best_cut(problem: Problem, stages: int, within: float = float("inf")) -> Cut
     None if none is allowed, or none is below `within` seconds.
     """
     fine, of = problem, tuple(range(len(problem.units)))
-    small = len(problem.units) <= max(EXACT, stages) and _few(problem)
+    chain = all(degree <= 2 for _, degree in problem.graph.degree)
+    most = max(CHAIN if chain else EXACT, stages)
+    small = len(problem.units) <= most and _few(problem)
     if not small:
         fine, of = join_light(problem, problem.seconds / (GRAIN * stages), stages)
     order = depth_first(fine)
