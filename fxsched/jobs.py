@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 from typing import NamedTuple
 
@@ -77,7 +77,7 @@ class Schedule:
         int, or a function of the stage.
     fit: gives the schedule for the stages that a model was cut into, for those whose w,
         n and in_flight depend on them; see schedules.graph. Stages are a
-        networkx.DiGraph, as fxsched.simulate describes it.
+        networkx.DiGraph, as fxsched/simulate.py describes it.
     """
 
     workers: int
@@ -99,6 +99,11 @@ class Schedule:
                     f"Schedule({field}={count!r}): give an int of 1 or more"
                 )
             object.__setattr__(self, field, int(count))  # numpy's ints too
+        if self.fit is not None and not callable(self.fit):
+            raise PlanError(
+                f"Schedule(fit={self.fit!r}): give a function of the stages that "
+                "returns a Schedule"
+            )
         for field in ("w", "n"):
             if not callable(getattr(self, field)):
                 raise PlanError(
@@ -117,6 +122,22 @@ class Schedule:
     def __str__(self) -> str:
         name = self.name or "schedule"
         return f"{name}: {self.workers} workers, {self.microbatches} microbatches"
+
+    def fitted(self, stages: nx.DiGraph[int]) -> Schedule:
+        """What fit gives for these stages, checked; without fit, this schedule."""
+        if self.fit is None:
+            return self
+        found = self.fit(stages)
+        same = isinstance(found, Schedule) and (found.workers, found.microbatches) == (
+            self.workers,
+            self.microbatches,
+        )
+        if not same:
+            raise PlanError(
+                f"fit returned {found}; return a Schedule with the same workers "
+                f"({self.workers}) and microbatches ({self.microbatches})"
+            )
+        return replace(found, fit=None)
 
     def place(self, job: Job) -> Placement:
         """w of a job, checked. Raises PlanError if it isn't two workers in range."""

@@ -183,7 +183,7 @@ class _Planner:
 
     def _choice(self, cut: Cut) -> Choice:
         stages = stage_graph(self.problem, cut)
-        schedule = self.schedule.fit(stages) if self.schedule.fit else self.schedule
+        schedule = self.schedule.fitted(stages)
         events = run_stages(schedule, stages)
         most = max(worker_bytes(schedule, stages, events))
         return Choice(cut, schedule, likely_seconds(schedule, stages), most)
@@ -191,7 +191,7 @@ class _Planner:
     def _improved(self, choice: Choice) -> Choice:
         """The choice after moving single units, if simulation says it's worth it."""
         jobs = 2 * choice.stages * choice.schedule.microbatches
-        fixed = replace(choice.schedule, fit=None)
+        fixed = choice.schedule
         most_seconds = LOPSIDED * _slowest(stage_graph(self.problem, choice.cut))
 
         def seconds(cut: Cut) -> float:

@@ -41,9 +41,7 @@ def assign_stages(gm: fx.GraphModule, request: Request) -> fx.GraphModule:
         cut, schedule = choice.cut, choice.schedule
     else:
         cut = _named_cut(blocks, tuple(request.stages), request.schedule.stages)
-        schedule = request.schedule
-        if schedule.fit is not None:
-            schedule = schedule.fit(stage_graph(problem, cut))
+        schedule = request.schedule.fitted(stage_graph(problem, cut))
     for block, stage in zip(blocks, cut, strict=True):
         for node in block:
             node.meta["stage"] = stage

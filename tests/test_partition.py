@@ -425,3 +425,17 @@ def test_named_stages_go_with_a_schedule_that_fits_itself() -> None:
         Towers(2, 2), schedules.graph(2, 4), rows(), rows(), stages=["head"]
     )
     assert modules(plan)[-1] == ["head"] and plan.schedule.fit is None
+
+
+@pytest.mark.parametrize(
+    "answer", [3, schedules.gpipe(4, 4), schedules.gpipe(2, 8), None]
+)
+def test_fit_must_return_a_schedule_of_the_same_size(answer: Any) -> None:
+    schedule = Schedule(2, 4, fit=lambda stages: answer)
+    with pytest.raises(PlanError, match=r"fit returned.*workers \(2\)"):
+        fxsched.plan(Chain(4), schedule, rows())
+
+
+def test_fit_must_be_a_function() -> None:
+    with pytest.raises(PlanError, match=r"fit=3.*function of the stages"):
+        Schedule(2, 4, fit=3)  # type: ignore[arg-type]
