@@ -27,9 +27,10 @@ IMPROVED = 2
 # Moving units may make the slowest stage slower by this factor: at few microbatches a
 # heavy first stage fills the pipeline, but the longer the step the more it costs.
 LOPSIDED = 1.1
-# What must be saved of a step: by moving single units, by a stage more, and by giving
-# workers several stages at all.
-WORTH, LOOP_WORTH = 0.03, 0.1
+# What must be saved of a step: by moving single units, by more stages a worker, and by
+# giving workers several stages at all. Each stage costs messages and copies that take
+# time from the cores, which simulating doesn't know of.
+WORTH, STAGE_WORTH, LOOP_WORTH = 0.03, 0.06, 0.1
 
 
 class Choice(NamedTuple):
@@ -88,7 +89,7 @@ class _Planner:
         least = min(c.seconds for c in best)
         if single and best[0].seconds <= least * (1 + LOOP_WORTH):
             return best[0]
-        close = [c for c in best if c.seconds <= least * (1 + WORTH)]
+        close = [c for c in best if c.seconds <= least * (1 + STAGE_WORTH)]
         return min(close, key=lambda c: (c.stages, c.seconds))
 
     def _counts(self, most: int) -> list[int]:
