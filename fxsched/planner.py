@@ -30,7 +30,7 @@ LOPSIDED = 1.1
 # What must be saved of a step: by moving single units, by more stages a worker, and by
 # giving workers several stages at all. Each stage costs messages and copies that take
 # time from the cores, which simulating doesn't know of.
-WORTH, STAGE_WORTH, LOOP_WORTH = 0.03, 0.06, 0.1
+WORTH, STAGE_WORTH, LOOP_WORTH = 0.03, 0.06, 0.07
 
 
 class Choice(NamedTuple):
