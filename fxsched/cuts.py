@@ -94,7 +94,7 @@ class Problem:
 
     def memory(self, members: Sequence[int], k: int) -> float:
         """Bytes of the k-th stage, if it has these units."""
-        count = self.in_flight[min(k, len(self.in_flight) - 1)] if self.in_flight else 1
+        count = self.in_flight[k]
         return sum(self.units[u].weights + count * self.units[u].held for u in members)
 
 

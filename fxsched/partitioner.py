@@ -22,11 +22,9 @@ IDEALS = 300
 GRAIN = 40  # units of a stage, about
 
 
-def best_cut(problem: Problem, stages: int, within: float = float("inf")) -> Cut | None:
-    """The cut into this many stages with the least predicted step time.
-
-    None if none is allowed, or none is below `within` seconds.
-    """
+def best_cut(problem: Problem, stages: int) -> Cut | None:
+    """The cut into this many stages with the least predicted step time; None if none is
+    allowed."""
     fine, of = problem, tuple(range(len(problem.units)))
     chain = all(degree <= 2 for _, degree in problem.graph.degree)
     most = max(CHAIN if chain else EXACT, stages)
@@ -35,7 +33,7 @@ def best_cut(problem: Problem, stages: int, within: float = float("inf")) -> Cut
         fine, of = join_light(problem, problem.seconds / (GRAIN * stages), stages)
     order = depth_first(fine)
     best = _even(fine, order, stages)
-    bound = min(within, predicted(fine, best) if best else within)
+    bound = predicted(fine, best) if best else float("inf")
     found = _cut(Search(fine, stages, bound, not small).run(order), len(fine.units))
     if found is not None:
         best, bound = found, predicted(fine, found)
@@ -61,8 +59,6 @@ def best_cut(problem: Problem, stages: int, within: float = float("inf")) -> Cut
         return None
     if not small:
         best = improve(fine, best, lambda cut: predicted(fine, cut))
-    if predicted(fine, best) > within:
-        return None
     return tuple(best[c] for c in of)
 
 
@@ -204,7 +200,6 @@ class _Joining:
         self.seconds = {u: problem.units[u].seconds for u in range(count)}
         self.preds = {u: set(graph.predecessors(u)) for u in range(count)}
         self.succs = {u: set(graph.successors(u)) for u in range(count)}
-        self.of = list(range(count))
         self.position = {u: i for i, u in enumerate(depth_first(problem))}
         self.makes: list[list[Value]] = [[] for _ in range(count)]
         self.reads: list[list[Value]] = [[] for _ in range(count)]

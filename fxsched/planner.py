@@ -6,6 +6,7 @@ that the schedule leaves open; simulating the schedule on them decides.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
@@ -129,20 +130,18 @@ class _Planner:
         found: list[Choice] = []
         if not self.problem.units:
             return [self._choice(())]
+        problem = replace(
+            self.problem,
+            rounds=self._rounds(count),
+            in_flight=tuple(map(self._in_flight, range(count))),
+        )
         floors = [0.0]
         workers = self.schedule.workers
         if self.schedule.fit is not None and workers < count <= 2 * workers:
             floors.append(self.problem.seconds / workers)
         for floor in floors:
             for limit in self._limits():
-                problem = replace(
-                    self.problem,
-                    rounds=self._rounds(count),
-                    floor=floor,
-                    limit=limit,
-                    in_flight=tuple(map(self._in_flight, range(count))),
-                )
-                cut = best_cut(problem, count)
+                cut = best_cut(replace(problem, floor=floor, limit=limit), count)
                 if cut is None:
                     break
                 found.append(self._choice(number(problem, cut)))
@@ -167,7 +166,7 @@ class _Planner:
             for s in range(count)
             for b in range(self.schedule.microbatches)
         ]
-        return max(map(placed.count, set(placed))) - 1
+        return max(Counter(placed).values()) - 1
 
     def _in_flight(self, stage: int) -> int:
         """Microbatches of a stage that one worker may hold."""
@@ -179,7 +178,7 @@ class _Planner:
             for b in range(count)
         ]
         cap = self.schedule.cap(stage)
-        most = max(map(placed.count, placed))
+        most = max(Counter(placed).values())
         return most if cap is None else min(most, cap)
 
     def _choice(self, cut: Cut) -> Choice:
@@ -202,10 +201,8 @@ class _Planner:
             if _slowest(stages) > most_seconds:
                 return float("inf")
             events = run_stages(fixed, stages)
-            most = max(worker_bytes(fixed, stages, events))
-            if self.limit is not None and most > self.limit:
-                return float("inf")
-            return step_seconds(events)
+            most = max(worker_bytes(fixed, stages, events)) if self.limit else 0.0
+            return float("inf") if most > (self.limit or 0.0) else step_seconds(events)
 
         cut = improve(self.problem, choice.cut, seconds, SIMULATED // jobs)
         better = _Planner(self.problem, fixed, self.limit)._choice(cut)

@@ -164,7 +164,7 @@ def _counters(nodes: list[fx.Node]) -> list[Block]:
         if node.meta["mutates"] and not inside.intersection(node.all_input_nodes):
             module = node.meta["module"]
             rest = (n for n in nodes[i + 1 :] if n.meta["module"] == module)
-            found.append([node, *list(rest)[:1]])
+            found.append([node, next(rest, node)])
     return found
 
 

@@ -20,6 +20,7 @@ from fxsched.models.gpt import GPT, GPTConfig
 from fxsched.models.three_encoder import ThreeEncoder, ThreeEncoderConfig
 from fxsched.passes import partition
 from fxsched.planner import choose_cut
+from fxsched.simulate import run_stages, worker_bytes
 
 
 class Towers(nn.Module):
@@ -273,8 +274,6 @@ def test_a_memory_limit_moves_work_away_from_a_full_worker() -> None:
 
 
 def held(plan: fxsched.Plan) -> list[float]:
-    from fxsched.simulate import run_stages, worker_bytes
-
     events = run_stages(plan.schedule, plan.stages)
     return worker_bytes(plan.schedule, plan.stages, events)
 

@@ -119,8 +119,7 @@ def compare(options: argparse.Namespace, sizes: Sizes, count: int) -> Iterator[R
         for name, parameter in reference.model.named_parameters()
         if parameter.grad is not None
     }
-    default = "graph" if hasattr(schedules, "graph") else "interleaved"
-    named = options.schedule or [default]
+    named = options.schedule or ["graph"]
     # 1F1B refuses fewer microbatches than stages; GPipe is then the same order
     plain = Schedule1F1B if count >= workers else ScheduleGPipe
     peers = [
