@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
 from . import ops
-from .graphs import draws, tensors
+from .graphs import draws, is_view, tensors
 
 aten = torch.ops.aten
 
@@ -39,6 +39,12 @@ RATES = {
 
 def rates_of(device: torch.device) -> Rates:
     return RATES.get(device.type, RATES["cuda"])
+
+
+def send_seconds(size: int, device: torch.device) -> float:
+    """Seconds to send so many bytes to another worker."""
+    rates = rates_of(device)
+    return rates.latency + size / rates.link
 
 
 class Cost(NamedTuple):
@@ -83,7 +89,7 @@ ALSO = {
 
 def cost_of(func: Any, args: Any, kwargs: dict[str, Any], out: Any) -> Cost:
     """The cost of one operation on (fake) tensors; a view costs nothing."""
-    if _is_view(func):
+    if is_view(func) and not func._schema.is_mutable:
         return Cost()
     packet = getattr(func, "overloadpacket", func)
     formula = flop_registry.get(ALSO.get(packet, packet))
@@ -91,20 +97,12 @@ def cost_of(func: Any, args: Any, kwargs: dict[str, Any], out: Any) -> Cost:
     made = list(tensors(out))
     given = [*tensors(args), *tensors(tuple(kwargs.values()))]
     read = made if packet in GATHERS else given
-    moved = sum(t.numel() * t.element_size() for t in [*made, *read])
+    moved = sum(t.nbytes for t in [*made, *read])
     if not made:
         return Cost(flops, moved)
     rates = rates_of(made[0].device)
     seconds = max(flops / rates.flops, moved / rates.memory) + rates.launch
     return Cost(flops, moved, seconds)
-
-
-def _is_view(func: Any) -> bool:
-    if func in (aten._unsafe_view.default, aten.detach.default):
-        return True
-    returns = func._schema.returns
-    alias = returns[0].alias_info if returns else None
-    return alias is not None and not alias.is_write
 
 
 def graph_cost(gm: fx.GraphModule) -> Cost:

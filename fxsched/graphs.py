@@ -151,18 +151,17 @@ def draws(target: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
     return given.get("p") != 0 and given.get("dropout_p") != 0
 
 
-def is_view(node: fx.Node) -> bool:
-    """Whether an aten node's output may share memory with its first input."""
-    if node.target is torch.ops.aten._unsafe_view.default:
+def is_view(target: Any) -> bool:
+    """Whether an aten operation's output may share memory with its first input."""
+    aten = torch.ops.aten
+    if target in (aten._unsafe_view.default, aten.detach.default):
         return True
-    if node.target is torch.ops.aten.detach.default:
-        return True
-    schema = getattr(node.target, "_schema", None)
+    schema = getattr(target, "_schema", None)
     return bool(schema and schema.returns and schema.returns[0].alias_info is not None)
 
 
 def base(node: fx.Node) -> fx.Node:
     """The node whose memory an aten node's output shares, following views."""
-    while node.op == "call_function" and is_view(node):
+    while node.op == "call_function" and is_view(node.target):
         node = node.all_input_nodes[0]
     return node

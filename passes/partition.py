@@ -9,7 +9,7 @@ import networkx as nx
 from torch import Tensor, fx
 
 from ..boundary import stage_boundary
-from ..costs import rates_of
+from ..costs import send_seconds
 from ..cuts import Cut, Problem, Unit, Value
 from ..graphs import REGION_ENTERS, REGION_EXITS, Role, storage, tensors
 from ..jobs import PlanError
@@ -40,7 +40,7 @@ def assign_stages(gm: fx.GraphModule, request: Request) -> fx.GraphModule:
         choice = choose_cut(problem, request.schedule, request.memory_limit)
         cut, schedule = choice.cut, choice.schedule
     else:
-        cut = _named_cut(blocks, tuple(request.stages), request.schedule.stages)
+        cut = _named_cut(problem, blocks, request)
         schedule = request.schedule.fitted(stage_graph(problem, cut))
     for block, stage in zip(blocks, cut, strict=True):
         for node in block:
@@ -90,9 +90,7 @@ def _send(node: fx.Node) -> float:
     found = list(tensors(node.meta["val"]))
     if not found:
         return 0.0
-    rates = rates_of(found[0].device)
-    size = sum(t.numel() * t.element_size() for t in found)
-    return rates.latency + size / rates.link
+    return send_seconds(sum(t.nbytes for t in found), found[0].device)
 
 
 def _blocks(gm: fx.GraphModule, request: Request, shared: set[fx.Node]) -> list[Block]:
@@ -229,7 +227,7 @@ def _is_state(node: fx.Node) -> bool:
 def _state_bytes(node: fx.Node) -> int:
     """Bytes of a weight and its gradient, or of a buffer."""
     value = node.meta["val"]
-    return int(value.numel() * value.element_size() * (1 + value.requires_grad))
+    return int(value.nbytes * (1 + value.requires_grad))
 
 
 def _inside(nodes: Sequence[fx.Node], name: str, option: str) -> list[fx.Node]:
@@ -253,10 +251,14 @@ def _inside(nodes: Sequence[fx.Node], name: str, option: str) -> list[fx.Node]:
     )
 
 
-def _named_cut(blocks: list[Block], names: Sequence[str], stages: int | None) -> Cut:
-    """Stages that start where the named modules do, in program order."""
+def _named_cut(problem: Problem, blocks: list[Block], request: Request) -> Cut:
+    """Stages that start where the named modules do, and after marks in the model, in
+    program order."""
+    names, stages = request.stages, request.schedule.stages
     of = {node: i for i, block in enumerate(blocks) for node in block}
     starts = {min(of[n] for n in _inside(list(of), name, "stages")) for name in names}
+    for marked in {maker for maker, _ in problem.apart}:
+        starts.add(min(r for maker, r in problem.apart if maker == marked))
     starts.discard(0)
     if stages is not None and len(starts) + 1 != stages:
         raise PlanError(

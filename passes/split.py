@@ -11,7 +11,7 @@ import networkx as nx
 import torch
 from torch import fx
 
-from ..costs import rates_of
+from ..costs import send_seconds
 from ..graphs import (
     REGION_ENTERS,
     REGION_EXITS,
@@ -326,8 +326,7 @@ def _describe(
                 spec = Spec.of(node.meta["val"])
                 edge = stages.get_edge_data(maker[node], number, {"bytes": 0})
                 size = edge["bytes"] + spec.bytes
-                rates = rates_of(spec.device)
-                seconds = rates.latency + size / rates.link
+                seconds = send_seconds(size, spec.device)
                 stages.add_edge(maker[node], number, bytes=size, seconds=seconds)
     if not nx.is_directed_acyclic_graph(stages):
         raise PlanError("the stages read each other in a circle; name other stages")

@@ -198,6 +198,13 @@ def test_a_mark_in_the_model_ends_a_stage() -> None:
     ]
 
 
+def test_marks_end_stages_beside_named_modules() -> None:
+    plan = fxsched.plan(
+        Chain(4, (0,)), schedules.gpipe(3, 4), rows(), stages=["layers.2"]
+    )
+    assert modules(plan) == [["layers.0"], ["layers.1"], ["layers.2", "layers.3"]]
+
+
 def test_a_marked_model_gives_the_same_values_compiled_or_not() -> None:
     model = Chain(4, (1,))
     plain = copy.deepcopy(model)
