@@ -16,10 +16,13 @@ class PlanError(Exception):
 
 
 class Direction(Enum):
-    """Forward or backward; `value` is the letter that jobs print with."""
+    """Forward, backward, or weight gradients; `value` is the letter that jobs print
+    with. Where a schedule splits the backward, B makes the gradients of a stage's
+    inputs and W those of its weights; else B makes both and there is no W."""
 
     FORWARD = "F"
     BACKWARD = "B"
+    WEIGHT = "W"
 
     def __str__(self) -> str:
         return self.value
@@ -39,12 +42,12 @@ class Job(NamedTuple):
     def parse(text: str) -> Job:
         """The job that prints as `text`.
 
-        Raises PlanError if the text isn't a stage, F or B, and a microbatch.
+        Raises PlanError if the text isn't a stage, F, B or W, and a microbatch.
         """
-        match = re.fullmatch(r"(\d+)([FB])(\d+)", text)
+        match = re.fullmatch(r"(\d+)([FBW])(\d+)", text)
         if match is None:
             raise PlanError(
-                f"{text!r} is not a job: write stage, F or B, microbatch, as in 2F0"
+                f"{text!r} is not a job: write stage, F, B or W, microbatch, as in 2F0"
             )
         stage, letter, microbatch = match.groups()
         return Job(int(stage), int(microbatch), Direction(letter))
@@ -72,12 +75,16 @@ class Schedule:
         multiple of the workers with the shortest predicted step.
     w(s, b, d): Placement, or a pair (weight worker, compute worker).
     n(s, b, d): an int; of the jobs that are ready a worker takes the smallest.
-    in_flight: how many microbatches of a stage may be between F and B on one worker
-        (the one that holds the activations, where B runs): None for no limit, an
-        int, or a function of the stage.
+    in_flight: how many microbatches of a stage may be between F and B (W, if the
+        backward is split) on one worker (the one that holds the activations, where B
+        runs): None for no limit, an int, or a function of the stage.
+    split_backward: B makes the gradients of a stage's inputs only, and a job W of its
+        own, asked of w and n like the others, those of its weights.
+    in_order: workers take their jobs strictly by n, and wait for the next where it
+        isn't ready, instead of running another that is.
     fit: gives the schedule for the stages that a model was cut into, for those whose w,
         n and in_flight depend on them; see schedules.graph. Stages are a
-        networkx.DiGraph, as fxsched/simulate.py describes it.
+        networkx.DiGraph, as fxsched/stages.py describes it.
     """
 
     workers: int
@@ -88,6 +95,8 @@ class Schedule:
     in_flight: InFlight = None
     name: str | None = None
     fit: Callable[[nx.DiGraph[int]], Schedule] | None = None
+    split_backward: bool = False
+    in_order: bool = False
 
     def __post_init__(self) -> None:
         for field in ("workers", "microbatches", "stages"):
@@ -122,6 +131,16 @@ class Schedule:
     def __str__(self) -> str:
         name = self.name or "schedule"
         return f"{name}: {self.workers} workers, {self.microbatches} microbatches"
+
+    @property
+    def directions(self) -> tuple[Direction, ...]:
+        """F and B, and W if the backward is split."""
+        return tuple(Direction)[: 3 if self.split_backward else 2]
+
+    @property
+    def release(self) -> Direction:
+        """The job that lets go of a stage's activations: B, or W if it is split off."""
+        return self.directions[-1]
 
     def fitted(self, stages: nx.DiGraph[int]) -> Schedule:
         """What fit gives for these stages, checked; without fit, this schedule."""
@@ -167,7 +186,7 @@ class Schedule:
         return int(answer)
 
     def cap(self, stage: int) -> int | None:
-        """How many microbatches of `stage` may be between F and B on one worker."""
+        """How many microbatches of `stage` may be in flight on one worker."""
         if not callable(self.in_flight):
             return self.in_flight
         answer = self.in_flight(stage)

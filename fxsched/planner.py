@@ -16,7 +16,7 @@ import networkx as nx
 from .cuts import Cut, Problem
 from .jobs import Direction, Job, PlanError, Schedule
 from .partitioner import best_cut, improve
-from .simulate import likely_seconds, run_stages, step_seconds, worker_bytes
+from .stages import likely_seconds, run_stages, step_seconds, worker_bytes
 
 # A schedule that leaves the number of stages open gets up to so many a worker; a few
 # workers may have more, up to so many in all.
@@ -115,7 +115,7 @@ class _Planner:
         """Whether w and n, which may be tables, have entries for so many stages."""
         if self.schedule.fit is not None:
             return True
-        jobs = [Job(count - 1, b, d) for b in (0, 1) for d in Direction]
+        jobs = [Job(count - 1, b, d) for b in (0, 1) for d in self.schedule.directions]
         try:
             for job in jobs[: 2 * self.schedule.microbatches]:
                 self.schedule.place(job)
@@ -245,7 +245,7 @@ def number(problem: Problem, cut: Cut) -> Cut:
 
 
 def stage_graph(problem: Problem, cut: Cut) -> nx.DiGraph[int]:
-    """The stages of a cut as fxsched.simulate wants them."""
+    """The stages of a cut as fxsched.stages wants them."""
     stages: nx.DiGraph[int] = nx.DiGraph()
     for stage in range(max(cut, default=-1) + 1):
         stages.add_node(stage, forward=0.0, backward=0.0, held=0, weights=0)

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 import networkx as nx
 
 from .jobs import Direction, Placement, PlanError, Priority, Schedule
-from .simulate import likely_seconds, run_stages, step_seconds
+from .stages import likely_seconds, run_stages, step_seconds
 
 _Placer = Callable[[int, int], int]
 

@@ -10,10 +10,10 @@ from tabulate import tabulate
 from torch import fx
 
 from . import ops
-from .eventloop import Event
+from .eventloop import Timeline
 from .graphs import Group
-from .jobs import Direction, Job, Schedule
-from .simulate import run_stages, step_seconds, worker_bytes
+from .jobs import Job, Schedule
+from .stages import Worker, run_stages, step_seconds, worker_bytes
 
 HEADERS = ("#", "job", "n", "waits for", "weights", "sends", "frees")
 
@@ -109,6 +109,46 @@ def stage_table(stages: nx.DiGraph[int]) -> str:
     return tabulate(rows, headers, disable_numparse=True)
 
 
+def worker_table(workers: Sequence[Worker], latency: float) -> str:
+    """A row for each worker of a simulated step; equal ones share a row."""
+    same: dict[Worker, list[int]] = {}
+    for number, record in enumerate(workers):
+        same.setdefault(record, []).append(number)
+    rows = [
+        (
+            _ranges(numbers),
+            f"{100 * record.busy / (latency or 1.0):.1f} %",
+            f"{record.peak_activations}",
+            "" if record.peak_bytes is None else _bytes(record.peak_bytes),
+            f"{record.weights_held}",
+            f"{record.weight_fetches}",
+            f"{record.activations_received}",
+            f"{record.activations_sent}",
+            f"{record.gradients_returned}",
+        )
+        for record, numbers in same.items()
+    ]
+    headers = "workers|busy|activations|bytes|weights|fetches|received|sent|returned"
+    used = [i for i in range(9) if any(row[i] for row in rows)]
+    return tabulate(
+        [[row[i] for i in used] for row in rows],
+        [headers.split("|")[i] for i in used],
+        disable_numparse=True,
+        colalign=["right"] * len(used),
+    )
+
+
+def _ranges(numbers: Sequence[int]) -> str:
+    """Increasing numbers as they fit: 0..3, 8, 10..12."""
+    runs: list[list[int]] = []
+    for number in numbers:
+        if runs and runs[-1][-1] == number - 1:
+            runs[-1] = [runs[-1][0], number]
+        else:
+            runs.append([number])
+    return _shorten(["..".join(map(str, run)) for run in runs], 32)
+
+
 def explain_text(schedule: Schedule, stages: nx.DiGraph[int]) -> str:
     """The stages with their workers, work and memory; where the step's time goes."""
     whole = sum(d["forward"] + d["backward"] for _, d in stages.nodes(data=True)) or 1.0
@@ -118,7 +158,7 @@ def explain_text(schedule: Schedule, stages: nx.DiGraph[int]) -> str:
         workers = {
             schedule.place(Job(s, b, d)).compute
             for b in range(schedule.microbatches)
-            for d in Direction
+            for d in schedule.directions
         }
         rows.append(
             (
@@ -140,15 +180,13 @@ def explain_text(schedule: Schedule, stages: nx.DiGraph[int]) -> str:
         (
             f"{schedule}, {len(stages)} stages",
             tabulate(rows, headers.split("|"), disable_numparse=True),
-            _worker_table(schedule, stages, events),
+            _load_table(schedule, stages, events),
             _limits(schedule, stages, events),
         )
     )
 
 
-def _worker_table(
-    schedule: Schedule, stages: nx.DiGraph[int], events: Sequence[Event]
-) -> str:
+def _load_table(schedule: Schedule, stages: nx.DiGraph[int], events: Timeline) -> str:
     step = step_seconds(events) or 1.0
     busy = _busy(schedule, events)
     memory = worker_bytes(schedule, stages, events)
@@ -167,16 +205,14 @@ def _worker_table(
     return tabulate(rows, ("worker", "stages", "busy", "memory"), disable_numparse=True)
 
 
-def _busy(schedule: Schedule, events: Sequence[Event]) -> list[float]:
+def _busy(schedule: Schedule, events: Timeline) -> list[float]:
     busy = [0.0] * schedule.workers
     for event in events:
         busy[event.worker] += event.end - event.start
     return busy
 
 
-def _limits(
-    schedule: Schedule, stages: nx.DiGraph[int], events: Sequence[Event]
-) -> str:
+def _limits(schedule: Schedule, stages: nx.DiGraph[int], events: Timeline) -> str:
     """Predicted time, bubble, and the largest of what keeps workers from working."""
     near = stages.copy()
     for edge in near.edges:

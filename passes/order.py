@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 
 from torch import fx
 
-from ..eventloop import Event, run_jobs
+from ..eventloop import Jobs, Kind, Timeline, run_jobs
 from ..graphs import result
-from ..jobs import Direction, Job, PlanError, Schedule
+from ..jobs import Direction, Job, Placement, PlanError, Schedule
 from ..request import Request
-from ..simulate import transfers
+from ..stages import Edges, place_jobs
 
-FORWARD, BACKWARD = Direction
+FORWARD, BACKWARD, _ = Direction
 Cap = Callable[[int], int | None]
 
 
@@ -25,94 +26,102 @@ def order_jobs(gm: fx.GraphModule, request: Request) -> fx.GraphModule:
     A job lasts as long as its call should take, and so does a transfer. Of jobs that
     could start, n decides; a capped F waits for a B. If F and B are in different calls
     of the user's (gm.meta["loss"] is None), all F come first and there is no cap.
-    gm.meta["preds"] keeps what each job waits for, gm.meta["credits"] the B that each
-    capped F waits for.
+    gm.meta["timeline"] keeps when each job should run, gm.meta["credits"] the B (or W)
+    that each capped F waits for.
     """
     schedule = request.schedule
-    stages = _stage_preds(gm)
-    work = _durations(gm)
+    calls = _calls(gm)
     split = gm.meta["loss"] is None
-    preds: dict[Job, list[Job]] = {}
-    for b in range(schedule.microbatches):
-        for (stage, direction), before in stages.items():
-            preds[Job(stage, b, direction)] = [Job(s, b, d) for s, d in before]
-    placements = {job: schedule.place(job) for job in preds}
-    worker = {job: placement.compute for job, placement in placements.items()}
-    n = {job: schedule.priority(job) for job in preds}
-    _chain_buffers(gm, preds, worker)
+    kinds = list(calls)
+    jobs = place_jobs(schedule, kinds, _preds(calls))
+    jobs = replace(jobs, more=_chain_buffers(gm, jobs))
+    n = {jobs.job(i): priority for i, priority in enumerate(jobs.n)}
     if split:
-        last = max((n[j] for j in n if j.direction is FORWARD), default=0)
-        first = min((n[j] for j in n if j.direction is BACKWARD), default=0)
-        for job in n:
-            n[job] += (last - first + 1) * (job.direction is BACKWARD)
+        jobs = _forward_first(jobs)
+    seconds = [node.meta["seconds"] for node in calls.values()] * jobs.microbatches
+    edges = Edges(jobs, gm.meta["stages"])
 
-    delay = transfers(gm.meta["stages"])
-
-    def run(cap: Cap) -> list[Event]:
-        limit = (lambda s: None) if split else cap
+    def run(cap: Cap) -> Timeline:
+        limit: Cap = (lambda s: None) if split else cap
         return run_jobs(
-            preds, worker, n, lambda j: work[j.stage, j.direction], limit, delay
+            jobs, seconds, limit, schedule.release, edges, schedule.in_order
         )
 
-    events = run(schedule.cap)
-    if len(events) < len(preds):
-        raise _stuck(schedule, run, preds, {event.job for event in events})
-    jobs = [event.job for event in events]
+    timeline = run(schedule.cap)
+    if not timeline.complete:
+        raise _stuck(schedule, run, timeline)
+    order = [jobs.job(number) for number in timeline.order]
     if split:
-        jobs.sort(key=lambda job: job.direction is BACKWARD)
-    gm.meta["jobs"] = jobs
-    gm.meta["placements"] = placements
-    gm.meta["n"] = n if not split else {job: schedule.priority(job) for job in preds}
-    gm.meta["preds"] = preds
-    gm.meta["credits"] = {} if split else _credits(schedule, jobs, worker)
+        order.sort(key=lambda job: job.direction is not FORWARD)
+    gm.meta["jobs"] = order
+    gm.meta["placements"] = {
+        jobs.job(i): Placement(*pair)
+        for i, pair in enumerate(zip(jobs.weights, jobs.compute, strict=True))
+    }
+    gm.meta["n"] = n
+    gm.meta["timeline"] = timeline
+    worker = {job: place.compute for job, place in gm.meta["placements"].items()}
+    gm.meta["credits"] = {} if split else _credits(schedule, order, worker)
     return gm
 
 
-def _stage_preds(
-    gm: fx.GraphModule,
-) -> dict[tuple[int, Direction], list[tuple[int, Direction]]]:
-    """For each call, the calls whose values it reads, within one microbatch."""
-    result: dict[tuple[int, Direction], list[tuple[int, Direction]]] = {}
-    made: dict[fx.Node, set[tuple[int, Direction]]] = {}
-    for node in gm.graph.nodes:
-        reads = {call for p in node.all_input_nodes for call in made.get(p, ())}
-        if node.op == "call_module":
-            call = (node.meta["stage"], node.meta["direction"])
-            if call[1] is BACKWARD:  # B comes after F, though it may read nothing of it
-                reads.add((call[0], FORWARD))
-            result[call] = sorted(reads, key=lambda c: (c[1].value, c[0]))
-            reads = {call}
-        made[node] = reads
-    return result
-
-
-def _durations(gm: fx.GraphModule) -> dict[tuple[int, Direction], float]:
-    """Seconds of each call."""
+def _calls(gm: fx.GraphModule) -> dict[Kind, fx.Node]:
+    """The call of each kind of job, in data flow."""
     return {
-        (node.meta["stage"], node.meta["direction"]): node.meta["seconds"]
+        (node.meta["stage"], node.meta["direction"]): node
         for node in gm.graph.nodes
         if node.op == "call_module"
     }
 
 
-def _chain_buffers(
-    gm: fx.GraphModule, preds: dict[Job, list[Job]], worker: Mapping[Job, int]
-) -> None:
+def _preds(calls: Mapping[Kind, fx.Node]) -> list[list[int]]:
+    """For each call, the calls whose values it reads, within one microbatch."""
+    at = {kind: i for i, kind in enumerate(calls)}
+    made: dict[fx.Node, set[int]] = {}
+    found: list[list[int]] = []
+    if not calls:
+        return found
+    for node in next(iter(calls.values())).graph.nodes:
+        reads = {call for p in node.all_input_nodes for call in made.get(p, ())}
+        if node.op == "call_module":
+            stage, direction = node.meta["stage"], node.meta["direction"]
+            if direction is BACKWARD:  # it comes after F, though it may not read of it
+                reads.add(at[stage, FORWARD])
+            found.append(sorted(reads))
+            reads = {at[stage, direction]}
+        made[node] = reads
+    return found
+
+
+def _forward_first(jobs: Jobs) -> Jobs:
+    """The same jobs, with all F before any other by n."""
+    forward = [d is FORWARD for _, d in jobs.kinds] * jobs.microbatches
+    pairs = list(zip(jobs.n, forward, strict=True))
+    last = max((n for n, is_forward in pairs if is_forward), default=0)
+    first = min((n for n, is_forward in pairs if not is_forward), default=0)
+    shift = last - first + 1
+    return replace(jobs, n=[n if is_forward else n + shift for n, is_forward in pairs])
+
+
+def _chain_buffers(gm: fx.GraphModule, jobs: Jobs) -> dict[int, list[int]]:
     """Where F writes into buffers, a worker's F run in the order of microbatches."""
     writers = {node.meta["stage"] for node in result(gm)["state"].values()}
-    last: dict[tuple[int, int], Job] = {}
-    for job in preds:
-        if job.direction is FORWARD and job.stage in writers:
-            place = (job.stage, worker[job])
+    last: dict[tuple[int, int], int] = {}
+    more: dict[int, list[int]] = {}
+    for number, worker in enumerate(jobs.compute):
+        stage, direction = jobs.kinds[number % len(jobs.kinds)]
+        if direction is FORWARD and stage in writers:
+            place = (stage, worker)
             if place in last:
-                preds[job].append(last[place])
-            last[place] = job
+                more[last[place]] = [number]
+            last[place] = number
+    return more
 
 
 def _credits(
     schedule: Schedule, jobs: Sequence[Job], worker: Mapping[Job, int]
 ) -> dict[Job, Job]:
-    """The B that makes room for each capped F, first out first in."""
+    """The B (or W) that makes room for each capped F, first out first in."""
     holder = {j[:2]: worker[j] for j in jobs if j.direction is BACKWARD}
     room: dict[tuple[int, int], list[Job]] = {}
     used: dict[tuple[int, int], int] = {}
@@ -121,31 +130,42 @@ def _credits(
         if job[:2] not in holder:
             continue
         place = (job.stage, holder[job[:2]])
-        if job.direction is BACKWARD:
+        if job.direction is schedule.release:
             room.setdefault(place, []).append(job)
-            continue
-        limit = schedule.cap(job.stage)
-        taken = used[place] = used.get(place, 0) + 1
-        if limit is not None and taken > limit:
-            result[job] = room[place][taken - limit - 1]
+        elif job.direction is FORWARD:
+            limit = schedule.cap(job.stage)
+            taken = used[place] = used.get(place, 0) + 1
+            if limit is not None and taken > limit:
+                result[job] = room[place][taken - limit - 1]
     return result
 
 
 def _stuck(
-    schedule: Schedule,
-    run: Callable[[Cap], list[Event]],
-    preds: Mapping[Job, Sequence[Job]],
-    done: set[Job],
+    schedule: Schedule, run: Callable[[Cap], Timeline], timeline: Timeline
 ) -> PlanError:
+    """What to say of a schedule that stops: the job that waits, and what would work."""
+    jobs = timeline.jobs
+    done = {jobs.job(number) for number in timeline.order}
+    width = len(jobs.kinds)
     waiting = next(
         job
-        for job, before in preds.items()
-        if job not in done and all(p in done for p in before)
+        for job in map(jobs.job, range(len(jobs)))
+        if job not in done
+        and all(
+            jobs.job(job.microbatch * width + p) in done
+            for p in jobs.preds[jobs.number(job) % width]
+        )
     )
-    caps = {s: schedule.cap(s) for s in sorted({job.stage for job in preds})}
+    if schedule.in_order and not run(lambda s: None).complete:
+        return PlanError(
+            f"in_order stops the schedule: {waiting} is ready, but its worker waits "
+            "for a job with a smaller n that needs it; give n an order in which every "
+            "job comes after those that it reads from"
+        )
+    caps = {s: schedule.cap(s) for s, _ in jobs.kinds}
     for extra in range(1, schedule.microbatches + 1):
         raised = {s: c if c is None else max(c, 0) + extra for s, c in caps.items()}
-        if len(run(raised.__getitem__)) == len(preds):
+        if run(raised.__getitem__).complete:
             break
     values = sorted({c for c in raised.values() if c is not None})
     if callable(schedule.in_flight):
@@ -155,5 +175,5 @@ def _stuck(
     return PlanError(
         f"in_flight stops the schedule: {waiting} waits for room on its worker, which "
         f"allows {caps[waiting.stage]} microbatches of stage {waiting.stage} between F "
-        f"and B, and no B can run; {works}"
+        f"and {schedule.release}, and no {schedule.release} can run; {works}"
     )

@@ -22,7 +22,7 @@ from ..graphs import (
     result,
     storage,
 )
-from ..jobs import Direction, Job, PlanError
+from ..jobs import Job, PlanError
 from ..request import Request
 
 
@@ -236,7 +236,7 @@ def owners(request: Request, stage: int) -> tuple[int, ...]:
             {
                 schedule.place(Job(stage, b, d)).weights
                 for b in range(schedule.microbatches)
-                for d in Direction
+                for d in schedule.directions
             }
         )
     )

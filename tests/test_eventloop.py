@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from itertools import pairwise
 
 import pytest
 
 from fxsched import Direction, Job, PlanError
-from fxsched.eventloop import Event, run_jobs
+from fxsched.eventloop import Event, Jobs, Timeline, run_jobs
 
-FORWARD, BACKWARD = Direction
+FORWARD, BACKWARD, WEIGHT = Direction
 Cap = Callable[[int], int | None]
 
 
@@ -18,16 +18,30 @@ def uncapped(stage: int) -> None:
     return None
 
 
-def chain(stages: int, microbatches: int) -> dict[Job, list[Job]]:
-    """What each job of a chain of stages waits for."""
-    preds: dict[Job, list[Job]] = {}
-    for b in range(microbatches):
-        for s in range(stages):
-            preds[Job(s, b, FORWARD)] = [Job(s - 1, b, FORWARD)] if s else []
-        for s in reversed(range(stages)):
-            after = [Job(s + 1, b, BACKWARD)] if s + 1 < stages else []
-            preds[Job(s, b, BACKWARD)] = [Job(s, b, FORWARD), *after]
-    return preds
+def chain(
+    stages: int,
+    microbatches: int,
+    workers: int,
+    worker: Callable[[int, int], int],
+    n: Callable[[Job], int],
+) -> Jobs:
+    """The jobs of a chain of stages."""
+    kinds = [(s, FORWARD) for s in range(stages)]
+    kinds += [(s, BACKWARD) for s in reversed(range(stages))]
+    preds = [[i - 1] if i else [] for i in range(stages)]
+    preds += [[2 * stages - 1 - i, i - 1] for i in range(stages, 2 * stages)]
+    preds[stages] = [stages - 1]
+    every = [Job(s, b, d) for b in range(microbatches) for s, d in kinds]
+    compute = [worker(job.stage, job.microbatch) for job in every]
+    return Jobs(
+        tuple(kinds),
+        tuple(map(tuple, preds)),
+        microbatches,
+        workers,
+        compute,
+        compute,
+        [n(job) for job in every],
+    )
 
 
 def by_microbatch(stages: int) -> Callable[[Job], int]:
@@ -63,30 +77,26 @@ def simulate(
     n: Callable[[Job], int],
     cap: Cap = uncapped,
     backward: float = 2.0,
-) -> list[Event]:
+    workers: int = 64,
+) -> Timeline:
     """A chain where F lasts 1 and stage s of microbatch b runs on worker(s, b)."""
-    preds = chain(stages, microbatches)
-    return run_jobs(
-        preds,
-        {job: worker(job.stage, job.microbatch) for job in preds},
-        {job: n(job) for job in preds},
-        lambda job: 1.0 if job.direction is FORWARD else backward,
-        cap,
-    )
+    jobs = chain(stages, microbatches, workers, worker, n)
+    times = [1.0 if d is FORWARD else backward for _, d in jobs.kinds]
+    return run_jobs(jobs, times * microbatches, cap)
 
 
-def latency(events: list[Event]) -> float:
+def latency(events: Timeline) -> float:
     return max(event.end for event in events)
 
 
-def busy(events: list[Event], workers: int) -> list[float]:
+def busy(events: Timeline, workers: int) -> list[float]:
     times = [0.0] * workers
     for event in events:
         times[event.worker] += event.end - event.start
     return times
 
 
-def peaks(events: list[Event], stages: int) -> list[int]:
+def peaks(events: Sequence[Event], stages: int) -> list[int]:
     """The most microbatches of each stage between the start of F and the end of B."""
     most = []
     for stage in range(stages):
@@ -126,9 +136,11 @@ def test_every_job_starts_after_its_predecessors_ended() -> None:
     events = simulate(4, 8, lambda s, b: 2 * b % 4 + s % 2, by_microbatch(4))
     end = {event.job: event.end for event in events}
     start = {event.job: event.start for event in events}
-    assert all(
-        end[p] <= start[job] for job, before in chain(4, 8).items() for p in before
-    )
+    jobs = events.jobs
+    for number in range(len(jobs)):
+        first = number - number % len(jobs.kinds)
+        for pred in jobs.preds[number % len(jobs.kinds)]:
+            assert end[jobs.job(first + pred)] <= start[jobs.job(number)]
 
 
 def test_a_worker_runs_one_job_at_a_time() -> None:
@@ -163,15 +175,16 @@ def test_a_cap_holds_on_the_worker_of_b_for_each_stage() -> None:
 
 
 def test_a_cap_that_stops_all_returns_the_jobs_before() -> None:
-    assert simulate(2, 2, lambda s, b: s, by_microbatch(2), lambda s: 0) == []
+    stopped = simulate(2, 2, lambda s, b: s, by_microbatch(2), lambda s: 0)
+    assert list(stopped) == [] and not stopped.complete
 
 
 def test_a_job_prints_as_stage_direction_microbatch_and_parses_back() -> None:
-    for job in chain(12, 11):
+    for job in (Job(12, 3, FORWARD), Job(0, 11, BACKWARD), Job(4, 0, WEIGHT)):
         assert Job.parse(str(job)) == job
     assert str(Job(2, 0, FORWARD)) == "2F0"
 
 
 def test_what_is_no_job_does_not_parse() -> None:
-    with pytest.raises(PlanError, match=r"'2W0' is not a job: write stage, F or B"):
-        Job.parse("2W0")
+    with pytest.raises(PlanError, match=r"'2X0' is not a job: write stage, F, B or W"):
+        Job.parse("2X0")

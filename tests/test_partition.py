@@ -20,7 +20,7 @@ from fxsched.models.gpt import GPT, GPTConfig
 from fxsched.models.three_encoder import ThreeEncoder, ThreeEncoderConfig
 from fxsched.passes import partition
 from fxsched.planner import choose_cut
-from fxsched.simulate import run_stages, worker_bytes
+from fxsched.stages import run_stages, worker_bytes
 
 
 class Towers(nn.Module):

@@ -15,7 +15,7 @@ from fxsched import partitioner as partitioner_module
 from fxsched.cuts import EXPOSED, MIXED, Cut, Problem, Unit, Value, predicted
 from fxsched.partitioner import best_cut, join_light
 from fxsched.planner import choose_cut, number, stage_graph
-from fxsched.simulate import run_stages, step_seconds, worker_bytes
+from fxsched.stages import run_stages, step_seconds, worker_bytes
 
 Edges = list[tuple[int, int]]
 

@@ -19,7 +19,6 @@ FACTS = (
     "jobs",
     "n",
     "placements",
-    "preds",
     "credits",
 )
 

@@ -1,0 +1,225 @@
+"""When a schedule's jobs run, and what its workers hold, from its stages alone.
+
+Stages are a networkx.DiGraph. Nodes have `forward` and `backward` (seconds for one
+microbatch; a stage with `backward` 0 has no B), `held` (bytes between F and B) and
+`weights` (bytes of weights and their gradients); edges have `seconds`, one way. Where
+the backward is split, `weight` says how much of `backward` W takes (half, if it isn't
+there), and B the rest.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import networkx as nx
+import numpy as np
+
+from .eventloop import Jobs, Kind, Network, Timeline, run_jobs
+from .jobs import Direction, Job, Placement, Schedule
+
+FORWARD, BACKWARD, WEIGHT = Direction
+
+
+@dataclass(frozen=True)
+class Worker:
+    """What one worker did in a simulated step.
+
+    busy: time in jobs.
+    peak_activations: the most microbatches of stages between F and B (W, if the
+        backward is split), counted from the start of F at the worker of B.
+    peak_bytes: the most bytes of activations, where the stages say what F saves.
+    weights_held: stages whose weights are kept here.
+    weight_fetches: weights brought here from elsewhere; they stay while the worker's
+        next job reads them too, as the runtime does it.
+    weight_transmissions: jobs run here whose weights are kept elsewhere; what
+        parallelsim counts, which fetches for every job.
+    activations_received, activations_sent: what jobs made for jobs on another worker,
+        one for each job and worker: outputs of F, gradients of B, what F saved for B.
+    gradients_returned: sums of weight gradients sent to the worker that adds them up.
+    """
+
+    busy: float
+    peak_activations: int
+    peak_bytes: float | None
+    weights_held: int
+    weight_fetches: int
+    weight_transmissions: int
+    activations_received: int
+    activations_sent: int
+    gradients_returned: int
+
+
+def place_jobs(
+    schedule: Schedule,
+    kinds: Sequence[Kind],
+    preds: Sequence[Sequence[int]],
+) -> Jobs:
+    """All jobs, numbered, with w and n asked once for each, and checked.
+
+    kinds, preds: those of one microbatch; see Jobs.
+    """
+    n, every = schedule.n, range(schedule.microbatches)
+    weights, compute = _placed(schedule, kinds)
+    priorities = [n(s, b, d) for b in every for s, d in kinds]
+    if not set(map(type, priorities)) <= {int}:
+        priorities = [schedule.priority(Job(s, b, d)) for b in every for s, d in kinds]
+    return Jobs(
+        tuple(kinds),
+        tuple(map(tuple, preds)),
+        schedule.microbatches,
+        schedule.workers,
+        weights,
+        compute,
+        priorities,
+    )
+
+
+def _placed(schedule: Schedule, kinds: Sequence[Kind]) -> tuple[list[int], list[int]]:
+    """w of all jobs: weight workers, compute workers. Quick where w is as it should
+    be; else job by job, for the error that names the culprit."""
+    w, every = schedule.w, range(schedule.microbatches)
+    weights, compute = [], []
+    types = set()
+    try:
+        for b in every:
+            for s, d in kinds:
+                place = w(s, b, d)
+                types.add(type(place))
+                keeper, worker = place
+                weights.append(keeper)
+                compute.append(worker)
+        known = set(weights) | set(compute)
+        plain = set(map(type, weights)) | set(map(type, compute)) <= {int}
+        inside = all(0 <= worker < schedule.workers for worker in known)
+        if plain and inside and types <= {Placement, tuple}:
+            return weights, compute
+    except (TypeError, ValueError):
+        pass  # said below, by the job that it is about
+    places = [schedule.place(Job(s, b, d)) for b in every for s, d in kinds]
+    return [p.weights for p in places], [p.compute for p in places]
+
+
+def stage_jobs(schedule: Schedule, stages: nx.DiGraph[int]) -> Jobs:
+    """All jobs of a schedule on these stages."""
+    back = {s for s, data in stages.nodes(data=True) if data["backward"] != 0}
+    kinds: list[Kind] = [(s, FORWARD) for s in sorted(stages)]
+    for s in sorted(back, reverse=True):
+        kinds += [(s, d) for d in schedule.directions[1:]]
+    at = {kind: i for i, kind in enumerate(kinds)}
+    preds: list[list[int]] = []
+    for s, d in kinds:
+        if d is FORWARD:
+            preds.append([at[p, FORWARD] for p in sorted(stages.predecessors(s))])
+        elif d is BACKWARD:
+            readers = [at[r, BACKWARD] for r in stages.successors(s) if r in back]
+            preds.append([at[s, FORWARD], *readers])
+        else:
+            preds.append([at[s, BACKWARD]])
+    return place_jobs(schedule, kinds, preds)
+
+
+def kind_seconds(
+    schedule: Schedule, stages: nx.DiGraph[int], kinds: Sequence[Kind]
+) -> list[float]:
+    """How long a job of each kind takes."""
+    found = []
+    for s, d in kinds:
+        data = stages.nodes[s]
+        weight = 0.0
+        if schedule.split_backward:
+            weight = data.get("weight", data["backward"] / 2)
+        seconds = {FORWARD: data["forward"], WEIGHT: weight}
+        found.append(seconds.get(d, data["backward"] - weight))
+    return found
+
+
+def run_stages(schedule: Schedule, stages: nx.DiGraph[int]) -> Timeline:
+    """The jobs in the order in which they start; not all if in_flight stops them."""
+    jobs = stage_jobs(schedule, stages)
+    return run_jobs(
+        jobs,
+        kind_seconds(schedule, stages, jobs.kinds) * jobs.microbatches,
+        schedule.cap,
+        schedule.release,
+        Edges(jobs, stages),
+        schedule.in_order,
+    )
+
+
+class Edges(Network):
+    """Transfers that take the `seconds` of the edge between two stages."""
+
+    def __init__(self, jobs: Jobs, stages: nx.DiGraph[int]) -> None:
+        self.kinds = len(jobs.kinds)
+        self.seconds: dict[tuple[int, int], float] = {}  # between kinds
+        for k, before in enumerate(jobs.preds):
+            for p in before:
+                a, b = sorted((jobs.kinds[p][0], jobs.kinds[k][0]))
+                if stages.has_edge(a, b):
+                    self.seconds[p, k] = stages.edges[a, b].get("seconds", 0.0)
+
+    def arrival(self, maker: int, reader: int, now: float) -> float:
+        return now + self.seconds.get((maker % self.kinds, reader % self.kinds), 0.0)
+
+
+def step_seconds(events: Timeline) -> float:
+    return max(events.end, default=0.0)
+
+
+def likely_seconds(schedule: Schedule, stages: nx.DiGraph[int]) -> float:
+    """The mean step over stages that are each up to 4 % slower or faster: one order of
+    jobs may be lucky for exactly these times. Infinite if in_flight stops the jobs."""
+    found = []
+    for k in range(3):
+        other = stages.copy()
+        for s, data in other.nodes(data=True):
+            for what, i in (("forward", 0), ("backward", 1)):
+                data[what] *= 1 + 0.02 * ((7 * s + 3 * k + i) % 5 - 2)
+        events = run_stages(schedule, other)
+        found.append(step_seconds(events) if events.complete else float("inf"))
+    return sum(found) / len(found)
+
+
+def worker_bytes(
+    schedule: Schedule, stages: nx.DiGraph[int], events: Timeline
+) -> list[float]:
+    """The most that each worker holds: weights, their gradients, and activations."""
+    jobs = events.jobs
+    weights = [0.0] * schedule.workers
+    kinds = [s for s, _ in jobs.kinds] * jobs.microbatches
+    for stage, worker in sorted(set(zip(kinds, jobs.weights, strict=True))):
+        weights[worker] += stages.nodes[stage]["weights"]
+    sizes = [stages.nodes[s]["held"] for s, _ in jobs.kinds]
+    most = peaks(events, schedule.release, sizes)
+    return [weights[w] + most[w] for w in range(schedule.workers)]
+
+
+def peaks(events: Timeline, release: Direction, sizes: Sequence[float]) -> list[float]:
+    """The most that each worker holds of what F saves, from the start of F to the end
+    of `release`, at the worker of B.
+
+    sizes: what one microbatch counts, by kind of job. At one time, what is let go goes
+    before what comes.
+    """
+    jobs, order = events.jobs, np.asarray(events.order, int)
+    width = len(jobs.kinds)
+    far, size = np.zeros(width, int), np.zeros(width)
+    for f, (b, last) in jobs.holders(release).items():
+        far[f], far[last] = b - f, b - last
+        size[f], size[last] = sizes[f], -sizes[f]
+    taken = np.array([d is FORWARD for _, d in jobs.kinds], bool)
+    counted = size[order % width] != 0
+    order = order[counted]
+    kind = order % width
+    start, end = np.asarray(events.start)[counted], np.asarray(events.end)[counted]
+    place = np.asarray(jobs.compute, int)[order + far[kind]]
+    when = np.where(taken[kind], start, end)
+    change = np.lexsort((taken[kind], when, place))
+    place, held = place[change], np.cumsum(size[kind][change])
+    first = np.flatnonzero(np.diff(place, prepend=-1))
+    before = np.concatenate(([0.0], held))[first]  # of the workers before, if any stay
+    most = np.zeros(jobs.workers)
+    if len(first):
+        most[place[first]] = np.maximum.reduceat(held, first) - before
+    return [float(m) for m in most]
