@@ -31,9 +31,12 @@ class Pair(NamedTuple):
     """A stage's forward and backward graph, on flat lists of tensors.
 
     forward: (state..., inputs...) -> (outputs..., new state..., saved...)
-    backward: what `needs` lists -> (gradients of state, of inputs), None left out
+    backward: what `needs` lists -> (gradients of inputs, of state), None left out
     needs: for each argument of backward, what it is and which: ("state", 3),
         ("input", 0), ("saved", 2) or ("tangent", 0).
+    weight: None, or, where the backward is split, what `weight_needs` lists ->
+        gradients of state; backward then gives what is carried to it instead of them.
+    weight_needs: for each argument of weight, ("state", 3) or ("carried", 0).
     mutated: indices of state that forward writes.
     gradients: indices of the state, then of the inputs, that backward gives.
     """
@@ -48,6 +51,9 @@ class Pair(NamedTuple):
     input_gradients: tuple[int, ...]
     tangents: tuple[int, ...]  # outputs whose gradients backward is given
     random: bool
+    weight: fx.GraphModule | None = None
+    weight_needs: tuple[tuple[str, int], ...] = ()
+    carried: tuple[Spec, ...] = ()
 
 
 def stage_key(module: fx.GraphModule) -> str:

@@ -18,7 +18,7 @@ Place = tuple[int, int]  # group of a stage, and tensor in the group
 def forward_module(pair: Pair, places: list[Place], outs: int) -> fx.GraphModule:
     """Calls the flat forward graph with bundles: (weights, inputs, seed) -> outputs,
     saved, and a bundle for each group with new state."""
-    call = _Wrapper(pair, places)
+    call = _Wrapper(pair, places, ("weights", "inputs", "seed"))
     flat = call.forward()
     results: list[Any] = [call.item(flat, i) for i in range(outs)]
     new = {i: call.item(flat, outs + k) for k, i in enumerate(pair.mutated)}
@@ -34,8 +34,10 @@ def backward_module(
     pair: Pair, places: list[Place], recompute: bool, trained: list[tuple[bool, ...]]
 ) -> fx.GraphModule:
     """Calls the flat backward graph with bundles: (weights, saved, inputs, tangents,
-    seed) -> gradients of inputs, and a bundle of gradients for each group."""
-    call = _Wrapper(pair, places, backward=True)
+    seed) -> gradients of inputs, and a bundle of gradients for each group, or, if the
+    backward is split, one of what is carried to weight_module."""
+    names = ("weights", "saved", "inputs", "tangents", "seed")
+    call = _Wrapper(pair, places, names)
     saved: Callable[[int], fx.Node]
     if recompute:
         flat = call.forward()
@@ -46,49 +48,54 @@ def backward_module(
     else:
 
         def saved(k: int) -> fx.Node:
-            return call.item(call.saved, k)
+            return call.item(call.given["saved"], k)
 
     arguments = []
     for what, i in pair.needs:
         if what == "state":
             arguments.append(call.state(i))
         elif what == "input":
-            arguments.append(call.item(call.inputs, i))
+            arguments.append(call.item(call.given["inputs"], i))
         elif what == "saved":
             arguments.append(saved(i))
         else:
-            arguments.append(call.item(call.tangents, pair.tangents.index(i)))
+            arguments.append(call.item(call.given["tangents"], pair.tangents.index(i)))
     call.root["flat_backward"] = pair.backward
     flat = call.graph.call_module("flat_backward", tuple(arguments))
     count = len(pair.input_gradients)
     results: list[Any] = [call.item(flat, i) for i in range(count)]
-    given = {i: call.item(flat, count + k) for k, i in enumerate(pair.state_gradients)}
-    for group in sorted({places[i][0] for i in given}):
-        members = sorted((k, i) for i, (g, k) in enumerate(places) if g == group)
-        results.append(
-            tuple(
-                given.get(i)
-                or call.graph.call_function(torch.zeros_like, (call.state(i),))
-                for k, i in members
-                if trained[group][k]
-            )
-        )
+    if pair.weight is None:
+        results += call.gradients(flat, count, trained)
+    else:
+        carried = range(count, count + len(pair.carried))
+        results.append(tuple(call.item(flat, i) for i in carried))
     return call.finish(results)
+
+
+def weight_module(
+    pair: Pair, places: list[Place], trained: list[tuple[bool, ...]]
+) -> fx.GraphModule:
+    """Calls the flat graph of weight gradients with bundles: (weights, carried, seed)
+    -> a bundle of gradients for each group. It draws nothing, whatever the seed."""
+    call = _Wrapper(pair, places, ("weights", "carried", "seed"))
+    arguments = [
+        call.state(i) if what == "state" else call.item(call.given["carried"], i)
+        for what, i in pair.weight_needs
+    ]
+    call.root["flat_weight"] = pair.weight
+    flat = call.graph.call_module("flat_weight", tuple(arguments))
+    return call.finish(call.gradients(flat, 0, trained))
 
 
 class _Wrapper:
     """Builds the graph that unpacks bundles for a flat graph."""
 
-    def __init__(self, pair: Pair, places: list[Place], backward: bool = False) -> None:
+    def __init__(
+        self, pair: Pair, places: list[Place], arguments: tuple[str, ...]
+    ) -> None:
         self.pair, self.places, self.graph = pair, places, fx.Graph()
         self.root: dict[str, Any] = {}
-        self.weights = self.graph.placeholder("weights")
-        if backward:
-            self.saved = self.graph.placeholder("saved")
-        self.inputs = self.graph.placeholder("inputs")
-        if backward:
-            self.tangents = self.graph.placeholder("tangents")
-        self.seed = self.graph.placeholder("seed")
+        self.given = {name: self.graph.placeholder(name) for name in arguments}
         self.items: dict[tuple[fx.Node, int], fx.Node] = {}
 
     def item(self, value: fx.Node, index: int) -> fx.Node:
@@ -99,15 +106,37 @@ class _Wrapper:
 
     def state(self, i: int) -> fx.Node:
         group, k = self.places[i]
-        return self.item(self.item(self.weights, group), k)
+        return self.item(self.item(self.given["weights"], group), k)
+
+    def gradients(
+        self, flat: fx.Node, first: int, trained: list[tuple[bool, ...]]
+    ) -> list[Any]:
+        """A bundle for each group, from results of a flat graph; zeros for tensors of
+        the group that other stages alone have gradients of."""
+        made = self.pair.state_gradients
+        given = {i: self.item(flat, first + k) for k, i in enumerate(made)}
+        results = []
+        for group in sorted({self.places[i][0] for i in given}):
+            members = sorted(
+                (k, i) for i, (g, k) in enumerate(self.places) if g == group
+            )
+            results.append(
+                tuple(
+                    given.get(i)
+                    or self.graph.call_function(torch.zeros_like, (self.state(i),))
+                    for k, i in members
+                    if trained[group][k]
+                )
+            )
+        return results
 
     def forward(self) -> fx.Node:
         self.root["flat_forward"] = self.pair.forward
         count = len(self.pair.forward.graph.find_nodes(op="placeholder"))
         inputs = count - self.pair.random - len(self.places)
-        arguments = [self.seed] * self.pair.random
+        arguments = [self.given["seed"]] * self.pair.random
         arguments += [self.state(i) for i in range(len(self.places))]
-        arguments += [self.item(self.inputs, i) for i in range(inputs)]
+        arguments += [self.item(self.given["inputs"], i) for i in range(inputs)]
         return self.graph.call_module("flat_forward", tuple(arguments))
 
     def finish(self, results: list[Any]) -> fx.GraphModule:

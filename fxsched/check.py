@@ -326,7 +326,8 @@ def _check_gradients(
     placements: Mapping[Job, Placement],
     groups: Sequence[Group],
 ) -> None:
-    """Follows each gradient that a worker returns back to the B jobs that made it."""
+    """Follows each gradient that a worker returns back to the B, or W, jobs that made
+    it."""
     expected: dict[int, Counter[Job]] = {}
     for program in programs:
         for node in program.graph.nodes:
@@ -336,14 +337,15 @@ def _check_gradients(
                 group is not None
                 and isinstance(source, fx.Node)
                 and source.op == "call_module"
-                and source.meta["job"].direction is Direction.BACKWARD
+                and source.meta["job"].direction is not Direction.FORWARD
             ):
                 expected.setdefault(group, Counter())[source.meta["job"]] += 1
     for group, made in expected.items():
+        split = any(job.direction is Direction.WEIGHT for job in placements)
+        gives = Direction.WEIGHT if split else Direction.BACKWARD
         stages = {job.stage for job in made}
         for job in placements:
-            backward = job.direction is Direction.BACKWARD
-            if backward and job.stage in stages and not made[job]:
+            if job.direction is gives and job.stage in stages and not made[job]:
                 raise CheckError(f"{job} gives no gradient of group {group}")
     trains = any(job.direction is Direction.BACKWARD for job in placements)
     for group in range(len(groups)):
@@ -367,7 +369,7 @@ def _check_gradients(
 
 
 def _contributions(node: fx.Node, messages: Mapping[int, Message]) -> Counter[Job]:
-    """The B jobs whose gradients a value adds up."""
+    """The jobs whose gradients a value adds up."""
     found: Counter[Job] = Counter()
     open_ends = [node]
     while open_ends:

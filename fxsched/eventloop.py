@@ -64,12 +64,12 @@ class Jobs:
 
     def holders(self, release: Direction) -> dict[int, tuple[int, int]]:
         """By kind of F, the kinds of its B and of the job that lets go of what F
-        saved, for stages that have them."""
+        saved: `release`, or B where a stage has none; for stages that have a B."""
         at = {kind: i for i, kind in enumerate(self.kinds)}
         return {
-            at[s, FORWARD]: (at[s, BACKWARD], at[s, release])
+            at[s, FORWARD]: (b, at.get((s, release), b))
             for s, d in self.kinds
-            if d is FORWARD and (s, release) in at
+            if d is FORWARD and (b := at.get((s, BACKWARD), -1)) >= 0
         }
 
 

@@ -8,7 +8,6 @@ from torch import fx
 
 from .. import ops
 from ..graphs import Group, Output, Specs, make
-from ..jobs import Direction
 from ..request import Request
 
 Parts = list[tuple[tuple[int, ...], fx.Node]]  # microbatches, and their bundle
@@ -60,7 +59,7 @@ class _Collection:
         end.args = ({str(worker): own for worker, own in final.items()},)
 
     def _reduce(self) -> None:
-        """Sums each group at one owner, right after the last B that adds to it."""
+        """Sums each group at one owner, right after the last job that adds to it."""
         last = self._last_nodes()
         self.reduced: dict[int, fx.Node] = {}
         for group, sums in self.gm.meta["sums"].items():
@@ -85,14 +84,14 @@ class _Collection:
             self.reduced[group] = total
 
     def _last_nodes(self) -> dict[int, fx.Node]:
-        """For each group the last node of the last B that adds to it."""
+        """For each group the last node of the last B, or W, that adds to it."""
         stages: dict[int, list[int]] = {}
         for group, gradients in self.wanted["groups"].items():
             for node in gradients:
                 stages.setdefault(node.meta["stage"], []).append(int(group))
         task = {}
         for job in self.gm.meta["jobs"]:
-            if job.direction is Direction.BACKWARD:
+            if job.direction is self.request.schedule.release:
                 task.update(dict.fromkeys(stages.get(job.stage, ()), str(job)))
         ends = {node.meta.get("task"): node for node in self.graph.nodes}
         return {group: ends[job] for group, job in task.items()}

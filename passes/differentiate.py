@@ -10,7 +10,8 @@ from torch import fx
 
 from .. import ops
 from ..aot import Pair, stage_key, trace_stage
-from ..calls import Place, backward_module, forward_module
+from ..backsplit import split_weights
+from ..calls import Place, backward_module, forward_module, weight_module
 from ..costs import graph_cost
 from ..graphs import Group, arguments, result
 from ..jobs import Direction
@@ -27,7 +28,12 @@ def differentiate_stages(gm: fx.GraphModule, request: Request) -> fx.GraphModule
             backward_0 = self.backward_0((weights_0,), saved_0, (x,), (grad_a,), None)
 
     A backward call takes the weights again, so that no saved tensor is a weight or a
-    view of one. A stage without a gradient to compute has no backward call.
+    view of one. A stage without a gradient to compute has no backward call. If the
+    schedule splits the backward, it hands what weight_0 needs on in `carried_0`:
+
+    after:  backward_0 = ...; carried_0 = backward_0[1]
+            weight_0 = self.weight_0((), carried_0, None)
+
     The output becomes a dict: outputs, gradients of groups and inputs, new state.
     """
     return _Differentiation(gm, request).run()
@@ -138,7 +144,6 @@ class _Differentiation:
 
     def _stage(self, call: fx.Node) -> None:
         stage = call.meta["stage"]
-        weights, inputs = arguments(call)
         outs = _parts(call)
         pair = self.pairs[call]
         # F again would see buffers that it has written meanwhile
@@ -154,48 +159,87 @@ class _Differentiation:
         with self.graph.inserting_after(forward):
             saved = self._item(forward, len(outs), f"saved_{stage}")
         saved.meta.update(specs=pair.saved, stage=stage, bundle=True)
-        used = {i for what, i in pair.needs if what == "input"}
-        given = [x if recompute or i in used else None for i, x in enumerate(inputs)]
         keep = None if recompute or not pair.saved else saved
         with self.graph.inserting_before(self.output):
-            tangents = tuple(self._sum(outs[i]) for i in pair.tangents)
-            trained = [self.groups[w.meta["group"]].trained for w in weights]
-            self.gm.add_submodule(
-                f"backward_{stage}", backward_module(pair, places, recompute, trained)
-            )
-            backward = self.graph.call_module(
-                f"backward_{stage}",
-                (
-                    weights if recompute or _needs_state(pair, places, trained) else (),
-                    keep,
-                    tuple(given),
-                    tangents,
-                    None,
-                ),
-            )
-            seconds = graph_cost(pair.backward).seconds
-            if "measured" in call.meta:
-                seconds = call.meta["measured"][1]
-            seconds += recompute * forward.meta["seconds"]
-            self.gm.meta["stages"].nodes[stage].update(
-                backward=seconds,
-                held=(pair.held if keep is not None else 0)
-                + sum(
-                    spec.bytes
-                    for value in inputs
-                    if value.op != "placeholder"
-                    for spec in value.meta["specs"]
-                ),
-            )
-            backward.meta.update(
-                stage=stage,
-                direction=Direction.BACKWARD,
-                seconds=seconds,
-                draw=forward.meta["draw"] if recompute else None,
-            )
-            self._hand_on(backward, pair, places, weights, inputs)
+            self._backward(call, forward, keep, pair, outs, recompute)
         if keep is None:
             self.graph.erase_node(saved)
+
+    def _backward(
+        self,
+        call: fx.Node,
+        forward: fx.Node,
+        saved: fx.Node | None,
+        pair: Pair,
+        outs: list[fx.Node],
+        recompute: bool,
+    ) -> None:
+        assert pair.backward is not None
+        stage = call.meta["stage"]
+        weights, inputs, _ = arguments(forward)
+        places: list[Place] = self._module(call).meta["state"]
+        trained = [self.groups[w.meta["group"]].trained for w in weights]
+        used = {i for what, i in pair.needs if what == "input"}
+        given = [x if recompute or i in used else None for i, x in enumerate(inputs)]
+        tangents = tuple(self._sum(outs[i]) for i in pair.tangents)
+        zeros = _zeros(pair, places, trained)
+        reads = recompute or _reads_state(pair.needs) or (zeros and pair.weight is None)
+        self.gm.add_submodule(
+            f"backward_{stage}", backward_module(pair, places, recompute, trained)
+        )
+        backward = self.graph.call_module(
+            f"backward_{stage}",
+            (weights if reads else (), saved, tuple(given), tangents, None),
+        )
+        later = 0.0 if pair.weight is None else graph_cost(pair.weight).seconds
+        now = graph_cost(pair.backward).seconds
+        if "measured" in call.meta:
+            scale = call.meta["measured"][1] / ((now + later) or 1.0)
+            now, later = now * scale, later * scale
+        now += recompute * forward.meta["seconds"]
+        self.gm.meta["stages"].nodes[stage].update(
+            backward=now + later,
+            weight=later,
+            held=(pair.held if saved is not None else 0)
+            + sum(
+                spec.bytes
+                for value in inputs
+                if value.op != "placeholder"
+                for spec in value.meta["specs"]
+            ),
+        )
+        backward.meta.update(
+            stage=stage,
+            direction=Direction.BACKWARD,
+            seconds=now,
+            draw=forward.meta["draw"] if recompute else None,
+        )
+        self._hand_on(backward, pair, inputs)
+        maker, first = backward, len(pair.input_gradients)
+        if pair.weight is not None:
+            reads = _reads_state(pair.weight_needs) or zeros
+            kept = weights if reads else ()
+            maker, first = self._weight(backward, pair, places, trained, kept), 0
+            maker.meta["seconds"] = later
+        self._add_up(maker, first, pair, places, weights)
+
+    def _weight(
+        self,
+        backward: fx.Node,
+        pair: Pair,
+        places: list[Place],
+        trained: list[tuple[bool, ...]],
+        weights: Sequence[Any],
+    ) -> fx.Node:
+        """The call that makes the weights' gradients of what B carries to it."""
+        stage = backward.meta["stage"]
+        carried = self._item(backward, len(pair.input_gradients), f"carried_{stage}")
+        carried.meta.update(specs=pair.carried, stage=stage, bundle=True)
+        name = f"weight_{stage}"
+        self.gm.add_submodule(name, weight_module(pair, places, trained))
+        call = self.graph.call_module(name, (weights, carried, None))
+        call.meta.update(stage=stage, direction=Direction.WEIGHT, draw=None)
+        return call
 
     def _forward(
         self, call: fx.Node, pair: Pair, places: list[Place], outs: int
@@ -211,7 +255,7 @@ class _Differentiation:
         forward.meta.update(stage=stage, seconds=seconds)
         forward.meta["draw"] = call.meta["draw"] if pair.random else None
         self.gm.meta["stages"].nodes[stage].update(
-            forward=seconds, backward=0.0, held=0
+            forward=seconds, backward=0.0, weight=0.0, held=0
         )
         written = sorted({places[i][0] for i in pair.mutated})
         with self.graph.inserting_after(forward):
@@ -228,31 +272,32 @@ class _Differentiation:
             "call_function", operator.getitem, args, name=name
         )
 
-    def _hand_on(
+    def _hand_on(self, backward: fx.Node, pair: Pair, inputs: Sequence[Any]) -> None:
+        """Passes gradients to the makers of the inputs."""
+        for position, i in enumerate(pair.input_gradients):
+            gradient = self._item(backward, position, f"grad_{inputs[i].name}")
+            gradient.meta.update(inputs[i].meta, stage=backward.meta["stage"])
+            self.gradients.setdefault(inputs[i], []).append(gradient)
+
+    def _add_up(
         self,
-        backward: fx.Node,
+        call: fx.Node,
+        first: int,
         pair: Pair,
         places: list[Place],
         weights: Sequence[Any],
-        inputs: Sequence[Any],
     ) -> None:
-        """Passes gradients to the makers of the inputs, and to the groups."""
-        stage = backward.meta["stage"]
-        for position, i in enumerate(pair.input_gradients):
-            gradient = self._item(backward, position, f"grad_{inputs[i].name}")
-            gradient.meta.update(inputs[i].meta, stage=stage)
-            self.gradients.setdefault(inputs[i], []).append(gradient)
-        for position, j in enumerate(
-            sorted({places[i][0] for i in pair.state_gradients})
-        ):
+        """Passes gradients to the groups of weights; they are a call's results from
+        the `first` on."""
+        groups = sorted({places[i][0] for i in pair.state_gradients})
+        for position, j in enumerate(groups, first):
             number = weights[j].meta["group"]
-            k = len(pair.input_gradients) + position
-            gradient = self._item(backward, k, f"grad_weights_{number}")
+            gradient = self._item(call, position, f"grad_weights_{number}")
             trained = self.groups[number].trained
             specs = weights[j].meta["specs"]
             gradient.meta.update(
                 specs=tuple(s for s, t in zip(specs, trained, strict=True) if t),
-                stage=stage,
+                stage=call.meta["stage"],
                 group=number,
                 bundle=True,
             )
@@ -262,9 +307,11 @@ class _Differentiation:
         """The graphs of a stage; identical stages are traced once."""
         key = f"{live} {stage_key(module)}"
         if key not in self.cache:
-            self.cache[key] = trace_stage(
+            pair = trace_stage(
                 module, live, len(module.meta["state"]), self.gm.meta["fake_mode"]
             )
+            split = self.request.schedule.split_backward
+            self.cache[key] = split_weights(pair) if split else pair
         return self.cache[key]
 
 
@@ -273,13 +320,14 @@ def _parts(call: fx.Node) -> list[fx.Node]:
     return sorted(call.users, key=lambda part: arguments(part)[1])
 
 
-def _needs_state(
-    pair: Pair, places: list[Place], trained: list[tuple[bool, ...]]
-) -> bool:
-    """Whether B reads weights: for its graph, or to put zeros for a gradient."""
+def _reads_state(needs: Sequence[tuple[str, int]]) -> bool:
+    return any(what == "state" for what, _ in needs)
+
+
+def _zeros(pair: Pair, places: list[Place], trained: list[tuple[bool, ...]]) -> bool:
+    """Whether what makes gradients of groups puts zeros for some of their tensors."""
     groups = {places[i][0] for i in pair.state_gradients}
-    zeros = any(
+    return any(
         group in groups and trained[group][k] and i not in pair.state_gradients
         for i, (group, k) in enumerate(places)
     )
-    return zeros or any(what == "state" for what, _ in pair.needs)

@@ -21,7 +21,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("graphs", "stages", "ideals"),
     ("schedules", "costs", "partitioner"),
     ("check", "show", "aot", "inputs", "planner", "measure"),
-    ("calls", "simulate"),
+    ("backsplit", "calls", "simulate"),
     ("passes",),
     ("trace", "pipeline", "inductor"),
     ("transport",),
