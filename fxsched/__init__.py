@@ -7,15 +7,21 @@ from . import schedules
 from .backend import Backend, backend, explain, plan, profile
 from .boundary import stage_boundary
 from .check import CheckError
+from .chrome import write_trace
+from .diagram import Diagram
+from .eventloop import Event
 from .jobs import Direction, Job, Placement, PlanError, Schedule
+from .links import Link
 from .measure import Profile
 from .pipeline import Plan
-from .simulate import Link, Simulation, simulate
+from .simulate import Simulation, simulate
 
 __all__ = [
     "Backend",
     "CheckError",
+    "Diagram",
     "Direction",
+    "Event",
     "Job",
     "Link",
     "Placement",
@@ -31,4 +37,5 @@ __all__ = [
     "schedules",
     "simulate",
     "stage_boundary",
+    "write_trace",
 ]

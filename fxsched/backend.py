@@ -11,6 +11,7 @@ from torch import Tensor, fx
 from torch.utils.weak import WeakIdKeyDictionary
 
 from . import inductor
+from .eventloop import Event
 from .jobs import PlanError, Schedule
 from .measure import Profile, measure
 from .pipeline import Plan, make_plan
@@ -42,7 +43,7 @@ def backend(
     passes: Sequence[Pass] = (),
     memory_limit: float | None = None,
     same_stage: Sequence[Sequence[str]] = (),
-    profile: Profile | None = None,
+    profile: Profile | bool | None = None,
 ) -> Backend:
     """A torch.compile backend that runs a model by a schedule.
 
@@ -60,7 +61,8 @@ def backend(
     memory_limit: bytes that stages="auto" may put on a worker: weights, their gradients
         and activations. The optimizer's state and what one job needs come on top.
     same_stage: groups of names of modules, to keep in one stage with all between them.
-    profile: what fxsched.profile measured, for stages="auto" instead of estimates.
+    profile: True to record when each job runs, as backend.timeline; or what
+        fxsched.profile measured, to cut stages by it instead of estimates as well.
 
     A compiled function that returns one scalar loss runs F and B in the call, and
     loss.backward() adds the finished gradients. One that doesn't runs F in the call
@@ -211,6 +213,7 @@ class Backend:
     """What fxsched.backend returns; `plan` is there after the first call.
 
     plan: of the last model that was planned with gradients, else without.
+    timeline: when each job of the last call ran; see there.
     """
 
     def __init__(
@@ -220,10 +223,12 @@ class Backend:
         order: str = "static",
         stage_compiler: str = "eager",
         passes: tuple[Pass, ...] = (),
-        profile: Profile | None = None,
+        profile: Profile | bool | None = None,
     ) -> None:
         self.request, self.order, self.passes = request, order, passes
-        self.stage_compiler, self.profile = stage_compiler, profile
+        self.stage_compiler, self.record = stage_compiler, bool(profile)
+        self.profile = None if isinstance(profile, bool) else profile
+        self._last: Step | None = None
         self.plan: Plan | None = None
         self.plan_only = False
         self._transport = transport
@@ -252,7 +257,7 @@ class Backend:
         key = _key(gm, args)
         if key not in self._steps:
             self._steps[key] = self._make(gm, args)
-        step = self._steps[key]
+        step = self._last = self._steps[key]
         if isinstance(self._workers, Ranks):
             self._workers.settle(step.plan, args, self._kept)
         self._random = self._next(self._random)
@@ -298,7 +303,20 @@ class Backend:
         programs = {
             r: Program(plan.programs[r], self.order) for r in self._workers.here
         }
-        return Step(plan, programs, self._workers)
+        return Step(plan, programs, self._workers, self.record)
+
+    @property
+    def timeline(self) -> tuple[Event, ...]:
+        """The jobs of the last call, of all workers, in the order of their starts;
+        seconds from the start of the call.
+
+        Raises PlanError without backend(profile=True), and before the first call.
+        """
+        if not self.record:
+            raise PlanError("there is no timeline; use backend(schedule, profile=True)")
+        if self._last is None:
+            raise PlanError("there is no timeline before the first call")
+        return self._last.events
 
     def _next(self, random: tuple[int, int]) -> tuple[int, int]:
         """(seed, step) of a step's random numbers; a new seed starts again at 0."""

@@ -1,244 +1,119 @@
-"""The command line: `python -m fxsched demo` trains models/two_tower.py by a schedule.
-
-Workers are threads, or ranks under `torchrun --nproc-per-node W -m fxsched demo`.
-"""
+"""The command line: `fxsched` and `python -m fxsched`. Commands are in commands.py."""
 
 from __future__ import annotations
 
-import copy
 import os
-import time
-from argparse import ArgumentParser, ArgumentTypeError, Namespace
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, NoReturn
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
 
-import torch
-from torch import Tensor, nn
-from tqdm import tqdm
+import click
 
-from . import schedules, transport
-from .backend import backend
-from .jobs import PlanError, Schedule
-from .models import docstrings
-from .models.two_tower import TwoTower, TwoTowerConfig
-
-BATCH = 64
-LEARNING_RATE, WEIGHT_DECAY, WARM_UP = 1e-3, 0.01, 20
-SEED = 0  # every rank builds the same model and draws the same batches
-
-Batch = tuple[Tensor, Tensor, Tensor]  # code, doc, label
-Model = Callable[..., Tensor]
+from . import commands
+from .jobs import PlanError
+from .values import choose, nearest
 
 
-def _group(workers: int) -> int:
-    """Looped pipelines of two workers, or one of all where two don't divide them."""
-    return 2 if workers % 2 == 0 else workers
+class Group(click.Group):
+    """The commands, in the order in which they were added."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return list(self.commands)
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        if not args:
+            names = ", ".join(self.commands)
+            text = f"the following arguments are required: command ({names})"
+            raise click.UsageError(text, ctx)
+        return super().parse_args(ctx, args)
+
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        if args[0] not in self.commands:
+            near = choose(args[0], self.commands)
+            raise click.UsageError(f"there is no command {args[0]!r} {near}", ctx)
+        return super().resolve_command(ctx, args)
+
+    def invoke(self, ctx: click.Context) -> Any:
+        """Runs a command; every error says which one it is about."""
+        try:
+            return super().invoke(ctx)
+        except PlanError as error:
+            raise click.UsageError(str(error), _called(ctx)) from error
+        except click.UsageError as error:
+            error.ctx = error.ctx or _called(ctx)
+            raise
 
 
-SCHEDULES: dict[str, Callable[[int, int], Schedule]] = {
-    "ddp": schedules.ddp,
-    "fsdp": schedules.fsdp,
-    "gpipe": schedules.gpipe,
-    "graph": schedules.graph,
-    "1f1b": schedules.one_f_one_b,
-    "lpp": lambda workers, count: schedules.lpp(workers, _group(workers), count),
-    "fslpp": lambda workers, count: schedules.fslpp(workers, _group(workers), count),
-}
+def _called(ctx: click.Context) -> click.Context:
+    name = ctx.invoked_subcommand or ""
+    return click.Context(group.commands[name], ctx, name)
 
 
-class Difference(NamedTuple):
-    """The largest absolute differences from eager PyTorch."""
+HELP = """Parallel training as one placement function and one priority function.
 
-    loss: float
-    gradients: float
+Each command says what it takes: fxsched simulate --help.
+"""
 
+SETTINGS = {"show_default": True, "max_content_width": 88}
 
-class Parser(ArgumentParser):
-    """Says what is wrong in one line."""
-
-    def error(self, message: str) -> NoReturn:
-        self.exit(2, f"{self.prog}: error: {' '.join(message.split())}\n")
+group = Group(help=HELP, context_settings=SETTINGS)
+for command in (
+    commands.simulate,
+    commands.compare,
+    commands.plan,
+    commands.check_table1,
+    commands.train,
+):
+    group.add_command(command)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Runs a command. Exits with code 2 and one line for what cannot be planned."""
-    commands = parser()
-    options = commands.parse_args(arguments)
-    try:
-        options.run(options)
-    except PlanError as error:
-        commands.error(str(error))
+    """Runs a command.
 
-
-def parser() -> Parser:
-    world = os.environ.get("WORLD_SIZE", "4")
-    found = Parser("python -m fxsched")
-    commands = found.add_subparsers(metavar="command", required=True)
-    text = "train two transformer encoders on Python's own docstrings, by a schedule"
-    command = commands.add_parser("demo", help=text, description=text)
-    command.set_defaults(run=demo)
-    add = command.add_argument
-    add("--schedule", choices=SCHEDULES, default="lpp", help="(default: lpp)")
-    for name, default, what in (
-        ("workers", world, "threads, or ranks under torchrun"),
-        ("microbatches", "8", f"equal parts of a batch of {BATCH}"),
-        ("steps", "160", "of the optimizer"),
-    ):
-        text = f"{what} (default: {default})"
-        add(f"--{name}", type=_count, default=default, metavar="N", help=text)
-    add("--device", choices=("cpu", "cuda"), default="cpu", help="(default: cpu)")
-    return found
-
-
-def _count(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise ArgumentTypeError(f"{text!r} is not an integer of 1 or more")
-    return int(text)
-
-
-def check(options: Namespace) -> None:
-    """Raises PlanError, before data are read, for what the demo cannot do."""
-    if options.device == "cuda" and not torch.cuda.is_available():
-        raise PlanError("--device cuda: torch finds no GPU here; give --device cpu")
-    if BATCH % options.microbatches:
-        raise PlanError(
-            f"--microbatches {options.microbatches}: a batch of {BATCH} doesn't divide "
-            "into as many; give 1, 2, 4, 8, 16, 32 or 64"
-        )
-
-
-def demo(options: Namespace) -> None:
-    """Compares one step with eager, trains, and tells how well the model does.
-
-    Raises PlanError for what cannot be planned.
+    Exits with code 2 and one line for what cannot be done, 130 for Ctrl-C, and
+    quietly with code 1 where what reads the output has gone.
     """
-    began = time.perf_counter()
-    check(options)
-    runner = backend(SCHEDULES[options.schedule](options.workers, options.microbatches))
-    batches = Batches(docstrings.load(), options.device)
-    say(f"data: {batches}\n")
-
-    torch.manual_seed(SEED)
-    config = TwoTowerConfig(vocabulary=len(batches.data.words))
-    model = TwoTower(config).to(options.device)
-    eager = copy.deepcopy(model)  # a rank soon keeps only its own parameters
-    step: Any = torch.compile(model, backend=runner)
-    difference = compare(step, model, eager, batches.draw(), options.microbatches)
-    say(f"{runner.plan}\n")
-
-    say(f"accuracy before training: {accuracies(step, batches)}")
-    fit(step, model, batches, options.steps)
-    say(f"accuracy after training: {accuracies(step, batches)}")
-    say(
-        f"largest difference from eager: loss {difference.loss:.1e}, "
-        f"gradients {difference.gradients:.1e}"
-    )
-    say(f"{time.perf_counter() - began:.0f} seconds")
-    transport.leave()
+    program = "fxsched"
+    if Path(sys.argv[0]).stem != program:
+        program = "python -m fxsched"
+    try:
+        code = group.main(arguments, program, standalone_mode=False)
+        if sys.stdout is not None:
+            sys.stdout.flush()
+    except click.ClickException as error:
+        ctx = getattr(error, "ctx", None)
+        command = ctx.command_path if ctx else program
+        click.echo(f"{command}: error: {_one_line(error)}", err=True)
+        sys.exit(2)
+    except click.Abort:
+        sys.exit(130)
+    except BrokenPipeError:
+        # the interpreter flushes once more as it ends
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(1)
+    if code:
+        sys.exit(code)
 
 
-class Batches:
-    """What to train on and what to judge, the same on every rank, on a device."""
-
-    def __init__(self, data: docstrings.Data, device: str) -> None:
-        self.data, self.device = data, device
-        self.generator = torch.Generator().manual_seed(SEED)
-        every = max(1, len(data.train_code) // len(data.held_out_code))
-        train = data.train_code[::every], data.train_doc[::every]
-        held_out = data.held_out_code, data.held_out_doc
-        self.judged = {
-            "train": self._to_device(docstrings.pairs(*train, SEED)),
-            "held-out": self._to_device(docstrings.pairs(*held_out, SEED)),
-        }
-
-    def __str__(self) -> str:
-        return (
-            f"{len(self.data.train_code):,} functions of Python's standard library and "
-            f"their docstrings, {len(self.data.held_out_code):,} more held out"
-        )
-
-    def draw(self) -> Batch:
-        """The next batch to train on."""
-        pairs = self.data.train_code, self.data.train_doc
-        return self._to_device(docstrings.batch(*pairs, BATCH, self.generator))
-
-    def _to_device(self, batch: Batch) -> Batch:
-        code, doc, label = (tensor.to(self.device) for tensor in batch)
-        return code, doc, label
+def _one_line(error: click.ClickException) -> str:
+    message = error.message
+    if isinstance(error, click.MissingParameter) and error.param is not None:
+        what = getattr(error.param, "help", None) or commands.MODEL
+        message = f"{_name(error.param)} is needed: {what}"
+    elif isinstance(error, click.BadParameter) and error.param is not None:
+        message = f"{_name(error.param)}: {message}"
+    elif isinstance(error, click.NoSuchOption):
+        message = f"there is no option {error.option_name}"
+        if near := nearest(error.option_name, error.possibilities or ()):
+            message += f"; did you mean {near}?"
+    return " ".join(message.split())
 
 
-def compare(
-    step: Model, model: nn.Module, eager: nn.Module, batch: Batch, microbatches: int
-) -> Difference:
-    """One step both ways from equal parameters, on the same microbatches."""
-    loss = step(*batch)
-    loss.backward()  # type: ignore[no-untyped-call]
-    expected = torch.zeros_like(loss)
-    for part in zip(*(tensor.chunk(microbatches) for tensor in batch), strict=True):
-        part_loss = eager(*part) / microbatches
-        part_loss.backward()
-        expected += part_loss.detach()
-    gradients = torch.tensor(
-        [
-            -1.0 if mine.grad is None else _distance(mine.grad, its.grad)
-            for mine, its in zip(model.parameters(), eager.parameters(), strict=True)
-        ]
-    ).nan_to_num(torch.inf)
-    # each gradient is on the ranks that keep its parameter
-    gradients = transport.largest(gradients)
-    assert gradients.min() >= 0, "a parameter got no gradient on any worker"
-    model.zero_grad()
-    return Difference(abs((loss - expected).item()), gradients.max().item())
-
-
-def _distance(mine: Tensor, its: Tensor | None) -> float:
-    assert its is not None, "eager has no gradient here"
-    return float((mine - its).abs().max())
-
-
-def fit(step: Model, model: nn.Module, batches: Batches, steps: int) -> None:
-    """An ordinary training loop."""
-    optimizer = torch.optim.AdamW(
-        model.parameters(), lr=LEARNING_RATE, weight_decay=WEIGHT_DECAY
-    )
-    rate = torch.optim.lr_scheduler.LambdaLR(
-        optimizer, lambda i: min((i + 1) / WARM_UP, max(0.02, 1 - i / steps))
-    )
-    every = max(1, steps // 8)
-    bar = tqdm(range(1, steps + 1), "train", disable=not speaks())
-    for i in bar:
-        loss = step(*batches.draw())
-        loss.backward()  # type: ignore[no-untyped-call]
-        optimizer.step()
-        rate.step()
-        optimizer.zero_grad()
-        bar.set_postfix(loss=f"{loss.item():.4f}")
-        if i in (1, steps) or i % every == 0:
-            say(f"step {i:4}: loss {loss.item():.6f}")
-
-
-def accuracies(step: Model, batches: Batches) -> str:
-    shares = [f"{k} {accuracy(step, v):.3f}" for k, v in batches.judged.items()]
-    return f"{', '.join(shares)} (chance 0.500)"
-
-
-@torch.no_grad()
-def accuracy(step: Model, pairs: Batch) -> float:
-    """The share of pairs that the model judges right, in batches of one size."""
-    code, doc, label = pairs
-    right = 0
-    for first in range(0, len(label), BATCH):
-        rows = torch.arange(first, first + BATCH, device=label.device) % len(label)
-        hits = (step(code[rows], doc[rows]) > 0) == (label[rows] > 0.5)
-        right += int(hits[: len(label) - first].sum())  # the rest wrapped around
-    return right / len(label)
-
-
-def speaks() -> bool:
-    """Whether this process prints: of torchrun's ranks, the first."""
-    return os.environ.get("RANK", "0") == "0"
-
-
-def say(text: str) -> None:
-    if speaks():
-        tqdm.write(text)
+def _name(parameter: click.Parameter) -> str:
+    """How a user writes it: --steps, MODEL."""
+    if isinstance(parameter, click.Option):
+        return parameter.opts[0]
+    return parameter.human_readable_name

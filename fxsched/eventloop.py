@@ -126,8 +126,12 @@ class Network:
         `waiting` has each of them. First of all it is asked of -1, at time 0."""
         return ()
 
-    def ended(self, number: int, now: float) -> None:
-        """A job has ended."""
+    def ended(self, number: int, now: float) -> Iterable[tuple[int, float]]:
+        """What to tell this network of, and when, after a job's end."""
+        return ()
+
+    def told(self, what: int, now: float) -> None:
+        """What it asked for with `ended`."""
 
     waiting: Sequence[int] = ()  # jobs that something must arrive for
 
@@ -230,6 +234,9 @@ def run_jobs(
             j = heappop(ends)[1]
             if j < 0:
                 j = -1 - j
+                if network and j >= len(jobs):
+                    network.told(j - len(jobs), now)
+                    continue
                 missing[j] -= 1
                 if not missing[j]:
                     w = compute[j]
@@ -263,4 +270,5 @@ def run_jobs(
                     heappush(ready[compute[t]], rank[t])
                     idle.add(compute[t])
             if network:
-                network.ended(j, now)
+                for what, when in network.ended(j, now):
+                    heappush(ends, (when, -1 - len(jobs) - what))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -11,8 +12,12 @@ from torch import fx
 
 from . import show
 from .check import check_programs
+from .compare import compare
+from .diagram import Diagram
+from .eventloop import Event, Timeline
 from .graphs import Group, Output, State
 from .jobs import Direction, Job, Placement, PlanError, Schedule
+from .links import Link
 from .passes.collect import collect_results
 from .passes.cut import cut_programs
 from .passes.differentiate import differentiate_stages
@@ -25,6 +30,7 @@ from .passes.transfer import insert_transfers
 from .passes.unroll import unroll_jobs
 from .passes.weights import fetch_weights
 from .request import Request
+from .simulate import Durations, Simulation, run_placed
 
 PASSES = (
     assign_stages,  # every node gets a stage
@@ -49,6 +55,7 @@ class Plan:
     programs: a torch.fx.GraphModule per worker.
     state: parameters, buffers and shared inputs, by name.
     loss: position of the output that B starts from in the call itself, or None.
+    timeline: when each job should run, in seconds.
     """
 
     schedule: Schedule
@@ -60,6 +67,7 @@ class Plan:
     outputs: tuple[Output, ...]
     state: dict[str, State]
     loss: int | None
+    timeline: Timeline
     notes: tuple[str, ...] = ()
 
     @property
@@ -74,6 +82,39 @@ class Plan:
     def explain(self) -> str:
         """Stages and workers with their work and memory, and what limits the step."""
         return show.explain_text(self.schedule, self.stages)
+
+    def simulate(
+        self,
+        durations: Durations | Sequence[Event] = None,
+        transfer: float | Link | None = None,
+        prefetch: int | None = None,
+    ) -> Simulation:
+        """The step on a virtual clock, in seconds, each worker in its planned order.
+
+        durations: None for those that the plan was made with; a measured timeline, for
+            the median of each stage and direction; or what fxsched.simulate takes, as
+            for transfer (None: as estimated) and prefetch.
+        """
+        jobs = self.timeline.jobs
+        position = [0] * len(jobs)
+        for i, job in enumerate(self.jobs):
+            position[jobs.number(job)] = i
+        fixed = replace(self.schedule, in_order=True, in_flight=None)
+        placed = replace(jobs, n=position)
+        stages = self.stages.copy()
+        return run_placed(fixed, stages, placed, durations, transfer, prefetch)
+
+    def diagram(self) -> Diagram:
+        """A picture of the step as it was planned."""
+        return self.simulate().diagram("s")
+
+    def compare(self, timeline: Sequence[Event]) -> str:
+        """Where the plan and a measured timeline, as backend.timeline, part: the step,
+        each worker's order, durations by stage and direction, and the largest waits.
+
+        Raises PlanError if they are of other jobs.
+        """
+        return compare(self.timeline, timeline)
 
     def check(self) -> None:
         """Raises CheckError unless the programs are sound; see fxsched.check."""
@@ -119,5 +160,6 @@ def make_plan(gm: fx.GraphModule, request: Request, passes: tuple[Any, ...]) -> 
         tuple(gm.meta["outputs"]),
         gm.meta["state"],
         gm.meta["loss"],
+        gm.meta["timeline"],
         tuple(notes),
     )

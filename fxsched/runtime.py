@@ -11,6 +11,7 @@ from __future__ import annotations
 import heapq
 import queue
 import sys
+import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -20,7 +21,9 @@ import torch
 from torch import Tensor, fx
 
 from . import ops
+from .eventloop import Event
 from .graphs import Specs, arguments, result
+from .jobs import Job
 from .transport import WATCHERS, Aborted, Endpoint
 
 WINDOW = 4  # receives that are asked for ahead of need under order="static"
@@ -36,6 +39,7 @@ class Task:
     run: Callable[[list[Any], Endpoint], None]
     needs: list[int] = field(default_factory=list)  # slots that come from elsewhere
     makes: list[int] = field(default_factory=list)
+    job: Job | None = None
     pause: fx.Node | None = None
 
 
@@ -89,6 +93,7 @@ class Program:
                 tasks[phase, name] = task
                 self.phases[-1].append(task)
             tasks[phase, name].nodes.append(node)
+            tasks[phase, name].job = node.meta.get("job", tasks[phase, name].job)
             if node.target is ops.pause:
                 tasks[phase, name].pause = node
                 self.phases.append([])
@@ -124,12 +129,22 @@ class Program:
 
 
 class Run:
-    """One step of a program: its values, and how far it has come."""
+    """One step of a program: its values, and how far it has come.
+
+    events: the jobs that ran, with times of time.perf_counter, if `record`.
+    """
 
     def __init__(
-        self, program: Program, inputs: dict[str, Any], endpoint: Endpoint
+        self,
+        program: Program,
+        worker: int,
+        inputs: dict[str, Any],
+        endpoint: Endpoint,
+        record: bool = False,
     ) -> None:
-        self.program, self.endpoint = program, endpoint
+        self.program, self.worker, self.endpoint = program, worker, endpoint
+        self.record = record
+        self.events: list[Event] = []
         self.values: list[Any] = [None] * len(program.slots)
         for node in program.gm.graph.find_nodes(op="placeholder"):
             self.values[program.slots[node]] = inputs[node.name]
@@ -191,11 +206,15 @@ class Run:
             self.asked += 1
 
     def _execute(self, task: Task) -> None:
+        start = time.perf_counter()
         try:
             task.run(self.values, self.endpoint)
         except Exception as error:
             error.add_note(f"fxsched: while running {task.name}")
             raise
+        if self.record and task.job is not None:
+            end = time.perf_counter()
+            self.events.append(Event(task.job, self.worker, start, end))
 
     def _dynamic(self, tasks: Sequence[Task]) -> None:
         arrived: queue.SimpleQueue[int] = queue.SimpleQueue()

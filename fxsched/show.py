@@ -10,10 +10,11 @@ from tabulate import tabulate
 from torch import fx
 
 from . import ops
+from .counts import Worker
 from .eventloop import Timeline
 from .graphs import Group
 from .jobs import Job, Schedule
-from .stages import Worker, run_stages, step_seconds, worker_bytes
+from .stages import run_stages, step_seconds, worker_bytes
 
 HEADERS = ("#", "job", "n", "waits for", "weights", "sends", "frees")
 
@@ -116,7 +117,7 @@ def worker_table(workers: Sequence[Worker], latency: float) -> str:
         same.setdefault(record, []).append(number)
     rows = [
         (
-            _ranges(numbers),
+            ranges(numbers),
             f"{100 * record.busy / (latency or 1.0):.1f} %",
             f"{record.peak_activations}",
             "" if record.peak_bytes is None else _bytes(record.peak_bytes),
@@ -138,7 +139,35 @@ def worker_table(workers: Sequence[Worker], latency: float) -> str:
     )
 
 
-def _ranges(numbers: Sequence[int]) -> str:
+def comparison_table(rows: Sequence[Sequence[str]]) -> str:
+    """A row for each schedule's simulated step."""
+    headers = "schedule|stages|step|bubble|span bubble|throughput|activations|weights"
+    headers += "|fetches|sent"
+    return tabulate(
+        rows,
+        headers.split("|"),
+        disable_numparse=True,
+        colalign=["left"] + ["right"] * (len(rows[0]) - 1),
+    )
+
+
+def table1_text(rows: Sequence[Sequence[str]]) -> str:
+    """A row for each formula and the value that a simulation finds."""
+    headers = "scheme|setting|quantity|formula|value|simulated"
+    return tabulate(rows, headers.split("|"), disable_numparse=True)
+
+
+def right_table(headers: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
+    """Columns of numbers and jobs, aligned to the right."""
+    return tabulate(
+        [[str(cell) for cell in row] for row in rows],
+        headers,
+        disable_numparse=True,
+        colalign=["right"] * len(headers),
+    )
+
+
+def ranges(numbers: Sequence[int]) -> str:
     """Increasing numbers as they fit: 0..3, 8, 10..12."""
     runs: list[list[int]] = []
     for number in numbers:

@@ -4,13 +4,14 @@ Stages are a networkx.DiGraph. Nodes have `forward` and `backward` (seconds for 
 microbatch; a stage with `backward` 0 has no B), `held` (bytes between F and B) and
 `weights` (bytes of weights and their gradients); edges have `seconds`, one way. Where
 the backward is split, `weight` says how much of `backward` W takes (half, if it isn't
-there), and B the rest.
+there), and B the rest. `reads`: the directions whose jobs read weights (F and B);
+`groups`: numbers of the groups of weights that they read, each with the workers that
+keep it (one of the stage's own, where w says).
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import networkx as nx
 import numpy as np
@@ -19,35 +20,6 @@ from .eventloop import Jobs, Kind, Network, Timeline, run_jobs
 from .jobs import Direction, Job, Placement, Schedule
 
 FORWARD, BACKWARD, WEIGHT = Direction
-
-
-@dataclass(frozen=True)
-class Worker:
-    """What one worker did in a simulated step.
-
-    busy: time in jobs.
-    peak_activations: the most microbatches of stages between F and B (W, if the
-        backward is split), counted from the start of F at the worker of B.
-    peak_bytes: the most bytes of activations, where the stages say what F saves.
-    weights_held: stages whose weights are kept here.
-    weight_fetches: weights brought here from elsewhere; they stay while the worker's
-        next job reads them too, as the runtime does it.
-    weight_transmissions: jobs run here whose weights are kept elsewhere; what
-        parallelsim counts, which fetches for every job.
-    activations_received, activations_sent: what jobs made for jobs on another worker,
-        one for each job and worker: outputs of F, gradients of B, what F saved for B.
-    gradients_returned: sums of weight gradients sent to the worker that adds them up.
-    """
-
-    busy: float
-    peak_activations: int
-    peak_bytes: float | None
-    weights_held: int
-    weight_fetches: int
-    weight_transmissions: int
-    activations_received: int
-    activations_sent: int
-    gradients_returned: int
 
 
 def place_jobs(

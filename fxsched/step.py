@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from .eventloop import Event
 from .pipeline import Plan
 from .runtime import Program, Run
 from .workers import Ranks, Threads
@@ -17,12 +18,22 @@ Random = tuple[int, int]
 
 
 class Step:
-    """A planned step, to call with the inputs of the traced graph."""
+    """A planned step, to call with the inputs of the traced graph.
+
+    events: of the last call, from its start on, if `record`; where B runs in
+        backward(), as if that followed at once.
+    """
 
     def __init__(
-        self, plan: Plan, programs: dict[int, Program], workers: Threads | Ranks
+        self,
+        plan: Plan,
+        programs: dict[int, Program],
+        workers: Threads | Ranks,
+        record: bool = False,
     ) -> None:
         self.plan, self.programs, self.workers = plan, programs, workers
+        self.record = record
+        self.events: tuple[Event, ...] = ()
 
     def __call__(self, args: tuple[Any, ...], random: Random) -> Sequence[Any]:
         if not self.plan.trains:
@@ -53,7 +64,8 @@ class Step:
                     found[node.name] = random
             return found
 
-        return self.workers.start(self.programs, inputs)
+        self.events = ()
+        return self.workers.start(self.programs, inputs, self.record)
 
     def _advance(
         self, runs: list[Run], tangents: dict[int, Tensor] | None
@@ -65,13 +77,30 @@ class Step:
             "groups": {},
             "inputs": {},
         }
-        for results in self.workers.advance(runs, tangents):
+        begin = self.workers.together() if self.record else 0.0
+        advanced = self.workers.advance(runs, tangents)
+        if self.record:
+            self._record(runs, begin)
+        for results in advanced:
             for key, value in results.items():
                 if isinstance(value, dict):
                     merged[key] = value | merged[key]
                 else:
                     merged[key] = merged[key] or value
         return merged
+
+    def _record(self, runs: list[Run], begin: float) -> None:
+        """Adds what ran since `begin` to the events, on one clock for all workers."""
+        shift = max((event.end for event in self.events), default=0.0) - begin
+        new = [
+            event._replace(start=event.start + shift, end=event.end + shift)
+            for run in runs
+            for event in run.events
+        ]
+        for run in runs:
+            run.events.clear()
+        new = sorted(self.workers.gather(new), key=lambda e: (e.start, e.worker))
+        self.events += tuple(new)
 
     def _outputs(
         self, args: tuple[Any, ...], results: dict[str, Any]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 import threading
+import time
 from collections.abc import Callable, MutableMapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
@@ -12,6 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from .eventloop import Event
 from .graphs import Role, Spec
 from .jobs import PlanError
 from .pipeline import Plan
@@ -45,11 +47,13 @@ class Threads:
     def seed(self) -> int:
         return torch.initial_seed()
 
-    def start(self, programs: dict[int, Program], inputs: Inputs) -> list[Run]:
+    def start(
+        self, programs: dict[int, Program], inputs: Inputs, record: bool
+    ) -> list[Run]:
         exchange = Exchange()
         return [
-            Run(program, inputs(program), ThreadEndpoint(exchange))
-            for program in programs.values()
+            Run(program, worker, inputs(program), ThreadEndpoint(exchange), record)
+            for worker, program in programs.items()
         ]
 
     def advance(self, runs: list[Run], tangents: Tangents) -> list[dict[str, Any]]:
@@ -76,6 +80,14 @@ class Threads:
             raise error
         return [future.result() for future in futures]
 
+    def together(self) -> float:
+        """The time, on the clock of the events."""
+        return time.perf_counter()
+
+    def gather(self, events: list[Event]) -> list[Event]:
+        """The events of all workers."""
+        return events
+
 
 class Ranks:
     """This process as one worker of a torch.distributed job."""
@@ -96,12 +108,25 @@ class Ranks:
         """Rank 0's seed: ranks that are seeded apart draw the same numbers."""
         return torch.initial_seed() + self.shift
 
-    def start(self, programs: dict[int, Program], inputs: Inputs) -> list[Run]:
+    def start(
+        self, programs: dict[int, Program], inputs: Inputs, record: bool
+    ) -> list[Run]:
         (program,) = programs.values()
-        return [Run(program, inputs(program), self.processes.endpoint())]
+        endpoint = self.processes.endpoint()
+        return [Run(program, self.rank, inputs(program), endpoint, record)]
 
     def advance(self, runs: list[Run], tangents: Tangents) -> list[dict[str, Any]]:
         return [runs[0].advance(tangents)]
+
+    def together(self) -> float:
+        """The time, on the clock of this rank's events, when all ranks are here:
+        clocks of machines differ."""
+        self.processes.all(None)
+        return time.perf_counter()
+
+    def gather(self, events: list[Event]) -> list[Event]:
+        """The events of all workers."""
+        return [event for own in self.processes.all(events) for event in own]
 
     def agree(self, plan: Plan) -> None:
         """Raises PlanError if the ranks made different plans."""

@@ -85,6 +85,13 @@ class _Differentiation:
                 "state": {str(g): node for g, node in sorted(self.written.items())},
             },
         )
+        for node in self.graph.find_nodes(op="call_module"):
+            data = self.gm.meta["stages"].nodes[node.meta["stage"]]
+            before = data.setdefault("reads", ())
+            if weights := arguments(node)[0]:
+                data["reads"] = (*before, node.meta["direction"])
+                numbers = [w.meta["group"] for w in weights]
+                data["groups"] = tuple((g, self.groups[g].owners) for g in numbers)
         self.graph.lint()
         self.gm.recompile()
         return self.gm

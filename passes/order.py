@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 
 from torch import fx
@@ -60,8 +60,7 @@ def order_jobs(gm: fx.GraphModule, request: Request) -> fx.GraphModule:
     }
     gm.meta["n"] = n
     gm.meta["timeline"] = timeline
-    worker = {job: place.compute for job, place in gm.meta["placements"].items()}
-    gm.meta["credits"] = {} if split else _credits(schedule, order, worker)
+    gm.meta["credits"] = {} if split else _credits(schedule, timeline)
     return gm
 
 
@@ -118,21 +117,22 @@ def _chain_buffers(gm: fx.GraphModule, jobs: Jobs) -> dict[int, list[int]]:
     return more
 
 
-def _credits(
-    schedule: Schedule, jobs: Sequence[Job], worker: Mapping[Job, int]
-) -> dict[Job, Job]:
-    """The B (or W) that makes room for each capped F, first out first in."""
-    holder = {j[:2]: worker[j] for j in jobs if j.direction is BACKWARD}
+def _credits(schedule: Schedule, timeline: Timeline) -> dict[Job, Job]:
+    """The B, or W, that makes room for each capped F, first out first in."""
+    jobs, width = timeline.jobs, len(timeline.jobs.kinds)
+    holders = jobs.holders(schedule.release)
+    last = {last: b for b, last in holders.values()}
     room: dict[tuple[int, int], list[Job]] = {}
     used: dict[tuple[int, int], int] = {}
     result = {}
-    for job in jobs:
-        if job[:2] not in holder:
-            continue
-        place = (job.stage, holder[job[:2]])
-        if job.direction is schedule.release:
-            room.setdefault(place, []).append(job)
-        elif job.direction is FORWARD:
+    for number in timeline.order:
+        kind = number % width
+        job = jobs.job(number)
+        if kind in last:
+            holder = jobs.compute[number - kind + last[kind]]
+            room.setdefault((job.stage, holder), []).append(job)
+        elif kind in holders:
+            place = (job.stage, jobs.compute[number - kind + holders[kind][0]])
             limit = schedule.cap(job.stage)
             taken = used[place] = used.get(place, 0) + 1
             if limit is not None and taken > limit:

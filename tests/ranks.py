@@ -21,18 +21,28 @@ from tests.cases import (
     train,
 )
 
+
+def replicated() -> fxsched.Schedule:
+    """Zero bubble, data-parallel: a pipeline of one worker on each rank."""
+    return schedules.replicate(schedules.zb_h1(1, MICROBATCHES // 2), 2)
+
+
 EVERY_RANK = {
     2: lambda: [
         ("mlp", schedules.ddp(2, MICROBATCHES), "static", "sgd"),
         ("two_tower", schedules.one_f_one_b(2, MICROBATCHES), "static", "adamw"),
         ("two_tower", anything(5, 2), "dynamic", "sgd"),
         ("unet", schedules.fslpp(2, 1, MICROBATCHES, stages=4), "static", "adamw"),
+        ("two_tower", replicated(), "static", "sgd"),
     ],
     4: lambda: [
         ("mlp", schedules.fsdp(4), "dynamic", "adamw"),
         ("gpt", schedules.gpipe(4, MICROBATCHES), "static", "adamw"),
         ("encoder_decoder", schedules.lpp(4, 2, MICROBATCHES), "dynamic", "sgd"),
         ("two_tower", apart(4), "static", "adamw"),
+        ("gpt", schedules.zb_h1(4, MICROBATCHES), "static", "adamw"),
+        ("two_tower", schedules.zb_v(4, MICROBATCHES), "dynamic", "sgd"),
+        ("two_tower", schedules.cuckoo(4, 8), "static", "sgd"),
     ],
 }
 
@@ -43,7 +53,7 @@ def equal() -> None:
         reference = copy.deepcopy(model)
         wanted = train(
             reference,
-            lambda m=reference, x=inputs: eager_step(m, x, MICROBATCHES),
+            lambda m=reference, x=inputs, s=schedule: eager_step(m, x, s.microbatches),
             optimizer,
         )
         run = torch.compile(model, backend=fxsched.backend(schedule, order=order))

@@ -26,13 +26,13 @@ OPTIMIZERS = ("sgd", "adamw")
 
 
 @cache
-def eager(name: str) -> dict[str, Result]:
+def eager(name: str, count: int = MICROBATCHES) -> dict[str, Result]:
     results = {}
     for optimizer in OPTIMIZERS:
         model, inputs = build(name)
 
         def step(model=model, inputs=inputs) -> Tensor:
-            return eager_step(model, inputs, MICROBATCHES)
+            return eager_step(model, inputs, count)
 
         results[optimizer] = train(model, step, optimizer)
     return results
@@ -52,7 +52,7 @@ def compiled(name: str, schedule: fxsched.Schedule, **options: object) -> None:
     for optimizer in OPTIMIZERS:
         model.load_state_dict(start)
         found = train(model, step, optimizer)
-        assert_equal(found, eager(name)[optimizer])
+        assert_equal(found, eager(name, schedule.microbatches)[optimizer])
 
 
 @pytest.mark.parametrize("order", ["static", "dynamic"])
@@ -60,6 +60,65 @@ def compiled(name: str, schedule: fxsched.Schedule, **options: object) -> None:
 @pytest.mark.parametrize("name", MODELS)
 def test_threads_equal_eager(name: str, schedule: str, order: str) -> None:
     compiled(name, SCHEDULES[schedule](), order=order)
+
+
+# The rest of the library, on four workers; below 6 microbatches cuckoo moves nothing.
+LIBRARY = {
+    "hsdp": {"group_size": 2, "microbatches": 4},
+    "hybrid": {"group_size": 2, "microbatches": 4},
+    "parameter_server": {"workers": 3, "microbatches": 4},
+    "sharded_parameter_server": {"microbatches": 4},
+    "naive": {"microbatches": 4},
+    "folded": {"microbatches": 4},
+    "cuckoo": {"microbatches": 8},
+    "overflow": {"microbatches": 8, "stages": 3},
+    "looped_bfs": {"microbatches": 4},
+    "looped_dfs": {"microbatches": 4},
+    "interleaved": {"microbatches": 4},
+    "zb_h1": {"microbatches": 8},
+    "zb_h2": {"microbatches": 8},
+    "zb_v": {"microbatches": 4},
+    "v_half": {"microbatches": 4},
+    "v_min": {"microbatches": 4},
+}
+
+
+def library(name: str) -> fxsched.Schedule:
+    return fxsched.schedules.LIBRARY[name](**{"workers": 4} | LIBRARY[name])
+
+
+def test_every_schedule_of_the_library_is_run() -> None:
+    known = {"1f1b" if name == "one_f_one_b" else name for name in SCHEDULES}
+    assert set(fxsched.schedules.LIBRARY) == set(LIBRARY) | known - {"random", "apart"}
+
+
+@pytest.mark.parametrize("schedule", LIBRARY)
+@pytest.mark.parametrize("name", ["gpt", "two_tower"])
+def test_the_library_equals_eager(name: str, schedule: str) -> None:
+    compiled(name, library(schedule))
+
+
+@pytest.mark.parametrize(
+    ("name", "schedule", "options"),
+    [
+        ("two_tower", "zb_h1", {"order": "dynamic"}),
+        ("encoder_decoder", "zb_h2", {"carry": "recompute"}),
+        ("unet", "zb_v", {"order": "dynamic"}),
+        ("gpt", "zb_h1", {"stage_compiler": "inductor"}),
+        ("mlp", "zb_v", {"stage_compiler": "inductor"}),
+    ],
+)
+def test_zero_bubble_equals_eager(
+    name: str, schedule: str, options: dict[str, str]
+) -> None:
+    compiled(name, library(schedule), **options)
+
+
+@pytest.mark.parametrize("name", ["gpt", "two_tower"])
+def test_data_parallel_zero_bubble_equals_eager(name: str) -> None:
+    """Both groups sum W's gradients; gpt's token embedding is also its last weight."""
+    schedule = fxsched.schedules.zb_h1(workers=2, microbatches=4)
+    compiled(name, fxsched.schedules.replicate(schedule, 2))
 
 
 @pytest.mark.parametrize("schedule", ["graph", "fslpp", "random"])

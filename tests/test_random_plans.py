@@ -123,6 +123,7 @@ def random_schedule(choose: random.Random, stages: int | None) -> Schedule:
         w=lambda s, b, d: place[s, b, d],
         n=lambda s, b, d: n[s, b, d],
         in_flight=choose.choice((None, choose.randint(1, 3), caps.__getitem__)),
+        split_backward=choose.random() < 0.4,
         name="random",
     )
 

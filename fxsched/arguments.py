@@ -1,0 +1,54 @@
+"""Checks of what a user gives to a constructor of a schedule."""
+
+from __future__ import annotations
+
+from .jobs import PlanError
+
+
+def positive(name: str, **counts: object) -> None:
+    """Raises PlanError for a count that isn't an int of 1 or more."""
+    for argument, count in counts.items():
+        if isinstance(count, bool) or not isinstance(count, int) or count < 1:
+            raise PlanError(f"{name}({argument}={count!r}): give an int of 1 or more")
+
+
+def equal_shares(name: str, workers: int, microbatches: int | None) -> int:
+    """The microbatches, one for each worker unless given.
+
+    Raises PlanError if some workers had more of them than others.
+    """
+    positive(name, workers=workers)
+    if microbatches is None:
+        return workers
+    positive(name, microbatches=microbatches)
+    if microbatches % workers:
+        raise PlanError(
+            f"{name}(workers={workers}, microbatches={microbatches}): give a multiple "
+            "of workers, so that each has as many microbatches as the others"
+        )
+    return microbatches
+
+
+def groups(name: str, workers: int, group_size: int) -> int:
+    """How many groups of that size the workers make."""
+    positive(name, workers=workers, group_size=group_size)
+    if workers % group_size:
+        raise PlanError(
+            f"{name}(workers={workers}, group_size={group_size}): the workers don't "
+            "divide into groups of that size; give a divisor of workers"
+        )
+    return workers // group_size
+
+
+def loops(name: str, workers: int, stages: int | None) -> int:
+    """How many times the stages, two a worker unless given, go round the workers."""
+    positive(name, workers=workers)
+    if stages is None:
+        return 2
+    positive(name, stages=stages)
+    if stages % workers:
+        raise PlanError(
+            f"{name}(workers={workers}, stages={stages}): give a multiple of workers, "
+            "so that each runs as many stages as the others"
+        )
+    return stages // workers

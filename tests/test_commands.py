@@ -1,0 +1,388 @@
+"""The command line in process: what commands print, write and refuse."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from fxsched import cli
+from fxsched.schedules import LIBRARY
+
+MODEL = """
+import torch
+from torch import nn
+
+
+class Chain(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x, y):
+        return (self.second(self.first(x).relu()) - y).square().mean()
+
+
+class Narrow(nn.Module):
+    def forward(self, x):
+        y = x + 1
+        return (y @ torch.ones(7, 7)).mean()
+
+
+class Raises(nn.Module):
+    def forward(self, x):
+        raise RuntimeError("not today")
+
+
+def make():
+    return Chain(), (torch.randn(8, 4), torch.randn(8, 4))
+
+
+def named():
+    return Chain(), {"x": torch.randn(8, 4), "y": torch.randn(8, 4)}
+
+
+def function():
+    return lambda x: (x * 2).sum(), torch.randn(8, 4, requires_grad=True)
+
+
+def narrow():
+    return Narrow(), torch.randn(8, 4)
+
+
+def raises():
+    return Raises(), torch.randn(8, 4)
+
+
+def no_input():
+    return Chain(), ()
+
+
+def three():
+    return Chain(), torch.randn(8, 4), torch.randn(8, 4)
+
+
+def tensor_first():
+    return torch.randn(3), ()
+
+
+def number():
+    return Chain(), 3
+
+
+def clash():
+    return Chain(), {"stages": 3}
+
+
+def takes(size):
+    return make()
+
+
+def fails():
+    raise ValueError("no\\nluck")
+
+
+def leaves():
+    raise SystemExit("bye")
+
+
+value = 3
+"""
+
+
+@pytest.fixture
+def model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """The folder of model.py, from which commands are run."""
+    (tmp_path / "model.py").write_text(MODEL)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    known = set(sys.modules)
+    yield tmp_path
+    for name in set(sys.modules) - known:
+        if str(tmp_path) in str(getattr(sys.modules[name], "__file__", "")):
+            del sys.modules[name]
+
+
+def output(arguments: str, capsys: pytest.CaptureFixture[str]) -> str:
+    cli.main(arguments.split())
+    printed = capsys.readouterr()
+    assert printed.err == ""
+    return printed.out
+
+
+def refusal(arguments: str, capsys: pytest.CaptureFixture[str]) -> str:
+    """The one line that a command ends with, after the name of the command."""
+    with pytest.raises(SystemExit) as stopped:
+        cli.main(arguments.split())
+    printed = capsys.readouterr()
+    assert stopped.value.code == 2
+    assert printed.out == ""
+    command = re.escape(" ".join(["python -m fxsched", *arguments.split()[:1]]))
+    match = re.fullmatch(rf"{command}: error: (.+)\n", printed.err)
+    assert match, printed.err
+    return match[1]
+
+
+def row(name: str, table: str) -> list[str]:
+    found = re.findall(rf"^ *({re.escape(name)} .*)$", table, re.M)
+    assert len(found) == 1, table
+    return re.split(r"  +", found[0])
+
+
+@pytest.mark.parametrize("command", ["", *cli.group.commands])
+def test_help_says_what_is_taken(
+    command: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = output(f"{command} --help", capsys)
+    assert text.startswith(f"Usage: python -m fxsched {command}".rstrip())
+    if not command:
+        assert all(f"  {name} " in text for name in cli.group.commands)
+
+
+def test_simulate_prints_the_step_and_a_small_diagram(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    text = output("simulate --schedule gpipe --workers 4 --microbatches 8", capsys)
+    first = "gpipe: 4 workers, 8 microbatches, 4 stages: step 33, bubble 27.3 %,"
+    assert text.startswith(first)
+    assert row("0, 3", text)[1:] == ["72.7 %", "8", "1", "0", "8", "8", "0"]
+    assert re.search(r"^ +3 +\.{6}\S.*\.{12}$", text, re.M)
+
+
+@pytest.mark.parametrize(
+    ("options", "step"),
+    [
+        ("1f1b --workers 4 --microbatches 8", 33),
+        ("gpipe --workers 4 --microbatches 8 --transfer 1", 39),
+        ("1f1b --workers 4 --microbatches 8 --replicate 2", 33),
+        ("1f1b --workers 4 --microbatches 8 --forward 2 --backward 1", 33),
+        ("gpipe --workers 2 --microbatches 1 --bandwidth 4 --message-bytes 2", 7),
+        ("zb_h1 --workers 4 --microbatches 8 --backward 1 --weight 1", 27),
+        ("ddp --workers 4 --microbatches 8 --stages 6", 36),
+        ("fslpp --workers 4 --group-size 2 --microbatches 8 --even", 28),
+        ("lpp --workers 64 --group-size 8 --stages 64 --microbatches 32", 201),
+    ],
+)
+def test_simulate_takes_what_the_schedule_takes(
+    options: str, step: float, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = output(f"simulate --no-text --schedule {options}", capsys)
+    assert f": step {step}, bubble" in text
+
+
+def test_fetching_ahead_shortens_a_step(capsys: pytest.CaptureFixture[str]) -> None:
+    command = "simulate --schedule fsdp --bandwidth 1 --weight-bytes 1 --prefetch"
+    steps = []
+    for ahead in (0, 1):
+        text = output(f"{command} {ahead}", capsys)
+        steps.append(float(re.findall(r"step ([\d.]+),", text)[0]))
+    assert steps[1] < steps[0]
+
+
+def test_pictures_are_written(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    svg, html, trace = (tmp_path / f"step.{kind}" for kind in ("svg", "html", "json"))
+    command = "simulate --schedule 1f1b --workers 2 --microbatches 2 --no-text"
+    text = output(f"{command} --svg {svg} --html {html} --trace {trace}", capsys)
+    assert text.endswith(f"\n\nwrote {svg}\nwrote {html}\nwrote {trace}\n")
+    assert "<svg" in svg.read_text()
+    assert "<html" in html.read_text()
+    events = json.loads(trace.read_text())["traceEvents"]
+    assert sum(event["ph"] == "X" for event in events) == 2 * 2 * 2
+
+
+def test_compare_sorts_by_step_and_says_why_some_are_left_out(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    text = output("compare --workers 4 --microbatches 8 --group-size 2", capsys)
+    assert row("gpipe", text)[1:5] == ["4", "33", "27.3 %", "27.3 %"]
+    assert row("ddp", text)[1:3] == ["4", "24"]
+    lines = text.split("\n\n")[1].splitlines()[2:]
+    steps = [float(re.split(r"  +", line)[2]) for line in lines]
+    assert steps == sorted(steps)
+    left_out = re.findall(r"^not (\w+): (.*)$", text, re.M)
+    assert len(lines) + len(left_out) == len(LIBRARY)
+    assert dict(left_out).keys() == {"parameter_server"}
+    assert "give a multiple of that many" in dict(left_out)["parameter_server"]
+
+
+def test_compare_cuts_one_model_into_stages_of_each_schedules_size(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    text = output("compare --schedules 1f1b,folded,interleaved --workers 4", capsys)
+    # the same 4 stages of work, as 4 stages and as 8 of half the size
+    assert row("1f1b", text)[1:3] == ["4", "33"]
+    assert row("interleaved", text)[1:3] == ["8", "28.5"]
+    assert row("folded", text)[1] == "8"
+    assert {row(name, text)[7] for name in ("1f1b", "interleaved", "folded")} == {"1"}
+
+
+def test_table1_holds(capsys: pytest.CaptureFixture[str]) -> None:
+    text = output("table1", capsys)
+    assert "WRONG" not in text
+    assert re.search(r"2M/\(S\+1\) +0\.9412 ", text)
+
+
+def test_plan_prints_stages_and_programs(
+    model: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    command = "plan model.py:make --schedule 1f1b --workers 2 --microbatches 2"
+    text = output(f"{command} --svg step.svg", capsys)
+    assert text.startswith("1f1b: 2 workers, 2 microbatches, 2 stages\n")
+    assert re.search(r"^predicted step: \S+ ms", text, re.M)
+    assert re.findall(r"^worker (\d)$", text, re.M) == ["0", "1"]
+    assert "<svg" in (model / "step.svg").read_text()
+
+
+def test_plan_of_one_rank_by_names_of_modules(
+    model: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    command = "plan model:named --schedule gpipe --workers 2 --microbatches 2 --rank 1"
+    text = output(f"{command} --modules second", capsys)
+    assert text.startswith("worker 1\n")
+    assert re.findall(r"^\d+ +(\d[FB]\d) ", text, re.M) == ["1F0", "1F1", "1B0", "1B1"]
+
+
+def test_plan_explains_alone(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    text = output(
+        "plan model.py:function --schedule naive --workers 1 --explain --no-text",
+        capsys,
+    )
+    assert "what limits the step" in text
+    assert "worker 0\n" not in text
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (
+            "simulat",
+            r"'simulat' \(choose from .*\); did you mean simulate\?",
+        ),
+        ("simulate", r"--schedule is needed: one of ddp, .*"),
+        ("simulate --schedule gppe", r"--schedule: .*ddp, .*did you mean gpipe\?"),
+        ("simulate --schedul gpipe", r".*--schedul; did you mean --schedule\?"),
+        ("simulate --schedule gpipe more", r".*unexpected extra argument \(more\)"),
+        ("simulate --schedule gpipe --workers", r".*'--workers' requires an argument."),
+        ("simulate --schedule gpipe --workers ²", r"--workers: '²' is not an integer"),
+        ("simulate --schedule gpipe --workers 9999999999", r"--workers: .* not an int"),
+        (
+            "simulate --schedule gpipe --forward nan",
+            r"--forward: 'nan' is not a num",
+        ),
+        (
+            "simulate --schedule gpipe --forward -1",
+            r"--forward: '-1' is not a num",
+        ),
+        ("simulate --schedule gpipe --prefetch -1", r"--prefetch: .* integer of 0 or"),
+        (
+            "simulate --schedule gpipe --group-size 2",
+            r"gpipe doesn't take --group",
+        ),
+        (
+            "simulate --schedule lpp",
+            r"lpp needs --group-size; it takes --workers, ",
+        ),
+        ("simulate --schedule lpp --group-size 3", r"lpp\(workers=4, group_size=3\)"),
+        ("simulate --schedule gpipe --stages 8", r"gpipe makes 4 stages of these wo"),
+        ("simulate --schedule gpipe --svg /none/x.svg", r"--svg: .* no folder '/none'"),
+        ("simulate --schedule gpipe --html /", r"--html: '/' is a folder; give the na"),
+        ("simulate --schedule gpipe --latency 1", r"--latency needs --bandwidth"),
+        ("simulate --schedule gpipe --bandwidth 0", r"--bandwidth 0 moves nothing"),
+        ("simulate --schedule fsdp --prefetch 1", r"--prefetch needs --transfer or"),
+        (
+            "simulate --schedule gpipe --transfer 1 --bandwidth 1",
+            r"--transfer and --bandwidth exclude each other",
+        ),
+        ("compare --schedules gpipe,1fb1", r"--schedules: .*did you mean 1f1b\?"),
+        ("compare --schedules gpipe --servers 2", r"none of these .* takes --servers"),
+        ("compare --schedules ddp --workers 3 --microbatches 4", r"no schedule can be"),
+        ("table1 --workers 3", r"there is no option --workers"),
+        ("plan", r"MODEL is needed: path/to/model.py:make or package.module:make"),
+    ],
+)
+def test_a_wrong_option_is_one_line(
+    arguments: str, message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        cli.main(arguments.split())
+    printed = capsys.readouterr()
+    assert (stopped.value.code, printed.out) == (2, "")
+    assert re.fullmatch(rf"python -m fxsched.*: error: .*{message}.*\n", printed.err)
+
+
+@pytest.mark.parametrize(
+    ("where", "message"),
+    [
+        ("model.py", r"'model.py': give path/to/model.py:make or package.module:make"),
+        ("mode.py:make", r"there is no file 'mode.py'; its folder has model.py"),
+        ("none/model.py:make", r"there is no file .*: there is no folder '.*none'"),
+        ("none.model:make", r"there is no module 'none.model' here, nor a file"),
+        ("model.py:mak", r"model.py has no function 'mak' .*; did you mean make\?"),
+        ("model.py:value", r"model.py has no function 'value' \(choose from make, .*"),
+        ("model.py:takes", r".*takes\(\) is called without arguments: .*'size'"),
+        ("model.py:fails", r"\S+model.py:\d+: fails\(\) raised ValueError: no luck"),
+        ("model.py:leaves", r"\S+model.py:\d+: leaves\(\) raised SystemExit: bye"),
+        ("model.py:three", r"three\(\) returned tuple of 3; return \(model, inputs\)"),
+        ("model.py:tensor_first", r".* returned Tensor as the model; return \(model"),
+        ("model.py:number", r"number\(\) returned int as the inputs; return \(model"),
+        ("model.py:clash", r".* 'stages', which is also one of fxsched.plan; give"),
+        (
+            "model.py:no_input",
+            r"\S+model.py: the model raised TypeError: .* 'x' and",
+        ),
+        ("model.py:raises", r"\S+:23: the model raised RuntimeError: not today"),
+        ("model.py:narrow", r"\S+:18: the model raised RuntimeError: .*\[7, 7\]\."),
+        ("model.py:make --workers 3", r".* batch of 8, which does not divide .*"),
+        ("model.py:make --rank 4", r"--rank 4: workers are 0\.\.3"),
+        ("model.py:make --modules none", r"stages names module 'none', .*"),
+        ("model.py:make --carry save", r"--carry: .*saved, recompute.*"),
+        ("model.py:make --memory-limit 0", r".*give bytes, above 0"),
+    ],
+)
+def test_a_model_that_cannot_be_planned_is_one_line(
+    where: str, message: str, model: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    said = refusal(f"plan {where} --schedule ddp", capsys)
+    assert re.match(message, said), said
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("def make(:", r"\S+broken.py:1: importing it raised SyntaxError: invalid syn"),
+        ("\nimport none", r"\S+broken.py:2: importing it raised ModuleNotFoundError: "),
+        ("exit(3)", r"\S+broken.py:1: importing it raised SystemExit: 3"),
+        ("", r"broken.py has no function 'make' \(there is nothing to choose from\)"),
+    ],
+)
+def test_a_file_that_cannot_be_imported_is_one_line(
+    text: str, message: str, model: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (model / "broken.py").write_text(text)
+    assert re.match(message, refusal("plan broken.py:make --schedule ddp", capsys))
+
+
+def test_a_file_may_be_named_like_a_library(
+    model: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (model / "torch.py").write_text("import torch\nfrom model import make")
+    command = "plan torch.py:make --schedule gpipe --workers 2 --microbatches 2"
+    assert output(f"{command} --rank 0", capsys).startswith("worker 0\n")
+
+
+def test_a_reader_that_leaves_early_sees_no_traceback() -> None:
+    command = [sys.executable, "-m", "fxsched", "compare"]
+    run = subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    assert run.stdout is not None and run.stderr is not None
+    run.stdout.close()
+    assert run.stderr.read() == ""
+    assert run.wait(timeout=100) == 1
