@@ -7,6 +7,7 @@ import shutil
 import sys
 from collections.abc import Callable, Mapping
 from functools import reduce
+from pathlib import Path
 from typing import Any
 
 import click
@@ -128,17 +129,22 @@ def draw(simulation: Simulation, options: Mapping[str, Any], unit: str = "") -> 
         terminal = sys.stdout is not None and sys.stdout.isatty()
         color = terminal and "NO_COLOR" not in os.environ
         click.echo(f"\n{diagram.text(width, color)}")
-    if options["svg"]:
-        options["svg"].write_text(diagram.svg(), encoding="utf-8")
-    if options["html"]:
-        options["html"].write_text(diagram.html(), encoding="utf-8")
-    if options["trace"]:
-        timelines = {str(simulation.schedule): simulation.timeline}
-        # a unit of time that isn't a second is shown as a millisecond
-        chrome.write_trace(options["trace"], timelines, 1e6 if unit == "s" else 1e3)
-    wrote = [options[kind] for kind in ("svg", "html", "trace") if options[kind]]
-    if wrote:
-        click.echo("\n" + "\n".join(f"wrote {path}" for path in wrote))
+    timelines = {str(simulation.schedule): simulation.timeline}
+    # a unit of time that isn't a second is shown as a millisecond
+    scale = 1e6 if unit == "s" else 1e3
+    writers: dict[str, Callable[[Path], object]] = {
+        "svg": lambda path: path.write_text(diagram.svg(), "utf-8"),
+        "html": lambda path: path.write_text(diagram.html(), "utf-8"),
+        "trace": lambda path: chrome.write_trace(path, timelines, scale),
+    }
+    for kind, write in writers.items():
+        if path := options[kind]:
+            try:
+                write(path)
+            except OSError as error:
+                said = f"{flag(kind)}: {path} can't be written: {error.strerror}"
+                raise PlanError(said) from error
+            click.echo(f"wrote {path}")
 
 
 def _small(simulation: Simulation, width: int) -> bool:

@@ -51,8 +51,8 @@ def number(text: object) -> float:
 
 def file(text: object) -> Path:
     path = Path(str(text))
-    if path.is_dir() or not path.name:
-        raise click.BadParameter(f"{text!r} is a folder; give the name of a file")
+    if path.is_dir():
+        raise click.BadParameter(f"{str(path)!r} is a folder; give the name of a file")
     if not path.parent.is_dir():
         raise click.BadParameter(f"there is no folder {str(path.parent)!r}")
     return path

@@ -39,6 +39,8 @@ def planned(name: str) -> Plan:
     schedule = schedules.gpipe(2, 2)
     if name == "crossed":
         schedule = Schedule(2, 2, 2, w=lambda s, b, d: Placement(b, (b + s) % 2))
+    if name == "split":
+        schedule = schedules.zb_h1(2, 2)
     return fxsched.plan(Chain(), schedule, torch.ones(4, 3))
 
 
@@ -63,6 +65,11 @@ def crossed() -> Plan:
     """Both workers keep all weights; microbatch b starts on worker b, ends on the
     other, so that weights are fetched and gradients reduced."""
     return copied(planned("crossed"))
+
+
+def split() -> Plan:
+    """As pipeline, with weight gradients in jobs of their own."""
+    return copied(planned("split"))
 
 
 def find(program: fx.GraphModule, target: object, **kwargs: int) -> fx.Node:
@@ -251,6 +258,21 @@ def task_that_waits_for_what_follows_it(plan: Plan) -> None:
     as_one_task(plan.programs[0], "0F0", "0B0")
 
 
+def w_without_gradient(plan: Plan) -> None:
+    del named(plan.programs[0], "grad_weights_0_1").meta["group"]
+
+
+def w_of_another_microbatch(plan: Plan) -> None:
+    job, other = (named(plan.programs[0], name) for name in ("job_0W1", "job_0B0"))
+    carried = next(user for user in other.users if user.name == "carried_0_0")
+    job.args = (job.args[0], carried, None)
+
+
+IN_SPLIT: dict[Fault, str] = {
+    gradient_misses_a_microbatch: r"worker 0 gets a gradient of group 0 in which 0W1 ",
+    w_without_gradient: r"0W1 gives no gradient of group 0",
+    w_of_another_microbatch: r"0W1 reads carried_0_0, which is of microbatch 0",
+}
 IN_PIPELINE: dict[Fault, str] = {
     dropped_send: r"worker 1: recv\(tag=0\) of 0F0 has no send",
     dropped_recv: r"worker 0: send\(tag=0\) of 0F0 has no recv",
@@ -282,7 +304,7 @@ IN_CROSSED: dict[Fault, str] = {
 }
 
 
-@pytest.mark.parametrize("plan", [pipeline, crossed])
+@pytest.mark.parametrize("plan", [pipeline, crossed, split])
 def test_a_plan_passes(plan: Callable[[], Plan]) -> None:
     plan().check()
 
@@ -300,6 +322,14 @@ def test_finds_where_several_keep_the_weights(fault: Fault) -> None:
     plan = crossed()
     fault(plan)
     with pytest.raises(CheckError, match=IN_CROSSED[fault]):
+        plan.check()
+
+
+@pytest.mark.parametrize("fault", IN_SPLIT, ids=lambda fault: fault.__name__)
+def test_finds_where_the_backward_is_split(fault: Fault) -> None:
+    plan = split()
+    fault(plan)
+    with pytest.raises(CheckError, match=IN_SPLIT[fault]):
         plan.check()
 
 

@@ -190,11 +190,21 @@ def test_pictures_are_written(
     svg, html, trace = (tmp_path / f"step.{kind}" for kind in ("svg", "html", "json"))
     command = "simulate --schedule 1f1b --workers 2 --microbatches 2 --no-text"
     text = output(f"{command} --svg {svg} --html {html} --trace {trace}", capsys)
-    assert text.endswith(f"\n\nwrote {svg}\nwrote {html}\nwrote {trace}\n")
+    assert text.endswith(f"\nwrote {svg}\nwrote {html}\nwrote {trace}\n")
     assert "<svg" in svg.read_text()
     assert "<html" in html.read_text()
     events = json.loads(trace.read_text())["traceEvents"]
     assert sum(event["ph"] == "X" for event in events) == 2 * 2 * 2
+
+
+def test_a_picture_that_cannot_be_written_is_one_line(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        cli.main(["simulate", "--schedule", "gpipe", "--no-text", "--svg", "/dev/full"])
+    assert stopped.value.code == 2
+    said = capsys.readouterr().err
+    assert "error: --svg: /dev/full can't be written: No space" in said
 
 
 def test_compare_sorts_by_step_and_says_why_some_are_left_out(

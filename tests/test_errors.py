@@ -159,6 +159,17 @@ def test_a_cap_that_cannot_progress_names_the_smallest_that_works() -> None:
     run(Join(), crossing(2), stages=BRANCHES)
 
 
+def test_an_order_against_data_flow_says_so() -> None:
+    late_first = two(
+        in_order=True, n=lambda s, b, d: -b if s else b + 10 * (d.value == "B")
+    )
+    run(Chain(), late_first)  # worker 1 waits for the last microbatch
+    backward_first = two(in_order=True, n=lambda s, b, d: 10 * (d.value == "F"))
+    message = r"in_order stops the schedule: 0F0 is ready, but its worker waits for a"
+    with pytest.raises(PlanError, match=message):
+        run(Chain(), backward_first)
+
+
 def test_a_cap_by_stage_that_cannot_progress_says_how_much_larger() -> None:
     message = (
         r"in_flight stops the schedule: 1F0 waits for room on its worker, which allows "

@@ -55,6 +55,7 @@ def shifted() -> Schedule:
 SCHEDULES: dict[str, Callable[[], Schedule]] = {
     "shifted": shifted,
     "1f1b": lambda: schedules.one_f_one_b(2, 2),
+    "zb_h1": lambda: schedules.zb_h1(2, 2),
 }
 
 
