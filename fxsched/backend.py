@@ -51,8 +51,8 @@ def backend(
     stages: "auto", or names of modules, each of which starts a new stage.
     transport: "threads" (workers are threads of this process), "distributed" (one rank
         each), or None: distributed if a process group is up or torchrun started us.
-    order: "static" (each worker runs its program as planned) or "dynamic" (of the jobs
-        that are ready, the smallest n).
+    order: "static" (each worker runs its program as planned; schedules in_order always
+        do) or "dynamic" (of the jobs that are ready, the smallest n).
     carry: "saved" (B gets the tensors that F saved) or "recompute" (B gets the stage's
         inputs and runs F again).
     loss_reduction: "mean" or "sum" of the microbatches' losses.
@@ -298,10 +298,11 @@ class Backend:
         plan.check()
         if isinstance(self._workers, Ranks):
             self._workers.agree(plan)
+        order = "static" if plan.schedule.in_order else self.order
         if self.stage_compiler == "inductor":
             inductor.compile_stages([plan.programs[r] for r in self._workers.here])
         programs = {
-            r: Program(plan.programs[r], self.order) for r in self._workers.here
+            r: Program(plan.programs[r], order) for r in self._workers.here
         }
         return Step(plan, programs, self._workers, self.record)
 

@@ -8,9 +8,9 @@ from typing import Any
 
 from . import show
 from .jobs import PlanError
-from .options import EVERY, arguments, build_any, flag, given, usual
+from .options import EVERY, arguments, build_any, check_size, flag, given, usual
 from .simulate import Simulation
-from .timing import simulate
+from .timing import simulate, transfer
 
 
 def lineup(names: Sequence[str], options: Mapping[str, Any]) -> str:
@@ -26,6 +26,9 @@ def lineup(names: Sequence[str], options: Mapping[str, Any]) -> str:
         if argument not in EVERY and not any(argument in arguments(n) for n in names):
             raise PlanError(f"none of these schedules takes {flag(argument)}")
     numbers = {**usual(numbers), **numbers}
+    # what is wrong for all schedules is said once
+    transfer(options)
+    check_size(numbers)
     count: int = numbers.get("stages", numbers["workers"])
     found: list[tuple[float, tuple[str, ...]]] = []
     refused = []
@@ -39,7 +42,8 @@ def lineup(names: Sequence[str], options: Mapping[str, Any]) -> str:
         except PlanError as error:
             refused.append(f"not {name}: {' '.join(str(error).split())}")
     if not found:
-        raise PlanError(f"no schedule can be built: {'; '.join(refused)}")
+        more = "; and so on" if len(refused) > 3 else ""
+        raise PlanError(f"none can be built: {'; '.join(refused[:3])}{more}")
     copies = f", {numbers['replicate']} copies" if "replicate" in numbers else ""
     line = (
         f"{numbers['workers']} workers, {numbers['microbatches']} microbatches"

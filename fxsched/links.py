@@ -33,7 +33,8 @@ class Link:
 
 
 class Transfers(Network):
-    """Transfers that take a constant time, or turns on the links between workers.
+    """Transfers that take a constant time, turns on the links between workers, or, for
+    None, the `seconds` of edges and the `fetch` of stages.
 
     With a timeline, weights are fetched in its order, `prefetch` jobs ahead of need,
     and gradients are returned.
@@ -74,8 +75,10 @@ class Transfers(Network):
 
     def _send(self, source: int, to: int, size: float, now: float) -> float:
         """When a message that leaves now, or when its link is free, is there."""
+        if self.transfer is None:  # sizes are seconds
+            return now + size
         if not isinstance(self.transfer, Link):
-            return now + float(self.transfer or 0.0)
+            return now + self.transfer
         gone = max(now, self.links.get((source, to), 0.0))
         gone += size / self.transfer.bandwidth
         self.links[source, to] = gone
@@ -92,13 +95,19 @@ class Transfers(Network):
         return self.sent[key]
 
     def _held(self, stage: int) -> float:
+        if self.transfer is None:
+            return 0.0
         return float(self.stages.nodes[stage].get("held", 0.0))
 
     def _crosses(self, a: int, b: int) -> float:
-        return float(self.stages.get_edge_data(a, b, {}).get("bytes", 0.0))
+        size = "seconds" if self.transfer is None else "bytes"
+        return float(self.stages.get_edge_data(a, b, {}).get(size, 0.0))
 
     def _weights(self, stage: int) -> float:
-        return float(self.stages.nodes[stage].get("weights", 0.0)) / 2
+        data = self.stages.nodes[stage]
+        if self.transfer is None:
+            return float(data.get("fetch", 0.0))
+        return float(data.get("weights", 0.0)) / 2
 
     def _fetch(self, timeline: Timeline, prefetch: int) -> None:
         """Notes which jobs' starts or ends set off which fetches."""

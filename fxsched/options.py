@@ -23,6 +23,7 @@ COUNTS = {
     "number, or twice the workers]",
     "stages": "how many stages  [default: the schedule's own number]",
 }
+LARGEST = 5_000_000  # stages times microbatches
 # How a constructor's argument is read, by its annotation.
 KINDS: dict[object, Kind] = {
     bool: bool,
@@ -117,6 +118,7 @@ def build(name: str, options: Mapping[str, Any]) -> Schedule:
     missing = [flag(k) for k in needed if k not in values]
     if missing:
         _refuse(name, f"needs {' and '.join(missing)}")
+    check_size(values)
     schedule = LIBRARY[name](**{k: v for k, v in values.items() if k in takes})
     if "stages" in options and "stages" not in takes:
         if schedule.stages not in (None, options["stages"]):
@@ -134,6 +136,17 @@ def build_any(name: str, options: Mapping[str, Any]) -> Schedule:
     if schedule.stages is None:
         schedule = replace(schedule, stages=options.get("stages"))
     return schedule
+
+
+def check_size(values: Mapping[str, Any]) -> None:
+    """Raises PlanError for more work than a machine is there for."""
+    stages = max(values.get("stages", 1), values.get("workers", 1))
+    copies = values.get("microbatches", 1) * values.get("replicate", 1)
+    if stages * copies > LARGEST:
+        raise PlanError(
+            f"{stages} stages (or workers) of {copies} microbatches are too many; give "
+            f"numbers with a product of at most {LARGEST:,}"
+        )
 
 
 def _refuse(name: str, what: str) -> NoReturn:

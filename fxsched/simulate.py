@@ -112,7 +112,8 @@ def simulate(
         stages whose edges have `bytes`; or None for the `seconds` of the edges.
     prefetch: None if fetching weights and returning their gradients takes no time;
         else how many jobs ahead of need a worker asks for weights. They take
-        `transfer`, or on a Link half of a stage's `weights`, which count gradients too.
+        `transfer`, on a Link half of a stage's `weights`, which count gradients too,
+        or, if transfer is None, the stage's `fetch`.
     Raises PlanError for what cannot be simulated, and for a cap that stops all.
     """
     graph = _stages(schedule, stages)
@@ -140,11 +141,10 @@ def run_placed(
         raise PlanError(
             f"durations: {jobs.job(bad)} takes {seconds[bad]!r}; give 0 or more"
         )
-    if prefetch is not None and (transfer is None or prefetch < 0):
+    if prefetch is not None and prefetch < 0:
         raise PlanError(
-            f"simulate(prefetch={prefetch!r}, transfer={transfer!r}): give how many "
-            "jobs ahead weights are asked for, 0 or more, and what their transfer "
-            "takes: a number or a Link"
+            f"simulate(prefetch={prefetch!r}): give how many jobs ahead of need "
+            "weights are asked for, 0 or more; or None"
         )
     network: Network | None = None
     if transfer is None:

@@ -89,7 +89,7 @@ def simulate(
         schedule,
         _chain(schedule.stages or schedule.workers, options, scale),
         {kind: time * scale for kind, time in times.items() if time is not None},
-        _transfer(options),
+        transfer(options),
         options["prefetch"],
     )
 
@@ -105,8 +105,11 @@ def _chain(count: int, options: Mapping[str, Any], scale: float) -> nx.DiGraph[i
     return stages
 
 
-def _transfer(options: Mapping[str, Any]) -> float | Link:
+def transfer(options: Mapping[str, Any]) -> float | Link:
+    """How long messages take. Raises PlanError for options that don't go together."""
     bandwidth = options["bandwidth"]
+    if options["weight_bytes"] is not None and options["prefetch"] is None:
+        raise PlanError("--weight-bytes needs --prefetch: else fetching takes no time")
     if bandwidth is None:
         for name in ("latency", "message_bytes", "weight_bytes"):
             if options[name] is not None:
@@ -123,9 +126,13 @@ def _transfer(options: Mapping[str, Any]) -> float | Link:
 
 def draw(simulation: Simulation, options: Mapping[str, Any], unit: str = "") -> None:
     """Prints and writes the pictures that were asked for; unit: of the times."""
-    diagram = simulation.diagram(unit)
     width = shutil.get_terminal_size((100, 24)).columns
-    if options["text"] or (options["text"] is None and _small(simulation, width)):
+    text = options["text"]
+    text = _small(simulation, width) if text is None else text
+    if not text and not any(options[kind] for kind in ("svg", "html", "trace")):
+        return
+    diagram = simulation.diagram(unit)
+    if text:
         terminal = sys.stdout is not None and sys.stdout.isatty()
         color = terminal and "NO_COLOR" not in os.environ
         click.echo(f"\n{diagram.text(width, color)}")

@@ -44,7 +44,7 @@ def number(text: object) -> float:
         found = float(str(text))
     except ValueError:
         found = float("nan")
-    if not 0 <= found < float("inf"):
+    if not 0 <= found < 1e100:
         raise click.BadParameter(f"{text!r} is not a number of 0 or more")
     return found
 
@@ -90,4 +90,5 @@ def choose(text: str, names: Collection[str]) -> str:
 
 
 def nearest(text: str, names: Collection[str]) -> str | None:
-    return next(iter(difflib.get_close_matches(text, names, 1)), None)
+    near = difflib.get_close_matches(text, names, 1)
+    return next(iter(near or difflib.get_close_matches(text.lower(), names, 1)), None)

@@ -290,13 +290,22 @@ def _written_state(gm: fx.GraphModule) -> set[fx.Node]:
     }
 
 
+def _send_state(state: list[fx.Node]) -> float:
+    """Seconds to send parameters and buffers to another worker."""
+    if not state:
+        return 0.0
+    specs = [Spec.of(node.meta["val"]) for node in state]
+    return send_seconds(sum(spec.bytes for spec in specs), specs[0].device)
+
+
 def _describe(
     gm: fx.GraphModule, inner: list[_Stage], groups: list[Group]
 ) -> nx.DiGraph[int]:
     """The stages as a graph: modules, parameters, weights and flops; bytes on edges.
 
     parameters: numbers in the parameters that the stage is the first to read; weights:
-    bytes of these, of their gradients, and of buffers. flops: of F for one microbatch.
+    bytes of these, of their gradients, and of buffers. fetch: seconds to send weights
+    and buffers. flops: of F for one microbatch.
     bytes and seconds of an edge: to send what one microbatch sends along it.
     """
     stages: nx.DiGraph[int] = nx.DiGraph()
@@ -313,6 +322,7 @@ def _describe(
             number,
             modules=_modules(stage.nodes, everywhere),
             parameters=sum(value.numel() for value in numbers),
+            fetch=_send_state(first),
             weights=sum(Spec.of(n.meta["val"]).bytes for n in first)
             + sum(Spec.of(value).bytes for value in numbers if value.requires_grad),
             flops=sum(n.meta["work"].flops for n in stage.nodes if "work" in n.meta),

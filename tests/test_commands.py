@@ -312,7 +312,16 @@ def test_plan_explains_alone(model: Path, capsys: pytest.CaptureFixture[str]) ->
         ),
         ("compare --schedules gpipe,1fb1", r"--schedules: .*did you mean 1f1b\?"),
         ("compare --schedules gpipe --servers 2", r"none of these .* takes --servers"),
-        ("compare --schedules ddp --workers 3 --microbatches 4", r"no schedule can be"),
+        (
+            "compare --schedules ddp --workers 3 --microbatches 4",
+            r"none can be built: not ddp",
+        ),
+        ("compare --latency 1", r"--latency needs --bandwidth"),
+        (
+            "compare --workers 99999",
+            r"99999 stages \(or workers\) of .* too many; give",
+        ),
+        ("compare --bandwidth 1 --weight-bytes 1", r"--weight-bytes needs --prefetch"),
         ("table1 --workers 3", r"there is no option --workers"),
         ("plan", r"MODEL is needed: path/to/model.py:make or package.module:make"),
     ],
@@ -385,6 +394,16 @@ def test_a_file_may_be_named_like_a_library(
     (model / "torch.py").write_text("import torch\nfrom model import make")
     command = "plan torch.py:make --schedule gpipe --workers 2 --microbatches 2"
     assert output(f"{command} --rank 0", capsys).startswith("worker 0\n")
+
+
+def test_an_interrupt_ends_quietly(
+    model: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (model / "stopped.py").write_text("def make():\n    raise KeyboardInterrupt")
+    with pytest.raises(SystemExit) as stopped:
+        cli.main(["plan", "stopped.py:make", "--schedule", "ddp"])
+    assert stopped.value.code == 130
+    assert capsys.readouterr().err.strip() == ""
 
 
 def test_a_reader_that_leaves_early_sees_no_traceback() -> None:

@@ -1,7 +1,7 @@
 """Benchmarks of fxsched: `python -m tests.bench dag` and its options.
 
-A benchmark starts itself under torchrun: ranks on loopback, one thread each, and an
-allocator that gives no memory back while it runs, the same for every contestant.
+One that runs models starts itself under torchrun: ranks on loopback, one thread each,
+and an allocator that gives no memory back while it runs, the same for every contestant.
 """
 
 from __future__ import annotations
@@ -12,6 +12,8 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+
+from . import dag, predict, simulate
 
 ROOT = Path(__file__).parents[2]
 KEEP = 32 << 20  # bytes; glibc takes no larger mmap_threshold
@@ -28,10 +30,10 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
         prog="python -m tests.bench", description=__doc__.split("\n")[0]
     )
     commands = parser.add_subparsers(dest="command", required=True)
-    dag = commands.add_parser(
+    towers = commands.add_parser(
         "dag", help="two towers: fxsched, and pipelines of the same model as a line"
     )
-    add = dag.add_argument
+    add = towers.add_argument
     add("--workers", type=int, default=2, help="ranks (2)")
     add("--microbatches", type=int, nargs="+", default=[2, 4, 8], metavar="B")
     add("--steps", type=int, default=20, help="of each contestant (20)")
@@ -47,7 +49,48 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     add("--sleep", type=float, nargs="?", const=0.16, default=0.0, help=sleep)
     add("--plan", action="store_true", help="print fxsched's plans too")
     add("--json", type=Path, metavar="F", help="write the results to a file as well")
+    towers.set_defaults(check=_check_dag, run=dag.run)
+    _add_predict(commands.add_parser("predict", help=_first(predict.__doc__)))
+    _add_simulate(commands.add_parser("simulate", help=_first(simulate.__doc__)))
     options = parser.parse_args(arguments)
+    if "check" in options:
+        options.check(options, parser)
+    if "json" in options and options.json is not None:
+        options.json = options.json.absolute()
+    return options
+
+
+def _first(text: str | None) -> str:
+    return (text or "").split("\n")[0].rstrip(".")
+
+
+def _add_predict(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("--workers", type=int, default=2, help="ranks (2)")
+    names = ["ddp", "gpipe", "1f1b", "interleaved", "zb_h1"]
+    add("--schedules", nargs="+", default=names, help=f"({' '.join(names)})")
+    add("--microbatches", type=int, default=8, help="(8)")
+    add("--steps", type=int, default=20, help="of each schedule (20)")
+    add("--layers", type=int, default=8, help="blocks of the model (8)")
+    add("--width", type=int, default=256, help="(256)")
+    add("--length", type=int, default=128, help="tokens of a sequence (128)")
+    add("--vocabulary", type=int, default=4096, help="(4096)")
+    add("--batch", type=int, default=32, help="(32)")
+    add("--json", type=Path, metavar="F", help="write the results to a file as well")
+    parser.set_defaults(run=predict.run)
+
+
+def _add_simulate(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("--stages", type=int, default=64, help="(64)")
+    sizes = [64, 256, 1024, 4096, 15625]
+    add("--microbatches", type=int, nargs="+", default=sizes, metavar="B")
+    add("--parallelsim", type=Path, metavar="F", help="a parallelsim.py to race")
+    add("--large", action="store_true", help="4096 workers and 2 million jobs too")
+    parser.set_defaults(run=simulate.run, workers=0)
+
+
+def _check_dag(options: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
     for name, small, full in (
         ("width", 16, 256),
         ("length", 4, 128),
@@ -62,9 +105,6 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
             )
     if min(options.workers, options.steps, options.tries) < 1:
         parser.error("--workers, --steps and --tries start at 1")
-    if options.json is not None:
-        options.json = options.json.absolute()
-    return options
 
 
 def launch(workers: int, arguments: Sequence[str]) -> int:
@@ -80,15 +120,14 @@ def launch(workers: int, arguments: Sequence[str]) -> int:
 
 def main() -> int:
     options = parse(sys.argv[1:])
-    if "TORCHELASTIC_RUN_ID" not in os.environ:
+    if "TORCHELASTIC_RUN_ID" not in os.environ and options.workers:
         if options.json is not None:
             options.json.touch()  # an unwritable file is better known now
             arguments = [*sys.argv[1:], "--json", str(options.json)]
             return launch(options.workers, arguments)
         return launch(options.workers, sys.argv[1:])
-    from . import dag
-
-    return dag.run(options)
+    code: int = options.run(options)
+    return code
 
 
 if __name__ == "__main__":

@@ -51,7 +51,7 @@ def run(options: argparse.Namespace) -> int:
     race(racers, options.steps)
     for recorded, timed in zip(racers[::2], racers[1::2], strict=True):
         measured = statistics.median(slowest(timed.seconds).tolist())
-        ahead = recorded.plan.simulate().latency
+        ahead = recorded.plan.simulate(prefetch=1).latency
         after = statistics.median(recorded.simulated)
         rows.append((recorded.name, 1e3 * measured, 1e3 * ahead, ahead / measured - 1))
         rows[-1] += (1e3 * after, after / measured - 1)
@@ -100,4 +100,4 @@ def race(racers: list[Racer], rounds: int) -> None:
             each.seconds.append(time.perf_counter() - start)
             if each.backend.record:
                 events = each.backend.timeline
-                each.simulated.append(each.plan.simulate(events).latency)
+                each.simulated.append(each.plan.simulate(events, prefetch=1).latency)
