@@ -14,6 +14,7 @@ from .jobs import Direction, Job, Placement, PlanError, Schedule
 from .links import Link
 from .measure import Profile
 from .pipeline import Plan
+from .search import search
 from .simulate import Simulation, simulate
 
 __all__ = [
@@ -35,6 +36,7 @@ __all__ = [
     "plan",
     "profile",
     "schedules",
+    "search",
     "simulate",
     "stage_boundary",
     "write_trace",

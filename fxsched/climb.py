@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
-from itertools import count
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from math import inf
 from random import Random
 
@@ -16,13 +15,13 @@ from .tasks import Orders, Task, Times, fits, length, replay
 STARTS = (
     Knobs(),
     Knobs(fit=0.1, patience=0.0, first="late of a group", spare=2),
-    Knobs(fit=0.5, patience=0.2, idle=0.0, turns=True),
     Knobs(fit=0.1, patience=0.0, first="late"),
-    Knobs(fit=0.7, full=0.3, patience=0.2, idle=0.0, turns=True),
+    Knobs(fit=0.7, full=0.3, idle=0.0, turns=True),
+    Knobs(fit=0.5, idle=0.0, turns=True),
+    Knobs(fit=0.5, patience=0.0, first="early of a group", turns=True),
     Knobs(fit=0.1, full=0.6, patience=0.3, idle=0.0, turns=True, first="late"),
     Knobs(patience=0.0),
-    Knobs(fit=0.5, patience=0.0, first="early of a group", turns=True),
-    Knobs(fit=0.5, patience=0.5, idle=0.0, first="late", turns=True, full=1.0),
+    Knobs(fit=0.5, full=1.0, patience=0.5, idle=0.0, turns=True, first="late"),
 )
 VALUES: dict[str, Sequence[object]] = {
     "fit": (0.0, 0.1, 0.3, 0.5, 0.7, 0.9, 1.0),
@@ -38,8 +37,10 @@ VALUES: dict[str, Sequence[object]] = {
 PROMISING = 1.03  # times the best: orders whose W are worth moving into gaps
 ROUNDS = 5  # of moving them
 DONE = 1.0005  # times the work of the busiest worker: short enough
-TRIES = 250  # knobs for a placement
-MOVES = 2000  # single moves
+FIRST_TRIES = 4  # knobs for every placement
+TRIES = 300  # for the best placement
+MOVING = 0.25  # of the budget, for single moves
+MOVES = 3000
 
 
 @dataclass
@@ -64,7 +65,7 @@ class Climber:
     best: float = inf
     orders: Orders | None = None
     knobs: Knobs = STARTS[0]
-    tries: Iterator[int] = field(default_factory=count)
+    tried: int = 0
 
     @property
     def done(self) -> bool:
@@ -85,8 +86,9 @@ class Climber:
 
     def step(self, random: Random) -> None:
         """Tries other knobs: the next to begin with, or some near the best."""
-        number = next(self.tries)
-        knobs = STARTS[number] if number < len(STARTS) else self.near(random)
+        new = self.tried < len(STARTS)
+        knobs = STARTS[self.tried] if new else self.near(random)
+        self.tried += 1
         self.budget.take(2 * len(self.task.jobs))  # filling is the slower clock
         orders = fill(self.task, knobs)
         if orders is None:
@@ -137,33 +139,25 @@ class Climber:
 
 
 def climb(climbers: Sequence[Climber], random: Random, budget: Budget) -> None:
-    """Spends the budget on the placements; the better half of them gets the next
-    share, until one is left, whose jobs are then moved one by one.
-
-    Every placement has its first knobs tried.
+    """Spends the budget on the placements: of those tried so far, the better half has
+    twice as many knobs tried, until one is left; then its jobs are moved one by one.
     """
-    active = list(climbers)
-    for climber in active:
-        for _ in STARTS:
-            climber.step(random)
-    whole = budget.jobs
-    while active and budget.jobs > 0.25 * whole:
-        active = sorted(active, key=lambda c: c.best)[: max((len(active) + 1) // 2, 1)]
+    active, tries = list(climbers), FIRST_TRIES
+    last = MOVING * budget.jobs
+    while active and tries <= TRIES:
+        for _ in range(tries):
+            for climber in active:
+                enough = budget.jobs <= last and climber.tried >= FIRST_TRIES
+                if not enough and not climber.done:
+                    climber.step(random)
+        active = sorted(active, key=lambda c: c.best)[: (len(active) + 1) // 2]
         if active[0].done:
             return
-        share = budget.jobs - (0.25 if len(active) == 1 else 0.6) * whole
-        end = budget.jobs - max(share, 0.2 * whole)
-        for _ in range(TRIES // len(active)):
-            for climber in active:
-                if budget.jobs > end and not climber.done:
-                    climber.step(random)
-        if len(active) == 1:
-            break
-    best = min(climbers, key=lambda c: c.best, default=None)
+        tries *= 2
     for _ in range(MOVES):
-        if best is None or best.orders is None or best.done or budget.jobs <= 0:
+        if not active or active[0].orders is None or budget.jobs <= 0:
             return
-        best.move(random)
+        active[0].move(random)
 
 
 def pull_weights(task: Task, orders: Orders, times: Times, fit: float) -> Orders:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from math import inf
 from random import Random
 from typing import Any
@@ -12,26 +12,21 @@ import networkx as nx
 from torch import Tensor
 from tqdm import tqdm
 
-from . import show
 from .arguments import positive
 from .backend import plan
-from .candidates import Candidate, Placed, library, moves_weights, placements
-from .climb import STARTS, Budget, Climber, climb
-from .eventloop import Timeline
-from .jobs import Direction, PlanError, Priority, Schedule
+from .contest import Contest
+from .jobs import Placement, PlanError, Schedule
 from .orders import oldest_microbatch_first
 from .pipeline import Plan
-from .simulate import Simulation, simulate
 from .stage_costs import Costs, counts, of_durations, of_graph
-from .tasks import CLOSE, Transfer, make_task, memory
+from .tasks import Transfer
 
-JOBS = 2e6  # run on clocks to look for orders, at an effort of 1
+JOBS = 3e6  # run on clocks to look for orders, at an effort of 1
 OBJECTIVES = ("latency", "span")
-Subject = Mapping[str, Any] | nx.DiGraph | Plan | Callable[..., Any]
 
 
 def search(
-    subject: Subject,
+    subject: Mapping[str, Any] | nx.DiGraph[int] | Plan | Callable[..., Any],
     workers: int | None = None,
     microbatches: int | None = None,
     memory_limit: float | None = None,
@@ -49,35 +44,35 @@ def search(
     quiet: bool = False,
 ) -> Schedule:
     """The schedule with the shortest step by the simulator: of the library with all
-    its parameters, and of orders looked for on its placements.
+    its parameters, and of orders looked for on its placements. Prints a table.
 
     subject: times of a stage if the model is cut into one for each worker, as {"F": 1,
-        "B": 1, "W": 1}, or lists of them, stage by stage; or stages as
+        "B": 1, "W": 1}, or lists of times, stage by stage; or stages as
         fxsched/stages.py describes them; or a Plan; or a model, with the arguments of
         a call in `args` and `kwargs`, which is planned for each number of stages.
     workers: how many; those of a Plan unless given.
-    microbatches: two for each worker unless given; of a model, at most as many as that
-        and a divisor of the batch; of a Plan, its own.
-    memory_limit: what a worker may hold at once. With times of stages, activations of a
-        stage if there is one for each worker (smaller stages count less); with `held`
-        and `weights` of stages, bytes of weights, gradients and activations.
+    microbatches: two for each worker unless given; of a model, as many as that at most
+        and a divisor of its batch; of a Plan, its own.
+    memory_limit: what a worker may hold at once. With times of stages: activations of a
+        stage if there is one for each worker (those of smaller stages count less). With
+        `held` and `weights` of stages: bytes of weights, gradients and activations.
     transfer: as for simulate; None for the `seconds` of the edges between stages.
     seed: of the search; the same gives the same schedule.
     objective: "latency", or "span": the longest time from a worker's first start to
         its last end, where one step follows the other.
     stages: how many to compare; one to four for each worker unless given.
     split_backward: whether to compare schedules whose W are jobs of their own.
-    prefetch: as for simulate. Unless given, nothing is known of what it takes to move
+    prefetch: as for simulate. Without it nothing is known of what it takes to move
         weights and gradients, and schedules that do so are not compared.
     kept: the share of a stage's activations that are still there between B and W. Zero
-        Bubble counts 32 h of 34 h + 5 a s.
-    effort: how many orders to try, 1 for some ten seconds at most.
+        Bubble (Qi et al. 2023, arXiv 2401.10241) counts 32 h of 34 h + 5 a s.
+    effort: how many orders to try; 1 takes seconds, or some twenty at 10,000 jobs.
     quiet: prints no table and shows no progress.
 
     Raises PlanError for arguments that aren't as above, and for a limit that no
     schedule meets.
     """
-    _check(objective, memory_limit, kept, effort)
+    _check(objective, memory_limit, transfer, prefetch, kept, effort)
     if isinstance(subject, Plan):
         workers = workers or subject.schedule.workers
         microbatches = microbatches or subject.schedule.microbatches
@@ -85,15 +80,22 @@ def search(
     if workers is None:
         raise PlanError("search(workers=None): give an int of 1 or more")
     positive("search", workers=workers)
+    model = _Model(subject, tuple(args), dict(kwargs or {}), split_backward)
     if microbatches is None:
-        microbatches = _microbatches(workers, args, kwargs or {})
+        microbatches = model.microbatches(2 * workers)
     positive("search", microbatches=microbatches)
-    jobs = (3 if split_backward else 2) * microbatches
-    wanted = counts(stages, workers, jobs)
-    call = _Call(subject, tuple(args), dict(kwargs or {}))
-    costs = call.costs(workers, microbatches, wanted, split_backward)
-    with tqdm(total=1.0, desc="search", disable=quiet, leave=False) as bar:
-        found = _Search(
+    wanted = counts(stages, workers, (2 + split_backward) * microbatches)
+    if isinstance(subject, Mapping):
+        costs = of_durations(subject, workers, wanted)
+    elif isinstance(subject, nx.DiGraph):
+        costs = of_graph(subject)
+    else:
+        costs = model.costs(workers, microbatches, wanted)
+    if transfer is None and not costs.bytes:
+        transfer = 0.0 if isinstance(subject, Mapping) else None
+    bar_format = "{desc}: {percentage:3.0f}%|{bar}| {elapsed}"
+    with tqdm(total=1, desc="search", disable=quiet, bar_format=bar_format) as bar:
+        contest = Contest(
             costs,
             workers,
             microbatches,
@@ -103,9 +105,99 @@ def search(
             split_backward,
             prefetch,
             kept,
-            bar,
-        ).run(Random(seed), effort)
-    best = found.best()
+            lambda share: bar.update(min(share, 1 - bar.n)),
+        )
+        contest.run(Random(seed), effort * JOBS)
+    best = contest.best()
     if not quiet:
-        print(found.table(best))
-    return call.checked(best.schedule)
+        print(contest.table(best))
+    return model.checked(best.candidate.schedule)
+
+
+def _check(
+    objective: str,
+    memory_limit: float | None,
+    transfer: Transfer,
+    prefetch: int | None,
+    kept: float,
+    effort: float,
+) -> None:
+    if objective not in OBJECTIVES:
+        choices = " or ".join(map(repr, OBJECTIVES))
+        raise PlanError(f"search(objective={objective!r}): give {choices}")
+    if memory_limit is not None and not memory_limit > 0:
+        raise PlanError(f"search(memory_limit={memory_limit!r}): give a number above 0")
+    if isinstance(transfer, (int, float)) and not transfer >= 0:
+        raise PlanError(f"search(transfer={transfer!r}): give a time of 0 or more")
+    if prefetch is not None and (prefetch < 0 or transfer is None):
+        raise PlanError(
+            f"search(prefetch={prefetch!r}, transfer={transfer!r}): give how many jobs "
+            "ahead weights are asked for, and what their transfer takes: a number or a "
+            "Link"
+        )
+    if not 0 <= kept <= 1:
+        raise PlanError(f"search(kept={kept!r}): give a share, from 0 to 1")
+    if not effort > 0:
+        raise PlanError(f"search(effort={effort!r}): give a number above 0")
+
+
+@dataclass(frozen=True)
+class _Model:
+    """A model with the arguments of a call; or any other subject, which has none."""
+
+    subject: Any
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    split_backward: bool
+    planned: dict[int, Plan] = field(default_factory=dict)
+
+    def microbatches(self, most: int) -> int:
+        """The largest number up to `most` that divides the batch, if there is one."""
+        tensors = [a for a in (*self.args, *self.kwargs.values()) if _has_rows(a)]
+        rows = tensors[0].shape[0] if tensors else most
+        return max(m for m in range(1, most + 1) if rows % m == 0 or rows == most)
+
+    def costs(self, workers: int, microbatches: int, wanted: Sequence[int]) -> Costs:
+        """The stages of the model's plan for each number of them that it has."""
+        if not callable(self.subject):
+            raise PlanError(
+                f"search({self.subject!r}): give times of a stage, a networkx.DiGraph "
+                "of stages, a Plan, or a model with args="
+            )
+        refused: PlanError | None = None
+        for count in wanted:
+            schedule = Schedule(
+                workers,
+                microbatches,
+                count,
+                lambda s, b, d: Placement(s % workers, s % workers),
+                oldest_microbatch_first(count),
+                lambda s, count=count: count - s,
+                split_backward=self.split_backward,
+            )
+            try:
+                found = plan(self.subject, schedule, *self.args, **self.kwargs)
+            except PlanError as error:
+                refused = refused or error  # such as more stages than it has parts
+                continue
+            self.planned[len(found.stages)] = found
+        if not self.planned:
+            assert refused is not None
+            raise refused
+        return Costs({n: p.stages for n, p in self.planned.items()}, bytes=True)
+
+    def checked(self, schedule: Schedule) -> Schedule:
+        """The schedule, or with n as mere priorities where the model is cut otherwise
+        for it than it was for the search, and strict orders stop it."""
+        if not self.planned:
+            return schedule
+        try:
+            plan(self.subject, schedule, *self.args, **self.kwargs)
+        except PlanError:
+            schedule = replace(schedule, in_order=False)
+            plan(self.subject, schedule, *self.args, **self.kwargs)
+        return schedule
+
+
+def _has_rows(value: object) -> bool:
+    return isinstance(value, Tensor) and value.dim() > 0

@@ -151,6 +151,19 @@ def comparison_table(rows: Sequence[Sequence[str]]) -> str:
     )
 
 
+def search_table(rows: Sequence[tuple[Any, ...]], in_bytes: bool) -> str:
+    """A row for each schedule that a search compared; see contest.py."""
+    headers = "schedule|parameters|stages|step|bubble|span|span bubble|"
+    headers += "memory|" if in_bytes else "activations|"
+    write = _bytes if in_bytes else "{:.4g}".format
+    return tabulate(
+        [(*row[:7], write(row[7]), row[8]) for row in rows],
+        headers.split("|"),
+        disable_numparse=True,
+        colalign=["left"] * 2 + ["right"] * 6 + ["left"],
+    )
+
+
 def table1_text(rows: Sequence[Sequence[str]]) -> str:
     """A row for each formula and the value that a simulation finds."""
     headers = "scheme|setting|quantity|formula|value|simulated"

@@ -226,3 +226,28 @@ def memory(
         mine = by_time[place[by_time] == worker]
         found[worker] += max(np.cumsum(change[mine]).max(initial=0.0), 0.0)
     return [float(held) for held in found]
+
+
+def ranks(task: Task, orders: Orders) -> dict[tuple[int, int, Direction], int]:
+    """n of every job: its place in the global order of starts."""
+    times = replay(task, orders)
+    assert times is not None, "orders that were found come to an end"
+    place = {j: i for order in orders for i, j in enumerate(order)}
+    order = sorted(place, key=lambda j: (times.start[j], place[j]))
+    jobs = map(task.jobs.job, order)
+    return {(s, b, d): i for i, (s, b, d) in enumerate(jobs)}
+
+
+def caps(task: Task, orders: Orders) -> dict[int, int]:
+    """By stage, the most microbatches in flight on a worker."""
+    release, width = task.schedule.release, len(task.seconds)
+    back = {s for s, d in task.jobs.kinds if d is release}
+    found = dict.fromkeys(back, 0)
+    for order in orders:
+        held = dict.fromkeys(back, 0)
+        for j in order:
+            stage, direction = task.jobs.kinds[j % width]
+            if stage in back:
+                held[stage] += (direction is FORWARD) - (direction is release)
+                found[stage] = max(found[stage], held[stage])
+    return found

@@ -47,6 +47,11 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("workers",),
     ("step",),
     ("backend",),
+    ("stage_costs", "tasks", "candidates"),
+    ("fill",),
+    ("climb",),
+    ("contest",),
+    ("search",),
     ("demo", "values"),
     ("options", "userfile"),
     ("timing",),
@@ -63,7 +68,7 @@ KEEPERS: dict[str, tuple[str, ...]] = {
     "torch._functorch": ("aot",),
     "torch._inductor": ("inductor",),
     "tabulate": ("show",),
-    "tqdm": ("demo",),
+    "tqdm": ("demo", "search"),
     "click": ("cli", "commands", "options", "timing", "values"),
 }
 
