@@ -301,9 +301,7 @@ class Backend:
         order = "static" if plan.schedule.in_order else self.order
         if self.stage_compiler == "inductor":
             inductor.compile_stages([plan.programs[r] for r in self._workers.here])
-        programs = {
-            r: Program(plan.programs[r], order) for r in self._workers.here
-        }
+        programs = {r: Program(plan.programs[r], order) for r in self._workers.here}
         return Step(plan, programs, self._workers, self.record)
 
     @property

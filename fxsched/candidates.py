@@ -138,9 +138,7 @@ def placements(
         )
         add("in turns", turns, stages)
         if count == 2 * workers:
-            fold = replace(
-                turns, w=lambda s, b, d: Placement(*(min(s, last - s),) * 2)
-            )
+            fold = replace(turns, w=lambda s, b, d: Placement(*(min(s, last - s),) * 2))
             add("folded", fold, stages)
     for name, _, schedule, stages in candidates:
         add(f"as in {name}", schedule, stages)

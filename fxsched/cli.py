@@ -1,4 +1,4 @@
-"""The command line: `fxsched` and `python -m fxsched`. Commands are in commands.py."""
+"""The command line: `fxsched` and `python -m fxsched`."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 
 import click
 
-from . import commands
+from . import commands, planning
 from .jobs import PlanError
 from .values import choose, nearest
 
@@ -63,7 +63,8 @@ group = Group(help=HELP, context_settings=SETTINGS)
 for command in (
     commands.simulate,
     commands.compare,
-    commands.plan,
+    planning.search,
+    planning.plan,
     commands.check_table1,
     commands.train,
 ):
@@ -101,7 +102,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 def _one_line(error: click.ClickException) -> str:
     message = error.message
     if isinstance(error, click.MissingParameter) and error.param is not None:
-        what = getattr(error.param, "help", None) or commands.MODEL
+        what = getattr(error.param, "help", None) or planning.MODEL
         message = f"{_name(error.param)} is needed: {what}"
     elif isinstance(error, click.BadParameter) and error.param is not None:
         message = f"{_name(error.param)}: {message}"

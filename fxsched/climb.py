@@ -6,10 +6,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import inf
 from random import Random
+from typing import Any
 
 from .fill import FIRST, Knobs, fill
 from .jobs import Direction
-from .tasks import Orders, Task, Times, fits, length, replay
+from .replay import Orders, Times, fits, length, replay
+from .tasks import Task
 
 # Where to begin: few W early; W in any gap; several stages a worker, in groups.
 STARTS = (
@@ -20,9 +22,11 @@ STARTS = (
     Knobs(fit=0.5, idle=0.0, turns=True),
     Knobs(fit=0.5, patience=0.0, first="early of a group", turns=True),
     Knobs(fit=0.1, full=0.6, patience=0.3, idle=0.0, turns=True, first="late"),
+    Knobs(fit=0.3, patience=0.3),
+    Knobs(fit=0.9, full=0.3, patience=0.3, idle=0.0),
     Knobs(patience=0.0),
-    Knobs(fit=0.5, full=1.0, patience=0.5, idle=0.0, turns=True, first="late"),
 )
+LOOPED = ("first", "deep", "spare")  # knobs for several stages a worker
 VALUES: dict[str, Sequence[object]] = {
     "fit": (0.0, 0.1, 0.3, 0.5, 0.7, 0.9, 1.0),
     "full": (0.0, 0.3, 0.6, 1.0),
@@ -102,11 +106,10 @@ class Climber:
             self.knobs = knobs
 
     def near(self, random: Random) -> Knobs:
-        names = list(VALUES)
+        names = [name for name in VALUES if self.task.looped or name not in LOOPED]
         changed = random.sample(names, random.choice((1, 2, 2, 3, len(names))))
-        return self.knobs._replace(
-            **{name: random.choice(VALUES[name]) for name in changed}
-        )
+        values: dict[str, Any] = {name: random.choice(VALUES[name]) for name in changed}
+        return self.knobs._replace(**values)
 
     def pull(self, orders: Orders, times: Times, fit: float) -> bool:
         """Moves W into earlier gaps as long as orders change; whether one is best."""
@@ -125,7 +128,10 @@ class Climber:
     def move(self, random: Random) -> None:
         """Puts a job elsewhere in its worker's order; keeps what isn't worse."""
         assert self.orders is not None
-        w = random.choice([w for w, order in enumerate(self.orders) if len(order) > 1])
+        several = [w for w, order in enumerate(self.orders) if len(order) > 1]
+        if not several:
+            return
+        w = random.choice(several)
         order = list(self.orders[w])
         i = random.randrange(len(order))
         far = random.choice((1, 1, 2, 3, 5, 8)) * random.choice((-1, 1))

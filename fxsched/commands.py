@@ -1,4 +1,4 @@
-"""The commands: what each takes, and what it prints."""
+"""The commands that need no model, and the demo."""
 
 from __future__ import annotations
 
@@ -7,23 +7,11 @@ from typing import Any
 
 import click
 
-from . import demo, table1, timing, userfile
-from .backend import plan as make_plan
-from .jobs import PlanError
+from . import demo, table1, timing
 from .lineup import lineup
-from .options import build, given, schedule_options
+from .options import build, given, schedule_option, schedule_options
 from .schedules import LIBRARY
-from .simulate import simulate as simulate_stages
-from .values import choice, choices, count, number, position
-
-MODEL = "path/to/model.py:make or package.module:make"
-
-schedule_option = click.option(
-    "--schedule",
-    type=choice(LIBRARY),
-    required=True,
-    help=f"one of {', '.join(LIBRARY)}",
-)
+from .values import choice, choices, count
 
 
 @click.command()
@@ -31,15 +19,14 @@ schedule_option = click.option(
 @schedule_options
 @timing.time_options
 @timing.link_options
+@timing.prefetch_option
 @timing.picture_options
 def simulate(schedule: str, **options: Any) -> None:
     """A schedule's step on a virtual clock.
 
     The model is a chain of equal stages; --forward and the like are times of one.
     """
-    simulation = timing.simulate(build(schedule, given(options)), options)
-    click.echo(simulation.table())
-    timing.draw(simulation, options)
+    timing.show(timing.simulate(build(schedule, given(options)), options), options)
 
 
 @click.command()
@@ -51,6 +38,7 @@ def simulate(schedule: str, **options: Any) -> None:
 @schedule_options
 @timing.time_options
 @timing.link_options
+@timing.prefetch_option
 def compare(schedules: tuple[str, ...] | None, **options: Any) -> None:
     """Simulated steps of several schedules side by side.
 
@@ -61,66 +49,6 @@ def compare(schedules: tuple[str, ...] | None, **options: Any) -> None:
     span bubble is that of steps that follow each other without a gap.
     """
     click.echo(lineup(schedules or tuple(LIBRARY), options))
-
-
-@click.command()
-@click.argument("model", metavar="MODEL")
-@schedule_option
-@schedule_options
-@click.option(
-    "--modules", help="names of modules, each of which starts a stage, with commas"
-)
-@click.option(
-    "--carry",
-    type=choice(("saved", "recompute")),
-    default="saved",
-    help="what B gets: what F saved, or the inputs to run F again",
-)
-@click.option(
-    "--memory-limit",
-    type=number,
-    help="bytes of weights, gradients and activations on a worker",
-)
-@click.option(
-    "--rank", type=position, metavar="N", help="print the program of this worker alone"
-)
-@click.option("--explain", is_flag=True, help="print no programs")
-@timing.picture_options
-def plan(model: str, schedule: str, **options: Any) -> None:
-    """The plan of your model: stages and programs.
-
-    MODEL is path/to/model.py:make or package.module:make. make() returns (model,
-    inputs): inputs are a tuple, a dict of keyword arguments, or one tensor. Nothing
-    runs, and one process plans for any number of workers.
-    """
-    chosen = build(schedule, given(options))
-    rank = options["rank"]
-    if rank is not None and rank >= chosen.workers:
-        raise PlanError(f"--rank {rank}: workers are 0..{chosen.workers - 1}")
-    case = userfile.load(model)
-    modules = options["modules"]
-    with userfile.quiet_torch(), userfile.blamed(case.file, "the model raised"):
-        found = make_plan(
-            case.model,
-            chosen,
-            *case.args,
-            stages="auto" if modules is None else modules.split(","),
-            carry=options["carry"],
-            memory_limit=options["memory_limit"],
-            **case.kwargs,
-        )
-    parts = list(found.notes)
-    if rank is None or options["explain"]:
-        parts.append(found.explain())
-    if rank is not None:
-        parts.append(found.table(rank))
-    elif not options["explain"]:
-        parts += map(found.table, range(chosen.workers))
-    click.echo("\n\n".join(parts))
-    if rank is not None and options["text"] is None:
-        options["text"] = False
-    step = simulate_stages(found.schedule, found.stages, durations=None, transfer=None)
-    timing.draw(step, options, unit="s")
 
 
 @click.command(name="table1")

@@ -14,9 +14,10 @@ from .candidates import Candidate, library, moves_weights, placements
 from .climb import Budget, Climber, climb
 from .jobs import PlanError, Schedule
 from .orders import oldest_microbatch_first
+from .replay import CLOSE, Orders, caps, ranks
 from .simulate import Simulation, simulate
 from .stage_costs import Costs
-from .tasks import CLOSE, Orders, Task, Transfer, caps, make_task, memory, ranks
+from .tasks import Task, Transfer, make_task, memory
 
 FINALISTS = 3  # placements whose best order is compared
 
@@ -125,15 +126,16 @@ class Contest:
         """
         within = [row for row in self.rows if self.fits(row)]
         if within:
-            return min(within, key=self.length)
+            least = min(map(self.length, within)) * (1 + CLOSE)
+            return next(row for row in within if self.length(row) <= least)
         assert self.rows, "one microbatch at a time always comes to an end"
-        least = min(self.rows, key=lambda row: row.memory)
+        lowest = min(self.rows, key=lambda row: row.memory)
         raise PlanError(
             f"search(memory_limit={self.limit:g}): every schedule holds more on some "
-            f"worker; the least found is {least.memory:g} "
+            f"worker; the least found is {lowest.memory:g} "
             f"{'bytes' if self.costs.bytes else 'activations'}, of "
-            f"{_title(least.candidate)} in {len(least.candidate.stages)} stages; raise "
-            "the limit, or use more workers or smaller microbatches"
+            f"{_title(lowest.candidate)} in {len(lowest.candidate.stages)} stages; "
+            "raise the limit, or use more workers or smaller microbatches"
         )
 
     def table(self, best: Row) -> str:
@@ -187,9 +189,7 @@ def _searched(task: Task, orders: Orders, stages: nx.DiGraph[int]) -> Candidate:
     return Candidate("searched", f"stages {where}", schedule, stages)
 
 
-def _one_at_a_time(
-    name: str, schedule: Schedule, stages: nx.DiGraph[int]
-) -> Candidate:
+def _one_at_a_time(name: str, schedule: Schedule, stages: nx.DiGraph[int]) -> Candidate:
     """The order that holds the least."""
     n = oldest_microbatch_first(len(stages))
     slow = replace(schedule, n=n, in_flight=1, in_order=False, split_backward=False)

@@ -13,7 +13,8 @@ from math import inf
 from typing import NamedTuple
 
 from .jobs import Direction
-from .tasks import CLOSE, Orders, Task
+from .replay import CLOSE, Orders
+from .tasks import Task
 
 FORWARD, BACKWARD, WEIGHT = Direction
 FIRST = ("late", "oldest", "early", "late of a group", "early of a group")

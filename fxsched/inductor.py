@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from torch import fx
 from torch._guards import TracingContext, detect_fake_mode, tracing
-from torch._inductor.compile_fx import compile_fx
 
 from . import ops
 
@@ -40,6 +39,8 @@ def compile_stages(programs: Sequence[fx.GraphModule]) -> None:
 
 
 def _compile(flat: fx.GraphModule) -> Compiled:
+    from torch._inductor.compile_fx import compile_fx  # slow to import, seldom needed
+
     graph, random = _unseeded(flat)
     gm = fx.GraphModule(flat, graph)
     inputs = [n.meta["val"] for n in graph.find_nodes(op="placeholder")]

@@ -12,7 +12,7 @@ import click
 
 from .jobs import PlanError, Schedule
 from .schedules import LIBRARY, replicate
-from .values import Kind, count, integer, number
+from .values import Kind, choice, count, integer, number
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 
@@ -37,6 +37,14 @@ REPLICATE = (
     "microbatches of its own"
 )
 EVERY = ("stages", "replicate")  # what every schedule can be given
+
+
+schedule_option = click.option(
+    "--schedule",
+    type=choice(LIBRARY),
+    required=True,
+    help=f"one of {', '.join(LIBRARY)}",
+)
 
 
 def flag(argument: str) -> str:

@@ -73,26 +73,12 @@ def search(
     schedule meets.
     """
     _check(objective, memory_limit, transfer, prefetch, kept, effort)
-    if isinstance(subject, Plan):
-        workers = workers or subject.schedule.workers
-        microbatches = microbatches or subject.schedule.microbatches
-        subject = subject.stages
-    if workers is None:
-        raise PlanError("search(workers=None): give an int of 1 or more")
-    positive("search", workers=workers)
-    model = _Model(subject, tuple(args), dict(kwargs or {}), split_backward)
-    if microbatches is None:
-        microbatches = model.microbatches(2 * workers)
-    positive("search", microbatches=microbatches)
-    wanted = counts(stages, workers, (2 + split_backward) * microbatches)
-    if isinstance(subject, Mapping):
-        costs = of_durations(subject, workers, wanted)
-    elif isinstance(subject, nx.DiGraph):
-        costs = of_graph(subject)
-    else:
-        costs = model.costs(workers, microbatches, wanted)
-    if transfer is None and not costs.bytes:
-        transfer = 0.0 if isinstance(subject, Mapping) else None
+    given = _Subject(subject, tuple(args), dict(kwargs or {}))
+    workers, microbatches = given.size(workers, microbatches)
+    jobs = (2 + split_backward) * microbatches
+    costs = given.costs(workers, microbatches, counts(stages, workers, jobs))
+    if transfer is None and not costs.edges:
+        transfer = 0.0
     bar_format = "{desc}: {percentage:3.0f}%|{bar}| {elapsed}"
     with tqdm(total=1, desc="search", disable=quiet, bar_format=bar_format) as bar:
         contest = Contest(
@@ -111,7 +97,7 @@ def search(
     best = contest.best()
     if not quiet:
         print(contest.table(best))
-    return model.checked(best.candidate.schedule)
+    return given.checked(best.candidate.schedule)
 
 
 def _check(
@@ -142,41 +128,56 @@ def _check(
 
 
 @dataclass(frozen=True)
-class _Model:
-    """A model with the arguments of a call; or any other subject, which has none."""
+class _Subject:
+    """What to find a schedule for, with the arguments of a call if it is a model."""
 
     subject: Any
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
-    split_backward: bool
     planned: dict[int, Plan] = field(default_factory=dict)
 
-    def microbatches(self, most: int) -> int:
-        """The largest number up to `most` that divides the batch, if there is one."""
-        tensors = [a for a in (*self.args, *self.kwargs.values()) if _has_rows(a)]
-        rows = tensors[0].shape[0] if tensors else most
-        return max(m for m in range(1, most + 1) if rows % m == 0 or rows == most)
+    def size(self, workers: int | None, microbatches: int | None) -> tuple[int, int]:
+        """How many workers and microbatches there are to be, checked."""
+        if isinstance(self.subject, Plan):
+            workers = workers or self.subject.schedule.workers
+            its = self.subject.schedule.microbatches
+            if microbatches not in (None, its):
+                raise PlanError(
+                    f"search(microbatches={microbatches!r}): the plan's times are of "
+                    f"one of {its} microbatches; leave it out, or plan again"
+                )
+            microbatches = its
+        if workers is None:
+            raise PlanError("search(workers=None): give an int of 1 or more")
+        positive("search", workers=workers)
+        if microbatches is None:
+            most = 2 * workers
+            tensors = [a for a in (*self.args, *self.kwargs.values()) if _has_rows(a)]
+            rows = tensors[0].shape[0] if tensors else most
+            microbatches = max(m for m in range(1, most + 1) if rows % m == 0)
+        positive("search", microbatches=microbatches)
+        return workers, microbatches
 
     def costs(self, workers: int, microbatches: int, wanted: Sequence[int]) -> Costs:
+        if isinstance(self.subject, Mapping):
+            return of_durations(self.subject, workers, wanted)
+        if isinstance(self.subject, nx.DiGraph):
+            return of_graph(self.subject)
+        if isinstance(self.subject, Plan):
+            return of_graph(self.subject.stages)
+        if callable(self.subject):
+            return self.plans(workers, microbatches, wanted)
+        raise PlanError(
+            f"search({self.subject!r}): give times of a stage, a networkx.DiGraph of "
+            "stages, a Plan, or a model with args="
+        )
+
+    def plans(self, workers: int, microbatches: int, wanted: Sequence[int]) -> Costs:
         """The stages of the model's plan for each number of them that it has."""
-        if not callable(self.subject):
-            raise PlanError(
-                f"search({self.subject!r}): give times of a stage, a networkx.DiGraph "
-                "of stages, a Plan, or a model with args="
-            )
         refused: PlanError | None = None
         for count in wanted:
-            schedule = Schedule(
-                workers,
-                microbatches,
-                count,
-                lambda s, b, d: Placement(s % workers, s % workers),
-                oldest_microbatch_first(count),
-                lambda s, count=count: count - s,
-                split_backward=self.split_backward,
-            )
             try:
-                found = plan(self.subject, schedule, *self.args, **self.kwargs)
+                found = self.plan(_in_turns(workers, microbatches, count))
             except PlanError as error:
                 refused = refused or error  # such as more stages than it has parts
                 continue
@@ -184,19 +185,34 @@ class _Model:
         if not self.planned:
             assert refused is not None
             raise refused
-        return Costs({n: p.stages for n, p in self.planned.items()}, bytes=True)
+        return Costs({n: p.stages for n, p in self.planned.items()}, True, True)
+
+    def plan(self, schedule: Schedule) -> Plan:
+        return plan(self.subject, schedule, *self.args, **self.kwargs)
 
     def checked(self, schedule: Schedule) -> Schedule:
-        """The schedule, or with n as mere priorities where the model is cut otherwise
-        for it than it was for the search, and strict orders stop it."""
+        """The schedule; with n as mere priorities where the model is cut otherwise for
+        it than it was for the search, and strict orders stop it."""
         if not self.planned:
             return schedule
         try:
-            plan(self.subject, schedule, *self.args, **self.kwargs)
+            self.plan(schedule)
         except PlanError:
             schedule = replace(schedule, in_order=False)
-            plan(self.subject, schedule, *self.args, **self.kwargs)
+            self.plan(schedule)
         return schedule
+
+
+def _in_turns(workers: int, microbatches: int, count: int) -> Schedule:
+    """What a model is cut for, to know the stages' costs."""
+    return Schedule(
+        workers,
+        microbatches,
+        count,
+        w=lambda s, b, d: Placement(s % workers, s % workers),
+        n=oldest_microbatch_first(count),
+        in_flight=lambda s: count - s,
+    )
 
 
 def _has_rows(value: object) -> bool:

@@ -16,10 +16,15 @@ JOBS = 40_000  # of a placement; more stages a worker make more of them
 
 
 class Costs(NamedTuple):
-    """Stages by their number, and whether their sizes are bytes; else activations."""
+    """Stages by their number.
+
+    bytes: whether their sizes are bytes; else activations.
+    edges: whether edges may have `seconds` of their own.
+    """
 
     graphs: dict[int, nx.DiGraph[int]]
     bytes: bool
+    edges: bool
 
 
 def counts(stages: int | Sequence[int] | None, workers: int, jobs: int) -> list[int]:
@@ -66,7 +71,7 @@ def of_durations(
                 chain.nodes[s]["weight"] = times["W"]
         nx.add_path(chain, range(count))
         found[count] = chain
-    return Costs(found, bytes=False)
+    return Costs(found, bytes=False, edges=False)
 
 
 def _time(times: Any, stage: int) -> float:
@@ -94,4 +99,4 @@ def of_graph(stages: nx.DiGraph[int]) -> Costs:
             )
         data.setdefault("held", 0.0 if sized else 1.0)
         data.setdefault("weights", 0.0)
-    return Costs({len(found): found}, bytes=sized)
+    return Costs({len(found): found}, bytes=sized, edges=True)

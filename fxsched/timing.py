@@ -57,13 +57,13 @@ link_options = _all_of(
     click.option("--latency", type=number, help="time of a message besides that"),
     click.option("--message-bytes", type=number, help="of each message between stages"),
     click.option("--weight-bytes", type=number, help="of the weights of each stage"),
-    click.option(
-        "--prefetch",
-        type=position,
-        metavar="N",
-        help="how many jobs ahead of need workers ask for weights that others keep  "
-        "[default: fetching takes no time]",
-    ),
+)
+prefetch_option = click.option(
+    "--prefetch",
+    type=position,
+    metavar="N",
+    help="how many jobs ahead of need workers ask for weights that others keep  "
+    "[default: fetching takes no time]",
 )
 picture_options = _all_of(
     click.option(
@@ -77,6 +77,12 @@ picture_options = _all_of(
 )
 
 
+def durations(options: Mapping[str, Any]) -> dict[str, float]:
+    """Of F, B and, if it is given, W."""
+    times = {"F": options["forward"], "B": options["backward"], "W": options["weight"]}
+    return {kind: time for kind, time in times.items() if time is not None}
+
+
 def simulate(
     schedule: Schedule, options: Mapping[str, Any], scale: float = 1.0
 ) -> Simulation:
@@ -84,11 +90,10 @@ def simulate(
 
     scale: how long a stage takes, in those that the options are about.
     """
-    times = {"F": options["forward"], "B": options["backward"], "W": options["weight"]}
     return run(
         schedule,
         _chain(schedule.stages or schedule.workers, options, scale),
-        {kind: time * scale for kind, time in times.items() if time is not None},
+        {kind: time * scale for kind, time in durations(options).items()},
         transfer(options),
         options["prefetch"],
     )
@@ -97,8 +102,8 @@ def simulate(
 def _chain(count: int, options: Mapping[str, Any], scale: float) -> nx.DiGraph[int]:
     stages: nx.DiGraph[int] = nx.DiGraph()
     stages.add_nodes_from(range(count))
-    nx.add_path(stages, range(count), bytes=options["message_bytes"] or 0.0)
-    if options["weight_bytes"]:
+    nx.add_path(stages, range(count), bytes=options.get("message_bytes") or 0.0)
+    if options.get("weight_bytes"):
         # of gradients too
         weights = 2 * scale * options["weight_bytes"]
         nx.set_node_attributes(stages, weights, "weights")
@@ -107,21 +112,28 @@ def _chain(count: int, options: Mapping[str, Any], scale: float) -> nx.DiGraph[i
 
 def transfer(options: Mapping[str, Any]) -> float | Link:
     """How long messages take. Raises PlanError for options that don't go together."""
-    bandwidth = options["bandwidth"]
-    if options["weight_bytes"] is not None and options["prefetch"] is None:
+    bandwidth = options.get("bandwidth")
+    if options.get("weight_bytes") is not None and options["prefetch"] is None:
         raise PlanError("--weight-bytes needs --prefetch: else fetching takes no time")
     if bandwidth is None:
         for name in ("latency", "message_bytes", "weight_bytes"):
-            if options[name] is not None:
+            if options.get(name) is not None:
                 raise PlanError(f"{flag(name)} needs --bandwidth")
         if options["prefetch"] is not None and not options["transfer"]:
-            raise PlanError("--prefetch needs --transfer or --bandwidth")
+            link = " or --bandwidth" if "bandwidth" in options else ""
+            raise PlanError(f"--prefetch needs --transfer{link}")
         return float(options["transfer"])
     if options["transfer"]:
         raise PlanError("--transfer and --bandwidth exclude each other; give one")
     if not bandwidth:
         raise PlanError("--bandwidth 0 moves nothing; give more than 0")
     return Link(bandwidth, options["latency"] or 0.0)
+
+
+def show(simulation: Simulation, options: Mapping[str, Any]) -> None:
+    """Prints what a simulated step comes to, with its pictures."""
+    click.echo(simulation.table())
+    draw(simulation, options)
 
 
 def draw(simulation: Simulation, options: Mapping[str, Any], unit: str = "") -> None:

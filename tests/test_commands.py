@@ -233,6 +233,30 @@ def test_compare_cuts_one_model_into_stages_of_each_schedules_size(
     assert {row(name, text)[7] for name in ("1f1b", "interleaved", "folded")} == {"1"}
 
 
+def test_search_prints_what_it_compared_and_the_best(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    options = "--workers 2 --microbatches 4 --backward 1 --weight 1 --effort 0.02"
+    cli.main(f"search {options} --no-text".split())
+    text = capsys.readouterr().out
+    compared = re.findall(r"^(\S+) .* (\d+) +([\d.]+) +[\d.]+ %.*?(best)?$", text, re.M)
+    steps = {name: float(step) for name, stages, step, _ in compared if stages == "2"}
+    assert steps["gpipe"] == steps["1f1b"] == 15
+    least = min(float(step) for _, _, step, _ in compared)
+    best = re.findall(r" stages: step ([\d.]+), bubble", text)
+    assert [float(step) for step in best] == [pytest.approx(least, abs=1e-3)]
+
+
+def test_search_for_a_model_ends_with_its_plan(
+    model: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    options = "--workers 2 --microbatches 2 --effort 0.01 --html best.html"
+    cli.main(f"search --model model.py:make {options}".split())
+    text = capsys.readouterr().out
+    assert "what limits the step" in text
+    assert "<html" in (model / "best.html").read_text()
+
+
 def test_table1_holds(capsys: pytest.CaptureFixture[str]) -> None:
     text = output("table1", capsys)
     assert "WRONG" not in text
@@ -322,6 +346,11 @@ def test_plan_explains_alone(model: Path, capsys: pytest.CaptureFixture[str]) ->
             r"99999 stages \(or workers\) of .* too many; give",
         ),
         ("compare --bandwidth 1 --weight-bytes 1", r"--weight-bytes needs --prefetch"),
+        ("search --effort 0", r"search\(effort=0.0\): give a number above 0"),
+        ("search --objective spam", r"--objective: .*did you mean span\?"),
+        ("search --prefetch 1", r"--prefetch needs --transfer"),
+        ("search --model a.py:b --forward 2", r"--forward doesn't go with --model"),
+        ("search --model none.py:make", r"there is no file 'none.py'.*"),
         ("table1 --workers 3", r"there is no option --workers"),
         ("plan", r"MODEL is needed: path/to/model.py:make or package.module:make"),
     ],

@@ -48,6 +48,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("step",),
     ("backend",),
     ("stage_costs", "tasks", "candidates"),
+    ("replay",),
     ("fill",),
     ("climb",),
     ("contest",),
@@ -56,7 +57,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("options", "userfile"),
     ("timing",),
     ("lineup",),
-    ("commands",),
+    ("commands", "planning"),
     ("cli",),
     ("__main__", "__init__"),
 )
@@ -69,7 +70,7 @@ KEEPERS: dict[str, tuple[str, ...]] = {
     "torch._inductor": ("inductor",),
     "tabulate": ("show",),
     "tqdm": ("demo", "search"),
-    "click": ("cli", "commands", "options", "timing", "values"),
+    "click": ("cli", "commands", "options", "planning", "timing", "values"),
 }
 
 # Third-party packages by layer; torch is everywhere.

@@ -13,7 +13,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from . import dag, predict, simulate
+from . import dag, predict, search, simulate
 
 ROOT = Path(__file__).parents[2]
 KEEP = 32 << 20  # bytes; glibc takes no larger mmap_threshold
@@ -52,6 +52,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     towers.set_defaults(check=_check_dag, run=dag.run)
     _add_predict(commands.add_parser("predict", help=_first(predict.__doc__)))
     _add_simulate(commands.add_parser("simulate", help=_first(simulate.__doc__)))
+    _add_search(commands.add_parser("search", help=_first(search.__doc__)))
     options = parser.parse_args(arguments)
     if "check" in options:
         options.check(options, parser)
@@ -88,6 +89,14 @@ def _add_simulate(parser: argparse.ArgumentParser) -> None:
     add("--parallelsim", type=Path, metavar="F", help="a parallelsim.py to race")
     add("--large", action="store_true", help="4096 workers and 2 million jobs too")
     parser.set_defaults(run=simulate.run, workers=0)
+
+
+def _add_search(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("--rows", type=int, nargs="+", metavar="I", help="of the reference (all)")
+    add("--effort", type=float, default=1.0, help="of each search (1)")
+    add("--seed", type=int, default=0, help="(0)")
+    parser.set_defaults(run=search.run, workers=0)
 
 
 def _check_dag(options: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
