@@ -16,7 +16,7 @@ from .jobs import PlanError, Schedule
 from .measure import Profile, measure
 from .pipeline import Plan, make_plan
 from .request import Request
-from .runtime import Program
+from .runtime import Runnable
 from .step import Step
 from .trace import (
     ask_for_symbolic_batch,
@@ -301,7 +301,10 @@ class Backend:
         order = "static" if plan.schedule.in_order else self.order
         if self.stage_compiler == "inductor":
             inductor.compile_stages([plan.programs[r] for r in self._workers.here])
-        programs = {r: Program(plan.programs[r], order) for r in self._workers.here}
+        programs = {
+            r: Runnable(plan.programs[r], order, self.record)
+            for r in self._workers.here
+        }
         return Step(plan, programs, self._workers, self.record)
 
     @property

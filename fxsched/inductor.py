@@ -11,14 +11,15 @@ from torch import fx
 from torch._guards import TracingContext, detect_fake_mode, tracing
 
 from . import ops
+from .graphs import result
 
 
 class Compiled(torch.nn.Module):
     """A compiled stage graph in the place of the traced one."""
 
-    def __init__(self, run: Callable[..., Any], random: bool) -> None:
+    def __init__(self, run: Callable[..., Any], random: bool, outputs: int) -> None:
         super().__init__()
-        self.run, self.random = run, random
+        self.run, self.random, self.outputs = run, random, outputs
 
     def forward(self, *args: Any) -> Any:
         if self.random:
@@ -47,7 +48,7 @@ def _compile(flat: fx.GraphModule) -> Compiled:
     mode = detect_fake_mode(inputs)
     with torch.no_grad(), tracing(TracingContext(mode)):
         run: Any = compile_fx(gm, inputs)
-    return Compiled(run, random)
+    return Compiled(run, random, len(result(flat)))
 
 
 def _unseeded(flat: fx.GraphModule) -> tuple[fx.Graph, bool]:

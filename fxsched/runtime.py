@@ -1,173 +1,149 @@
 """Runs one worker's program over an endpoint.
 
-A program is cut into tasks, the nodes of one job or of one other piece of work, and
-each task becomes a Python function over a list of values. "static" runs the tasks in
-the program's order; "dynamic" runs, of those whose inputs are there, the one with the
-smallest n.
+"static" runs its tasks in the program's order, as one function; "dynamic" runs, of those
+whose inputs are there, the one with the smallest n, each as a function of its own.
 """
 
 from __future__ import annotations
 
 import heapq
 import queue
-import sys
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, fx
 
-from . import ops
 from .eventloop import Event
-from .graphs import Specs, arguments, result
+from .graphs import arguments, result
 from .jobs import Job
+from .program import Program, Receive, Task
+from .straight import Steps, Straight, alone
 from .transport import WATCHERS, Aborted, Endpoint
 
-WINDOW = 4  # receives that are asked for ahead of need under order="static"
+
+class Runnable:
+    """A worker's fx program, made ready to run any number of times.
+
+    record: whether its runs note when each job started and ended.
+    """
+
+    def __init__(self, gm: fx.GraphModule, order: str, record: bool = False) -> None:
+        self.program, self.record = Program(gm), record
+        self.straight = Straight(self.program, record) if order == "static" else None
+        if self.straight is None:
+            self.readers, shared = _readers(self.program)
+            self.run = {
+                id(task): alone(self.program, task, shared)
+                for phase in self.program.phases
+                for task in phase
+            }
+
+    def begin(self, worker: int, inputs: dict[str, Any], endpoint: Endpoint) -> Run:
+        """A step of the program, from the inputs of its graph by name."""
+        if self.straight is None:
+            return Dynamic(self, worker, inputs, endpoint)
+        return Static(self.straight, worker, inputs, endpoint)
 
 
-@dataclass
-class Task:
-    """One piece of work: what it runs, and what must be there first."""
-
-    name: str
-    n: int
-    nodes: list[fx.Node]
-    run: Callable[[list[Any], Endpoint], None]
-    needs: list[int] = field(default_factory=list)  # slots that come from elsewhere
-    makes: list[int] = field(default_factory=list)
-    job: Job | None = None
-    pause: fx.Node | None = None
-
-
-@dataclass(frozen=True)
-class Receive:
-    """A value that another worker sends: where from, what it looks like, its slot."""
-
-    position: int
-    tag: int
-    source: int
-    specs: Specs
-    bundle: bool
-    slot: int
-    phase: int
-
-
-class Program:
-    """A worker's fx program, made ready to run any number of times."""
-
-    def __init__(self, gm: fx.GraphModule, order: str) -> None:
-        self.gm, self.order = gm, order
-        self.slots = {node: i for i, node in enumerate(gm.graph.nodes)}
-        self.receives: list[Receive] = []
-        self.phases: list[list[Task]] = [[]]
-        self._read()
-        self.receive_at = {receive.slot: receive for receive in self.receives}
-        self.readers = self._count_readers()
-
-    def _read(self) -> None:
-        tasks: dict[tuple[int, str], Task] = {}
-        for node in self.gm.graph.nodes:
-            phase = len(self.phases) - 1
-            if node.op in ("placeholder", "output"):
-                continue
-            if node.target in (ops.recv, ops.fetch):
-                self.receives.append(
-                    Receive(
-                        len(self.receives),
-                        node.kwargs["tag"],
-                        node.kwargs["source"],
-                        node.meta["specs"],
-                        node.meta["bundle"],
-                        self.slots[node],
-                        phase,
-                    )
-                )
-                continue
-            name = node.meta["task"]
-            if (phase, name) not in tasks:
-                task = Task(name, node.meta["n"], [], _nothing)
-                tasks[phase, name] = task
-                self.phases[-1].append(task)
-            tasks[phase, name].nodes.append(node)
-            tasks[phase, name].job = node.meta.get("job", tasks[phase, name].job)
-            if node.target is ops.pause:
-                tasks[phase, name].pause = node
-                self.phases.append([])
-        for task in tasks.values():
-            self._link(task)
-        results = self.gm.graph.output_node().all_input_nodes
-        needs = [self.slots[n] for n in results if n.op != "placeholder"]
-        self.phases[-1].append(Task("output", sys.maxsize, [], _nothing, needs))
-
-    def _link(self, task: Task) -> None:
-        inside = {self.slots[n] for n in task.nodes}
-        read = dict.fromkeys(
-            self.slots[p]
-            for n in task.nodes
-            if n.target is not ops.free
-            for p in n.all_input_nodes
-            if p.op != "placeholder"
-        )
-        task.needs = [slot for slot in read if slot not in inside]
-        task.makes = sorted(inside)
-        task.run = _compile(self.gm, task, self.slots, self.order == "static")
-
-    def _count_readers(self) -> dict[int, int]:
-        """How many tasks read each value, where "dynamic" can't know the last."""
-        count: dict[int, int] = {}
-        for phase in self.phases:
-            for task in phase:
-                for slot in task.needs:
-                    count[slot] = count.get(slot, 0) + 1
-        for value in self.gm.graph.output_node().all_input_nodes:
-            count[self.slots[value]] = count.get(self.slots[value], 0) + 1
-        return count
+def _readers(program: Program) -> tuple[dict[int, int], set[fx.Node]]:
+    """How many tasks read each slot, since "dynamic" can't know the last; and the
+    values that more than their own task read."""
+    count: dict[int, int] = {}
+    for phase in program.phases:
+        for task in phase:
+            for slot in task.needs:
+                count[slot] = count.get(slot, 0) + 1
+    for value in program.gm.graph.output_node().all_input_nodes:
+        count[program.slots[value]] = count.get(program.slots[value], 0) + 1
+    return count, {n for n, slot in program.slots.items() if slot in count}
 
 
 class Run:
-    """One step of a program: its values, and how far it has come.
+    """One step of a program.
 
-    events: the jobs that ran, with times of time.perf_counter, if `record`.
+    events: the jobs that ran, with times of time.perf_counter, if the program records.
     """
 
-    def __init__(
-        self,
-        program: Program,
-        worker: int,
-        inputs: dict[str, Any],
-        endpoint: Endpoint,
-        record: bool = False,
-    ) -> None:
-        self.program, self.worker, self.endpoint = program, worker, endpoint
-        self.record = record
+    def __init__(self, worker: int, endpoint: Endpoint) -> None:
+        self.worker, self.endpoint = worker, endpoint
         self.events: list[Event] = []
-        self.values: list[Any] = [None] * len(program.slots)
-        for node in program.gm.graph.find_nodes(op="placeholder"):
-            self.values[program.slots[node]] = inputs[node.name]
-        self.phase = 0
-        self.asked = 0  # receives posted so far
-        self.readers = dict(program.readers)
-        self.coming = dict(program.receive_at)  # not received yet, by slot
 
     def advance(self, tangents: dict[int, Tensor] | None = None) -> dict[str, Any]:
         """Runs up to the pause, or to the end; returns what the program gives there."""
-        tasks = self.program.phases[self.phase]
-        if tangents is not None:
-            (pause,) = (t.pause for t in self.program.phases[self.phase - 1] if t.pause)
-            self.values[self.program.slots[pause]] = tangents
-        run = self._static if self.program.order == "static" else self._dynamic
         with ExitStack() as modes:  # stage graphs hold all casts already
             modes.enter_context(torch.no_grad())
             for kind in filter(torch.is_autocast_enabled, ("cpu", "cuda")):
                 modes.enter_context(torch.autocast(kind, enabled=False))
-            run(tasks)
+            found = self.go_on(tangents)
         self.endpoint.finish()
+        return found
+
+    def go_on(self, tangents: dict[int, Tensor] | None) -> dict[str, Any]:
+        raise NotImplementedError
+
+    def log(self, job: Job, start: float, end: float) -> None:
+        self.events.append(Event(job, self.worker, start, end))
+
+
+class Static(Run):
+    """A step in the program's own order."""
+
+    def __init__(
+        self,
+        straight: Straight,
+        worker: int,
+        inputs: dict[str, Any],
+        endpoint: Endpoint,
+    ) -> None:
+        super().__init__(worker, endpoint)
+        self.straight = straight
+        self.steps: Steps = straight.run(
+            inputs, endpoint.send, endpoint.expect, endpoint.take, self.log
+        )
+
+    def go_on(self, tangents: dict[int, Tensor] | None) -> dict[str, Any]:
+        try:
+            return next(self.steps) if tangents is None else self.steps.send(tangents)
+        except Exception as error:
+            task = self.straight.task_of(error)
+            if task and not isinstance(error, Aborted):
+                error.add_note(f"fxsched: while running {task}")
+            raise
+
+
+class Dynamic(Run):
+    """A step in the order in which inputs arrive and n says."""
+
+    def __init__(
+        self,
+        runnable: Runnable,
+        worker: int,
+        inputs: dict[str, Any],
+        endpoint: Endpoint,
+    ) -> None:
+        super().__init__(worker, endpoint)
+        self.runnable, self.program = runnable, runnable.program
+        self.receives = self.program.receives
+        self.values: list[Any] = [None] * len(self.program.slots)
+        for node in self.program.gm.graph.find_nodes(op="placeholder"):
+            self.values[self.program.slots[node]] = inputs[node.name]
+        self.phase = 0
+        self.asked = 0  # receives posted so far
+        self.readers = dict(runnable.readers)
+        self.coming = dict(self.program.receive_at)  # not received yet, by slot
+
+    def go_on(self, tangents: dict[int, Tensor] | None) -> dict[str, Any]:
+        phases = self.program.phases
+        if tangents is not None:
+            (pause,) = (t.pause for t in phases[self.phase - 1] if t.pause)
+            self.values[self.program.slots[pause]] = tangents
+        tasks = phases[self.phase]
+        self._dynamic(tasks)
         self.phase += 1
-        if self.phase < len(self.program.phases):
+        if self.phase < len(phases):
             (pause,) = (t.pause for t in tasks if t.pause)
             results = arguments(pause)[0]
         else:
@@ -177,27 +153,13 @@ class Run:
         )
         return found
 
-    def _static(self, tasks: Sequence[Task]) -> None:
-        for task in tasks:
-            for slot in task.needs:
-                if slot in self.coming:
-                    receive = self.coming.pop(slot)
-                    self._ask(receive.position + 1 + WINDOW)
-                    self.values[slot] = self.endpoint.take(receive.tag)
-            self._execute(task)
-        self._ask(len(self.program.receives))
-        for slot, receive in self._coming().items():  # first read after the pause
-            self.values[slot] = self.endpoint.take(receive.tag)
-            del self.coming[slot]
-
     def _coming(self) -> dict[int, Receive]:
         """What this phase still has to receive, by slot."""
         return {s: r for s, r in self.coming.items() if r.phase == self.phase}
 
     def _ask(self, end: int) -> None:
         """Posts this phase's receives in the program's order, up to the end-th."""
-        receives = self.program.receives
-        for receive in receives[self.asked : end]:
+        for receive in self.receives[self.asked : end]:
             if receive.phase != self.phase:
                 return
             self.endpoint.expect(
@@ -208,17 +170,16 @@ class Run:
     def _execute(self, task: Task) -> None:
         start = time.perf_counter()
         try:
-            task.run(self.values, self.endpoint)
+            self.runnable.run[id(task)](self.values, self.endpoint.send)
         except Exception as error:
             error.add_note(f"fxsched: while running {task.name}")
             raise
-        if self.record and task.job is not None:
-            end = time.perf_counter()
-            self.events.append(Event(task.job, self.worker, start, end))
+        if self.runnable.record and task.job is not None:
+            self.log(task.job, start, time.perf_counter())
 
     def _dynamic(self, tasks: Sequence[Task]) -> None:
         arrived: queue.SimpleQueue[int] = queue.SimpleQueue()
-        by_tag = {r.tag: r for r in self.program.receives}
+        by_tag = {r.tag: r for r in self.receives}
         missing, waiting = self._missing(tasks)
         ready = [(t.n, i) for i, t in enumerate(tasks) if not missing[i]]
         heapq.heapify(ready)
@@ -226,7 +187,7 @@ class Run:
         def ask(count: int) -> None:
             before = self.asked
             self._ask(before + count)
-            for receive in self.program.receives[before : self.asked]:
+            for receive in self.receives[before : self.asked]:
                 self.endpoint.watch(receive.tag, arrived)
 
         def there(slots: Sequence[int]) -> None:
@@ -280,57 +241,3 @@ class Run:
         for slot in task.makes:
             if not self.readers.get(slot):
                 self.values[slot] = None
-
-
-def _nothing(values: list[Any], endpoint: Endpoint) -> None:
-    pass
-
-
-def _compile(
-    gm: fx.GraphModule, task: Task, slots: dict[fx.Node, int], frees: bool
-) -> Callable[[list[Any], Endpoint], None]:
-    """A task as a Python function: v[12] = call_3((v[0],), (v[5],), None)."""
-    names: dict[str, Any] = {}
-    lines = []
-    for node in task.nodes:
-        if node.target is ops.free:
-            if frees:
-                lines += [f"v[{slots[value]}] = None" for value in node.all_input_nodes]
-        elif node.target is ops.send:
-            value = _render(node.args[0], slots, names)
-            to, tag = node.kwargs["to"], node.kwargs["tag"]
-            lines.append(f"endpoint.send({value}, {to}, {tag})")
-        elif node.target is not ops.pause:
-            lines.append(_line(gm, node, slots, names))
-    body = "\n    ".join(lines or ["pass"])
-    code = f"def run(v, endpoint):\n    {body}\n"
-    exec(compile(code, f"<fxsched {task.name}>", "exec"), names)
-    run: Callable[[list[Any], Endpoint], None] = names["run"]
-    return run
-
-
-def _line(
-    gm: fx.GraphModule, node: fx.Node, slots: dict[fx.Node, int], names: dict[str, Any]
-) -> str:
-    if node.op == "call_module":
-        target: Any = gm.get_submodule(str(node.target))
-    else:
-        target = node.target
-    name = f"call_{slots[node]}"
-    names[name] = target
-    args = [_render(arg, slots, names) for arg in node.args]
-    args += [f"{k}={_render(v, slots, names)}" for k, v in node.kwargs.items()]
-    return f"v[{slots[node]}] = {name}({', '.join(args)})"
-
-
-def _render(value: Any, slots: dict[fx.Node, int], names: dict[str, Any]) -> str:
-    """An argument as Python text; what isn't a literal gets a name."""
-    if isinstance(value, fx.Node):
-        return f"v[{slots[value]}]"
-    if isinstance(value, (tuple, list)):
-        return "(" + "".join(_render(v, slots, names) + ", " for v in value) + ")"
-    if value is None or isinstance(value, (bool, int, float, str)):
-        return repr(value)
-    name = f"constant_{len(names)}"
-    names[name] = value
-    return name

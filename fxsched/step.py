@@ -6,12 +6,12 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, fx
 from torch.autograd.function import once_differentiable
 
 from .eventloop import Event
 from .pipeline import Plan
-from .runtime import Program, Run
+from .runtime import Run, Runnable
 from .workers import Ranks, Threads
 
 Random = tuple[int, int]
@@ -27,7 +27,7 @@ class Step:
     def __init__(
         self,
         plan: Plan,
-        programs: dict[int, Program],
+        programs: dict[int, Runnable],
         workers: Threads | Ranks,
         record: bool = False,
     ) -> None:
@@ -49,9 +49,9 @@ class Step:
         return outputs
 
     def _start(self, args: tuple[Any, ...], random: Random) -> list[Run]:
-        def inputs(program: Program) -> dict[str, Any]:
+        def inputs(program: fx.GraphModule) -> dict[str, Any]:
             found: dict[str, Any] = {}
-            for node in program.gm.graph.find_nodes(op="placeholder"):
+            for node in program.graph.find_nodes(op="placeholder"):
                 if "group" in node.meta:
                     names = self.plan.groups[node.meta["group"]].names
                     state = self.plan.state
@@ -65,7 +65,7 @@ class Step:
             return found
 
         self.events = ()
-        return self.workers.start(self.programs, inputs, self.record)
+        return self.workers.start(self.programs, inputs)
 
     def _advance(
         self, runs: list[Run], tangents: dict[int, Tensor] | None

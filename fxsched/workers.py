@@ -11,17 +11,17 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, fx
 
 from .eventloop import Event
 from .graphs import Role, Spec
 from .jobs import PlanError
 from .pipeline import Plan
-from .runtime import Program, Run
+from .runtime import Run, Runnable
 from .transport import Aborted, Exchange, Processes, ThreadEndpoint
 
 Tangents = dict[int, Tensor] | None
-Inputs = Callable[[Program], dict[str, Any]]
+Inputs = Callable[[fx.GraphModule], dict[str, Any]]
 
 
 class Kept(NamedTuple):
@@ -47,13 +47,11 @@ class Threads:
     def seed(self) -> int:
         return torch.initial_seed()
 
-    def start(
-        self, programs: dict[int, Program], inputs: Inputs, record: bool
-    ) -> list[Run]:
+    def start(self, programs: dict[int, Runnable], inputs: Inputs) -> list[Run]:
         exchange = Exchange()
         return [
-            Run(program, worker, inputs(program), ThreadEndpoint(exchange), record)
-            for worker, program in programs.items()
+            each.begin(worker, inputs(each.program.gm), ThreadEndpoint(exchange))
+            for worker, each in programs.items()
         ]
 
     def advance(self, runs: list[Run], tangents: Tangents) -> list[dict[str, Any]]:
@@ -108,12 +106,10 @@ class Ranks:
         """Rank 0's seed: ranks that are seeded apart draw the same numbers."""
         return torch.initial_seed() + self.shift
 
-    def start(
-        self, programs: dict[int, Program], inputs: Inputs, record: bool
-    ) -> list[Run]:
-        (program,) = programs.values()
+    def start(self, programs: dict[int, Runnable], inputs: Inputs) -> list[Run]:
+        (mine,) = programs.values()
         endpoint = self.processes.endpoint()
-        return [Run(program, self.rank, inputs(program), endpoint, record)]
+        return [mine.begin(self.rank, inputs(mine.program.gm), endpoint)]
 
     def advance(self, runs: list[Run], tangents: Tangents) -> list[dict[str, Any]]:
         return [runs[0].advance(tangents)]

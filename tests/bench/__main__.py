@@ -13,7 +13,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from . import dag, predict, search, simulate
+from . import dag, overhead, predict, search, simulate
 
 ROOT = Path(__file__).parents[2]
 KEEP = 32 << 20  # bytes; glibc takes no larger mmap_threshold
@@ -50,6 +50,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     add("--plan", action="store_true", help="print fxsched's plans too")
     add("--json", type=Path, metavar="F", help="write the results to a file as well")
     towers.set_defaults(check=_check_dag, run=dag.run)
+    _add_overhead(commands.add_parser("overhead", help=_first(overhead.__doc__)))
     _add_predict(commands.add_parser("predict", help=_first(predict.__doc__)))
     _add_simulate(commands.add_parser("simulate", help=_first(simulate.__doc__)))
     _add_search(commands.add_parser("search", help=_first(search.__doc__)))
@@ -63,6 +64,15 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
 
 def _first(text: str | None) -> str:
     return (text or "").split("\n")[0].rstrip(".")
+
+
+def _add_overhead(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("--microbatches", type=int, default=64, help="(64)")
+    add("--rows", type=int, default=4, help="of a microbatch (4)")
+    add("--width", type=int, default=64, help="(64)")
+    add("--steps", type=int, default=40, help="of each contestant (40)")
+    parser.set_defaults(run=overhead.run, workers=0)
 
 
 def _add_predict(parser: argparse.ArgumentParser) -> None:

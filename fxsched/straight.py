@@ -1,0 +1,140 @@
+"""A program as one function that runs top to bottom, and single tasks as functions."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Generator, Sequence
+from typing import Any
+
+from torch import Tensor, fx
+
+from . import ops
+from .graphs import arguments, result
+from .program import Program, Receive, Task
+from .source import Expression, Source, compiled, let_go, text_of
+
+WINDOW = 4  # receives that are asked for ahead of need
+Steps = Generator[dict[str, Any], dict[int, Tensor], None]
+
+
+class Straight:
+    """A program in its planned order, as a generator that yields at the pause and at
+    the end what the program gives there.
+
+    run(given, send, expect, take, log): given has the inputs by name; log(job, start,
+    end) is called after each job, if `record`.
+    """
+
+    def __init__(self, program: Program, record: bool) -> None:
+        self.program, self.record = program, record
+        self.source = Source(program.gm)
+        self.env: dict[fx.Node, Expression] = {}
+        self.nodes = list(program.gm.graph.nodes)
+        self.asked = 0
+        self.taken: set[int] = set()
+        for node in program.gm.graph.find_nodes(op="placeholder"):
+            self.env[node] = self.source.make(f"given[{node.name!r}]")
+        for number, phase in enumerate(program.phases):
+            self._phase(number, phase)
+        lines = let_go(self.source.lines)
+        self.tasks = [task for _, task in lines]
+        names = {**self.source.names, "clock": time.perf_counter}
+        head = "given, send, expect, take, log"
+        self.file, self.run = compiled("program", head, lines, names)
+
+    def _phase(self, number: int, tasks: Sequence[Task]) -> None:
+        source = self.source
+        for task in tasks:
+            source.task = task.name
+            for slot in task.needs:
+                receive = self.program.receive_at.get(slot)
+                if receive is not None and slot not in self.taken:
+                    self._ask(number, receive.position + 1 + WINDOW)
+                    self._take(receive)
+            timed = self.record and task.job is not None
+            if timed:
+                source.line("began = clock()")
+            for node in task.nodes:
+                self._node(number, node)
+            if timed:
+                source.line(f"log({source.name(task.job)}, began, clock())")
+        if number == len(self.program.phases) - 1:
+            self._finish(number)
+            end = self._results(result(self.program.gm))
+            source.line(f"yield {end}")
+
+    def _node(self, number: int, node: fx.Node) -> None:
+        source, env = self.source, self.env
+        if node.target is ops.send:
+            value = text_of(source.express(node.args[0], env))
+            source.line(f"send({value}, {node.kwargs['to']}, {node.kwargs['tag']})")
+        elif node.target is ops.pause:
+            self._finish(number)  # what is first read after the pause too
+            made = self._results(arguments(node)[0])
+            env[node] = new = source.variable()
+            source.line(f"{new} = yield {made}")
+        elif node.target not in (ops.free, ops.wait):
+            env[node] = source.node(node, env, whole=True)
+
+    def _ask(self, phase: int, end: int) -> None:
+        """Asks for this phase's receives in the program's order, up to the end-th."""
+        receives = self.program.receives
+        while self.asked < min(end, len(receives)):
+            receive = receives[self.asked]
+            if receive.phase != phase:
+                return
+            specs = self.source.name(receive.specs)
+            self.source.line(
+                f"expect({receive.source}, {receive.tag}, {specs}, {receive.bundle})"
+            )
+            self.asked += 1
+
+    def _take(self, receive: Receive) -> None:
+        self.env[self.nodes[receive.slot]] = self.source.make(f"take({receive.tag})")
+        self.taken.add(receive.slot)
+
+    def _finish(self, phase: int) -> None:
+        """Takes what is left of a phase's receives."""
+        self._ask(phase, len(self.program.receives))
+        for receive in self.program.receives:
+            if receive.phase == phase and receive.slot not in self.taken:
+                self._take(receive)
+
+    def _results(self, value: Any) -> str:
+        if isinstance(value, dict):
+            items = (f"{k!r}: {self._results(v)}" for k, v in value.items())
+            return "{" + ", ".join(items) + "}"
+        return text_of(self.source.express(value, self.env))
+
+    def task_of(self, error: BaseException) -> str | None:
+        """The task in which an error was raised."""
+        trace = error.__traceback__
+        while trace is not None:
+            if trace.tb_frame.f_code.co_filename == self.file:
+                return self.tasks[trace.tb_lineno - 2]
+            trace = trace.tb_next
+        return None
+
+
+def alone(
+    program: Program, task: Task, shared: set[fx.Node]
+) -> Callable[[list[Any], Callable[[Any, int, int], None]], None]:
+    """A task as a function of all values, by slot, and of send.
+
+    shared: values that other tasks read, too; the function leaves them in their slots.
+    """
+    source, slots = Source(program.gm), program.slots
+    env: dict[fx.Node, Expression] = {}
+    for node in task.nodes:
+        for read in node.all_input_nodes:
+            env.setdefault(read, f"v[{slots[read]}]")
+    for node in task.nodes:
+        if node.target is ops.send:
+            value = text_of(source.express(node.args[0], env))
+            source.line(f"send({value}, {node.kwargs['to']}, {node.kwargs['tag']})")
+        elif node.target not in (ops.free, ops.wait, ops.pause):
+            env[node] = source.node(node, env)
+            if node in shared:
+                source.line(f"v[{slots[node]}] = {text_of(env[node])}")
+    _, run = compiled(task.name, "v, send", let_go(source.lines), source.names)
+    return run
