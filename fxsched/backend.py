@@ -169,8 +169,8 @@ def profile(
 ) -> Profile:
     """Measures F and B of every node of model(*args, **kwargs), for one microbatch.
 
-    Give it to fxsched.backend, plan or explain. Under torchrun every rank gets what
-    rank 0 measured, so that all plan alike. Parameters, buffers and random numbers stay
+    Give it to fxsched.backend, plan or explain. Under torchrun all ranks measure at the
+    same time, and every rank gets what rank 0 measured, so that all plan alike. Parameters, buffers and random numbers stay
     as they are. Raises PlanError for models that cannot be traced.
     """
     if repeats < 1:

@@ -135,7 +135,7 @@ def run_placed(
 ) -> Simulation:
     """Simulates jobs that have their workers and n already; see simulate."""
     _set_durations(stages, schedule, durations)
-    seconds = kind_seconds(stages, jobs.kinds) * jobs.microbatches
+    seconds = kind_seconds(stages, jobs.kinds)
     if callable(durations):
         seconds = [durations(jobs.job(i)) for i in range(len(jobs))]
     for number, time in enumerate(seconds):
@@ -144,6 +144,8 @@ def run_placed(
                 f"durations: {jobs.job(number)} takes {time!r}; give a number, 0 or "
                 "more"
             )
+    if not callable(durations):
+        seconds *= jobs.microbatches
     if not (transfer is None or isinstance(transfer, Link) or _is_time(transfer)):
         raise PlanError(
             f"simulate(transfer={transfer!r}): give a time of 0 or more, a Link, or "
