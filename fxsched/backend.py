@@ -170,8 +170,9 @@ def profile(
     """Measures F and B of every node of model(*args, **kwargs), for one microbatch.
 
     Give it to fxsched.backend, plan or explain. Under torchrun all ranks measure at the
-    same time, and every rank gets what rank 0 measured, so that all plan alike. Parameters, buffers and random numbers stay
-    as they are. Raises PlanError for models that cannot be traced.
+    same time, and every rank gets what rank 0 measured, so that all plan alike.
+    Parameters, buffers and random numbers stay as they are. Raises PlanError for models
+    that cannot be traced.
     """
     if repeats < 1:
         raise PlanError(f"profile(repeats={repeats!r}): give an int of 1 or more")

@@ -87,7 +87,8 @@ def run(options: argparse.Namespace) -> int:
     headers = "microbatches|jobs|seconds|jobs a second|scanning: jobs a second|GiB"
     formats = (",", ",", ".2f", ",.0f", ",.0f", ".2f")
     print(
-        f"\n{stages} stages on as many workers, 1F1B; medians of {TRIES}; memory is the peak\n"
+        f"\n{stages} stages on as many workers, 1F1B; medians of {TRIES}; "
+        "memory is the peak\n"
     )
     print(tabulate(rows, headers.split("|"), intfmt=",", floatfmt=formats))
     if options.large:
