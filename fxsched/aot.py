@@ -54,6 +54,7 @@ class Pair(NamedTuple):
     weight: fx.GraphModule | None = None
     weight_needs: tuple[tuple[str, int], ...] = ()
     carried: tuple[Spec, ...] = ()
+    carried_bytes: int = 0  # of memory that carried tensors take
 
 
 def stage_key(module: fx.GraphModule) -> str:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from .jobs import PlanError
+from .jobs import PlanError, is_int
 
 
 def positive(name: str, **counts: object) -> None:
     """Raises PlanError for a count that isn't an int of 1 or more."""
     for argument, count in counts.items():
-        if isinstance(count, bool) or not isinstance(count, int) or count < 1:
+        if not is_int(count) or count < 1:  # type: ignore[operator]
             raise PlanError(f"{name}({argument}={count!r}): give an int of 1 or more")
 
 

@@ -169,9 +169,10 @@ def profile(
 ) -> Profile:
     """Measures F and B of every node of model(*args, **kwargs), for one microbatch.
 
-    Give it to fxsched.backend, plan or explain. Under torchrun every rank gets what
-    rank 0 measured, so that all plan alike. Parameters, buffers and random numbers stay
-    as they are. Raises PlanError for models that cannot be traced.
+    Give it to fxsched.backend, plan or explain. Under torchrun all ranks measure at the
+    same time, and every rank gets what rank 0 measured, so that all plan alike.
+    Parameters, buffers and random numbers stay as they are. Raises PlanError for models
+    that cannot be traced.
     """
     if repeats < 1:
         raise PlanError(f"profile(repeats={repeats!r}): give an int of 1 or more")
@@ -212,8 +213,8 @@ class _Traced(Exception):
 class Backend:
     """What fxsched.backend returns; `plan` is there after the first call.
 
-    plan: of the last model that was planned with gradients, else without.
-    timeline: when each job of the last call ran; see there.
+    plan: of the last call with gradients, or, if there was none, without.
+    timeline: when each job of that call ran; see there.
     """
 
     def __init__(
@@ -257,7 +258,9 @@ class Backend:
         key = _key(gm, args)
         if key not in self._steps:
             self._steps[key] = self._make(gm, args)
-        step = self._last = self._steps[key]
+        step = self._steps[key]
+        if self._last is None or step.plan.trains or not self._last.plan.trains:
+            self._last, self.plan = step, step.plan
         if isinstance(self._workers, Ranks):
             self._workers.settle(step.plan, args, self._kept)
         self._random = self._next(self._random)
@@ -291,8 +294,6 @@ class Backend:
             readers=self._workers.readers if self._workers else None,
         )
         plan = make_plan(traced, request, self.passes)
-        if self.plan is None or plan.trains or not self.plan.trains:
-            self.plan = plan
         if self._workers is None:
             raise _Planned(plan)
         plan.check()
@@ -309,8 +310,8 @@ class Backend:
 
     @property
     def timeline(self) -> tuple[Event, ...]:
-        """The jobs of the last call, of all workers, in the order of their starts;
-        seconds from the start of the call.
+        """The jobs of the call that `plan` is of, of all workers, in the order of their
+        starts; seconds from the start of the call.
 
         Raises PlanError without backend(profile=True), and before the first call.
         """

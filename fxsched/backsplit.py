@@ -7,7 +7,7 @@ import operator
 from torch import fx
 
 from .aot import Pair
-from .graphs import Spec, result
+from .graphs import Spec, base, result
 
 
 def split_weights(pair: Pair) -> Pair:
@@ -37,7 +37,8 @@ def split_weights(pair: Pair) -> Pair:
     }
     late = [n for n in graph.nodes if n.op == "call_function" and n not in early]
     read = [p for n in late for p in n.all_input_nodes]
-    outside = [n for n in (*read, *weights) if n not in set(late)]
+    inside = set(late)
+    outside = [n for n in (*read, *weights) if n not in inside]
     carried = list(dict.fromkeys(n for n in outside if n not in state))
     wanted = list(dict.fromkeys(n for n in outside if n in state))
     backward, weight = fx.Graph(), fx.Graph()
@@ -46,6 +47,14 @@ def split_weights(pair: Pair) -> Pair:
         if node.op == "placeholder" or node in early:
             new[node] = backward.node_copy(node, new.__getitem__)
     backward.output(tuple(new[n] for n in (*inputs, *carried)))
+    needs = []
+    for node, need in zip(
+        backward.find_nodes(op="placeholder"), pair.needs, strict=True
+    ):
+        if node.users:
+            needs.append(need)
+        else:
+            backward.erase_node(node)
     new = {}
     for node in (*wanted, *carried):
         new[node] = weight.placeholder(node.name)
@@ -53,13 +62,18 @@ def split_weights(pair: Pair) -> Pair:
     for node in late:
         new[node] = weight.node_copy(node, new.__getitem__)
     weight.output(tuple(new[n] for n in weights))
-    needs = [("state", state[n]) for n in wanted]
-    needs += [("carried", k) for k in range(len(carried))]
+    later = [("state", state[n]) for n in wanted]
+    later += [("carried", k) for k in range(len(carried))]
     return pair._replace(
         backward=fx.GraphModule(pair.backward, backward),
+        needs=tuple(needs),
         weight=fx.GraphModule(pair.backward, weight),
-        weight_needs=tuple(needs),
+        weight_needs=tuple(later),
         carried=tuple(Spec.of(n.meta["val"]) for n in carried),
+        carried_bytes=sum(
+            Spec.of(root.meta["val"]).bytes
+            for root in dict.fromkeys(map(base, carried))
+        ),
     )
 
 

@@ -90,15 +90,17 @@ def check_programs(
     Sound: every job runs once, where w says; every recv has its send, of the same
     shapes, and the other way round; each pair of workers sends and receives in one
     order; with each send and its recv as one event, the programs' orders have no
-    circle, and neither do tasks; a job reads its own microbatch's values; every value
-    is there when it is read, and freed once; the gradient of every parameter holds
-    every B of every microbatch once, and reaches all its owners.
+    circle, and neither do tasks; a job calls its own stage, and reads values of its own
+    microbatch and what its own F saved or B carries; every value is there when it is
+    read, and freed once; the gradient of every parameter holds every B (or W) of every
+    microbatch once, and reaches all its owners.
     """
     _check_jobs(programs, placements)
     messages = _match(programs)
     _check_order(programs, messages)
     _check_cycle(programs, messages)
     _check_microbatches(programs, messages)
+    _check_sources(programs, messages)
     _check_tasks(programs, messages)
     for rank, program in enumerate(programs):
         _check_lives(rank, program)
@@ -280,6 +282,47 @@ def _check_microbatches(
                         )
 
 
+def _check_sources(
+    programs: Sequence[fx.GraphModule], messages: Mapping[int, Message]
+) -> None:
+    """A job calls its own stage; B reads what its F saved, and W what its B carries."""
+    names = {
+        Direction.FORWARD: "forward",
+        Direction.BACKWARD: "backward",
+        Direction.WEIGHT: "weight",
+    }
+    before = {
+        Direction.BACKWARD: Direction.FORWARD,
+        Direction.WEIGHT: Direction.BACKWARD,
+    }
+    for rank, program in enumerate(programs):
+        for node in program.graph.find_nodes(op="call_module"):
+            job: Job = node.meta["job"]
+            if node.target != f"{names[job.direction]}_{job.stage}":
+                raise CheckError(f"worker {rank}: {job} calls {node.target}")
+            kept = node.args[1]
+            if job.direction in before and isinstance(kept, fx.Node):
+                maker = _maker(kept, messages)
+                wanted = job._replace(direction=before[job.direction])
+                if maker != wanted:
+                    raise CheckError(
+                        f"worker {rank}: {job} reads {kept}, which {maker} made, "
+                        f"not {wanted}"
+                    )
+
+
+def _maker(value: fx.Node, messages: Mapping[int, Message]) -> Job | None:
+    """The job that a part of its result comes from."""
+    while value.target in RECEIVES:
+        tag: Any = value.kwargs["tag"]
+        value = arguments(messages[tag].send)[0]
+    source = value.args[0] if value.args else None
+    if isinstance(source, fx.Node) and source.op == "call_module":
+        job: Job = source.meta["job"]
+        return job
+    return None
+
+
 def _microbatches(value: fx.Node, messages: Mapping[int, Message]) -> set[int]:
     """The microbatches that a value was made from."""
     found: set[int] = set()
@@ -328,6 +371,8 @@ def _check_gradients(
 ) -> None:
     """Follows each gradient that a worker returns back to the B, or W, jobs that made
     it."""
+    split = any(job.direction is Direction.WEIGHT for job in placements)
+    gives = Direction.WEIGHT if split else Direction.BACKWARD
     expected: dict[int, Counter[Job]] = {}
     for program in programs:
         for node in program.graph.nodes:
@@ -337,16 +382,15 @@ def _check_gradients(
                 group is not None
                 and isinstance(source, fx.Node)
                 and source.op == "call_module"
-                and source.meta["job"].direction is not Direction.FORWARD
+                and source.meta["job"].direction is gives
             ):
                 expected.setdefault(group, Counter())[source.meta["job"]] += 1
-    for group, made in expected.items():
-        split = any(job.direction is Direction.WEIGHT for job in placements)
-        gives = Direction.WEIGHT if split else Direction.BACKWARD
-        stages = {job.stage for job in made}
+    for number, group in enumerate(groups):
+        made = expected.get(number, Counter())
         for job in placements:
-            if job.direction is gives and job.stage in stages and not made[job]:
-                raise CheckError(f"{job} gives no gradient of group {group}")
+            if job.direction is gives and job.stage in group.givers and not made[job]:
+                names = ", ".join(group.names[:3])
+                raise CheckError(f"{job} gives no gradient of group {number}: {names}")
     trains = any(job.direction is Direction.BACKWARD for job in placements)
     for group in range(len(groups)):
         jobs = expected.get(group, Counter())

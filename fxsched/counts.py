@@ -56,7 +56,8 @@ def owners(jobs: Jobs) -> dict[int, list[int]]:
 
 def fetches(stages: nx.DiGraph[int], timeline: Timeline) -> tuple[Any, Any, Any, Any]:
     """The jobs of worker 0 in their order, then those of worker 1 and so on; whether
-    each reads weights kept elsewhere; whether it has to fetch them; and from where."""
+    each reads weights kept elsewhere; how many groups of them it has to fetch; and from
+    where."""
     jobs = timeline.jobs
     order = np.asarray(timeline.order, int)
     compute = np.asarray(jobs.compute, int)
@@ -71,7 +72,7 @@ def fetches(stages: nx.DiGraph[int], timeline: Timeline) -> tuple[Any, Any, Any,
             kept[group, wanted], wanted, np.where(kept[group, here], here, first[group])
         )
         found.append((group, source, (group >= 0) & (source != here)))
-    away, fetch = np.zeros(len(order), bool), np.zeros(len(order), bool)
+    away, fetch = np.zeros(len(order), bool), np.zeros(len(order), int)
     origin = wanted.copy()
     for group, source, missing in found:
         new = missing.copy()
@@ -84,7 +85,7 @@ def fetches(stages: nx.DiGraph[int], timeline: Timeline) -> tuple[Any, Any, Any,
             )
         away |= missing
         origin[new] = source[new]
-        fetch |= new
+        fetch += new
     return order, away, fetch, origin
 
 
@@ -145,7 +146,7 @@ def worker_records(
         map(int, ones),
         sizes,
         kept.tolist(),
-        np.bincount(here[fetched], None, count).tolist(),
+        np.bincount(here, fetched, count).astype(int).tolist(),
         np.bincount(here[away], None, count).tolist(),
         received.tolist(),
         sent.tolist(),

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from heapq import heappop, heappush
 from typing import NamedTuple, overload
 
@@ -38,7 +39,7 @@ class Jobs:
         ties of n; a microbatch's jobs come before those of the next.
     preds: for each kind, the kinds that it waits for, of the same microbatch.
     weights, compute, n: the workers and the priority of each job.
-    more: further successors of jobs.
+    more: further successors of jobs, which nothing is sent to.
     """
 
     kinds: tuple[Kind, ...]
@@ -58,14 +59,19 @@ class Jobs:
         stage, direction = self.kinds[kind]
         return Job(stage, microbatch, direction)
 
+    @cached_property
+    def at(self) -> dict[Kind, int]:
+        """The number of each kind."""
+        return {kind: i for i, kind in enumerate(self.kinds)}
+
     def number(self, job: Job) -> int:
-        kind = self.kinds.index((job.stage, job.direction))
+        kind = self.at[job.stage, job.direction]
         return job.microbatch * len(self.kinds) + kind
 
     def holders(self, release: Direction) -> dict[int, tuple[int, int]]:
         """By kind of F, the kinds of its B and of the job that lets go of what F
         saved: `release`, or B where a stage has none; for stages that have a B."""
-        at = {kind: i for i, kind in enumerate(self.kinds)}
+        at = self.at
         return {
             at[s, FORWARD]: (b, at.get((s, release), b))
             for s, d in self.kinds
@@ -169,14 +175,12 @@ def run_jobs(
         missing[j] += 1
     caps: list[int | None] = [None] * K  # of kinds F
     to_holder = [0] * K  # from F and from what lets go of its activations, to B
+    frees = [False] * K  # what lets go of a capped F's activations
     for f, (b, last) in jobs.holders(release).items():
         caps[f] = cap(jobs.kinds[f][0])
         if caps[f] is not None:
             to_holder[f], to_holder[last] = b - f, b - last
-    lets_go = [caps[f] is not None for f in range(K)]
-    frees = [False] * K
-    for f, (_, last) in jobs.holders(release).items():
-        frees[last] = lets_go[f]
+            frees[last] = True
 
     ready: list[list[int]] = [[] for _ in range(W)]  # heaps of ranks
     lines: list[list[int]] = [[] for _ in range(W if in_order else 0)]
@@ -255,10 +259,13 @@ def run_jobs(
                     r = heappop(parked[place])
                     heappush(ready[compute[ranked[r]]], r)
                     idle.add(compute[ranked[r]])
-            after: Iterable[int] = map(j.__add__, succs[k])
             if jobs.more:
-                after = (*after, *jobs.more.get(j, ()))
-            for t in after:
+                for t in jobs.more.get(j, ()):
+                    missing[t] -= 1
+                    if not missing[t]:
+                        heappush(ready[compute[t]], rank[t])
+                        idle.add(compute[t])
+            for t in map(j.__add__, succs[k]):
                 if network and compute[t] != w:
                     when = network.arrival(j, t, now)
                     if when > now:

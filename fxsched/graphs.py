@@ -92,12 +92,14 @@ class Group(NamedTuple):
     owners: workers that keep them, in increasing order.
     stages: stages that read them.
     trained: for each name, whether it gets a gradient.
+    givers: stages that give gradients.
     """
 
     names: tuple[str, ...]
     owners: tuple[int, ...]
     stages: tuple[int, ...]
     trained: tuple[bool, ...]
+    givers: tuple[int, ...] = ()
 
 
 def result(gm: fx.GraphModule) -> Any:

@@ -103,7 +103,7 @@ class Schedule:
             count = getattr(self, field)
             if field == "stages" and count is None:
                 continue
-            if not _is_int(count) or count < 1:
+            if not is_int(count) or count < 1:
                 raise PlanError(
                     f"Schedule({field}={count!r}): give an int of 1 or more"
                 )
@@ -119,8 +119,13 @@ class Schedule:
                     f"Schedule({field}={getattr(self, field)!r}): give a function of "
                     "(stage, microbatch, direction)"
                 )
+        for field in ("split_backward", "in_order"):
+            if not isinstance(getattr(self, field), bool):
+                raise PlanError(
+                    f"Schedule({field}={getattr(self, field)!r}): give True or False"
+                )
         cap = self.in_flight
-        if cap is not None and not callable(cap) and (not _is_int(cap) or cap < 1):
+        if cap is not None and not callable(cap) and (not is_int(cap) or cap < 1):
             raise PlanError(
                 f"Schedule(in_flight={cap!r}): give None, an int of 1 or more, or a "
                 "function of the stage"
@@ -167,7 +172,7 @@ class Schedule:
                 "a pair (weight worker, compute worker)"
             )
         for verb, worker in zip(("puts its weights", "runs"), answer, strict=True):
-            if not _is_int(worker):
+            if not is_int(worker):
                 raise PlanError(
                     f"w({job}) {verb} on worker {worker!r}, which is not an int"
                 )
@@ -181,7 +186,7 @@ class Schedule:
     def priority(self, job: Job) -> int:
         """n of a job, checked. Raises PlanError if it isn't an int."""
         answer = self.n(*job)
-        if not _is_int(answer):
+        if not is_int(answer):
             raise PlanError(f"n({job}) returned {answer!r}; return an int")
         return int(answer)
 
@@ -190,13 +195,13 @@ class Schedule:
         if not callable(self.in_flight):
             return self.in_flight
         answer = self.in_flight(stage)
-        if answer is not None and not _is_int(answer):
+        if answer is not None and not is_int(answer):
             raise PlanError(
                 f"in_flight({stage}) returned {answer!r}; return None or an int"
             )
         return answer
 
 
-def _is_int(value: object) -> bool:
+def is_int(value: object) -> bool:
     """Whether a user's number is an int (numpy's too), but not a bool."""
     return hasattr(value, "__index__") and not isinstance(value, bool)

@@ -31,6 +31,7 @@ from .passes.unroll import unroll_jobs
 from .passes.weights import fetch_weights
 from .request import Request
 from .simulate import Durations, Simulation, run_placed
+from .stages import credits, in_its_order
 
 PASSES = (
     assign_stages,  # every node gets a stage
@@ -85,7 +86,7 @@ class Plan:
 
     def simulate(
         self,
-        durations: Durations | Sequence[Event] = None,
+        durations: Durations = None,
         transfer: float | Link | None = None,
         prefetch: int | None = None,
     ) -> Simulation:
@@ -95,14 +96,12 @@ class Plan:
             the median of each stage and direction; or what fxsched.simulate takes, as
             for transfer (None: as estimated) and prefetch.
         """
-        jobs = self.timeline.jobs
-        position = [0] * len(jobs)
-        for i, job in enumerate(self.jobs):
-            position[jobs.number(job)] = i
         fixed = replace(self.schedule, in_order=True, in_flight=None)
-        placed = replace(jobs, n=position)
+        jobs = self.timeline.jobs
+        room = {} if self.loss is None else credits(self.schedule, self.timeline)
+        jobs = in_its_order(jobs, [jobs.number(job) for job in self.jobs], room)
         stages = self.stages.copy()
-        return run_placed(fixed, stages, placed, durations, transfer, prefetch)
+        return run_placed(fixed, stages, jobs, durations, transfer, prefetch)
 
     def diagram(self) -> Diagram:
         """A picture of the step as it was planned."""

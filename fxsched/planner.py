@@ -115,9 +115,10 @@ class _Planner:
         """Whether w and n, which may be tables, have entries for so many stages."""
         if self.schedule.fit is not None:
             return True
-        jobs = [Job(count - 1, b, d) for b in (0, 1) for d in self.schedule.directions]
+        every = range(min(2, self.schedule.microbatches))
+        jobs = [Job(count - 1, b, d) for b in every for d in self.schedule.directions]
         try:
-            for job in jobs[: 2 * self.schedule.microbatches]:
+            for job in jobs:
                 self.schedule.place(job)
                 self.schedule.priority(job)
         except LookupError:

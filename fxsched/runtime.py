@@ -1,7 +1,7 @@
 """Runs one worker's program over an endpoint.
 
-"static" runs its tasks in the program's order, as one function; "dynamic" runs, of those
-whose inputs are there, the one with the smallest n, each as a function of its own.
+"static" runs its tasks in the program's order, all as one function; "dynamic" runs, of
+those whose inputs are there, the one with the smallest n, as a function of its own.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import heapq
 import queue
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 from typing import Any
 

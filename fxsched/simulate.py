@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
+from math import inf
+from numbers import Real
 from statistics import median
 from types import MappingProxyType
 
@@ -15,9 +17,9 @@ from . import show
 from .counts import Worker, worker_records
 from .diagram import Diagram, draw
 from .eventloop import Event, Jobs, Network, Timeline, run_jobs
-from .jobs import Direction, Job, PlanError, Schedule
+from .jobs import Direction, Job, PlanError, Schedule, is_int
 from .links import Link, Transfers
-from .stages import Edges, kind_seconds, stage_jobs
+from .stages import Edges, credits, in_its_order, kind_seconds, stage_jobs
 
 FORWARD, BACKWARD, WEIGHT = Direction
 Durations = Mapping[str, float] | Callable[[Job], float] | Sequence[Event] | None
@@ -133,15 +135,23 @@ def run_placed(
 ) -> Simulation:
     """Simulates jobs that have their workers and n already; see simulate."""
     _set_durations(stages, schedule, durations)
-    seconds = kind_seconds(schedule, stages, jobs.kinds) * jobs.microbatches
+    seconds = kind_seconds(stages, jobs.kinds)
     if callable(durations):
         seconds = [durations(jobs.job(i)) for i in range(len(jobs))]
-    bad = next((i for i, time in enumerate(seconds) if not time >= 0), None)
-    if bad is not None:
+    for number, time in enumerate(seconds):
+        if not _is_time(time):
+            raise PlanError(
+                f"durations: {jobs.job(number)} takes {time!r}; give a number, 0 or "
+                "more"
+            )
+    if not callable(durations):
+        seconds *= jobs.microbatches
+    if not (transfer is None or isinstance(transfer, Link) or _is_time(transfer)):
         raise PlanError(
-            f"durations: {jobs.job(bad)} takes {seconds[bad]!r}; give 0 or more"
+            f"simulate(transfer={transfer!r}): give a time of 0 or more, a Link, or "
+            "None for the `seconds` of edges"
         )
-    if prefetch is not None and prefetch < 0:
+    if prefetch is not None and (not is_int(prefetch) or prefetch < 0):
         raise PlanError(
             f"simulate(prefetch={prefetch!r}): give how many jobs ahead of need "
             "weights are asked for, 0 or more; or None"
@@ -152,11 +162,9 @@ def run_placed(
     elif isinstance(transfer, Link) or transfer:
         network = Transfers(schedule, stages, jobs, transfer)
 
-    def step(network: Network | None, in_order: bool) -> Timeline:
-        cap = schedule.cap
-        return run_jobs(jobs, seconds, cap, schedule.release, network, in_order)
-
-    timeline = step(network, schedule.in_order)
+    timeline = run_jobs(
+        jobs, seconds, schedule.cap, schedule.release, network, schedule.in_order
+    )
     if not timeline.complete:
         done = set(timeline.order)
         waiting = next(i for i in range(len(jobs)) if i not in done)
@@ -167,20 +175,30 @@ def run_placed(
     latency = max(timeline.end, default=0.0)
     if prefetch is not None:
         # the order is known now: the same jobs in it, and weights asked for ahead
-        position = {number: i for i, number in enumerate(timeline.order)}
-        jobs = replace(jobs, n=[position[i] for i in range(len(jobs))])
+        jobs = in_its_order(jobs, timeline.order, credits(schedule, timeline))
         fetching = Transfers(schedule, stages, jobs, transfer, timeline, prefetch)
-        timeline = step(fetching, in_order=True)
+        timeline = run_jobs(jobs, seconds, network=fetching, in_order=True)
+        assert timeline.complete, "fetches stop a schedule that runs without them"
         latency = max(*timeline.end, fetching.returned)
     return Simulation(
         schedule, stages, latency, worker_records(schedule, stages, timeline), timeline
     )
 
 
+def _is_time(value: object) -> bool:
+    return isinstance(value, Real) and 0 <= float(value) < inf
+
+
 def _stages(
     schedule: Schedule, stages: int | nx.DiGraph[int] | None
 ) -> nx.DiGraph[int]:
     """A graph of the stages that simulate may write into."""
+    given = len(stages) if isinstance(stages, nx.DiGraph) else stages
+    if given and schedule.stages not in (None, given):
+        raise PlanError(
+            f"simulate(stages=): {schedule.name or 'the schedule'} is made for "
+            f"{schedule.stages} stages, not {given}; make it for as many"
+        )
     if isinstance(stages, nx.DiGraph):
         if sorted(stages) != list(range(len(stages))) or not len(stages):
             raise PlanError(
@@ -194,10 +212,8 @@ def _stages(
                     "smaller number; number the stages in the order of data flow"
                 )
         return stages.copy()
-    count = stages
-    if count is None:
-        count = schedule.stages or schedule.workers
-    if not isinstance(count, int) or count < 1:
+    count = (schedule.stages or schedule.workers) if stages is None else stages
+    if not is_int(count) or count < 1:
         raise PlanError(
             f"simulate(stages={count!r}): give an int of 1 or more, or a "
             "networkx.DiGraph"
@@ -221,18 +237,26 @@ def _set_durations(
                 )
         return
     if not isinstance(durations, Mapping):
-        times = durations if callable(durations) else _medians(durations)
+        times = durations if callable(durations) else _medians(durations, schedule)
         for s, data in stages.nodes(data=True):
-            data["forward"] = times(Job(s, 0, FORWARD))
-            later = [times(Job(s, 0, d)) for d in schedule.directions[1:]]
-            data["backward"] = sum(later)
-            data["weight"] = later[-1]
+            for b in range(schedule.microbatches):  # the first whose B takes time
+                data["forward"] = times(Job(s, b, FORWARD))
+                later = [times(Job(s, b, d)) for d in schedule.directions[1:]]
+                data["backward"], data["weight"] = sum(later), later[-1]
+                if data["backward"] != 0:
+                    break
         return
     if not {"F", "B"} <= set(durations) <= {"F", "B", "W"}:
         raise PlanError(
             f"simulate(durations={dict(durations)}): give times of F, B and, if B is "
             'split, W, as {"F": 1, "B": 2}'
         )
+    for name, time in durations.items():
+        if not _is_time(time):
+            raise PlanError(
+                f"simulate(durations={dict(durations)}): {name} takes {time!r}; give a "
+                "number, 0 or more"
+            )
     for _, data in stages.nodes(data=True):
         data.pop("weight", None)
         data["forward"], data["backward"] = durations["F"], durations["B"]
@@ -241,10 +265,26 @@ def _set_durations(
             data["weight"] = durations["W"]
 
 
-def _medians(events: Sequence[Event]) -> Callable[[Job], float]:
+def _medians(events: Sequence[Event], schedule: Schedule) -> Callable[[Job], float]:
     """How long a job of a stage and direction took, of all that ran."""
     taken: dict[tuple[int, Direction], list[float]] = {}
     for job, _, start, end in events:
         taken.setdefault((job.stage, job.direction), []).append(end - start)
     times = {kind: median(found) for kind, found in taken.items()}
-    return lambda job: times.get((job.stage, job.direction), 0.0)
+    ran = {d for _, d in times}
+    if missing := set(schedule.directions) - ran:
+        names = " and ".join(sorted(map(str, missing)))
+        raise PlanError(
+            f"durations: the timeline has no {names} jobs, which {schedule} has; give "
+            "one of a whole step of it, backward() included"
+        )
+
+    def time(job: Job) -> float:
+        if (job.stage, FORWARD) not in times:
+            raise PlanError(
+                f"durations: the timeline has no jobs of stage {job.stage}; give one "
+                "of as many stages"
+            )
+        return times.get((job.stage, job.direction), 0.0)
+
+    return time

@@ -14,7 +14,8 @@ own, where w says).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 import networkx as nx
 import numpy as np
@@ -94,15 +95,13 @@ def stage_jobs(schedule: Schedule, stages: nx.DiGraph[int]) -> Jobs:
     return place_jobs(schedule, kinds, preds)
 
 
-def kind_seconds(
-    schedule: Schedule, stages: nx.DiGraph[int], kinds: Sequence[Kind]
-) -> list[float]:
+def kind_seconds(stages: nx.DiGraph[int], kinds: Sequence[Kind]) -> list[float]:
     """How long a job of each kind takes."""
-    found = []
+    found, known = [], set(kinds)
     for s, d in kinds:
         data = stages.nodes[s]
         weight = 0.0
-        if schedule.split_backward:
+        if (s, WEIGHT) in known:
             weight = data.get("weight", data["backward"] / 2)
         seconds = {FORWARD: data["forward"], WEIGHT: weight}
         found.append(seconds.get(d, data["backward"] - weight))
@@ -114,12 +113,47 @@ def run_stages(schedule: Schedule, stages: nx.DiGraph[int]) -> Timeline:
     jobs = stage_jobs(schedule, stages)
     return run_jobs(
         jobs,
-        kind_seconds(schedule, stages, jobs.kinds) * jobs.microbatches,
+        kind_seconds(stages, jobs.kinds) * jobs.microbatches,
         schedule.cap,
         schedule.release,
         Edges(jobs, stages),
         schedule.in_order,
     )
+
+
+def credits(schedule: Schedule, timeline: Timeline) -> dict[int, int]:
+    """The job that makes room for each capped F, by number, first out first in."""
+    jobs, width = timeline.jobs, len(timeline.jobs.kinds)
+    holders = jobs.holders(schedule.release)
+    last = {last: b for b, last in holders.values()}
+    room: dict[tuple[int, int], list[int]] = {}
+    used: dict[tuple[int, int], int] = {}
+    found = {}
+    for number in timeline.order:
+        kind = number % width
+        stage = jobs.kinds[kind][0]
+        if kind in last:
+            holder = jobs.compute[number - kind + last[kind]]
+            room.setdefault((stage, holder), []).append(number)
+        elif kind in holders:
+            place = (stage, jobs.compute[number - kind + holders[kind][0]])
+            limit = schedule.cap(stage)
+            taken = used[place] = used.get(place, 0) + 1
+            if limit is not None and taken > limit:
+                found[number] = room[place][taken - limit - 1]
+    return found
+
+
+def in_its_order(jobs: Jobs, order: Sequence[int], room: Mapping[int, int]) -> Jobs:
+    """The jobs with n such that workers run them in this order, and each capped F after
+    the job that makes room for it, its credit. To be run in_order, without a cap."""
+    position = [0] * len(jobs)
+    for i, number in enumerate(order):
+        position[number] = i
+    more = {number: list(after) for number, after in jobs.more.items()}
+    for number, last in room.items():
+        more.setdefault(last, []).append(number)
+    return replace(jobs, n=position, more=more)
 
 
 class Edges(Network):

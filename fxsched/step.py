@@ -22,6 +22,7 @@ class Step:
 
     events: of the last call, from its start on, if `record`; where B runs in
         backward(), as if that followed at once.
+    latest: the runs of that call.
     """
 
     def __init__(
@@ -34,6 +35,7 @@ class Step:
         self.plan, self.programs, self.workers = plan, programs, workers
         self.record = record
         self.events: tuple[Event, ...] = ()
+        self.latest: list[Run] = []
 
     def __call__(self, args: tuple[Any, ...], random: Random) -> Sequence[Any]:
         if not self.plan.trains:
@@ -65,7 +67,8 @@ class Step:
             return found
 
         self.events = ()
-        return self.workers.start(self.programs, inputs)
+        self.latest = self.workers.start(self.programs, inputs)
+        return self.latest
 
     def _advance(
         self, runs: list[Run], tangents: dict[int, Tensor] | None
@@ -100,7 +103,8 @@ class Step:
         for run in runs:
             run.events.clear()
         new = sorted(self.workers.gather(new), key=lambda e: (e.start, e.worker))
-        self.events += tuple(new)
+        if runs is self.latest:  # a call before it may run its backward() now
+            self.events += tuple(new)
 
     def _outputs(
         self, args: tuple[Any, ...], results: dict[str, Any]
@@ -119,7 +123,7 @@ class Step:
         """The gradient of each leaf; None for those that other workers keep."""
         found: dict[int, Tensor] = {int(i): g for i, g in results["inputs"].items()}
         for group, gradients in results["groups"].items():
-            names, _, _, trained = self.plan.groups[int(group)]
+            names, _, _, trained, _ = self.plan.groups[int(group)]
             wanted = [n for n, t in zip(names, trained, strict=True) if t]
             for name, gradient in zip(wanted, gradients, strict=True):
                 found[self.plan.state[name].input] = gradient

@@ -88,7 +88,7 @@ def make_task(
         room = [limit - held for held in weights(jobs, stages)]
         if min(room) < 0:
             return None
-    seconds = tuple(kind_seconds(schedule, stages, jobs.kinds))
+    seconds = tuple(kind_seconds(stages, jobs.kinds))
     delays = _delays(jobs, stages, transfer)
     return Task(schedule, jobs, seconds, delays, takes, gives, tuple(room))
 

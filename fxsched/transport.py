@@ -194,17 +194,21 @@ class Processes:
 
 
 def from_rank_0(make: Callable[[], T]) -> T:
-    """What make() gives on rank 0, or here if there are no ranks; its errors too."""
+    """What make() gives on rank 0, or here if there are no ranks; its errors too.
+
+    All ranks run it at the same time, so that what it measures is as slow as in a step,
+    where all are busy.
+    """
     if not dist.is_initialized():
         if not started_by_torchrun():
             return make()
         dist.init_process_group("gloo")
     found: list[Any] = [None, None]
-    if dist.get_rank() == 0:
-        try:
-            found[0] = make()
-        except Exception as error:
-            found[1] = error
+    dist.barrier()
+    try:
+        found[0] = make()
+    except Exception as error:
+        found[1] = error
     dist.broadcast_object_list(found, 0)
     if found[1] is not None:
         raise found[1]

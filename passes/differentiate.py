@@ -100,6 +100,7 @@ class _Differentiation:
         """Traces stages from the last to the first, as gradients become known."""
         live = set(self.gradients)
         trained = [[False] * len(group.names) for group in self.groups]
+        givers: list[set[int]] = [set() for _ in self.groups]
         for call in reversed(self.calls):
             weights, inputs = arguments(call)
             outs = _parts(call)
@@ -109,10 +110,12 @@ class _Differentiation:
             live.update(inputs[i] for i in pair.input_gradients)
             for i in pair.state_gradients:
                 group, k = module.meta["state"][i]
-                trained[weights[group].meta["group"]][k] = True
+                number = weights[group].meta["group"]
+                trained[number][k] = True
+                givers[number].add(call.meta["stage"])
         self.groups = self.gm.meta["groups"] = [
-            group._replace(trained=tuple(flags))
-            for group, flags in zip(self.groups, trained, strict=True)
+            group._replace(trained=tuple(flags), givers=tuple(sorted(stages)))
+            for group, flags, stages in zip(self.groups, trained, givers, strict=True)
         ]
 
     def _module(self, call: fx.Node) -> fx.GraphModule:
@@ -207,7 +210,7 @@ class _Differentiation:
         self.gm.meta["stages"].nodes[stage].update(
             backward=now + later,
             weight=later,
-            held=(pair.held if saved is not None else 0)
+            held=max(pair.held if saved is not None else 0, pair.carried_bytes)
             + sum(
                 spec.bytes
                 for value in inputs

@@ -9,9 +9,9 @@ from torch import fx
 
 from ..eventloop import Jobs, Kind, Timeline, run_jobs
 from ..graphs import result
-from ..jobs import Direction, Job, Placement, PlanError, Schedule
+from ..jobs import Direction, Placement, PlanError, Schedule
 from ..request import Request
-from ..stages import Edges, place_jobs
+from ..stages import Edges, credits, place_jobs
 
 FORWARD, BACKWARD, _ = Direction
 Cap = Callable[[int], int | None]
@@ -31,18 +31,18 @@ def order_jobs(gm: fx.GraphModule, request: Request) -> fx.GraphModule:
     """
     schedule = request.schedule
     calls = _calls(gm)
-    split = gm.meta["loss"] is None
+    late = gm.meta["loss"] is None  # B runs in backward()
     kinds = list(calls)
     jobs = place_jobs(schedule, kinds, _preds(calls))
     jobs = replace(jobs, more=_chain_buffers(gm, jobs))
     n = {jobs.job(i): priority for i, priority in enumerate(jobs.n)}
-    if split:
+    if late:
         jobs = _forward_first(jobs)
     seconds = [node.meta["seconds"] for node in calls.values()] * jobs.microbatches
     edges = Edges(jobs, gm.meta["stages"])
 
     def run(cap: Cap) -> Timeline:
-        limit: Cap = (lambda s: None) if split else cap
+        limit: Cap = (lambda s: None) if late else cap
         return run_jobs(
             jobs, seconds, limit, schedule.release, edges, schedule.in_order
         )
@@ -51,7 +51,7 @@ def order_jobs(gm: fx.GraphModule, request: Request) -> fx.GraphModule:
     if not timeline.complete:
         raise _stuck(schedule, run, timeline)
     order = [jobs.job(number) for number in timeline.order]
-    if split:
+    if late:
         order.sort(key=lambda job: job.direction is not FORWARD)
     gm.meta["jobs"] = order
     gm.meta["placements"] = {
@@ -60,7 +60,8 @@ def order_jobs(gm: fx.GraphModule, request: Request) -> fx.GraphModule:
     }
     gm.meta["n"] = n
     gm.meta["timeline"] = timeline
-    gm.meta["credits"] = {} if split else _credits(schedule, timeline)
+    found = {} if late else credits(schedule, timeline)
+    gm.meta["credits"] = {jobs.job(f): jobs.job(last) for f, last in found.items()}
     return gm
 
 
@@ -117,52 +118,34 @@ def _chain_buffers(gm: fx.GraphModule, jobs: Jobs) -> dict[int, list[int]]:
     return more
 
 
-def _credits(schedule: Schedule, timeline: Timeline) -> dict[Job, Job]:
-    """The B, or W, that makes room for each capped F, first out first in."""
-    jobs, width = timeline.jobs, len(timeline.jobs.kinds)
-    holders = jobs.holders(schedule.release)
-    last = {last: b for b, last in holders.values()}
-    room: dict[tuple[int, int], list[Job]] = {}
-    used: dict[tuple[int, int], int] = {}
-    result = {}
-    for number in timeline.order:
-        kind = number % width
-        job = jobs.job(number)
-        if kind in last:
-            holder = jobs.compute[number - kind + last[kind]]
-            room.setdefault((job.stage, holder), []).append(job)
-        elif kind in holders:
-            place = (job.stage, jobs.compute[number - kind + holders[kind][0]])
-            limit = schedule.cap(job.stage)
-            taken = used[place] = used.get(place, 0) + 1
-            if limit is not None and taken > limit:
-                result[job] = room[place][taken - limit - 1]
-    return result
-
-
 def _stuck(
     schedule: Schedule, run: Callable[[Cap], Timeline], timeline: Timeline
 ) -> PlanError:
     """What to say of a schedule that stops: the job that waits, and what would work."""
     jobs = timeline.jobs
-    done = {jobs.job(number) for number in timeline.order}
-    width = len(jobs.kinds)
-    waiting = next(
-        job
-        for job in map(jobs.job, range(len(jobs)))
-        if job not in done
-        and all(
-            jobs.job(job.microbatch * width + p) in done
-            for p in jobs.preds[jobs.number(job) % width]
-        )
-    )
-    if schedule.in_order and not run(lambda s: None).complete:
+    done, width = set(timeline.order), len(jobs.kinds)
+    after = {t for j, more in jobs.more.items() if j not in done for t in more}
+    ready = [
+        number
+        for number in range(len(jobs))
+        if number not in done | after
+        and all(number - number % width + p in done for p in jobs.preds[number % width])
+    ]
+    if not run(lambda s: None).complete:
+        buffers = " (F of a stage with buffers run in the order of microbatches)"
         return PlanError(
-            f"in_order stops the schedule: {waiting} is ready, but its worker waits "
-            "for a job with a smaller n that needs it; give n an order in which every "
-            "job comes after those that it reads from"
+            f"in_order stops the schedule: {jobs.job(ready[0])} is ready, but its "
+            "worker waits for a job with a smaller n that needs it; give n an order "
+            "in which every job comes after those that it reads from"
+            + buffers
+            * bool(jobs.more)
         )
     caps = {s: schedule.cap(s) for s, _ in jobs.kinds}
+    waiting = next(
+        job
+        for job in map(jobs.job, ready)
+        if job.direction is FORWARD and caps[job.stage] is not None
+    )
     for extra in range(1, schedule.microbatches + 1):
         raised = {s: c if c is None else max(c, 0) + extra for s, c in caps.items()}
         if run(raised.__getitem__).complete:
@@ -172,8 +155,11 @@ def _stuck(
         works = f"one that is larger by {extra} for every stage works"
     else:
         works = f"the smallest that works is {values[0]}"
+    stopped = f"no {schedule.release} can run"
+    if schedule.in_order:
+        stopped = f"{schedule.release} comes after it in the order of n"
     return PlanError(
         f"in_flight stops the schedule: {waiting} waits for room on its worker, which "
         f"allows {caps[waiting.stage]} microbatches of stage {waiting.stage} between F "
-        f"and {schedule.release}, and no {schedule.release} can run; {works}"
+        f"and {schedule.release}, and {stopped}; {works}"
     )

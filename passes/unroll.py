@@ -63,9 +63,9 @@ class _Unroll:
         if any(call.meta["draw"] is not None for call in self.calls.values()):
             self.seed = self.graph.placeholder("seed")
             self.seed.meta["specs"] = ()
-        split = self.gm.meta["loss"] is None
+        late = self.gm.meta["loss"] is None  # B runs in backward()
         for job in jobs:
-            if split and job.direction is Direction.BACKWARD and not self.pauses:
+            if late and job.direction is Direction.BACKWARD and not self.pauses:
                 for worker in range(self.request.schedule.workers):
                     where = (worker, "pause", self.gm.meta["n"][job])
                     self.pauses[worker] = make(self.graph, ops.pause, ({},), (), *where)

@@ -168,8 +168,16 @@ def profiled() -> None:
     dist.all_gather_object(everyone, profile)
     assert everyone[0] == everyone[1] and profile.measured
     schedule = schedules.graph(2, MICROBATCHES)
-    run = torch.compile(model, backend=fxsched.backend(schedule, profile=profile))
+    backend = fxsched.backend(schedule, profile=profile)
+    run = torch.compile(model, backend=backend)
     run(*inputs).backward()
+    ran, found = backend.timeline, backend.plan.simulate().timeline
+    for worker in range(2):  # on every rank, the jobs of all
+        jobs = [event.job for event in ran if event.worker == worker]
+        assert jobs == [event.job for event in found if event.worker == worker]
+    assert all(event.start <= event.end for event in ran)
+    dist.all_gather_object(everyone, ran)
+    assert everyone[0] == everyone[1]
     pairs = zip(model.parameters(), reference.parameters(), strict=True)
     for mine, other in pairs:
         if mine.grad is not None:

@@ -268,7 +268,31 @@ def w_of_another_microbatch(plan: Plan) -> None:
     job.args = (job.args[0], carried, None)
 
 
+def b_gives_a_gradient_too(plan: Plan) -> None:
+    """B's part of a weight's gradient is added to that of W, which has it already."""
+    program = plan.programs[0]
+    total = find(program, ops.accumulate)
+    part = named(program, "carried_0_0")
+    part.meta["group"] = 0
+    with program.graph.inserting_before(total):
+        more = program.graph.call_function(ops.accumulate, (total.args[0], part))
+    more.meta.update(total.meta)
+    total.args = (more, total.args[1])
+    for free in program.graph.find_nodes(op="call_function", target=ops.free):
+        kept = [a for a in free.args if a not in (part, total.args[0])]
+        free.args = tuple(kept)
+    with program.graph.inserting_after(total):
+        freed = program.graph.call_function(ops.free, (part, more))
+    freed.meta.update(total.meta, specs=())
+
+
+def w_of_another_stage(plan: Plan) -> None:
+    named(plan.programs[0], "job_0W0").target = "weight_1"
+
+
 IN_SPLIT: dict[Fault, str] = {
+    b_gives_a_gradient_too: r"group 0 in which 0B0 is missing or counted twice",
+    w_of_another_stage: r"worker 0: 0W0 calls weight_1",
     gradient_misses_a_microbatch: r"worker 0 gets a gradient of group 0 in which 0W1 ",
     w_without_gradient: r"0W1 gives no gradient of group 0",
     w_of_another_microbatch: r"0W1 reads carried_0_0, which is of microbatch 0",

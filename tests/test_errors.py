@@ -170,6 +170,18 @@ def test_an_order_against_data_flow_says_so() -> None:
         run(Chain(), backward_first)
 
 
+def test_a_cap_against_a_strict_order_names_the_job_that_waits() -> None:
+    order = two(
+        microbatches=4,
+        in_order=True,
+        n=lambda s, b, d: 100 * (d.value == "B") + 10 * b + s,
+        in_flight=lambda s: 2 if s == 1 else None,
+    )
+    message = r"1F2 waits for room on its worker, .* and B comes after it in the order"
+    with pytest.raises(PlanError, match=message):
+        run(Chain(), order)
+
+
 def test_a_cap_by_stage_that_cannot_progress_says_how_much_larger() -> None:
     message = (
         r"in_flight stops the schedule: 1F0 waits for room on its worker, which allows "
