@@ -142,7 +142,9 @@ class Source:
 
     def flat(self, flat: Any, args: Iterable[Expression]) -> Expression:
         """The call of a flat graph, without what calling a module costs."""
-        call = f"{self.name(flat.forward)}({', '.join(map(text_of, args))})"
+        if id(flat) not in self.known:  # flat.forward is a new object each time
+            self.known[id(flat)] = self.name(flat.forward)
+        call = f"{self.known[id(flat)]}({', '.join(map(text_of, args))})"
         count = len(result(flat)) if isinstance(flat, fx.GraphModule) else flat.outputs
         if not count:
             self.line(call)
