@@ -79,8 +79,9 @@ class Source:
         args = [self.express(arg, env) for arg in node.args]
         if node.op == "call_module":
             stage = self.gm.get_submodule(str(node.target))
-            assert isinstance(stage, fx.GraphModule)
-            return self.stage(stage, args)
+            if isinstance(stage, fx.GraphModule) and "forward" not in vars(stage):
+                return self.stage(stage, args)
+            return self.make(f"{self.name(stage)}({', '.join(map(text_of, args))})")
         if node.target is operator.getitem:
             return item(args[0], arguments(node)[1])
         if node.target is ops.bundle:
@@ -143,15 +144,23 @@ class Source:
     def flat(self, flat: Any, args: Iterable[Expression]) -> Expression:
         """The call of a flat graph, without what calling a module costs."""
         if id(flat) not in self.known:  # flat.forward is a new object each time
-            self.known[id(flat)] = self.name(flat.forward)
+            self.known[id(flat)] = self.name(flat if _hooked(flat) else flat.forward)
         call = f"{self.known[id(flat)]}({', '.join(map(text_of, args))})"
-        count = len(result(flat)) if isinstance(flat, fx.GraphModule) else flat.outputs
+        count = getattr(flat, "outputs", None)
+        if isinstance(flat, fx.GraphModule):
+            count = len(result(flat))
+        if count is None:  # some module of the user's
+            return self.make(call)
         if not count:
             self.line(call)
             return ()
         made = tuple(self.variable() for _ in range(count))
         self.line(f"{', '.join(made)}{',' * (count == 1)} = {call}")
         return made
+
+
+def _hooked(module: torch.nn.Module) -> bool:
+    return bool(module._forward_hooks or module._forward_pre_hooks)
 
 
 TOKEN = torch.empty(0)

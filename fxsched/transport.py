@@ -107,14 +107,17 @@ class ProcessEndpoint:
         self.coming: dict[int, tuple[dist.Work | None, Tensor, Specs, bool]] = {}
 
     def send(self, value: Any, to: int, tag: int) -> None:
-        buffer = pack(value)
+        buffer = value if _is_plain(value) else pack(value)
         if buffer.numel():
             work = dist.isend(buffer, to, group=self.processes.group, tag=tag)
             assert work is not None
             self.sending.append((work, buffer))
 
     def expect(self, source: int, tag: int, specs: Specs, bundle: bool) -> None:
-        buffer = torch.empty(packed_bytes(specs), dtype=torch.uint8)
+        if not bundle and self.processes.comes_plain(specs):
+            buffer = specs[0].empty()
+        else:
+            buffer = torch.empty(packed_bytes(specs), dtype=torch.uint8)
         work = None
         if buffer.numel():
             work = dist.irecv(buffer, source, group=self.processes.group, tag=tag)
@@ -124,6 +127,8 @@ class ProcessEndpoint:
         work, buffer, specs, bundle = self.coming.pop(tag)
         if work is not None:
             work.wait()
+        if not bundle and self.processes.comes_plain(specs):
+            return buffer
         return unpack(buffer, specs, bundle)
 
     def watch(self, tag: int, arrived: queue.SimpleQueue[int]) -> None:
@@ -156,9 +161,19 @@ class Processes:
         check_world(workers, dist.get_world_size())
         self.group = dist.new_group(backend="gloo")
         self.rank = dist.get_rank()
+        self.plain: dict[int, tuple[Specs, bool]] = {}  # by id, specs kept alive
         self.watchers: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         for _ in range(WATCHERS):  # daemons: a rank that fails exits though they wait
             threading.Thread(target=self._watch, daemon=True).start()
+
+    def comes_plain(self, specs: Specs) -> bool:
+        """Whether a value arrives as it is wanted: a contiguous tensor on the CPU."""
+        known = self.plain.get(id(specs))
+        if known is None:
+            (spec,) = specs
+            empty = spec.empty()
+            known = self.plain[id(specs)] = (specs, _is_plain(empty))
+        return known[1]
 
     def _watch(self) -> None:
         while True:
@@ -263,6 +278,16 @@ def check_world(workers: int, size: int) -> None:
             f"processes; start {workers} (torchrun --nproc-per-node {workers}), give "
             "the schedule as many workers, or use transport='threads'"
         )
+
+
+def _is_plain(value: Any) -> bool:
+    """Whether a tensor's memory is just what is sent of it."""
+    return (
+        isinstance(value, Tensor)
+        and value.is_contiguous()
+        and value.device.type == "cpu"
+        and not value.is_complex()
+    )
 
 
 def pack(value: Any) -> Tensor:

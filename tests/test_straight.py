@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
+import torch
+from torch import fx, nn
 
+import fxsched
+from fxsched import schedules
 from fxsched.program import Program
 from fxsched.source import let_go
 from fxsched.straight import Straight
@@ -30,3 +35,28 @@ def test_a_variable_is_let_go_after_its_last_use() -> None:
         "h(v1, v2); v1 = v2 = None",
         "v3 = f(); v3 = None",
     ]
+
+
+def test_a_stage_of_the_users_own_is_called_as_it_is() -> None:
+    """A pass may put any module in a stage's place."""
+    calls = []
+
+    class Own(nn.Module):
+        def __init__(self, stage: nn.Module) -> None:
+            super().__init__()
+            self.stage = stage
+
+        def forward(self, *args: Any) -> Any:
+            calls.append(len(args))
+            return self.stage(*args)
+
+    def wrap(program: fx.GraphModule, request: object) -> fx.GraphModule:
+        for name, stage in list(program.named_children()):
+            setattr(program, name, Own(stage))
+        return program
+
+    model, x = nn.Sequential(nn.Linear(4, 4), nn.Tanh()), torch.randn(4, 4)
+    backend = fxsched.backend(schedules.gpipe(1, 2), passes=[wrap], transport="threads")
+    out = torch.compile(model, backend=backend)(x)
+    torch.testing.assert_close(out, model(x))
+    assert calls == [3, 3]

@@ -13,7 +13,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from . import dag, overhead, predict, search, simulate
+from . import dag, gloo, overhead, predict, search, simulate
 
 ROOT = Path(__file__).parents[2]
 KEEP = 32 << 20  # bytes; glibc takes no larger mmap_threshold
@@ -72,6 +72,7 @@ def _add_overhead(parser: argparse.ArgumentParser) -> None:
     add("--rows", type=int, default=4, help="of a microbatch (4)")
     add("--width", type=int, default=64, help="(64)")
     add("--steps", type=int, default=40, help="of each contestant (40)")
+    add("--gloo", action="store_true", help="between two ranks, against the peer")
     parser.set_defaults(run=overhead.run, workers=0)
 
 
@@ -139,8 +140,10 @@ def launch(workers: int, arguments: Sequence[str]) -> int:
 
 def main() -> int:
     options = parse(sys.argv[1:])
+    if options.command == "overhead" and options.gloo:
+        options.workers, options.run = 2, gloo.run
     if "TORCHELASTIC_RUN_ID" not in os.environ and options.workers:
-        if options.json is not None:
+        if getattr(options, "json", None) is not None:
             options.json.touch()  # an unwritable file is better known now
             arguments = [*sys.argv[1:], "--json", str(options.json)]
             return launch(options.workers, arguments)
