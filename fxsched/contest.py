@@ -17,7 +17,8 @@ from .orders import oldest_microbatch_first
 from .replay import CLOSE, Orders, caps, ranks
 from .simulate import Simulation, simulate
 from .stage_costs import Costs
-from .tasks import Task, Transfer, make_task, memory
+from .stages import worker_bytes
+from .tasks import Task, Transfer, make_task
 
 FINALISTS = 3  # placements whose best order is compared
 
@@ -109,7 +110,7 @@ class Contest:
             found = simulate(schedule, stages, None, self.transfer, self.prefetch)
         except PlanError:
             return  # such as a cap that stops it here
-        held = memory(schedule, found.stages, found.timeline, self.kept)
+        held = worker_bytes(schedule, found.stages, found.timeline, self.kept)
         self.rows.append(Row(candidate, found, max(held)))
 
     def fits(self, row: Row) -> bool:

@@ -10,6 +10,7 @@ import networkx as nx
 from .counts import fetches, owners
 from .eventloop import Jobs, Network, Timeline
 from .jobs import Direction, PlanError, Schedule
+from .stages import Edges
 
 FORWARD, BACKWARD, WEIGHT = Direction
 
@@ -50,6 +51,7 @@ class Transfers(Network):
         prefetch: int = 0,
     ) -> None:
         self.jobs, self.stages, self.transfer = jobs, stages, transfer
+        self.edges = Edges(jobs, stages) if transfer is None else None
         self.width = len(jobs.kinds)
         self.links: dict[tuple[int, int], float] = {}  # when each is free again
         self.sent: dict[tuple[int, int], float] = {}  # arrivals of what goes once
@@ -85,6 +87,8 @@ class Transfers(Network):
         return gone + self.transfer.latency
 
     def arrival(self, maker: int, reader: int, now: float) -> float:
+        if self.edges is not None:
+            return self.edges.arrival(maker, reader, now)
         compute = self.jobs.compute
         source, to = compute[maker], compute[reader]
         (a, d), (b, _) = (self.jobs.kinds[i % self.width] for i in (maker, reader))
@@ -95,13 +99,10 @@ class Transfers(Network):
         return self.sent[key]
 
     def _held(self, stage: int) -> float:
-        if self.transfer is None:
-            return 0.0
         return float(self.stages.nodes[stage].get("held", 0.0))
 
     def _crosses(self, a: int, b: int) -> float:
-        size = "seconds" if self.transfer is None else "bytes"
-        return float(self.stages.get_edge_data(a, b, {}).get(size, 0.0))
+        return float(self.stages.get_edge_data(a, b, {}).get("bytes", 0.0))
 
     def _weights(self, stage: int) -> float:
         data = self.stages.nodes[stage]

@@ -9,6 +9,7 @@ from __future__ import annotations
 import heapq
 import queue
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from contextlib import ExitStack
 from typing import Any
@@ -61,7 +62,7 @@ def _readers(program: Program) -> tuple[dict[int, int], set[fx.Node]]:
     return count, {n for n, slot in program.slots.items() if slot in count}
 
 
-class Run:
+class Run(ABC):
     """One step of a program.
 
     events: the jobs that ran, with times of time.perf_counter, if the program records.
@@ -81,8 +82,9 @@ class Run:
         self.endpoint.finish()
         return found
 
+    @abstractmethod
     def go_on(self, tangents: dict[int, Tensor] | None) -> dict[str, Any]:
-        raise NotImplementedError
+        """What `advance` does, in the modes that it sets."""
 
     def log(self, job: Job, start: float, end: float) -> None:
         self.events.append(Event(job, self.worker, start, end))

@@ -63,9 +63,7 @@ class Source:
             return env[value]
         if isinstance(value, (tuple, list)):
             return tuple(self.express(each, env) for each in value)
-        if isinstance(value, slice) or value is None:
-            return repr(value)
-        if isinstance(value, (bool, int, float, str)):
+        if value is None or isinstance(value, (bool, int, float, str)):
             return repr(value)
         return self.name(value)
 

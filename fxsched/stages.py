@@ -191,41 +191,62 @@ def likely_seconds(schedule: Schedule, stages: nx.DiGraph[int]) -> float:
 
 
 def worker_bytes(
-    schedule: Schedule, stages: nx.DiGraph[int], events: Timeline
+    schedule: Schedule, stages: nx.DiGraph[int], events: Timeline, kept: float = 1.0
 ) -> list[float]:
-    """The most that each worker holds: weights, their gradients, and activations."""
+    """The most that each worker holds: weights, their gradients, and activations, of
+    which the share `kept` is still there between B and W."""
     jobs = events.jobs
-    weights = [0.0] * schedule.workers
-    kinds = [s for s, _ in jobs.kinds] * jobs.microbatches
-    for stage, worker in sorted(set(zip(kinds, jobs.weights, strict=True))):
-        weights[worker] += stages.nodes[stage]["weights"]
     sizes = [stages.nodes[s]["held"] for s, _ in jobs.kinds]
-    most = peaks(events, schedule.release, sizes)
-    return [weights[w] + most[w] for w in range(schedule.workers)]
+    most = peaks(events, schedule.release, sizes, kept)
+    pairs = zip(weight_bytes(jobs, stages), most, strict=True)
+    return [weights + held for weights, held in pairs]
 
 
-def peaks(events: Timeline, release: Direction, sizes: Sequence[float]) -> list[float]:
-    """The most that each worker holds of what F saves, from the start of F to the end
-    of `release`, at the worker of B.
+def weight_bytes(jobs: Jobs, stages: nx.DiGraph[int]) -> list[float]:
+    """What the weights that each worker keeps take, and their gradients."""
+    found = [0.0] * jobs.workers
+    of = [s for s, _ in jobs.kinds] * jobs.microbatches
+    for stage, worker in sorted(set(zip(of, jobs.weights, strict=True))):
+        found[worker] += stages.nodes[stage]["weights"]
+    return found
 
-    sizes: what one microbatch counts, by kind of job. At one time, what is let go goes
-    before what comes.
+
+def room(
+    jobs: Jobs, release: Direction, sizes: Sequence[float], kept: float = 1.0
+) -> tuple[list[float], list[float]]:
+    """By kind of job, what its start takes of a worker's room for activations, and what
+    its end gives back.
+
+    sizes: what one microbatch counts, by kind. kept: the share of it that stays from B
+    to `release`, if that is W.
     """
+    takes, gives = [0.0] * len(jobs.kinds), [0.0] * len(jobs.kinds)
+    for f, (b, last) in jobs.holders(release).items():
+        takes[f] = sizes[f]
+        gives[b] = sizes[f] * (1.0 - kept)
+        gives[last] += sizes[f] * kept
+    return takes, gives
+
+
+def peaks(
+    events: Timeline, release: Direction, sizes: Sequence[float], kept: float = 1.0
+) -> list[float]:
+    """The most that each worker holds of what F saves, from the start of F to the end
+    of `release`, at the worker of B; see room. At one time, what is let go goes before
+    what comes."""
     jobs, order = events.jobs, np.asarray(events.order, int)
-    width = len(jobs.kinds)
-    far, size = np.zeros(width, int), np.zeros(width)
+    takes, gives = room(jobs, release, sizes, kept)
+    change, far = np.subtract(takes, gives), np.zeros(len(jobs.kinds), int)
     for f, (b, last) in jobs.holders(release).items():
         far[f], far[last] = b - f, b - last
-        size[f], size[last] = sizes[f], -sizes[f]
-    taken = np.array([d is FORWARD for _, d in jobs.kinds], bool)
-    counted = size[order % width] != 0
-    order = order[counted]
-    kind = order % width
+    kind = order % len(jobs.kinds)
+    counted = change[kind] != 0
+    order, kind = order[counted], kind[counted]
     start, end = np.asarray(events.start)[counted], np.asarray(events.end)[counted]
     place = np.asarray(jobs.compute, int)[order + far[kind]]
-    when = np.where(taken[kind], start, end)
-    change = np.lexsort((taken[kind], when, place))
-    place, held = place[change], np.cumsum(size[kind][change])
+    taken = change[kind] > 0
+    by_time = np.lexsort((taken, np.where(taken, start, end), place))
+    place, held = place[by_time], np.cumsum(change[kind][by_time])
     first = np.flatnonzero(np.diff(place, prepend=-1))
     before = np.concatenate(([0.0], held))[first]  # of the workers before, if any stay
     most = np.zeros(jobs.workers)

@@ -14,11 +14,11 @@ from fxsched import Direction, Job, Link, PlanError, Schedule, search
 from fxsched.candidates import library, moves_weights
 from fxsched.climb import pull_weights
 from fxsched.fill import FIRST, Knobs, fill
-from fxsched.replay import fits, length, replay
+from fxsched.replay import fits, length, most, replay
 from fxsched.simulate import Simulation, simulate
 from fxsched.stage_costs import of_durations
 from fxsched.stages import worker_bytes
-from fxsched.tasks import Task, make_task, memory
+from fxsched.tasks import Task, make_task
 
 from .bench.search import find, kept
 from .cases import MICROBATCHES, mlp, two_tower
@@ -217,10 +217,9 @@ def test_filled_orders_run_within_the_room_and_as_simulated(
     found = simulate(schedule, chain, None, 0.25)
     assert found.latency == pytest.approx(length(orders, times, "latency"))
     assert found.span == pytest.approx(length(orders, times, "span"))
-    held = memory(schedule, chain, found.timeline, 0.5)
+    held = worker_bytes(schedule, chain, found.timeline, 0.5)
+    assert held == pytest.approx([most(mine, order) for order in orders])
     assert max(held) <= 6.0
-    whole = memory(schedule, chain, found.timeline, 1.0)
-    assert whole == pytest.approx(worker_bytes(schedule, chain, found.timeline))
 
 
 def test_weight_jobs_move_into_gaps_and_nothing_starts_later() -> None:

@@ -14,6 +14,7 @@ from torch import fx
 import fxsched
 from fxsched import Direction, Job, Link, PlanError, Schedule, ops, schedules, simulate
 from fxsched.pipeline import Plan
+from fxsched.transport import ThreadEndpoint
 from tests.cases import apart, build
 
 FORWARD, BACKWARD, WEIGHT = Direction
@@ -237,25 +238,23 @@ EXACT: dict[str, Callable[[], Schedule]] = {
     ("name", "schedule"),
     [*(("two_tower", each) for each in EXACT), ("gpt", "fsdp"), ("gpt", "zero bubble")],
 )
-def test_threads_do_what_was_simulated(name: str, schedule: str) -> None:
+def test_threads_do_what_was_simulated(
+    name: str, schedule: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Order, transfers, weight fetches, and, where F and B share a worker, how many
     activations live at once."""
     model, inputs = build(name)
     backend = fxsched.backend(EXACT[schedule](), profile=True)
     step = torch.compile(model, backend=backend)
     sent = Counter[int]()
-    exchange = fxsched.transport.ThreadEndpoint
-    original = exchange.send
+    original = ThreadEndpoint.send
 
-    def send(self: object, value: object, to: int, tag: int) -> None:
+    def send(self: ThreadEndpoint, value: object, to: int, tag: int) -> None:
         sent[tag] += 1
         original(self, value, to, tag)
 
-    exchange.send = send
-    try:
-        step(*inputs).backward()
-    finally:
-        exchange.send = original
+    monkeypatch.setattr(ThreadEndpoint, "send", send)
+    step(*inputs).backward()
     plan = backend.plan
     assert plan is not None
     found = plan.simulate()
