@@ -12,7 +12,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from . import inductor
 from .eventloop import Event
-from .jobs import PlanError, Schedule
+from .jobs import PlanError, Schedule, is_int
 from .measure import Profile, measure
 from .pipeline import Plan, make_plan
 from .request import Request
@@ -26,7 +26,7 @@ from .trace import (
     mark_batch,
     trace_microbatch,
 )
-from .transport import choose, from_rank_0
+from .transport import TRANSPORTS, choose, from_rank_0
 from .workers import Kept, Ranks, Threads
 
 Pass = Callable[[fx.GraphModule, Request], fx.GraphModule]
@@ -44,13 +44,16 @@ def backend(
     memory_limit: float | None = None,
     same_stage: Sequence[Sequence[str]] = (),
     profile: Profile | bool | None = None,
+    prefetch: int = 1,
 ) -> Backend:
     """A torch.compile backend that runs a model by a schedule.
 
     schedule: what runs where and in which order; see Schedule.
     stages: "auto", or names of modules, each of which starts a new stage.
     transport: "threads" (workers are threads of this process), "distributed" (one rank
-        each), or None: distributed if a process group is up or torchrun started us.
+        each; those of one host hand values over through shared memory), "gloo" (ranks,
+        and nothing but the process group between them), or None: distributed if a
+        process group is up or torchrun started us.
     order: "static" (each worker runs its program as planned; schedules in_order always
         do) or "dynamic" (of the jobs that are ready, the smallest n).
     carry: "saved" (B gets the tensors that F saved) or "recompute" (B gets the stage's
@@ -63,6 +66,8 @@ def backend(
     same_stage: groups of names of modules, to keep in one stage with all between them.
     profile: True to record when each job runs, as backend.timeline; or what
         fxsched.profile measured, to cut stages by it instead of estimates as well.
+    prefetch: for how many jobs ahead a worker asks for weights that others keep; it
+        holds those of at most prefetch + 1 jobs at a time.
 
     A compiled function that returns one scalar loss runs F and B in the call, and
     loss.backward() adds the finished gradients. One that doesn't runs F in the call
@@ -74,7 +79,7 @@ def backend(
     _one_of("carry", carry, ("saved", "recompute"))
     _one_of("loss_reduction", loss_reduction, ("mean", "sum"))
     _one_of("stage_compiler", stage_compiler, ("eager", "inductor"))
-    _one_of("transport", transport, (None, "threads", "distributed"))
+    _one_of("transport", transport, (None, *TRANSPORTS))
     if isinstance(stages, str) and stages != "auto":
         raise PlanError(
             f"backend(stages={stages!r}): give 'auto' or a list of module names, such "
@@ -92,6 +97,8 @@ def backend(
             f"backend(schedule={schedule!r}): give a Schedule, such as "
             "fxsched.schedules.gpipe(workers=4, microbatches=8)"
         )
+    if not is_int(prefetch) or prefetch < 0:
+        raise PlanError(f"backend(prefetch={prefetch!r}): give an int, 0 or more")
     if memory_limit is not None and not memory_limit > 0:
         raise PlanError(f"backend(memory_limit={memory_limit!r}): give bytes, above 0")
     groups = tuple(
@@ -111,6 +118,7 @@ def backend(
         loss_reduction,
         memory_limit=memory_limit,
         same_stage=groups,
+        prefetch=prefetch,
     )
     return Backend(request, transport, order, stage_compiler, tuple(passes), profile)
 
@@ -272,7 +280,9 @@ class Backend:
             workers = self.request.schedule.workers
             kind = choose(self._transport, workers)
             self._workers = (
-                Ranks(workers) if kind == "distributed" else Threads(workers)
+                Threads(workers)
+                if kind == "threads"
+                else Ranks(workers, near=kind == "distributed")
             )
         kept: dict[int, Kept] = {
             i: self._kept[a]
@@ -303,7 +313,7 @@ class Backend:
         if self.stage_compiler == "inductor":
             inductor.compile_stages([plan.programs[r] for r in self._workers.here])
         programs = {
-            r: Runnable(plan.programs[r], order, self.record)
+            r: Runnable(plan.programs[r], order, self.record, request.prefetch)
             for r in self._workers.here
         }
         return Step(plan, programs, self._workers, self.record)

@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import sys
 from dataclasses import dataclass, field
+from typing import Any
 
 from torch import fx
 
 from . import ops
-from .graphs import Specs
+from .graphs import arguments
 from .jobs import Job
+from .messages import Message
 
 
 @dataclass
@@ -31,19 +33,20 @@ class Task:
 
 @dataclass(frozen=True)
 class Receive:
-    """A value that another worker sends: where from, what it looks like, its slot."""
+    """A value that another worker sends: its place among those, and its slot."""
 
+    message: Message
     position: int
-    tag: int
-    source: int
-    specs: Specs
-    bundle: bool
     slot: int
     phase: int
 
 
 class Program:
-    """A worker's fx program, read once: its tasks, by phase, and what it receives."""
+    """A worker's fx program, read once: its tasks, by phase, and what it receives.
+
+    receives: in the program's order. fetches: those of weights, each task's together,
+        in the order of the tasks that need them first.
+    """
 
     def __init__(self, gm: fx.GraphModule) -> None:
         self.gm = gm
@@ -52,6 +55,8 @@ class Program:
         self.phases: list[list[Task]] = [[]]
         self._read()
         self.receive_at = {receive.slot: receive for receive in self.receives}
+        self.fetches: list[list[Receive]] = []
+        self._order_fetches()
 
     def _read(self) -> None:
         tasks: dict[tuple[int, str], Task] = {}
@@ -60,16 +65,16 @@ class Program:
             if node.op in ("placeholder", "output"):
                 continue
             if node.target in (ops.recv, ops.fetch):
+                message = Message(
+                    node.kwargs["source"],
+                    node.kwargs["tag"],
+                    node.meta["specs"],
+                    node.meta["bundle"],
+                    node.target is ops.fetch,
+                )
+                position = len(self.receives)
                 self.receives.append(
-                    Receive(
-                        len(self.receives),
-                        node.kwargs["tag"],
-                        node.kwargs["source"],
-                        node.meta["specs"],
-                        node.meta["bundle"],
-                        self.slots[node],
-                        phase,
-                    )
+                    Receive(message, position, self.slots[node], phase)
                 )
                 continue
             name = node.meta["task"]
@@ -88,6 +93,20 @@ class Program:
         needs = [self.slots[n] for n in results if n.op != "placeholder"]
         self.phases[-1].append(Task("output", sys.maxsize, [], needs))
 
+    def _order_fetches(self) -> None:
+        seen: set[int] = set()
+        for task in (task for phase in self.phases for task in phase):
+            new = [
+                receive
+                for slot in task.needs
+                if (receive := self.receive_at.get(slot)) is not None
+                and receive.message.weights
+                and slot not in seen
+            ]
+            if new:
+                self.fetches.append(new)
+                seen.update(receive.slot for receive in new)
+
     def _link(self, task: Task) -> None:
         inside = {self.slots[n] for n in task.nodes}
         read = dict.fromkeys(
@@ -99,3 +118,13 @@ class Program:
         )
         task.needs = [slot for slot in read if slot not in inside]
         task.makes = sorted(inside)
+
+
+def sent(node: fx.Node) -> Message:
+    """What a send node sends."""
+    (value,) = arguments(node)
+    weights = value.op == "placeholder"
+    to: Any = node.kwargs["to"]
+    tag: Any = node.kwargs["tag"]
+    bundle = weights or value.meta["bundle"]
+    return Message(to, tag, value.meta["specs"], bundle, weights)

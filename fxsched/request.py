@@ -19,6 +19,7 @@ class Request:
     memory_limit: bytes that a worker may hold, or None.
     same_stage: groups of names of modules that stay in one stage.
     readers: workers that hand outputs to the user; None for all of them.
+    prefetch: for how many jobs ahead a worker asks for weights.
     """
 
     schedule: Schedule
@@ -30,3 +31,4 @@ class Request:
     memory_limit: float | None = None
     same_stage: tuple[tuple[str, ...], ...] = ()
     readers: tuple[int, ...] | None = None
+    prefetch: int = 1

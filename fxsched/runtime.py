@@ -29,11 +29,16 @@ class Runnable:
     """A worker's fx program, made ready to run any number of times.
 
     record: whether its runs note when each job started and ended.
+    prefetch: for how many tasks ahead it asks for weights.
     """
 
-    def __init__(self, gm: fx.GraphModule, order: str, record: bool = False) -> None:
-        self.program, self.record = Program(gm), record
-        self.straight = Straight(self.program, record) if order == "static" else None
+    def __init__(
+        self, gm: fx.GraphModule, order: str, record: bool = False, prefetch: int = 1
+    ) -> None:
+        self.program, self.record, self.prefetch = Program(gm), record, prefetch
+        self.straight = None
+        if order == "static":
+            self.straight = Straight(self.program, record, prefetch)
         if self.straight is None:
             self.readers, shared = _readers(self.program)
             self.run = {
@@ -133,7 +138,10 @@ class Dynamic(Run):
         for node in self.program.gm.graph.find_nodes(op="placeholder"):
             self.values[self.program.slots[node]] = inputs[node.name]
         self.phase = 0
-        self.asked = 0  # receives posted so far
+        self.asked = self.fetched = 0  # receives, and tasks' fetches, posted so far
+        self.posted = 0  # receives on their way
+        self.room = 1 + runnable.prefetch  # tasks' fetches that may be here
+        self.held: dict[int, int] = {}  # weights on their way or here: slot to batch
         self.readers = dict(runnable.readers)
         self.coming = dict(self.program.receive_at)  # not received yet, by slot
 
@@ -159,15 +167,31 @@ class Dynamic(Run):
         """What this phase still has to receive, by slot."""
         return {s: r for s, r in self.coming.items() if r.phase == self.phase}
 
-    def _ask(self, end: int) -> None:
-        """Posts this phase's receives in the program's order, up to the end-th."""
-        for receive in self.receives[self.asked : end]:
+    def _ask(self, most: int, arrived: queue.SimpleQueue[int]) -> None:
+        """Posts receives of this phase in the program's order, so that at most so many
+        are on their way; fetches while there is room for weights."""
+        while self.asked < len(self.receives) and self.posted < most:
+            receive = self.receives[self.asked]
             if receive.phase != self.phase:
-                return
-            self.endpoint.expect(
-                receive.source, receive.tag, receive.specs, receive.bundle
-            )
+                break
+            if not receive.message.weights:
+                self._post(receive, arrived)
             self.asked += 1
+        batches = self.program.fetches
+        while self.fetched < len(batches) and self.room:
+            batch = batches[self.fetched]
+            if batch[0].phase != self.phase:
+                break
+            for receive in batch:
+                self.held[receive.slot] = self.fetched
+                self._post(receive, arrived)
+            self.room -= 1
+            self.fetched += 1
+
+    def _post(self, receive: Receive, arrived: queue.SimpleQueue[int]) -> None:
+        self.posted += 1
+        self.endpoint.expect(receive.message)
+        self.endpoint.watch(receive.message, arrived)
 
     def _execute(self, task: Task) -> None:
         start = time.perf_counter()
@@ -181,16 +205,10 @@ class Dynamic(Run):
 
     def _dynamic(self, tasks: Sequence[Task]) -> None:
         arrived: queue.SimpleQueue[int] = queue.SimpleQueue()
-        by_tag = {r.tag: r for r in self.receives}
+        by_tag = {r.message.tag: r for r in self.receives}
         missing, waiting = self._missing(tasks)
         ready = [(t.n, i) for i, t in enumerate(tasks) if not missing[i]]
         heapq.heapify(ready)
-
-        def ask(count: int) -> None:
-            before = self.asked
-            self._ask(before + count)
-            for receive in self.receives[before : self.asked]:
-                self.endpoint.watch(receive.tag, arrived)
 
         def there(slots: Sequence[int]) -> None:
             for slot in slots:
@@ -199,7 +217,7 @@ class Dynamic(Run):
                     if not missing[i]:
                         heapq.heappush(ready, (tasks[i].n, i))
 
-        ask(WATCHERS)
+        self._ask(WATCHERS, arrived)
         left, incoming = len(tasks), len(self._coming())
         while left or incoming:
             if incoming and (not ready or not arrived.empty()):
@@ -207,16 +225,18 @@ class Dynamic(Run):
                 if tag < 0:
                     raise Aborted
                 receive = by_tag[tag]
-                self.values[receive.slot] = self.endpoint.take(tag)
+                self.values[receive.slot] = self.endpoint.take(receive.message)
                 del self.coming[receive.slot]
                 there([receive.slot])
                 incoming -= 1
-                ask(1)
+                self.posted -= 1
+                self._ask(WATCHERS, arrived)
             else:
                 task = tasks[heapq.heappop(ready)[1]]
                 self._execute(task)
                 left -= 1
-                self._release(task)
+                if self._release(task):
+                    self._ask(WATCHERS, arrived)
                 there(task.makes)
 
     def _missing(self, tasks: Sequence[Task]) -> tuple[list[int], dict[int, list[int]]]:
@@ -233,13 +253,19 @@ class Dynamic(Run):
                 waiting.setdefault(slot, []).append(i)
         return missing, waiting
 
-    def _release(self, task: Task) -> None:
+    def _release(self, task: Task) -> bool:
+        """Lets go of what none of the tasks after this reads; whether there is room for
+        more weights now."""
         if task.pause is not None:  # its values are about to be handed out
-            return
+            return False
+        before = self.room
         for slot in task.needs:
             self.readers[slot] -= 1
             if not self.readers[slot]:
                 self.values[slot] = None
+                batch = self.held.pop(slot, None)
+                self.room += batch is not None and batch not in self.held.values()
         for slot in task.makes:
             if not self.readers.get(slot):
                 self.values[slot] = None
+        return self.room > before

@@ -17,6 +17,7 @@ from torch import fx
 
 from . import ops
 from .graphs import arguments, result
+from .messages import Message
 
 Expression = str | tuple[Any, ...]  # a variable or constant, or a tuple of expressions
 VARIABLE = re.compile(r"\bv\d+\b")
@@ -41,12 +42,15 @@ class Source:
         self.count += 1
         return f"v{self.count}"
 
-    def name(self, value: Any) -> str:
+    def name(self, value: Any, name: str | None = None) -> str:
         """A name for an object that has no literal."""
         if id(value) not in self.known:
-            self.known[id(value)] = f"c{len(self.known)}"
+            self.known[id(value)] = name or f"c{len(self.known)}"
             self.names[self.known[id(value)]] = value
         return self.known[id(value)]
+
+    def message(self, message: Message) -> str:
+        return self.name(message, f"m{message.tag}")
 
     def line(self, text: str) -> None:
         self.lines.append((text, self.task))

@@ -10,10 +10,11 @@ from torch import Tensor, fx
 
 from . import ops
 from .graphs import arguments, result
-from .program import Program, Receive, Task
+from .messages import Message
+from .program import Program, Receive, Task, sent
 from .source import Expression, Source, compiled, let_go, text_of
 
-WINDOW = 4  # receives that are asked for ahead of need
+WINDOW = 4  # receives that are asked for ahead of need, besides weights
 Steps = Generator[dict[str, Any], dict[int, Tensor], None]
 
 
@@ -21,16 +22,18 @@ class Straight:
     """A program in its planned order, as a generator that yields at the pause and at
     the end what the program gives there.
 
+    prefetch: for how many tasks ahead weights are asked for.
     run(given, send, expect, take, log): given has the inputs by name; log(job, start,
     end) is called after each job, if `record`.
     """
 
-    def __init__(self, program: Program, record: bool) -> None:
-        self.program, self.record = program, record
+    def __init__(self, program: Program, record: bool, prefetch: int = 1) -> None:
+        self.program, self.record, self.prefetch = program, record, prefetch
         self.source = Source(program.gm)
         self.env: dict[fx.Node, Expression] = {}
         self.nodes = list(program.gm.graph.nodes)
-        self.asked = 0
+        self.asked = self.fetched = 0  # receives, and tasks' fetches, asked for so far
+        self.batch = {r.slot: i for i, each in enumerate(program.fetches) for r in each}
         self.taken: set[int] = set()
         for node in program.gm.graph.find_nodes(op="placeholder"):
             self.env[node] = self.source.make(f"given[{node.name!r}]")
@@ -44,13 +47,19 @@ class Straight:
 
     def _phase(self, number: int, tasks: Sequence[Task]) -> None:
         source = self.source
+        self._ask(number, 0, self.fetched + self.prefetch)
         for task in tasks:
             source.task = task.name
             for slot in task.needs:
                 receive = self.program.receive_at.get(slot)
-                if receive is not None and slot not in self.taken:
-                    self._ask(number, receive.position + 1 + WINDOW)
-                    self._take(receive)
+                if receive is None or slot in self.taken:
+                    continue
+                batch = self.batch.get(slot)
+                if batch is None:
+                    self._ask(number, receive.position + 1 + WINDOW, 0)
+                else:
+                    self._ask(number, 0, batch + 1 + self.prefetch)
+                self._take(receive)
             timed = self.record and task.job is not None
             if timed:
                 source.line("began = clock()")
@@ -67,7 +76,7 @@ class Straight:
         source, env = self.source, self.env
         if node.target is ops.send:
             value = text_of(source.express(node.args[0], env))
-            source.line(f"send({value}, {node.kwargs['to']}, {node.kwargs['tag']})")
+            source.line(f"send({value}, {source.message(sent(node))})")
         elif node.target is ops.pause:
             self._finish(number)  # what is first read after the pause too
             made = self._results(arguments(node)[0])
@@ -76,27 +85,37 @@ class Straight:
         elif node.target not in (ops.free, ops.wait):
             env[node] = source.node(node, env, whole=True)
 
-    def _ask(self, phase: int, end: int) -> None:
-        """Asks for this phase's receives in the program's order, up to the end-th."""
-        receives = self.program.receives
-        while self.asked < min(end, len(receives)):
+    def _ask(self, phase: int, ahead: int, fetches: int) -> None:
+        """Asks for this phase's receives in the program's order: up to the one at place
+        `ahead`, and the fetches of so many tasks."""
+        receives, batches = self.program.receives, self.program.fetches
+        while self.asked < min(ahead, len(receives)):
             receive = receives[self.asked]
             if receive.phase != phase:
-                return
-            specs = self.source.name(receive.specs)
-            self.source.line(
-                f"expect({receive.source}, {receive.tag}, {specs}, {receive.bundle})"
-            )
+                break
+            if not receive.message.weights:
+                self._expect(receive)
             self.asked += 1
+        while self.fetched < min(fetches, len(batches)):
+            if batches[self.fetched][0].phase != phase:
+                break
+            for receive in batches[self.fetched]:
+                self._expect(receive)
+            self.fetched += 1
+
+    def _expect(self, receive: Receive) -> None:
+        self.source.line(f"expect({self.source.message(receive.message)})")
 
     def _take(self, receive: Receive) -> None:
-        self.env[self.nodes[receive.slot]] = self.source.make(f"take({receive.tag})")
+        taken = self.source.make(f"take({self.source.message(receive.message)})")
+        self.env[self.nodes[receive.slot]] = taken
         self.taken.add(receive.slot)
 
     def _finish(self, phase: int) -> None:
         """Takes what is left of a phase's receives."""
-        self._ask(phase, len(self.program.receives))
-        for receive in self.program.receives:
+        left = self.program.receives
+        self._ask(phase, len(left), len(self.program.fetches))
+        for receive in left:
             if receive.phase == phase and receive.slot not in self.taken:
                 self._take(receive)
 
@@ -118,7 +137,7 @@ class Straight:
 
 def alone(
     program: Program, task: Task, shared: set[fx.Node]
-) -> Callable[[list[Any], Callable[[Any, int, int], None]], None]:
+) -> Callable[[list[Any], Callable[[Any, Message], None]], None]:
     """A task as a function of all values, by slot, and of send.
 
     shared: values that other tasks read, too; the function leaves them in their slots.
@@ -131,7 +150,7 @@ def alone(
     for node in task.nodes:
         if node.target is ops.send:
             value = text_of(source.express(node.args[0], env))
-            source.line(f"send({value}, {node.kwargs['to']}, {node.kwargs['tag']})")
+            source.line(f"send({value}, {source.message(sent(node))})")
         elif node.target not in (ops.free, ops.wait, ops.pause):
             env[node] = source.node(node, env)
             if node in shared:

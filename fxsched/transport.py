@@ -17,12 +17,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .graphs import Spec, Specs
 from .jobs import PlanError
+from .messages import Message, is_plain
+from .neighbours import Neighbours
 
 T = TypeVar("T")
 
-ALIGNMENT = 64  # bytes between tensors of a bundle in one message
+TRANSPORTS = ("threads", "distributed", "gloo")
 WATCHERS = 8  # receives that may be posted at a time under order="dynamic"
 
 
@@ -33,10 +34,10 @@ class Aborted(Exception):
 class Endpoint(Protocol):
     """One worker's end of the transfers of one run."""
 
-    def send(self, value: Any, to: int, tag: int) -> None: ...
-    def expect(self, source: int, tag: int, specs: Specs, bundle: bool) -> None: ...
-    def take(self, tag: int) -> Any: ...
-    def watch(self, tag: int, arrived: queue.SimpleQueue[int]) -> None: ...
+    def send(self, value: Any, message: Message) -> None: ...
+    def expect(self, message: Message) -> None: ...
+    def take(self, message: Message) -> Any: ...
+    def watch(self, message: Message, arrived: queue.SimpleQueue[int]) -> None: ...
     def finish(self) -> None: ...
 
 
@@ -65,25 +66,27 @@ class ThreadEndpoint:
     def __init__(self, exchange: Exchange) -> None:
         self.exchange = exchange
 
-    def send(self, value: Any, to: int, tag: int) -> None:
+    def send(self, value: Any, message: Message) -> None:
+        tag = message.tag
         with self.exchange.changed:
             self.exchange.values[tag] = value
             if tag in self.exchange.watching:
                 self.exchange.watching.pop(tag).put(tag)
             self.exchange.changed.notify_all()
 
-    def expect(self, source: int, tag: int, specs: Specs, bundle: bool) -> None:
+    def expect(self, message: Message) -> None:
         pass
 
-    def take(self, tag: int) -> Any:
+    def take(self, message: Message) -> Any:
         with self.exchange.changed:
-            while tag not in self.exchange.values:
+            while message.tag not in self.exchange.values:
                 if self.exchange.failed:
                     raise Aborted
                 self.exchange.changed.wait()
-            return self.exchange.values.pop(tag)
+            return self.exchange.values.pop(message.tag)
 
-    def watch(self, tag: int, arrived: queue.SimpleQueue[int]) -> None:
+    def watch(self, message: Message, arrived: queue.SimpleQueue[int]) -> None:
+        tag = message.tag
         with self.exchange.changed:
             if arrived not in self.exchange.queues:
                 self.exchange.queues.append(arrived)
@@ -99,52 +102,87 @@ class ThreadEndpoint:
 
 
 class ProcessEndpoint:
-    """An endpoint over torch.distributed; tensors on a GPU go through host memory."""
+    """An endpoint of a rank: through shared memory to ranks of the same host, else over
+    torch.distributed, where tensors on a GPU go through host memory.
+
+    Weights go over torch.distributed everywhere: such a send waits, without holding up
+    the program or copying large weights, until the receiver has room for them.
+    """
 
     def __init__(self, processes: Processes) -> None:
         self.processes = processes
+        self.near = processes.neighbours
         self.sending: list[tuple[dist.Work, Tensor]] = []
-        self.coming: dict[int, tuple[dist.Work | None, Tensor, Specs, bool]] = {}
+        self.coming: dict[int, tuple[list[dist.Work], list[Tensor]]] = {}
 
-    def send(self, value: Any, to: int, tag: int) -> None:
-        buffer = value if _is_plain(value) else pack(value)
-        if buffer.numel():
-            work = dist.isend(buffer, to, group=self.processes.group, tag=tag)
+    def send(self, value: Any, message: Message) -> None:
+        if message.peer in self.near and not message.weights:
+            self.near[message.peer].send(value, message)
+            return
+        given = value if message.bundle else (value,)
+        buffers = [
+            given[i] if is_plain(given[i]) else given[i].contiguous()
+            for i in message.alone
+        ]
+        rest = [t for i, t in enumerate(given) if i not in message.alone]
+        if rest or not buffers:
+            buffer = torch.empty(max(1, message.rest.bytes), dtype=torch.uint8)
+            message.rest.write(message.rest.views(buffer), rest)
+            buffers.append(buffer)
+        for buffer in buffers:
+            work = dist.isend(
+                buffer, message.peer, group=self.processes.group, tag=message.tag
+            )
             assert work is not None
             self.sending.append((work, buffer))
 
-    def expect(self, source: int, tag: int, specs: Specs, bundle: bool) -> None:
-        if not bundle and self.processes.comes_plain(specs):
-            buffer = specs[0].empty()
-        else:
-            buffer = torch.empty(packed_bytes(specs), dtype=torch.uint8)
-        work = None
-        if buffer.numel():
-            work = dist.irecv(buffer, source, group=self.processes.group, tag=tag)
-        self.coming[tag] = (work, buffer, specs, bundle)
+    def expect(self, message: Message) -> None:
+        if message.peer in self.near and not message.weights:
+            return
+        buffers = [message.specs[i].empty() for i in message.alone]
+        if len(message.alone) < len(message.specs) or not buffers:
+            buffers.append(torch.empty(max(1, message.rest.bytes), dtype=torch.uint8))
+        works = []
+        for buffer in buffers:
+            work = dist.irecv(
+                buffer, message.peer, group=self.processes.group, tag=message.tag
+            )
+            assert work is not None
+            works.append(work)
+        self.coming[message.tag] = (works, buffers)
 
-    def take(self, tag: int) -> Any:
-        work, buffer, specs, bundle = self.coming.pop(tag)
-        if work is not None:
+    def take(self, message: Message) -> Any:
+        if message.peer in self.near and not message.weights:
+            return self.near[message.peer].take(message)
+        works, buffers = self.coming.pop(message.tag)
+        for work in works:
             work.wait()
-        if not bundle and self.processes.comes_plain(specs):
-            return buffer
-        return unpack(buffer, specs, bundle)
+        if not message.bundle and message.alone:
+            return buffers[0]
+        rest = iter(message.rest.read(message.rest.views(buffers[-1])))
+        alone = dict(zip(message.alone, buffers, strict=False))
+        found = [
+            alone[i] if i in alone else next(rest) for i in range(len(message.specs))
+        ]
+        return tuple(found) if message.bundle else found[0]
 
-    def watch(self, tag: int, arrived: queue.SimpleQueue[int]) -> None:
-        work, *rest = self.coming[tag]
-        self.coming[tag] = (None, *rest)  # type: ignore[assignment]
+    def watch(self, message: Message, arrived: queue.SimpleQueue[int]) -> None:
+        tag = message.tag
+        if message.peer in self.near and not message.weights:
+            self.near[message.peer].watch(tag, arrived)
+            return
+        works, buffers = self.coming[tag]
+        self.coming[tag] = ([], buffers)
 
         def wait() -> None:
             try:
-                if work is not None:
+                for work in works:
                     work.wait()
-                arrived.put(tag)
             except RuntimeError:  # the peer is gone: wake the worker to fail
-                self.coming[tag] = (work, *rest)  # type: ignore[assignment]
-                arrived.put(tag)
+                self.coming[tag] = (works, buffers)
+            arrived.put(tag)
 
-        self.processes.watchers.put(wait)
+        self.processes.call(wait)
 
     def finish(self) -> None:
         for work, _ in self.sending:
@@ -153,31 +191,36 @@ class ProcessEndpoint:
 
 
 class Processes:
-    """This process as one of the workers of a torch.distributed job."""
+    """This process as one of the workers of a torch.distributed job.
 
-    def __init__(self, workers: int) -> None:
+    near: whether ranks of the same host hand values over through shared memory.
+    """
+
+    def __init__(self, workers: int, near: bool = True) -> None:
         if not dist.is_initialized():
             dist.init_process_group("gloo")
         check_world(workers, dist.get_world_size())
         self.group = dist.new_group(backend="gloo")
         self.rank = dist.get_rank()
-        self.plain: dict[int, tuple[Specs, bool]] = {}  # by id, specs kept alive
-        self.watchers: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
-        for _ in range(WATCHERS):  # daemons: a rank that fails exits though they wait
-            threading.Thread(target=self._watch, daemon=True).start()
+        self.neighbours = Neighbours(self.rank, self.all) if near else {}
+        self.waits: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self.threads = self.waiting = 0
+        self.changed = threading.Lock()
 
-    def comes_plain(self, specs: Specs) -> bool:
-        """Whether a value arrives as it is wanted: a contiguous tensor on the CPU."""
-        known = self.plain.get(id(specs))
-        if known is None:
-            (spec,) = specs
-            empty = spec.empty()
-            known = self.plain[id(specs)] = (specs, _is_plain(empty))
-        return known[1]
+    def call(self, wait: Callable[[], None]) -> None:
+        """Calls what waits for something, in a thread that nothing else waits in."""
+        with self.changed:
+            self.waiting += 1
+            if self.waiting > self.threads:  # a daemon: a rank that fails exits anyway
+                self.threads += 1
+                threading.Thread(target=self._call, daemon=True).start()
+        self.waits.put(wait)
 
-    def _watch(self) -> None:
+    def _call(self) -> None:
         while True:
-            self.watchers.get()()
+            self.waits.get()()
+            with self.changed:
+                self.waiting -= 1
 
     def endpoint(self) -> ProcessEndpoint:
         return ProcessEndpoint(self)
@@ -249,22 +292,18 @@ def started_by_torchrun() -> bool:
 
 
 def choose(transport: str | None, workers: int) -> str:
-    """ "threads" or "distributed". Raises PlanError if the world has another size."""
-    if transport not in (None, "threads", "distributed"):
-        raise PlanError(
-            f"transport={transport!r}: give 'threads', 'distributed' or None"
-        )
+    """One of TRANSPORTS. Raises PlanError if the world has another size."""
     if transport == "threads":
         return transport
     if dist.is_initialized():
         check_world(workers, dist.get_world_size())
-        return "distributed"
+        return transport or "distributed"
     if started_by_torchrun():
         check_world(workers, int(os.environ["WORLD_SIZE"]))
-        return "distributed"
-    if transport == "distributed":
+        return transport or "distributed"
+    if transport is not None:
         raise PlanError(
-            "transport='distributed' needs a process group: start with "
+            f"transport={transport!r} needs a process group: start with "
             f"torchrun --nproc-per-node {workers}, or call "
             "torch.distributed.init_process_group first"
         )
@@ -278,88 +317,3 @@ def check_world(workers: int, size: int) -> None:
             f"processes; start {workers} (torchrun --nproc-per-node {workers}), give "
             "the schedule as many workers, or use transport='threads'"
         )
-
-
-def _is_plain(value: Any) -> bool:
-    """Whether a tensor's memory is just what is sent of it."""
-    return (
-        isinstance(value, Tensor)
-        and value.is_contiguous()
-        and value.device.type == "cpu"
-        and not value.is_complex()
-    )
-
-
-def pack(value: Any) -> Tensor:
-    """A tensor or a bundle as bytes in host memory.
-
-    A contiguous tensor is not copied. Dimensions that only repeat (stride 0) are sent
-    once.
-    """
-    given = [value] if isinstance(value, Tensor) else list(value)
-    flat = [_once(t.detach()).cpu().resolve_conj().resolve_neg() for t in given]
-    parts = [t.contiguous().view(-1).view(torch.uint8) for t in flat]
-    if len(parts) == 1:
-        return parts[0]
-    buffer = torch.empty(sum(_aligned(p.numel()) for p in parts), dtype=torch.uint8)
-    offset = 0
-    for part in parts:
-        buffer[offset : offset + part.numel()] = part
-        offset += _aligned(part.numel())
-    return buffer
-
-
-def packed_bytes(specs: Specs) -> int:
-    """How long pack makes a value with these shapes."""
-    sizes = [_sent(spec).bytes for spec in specs]
-    return sizes[0] if len(sizes) == 1 else sum(map(_aligned, sizes))
-
-
-def unpack(buffer: Tensor, specs: Specs, bundle: bool) -> Any:
-    """The tensor or bundle that pack made bytes of, with the strides it had."""
-    result = []
-    offset = 0
-    for spec in specs:
-        sent = _sent(spec)
-        size = sent.bytes
-        part = buffer[offset : offset + size].view(spec.dtype).view(sent.shape)
-        part = part.to(spec.device)
-        if sent.shape != spec.shape:
-            part = part.expand(spec.shape)
-        elif part.stride() != spec.stride and not _overlaps(spec):
-            part = spec.empty().copy_(part)
-        result.append(part)
-        offset += _aligned(size)
-    return tuple(result) if bundle else result[0]
-
-
-def _aligned(size: int) -> int:
-    return -(-size // ALIGNMENT) * ALIGNMENT
-
-
-def _once(tensor: Tensor) -> Tensor:
-    for dim, (size, stride) in enumerate(
-        zip(tensor.shape, tensor.stride(), strict=True)
-    ):
-        if stride == 0 and size > 1:
-            tensor = tensor.narrow(dim, 0, 1)
-    return (
-        tensor.clone(memory_format=torch.contiguous_format)
-        if 0 in tensor.stride()
-        else tensor
-    )
-
-
-def _sent(spec: Spec) -> Spec:
-    """A spec as it is sent: contiguous, what only repeats once."""
-    shape = tuple(
-        1 if stride == 0 and size > 1 else size
-        for size, stride in zip(spec.shape, spec.stride, strict=True)
-    )
-    return spec._replace(shape=shape)
-
-
-def _overlaps(spec: Spec) -> bool:
-    """Whether several indices name one place in memory, so that it can't be filled."""
-    reach = sum((n - 1) * s for n, s in zip(spec.shape, spec.stride, strict=True))
-    return 0 not in spec.shape and reach + 1 < spec.bytes // spec.dtype.itemsize

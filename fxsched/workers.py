@@ -92,8 +92,8 @@ class Ranks:
 
     readers: tuple[int, ...] | None = None
 
-    def __init__(self, workers: int) -> None:
-        self.processes = Processes(workers)
+    def __init__(self, workers: int, near: bool = True) -> None:
+        self.processes = Processes(workers, near)
         self.rank = self.processes.rank
         self.here: Sequence[int] = (self.rank,)
         first: int = self.processes.first(torch.initial_seed())

@@ -1,13 +1,20 @@
-"""Values over torch.distributed: as bytes and back."""
+"""Values between ranks: as bytes and back, and through shared memory."""
 
 from __future__ import annotations
+
+import gc
+import queue
+import socket
+import threading
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
 from fxsched.graphs import Spec
-from fxsched.transport import pack, packed_bytes, unpack
+from fxsched.messages import Layout, Message
+from fxsched.neighbours import Neighbour, Neighbours
 
 VALUES: dict[str, Tensor] = {
     "contiguous": torch.arange(12.0).view(3, 4),
@@ -25,18 +32,138 @@ VALUES: dict[str, Tensor] = {
 }
 
 
+def message(value: Any, tag: int = 0) -> Message:
+    bundle = isinstance(value, tuple)
+    specs = tuple(map(Spec.of, value if bundle else (value,)))
+    return Message(1, tag, specs, bundle, weights=False)
+
+
+def same(found: Any, sent: Any) -> None:
+    pairs = (
+        zip(found, sent, strict=True) if isinstance(sent, tuple) else [(found, sent)]
+    )
+    for got, given in pairs:
+        assert torch.equal(got, given)
+        if given.numel() and _fills(given):
+            assert got.stride() == given.stride()
+
+
+def _fills(tensor: Tensor) -> bool:
+    reach = sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True))
+    return 0 in tensor.stride() or reach + 1 >= tensor.numel()
+
+
 @pytest.mark.parametrize("name", VALUES)
 def test_a_tensor_arrives_as_it_was_alone_and_in_a_bundle(name: str) -> None:
     value = VALUES[name]
     for sent in (value, (value, torch.ones(3), value)):
-        bundle = isinstance(sent, tuple)
-        specs = tuple(map(Spec.of, sent if bundle else (sent,)))
-        buffer = pack(sent)
-        assert buffer.numel() == packed_bytes(specs)
-        found = unpack(buffer, specs, bundle)
-        for got, given in zip(
-            found if bundle else (found,), sent if bundle else (sent,), strict=True
-        ):
-            assert torch.equal(got, given)
-            if name not in ("overlapping", "empty", "expanded empty"):
-                assert got.stride() == given.stride()
+        given = sent if isinstance(sent, tuple) else (sent,)
+        layout = Layout(tuple(map(Spec.of, given)))
+        memory = torch.empty(layout.bytes, dtype=torch.uint8)
+        layout.write(layout.views(memory), given)
+        same(tuple(layout.read(layout.views(memory))), given)
+
+
+@pytest.fixture
+def pair() -> tuple[Neighbour, Neighbour]:
+    """The two ends of one link, both in this process."""
+    everyone: list[Any] = [None, None]
+    met = threading.Barrier(2)
+
+    def gather(rank: int, value: Any) -> list[Any]:
+        everyone[rank] = value
+        met.wait()
+        return everyone
+
+    ends: dict[int, Neighbours] = {}
+
+    def join(rank: int) -> None:
+        ends[rank] = Neighbours(rank, lambda value: gather(rank, value))
+
+    other = threading.Thread(target=join, args=(1,))
+    other.start()
+    join(0)
+    other.join()
+    return ends[0][1], ends[1][0]
+
+
+def test_neighbours_hand_over_any_value(pair: tuple[Neighbour, Neighbour]) -> None:
+    here, there = pair
+    everything = tuple(VALUES.values())
+    sent = [*everything, everything]
+    for tag, value in enumerate(sent):
+        here.send(value, message(value, tag))
+    for tag, value in reversed(list(enumerate(sent))):  # in any order
+        same(there.take(message(value, tag)), value)
+
+
+def test_a_block_is_lent_again_once_nothing_reads_it(
+    pair: tuple[Neighbour, Neighbour],
+) -> None:
+    here, there = pair
+    value = torch.arange(4.0)
+    letter = message(value)
+    for round in range(5):
+        here.send(value + round, letter)
+        found = there.take(letter)
+        assert torch.equal(found, value + round)
+        del found
+    assert here.count == 1
+    kept = []
+    for round in range(3):
+        here.send(value + round, letter)
+        kept.append(there.take(letter)[1:])  # a view holds it, too
+    assert here.count == 3
+    for round, part in enumerate(kept):
+        assert torch.equal(part, (value + round)[1:])
+    kept.clear()
+    del part
+    gc.collect()
+    here.send(value, letter)
+    assert here.count == 3
+
+
+def test_two_that_fill_each_others_sockets_go_on(
+    pair: tuple[Neighbour, Neighbour],
+) -> None:
+    """Neither reads before it has sent all."""
+    value, count = torch.zeros(1), 2000
+    letters = [message(value, tag) for tag in range(count)]
+
+    def talk(end: Neighbour, shift: float) -> None:
+        for tag, letter in enumerate(letters):
+            end.send(value + tag + shift, letter)
+        for tag, letter in enumerate(letters):
+            assert end.take(letter).item() == tag + 0.5 - shift
+        done.append(end)
+
+    done: list[Neighbour] = []
+    ends = [
+        threading.Thread(target=talk, args=(end, shift))
+        for end, shift in zip(pair, (0.0, 0.5), strict=True)
+    ]
+    for each in ends:
+        each.start()
+    for each in ends:
+        each.join(60)
+    assert len(done) == 2
+
+
+def test_one_that_watches_is_told(pair: tuple[Neighbour, Neighbour]) -> None:
+    here, there = pair
+    value = torch.ones(2)
+    arrived: queue.SimpleQueue[int] = queue.SimpleQueue()
+    here.send(value, message(value, 3))
+    there.watch(3, arrived)
+    assert arrived.get(timeout=10) == 3
+    there.watch(4, arrived)
+    here.send(value, message(value, 4))
+    assert arrived.get(timeout=10) == 4
+    same(there.take(message(value, 4)), value)
+    there.watch(5, arrived)
+    here.link.shutdown(socket.SHUT_RDWR)
+    assert arrived.get(timeout=10) == 5  # nothing more comes
+    with pytest.raises(ConnectionError, match="worker 0 has ended"):
+        there.take(message(value, 5))
+    with pytest.raises(ConnectionError, match="worker 1 has ended"):
+        here.send(value, message(value, 6))
