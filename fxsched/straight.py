@@ -33,6 +33,7 @@ class Straight:
         self.env: dict[fx.Node, Expression] = {}
         self.nodes = list(program.gm.graph.nodes)
         self.asked = self.fetched = 0  # receives, and tasks' fetches, asked for so far
+        self.used = 0  # tasks' fetches taken
         self.batch = {r.slot: i for i, each in enumerate(program.fetches) for r in each}
         self.taken: set[int] = set()
         for node in program.gm.graph.find_nodes(op="placeholder"):
@@ -47,7 +48,7 @@ class Straight:
 
     def _phase(self, number: int, tasks: Sequence[Task]) -> None:
         source = self.source
-        self._ask(number, 0, self.fetched + self.prefetch)
+        self._ask(number, 0, self.used + self.prefetch)
         for task in tasks:
             source.task = task.name
             for slot in task.needs:
@@ -58,7 +59,8 @@ class Straight:
                 if batch is None:
                     self._ask(number, receive.position + 1 + WINDOW, 0)
                 else:
-                    self._ask(number, 0, batch + 1 + self.prefetch)
+                    self.used = batch + 1
+                    self._ask(number, 0, self.used + self.prefetch)
                 self._take(receive)
             timed = self.record and task.job is not None
             if timed:

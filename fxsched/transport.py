@@ -173,13 +173,15 @@ class ProcessEndpoint:
             return
         works, buffers = self.coming[tag]
         self.coming[tag] = ([], buffers)
+        del buffers
 
-        def wait() -> None:
+        def wait() -> None:  # keeps no hold of the buffers once they have come
             try:
-                for work in works:
-                    work.wait()
+                while works:
+                    works[0].wait()
+                    del works[0]
             except RuntimeError:  # the peer is gone: wake the worker to fail
-                self.coming[tag] = (works, buffers)
+                self.coming[tag] = (works, self.coming[tag][1])
             arrived.put(tag)
 
         self.processes.call(wait)

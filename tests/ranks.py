@@ -8,9 +8,12 @@ import sys
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
 
 import fxsched
 from fxsched import PlanError, schedules
+from fxsched.messages import Message
+from fxsched.transport import ProcessEndpoint
 from tests.cases import (
     MICROBATCHES,
     anything,
@@ -29,11 +32,12 @@ def replicated() -> fxsched.Schedule:
 
 EVERY_RANK = {
     2: lambda: [
-        ("mlp", schedules.ddp(2, MICROBATCHES), "static", "sgd"),
+        ("mlp", schedules.ddp(2, MICROBATCHES), "static", "sgd", "gloo"),
         ("two_tower", schedules.one_f_one_b(2, MICROBATCHES), "static", "adamw"),
         ("two_tower", anything(5, 2), "dynamic", "sgd"),
+        ("mlp", anything(5, 2), "dynamic", "sgd", "gloo"),
         ("unet", schedules.fslpp(2, 1, MICROBATCHES, stages=4), "static", "adamw"),
-        ("two_tower", replicated(), "static", "sgd"),
+        ("two_tower", replicated(), "static", "sgd", "gloo"),
     ],
     4: lambda: [
         ("mlp", schedules.fsdp(4), "dynamic", "adamw"),
@@ -48,7 +52,7 @@ EVERY_RANK = {
 
 
 def equal() -> None:
-    for name, schedule, order, optimizer in EVERY_RANK[dist.get_world_size()]():
+    for name, schedule, order, optimizer, *over in EVERY_RANK[dist.get_world_size()]():
         model, inputs = build(name)
         reference = copy.deepcopy(model)
         wanted = train(
@@ -56,7 +60,9 @@ def equal() -> None:
             lambda m=reference, x=inputs, s=schedule: eager_step(m, x, s.microbatches),
             optimizer,
         )
-        run = torch.compile(model, backend=fxsched.backend(schedule, order=order))
+        transport = over[0] if over else None
+        backend = fxsched.backend(schedule, order=order, transport=transport)
+        run = torch.compile(model, backend=backend)
 
         def step(run=run, inputs=inputs) -> Tensor:
             loss = run(*inputs)
@@ -74,6 +80,61 @@ def equal() -> None:
 
 def held(tensors: list[Tensor]) -> int:
     return sum(t.untyped_storage().nbytes() for t in tensors)
+
+
+class Slots:
+    """Counts the bytes of weights that a rank has asked for and still holds."""
+
+    def __init__(self) -> None:
+        self.here: list[tuple[StorageWeakRef, int]] = []
+        self.peak = 0
+        self.messages: dict[int, int] = {}  # bytes of each fetch
+        original = ProcessEndpoint.expect
+
+        def expect(endpoint: ProcessEndpoint, message: Message) -> None:
+            original(endpoint, message)
+            if message.weights:
+                self.add(message.tag, endpoint.coming[message.tag][1])
+
+        ProcessEndpoint.expect = expect
+
+    def add(self, tag: int, buffers: list[Tensor]) -> None:
+        new = [t.untyped_storage() for t in buffers]
+        self.messages[tag] = sum(s.nbytes() for s in new)
+        self.here = [each for each in self.here if not each[0].expired()]
+        self.here += [(StorageWeakRef(s), s.nbytes()) for s in new]
+        self.peak = max(self.peak, sum(size for _, size in self.here))
+
+
+def slots() -> None:
+    """A rank never holds more weights of others than those of prefetch + 1 jobs."""
+    counted = Slots()
+    for schedule in (
+        schedules.fslpp(2, 1, MICROBATCHES, stages=6),
+        schedules.fsdp(2, MICROBATCHES),
+    ):
+        for prefetch, order in (
+            (0, "static"),
+            (1, "static"),
+            (2, "static"),
+            (1, "dynamic"),
+        ):
+            model = nn.Sequential(*(nn.Linear(192, 192) for _ in range(6)))
+            backend = fxsched.backend(
+                schedule, list("12345"), order=order, prefetch=prefetch
+            )
+            run = torch.compile(model, backend=backend)
+            x = torch.randn(2 * MICROBATCHES, 192)
+            run(x).sum().backward()
+            counted.peak = 0
+            counted.messages.clear()
+            run(x).sum().backward()
+            limit = (prefetch + 1) * max(counted.messages.values())
+            assert len(counted.messages) > 4, (schedule.name, counted.messages)
+            assert counted.peak <= limit, (schedule.name, prefetch, order, counted.peak, limit)
+            if order == "static":
+                assert counted.peak == limit, (schedule.name, prefetch, counted.peak)
+    print("no more weights than asked for")
 
 
 def memory() -> None:

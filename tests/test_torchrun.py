@@ -42,6 +42,12 @@ def test_ranks_keep_one_model_between_them() -> None:
     assert "one model between 4 ranks" in done.stdout
 
 
+def test_ranks_hold_weights_of_few_jobs() -> None:
+    done = torchrun(2, "slots")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.count("no more weights than asked for") == 2
+
+
 def test_owners_start_from_the_first_and_end_with_the_same_bits() -> None:
     done = torchrun(2, "replicas")
     assert done.returncode == 0, done.stdout + done.stderr
