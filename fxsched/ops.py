@@ -81,11 +81,11 @@ def accumulate(total: Bundle, gradients: Bundle) -> Bundle:
 
 
 def reduce(*sums: Bundle) -> Bundle:
-    """The sum of the workers' gradients at the weight worker, in this order."""
-    result = sums[0]
+    """The sum of the workers' gradients at the weight worker, in this order, in the
+    place of the first; the workers need their own no more."""
     for other in sums[1:]:
-        result = tuple(torch._foreach_add(list(result), list(other)))
-    return result
+        torch._foreach_add_(list(sums[0]), list(other))
+    return sums[0]
 
 
 def average(before: Bundle, *after: Bundle) -> Bundle:
