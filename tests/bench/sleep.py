@@ -28,12 +28,12 @@ import fxsched
 from fxsched import Schedule, schedules
 from fxsched.compare import compare
 
-from .measure import Contestant, check, measure
+from .measure import Contestant, check, measure, slowest
+from .naps import calibrate
 from .sleepers import WIDTH, Stretch, Tree, loss
 
 BRANCHES = {"chain": 1, "tree": 3}
 Inputs = tuple[Tensor, ...]
-Times = dict[str, float]  # of F and B, in seconds
 
 
 class Row(NamedTuple):
@@ -42,7 +42,6 @@ class Row(NamedTuple):
     shape: str
     workers: int
     schedule: str
-    stages: int
     simulated: float  # with the given sleeps, transfers taking no time
     estimated: float  # transfers as long as they are estimated to take
     measured: float
@@ -56,6 +55,11 @@ class Row(NamedTuple):
 def run(options: argparse.Namespace) -> int:
     dist.init_process_group("gloo")
     torch.set_num_threads(1)
+    dist.barrier()
+    late = slowest(list(calibrate().values())).tolist()
+    if not dist.get_rank():
+        f, b = (1e3 * x for x in late)
+        print(f"sleeps are shorter by what a call costs: F {f:.2f} ms, B {b:.2f} ms\n")
     rows = [row for shape in options.shapes for row in race(options, shape)]
     if not dist.get_rank():
         print(table(rows))
@@ -67,57 +71,58 @@ def run(options: argparse.Namespace) -> int:
     return 0
 
 
-def tree(shape: str, workers: int, seconds: float) -> Tree:
-    """Two blocks a worker; seconds: of each block's F, for one row."""
-    blocks = 2 * workers
-    if shape == "chain":
-        return Tree(1, blocks, 0, seconds)
-    length = blocks // (BRANCHES[shape] + 1)
-    return Tree(BRANCHES[shape], length, blocks - BRANCHES[shape] * length, seconds)
+def tree(shape: str, stages: int, seconds: float) -> Tree:
+    """One block a stage; seconds: of each block's F, for one row."""
+    branches = BRANCHES[shape]
+    length = stages if branches == 1 else stages // (branches + 1)
+    return Tree(branches, length, stages - branches * length, seconds)
 
 
 def race(options: argparse.Namespace, shape: str) -> Iterator[Row]:
-    """fxsched's schedules and the peer's on one model, in turns."""
+    """fxsched's schedules and the peer's, in turns."""
     workers = dist.get_world_size()
     count = options.microbatches or 2 * workers
     forward = options.forward / 1e3  # of a worker, for one microbatch
-    torch.manual_seed(0)
-    model = tree(shape, workers, forward / 2 / options.rows)
-    rows = count * options.rows
-    inputs = tuple(torch.randn(rows, WIDTH) for _ in range(model.branches))
-    wanted = gradients(model, inputs)
     pairs = []
     for per_rank in (1, 2):
-        mine, backend = ours(shape, model, inputs, count, per_rank)
-        pairs.append((per_rank, mine, backend, peer(model, inputs, count, per_rank)))
-    contestants = [each for _, mine, _, theirs in pairs for each in (mine, theirs)]
-    for each in contestants:
-        check(each, wanted)
-    taken = measure(contestants, options.steps)
-    for per_rank, mine, backend, theirs in pairs:
+        torch.manual_seed(0)
+        model = tree(shape, per_rank * workers, forward / per_rank / options.rows)
+        rows = count * options.rows
+        inputs = tuple(torch.randn(rows, WIDTH) for _ in range(model.branches))
+        wanted = gradients(model, inputs)
+        mine, backend = ours(shape, model, inputs, count)
+        theirs = peer(model, inputs, count)
+        for each in (mine, theirs):
+            check(each, wanted)
+        if options.compare:
+            report = compared(shape, model, inputs, count, forward / per_rank)
+            if not dist.get_rank():
+                print(report)
+        pairs.append((mine, backend, theirs))
+    taken = measure([c for a, _, b in pairs for c in (a, b)], options.steps)
+    for per_rank, (mine, backend, theirs) in enumerate(pairs, 1):
         assert backend.plan is not None
-        times = {"F": forward / per_rank, "B": 2 * forward / per_rank}
+        times = sleeps(forward / per_rank)
         simulated = backend.plan.simulate(times, transfer=0.0).latency
-        line = fxsched.simulate(of_a_line(workers, count, per_rank), durations=times)
+        line = of_a_line(workers, count, per_rank * workers)
         measured, peers = taken[id(mine)], taken[id(theirs)]
         yield Row(
             shape,
             workers,
             mine.name,
-            per_rank * workers,
             1e3 * simulated,
             1e3 * backend.plan.simulate(times).latency,
             1e3 * statistics.median(measured),
             statistics.median(measured) / simulated - 1,
             theirs.name,
-            1e3 * line.latency,
+            1e3 * fxsched.simulate(line, durations=times).latency,
             1e3 * statistics.median(peers),
             statistics.median(a / b for a, b in zip(measured, peers, strict=True)),
         )
-        if options.compare:
-            report = compared(shape, model, inputs, count, per_rank, times)
-            if not dist.get_rank():
-                print(report)
+
+
+def sleeps(forward: float) -> dict[str, float]:
+    return {"F": forward, "B": 2 * forward}
 
 
 def gradients(model: Tree, inputs: Inputs) -> dict[str, Tensor]:
@@ -133,51 +138,45 @@ def gradients(model: Tree, inputs: Inputs) -> dict[str, Tensor]:
     }
 
 
-def of_a_line(workers: int, count: int, per_rank: int) -> Schedule:
-    if per_rank == 1:
+def of_a_line(workers: int, count: int, stages: int) -> Schedule:
+    if stages == workers:
         return schedules.one_f_one_b(workers, count)
-    return schedules.interleaved(workers, count, stages=per_rank * workers)
+    return schedules.interleaved(workers, count, stages)
 
 
 def ours(
-    shape: str, model: Tree, inputs: Inputs, count: int, per_rank: int
+    shape: str, model: Tree, inputs: Inputs, count: int, record: bool = False
 ) -> tuple[Contestant, fxsched.Backend]:
-    model = copy.deepcopy(model)
+    model, stages = copy.deepcopy(model), len(model.blocks)
     workers = dist.get_world_size()
-    schedule = of_a_line(workers, count, per_rank)
-    if shape != "chain":
+    if shape == "chain":
+        schedule = of_a_line(workers, count, stages)
+    else:
         schedule = schedules.graph(workers, count)
-    size = 2 // per_rank  # blocks of a stage
-    names = [f"blocks.{i}" for i in range(size, len(model.blocks), size)]
-    backend = fxsched.backend(schedule, names)
+    names = [f"blocks.{s}" for s in range(1, stages)]
+    backend = fxsched.backend(schedule, names, profile=record or None)
     compiled: Any = torch.compile(model, backend=backend)
-    name = f"{schedule.name}, {per_rank} a rank"
+    name = f"{schedule.name}, {stages // workers} a rank"
     return Contestant(name, model, lambda: compiled(*inputs).backward()), backend
 
 
-def peer(model: Tree, inputs: Inputs, count: int, per_rank: int) -> Contestant:
-    """The blocks in a row: a branch's are there, but nothing runs beside them."""
-    kind: Any = Schedule1F1B if per_rank == 1 else ScheduleInterleaved1F1B
-    model = copy.deepcopy(model)
+def peer(model: Tree, inputs: Inputs, count: int) -> Contestant:
+    """The blocks in a row: with a stage for each, any order of branches is as good."""
+    model, stages = copy.deepcopy(model), len(model.blocks)
     rank, workers = dist.get_rank(), dist.get_world_size()
-    size, stages = 2 // per_rank, per_rank * workers
     here = [
-        PipelineStage(
-            Stretch(model, range(s * size, (s + 1) * size)),
-            s,
-            stages,
-            torch.device("cpu"),
-        )
+        PipelineStage(Stretch(model, s), s, stages, torch.device("cpu"))
         for s in range(rank, stages, workers)
     ]
+    kind: Any = Schedule1F1B if stages == workers else ScheduleInterleaved1F1B
     schedule = kind(
-        here[0] if per_rank == 1 else here,
+        here[0] if stages == workers else here,
         count,
         loss_fn=lambda out, _: loss(out) / count,
         scale_grads=False,
     )
     named = {f"x{i}": x for i, x in enumerate(inputs)}
-    target = inputs[0] if rank == workers - 1 else None  # it takes none for no loss
+    target = inputs[0] if rank == workers - 1 else None  # without one it has no loss
 
     def step() -> None:
         schedule.step(**named, target=target, return_outputs=False)
@@ -186,14 +185,13 @@ def peer(model: Tree, inputs: Inputs, count: int, per_rank: int) -> Contestant:
 
 
 def compared(
-    shape: str, model: Tree, inputs: Inputs, count: int, per_rank: int, times: Times
+    shape: str, model: Tree, inputs: Inputs, count: int, forward: float
 ) -> str:
     """Where a recorded step and the simulated one part."""
-    contestant, backend = ours(shape, model, inputs, count, per_rank)
-    backend.record = True
+    contestant, backend = ours(shape, model, inputs, count, record=True)
     measure([contestant], 1)
     assert backend.plan is not None
-    predicted = backend.plan.simulate(times, transfer=0.0).timeline
+    predicted = backend.plan.simulate(sleeps(forward), transfer=0.0).timeline
     return f"{shape}, {contestant.name}\n\n{compare(predicted, backend.timeline)}\n"
 
 

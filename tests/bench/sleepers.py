@@ -8,11 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-import networkx as nx
 import torch
 from torch import Tensor, nn
 
-from . import towers  # noqa: F401  # defines bench::work
+from .naps import nap
 
 WIDTH = 8  # of what blocks pass on
 
@@ -29,8 +28,7 @@ class Block(nn.Module):
         x = inputs[0]
         for other in inputs[1:]:
             x = x + other
-        out: Tensor = torch.ops.bench.work(x * self.scale, self.seconds)
-        return out
+        return nap(x * self.scale, self.seconds)
 
 
 class Tree(nn.Module):
@@ -69,41 +67,25 @@ def loss(out: Tensor) -> Tensor:
     return out.sum(1).mean()
 
 
-def graph(model: Tree, stages: int) -> nx.DiGraph[int]:
-    """The stages, each of as many blocks as the others, and which reads which."""
-    size = len(model.blocks) // stages
-    found: nx.DiGraph[int] = nx.DiGraph()
-    found.add_nodes_from(range(stages))
-    for i, reads in enumerate(model.reads()):
-        found.add_edges_from(
-            (j // size, i // size) for j in reads if j // size < i // size
-        )
-    return found
-
-
 class Stretch(nn.Module):
-    """A stage of the tree as a line: takes the tensors on their way, gives those after.
+    """A block of the tree made a line: takes the tensors on their way, gives those
+    after it.
 
     Every rank has the batch, so that of branches only what blocks made is carried.
     """
 
-    def __init__(self, model: Tree, blocks: range) -> None:
+    def __init__(self, model: Tree, number: int) -> None:
         super().__init__()
-        self.blocks = nn.ModuleList(model.blocks[i] for i in blocks)
-        reads = list(model.reads())
-        self.reads = [len(reads[i]) for i in blocks]
-        self.branch = [i // model.length for i in blocks]
+        self.block = model.blocks[number]
+        self.reads = len(list(model.reads())[number])
+        self.branch = number // model.length
 
     def forward(
         self, *carried: Tensor, **inputs: Tensor
     ) -> tuple[Tensor, ...] | Tensor:
-        tensors = list(carried)
-        for block, reads, branch in zip(
-            self.blocks, self.reads, self.branch, strict=True
-        ):
-            if reads:
-                given, tensors = tensors[-reads:], tensors[:-reads]
-            else:
-                given = [inputs[f"x{branch}"]]
-            tensors.append(block(*given))
-        return tensors[0] if len(tensors) == 1 else tuple(tensors)
+        """carried: the ends of the branches so far; inputs: x0 of the first, .."""
+        if not self.reads:
+            return *carried, self.block(inputs[f"x{self.branch}"])
+        made: Tensor = self.block(*carried[-self.reads :])
+        rest = carried[: -self.reads]
+        return (*rest, made) if rest else made
