@@ -123,7 +123,18 @@ def _add_sleep(parser: argparse.ArgumentParser) -> None:
     add("--steps", type=int, default=20, help="of each contestant (20)")
     add("--compare", action="store_true", help="print where a step parts from its plan")
     add("--json", type=Path, metavar="F", help="write the results to a file as well")
-    parser.set_defaults(run=sleep.run)
+    parser.set_defaults(check=_check_sleep, run=sleep.run)
+
+
+def _check_sleep(options: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
+    least = 4 if "tree" in options.shapes else 2
+    if options.workers < least:
+        parser.error(f"--workers: {' and '.join(options.shapes)} take {least} or more")
+    count = options.microbatches
+    if count is not None and (count < 1 or count % options.workers):
+        parser.error("--microbatches: the interleaved peer takes a multiple of workers")
+    if min(options.rows, options.steps) < 1 or options.forward <= 0:
+        parser.error("--rows and --steps start at 1, and --forward above 0")
 
 
 def _check_dag(options: argparse.Namespace, parser: argparse.ArgumentParser) -> None:

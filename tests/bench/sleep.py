@@ -63,8 +63,11 @@ def run(options: argparse.Namespace) -> int:
     rows = [row for shape in options.shapes for row in race(options, shape)]
     if not dist.get_rank():
         print(table(rows))
+        for shape in options.shapes:
+            print(best([row for row in rows if row.shape == shape]))
         if options.json is not None:
-            known = {k: v for k, v in vars(options).items() if k not in ("json", "run")}
+            given = vars(options).items()
+            known = {k: v for k, v in given if k not in ("json", "run", "check")}
             result = {"options": known, "rows": [row._asdict() for row in rows]}
             options.json.write_text(json.dumps(result, indent=1) + "\n")
     dist.destroy_process_group()
@@ -214,3 +217,10 @@ def table(rows: list[Row]) -> str:
     align = ("left", "right", "left", *("right",) * 4, "left", *("right",) * 3)
     found = tabulate(cells, headers.split("|"), colalign=align, disable_numparse=True)
     return f"milliseconds of a step, medians\n\n{found}"
+
+
+def best(rows: list[Row]) -> str:
+    """The fastest of fxsched's schedules of one shape to each of the peer's."""
+    fastest = min(rows, key=lambda row: row.measured)
+    others = [f"{fastest.measured / row.peer_measured:.3f} {row.peer}" for row in rows]
+    return f"\n{fastest.shape}: {fastest.schedule} is {', '.join(others)}"
