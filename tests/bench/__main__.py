@@ -13,7 +13,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from . import dag, gloo, overhead, predict, search, simulate
+from . import dag, gloo, overhead, predict, search, simulate, sleep
 
 ROOT = Path(__file__).parents[2]
 KEEP = 32 << 20  # bytes; glibc takes no larger mmap_threshold
@@ -54,6 +54,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     _add_predict(commands.add_parser("predict", help=_first(predict.__doc__)))
     _add_simulate(commands.add_parser("simulate", help=_first(simulate.__doc__)))
     _add_search(commands.add_parser("search", help=_first(search.__doc__)))
+    _add_sleep(commands.add_parser("sleep", help=_first(sleep.__doc__)))
     options = parser.parse_args(arguments)
     if "check" in options:
         options.check(options, parser)
@@ -108,6 +109,32 @@ def _add_search(parser: argparse.ArgumentParser) -> None:
     add("--effort", type=float, default=1.0, help="of each search (1)")
     add("--seed", type=int, default=0, help="(0)")
     parser.set_defaults(run=search.run, workers=0)
+
+
+def _add_sleep(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("--workers", type=int, default=4, help="ranks (4)")
+    shapes = list(sleep.BRANCHES)
+    add("--shapes", nargs="+", choices=shapes, default=shapes, help="(both)")
+    add("--microbatches", type=int, help="(twice the workers)")
+    f = "milliseconds of a rank's F of a microbatch, B takes twice as long (20)"
+    add("--forward", type=float, default=20.0, metavar="MS", help=f)
+    add("--rows", type=int, default=4, help="of a microbatch (4)")
+    add("--steps", type=int, default=20, help="of each contestant (20)")
+    add("--compare", action="store_true", help="print where a step parts from its plan")
+    add("--json", type=Path, metavar="F", help="write the results to a file as well")
+    parser.set_defaults(check=_check_sleep, run=sleep.run)
+
+
+def _check_sleep(options: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
+    least = 4 if "tree" in options.shapes else 2
+    if options.workers < least:
+        parser.error(f"--workers: {' and '.join(options.shapes)} take {least} or more")
+    count = options.microbatches
+    if count is not None and (count < 1 or count % options.workers):
+        parser.error("--microbatches: the interleaved peer takes a multiple of workers")
+    if min(options.rows, options.steps) < 1 or options.forward <= 0:
+        parser.error("--rows and --steps start at 1, and --forward above 0")
 
 
 def _check_dag(options: argparse.Namespace, parser: argparse.ArgumentParser) -> None:

@@ -14,19 +14,17 @@ cores run as if each had its own.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.flop_counter import register_flop_formula
 
 from fxsched.models.layers import Block
 
-FLOPS_PER_SECOND = 50e9  # what a sleeping block counts as, far above all else
+from .naps import nap
 
 
 @dataclass(frozen=True)
@@ -40,51 +38,6 @@ class Sizes:
     sleep: float = 0.0  # seconds of a block's F over the whole batch; 0 computes
 
 
-@torch.library.custom_op("bench::work", mutates_args=())
-def work(x: Tensor, seconds: float) -> Tensor:
-    """x, after so many seconds for each sample."""
-    time.sleep(seconds * len(x))
-    return x.clone()
-
-
-@torch.library.custom_op("bench::work_backward", mutates_args=())
-def work_backward(gradient: Tensor, seconds: float) -> Tensor:
-    """B of work: twice as long."""
-    time.sleep(2 * seconds * len(gradient))
-    return gradient.clone()
-
-
-@work.register_fake
-def _(x: Tensor, seconds: float) -> Tensor:
-    return torch.empty_like(x)
-
-
-@work_backward.register_fake
-def _(gradient: Tensor, seconds: float) -> Tensor:
-    return torch.empty_like(gradient)
-
-
-def _keep(ctx: Any, inputs: tuple[Tensor, float], output: Tensor) -> None:
-    ctx.seconds = inputs[1]
-
-
-def _backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-    return torch.ops.bench.work_backward(gradient, ctx.seconds), None
-
-
-work.register_autograd(_backward, setup_context=_keep)
-
-
-@register_flop_formula(torch.ops.bench.work)
-def _(shape: Sequence[int], seconds: float, **_: Any) -> int:
-    return int(FLOPS_PER_SECOND * seconds * shape[0])
-
-
-@register_flop_formula(torch.ops.bench.work_backward)
-def _(shape: Sequence[int], seconds: float, **_: Any) -> int:
-    return int(2 * FLOPS_PER_SECOND * seconds * shape[0])
-
-
 class Sleeper(nn.Module):
     """Takes a block's place: a trivial parameter, and a sleep."""
 
@@ -94,8 +47,7 @@ class Sleeper(nn.Module):
         self.seconds = seconds
 
     def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = torch.ops.bench.work(x * self.scale, self.seconds)
-        return out
+        return nap(x * self.scale, self.seconds)
 
 
 class Embed(nn.Module):

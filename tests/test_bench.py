@@ -1,0 +1,33 @@
+"""What the benchmarks race is the same model, however it is cut."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from .bench.sleep import tree
+from .bench.sleepers import WIDTH, Stretch, loss
+
+
+@pytest.mark.parametrize("shape", ["chain", "tree"])
+def test_a_line_of_blocks_is_the_tree(shape: str) -> None:
+    torch.manual_seed(0)
+    model = tree(shape, 8, 0.0)
+    inputs = [torch.randn(4, WIDTH) for _ in range(model.branches)]
+    model(*inputs).backward()
+    wanted = [block.scale.grad.clone() for block in model.blocks]
+    model.zero_grad()
+    carried: tuple[torch.Tensor, ...] = ()
+    for number in range(len(model.blocks)):
+        named = {f"x{i}": x for i, x in enumerate(inputs)}
+        made = Stretch(model, number)(*carried, **named)
+        carried = made if isinstance(made, tuple) else (made,)
+    loss(*carried).backward()
+    for block, gradient in zip(model.blocks, wanted, strict=True):
+        torch.testing.assert_close(block.scale.grad, gradient)
+
+
+def test_a_tree_has_three_branches_and_a_head_of_equal_length() -> None:
+    reads = list(tree("tree", 8, 0.0).reads())
+    assert reads == [(), (0,), (), (2,), (), (4,), (1, 3, 5), (6,)]
+    assert list(tree("chain", 3, 0.0).reads()) == [(), (0,), (1,)]
