@@ -1,6 +1,6 @@
 """Values between the ranks of one host: written to shared memory, told of on a socket.
 
-A rank lends blocks of memory to each neighbour and writes every message into one of
+A rank lends blocks of memory to each neighbour and writes every parcel into one of
 them, so a send never waits; the reader's tensors are the block itself, which is free
 again once the last of them is gone. Linux only; elsewhere there are no neighbours.
 """
@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .messages import ALIGNMENT, Layout, Message
+from .parcels import ALIGNMENT, Packing, Parcel
 
 NOTE = struct.Struct("<qqq")  # tag, number of the block, its bytes if it is a new one
 DESCRIPTOR = array.array("i").itemsize
@@ -31,7 +31,7 @@ BUSY, FREE = 1, 0  # the first byte of a block; its contents start at ALIGNMENT
 
 
 class Block:
-    """Shared memory for one message at a time."""
+    """Shared memory for one parcel at a time."""
 
     def __init__(self, number: int, descriptor: int, size: int) -> None:
         self.number = number
@@ -57,13 +57,13 @@ class Lent(Block):
         self.contents = torch.frombuffer(
             self.memory, dtype=torch.uint8, offset=ALIGNMENT
         )
-        self.views: dict[Layout, list[Tensor]] = {}
+        self.views: dict[Packing, list[Tensor]] = {}
 
-    def write(self, layout: Layout, value: Any) -> None:
+    def write(self, packing: Packing, value: Any) -> None:
         given = (value,) if isinstance(value, Tensor) else value
-        if layout not in self.views:
-            self.views[layout] = layout.views(self.contents)
-        layout.write(self.views[layout], given)
+        if packing not in self.views:
+            self.views[packing] = packing.views(self.contents)
+        packing.write(self.views[packing], given)
 
 
 class Neighbour:
@@ -71,7 +71,7 @@ class Neighbour:
 
     def __init__(self, rank: int, link: socket.socket, all: Neighbours) -> None:
         self.rank, self.link, self.all = rank, link, all
-        self.lent: dict[int, deque[Lent]] = {}  # by size, the oldest message first
+        self.lent: dict[int, deque[Lent]] = {}  # by size, the oldest parcel first
         self.count = 0
         self.borrowed: dict[int, Block] = {}
         self.arrived: dict[int, deque[Block]] = {}  # by tag, not taken yet
@@ -81,17 +81,17 @@ class Neighbour:
         self.changed = threading.Lock()
         self.gone = False
 
-    def send(self, value: Any, message: Message) -> None:
-        layout = message.layout
-        size = -(-(layout.bytes + ALIGNMENT) // mmap.PAGESIZE) * mmap.PAGESIZE
+    def send(self, value: Any, parcel: Parcel) -> None:
+        packing = parcel.packing
+        size = -(-(packing.bytes + ALIGNMENT) // mmap.PAGESIZE) * mmap.PAGESIZE
         blocks = self.lent.setdefault(size, deque())
         block = next((b for b in blocks if b.memory[0] == FREE), None)
         if block is not None:
             blocks.remove(block)
             blocks.append(block)
             block.memory[0] = BUSY
-            block.write(layout, value)
-            self._tell(NOTE.pack(message.tag, block.number, 0))
+            block.write(packing, value)
+            self._tell(NOTE.pack(parcel.tag, block.number, 0))
             return
         descriptor = os.memfd_create("fxsched")
         os.ftruncate(descriptor, size)
@@ -100,8 +100,8 @@ class Neighbour:
         self.count += 1
         blocks.append(block)
         block.memory[0] = BUSY
-        block.write(layout, value)
-        self._tell(NOTE.pack(message.tag, block.number, size), copy)
+        block.write(packing, value)
+        self._tell(NOTE.pack(parcel.tag, block.number, size), copy)
         os.close(copy)
 
     def _tell(self, note: bytes, descriptor: int | None = None) -> None:
@@ -120,15 +120,15 @@ class Neighbour:
             except (BrokenPipeError, ConnectionResetError):
                 raise self._lost() from None
 
-    def take(self, message: Message) -> Any:
-        """A message's value; waits for it."""
-        while (block := self._pop(message.tag)) is None:
+    def take(self, parcel: Parcel) -> Any:
+        """A parcel's value; waits for it."""
+        while (block := self._pop(parcel.tag)) is None:
             if self.reader is not None:
-                raise self._lost()  # a watched message is there, or never comes
+                raise self._lost()  # a watched parcel is there, or never comes
             self.read()
-        layout = message.layout
-        found = layout.read(layout.views(block.bytes()))
-        return tuple(found) if message.bundle else found[0]
+        packing = parcel.packing
+        found = packing.read(packing.views(block.bytes()))
+        return tuple(found) if parcel.bundle else found[0]
 
     def _pop(self, tag: int) -> Block | None:
         with self.changed:
@@ -161,7 +161,7 @@ class Neighbour:
                     self.watching.pop(tag).put(tag)
 
     def watch(self, tag: int, arrived: queue.SimpleQueue[int]) -> None:
-        """Puts the tag in a queue once its message is there, or nothing more comes."""
+        """Puts the tag in a queue once its parcel is there, or nothing more comes."""
         if self.reader is None:  # a daemon: a rank that fails exits though it waits
             self.reader = threading.Thread(target=self._keep_reading, daemon=True)
             self.reader.start()

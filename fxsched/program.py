@@ -15,7 +15,7 @@ from torch import fx
 from . import ops
 from .graphs import arguments
 from .jobs import Job
-from .messages import Message
+from .parcels import Parcel
 
 
 @dataclass
@@ -35,7 +35,7 @@ class Task:
 class Receive:
     """A value that another worker sends: its place among those, and its slot."""
 
-    message: Message
+    parcel: Parcel
     position: int
     slot: int
     phase: int
@@ -65,7 +65,7 @@ class Program:
             if node.op in ("placeholder", "output"):
                 continue
             if node.target in (ops.recv, ops.fetch):
-                message = Message(
+                parcel = Parcel(
                     node.kwargs["source"],
                     node.kwargs["tag"],
                     node.meta["specs"],
@@ -73,9 +73,7 @@ class Program:
                     node.target is ops.fetch,
                 )
                 position = len(self.receives)
-                self.receives.append(
-                    Receive(message, position, self.slots[node], phase)
-                )
+                self.receives.append(Receive(parcel, position, self.slots[node], phase))
                 continue
             name = node.meta["task"]
             if (phase, name) not in tasks:
@@ -100,7 +98,7 @@ class Program:
                 receive
                 for slot in task.needs
                 if (receive := self.receive_at.get(slot)) is not None
-                and receive.message.weights
+                and receive.parcel.weights
                 and slot not in seen
             ]
             if new:
@@ -120,11 +118,11 @@ class Program:
         task.makes = sorted(inside)
 
 
-def sent(node: fx.Node) -> Message:
+def sent(node: fx.Node) -> Parcel:
     """What a send node sends."""
     (value,) = arguments(node)
     weights = value.op == "placeholder"
     to: Any = node.kwargs["to"]
     tag: Any = node.kwargs["tag"]
     bundle = weights or value.meta["bundle"]
-    return Message(to, tag, value.meta["specs"], bundle, weights)
+    return Parcel(to, tag, value.meta["specs"], bundle, weights)

@@ -174,7 +174,7 @@ class Dynamic(Run):
             receive = self.receives[self.asked]
             if receive.phase != self.phase:
                 break
-            if not receive.message.weights:
+            if not receive.parcel.weights:
                 self._post(receive, arrived)
             self.asked += 1
         batches = self.program.fetches
@@ -190,8 +190,8 @@ class Dynamic(Run):
 
     def _post(self, receive: Receive, arrived: queue.SimpleQueue[int]) -> None:
         self.posted += 1
-        self.endpoint.expect(receive.message)
-        self.endpoint.watch(receive.message, arrived)
+        self.endpoint.expect(receive.parcel)
+        self.endpoint.watch(receive.parcel, arrived)
 
     def _execute(self, task: Task) -> None:
         start = time.perf_counter()
@@ -205,7 +205,7 @@ class Dynamic(Run):
 
     def _dynamic(self, tasks: Sequence[Task]) -> None:
         arrived: queue.SimpleQueue[int] = queue.SimpleQueue()
-        by_tag = {r.message.tag: r for r in self.receives}
+        by_tag = {r.parcel.tag: r for r in self.receives}
         missing, waiting = self._missing(tasks)
         ready = [(t.n, i) for i, t in enumerate(tasks) if not missing[i]]
         heapq.heapify(ready)
@@ -225,7 +225,7 @@ class Dynamic(Run):
                 if tag < 0:
                     raise Aborted
                 receive = by_tag[tag]
-                self.values[receive.slot] = self.endpoint.take(receive.message)
+                self.values[receive.slot] = self.endpoint.take(receive.parcel)
                 del self.coming[receive.slot]
                 there([receive.slot])
                 incoming -= 1

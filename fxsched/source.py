@@ -17,7 +17,7 @@ from torch import fx
 
 from . import ops
 from .graphs import arguments, result
-from .messages import Message
+from .parcels import Parcel
 
 Expression = str | tuple[Any, ...]  # a variable or constant, or a tuple of expressions
 VARIABLE = re.compile(r"\bv\d+\b")
@@ -49,8 +49,8 @@ class Source:
             self.names[self.known[id(value)]] = value
         return self.known[id(value)]
 
-    def message(self, message: Message) -> str:
-        return self.name(message, f"m{message.tag}")
+    def parcel(self, parcel: Parcel) -> str:
+        return self.name(parcel, f"m{parcel.tag}")
 
     def line(self, text: str) -> None:
         self.lines.append((text, self.task))

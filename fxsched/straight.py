@@ -10,7 +10,7 @@ from torch import Tensor, fx
 
 from . import ops
 from .graphs import arguments, result
-from .messages import Message
+from .parcels import Parcel
 from .program import Program, Receive, Task, sent
 from .source import Expression, Source, compiled, let_go, text_of
 
@@ -78,7 +78,7 @@ class Straight:
         source, env = self.source, self.env
         if node.target is ops.send:
             value = text_of(source.express(node.args[0], env))
-            source.line(f"send({value}, {source.message(sent(node))})")
+            source.line(f"send({value}, {source.parcel(sent(node))})")
         elif node.target is ops.pause:
             self._finish(number)  # what is first read after the pause too
             made = self._results(arguments(node)[0])
@@ -95,7 +95,7 @@ class Straight:
             receive = receives[self.asked]
             if receive.phase != phase:
                 break
-            if not receive.message.weights:
+            if not receive.parcel.weights:
                 self._expect(receive)
             self.asked += 1
         while self.fetched < min(fetches, len(batches)):
@@ -106,10 +106,10 @@ class Straight:
             self.fetched += 1
 
     def _expect(self, receive: Receive) -> None:
-        self.source.line(f"expect({self.source.message(receive.message)})")
+        self.source.line(f"expect({self.source.parcel(receive.parcel)})")
 
     def _take(self, receive: Receive) -> None:
-        taken = self.source.make(f"take({self.source.message(receive.message)})")
+        taken = self.source.make(f"take({self.source.parcel(receive.parcel)})")
         self.env[self.nodes[receive.slot]] = taken
         self.taken.add(receive.slot)
 
@@ -139,7 +139,7 @@ class Straight:
 
 def alone(
     program: Program, task: Task, shared: set[fx.Node]
-) -> Callable[[list[Any], Callable[[Any, Message], None]], None]:
+) -> Callable[[list[Any], Callable[[Any, Parcel], None]], None]:
     """A task as a function of all values, by slot, and of send.
 
     shared: values that other tasks read, too; the function leaves them in their slots.
@@ -152,7 +152,7 @@ def alone(
     for node in task.nodes:
         if node.target is ops.send:
             value = text_of(source.express(node.args[0], env))
-            source.line(f"send({value}, {source.message(sent(node))})")
+            source.line(f"send({value}, {source.parcel(sent(node))})")
         elif node.target not in (ops.free, ops.wait, ops.pause):
             env[node] = source.node(node, env)
             if node in shared:

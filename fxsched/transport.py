@@ -18,8 +18,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from .jobs import PlanError
-from .messages import Message, is_plain
 from .neighbours import Neighbours
+from .parcels import Parcel, is_plain
 
 T = TypeVar("T")
 
@@ -34,10 +34,10 @@ class Aborted(Exception):
 class Endpoint(Protocol):
     """One worker's end of the transfers of one run."""
 
-    def send(self, value: Any, message: Message) -> None: ...
-    def expect(self, message: Message) -> None: ...
-    def take(self, message: Message) -> Any: ...
-    def watch(self, message: Message, arrived: queue.SimpleQueue[int]) -> None: ...
+    def send(self, value: Any, parcel: Parcel) -> None: ...
+    def expect(self, parcel: Parcel) -> None: ...
+    def take(self, parcel: Parcel) -> Any: ...
+    def watch(self, parcel: Parcel, arrived: queue.SimpleQueue[int]) -> None: ...
     def finish(self) -> None: ...
 
 
@@ -66,27 +66,27 @@ class ThreadEndpoint:
     def __init__(self, exchange: Exchange) -> None:
         self.exchange = exchange
 
-    def send(self, value: Any, message: Message) -> None:
-        tag = message.tag
+    def send(self, value: Any, parcel: Parcel) -> None:
+        tag = parcel.tag
         with self.exchange.changed:
             self.exchange.values[tag] = value
             if tag in self.exchange.watching:
                 self.exchange.watching.pop(tag).put(tag)
             self.exchange.changed.notify_all()
 
-    def expect(self, message: Message) -> None:
+    def expect(self, parcel: Parcel) -> None:
         pass
 
-    def take(self, message: Message) -> Any:
+    def take(self, parcel: Parcel) -> Any:
         with self.exchange.changed:
-            while message.tag not in self.exchange.values:
+            while parcel.tag not in self.exchange.values:
                 if self.exchange.failed:
                     raise Aborted
                 self.exchange.changed.wait()
-            return self.exchange.values.pop(message.tag)
+            return self.exchange.values.pop(parcel.tag)
 
-    def watch(self, message: Message, arrived: queue.SimpleQueue[int]) -> None:
-        tag = message.tag
+    def watch(self, parcel: Parcel, arrived: queue.SimpleQueue[int]) -> None:
+        tag = parcel.tag
         with self.exchange.changed:
             if arrived not in self.exchange.queues:
                 self.exchange.queues.append(arrived)
@@ -115,61 +115,61 @@ class ProcessEndpoint:
         self.sending: list[tuple[dist.Work, Tensor]] = []
         self.coming: dict[int, tuple[list[dist.Work], list[Tensor]]] = {}
 
-    def send(self, value: Any, message: Message) -> None:
-        if message.peer in self.near and not message.weights:
-            self.near[message.peer].send(value, message)
+    def send(self, value: Any, parcel: Parcel) -> None:
+        if parcel.peer in self.near and not parcel.weights:
+            self.near[parcel.peer].send(value, parcel)
             return
-        given = value if message.bundle else (value,)
+        given = value if parcel.bundle else (value,)
         buffers = [
             given[i] if is_plain(given[i]) else given[i].contiguous()
-            for i in message.alone
+            for i in parcel.alone
         ]
-        rest = [t for i, t in enumerate(given) if i not in message.alone]
+        rest = [t for i, t in enumerate(given) if i not in parcel.alone]
         if rest or not buffers:
-            buffer = torch.empty(max(1, message.rest.bytes), dtype=torch.uint8)
-            message.rest.write(message.rest.views(buffer), rest)
+            buffer = torch.empty(max(1, parcel.rest.bytes), dtype=torch.uint8)
+            parcel.rest.write(parcel.rest.views(buffer), rest)
             buffers.append(buffer)
         for buffer in buffers:
             work = dist.isend(
-                buffer, message.peer, group=self.processes.group, tag=message.tag
+                buffer, parcel.peer, group=self.processes.group, tag=parcel.tag
             )
             assert work is not None
             self.sending.append((work, buffer))
 
-    def expect(self, message: Message) -> None:
-        if message.peer in self.near and not message.weights:
+    def expect(self, parcel: Parcel) -> None:
+        if parcel.peer in self.near and not parcel.weights:
             return
-        buffers = [message.specs[i].empty() for i in message.alone]
-        if len(message.alone) < len(message.specs) or not buffers:
-            buffers.append(torch.empty(max(1, message.rest.bytes), dtype=torch.uint8))
+        buffers = [parcel.specs[i].empty() for i in parcel.alone]
+        if len(parcel.alone) < len(parcel.specs) or not buffers:
+            buffers.append(torch.empty(max(1, parcel.rest.bytes), dtype=torch.uint8))
         works = []
         for buffer in buffers:
             work = dist.irecv(
-                buffer, message.peer, group=self.processes.group, tag=message.tag
+                buffer, parcel.peer, group=self.processes.group, tag=parcel.tag
             )
             assert work is not None
             works.append(work)
-        self.coming[message.tag] = (works, buffers)
+        self.coming[parcel.tag] = (works, buffers)
 
-    def take(self, message: Message) -> Any:
-        if message.peer in self.near and not message.weights:
-            return self.near[message.peer].take(message)
-        works, buffers = self.coming.pop(message.tag)
+    def take(self, parcel: Parcel) -> Any:
+        if parcel.peer in self.near and not parcel.weights:
+            return self.near[parcel.peer].take(parcel)
+        works, buffers = self.coming.pop(parcel.tag)
         for work in works:
             work.wait()
-        if not message.bundle and message.alone:
+        if not parcel.bundle and parcel.alone:
             return buffers[0]
-        rest = iter(message.rest.read(message.rest.views(buffers[-1])))
-        alone = dict(zip(message.alone, buffers, strict=False))
+        rest = iter(parcel.rest.read(parcel.rest.views(buffers[-1])))
+        alone = dict(zip(parcel.alone, buffers, strict=False))
         found = [
-            alone[i] if i in alone else next(rest) for i in range(len(message.specs))
+            alone[i] if i in alone else next(rest) for i in range(len(parcel.specs))
         ]
-        return tuple(found) if message.bundle else found[0]
+        return tuple(found) if parcel.bundle else found[0]
 
-    def watch(self, message: Message, arrived: queue.SimpleQueue[int]) -> None:
-        tag = message.tag
-        if message.peer in self.near and not message.weights:
-            self.near[message.peer].watch(tag, arrived)
+    def watch(self, parcel: Parcel, arrived: queue.SimpleQueue[int]) -> None:
+        tag = parcel.tag
+        if parcel.peer in self.near and not parcel.weights:
+            self.near[parcel.peer].watch(tag, arrived)
             return
         works, buffers = self.coming[tag]
         self.coming[tag] = ([], buffers)

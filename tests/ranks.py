@@ -12,7 +12,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 import fxsched
 from fxsched import PlanError, schedules
-from fxsched.messages import Message
+from fxsched.parcels import Parcel
 from fxsched.transport import ProcessEndpoint
 from tests.cases import (
     MICROBATCHES,
@@ -88,19 +88,19 @@ class Slots:
     def __init__(self) -> None:
         self.here: list[tuple[StorageWeakRef, int]] = []
         self.peak = 0
-        self.messages: dict[int, int] = {}  # bytes of each fetch
+        self.parcels: dict[int, int] = {}  # bytes of each fetch
         original = ProcessEndpoint.expect
 
-        def expect(endpoint: ProcessEndpoint, message: Message) -> None:
-            original(endpoint, message)
-            if message.weights:
-                self.add(message.tag, endpoint.coming[message.tag][1])
+        def expect(endpoint: ProcessEndpoint, parcel: Parcel) -> None:
+            original(endpoint, parcel)
+            if parcel.weights:
+                self.add(parcel.tag, endpoint.coming[parcel.tag][1])
 
         ProcessEndpoint.expect = expect
 
     def add(self, tag: int, buffers: list[Tensor]) -> None:
         new = [t.untyped_storage() for t in buffers]
-        self.messages[tag] = sum(s.nbytes() for s in new)
+        self.parcels[tag] = sum(s.nbytes() for s in new)
         self.here = [each for each in self.here if not each[0].expired()]
         self.here += [(StorageWeakRef(s), s.nbytes()) for s in new]
         self.peak = max(self.peak, sum(size for _, size in self.here))
@@ -127,11 +127,17 @@ def slots() -> None:
             x = torch.randn(2 * MICROBATCHES, 192)
             run(x).sum().backward()
             counted.peak = 0
-            counted.messages.clear()
+            counted.parcels.clear()
             run(x).sum().backward()
-            limit = (prefetch + 1) * max(counted.messages.values())
-            assert len(counted.messages) > 4, (schedule.name, counted.messages)
-            assert counted.peak <= limit, (schedule.name, prefetch, order, counted.peak, limit)
+            limit = (prefetch + 1) * max(counted.parcels.values())
+            assert len(counted.parcels) > 4, (schedule.name, counted.parcels)
+            assert counted.peak <= limit, (
+                schedule.name,
+                prefetch,
+                order,
+                counted.peak,
+                limit,
+            )
             if order == "static":
                 assert counted.peak == limit, (schedule.name, prefetch, counted.peak)
     print("no more weights than asked for")

@@ -47,7 +47,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "measure",
         "diagram",
         "links",
-        "messages",
+        "parcels",
     ),
     ("backsplit", "calls", "simulate", "compare"),
     ("passes",),

@@ -13,7 +13,7 @@ from torch import fx
 
 import fxsched
 from fxsched import Direction, Job, Link, PlanError, Schedule, ops, schedules, simulate
-from fxsched.messages import Message
+from fxsched.parcels import Parcel
 from fxsched.pipeline import Plan
 from fxsched.transport import ThreadEndpoint
 from tests.cases import apart, build
@@ -250,9 +250,9 @@ def test_threads_do_what_was_simulated(
     sent = Counter[int]()
     original = ThreadEndpoint.send
 
-    def send(self: ThreadEndpoint, value: object, message: Message) -> None:
-        sent[message.tag] += 1
-        original(self, value, message)
+    def send(self: ThreadEndpoint, value: object, parcel: Parcel) -> None:
+        sent[parcel.tag] += 1
+        original(self, value, parcel)
 
     monkeypatch.setattr(ThreadEndpoint, "send", send)
     step(*inputs).backward()

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from fxsched.graphs import Spec
-from fxsched.messages import Layout, Message
 from fxsched.neighbours import Neighbour, Neighbours
+from fxsched.parcels import Packing, Parcel
 
 VALUES: dict[str, Tensor] = {
     "contiguous": torch.arange(12.0).view(3, 4),
@@ -32,10 +32,10 @@ VALUES: dict[str, Tensor] = {
 }
 
 
-def message(value: Any, tag: int = 0) -> Message:
+def parcel(value: Any, tag: int = 0) -> Parcel:
     bundle = isinstance(value, tuple)
     specs = tuple(map(Spec.of, value if bundle else (value,)))
-    return Message(1, tag, specs, bundle, weights=False)
+    return Parcel(1, tag, specs, bundle, weights=False)
 
 
 def same(found: Any, sent: Any) -> None:
@@ -58,10 +58,10 @@ def test_a_tensor_arrives_as_it_was_alone_and_in_a_bundle(name: str) -> None:
     value = VALUES[name]
     for sent in (value, (value, torch.ones(3), value)):
         given = sent if isinstance(sent, tuple) else (sent,)
-        layout = Layout(tuple(map(Spec.of, given)))
-        memory = torch.empty(layout.bytes, dtype=torch.uint8)
-        layout.write(layout.views(memory), given)
-        same(tuple(layout.read(layout.views(memory))), given)
+        packing = Packing(tuple(map(Spec.of, given)))
+        memory = torch.empty(packing.bytes, dtype=torch.uint8)
+        packing.write(packing.views(memory), given)
+        same(tuple(packing.read(packing.views(memory))), given)
 
 
 @pytest.fixture
@@ -92,9 +92,9 @@ def test_neighbours_hand_over_any_value(pair: tuple[Neighbour, Neighbour]) -> No
     everything = tuple(VALUES.values())
     sent = [*everything, everything]
     for tag, value in enumerate(sent):
-        here.send(value, message(value, tag))
+        here.send(value, parcel(value, tag))
     for tag, value in reversed(list(enumerate(sent))):  # in any order
-        same(there.take(message(value, tag)), value)
+        same(there.take(parcel(value, tag)), value)
 
 
 def test_a_block_is_lent_again_once_nothing_reads_it(
@@ -102,7 +102,7 @@ def test_a_block_is_lent_again_once_nothing_reads_it(
 ) -> None:
     here, there = pair
     value = torch.arange(4.0)
-    letter = message(value)
+    letter = parcel(value)
     for round in range(5):
         here.send(value + round, letter)
         found = there.take(letter)
@@ -128,7 +128,7 @@ def test_two_that_fill_each_others_sockets_go_on(
 ) -> None:
     """Neither reads before it has sent all."""
     value, count = torch.zeros(1), 2000
-    letters = [message(value, tag) for tag in range(count)]
+    letters = [parcel(value, tag) for tag in range(count)]
 
     def talk(end: Neighbour, shift: float) -> None:
         for tag, letter in enumerate(letters):
@@ -153,17 +153,17 @@ def test_one_that_watches_is_told(pair: tuple[Neighbour, Neighbour]) -> None:
     here, there = pair
     value = torch.ones(2)
     arrived: queue.SimpleQueue[int] = queue.SimpleQueue()
-    here.send(value, message(value, 3))
+    here.send(value, parcel(value, 3))
     there.watch(3, arrived)
     assert arrived.get(timeout=10) == 3
     there.watch(4, arrived)
-    here.send(value, message(value, 4))
+    here.send(value, parcel(value, 4))
     assert arrived.get(timeout=10) == 4
-    same(there.take(message(value, 4)), value)
+    same(there.take(parcel(value, 4)), value)
     there.watch(5, arrived)
     here.link.shutdown(socket.SHUT_RDWR)
     assert arrived.get(timeout=10) == 5  # nothing more comes
     with pytest.raises(ConnectionError, match="worker 0 has ended"):
-        there.take(message(value, 5))
+        there.take(parcel(value, 5))
     with pytest.raises(ConnectionError, match="worker 1 has ended"):
-        here.send(value, message(value, 6))
+        here.send(value, parcel(value, 6))

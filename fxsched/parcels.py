@@ -16,7 +16,7 @@ LARGE = 1 << 16  # bytes of a tensor that a copy into a bundle would cost too mu
 
 
 @dataclass(frozen=True, eq=False)
-class Message:
+class Parcel:
     """A value on its way: the other worker, a number, and what it looks like.
 
     weights: whether it is a fetch, which has to wait until the receiver has room.
@@ -29,9 +29,9 @@ class Message:
     weights: bool
 
     @cached_property
-    def layout(self) -> Layout:
+    def packing(self) -> Packing:
         """All tensors of the value, one after the other."""
-        return Layout(self.specs)
+        return Packing(self.specs)
 
     @cached_property
     def alone(self) -> tuple[int, ...]:
@@ -45,10 +45,10 @@ class Message:
         )
 
     @cached_property
-    def rest(self) -> Layout:
+    def rest(self) -> Packing:
         """The other tensors, one after the other."""
         others = (s for i, s in enumerate(self.specs) if i not in self.alone)
-        return Layout(tuple(others))
+        return Packing(tuple(others))
 
 
 def is_plain(tensor: Tensor) -> bool:
@@ -70,7 +70,7 @@ class Part(NamedTuple):
     spec: Spec
 
 
-class Layout:
+class Packing:
     """How the tensors of a value lie in `bytes` bytes, one after the other.
 
     Each keeps its strides, unless they leave gaps. Dimensions that only repeat (stride
