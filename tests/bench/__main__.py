@@ -13,7 +13,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from . import dag, gloo, overhead, predict, race, search, simulate
+from . import dag, gloo, memory, overhead, predict, race, search, simulate
 
 ROOT = Path(__file__).parents[2]
 KEEP = 32 << 20  # bytes; glibc takes no larger mmap_threshold
@@ -52,6 +52,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     towers.set_defaults(check=_check_dag, run=dag.run)
     _add_overhead(commands.add_parser("overhead", help=_first(overhead.__doc__)))
     _add_peers(commands.add_parser("peers", help=_first(race.__doc__)))
+    _add_memory(commands.add_parser("memory", help=_first(memory.__doc__)))
     _add_predict(commands.add_parser("predict", help=_first(predict.__doc__)))
     _add_simulate(commands.add_parser("simulate", help=_first(simulate.__doc__)))
     _add_search(commands.add_parser("search", help=_first(search.__doc__)))
@@ -98,6 +99,16 @@ def _add_peers(parser: argparse.ArgumentParser) -> None:
     add("--alone-every", type=int, default=1, help="rounds, for one process (1)")
     add("--json", type=Path, metavar="F", help="write the results to a file as well")
     parser.set_defaults(run=race.run)
+
+
+def _add_memory(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    _add_language(parser)
+    add("--compiled", action="store_true", help="with Inductor, peers too")
+    add("--only", nargs="+", choices=memory.NAMES, default=memory.NAMES, metavar="NAME")
+    add("--steps", type=int, default=4, help="of each contestant, after the first (4)")
+    add("--json", type=Path, metavar="F", help="write the results to a file as well")
+    parser.set_defaults(each=memory.each, run=memory.run)
 
 
 def _add_language(parser: argparse.ArgumentParser) -> None:
@@ -163,6 +174,9 @@ def main() -> int:
     if options.command == "overhead" and options.gloo:
         options.workers, options.run = 2, gloo.run
     if "TORCHELASTIC_RUN_ID" not in os.environ and options.workers:
+        if "each" in options:
+            each: int = options.each(options, launch)
+            return each
         if getattr(options, "json", None) is not None:
             options.json.touch()  # an unwritable file is better known now
             arguments = [*sys.argv[1:], "--json", str(options.json)]
