@@ -37,14 +37,14 @@ NAMES = (*RIVALS, *PIPELINES, *(entry.name for entry in ENTRIES))
 class Runner:
     """A contestant, and, if it is fxsched's, what its timelines say.
 
-    bounds: seconds of a step that waits for nothing but jobs, each from one timeline.
+    bounds: steps that wait for nothing but jobs, each with one timeline's durations.
     """
 
     contestant: Contestant
     entry: Entry | None = None
     backend: fxsched.Backend | None = None
     recorded: Contestant | None = None
-    bounds: list[float] = field(default_factory=list)
+    bounds: list[fxsched.Simulation] = field(default_factory=list)
 
 
 class Race:
@@ -97,8 +97,7 @@ class Race:
             step()
             plan = recorder.plan
             assert plan is not None
-            found = plan.simulate(recorder.timeline, transfer=0.0)
-            runner.bounds.append(found.latency)
+            runner.bounds.append(plan.simulate(recorder.timeline, transfer=0.0))
 
         # a step that keeps its timeline also waits for all ranks: another is timed
         twin.step, twin.every = recorded, RARELY
@@ -142,6 +141,7 @@ class Row:
     rival: str | None
     to_rival: float | None
     bound: float | None
+    bubble: float | None
     once: bool | None
     error: float
     split: str
@@ -165,6 +165,8 @@ def row(name: str, runners: dict[str, Runner], seconds: dict[str, list[float]]) 
     once = None
     if runner.backend is not None and runner.backend.plan is not None:
         once = all(len(group.owners) == 1 for group in runner.backend.plan.groups)
+    bounds = sorted(runner.bounds, key=lambda found: found.latency)
+    bound = bounds[len(bounds) // 2] if bounds else None
     return Row(
         name,
         statistics.median(seconds[name]),
@@ -173,7 +175,8 @@ def row(name: str, runners: dict[str, Runner], seconds: dict[str, list[float]]) 
         ratio("alone") * dist.get_world_size(),
         rival,
         None if rival is None else ratio(rival),
-        statistics.median(runner.bounds) if runner.bounds else None,
+        None if bound is None else bound.latency,
+        None if bound is None else bound.bubble_rate,
         once,
         runner.contestant.error,
         runner.contestant.split,
@@ -232,6 +235,7 @@ def table(rows: Sequence[Row]) -> str:
                 number(each.to_rival, ".3f"),
                 each.rival or "",
                 number(each.bound and 1000 * each.bound, ".0f"),
+                number(each.bubble, ".1%"),
                 number(each.above_bound, "+.1%"),
                 f"{each.error:.0e}",
             )
@@ -246,9 +250,10 @@ def table(rows: Sequence[Row]) -> str:
             "/ rival",
             "rival",
             "bound ms",
+            "bubble",
             "above it",
             "error",
         ],
-        colalign=("left", *("right",) * 5, "left", *("right",) * 3),
+        colalign=("left", *("right",) * 5, "left", *("right",) * 4),
         disable_numparse=True,
     )
