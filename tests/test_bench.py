@@ -5,6 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
+from fxsched.models.gpt import GPTConfig
+
+from .bench import language
 from .bench.sleep import tree
 from .bench.sleepers import WIDTH, Stretch, loss
 
@@ -31,3 +34,13 @@ def test_a_tree_has_three_branches_and_a_head_of_equal_length() -> None:
     reads = list(tree("tree", 8, 0.0).reads())
     assert reads == [(), (0,), (), (2,), (), (4,), (1, 3, 5), (6,)]
     assert list(tree("chain", 3, 0.0).reads()) == [(), (0,), (1,)]
+
+
+def test_parts_in_a_row_are_the_model() -> None:
+    config = GPTConfig(vocabulary=8, length=4, width=8, layers=2)
+    setup = language.Setup(config, 2, 1, False)
+    line = setup.line()
+    out = language.Stretch(line.parts)(**line.inputs)
+    line.loss(out, line.target).backward()
+    found = {name: p.grad for name, p in line.model.named_parameters()}
+    torch.testing.assert_close(found, setup.gradients())

@@ -13,7 +13,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from . import dag, gloo, overhead, predict, search, simulate, sleep
+from . import dag, gloo, memory, overhead, predict, race, search, simulate, sleep
 
 ROOT = Path(__file__).parents[2]
 KEEP = 32 << 20  # bytes; glibc takes no larger mmap_threshold
@@ -37,7 +37,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     add("--workers", type=int, default=2, help="ranks (2)")
     add("--microbatches", type=int, nargs="+", default=[2, 4, 8], metavar="B")
     add("--steps", type=int, default=20, help="of each contestant (20)")
-    add("--schedule", nargs="+", help="of fxsched: graph, interleaved, by-hand, 1f1b")
+    add("--schedule", nargs="+", help="of fxsched's library (graph)")
     add("--order", choices=("static", "dynamic"), default="static")
     add("--tries", type=int, default=4, help="splits that each peer tries (4)")
     add("--layers", type=int, nargs=3, default=[3, 3, 2], metavar=("A", "B", "HEAD"))
@@ -51,6 +51,8 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     add("--json", type=Path, metavar="F", help="write the results to a file as well")
     towers.set_defaults(check=_check_dag, run=dag.run)
     _add_overhead(commands.add_parser("overhead", help=_first(overhead.__doc__)))
+    _add_peers(commands.add_parser("peers", help=_first(race.__doc__)))
+    _add_memory(commands.add_parser("memory", help=_first(memory.__doc__)))
     _add_predict(commands.add_parser("predict", help=_first(predict.__doc__)))
     _add_simulate(commands.add_parser("simulate", help=_first(simulate.__doc__)))
     _add_search(commands.add_parser("search", help=_first(search.__doc__)))
@@ -79,18 +81,47 @@ def _add_overhead(parser: argparse.ArgumentParser) -> None:
 
 def _add_predict(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    add("--workers", type=int, default=2, help="ranks (2)")
+    _add_language(parser)
     names = ["ddp", "gpipe", "1f1b", "interleaved", "zb_h1"]
     add("--schedules", nargs="+", default=names, help=f"({' '.join(names)})")
-    add("--microbatches", type=int, default=8, help="(8)")
     add("--steps", type=int, default=20, help="of each schedule (20)")
+    add("--json", type=Path, metavar="F", help="write the results to a file as well")
+    parser.set_defaults(run=predict.run)
+
+
+def _add_peers(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    _add_language(parser)
+    add("--compiled", action="store_true", help="with Inductor, peers too")
+    names = "contestants by name, * for any part of it; and those they are held against"
+    add("--only", nargs="+", default=["*"], metavar="NAME", help=names)
+    add("--steps", type=int, default=20, help="of each contestant (20)")
+    add("--tries", type=int, default=4, help="splits that each peer tries (4)")
+    add("--alone-every", type=int, default=1, help="rounds, for one process (1)")
+    add("--json", type=Path, metavar="F", help="write the results to a file as well")
+    parser.set_defaults(run=race.run)
+
+
+def _add_memory(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    _add_language(parser)
+    add("--compiled", action="store_true", help="with Inductor, peers too")
+    add("--only", nargs="+", choices=memory.NAMES, default=memory.NAMES, metavar="NAME")
+    add("--steps", type=int, default=4, help="of each contestant, after the first (4)")
+    add("--json", type=Path, metavar="F", help="write the results to a file as well")
+    parser.set_defaults(each=memory.each, run=memory.run)
+
+
+def _add_language(parser: argparse.ArgumentParser) -> None:
+    """Options of a language model, its batch and its workers."""
+    add = parser.add_argument
+    add("--workers", type=int, default=2, help="ranks (2)")
+    add("--microbatches", type=int, default=8, help="(8)")
     add("--layers", type=int, default=8, help="blocks of the model (8)")
     add("--width", type=int, default=256, help="(256)")
     add("--length", type=int, default=128, help="tokens of a sequence (128)")
     add("--vocabulary", type=int, default=4096, help="(4096)")
     add("--batch", type=int, default=32, help="(32)")
-    add("--json", type=Path, metavar="F", help="write the results to a file as well")
-    parser.set_defaults(run=predict.run)
 
 
 def _add_simulate(parser: argparse.ArgumentParser) -> None:
@@ -170,6 +201,9 @@ def main() -> int:
     if options.command == "overhead" and options.gloo:
         options.workers, options.run = 2, gloo.run
     if "TORCHELASTIC_RUN_ID" not in os.environ and options.workers:
+        if "each" in options:
+            each: int = options.each(options, launch)
+            return each
         if getattr(options, "json", None) is not None:
             options.json.touch()  # an unwritable file is better known now
             arguments = [*sys.argv[1:], "--json", str(options.json)]

@@ -16,6 +16,7 @@ from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from tabulate import tabulate
 from torch.distributed.pipelining import (
     Schedule1F1B,
@@ -24,11 +25,11 @@ from torch.distributed.pipelining import (
 )
 
 import fxsched
-from fxsched import Schedule, schedules
+from fxsched.schedules import LIBRARY
 
 from .measure import RARELY, Batch, Contestant, check, measure
-from .peers import best_peer
-from .towers import Sizes, TwoTowers, sample
+from .pipelining import Line, best_cuts, peer
+from .towers import Sizes, Stretch, TwoTowers, line, sample
 
 
 class Row(NamedTuple):
@@ -45,44 +46,14 @@ class Row(NamedTuple):
     seconds: list[float]
 
 
-# towers side by side: modules that start a stage, and the worker of each stage
-BY_HAND = {
-    2: (["embed_b", "join", "head.1"], [0, 1, 0, 1]),
-    3: (["embed_b", "join"], [0, 1, 2]),
-    4: (["a.2", "embed_b", "b.2", "join"], [0, 2, 1, 2, 3]),
-}
-
-
-def contestant(
-    name: str, workers: int, microbatches: int
-) -> tuple[Schedule, str | list[str]]:
-    """fxsched's schedule by its name on the command line, and its stages."""
-    if name == "interleaved":  # w = s mod W, as the interleaved peer
-        return schedules.lpp(workers, workers, microbatches, 2 * workers), "auto"
-    if name == "by-hand":
-        if workers not in BY_HAND:
-            raise SystemExit(f"--schedule by-hand is for {list(BY_HAND)} workers")
-        names, places = BY_HAND[workers]
-        schedule = Schedule(
-            workers,
-            microbatches,
-            w=lambda s, b, d: (places[s], places[s]),
-            n=schedules.oldest_microbatch_first(len(places)),
-            name=name,
-        )
-        return schedule, names
-    found = getattr(schedules, {"1f1b": "one_f_one_b"}.get(name, name), None)
-    if found is None:
-        raise SystemExit(f"--schedule {name}: fxsched.schedules has no such schedule")
-    return found(workers, microbatches), "auto"
-
-
 def ours(
     name: str, options: argparse.Namespace, model: TwoTowers, batch: Batch, count: int
 ) -> Contestant:
     model = copy.deepcopy(model)
-    schedule, stages = contestant(name, dist.get_world_size(), count)
-    backend = fxsched.backend(schedule, stages, order=options.order)
+    if name not in LIBRARY:
+        raise SystemExit(f"--schedule {name}: give one of {', '.join(LIBRARY)}")
+    schedule = LIBRARY[name](workers=dist.get_world_size(), microbatches=count)
+    backend = fxsched.backend(schedule, order=options.order)
     compiled = torch.compile(model, backend=backend)
 
     def step() -> None:
@@ -104,7 +75,7 @@ def eager(model: TwoTowers, batch: Batch, count: int) -> Contestant:
         for microbatch in microbatches:
             (model(*microbatch) / count).backward()
 
-    return Contestant("eager / workers", model, step)
+    return Contestant("eager / workers", model, step, every=RARELY)
 
 
 def compare(options: argparse.Namespace, sizes: Sizes, count: int) -> Iterator[Row]:
@@ -122,21 +93,26 @@ def compare(options: argparse.Namespace, sizes: Sizes, count: int) -> Iterator[R
     named = options.schedule or ["graph"]
     # 1F1B refuses fewer microbatches than stages; GPipe is then the same order
     plain = Schedule1F1B if count >= workers else ScheduleGPipe
-    peers = [
-        best_peer(kind, model, batch, count, options.tries)
-        for kind in (plain, ScheduleInterleaved1F1B)
-    ]
+
+    def make() -> Line:
+        own, (a, b, target) = copy.deepcopy(model), batch
+        return Line(own, line(own), Stretch, {"a": a, "b": b}, target, F.mse_loss)
+
+    peers = []
+    for kind in (plain, ScheduleInterleaved1F1B):
+        cuts = best_cuts(kind, make, count, options.tries)
+        peers.append(peer(kind, make(), count, cuts)[0])
     contestants = [ours(name, options, model, batch, count) for name in named] + peers
     for each in contestants:
         check(each, wanted)
-    taken = measure(contestants, options.steps, reference)
+    taken = measure([*contestants, reference], options.steps)
     medians = {key: statistics.median(seconds) for key, seconds in taken.items()}
     best = min(peers, key=lambda each: medians[id(each)])
     for each in [*contestants, reference]:
         seconds = taken[id(each)]
         if each is reference:
             seconds = [s / workers for s in seconds]
-        others = taken[id(best)][:: RARELY if each is reference else 1]
+        others = taken[id(best)][:: each.every]
         yield Row(
             count,
             each.name,

@@ -10,6 +10,7 @@ from typing import NoReturn
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 TOLERANCE = 1e-5  # of gradients, as a share of the largest of its parameter
 WARM = 2  # rounds
@@ -24,6 +25,7 @@ class Contestant:
     step: Callable[[], None]  # leaves gradients on the parameters of this rank
     split: str = ""
     error: float = 0.0  # the largest of its gradients, as a share of the parameter's
+    every: int = 1  # so many rounds it takes a step
 
 
 def slowest(values: Sequence[float]) -> Tensor:
@@ -38,20 +40,20 @@ def clear(model: nn.Module) -> None:
         parameter.grad = None
 
 
-def measure(
-    contestants: Sequence[Contestant], rounds: int, rarely: Contestant | None = None
-) -> dict[int, list[float]]:
+def measure(contestants: Sequence[Contestant], rounds: int) -> dict[int, list[float]]:
     """Seconds of each step of each contestant (by id), in turn after WARM rounds."""
     taken: dict[int, list[float]] = {}
     for number in range(-WARM, rounds):
-        also = [rarely] if rarely and number % RARELY == 0 else []
-        for each in [*contestants, *also]:
+        for each in contestants:
+            if number % each.every:
+                continue
             clear(each.model)
             dist.barrier()
             start = time.perf_counter()
             each.step()
             if number >= 0:
                 taken.setdefault(id(each), []).append(time.perf_counter() - start)
+            clear(each.model)  # its memory may serve the next
     return {key: slowest(seconds).tolist() for key, seconds in taken.items()}
 
 
@@ -65,7 +67,10 @@ def check(contestant: Contestant, wanted: dict[str, Tensor]) -> None:
         if parameter.grad is not None:
             # the gradient of a key's bias is nothing but rounding: hence a least scale
             scale = max(float(wanted[name].abs().max()), largest / 1000)
-            difference = (parameter.grad - wanted[name]).abs().max()
+            gradient = parameter.grad
+            if isinstance(gradient, DTensor):
+                gradient = gradient.full_tensor()
+            difference = (gradient - wanted[name]).abs().max()
             errors[name] = float(difference.nan_to_num(torch.inf)) / scale
     everyone: list[dict[str, float]] = [{}] * dist.get_world_size()
     dist.all_gather_object(everyone, errors)

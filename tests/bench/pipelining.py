@@ -1,56 +1,74 @@
-"""torch.distributed.pipelining on the two towers as a line, with its best split."""
+"""torch.distributed.pipelining on a model as a line of parts, with its best split."""
 
 from __future__ import annotations
 
-import copy
 import itertools
 import statistics
 import time
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, ScheduleInterleaved1F1B
 
-from .measure import Batch, Contestant, measure, slowest
-from .towers import Part, Stretch, TwoTowers, line
+from .measure import Contestant, measure, slowest
 
 BYTES_PER_SECOND = 1e9  # of loopback, to weigh splits before they are tried
 SHORTLIST = 500  # splits whose steps are worth a replay
 
 
+class Line(NamedTuple):
+    """A model as parts that follow each other, and a batch for it.
+
+    parts: what isn't cut, each with a name; they share the model's parameters.
+    stage: a module of some parts in a row. It takes the tensors on their way and, by
+        keyword, the inputs, which every rank has, so that only activations are carried.
+    loss: of what the last stage gives and the target, a mean over the batch.
+    """
+
+    model: nn.Module
+    parts: Sequence[Any]
+    stage: Callable[[Sequence[Any]], nn.Module]
+    inputs: dict[str, Tensor]
+    target: Tensor
+    loss: Callable[[Tensor, Tensor], Tensor]
+
+    def microbatch(self, count: int) -> Line:
+        """The same with the first of so many microbatches."""
+        inputs = {name: x.chunk(count)[0] for name, x in self.inputs.items()}
+        return self._replace(inputs=inputs, target=self.target.chunk(count)[0])
+
+
 def peer(
-    kind: Any, model: TwoTowers, batch: Batch, count: int, cuts: Sequence[int]
+    kind: Any, line: Line, count: int, cuts: Sequence[int], compiled: bool = False
 ) -> tuple[Contestant, Any]:
     """A schedule over the line, cut after so many parts each; and the schedule.
 
-    Its stages take tokens from the batch, which every rank has, so only activations
-    are carried; the loss is scaled in loss_fn, which is cheaper than on gradients.
+    The loss is scaled in loss_fn, which is cheaper than on gradients.
     """
-    model = copy.deepcopy(model)
-    parts, stages = line(model), len(cuts) + 1
-    bounds = list(itertools.pairwise([0, *cuts, len(parts)]))
-    a, b, target = batch
-    here = [
-        PipelineStage(Stretch(parts[slice(*bounds[s])]), s, stages, torch.device("cpu"))
-        for s in range(dist.get_rank(), stages, dist.get_world_size())
-    ]
+    stages = len(cuts) + 1
+    bounds = list(itertools.pairwise([0, *cuts, len(line.parts)]))
+    here = []
+    for s in range(dist.get_rank(), stages, dist.get_world_size()):
+        stage = line.stage(line.parts[slice(*bounds[s])])
+        if compiled:
+            stage.compile()
+        here.append(PipelineStage(stage, s, stages, torch.device("cpu")))
     schedule = kind(
         here if kind is ScheduleInterleaved1F1B else here[0],
         count,
-        loss_fn=lambda out, wanted: F.mse_loss(_only(out), wanted) / count,
+        loss_fn=lambda out, wanted: line.loss(_only(out), wanted) / count,
         scale_grads=False,
     )
 
     def step() -> None:
-        schedule.step(a=a, b=b, target=target, return_outputs=False)
+        schedule.step(**line.inputs, target=line.target, return_outputs=False)
 
-    split = [f"{parts[i].name}..{parts[j - 1].name}" for i, j in bounds]
+    split = [f"{line.parts[i].name}..{line.parts[j - 1].name}" for i, j in bounds]
     name = f"torch {kind.__name__.removeprefix('Schedule')}"
-    return Contestant(name, model, step, " | ".join(split)), schedule
+    return Contestant(name, line.model, step, " | ".join(split)), schedule
 
 
 def _only(output: Any) -> Tensor:
@@ -58,39 +76,42 @@ def _only(output: Any) -> Tensor:
     return tensor  # type: ignore[no-any-return]
 
 
-def best_peer(
-    kind: Any, model: TwoTowers, batch: Batch, count: int, tries: int
-) -> Contestant:
-    """The peer with the fastest, in a short trial, of the most promising splits."""
+def best_cuts(
+    kind: Any, make: Callable[[], Line], count: int, tries: int, compiled: bool = False
+) -> tuple[int, ...]:
+    """Where the line is cut best: the fastest, in a short trial, of the most promising
+    splits. Each try gets a line of its own."""
     workers = dist.get_world_size()
     stages = 2 * workers if kind is ScheduleInterleaved1F1B else workers
-    microbatch: Batch = tuple(x.chunk(count)[0] for x in batch)  # type: ignore[assignment]
-    parts = line(copy.deepcopy(model))
     order = None
     if kind is ScheduleInterleaved1F1B:  # it runs what it lists; of any split the same
-        _, schedule = peer(kind, model, batch, count, range(1, stages))
+        _, schedule = peer(kind, make(), count, range(1, stages))
         order = schedule.pipeline_order
-    promising = splits(*costs(parts, microbatch), stages, count, order)
-    candidates = [peer(kind, model, batch, count, c)[0] for c in promising[:tries]]
-    if len(candidates) == 1:
-        return candidates[0]
+    line = make().microbatch(count)
+    promising = splits(*costs(line), stages, count, order)[:tries]
+    if len(promising) == 1:
+        return promising[0]
+    candidates = [peer(kind, make(), count, c, compiled)[0] for c in promising]
     seconds = measure(candidates, 3)
-    return min(candidates, key=lambda each: statistics.median(seconds[id(each)]))
+    medians = [statistics.median(seconds[id(each)]) for each in candidates]
+    return promising[medians.index(min(medians))]
 
 
-def costs(parts: Sequence[Part], microbatch: Batch) -> tuple[list[float], list[int]]:
+def costs(line: Line) -> tuple[list[float], list[int]]:
     """Seconds of F and B of each part, and the bytes that cross a cut after it.
 
     Every rank measures at the same time; the seconds are those of the slowest.
     """
     seconds, crossing = [], []
     carried: tuple[Tensor, ...] = ()
-    a, b, _ = microbatch
-    for part in parts:
-        stage, taken = Stretch([part]), []
+    for part in line.parts:
+        stage, taken = line.stage([part]), []
         for _ in range(5):
             start = time.perf_counter()
-            out = stage(*carried, a=a, b=b)
+            out = stage(*carried, **line.inputs)
+            out = out if isinstance(out, tuple) else (out,)
+            if part is line.parts[-1]:
+                out = (line.loss(_only(out), line.target),)
             torch.autograd.backward(out, [torch.ones_like(x) for x in out])
             taken.append(time.perf_counter() - start)
         seconds.append(statistics.median(taken))

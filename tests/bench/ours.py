@@ -1,0 +1,82 @@
+"""fxsched's contestants of `peers` and `memory`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+
+import fxsched
+from fxsched import Schedule, schedules
+
+from .language import Setup
+from .measure import Contestant
+
+FSDPS = ("torch-fsdp", "torch-fsdp-kept", "torch-fsdp-late", "torch-fsdp-gathered")
+
+
+class Entry(NamedTuple):
+    """A contestant of fxsched.
+
+    split: where its stages come from: its "rival"'s, a stage for each of the "blocks",
+        fxsched's "estimate", or a "profile".
+    rivals: by name; the fastest of them counts.
+    """
+
+    name: str
+    schedule: Callable[[int, int], Schedule]
+    split: str
+    rivals: tuple[str, ...] = ()
+
+
+def looped(
+    schedule: Callable[..., Schedule], per_rank: int
+) -> Callable[[int, int], Schedule]:
+    return lambda workers, count: schedule(workers, count, per_rank * workers)
+
+
+def _entries() -> tuple[Entry, ...]:
+    library = schedules.LIBRARY
+    found = []
+    for name in ("gpipe", "1f1b", "interleaved"):
+        rivals = (f"torch-{name}",)
+        found.append(Entry(name, library[name], "rival", rivals))
+        found.append(Entry(f"{name}-auto", library[name], "estimate", rivals))
+        found.append(Entry(f"{name}-profile", library[name], "profile", rivals))
+    found.append(Entry("ddp", schedules.ddp, "estimate", ("torch-ddp",)))
+    found.append(Entry("fsdp", schedules.fsdp, "blocks", FSDPS))
+    found.append(Entry("fsdp-auto", schedules.fsdp, "estimate", FSDPS))
+    for name in ("zb_h1", "zb_h2", "zb_v", "v_half", "folded", "cuckoo", "looped_bfs"):
+        found.append(Entry(name, library[name], "profile"))
+    for v in (3, 4):
+        make = looped(schedules.interleaved, v)
+        found.append(Entry(f"interleaved-{v}", make, "profile"))
+    return tuple(found)
+
+
+ENTRIES = _entries()
+
+
+def enter(
+    entry: Entry,
+    setup: Setup,
+    stages: str | Sequence[str],
+    profile: fxsched.Profile | None = None,
+    record: bool = False,
+) -> tuple[Contestant, fxsched.Backend]:
+    """The contestant, after a step, and its backend."""
+    model = setup.model()
+    schedule = entry.schedule(dist.get_world_size(), setup.microbatches)
+    compiler = "inductor" if setup.compiled else "eager"
+    backend = fxsched.backend(
+        schedule, stages, stage_compiler=compiler, profile=profile
+    )
+    backend.record = record
+    compiled = torch.compile(model, backend=backend)
+
+    def step() -> None:
+        compiled(*setup.inputs).backward()
+
+    return Contestant(entry.name, model, step), backend
