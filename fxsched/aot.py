@@ -25,6 +25,7 @@ from torch._guards import TracingContext, tracing
 
 from . import ops
 from .graphs import Spec, base, draws
+from .lazy import all_lazy
 
 
 class Pair(NamedTuple):
@@ -88,7 +89,12 @@ def trace_stage(
             for n in flat.graph.find_nodes(op="placeholder")
         )
     grad = torch.enable_grad() if any(live) else torch.no_grad()
-    with tracing(TracingContext(mode)), contextlib.ExitStack() as stack, grad:
+    with (
+        tracing(TracingContext(mode)),
+        contextlib.ExitStack() as stack,
+        grad,
+        all_lazy(),
+    ):
         exported = aot_export_joint_with_descriptors(stack, flat, arguments)
         joint = exported.graph_module
         assert isinstance(joint, fx.GraphModule)
