@@ -97,11 +97,17 @@ def _mark_frame(_: object) -> None:
     if frame is None:
         return
     backend = frame.f_locals["compiler_fn"]
-    while hasattr(backend, "__wrapped__"):
-        backend = backend.__wrapped__
-    request = getattr(getattr(backend, "compiler_fn", backend), "request", None)
+    while inner := _wrapped(backend):
+        backend = inner
+    request = getattr(backend, "request", None)
     if isinstance(request, Request) and request.schedule.microbatches > 1:
         mark_batch(frame.f_locals["locals"])
+
+
+def _wrapped(backend: Any) -> Any:
+    """The backend that torch.compile or another one calls in turn, or None."""
+    inner = getattr(backend, "__wrapped__", None)
+    return getattr(backend, "compiler_fn", None) if inner is None else inner
 
 
 def mark_batch(values: Any) -> None:
