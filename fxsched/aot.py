@@ -25,6 +25,7 @@ from torch._guards import TracingContext, tracing
 
 from . import ops
 from .graphs import Spec, base, draws
+from .lazy import all_lazy
 
 
 class Pair(NamedTuple):
@@ -59,9 +60,16 @@ class Pair(NamedTuple):
 
 def stage_key(module: fx.GraphModule) -> str:
     """Text that is equal for stages that compute the same on the same shapes."""
-    number = {node: f"%{i}" for i, node in enumerate(module.graph.nodes)}
+    numbers = f"{module.meta['state']} {module.meta['draws']}"
+    return f"{graph_text(module, module.graph)}\n{numbers}"
+
+
+def graph_text(root: torch.nn.Module, graph: fx.Graph) -> str:
+    """Text that is equal for graphs that compute the same on the same shapes; `root`
+    has the constants that they read."""
+    number = {node: f"%{i}" for i, node in enumerate(graph.nodes)}
     lines = []
-    for node in module.graph.nodes:
+    for node in graph.nodes:
         text = repr(fx.map_arg((node.args, node.kwargs), number.__getitem__))
         line = f"{node.op} {text}"
         if node.op == "placeholder":
@@ -70,9 +78,9 @@ def stage_key(module: fx.GraphModule) -> str:
         else:
             line += f" {node.target} {id(node.target)}"
         if node.op == "get_attr":
-            line += str(id(getattr(module, str(node.target), node)))
+            line += str(id(getattr(root, str(node.target), node)))
         lines.append(line)
-    return "\n".join([*lines, str(module.meta["state"]), str(module.meta["draws"])])
+    return "\n".join(lines)
 
 
 def trace_stage(
@@ -88,7 +96,12 @@ def trace_stage(
             for n in flat.graph.find_nodes(op="placeholder")
         )
     grad = torch.enable_grad() if any(live) else torch.no_grad()
-    with tracing(TracingContext(mode)), contextlib.ExitStack() as stack, grad:
+    with (
+        tracing(TracingContext(mode)),
+        contextlib.ExitStack() as stack,
+        grad,
+        all_lazy(),
+    ):
         exported = aot_export_joint_with_descriptors(stack, flat, arguments)
         joint = exported.graph_module
         assert isinstance(joint, fx.GraphModule)

@@ -8,6 +8,7 @@ from torch import fx
 
 from .aot import Pair
 from .graphs import Spec, base, result
+from .lazy import lazy_module
 
 
 def split_weights(pair: Pair) -> Pair:
@@ -65,9 +66,9 @@ def split_weights(pair: Pair) -> Pair:
     later = [("state", state[n]) for n in wanted]
     later += [("carried", k) for k in range(len(carried))]
     return pair._replace(
-        backward=fx.GraphModule(pair.backward, backward),
+        backward=lazy_module(pair.backward, backward),
         needs=tuple(needs),
-        weight=fx.GraphModule(pair.backward, weight),
+        weight=lazy_module(pair.backward, weight),
         weight_needs=tuple(later),
         carried=tuple(Spec.of(n.meta["val"]) for n in carried),
         carried_bytes=sum(

@@ -11,6 +11,7 @@ from torch import fx
 
 from .aot import Pair
 from .graphs import result
+from .lazy import lazy_module
 
 Place = tuple[int, int]  # group of a stage, and tensor in the group
 
@@ -142,4 +143,4 @@ class _Wrapper:
     def finish(self, results: list[Any]) -> fx.GraphModule:
         self.graph.output(tuple(results))
         self.graph.lint()
-        return fx.GraphModule(self.root, self.graph, "Stage")
+        return lazy_module(self.root, self.graph, "Stage")

@@ -8,10 +8,14 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch._guards import TracingContext, detect_fake_mode, tracing
+from torch._guards import TracingContext, tracing
+from torch._subclasses import FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from . import ops
-from .graphs import result
+from .aot import graph_text
+from .graphs import Spec, result
+from .lazy import lazy_module
 
 
 class Compiled(torch.nn.Module):
@@ -28,27 +32,43 @@ class Compiled(torch.nn.Module):
 
 
 def compile_stages(programs: Sequence[fx.GraphModule]) -> None:
-    """Replaces the flat graphs of all stages, each once however often it is used."""
-    done: dict[int, Compiled] = {}
+    """Replaces the flat graphs of all stages; equal ones are compiled once."""
+    by_id: dict[int, Compiled] = {}
+    by_text: dict[str, Compiled] = {}
     for program in programs:
         for stage in program.children():
             for name, flat in list(stage.named_children()):
                 if isinstance(flat, fx.GraphModule):
-                    if id(flat) not in done:
-                        done[id(flat)] = _compile(flat)
-                    setattr(stage, name, done[id(flat)])
+                    if id(flat) not in by_id:
+                        by_id[id(flat)] = _compile(flat, by_text)
+                    setattr(stage, name, by_id[id(flat)])
 
 
-def _compile(flat: fx.GraphModule) -> Compiled:
+def _compile(flat: fx.GraphModule, done: dict[str, Compiled]) -> Compiled:
+    graph, random = _unseeded(flat)
+    text = graph_text(flat, graph)
+    if text not in done:
+        run = _inductor(lazy_module(flat, graph))
+        done[text] = Compiled(run, random, len(result(flat)))
+    return done[text]
+
+
+def _inductor(gm: fx.GraphModule) -> Callable[..., Any]:
+    """Compiles a graph, or finds it on disk, where torch.compile keeps its own too."""
     from torch._inductor.compile_fx import compile_fx  # slow to import, seldom needed
 
-    graph, random = _unseeded(flat)
-    gm = fx.GraphModule(flat, graph)
-    inputs = [n.meta["val"] for n in graph.find_nodes(op="placeholder")]
-    mode = detect_fake_mode(inputs)
+    # without a ShapeEnv, of which no symbol comes, Inductor's caches refuse a graph
+    mode = FakeTensorMode(shape_env=ShapeEnv())
+    with mode:
+        nodes = gm.graph.find_nodes(op="placeholder")
+        inputs = [Spec.of(node.meta["val"]).empty() for node in nodes]
+    for node in gm.graph.nodes:
+        node.meta = {}  # its values are of another mode
     with torch.no_grad(), tracing(TracingContext(mode)):
-        run: Any = compile_fx(gm, inputs)
-    return Compiled(run, random, len(result(flat)))
+        compiled: Any = compile_fx(gm, inputs)
+    # Dynamo is off where programs run; what turns it off takes 2 us a call
+    run: Callable[..., Any] = getattr(compiled, "__wrapped__", compiled)
+    return run
 
 
 def _unseeded(flat: fx.GraphModule) -> tuple[fx.Graph, bool]:

@@ -7,22 +7,26 @@ knows its shape and nothing in the graph is a symbol any more.
 
 from __future__ import annotations
 
+import hashlib
 import re
+import sys
 import traceback
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import torch
 import torch._dynamo
 import torch.fx.experimental._config
 from torch import Tensor, fx
+from torch._dynamo.callback import callback_handler
 from torch._dynamo.exc import TensorifyScalarRestartAnalysis
 from torch._dynamo.symbolic_convert import InstructionTranslator
 from torch._subclasses import FakeTensorMode
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from .costs import Meter, Work, alone, backward_of
 from .graphs import REGION_ENTERS, REGION_EXITS, Output, Role, Spec, storage, tensors
@@ -38,6 +42,8 @@ from .inputs import (
     symbol_of,
 )
 from .jobs import PlanError
+from .lazy import lazy_module
+from .request import Request
 
 
 def configure_dynamo() -> None:
@@ -52,6 +58,8 @@ def configure_dynamo() -> None:
     config.fail_on_recompile_limit_hit = True
     # a number in the call is a constant of the plan; a changing one is better a tensor
     config.specialize_float = True
+    if _mark_frame not in callback_handler.start_callbacks:
+        callback_handler.register_start_callback(_mark_frame)
     # lengths that happen to equal the batch size must not share its symbol
     torch.fx.experimental._config.use_duck_shape = False
 
@@ -77,6 +85,31 @@ def ask_for_symbolic_batch(gm: fx.GraphModule, inputs: Sequence[Any]) -> None:
     raise TensorifyScalarRestartAnalysis()
 
 
+def _mark_frame(_: object) -> None:
+    """Asks for a symbolic batch size as Dynamo starts, which saves it a trace.
+
+    Of calls of fxsched's backends alone. What isn't found here, such as a tensor inside
+    an object, is asked for after the first trace.
+    """
+    frame: FrameType | None = sys._getframe()
+    while frame is not None and not {"compiler_fn", "locals"} <= frame.f_locals.keys():
+        frame = frame.f_back
+    if frame is None:
+        return
+    backend = frame.f_locals["compiler_fn"]
+    while inner := _wrapped(backend):
+        backend = inner
+    request = getattr(backend, "request", None)
+    if isinstance(request, Request) and request.schedule.microbatches > 1:
+        mark_batch(frame.f_locals["locals"])
+
+
+def _wrapped(backend: Any) -> Any:
+    """The backend that torch.compile or another one calls in turn, or None."""
+    inner = getattr(backend, "__wrapped__", None)
+    return getattr(backend, "compiler_fn", None) if inner is None else inner
+
+
 def mark_batch(values: Any) -> None:
     """Asks for a symbolic batch size beforehand, which saves Dynamo a trace."""
     if isinstance(values, dict):
@@ -84,6 +117,8 @@ def mark_batch(values: Any) -> None:
     if isinstance(values, (list, tuple)):
         for value in values:
             mark_batch(value)
+    elif isinstance(values, torch.nn.Parameter):
+        return
     elif isinstance(values, Tensor) and values.dim() and values.shape[0] > 1:
         torch._dynamo.maybe_mark_dynamic(values, 0)
 
@@ -96,11 +131,12 @@ def capture(gm: fx.GraphModule) -> fx.GraphModule:
         new[node] = graph.node_copy(node, new.__getitem__)
         if node.op == "placeholder":
             new[node].meta["source"] = source_of(node)
-    result = fx.GraphModule(gm, graph)
+    result = lazy_module(gm, graph)
     sources = [source_of(node) for node in placeholders(gm)]
     inner = [str(m.graph) for m in gm.modules() if isinstance(m, fx.GraphModule)]
     constants = [str(id(tensor)) for tensor in _constants(gm)]
-    result.meta["text"] = "\n".join([*sources, *inner, *constants])
+    text = "\n".join([*sources, *inner, *constants])
+    result.meta["text"] = hashlib.sha256(text.encode()).hexdigest()
     return result
 
 
@@ -202,6 +238,7 @@ class _Binder:
         self.given: set[int] = set()  # storages of inputs and state
         self.kept: set[int] = set()  # storages that autograd keeps for B
         self.backward: dict[str, float] = {}  # seconds, by operation and arguments
+        self.interpreter = fx.Interpreter(gm)
         self.seen: Counter[str] = Counter()  # nodes, by module and operation
 
     def bind(self) -> fx.GraphModule:
@@ -221,7 +258,7 @@ class _Binder:
                     self.call(node)
         finally:
             torch.set_grad_enabled(grad)
-        result = fx.GraphModule(self.gm, self.graph, "Microbatch")
+        result = lazy_module(self.gm, self.graph, "Microbatch")
         result.meta["outputs"] = outputs
         result.meta["fake_mode"] = self.mode
         return result
@@ -272,26 +309,26 @@ class _Binder:
         args = fx.map_arg(node.args, lambda n: self.val[n])
         kwargs = fx.map_arg(node.kwargs, lambda n: self.val[n])
         region = node.target in REGION_ENTERS or node.target in REGION_EXITS
-        with self.mode, self.keeping() as held, _Writes() as writes, Meter() as meter:
+        with self.mode, self.keeping() as held, _Notes() as notes:
             if region:
                 target: Any = node.target
                 value = target(*args, **kwargs)
             else:
-                run = fx.Interpreter(self.gm)
-                value = getattr(run, node.op)(node.target, args, kwargs)
+                run = getattr(self.interpreter, node.op)
+                value = run(node.target, args, kwargs)
         self.val[node] = value
-        if not (region or writes.found or _holds_tensor(value)):
+        if not (region or notes.written or _holds_tensor(value)):
             self.new[node] = value
             return
-        flops, _, seconds = meter.total
+        flops, _, seconds = notes.total
         backward = 0.0 if region else self.backward_seconds(node, args, kwargs, value)
         new = self.graph.node_copy(node, lambda n: self.new[n])
         new.meta = {
             "val": value,
             "module": module_of(node, self.roots),
             "work": Work(flops, seconds, backward, sum(held)),
-            "mutates": tuple(writes.found),
-            "random": meter.random,
+            "mutates": tuple(notes.written),
+            "random": notes.random,
             "stack_trace": node.meta.get("stack_trace"),
             "key": self.key(node),
         }
@@ -335,7 +372,7 @@ class _Binder:
         if key not in self.backward:
             with self.mode:
                 (again, named), leaves = alone((args, tuple(kwargs.values())))
-                run = getattr(fx.Interpreter(self.gm), node.op)
+                run = getattr(self.interpreter, node.op)
                 made = run(node.target, again, dict(zip(kwargs, named, strict=True)))
                 backward = backward_of(made, leaves)
                 with Meter() as meter:
@@ -384,29 +421,36 @@ class _Binder:
         )
 
 
-class _Writes(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Notes the tensors that operations write into."""
+BATCH_NORMS = ("native_batch_norm", "cudnn_batch_norm", "miopen_batch_norm")
 
-    BATCH_NORMS = ("native_batch_norm", "cudnn_batch_norm", "miopen_batch_norm")
+
+class _Notes(Meter):  # type: ignore[no-untyped-call]
+    """Notes the tensors that operations write into too."""
 
     def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.found: list[Tensor] = []
+        super().__init__()
+        self.written: list[Tensor] = []
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        kwargs = kwargs or {}
-        for argument, value in zip(func._schema.arguments, args, strict=False):
-            if argument.alias_info is not None and argument.alias_info.is_write:
-                self.found += tensors(value)
-        for argument in func._schema.arguments:
-            if argument.alias_info is not None and argument.alias_info.is_write:
-                self.found += tensors(kwargs.get(argument.name))
+        for position, name in _written(func):
+            self.written += tensors(args[position : position + 1])
+            self.written += tensors((kwargs or {}).get(name))
         # their schemas do not say that running statistics are written in training
-        if func._schema.name.removeprefix("aten::") in self.BATCH_NORMS and args[5]:
-            self.found += [*tensors(args[3]), *tensors(args[4])]
-        return func(*args, **kwargs)
+        if func._schema.name.removeprefix("aten::") in BATCH_NORMS and args[5]:
+            self.written += [*tensors(args[3]), *tensors(args[4])]
+        return super().__torch_dispatch__(func, types, args, kwargs)
+
+
+@cache
+def _written(func: Any) -> tuple[tuple[int, str], ...]:
+    """The arguments that an operation writes into."""
+    return tuple(
+        (i, argument.name)
+        for i, argument in enumerate(func._schema.arguments)
+        if argument.alias_info is not None and argument.alias_info.is_write
+    )
 
 
 def _holds_tensor(value: object) -> bool:

@@ -15,6 +15,7 @@ from ..calls import Place, backward_module, forward_module, weight_module
 from ..costs import graph_cost
 from ..graphs import Group, arguments, result
 from ..jobs import Direction
+from ..lazy import write_code
 from ..request import Request
 
 
@@ -50,6 +51,7 @@ class _Differentiation:
         self.written: dict[int, fx.Node] = {}
         self.cache: dict[str, Pair] = {}
         self.pairs: dict[fx.Node, Pair] = {}
+        self.costs: dict[fx.GraphModule, float] = {}  # seconds
 
     def run(self) -> fx.GraphModule:
         loss = self.gm.meta["loss"] = self._loss() if self.request.training else None
@@ -201,8 +203,8 @@ class _Differentiation:
             f"backward_{stage}",
             (weights if reads else (), saved, tuple(given), tangents, None),
         )
-        later = 0.0 if pair.weight is None else graph_cost(pair.weight).seconds
-        now = graph_cost(pair.backward).seconds
+        later = 0.0 if pair.weight is None else self._seconds(pair.weight)
+        now = self._seconds(pair.backward)
         if "measured" in call.meta:
             scale = call.meta["measured"][1] / ((now + later) or 1.0)
             now, later = now * scale, later * scale
@@ -259,7 +261,7 @@ class _Differentiation:
         self.gm.add_submodule(f"forward_{stage}", forward_module(pair, places, outs))
         forward = self.graph.call_module(f"forward_{stage}", (*call.args, None))
         forward.meta.update(direction=Direction.FORWARD)
-        seconds = graph_cost(pair.forward).seconds
+        seconds = self._seconds(pair.forward)
         if "measured" in call.meta:
             seconds = call.meta["measured"][0]
         forward.meta.update(stage=stage, seconds=seconds)
@@ -275,6 +277,12 @@ class _Differentiation:
                 new.meta.update(weights[j].meta, stage=stage)
                 self.written[number] = new
         return forward
+
+    def _seconds(self, flat: fx.GraphModule) -> float:
+        """What a flat graph should take; stages share them."""
+        if flat not in self.costs:
+            self.costs[flat] = graph_cost(flat).seconds
+        return self.costs[flat]
 
     def _item(self, call: fx.Node, position: int, name: str) -> fx.Node:
         args = (call, position)
@@ -320,8 +328,12 @@ class _Differentiation:
             pair = trace_stage(
                 module, live, len(module.meta["state"]), self.gm.meta["fake_mode"]
             )
-            split = self.request.schedule.split_backward
-            self.cache[key] = split_weights(pair) if split else pair
+            if self.request.schedule.split_backward:
+                pair = split_weights(pair)
+            for flat in (pair.forward, pair.backward, pair.weight):
+                if flat is not None:
+                    write_code(flat)
+            self.cache[key] = pair
         return self.cache[key]
 
 

@@ -23,6 +23,7 @@ from ..graphs import (
     storage,
 )
 from ..jobs import Job, PlanError
+from ..lazy import lazy_module
 from ..request import Request
 
 
@@ -38,7 +39,7 @@ def split_stages(gm: fx.GraphModule, request: Request) -> fx.GraphModule:
     gm.meta["stages"] describes the stages as a networkx.DiGraph.
     """
     count = gm.meta["stage_count"]
-    inner = [_Stage(gm, stage) for stage in range(count)]
+    inner = [_Stage(gm, nodes) for nodes in _by_stage(gm, count)]
     groups = _group_state(gm, [stage.state for stage in inner], request)
     graph = fx.Graph()
     new: dict[fx.Node, fx.Node] = {}
@@ -91,7 +92,7 @@ def split_stages(gm: fx.GraphModule, request: Request) -> fx.GraphModule:
             )
             new[node].meta.update(val=fake, specs=(spec,), stage=number)
     graph.output(fx.map_arg(result(gm), new.__getitem__))
-    whole = fx.GraphModule(gm, graph, "Stages")
+    whole = lazy_module(gm, graph, "Stages")
     whole.meta.update(
         outputs=gm.meta["outputs"],
         fake_mode=gm.meta["fake_mode"],
@@ -118,11 +119,26 @@ def _draws(gm: fx.GraphModule) -> dict[fx.Node, range]:
     return found
 
 
-class _Stage:
-    """Copies the nodes of one stage into a graph of its own."""
+def _by_stage(gm: fx.GraphModule, count: int) -> list[list[fx.Node]]:
+    """The nodes of each stage; those that open and close regions are in all."""
+    found: list[list[fx.Node]] = [[] for _ in range(count)]
+    for node in gm.graph.nodes:
+        if node.target in (*REGION_ENTERS, *REGION_EXITS):
+            for nodes in found:
+                nodes.append(node)
+        elif "stage" in node.meta:
+            found[node.meta["stage"]].append(node)
+    return found
 
-    def __init__(self, gm: fx.GraphModule, number: int) -> None:
-        self.nodes = [n for n in gm.graph.nodes if n.meta.get("stage") == number]
+
+class _Stage:
+    """Copies the nodes of one stage into a graph of its own.
+
+    nodes: the stage's and, among them, those that open and close regions.
+    """
+
+    def __init__(self, gm: fx.GraphModule, nodes: list[fx.Node]) -> None:
+        self.nodes = [n for n in nodes if "stage" in n.meta]
         inside = set(self.nodes)
         read = dict.fromkeys(p for n in self.nodes for p in n.all_input_nodes)
         outer = [p for p in read if p not in inside and p.op != "get_attr"]
@@ -133,24 +149,23 @@ class _Stage:
         ]
         self.graph = fx.Graph()
         self.new: dict[fx.Node, fx.Node] = {}
-        self.module = self._build(gm)
+        self.module = self._build(gm, nodes)
 
-    def _build(self, gm: fx.GraphModule) -> fx.GraphModule:
+    def _build(self, gm: fx.GraphModule, nodes: list[fx.Node]) -> fx.GraphModule:
         for node in [*self.state, *self.inputs]:
             self.new[node] = self.graph.placeholder(node.name)
             fake = node.meta["val"]  # another stage makes its outputs contiguous
             made = node.op != "placeholder"
             self.new[node].meta["val"] = fake.contiguous() if made else fake
         regions = _Regions(self.graph)
-        inside = set(self.nodes)
-        for node in gm.graph.nodes:
+        for node in nodes:
             regions.pass_by(node)
-            if node in inside:
+            if "stage" in node.meta:
                 regions.enter()
                 self._copy(node)
         regions.leave()
         self.graph.output(tuple(self._result(node) for node in self.outputs))
-        return fx.GraphModule(gm, self.graph, "Stage")
+        return lazy_module(gm, self.graph, "Stage")
 
     def _copy(self, node: fx.Node) -> None:
         for read in node.all_input_nodes:
@@ -310,13 +325,11 @@ def _describe(
     """
     stages: nx.DiGraph[int] = nx.DiGraph()
     everywhere = _count_modules(node for stage in inner for node in stage.nodes)
+    seen: set[fx.Node] = set()
     for number, stage in enumerate(inner):
-        first = [
-            n
-            for n in stage.state
-            if n.meta["role"] is not Role.SHARED
-            and not any(n in other.state for other in inner[:number])
-        ]
+        fresh = [n for n in stage.state if n not in seen]
+        seen.update(fresh)
+        first = [n for n in fresh if n.meta["role"] is not Role.SHARED]
         numbers = [n.meta["val"] for n in first if n.meta["role"] is Role.PARAMETER]
         stages.add_node(
             number,

@@ -17,7 +17,16 @@ ROOT = Path(__file__).parent.parent
 LAYERS: tuple[tuple[str, ...], ...] = (
     ("models",),
     ("jobs",),
-    ("ops", "eventloop", "request", "boundary", "cuts", "arguments", "orders"),
+    (
+        "ops",
+        "eventloop",
+        "request",
+        "boundary",
+        "cuts",
+        "arguments",
+        "orders",
+        "lazy",
+    ),
     ("graphs", "stages", "ideals", "bars", "scales"),
     (
         "frame",
@@ -80,6 +89,7 @@ KEEPERS: dict[str, tuple[str, ...]] = {
     "torch._dynamo": ("trace",),
     "torch._functorch": ("aot",),
     "torch._inductor": ("inductor",),
+    "torch.fx._lazy_graph_module": ("lazy",),
     "tabulate": ("show",),
     "tqdm": ("demo", "search"),
     "click": ("cli", "commands", "options", "planning", "timing", "values"),

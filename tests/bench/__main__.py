@@ -13,7 +13,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from . import dag, gloo, memory, overhead, predict, race, search, simulate, sleep
+from . import dag, first, gloo, memory, overhead, predict, race, search, simulate, sleep
 
 ROOT = Path(__file__).parents[2]
 KEEP = 32 << 20  # bytes; glibc takes no larger mmap_threshold
@@ -50,6 +50,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     add("--plan", action="store_true", help="print fxsched's plans too")
     add("--json", type=Path, metavar="F", help="write the results to a file as well")
     towers.set_defaults(check=_check_dag, run=dag.run)
+    _add_first(commands.add_parser("first", help=_first(first.__doc__)))
     _add_overhead(commands.add_parser("overhead", help=_first(overhead.__doc__)))
     _add_peers(commands.add_parser("peers", help=_first(race.__doc__)))
     _add_memory(commands.add_parser("memory", help=_first(memory.__doc__)))
@@ -67,6 +68,20 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
 
 def _first(text: str | None) -> str:
     return (text or "").split("\n")[0].rstrip(".")
+
+
+def _add_first(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("--rounds", type=int, default=5, help="processes of each contestant (5)")
+    add("--blocks", type=int, default=8, help="of the model (8)")
+    add("--width", type=int, default=256, help="(256)")
+    add("--length", type=int, default=128, help="tokens of a sequence (128)")
+    add("--vocabulary", type=int, default=4096, help="(4096)")
+    add("--batch", type=int, default=32, help="(32)")
+    add("--compiler", choices=first.PLAIN, default="eager", help="of the stages")
+    add("--json", type=Path, metavar="F", help="write the results to a file as well")
+    add("--one", help=argparse.SUPPRESS)  # a contestant, in this process
+    parser.set_defaults(run=first.run, workers=0)
 
 
 def _add_overhead(parser: argparse.ArgumentParser) -> None:

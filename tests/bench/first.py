@@ -1,0 +1,183 @@
+"""The first call of a model, and its backward, against torch.compile without fxsched.
+
+Each contestant runs in fresh processes, in turn with the others; imports don't count.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import json
+import os
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from tabulate import tabulate
+from torch._dynamo.backends.registry import lookup_backend
+
+import fxsched
+from fxsched import pipeline, schedules
+from fxsched.models.gpt import GPT, GPTConfig
+
+PLAIN = {"eager": "aot_eager", "inductor": "inductor"}  # by the stages' compiler
+WORKERS = {"auto": 2, "names": 2, "one worker": 1}  # of fxsched's contestants
+# What each part of fxsched is: functions by module, where they are looked up.
+PARTS = {
+    "trace": ("backend.trace_microbatch",),
+    "AOTAutograd": ("passes.differentiate.trace_stage",),
+    "check": ("pipeline.Plan.check",),
+    "Inductor": ("inductor.compile_stages",),
+    "codegen": ("backend.Runnable",),
+    "step": ("step.Step.__call__",),
+    "passes": ("pipeline.cut_programs", "pipeline.free_values"),
+}
+# The passes that count as a part of their own.
+PASSES = {
+    "assign_stages": "stages",
+    "copy_shared": "stages",
+    "split_stages": "stages",
+    "differentiate_stages": "differentiate",
+}
+COLUMNS = (
+    *("Dynamo", "trace", "stages", "AOTAutograd", "differentiate", "passes"),
+    *("check", "Inductor", "codegen", "step"),
+)
+
+
+def run(options: argparse.Namespace) -> int:
+    if options.one:
+        print(json.dumps(_measure(options.one, options)))
+        return 0
+    plain = PLAIN[options.compiler]
+    names = [plain, *WORKERS]
+    calls: dict[str, list[dict[str, float]]] = {name: [] for name in names}
+    for _ in range(options.rounds):
+        for name in names:
+            calls[name].append(_fresh(name, options))
+    medians = {
+        name: {key: statistics.median(call[key] for call in found) for key in found[0]}
+        for name, found in calls.items()
+    }
+    base = medians[plain]["first"]
+    rows = [
+        (name, m["first"], m["first"] / base, m["later"]) for name, m in medians.items()
+    ]
+    head = ("", "first call", f"of {plain}'s", "a later one")
+    print(f"{options.blocks} blocks; seconds, medians of {options.rounds} processes\n")
+    print(tabulate(rows, head, floatfmt=".2f"))
+    print("\nwhere the first call's time goes; Dynamo's is all that is left\n")
+    parts = [(name, *(medians[name][part] for part in COLUMNS)) for name in names[1:]]
+    print(tabulate(parts, ("", *COLUMNS), floatfmt=".2f"))
+    if options.json:
+        options.json.write_text(json.dumps(calls, indent=1))
+    return 0
+
+
+def _fresh(name: str, options: argparse.Namespace) -> dict[str, float]:
+    """What one contestant takes in a process of its own."""
+    command = [sys.executable, "-m", "tests.bench", "first", "--one", name]
+    for option in ("blocks", "width", "length", "vocabulary", "batch", "compiler"):
+        command += [f"--{option}", str(getattr(options, option))]
+    done = subprocess.run(command, stdout=subprocess.PIPE, check=True, text=True)
+    found: dict[str, float] = json.loads(done.stdout.splitlines()[-1])
+    return found
+
+
+def _measure(name: str, options: argparse.Namespace) -> dict[str, float]:
+    torch.set_num_threads(len(os.sched_getaffinity(0)))  # fxsched's workers share them
+    torch.manual_seed(0)
+    sizes = GPTConfig(
+        options.vocabulary, options.length, options.width, layers=options.blocks
+    )
+    model = GPT(sizes)
+    tokens, targets = torch.randint(
+        options.vocabulary, (2, options.batch, options.length)
+    )
+    watch = Stopwatch()
+    backend: Any = _backend(name, options)
+    step: Any = torch.compile(model, backend=backend)
+
+    def call() -> float:
+        model.zero_grad()
+        start = time.perf_counter()
+        step(tokens, targets).backward()
+        return time.perf_counter() - start
+
+    with _watching(watch):
+        first = call()
+    parts = {part: watch.seconds.get(part, 0.0) for part in COLUMNS}
+    parts["Dynamo"] = first - sum(parts.values())
+    return {"first": first, "later": min(call(), call()), **parts}
+
+
+def _backend(name: str, options: argparse.Namespace) -> Any:
+    lookup_backend(PLAIN[options.compiler])  # imports it
+    if name not in WORKERS:
+        return name
+    schedule = schedules.one_f_one_b(WORKERS[name], microbatches=8)
+    named = [f"blocks.{options.blocks // 2}"]
+    return fxsched.backend(
+        schedule,
+        stages=named if name == "names" else "auto",
+        transport="threads",
+        stage_compiler=options.compiler,
+    )
+
+
+class Stopwatch:
+    """Seconds of each part, without those of the parts that it calls."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = {}
+        self.inner: list[float] = [0.0]
+
+    def timed(self, part: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        def run(*args: Any, **kwargs: Any) -> Any:
+            self.inner.append(0.0)
+            start = time.perf_counter()
+            try:
+                return function(*args, **kwargs)
+            finally:
+                whole = time.perf_counter() - start
+                own = whole - self.inner.pop()
+                self.inner[-1] += whole
+                self.seconds[part] = self.seconds.get(part, 0.0) + own
+
+        return run
+
+
+@contextmanager
+def _watching(watch: Stopwatch) -> Iterator[None]:
+    """Times the parts of fxsched while it is open."""
+    before: list[tuple[Any, str, Any]] = []
+
+    def put(owner: Any, name: str, value: Any) -> None:
+        before.append((owner, name, getattr(owner, name)))
+        setattr(owner, name, value)
+
+    for part, paths in PARTS.items():
+        for path in paths:
+            owner, name = _find(path)
+            put(owner, name, watch.timed(part, getattr(owner, name)))
+    timed = [watch.timed(PASSES.get(p.__name__, "passes"), p) for p in pipeline.PASSES]
+    put(pipeline, "PASSES", tuple(timed))
+    yield
+    for owner, name, value in reversed(before):
+        setattr(owner, name, value)
+
+
+def _find(path: str) -> tuple[Any, str]:
+    """The module or class of fxsched that a dotted path ends in, and the last name."""
+    *parts, name = path.split(".")
+    inside = [part for part in parts if part[0].isupper()]
+    modules = parts[: len(parts) - len(inside)]
+    owner: Any = importlib.import_module(".".join(["fxsched", *modules]))
+    for part in inside:
+        owner = getattr(owner, part)
+    return owner, name
