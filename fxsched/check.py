@@ -44,7 +44,6 @@ META = {
     "task": "job or other piece of work that a node belongs to",
     "n": "priority of that task",
     "job": "job that a call is",
-    "local": "made from the batch on this worker",
 }
 
 # The keys of gm.meta that passes hand on, and what they say.
@@ -64,12 +63,11 @@ GRAPH_META = {
     "n": "n of each job",
     "timeline": "Timeline of when each job should run",
     "credits": "the B, or W, that each capped F waits for",
-    "results": "what one microbatch gives, in nodes of the graph before unrolling",
-    "made": "node of the unrolled graph for a node before and a microbatch",
-    "given": "placeholder of the unrolled graph for one before",
-    "sums": "last sum of a group's gradients on each worker",
-    "written": "last buffers of a group on each worker",
-    "pauses": "pause node of each worker, if B runs in backward()",
+    "layout": "Layout: what jobs' lines stand for",
+    "lines": "the step: a Line for each job, then for all else, and Messages",
+    "running": "the last job on a worker that adds to a group's Running",
+    "pauses": "pause line of each worker, if B runs in backward()",
+    "results": "what each worker returns, in values of lines",
     "tags": "number of messages so far",
 }
 

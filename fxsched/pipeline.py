@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any
+from typing import Any, overload
 
 import networkx as nx
 from torch import fx
@@ -19,7 +19,7 @@ from .graphs import Group, Output, State
 from .jobs import Direction, Job, Placement, PlanError, Schedule
 from .links import Link
 from .passes.collect import collect_results
-from .passes.cut import cut_programs
+from .passes.cut import cut_program
 from .passes.differentiate import differentiate_stages
 from .passes.frees import free_values
 from .passes.order import order_jobs
@@ -39,11 +39,35 @@ PASSES = (
     split_stages,  # one node per stage
     differentiate_stages,  # forward and backward calls
     order_jobs,  # one global order of jobs
-    unroll_jobs,  # one node per job, on its worker
+    unroll_jobs,  # one line per job, on its worker
     collect_results,  # outputs, sums of gradients, buffers
     fetch_weights,  # weights that are kept elsewhere
-    insert_transfers,  # send and recv
+    insert_transfers,  # messages
 )
+
+
+class Programs(Sequence[fx.GraphModule]):
+    """A program per worker, each written when it is first asked for."""
+
+    def __init__(self, workers: int, write: Callable[[int], fx.GraphModule]) -> None:
+        self._write = write
+        self._written: list[fx.GraphModule | None] = [None] * workers
+
+    def __len__(self) -> int:
+        return len(self._written)
+
+    @overload
+    def __getitem__(self, worker: int) -> fx.GraphModule: ...
+    @overload
+    def __getitem__(self, worker: slice) -> list[fx.GraphModule]: ...
+    def __getitem__(self, worker: int | slice) -> Any:
+        if isinstance(worker, slice):
+            return [self[i] for i in range(*worker.indices(len(self)))]
+        worker = range(len(self))[worker]
+        program = self._written[worker]
+        if program is None:
+            program = self._written[worker] = self._write(worker)
+        return program
 
 
 @dataclass(frozen=True)
@@ -53,7 +77,7 @@ class Plan:
     stages: a networkx.DiGraph; nodes have `modules` (names), `parameters` (numbers in
         them), `flops` (of one microbatch's F); edges have `bytes` (per microbatch).
     jobs: all jobs in the global order.
-    programs: a torch.fx.GraphModule per worker.
+    programs: a torch.fx.GraphModule per worker, written when it is asked for.
     state: parameters, buffers and shared inputs, by name.
     loss: position of the output that B starts from in the call itself, or None.
     timeline: when each job should run, in seconds.
@@ -62,7 +86,7 @@ class Plan:
     schedule: Schedule
     stages: nx.DiGraph[int]
     jobs: tuple[Job, ...]
-    programs: tuple[fx.GraphModule, ...]
+    programs: Sequence[fx.GraphModule]
     placements: dict[Job, Placement]
     groups: tuple[Group, ...]
     outputs: tuple[Output, ...]
@@ -134,13 +158,17 @@ def make_plan(gm: fx.GraphModule, request: Request, passes: tuple[Any, ...]) -> 
     for each in PASSES:
         gm = each(gm, request)
         request = replace(request, schedule=gm.meta["schedule"])
-    programs = [free_values(p, request) for p in cut_programs(gm, request)]
-    for own in passes:
-        programs = [own(program, request) for program in programs]
-        if not all(isinstance(program, fx.GraphModule) for program in programs):
-            raise PlanError(
-                f"the pass {own!r} must return each program that it is given"
-            )
+
+    def write(worker: int) -> fx.GraphModule:
+        program = free_values(cut_program(gm, request, worker), request)
+        for own in passes:
+            program = own(program, request)
+            if not isinstance(program, fx.GraphModule):
+                raise PlanError(
+                    f"the pass {own!r} must return each program that it is given"
+                )
+        return program
+
     notes = []
     jobs: list[Job] = gm.meta["jobs"]
     split = any(job.direction is Direction.BACKWARD for job in jobs)
@@ -153,7 +181,7 @@ def make_plan(gm: fx.GraphModule, request: Request, passes: tuple[Any, ...]) -> 
         request.schedule,
         gm.meta["stages"],
         tuple(jobs),
-        tuple(programs),
+        Programs(request.schedule.workers, write),
         gm.meta["placements"],
         tuple(gm.meta["groups"]),
         tuple(gm.meta["outputs"]),

@@ -20,6 +20,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("ops", "eventloop", "request", "boundary", "cuts", "arguments", "orders"),
     ("graphs", "stages", "ideals", "bars", "scales"),
     (
+        "lines",
         "frame",
         "data_parallel",
         "pipelines",
