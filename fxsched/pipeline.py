@@ -160,7 +160,8 @@ def make_plan(gm: fx.GraphModule, request: Request, passes: tuple[Any, ...]) -> 
         request = replace(request, schedule=gm.meta["schedule"])
 
     def write(worker: int) -> fx.GraphModule:
-        program = free_values(cut_program(gm, request, worker), request)
+        graph = free_values(cut_program(gm, request, worker), request)
+        program = fx.GraphModule(gm, graph, "Program")
         for own in passes:
             program = own(program, request)
             if not isinstance(program, fx.GraphModule):

@@ -26,7 +26,7 @@ from ..request import Request
 Where = tuple[int, str, int]  # worker, task, n
 
 
-def cut_program(gm: fx.GraphModule, request: Request, worker: int) -> fx.GraphModule:
+def cut_program(gm: fx.GraphModule, request: Request, worker: int) -> fx.Graph:
     """The lines of one worker, in the global order, as a program of its own.
 
     before: 0F0                                                      # worker 0
@@ -74,7 +74,7 @@ class _Program:
                 else:
                     self.sends.setdefault(line.value, []).append(line)
 
-    def run(self) -> fx.GraphModule:
+    def run(self) -> fx.Graph:
         self._placeholders()
         for line in self.lines:
             if isinstance(line, Message):
@@ -88,7 +88,7 @@ class _Program:
         for node in self.graph.find_nodes(op="placeholder"):
             if not node.users:
                 self.graph.erase_node(node)
-        return fx.GraphModule(self.gm, self.graph, "Program")
+        return self.graph
 
     def _placeholders(self) -> None:
         for node in self.gm.graph.find_nodes(op="placeholder"):

@@ -21,6 +21,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("graphs", "stages", "ideals", "bars", "scales"),
     (
         "lines",
+        "examine",
         "frame",
         "data_parallel",
         "pipelines",
