@@ -74,7 +74,7 @@ class Line:
     fetched: dict[int, Message] = field(default_factory=dict)
 
     def __str__(self) -> str:
-        return self.name or self.task
+        return f"{self.name or self.task}  # worker {self.worker}, n {self.n}"
 
 
 @dataclass(eq=False, slots=True)
@@ -92,6 +92,12 @@ class Message:
     value: Value
     task: str
     n: int
+
+    def __str__(self) -> str:
+        value = self.value.name if isinstance(self.value, Line) else self.value
+        return (
+            f"message {self.tag}: {value} from worker {self.source} to worker {self.to}"
+        )
 
     @property
     def fetches(self) -> bool:

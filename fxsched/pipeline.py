@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -15,8 +16,10 @@ from .check import check_programs
 from .compare import compare
 from .diagram import Diagram
 from .eventloop import Event, Timeline
+from .examine import Summary, examine
 from .graphs import Group, Output, State
 from .jobs import Direction, Job, Placement, PlanError, Schedule
+from .lines import Line, Message
 from .links import Link
 from .passes.collect import collect_results
 from .passes.cut import cut_program
@@ -81,6 +84,7 @@ class Plan:
     state: parameters, buffers and shared inputs, by name.
     loss: position of the output that B starts from in the call itself, or None.
     timeline: when each job should run, in seconds.
+    lines: the step of all workers; see fxsched/lines.py.
     """
 
     schedule: Schedule
@@ -93,6 +97,7 @@ class Plan:
     state: dict[str, State]
     loss: int | None
     timeline: Timeline
+    lines: Sequence[Line | Message] = ()
     notes: tuple[str, ...] = ()
 
     @property
@@ -143,11 +148,24 @@ class Plan:
         """Raises CheckError unless the programs are sound; see fxsched.check."""
         check_programs(self.programs, self.placements, self.groups)
 
+    def examine(self, rank: int) -> Summary:
+        """What one worker's program shows by itself, and what the others need to know
+        of it, for fxsched.check.check_summaries."""
+        return examine(rank, self.programs[rank], self.placements, self.groups)
+
+    @property
+    def digest(self) -> str:
+        """Equal for equal plans, in any process; writes no programs."""
+        text = hashlib.sha256()
+        head = show.plan_head(self.schedule, self.stages, self.groups, self.notes)
+        for part in (*head, *self.lines):
+            text.update(f"{part!s}\n".encode())
+        return text.hexdigest()
+
     @cached_property
     def _text(self) -> str:
-        return show.plan_text(
-            self.schedule, self.stages, self.programs, self.groups, self.notes
-        )
+        head = show.plan_head(self.schedule, self.stages, self.groups, self.notes)
+        return show.plan_text(head, self.programs)
 
     def __str__(self) -> str:
         return self._text
@@ -189,5 +207,6 @@ def make_plan(gm: fx.GraphModule, request: Request, passes: tuple[Any, ...]) -> 
         gm.meta["state"],
         gm.meta["loss"],
         gm.meta["timeline"],
+        gm.meta["lines"],
         tuple(notes),
     )

@@ -63,15 +63,13 @@ def lines_text(gm: fx.GraphModule) -> list[str]:
 
 def line_text(line: Line | Message) -> str:
     if isinstance(line, Message):
-        way = f"from worker {line.source} to worker {line.to}"
-        return f"message {line.tag}: {show(line.value)} {way}  # task {line.task}"
-    text = line.task
+        return f"{line}  # task {line.task}"
+    text = str(line)
     if line.target is not None:
         args = ", ".join(map(show, line.args))
-        text = f"{line} = {line.target.__name__}({args})"
-    notes = [f"worker {line.worker}", f"n {line.n}"]
-    notes += [f"weights {g} of message {m.tag}" for g, m in line.fetched.items()]
-    return f"{text}  # {', '.join(notes)}"
+        text = text.replace("  #", f" = {line.target.__name__}({args})  #")
+    notes = [f", weights {g} of message {m.tag}" for g, m in line.fetched.items()]
+    return text + "".join(notes)
 
 
 def node_text(node: fx.Node) -> str:
@@ -117,6 +115,8 @@ def show(value: Any) -> str:
         if isinstance(value, list):
             return f"[{inside}]"
         return f"({inside},)" if len(value) == 1 else f"({inside})"
+    if isinstance(value, Line):
+        return value.name or value.task
     if isinstance(value, Role):
         return value.value
     return str(getattr(value, "__name__", value))
