@@ -23,7 +23,6 @@ from .examine import (
     examine,
     other_maker,
     other_microbatch,
-    task_circle,
 )
 from .graphs import Group, Specs
 from .jobs import Job, Placement
@@ -114,11 +113,11 @@ def check_summaries(summaries: Sequence[Summary]) -> None:
     messages = _match(summaries)
     _check_order(summaries)
     _check_cycle(summaries, messages)
-    origins = _Origins(summaries, messages)
-    origins.check_uses()
     for summary in summaries:
         if summary.fault is not None:
             raise CheckError(summary.fault)
+    origins = _Origins(summaries, messages)
+    origins.check_uses()
     _check_tasks(summaries, messages)
     origins.check_gradients()
 
@@ -225,9 +224,12 @@ def _check_tasks(summaries: Sequence[Summary], messages: Mapping[int, Message]) 
             message = messages[tag]
             sender = first[message.source] + message.send.position
             after[sender].append(first[summary.rank] + task)
-    circle = _circle(after)
-    if circle:
-        raise CheckError(task_circle(tasks[task] for task in circle))
+    circles = [
+        [(task, each.rank) for task in each.circle] for each in summaries if each.circle
+    ] + [[tasks[task] for task in _circle(after)]]
+    for circle in filter(None, circles):
+        text = ", ".join(f"{task} on worker {rank}" for task, rank in circle)
+        raise CheckError(f"tasks wait for each other in a circle: {text}")
 
 
 def _circle(after: Sequence[Sequence[int]]) -> list[int]:

@@ -8,7 +8,7 @@ is read and freed once. What it sends and receives is told to the others in a Su
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -79,6 +79,7 @@ class Summary:
 
     fault: what is wrong with the program by itself.
     tasks: in their order.
+    circle: two of them that wait for each other.
     ends: its sends and receives, in their order.
     waits: (task, tag) of each message that a task reads; tasks by position.
     uses: received values that jobs read.
@@ -90,6 +91,7 @@ class Summary:
     rank: int
     fault: str | None = None
     tasks: list[str] = field(default_factory=list)
+    circle: tuple[str, str] | None = None
     ends: list[End] = field(default_factory=list)
     waits: list[tuple[int, int]] = field(default_factory=list)
     uses: list[Use] = field(default_factory=list)
@@ -140,10 +142,10 @@ class _Examination:
         checks: tuple[Callable[[], None], ...] = (
             self._jobs,
             self._reads,
-            self._tasks,
             self._lives,
             self._gradients,
         )
+        self._tasks()
         for check in checks:  # all of them, for the summary is of all
             try:
                 check()
@@ -203,7 +205,6 @@ class _Examination:
         for node in own:
             self.positions.setdefault(node.meta["task"], len(self.positions))
         self.found.tasks = list(self.positions)
-        circle = None
         waits: dict[tuple[int, int], None] = {}
         for node in own:
             if node.target is ops.free:
@@ -216,10 +217,8 @@ class _Examination:
                 elif value.op != "placeholder":
                     before = value.meta["task"]
                     if self.positions[before] > position:
-                        circle = circle or (before, node.meta["task"])
+                        self.found.circle = (before, node.meta["task"])
         self.found.waits = list(waits)
-        if circle is not None:
-            raise CheckError(task_circle((task, self.rank) for task in circle))
 
     def _lives(self) -> None:
         made: set[fx.Node] = set()
@@ -380,8 +379,3 @@ def other_microbatch(rank: int, job: Job, name: str, others: set[int]) -> str:
 
 def other_maker(rank: int, job: Job, name: str, maker: Job | None, wanted: Job) -> str:
     return f"worker {rank}: {job} reads {name}, which {maker} made, not {wanted}"
-
-
-def task_circle(tasks: Iterable[tuple[str, int]]) -> str:
-    circle = ", ".join(f"{task} on worker {rank}" for task, rank in tasks)
-    return f"tasks wait for each other in a circle: {circle}"

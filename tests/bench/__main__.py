@@ -13,7 +13,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from . import dag, gloo, overhead, predict, search, simulate
+from . import dag, gloo, overhead, plan, predict, search, simulate
 
 ROOT = Path(__file__).parents[2]
 KEEP = 32 << 20  # bytes; glibc takes no larger mmap_threshold
@@ -51,6 +51,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     add("--json", type=Path, metavar="F", help="write the results to a file as well")
     towers.set_defaults(check=_check_dag, run=dag.run)
     _add_overhead(commands.add_parser("overhead", help=_first(overhead.__doc__)))
+    _add_plan(commands.add_parser("plan", help=_first(plan.__doc__)))
     _add_predict(commands.add_parser("predict", help=_first(predict.__doc__)))
     _add_simulate(commands.add_parser("simulate", help=_first(simulate.__doc__)))
     _add_search(commands.add_parser("search", help=_first(search.__doc__)))
@@ -74,6 +75,19 @@ def _add_overhead(parser: argparse.ArgumentParser) -> None:
     add("--steps", type=int, default=40, help="of each contestant (40)")
     add("--gloo", action="store_true", help="between two ranks, against the peer")
     parser.set_defaults(run=overhead.run, workers=0)
+
+
+def _add_plan(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("--workers", type=int, default=64, dest="planned", metavar="W", help="(64)")
+    add("--stages", type=int, metavar="S", help="as many as workers, unless given")
+    sizes = [16, 64, 256]
+    add("--microbatches", type=int, nargs="+", default=sizes, metavar="B")
+    names = tuple(plan.SCHEDULES)
+    add("--schedules", nargs="+", choices=names, default=["1f1b"], help="(1f1b)")
+    both = ["one", "all"]
+    add("--programs", nargs="+", choices=both, default=both, help="of one rank, of all")
+    parser.set_defaults(run=plan.run, workers=0)
 
 
 def _add_predict(parser: argparse.ArgumentParser) -> None:
