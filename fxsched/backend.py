@@ -306,9 +306,7 @@ class Backend:
         plan = make_plan(traced, request, self.passes)
         if self._workers is None:
             raise _Planned(plan)
-        plan.check()
-        if isinstance(self._workers, Ranks):
-            self._workers.agree(plan)
+        self._workers.check(plan)
         order = "static" if plan.schedule.in_order else self.order
         if self.stage_compiler == "inductor":
             inductor.compile_stages([plan.programs[r] for r in self._workers.here])

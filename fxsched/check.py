@@ -2,20 +2,32 @@
 
 The verifier reads nothing but finished programs and the schedule's placements. It
 proves that running them cannot deadlock, read what isn't there, or lose a gradient.
+Each program is examined by itself (examine.py), so that ranks need no more than their
+own, and what the programs say of their messages is held against each other here.
 """
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from itertools import accumulate, pairwise
+from typing import NamedTuple
 
-import networkx as nx
 from torch import fx
 
-from . import ops
-from .graphs import Group, Spec, arguments, result
-from .jobs import Direction, Job, Placement
+from .examine import (
+    CheckError,
+    End,
+    Origin,
+    Summary,
+    examine,
+    other_maker,
+    other_microbatch,
+)
+from .graphs import Group, Specs
+from .jobs import Job, Placement
+
+__all__ = ["GRAPH_META", "META", "CheckError", "check_programs", "check_summaries"]
 
 # The keys of node.meta, and what they say. Passes use no others.
 META = {
@@ -44,7 +56,6 @@ META = {
     "task": "job or other piece of work that a node belongs to",
     "n": "priority of that task",
     "job": "job that a call is",
-    "local": "made from the batch on this worker",
 }
 
 # The keys of gm.meta that passes hand on, and what they say.
@@ -64,20 +75,13 @@ GRAPH_META = {
     "n": "n of each job",
     "timeline": "Timeline of when each job should run",
     "credits": "the B, or W, that each capped F waits for",
-    "results": "what one microbatch gives, in nodes of the graph before unrolling",
-    "made": "node of the unrolled graph for a node before and a microbatch",
-    "given": "placeholder of the unrolled graph for one before",
-    "sums": "last sum of a group's gradients on each worker",
-    "written": "last buffers of a group on each worker",
-    "pauses": "pause node of each worker, if B runs in backward()",
+    "layout": "Layout: what jobs' lines stand for",
+    "lines": "the step: a Line for each job, then for all else, and Messages",
+    "running": "the last job on a worker that adds to a group's Running",
+    "pauses": "pause line of each worker, if B runs in backward()",
+    "results": "what each worker returns, in values of lines",
     "tags": "number of messages so far",
 }
-
-RECEIVES = (ops.recv, ops.fetch)
-
-
-class CheckError(AssertionError):
-    """A program that must not run: a fault in a pass, fxsched's own or the user's."""
 
 
 def check_programs(
@@ -95,73 +99,63 @@ def check_programs(
     read, and freed once; the gradient of every parameter holds every B (or W) of every
     microbatch once, and reaches all its owners.
     """
-    _check_jobs(programs, placements)
-    messages = _match(programs)
-    _check_order(programs, messages)
-    _check_cycle(programs, messages)
-    _check_microbatches(programs, messages)
-    _check_sources(programs, messages)
-    _check_tasks(programs, messages)
-    for rank, program in enumerate(programs):
-        _check_lives(rank, program)
-    _check_gradients(programs, messages, placements, groups)
+    check_summaries(
+        [
+            examine(rank, program, placements, groups)
+            for rank, program in enumerate(programs)
+        ]
+    )
+
+
+def check_summaries(summaries: Sequence[Summary]) -> None:
+    """The same for programs of which there are summaries only: one for each, in the
+    order of the workers."""
+    messages = _match(summaries)
+    _check_order(summaries)
+    _check_cycle(summaries, messages)
+    for summary in summaries:
+        if summary.fault is not None:
+            raise CheckError(summary.fault)
+    origins = _Origins(summaries, messages)
+    origins.check_uses()
+    _check_tasks(summaries, messages)
+    origins.check_gradients()
 
 
 class Message(NamedTuple):
-    """A send and its recv."""
+    """A send and its recv, and the workers that they belong to."""
 
     source: int
     to: int
-    send: fx.Node
-    recv: fx.Node
+    send: End
+    recv: End
 
 
-def _check_jobs(
-    programs: Sequence[fx.GraphModule], placements: Mapping[Job, Placement]
-) -> None:
-    ran: Counter[Job] = Counter()
-    for rank, program in enumerate(programs):
-        for node in program.graph.nodes:
-            if node.op == "call_module":
-                job = node.meta["job"]
-                ran[job] += 1
-                if placements[job].compute != rank:
-                    raise CheckError(
-                        f"{job} runs on worker {rank}, but w puts it on "
-                        f"{placements[job].compute}"
-                    )
-    for job in placements:
-        if ran[job] != 1:
-            raise CheckError(f"{job} runs {ran[job]} times")
-
-
-def _match(programs: Sequence[fx.GraphModule]) -> dict[int, Message]:
+def _match(summaries: Sequence[Summary]) -> dict[int, Message]:
     """Messages by tag; raises if a send or a recv is alone or they disagree."""
-    sends: dict[int, tuple[int, fx.Node]] = {}
-    recvs: dict[int, tuple[int, fx.Node]] = {}
-    for rank, program in enumerate(programs):
-        for node in program.graph.nodes:
-            if node.target is ops.send or node.target in RECEIVES:
-                side = sends if node.target is ops.send else recvs
-                tag = node.kwargs["tag"]
-                if tag in side:
-                    raise CheckError(f"tag {tag} is used twice: {_where(rank, node)}")
-                side[tag] = (rank, node)
+    sends: dict[int, tuple[int, End]] = {}
+    recvs: dict[int, tuple[int, End]] = {}
+    for summary in summaries:
+        rank = summary.rank
+        for end in summary.ends:
+            side = sends if end.what == "send" else recvs
+            if end.tag in side:
+                raise CheckError(f"tag {end.tag} is used twice: {_where(rank, end)}")
+            side[end.tag] = (rank, end)
     messages = {}
     for tag, (rank, recv) in recvs.items():
         if tag not in sends:
             raise CheckError(f"{_where(rank, recv)} has no send")
         source, send = sends[tag]
-        if recv.kwargs["source"] != source or send.kwargs["to"] != rank:
+        if recv.other != source or send.other != rank:
             raise CheckError(
                 f"{_where(source, send)} and {_where(rank, recv)} name other workers"
             )
-        value = send.args[0]
-        assert isinstance(value, fx.Node)
-        if _shapes(value) != _shapes(recv):
+        specs = summaries[source].origins[send.origin].specs
+        if specs is not recv.specs and _shapes(specs) != _shapes(recv.specs):
             raise CheckError(
-                f"{_where(source, send)} sends {_text(value)}, but "
-                f"{_where(rank, recv)} expects {_text(recv)}"
+                f"{_where(source, send)} sends {_text(specs)}, but "
+                f"{_where(rank, recv)} expects {_text(recv.specs)}"
             )
         messages[tag] = Message(source, rank, send, recv)
     for tag, (rank, send) in sends.items():
@@ -170,28 +164,23 @@ def _match(programs: Sequence[fx.GraphModule]) -> dict[int, Message]:
     return messages
 
 
-def _shapes(node: fx.Node) -> list[tuple[Any, ...]]:
-    return [(spec.shape, spec.dtype) for spec in node.meta["specs"]]
+def _shapes(specs: Specs) -> list[tuple[object, ...]]:
+    return [(spec.shape, spec.dtype) for spec in specs]
 
 
-def _text(node: fx.Node) -> str:
-    specs: Sequence[Spec] = node.meta["specs"]
+def _text(specs: Specs) -> str:
     return ", ".join(map(str, specs)) or "nothing"
 
 
-def _check_order(
-    programs: Sequence[fx.GraphModule], messages: Mapping[int, Message]
-) -> None:
+def _check_order(summaries: Sequence[Summary]) -> None:
     sent: dict[tuple[int, int], list[int]] = {}
     received: dict[tuple[int, int], list[int]] = {}
-    for rank, program in enumerate(programs):
-        for node in program.graph.nodes:
-            if node.target is ops.send:
-                tag = node.kwargs["tag"]
-                sent.setdefault((rank, messages[tag].to), []).append(tag)
-            elif node.target in RECEIVES:
-                tag = node.kwargs["tag"]
-                received.setdefault((messages[tag].source, rank), []).append(tag)
+    for summary in summaries:
+        for end in summary.ends:
+            if end.what == "send":
+                sent.setdefault((summary.rank, end.other), []).append(end.tag)
+            else:
+                received.setdefault((end.other, summary.rank), []).append(end.tag)
     for pair, tags in sent.items():
         for mine, other in zip(tags, received[pair], strict=True):
             if mine != other:
@@ -202,236 +191,141 @@ def _check_order(
                 )
 
 
-def _check_cycle(
-    programs: Sequence[fx.GraphModule], messages: Mapping[int, Message]
-) -> None:
+def _check_cycle(summaries: Sequence[Summary], messages: Mapping[int, Message]) -> None:
     """Each send-recv pair is one event of both programs: no circle in the orders."""
-    flow: nx.DiGraph[Any] = nx.DiGraph()
-    for rank, program in enumerate(programs):
-        before: Any = None
-        for position, node in enumerate(program.graph.nodes):
-            if node.op in ("placeholder", "output"):
-                continue
-            tag = (
-                node.kwargs.get("tag") if node.target in (ops.send, *RECEIVES) else None
-            )
-            event = (rank, position) if tag is None else ("tag", tag)
-            if before is not None:
-                flow.add_edge(before, event)
-            before = event
-    if nx.is_directed_acyclic_graph(flow):
-        return
-    tags = [a[1] for a, _ in nx.find_cycle(flow) if a[0] == "tag"]
+    number = {tag: i for i, tag in enumerate(messages)}
+    after: list[list[int]] = [[] for _ in messages]
+    for summary in summaries:
+        events = [number[end.tag] for end in summary.ends]
+        for event, following in pairwise(events):
+            after[event].append(following)
+    tags = list(messages)
     steps = [
-        f"  {_where(messages[t].source, messages[t].send)} with "
-        f"{_where(messages[t].to, messages[t].recv)}"
-        for t in tags
+        f"  {_where(message.source, message.send)} with "
+        f"{_where(message.to, message.recv)}"
+        for message in (messages[tags[event]] for event in _circle(after))
     ]
-    raise CheckError(
-        "the programs wait for each other in a circle:\n" + "\n".join(steps)
-    )
-
-
-def _check_tasks(
-    programs: Sequence[fx.GraphModule], messages: Mapping[int, Message]
-) -> None:
-    """The same for whole tasks, because one starts once all that it reads is there."""
-    flow: nx.DiGraph[tuple[int, str]] = nx.DiGraph()
-    for rank, program in enumerate(programs):
-        order = dict.fromkeys(
-            (rank, node.meta["task"])
-            for node in program.graph.nodes
-            if node.op.startswith("call") and node.target not in RECEIVES
+    if steps:
+        raise CheckError(
+            "the programs wait for each other in a circle:\n" + "\n".join(steps)
         )
-        nx.add_path(flow, order)
-        for node in program.graph.nodes:
-            if (
-                not node.op.startswith("call")
-                or node.target in RECEIVES
-                or node.target is ops.free
-            ):
-                continue
-            task = (rank, node.meta["task"])
-            for value in node.all_input_nodes:
-                if value.target in RECEIVES:
-                    message = messages[value.kwargs["tag"]]
-                    flow.add_edge((message.source, message.send.meta["task"]), task)
-                elif value.op != "placeholder" and value.meta["task"] != task[1]:
-                    flow.add_edge((rank, value.meta["task"]), task)
-    if not nx.is_directed_acyclic_graph(flow):
-        circle = [f"{task} on worker {rank}" for (rank, task), _ in nx.find_cycle(flow)]
-        raise CheckError("tasks wait for each other in a circle: " + ", ".join(circle))
 
 
-def _check_microbatches(
-    programs: Sequence[fx.GraphModule], messages: Mapping[int, Message]
-) -> None:
-    """A job reads values of its own microbatch, besides weights."""
-    for rank, program in enumerate(programs):
-        for node in program.graph.nodes:
-            if node.op == "call_module":
-                own = node.meta["job"].microbatch
-                read: list[fx.Node] = []
-                fx.map_arg(node.args[1:], read.append)
-                for value in read:
-                    others = _microbatches(value, messages) - {own}
-                    if others:
-                        raise CheckError(
-                            f"worker {rank}: {node.meta['job']} reads {value}, which "
-                            f"is of microbatch {min(others)}"
-                        )
+def _check_tasks(summaries: Sequence[Summary], messages: Mapping[int, Message]) -> None:
+    """The same for whole tasks, because one starts once all that it reads is there."""
+    tasks = [(task, each.rank) for each in summaries for task in each.tasks]
+    first = [0, *accumulate(len(each.tasks) for each in summaries)]
+    after: list[list[int]] = [[] for _ in tasks]
+    for start, end in pairwise(first):
+        for task in range(start, end - 1):
+            after[task].append(task + 1)
+    for summary in summaries:
+        for task, tag in summary.waits:
+            message = messages[tag]
+            sender = first[message.source] + message.send.position
+            after[sender].append(first[summary.rank] + task)
+    circles = [
+        [(task, each.rank) for task in each.circle] for each in summaries if each.circle
+    ] + [[tasks[task] for task in _circle(after)]]
+    for circle in filter(None, circles):
+        text = ", ".join(f"{task} on worker {rank}" for task, rank in circle)
+        raise CheckError(f"tasks wait for each other in a circle: {text}")
 
 
-def _check_sources(
-    programs: Sequence[fx.GraphModule], messages: Mapping[int, Message]
-) -> None:
-    """A job calls its own stage; B reads what its F saved, and W what its B carries."""
-    names = {
-        Direction.FORWARD: "forward",
-        Direction.BACKWARD: "backward",
-        Direction.WEIGHT: "weight",
-    }
-    before = {
-        Direction.BACKWARD: Direction.FORWARD,
-        Direction.WEIGHT: Direction.BACKWARD,
-    }
-    for rank, program in enumerate(programs):
-        for node in program.graph.find_nodes(op="call_module"):
-            job: Job = node.meta["job"]
-            if node.target != f"{names[job.direction]}_{job.stage}":
-                raise CheckError(f"worker {rank}: {job} calls {node.target}")
-            kept = node.args[1]
-            if job.direction in before and isinstance(kept, fx.Node):
-                maker = _maker(kept, messages)
-                wanted = job._replace(direction=before[job.direction])
-                if maker != wanted:
+def _circle(after: Sequence[Sequence[int]]) -> list[int]:
+    """A circle in a graph, given by what follows each of its points; [] if none."""
+    missing = [0] * len(after)
+    for following in after:
+        for point in following:
+            missing[point] += 1
+    ready = [point for point, count in enumerate(missing) if not count]
+    for done in ready:
+        for point in after[done]:
+            missing[point] -= 1
+            if not missing[point]:
+                ready.append(point)
+    left = set(range(len(after))).difference(ready)
+    before = {to: point for point in sorted(left) for to in after[point]}
+    path: dict[int, None] = {}
+    point = min(left, default=-1)
+    while left and point not in path:
+        path[point] = None
+        point = before[point]  # what is left waits for something that is left
+    walked = list(path)
+    return walked[walked.index(point) :][::-1] if left else []
+
+
+class _Origins:
+    """Follows values back through messages to the jobs that made them."""
+
+    def __init__(
+        self, summaries: Sequence[Summary], messages: Mapping[int, Message]
+    ) -> None:
+        self.summaries, self.messages = summaries, messages
+        self.microbatches: dict[int, frozenset[int]] = {}  # by tag
+        self.sums: dict[tuple[int, int], Counter[Job] | None] = {}
+
+    def check_uses(self) -> None:
+        """Received values that a job reads are of its microbatch and, if kept for it
+        by an earlier job, made by that."""
+        uses = [(each.rank, use) for each in self.summaries for use in each.uses]
+        for rank, (job, name, tag, _) in uses:
+            others = self._microbatches(tag) - {job.microbatch}
+            if others:
+                raise CheckError(other_microbatch(rank, job, name, set(others)))
+        for rank, (job, name, tag, wanted) in uses:
+            maker = None if wanted is None else self._maker(tag)
+            if wanted is not None and maker != wanted:
+                raise CheckError(other_maker(rank, job, name, maker, wanted))
+
+    def _origin(self, tag: int) -> Origin:
+        message = self.messages[tag]
+        return self.summaries[message.source].origins[message.send.origin]
+
+    def _maker(self, tag: int) -> Job | None:
+        origin = self._origin(tag)
+        while origin.forwards is not None:
+            origin = self._origin(origin.forwards)
+        return origin.maker
+
+    def _microbatches(self, tag: int) -> frozenset[int]:
+        if tag not in self.microbatches:
+            origin = self._origin(tag)
+            more = map(self._microbatches, origin.received)
+            self.microbatches[tag] = frozenset(origin.microbatches).union(*more)
+        return self.microbatches[tag]
+
+    def check_gradients(self) -> None:
+        """Each worker's gradient holds what all workers' jobs give, once."""
+        given: dict[int, Counter[Job]] = {}
+        for summary in self.summaries:
+            for group, jobs in summary.made.items():
+                given.setdefault(group, Counter()).update(jobs)
+        for summary in self.summaries:
+            for group, origin in summary.returns.items():
+                wanted = given.get(group, Counter())
+                found = self._sum(summary.rank, origin)
+                if found != wanted:
+                    found = found or Counter()
+                    wrong = sorted((wanted - found) + (found - wanted))
                     raise CheckError(
-                        f"worker {rank}: {job} reads {kept}, which {maker} made, "
-                        f"not {wanted}"
+                        f"worker {summary.rank} gets a gradient of group {group} in "
+                        f"which {', '.join(map(str, wrong))} is missing or counted "
+                        "twice"
                     )
 
-
-def _maker(value: fx.Node, messages: Mapping[int, Message]) -> Job | None:
-    """The job that a part of its result comes from."""
-    while value.target in RECEIVES:
-        tag: Any = value.kwargs["tag"]
-        value = arguments(messages[tag].send)[0]
-    source = value.args[0] if value.args else None
-    if isinstance(source, fx.Node) and source.op == "call_module":
-        job: Job = source.meta["job"]
-        return job
-    return None
-
-
-def _microbatches(value: fx.Node, messages: Mapping[int, Message]) -> set[int]:
-    """The microbatches that a value was made from."""
-    found: set[int] = set()
-    open_ends = [value]
-    while open_ends:
-        node = open_ends.pop()
-        if node.op == "call_module":
-            found.add(node.meta["job"].microbatch)
-        elif node.target is ops.rows:
-            found.add(arguments(node)[1])
-        elif node.target in RECEIVES:
-            tag: Any = node.kwargs["tag"]
-            open_ends.append(arguments(messages[tag].send)[0])
-        elif node.target is not ops.pause:
-            open_ends += node.all_input_nodes
-    return found
+    def _sum(self, rank: int, number: int) -> Counter[Job] | None:
+        """The jobs whose gradients an origin adds up; None if it isn't such a sum."""
+        if (rank, number) not in self.sums:
+            origin = self.summaries[rank].origins[number]
+            found = None if origin.adds is None else Counter(origin.adds)
+            for tag in origin.added:
+                message = self.messages[tag]
+                more = self._sum(message.source, message.send.origin)
+                found = None if found is None or more is None else found + more
+            self.sums[rank, number] = found
+        return self.sums[rank, number]
 
 
-def _check_lives(rank: int, program: fx.GraphModule) -> None:
-    made: set[fx.Node] = set()
-    freed: set[fx.Node] = set()
-    output = program.graph.output_node()
-    for node in program.graph.nodes:
-        for value in node.all_input_nodes:
-            if value not in made:
-                raise CheckError(
-                    f"{_where(rank, node)} reads {value} before it is made"
-                )
-            if value in freed:
-                verb = "frees" if node.target is ops.free else "reads"
-                raise CheckError(f"{_where(rank, node)} {verb} {value} after its free")
-        if node.target is ops.free:
-            freed.update(node.all_input_nodes)
-        made.add(node)
-    kept = set(output.all_input_nodes)
-    for node in made - freed - kept:
-        if node.op.startswith("call") and node.target not in ops.VALUELESS:
-            raise CheckError(f"worker {rank} never frees {node}")
-
-
-def _check_gradients(
-    programs: Sequence[fx.GraphModule],
-    messages: Mapping[int, Message],
-    placements: Mapping[Job, Placement],
-    groups: Sequence[Group],
-) -> None:
-    """Follows each gradient that a worker returns back to the B, or W, jobs that made
-    it."""
-    split = any(job.direction is Direction.WEIGHT for job in placements)
-    gives = Direction.WEIGHT if split else Direction.BACKWARD
-    expected: dict[int, Counter[Job]] = {}
-    for program in programs:
-        for node in program.graph.nodes:
-            group = node.meta.get("group")
-            source = node.args[0] if node.args else None
-            if (
-                group is not None
-                and isinstance(source, fx.Node)
-                and source.op == "call_module"
-                and source.meta["job"].direction is gives
-            ):
-                expected.setdefault(group, Counter())[source.meta["job"]] += 1
-    for number, group in enumerate(groups):
-        made = expected.get(number, Counter())
-        for job in placements:
-            if job.direction is gives and job.stage in group.givers and not made[job]:
-                names = ", ".join(group.names[:3])
-                raise CheckError(f"{job} gives no gradient of group {number}: {names}")
-    trains = any(job.direction is Direction.BACKWARD for job in placements)
-    for group in range(len(groups)):
-        jobs = expected.get(group, Counter())
-        if not trains or not any(groups[group].trained):
-            continue
-        for rank in groups[group].owners:
-            node = result(programs[rank])["groups"].get(str(group))
-            if node is None:
-                raise CheckError(
-                    f"worker {rank} keeps {', '.join(groups[group].names[:3])} but "
-                    "gets no gradient of it"
-                )
-            found = _contributions(node, messages)
-            if found != jobs:
-                wrong = sorted((jobs - found) + (found - jobs))
-                raise CheckError(
-                    f"worker {rank} gets a gradient of group {group} in which "
-                    f"{', '.join(map(str, wrong))} is missing or counted twice"
-                )
-
-
-def _contributions(node: fx.Node, messages: Mapping[int, Message]) -> Counter[Job]:
-    """The jobs whose gradients a value adds up."""
-    found: Counter[Job] = Counter()
-    open_ends = [node]
-    while open_ends:
-        node = open_ends.pop()
-        if node.target in RECEIVES:
-            tag: Any = node.kwargs["tag"]
-            open_ends.append(arguments(messages[tag].send)[0])
-        elif node.target in (ops.accumulate, ops.reduce):
-            open_ends += [a for a in node.args if isinstance(a, fx.Node)]
-        else:
-            source = node.args[0]
-            assert isinstance(source, fx.Node)
-            found[source.meta["job"]] += 1
-    return found
-
-
-def _where(rank: int, node: fx.Node) -> str:
-    name = getattr(node.target, "__name__", str(node.target))
-    if "tag" in node.kwargs:
-        name = f"{name}(tag={node.kwargs['tag']})"
-    return f"worker {rank}: {name} of {node.meta.get('task', node.name)}"
+def _where(rank: int, end: End) -> str:
+    return f"worker {rank}: {end.what}(tag={end.tag}) of {end.task}"

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import hashlib
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any
+from typing import Any, overload
 
 import networkx as nx
 from torch import fx
@@ -15,11 +16,13 @@ from .check import check_programs
 from .compare import compare
 from .diagram import Diagram
 from .eventloop import Event, Timeline
+from .examine import Summary, examine
 from .graphs import Group, Output, State
 from .jobs import Direction, Job, Placement, PlanError, Schedule
+from .lines import Line, Message
 from .links import Link
 from .passes.collect import collect_results
-from .passes.cut import cut_programs
+from .passes.cut import cut_program
 from .passes.differentiate import differentiate_stages
 from .passes.frees import free_values
 from .passes.order import order_jobs
@@ -39,11 +42,35 @@ PASSES = (
     split_stages,  # one node per stage
     differentiate_stages,  # forward and backward calls
     order_jobs,  # one global order of jobs
-    unroll_jobs,  # one node per job, on its worker
+    unroll_jobs,  # one line per job, on its worker
     collect_results,  # outputs, sums of gradients, buffers
     fetch_weights,  # weights that are kept elsewhere
-    insert_transfers,  # send and recv
+    insert_transfers,  # messages
 )
+
+
+class Programs(Sequence[fx.GraphModule]):
+    """A program per worker, each written when it is first asked for."""
+
+    def __init__(self, workers: int, write: Callable[[int], fx.GraphModule]) -> None:
+        self._write = write
+        self._written: list[fx.GraphModule | None] = [None] * workers
+
+    def __len__(self) -> int:
+        return len(self._written)
+
+    @overload
+    def __getitem__(self, worker: int) -> fx.GraphModule: ...
+    @overload
+    def __getitem__(self, worker: slice) -> list[fx.GraphModule]: ...
+    def __getitem__(self, worker: int | slice) -> Any:
+        if isinstance(worker, slice):
+            return [self[i] for i in range(*worker.indices(len(self)))]
+        worker = range(len(self))[worker]
+        program = self._written[worker]
+        if program is None:
+            program = self._written[worker] = self._write(worker)
+        return program
 
 
 @dataclass(frozen=True)
@@ -53,22 +80,24 @@ class Plan:
     stages: a networkx.DiGraph; nodes have `modules` (names), `parameters` (numbers in
         them), `flops` (of one microbatch's F); edges have `bytes` (per microbatch).
     jobs: all jobs in the global order.
-    programs: a torch.fx.GraphModule per worker.
+    programs: a torch.fx.GraphModule per worker, written when it is asked for.
     state: parameters, buffers and shared inputs, by name.
     loss: position of the output that B starts from in the call itself, or None.
     timeline: when each job should run, in seconds.
+    lines: the step of all workers; see fxsched/lines.py.
     """
 
     schedule: Schedule
     stages: nx.DiGraph[int]
     jobs: tuple[Job, ...]
-    programs: tuple[fx.GraphModule, ...]
+    programs: Sequence[fx.GraphModule]
     placements: dict[Job, Placement]
     groups: tuple[Group, ...]
     outputs: tuple[Output, ...]
     state: dict[str, State]
     loss: int | None
     timeline: Timeline
+    lines: Sequence[Line | Message] = ()
     notes: tuple[str, ...] = ()
 
     @property
@@ -119,11 +148,24 @@ class Plan:
         """Raises CheckError unless the programs are sound; see fxsched.check."""
         check_programs(self.programs, self.placements, self.groups)
 
+    def examine(self, rank: int) -> Summary:
+        """What one worker's program shows by itself, and what the others need to know
+        of it, for fxsched.check.check_summaries."""
+        return examine(rank, self.programs[rank], self.placements, self.groups)
+
+    @property
+    def digest(self) -> str:
+        """Equal for equal plans, in any process; writes no programs."""
+        text = hashlib.sha256()
+        head = show.plan_head(self.schedule, self.stages, self.groups, self.notes)
+        for part in (*head, *self.lines):
+            text.update(f"{part!s}\n".encode())
+        return text.hexdigest()
+
     @cached_property
     def _text(self) -> str:
-        return show.plan_text(
-            self.schedule, self.stages, self.programs, self.groups, self.notes
-        )
+        head = show.plan_head(self.schedule, self.stages, self.groups, self.notes)
+        return show.plan_text(head, self.programs)
 
     def __str__(self) -> str:
         return self._text
@@ -134,13 +176,18 @@ def make_plan(gm: fx.GraphModule, request: Request, passes: tuple[Any, ...]) -> 
     for each in PASSES:
         gm = each(gm, request)
         request = replace(request, schedule=gm.meta["schedule"])
-    programs = [free_values(p, request) for p in cut_programs(gm, request)]
-    for own in passes:
-        programs = [own(program, request) for program in programs]
-        if not all(isinstance(program, fx.GraphModule) for program in programs):
-            raise PlanError(
-                f"the pass {own!r} must return each program that it is given"
-            )
+
+    def write(worker: int) -> fx.GraphModule:
+        graph = free_values(cut_program(gm, request, worker), request)
+        program = fx.GraphModule(gm, graph, "Program")
+        for own in passes:
+            program = own(program, request)
+            if not isinstance(program, fx.GraphModule):
+                raise PlanError(
+                    f"the pass {own!r} must return each program that it is given"
+                )
+        return program
+
     notes = []
     jobs: list[Job] = gm.meta["jobs"]
     split = any(job.direction is Direction.BACKWARD for job in jobs)
@@ -153,12 +200,13 @@ def make_plan(gm: fx.GraphModule, request: Request, passes: tuple[Any, ...]) -> 
         request.schedule,
         gm.meta["stages"],
         tuple(jobs),
-        tuple(programs),
+        Programs(request.schedule.workers, write),
         gm.meta["placements"],
         tuple(gm.meta["groups"]),
         tuple(gm.meta["outputs"]),
         gm.meta["state"],
         gm.meta["loss"],
         gm.meta["timeline"],
+        gm.meta["lines"],
         tuple(notes),
     )

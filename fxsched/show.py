@@ -299,31 +299,32 @@ def _sends(stages: nx.DiGraph[int], stage: int) -> str:
     )
 
 
-def plan_text(
+def plan_head(
     schedule: Schedule,
     stages: nx.DiGraph[int],
-    programs: Sequence[fx.GraphModule],
     groups: Sequence[Group],
     notes: Iterable[str],
-) -> str:
-    """A summary, the stages, the weights and the tables of all workers."""
+) -> list[str]:
+    """A plan but for its programs: a summary, notes, the stages and the weights."""
     kept = [
         (i, _shorten(group.names), _list(group.owners), _list(group.stages))
         for i, group in enumerate(groups)
     ]
-    messages = sum(node.target is ops.send for p in programs for node in p.graph.nodes)
-    parts = [
-        f"{schedule}, {len(stages)} stages, {messages} transfers a step",
+    headers = ("weights", "tensors", "kept by", "read by stages")
+    return [
+        f"{schedule}, {len(stages)} stages",
         *notes,
         stage_table(stages),
-        tabulate(
-            kept,
-            ("weights", "tensors", "kept by", "read by stages"),
-            disable_numparse=True,
-        ),
-        *(program_table(program, rank) for rank, program in enumerate(programs)),
+        tabulate(kept, headers, disable_numparse=True),
     ]
-    return "\n\n".join(parts)
+
+
+def plan_text(head: Sequence[str], programs: Sequence[fx.GraphModule]) -> str:
+    """What plan_head gives, how many messages there are, and all workers' tables."""
+    messages = sum(node.target is ops.send for p in programs for node in p.graph.nodes)
+    tables = [program_table(program, rank) for rank, program in enumerate(programs)]
+    summary = f"{head[0]}, {messages} transfers a step"
+    return "\n\n".join((summary, *head[1:], *tables))
 
 
 def _shorten(names: Sequence[str], limit: int = 48) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import os
 import threading
 import time
@@ -13,6 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, fx
 
+from .check import check_summaries
 from .eventloop import Event
 from .graphs import Role, Spec
 from .jobs import PlanError
@@ -46,6 +46,10 @@ class Threads:
 
     def seed(self) -> int:
         return torch.initial_seed()
+
+    def check(self, plan: Plan) -> None:
+        """Raises CheckError unless the programs of all workers are sound."""
+        plan.check()
 
     def start(self, programs: dict[int, Runnable], inputs: Inputs) -> list[Run]:
         exchange = Exchange()
@@ -124,16 +128,33 @@ class Ranks:
         """The events of all workers."""
         return [event for own in self.processes.all(events) for event in own]
 
-    def agree(self, plan: Plan) -> None:
-        """Raises PlanError if the ranks made different plans."""
-        digest = hashlib.sha256(str(plan).encode()).hexdigest()
-        others = self.processes.all(digest)
-        wrong = [rank for rank, other in enumerate(others) if other != others[0]]
+    def check(self, plan: Plan) -> None:
+        """Each rank examines its own program; what all found is checked everywhere.
+
+        Raises PlanError if the ranks made different plans, CheckError if the programs
+        are not sound, and PlanError if another rank could not write its own.
+        """
+        failed, summary = None, None
+        try:
+            summary = plan.examine(self.rank)
+        except Exception as own:  # said below; the others wait for this rank
+            failed = own
+        said = f"{type(failed).__name__}: {failed}" if failed else None
+        digests, errors, summaries = zip(
+            *self.processes.all((plan.digest, said, summary)), strict=True
+        )
+        if failed is not None:
+            raise failed
+        for rank, error in enumerate(errors):
+            if error is not None:
+                raise PlanError(f"rank {rank} could not write its program: {error}")
+        wrong = [rank for rank, other in enumerate(digests) if other != digests[0]]
         if wrong:
             raise PlanError(
                 f"rank {wrong[0]} planned other programs than rank 0; build the same "
                 "model and schedule and pass batches of the same shape on every rank"
             )
+        check_summaries(summaries)
 
     def settle(
         self, plan: Plan, args: Sequence[Any], kept: MutableMapping[Tensor, Kept]

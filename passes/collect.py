@@ -7,94 +7,90 @@ from typing import Any
 from torch import fx
 
 from .. import ops
-from ..graphs import Group, Output, Specs, make
+from ..graphs import Group, Output, Specs, result
+from ..lines import Layout, Line, Made, Running
 from ..request import Request
 
-Parts = list[tuple[tuple[int, ...], fx.Node]]  # microbatches, and their bundle
+Value = Made | Line
+Parts = list[tuple[tuple[int, ...], Line]]  # microbatches, and their bundle
 
 
 def collect_results(gm: fx.GraphModule, request: Request) -> fx.GraphModule:
     """Joins outputs, sums gradients and averages buffers of all workers.
 
-    before: job_1F0; loss_0 = job_1F0[0]                             # worker 1
-            job_1F1; loss_1 = job_1F1[0]                             # worker 1
-    after:  bundle = bundle(loss_0, loss_1)                          # worker 1
-            output_0 = total(2, 0.5, ((0, 1), bundle))               # worker 1
-            gradients_0 = reduce(sum_0, sum_0_1)                     # an owner
-            return {"0": {"outputs": (output_0,), "groups": {"0": gradients_0}, ..}, ..}
+    before: 1F0                                                      # worker 1
+            1F1                                                      # worker 0
+    after:  1F0                                                      # worker 1
+            1F1                                                      # worker 0
+            gather_output_0 = bundle(loss_0)                         # worker 1
+            gather_output_0 = bundle(loss_1)                         # worker 0
+            output_0 = total(2, 0.5, ((0,), ..), ((1,), ..))         # worker 1
 
-    The graph then returns, for each worker, its share of the results: outputs if it
-    hands them to the user, gradients and buffers of what it keeps. If B runs in
-    backward(), outputs and buffers go to the workers' pause nodes instead.
+    Each group's gradients are summed at one owner, right after the last job that adds
+    to them. gm.meta["results"] says what each worker returns: outputs if it hands them
+    to the user, gradients and buffers of what it keeps. If B runs in backward(),
+    outputs and buffers go to the workers' pauses instead.
     """
     _Collection(gm, request).run()
-    gm.graph.lint()
-    gm.recompile()
     return gm
 
 
 class _Collection:
     def __init__(self, gm: fx.GraphModule, request: Request) -> None:
-        self.gm, self.graph, self.request = gm, gm.graph, request
+        self.gm, self.request = gm, request
         self.microbatches = request.schedule.microbatches
         self.workers = range(request.schedule.workers)
         self.readers = self.workers if request.readers is None else request.readers
         self.groups: list[Group] = gm.meta["groups"]
-        self.wanted: dict[str, Any] = gm.meta["results"]
+        self.layout: Layout = gm.meta["layout"]
+        self.running: dict[Running, Line] = gm.meta["running"]
+        self.wanted: dict[str, Any] = result(gm)
         self.end = max(gm.meta["n"].values(), default=0)  # after all jobs
+        self.made: list[Line] = []
         self.gathered: dict[str, Parts] = {}
 
     def run(self) -> None:
-        pauses: dict[int, fx.Node] = self.gm.meta["pauses"]
-        self._reduce()
-        end = self.graph.output_node()
-        with self.graph.inserting_before(pauses.get(0, end)):
-            called = self._of_call()
-        for worker, pause in pauses.items():
-            pause.args = (called[worker],)
+        pauses: list[Line] = self.gm.meta["pauses"]
+        reduced = self._reduce()
+        called = self._of_call()
+        in_call, self.made = self.made, []
+        for line in pauses:
+            line.args = (called[line.worker],)
         final = {w: {} for w in self.workers} if pauses else called
-        with self.graph.inserting_before(end):
-            for worker, own in self._of_backward().items():
-                final[worker] = final[worker] | own
-        end.args = ({str(worker): own for worker, own in final.items()},)
+        for worker, own in self._of_backward().items():
+            final[worker] = final[worker] | own
+        lines: list[Line] = []
+        for line in self.gm.meta["lines"]:
+            if pauses and line is pauses[0]:
+                lines += in_call
+            lines += [line, *reduced.get(line, ())]
+        lines += self.made if pauses else in_call + self.made
+        self.gm.meta.update(lines=lines, results=final)
 
-    def _reduce(self) -> None:
-        """Sums each group at one owner, right after the last job that adds to it."""
-        last = self._last_nodes()
-        self.reduced: dict[int, fx.Node] = {}
-        for group, sums in self.gm.meta["sums"].items():
+    def _reduce(self) -> dict[Line, list[Line]]:
+        """Sums each group at one owner; the sums by the last job that adds to them."""
+        last: dict[int, Line] = {}
+        sums: dict[int, list[Running]] = {}
+        for key, line in self.running.items():
+            if key.what == "gradients":
+                last[key.group] = line
+                sums.setdefault(key.group, []).append(key)
+        self.reduced: dict[int, Running | Line] = {}
+        found: dict[Line, list[Line]] = {}
+        for group in sorted(sums):
             owners = self.groups[group].owners
             root = owners[group % len(owners)]  # spread over the owners
-            parts = tuple(sums[worker] for worker in sorted(sums))
-            self.reduced[group] = parts[0]
-            if len(parts) == 1 and root in sums:
+            parts = tuple(sorted(sums[group], key=lambda key: key.worker))
+            if parts == (Running("gradients", group, root),):
+                self.reduced[group] = parts[0]
                 continue
-            with self.graph.inserting_after(last[group]):
-                total = make(
-                    self.graph,
-                    ops.reduce,
-                    parts,
-                    parts[0].meta["specs"],
-                    root,
-                    f"reduce {group}",
-                    last[group].meta["n"],
-                    name=f"gradients_{group}",
-                )
-            total.meta["group"] = group
+            specs, _ = self.layout.specs(parts[0])
+            task, name = f"reduce {group}", f"gradients_{group}"
+            n = last[group].n
+            total = Line(root, task, n, ops.reduce, parts, specs, name, group)
+            found.setdefault(last[group], []).append(total)
             self.reduced[group] = total
-
-    def _last_nodes(self) -> dict[int, fx.Node]:
-        """For each group the last node of the last B, or W, that adds to it."""
-        stages: dict[int, list[int]] = {}
-        for group, gradients in self.wanted["groups"].items():
-            for node in gradients:
-                stages.setdefault(node.meta["stage"], []).append(int(group))
-        task = {}
-        for job in self.gm.meta["jobs"]:
-            if job.direction is self.request.schedule.release:
-                task.update(dict.fromkeys(stages.get(job.stage, ()), str(job)))
-        ends = {node.meta.get("task"): node for node in self.graph.nodes}
-        return {group: ends[job] for group, job in task.items()}
+        return found
 
     def _of_call(self) -> dict[int, dict[str, Any]]:
         """Outputs on the workers that hand them out, buffers on their owners."""
@@ -137,75 +133,77 @@ class _Collection:
                 own[worker]["inputs"][key] = node
         return own
 
-    def _total(self, position: int, value: fx.Node, is_loss: bool) -> fx.Node:
+    def _total(self, position: int, value: fx.Node, is_loss: bool) -> Line:
         mean = self.request.loss_reduction == "mean" or not is_loss
         scale = 1.0 / self.microbatches if mean else 1.0
         parts = self._gather(f"output {position}", self._made(value))
-        root = parts[0][1].meta["worker"]
+        root = parts[0][1].worker
         args = (self.microbatches, scale, *parts)
         return self._make(
             ops.total, args, value.meta["specs"], root, f"output {position}"
         )
 
-    def _joined(self, parts: Parts, dim: int | None, what: str) -> dict[int, fx.Node]:
+    def _joined(self, parts: Parts, dim: int | None, what: str) -> dict[int, Line]:
         args = (self.microbatches, dim, *parts)
         return {w: self._make(ops.collect, args, (), w, what) for w in self.readers}
 
-    def _average(self, group: int) -> fx.Node:
+    def _average(self, group: int) -> Line:
         """A group's buffers after the step, at its first owner."""
-        found: dict[tuple[int, int], fx.Node] = self.gm.meta["written"]
-        after = {w: node for (g, w), node in found.items() if g == group}
+        after = sorted(
+            (key for key in self.running if key[:2] == ("buffers", group)),
+            key=lambda key: key.worker,
+        )
         (before,) = (
             n
-            for n in self.graph.find_nodes(op="placeholder")
+            for n in self.gm.graph.find_nodes(op="placeholder")
             if n.meta.get("group") == group
         )
-        args = (before, *(after[worker] for worker in sorted(after)))
-        owner = self.groups[group].owners[0]
-        return self._make(
-            ops.average, args, before.meta["specs"], owner, f"buffers {group}"
-        )
+        owner, specs = self.groups[group].owners[0], before.meta["specs"]
+        args = (before, *after)
+        return self._make(ops.average, args, specs, owner, f"buffers {group}")
 
-    def _made(self, value: fx.Node) -> list[fx.Node]:
+    def _made(self, value: fx.Node) -> list[Value]:
         """A value of each microbatch; an input that is returned comes from worker 0."""
+        every = range(self.microbatches)
         if value.op != "placeholder":
-            return [self.gm.meta["made"][value, b] for b in range(self.microbatches)]
-        whole, specs = self.gm.meta["given"][value], value.meta["specs"]
+            return [Made(value, b) for b in every]
+        specs, task = value.meta["specs"], f"rows {value.name}"
         return [
-            self._make(
-                ops.rows, (whole, b, self.microbatches), specs, 0, f"rows {value.name}"
-            )
-            for b in range(self.microbatches)
+            self._make(ops.rows, (value, b, self.microbatches), specs, 0, task)
+            for b in every
         ]
 
-    def _input_gradient(self, what: str, values: list[fx.Node]) -> list[fx.Node]:
+    def _input_gradient(self, what: str, values: list[fx.Node]) -> list[Value]:
         """The gradient of each microbatch of an input, summed over its readers."""
-        nodes = []
+        found: list[Value] = []
         for b in range(self.microbatches):
-            parts = tuple(self.gm.meta["made"][value, b] for value in values)
-            node = parts[0]
-            if len(parts) > 1:
-                worker, specs = node.meta["worker"], node.meta["specs"]
-                node = self._make(ops.add, parts, specs, worker, f"{what}, {b}")
-            nodes.append(node)
-        return nodes
+            parts = tuple(Made(value, b) for value in values)
+            if len(parts) == 1:
+                found += parts
+                continue
+            worker = self.layout.worker(parts[0])
+            specs, _ = self.layout.specs(parts[0])
+            found.append(self._make(ops.add, parts, specs, worker, f"{what}, {b}"))
+        return found
 
-    def _gather(self, what: str, nodes: list[fx.Node]) -> Parts:
+    def _gather(self, what: str, values: list[Value]) -> Parts:
         """A bundle of a value's microbatches from each worker that makes some."""
         if what not in self.gathered:
-            found: dict[int, list[tuple[int, fx.Node]]] = {}
-            for b, node in enumerate(nodes):
-                found.setdefault(node.meta["worker"], []).append((b, node))
+            found: dict[int, list[tuple[int, Value]]] = {}
+            for b, value in enumerate(values):
+                found.setdefault(self.layout.worker(value), []).append((b, value))
             self.gathered[what] = []
             for worker, members in found.items():
-                held = tuple(node for _, node in members)
-                specs = tuple(s for node in held for s in node.meta["specs"])
+                held = tuple(value for _, value in members)
+                specs = tuple(s for v in held for s in self.layout.specs(v)[0])
                 whole = self._make(ops.bundle, held, specs, worker, f"gather {what}")
                 self.gathered[what].append((tuple(b for b, _ in members), whole))
         return self.gathered[what]
 
     def _make(
         self, target: Any, args: tuple[Any, ...], specs: Specs, worker: int, task: str
-    ) -> fx.Node:
+    ) -> Line:
         name = task.replace(" ", "_").replace(",", "")
-        return make(self.graph, target, args, specs, worker, task, self.end, name)
+        line = Line(worker, task, self.end, target, args, specs, name)
+        self.made.append(line)
+        return line

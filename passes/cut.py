@@ -1,52 +1,234 @@
-"""Cuts the global graph into one program per worker."""
+"""Writes one worker's program from its lines."""
 
 from __future__ import annotations
 
+import operator
 from typing import Any
 
 from torch import fx
 
-from ..graphs import result
+from .. import ops
+from ..graphs import Output, arguments, make
+from ..jobs import Direction, Job
+from ..lines import (
+    TOKEN,
+    Credit,
+    Layout,
+    Line,
+    Made,
+    Message,
+    Running,
+    Value,
+    with_values,
+)
 from ..request import Request
 
+Where = tuple[int, str, int]  # worker, task, n
 
-def cut_programs(gm: fx.GraphModule, request: Request) -> list[fx.GraphModule]:
-    """The nodes of each worker, in the global order, as a program of its own.
 
-    before: send(a_0, to=1, tag=3)        # worker 0
-            recv_3 = recv(source=0, tag=3)  # worker 1
-    after:  program 0: send(a_0, to=1, tag=3)
-            program 1: recv_3 = recv(source=0, tag=3)
+def cut_program(gm: fx.GraphModule, request: Request, worker: int) -> fx.Graph:
+    """The lines of one worker, in the global order, as a program of its own.
+
+    before: 0F0                                                      # worker 0
+            message 3: a_0 from worker 0 to worker 1
+            1F0                                                      # worker 1
+    after:  x_0 = rows(x, 0, 2)                                      # program 0
+            job_0F0 = self.forward_0((weights_0,), (x_0,), None)
+            a_0 = job_0F0[0]
+            send_3 = send(a_0, to=1, tag=3)
+
+            recv_3 = recv(source=0, tag=3)                           # program 1
+            job_1F0 = self.forward_1((weights_1,), (recv_3,), None)
 
     A program takes the weights that its worker keeps and reads, and the inputs that
-    its jobs read; it returns its share of the results.
+    its jobs read; it returns its share of the results. Every node carries `worker`,
+    `task` (the job or other piece of work that it belongs to) and `n`.
     """
-    workers = range(request.schedule.workers)
-    nodes: list[list[fx.Node]] = [[] for _ in workers]
-    given = []
-    for node in gm.graph.nodes:
-        if node.op == "placeholder":
-            given.append(node)
-        elif node.op != "output":
-            nodes[node.meta["worker"]].append(node)
-    results = result(gm)
-    return [
-        _program(gm, given, nodes[worker], results[str(worker)]) for worker in workers
-    ]
+    return _Program(gm, request, worker).run()
 
 
-def _program(
-    gm: fx.GraphModule, given: list[fx.Node], nodes: list[fx.Node], results: Any
-) -> fx.GraphModule:
-    graph = fx.Graph()
-    new: dict[fx.Node, fx.Node] = {}
-    read = {p for node in nodes for p in node.all_input_nodes}
-    for node in given:
-        if node in read:
-            new[node] = graph.placeholder(node.name)
-            new[node].meta = dict(node.meta)
-    for node in nodes:
-        new[node] = graph.node_copy(node, new.__getitem__)
-    graph.output(fx.map_arg(results, new.__getitem__))
-    graph.lint()
-    return fx.GraphModule(gm, graph, "Program")
+class _Program:
+    def __init__(self, gm: fx.GraphModule, request: Request, worker: int) -> None:
+        self.gm, self.request, self.worker = gm, request, worker
+        self.microbatches = request.schedule.microbatches
+        self.layout: Layout = gm.meta["layout"]
+        self.running: dict[Running, Line] = gm.meta["running"]
+        self.credits: dict[Job, Job] = gm.meta["credits"]
+        self.creditors = set(self.credits.values())
+        self.graph = fx.Graph()
+        self.env: dict[Value, fx.Node] = {}
+        self.parts: dict[tuple[fx.Node, int], fx.Node] = {}  # rows of the batch
+        self.fetched: dict[Message, fx.Node] = {}
+        self.sends: dict[Value, list[Message]] = {}
+        self.pause: fx.Node | None = None
+        self.lines: list[Line | Message] = []
+        for line in gm.meta["lines"]:
+            if isinstance(line, Line):
+                if line.worker == worker:
+                    self.lines.append(line)
+            elif line.to == worker:
+                self.lines.append(line)
+            elif line.source == worker:
+                if line.fetches:
+                    self.lines.append(line)
+                else:
+                    self.sends.setdefault(line.value, []).append(line)
+
+    def run(self) -> fx.Graph:
+        self._placeholders()
+        for line in self.lines:
+            if isinstance(line, Message):
+                self._message(line)
+            elif line.job is not None:
+                self._job(line, line.job)
+            else:
+                self._line(line)
+        results = self.gm.meta["results"][self.worker]
+        self.graph.output(with_values(results, self.env.__getitem__))
+        for node in self.graph.find_nodes(op="placeholder"):
+            if not node.users:
+                self.graph.erase_node(node)
+        return self.graph
+
+    def _placeholders(self) -> None:
+        for node in self.gm.graph.find_nodes(op="placeholder"):
+            if "tangent" not in node.meta:
+                new = self.env[node] = self.graph.placeholder(node.name)
+                new.meta = dict(node.meta)
+        if any(each.call.meta["draw"] is not None for each in self.layout.recipes):
+            self.seed = self.graph.placeholder("seed")
+            self.seed.meta["specs"] = ()
+
+    def _message(self, message: Message) -> None:
+        """This worker's end of a message."""
+        if message.source == self.worker:
+            self._send(message)
+            return
+        target = ops.fetch if message.fetches else ops.recv
+        kwargs: dict[str, Any] = {"source": message.source, "tag": message.tag}
+        node = self.graph.create_node(
+            "call_function", target, (), kwargs, f"{target.__name__}_{message.tag}"
+        )
+        specs, bundle = self.layout.specs(message.value)
+        node.meta.update(
+            n=message.n,
+            task=message.task,
+            specs=specs,
+            bundle=bundle,
+            worker=self.worker,
+        )
+        if isinstance(message.value, fx.Node):
+            node.meta["group"] = message.value.meta["group"]
+            self.fetched[message] = node
+        else:
+            self.env[message.value] = node
+
+    def _send(self, message: Message) -> None:
+        task = f"serve {message.tag}" if message.fetches else message.task
+        self.graph.create_node(
+            "call_function",
+            ops.send,
+            (self.env[message.value],),
+            {"to": message.to, "tag": message.tag},
+            f"send_{message.tag}",
+        ).meta.update(n=message.n, task=task, worker=self.worker, specs=())
+
+    def _give(self, value: Value, node: fx.Node) -> None:
+        """Notes a value that a line made, and sends it to who reads it elsewhere."""
+        self.env[value] = node
+        for message in self.sends.get(value, ()):
+            self._send(message)
+
+    def _line(self, line: Line) -> None:
+        assert line.target is not None
+        args = with_values(line.args, self.env.__getitem__)
+        where = (line.worker, line.task, line.n)
+        node = make(self.graph, line.target, args, line.specs, *where, name=line.name)
+        if line.group is not None:
+            node.meta["group"] = line.group
+        if line.target is ops.pause:
+            self.pause = node
+        self._give(line, node)
+
+    def _job(self, line: Line, job: Job) -> None:
+        recipe = self.layout.recipe(job)
+        where = (line.worker, line.task, line.n)
+        if job in self.credits:
+            token = self.env[Credit(self.credits[job])]
+            make(self.graph, ops.wait, (token,), (), *where)
+        for node in recipe.before:
+            self._copy(node, line, job, where)
+        call = recipe.call
+        weights, *rest, _ = arguments(call)
+        state = tuple(self._state(w, line, job) for w in weights)
+        values = fx.map_arg(tuple(rest), lambda n: self._value(n, job, where))
+        seed = None
+        if call.meta["draw"] is not None:
+            args = (self.seed, call.meta["draw"], job.microbatch)
+            seed = make(self.graph, ops.seed, args, (), *where)
+        target, args = str(call.target), (state, *values, seed)
+        new = make(self.graph, target, args, (), *where, name=f"job_{job}")
+        new.meta["job"] = job
+        self._give(Made(call, job.microbatch), new)
+        for node in recipe.after:
+            self._copy(node, line, job, where)
+        if job in self.creditors:
+            name = f"credit_{job}"
+            token = make(self.graph, ops.credit, (new,), (TOKEN,), *where, name=name)
+            self._give(Credit(job), token)
+
+    def _copy(self, node: fx.Node, line: Line, job: Job, where: Where) -> None:
+        args = fx.map_arg(node.args, lambda n: self._value(n, job, where))
+        specs = node.meta["specs"]
+        name = f"{node.name}_{job.microbatch}"
+        new = make(self.graph, node.target, args, specs, *where, name=name)
+        new.meta["bundle"] = node.meta.get("bundle", False)
+        self._give(Made(node, job.microbatch), new)
+        if node not in self.layout.parts:
+            return
+        what, group = self.layout.parts[node]
+        new.meta["group"] = group
+        key = Running(what, group, self.worker)
+        if what == "gradients" and key in self.env:
+            args, name = (self.env[key], new), f"sum_{group}_of_{job}"
+            new = make(self.graph, ops.accumulate, args, specs, *where, name=name)
+        self.env[key] = new
+        if self.running[key] is line:
+            self._give(key, new)
+
+    def _state(self, weights: fx.Node, line: Line, job: Job) -> fx.Node:
+        """A group as this job finds it: F sees what earlier F here wrote into it."""
+        group = weights.meta["group"]
+        written = Running("buffers", group, self.worker)
+        if job.direction is Direction.FORWARD and written in self.env:
+            return self.env[written]
+        if group in line.fetched:
+            return self.fetched[line.fetched[group]]
+        return self.env[weights]
+
+    def _value(self, node: fx.Node, job: Job, where: Where) -> fx.Node:
+        b = job.microbatch
+        if node.op != "placeholder":
+            return self.env[Made(node, b)]
+        if (node, b) not in self.parts:
+            if "tangent" in node.meta:
+                part = self._tangent(node, b, where)
+            else:
+                args = (self.env[node], b, self.microbatches)
+                specs, name = node.meta["specs"], f"{node.name}_{b}"
+                part = make(self.graph, ops.rows, args, specs, *where, name=name)
+            self.parts[node, b] = part
+        return self.parts[node, b]
+
+    def _tangent(self, node: fx.Node, b: int, where: Where) -> fx.Node:
+        """A microbatch's part of the gradient that backward() hands in."""
+        position, specs = node.meta["tangent"], node.meta["specs"]
+        output: Output = self.gm.meta["outputs"][position]
+        args: tuple[Any, ...] = (self.pause, position)
+        whole = make(self.graph, operator.getitem, args, specs, *where)
+        if output.kind == "rows":
+            cut = (whole, b, self.microbatches, output.dim)
+            return make(self.graph, ops.rows, cut, specs, *where)
+        mean = self.request.loss_reduction == "mean" and output.kind == "scalar"
+        scale = 1.0 / self.microbatches if mean else 1.0
+        return make(self.graph, ops.share, (whole, scale), specs, *where)

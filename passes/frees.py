@@ -8,7 +8,7 @@ from .. import ops
 from ..request import Request
 
 
-def free_values(gm: fx.GraphModule, request: Request) -> fx.GraphModule:
+def free_values(graph: fx.Graph, request: Request) -> fx.Graph:
     """One free after each node that is the last to read some values of its worker.
 
     before: a_0 = job_0F0[0]; send(a_0, to=1, tag=3)
@@ -17,23 +17,22 @@ def free_values(gm: fx.GraphModule, request: Request) -> fx.GraphModule:
     Inputs of the program and what it returns stay. A value that nobody reads is freed
     where it is made.
     """
-    output = gm.graph.output_node()
+    output = graph.output_node()
     kept = set(output.all_input_nodes)
     last: dict[fx.Node, fx.Node] = {}
-    for node in gm.graph.nodes:
+    for node in graph.nodes:
         for read in node.all_input_nodes:
             last[read] = node
     ends: dict[fx.Node, list[fx.Node]] = {}
-    for node in gm.graph.nodes:
+    for node in graph.nodes:
         if node.op in ("placeholder", "output") or node in kept or not _is_value(node):
             continue
         ends.setdefault(last.get(node, node), []).append(node)
     for node, values in ends.items():
-        with gm.graph.inserting_after(node):
-            free = gm.graph.call_function(ops.free, tuple(values))
+        with graph.inserting_after(node):
+            free = graph.call_function(ops.free, tuple(values))
         free.meta.update({k: node.meta[k] for k in ("worker", "task", "n")}, specs=())
-    gm.recompile()
-    return gm
+    return graph
 
 
 def _is_value(node: fx.Node) -> bool:

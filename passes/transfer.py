@@ -2,69 +2,121 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Iterable, Iterator
+from typing import NamedTuple
 
 from torch import fx
 
-from .. import ops
-from ..graphs import result
+from ..jobs import Job
+from ..lines import (
+    Credit,
+    Layout,
+    Line,
+    Made,
+    Message,
+    Running,
+    Value,
+    values_in,
+)
 from ..request import Request
 
 
 def insert_transfers(gm: fx.GraphModule, request: Request) -> fx.GraphModule:
-    """A send and a recv, at one point of the global order, for each foreign reader.
+    """A message for each foreign reader, after the line that makes the value.
 
-    before: a_0 = job_0F0[0]                                         # worker 0
-            job_1F0 = self.forward_1((weights_1,), (a_0,), None)     # worker 1
-    after:  a_0 = job_0F0[0]                                         # worker 0
-            send(a_0, to=1, tag=3)                                   # worker 0
-            recv_3 = recv(source=0, tag=3)                           # worker 1
-            job_1F0 = self.forward_1((weights_1,), (recv_3,), None)  # worker 1
+    before: 0F0                                                      # worker 0
+            1F0                                                      # worker 1
+    after:  0F0                                                      # worker 0
+            message 3: a_0 from worker 0 to worker 1
+            1F0                                                      # worker 1
 
     A worker gets a value once, however many of its jobs read it.
     """
-    tag = gm.meta["tags"]
-    output = gm.graph.output_node()
-    ranks = {rank: _leaves(own) for rank, own in result(gm).items()}
-    for node in list(gm.graph.nodes):
-        if node.op in ("placeholder", "output"):
+    routes = _Routes(gm)
+    lines: list[Line | Message] = []
+    tag: int = gm.meta["tags"]
+    for line in gm.meta["lines"]:
+        lines.append(line)
+        if isinstance(line, Message):
             continue
-        worker = node.meta["worker"]
-        readers: dict[int, list[fx.Node]] = {}
-        for user in node.users:
-            if user is output:
-                for rank, leaves in ranks.items():
-                    if node in leaves and int(rank) != worker:
-                        readers.setdefault(int(rank), [])
-            elif user.meta["worker"] != worker:
-                readers.setdefault(user.meta["worker"], []).append(user)
-        last = node
-        for to in sorted(readers):
-            with gm.graph.inserting_after(last):
-                send = gm.graph.call_function(ops.send, (node,), {"to": to, "tag": tag})
-            with gm.graph.inserting_after(send):
-                kwargs = {"source": worker, "tag": tag}
-                last = recv = gm.graph.call_function(ops.recv, (), kwargs)
-            recv.name = f"recv_{tag}"
-            where = {"n": node.meta["n"], "task": node.meta["task"]}
-            send.meta.update(where, worker=worker, specs=())
-            kind = {key: node.meta[key] for key in ("specs", "bundle")}
-            recv.meta.update(where | kind, worker=to)
-            for user in readers[to]:
-                user.replace_input_with(node, recv)
-            results = dict(result(gm))
-            results[str(to)] = _replaced(results[str(to)], node, recv)
-            output.args = (results,)
-            tag += 1
-    gm.meta["tags"] = tag
+        worker, task, n = line.worker, line.task, line.n
+        for value, readers in routes.of(line):
+            for to in sorted(readers):
+                if to != worker:
+                    lines.append(Message(tag, worker, to, value, task, n))
+                    tag += 1
+    gm.meta.update(lines=lines, tags=tag)
     return gm
 
 
-def _leaves(own: Any) -> set[fx.Node]:
-    found: set[fx.Node] = set()
-    fx.map_arg(own, found.add)
+class _Routes:
+    """Which workers read what each line makes."""
+
+    def __init__(self, gm: fx.GraphModule) -> None:
+        self.layout: Layout = gm.meta["layout"]
+        self.running: dict[Running, Line] = gm.meta["running"]
+        jobs = self.layout.jobs
+        self.compute, self.width, self.at = jobs.compute, len(jobs.kinds), jobs.at
+        self.others = self._others(gm)
+        named = {value.node for value in self.others if isinstance(value, Made)}
+        self.routes = [
+            _routes(self.layout, kind, named) for kind in range(len(jobs.kinds))
+        ]
+
+    def _others(self, gm: fx.GraphModule) -> dict[Value, set[int]]:
+        """The readers of values that are not jobs of the same microbatch."""
+        found: dict[Value, set[int]] = {}
+        for line in gm.meta["lines"]:
+            if isinstance(line, Line) and line.args:
+                for value in values_in(line.args):
+                    found.setdefault(value, set()).add(line.worker)
+        for worker, own in gm.meta["results"].items():
+            for value in values_in(own):
+                found.setdefault(value, set()).add(worker)
+        credits: dict[Job, Job] = gm.meta["credits"]
+        for job, last in credits.items():
+            worker = self.compute[self.layout.jobs.number(job)]
+            found.setdefault(Credit(last), set()).add(worker)
+        return found
+
+    def of(self, line: Line) -> Iterator[tuple[Value, Iterable[int]]]:
+        """What a line makes that others read, in the order of the line's nodes."""
+        job, others = line.job, self.others
+        if job is None:
+            if line in others:
+                yield line, others[line]
+            return
+        b = job.microbatch
+        base, kind = b * self.width, self.at[job.stage, job.direction]
+        for node, kinds, more, part in self.routes[kind]:
+            readers = {self.compute[base + k] for k in kinds}
+            if more:
+                readers |= others.get(Made(node, b), set())
+            yield Made(node, b), readers
+            if part is not None:
+                key = Running(part[0], part[1], line.worker)
+                if key in others and self.running[key] is line:
+                    yield key, others[key]
+        credit = Credit(job)
+        if credit in others:
+            yield credit, others[credit]
+
+
+class _Route(NamedTuple):
+    """A node of a kind of job that others read: the kinds of jobs that do, whether it
+    has readers besides, and what it is a part of."""
+
+    node: fx.Node
+    kinds: tuple[int, ...]
+    more: bool
+    part: tuple[str, int] | None
+
+
+def _routes(layout: Layout, kind: int, named: set[fx.Node]) -> list[_Route]:
+    found: list[_Route] = []
+    for node in layout.recipes[kind].nodes:
+        readers = {layout.maker[u] for u in node.users if u in layout.maker}
+        kinds, part = tuple(sorted(readers - {kind})), layout.parts.get(node)
+        if kinds or node in named or part is not None:
+            found.append(_Route(node, kinds, node in named, part))
     return found
-
-
-def _replaced(own: Any, old: fx.Node, new: fx.Node) -> Any:
-    return fx.map_arg(own, lambda n: new if n is old else n)

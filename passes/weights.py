@@ -2,60 +2,71 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from torch import fx
 
-from .. import ops
-from ..graphs import Group
-from ..jobs import Job, Placement
+from ..graphs import Group, arguments
+from ..jobs import Direction, Job, Placement
+from ..lines import Layout, Line, Message
 from ..request import Request
 
 
 def fetch_weights(gm: fx.GraphModule, request: Request) -> fx.GraphModule:
-    """A fetch for each run of jobs on a worker that reads weights kept elsewhere.
+    """A message for each run of jobs on a worker that reads weights kept elsewhere.
 
-    before: job_1F0 = self.forward_1((weights_1,), (a,), None)       # worker 0
-            job_2F0 = self.forward_2((weights_2,), (b,), None)       # worker 0
-    after:  send(weights_2, to=0, tag=7)                             # worker 2
-            fetch_7 = fetch(source=2, tag=7)                         # worker 0
-            job_1F0 = self.forward_1((weights_1,), (a,), None)
-            job_2F0 = self.forward_2((fetch_7,), (b,), None)
+    before: 1F0                                                      # worker 0
+            2F0                                                      # worker 0
+    after:  message 7: weights_2 from worker 2 to worker 0
+            1F0                                                      # worker 0
+            2F0, weights 2 of message 7                              # worker 0
 
     Weights are asked for one job ahead, and kept while the worker's next job reads
     them too.
     """
     groups: list[Group] = gm.meta["groups"]
     placements: dict[Job, Placement] = gm.meta["placements"]
-    at_hand: dict[int, dict[int, fx.Node]] = {}  # what the last job on a worker read
-    start: dict[int, fx.Node] = {}  # the first node of the last job on a worker
-    first = _first_of_task(gm.graph)
-    begin = next(n for n in gm.graph.nodes if n.op != "placeholder")
-    tags = 0
-    for call in [n for n in gm.graph.nodes if n.op == "call_module"]:
-        worker, job = call.meta["worker"], call.meta["job"]
-        kept: dict[int, fx.Node] = {}
-        for weights in _weights(call):
-            number = weights.meta["group"]
-            source = _source(groups[number], placements[job])
-            if source == worker:
+    layout: Layout = gm.meta["layout"]
+    reads = [_weights(recipe.call) for recipe in layout.recipes]
+    writes = [
+        [layout.parts[node][1] for node in recipe.nodes if node in layout.parts]
+        for recipe in layout.recipes
+    ]
+    lines: list[Line] = gm.meta["lines"]
+    at_hand: dict[int, dict[int, Message]] = {}  # what the last job on a worker read
+    start: dict[int, Line] = {}  # the last job on a worker
+    written: set[tuple[int, int]] = set()  # groups that F wrote into, on a worker
+    before: dict[Line, list[Message]] = {}
+    tag = 0
+    for line in lines:
+        job, worker = line.job, line.worker
+        if job is None:
+            continue
+        kind = layout.jobs.at[job.stage, job.direction]
+        forward = job.direction is Direction.FORWARD
+        kept = line.fetched
+        for weights in reads[kind]:
+            group = weights.meta["group"]
+            source = _source(groups[group], placements[job])
+            if source == worker or (forward and (group, worker) in written):
                 continue
-            fetch = at_hand.get(worker, {}).get(number)
-            if fetch is None or fetch.kwargs["source"] != source:
-                with gm.graph.inserting_before(start.get(worker, begin)):
-                    fetch = _fetch(gm.graph, weights, source, call, tags)
-                tags += 1
-            kept[number] = fetch
-            call.replace_input_with(weights, fetch)
+            message = at_hand.get(worker, {}).get(group)
+            if message is None or message.source != source:
+                message = Message(tag, source, worker, weights, line.task, line.n)
+                before.setdefault(start.get(worker, lines[0]), []).append(message)
+                tag += 1
+            kept[group] = message
         at_hand[worker] = kept
-        start[worker] = first[call]
-    gm.meta["tags"] = tags
+        start[worker] = line
+        if forward:
+            written.update((group, worker) for group in writes[kind])
+    gm.meta["lines"] = [
+        each for line in lines for each in (*before.get(line, ()), line)
+    ]
+    gm.meta["tags"] = tag
     return gm
 
 
 def _weights(call: fx.Node) -> list[fx.Node]:
-    given: Any = call.args[0]
-    return [w for w in given if w.op == "placeholder"]
+    return [w for w in arguments(call)[0] if w.op == "placeholder"]
 
 
 def _source(group: Group, placement: Placement) -> int:
@@ -68,34 +79,3 @@ def _source(group: Group, placement: Placement) -> int:
         if worker in group.owners:
             return worker
     return group.owners[0]
-
-
-def _fetch(
-    graph: fx.Graph, weights: fx.Node, source: int, call: fx.Node, tag: int
-) -> fx.Node:
-    to = call.meta["worker"]
-    send = graph.call_function(ops.send, (weights,), {"to": to, "tag": tag})
-    send.meta.update(worker=source, task=f"serve {tag}", n=call.meta["n"], specs=())
-    fetch = graph.call_function(ops.fetch, (), {"source": source, "tag": tag})
-    fetch.name = f"fetch_{tag}"
-    fetch.meta.update(
-        worker=to,
-        task=call.meta["task"],
-        n=call.meta["n"],
-        specs=weights.meta["specs"],
-        group=weights.meta["group"],
-        bundle=True,
-    )
-    return fetch
-
-
-def _first_of_task(graph: fx.Graph) -> dict[fx.Node, fx.Node]:
-    """For each call, the first node of its job."""
-    first: dict[str, fx.Node] = {}
-    result = {}
-    for node in graph.nodes:
-        if "task" in node.meta:
-            first.setdefault(node.meta["task"], node)
-            if node.op == "call_module":
-                result[node] = first[node.meta["task"]]
-    return result

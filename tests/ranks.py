@@ -7,11 +7,11 @@ import sys
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 import fxsched
-from fxsched import PlanError, schedules
+from fxsched import CheckError, PlanError, ops, schedules
 from fxsched.parcels import Parcel
 from fxsched.transport import ProcessEndpoint
 from tests.cases import (
@@ -206,7 +206,14 @@ def contract() -> None:
     torch.manual_seed(3)
     model, x = Logits(), torch.randn(8, 16, requires_grad=True)
     reference, y = copy.deepcopy(model), x.detach().clone().requires_grad_()
-    run = torch.compile(model, backend=fxsched.backend(schedules.gpipe(2, 4)))
+    written = []
+
+    def note(program: fx.GraphModule, request: object) -> fx.GraphModule:
+        written.append(program)
+        return program
+
+    backend = fxsched.backend(schedules.gpipe(2, 4), passes=[note])
+    run = torch.compile(model, backend=backend)
     run(x)["logits"].pow(2).sum().backward()
     parts = [reference(part)["logits"] for part in y.chunk(4)]
     torch.cat(parts).pow(2).sum().backward()
@@ -223,7 +230,31 @@ def contract() -> None:
         torch.testing.assert_close(found["logits"], wanted["logits"])
         assert torch.equal(found["best"], wanted["best"])
         assert found["nothing"] is None
+    assert len(written) == 2  # of each plan, a rank's own program
     print(f"rank {dist.get_rank()}: contract holds")
+    refusals()
+
+
+def refusals() -> None:
+    """What is wrong on rank 1 alone is an error on both ranks."""
+    rank = dist.get_rank()
+
+    def drop(program: fx.GraphModule, request: object) -> fx.GraphModule:
+        for send in program.graph.find_nodes(op="call_function", target=ops.send):
+            program.graph.erase_node(send)
+        return program
+
+    def fail(program: fx.GraphModule, request: object) -> fx.GraphModule:
+        raise ZeroDivisionError("of rank 1")
+
+    for count, own in ((4, [drop]), (4, [fail]), (2 + 2 * rank, [])):
+        torch._dynamo.reset()
+        schedule = schedules.gpipe(2, count)
+        backend = fxsched.backend(schedule, passes=own * rank)
+        try:
+            torch.compile(Logits(), backend=backend)(torch.ones(8, 16))
+        except (CheckError, PlanError, ZeroDivisionError) as error:
+            print(f"rank {rank}: {type(error).__name__}: {error}")
 
 
 def profiled() -> None:

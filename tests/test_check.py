@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import pickle
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -22,7 +24,7 @@ from fxsched import (
     schedules,
 )
 from fxsched import pipeline as passes_in_order
-from fxsched.check import GRAPH_META, META
+from fxsched.check import GRAPH_META, META, check_summaries
 
 
 class Chain(nn.Module):
@@ -357,6 +359,27 @@ def test_finds_where_the_backward_is_split(fault: Fault) -> None:
         plan.check()
 
 
+@pytest.mark.parametrize("plan", [pipeline, crossed, split])
+def test_ranks_need_each_others_summaries_only(plan: Callable[[], Plan]) -> None:
+    own = plan()
+    check_summaries(
+        [pickle.loads(pickle.dumps(own.examine(rank))) for rank in range(2)]
+    )
+
+
+@pytest.mark.parametrize(
+    "fault",
+    [job_twice, job_never, missing_free, read_before_made, b_without_gradient],
+    ids=lambda fault: fault.__name__,
+)
+def test_a_program_shows_by_itself(fault: Fault) -> None:
+    plan = pipeline()
+    fault(plan)
+    found = plan.examine(0).fault
+    assert found is not None and re.search(IN_PIPELINE[fault], found)
+    assert plan.examine(1).fault is None
+
+
 def test_a_pass_of_the_users_own_is_checked_before_anything_runs() -> None:
     def drop_sends(program: fx.GraphModule, request: object) -> fx.GraphModule:
         for send in program.graph.find_nodes(op="call_function", target=ops.send):
@@ -402,7 +425,7 @@ def test_finds_a_later_task_that_waits_for_what_follows_it() -> None:
 
 def test_the_check_reads_nothing_but_programs_and_placements() -> None:
     plan = pipeline()
-    dataclasses.replace(plan, jobs=(), state={}, outputs=(), notes=()).check()
+    dataclasses.replace(plan, jobs=(), state={}, outputs=(), lines=()).check()
 
 
 def test_passes_leave_only_declared_facts(monkeypatch: pytest.MonkeyPatch) -> None:

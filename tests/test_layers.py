@@ -29,6 +29,8 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ),
     ("graphs", "stages", "ideals", "bars", "scales"),
     (
+        "lines",
+        "examine",
         "frame",
         "data_parallel",
         "pipelines",

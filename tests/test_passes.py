@@ -119,6 +119,27 @@ def test_plans_of_equal_requests_are_equal_text(schedule: str) -> None:
     assert texts[0] == texts[1]
 
 
+def test_a_program_is_written_when_it_is_asked_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    written: list[int] = []
+    cut_program = pipeline.cut_program
+
+    def cut(gm: fx.GraphModule, request: Any, worker: int) -> fx.Graph:
+        written.append(worker)
+        return cut_program(gm, request, worker)
+
+    monkeypatch.setattr(pipeline, "cut_program", cut)
+    plan = make(shifted())
+    assert plan.digest == plan_of("shifted").digest != plan_of("1f1b").digest
+    assert len(plan.programs) == 2 and not written
+    assert plan.table(1) == plan_of("shifted").table(1)
+    assert plan.programs[-1] is plan.programs[1]
+    assert written == [1]
+    assert len(plan.programs[:]) == len(list(plan.programs)) == 2
+    assert written == [1, 0]
+
+
 def test_a_plan_for_no_grad_has_forward_jobs_only() -> None:
     with torch.no_grad():
         plan = make(shifted())

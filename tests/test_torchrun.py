@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -58,6 +59,14 @@ def test_backward_after_the_call_evaluation_and_new_shapes() -> None:
     done = torchrun(2, "contract")
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.count("contract holds") == 2, done.stdout
+    for text, ranks in (
+        ("has no send", (0, 1)),
+        ("PlanError: rank 1 could not write its program: ZeroDivisionError", (0,)),
+        ("ZeroDivisionError: of rank 1", (1,)),
+        ("rank 1 planned other programs than rank 0", (0, 1)),
+    ):
+        for rank in ranks:
+            assert re.search(f"rank {rank}: .*{text}", done.stdout), (text, done.stdout)
 
 
 def test_ranks_plan_by_what_rank_0_measured_and_get_its_errors() -> None:

@@ -9,6 +9,7 @@ import torch
 from torch import fx
 
 from fxsched.graphs import Role, Spec
+from fxsched.lines import Line, Message
 
 # What passes say about the whole graph that reads as text, in this order.
 FACTS = (
@@ -34,7 +35,10 @@ def graph_text(
     parts = [f"{key} = {show(gm.meta[key])}" for key in facts if key != "stages"]
     if "stages" in facts:
         parts += stages_text(gm)
-    parts += [""] * bool(parts) + [node_text(node) for node in gm.graph.nodes]
+    parts += [""] * bool(parts)
+    if "lines" in gm.meta:
+        return "\n".join(parts + lines_text(gm))
+    parts += [node_text(node) for node in gm.graph.nodes]
     called = {str(n.target) for n in gm.graph.nodes if n.op == "call_module"}
     for name in sorted(called) if stages else ():
         inner = gm.get_submodule(name)
@@ -48,6 +52,24 @@ def stages_text(gm: fx.GraphModule) -> list[str]:
     lines = [f"stage {s}: {show(dict(facts))}" for s, facts in stages.nodes(data=True)]
     lines += [f"stage {a} -> {b}: {show(f)}" for a, b, f in stages.edges(data=True)]
     return lines
+
+
+def lines_text(gm: fx.GraphModule) -> list[str]:
+    """The lines of all workers, then what each returns."""
+    results = gm.meta.get("results", {})
+    found = [f"worker {w} returns {show(own)}" for w, own in results.items()]
+    return [line_text(line) for line in gm.meta["lines"]] + found
+
+
+def line_text(line: Line | Message) -> str:
+    if isinstance(line, Message):
+        return f"{line}  # task {line.task}"
+    text = str(line)
+    if line.target is not None:
+        args = ", ".join(map(show, line.args))
+        text = text.replace("  #", f" = {line.target.__name__}({args})  #")
+    notes = [f", weights {g} of message {m.tag}" for g, m in line.fetched.items()]
+    return text + "".join(notes)
 
 
 def node_text(node: fx.Node) -> str:
@@ -93,6 +115,8 @@ def show(value: Any) -> str:
         if isinstance(value, list):
             return f"[{inside}]"
         return f"({inside},)" if len(value) == 1 else f"({inside})"
+    if isinstance(value, Line):
+        return value.name or value.task
     if isinstance(value, Role):
         return value.value
     return str(getattr(value, "__name__", value))

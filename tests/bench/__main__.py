@@ -13,7 +13,19 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from . import dag, first, gloo, memory, overhead, predict, race, search, simulate, sleep
+from . import (
+    dag,
+    first,
+    gloo,
+    memory,
+    overhead,
+    plan,
+    predict,
+    race,
+    search,
+    simulate,
+    sleep,
+)
 
 ROOT = Path(__file__).parents[2]
 KEEP = 32 << 20  # bytes; glibc takes no larger mmap_threshold
@@ -54,6 +66,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     _add_overhead(commands.add_parser("overhead", help=_first(overhead.__doc__)))
     _add_peers(commands.add_parser("peers", help=_first(race.__doc__)))
     _add_memory(commands.add_parser("memory", help=_first(memory.__doc__)))
+    _add_plan(commands.add_parser("plan", help=_first(plan.__doc__)))
     _add_predict(commands.add_parser("predict", help=_first(predict.__doc__)))
     _add_simulate(commands.add_parser("simulate", help=_first(simulate.__doc__)))
     _add_search(commands.add_parser("search", help=_first(search.__doc__)))
@@ -92,6 +105,19 @@ def _add_overhead(parser: argparse.ArgumentParser) -> None:
     add("--steps", type=int, default=40, help="of each contestant (40)")
     add("--gloo", action="store_true", help="between two ranks, against the peer")
     parser.set_defaults(run=overhead.run, workers=0)
+
+
+def _add_plan(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("--workers", type=int, default=64, dest="planned", metavar="W", help="(64)")
+    add("--stages", type=int, metavar="S", help="as many as workers, unless given")
+    sizes = [16, 64, 256]
+    add("--microbatches", type=int, nargs="+", default=sizes, metavar="B")
+    names = tuple(plan.SCHEDULES)
+    add("--schedules", nargs="+", choices=names, default=["1f1b"], help="(1f1b)")
+    both = ["one", "all"]
+    add("--programs", nargs="+", choices=both, default=both, help="of one rank, of all")
+    parser.set_defaults(run=plan.run, workers=0)
 
 
 def _add_predict(parser: argparse.ArgumentParser) -> None:
