@@ -107,13 +107,18 @@ class Static(Run):
     ) -> None:
         super().__init__(worker, endpoint)
         self.straight = straight
+        self.left = len(straight.program.phases)
         self.steps: Steps = straight.run(
             inputs, endpoint.send, endpoint.expect, endpoint.take, self.log
         )
 
     def go_on(self, tangents: dict[int, Tensor] | None) -> dict[str, Any]:
         try:
-            return next(self.steps) if tangents is None else self.steps.send(tangents)
+            found = self.steps.send(tangents)
+            self.left -= 1
+            if not self.left:
+                self.steps.close()  # else its variables would hold what it returned
+            return found
         except Exception as error:
             task = self.straight.task_of(error)
             if task and not isinstance(error, Aborted):
@@ -161,6 +166,8 @@ class Dynamic(Run):
         found: dict[str, Any] = fx.map_arg(
             results, lambda n: self.values[self.program.slots[n]]
         )
+        if self.phase == len(phases):
+            self.values = []  # else they would hold what is returned
         return found
 
     def _coming(self) -> dict[int, Receive]:

@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import operator
 import re
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import fx
 
 from . import ops
+from .flats import runner
 from .graphs import arguments, result
 from .parcels import Parcel
 
@@ -35,6 +36,7 @@ class Source:
         self.names: dict[str, Any] = {}
         self.known: dict[int, str] = {}  # names of objects by their id
         self.parts: dict[tuple[str, int, int], str] = {}
+        self.calls: dict[str, Call] = {}  # of flat graphs, by what they make
         self.count = 0
         self.task = ""
 
@@ -93,8 +95,7 @@ class Source:
         if node.target is ops.credit:
             return self.name(TOKEN)
         if node.target is ops.accumulate:
-            total, new = map(text_of, args)
-            self.line(f"{self.name(torch._foreach_add_)}({total}, {new})")
+            self.accumulate(*args)
             return args[0]
         if node.target is ops.loss_gradient:
             (spec,) = node.meta["specs"]
@@ -143,22 +144,64 @@ class Source:
             self.parts[key] = self.make(f"{given}.split({size}, {dim})")
         return f"{self.parts[key]}[{microbatch}]"
 
-    def flat(self, flat: Any, args: Iterable[Expression]) -> Expression:
+    def flat(self, flat: Any, args: Sequence[Expression]) -> Expression:
         """The call of a flat graph, without what calling a module costs."""
-        if id(flat) not in self.known:  # flat.forward is a new object each time
-            self.known[id(flat)] = self.name(flat if _hooked(flat) else flat.forward)
-        call = f"{self.known[id(flat)]}({', '.join(map(text_of, args))})"
+        if isinstance(flat, fx.GraphModule) and not _hooked(flat):
+            made = tuple(self.variable() for _ in result(flat))
+            box = self.make("")
+            call = Call(len(self.lines) - 1, box, flat, tuple(map(text_of, args)), made)
+            self.line("")
+            self._write(call)
+            return made
+        given = ", ".join(map(text_of, args))
         count = getattr(flat, "outputs", None)
-        if isinstance(flat, fx.GraphModule):
-            count = len(result(flat))
         if count is None:  # some module of the user's
-            return self.make(call)
-        if not count:
-            self.line(call)
-            return ()
+            return self.make(f"{self.name(flat)}({given})")
+        if id(flat) not in self.known:  # flat.forward is a new object each time
+            self.known[id(flat)] = self.name(flat.forward)
         made = tuple(self.variable() for _ in range(count))
-        self.line(f"{', '.join(made)}{',' * (count == 1)} = {call}")
+        self.line(f"{_targets(made)}{self.known[id(flat)]}({given})")
         return made
+
+    def accumulate(self, total: Expression, new: Expression) -> None:
+        """Adds gradients to a sum: in the graph that makes them, if it can."""
+        call = self.calls.get(new[0]) if isinstance(new, tuple) and new else None
+        if call is None or any(name not in call.made for name in new):
+            names = (text_of(total), text_of(new))
+            self.line(f"{self.name(torch._foreach_add_)}({', '.join(names)})")
+            return
+        added = tuple(call.made.index(name) for name in new)
+        sums = tuple(text_of(item(total, i)) for i in range(len(new)))
+        self._write(
+            call._replace(given=(*call.given, *sums), added=(*call.added, *added))
+        )
+
+    def _write(self, call: Call) -> None:
+        run = self.name(runner(call.flat, call.added))
+        kept = [v for i, v in enumerate(call.made) if i not in call.added]
+        box = f"{call.box} = [{', '.join(call.given)}]"
+        for shift, text in enumerate((box, f"{_targets(kept)}{run}({call.box})")):
+            _, task = self.lines[call.line + shift]
+            self.lines[call.line + shift] = (text, task)
+        self.calls.update(dict.fromkeys(kept, call))
+
+
+class Call(NamedTuple):
+    """The two lines that call a flat graph: what it is given, in a list, and makes.
+
+    added: positions of what it makes that it adds to sums, the last that it is given.
+    """
+
+    line: int
+    box: str
+    flat: fx.GraphModule
+    given: tuple[str, ...]
+    made: tuple[str, ...]
+    added: tuple[int, ...] = ()
+
+
+def _targets(names: Sequence[str]) -> str:
+    return "".join(f"{name}, " for name in names).strip() + " = " * bool(names)
 
 
 def _hooked(module: torch.nn.Module) -> bool:

@@ -15,7 +15,7 @@ from .program import Program, Receive, Task, sent
 from .source import Expression, Source, compiled, let_go, text_of
 
 WINDOW = 4  # receives that are asked for ahead of need, besides weights
-Steps = Generator[dict[str, Any], dict[int, Tensor], None]
+Steps = Generator[dict[str, Any], dict[int, Tensor] | None, None]
 
 
 class Straight:

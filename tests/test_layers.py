@@ -59,6 +59,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "diagram",
         "links",
         "parcels",
+        "flats",
     ),
     ("backsplit", "calls", "simulate", "compare"),
     ("passes",),
