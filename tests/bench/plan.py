@@ -15,6 +15,7 @@ import multiprocessing
 import resource
 import time
 from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
 from typing import Any, NamedTuple
 
 import torch
@@ -82,6 +83,7 @@ def measure(case: Case) -> Taken:
     pipeline.PASSES = tuple(map(timed, pipeline.PASSES))  # type: ignore[assignment]
     _, workers, stages, microbatches, programs = case
     schedule = SCHEDULES[case.schedule](workers, stages, microbatches)
+    stages = schedule.stages or stages
     model, batch = Stages(WIDTH, stages), torch.ones(microbatches, WIDTH)
     names = [f"stages.{s}" for s in range(1, stages)]
     start = time.perf_counter()
@@ -113,8 +115,8 @@ def run(options: argparse.Namespace) -> int:
     ]
     rows = []
     for case in cases:
-        with multiprocessing.get_context("spawn").Pool(1) as fresh:
-            taken = fresh.apply(measure, (case,))
+        with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as fresh:
+            taken = fresh.submit(measure, case).result()
         rows.append((case.schedule, case.microbatches, case.programs, *taken[:8]))
         rows[-1] += (taken.planning, f"{taken.memory:.0f}")
         print(case, f"{taken.planning:.2f} s, {taken.memory:.0f} MiB", flush=True)
