@@ -244,6 +244,7 @@ def _pair_of(
     given.args = (
         (*(plain[i] for i in sorted(plain)), *(mutated[i] for i in order), *saved),
     )
+    _drop_copies(forward.graph)
     random = _seed_random_numbers(forward.graph, numbers)
     _clear_pytree(forward)
     state_gradients: list[int] = []
@@ -266,6 +267,26 @@ def _pair_of(
         tuple(i for i, wanted in enumerate(live) if wanted),
         random,
     )
+
+
+def _drop_copies(graph: fx.Graph) -> None:
+    """Without copies of what nothing else reads, such as dropout's with p=0.
+
+    before: y = mm(a, b); z = clone(y); return z + x
+    after:  y = mm(a, b); return y + x
+    """
+    for node in graph.find_nodes(
+        op="call_function", target=torch.ops.aten.clone.default
+    ):
+        (source,) = node.all_input_nodes
+        if (
+            source.op == "call_function"
+            and len(source.users) == 1
+            and Spec.of(source.meta["val"]) == Spec.of(node.meta["val"])
+            and all(user.op != "output" for user in node.users)
+        ):
+            node.replace_all_uses_with(source)
+            graph.erase_node(node)
 
 
 def _index(desc: Any) -> int:

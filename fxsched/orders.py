@@ -51,3 +51,10 @@ def microbatch_first(s: int, b: int, d: Direction) -> int:
     """Smaller microbatches first, for workers that run whole ones: of one microbatch
     only what data flow allows is ready. Needs no number of stages."""
     return b
+
+
+def stage_first(s: int, b: int, d: Direction) -> int:
+    """All F, stage by stage, then all B, from the last stage to the first: a worker
+    reads the weights of each stage twice, however many microbatches it runs. Needs no
+    number of stages."""
+    return s if d is FORWARD else (1 << 40) - s

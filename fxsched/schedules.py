@@ -14,7 +14,12 @@ from .branches import graph
 from .data_parallel import ddp, fsdp, hsdp, replicate
 from .jobs import Schedule
 from .looped import fslpp, interleaved, looped_bfs, looped_dfs, lpp
-from .orders import forward_first, oldest_microbatch_first, oldest_stage_first
+from .orders import (
+    forward_first,
+    oldest_microbatch_first,
+    oldest_stage_first,
+    stage_first,
+)
 from .pipelines import cuckoo, folded, gpipe, naive, one_f_one_b, overflow
 from .servers import hybrid, parameter_server, sharded_parameter_server
 from .zero_bubble import v_half, v_min, zb_h1, zb_h2, zb_v
@@ -71,6 +76,7 @@ __all__ = [
     "parameter_server",
     "replicate",
     "sharded_parameter_server",
+    "stage_first",
     "v_half",
     "v_min",
     "zb_h1",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 from torch import fx
@@ -26,8 +27,8 @@ def collect_results(gm: fx.GraphModule, request: Request) -> fx.GraphModule:
             gather_output_0 = bundle(loss_1)                         # worker 0
             output_0 = total(2, 0.5, ((0,), ..), ((1,), ..))         # worker 1
 
-    Each group's gradients are summed at one owner, right after the last job that adds
-    to them. gm.meta["results"] says what each worker returns: outputs if it hands them
+    Each group's gradients are summed at one owner, a job of its later than the last one
+    that adds to them, if it has one: the others' sums come in the meantime. gm.meta["results"] says what each worker returns: outputs if it hands them
     to the user, gradients and buffers of what it keeps. If B runs in backward(),
     outputs and buffers go to the workers' pauses instead.
     """
@@ -68,13 +69,14 @@ class _Collection:
         self.gm.meta.update(lines=lines, results=final)
 
     def _reduce(self) -> dict[Line, list[Line]]:
-        """Sums each group at one owner; the sums by the last job that adds to them."""
+        """Sums each group at one owner; the sums by the job that they come after."""
         last: dict[int, Line] = {}
         sums: dict[int, list[Running]] = {}
         for key, line in self.running.items():
             if key.what == "gradients":
                 last[key.group] = line
                 sums.setdefault(key.group, []).append(key)
+        after = self._next_jobs(last.values())
         self.reduced: dict[int, Running | Line] = {}
         found: dict[Line, list[Line]] = {}
         for group in sorted(sums):
@@ -88,8 +90,21 @@ class _Collection:
             task, name = f"reduce {group}", f"gradients_{group}"
             n = last[group].n
             total = Line(root, task, n, ops.reduce, parts, specs, name, group)
-            found.setdefault(last[group], []).append(total)
+            found.setdefault(after[last[group], root], []).append(total)
             self.reduced[group] = total
+        return found
+
+    def _next_jobs(self, lines: Iterable[Line]) -> dict[tuple[Line, int], Line]:
+        """For each of these lines and each worker, the worker's next job; the line
+        itself, if there is none."""
+        wanted = set(lines)
+        coming: dict[int, Line] = {}
+        found = {}
+        for line in reversed(self.gm.meta["lines"]):
+            if line in wanted:
+                found.update({(line, w): coming.get(w, line) for w in self.workers})
+            if line.job is not None:
+                coming[line.worker] = line
         return found
 
     def _of_call(self) -> dict[int, dict[str, Any]]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import deque
+
 from torch import fx
 
 from ..graphs import Group, arguments
@@ -19,8 +21,8 @@ def fetch_weights(gm: fx.GraphModule, request: Request) -> fx.GraphModule:
             1F0                                                      # worker 0
             2F0, weights 2 of message 7                              # worker 0
 
-    Weights are asked for one job ahead, and kept while the worker's next job reads
-    them too.
+    Weights are asked for request.prefetch jobs ahead (here 1), and kept while the
+    worker's next job reads them too.
     """
     groups: list[Group] = gm.meta["groups"]
     placements: dict[Job, Placement] = gm.meta["placements"]
@@ -32,7 +34,8 @@ def fetch_weights(gm: fx.GraphModule, request: Request) -> fx.GraphModule:
     ]
     lines: list[Line] = gm.meta["lines"]
     at_hand: dict[int, dict[int, Message]] = {}  # what the last job on a worker read
-    start: dict[int, Line] = {}  # the last job on a worker
+    ahead = request.prefetch
+    last: dict[int, deque[Line]] = {}  # the last `ahead` jobs on a worker
     written: set[tuple[int, int]] = set()  # groups that F wrote into, on a worker
     before: dict[Line, list[Message]] = {}
     tag = 0
@@ -43,6 +46,8 @@ def fetch_weights(gm: fx.GraphModule, request: Request) -> fx.GraphModule:
         kind = layout.jobs.at[job.stage, job.direction]
         forward = job.direction is Direction.FORWARD
         kept = line.fetched
+        jobs = last.setdefault(worker, deque(maxlen=ahead))
+        start = lines[0] if len(jobs) < ahead else jobs[0] if jobs else line
         for weights in reads[kind]:
             group = weights.meta["group"]
             source = _source(groups[group], placements[job])
@@ -51,11 +56,11 @@ def fetch_weights(gm: fx.GraphModule, request: Request) -> fx.GraphModule:
             message = at_hand.get(worker, {}).get(group)
             if message is None or message.source != source:
                 message = Message(tag, source, worker, weights, line.task, line.n)
-                before.setdefault(start.get(worker, lines[0]), []).append(message)
+                before.setdefault(start, []).append(message)
                 tag += 1
             kept[group] = message
         at_hand[worker] = kept
-        start[worker] = line
+        jobs.append(line)
         if forward:
             written.update((group, worker) for group in writes[kind])
     gm.meta["lines"] = [

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
@@ -37,6 +38,11 @@ def looped(
     return lambda workers, count: schedule(workers, count, per_rank * workers)
 
 
+def fsdp_by_stages(workers: int, count: int) -> Schedule:
+    """A worker runs each stage for all of its microbatches before the next stage."""
+    return replace(schedules.fsdp(workers, count), n=schedules.stage_first)
+
+
 def _entries() -> tuple[Entry, ...]:
     library = schedules.LIBRARY
     found = []
@@ -47,7 +53,7 @@ def _entries() -> tuple[Entry, ...]:
         found.append(Entry(f"{name}-profile", library[name], "profile", rivals))
     found.append(Entry("ddp", schedules.ddp, "estimate", ("torch-ddp",)))
     found.append(Entry("fsdp", schedules.fsdp, "blocks", FSDPS))
-    found.append(Entry("fsdp-auto", schedules.fsdp, "estimate", FSDPS))
+    found.append(Entry("fsdp-stages", fsdp_by_stages, "blocks", FSDPS))
     for name in ("zb_h1", "zb_h2", "zb_v", "v_half", "folded", "cuckoo", "looped_bfs"):
         found.append(Entry(name, library[name], "profile"))
     for v in (3, 4):
