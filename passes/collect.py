@@ -28,9 +28,10 @@ def collect_results(gm: fx.GraphModule, request: Request) -> fx.GraphModule:
             output_0 = total(2, 0.5, ((0,), ..), ((1,), ..))         # worker 1
 
     Each group's gradients are summed at one owner, a job of its later than the last one
-    that adds to them, if it has one: the others' sums come in the meantime. gm.meta["results"] says what each worker returns: outputs if it hands them
-    to the user, gradients and buffers of what it keeps. If B runs in backward(),
-    outputs and buffers go to the workers' pauses instead.
+    that adds to them, if it has one: the others' sums come in the meantime.
+    gm.meta["results"] says what each worker returns: outputs if it hands them to the
+    user, gradients and buffers of what it keeps. If B runs in backward(), outputs and
+    buffers go to the workers' pauses instead.
     """
     _Collection(gm, request).run()
     return gm
