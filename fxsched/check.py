@@ -165,7 +165,7 @@ def _match(summaries: Sequence[Summary]) -> dict[int, Message]:
 
 
 def _shapes(specs: Specs) -> list[tuple[object, ...]]:
-    return [(spec.shape, spec.dtype) for spec in specs]
+    return [(spec.shape, spec.stride, spec.dtype) for spec in specs]
 
 
 def _text(specs: Specs) -> str:

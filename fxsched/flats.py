@@ -43,7 +43,7 @@ def _adding(flat: fx.GraphModule, positions: Sequence[int]) -> fx.Graph:
     outputs = result(flat)
     sums: dict[fx.Node, list[fx.Node]] = {}
     for position in positions:
-        total = graph.placeholder(f"sum_{position}")
+        total = graph.placeholder(f"running_{position}")
         sums.setdefault(outputs[position], []).append(total)
     for node in flat.graph.nodes:
         if node.op == "output":
