@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import NamedTuple
 
 from torch import Tensor
@@ -31,7 +31,7 @@ class Parcel:
     @cached_property
     def packing(self) -> Packing:
         """All tensors of the value, one after the other."""
-        return Packing(self.specs)
+        return packing_of(self.specs)
 
     @cached_property
     def alone(self) -> tuple[int, ...]:
@@ -48,7 +48,7 @@ class Parcel:
     def rest(self) -> Packing:
         """The other tensors, one after the other."""
         others = (s for i, s in enumerate(self.specs) if i not in self.alone)
-        return Packing(tuple(others))
+        return packing_of(tuple(others))
 
 
 def is_plain(tensor: Tensor) -> bool:
@@ -144,3 +144,9 @@ def _overlaps(spec: Spec) -> bool:
     """Whether several indices name one place in memory, so that it can't be filled."""
     reach = sum((n - 1) * s for n, s in zip(spec.shape, spec.stride, strict=True))
     return 0 not in spec.shape and reach + 1 < spec.bytes // spec.dtype.itemsize
+
+
+@lru_cache(maxsize=4096)
+def packing_of(specs: Specs) -> Packing:
+    """The packing of a value; parcels of every microbatch share it."""
+    return Packing(specs)
