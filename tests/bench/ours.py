@@ -52,6 +52,7 @@ def _entries() -> tuple[Entry, ...]:
         found.append(Entry(f"{name}-auto", library[name], "estimate", rivals))
         found.append(Entry(f"{name}-profile", library[name], "profile", rivals))
     found.append(Entry("ddp", schedules.ddp, "estimate", ("torch-ddp",)))
+    found.append(Entry("ddp-blocks", schedules.ddp, "blocks", ("torch-ddp",)))
     found.append(Entry("fsdp", schedules.fsdp, "blocks", FSDPS))
     found.append(Entry("fsdp-stages", fsdp_by_stages, "blocks", FSDPS))
     for name in ("zb_h1", "zb_h2", "zb_v", "v_half", "folded", "cuckoo", "looped_bfs"):
