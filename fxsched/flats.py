@@ -12,8 +12,8 @@ from torch import fx
 from .graphs import result
 
 Run = Callable[[list[Any]], Any]
-_known: WeakKeyDictionary[fx.GraphModule, dict[tuple[int, ...], Run]]
-_known = WeakKeyDictionary()
+Runs = dict[tuple[int, ...], Run]  # by the positions that are added
+_known: WeakKeyDictionary[fx.GraphModule, Runs] = WeakKeyDictionary()
 
 
 def runner(flat: fx.GraphModule, positions: tuple[int, ...] = ()) -> Run:
@@ -62,8 +62,5 @@ class _Listed(fx.graph.CodeGen):
 
     def gen_fn_def(self, free_vars: list[str], *rest: Any, **options: Any) -> str:
         names = "".join(f"{name}, " for name in free_vars if name != "self")
-        return (
-            f"def forward(self, given):\n    {names}= given; given.clear()"
-            if names
-            else "def forward(self, given):"
-        )
+        taken = f"\n    {names}= given; given.clear()" if names else ""
+        return f"def forward(self, given):{taken}"

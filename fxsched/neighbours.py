@@ -37,12 +37,12 @@ class Block:
         self.number = number
         self.memory = mmap.mmap(descriptor, size)
         os.close(descriptor)  # the mapping stays
-        self.readers: list[weakref.ref[memoryview]] = []
+        self.reader: weakref.ref[memoryview] | None = None
 
     def bytes(self) -> Tensor:
         """The contents; once no tensor of them is left, the block is free."""
         view = memoryview(self.memory)
-        self.readers = [weakref.ref(view, self._free)]
+        self.reader = weakref.ref(view, self._free)
         return torch.frombuffer(view, dtype=torch.uint8, offset=ALIGNMENT)
 
     def _free(self, _: weakref.ref[memoryview]) -> None:
@@ -86,23 +86,24 @@ class Neighbour:
         size = -(-(packing.bytes + ALIGNMENT) // mmap.PAGESIZE) * mmap.PAGESIZE
         blocks = self.lent.setdefault(size, deque())
         block = next((b for b in blocks if b.memory[0] == FREE), None)
-        if block is not None:
+        descriptor = None
+        if block is None:
+            new = os.memfd_create("fxsched")
+            os.ftruncate(new, size)
+            descriptor = os.dup(new)
+            block = Lent(self.count, new, size)
+            self.count += 1
+        else:
             blocks.remove(block)
-            blocks.append(block)
-            block.memory[0] = BUSY
-            block.write(packing, value)
-            self._tell(NOTE.pack(parcel.tag, block.number, 0))
-            return
-        descriptor = os.memfd_create("fxsched")
-        os.ftruncate(descriptor, size)
-        copy = os.dup(descriptor)
-        block = Lent(self.count, descriptor, size)
-        self.count += 1
         blocks.append(block)
         block.memory[0] = BUSY
         block.write(packing, value)
-        self._tell(NOTE.pack(parcel.tag, block.number, size), copy)
-        os.close(copy)
+        try:
+            fresh = 0 if descriptor is None else size
+            self._tell(NOTE.pack(parcel.tag, block.number, fresh), descriptor)
+        finally:
+            if descriptor is not None:
+                os.close(descriptor)
 
     def _tell(self, note: bytes, descriptor: int | None = None) -> None:
         """Sends a note. While there is no room for it, reads what comes from anyone:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 from .graphs import Spec, Specs
@@ -39,9 +40,8 @@ class Parcel:
         return tuple(
             i
             for i, spec in enumerate(self.specs)
-            if (spec.bytes >= LARGE or not self.bundle)
-            and is_plain(spec.empty())
-            and spec.bytes
+            if spec.bytes and (spec.bytes >= LARGE or not self.bundle)
+            if _is_plain(spec)
         )
 
     @cached_property
@@ -51,13 +51,11 @@ class Parcel:
         return packing_of(tuple(others))
 
 
-def is_plain(tensor: Tensor) -> bool:
+def _is_plain(spec: Spec) -> bool:
     """Whether a tensor's memory is just what is sent of it."""
-    return (
-        tensor.is_contiguous()
-        and tensor.device.type == "cpu"
-        and not tensor.is_complex()
-    )
+    shape = torch.empty_strided(spec.shape, spec.stride, device="meta")
+    plain = spec.device.type == "cpu" and not spec.dtype.is_complex
+    return plain and shape.is_contiguous()
 
 
 class Part(NamedTuple):
@@ -85,7 +83,9 @@ class Packing:
                 1 if stride == 0 and size > 1 else size
                 for size, stride in zip(spec.shape, spec.stride, strict=True)
             )
-            stride = spec.stride if _is_dense(shape, spec.stride) else _strides(shape)
+            stride = spec.stride
+            if not _is_dense(shape, stride):
+                stride = tuple(torch.empty(shape, device="meta").stride())
             size = spec._replace(shape=shape).bytes
             self.parts.append(Part(self.bytes, self.bytes + size, shape, stride, spec))
             self.bytes += -(-size // ALIGNMENT) * ALIGNMENT
@@ -118,15 +118,6 @@ class Packing:
                 tensor = spec.empty().copy_(tensor)
             found.append(tensor)
         return found
-
-
-def _strides(shape: Sequence[int]) -> tuple[int, ...]:
-    """Of a contiguous tensor."""
-    found, step = [], 1
-    for size in reversed(shape):
-        found.append(step)
-        step *= max(size, 1)
-    return tuple(reversed(found))
 
 
 def _is_dense(shape: Sequence[int], stride: Sequence[int]) -> bool:

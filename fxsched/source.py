@@ -95,7 +95,10 @@ class Source:
         if node.target is ops.credit:
             return self.name(TOKEN)
         if node.target is ops.accumulate:
-            self.accumulate(*args)
+            gradients = node.all_input_nodes[-1]
+            readers = [user for user in gradients.users if user.target is not ops.free]
+            total, new = args
+            self.accumulate(total, new, alone=readers == [node])
             return args[0]
         if node.target is ops.loss_gradient:
             (spec,) = node.meta["specs"]
@@ -163,10 +166,13 @@ class Source:
         self.line(f"{_targets(made)}{self.known[id(flat)]}({given})")
         return made
 
-    def accumulate(self, total: Expression, new: Expression) -> None:
-        """Adds gradients to a sum: in the graph that makes them, if it can."""
+    def accumulate(self, total: Expression, new: Expression, alone: bool) -> None:
+        """Adds gradients to a sum: in the graph that makes them, if it can.
+
+        alone: whether nothing else reads the gradients, such as a pass of the user's.
+        """
         call = self.calls.get(new[0]) if isinstance(new, tuple) and new else None
-        if call is None or any(name not in call.made for name in new):
+        if call is None or not alone or any(name not in call.made for name in new):
             names = (text_of(total), text_of(new))
             self.line(f"{self.name(torch._foreach_add_)}({', '.join(names)})")
             return
@@ -205,7 +211,9 @@ def _targets(names: Sequence[str]) -> str:
 
 
 def _hooked(module: torch.nn.Module) -> bool:
-    return bool(module._forward_hooks or module._forward_pre_hooks)
+    """Whether a call of it does more than its graph says."""
+    hooks = module._forward_hooks or module._forward_pre_hooks
+    return bool(hooks) or "forward" in vars(module)
 
 
 TOKEN = torch.empty(0)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import queue
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol, TypeVar
 
 import torch
@@ -18,8 +18,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from .jobs import PlanError
-from .neighbours import Neighbours
-from .parcels import Parcel, is_plain
+from .neighbours import Neighbour, Neighbours
+from .parcels import Parcel
 
 T = TypeVar("T")
 
@@ -111,19 +111,19 @@ class ProcessEndpoint:
 
     def __init__(self, processes: Processes) -> None:
         self.processes = processes
-        self.near = processes.neighbours
         self.sending: list[tuple[dist.Work, Tensor]] = []
         self.coming: dict[int, tuple[list[dist.Work], list[Tensor]]] = {}
 
+    def _near(self, parcel: Parcel) -> Neighbour | None:
+        """The neighbour that a parcel goes to or comes from, if it goes this way."""
+        return None if parcel.weights else self.processes.neighbours.get(parcel.peer)
+
     def send(self, value: Any, parcel: Parcel) -> None:
-        if parcel.peer in self.near and not parcel.weights:
-            self.near[parcel.peer].send(value, parcel)
+        if (near := self._near(parcel)) is not None:
+            near.send(value, parcel)
             return
         given = value if parcel.bundle else (value,)
-        buffers = [
-            given[i] if is_plain(given[i]) else given[i].contiguous()
-            for i in parcel.alone
-        ]
+        buffers = [given[i].contiguous().resolve_neg() for i in parcel.alone]
         rest = [t for i, t in enumerate(given) if i not in parcel.alone]
         if rest or not buffers:
             buffer = torch.empty(max(1, parcel.rest.bytes), dtype=torch.uint8)
@@ -137,7 +137,7 @@ class ProcessEndpoint:
             self.sending.append((work, buffer))
 
     def expect(self, parcel: Parcel) -> None:
-        if parcel.peer in self.near and not parcel.weights:
+        if self._near(parcel) is not None:
             return
         buffers = [parcel.specs[i].empty() for i in parcel.alone]
         if len(parcel.alone) < len(parcel.specs) or not buffers:
@@ -152,8 +152,8 @@ class ProcessEndpoint:
         self.coming[parcel.tag] = (works, buffers)
 
     def take(self, parcel: Parcel) -> Any:
-        if parcel.peer in self.near and not parcel.weights:
-            return self.near[parcel.peer].take(parcel)
+        if (near := self._near(parcel)) is not None:
+            return near.take(parcel)
         works, buffers = self.coming.pop(parcel.tag)
         for work in works:
             work.wait()
@@ -168,8 +168,8 @@ class ProcessEndpoint:
 
     def watch(self, parcel: Parcel, arrived: queue.SimpleQueue[int]) -> None:
         tag = parcel.tag
-        if parcel.peer in self.near and not parcel.weights:
-            self.near[parcel.peer].watch(tag, arrived)
+        if (near := self._near(parcel)) is not None:
+            near.watch(tag, arrived)
             return
         works, buffers = self.coming[tag]
         self.coming[tag] = ([], buffers)
@@ -204,7 +204,9 @@ class Processes:
         check_world(workers, dist.get_world_size())
         self.group = dist.new_group(backend="gloo")
         self.rank = dist.get_rank()
-        self.neighbours = Neighbours(self.rank, self.all) if near else {}
+        self.neighbours: Mapping[int, Neighbour] = {}
+        if near:
+            self.neighbours = Neighbours(self.rank, self.all)
         self.waits: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self.threads = self.waiting = 0
         self.changed = threading.Lock()

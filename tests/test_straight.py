@@ -10,7 +10,7 @@ import torch
 from torch import fx, nn
 
 import fxsched
-from fxsched import schedules
+from fxsched import ops, schedules
 from fxsched.program import Program
 from fxsched.source import let_go
 from fxsched.straight import Straight
@@ -60,3 +60,33 @@ def test_a_stage_of_the_users_own_is_called_as_it_is() -> None:
     out = torch.compile(model, backend=backend)(x)
     torch.testing.assert_close(out, model(x))
     assert calls == [3, 3]
+
+
+@pytest.mark.parametrize("order", ["static", "dynamic"])
+def test_a_pass_of_the_users_may_read_gradients_before_they_are_summed(
+    order: str,
+) -> None:
+    seen: list[torch.Tensor] = []
+
+    def note(gradients: tuple[torch.Tensor, ...]) -> None:
+        seen.extend(g.clone() for g in gradients)
+
+    def read(program: fx.GraphModule, request: object) -> fx.GraphModule:
+        sums = program.graph.find_nodes(op="call_function", target=ops.accumulate)
+        for total in sums:
+            with program.graph.inserting_before(total):
+                new = program.graph.call_function(note, (total.args[1],))
+                new.meta.update(total.meta, specs=())
+                free = program.graph.call_function(ops.free, (new,))
+                free.meta.update(new.meta)
+        program.recompile()
+        return program
+
+    model, x = nn.Linear(4, 1, bias=False), torch.randn(4, 4)
+    backend = fxsched.backend(
+        schedules.gpipe(1, 2), passes=[read], transport="threads", order=order
+    )
+    torch.compile(model, backend=backend)(x).sum().backward()
+    (second,) = seen
+    torch.testing.assert_close(second, x[2:].sum(0, keepdim=True))
+    torch.testing.assert_close(model.weight.grad, x.sum(0, keepdim=True))
