@@ -172,7 +172,7 @@ def profile(
     model: Callable[..., Any],
     *args: Any,
     microbatches: int = 1,
-    repeats: int = 5,
+    repeats: int = 9,
     **kwargs: Any,
 ) -> Profile:
     """Measures F and B of every node of model(*args, **kwargs), for one microbatch.

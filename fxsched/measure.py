@@ -5,7 +5,7 @@ from __future__ import annotations
 import operator
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -13,8 +13,9 @@ import torch
 from torch import Tensor, fx
 
 from .costs import alone, backward_of
+from .eventloop import Event
 from .graphs import REGION_ENTERS, REGION_EXITS, Role
-from .jobs import PlanError
+from .jobs import Direction, PlanError
 
 
 class Times(NamedTuple):
@@ -61,6 +62,7 @@ class Profile:
         whole = _total(self.measured).over(_total(self.estimated))
         for node in nodes:
             key, old = node.meta["key"], node.meta["work"]
+            node.meta["estimated"] = Times(old.forward, old.backward)
             ratio = whole
             if key in self.measured:
                 ratio = self.measured[key].over(self.estimated[key])
@@ -75,11 +77,63 @@ def _total(times: dict[str, Times]) -> Times:
     return Times(*(sum(t[i] for t in times.values()) for i in (0, 1)))
 
 
+class Known(NamedTuple):
+    """What a plan knows of a node: its stage (None: copied to those that read it), and
+    its times, as estimated and as the plan has them."""
+
+    stage: int | None
+    estimated: Times
+    planned: Times
+
+
+def known(nodes: Sequence[fx.Node]) -> dict[str, Known]:
+    """Nodes of a traced graph with stages, by the names that a Profile has for them."""
+    found = {}
+    for node in nodes:
+        if "work" in node.meta:
+            planned = Times(node.meta["work"].forward, node.meta["work"].backward)
+            estimated = node.meta.get("estimated", planned)
+            key = node.meta["key"]
+            found[key] = Known(node.meta.get("stage"), estimated, planned)
+    return found
+
+
+def fit(nodes: Mapping[str, Known], steps: Sequence[Sequence[Event]]) -> Profile:
+    """The planned times of nodes, scaled stage by stage so that F and B of a stage take
+    what they took in steps, at the median."""
+    taken: dict[tuple[int, Direction], list[float]] = {}
+    for event in (event for events in steps for event in events):
+        kind = event.job.stage, event.job.direction
+        taken.setdefault(kind, []).append(event.end - event.start)
+    planned: dict[int | None, Times] = {}
+    for node in nodes.values():
+        before = planned.get(node.stage, Times(0.0, 0.0))
+        planned[node.stage] = Times(
+            *(a + b for a, b in zip(before, node.planned, strict=True))
+        )
+    ratios = {None: Times(1.0, 1.0)}
+    for stage, whole in planned.items():
+        if stage is not None:
+            f, *b = (statistics.median(taken.get((stage, d), [0.0])) for d in Direction)
+            ratios[stage] = Times(f, sum(b)).over(whole)
+    return Profile(
+        {
+            key: Times(
+                *(a * b for a, b in zip(node.planned, ratios[node.stage], strict=True))
+            )
+            for key, node in nodes.items()
+        },
+        {key: node.estimated for key, node in nodes.items()},
+    )
+
+
 def measure(
     gm: fx.GraphModule, inputs: Sequence[Any], microbatches: int, repeats: int
 ) -> Profile:
-    """Runs a traced microbatch on real inputs, node by node; medians of `repeats`.
+    """Runs a traced microbatch on real inputs, node by node, so many times.
 
+    A node's times are the medians over all runs of it and of those like it: blocks that
+    are the same get the same times, whatever the machine did meanwhile.
     The model's parameters and buffers and the random numbers stay as they are.
     """
     runs = []
@@ -88,18 +142,34 @@ def measure(
         for _ in range(repeats + 1):  # the first one warms up
             runs.append(_Run(gm, inputs, microbatches).run())
     nodes = [n for n in gm.graph.nodes if n in runs[0]]
+    taken: dict[str, list[Times]] = {}
+    for node in nodes:
+        taken.setdefault(_kind(node), []).extend(run[node] for run in runs[1:])
+    medians = {
+        kind: Times(*(statistics.median(t[i] for t in times) for i in (0, 1)))
+        for kind, times in taken.items()
+    }
     return Profile(
-        {
-            n.meta["key"]: Times(
-                *(statistics.median(r[n][i] for r in runs[1:]) for i in (0, 1))
-            )
-            for n in nodes
-        },
+        {n.meta["key"]: medians[_kind(n)] for n in nodes},
         {
             n.meta["key"]: Times(n.meta["work"].forward, n.meta["work"].backward)
             for n in nodes
         },
     )
+
+
+def _kind(node: fx.Node) -> str:
+    """What a node does, and to what: with which shapes, strides and types, and which of
+    them want gradients."""
+
+    def describe(read: fx.Node) -> Any:
+        value = read.meta.get("val")
+        if not isinstance(value, Tensor):
+            return value
+        return tuple(value.shape), value.stride(), value.dtype, value.requires_grad
+
+    given = fx.map_arg((node.args, node.kwargs), describe)
+    return f"{node.op} {node.target} {given}"
 
 
 class _Run:

@@ -7,7 +7,7 @@ after another give a bound, and single units are moved between stages in the end
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from heapq import heapify, heappop, heappush
 
@@ -154,23 +154,43 @@ def allowed(problem: Problem, cut: Cut) -> bool:
 def improve(
     problem: Problem, cut: Cut, seconds: Callable[[Cut], float], tries: int = 2000
 ) -> Cut:
-    """Moves single units to the stage of a neighbour while that saves time."""
+    """Moves units to the stage of a neighbour while that saves time: each with those of
+    its stage that flow into it, or those that it flows into.
+
+    seconds: of a cut's step; infinite for what is not worth a try.
+    """
     best = seconds(cut)
     moved = True
     while moved and tries > 0:
         moved = False
-        for unit, near in enumerate(problem.near):
-            for stage in sorted({cut[n] for n in near} - {cut[unit]}):
-                if cut.count(cut[unit]) == 1 or tries <= 0:
+        for unit in range(len(cut)):
+            for new in _moves(problem, cut, unit):
+                if tries <= 0 or not allowed(problem, new):
                     continue
-                new = (*cut[:unit], stage, *cut[unit + 1 :])
-                if not allowed(problem, new):
-                    continue
-                tries -= 1
                 found = seconds(new)
+                tries -= found < float("inf")
                 if found < best * (1 - 1e-6):
                     cut, best, moved = new, found, True
+                    break
     return cut
+
+
+def _moves(problem: Problem, cut: Cut, unit: int) -> Iterator[Cut]:
+    """Cuts with a unit, and what of its stage is before it or after it, moved to a
+    stage next to these."""
+    graph = problem.graph
+    for near in (graph.predecessors, graph.successors):
+        group, stack, stages = {unit}, [unit], set[int]()
+        while stack:
+            for other in near(stack.pop()):
+                if cut[other] != cut[unit]:
+                    stages.add(cut[other])
+                elif other not in group:
+                    group.add(other)
+                    stack.append(other)
+        if len(group) < cut.count(cut[unit]):
+            for stage in sorted(stages):
+                yield tuple(stage if u in group else s for u, s in enumerate(cut))
 
 
 def _flows(problem: Problem, cut: Cut) -> bool:

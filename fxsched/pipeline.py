@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, overload
 
@@ -21,6 +22,7 @@ from .graphs import Group, Output, State
 from .jobs import Direction, Job, Placement, PlanError, Schedule
 from .lines import Line, Message
 from .links import Link
+from .measure import Known, Profile, fit, known
 from .passes.collect import collect_results
 from .passes.cut import cut_program
 from .passes.differentiate import differentiate_stages
@@ -85,6 +87,7 @@ class Plan:
     loss: position of the output that B starts from in the call itself, or None.
     timeline: when each job should run, in seconds.
     lines: the step of all workers; see fxsched/lines.py.
+    nodes: what was known of the model's operations, by the names that profiles use.
     """
 
     schedule: Schedule
@@ -99,6 +102,7 @@ class Plan:
     timeline: Timeline
     lines: Sequence[Line | Message] = ()
     notes: tuple[str, ...] = ()
+    nodes: Mapping[str, Known] = field(default_factory=dict)
 
     @property
     def trains(self) -> bool:
@@ -135,6 +139,23 @@ class Plan:
     def diagram(self) -> Diagram:
         """A picture of the step as it was planned."""
         return self.simulate().diagram("s")
+
+    def profile(self, *timelines: Sequence[Event]) -> Profile:
+        """What the model's operations take where they ran, from steps of this plan.
+
+        timelines: backend.timeline of a few steps. The times that the plan was made
+        with are scaled so that F and B of each stage take what they took in these, at
+        the median; a plan made with the profile balances its stages by that.
+        Raises PlanError for timelines that aren't of a whole step of this plan.
+        """
+        for timeline in timelines or ((),):
+            if Counter(event.job for event in timeline) != Counter(self.jobs):
+                raise PlanError(
+                    "Plan.profile: give backend.timeline of one or more whole steps of "
+                    f"this plan, with each of its {len(self.jobs)} jobs once; here are "
+                    f"{len(timeline)} events"
+                )
+        return fit(self.nodes, timelines)
 
     def compare(self, timeline: Sequence[Event]) -> str:
         """Where the plan and a measured timeline, as backend.timeline, part: the step,
@@ -173,6 +194,7 @@ class Plan:
 
 def make_plan(gm: fx.GraphModule, request: Request, passes: tuple[Any, ...]) -> Plan:
     """The plan of a traced microbatch; the user's passes run on each program."""
+    nodes = list(gm.graph.nodes)
     for each in PASSES:
         gm = each(gm, request)
         request = replace(request, schedule=gm.meta["schedule"])
@@ -209,4 +231,5 @@ def make_plan(gm: fx.GraphModule, request: Request, passes: tuple[Any, ...]) -> 
         gm.meta["timeline"],
         gm.meta["lines"],
         tuple(notes),
+        known(nodes),
     )

@@ -14,24 +14,32 @@ from typing import NamedTuple
 import networkx as nx
 
 from .cuts import Cut, Problem
+from .eventloop import Jobs
 from .jobs import Direction, Job, PlanError, Schedule
 from .partitioner import best_cut, improve
-from .stages import likely_seconds, run_stages, step_seconds, worker_bytes
+from .stages import (
+    kind_seconds,
+    likely_seconds,
+    run_stages,
+    stage_jobs,
+    step_seconds,
+    worker_bytes,
+)
 
 # A schedule that leaves the number of stages open gets up to so many a worker; a few
 # workers may have more, up to so many in all.
 LOOPS, LOOPED = 2, 8
-# Jobs to simulate while single units are moved between stages.
+# Jobs to simulate while units are moved between stages.
 SIMULATED = 30_000
 # So many of the best cuts with several stages a worker are improved.
 IMPROVED = 2
-# Moving units may make the slowest stage slower by this factor: at few microbatches a
-# heavy first stage fills the pipeline, but the longer the step the more it costs.
+# Moving units may give the busiest worker more work by this factor: at few microbatches
+# a heavy first stage fills the pipeline, but the longer the step the more it costs.
 LOPSIDED = 1.1
-# What must be saved of a step: by moving single units, by more stages a worker, and by
-# giving workers several stages at all. Each stage costs messages and copies that take
-# time from the cores, which simulating doesn't know of.
-WORTH, STAGE_WORTH, LOOP_WORTH = 0.03, 0.06, 0.07
+# What must be saved of a step: by moving units, by more stages a worker, and by giving
+# workers several stages at all. Each stage costs messages and copies that take time
+# from the cores, which simulating doesn't know of.
+WORTH, STAGE_WORTH, LOOP_WORTH = 0.005, 0.06, 0.07
 
 
 class Choice(NamedTuple):
@@ -190,22 +198,22 @@ class _Planner:
         return Choice(cut, schedule, likely_seconds(schedule, stages), most)
 
     def _improved(self, choice: Choice) -> Choice:
-        """The choice after moving single units, if simulation says it's worth it."""
-        jobs = 2 * choice.stages * choice.schedule.microbatches
-        fixed = choice.schedule
-        most_seconds = LOPSIDED * _slowest(stage_graph(self.problem, choice.cut))
+        """The choice after moving units, if simulation says it's worth it."""
+        stages, fixed = stage_graph(self.problem, choice.cut), choice.schedule
+        jobs = stage_jobs(fixed, stages)
+        most_seconds = LOPSIDED * _busiest(jobs, stages)
 
         def seconds(cut: Cut) -> float:
             stages = stage_graph(self.problem, cut)
             if any(a > b for a, b in stages.edges):  # would change the numbers
                 return float("inf")
-            if _slowest(stages) > most_seconds:
+            if _busiest(jobs, stages) > most_seconds:
                 return float("inf")
             events = run_stages(fixed, stages)
             most = max(worker_bytes(fixed, stages, events)) if self.limit else 0.0
             return float("inf") if most > (self.limit or 0.0) else step_seconds(events)
 
-        cut = improve(self.problem, choice.cut, seconds, SIMULATED // jobs)
+        cut = improve(self.problem, choice.cut, seconds, SIMULATED // len(jobs))
         better = _Planner(self.problem, fixed, self.limit)._choice(cut)
         return better if better.seconds < choice.seconds * (1 - WORTH) else choice
 
@@ -224,10 +232,13 @@ class _Planner:
         )
 
 
-def _slowest(stages: nx.DiGraph[int]) -> float:
-    return max(
-        (d["forward"] + d["backward"] for _, d in stages.nodes(data=True)), default=0.0
-    )
+def _busiest(jobs: Jobs, stages: nx.DiGraph[int]) -> float:
+    """Seconds of all jobs of the worker that has most to do."""
+    busy = [0.0] * jobs.workers
+    seconds = kind_seconds(stages, jobs.kinds) * jobs.microbatches
+    for worker, taken in zip(jobs.compute, seconds, strict=True):
+        busy[worker] += taken
+    return max(busy)
 
 
 def number(problem: Problem, cut: Cut) -> Cut:

@@ -13,8 +13,9 @@ import fxsched
 from fxsched import Schedule, schedules
 
 from .language import Setup
-from .measure import Contestant
+from .measure import Contestant, clear
 
+FITTED = 4  # steps that a profile is fitted to
 FSDPS = ("torch-fsdp", "torch-fsdp-kept", "torch-fsdp-late", "torch-fsdp-gathered")
 
 
@@ -22,14 +23,16 @@ class Entry(NamedTuple):
     """A contestant of fxsched.
 
     split: where its stages come from: its "rival"'s, a stage for each of the "blocks",
-        fxsched's "estimate", or a "profile".
+        fxsched's "estimate", or a "profile" that was fitted to steps of its stages.
     rivals: by name; the fastest of them counts.
+    order: as for fxsched.backend.
     """
 
     name: str
     schedule: Callable[[int, int], Schedule]
     split: str
     rivals: tuple[str, ...] = ()
+    order: str = "static"
 
 
 def looped(
@@ -41,6 +44,11 @@ def looped(
 def fsdp_by_stages(workers: int, count: int) -> Schedule:
     """A worker runs each stage for all of its microbatches before the next stage."""
     return replace(schedules.fsdp(workers, count), n=schedules.stage_first)
+
+
+def zb_v_free(workers: int, count: int) -> Schedule:
+    """zb_v without a cap: as many activations as gpipe, and no wait for one to end."""
+    return replace(schedules.zb_v(workers, count), in_flight=None)
 
 
 def _entries() -> tuple[Entry, ...]:
@@ -57,6 +65,8 @@ def _entries() -> tuple[Entry, ...]:
     found.append(Entry("fsdp-stages", fsdp_by_stages, "blocks", FSDPS))
     for name in ("zb_h1", "zb_h2", "zb_v", "v_half", "folded", "cuckoo", "looped_bfs"):
         found.append(Entry(name, library[name], "profile"))
+    found.append(Entry("zb_v-free", zb_v_free, "profile"))
+    found.append(Entry("zb_v-dynamic", zb_v_free, "profile", order="dynamic"))
     for v in (3, 4):
         make = looped(schedules.interleaved, v)
         found.append(Entry(f"interleaved-{v}", make, "profile"))
@@ -78,7 +88,11 @@ def enter(
     schedule = entry.schedule(dist.get_world_size(), setup.microbatches)
     compiler = "inductor" if setup.compiled else "eager"
     backend = fxsched.backend(
-        schedule, stages, stage_compiler=compiler, profile=profile
+        schedule,
+        stages,
+        stage_compiler=compiler,
+        order=entry.order,
+        profile=profile,
     )
     backend.record = record
     compiled = torch.compile(model, backend=backend)
@@ -87,3 +101,16 @@ def enter(
         compiled(*setup.inputs).backward()
 
     return Contestant(entry.name, model, step), backend
+
+
+def fit(entry: Entry, setup: Setup, profile: fxsched.Profile) -> fxsched.Profile:
+    """The profile, once its stages ran for some steps."""
+    contestant, backend = enter(entry, setup, "auto", profile, record=True)
+    timelines = []
+    for _ in range(FITTED + 1):  # the first one warms up
+        clear(contestant.model)
+        contestant.step()
+        timelines.append(backend.timeline)
+    clear(contestant.model)
+    assert backend.plan is not None
+    return backend.plan.profile(*timelines[1:])

@@ -4,7 +4,7 @@ Contestants take their steps in turn; a step lasts as long as on its slowest ran
 optimizer is left out. Before it is timed, a contestant's gradients must be eager
 PyTorch's. `alone` is all of the work in one process: with W ranks none can take less
 than a W-th of it, the limit. A bound is the step of a schedule where transfers take no
-time and each job as long as it did, at the median, in a step that kept its timeline.
+time and each job as long as it did in a step that kept its timeline.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ import fxsched
 
 from .language import Setup
 from .measure import RARELY, Contestant, check, clear, measure
-from .ours import ENTRIES, Entry, enter
+from .ours import ENTRIES, Entry, enter, fit
 from .pipelining import best_cuts, peer
 from .rivals import PIPELINES, RIVALS
 
@@ -37,7 +37,8 @@ NAMES = (*RIVALS, *PIPELINES, *(entry.name for entry in ENTRIES))
 class Runner:
     """A contestant, and, if it is fxsched's, what its timelines say.
 
-    bounds: steps that wait for nothing but jobs, each with one timeline's durations.
+    bounds: steps that wait for nothing but jobs, each with one timeline's durations,
+        in the planned order.
     """
 
     contestant: Contestant
@@ -88,6 +89,8 @@ class Race:
         elif entry.split == "blocks":
             stages = [f"blocks.{i}" for i in range(1, self.setup.config.layers)]
         profile = self.profile if entry.split == "profile" else None
+        if profile is not None:
+            profile = fit(entry, self.setup, profile)
         contestant, backend = enter(entry, self.setup, stages, profile)
         twin, recorder = enter(entry, self.setup, stages, profile, record=True)
         runner = Runner(contestant, entry, backend, twin)
@@ -97,7 +100,8 @@ class Race:
             step()
             plan = recorder.plan
             assert plan is not None
-            runner.bounds.append(plan.simulate(recorder.timeline, transfer=0.0))
+            taken = {event.job: event.end - event.start for event in recorder.timeline}
+            runner.bounds.append(plan.simulate(taken.__getitem__, transfer=0.0))
 
         # a step that keeps its timeline also waits for all ranks: another is timed
         twin.step, twin.every = recorded, RARELY
