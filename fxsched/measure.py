@@ -111,7 +111,7 @@ def fit(nodes: Mapping[str, Known], steps: Sequence[Sequence[Event]]) -> Profile
         planned[node.stage] = Times(
             *(a + b for a, b in zip(before, node.planned, strict=True))
         )
-    ratios = {None: Times(1.0, 1.0)}
+    ratios: dict[int | None, Times] = {None: Times(1.0, 1.0)}
     for stage, whole in planned.items():
         if stage is not None:
             f, *b = (statistics.median(taken.get((stage, d), [0.0])) for d in Direction)

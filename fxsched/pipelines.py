@@ -43,19 +43,22 @@ def gpipe(workers: int, microbatches: int) -> Schedule:
     )
 
 
-def one_f_one_b(workers: int, microbatches: int) -> Schedule:
+def one_f_one_b(workers: int, microbatches: int, ahead: int = 1) -> Schedule:
     """As gpipe, but B as soon as it can run and at most W - s microbatches in flight.
 
     PipeDream-Flush (Narayanan et al. 2021, arXiv 2006.09503), DAPPLE (Fan et al. 2021).
+    ahead: so many more microbatches for each worker further on. With 2, a worker has
+    jobs left while a transfer or a slow job holds up its next B, at 2 (W - s) - 1
+    activations (Eager-1F1B, Zhuang et al. 2023, arXiv 2211.05322).
     """
-    positive("one_f_one_b", workers=workers, microbatches=microbatches)
+    positive("one_f_one_b", workers=workers, microbatches=microbatches, ahead=ahead)
     return Schedule(
         workers,
         microbatches,
         stages=workers,
         w=lambda s, b, d: Placement(s, s),
         n=oldest_microbatch_first(workers),
-        in_flight=lambda s: workers - s,
+        in_flight=lambda s: ahead * (workers - 1 - s) + 1,
         name="1f1b",
     )
 

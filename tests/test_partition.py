@@ -358,6 +358,9 @@ def in_loops(microbatches: int) -> Schedule:
     )
 
 
+HALVES = (range(4), range(4, 8))
+
+
 class Wide(nn.Module):
     """A chain where computing takes far longer than sending."""
 
@@ -402,6 +405,28 @@ def test_a_profile_replaces_estimates() -> None:
     plan = fxsched.plan(model, schedules.gpipe(2, 1), x, profile=profile)
     total = sum(sum(times) for times in profile.measured.values())
     assert sum(seconds(plan)) == pytest.approx(total, rel=0.01)
+
+
+def test_a_profile_is_fitted_to_steps_that_ran() -> None:
+    model, x, schedule = Wide(8), torch.ones(512, 512), schedules.gpipe(2, 4)
+    plan = fxsched.plan(model, schedule, x)
+    (first, second), ran = seconds(plan), []
+    for pace in (2.9, 3.0, 4.0):  # of stage 0, as long as planned
+        step = []
+        for event in plan.timeline:
+            taken = (event.end - event.start) * (1 if event.job.stage else pace)
+            step.append(event._replace(end=event.start + taken))
+        ran.append(step)
+    profile = plan.profile(*ran)
+    names = [", ".join(data["modules"]) for _, data in plan.stages.nodes(data=True)]
+    assert names == [", ".join(f"layers.{i}" for i in part) for part in HALVES]
+    same = fxsched.plan(model, schedule, x, stages=["layers.4"], profile=profile)
+    assert seconds(same) == pytest.approx([3 * first, second], rel=0.02)
+    again = fxsched.plan(model, schedule, x, profile=profile)
+    assert len(again.stages.nodes[0]["modules"]) == 3  # 9 of 16, where 4 were 12
+    for wrong in ([], [ran[0][1:]], [ran[0] + ran[0][:1]]):
+        with pytest.raises(PlanError, match="with each of its 16 jobs once"):
+            plan.profile(*wrong)
 
 
 def test_a_profile_of_another_model_is_an_error() -> None:

@@ -15,7 +15,7 @@ from fxsched import partitioner as partitioner_module
 from fxsched.cuts import EXPOSED, MIXED, Cut, Problem, Unit, Value, predicted
 from fxsched.partitioner import best_cut, join_light
 from fxsched.planner import choose_cut, number, stage_graph
-from fxsched.stages import run_stages, step_seconds, worker_bytes
+from fxsched.stages import likely_seconds, run_stages, step_seconds, worker_bytes
 
 Edges = list[tuple[int, int]]
 
@@ -234,6 +234,18 @@ def test_a_branch_gets_workers_in_proportion_to_its_work() -> None:
     assert len(set(workers[:6])) == 3
     assert len(set(workers[6:8])) == len(set(workers[8:])) == 1
     assert len({*workers}) == 5
+
+
+def test_units_move_over_those_that_take_no_time() -> None:
+    """The two inner stages of folded follow each other on one worker: better one."""
+    units = [Unit(1, 2), Unit(0, 0)] * 32  # such as views
+    values = [Value(i, (i + 1,), 0) for i in range(len(units) - 1)]
+    problem = Problem(tuple(units), tuple(values), rounds=0)
+    schedule = schedules.folded(4, 8)
+    equal = stage_graph(problem, tuple(i // 8 for i in range(64)))
+    found = choose_cut(problem, schedule)
+    assert found.seconds < 0.96 * likely_seconds(schedule, equal)
+    assert likely_seconds(schedule, stage_graph(problem, found.cut)) == found.seconds
 
 
 def test_a_memory_limit_counts_what_the_schedule_keeps_in_flight() -> None:

@@ -169,6 +169,19 @@ def test_1f1b_holds_distance_to_the_end_at_the_latency_of_gpipe(stages: int) -> 
     assert ran.latency == gpipe.latency == 3 * (64 + stages - 1)
 
 
+def test_1f1b_ahead_hides_transfers() -> None:
+    """Eager-1F1B: F = B = 1 and a transfer half as long leave a worker no wait."""
+    times = {"F": 1, "B": 1}
+    plain, ahead = (
+        simulate(schedules.one_f_one_b(4, 64, k), durations=times, transfer=0.5)
+        for k in (1, 2)
+    )
+    assert held(plain) == [4, 3, 2, 1] and held(ahead) == [7, 5, 3, 1]
+    fill = 3 * (1 + 1 + 2 * 0.5)  # the first worker's F to the last, and B back
+    assert ahead.latency == 2 * 64 + fill < 0.8 * plain.latency
+    assert schedules.one_f_one_b(4, 64, 2).name == "1f1b"
+
+
 def test_naive_runs_one_worker_at_a_time() -> None:
     ran = simulate(schedules.naive(4, 3))
     assert ran.latency == 3 * 4 * 3 and held(ran) == [1] * 4

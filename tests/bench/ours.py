@@ -46,6 +46,11 @@ def fsdp_by_stages(workers: int, count: int) -> Schedule:
     return replace(schedules.fsdp(workers, count), n=schedules.stage_first)
 
 
+def ahead(workers: int, count: int) -> Schedule:
+    """1F1B with room for delays."""
+    return schedules.one_f_one_b(workers, count, ahead=2)
+
+
 def zb_v_free(workers: int, count: int) -> Schedule:
     """zb_v without a cap: as many activations as gpipe, and no wait for one to end."""
     return replace(schedules.zb_v(workers, count), in_flight=None)
@@ -59,6 +64,9 @@ def _entries() -> tuple[Entry, ...]:
         found.append(Entry(name, library[name], "rival", rivals))
         found.append(Entry(f"{name}-auto", library[name], "estimate", rivals))
         found.append(Entry(f"{name}-profile", library[name], "profile", rivals))
+    rivals = ("torch-1f1b",)
+    found.append(Entry("1f1b-ahead", ahead, "rival", rivals))
+    found.append(Entry("1f1b-ahead-profile", ahead, "profile", rivals))
     found.append(Entry("ddp", schedules.ddp, "estimate", ("torch-ddp",)))
     found.append(Entry("ddp-blocks", schedules.ddp, "blocks", ("torch-ddp",)))
     found.append(Entry("fsdp", schedules.fsdp, "blocks", FSDPS))
