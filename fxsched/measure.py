@@ -5,7 +5,7 @@ from __future__ import annotations
 import operator
 import statistics
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -29,6 +29,9 @@ class Times(NamedTuple):
         return Times(
             *(a / b if b > 0 else 1.0 for a, b in zip(self, other, strict=True))
         )
+
+    def scaled(self, ratio: Times) -> Times:
+        return Times(*(a * b for a, b in zip(self, ratio, strict=True)))
 
 
 @dataclass(frozen=True)
@@ -59,22 +62,20 @@ class Profile:
                 "the profile is of another model: it knows less than half of this "
                 "one's work; make it with fxsched.profile(model, *inputs) on this model"
             )
-        whole = _total(self.measured).over(_total(self.estimated))
+        whole = _total(self.measured.values()).over(_total(self.estimated.values()))
         for node in nodes:
             key, old = node.meta["key"], node.meta["work"]
             node.meta["estimated"] = Times(old.forward, old.backward)
             ratio = whole
             if key in self.measured:
                 ratio = self.measured[key].over(self.estimated[key])
-            node.meta["work"] = old._replace(
-                forward=old.forward * ratio.forward,
-                backward=old.backward * ratio.backward,
-            )
+            forward, backward = node.meta["estimated"].scaled(ratio)
+            node.meta["work"] = old._replace(forward=forward, backward=backward)
         gm.meta["measured"] = True
 
 
-def _total(times: dict[str, Times]) -> Times:
-    return Times(*(sum(t[i] for t in times.values()) for i in (0, 1)))
+def _total(times: Iterable[Times]) -> Times:
+    return Times(*map(sum, zip((0.0, 0.0), *times, strict=True)))
 
 
 class Known(NamedTuple):
@@ -105,24 +106,13 @@ def fit(nodes: Mapping[str, Known], steps: Sequence[Sequence[Event]]) -> Profile
     for event in (event for events in steps for event in events):
         kind = event.job.stage, event.job.direction
         taken.setdefault(kind, []).append(event.end - event.start)
-    planned: dict[int | None, Times] = {}
-    for node in nodes.values():
-        before = planned.get(node.stage, Times(0.0, 0.0))
-        planned[node.stage] = Times(
-            *(a + b for a, b in zip(before, node.planned, strict=True))
-        )
     ratios: dict[int | None, Times] = {None: Times(1.0, 1.0)}
-    for stage, whole in planned.items():
-        if stage is not None:
-            f, *b = (statistics.median(taken.get((stage, d), [0.0])) for d in Direction)
-            ratios[stage] = Times(f, sum(b)).over(whole)
+    for stage in {stage for stage, _ in taken}:
+        planned = _total(n.planned for n in nodes.values() if n.stage == stage)
+        f, *b = (statistics.median(taken.get((stage, d), [0.0])) for d in Direction)
+        ratios[stage] = Times(f, sum(b) or planned.backward).over(planned)
     return Profile(
-        {
-            key: Times(
-                *(a * b for a, b in zip(node.planned, ratios[node.stage], strict=True))
-            )
-            for key, node in nodes.items()
-        },
+        {key: node.planned.scaled(ratios[node.stage]) for key, node in nodes.items()},
         {key: node.estimated for key, node in nodes.items()},
     )
 

@@ -28,7 +28,6 @@ from .parcels import ALIGNMENT, Packing, Parcel
 NOTE = struct.Struct("<qqq")  # tag, number of the block, its bytes if it is a new one
 DESCRIPTOR = array.array("i").itemsize
 BUSY, FREE = 1, 0  # the first byte of a block; its contents start at ALIGNMENT
-LARGE = 8 << 20  # bytes of a block that keeps its memory only while it is read
 
 
 class Block:
@@ -47,9 +46,6 @@ class Block:
         return torch.frombuffer(view, dtype=torch.uint8, offset=ALIGNMENT)
 
     def _free(self, _: weakref.ref[memoryview]) -> None:
-        rest = len(self.memory) - mmap.PAGESIZE
-        if rest >= LARGE:  # sums of gradients, say: most of a step can do without
-            self.memory.madvise(mmap.MADV_REMOVE, mmap.PAGESIZE, rest)
         self.memory[0] = FREE
 
 

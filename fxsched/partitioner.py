@@ -20,6 +20,7 @@ EXACT = 64  # up to so many units none are joined, if there are few ideals
 CHAIN = 200  # as many of a chain
 IDEALS = 300
 GRAIN = 40  # units of a stage, about
+LEADERS = 200  # units of a stage that others move along with, at most
 
 
 def best_cut(problem: Problem, stages: int) -> Cut | None:
@@ -177,8 +178,9 @@ def improve(
 
 def _moves(problem: Problem, cut: Cut, unit: int) -> Iterator[Cut]:
     """Cuts with a unit, and what of its stage is before it or after it, moved to a
-    stage next to these."""
+    stage next to these. Light units lead no others: a heavier one near them does."""
     graph = problem.graph
+    light = problem.units[unit].seconds < problem.seconds / (LEADERS * len(set(cut)))
     for near in (graph.predecessors, graph.successors):
         group, stack, stages = {unit}, [unit], set[int]()
         while stack:
@@ -188,7 +190,7 @@ def _moves(problem: Problem, cut: Cut, unit: int) -> Iterator[Cut]:
                 elif other not in group:
                     group.add(other)
                     stack.append(other)
-        if len(group) < cut.count(cut[unit]):
+        if len(group) < cut.count(cut[unit]) and not (light and len(group) > 1):
             for stage in sorted(stages):
                 yield tuple(stage if u in group else s for u, s in enumerate(cut))
 

@@ -30,7 +30,7 @@ from .stages import (
 # workers may have more, up to so many in all.
 LOOPS, LOOPED = 2, 8
 # Jobs to simulate while units are moved between stages.
-SIMULATED = 30_000
+SIMULATED = 10_000
 # So many of the best cuts with several stages a worker are improved.
 IMPROVED = 2
 # Moving units may give the busiest worker more work by this factor: at few microbatches

@@ -6,7 +6,6 @@ import gc
 import queue
 import socket
 import threading
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -122,32 +121,6 @@ def test_a_block_is_lent_again_once_nothing_reads_it(
     gc.collect()
     here.send(value, letter)
     assert here.count == 3
-
-
-def test_large_blocks_keep_their_memory_while_they_are_read(
-    pair: tuple[Neighbour, Neighbour],
-) -> None:
-    here, there = pair
-
-    def shared() -> int:
-        """MiB of shared memory, as both ends have it mapped."""
-        lines = Path("/proc/self/status").read_text().splitlines()
-        (found,) = (line.split()[1] for line in lines if line.startswith("RssShmem:"))
-        return int(found) >> 10
-
-    values = [torch.full((3 << 20,), float(i)) for i in range(3)]  # 12 MiB each
-    before = shared()
-    for tag, value in enumerate(values):
-        here.send(value, parcel(value, tag))
-    kept, *read = [there.take(parcel(value, i)) for i, value in enumerate(values)]
-    same((kept, *read), tuple(values))
-    assert shared() - before >= 2 * 3 * 12  # the sender's and the reader's
-    del read
-    gc.collect()
-    assert 2 * 12 <= shared() - before <= 2 * 12 + 1
-    here.send(values[2], parcel(values[2], 3))
-    assert here.count == 3
-    same((kept, there.take(parcel(values[2], 3))), (values[0], values[2]))
 
 
 def test_two_that_fill_each_others_sockets_go_on(
