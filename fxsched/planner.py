@@ -30,7 +30,7 @@ from .stages import (
 # workers may have more, up to so many in all.
 LOOPS, LOOPED = 2, 8
 # Jobs to simulate while units are moved between stages.
-SIMULATED = 10_000
+SIMULATED = 5_000
 # So many of the best cuts with several stages a worker are improved.
 IMPROVED = 2
 # Moving units may give the busiest worker more work by this factor: at few microbatches
@@ -39,7 +39,7 @@ LOPSIDED = 1.1
 # What must be saved of a step: by moving units, by more stages a worker, and by giving
 # workers several stages at all. Each stage costs messages and copies that take time
 # from the cores, which simulating doesn't know of.
-WORTH, STAGE_WORTH, LOOP_WORTH = 0.005, 0.06, 0.07
+WORTH, STAGE_WORTH, LOOP_WORTH = 0.02, 0.06, 0.07
 
 
 class Choice(NamedTuple):
