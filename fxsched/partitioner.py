@@ -2,7 +2,7 @@
 
 Where there are few ideals (a chain, a few branches) the search over all of them is
 exact. Elsewhere units are joined until there are few enough, the cuts of one branch
-after another give a bound, and single units are moved between stages in the end.
+after another give a bound, and units are moved between stages in the end.
 """
 
 from __future__ import annotations
