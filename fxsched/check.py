@@ -39,6 +39,7 @@ META = {
     "tangent": "the output whose gradient this placeholder is",
     "module": "module that a node was called in",
     "work": "Work of a node of the traced graph",
+    "estimated": "its estimated Times, where a profile gave it its work",
     "key": "name that a node keeps in other traces of the model",
     "measured": "seconds of F and B of a stage's nodes, if a profile gave them",
     "seconds": "estimated or measured seconds of a stage's call",

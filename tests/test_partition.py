@@ -358,9 +358,6 @@ def in_loops(microbatches: int) -> Schedule:
     )
 
 
-HALVES = (range(4), range(4, 8))
-
-
 class Wide(nn.Module):
     """A chain where computing takes far longer than sending."""
 
@@ -418,8 +415,7 @@ def test_a_profile_is_fitted_to_steps_that_ran() -> None:
             step.append(event._replace(end=event.start + taken))
         ran.append(step)
     profile = plan.profile(*ran)
-    names = [", ".join(data["modules"]) for _, data in plan.stages.nodes(data=True)]
-    assert names == [", ".join(f"layers.{i}" for i in part) for part in HALVES]
+    assert [len(data["modules"]) for _, data in plan.stages.nodes(data=True)] == [4, 4]
     same = fxsched.plan(model, schedule, x, stages=["layers.4"], profile=profile)
     assert seconds(same) == pytest.approx([3 * first, second], rel=0.02)
     again = fxsched.plan(model, schedule, x, profile=profile)

@@ -73,7 +73,6 @@ def _entries() -> tuple[Entry, ...]:
     found.append(Entry("fsdp-stages", fsdp_by_stages, "blocks", FSDPS))
     for name in ("zb_h1", "zb_h2", "zb_v", "v_half", "folded", "cuckoo", "looped_bfs"):
         found.append(Entry(name, library[name], "profile"))
-    found.append(Entry("zb_v-free", zb_v_free, "profile"))
     found.append(Entry("zb_v-dynamic", zb_v_free, "profile", order="dynamic"))
     for v in (3, 4):
         make = looped(schedules.interleaved, v)

@@ -16,6 +16,7 @@ import statistics
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -61,14 +62,14 @@ class Race:
                 self.runners[name] = Runner(RIVALS[name](setup))
             elif name in PIPELINES:
                 self.runners[name] = Runner(self.pipeline(name))
-        self.profile = None
-        if any(e.name in wanted and e.split == "profile" for e in ENTRIES):
-            self.profile = fxsched.profile(
-                setup.model(), *setup.inputs, microbatches=setup.microbatches
-            )
         for entry in ENTRIES:
             if entry.name in wanted:
                 self.runners[entry.name] = self.ours(entry)
+
+    @cached_property
+    def profile(self) -> fxsched.Profile:
+        model, count = self.setup.model(), self.setup.microbatches
+        return fxsched.profile(model, *self.setup.inputs, microbatches=count)
 
     def pipeline(self, name: str) -> Contestant:
         """A peer on the split at block boundaries that is best for it."""
@@ -88,9 +89,9 @@ class Race:
             stages = [parts[cut].name for cut in self.cuts[entry.rivals[0]]]
         elif entry.split == "blocks":
             stages = [f"blocks.{i}" for i in range(1, self.setup.config.layers)]
-        profile = self.profile if entry.split == "profile" else None
-        if profile is not None:
-            profile = fit(entry, self.setup, profile)
+        profile = None
+        if entry.split == "profile":
+            profile = fit(entry, self.setup, self.profile)
         contestant, backend = enter(entry, self.setup, stages, profile)
         twin, recorder = enter(entry, self.setup, stages, profile, record=True)
         runner = Runner(contestant, entry, backend, twin)
