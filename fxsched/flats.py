@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
+import linecache
 from collections.abc import Callable, Sequence
+from types import MethodType
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -12,8 +15,9 @@ from torch import fx
 from .graphs import result
 
 Run = Callable[[list[Any]], Any]
-Runs = dict[tuple[int, ...], Run]  # by the positions that are added
+Runs = dict[tuple[int, ...], Callable[..., Any]]  # by the positions that are added
 _known: WeakKeyDictionary[fx.GraphModule, Runs] = WeakKeyDictionary()
+_numbers = itertools.count()
 
 
 def runner(flat: fx.GraphModule, positions: tuple[int, ...] = ()) -> Run:
@@ -31,8 +35,18 @@ def runner(flat: fx.GraphModule, positions: tuple[int, ...] = ()) -> Run:
     if positions not in known:
         graph = _adding(flat, positions)
         graph.set_codegen(_Listed())
-        known[positions] = fx.GraphModule(flat, graph).forward
-    return known[positions]
+        known[positions] = _function(graph)
+    return MethodType(known[positions], flat)
+
+
+def _function(graph: fx.Graph) -> Callable[..., Any]:
+    """The graph's code alone; a module would keep the graph."""
+    code = graph.python_code("self")
+    space, file = dict(code.globals), f"<fxsched graph {next(_numbers)}>"
+    linecache.cache[file] = len(code.src), None, code.src.splitlines(True), file
+    exec(compile(code.src, file, "exec"), space)
+    function: Callable[..., Any] = space["forward"]
+    return function
 
 
 def _adding(flat: fx.GraphModule, positions: Sequence[int]) -> fx.Graph:

@@ -2,7 +2,8 @@
 
 A rank lends blocks of memory to each neighbour and writes every parcel into one of
 them, so a send never waits; the reader's tensors are the block itself, which is free
-again once the last of them is gone. Linux only; elsewhere there are no neighbours.
+again once the last of them is gone. What the user gets is copied out of it. Linux
+only; elsewhere there are no neighbours.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import socket
 import struct
 import threading
 import weakref
+from bisect import insort
 from collections import deque
 from collections.abc import Callable
 from typing import Any
@@ -25,7 +27,7 @@ from torch import Tensor
 
 from .parcels import ALIGNMENT, Packing, Parcel
 
-NOTE = struct.Struct("<qqq")  # tag, number of the block, its bytes if it is a new one
+NOTE = struct.Struct("<qqqq")  # tag, block, its bytes if it is new, bytes to copy out
 DESCRIPTOR = array.array("i").itemsize
 BUSY, FREE = 1, 0  # the first byte of a block; its contents start at ALIGNMENT
 
@@ -49,6 +51,16 @@ class Block:
         self.memory[0] = FREE
 
 
+class Copied:
+    """What was in a block, which is free again."""
+
+    def __init__(self, block: Block, size: int) -> None:
+        self.contents = block.bytes()[:size].clone()
+
+    def bytes(self) -> Tensor:
+        return self.contents
+
+
 class Lent(Block):
     """A block that this rank writes to."""
 
@@ -57,6 +69,7 @@ class Lent(Block):
         self.contents = torch.frombuffer(
             self.memory, dtype=torch.uint8, offset=ALIGNMENT
         )
+        self.size = size
         self.views: dict[Packing, list[Tensor]] = {}
 
     def write(self, packing: Packing, value: Any) -> None:
@@ -71,10 +84,9 @@ class Neighbour:
 
     def __init__(self, rank: int, link: socket.socket, all: Neighbours) -> None:
         self.rank, self.link, self.all = rank, link, all
-        self.lent: dict[int, deque[Lent]] = {}  # by size, the oldest parcel first
-        self.count = 0
+        self.lent: list[Lent] = []  # by size
         self.borrowed: dict[int, Block] = {}
-        self.arrived: dict[int, deque[Block]] = {}  # by tag, not taken yet
+        self.arrived: dict[int, deque[Block | Copied]] = {}  # by tag, not taken yet
         self.watching: dict[int, queue.SimpleQueue[int]] = {}
         self.reader: threading.Thread | None = None
         self.reading = threading.Lock()
@@ -82,25 +94,27 @@ class Neighbour:
         self.gone = False
 
     def send(self, value: Any, parcel: Parcel) -> None:
+        if self.reader is None:
+            self._catch_up()
         packing = parcel.packing
-        size = -(-(packing.bytes + ALIGNMENT) // mmap.PAGESIZE) * mmap.PAGESIZE
-        blocks = self.lent.setdefault(size, deque())
-        block = next((b for b in blocks if b.memory[0] == FREE), None)
+        size = _room(packing.bytes + ALIGNMENT)
+        block = next(
+            (b for b in self.lent if b.size >= size and b.memory[0] == FREE), None
+        )
         descriptor = None
         if block is None:
             new = os.memfd_create("fxsched")
             os.ftruncate(new, size)
             descriptor = os.dup(new)
-            block = Lent(self.count, new, size)
-            self.count += 1
-        else:
-            blocks.remove(block)
-        blocks.append(block)
+            block = Lent(len(self.lent), new, size)
+            insort(self.lent, block, key=lambda b: b.size)
         block.memory[0] = BUSY
         block.write(packing, value)
         try:
             fresh = 0 if descriptor is None else size
-            self._tell(NOTE.pack(parcel.tag, block.number, fresh), descriptor)
+            copied = packing.bytes if parcel.kept else 0
+            note = NOTE.pack(parcel.tag, block.number, fresh, copied)
+            self._tell(note, descriptor)
         finally:
             if descriptor is not None:
                 os.close(descriptor)
@@ -131,7 +145,7 @@ class Neighbour:
         found = packing.read(packing.views(block.bytes()))
         return tuple(found) if parcel.bundle else found[0]
 
-    def _pop(self, tag: int) -> Block | None:
+    def _pop(self, tag: int) -> Block | Copied | None:
         with self.changed:
             blocks = self.arrived.get(tag)
             if blocks is None:
@@ -152,14 +166,24 @@ class Neighbour:
                 note = b""
             if not note:
                 raise self._lost()
-            tag, number, size = NOTE.unpack(note)
+            tag, number, size, copied = NOTE.unpack(note)
             if size:
                 (descriptor,) = array.array("i", extra[0][2][:DESCRIPTOR])
                 self.borrowed[number] = Block(number, descriptor, size)
+            block = self.borrowed[number]
+            value = Copied(block, copied) if copied else block
             with self.changed:
-                self.arrived.setdefault(tag, deque()).append(self.borrowed[number])
+                self.arrived.setdefault(tag, deque()).append(value)
                 if tag in self.watching:
                     self.watching.pop(tag).put(tag)
+
+    def _catch_up(self) -> None:
+        """Reads the notes that are there, and copies out what they say to."""
+        try:
+            while True:
+                self.read(socket.MSG_DONTWAIT)
+        except BlockingIOError:
+            pass
 
     def watch(self, tag: int, arrived: queue.SimpleQueue[int]) -> None:
         """Puts the tag in a queue once its parcel is there, or nothing more comes."""
@@ -206,11 +230,11 @@ class Neighbours(dict[int, Neighbour]):
             for other in (r for r in near if r < rank):
                 link = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
                 link.connect(everyone[other][1])
-                link.send(NOTE.pack(rank, 0, 0))
+                link.send(NOTE.pack(rank, 0, 0, 0))
                 self[other] = Neighbour(other, link, self)
             for _ in (r for r in near if r > rank):
                 link, _ = listener.accept()
-                other, _, _ = NOTE.unpack(link.recv(NOTE.size))
+                other, *_ = NOTE.unpack(link.recv(NOTE.size))
                 self[other] = Neighbour(other, link, self)
 
     def drain(self, wanted: Neighbour) -> None:
@@ -225,6 +249,13 @@ class Neighbours(dict[int, Neighbour]):
                 if event & (select.POLLOUT | select.POLLERR | select.POLLHUP):
                     return
                 by_number[number].read(socket.MSG_DONTWAIT)
+
+
+def _room(size: int) -> int:
+    """The size of a new block for so many bytes, with room for somewhat larger parcels
+    later: up to a quarter more, which takes no memory until it is written to."""
+    step = max(mmap.PAGESIZE, 1 << size.bit_length() >> 3)
+    return -(-size // step) * step
 
 
 def _host() -> str | None:

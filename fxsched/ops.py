@@ -80,12 +80,15 @@ def accumulate(total: Bundle, gradients: Bundle) -> Bundle:
     return total
 
 
-def reduce(*sums: Bundle) -> Bundle:
+def reduce(own: int, *sums: Bundle) -> Bundle:
     """The sum of the workers' gradients at the weight worker, in this order, in the
-    place of the first; the workers need their own no more."""
-    for other in sums[1:]:
-        torch._foreach_add_(list(sums[0]), list(other))
-    return sums[0]
+    place of number `own`, which is its own; the workers need theirs no more."""
+    total = sums[0]
+    for i, other in enumerate(sums[1:], 1):
+        into, new = (other, total) if i == own else (total, other)
+        torch._foreach_add_(list(into), list(new))
+        total = into
+    return total
 
 
 def average(before: Bundle, *after: Bundle) -> Bundle:

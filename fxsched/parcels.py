@@ -21,6 +21,7 @@ class Parcel:
     """A value on its way: the other worker, a number, and what it looks like.
 
     weights: whether it is a fetch, which has to wait until the receiver has room.
+    kept: whether it is sent to be given to the user, who may keep it for long.
     """
 
     peer: int
@@ -28,6 +29,7 @@ class Parcel:
     specs: Specs
     bundle: bool
     weights: bool
+    kept: bool = False
 
     @cached_property
     def packing(self) -> Packing:

@@ -29,6 +29,9 @@ from .stages import (
 # A schedule that leaves the number of stages open gets up to so many a worker; a few
 # workers may have more, up to so many in all.
 LOOPS, LOOPED = 2, 8
+# As many where w does not look at the stage: the gradients of one are summed while the
+# next runs, and weights that are kept elsewhere come stage by stage.
+FLAT = 8
 # Jobs to simulate while units are moved between stages.
 SIMULATED = 5_000
 # So many of the best cuts with several stages a worker are improved.
@@ -102,8 +105,8 @@ class _Planner:
         return min(close, key=lambda c: (c.stages, c.seconds))
 
     def _counts(self, most: int) -> list[int]:
-        """Multiples of the workers, as far as w knows so many stages; one where w does
-        not look at the stage."""
+        """Multiples of the workers, as far as w and n know so many stages; one, the
+        least from FLAT on, where w does not look at the stage."""
         workers = self.schedule.workers
         if self.schedule.fit is None:
             places = {
@@ -114,7 +117,9 @@ class _Planner:
                 for s in range(workers)
             }
             if len(places) == 1:
-                return [max(min(workers, most), 1)]
+                several = workers * -(-FLAT // workers) if workers > 1 else 1
+                several = min(several, most)
+                return [max(several if self._knows(several) else workers, 1)]
         largest = min(max(LOOPS * workers, LOOPED), most)
         loops = list(range(workers, largest + 1, workers)) or [max(most, 1)]
         return [count for count in loops if count == loops[0] or self._knows(count)]

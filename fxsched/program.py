@@ -125,4 +125,5 @@ def sent(node: fx.Node) -> Parcel:
     to: Any = node.kwargs["to"]
     tag: Any = node.kwargs["tag"]
     bundle = weights or value.meta["bundle"]
-    return Parcel(to, tag, value.meta["specs"], bundle, weights)
+    whole = value.target is ops.reduce
+    return Parcel(to, tag, value.meta["specs"], bundle, weights, kept=whole)

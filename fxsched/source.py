@@ -16,7 +16,7 @@ import torch
 from torch import fx
 
 from . import ops
-from .flats import runner
+from .flats import Run, runner
 from .graphs import arguments, result
 from .parcels import Parcel
 
@@ -37,6 +37,7 @@ class Source:
         self.known: dict[int, str] = {}  # names of objects by their id
         self.parts: dict[tuple[str, int, int], str] = {}
         self.calls: dict[str, Call] = {}  # of flat graphs, by what they make
+        self.called: dict[int, Call] = {}  # by their first line
         self.count = 0
         self.task = ""
 
@@ -154,7 +155,7 @@ class Source:
             box = self.make("")
             call = Call(len(self.lines) - 1, box, flat, tuple(map(text_of, args)), made)
             self.line("")
-            self._write(call)
+            self._call(call)
             return made
         given = ", ".join(map(text_of, args))
         count = getattr(flat, "outputs", None)
@@ -178,18 +179,28 @@ class Source:
             return
         added = tuple(call.made.index(name) for name in new)
         sums = tuple(text_of(item(total, i)) for i in range(len(new)))
-        self._write(
+        self._call(
             call._replace(given=(*call.given, *sums), added=(*call.added, *added))
         )
 
-    def _write(self, call: Call) -> None:
-        run = self.name(runner(call.flat, call.added))
-        kept = [v for i, v in enumerate(call.made) if i not in call.added]
-        box = f"{call.box} = [{', '.join(call.given)}]"
-        for shift, text in enumerate((box, f"{_targets(kept)}{run}({call.box})")):
-            _, task = self.lines[call.line + shift]
-            self.lines[call.line + shift] = (text, task)
-        self.calls.update(dict.fromkeys(kept, call))
+    def _call(self, call: Call) -> None:
+        """Takes note of a call of a flat graph, in the place of what it was before."""
+        self.called[call.line] = call
+        self.calls.update(dict.fromkeys(call.kept, call))
+
+    def written(self) -> list[tuple[str, str]]:
+        """All lines, each letting go of what none after it needs."""
+        runs: dict[tuple[int, tuple[int, ...]], Run] = {}
+        for call in self.called.values():
+            key = id(call.flat), call.added
+            if key not in runs:
+                runs[key] = runner(call.flat, call.added)
+            run = self.name(runs[key])
+            box = f"{call.box} = [{', '.join(call.given)}]"
+            made = f"{_targets(call.kept)}{run}({call.box})"
+            for line, text in enumerate((box, made), call.line):
+                self.lines[line] = (text, self.lines[line][1])
+        return let_go(self.lines)
 
 
 class Call(NamedTuple):
@@ -204,6 +215,11 @@ class Call(NamedTuple):
     given: tuple[str, ...]
     made: tuple[str, ...]
     added: tuple[int, ...] = ()
+
+    @property
+    def kept(self) -> list[str]:
+        """The variables that it makes."""
+        return [v for i, v in enumerate(self.made) if i not in self.added]
 
 
 def _targets(names: Sequence[str]) -> str:

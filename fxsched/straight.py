@@ -12,7 +12,7 @@ from . import ops
 from .graphs import arguments, result
 from .parcels import Parcel
 from .program import Program, Receive, Task, sent
-from .source import Expression, Source, compiled, let_go, text_of
+from .source import Expression, Source, compiled, text_of
 
 WINDOW = 4  # receives that are asked for ahead of need, besides weights
 Steps = Generator[dict[str, Any], dict[int, Tensor] | None, None]
@@ -40,7 +40,7 @@ class Straight:
             self.env[node] = self.source.make(f"given[{node.name!r}]")
         for number, phase in enumerate(program.phases):
             self._phase(number, phase)
-        lines = let_go(self.source.lines)
+        lines = self.source.written()
         self.tasks = [task for _, task in lines]
         names = {**self.source.names, "clock": time.perf_counter}
         head = "given, send, expect, take, log"
@@ -157,5 +157,5 @@ def alone(
             env[node] = source.node(node, env)
             if node in shared:
                 source.line(f"v[{slots[node]}] = {text_of(env[node])}")
-    _, run = compiled(task.name, "v, send", let_go(source.lines), source.names)
+    _, run = compiled(task.name, "v, send", source.written(), source.names)
     return run

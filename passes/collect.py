@@ -84,13 +84,15 @@ class _Collection:
             owners = self.groups[group].owners
             root = owners[group % len(owners)]  # spread over the owners
             parts = tuple(sorted(sums[group], key=lambda key: key.worker))
-            if parts == (Running("gradients", group, root),):
-                self.reduced[group] = parts[0]
+            own = Running("gradients", group, root)
+            if parts == (own,):
+                self.reduced[group] = own
                 continue
+            args = (parts.index(own) if own in parts else 0, *parts)
             specs, _ = self.layout.specs(parts[0])
             task, name = f"reduce {group}", f"gradients_{group}"
             n = last[group].n
-            total = Line(root, task, n, ops.reduce, parts, specs, name, group)
+            total = Line(root, task, n, ops.reduce, args, specs, name, group)
             found.setdefault(after[last[group], root], []).append(total)
             self.reduced[group] = total
         return found

@@ -225,7 +225,7 @@ def b_without_gradient(plan: Plan) -> None:
 
 def reduce_misses_a_worker(plan: Plan) -> None:
     whole = find(plan.programs[0], ops.reduce)
-    whole.args = whole.args[:1]
+    whole.args = whole.args[:2]
 
 
 def owner_gets_another_group(plan: Plan) -> None:

@@ -6,6 +6,7 @@ import copy
 import itertools
 import re
 from collections.abc import Callable
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -378,8 +379,15 @@ def test_the_planner_chooses_more_stages_where_they_fill_the_pipeline() -> None:
     assert len(many.stages) == 2
 
 
-def test_stages_that_w_does_not_look_at_are_one_a_worker() -> None:
-    assert len(fxsched.plan(Wide(8), schedules.ddp(2), torch.ones(8, 512)).stages) == 2
+@pytest.mark.parametrize(("workers", "stages"), [(1, 1), (2, 8), (3, 9)])
+def test_stages_that_w_does_not_look_at_are_several(workers: int, stages: int) -> None:
+    schedule = schedules.ddp(workers, 6)
+    plan = fxsched.plan(Wide(12), schedule, torch.ones(24, 512))
+    assert len(plan.stages) == stages
+    known = dict.fromkeys(range(workers), 0)  # priorities as a table
+    schedule = replace(schedule, n=lambda s, b, d: known[s])
+    plan = fxsched.plan(Wide(12), schedule, torch.ones(24, 512))
+    assert len(plan.stages) == workers
 
 
 def test_a_profile_replaces_estimates() -> None:

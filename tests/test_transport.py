@@ -108,19 +108,52 @@ def test_a_block_is_lent_again_once_nothing_reads_it(
         found = there.take(letter)
         assert torch.equal(found, value + round)
         del found
-    assert here.count == 1
+    assert len(here.lent) == 1
     kept = []
     for round in range(3):
         here.send(value + round, letter)
         kept.append(there.take(letter)[1:])  # a view holds it, too
-    assert here.count == 3
+    assert len(here.lent) == 3
     for round, part in enumerate(kept):
         assert torch.equal(part, (value + round)[1:])
     kept.clear()
     del part
     gc.collect()
     here.send(value, letter)
-    assert here.count == 3
+    assert len(here.lent) == 3
+
+
+def test_what_the_user_keeps_is_copied_out_of_its_block(
+    pair: tuple[Neighbour, Neighbour],
+) -> None:
+    here, there = pair
+    value = torch.arange(1000.0)
+    letters = [
+        Parcel(1, tag, (Spec.of(value + tag),), False, weights=False, kept=True)
+        for tag in range(4)
+    ]
+    kept = []
+    for letter in letters:
+        here.send(value + letter.tag, letter)
+        kept.append(there.take(letter))
+    there.send(value, letters[0])  # one that is sent to reads what has come meanwhile
+    here.send(value, letters[0])
+    there.send(value, letters[1])
+    here.send(value, letters[1])
+    for tag, found in enumerate(kept):
+        assert torch.equal(found, value + tag)
+    assert len(here.lent) == 1 and len(there.lent) <= 2
+
+
+def test_a_block_serves_parcels_that_are_somewhat_larger(
+    pair: tuple[Neighbour, Neighbour],
+) -> None:
+    here, there = pair
+    for size in (1 << 20, (1 << 20) + 999, 1 << 18):
+        value = torch.ones(size)
+        here.send(value, parcel(value))
+        assert torch.equal(there.take(parcel(value)), value)
+    assert len(here.lent) == 1
 
 
 def test_two_that_fill_each_others_sockets_go_on(
