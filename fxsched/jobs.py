@@ -72,7 +72,8 @@ class Schedule:
     workers: how many workers there are, numbered from 0.
     microbatches: how many equal parts a batch is cut into along dimension 0.
     stages: how many stages the model is cut into; None leaves it to the planner: the
-        multiple of the workers with the shortest predicted step.
+        multiple of the workers with the shortest predicted step; the least from eight
+        on, where w is the same for all stages.
     w(s, b, d): Placement, or a pair (weight worker, compute worker).
     n(s, b, d): an int; of the jobs that are ready a worker takes the smallest.
     in_flight: how many microbatches of a stage may be between F and B (W, if the

@@ -29,6 +29,7 @@ from .parcels import ALIGNMENT, Packing, Parcel
 
 NOTE = struct.Struct("<qqqq")  # tag, block, its bytes if it is new, bytes to copy out
 DESCRIPTOR = array.array("i").itemsize
+LARGEST = 4  # times what a parcel needs; what is larger waits for larger parcels
 BUSY, FREE = 1, 0  # the first byte of a block; its contents start at ALIGNMENT
 
 
@@ -98,9 +99,8 @@ class Neighbour:
             self._catch_up()
         packing = parcel.packing
         size = _room(packing.bytes + ALIGNMENT)
-        block = next(
-            (b for b in self.lent if b.size >= size and b.memory[0] == FREE), None
-        )
+        fits = (b for b in self.lent if size <= b.size <= LARGEST * size)
+        block = next((b for b in fits if b.memory[0] == FREE), None)
         descriptor = None
         if block is None:
             new = os.memfd_create("fxsched")

@@ -7,7 +7,7 @@ import torch
 
 from fxsched.models.gpt import GPTConfig
 
-from .bench import language
+from .bench import first, language
 from .bench.sleep import tree
 from .bench.sleepers import WIDTH, Stretch, loss
 
@@ -44,3 +44,9 @@ def test_parts_in_a_row_are_the_model() -> None:
     line.loss(out, line.target).backward()
     found = {name: p.grad for name, p in line.model.named_parameters()}
     torch.testing.assert_close(found, setup.gradients())
+
+
+@pytest.mark.parametrize("path", [p for paths in first.PARTS.values() for p in paths])
+def test_what_the_first_call_is_made_of_is_still_there(path: str) -> None:
+    owner, name = first.find(path)
+    assert callable(getattr(owner, name))

@@ -35,7 +35,7 @@ PARTS = {
     "Inductor": ("inductor.compile_stages",),
     "codegen": ("backend.Runnable",),
     "step": ("step.Step.__call__",),
-    "passes": ("pipeline.cut_programs", "pipeline.free_values"),
+    "passes": ("pipeline.cut_program", "pipeline.free_values"),
 }
 # The passes that count as a part of their own.
 PASSES = {
@@ -163,7 +163,7 @@ def _watching(watch: Stopwatch) -> Iterator[None]:
 
     for part, paths in PARTS.items():
         for path in paths:
-            owner, name = _find(path)
+            owner, name = find(path)
             put(owner, name, watch.timed(part, getattr(owner, name)))
     timed = [watch.timed(PASSES.get(p.__name__, "passes"), p) for p in pipeline.PASSES]
     put(pipeline, "PASSES", tuple(timed))
@@ -172,7 +172,7 @@ def _watching(watch: Stopwatch) -> Iterator[None]:
         setattr(owner, name, value)
 
 
-def _find(path: str) -> tuple[Any, str]:
+def find(path: str) -> tuple[Any, str]:
     """The module or class of fxsched that a dotted path ends in, and the last name."""
     *parts, name = path.split(".")
     inside = [part for part in parts if part[0].isupper()]
