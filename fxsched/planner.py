@@ -117,9 +117,9 @@ class _Planner:
                 for s in range(workers)
             }
             if len(places) == 1:
-                several = workers * -(-FLAT // workers) if workers > 1 else 1
-                several = min(several, most)
-                return [max(several if self._knows(several) else workers, 1)]
+                one, several = min(workers, most), workers * -(-FLAT // workers)
+                several = min(several, most) if workers > 1 else one
+                return [max(several if self._knows(several) else one, 1)]
         largest = min(max(LOOPS * workers, LOOPED), most)
         loops = list(range(workers, largest + 1, workers)) or [max(most, 1)]
         return [count for count in loops if count == loops[0] or self._knows(count)]
