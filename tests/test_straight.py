@@ -11,7 +11,7 @@ from torch import fx, nn
 
 import fxsched
 from fxsched import ops, schedules
-from fxsched.program import Program
+from fxsched.program import Program, sent
 from fxsched.source import let_go
 from fxsched.straight import Straight
 from tests.test_passes import plan_of
@@ -25,6 +25,15 @@ def test_source_of(schedule: str, golden: Callable[[str, str], None]) -> None:
         assert straight.tasks == [task for _, task in lines]
         text = "\n".join(f"{task:<9} {line}" for line, task in lines)
         golden(f"source_{schedule}_{rank}", text)
+
+
+def test_sums_for_the_user_are_sent_to_be_kept() -> None:
+    plan = fxsched.plan(nn.Linear(4, 4), schedules.ddp(2), torch.ones(4, 4))
+    kept, other = [], []
+    for program in plan.programs:
+        for node in program.graph.find_nodes(op="call_function", target=ops.send):
+            (kept if sent(node).kept else other).append(str(node.args[0]))
+    assert kept == ["gradients_0"] and "gradients_0" not in other and other
 
 
 def test_a_variable_is_let_go_after_its_last_use() -> None:
