@@ -8,22 +8,21 @@ knows its shape and nothing in the graph is a symbol any more.
 from __future__ import annotations
 
 import hashlib
+import inspect
 import re
-import sys
 import traceback
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import cache
+from functools import cache, wraps
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 import torch
 import torch._dynamo
 import torch.fx.experimental._config
 from torch import Tensor, fx
-from torch._dynamo.callback import callback_handler
+from torch._dynamo import convert_frame
 from torch._dynamo.exc import TensorifyScalarRestartAnalysis
 from torch._dynamo.symbolic_convert import InstructionTranslator
 from torch._subclasses import FakeTensorMode
@@ -47,21 +46,64 @@ from .request import Request
 
 
 def configure_dynamo() -> None:
-    """Keeps Dynamo from running a model without its backend after many compilations.
+    """Makes Dynamo compile for fxsched's backends with the settings they need.
+
+    Its own settings, and those of other backends, stay as they are: ours hold while it
+    compiles a frame for one of ours, in whatever thread. Dynamo has no hook there (its
+    callbacks come after the limit is checked, and are skipped while another thread
+    compiles), so this stands around the function that compiles a frame.
+    """
+    if getattr(convert_frame._compile, "fxsched", False):
+        return
+    original: Any = convert_frame._compile
+    parameters = inspect.signature(original)
+
+    @wraps(original)
+    def compile_frame(*args: Any, **kwargs: Any) -> Any:
+        given = parameters.bind(*args, **kwargs).arguments
+        request = getattr(_innermost(given["compiler_fn"]), "request", None)
+        if not isinstance(request, Request):
+            return original(*args, **kwargs)
+        if request.schedule.microbatches > 1:
+            mark_batch(given["locals"])
+        with _settings():
+            return original(*args, **kwargs)
+
+    vars(compile_frame)["fxsched"] = True
+    vars(convert_frame)["_compile"] = compile_frame
+
+
+@contextmanager
+def _settings() -> Iterator[None]:
+    """Dynamo's settings for models that fxsched plans, in this thread.
 
     Sweeping over schedules compiles one model often; past its limit Dynamo would go on
     in eager mode with no more than a warning.
     """
-    config = torch._dynamo.config
-    config.recompile_limit = max(config.recompile_limit, 1024)
-    config.accumulated_recompile_limit = max(config.accumulated_recompile_limit, 8192)
-    config.fail_on_recompile_limit_hit = True
-    # a number in the call is a constant of the plan; a changing one is better a tensor
-    config.specialize_float = True
-    if _mark_frame not in callback_handler.start_callbacks:
-        callback_handler.register_start_callback(_mark_frame)
-    # lengths that happen to equal the batch size must not share its symbol
-    torch.fx.experimental._config.use_duck_shape = False
+    config: Any = torch._dynamo.config
+    shapes: Any = torch.fx.experimental._config
+    with (
+        config.patch(
+            recompile_limit=max(config.recompile_limit, 1024),
+            accumulated_recompile_limit=max(config.accumulated_recompile_limit, 8192),
+            fail_on_recompile_limit_hit=True,
+            # a number in the call is a constant of the plan; a changing one is better
+            # a tensor
+            specialize_float=True,
+        ),
+        # lengths that happen to equal the batch size must not share its symbol
+        shapes.patch(use_duck_shape=False),
+    ):
+        yield
+
+
+def _innermost(backend: Any) -> Any:
+    """The backend that torch.compile or others wrapped."""
+    while (inner := getattr(backend, "__wrapped__", None)) is not None or (
+        inner := getattr(backend, "compiler_fn", None)
+    ) is not None:
+        backend = inner
+    return backend
 
 
 def ask_for_symbolic_batch(gm: fx.GraphModule, inputs: Sequence[Any]) -> None:
@@ -83,31 +125,6 @@ def ask_for_symbolic_batch(gm: fx.GraphModule, inputs: Sequence[Any]) -> None:
     translator: Any = InstructionTranslator.current_tx()
     translator.speculation_log.clear()
     raise TensorifyScalarRestartAnalysis()
-
-
-def _mark_frame(_: object) -> None:
-    """Asks for a symbolic batch size as Dynamo starts, which saves it a trace.
-
-    Of calls of fxsched's backends alone. What isn't found here, such as a tensor inside
-    an object, is asked for after the first trace.
-    """
-    frame: FrameType | None = sys._getframe()
-    while frame is not None and not {"compiler_fn", "locals"} <= frame.f_locals.keys():
-        frame = frame.f_back
-    if frame is None:
-        return
-    backend = frame.f_locals["compiler_fn"]
-    while inner := _wrapped(backend):
-        backend = inner
-    request = getattr(backend, "request", None)
-    if isinstance(request, Request) and request.schedule.microbatches > 1:
-        mark_batch(frame.f_locals["locals"])
-
-
-def _wrapped(backend: Any) -> Any:
-    """The backend that torch.compile or another one calls in turn, or None."""
-    inner = getattr(backend, "__wrapped__", None)
-    return getattr(backend, "compiler_fn", None) if inner is None else inner
 
 
 def mark_batch(values: Any) -> None:
