@@ -2,24 +2,32 @@
 
 A rank lends blocks of memory to each neighbour and writes every parcel into one of
 them, so a send never waits; the reader's tensors are the block itself, which is free
-again once the last of them is gone. What the user gets is copied out of it. Linux
-only; elsewhere there are no neighbours.
+again once the last of them is gone. What the user gets is copied out of it. While a
+rank waits for one neighbour it reads what all of them send, so that none is held up by
+another's full socket. Linux only; elsewhere there are no neighbours.
+
+The sockets have names that any process of the host can connect to. A rank takes only a
+peer of its own user that knows its token, which the process group hands to all ranks.
+What forks from a rank closes the links and leaves the blocks to its parent.
 """
 
 from __future__ import annotations
 
 import array
+import hmac
 import mmap
 import os
 import queue
+import secrets
 import select
 import socket
 import struct
 import threading
+import time
 import weakref
 from bisect import insort
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -28,16 +36,19 @@ from torch import Tensor
 from .parcels import ALIGNMENT, Packing, Parcel
 
 NOTE = struct.Struct("<qqqq")  # tag, block, its bytes if it is new, bytes to copy out
+HELLO = struct.Struct("<q16s")  # rank, the token of the rank that it connects to
+PEER = struct.Struct("iII")  # process, user and group, as SO_PEERCRED gives them
 DESCRIPTOR = array.array("i").itemsize
 LARGEST = 4  # times what a parcel needs; what is larger waits for larger parcels
 BUSY, FREE = 1, 0  # the first byte of a block; its contents start at ALIGNMENT
+_OPEN: weakref.WeakSet[socket.socket] = weakref.WeakSet()  # links of this process
 
 
 class Block:
     """Shared memory for one parcel at a time."""
 
     def __init__(self, number: int, descriptor: int, size: int) -> None:
-        self.number = number
+        self.number, self.process = number, os.getpid()
         self.memory = mmap.mmap(descriptor, size)
         os.close(descriptor)  # the mapping stays
         self.reader: weakref.ref[memoryview] | None = None
@@ -49,7 +60,8 @@ class Block:
         return torch.frombuffer(view, dtype=torch.uint8, offset=ALIGNMENT)
 
     def _free(self, _: weakref.ref[memoryview]) -> None:
-        self.memory[0] = FREE
+        if os.getpid() == self.process:  # a fork's copy goes, the tensor is still here
+            self.memory[0] = FREE
 
 
 class Copied:
@@ -93,6 +105,7 @@ class Neighbour:
         self.reading = threading.Lock()
         self.changed = threading.Lock()
         self.gone = False
+        _OPEN.add(link)
 
     def send(self, value: Any, parcel: Parcel) -> None:
         if self.reader is None:
@@ -131,7 +144,7 @@ class Neighbour:
                 self.link.sendmsg([note], extra, socket.MSG_DONTWAIT)
                 return
             except BlockingIOError:
-                self.all.drain(self)
+                self.all.wait(self, select.POLLOUT)
             except (BrokenPipeError, ConnectionResetError):
                 raise self._lost() from None
 
@@ -140,7 +153,10 @@ class Neighbour:
         while (block := self._pop(parcel.tag)) is None:
             if self.reader is not None:
                 raise self._lost()  # a watched parcel is there, or never comes
-            self.read()
+            try:
+                self.read(socket.MSG_DONTWAIT)
+            except BlockingIOError:
+                self.all.wait(self, select.POLLIN)
         packing = parcel.packing
         found = packing.read(packing.views(block.bytes()))
         return tuple(found) if parcel.bundle else found[0]
@@ -214,9 +230,12 @@ class Neighbours(dict[int, Neighbour]):
     """The other ranks of this host, by rank; all ranks make it at the same time.
 
     gather: gives every rank's value of a small object, by rank.
+    limit: seconds that another rank may take to connect; TimeoutError after that.
     """
 
-    def __init__(self, rank: int, gather: Callable[[Any], list[Any]]) -> None:
+    def __init__(
+        self, rank: int, gather: Callable[[Any], list[Any]], limit: float = 1800.0
+    ) -> None:
         super().__init__()
         host = _host()
         if host is None:
@@ -225,30 +244,119 @@ class Neighbours(dict[int, Neighbour]):
         with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
             listener.bind("")  # the kernel finds a name that is no file
             listener.listen(socket.SOMAXCONN)
-            everyone = gather((host, listener.getsockname()))
+            token = secrets.token_bytes(16)
+            everyone = gather((host, listener.getsockname(), token))
             near = [r for r, each in enumerate(everyone) if each and each[0] == host]
             for other in (r for r in near if r < rank):
-                link = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-                link.connect(everyone[other][1])
-                link.send(NOTE.pack(rank, 0, 0, 0))
+                _, name, secret = everyone[other]
+                link = _connected(name, other, limit)
+                link.send(HELLO.pack(rank, secret))
                 self[other] = Neighbour(other, link, self)
-            for _ in (r for r in near if r > rank):
-                link, _ = listener.accept()
-                other, *_ = NOTE.unpack(link.recv(NOTE.size))
+            higher = {r for r in near if r > rank}
+            for other, link in _guests(listener, token, higher, limit):
                 self[other] = Neighbour(other, link, self)
 
-    def drain(self, wanted: Neighbour) -> None:
-        """Reads what others sent until one can be written to."""
-        by_number = {each.link.fileno(): each for each in self.values()}
+    def wait(self, wanted: Neighbour, event: int) -> None:
+        """Reads what the others send until one can be read from or written to."""
+        others = {
+            each.link.fileno(): each
+            for each in self.values()
+            if each.reader is None and not each.gone
+        }
         poll = select.poll()
-        for number, each in by_number.items():
-            own = select.POLLIN if each.reader is None else 0
-            poll.register(number, own | (select.POLLOUT if each is wanted else 0))
+        for number in others:
+            poll.register(number, select.POLLIN)
+        own = wanted.link.fileno()
+        poll.register(own, event | (select.POLLIN if own in others else 0))
         while True:
-            for number, event in poll.poll():
-                if event & (select.POLLOUT | select.POLLERR | select.POLLHUP):
+            for number, state in poll.poll():
+                if number == own and state & ~select.POLLIN | state & event:
                     return
-                by_number[number].read(socket.MSG_DONTWAIT)
+                try:
+                    others[number].read(socket.MSG_DONTWAIT)
+                except ConnectionError:  # has ended, which harms who waits for it
+                    others[number].gone = True
+                    poll.unregister(number)
+
+    def close(self) -> None:
+        """Ends the links; what has come over them stays."""
+        for each in self.values():
+            each.link.close()
+
+
+def _close_all() -> None:
+    for link in _OPEN:
+        link.close()
+
+
+os.register_at_fork(after_in_child=_close_all)
+
+
+def _connected(name: bytes, rank: int, limit: float) -> socket.socket:
+    """A link to what another rank listens at."""
+    link = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    _set_limit(link, limit)
+    try:
+        link.connect(name)
+    except BlockingIOError:  # others stand in line there
+        raise TimeoutError(
+            f"fxsched: rank {rank} has not taken a link for {limit:g} s"
+        ) from None
+    _set_limit(link, 0.0)
+    return link
+
+
+def _set_limit(link: socket.socket, seconds: float) -> None:
+    """Bounds how long a link waits to connect or send; 0 for ever."""
+    whole, part = divmod(seconds, 1.0)
+    interval = struct.pack("ll", int(whole), int(part * 1e6))
+    link.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, interval)
+
+
+def _guests(
+    listener: socket.socket, token: bytes, ranks: set[int], limit: float
+) -> Iterator[tuple[int, socket.socket]]:
+    """The links that so many ranks open, each with its rank; others are turned away."""
+    end = time.monotonic() + limit
+    missing = set(ranks)
+    strangers: dict[int, socket.socket] = {}
+    poll = select.poll()
+    poll.register(listener, select.POLLIN)
+    while missing:
+        left = end - time.monotonic()
+        if left <= 0 or not (ready := poll.poll(left * 1000)):
+            raise TimeoutError(
+                f"fxsched: after {limit:g} s ranks {sorted(missing)} have not connected"
+            )
+        for number, _ in ready:
+            if number == listener.fileno():
+                link, _ = listener.accept()
+                strangers[link.fileno()] = link
+                poll.register(link, select.POLLIN)
+                continue
+            link = strangers.pop(number)
+            poll.unregister(link)
+            rank = _introduced(link, token)
+            if rank in missing:
+                missing.remove(rank)
+                yield rank, link
+            else:
+                link.close()
+    for link in strangers.values():
+        link.close()
+
+
+def _introduced(link: socket.socket, token: bytes) -> int | None:
+    """The rank that a peer says to be, if it is of this user and knows the token."""
+    credentials = link.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, PEER.size)
+    try:
+        hello = link.recv(HELLO.size + 1, socket.MSG_DONTWAIT)
+    except ConnectionError:
+        return None
+    if PEER.unpack(credentials)[1] != os.getuid() or len(hello) != HELLO.size:
+        return None
+    rank, secret = HELLO.unpack(hello)
+    return int(rank) if hmac.compare_digest(secret, token) else None
 
 
 def _room(size: int) -> int:

@@ -203,7 +203,7 @@ class Processes:
             dist.init_process_group("gloo")
         check_world(workers, dist.get_world_size())
         self.group = dist.new_group(backend="gloo")
-        self.rank = dist.get_rank()
+        self.rank, self.process = dist.get_rank(), os.getpid()
         self.neighbours: Mapping[int, Neighbour] = {}
         if near:
             self.neighbours = Neighbours(self.rank, self.all)
@@ -227,6 +227,11 @@ class Processes:
                 self.waiting -= 1
 
     def endpoint(self) -> ProcessEndpoint:
+        if os.getpid() != self.process:
+            raise PlanError(
+                "this process was forked from a rank and is none itself; call the "
+                "compiled model in the rank"
+            )
         return ProcessEndpoint(self)
 
     def share(self, tensor: Tensor, source: int, to: Sequence[int]) -> None:
