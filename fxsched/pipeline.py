@@ -13,6 +13,7 @@ import networkx as nx
 from torch import fx
 
 from . import show
+from .arithmetic import Arithmetic, describe_arithmetic
 from .check import check_programs
 from .compare import compare
 from .diagram import Diagram
@@ -88,6 +89,7 @@ class Plan:
     timeline: when each job should run, in seconds.
     lines: the step of all workers; see fxsched/lines.py.
     nodes: what was known of the model's operations, by the names that profiles use.
+    arithmetic: what the model computes, to compare with other ranks'.
     """
 
     schedule: Schedule
@@ -103,6 +105,7 @@ class Plan:
     lines: Sequence[Line | Message] = ()
     notes: tuple[str, ...] = ()
     nodes: Mapping[str, Known] = field(default_factory=dict)
+    arithmetic: Arithmetic = field(default_factory=Arithmetic)
 
     @property
     def trains(self) -> bool:
@@ -176,8 +179,9 @@ class Plan:
 
     @property
     def digest(self) -> str:
-        """Equal for equal plans, in any process; writes no programs."""
-        text = hashlib.sha256()
+        """Equal for equal plans that compute the same, in any process; writes no
+        programs."""
+        text = hashlib.sha256(self.arithmetic.digest.encode())
         head = show.plan_head(self.schedule, self.stages, self.groups, self.notes)
         for part in (*head, *self.lines):
             text.update(f"{part!s}\n".encode())
@@ -195,6 +199,7 @@ class Plan:
 def make_plan(gm: fx.GraphModule, request: Request, passes: tuple[Any, ...]) -> Plan:
     """The plan of a traced microbatch; the user's passes run on each program."""
     nodes = list(gm.graph.nodes)
+    arithmetic = describe_arithmetic(gm, request, passes)
     for each in PASSES:
         gm = each(gm, request)
         request = replace(request, schedule=gm.meta["schedule"])
@@ -232,4 +237,5 @@ def make_plan(gm: fx.GraphModule, request: Request, passes: tuple[Any, ...]) -> 
         gm.meta["lines"],
         tuple(notes),
         known(nodes),
+        arithmetic,
     )

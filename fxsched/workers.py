@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, fx
 
+from .arithmetic import first_difference
 from .check import check_summaries
 from .eventloop import Event
 from .graphs import Role, Spec
@@ -141,8 +142,9 @@ class Ranks:
         except Exception as own:  # said below; the others wait for this rank
             failed = own
         said = f"{type(failed).__name__}: {failed}" if failed else None
-        digests, errors, summaries = zip(
-            *self.processes.all((plan.digest, said, summary)), strict=True
+        passes = plan.arithmetic.passes
+        digests, errors, summaries, everyones = zip(
+            *self.processes.all((plan.digest, said, summary, passes)), strict=True
         )
         if failed is not None:
             raise failed
@@ -151,11 +153,26 @@ class Ranks:
                 raise PlanError(f"rank {rank} could not write its program: {error}")
         wrong = [rank for rank, other in enumerate(digests) if other != digests[0]]
         if wrong:
-            raise PlanError(
-                f"rank {wrong[0]} planned other programs than rank 0; build the same "
-                "model and schedule and pass batches of the same shape on every rank"
-            )
+            raise self._departed(plan, wrong[0])
         check_summaries(summaries)
+        for rank, other in enumerate(everyones):
+            if other != everyones[0]:
+                raise PlanError(
+                    f"rank {rank} has passes={list(other)}, rank 0 has "
+                    f"{list(everyones[0])}; give the same passes on every rank"
+                )
+
+    def _departed(self, plan: Plan, rank: int) -> PlanError:
+        """What a rank computes that rank 0 doesn't, or that it has other programs."""
+        others = self.processes.all(plan.arithmetic)
+        text = f"rank {rank} planned other programs than rank 0; "
+        if others[rank].digest != others[0].digest:
+            first, its = first_difference(others[0], others[rank])
+            text += f"the first difference:\n  rank 0: {first}\n  rank {rank}: {its}\n"
+        return PlanError(
+            f"{text}build the same model and schedule, with the same options, and pass "
+            "batches of the same shape on every rank"
+        )
 
     def settle(
         self, plan: Plan, args: Sequence[Any], kept: MutableMapping[Tensor, Kept]

@@ -30,6 +30,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("graphs", "stages", "ideals", "bars", "scales"),
     (
         "lines",
+        "arithmetic",
         "examine",
         "frame",
         "data_parallel",
