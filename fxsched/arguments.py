@@ -2,14 +2,31 @@
 
 from __future__ import annotations
 
-from .jobs import PlanError, is_int
+import difflib
+from collections.abc import Sequence
+
+from .jobs import PlanError, is_count, too_many
 
 
 def positive(name: str, **counts: object) -> None:
     """Raises PlanError for a count that isn't an int of 1 or more."""
     for argument, count in counts.items():
-        if not is_int(count) or count < 1:  # type: ignore[operator]
-            raise PlanError(f"{name}({argument}={count!r}): give an int of 1 or more")
+        if not is_count(count):
+            raise PlanError(
+                f"{name}({argument}={count!r}): give an int of 1 or more"
+                f"{too_many(count)}"
+            )
+
+
+def one_of(call: str, argument: str, value: object, allowed: Sequence[object]) -> None:
+    """Raises PlanError, with the nearest name, for a value that isn't allowed."""
+    if (value is None or isinstance(value, str)) and value in allowed:
+        return
+    names = [name for name in allowed if isinstance(name, str)]
+    near = difflib.get_close_matches(str(value).lower(), names, 1)
+    hint = f"; did you mean {near[0]!r}?" if near else ""
+    choices = " or ".join(map(repr, allowed))
+    raise PlanError(f"{call}({argument}={value!r}): give {choices}{hint}")
 
 
 def equal_shares(name: str, workers: int, microbatches: int | None) -> int:

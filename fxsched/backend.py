@@ -11,8 +11,9 @@ from torch import Tensor, fx
 from torch.utils.weak import WeakIdKeyDictionary
 
 from . import inductor
+from .arguments import one_of, positive
 from .eventloop import Event
-from .jobs import PlanError, Schedule, is_int
+from .jobs import PlanError, Schedule, is_int, is_number
 from .measure import Profile, measure
 from .pipeline import Plan, make_plan
 from .request import Request
@@ -75,11 +76,16 @@ def backend(
     Raises PlanError for options that don't exist, and when called for what cannot be
     planned.
     """
-    _one_of("order", order, ("static", "dynamic"))
-    _one_of("carry", carry, ("saved", "recompute"))
-    _one_of("loss_reduction", loss_reduction, ("mean", "sum"))
-    _one_of("stage_compiler", stage_compiler, ("eager", "inductor"))
-    _one_of("transport", transport, (None, *TRANSPORTS))
+    if isinstance(schedule, fx.GraphModule):
+        raise PlanError(
+            "torch.compile(backend=fxsched.backend) names the function; give what it "
+            "makes, torch.compile(model, backend=fxsched.backend(schedule))"
+        )
+    one_of("backend", "order", order, ("static", "dynamic"))
+    one_of("backend", "carry", carry, ("saved", "recompute"))
+    one_of("backend", "loss_reduction", loss_reduction, ("mean", "sum"))
+    one_of("backend", "stage_compiler", stage_compiler, ("eager", "inductor"))
+    one_of("backend", "transport", transport, (None, *TRANSPORTS))
     if isinstance(stages, str) and stages != "auto":
         raise PlanError(
             f"backend(stages={stages!r}): give 'auto' or a list of module names, such "
@@ -99,17 +105,19 @@ def backend(
         )
     if not is_int(prefetch) or prefetch < 0:
         raise PlanError(f"backend(prefetch={prefetch!r}): give an int, 0 or more")
-    if memory_limit is not None and not memory_limit > 0:
+    if memory_limit is not None and not (is_number(memory_limit) and memory_limit > 0):
         raise PlanError(f"backend(memory_limit={memory_limit!r}): give bytes, above 0")
-    groups = tuple(
-        tuple(group) if isinstance(group, (list, tuple)) else (group,)
-        for group in same_stage
-    )
-    if isinstance(same_stage, str) or any(len(group) < 2 for group in groups):
+    if not (profile is None or isinstance(profile, (bool, Profile))):
         raise PlanError(
-            f"backend(same_stage={same_stage!r}): give groups of two or more names of "
-            "modules, such as [['encoder.embed', 'head']]"
+            f"backend(profile={profile!r}): give True, or what fxsched.profile(model, "
+            "*inputs) measured"
         )
+    if not isinstance(passes, (tuple, list)) or not all(map(callable, passes)):
+        raise PlanError(
+            f"backend(passes={passes!r}): give a list of functions (program, request) "
+            "-> program"
+        )
+    groups = _groups(same_stage)
     configure_dynamo()
     request = Request(
         schedule,
@@ -139,6 +147,7 @@ def plan(
     The other options are those of fxsched.backend. One process plans for any number of
     workers. Raises PlanError for what cannot be planned.
     """
+    _check_model("plan", model)
     planner = backend(
         schedule,
         stages,
@@ -182,8 +191,8 @@ def profile(
     Parameters, buffers and random numbers stay as they are. Raises PlanError for models
     that cannot be traced.
     """
-    if repeats < 1:
-        raise PlanError(f"profile(repeats={repeats!r}): give an int of 1 or more")
+    _check_model("profile", model)
+    positive("profile", repeats=repeats, microbatches=microbatches)
 
     def make() -> Profile:
         tracer = _Tracer(backend(Schedule(1, microbatches)).request)
@@ -195,6 +204,39 @@ def profile(
         raise _no_graph("profile")
 
     return from_rank_0(make)
+
+
+def _check_model(call: str, model: object) -> None:
+    """Raises PlanError for what torch.compile would stumble over, or change for good:
+    compiling a class compiles all its instances."""
+    if isinstance(model, Schedule):
+        wanted = f"{call}(model, ...): the model comes first, here is a Schedule"
+    elif isinstance(model, type):
+        wanted = (
+            f"{call}(model={model.__name__}): give a model, {model.__name__}(...), not "
+            "its class"
+        )
+    elif callable(model):
+        return
+    else:
+        wanted = f"{call}(model={model!r}): give an nn.Module or a function of tensors"
+    raise PlanError(wanted)
+
+
+def _groups(same_stage: object) -> tuple[tuple[str, ...], ...]:
+    """same_stage as tuples, checked."""
+    groups = same_stage if isinstance(same_stage, (list, tuple)) else [same_stage]
+    for group in groups:
+        if (
+            not isinstance(group, (list, tuple))
+            or len(group) < 2
+            or not all(isinstance(name, str) for name in group)
+        ):
+            raise PlanError(
+                f"backend(same_stage={same_stage!r}): give groups of two or more names "
+                "of modules, such as [['encoder.embed', 'head']]"
+            )
+    return tuple(map(tuple, groups))
 
 
 def _no_graph(what: str) -> PlanError:
@@ -342,12 +384,6 @@ class _Tracer(Backend):
     def _make(self, gm: fx.GraphModule, args: tuple[Any, ...]) -> Step:
         count = self.request.schedule.microbatches
         raise _Traced(trace_microbatch(gm, args, count, {}), args)
-
-
-def _one_of(name: str, value: object, allowed: Sequence[object]) -> None:
-    if value not in allowed:
-        choices = " or ".join(map(repr, allowed))
-        raise PlanError(f"backend({name}={value!r}): give {choices}")
 
 
 def _strides(tensor: Tensor) -> tuple[int, ...]:

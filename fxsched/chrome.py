@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import gzip
 import json
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from os import PathLike, fspath
 from typing import Any
 
 from .eventloop import Event
-from .jobs import Direction, PlanError
+from .jobs import Direction, PlanError, is_number
 
 # Category and chrome://tracing's name of a colour; Perfetto colours by the job's name.
 LOOKS = {
@@ -34,8 +33,15 @@ def write_trace(
         simulation without seconds is shown as a millisecond.
     Raises PlanError for a scale that isn't above 0.
     """
-    if not 0 < scale < math.inf:
+    if not is_number(scale) or scale == 0:
         raise PlanError(f"write_trace(scale={scale!r}): give a number above 0")
+    if not isinstance(timelines, Mapping) or not all(
+        isinstance(events, Sequence) for events in timelines.values()
+    ):
+        raise PlanError(
+            f"write_trace(timelines={timelines!r}): give timelines by name, as "
+            '{"measured": backend.timeline}'
+        )
     path = fspath(path)
     opened = gzip.open if path.endswith(".gz") else open
     with opened(path, "wt", encoding="utf-8") as file:

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import operator
 import re
+import traceback
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from enum import Enum
-from typing import NamedTuple
+from math import inf
+from numbers import Real
+from typing import Any, NamedTuple, NoReturn
 
 import networkx as nx
+
+LARGEST = 100_000  # workers, microbatches or stages
 
 
 class PlanError(Exception):
@@ -18,7 +24,11 @@ class PlanError(Exception):
 class Direction(Enum):
     """Forward, backward, or weight gradients; `value` is the letter that jobs print
     with. Where a schedule splits the backward, B makes the gradients of a stage's
-    inputs and W those of its weights; else B makes both and there is no W."""
+    inputs and W those of its weights; else B makes both and there is no W.
+
+    Its letter is equal to it, in `d == "B"`, `d in ("B", "W")` and as a key. Any other
+    text raises PlanError there, where it would be unequal in silence.
+    """
 
     FORWARD = "F"
     BACKWARD = "B"
@@ -26,6 +36,19 @@ class Direction(Enum):
 
     def __str__(self) -> str:
         return self.value
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, str):
+            return self is other
+        if other not in ("F", "B", "W"):
+            raise PlanError(
+                f"a direction is compared with {other!r}; compare it with 'F', 'B' or "
+                "'W', or with Direction.FORWARD, BACKWARD or WEIGHT"
+            )
+        return bool(self._value_ == other)
+
+    def __hash__(self) -> int:
+        return hash(self._value_)
 
 
 class Job(NamedTuple):
@@ -59,6 +82,8 @@ class Placement(NamedTuple):
     weights: int
     compute: int
 
+
+CALLED = "(stage, microbatch, direction)"
 
 Place = Callable[[int, int, Direction], Placement | tuple[int, int]]
 Priority = Callable[[int, int, Direction], int]
@@ -104,9 +129,10 @@ class Schedule:
             count = getattr(self, field)
             if field == "stages" and count is None:
                 continue
-            if not is_int(count) or count < 1:
+            if not is_count(count):
                 raise PlanError(
                     f"Schedule({field}={count!r}): give an int of 1 or more"
+                    f"{too_many(count)}"
                 )
             object.__setattr__(self, field, int(count))  # numpy's ints too
         if self.fit is not None and not callable(self.fit):
@@ -126,13 +152,25 @@ class Schedule:
                     f"Schedule({field}={getattr(self, field)!r}): give True or False"
                 )
         cap = self.in_flight
-        if cap is not None and not callable(cap) and (not is_int(cap) or cap < 1):
+        if cap is not None and not callable(cap) and not is_count(cap, inf):
             raise PlanError(
                 f"Schedule(in_flight={cap!r}): give None, an int of 1 or more, or a "
                 "function of the stage"
             )
         if cap is not None and not callable(cap):
             object.__setattr__(self, "in_flight", int(cap))
+
+    def __call__(self, *given: Any) -> Callable[..., NoReturn]:
+        """What torch.compile(model, backend=schedule) gets: the error that says what to
+        write, in the first call of the model."""
+
+        def refuse(*inputs: object) -> NoReturn:
+            raise PlanError(
+                "torch.compile(backend=) was given a Schedule, which says what runs "
+                "where; give torch.compile(model, backend=fxsched.backend(schedule))"
+            )
+
+        return refuse
 
     def __str__(self) -> str:
         name = self.name or "schedule"
@@ -152,7 +190,10 @@ class Schedule:
         """What fit gives for these stages, checked; without fit, this schedule."""
         if self.fit is None:
             return self
-        found = self.fit(stages)
+        try:
+            found = self.fit(stages)
+        except Exception as error:
+            raise raised("fit(stages)", error, "a networkx.DiGraph") from error
         same = isinstance(found, Schedule) and (found.workers, found.microbatches) == (
             self.workers,
             self.microbatches,
@@ -166,7 +207,10 @@ class Schedule:
 
     def place(self, job: Job) -> Placement:
         """w of a job, checked. Raises PlanError if it isn't two workers in range."""
-        answer = self.w(*job)
+        try:
+            answer = self.w(*job)
+        except Exception as error:
+            raise raised(f"w({job})", error, CALLED) from error
         if not isinstance(answer, tuple) or len(answer) != 2:
             raise PlanError(
                 f"w({job}) returned {answer!r}; return Placement(weights, compute) or "
@@ -186,7 +230,10 @@ class Schedule:
 
     def priority(self, job: Job) -> int:
         """n of a job, checked. Raises PlanError if it isn't an int."""
-        answer = self.n(*job)
+        try:
+            answer = self.n(*job)
+        except Exception as error:
+            raise raised(f"n({job})", error, CALLED) from error
         if not is_int(answer):
             raise PlanError(f"n({job}) returned {answer!r}; return an int")
         return int(answer)
@@ -195,7 +242,11 @@ class Schedule:
         """How many microbatches of `stage` may be in flight on one worker."""
         if not callable(self.in_flight):
             return self.in_flight
-        answer = self.in_flight(stage)
+        try:
+            answer = self.in_flight(stage)
+        except Exception as error:
+            called = "the number of a stage"
+            raise raised(f"in_flight({stage})", error, called) from error
         if answer is not None and not is_int(answer):
             raise PlanError(
                 f"in_flight({stage}) returned {answer!r}; return None or an int"
@@ -205,4 +256,40 @@ class Schedule:
 
 def is_int(value: object) -> bool:
     """Whether a user's number is an int (numpy's too), but not a bool."""
-    return hasattr(value, "__index__") and not isinstance(value, bool)
+    try:
+        operator.index(value)  # type: ignore[arg-type]  # refuses most arrays
+    except (TypeError, ValueError, RuntimeError):
+        return False
+    return not isinstance(value, bool)
+
+
+def is_count(value: object, most: float = LARGEST) -> bool:
+    """Whether a user's number is an int of 1 or more, and no more than `most`."""
+    return is_int(value) and 1 <= operator.index(value) <= most  # type: ignore[arg-type]
+
+
+def too_many(value: object) -> str:
+    """What to add to an error about a count: the most there can be."""
+    return f", {LARGEST:,} at most" if is_count(value, inf) else ""
+
+
+def is_number(value: object, least: float = 0.0) -> bool:
+    """Whether a user's number is one (not an array, nor True), finite, and not below
+    `least`."""
+    real = isinstance(value, Real) and not isinstance(value, bool)
+    return real and least <= float(value) < inf  # type: ignore[arg-type]
+
+
+def raised(call: str, error: Exception, given: str) -> PlanError:
+    """The error for a function of the user's that raised: which call, what and where.
+
+    given: what it is called with.
+    """
+    if isinstance(error, PlanError):
+        return error
+    frames = traceback.extract_tb(error.__traceback__)[1:]
+    where = f" at {frames[-1].filename}:{frames[-1].lineno}" if frames else ""
+    return PlanError(
+        f"{call} raised {type(error).__name__}: {error}{where}; it is called with "
+        f"{given}"
+    )

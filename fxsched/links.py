@@ -9,7 +9,7 @@ import networkx as nx
 
 from .counts import fetches, owners
 from .eventloop import Jobs, Network, Timeline
-from .jobs import Direction, PlanError, Schedule
+from .jobs import Direction, PlanError, Schedule, is_number
 from .stages import Edges
 
 FORWARD, BACKWARD, WEIGHT = Direction
@@ -27,7 +27,8 @@ class Link:
     latency: float = 0.0
 
     def __post_init__(self) -> None:
-        if not self.bandwidth > 0 or not self.latency >= 0:
+        numbers = is_number(self.bandwidth) and is_number(self.latency)
+        if not numbers or not self.bandwidth > 0:
             raise PlanError(
                 f"{self}: give a bandwidth above 0 and a latency of 0 or more"
             )

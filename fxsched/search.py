@@ -12,16 +12,18 @@ import networkx as nx
 from torch import Tensor
 from tqdm import tqdm
 
-from .arguments import positive
+from .arguments import one_of, positive
 from .backend import plan
 from .contest import Contest
-from .jobs import Placement, PlanError, Schedule
+from .jobs import Placement, PlanError, Schedule, is_int, is_number
+from .links import Link
 from .orders import oldest_microbatch_first
 from .pipeline import Plan
 from .stage_costs import Costs, counts, of_durations, of_graph
 from .tasks import Transfer
 
 JOBS = 3e6  # run on clocks to look for orders, at an effort of 1
+LARGEST = 200_000  # jobs of a schedule
 OBJECTIVES = ("latency", "span")
 
 
@@ -73,9 +75,15 @@ def search(
     schedule meets.
     """
     _check(objective, memory_limit, transfer, prefetch, kept, effort)
+    _check_rest(seed, split_backward, args, kwargs)
     given = _Subject(subject, tuple(args), dict(kwargs or {}))
     workers, microbatches = given.size(workers, microbatches)
     jobs = (2 + split_backward) * microbatches
+    if workers * jobs > LARGEST:
+        raise PlanError(
+            f"search(workers={workers}, microbatches={microbatches}): these make "
+            f"{workers * jobs:,} jobs or more; a search takes {LARGEST:,} at most"
+        )
     costs = given.costs(workers, microbatches, counts(stages, workers, jobs))
     if transfer is None and not costs.edges:
         transfer = 0.0
@@ -108,23 +116,44 @@ def _check(
     kept: float,
     effort: float,
 ) -> None:
-    if objective not in OBJECTIVES:
-        choices = " or ".join(map(repr, OBJECTIVES))
-        raise PlanError(f"search(objective={objective!r}): give {choices}")
-    if memory_limit is not None and not memory_limit > 0:
+    one_of("search", "objective", objective, OBJECTIVES)
+    if memory_limit is not None and not (is_number(memory_limit) and memory_limit > 0):
         raise PlanError(f"search(memory_limit={memory_limit!r}): give a number above 0")
-    if isinstance(transfer, (int, float)) and not transfer >= 0:
-        raise PlanError(f"search(transfer={transfer!r}): give a time of 0 or more")
-    if prefetch is not None and (prefetch < 0 or transfer is None):
+    if not (transfer is None or isinstance(transfer, Link) or is_number(transfer)):
+        raise PlanError(
+            f"search(transfer={transfer!r}): give a time of 0 or more, a Link, or None "
+            "for the `seconds` of edges"
+        )
+    if prefetch is not None and (
+        not is_int(prefetch) or prefetch < 0 or transfer is None
+    ):
         raise PlanError(
             f"search(prefetch={prefetch!r}, transfer={transfer!r}): give how many jobs "
             "ahead weights are asked for, and what their transfer takes: a number or a "
             "Link"
         )
-    if not 0 <= kept <= 1:
+    if not is_number(kept) or kept > 1:
         raise PlanError(f"search(kept={kept!r}): give a share, from 0 to 1")
-    if not effort > 0:
+    if not is_number(effort) or effort == 0:
         raise PlanError(f"search(effort={effort!r}): give a number above 0")
+
+
+def _check_rest(seed: Any, split_backward: Any, args: Any, kwargs: Any) -> None:
+    if not is_int(seed):
+        raise PlanError(f"search(seed={seed!r}): give an int")
+    if not isinstance(split_backward, bool):
+        raise PlanError(
+            f"search(split_backward={split_backward!r}): give True or False"
+        )
+    if not isinstance(args, (tuple, list)):
+        raise PlanError(
+            f"search(args=): give a tuple of the model's arguments, not "
+            f"{type(args).__name__}; one is (x,)"
+        )
+    if not (kwargs is None or isinstance(kwargs, Mapping)):
+        raise PlanError(
+            f"search(kwargs={kwargs!r}): give a dict of the model's keyword arguments"
+        )
 
 
 @dataclass(frozen=True)
@@ -165,7 +194,7 @@ class _Subject:
             return of_graph(self.subject)
         if isinstance(self.subject, Plan):
             return of_graph(self.subject.stages)
-        if callable(self.subject):
+        if callable(self.subject) and not isinstance(self.subject, (type, Schedule)):
             return self.plans(workers, microbatches, wanted)
         raise PlanError(
             f"search({self.subject!r}): give times of a stage, a networkx.DiGraph of "

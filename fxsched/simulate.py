@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from math import inf
-from numbers import Real
 from statistics import median
 from types import MappingProxyType
 
@@ -17,9 +15,19 @@ from . import show
 from .counts import Worker, worker_records
 from .diagram import Diagram, draw
 from .eventloop import Event, Jobs, Network, Timeline, run_jobs
-from .jobs import Direction, Job, PlanError, Schedule, is_int
+from .jobs import (
+    Direction,
+    Job,
+    PlanError,
+    Schedule,
+    is_count,
+    is_int,
+    is_number,
+    raised,
+    too_many,
+)
 from .links import Link, Transfers
-from .stages import Edges, credits, in_its_order, kind_seconds, stage_jobs
+from .stages import Edges, check_size, credits, in_its_order, kind_seconds, stage_jobs
 
 FORWARD, BACKWARD, WEIGHT = Direction
 Durations = Mapping[str, float] | Callable[[Job], float] | Sequence[Event] | None
@@ -118,6 +126,11 @@ def simulate(
         or, if transfer is None, the stage's `fetch`.
     Raises PlanError for what cannot be simulated, and for a cap that stops all.
     """
+    if not isinstance(schedule, Schedule):
+        raise PlanError(
+            f"simulate(schedule={schedule!r}): give a Schedule, such as "
+            "fxsched.schedules.gpipe(workers=4, microbatches=8)"
+        )
     graph = _stages(schedule, stages)
     _set_durations(graph, schedule, durations)
     schedule = schedule.fitted(graph)
@@ -137,16 +150,14 @@ def run_placed(
     _set_durations(stages, schedule, durations)
     seconds = kind_seconds(stages, jobs.kinds)
     if callable(durations):
-        seconds = [durations(jobs.job(i)) for i in range(len(jobs))]
+        checked = _checked(durations)
+        seconds = [checked(jobs.job(i)) for i in range(len(jobs))]
     for number, time in enumerate(seconds):
-        if not _is_time(time):
-            raise PlanError(
-                f"durations: {jobs.job(number)} takes {time!r}; give a number, 0 or "
-                "more"
-            )
+        if not is_number(time):
+            raise _no_time(jobs.job(number), time)
     if not callable(durations):
         seconds *= jobs.microbatches
-    if not (transfer is None or isinstance(transfer, Link) or _is_time(transfer)):
+    if not (transfer is None or isinstance(transfer, Link) or is_number(transfer)):
         raise PlanError(
             f"simulate(transfer={transfer!r}): give a time of 0 or more, a Link, or "
             "None for the `seconds` of edges"
@@ -185,8 +196,31 @@ def run_placed(
     )
 
 
-def _is_time(value: object) -> bool:
-    return isinstance(value, Real) and 0 <= float(value) < inf
+def _no_durations(value: object) -> PlanError:
+    return PlanError(
+        f"simulate(durations={value!r}): give times of F and B, as "
+        '{"F": 1, "B": 2}; a function of the job; a timeline, such as '
+        "backend.timeline; or None for the times of the stages"
+    )
+
+
+def _no_time(job: Job, time: object) -> PlanError:
+    return PlanError(f"durations: {job} takes {time!r}; give a number, 0 or more")
+
+
+def _checked(durations: Callable[[Job], float]) -> Callable[[Job], float]:
+    """The user's function, with errors that name the job."""
+
+    def time(job: Job) -> float:
+        try:
+            found = durations(job)
+        except Exception as error:
+            raise raised(f"durations({job})", error, "a Job") from error
+        if not is_number(found):
+            raise _no_time(job, found)
+        return found
+
+    return time
 
 
 def _stages(
@@ -194,15 +228,20 @@ def _stages(
 ) -> nx.DiGraph[int]:
     """A graph of the stages that simulate may write into."""
     given = len(stages) if isinstance(stages, nx.DiGraph) else stages
+    if given is not None and not isinstance(stages, nx.DiGraph) and not is_count(given):
+        raise PlanError(
+            f"simulate(stages={stages!r}): give an int of 1 or more{too_many(given)}, "
+            "or a networkx.DiGraph"
+        )
     if given and schedule.stages not in (None, given):
         raise PlanError(
             f"simulate(stages=): {schedule.name or 'the schedule'} is made for "
             f"{schedule.stages} stages, not {given}; make it for as many"
         )
     if isinstance(stages, nx.DiGraph):
-        if sorted(stages) != list(range(len(stages))) or not len(stages):
+        if set(stages) != set(range(len(stages))) or not len(stages):
             raise PlanError(
-                f"simulate(stages=): its nodes are {sorted(stages)[:5]}; number the "
+                f"simulate(stages=): its nodes are {list(stages)[:5]}; number the "
                 "stages from 0"
             )
         for a, b in stages.edges:
@@ -213,11 +252,7 @@ def _stages(
                 )
         return stages.copy()
     count = (schedule.stages or schedule.workers) if stages is None else stages
-    if not is_int(count) or count < 1:
-        raise PlanError(
-            f"simulate(stages={count!r}): give an int of 1 or more, or a "
-            "networkx.DiGraph"
-        )
+    check_size(schedule, count)  # before there is a graph of them
     chain: nx.DiGraph[int] = nx.DiGraph()
     chain.add_nodes_from(range(count))
     nx.add_path(chain, range(count))
@@ -237,7 +272,11 @@ def _set_durations(
                 )
         return
     if not isinstance(durations, Mapping):
-        times = durations if callable(durations) else _medians(durations, schedule)
+        times = (
+            _checked(durations)
+            if callable(durations)
+            else _medians(durations, schedule)
+        )
         for s, data in stages.nodes(data=True):
             for b in range(schedule.microbatches):  # the first whose B takes time
                 data["forward"] = times(Job(s, b, FORWARD))
@@ -252,7 +291,7 @@ def _set_durations(
             'split, W, as {"F": 1, "B": 2}'
         )
     for name, time in durations.items():
-        if not _is_time(time):
+        if not is_number(time):
             raise PlanError(
                 f"simulate(durations={dict(durations)}): {name} takes {time!r}; give a "
                 "number, 0 or more"
@@ -268,7 +307,12 @@ def _set_durations(
 def _medians(events: Sequence[Event], schedule: Schedule) -> Callable[[Job], float]:
     """How long a job of a stage and direction took, of all that ran."""
     taken: dict[tuple[int, Direction], list[float]] = {}
-    for job, _, start, end in events:
+    if not isinstance(events, Sequence) or isinstance(events, str):
+        raise _no_durations(events)
+    for event in events:
+        if not isinstance(event, Event):
+            raise _no_durations(events)
+        job, _, start, end = event
         taken.setdefault((job.stage, job.direction), []).append(end - start)
     times = {kind: median(found) for kind, found in taken.items()}
     ran = {d for _, d in times}

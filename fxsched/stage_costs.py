@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from math import isfinite
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import networkx as nx
 
@@ -33,10 +33,11 @@ def counts(stages: int | Sequence[int] | None, workers: int, jobs: int) -> list[
     jobs: those of one stage.
     """
     if stages is not None:
-        given = [stages] if isinstance(stages, int) else list(stages)
+        several = isinstance(stages, Iterable) and not isinstance(stages, str)
+        given: list[Any] = list(cast(Any, stages)) if several else [stages]
         for count in given or [0]:
             positive("search", stages=count)
-        return given
+        return list(map(int, given))
     every = range(workers, LOOPS * workers + 1, workers)
     return [count for count in every if count == workers or count * jobs <= JOBS]
 

@@ -16,13 +16,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 import networkx as nx
 import numpy as np
 
 from .eventloop import Jobs, Kind, Network, Timeline, run_jobs
-from .jobs import Direction, Job, Placement, Schedule
+from .jobs import Direction, Job, Placement, PlanError, Schedule
 
+MOST = 20_000_000  # jobs, which take some 10 GB
 FORWARD, BACKWARD, WEIGHT = Direction
 
 
@@ -36,8 +38,13 @@ def place_jobs(
     kinds, preds: those of one microbatch; see Jobs.
     """
     n, every = schedule.n, range(schedule.microbatches)
+    priorities: list[Any]
+    check_size(schedule, len(kinds))
     weights, compute = _placed(schedule, kinds)
-    priorities = [n(s, b, d) for b in every for s, d in kinds]
+    try:
+        priorities = [n(s, b, d) for b in every for s, d in kinds]
+    except Exception:  # said below, by the job that it is about
+        priorities = [None]
     if not set(map(type, priorities)) <= {int}:
         priorities = [schedule.priority(Job(s, b, d)) for b in every for s, d in kinds]
     return Jobs(
@@ -49,6 +56,16 @@ def place_jobs(
         compute,
         priorities,
     )
+
+
+def check_size(schedule: Schedule, kinds: int) -> None:
+    """Raises PlanError for more than fits in memory: for a table of the jobs, or one of
+    a microbatch's jobs, of which there are `kinds`, by workers."""
+    if max(schedule.microbatches, schedule.workers // 100) * kinds > MOST:
+        raise PlanError(
+            f"{kinds:,} jobs of each of {schedule.microbatches:,} microbatches on "
+            f"{schedule.workers:,} workers are too many to plan or simulate; give fewer"
+        )
 
 
 def _placed(schedule: Schedule, kinds: Sequence[Kind]) -> tuple[list[int], list[int]]:
@@ -70,7 +87,7 @@ def _placed(schedule: Schedule, kinds: Sequence[Kind]) -> tuple[list[int], list[
         inside = all(0 <= worker < schedule.workers for worker in known)
         if plain and inside and types <= {Placement, tuple}:
             return weights, compute
-    except (TypeError, ValueError):
+    except Exception:
         pass  # said below, by the job that it is about
     places = [schedule.place(Job(s, b, d)) for b in every for s, d in kinds]
     return [p.weights for p in places], [p.compute for p in places]

@@ -22,6 +22,7 @@ from .runtime import Run, Runnable
 from .transport import Aborted, Exchange, Processes, ThreadEndpoint
 
 Tangents = dict[int, Tensor] | None
+THREADS = 4096  # workers of one process
 Inputs = Callable[[fx.GraphModule], dict[str, Any]]
 
 
@@ -38,6 +39,11 @@ class Threads:
     readers: tuple[int, ...] | None = (0,)
 
     def __init__(self, workers: int) -> None:
+        if workers > THREADS:
+            raise PlanError(
+                f"a process runs at most {THREADS:,} workers as threads, and the "
+                f"schedule has {workers:,}; fxsched.plan and fxsched.simulate take more"
+            )
         self.here: Sequence[int] = range(workers)
         self.busy = threading.Lock()  # runs that share the threads take turns
         share = max(1, torch.get_num_threads() // workers)
