@@ -8,6 +8,7 @@ from .backend import Backend, backend, explain, plan, profile
 from .boundary import stage_boundary
 from .check import CheckError
 from .chrome import write_trace
+from .complaints import RowsWarning
 from .diagram import Diagram
 from .eventloop import Event
 from .jobs import Direction, Job, Placement, PlanError, Schedule
@@ -29,6 +30,7 @@ __all__ = [
     "Plan",
     "PlanError",
     "Profile",
+    "RowsWarning",
     "Schedule",
     "Simulation",
     "backend",

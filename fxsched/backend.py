@@ -28,6 +28,7 @@ from .trace import (
     trace_microbatch,
 )
 from .transport import TRANSPORTS, choose, from_rank_0
+from .watch import Watch
 from .workers import Kept, Ranks, Threads
 
 Pass = Callable[[fx.GraphModule, Request], fx.GraphModule]
@@ -285,6 +286,8 @@ class Backend:
         self._transport = transport
         self._workers: Threads | Ranks | None = None
         self._steps: dict[str, Step] = {}
+        self._watches: dict[str, Watch] = {}
+        self._said: set[str] = set()  # what was warned of
         self._kept = WeakIdKeyDictionary()  # Kept of parameters and buffers
         self._random = (0, -1)  # the seed, and the steps since it was set
 
@@ -314,6 +317,8 @@ class Backend:
         if isinstance(self._workers, Ranks):
             self._workers.settle(step.plan, args, self._kept)
         self._random = self._next(self._random)
+        if step.watch is not None:
+            step.watch(args, self._said)
         return step(args, self._random)
 
     def _make(self, gm: fx.GraphModule, args: tuple[Any, ...]) -> Step:
@@ -356,7 +361,10 @@ class Backend:
             r: Runnable(plan.programs[r], order, self.record, request.prefetch)
             for r in self._workers.here
         }
-        return Step(plan, programs, self._workers, self.record)
+        step = Step(plan, programs, self._workers, self.record)
+        if plan.schedule.microbatches > 1 and 0 in self._workers.here:
+            step.watch = Watch(gm, traced, plan.loss, request)
+        return step
 
     @property
     def timeline(self) -> tuple[Event, ...]:

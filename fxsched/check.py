@@ -45,6 +45,7 @@ META = {
     "seconds": "estimated or measured seconds of a stage's call",
     "mutates": "fake tensors that a node writes into",
     "stack_trace": "the user's line",
+    "rows": "Rows of a node's value: how it depends on the batch",
     "stage": "stage of a node",
     "direction": "Direction of a stage's call",
     "group": "number of a group of weights, or of the sum of its gradients",
@@ -62,6 +63,8 @@ META = {
 # The keys of gm.meta that passes hand on, and what they say.
 GRAPH_META = {
     "outputs": "Output for each output of the model",
+    "rows": "Rows of each output of the model that is a tensor, else None",
+    "labels": "Labels of each mean over those that are not ignored",
     "fake_mode": "the mode that fake values live in",
     "measured": "whether a profile gave the nodes their work",
     "schedule": "Schedule for these stages",

@@ -12,6 +12,7 @@ from torch.autograd.function import once_differentiable
 from .eventloop import Event
 from .pipeline import Plan
 from .runtime import Run, Runnable
+from .watch import Watch
 from .workers import Ranks, Threads
 
 Random = tuple[int, int]
@@ -36,6 +37,7 @@ class Step:
         self.record = record
         self.events: tuple[Event, ...] = ()
         self.latest: list[Run] = []
+        self.watch: Watch | None = None  # warns of losses before a call
 
     def __call__(self, args: tuple[Any, ...], random: Random) -> Sequence[Any]:
         if not self.plan.trains:

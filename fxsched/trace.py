@@ -43,6 +43,8 @@ from .inputs import (
 from .jobs import PlanError
 from .lazy import lazy_module
 from .request import Request
+from .rows import Kind, Rows
+from .tracker import Tracker
 
 
 def configure_dynamo() -> None:
@@ -256,6 +258,8 @@ class _Binder:
         self.kept: set[int] = set()  # storages that autograd keeps for B
         self.backward: dict[str, float] = {}  # seconds, by operation and arguments
         self.interpreter = fx.Interpreter(gm)
+        size = inputs[batch[0]].shape[0] // microbatches if batch else 0
+        self.tracker = Tracker(size, self.symbols)
         self.seen: Counter[str] = Counter()  # nodes, by module and operation
 
     def bind(self) -> fx.GraphModule:
@@ -271,12 +275,15 @@ class _Binder:
                     self.attribute(node)
                 elif node.op == "output":
                     outputs = self.output(node)
+                    results: Any = node.args[0]
                 else:
                     self.call(node)
         finally:
             torch.set_grad_enabled(grad)
         result = lazy_module(self.gm, self.graph, "Microbatch")
         result.meta["outputs"] = outputs
+        result.meta["rows"] = [self.rows(old) for old in results]
+        result.meta["labels"] = self.tracker.labels
         result.meta["fake_mode"] = self.mode
         return result
 
@@ -298,6 +305,8 @@ class _Binder:
         self.new[node], self.val[node] = new, fake
         new.meta["val"] = fake
         self.given.add(storage(fake))
+        if role is Role.BATCH and self.microbatches > 1:
+            self.tracker.put(fake, Rows(Kind.APART))
 
     def role(self, node: fx.Node, value: Tensor, index: int) -> Role:
         if index in self.batch:
@@ -326,7 +335,8 @@ class _Binder:
         args = fx.map_arg(node.args, lambda n: self.val[n])
         kwargs = fx.map_arg(node.kwargs, lambda n: self.val[n])
         region = node.target in REGION_ENTERS or node.target in REGION_EXITS
-        with self.mode, self.keeping() as held, _Notes() as notes:
+        self.tracker.enter(node)
+        with self.mode, self.keeping() as held, _Notes(self.tracker) as notes:
             if region:
                 target: Any = node.target
                 value = target(*args, **kwargs)
@@ -334,6 +344,7 @@ class _Binder:
                 run = getattr(self.interpreter, node.op)
                 value = run(node.target, args, kwargs)
         self.val[node] = value
+        self.tracker.settle(node, value)
         if not (region or notes.written or _holds_tensor(value)):
             self.new[node] = value
             return
@@ -348,8 +359,14 @@ class _Binder:
             "random": notes.random,
             "stack_trace": node.meta.get("stack_trace"),
             "key": self.key(node),
+            "rows": self.rows(node),
         }
         self.new[node] = new
+
+    def rows(self, node: Any) -> Rows | None:
+        """How a node's value depends on the batch, if it is a tensor."""
+        value = self.val.get(node)
+        return self.tracker.of(value) if isinstance(value, Tensor) else None
 
     def key(self, node: fx.Node) -> str:
         """A name that a node keeps in other traces of the model."""
@@ -444,9 +461,10 @@ BATCH_NORMS = ("native_batch_norm", "cudnn_batch_norm", "miopen_batch_norm")
 class _Notes(Meter):  # type: ignore[no-untyped-call]
     """Notes the tensors that operations write into too."""
 
-    def __init__(self) -> None:
+    def __init__(self, tracker: Tracker) -> None:
         super().__init__()
         self.written: list[Tensor] = []
+        self.tracker = tracker
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: Any = None
@@ -457,7 +475,9 @@ class _Notes(Meter):  # type: ignore[no-untyped-call]
         # their schemas do not say that running statistics are written in training
         if func._schema.name.removeprefix("aten::") in BATCH_NORMS and args[5]:
             self.written += [*tensors(args[3]), *tensors(args[4])]
-        return super().__torch_dispatch__(func, types, args, kwargs)
+        out = super().__torch_dispatch__(func, types, args, kwargs)
+        self.tracker.see(func, args, kwargs or {}, out)
+        return out
 
 
 @cache

@@ -17,6 +17,10 @@ ROOT = Path(__file__).parent.parent
 LAYERS: tuple[tuple[str, ...], ...] = (
     ("models",),
     ("jobs",),
+    ("rows",),
+    ("moves", "picks", "mixes", "complaints"),
+    ("products", "scores"),
+    ("rowrules",),
     (
         "ops",
         "eventloop",
@@ -62,6 +66,8 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "parcels",
         "flats",
     ),
+    ("tracker", "early"),
+    ("watch",),
     ("backsplit", "calls", "simulate", "compare"),
     ("passes",),
     ("trace", "pipeline", "inductor", "table1"),

@@ -1,0 +1,142 @@
+"""How the values of a model depend on the rows of its batch.
+
+A value either does not depend on the batch, or keeps its rows apart along one
+dimension, or has them added up, or mixes them. Rules for operations (moves.py,
+picks.py, mixes.py) say what comes of what; tracker.py follows a model through them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from enum import Enum
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+
+class Kind(Enum):
+    """What became of the rows."""
+
+    SHARED = "shared"  # the same whatever the batch is, along every dimension
+    APART = "apart"  # a part of the value for each row
+    SUM = "sum"  # the whole batch's is the sum of its microbatches'
+    MEAN = "mean"  # ... is their mean
+    OTHER = "other"  # ... is neither
+    UNKNOWN = "unknown"  # there is no rule for an operation on the way
+
+
+class Effect(Enum):
+    """Why the microbatches of a value do not make up the whole batch's."""
+
+    STATISTICS = "statistics of the whole batch"
+    PAIRS = "every row of the batch meets every other"
+    RATIO = "a weighted mean: one reduction over the batch divided by another"
+    REDUCTION = "a reduction over the batch that is neither a sum nor a mean"
+    ORDER = "rows of the batch are picked or ordered by their number"
+    FUNCTION = "a function, not linear, of a sum or mean over the batch"
+    CONSTANT = "what does not depend on the batch is added to a sum over it"
+    BOTH = "a sum over the batch is added to a mean over it"
+    MIX = "rows of the batch are mixed"
+
+
+class Cause(NamedTuple):
+    """The first operation that mixed rows: its name, and the user's lines."""
+
+    effect: Effect
+    operation: str
+    stack: str | None = None
+
+
+class Rows(NamedTuple):
+    """How one tensor depends on the batch.
+
+    dim, outer: if APART, that dimension is outer x rows x something.
+    numbers: whether its values are the numbers of the rows, as of torch.arange(batch).
+    cause: what mixed rows on the way, if anything did.
+    """
+
+    kind: Kind
+    dim: int = 0
+    outer: int = 1
+    numbers: bool = False
+    cause: Cause | None = None
+
+    @property
+    def reduced(self) -> bool:
+        return self.kind in (Kind.SUM, Kind.MEAN, Kind.OTHER)
+
+    @property
+    def place(self) -> tuple[int, int]:
+        return self.dim, self.outer
+
+
+SHARED = Rows(Kind.SHARED)
+UNKNOWN = Rows(Kind.UNKNOWN)
+
+
+class Call(NamedTuple):
+    """One operation: its arguments and result (fake tensors), and their rows.
+
+    size: rows of the batch that the tensors have.
+    """
+
+    func: Any
+    args: Sequence[Any]
+    kwargs: dict[str, Any]
+    out: Any
+    of: Callable[[Tensor], Rows]
+    size: int
+    stack: str | None
+
+    def get(self, name: str, default: Any = None) -> Any:
+        """The argument that the operation's schema calls so."""
+        if name in self.kwargs:
+            return self.kwargs[name]
+        for i, argument in enumerate(self.func._schema.arguments):
+            if argument.name == name:
+                if i < len(self.args):
+                    return self.args[i]
+                value = argument.default_value
+                return default if value is None else value
+        return default
+
+    def tensors(self) -> Iterator[Tensor]:
+        for value in (*self.args, *self.kwargs.values()):
+            if isinstance(value, Tensor):
+                yield value
+            elif isinstance(value, (tuple, list)):
+                yield from (each for each in value if isinstance(each, Tensor))
+
+    def mixed(self, effect: Effect, *before: Rows) -> Cause:
+        """The first cause among values, or this operation as one."""
+        return first_cause(before) or Cause(effect, str(self.func), self.stack)
+
+    def inner(self, tensor: Tensor, rows: Rows) -> int:
+        """How many neighbours along its dimension belong to one row."""
+        return int(tensor.shape[rows.dim]) // (rows.outer * self.size)
+
+
+Rule = Callable[[Call], Rows | Sequence[Rows]]
+
+
+def first_cause(values: Sequence[Rows]) -> Cause | None:
+    return next((rows.cause for rows in values if rows.cause), None)
+
+
+def known(rule: Rule) -> Rule:
+    """A rule that is asked only where all arguments are known, some not shared."""
+
+    def guarded(call: Call) -> Rows | Sequence[Rows]:
+        values = [call.of(tensor) for tensor in call.tensors()]
+        if any(rows.kind is Kind.UNKNOWN for rows in values):
+            return UNKNOWN._replace(cause=first_cause(values))
+        if all(rows.kind is Kind.SHARED for rows in values):
+            return SHARED
+        return rule(call)
+
+    return guarded
+
+
+def product(sizes: Sequence[int]) -> int:
+    return math.prod(map(int, sizes))

@@ -1,0 +1,256 @@
+"""Which operations keep rows of a batch apart, and what is warned of."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import fxsched
+from fxsched import Schedule
+from fxsched.backend import _Traced, _Tracer
+from fxsched.rows import Effect, Kind, Rows
+from tests import cases
+
+SEQUENCES, FEATURES = torch.randn(8, 4, 6), torch.randn(8, 6)
+CLASSES = torch.randint(0, 6, (8,), generator=torch.Generator().manual_seed(1))
+KEEP = (torch.arange(32).view(8, 4) % 3 > 0).float()
+
+
+class Model(nn.Module):
+    def __init__(self, compute: Callable[..., Tensor]) -> None:
+        super().__init__()
+        self.compute = compute
+        self.linear, self.norm = nn.Linear(6, 6), nn.BatchNorm1d(6)
+        self.attention = nn.MultiheadAttention(6, 2)
+
+    def forward(self, *inputs: Tensor) -> Tensor:
+        return self.compute(self, *inputs)
+
+
+def rows_of(model: nn.Module, *inputs: Tensor) -> list[Rows | None]:
+    """Of each output of a model whose batch is cut into two."""
+    tracer = _Tracer(fxsched.backend(Schedule(1, 2)).request)
+    with pytest.raises(_Traced) as traced:
+        torch.compile(model, backend=tracer)(*inputs)
+    rows: list[Rows | None] = traced.value.graph.meta["rows"]
+    return rows
+
+
+def pairs(s: Model, x: Tensor, y: Tensor) -> Tensor:
+    similar = s.linear(x) @ s.linear(y).t()
+    return F.cross_entropy(similar, torch.arange(len(x), device=x.device))
+
+
+def shifted(s: Model, x: Tensor, y: Tensor) -> Tensor:
+    new = torch.zeros_like(y)
+    new[1:] = y[:-1]
+    return (s.linear(x) - new).pow(2).mean()
+
+
+def time_first(s: Model, x: Tensor) -> Tensor:
+    """[batch, time, 6] through time-first layers and back."""
+    return s.attention(*[x.transpose(0, 1)] * 3)[0].transpose(0, 1).pow(2).mean()
+
+
+KINDS: dict[str, tuple[Kind, Callable[..., Any], tuple[Tensor, ...]]] = {
+    "sum": (Kind.SUM, lambda s, x: s.linear(x).sum(), (SEQUENCES,)),
+    "mean": (Kind.MEAN, lambda s, x: s.linear(x).pow(2).mean(), (SEQUENCES,)),
+    "sum / batch": (Kind.MEAN, lambda s, x: s.linear(x).sum() / len(x), (FEATURES,)),
+    "sum * (1 / batch)": (
+        Kind.MEAN,
+        lambda s, x: s.linear(x).sum() * (1 / x.shape[0]),
+        (FEATURES,),
+    ),
+    "sum / tensor(batch)": (
+        Kind.MEAN,
+        lambda s, x: s.linear(x).sum() / torch.tensor(x.shape[0]),
+        (FEATURES,),
+    ),
+    "batchmean": (
+        Kind.MEAN,
+        lambda s, x: F.kl_div(
+            s.linear(x).log_softmax(-1), x.softmax(-1), reduction="batchmean"
+        ),
+        (FEATURES,),
+    ),
+    "soft labels": (
+        Kind.MEAN,
+        lambda s, x: F.cross_entropy(s.linear(x), x.softmax(-1)),
+        (FEATURES,),
+    ),
+    "labels": (
+        Kind.MEAN,
+        lambda s, x, y: F.cross_entropy(s.linear(x), y, label_smoothing=0.1),
+        (FEATURES, CLASSES),
+    ),
+    "labels, summed": (
+        Kind.SUM,
+        lambda s, x, y: F.cross_entropy(s.linear(x), y, reduction="sum"),
+        (FEATURES, CLASSES),
+    ),
+    "mean and weight decay": (
+        Kind.MEAN,
+        lambda s, x: s.linear(x).pow(2).mean() + s.linear.weight.pow(2).sum(),
+        (FEATURES,),
+    ),
+    "mean of each row's": (
+        Kind.MEAN,
+        lambda s, x, keep: ((s.linear(x).mean(-1) * keep).sum(1) / keep.sum(1)).mean(),
+        (SEQUENCES, KEEP),
+    ),
+    "gram": (Kind.SUM, lambda s, x: (s.linear(x).t() @ x).sum(), (FEATURES,)),
+    "one of each row": (
+        Kind.MEAN,
+        lambda s, x, y: s.linear(x)[torch.arange(len(x)), y].mean(),
+        (FEATURES, CLASSES),
+    ),
+    "halves of a doubled batch": (
+        Kind.MEAN,
+        lambda s, x: s.linear(torch.cat([x, -x])).chunk(2)[0].pow(2).mean(),
+        (FEATURES,),
+    ),
+    "softmax of features": (
+        Kind.MEAN,
+        lambda s, x: s.linear(x).softmax(-1).pow(2).mean(),
+        (FEATURES,),
+    ),
+    "time first": (Kind.MEAN, time_first, (SEQUENCES,)),
+    "instance norm": (
+        Kind.MEAN,
+        lambda s, x: F.instance_norm(s.linear(x)).pow(2).mean(),
+        (SEQUENCES,),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_rows_apart_end_in_a_sum_or_a_mean(name: str) -> None:
+    kind, compute, inputs = KINDS[name]
+    assert rows_of(Model(compute), *inputs) == [Rows(kind)]
+
+
+MIXED: dict[str, tuple[Effect, Callable[..., Any], tuple[Tensor, ...]]] = {
+    "contrastive": (Effect.PAIRS, pairs, (FEATURES, FEATURES + 1)),
+    "batch norm": (
+        Effect.STATISTICS,
+        lambda s, x: s.norm(s.linear(x)).pow(2).mean(),
+        (FEATURES,),
+    ),
+    "centred": (
+        Effect.STATISTICS,
+        lambda s, x: (s.linear(x) - s.linear(x).mean(0)).pow(2).mean(),
+        (FEATURES,),
+    ),
+    "attention over the batch": (
+        Effect.PAIRS,
+        lambda s, x: s.attention(x, x, x)[0].pow(2).mean(),
+        (SEQUENCES,),
+    ),
+    "softmax over the batch": (
+        Effect.ORDER,
+        lambda s, x: s.linear(x).softmax(0).pow(2).mean(),
+        (FEATURES,),
+    ),
+    "neighbours": (Effect.ORDER, shifted, (FEATURES, FEATURES)),
+    "flipped": (
+        Effect.ORDER,
+        lambda s, x: (s.linear(x) * x.flip(0)).mean(),
+        (FEATURES,),
+    ),
+    "maximum": (Effect.REDUCTION, lambda s, x: s.linear(x).amax(0).sum(), (FEATURES,)),
+    "root": (
+        Effect.FUNCTION,
+        lambda s, x: s.linear(x).pow(2).mean().sqrt(),
+        (FEATURES,),
+    ),
+    "masked": (
+        Effect.RATIO,
+        lambda s, x, keep: (s.linear(x).mean(-1) * keep).sum() / keep.sum(),
+        (SEQUENCES, KEEP),
+    ),
+    "class weights": (
+        Effect.RATIO,
+        lambda s, x, y: F.cross_entropy(s.linear(x), y, weight=x[0].detach().exp()),
+        (FEATURES, CLASSES),
+    ),
+    "sum and weight decay": (
+        Effect.CONSTANT,
+        lambda s, x: s.linear(x).pow(2).sum() + s.linear.weight.pow(2).sum(),
+        (FEATURES,),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", MIXED)
+def test_rows_that_meet_have_a_cause(name: str) -> None:
+    effect, compute, inputs = MIXED[name]
+    (rows,) = rows_of(Model(compute), *inputs)
+    assert rows is not None and rows.cause is not None
+    assert rows.cause.effect is effect
+    assert __file__ in str(rows.cause.stack)
+
+
+def warned(
+    model: nn.Module, *batches: tuple[Tensor, ...], reduction: str = "mean"
+) -> list[str]:
+    """What is said of rows in steps on these batches."""
+    schedule = fxsched.schedules.gpipe(1, 4)
+    backend = fxsched.backend(schedule, loss_reduction=reduction)
+    step = torch.compile(model, backend=backend)
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always", fxsched.RowsWarning)
+        for inputs in batches:
+            step(*inputs)
+    return [str(w.message) for w in found if w.category is fxsched.RowsWarning]
+
+
+@pytest.mark.parametrize("name", cases.MODELS | cases.BRANCHING)
+def test_losses_of_the_models_are_means(name: str) -> None:
+    model, inputs = cases.build(name)
+    assert rows_of(model, *inputs) == [Rows(Kind.MEAN)]
+
+
+def test_a_sum_is_named_once() -> None:
+    model = Model(lambda s, x: s.linear(x).sum())
+    (text,) = warned(model, (FEATURES,), (FEATURES,), (FEATURES[:4],))
+    assert 'loss is a sum over the batch, but loss_reduction="mean"' in text
+    assert 'write fxsched.backend(schedule, loss_reduction="sum")' in text
+    assert warned(model, (FEATURES,), reduction="sum") == []
+
+
+def test_a_mean_is_named_where_a_sum_was_asked_for() -> None:
+    model = Model(lambda s, x: s.linear(x).mean())
+    (text,) = warned(model, (FEATURES,), reduction="sum")
+    assert "4 times eager's" in text
+
+
+def test_contrastive_losses_are_named_with_their_line() -> None:
+    (text,) = warned(Model(pairs), (FEATURES, FEATURES + 1))
+    assert "every row of the batch meets every other (aten.mm.default)" in text
+    assert f"{__file__}:" in text and "in pairs: similar = s.linear(x) @" in text
+
+
+def test_batch_statistics_are_named_in_training_only() -> None:
+    model = Model(lambda s, x: s.norm(s.linear(x)))
+    (text,) = warned(model, (FEATURES,))
+    assert "output 0 of 4 microbatches is not eager's" in text
+    assert "statistics of the whole batch" in text
+    assert warned(model.eval(), (FEATURES,)) == []
+
+
+def test_ignored_labels_are_named_when_microbatches_have_unequal_numbers() -> None:
+    model = Model(lambda s, x, y: F.cross_entropy(s.linear(x), y))
+    unequal, equal = CLASSES.clone(), CLASSES.clone()
+    unequal[:3], equal[::2] = -100, -100
+    same = warned(model, (FEATURES, CLASSES), (FEATURES, equal))
+    assert same == []  # of all labels, or of one in each microbatch
+    batches = (FEATURES, CLASSES), (FEATURES, unequal), (FEATURES, unequal)
+    (text,) = warned(model, *batches)
+    assert "labels that are not -100, of which microbatches have from 0 to 2" in text
+    assert "F.cross_entropy(s.linear(x), y)" in text
