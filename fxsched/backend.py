@@ -25,6 +25,7 @@ from .trace import (
     configure_dynamo,
     graph_break,
     mark_batch,
+    note_origins,
     trace_microbatch,
 )
 from .transport import TRANSPORTS, choose, from_rank_0
@@ -296,6 +297,7 @@ class Backend:
     ) -> Callable[..., Sequence[Any]]:
         """torch.compile's side: from a traced graph to a function of its inputs."""
         broken = graph_break(gm)
+        note_origins(gm, inputs)
         if broken is None and self.request.schedule.microbatches > 1:
             ask_for_symbolic_batch(gm, inputs)
         captured = capture(gm)
@@ -340,14 +342,10 @@ class Backend:
         traced = trace_microbatch(gm, args, self.request.schedule.microbatches, specs)
         if self.profile is not None:
             self.profile.apply(traced)
-        names = {
-            n.meta["index"]: n.meta["name"]
-            for n in traced.graph.find_nodes(op="placeholder")
-        }
         request = dataclasses.replace(
             self.request,
             training=torch.is_grad_enabled(),
-            owners={names[i]: entry.owners for i, entry in kept.items()},
+            owners={i: entry.owners for i, entry in kept.items()},
             readers=self._workers.readers if self._workers else None,
         )
         plan = make_plan(traced, request, self.passes)

@@ -33,6 +33,7 @@ __all__ = ["GRAPH_META", "META", "CheckError", "check_programs", "check_summarie
 META = {
     "val": "fake value of a node of the traced graph",
     "role": "Role of an input of the traced graph",
+    "origin": "Origin of an input of Dynamo's graph",
     "name": "the user's name of an input",
     "index": "position of an input in the call",
     "input": "position of a batch input in the call",
@@ -72,7 +73,7 @@ GRAPH_META = {
     "stage_count": "number of stages",
     "stages": "the stages as a networkx.DiGraph",
     "groups": "Group for each group of weights",
-    "state": "State of each parameter, buffer and shared input, by name",
+    "state": "where a stage's state is: its groups, and the tensors in them",
     "loss": "position of the output that B starts from in the call, or None",
     "jobs": "all jobs in the global order",
     "placements": "w of each job",

@@ -79,27 +79,33 @@ class Output(NamedTuple):
 
 
 class State(NamedTuple):
-    """A parameter, buffer or shared input: its position in the call, and what it is."""
+    """A parameter, buffer or shared input: its position in the call, what it is, and
+    the user's name for it, which nothing is looked up by."""
 
     input: int
     role: Role
+    name: str
 
 
 class Group(NamedTuple):
     """Tensors of the model's state with the same owners and the same readers.
 
-    names: parameters and buffers, as the user names them.
+    state: parameters, buffers and shared inputs.
     owners: workers that keep them, in increasing order.
     stages: stages that read them.
-    trained: for each name, whether it gets a gradient.
+    trained: for each of them, whether it gets a gradient.
     givers: stages that give gradients.
     """
 
-    names: tuple[str, ...]
+    state: tuple[State, ...]
     owners: tuple[int, ...]
     stages: tuple[int, ...]
     trained: tuple[bool, ...]
     givers: tuple[int, ...] = ()
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return tuple(each.name for each in self.state)
 
 
 def result(gm: fx.GraphModule) -> Any:

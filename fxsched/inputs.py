@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, fx
 
 from .jobs import PlanError
+from .origins import Origin
 
 
 def batch_inputs(
@@ -36,7 +37,7 @@ def batch_inputs(
     lengths = Counter(inputs[i].shape[0] for i in batch or candidates or given)
     (length, count), *others = lengths.most_common()
     if batch and any(other == count for _, other in others):
-        names = [name_of(source_of(nodes[i]), roots_of(gm)) for i in batch]
+        names = [origin_of(nodes[i]).name for i in batch]
         raise PlanError(
             f"inputs {', '.join(names)} have different lengths along dimension 0 "
             f"({', '.join(map(str, lengths))}), and any of them could be the batch; "
@@ -45,7 +46,7 @@ def batch_inputs(
     batch = [i for i in batch if inputs[i].shape[0] == length]
     if length % microbatches or length == 0:
         first = next(i for i in batch or given if inputs[i].shape[0] == length)
-        name = name_of(source_of(nodes[first]), roots_of(gm))
+        name = origin_of(nodes[first]).name
         raise PlanError(
             f"input {name} has a batch of {length}, which does not divide into "
             f"{microbatches} microbatches; pass a multiple of {microbatches} or "
@@ -64,8 +65,7 @@ def _user_tensors(gm: fx.GraphModule, inputs: Sequence[Any]) -> list[int]:
         if isinstance(inputs[i], Tensor)
         and inputs[i].dim() > 0
         and not isinstance(inputs[i], torch.nn.Parameter)
-        and source_of(node).startswith("L[")
-        and not in_module(source_of(node))
+        and origin_of(node).argument
     ]
 
 
@@ -118,55 +118,7 @@ def symbol_of(size: object) -> Any:
     return expression if expression.is_Symbol else None
 
 
-def source_of(node: fx.Node) -> str:
-    """Where Dynamo found an input, such as L['self']._modules['a']._buffers['b']."""
-    if "source" in node.meta:
-        return str(node.meta["source"])
-    argument = node.meta.get("grapharg")
-    source = getattr(argument, "source", None) or getattr(node, "_dynamo_source", None)
-    name = getattr(source, "name", node.name)
-    return name() if callable(name) else str(name)
-
-
-def in_module(source: str) -> bool:
-    return re.search(r"\._(modules|parameters|buffers)\[", source) is not None
-
-
-def roots_of(gm: fx.GraphModule) -> list[str]:
-    """The expressions of the modules that inputs belong to, such as L['self']."""
-    found = [
-        re.split(r"\._(?:modules|parameters|buffers)\[", source)[0]
-        for source in map(source_of, placeholders(gm))
-        if in_module(source)
-    ]
-    return list(dict.fromkeys(found))
-
-
-def name_of(source: str, roots: list[str]) -> str:
-    """The user's name of an input: layers.0.weight, or x, or batch['x']."""
-    if in_module(source):
-        path = re.findall(r"\._(?:modules|parameters|buffers)\['([^']*)'\]", source)
-        root = re.split(r"\._(?:modules|parameters|buffers)\[", source)[0]
-        rest = source.rsplit("]", 1)[1]
-        prefix = [_plain(root)] if len(roots) > 1 else []
-        return ".".join(prefix + path) + rest
-    return _plain(source)
-
-
-def _plain(source: str) -> str:
-    """L['batch']['x'] as batch['x']."""
-    return re.sub(r"^[LG]\['([^']*)'\]", r"\1", source)
-
-
-def module_of(node: fx.Node, roots: list[str]) -> str:
-    """The dotted name of the innermost module that a node was called in, or ''."""
-    stack = node.meta.get("nn_module_stack") or {}
-    if not stack:
-        return ""
-    path = str(next(reversed(stack.values()))[0])
-    path = re.sub(r"\._modules\['([^']*)'\]", r".\1", path)
-    for root in roots:
-        if path == root or path.startswith(root + "."):
-            rest = path[len(root) :].strip(".")
-            return ".".join(filter(None, [_plain(root)] * (len(roots) > 1) + [rest]))
-    return _plain(path)
+def origin_of(node: fx.Node) -> Origin:
+    """Where an input comes from, as trace.note_origins wrote it down."""
+    origin: Origin = node.meta["origin"]
+    return origin

@@ -19,7 +19,7 @@ from .compare import compare
 from .diagram import Diagram
 from .eventloop import Event, Timeline
 from .examine import Summary, examine
-from .graphs import Group, Output, State
+from .graphs import Group, Output
 from .jobs import Direction, Job, Placement, PlanError, Schedule
 from .lines import Line, Message
 from .links import Link
@@ -84,7 +84,6 @@ class Plan:
         them), `flops` (of one microbatch's F); edges have `bytes` (per microbatch).
     jobs: all jobs in the global order.
     programs: a torch.fx.GraphModule per worker, written when it is asked for.
-    state: parameters, buffers and shared inputs, by name.
     loss: position of the output that B starts from in the call itself, or None.
     timeline: when each job should run, in seconds.
     lines: the step of all workers; see fxsched/lines.py.
@@ -99,7 +98,6 @@ class Plan:
     placements: dict[Job, Placement]
     groups: tuple[Group, ...]
     outputs: tuple[Output, ...]
-    state: dict[str, State]
     loss: int | None
     timeline: Timeline
     lines: Sequence[Line | Message] = ()
@@ -231,7 +229,6 @@ def make_plan(gm: fx.GraphModule, request: Request, passes: tuple[Any, ...]) -> 
         gm.meta["placements"],
         tuple(gm.meta["groups"]),
         tuple(gm.meta["outputs"]),
-        gm.meta["state"],
         gm.meta["loss"],
         gm.meta["timeline"],
         gm.meta["lines"],

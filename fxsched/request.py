@@ -15,7 +15,8 @@ class Request:
     carry: "saved" or "recompute", what B gets from F.
     loss_reduction: "mean" or "sum" over microbatches.
     training: whether gradients are wanted.
-    owners: workers that keep a parameter or buffer since an earlier plan, by name.
+    owners: workers that keep a parameter or buffer since an earlier plan, by its
+        position in the call.
     memory_limit: bytes that a worker may hold, or None.
     same_stage: groups of names of modules that stay in one stage.
     readers: workers that hand outputs to the user; None for all of them.
@@ -27,7 +28,7 @@ class Request:
     carry: str = "saved"
     loss_reduction: str = "mean"
     training: bool = True
-    owners: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    owners: dict[int, tuple[int, ...]] = field(default_factory=dict)
     memory_limit: float | None = None
     same_stage: tuple[tuple[str, ...], ...] = ()
     readers: tuple[int, ...] | None = None

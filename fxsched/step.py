@@ -57,10 +57,9 @@ class Step:
             found: dict[str, Any] = {}
             for node in program.graph.find_nodes(op="placeholder"):
                 if "group" in node.meta:
-                    names = self.plan.groups[node.meta["group"]].names
-                    state = self.plan.state
+                    group = self.plan.groups[node.meta["group"]]
                     found[node.name] = tuple(
-                        args[state[n].input].detach() for n in names
+                        args[each.input].detach() for each in group.state
                     )
                 elif "input" in node.meta:
                     found[node.name] = args[node.meta["input"]].detach()
@@ -114,9 +113,9 @@ class Step:
         """Writes new buffers to the model; gives the outputs."""
         with torch.no_grad():
             for group, values in results["state"].items():
-                names = self.plan.groups[int(group)].names
-                for name, value in zip(names, values, strict=True):
-                    args[self.plan.state[name].input].copy_(value)
+                state = self.plan.groups[int(group)].state
+                for each, value in zip(state, values, strict=True):
+                    args[each.input].copy_(value)
         return tuple(results["outputs"])
 
     def _gradients(
@@ -125,10 +124,9 @@ class Step:
         """The gradient of each leaf; None for those that other workers keep."""
         found: dict[int, Tensor] = {int(i): g for i, g in results["inputs"].items()}
         for group, gradients in results["groups"].items():
-            names, _, _, trained, _ = self.plan.groups[int(group)]
-            wanted = [n for n, t in zip(names, trained, strict=True) if t]
-            for name, gradient in zip(wanted, gradients, strict=True):
-                found[self.plan.state[name].input] = gradient
+            state, _, _, trained, _ = self.plan.groups[int(group)]
+            wanted = [s.input for s, t in zip(state, trained, strict=True) if t]
+            found.update(zip(wanted, gradients, strict=True))
         return [found.get(i) for i in leaves]
 
 

@@ -9,17 +9,19 @@ from __future__ import annotations
 
 import hashlib
 import inspect
+import os
 import re
 import traceback
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cache, wraps
-from pathlib import Path
+from types import CodeType
 from typing import Any
 
 import torch
 import torch._dynamo
+import torch._dynamo.guards as guards
 import torch.fx.experimental._config
 from torch import Tensor, fx
 from torch._dynamo import convert_frame
@@ -32,16 +34,13 @@ from .graphs import REGION_ENTERS, REGION_EXITS, Output, Role, Spec, storage, te
 from .inputs import (
     batch_candidates,
     batch_inputs,
-    in_module,
-    module_of,
-    name_of,
+    origin_of,
     placeholders,
-    roots_of,
-    source_of,
     symbol_of,
 )
 from .jobs import PlanError
 from .lazy import lazy_module
+from .origins import Frame, Origins, Path
 from .request import Request
 from .rows import Kind, Rows
 from .tracker import Tracker
@@ -67,7 +66,8 @@ def configure_dynamo() -> None:
         if not isinstance(request, Request):
             return original(*args, **kwargs)
         if request.schedule.microbatches > 1:
-            mark_batch(given["locals"])
+            free = given["code"].co_freevars  # a closure's, which are state
+            mark_batch([v for n, v in given["locals"].items() if n not in free])
         with _settings():
             return original(*args, **kwargs)
 
@@ -142,16 +142,61 @@ def mark_batch(values: Any) -> None:
         torch._dynamo.maybe_mark_dynamic(values, 0)
 
 
+def note_origins(gm: fx.GraphModule, inputs: Sequence[Any]) -> None:
+    """Writes down where inputs come from, as meta["origin"], and which modules nodes
+    are called in, as meta["module"].
+
+    Called inside a torch.compile backend: Dynamo's way to an input is of no use later.
+    """
+    origins = Origins(_traced_frame(), list(map(_path, placeholders(gm))), inputs)
+    for node, origin in zip(placeholders(gm), origins.inputs, strict=True):
+        node.meta["origin"] = origin
+    for node in gm.graph.nodes:
+        node.meta["module"] = origins.module_name(node.meta.get("nn_module_stack", {}))
+
+
+def _traced_frame() -> Frame:
+    """The frame of the compiled function, as the expressions of guards see it."""
+    translator: Any = InstructionTranslator.current_tx()
+    root = translator.output.root_tx
+    names: Any = guards  # what a guard's expression may call
+    late = getattr(names, "_get_closure_vars", None)
+    scope = {**(late() if late else names.CLOSURE_VARS)}
+    scope.update(L=root.f_locals, G=root.f_globals)
+    outside = [*root.f_code.co_freevars, *_method_owner(root.f_code, root.f_locals)]
+    return Frame(scope, frozenset(f"L[{name!r}]" for name in outside))
+
+
+def _method_owner(code: CodeType, variables: Mapping[str, Any]) -> Sequence[str]:
+    """The name of a method's `self`, if the code is of a method."""
+    first = code.co_varnames[: min(code.co_argcount, 1)]
+    for base in type(variables.get(*first)).__mro__ if first else ():
+        method: Any = vars(base).get(code.co_name)
+        if getattr(inspect.unwrap(method), "__code__", None) is code:
+            return () if isinstance(method, staticmethod) else first
+    return ()
+
+
+def _path(node: fx.Node) -> Path:
+    """The expressions that Dynamo reached an input by, the longest last."""
+    argument = node.meta.get("grapharg")
+    source = getattr(argument, "source", None) or getattr(node, "_dynamo_source", None)
+    names = [] if source else [node.name]
+    while source is not None:
+        name = source.name
+        names.append(str(name() if callable(name) else name))
+        source = getattr(source, "base", None)
+    return tuple(reversed(names))
+
+
 def capture(gm: fx.GraphModule) -> fx.GraphModule:
     """A copy of Dynamo's graph, with what Dynamo forgets after it was compiled."""
     graph = fx.Graph()
     new: dict[fx.Node, fx.Node] = {}
     for node in gm.graph.nodes:
         new[node] = graph.node_copy(node, new.__getitem__)
-        if node.op == "placeholder":
-            new[node].meta["source"] = source_of(node)
     result = lazy_module(gm, graph)
-    sources = [source_of(node) for node in placeholders(gm)]
+    sources = [f"{_path(node)[-1]} {origin_of(node)}" for node in placeholders(gm)]
     inner = [str(m.graph) for m in gm.modules() if isinstance(m, fx.GraphModule)]
     constants = [str(id(tensor)) for tensor in _constants(gm)]
     text = "\n".join([*sources, *inner, *constants])
@@ -207,7 +252,7 @@ def _skipped_frame() -> traceback.FrameSummary | None:
     ]
     if not calls:
         return None
-    torch_folder = str(Path(torch.__file__).parent)
+    torch_folder = os.path.dirname(torch.__file__)
     between = stack[calls[-1] + 1 : dynamo[0]]
     user = [frame for frame in between if not frame.filename.startswith(torch_folder)]
     return user[-1] if user else None
@@ -253,7 +298,7 @@ class _Binder:
         self.val: dict[fx.Node, Any] = {}  # old node -> fake value
         values: list[Any] = [n.meta.get("example_value") for n in placeholders(gm)]
         self.symbols = {symbol_of(values[i].shape[0]) for i in batch} - {None}
-        self.roots = roots_of(gm)
+        self.first: dict[int, fx.Node] = {}  # the input that a tensor of state is
         self.given: set[int] = set()  # storages of inputs and state
         self.kept: set[int] = set()  # storages that autograd keeps for B
         self.backward: dict[str, float] = {}  # seconds, by operation and arguments
@@ -292,9 +337,13 @@ class _Binder:
         if not isinstance(value, Tensor):
             self.val[node] = self.new[node] = self.number(node, value)
             return
-        name = name_of(source_of(node), self.roots)
-        new = self.graph.placeholder(re.sub(r"\W+|^(?=\d)", "_", name))
-        role = self.role(node, value, index)
+        name, role = origin_of(node).name, self.role(node, value, index)
+        if role is not Role.BATCH:
+            same = self.first.setdefault(id(value), node)
+            if same is not node:
+                self.new[node], self.val[node] = self.new[same], self.val[same]
+                return
+        new = self.graph.placeholder(re.sub(r"\W+|^(?=\d|self$)", "_", name))
         new.meta.update(role=role, name=name, index=index, module="")
         spec = self.specs.get(index) or Spec.of(value)
         if role is Role.BATCH:
@@ -313,7 +362,7 @@ class _Binder:
             return Role.BATCH
         if isinstance(value, torch.nn.Parameter):
             return Role.PARAMETER
-        return Role.BUFFER if in_module(source_of(node)) else Role.SHARED
+        return Role.BUFFER if origin_of(node).registered else Role.SHARED
 
     def number(self, node: fx.Node, value: Any) -> Any:
         """A size argument: the batch size becomes the microbatch size."""
@@ -353,7 +402,7 @@ class _Binder:
         new = self.graph.node_copy(node, lambda n: self.new[n])
         new.meta = {
             "val": value,
-            "module": module_of(node, self.roots),
+            "module": node.meta["module"],
             "work": Work(flops, seconds, backward, sum(held)),
             "mutates": tuple(notes.written),
             "random": notes.random,
@@ -371,7 +420,7 @@ class _Binder:
     def key(self, node: fx.Node) -> str:
         """A name that a node keeps in other traces of the model."""
         target = getattr(node.target, "__name__", str(node.target))
-        place = f"{module_of(node, self.roots)}:{target}"
+        place = f"{node.meta['module']}:{target}"
         self.seen[place] += 1
         return f"{place}:{self.seen[place]}"
 

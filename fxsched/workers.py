@@ -188,8 +188,7 @@ class Ranks:
         A parameter that this rank doesn't keep becomes one NaN, expanded to its shape.
         """
         for group in plan.groups:
-            for name in group.names:
-                index, role = plan.state[name]
+            for index, role, _ in group.state:
                 tensor = args[index]
                 if role is Role.SHARED or tensor in kept:
                     continue

@@ -101,7 +101,7 @@ class _Differentiation:
     def _trace_stages(self) -> None:
         """Traces stages from the last to the first, as gradients become known."""
         live = set(self.gradients)
-        trained = [[False] * len(group.names) for group in self.groups]
+        trained = [[False] * len(group.state) for group in self.groups]
         givers: list[set[int]] = [set() for _ in self.groups]
         for call in reversed(self.calls):
             weights, inputs = arguments(call)

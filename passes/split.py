@@ -45,11 +45,11 @@ def split_stages(gm: fx.GraphModule, request: Request) -> fx.GraphModule:
     new: dict[fx.Node, fx.Node] = {}
     weights = []
     given = {
-        n.meta["name"]: n.meta["val"] for n in gm.graph.nodes if n.op == "placeholder"
+        n.meta["index"]: n.meta["val"] for n in gm.graph.nodes if n.op == "placeholder"
     }
     for number, group in enumerate(groups):
         weights.append(graph.placeholder(f"weights_{number}"))
-        specs = tuple(Spec.of(given[name]) for name in group.names)
+        specs = tuple(Spec.of(given[each.input]) for each in group.state)
         weights[-1].meta.update(group=number, specs=specs, bundle=True)
     for node in gm.graph.nodes:
         if node.op == "placeholder" and node.meta["role"] is Role.BATCH:
@@ -66,9 +66,9 @@ def split_stages(gm: fx.GraphModule, request: Request) -> fx.GraphModule:
             f"stage_{number}", (tuple(weights[i] for i in used), tuple(inputs))
         )
         flat = {
-            name: (j, k)
+            each.input: (j, k)
             for j, i in enumerate(used)
-            for k, name in enumerate(groups[i].names)
+            for k, each in enumerate(groups[i].state)
         }
         call.meta["stage"] = number
         numbers = [i for node in stage.nodes for i in drawn[node]]
@@ -80,7 +80,7 @@ def split_stages(gm: fx.GraphModule, request: Request) -> fx.GraphModule:
                 sum(w.forward for w in work),
                 sum(w.backward for w in work),
             )
-        stage.module.meta["state"] = [flat[n.meta["name"]] for n in stage.state]
+        stage.module.meta["state"] = [flat[n.meta["index"]] for n in stage.state]
         gm.add_submodule(f"stage_{number}", stage.module)
         for position, node in enumerate(stage.outputs):
             new[node] = graph.create_node(
@@ -98,11 +98,6 @@ def split_stages(gm: fx.GraphModule, request: Request) -> fx.GraphModule:
         fake_mode=gm.meta["fake_mode"],
         schedule=gm.meta["schedule"],
         groups=groups,
-        state={
-            n.meta["name"]: State(n.meta["index"], n.meta["role"])
-            for n in gm.graph.nodes
-            if n.op == "placeholder" and n.meta["role"] is not Role.BATCH
-        },
         stages=_describe(gm, inner, groups),
     )
     return whole
@@ -274,11 +269,11 @@ def _group_state(
     written = _written_state(gm)
     found: dict[tuple[Any, ...], list[fx.Node]] = {}
     for node, stages in readers.items():
-        role, name = node.meta["role"], node.meta["name"]
+        role, index = node.meta["role"], node.meta["index"]
         if role is Role.SHARED:
             owned = tuple(range(request.schedule.workers))
-        elif name in request.owners:
-            owned = request.owners[name]
+        elif index in request.owners:
+            owned = request.owners[index]
         elif role is Role.PARAMETER:
             owned = kept[stages[0]]
         else:
@@ -287,7 +282,9 @@ def _group_state(
         found.setdefault(key, []).append(node)
     return [
         Group(
-            tuple(n.meta["name"] for n in nodes),
+            tuple(
+                State(n.meta["index"], n.meta["role"], n.meta["name"]) for n in nodes
+            ),
             owned,
             stages,
             tuple(n.meta["val"].requires_grad for n in nodes),

@@ -425,7 +425,7 @@ def test_finds_a_later_task_that_waits_for_what_follows_it() -> None:
 
 def test_the_check_reads_nothing_but_programs_and_placements() -> None:
     plan = pipeline()
-    dataclasses.replace(plan, jobs=(), state={}, outputs=(), lines=()).check()
+    dataclasses.replace(plan, jobs=(), outputs=(), lines=()).check()
 
 
 def test_passes_leave_only_declared_facts(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -30,6 +30,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "arguments",
         "orders",
         "lazy",
+        "origins",
     ),
     ("graphs", "stages", "ideals", "bars", "scales"),
     (

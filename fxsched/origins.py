@@ -1,0 +1,174 @@
+"""What the inputs and nodes of Dynamo's graph are to the user, by identity.
+
+A tensor is looked for among the parameters and buffers of the module that it was
+reached through, a node's module among the modules of that one. How Dynamo writes the
+way there, and whether it finds a short one, does not matter.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from torch import nn
+
+Path = tuple[str, ...]
+
+
+class Origin(NamedTuple):
+    """Where an input of the traced graph comes from.
+
+    name: the user's: layers.0.weight as in named_parameters(), x or batch['x'] for an
+        argument, self.tables[0] for other tensors. No two inputs have the same.
+    argument: whether it is an argument of the call; else it is state, reached through a
+        module, the object of a method, a closure or a global.
+    registered: whether it is a parameter or buffer of a module that is called.
+    """
+
+    name: str
+    argument: bool
+    registered: bool
+
+
+class Frame(NamedTuple):
+    """The function that is traced.
+
+    scope: what expressions such as L['self'].table are evaluated in.
+    outside: those of its variables that are no arguments of the call.
+    """
+
+    scope: dict[str, Any]
+    outside: frozenset[str]
+
+    def module(self, expression: str) -> nn.Module | None:
+        """The module that an expression stands for; None if it's something else."""
+        try:
+            value = eval(expression, self.scope)
+        except (ArithmeticError, AttributeError, LookupError, NameError, SyntaxError):
+            return None
+        except (TypeError, ValueError):
+            return None
+        return value if isinstance(value, nn.Module) else None
+
+
+class Origins:
+    """The origins of a call's inputs, and the names of its modules.
+
+    paths: for each input, the expressions that it was reached by, from a variable of
+        the frame on: L['self'], L['self']._modules, L['self']._modules['a'], ..
+    values: the inputs.
+    """
+
+    def __init__(
+        self, frame: Frame, paths: Sequence[Path], values: Sequence[Any]
+    ) -> None:
+        self.frame = frame
+        self.known: dict[str, nn.Module | None] = {}  # by expression
+        self.registries: dict[nn.Module, dict[int, str]] = {}
+        first = [each for path in paths for each in self._through(path)[:1]]
+        if not first:  # no state at all
+            first = [f"L[{name!r}]" for name in frame.scope["L"]]
+        self.roots: dict[nn.Module, str] = {}  # where each was found first
+        for expression in first:
+            module = self._module(expression)
+            if module is not None:
+                self.roots.setdefault(module, expression)
+        self.calls: dict[int, list[str]] = {}  # names of modules, by their ids
+        for root in self.roots:
+            for name, module in nn.Module.named_modules(root, remove_duplicate=False):
+                self.calls.setdefault(id(module), []).append(self._under(root, name))
+        self.inputs = _unique(
+            [self._origin(p, v) for p, v in zip(paths, values, strict=True)]
+        )
+
+    def module_name(self, stack: dict[str, tuple[Any, ...]]) -> str:
+        """The dotted name of the innermost module that a node was called in, or ''.
+
+        stack: where each module around the call was found, by its id.
+        """
+        if not stack:
+            return ""
+        key, (where, *_) = next(reversed(stack.items()))
+        written = self._written(str(where))
+        number = key.split("@")[0]
+        names = self.calls.get(int(number), ()) if number.isdecimal() else ()
+        return written if written in names or not names else names[0]
+
+    def _written(self, where: str) -> str:
+        """The name of a module as the way to it has it."""
+        path = _shorten(where)
+        for root, expression in self.roots.items():
+            start = _shorten(expression)
+            if path == start or path.startswith((start + ".", start + "[")):
+                return self._under(root, path[len(start) :].removeprefix("."))
+        return plain(where)
+
+    def _module(self, expression: str) -> nn.Module | None:
+        if expression not in self.known:
+            self.known[expression] = self.frame.module(expression)
+        return self.known[expression]
+
+    def _through(self, path: Path) -> list[str]:
+        """The expressions on the way to an input that are modules."""
+        return [each for each in path[:-1] if self._module(each) is not None]
+
+    def _under(self, root: nn.Module, name: str) -> str:
+        """The name of what is in a root; that of an only root goes without saying."""
+        prefix = plain(self.roots[root]) if len(self.roots) > 1 else ""
+        return ".".join(filter(None, [prefix, name]))
+
+    def _origin(self, path: Path, value: object) -> Origin:
+        through = self._through(path)
+        ways = [(self.known[each], each) for each in through] or self.roots.items()
+        for module, expression in ways:
+            assert module is not None
+            name = self._registry(module).get(id(value))
+            if name is not None:
+                inside = module in self.roots
+                full = self._under(module, name) if inside else _join(expression, name)
+                return Origin(full, argument=False, registered=True)
+        variable = path[0].startswith("L[") and path[0] not in self.frame.outside
+        return Origin(plain(path[-1]), variable and not through, registered=False)
+
+    def _registry(self, module: nn.Module) -> dict[int, str]:
+        """The first name of each parameter and buffer below a module, by its id."""
+        if module not in self.registries:
+            found: dict[int, str] = {}
+            for each in (nn.Module.named_parameters, nn.Module.named_buffers):
+                for name, tensor in each(module, remove_duplicate=False):
+                    found.setdefault(id(tensor), name)
+            self.registries[module] = found
+        return self.registries[module]
+
+
+def plain(expression: str) -> str:
+    """L['self']._modules['a'].tables[0] as self.a.tables[0]."""
+    return re.sub(r"^[LG]\['(?:__import_)?([^']*)'\]", r"\1", _shorten(expression))
+
+
+def _shorten(expression: str) -> str:
+    """L['self'].__dict__['_modules']['a']._parameters['b'] as L['self'].a.b."""
+    text = re.sub(r"\.__dict__\['([^']*)'\]", r".\1", expression)
+    return re.sub(r"\._(?:modules|parameters|buffers)\['([^']*)'\]", r".\1", text)
+
+
+def _join(expression: str, name: str) -> str:
+    return f"{plain(expression)}.{name}"
+
+
+def _unique(origins: Sequence[Origin]) -> list[Origin]:
+    """The same with a number behind a name that another has; parameters and buffers
+    keep theirs."""
+    names: dict[str, int] = {}
+    for i in sorted(range(len(origins)), key=lambda i: not origins[i].registered):
+        name = origins[i].name
+        count = 1
+        while name in names:
+            count += 1
+            name = f"{origins[i].name} ({count})"
+        names[name] = i
+    return [
+        origins[i]._replace(name=name)
+        for name, i in sorted(names.items(), key=lambda item: item[1])
+    ]
