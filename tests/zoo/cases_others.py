@@ -1,0 +1,262 @@
+"""Models of timm, torchvision and diffusers, where they are installed.
+
+`pip install --no-deps --target DIR timm torchvision diffusers requests` and PYTHONPATH
+will do; without a package its rows are skipped.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import importlib.util
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .case import BATCH, PIPELINES, Inputs, Zoo
+
+TIMM, TORCHVISION, DIFFUSERS = Zoo("timm"), Zoo("torchvision"), Zoo("diffusers")
+
+
+def need(package: str) -> Any:
+    """The package; torchvision's own operations, which no row runs, need not load."""
+    if importlib.util.find_spec("torchvision"):
+        try:
+            importlib.import_module("torchvision")
+        except RuntimeError:  # it is built for another torch
+            library = torch.library.Library("torchvision", "FRAGMENT")
+            library.define("nms(Tensor a, Tensor b, float c) -> Tensor")
+            LIBRARIES.append(library)
+    return importlib.import_module(package)
+
+
+LIBRARIES: list[torch.library.Library] = []
+
+
+class Classifier(nn.Module):
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x: Tensor, label: Tensor) -> Tensor:
+        return nn.functional.cross_entropy(self.inner(x), label)
+
+
+def of_timm(kind: str, size: int, values: dict[str, Any]) -> tuple[nn.Module, Inputs]:
+    timm = need("timm")
+    model = timm.create_model(kind, num_classes=5, **values).train()
+    images = torch.randn(BATCH, 3, size, size)
+    return Classifier(model), (images, torch.arange(BATCH) % 5)
+
+
+SMALL = {"img_size": 16, "patch_size": 4, "embed_dim": 32, "depth": 2, "num_heads": 4}
+STEPS = {"depths": (1, 1, 1, 1), "dims": (8, 8, 16, 16)}
+WITH_NORM: dict[str, tuple[str, int, dict[str, Any]]] = {
+    "timm_resnet": ("resnet10t", 32, {}),
+    "timm_mobilenetv3": ("mobilenetv3_small_050", 32, {}),
+    "timm_efficientnet": ("efficientnet_b0", 32, {"channel_multiplier": 0.1}),
+    "timm_ghostnet": ("ghostnet_050", 32, {}),
+    "timm_regnet": ("regnetx_002", 32, {}),
+    "timm_repvgg": ("repvgg_a0", 32, {}),
+}
+PLAIN: dict[str, tuple[str, int, dict[str, Any]]] = {
+    "timm_vit": ("vit_tiny_patch16_224", 16, SMALL),
+    "timm_deit3": ("deit3_small_patch16_224", 16, SMALL),
+    "timm_cait": (
+        "cait_xxs24_224",
+        16,
+        {**SMALL, "init_values": 0.1, "depth_token_only": 1},
+    ),
+    "timm_mixer": (
+        "mixer_s32_224",
+        16,
+        {"img_size": 16, "patch_size": 4, "num_blocks": 2, "embed_dim": 32},
+    ),
+    "timm_gmlp": (
+        "gmlp_s16_224",
+        16,
+        {"img_size": 16, "patch_size": 4, "num_blocks": 2, "embed_dim": 32},
+    ),
+    "timm_convnext": ("convnext_atto", 32, STEPS),
+    "timm_swin": (
+        "swin_tiny_patch4_window7_224",
+        32,
+        {
+            "img_size": 32,
+            "patch_size": 2,
+            "embed_dim": 16,
+            "depths": (2, 1),
+            "num_heads": (2, 4),
+            "window_size": 4,
+        },
+    ),
+    "timm_eva": (
+        "eva02_tiny_patch14_224",
+        16,
+        SMALL,
+    ),
+    "timm_poolformer": (
+        "poolformer_s12",
+        32,
+        {"layers": (1, 1, 1, 1), "embed_dims": (8, 8, 16, 16)},
+    ),
+}
+for name, arguments in PLAIN.items():
+    TIMM.add(name, functools.partial(of_timm, *arguments))
+for name, arguments in WITH_NORM.items():
+    TIMM.add(
+        name,
+        functools.partial(of_timm, *arguments),
+        schedules=PIPELINES,
+        apart=False,
+    )
+
+
+def of_torchvision(kind: str, size: int, values: dict[str, Any]) -> Any:
+    need("torchvision")
+    models = importlib.import_module("torchvision.models")
+    model = getattr(models, kind)(weights=None, num_classes=5, **values).train()
+    for module in model.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0
+    images = torch.randn(BATCH, 3, size, size)
+    return Classifier(model), (images, torch.arange(BATCH) % 5)
+
+
+for kind, size in {
+    "resnet18": 32,
+    "mobilenet_v2": 32,
+    "shufflenet_v2_x0_5": 32,
+    "squeezenet1_1": 32,
+    "mnasnet0_5": 32,
+    "densenet121": 32,
+}.items():
+    TORCHVISION.add(
+        f"torchvision_{kind}",
+        functools.partial(of_torchvision, kind, size, {}),
+        schedules=PIPELINES,
+        apart=False,
+    )
+
+
+class Denoiser(nn.Module):
+    """The mean square of what a diffusion model predicts."""
+
+    def __init__(self, inner: nn.Module, **more: Any) -> None:
+        super().__init__()
+        self.inner, self.more = inner, more
+
+    def forward(self, noise: Tensor, sample: Tensor, **inputs: Tensor) -> Tensor:
+        out = self.inner(sample, **inputs, **self.more, return_dict=False)[0]
+        return (out - noise).pow(2).mean()
+
+
+def denoiser(kind: str, values: dict[str, Any], **inputs: Any) -> Any:
+    need("diffusers")
+    models = importlib.import_module("diffusers")
+    model = getattr(models, kind)(**values).train()
+    sample = torch.randn(BATCH, values.get("in_channels", 4), 8, 8)
+    given = {
+        name: torch.arange(BATCH) if shape is None else torch.randn(BATCH, *shape)
+        for name, shape in inputs.items()
+    }
+    return Denoiser(model), {
+        "noise": torch.randn_like(sample),
+        "sample": sample,
+        **given,
+    }
+
+
+BLOCKS = {"block_out_channels": (8, 16), "layers_per_block": 1, "norm_num_groups": 4}
+SIZED = {"sample_size": 8, "in_channels": 4, "out_channels": 4}
+DIFFUSERS.add(
+    "unet_2d",
+    functools.partial(
+        denoiser,
+        "UNet2DModel",
+        SIZED
+        | BLOCKS
+        | {
+            "down_block_types": ("DownBlock2D", "AttnDownBlock2D"),
+            "up_block_types": ("AttnUpBlock2D", "UpBlock2D"),
+            "attention_head_dim": 4,
+        },
+        timestep=None,
+    ),
+)
+DIFFUSERS.add(
+    "unet_2d_condition",
+    functools.partial(
+        denoiser,
+        "UNet2DConditionModel",
+        SIZED
+        | BLOCKS
+        | {
+            "down_block_types": ("CrossAttnDownBlock2D", "DownBlock2D"),
+            "up_block_types": ("UpBlock2D", "CrossAttnUpBlock2D"),
+            "cross_attention_dim": 16,
+            "attention_head_dim": 2,
+        },
+        timestep=None,
+        encoder_hidden_states=(5, 16),
+    ),
+)
+TRANSFORMER = {
+    "sample_size": 8,
+    "patch_size": 2,
+    "in_channels": 4,
+    "out_channels": 4,
+    "num_layers": 2,
+    "num_attention_heads": 2,
+    "attention_head_dim": 8,
+}
+DIFFUSERS.add(
+    "sd3",
+    functools.partial(
+        denoiser,
+        "SD3Transformer2DModel",
+        TRANSFORMER
+        | {
+            "joint_attention_dim": 16,
+            "caption_projection_dim": 16,
+            "pooled_projection_dim": 16,
+        },
+        timestep=None,
+        encoder_hidden_states=(5, 16),
+        pooled_projections=(16,),
+    ),
+)
+DIFFUSERS.add(
+    "pixart",
+    functools.partial(
+        denoiser,
+        "PixArtTransformer2DModel",
+        TRANSFORMER
+        | {"cross_attention_dim": 16, "caption_channels": 16, "norm_num_groups": 4}
+        | {"use_additional_conditions": False},
+        timestep=None,
+        encoder_hidden_states=(5, 16),
+    ),
+)
+
+
+class Autoencoder(nn.Module):
+    def __init__(self, inner: Any) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x: Tensor) -> Tensor:
+        latent = self.inner.encode(x, return_dict=False)[0].mode()
+        return (self.inner.decode(latent, return_dict=False)[0] - x).pow(2).mean()
+
+
+@DIFFUSERS()
+def autoencoder_kl() -> tuple[nn.Module, Inputs]:
+    models = need("diffusers")
+    inner = models.AutoencoderKL(
+        **BLOCKS,
+        down_block_types=("DownEncoderBlock2D",) * 2,
+        up_block_types=("UpDecoderBlock2D",) * 2,
+    )
+    return Autoencoder(inner), (torch.randn(BATCH, 3, 8, 8),)

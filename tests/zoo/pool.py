@@ -1,0 +1,97 @@
+"""Processes that run rows of the zoo, each with a limit of time."""
+
+from __future__ import annotations
+
+import multiprocessing
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from multiprocessing.connection import Connection
+from queue import Queue
+
+from .compare import Row
+
+ROWS = 30  # that a process runs before a fresh one takes its place
+
+
+def serve(connection: Connection) -> None:
+    """Runs the rows whose names come, until None comes."""
+    import logging
+    import os
+    import warnings
+
+    import torch
+
+    torch.set_num_threads(1)
+    warnings.simplefilter("ignore")
+    logging.disable(logging.CRITICAL)
+    os.environ["TRANSFORMERS_VERBOSITY"] = "error"
+    from . import cases, compare
+
+    known = cases.all_cases()
+    while (asked := connection.recv()) is not None:
+        name, schedule = asked
+        connection.send(compare.run(known[name], schedule))
+
+
+class Slot:
+    """A process of the pool, started when it is needed."""
+
+    def __init__(self, limit: float) -> None:
+        self.limit, self.rows = limit, 0
+        self.process: multiprocessing.process.BaseProcess | None = None
+
+    def run(self, name: str, schedule: str | None) -> Row:
+        if self.process is None or self.rows >= ROWS:
+            self.stop()
+            self.start()
+        self.rows += 1
+        self.connection.send((name, schedule))
+        try:
+            if self.connection.poll(self.limit):
+                row: Row = self.connection.recv()
+                return row
+            detail = f"not done after {self.limit:.0f} s"
+        except (EOFError, ConnectionError):
+            detail = "its process ended"
+        assert self.process is not None
+        self.process.kill()
+        self.process.join()
+        self.process = None
+        return Row(name, schedule or "", "other", detail, self.limit)
+
+    def start(self) -> None:
+        spawn = multiprocessing.get_context("spawn")
+        self.connection, other = spawn.Pipe()
+        self.process = spawn.Process(target=serve, args=(other,), daemon=True)
+        self.process.start()
+        other.close()
+        self.rows = 0
+
+    def stop(self) -> None:
+        if self.process is not None:
+            self.connection.send(None)
+            self.process.join(20)
+            self.process.kill()
+            self.process = None
+
+
+def run_all(
+    names: Sequence[str], schedule: str | None, jobs: int, limit: float
+) -> Iterator[Row]:
+    """Rows as they come."""
+    asked: Queue[str] = Queue()
+    for name in names:
+        asked.put(name)
+    rows: Queue[Row] = Queue()
+
+    def work() -> None:
+        slot = Slot(limit)
+        for name in iter(lambda: None if asked.empty() else asked.get(), None):
+            rows.put(slot.run(name, schedule))
+        slot.stop()
+
+    targets: list[Callable[[], None]] = [work] * max(1, min(jobs, len(names)))
+    for target in targets:
+        threading.Thread(target=target, daemon=True).start()
+    for _ in names:
+        yield rows.get()
