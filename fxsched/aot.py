@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import operator
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -101,6 +101,7 @@ def trace_stage(
         contextlib.ExitStack() as stack,
         grad,
         all_lazy(),
+        _lstm_in_steps(flat.graph),
     ):
         exported = aot_export_joint_with_descriptors(stack, flat, arguments)
         joint = exported.graph_module
@@ -122,6 +123,24 @@ def trace_stage(
             forward, backward = joint, None
     numbers = module.meta["draws"]
     return _pair_of(joint, forward, backward, results, state, live, numbers)
+
+
+@contextlib.contextmanager
+def _lstm_in_steps(graph: fx.Graph) -> Iterator[None]:
+    """Has AOTAutograd take an LSTM apart, where the graph has one.
+
+    It would use oneDNN's layer otherwise, whose forward keeps what its backward needs
+    only while autograd records, and F runs without autograd.
+    """
+    onednn: Any = torch.backends.mkldnn
+    enabled = onednn.enabled
+    if any(getattr(n.target, "__name__", "") == "lstm" for n in graph.nodes):
+        onednn.enabled = False
+    try:
+        yield
+    finally:
+        if onednn.enabled != enabled:
+            onednn.enabled = enabled
 
 
 def _without_dead_tangents(

@@ -25,7 +25,7 @@ import torch._dynamo.guards as guards
 import torch.fx.experimental._config
 from torch import Tensor, fx
 from torch._dynamo import convert_frame
-from torch._dynamo.exc import TensorifyScalarRestartAnalysis
+from torch._dynamo.exc import TensorifyScalarRestartAnalysis, Unsupported
 from torch._dynamo.symbolic_convert import InstructionTranslator
 from torch._subclasses import FakeTensorMode
 
@@ -69,7 +69,10 @@ def configure_dynamo() -> None:
             free = given["code"].co_freevars  # a closure's, which are state
             mark_batch([v for n, v in given["locals"].items() if n not in free])
         with _settings():
-            return original(*args, **kwargs)
+            try:
+                return original(*args, **kwargs)
+            except Unsupported as error:  # Dynamo would run the frame without a word
+                raise _not_whole(error.real_stack, error) from error
 
     vars(compile_frame)["fxsched"] = True
     vars(convert_frame)["_compile"] = compile_frame
@@ -92,6 +95,7 @@ def _settings() -> Iterator[None]:
             # a number in the call is a constant of the plan; a changing one is better
             # a tensor
             specialize_float=True,
+            allow_rnn=True,
         ),
         # lengths that happen to equal the batch size must not share its symbol
         shapes.patch(use_duck_shape=False),
@@ -220,14 +224,7 @@ def graph_break(gm: fx.GraphModule) -> PlanError | None:
     """
     reason: Any = gm.compile_subgraph_reason
     if getattr(reason, "graph_break", False):
-        where = "".join(traceback.format_list(reason.user_stack[-1:])).strip()
-        why = str(reason.reason).split("\n")[0]
-        return PlanError(
-            f"the model does not trace as one graph; it breaks at\n  {where}\n"
-            f"  ({why})\n"
-            "fxsched plans whole models: rewrite that line with torch operations, or "
-            "move it out of the compiled function"
-        )
+        return _not_whole(reason.user_stack, reason.reason)
     skipped = _skipped_frame()
     if skipped is None:
         return None
@@ -237,6 +234,20 @@ def graph_break(gm: fx.GraphModule) -> PlanError | None:
         f"  {where}\n"
         "fxsched plans whole models: torch.compile(model, backend, fullgraph=True) "
         "tells why it does"
+    )
+
+
+def _not_whole(
+    stack: Sequence[traceback.FrameSummary] | None, reason: object
+) -> PlanError:
+    """The error for a line of the model that Dynamo can't trace, and why it can't."""
+    where = "".join(traceback.format_list(list(stack or ())[-1:])).strip()
+    why = str(reason).split("\n")[0]
+    return PlanError(
+        f"the model does not trace as one graph; it breaks at\n  {where}\n"
+        f"  ({why})\n"
+        "fxsched plans whole models: rewrite that line with torch operations, or "
+        "move it out of the compiled function"
     )
 
 

@@ -1,8 +1,8 @@
-"""The tests on other versions of PyTorch: python -m tests.versions [2.11.0 ...] [-- ...].
+"""Tests on other versions of PyTorch: python -m tests.versions [2.11.0 ...] [-- ...].
 
 Makes an environment of its own for each version, in --folder, where it stays for the
 next time; installs fxsched's requirements, runs pytest there with the arguments after
---, and prints a table. Without versions: the first and the last of each release that
+--, and prints a table. Without versions: the last of each release that
 pyproject.toml allows. Ends with 1 if a test failed anywhere.
 """
 
@@ -55,7 +55,7 @@ def environment(version: str, folder: Path) -> Path:
 
 
 def run(version: str, folder: Path, arguments: list[str]) -> Outcome:
-    """Installs a version and runs pytest on it; the output goes to stdout as it comes."""
+    """Installs a version and runs pytest on it; what it prints comes out at once."""
     start = time.perf_counter()
     try:
         python = environment(version, folder)

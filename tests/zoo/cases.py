@@ -33,6 +33,7 @@ FAST = (
     "multihead_attention",
     "tied",
     "several_encoders",
+    "lstm",
     "llama",
     "bert",
     "vit",

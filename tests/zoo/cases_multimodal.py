@@ -48,7 +48,7 @@ for name, kind in {
 
 
 class ClipTowers(nn.Module):
-    """CLIP's two towers, and a head that tells whether text and image belong together."""
+    """CLIP's two towers, and a head: whether text and image belong together."""
 
     def __init__(self) -> None:
         super().__init__()
