@@ -7,7 +7,14 @@ from . import schedules
 from .backend import Backend, backend, explain, plan, profile
 from .boundary import stage_boundary
 from .check import CheckError
+from .checkpoint import (
+    full_optimizer_state_dict,
+    full_state_dict,
+    load_full_optimizer_state_dict,
+    load_full_state_dict,
+)
 from .chrome import write_trace
+from .clip import clip_grad_norm_
 from .complaints import RowsWarning
 from .diagram import Diagram
 from .eventloop import Event
@@ -34,7 +41,12 @@ __all__ = [
     "Schedule",
     "Simulation",
     "backend",
+    "clip_grad_norm_",
     "explain",
+    "full_optimizer_state_dict",
+    "full_state_dict",
+    "load_full_optimizer_state_dict",
+    "load_full_state_dict",
     "plan",
     "profile",
     "schedules",

@@ -8,12 +8,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
-from torch.utils.weak import WeakIdKeyDictionary
 
 from . import inductor
 from .arguments import one_of, positive
 from .eventloop import Event
 from .jobs import PlanError, Schedule, is_int, is_number
+from .kept import specs_of
 from .measure import Profile, measure
 from .pipeline import Plan, make_plan
 from .request import Request
@@ -30,7 +30,7 @@ from .trace import (
 )
 from .transport import TRANSPORTS, choose, from_rank_0
 from .watch import Watch
-from .workers import Kept, Ranks, Threads
+from .workers import Ranks, Threads
 
 Pass = Callable[[fx.GraphModule, Request], fx.GraphModule]
 
@@ -289,7 +289,6 @@ class Backend:
         self._steps: dict[str, Step] = {}
         self._watches: dict[str, Watch] = {}
         self._said: set[str] = set()  # what was warned of
-        self._kept = WeakIdKeyDictionary()  # Kept of parameters and buffers
         self._random = (0, -1)  # the seed, and the steps since it was set
 
     def __call__(
@@ -317,7 +316,7 @@ class Backend:
         if self._last is None or step.plan.trains or not self._last.plan.trains:
             self._last, self.plan = step, step.plan
         if isinstance(self._workers, Ranks):
-            self._workers.settle(step.plan, args, self._kept)
+            self._workers.settle(step.plan, args)
         self._random = self._next(self._random)
         if step.watch is not None:
             step.watch(args, self._said)
@@ -333,19 +332,15 @@ class Backend:
                 if kind == "threads"
                 else Ranks(workers, near=kind == "distributed")
             )
-        kept: dict[int, Kept] = {
-            i: self._kept[a]
-            for i, a in enumerate(args)
-            if isinstance(a, Tensor) and a in self._kept
-        }
-        specs = {i: entry.spec for i, entry in kept.items()}
+        owners = self._workers.owners(args) if self._workers else {}
+        specs = specs_of(args)
         traced = trace_microbatch(gm, args, self.request.schedule.microbatches, specs)
         if self.profile is not None:
             self.profile.apply(traced)
         request = dataclasses.replace(
             self.request,
             training=torch.is_grad_enabled(),
-            owners={i: entry.owners for i, entry in kept.items()},
+            owners=owners,
             readers=self._workers.readers if self._workers else None,
         )
         plan = make_plan(traced, request, self.passes)

@@ -203,7 +203,8 @@ class Processes:
             dist.init_process_group("gloo")
         check_world(workers, dist.get_world_size())
         self.group = dist.new_group(backend="gloo")
-        self.rank, self.process = dist.get_rank(), os.getpid()
+        self.rank, self.workers = dist.get_rank(), workers
+        self.process = os.getpid()
         self.neighbours: Mapping[int, Neighbour] = {}
         if near:
             self.neighbours = Neighbours(self.rank, self.all)
@@ -259,6 +260,33 @@ class Processes:
         dist.all_gather_object(values, value, group=self.group)
         return values
 
+    def agree(self, call: str, value: Any) -> list[Any]:
+        """Every rank's value, where all ranks make the same call.
+
+        Raises PlanError on every rank if one makes another.
+        """
+        calls, values = zip(*self.all((call, value)), strict=True)
+        for rank, other in enumerate(calls):
+            if other != calls[0]:
+                raise PlanError(
+                    f"rank {rank} calls {other}, but rank 0 calls {calls[0]}; every "
+                    "rank must call it, with the same model and arguments"
+                )
+        return list(values)
+
+
+_everyone: tuple[Any, Processes] | None = None
+
+
+def everyone() -> Processes:
+    """All ranks, for calls that are no part of a step. Every rank makes its first call
+    of it at the same point, for that makes a process group."""
+    global _everyone
+    if _everyone is None or _everyone[0] is not dist.group.WORLD:
+        processes = Processes(dist.get_world_size(), near=False)
+        _everyone = dist.group.WORLD, processes
+    return _everyone[1]
+
 
 def from_rank_0(make: Callable[[], T]) -> T:
     """What make() gives on rank 0, or here if there are no ranks; its errors too.
@@ -292,7 +320,9 @@ def largest(values: Tensor) -> Tensor:
 
 def leave() -> None:
     """Ends this process's part in a torch.distributed job, if it is in one."""
+    global _everyone
     if dist.is_initialized():
+        _everyone = None
         dist.destroy_process_group()
 
 

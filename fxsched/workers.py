@@ -5,18 +5,21 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Callable, MutableMapping, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, fx
 
 from .arithmetic import first_difference
 from .check import check_summaries
+from .clip import guard_torch_clipping
 from .eventloop import Event
 from .graphs import Role, Spec
 from .jobs import PlanError
+from .kept import KEPT, Kept, give_up, is_given_up
+from .optimizers import guard_optimizers
 from .pipeline import Plan
 from .runtime import Run, Runnable
 from .transport import Aborted, Exchange, Processes, ThreadEndpoint
@@ -24,13 +27,6 @@ from .transport import Aborted, Exchange, Processes, ThreadEndpoint
 Tangents = dict[int, Tensor] | None
 THREADS = 4096  # workers of one process
 Inputs = Callable[[fx.GraphModule], dict[str, Any]]
-
-
-class Kept(NamedTuple):
-    """Which workers keep a parameter or buffer, and its shape and strides."""
-
-    owners: tuple[int, ...]
-    spec: Spec
 
 
 class Threads:
@@ -53,6 +49,16 @@ class Threads:
 
     def seed(self) -> int:
         return torch.initial_seed()
+
+    def owners(self, args: Sequence[Any]) -> dict[int, tuple[int, ...]]:
+        """None: threads share all. Raises PlanError for what this rank gave up."""
+        if any(isinstance(a, Tensor) and is_given_up(a) for a in args):
+            raise PlanError(
+                "the model was trained on ranks, each of which keeps a part of it, and "
+                "this backend runs on threads; take transport='distributed', or load "
+                "fxsched.full_state_dict(model) into a new model"
+            )
+        return {}
 
     def check(self, plan: Plan) -> None:
         """Raises CheckError unless the programs of all workers are sound."""
@@ -117,6 +123,14 @@ class Ranks:
         """Rank 0's seed: ranks that are seeded apart draw the same numbers."""
         return torch.initial_seed() + self.shift
 
+    def owners(self, args: Sequence[Any]) -> dict[int, tuple[int, ...]]:
+        """Who keeps parameters and buffers since an earlier plan, by position."""
+        return {
+            i: KEPT[a].owners
+            for i, a in enumerate(args)
+            if isinstance(a, Tensor) and a in KEPT
+        }
+
     def start(self, programs: dict[int, Runnable], inputs: Inputs) -> list[Run]:
         (mine,) = programs.values()
         endpoint = self.processes.endpoint()
@@ -180,24 +194,36 @@ class Ranks:
             "batches of the same shape on every rank"
         )
 
-    def settle(
-        self, plan: Plan, args: Sequence[Any], kept: MutableMapping[Tensor, Kept]
-    ) -> None:
+    def settle(self, plan: Plan, args: Sequence[Any]) -> None:
         """Owners start from the first owner's values; other ranks give up storage.
 
         A parameter that this rank doesn't keep becomes one NaN, expanded to its shape.
         """
         for group in plan.groups:
-            for index, role, _ in group.state:
+            for index, role, name in group.state:
                 tensor = args[index]
-                if role is Role.SHARED or tensor in kept:
+                if role is Role.SHARED:
                     continue
-                kept[tensor] = Kept(group.owners, Spec.of(tensor))
+                entry = KEPT.get(tensor)
+                if entry is not None:
+                    if entry.owners != group.owners:
+                        raise _moved(name, entry.owners, group.owners)
+                    continue
+                KEPT[tensor] = Kept(group.owners, Spec.of(tensor))
                 if role is Role.BUFFER:
                     everyone = range(plan.schedule.workers)
                     self.processes.share(tensor, group.owners[0], everyone)
                     continue
                 self.processes.share(tensor, group.owners[0], group.owners)
                 if self.rank not in group.owners:
-                    nothing = torch.full((), torch.nan).to(tensor)
-                    tensor.data = nothing.expand(tensor.shape)
+                    give_up(name, tensor)
+                    guard_torch_clipping()
+                    guard_optimizers()
+
+
+def _moved(name: str, before: Sequence[int], now: Sequence[int]) -> PlanError:
+    return PlanError(
+        f"the parameter {name} is kept by ranks {list(before)} since another backend "
+        f"ran it, and this one keeps it on {list(now)}; give each model a backend of "
+        "its own"
+    )

@@ -186,7 +186,7 @@ def train(
                 for name, p in model.named_parameters()
             }
         update.step()
-    result.parameters = {n: p.detach().clone() for n, p in model.named_parameters()}
+    result.parameters = {n: p.data.clone() for n, p in model.named_parameters()}
     result.buffers = {n: b.clone() for n, b in model.named_buffers()}
     return result
 

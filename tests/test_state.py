@@ -1,0 +1,85 @@
+"""Clipping, saving and loading a model that ranks have between them."""
+
+from __future__ import annotations
+
+import copy
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import fxsched
+from fxsched import PlanError, schedules
+from tests.ranks_state import Tied, batch, build, eager, planned
+
+ROOT = Path(__file__).parents[1]
+
+
+def test_two_ranks_clip_save_and_resume_as_one_process() -> None:
+    command = [
+        *(sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"),
+        *("--rdzv-backend", "c10d", "--rdzv-endpoint", "127.0.0.1:0"),
+        *("-m", "tests.ranks_state"),
+    ]
+    environment = os.environ | {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=400
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.count("whole state") == 2, done.stdout
+
+
+@pytest.mark.parametrize("norm_type", [2.0, float("inf")])
+def test_clipping_in_one_process_is_torchs(norm_type: float) -> None:
+    model, _ = build()
+    planned(model, schedules.gpipe(2, 4))(*batch(0))
+    other = copy.deepcopy(model)
+    for mine, its in zip(model.parameters(), other.parameters(), strict=True):
+        its.grad = None if mine.grad is None else mine.grad.clone()
+    wanted = nn.utils.clip_grad_norm_(other.parameters(), 0.1, norm_type)
+    compiled = torch.compile(model, backend="eager")
+    assert torch.equal(fxsched.clip_grad_norm_(compiled, 0.1, norm_type), wanted)
+    for mine, its in zip(model.parameters(), other.parameters(), strict=True):
+        assert its.grad is None or torch.equal(mine.grad, its.grad)
+
+
+def test_the_state_of_one_process_is_a_copy_with_plain_names() -> None:
+    model, optimizer = build()
+    wanted = copy.deepcopy(model.state_dict())
+    outer = nn.ModuleDict({"inner": torch.compile(model, backend="eager")})
+    state = fxsched.full_state_dict(torch.compile(outer, backend="eager"))
+    eager(model)(*batch(0))
+    optimizer.step()
+    assert list(state) == [f"inner.{name}" for name in wanted]
+    assert all(torch.equal(state[f"inner.{n}"], value) for n, value in wanted.items())
+    assert state["inner.head.weight"] is state["inner.embed.weight"]  # tied, as there
+    fxsched.load_full_state_dict(outer, state)
+    for name, value in model.state_dict().items():
+        assert torch.equal(value, wanted[name]), name
+    nn.ModuleDict({"inner": Tied()}).load_state_dict(state)
+
+
+def test_the_optimizers_state_of_one_process_is_its_own() -> None:
+    model, optimizer = build()
+    eager(model)(*batch(0))
+    optimizer.step()
+    state = fxsched.full_optimizer_state_dict(model, optimizer)
+    torch.testing.assert_close(state, optimizer.state_dict(), rtol=0, atol=0)
+    again, its_own = build()
+    fxsched.load_full_optimizer_state_dict(again, its_own, state)
+    its_own.state[again.embed.weight]["step"] += 1  # changes no other's
+    torch.testing.assert_close(state, optimizer.state_dict(), rtol=0, atol=0)
+
+
+def test_what_is_no_model_has_no_state() -> None:
+    model, optimizer = build()
+    with pytest.raises(PlanError, match=r"no state of a function; give the model"):
+        fxsched.full_state_dict(lambda x: x)  # type: ignore[arg-type]
+    with pytest.raises(PlanError, match="the optimizer has none of the model's"):
+        fxsched.full_optimizer_state_dict(nn.Linear(2, 2), optimizer)
+    with pytest.raises(RuntimeError, match="Missing key"):
+        fxsched.load_full_state_dict(model, {})
