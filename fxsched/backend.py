@@ -15,6 +15,7 @@ from .eventloop import Event
 from .jobs import PlanError, Schedule, is_int, is_number
 from .kept import specs_of
 from .measure import Profile, measure
+from .meta_device import is_meta
 from .pipeline import Plan, make_plan
 from .request import Request
 from .runtime import Runnable
@@ -147,7 +148,8 @@ def plan(
     """The plan of model(*args, **kwargs) by a schedule, without running anything.
 
     The other options are those of fxsched.backend. One process plans for any number of
-    workers. Raises PlanError for what cannot be planned.
+    workers. A model and inputs on the meta device, which have no memory, are planned as
+    on the CPU. Raises PlanError for what cannot be planned.
     """
     _check_model("plan", model)
     planner = backend(
@@ -324,6 +326,8 @@ class Backend:
 
     def _make(self, gm: fx.GraphModule, args: tuple[Any, ...]) -> Step:
         """Plans and checks a step, and gets its programs ready."""
+        if not self.plan_only:
+            _refuse_meta(args, "run", "fxsched.plan plans it as it is")
         if self._workers is None and not self.plan_only:
             workers = self.request.schedule.workers
             kind = choose(self._transport, workers)
@@ -383,8 +387,17 @@ class _Tracer(Backend):
     """A backend that stops at the traced microbatch."""
 
     def _make(self, gm: fx.GraphModule, args: tuple[Any, ...]) -> Step:
+        _refuse_meta(args, "be measured", "fxsched.plan estimates what it takes")
         count = self.request.schedule.microbatches
         raise _Traced(trace_microbatch(gm, args, count, {}), args)
+
+
+def _refuse_meta(args: Sequence[Any], what: str, instead: str) -> None:
+    if is_meta(args):
+        raise PlanError(
+            f"the model or its inputs are on the meta device and have no values to "
+            f"{what} with; {instead}, and model.to_empty(device=...) gives it memory"
+        )
 
 
 def _strides(tensor: Tensor) -> tuple[int, ...]:

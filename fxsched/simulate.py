@@ -14,7 +14,7 @@ import numpy as np
 from . import show
 from .counts import Worker, worker_records
 from .diagram import Diagram, draw
-from .eventloop import Event, Jobs, Network, Timeline, run_jobs
+from .eventloop import Event, Jobs, Kind, Network, Timeline, run_jobs
 from .jobs import (
     Direction,
     Job,
@@ -147,7 +147,7 @@ def run_placed(
     prefetch: int | None = None,
 ) -> Simulation:
     """Simulates jobs that have their workers and n already; see simulate."""
-    _set_durations(stages, schedule, durations)
+    _set_durations(stages, schedule, durations, frozenset(jobs.kinds))
     seconds = kind_seconds(stages, jobs.kinds)
     if callable(durations):
         checked = _checked(durations)
@@ -260,9 +260,15 @@ def _stages(
 
 
 def _set_durations(
-    stages: nx.DiGraph[int], schedule: Schedule, durations: Durations
+    stages: nx.DiGraph[int],
+    schedule: Schedule,
+    durations: Durations,
+    kinds: frozenset[Kind] | None = None,
 ) -> None:
-    """Writes the times of a microbatch's jobs to the stages."""
+    """Writes the times of a microbatch's jobs to the stages.
+
+    kinds: of the jobs that there are, if that is known: a stage may have no W, or no B.
+    """
     if durations is None:
         for s, data in stages.nodes(data=True):
             if "forward" not in data or "backward" not in data:
@@ -280,7 +286,10 @@ def _set_durations(
         for s, data in stages.nodes(data=True):
             for b in range(schedule.microbatches):  # the first whose B takes time
                 data["forward"] = times(Job(s, b, FORWARD))
-                later = [times(Job(s, b, d)) for d in schedule.directions[1:]]
+                later = [
+                    times(Job(s, b, d)) if kinds is None or (s, d) in kinds else 0.0
+                    for d in schedule.directions[1:]
+                ]
                 data["backward"], data["weight"] = sum(later), later[-1]
                 if data["backward"] != 0:
                     break

@@ -40,6 +40,7 @@ from .inputs import (
 )
 from .jobs import PlanError
 from .lazy import lazy_module
+from .meta_device import cpu_specs, is_meta, on_cpu
 from .origins import Frame, Origins, Path
 from .request import Request
 from .rows import Kind, Rows
@@ -284,6 +285,8 @@ def trace_microbatch(
     `val`, `module`, `work`; `gm.meta["outputs"]` says how outputs are put together.
     Raises PlanError for a batch that is fixed by the model or doesn't divide.
     """
+    if is_meta(inputs):
+        gm, specs = on_cpu(gm), {**cpu_specs(inputs), **specs}
     batch = batch_inputs(gm, inputs, microbatches)
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     binder = _Binder(gm, inputs, batch, microbatches, mode, specs)

@@ -66,6 +66,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "links",
         "parcels",
         "flats",
+        "meta_device",
     ),
     ("tracker", "early"),
     ("watch",),
