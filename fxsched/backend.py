@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, fx
 
 from . import inductor
+from .agreement import CHECKS, Agreement, InputRule
 from .arguments import one_of, positive
 from .eventloop import Event
 from .jobs import PlanError, Schedule, is_int, is_number
@@ -49,6 +50,8 @@ def backend(
     same_stage: Sequence[Sequence[str]] = (),
     profile: Profile | bool | None = None,
     prefetch: int = 1,
+    check_inputs: str = "first",
+    input_from: int | None = None,
 ) -> Backend:
     """A torch.compile backend that runs a model by a schedule.
 
@@ -72,6 +75,10 @@ def backend(
         fxsched.profile measured, to cut stages by it instead of estimates as well.
     prefetch: for how many jobs ahead a worker asks for weights that others keep; it
         holds those of at most prefetch + 1 jobs at a time.
+    check_inputs: which calls ranks compare their inputs at, by checksums: "first" (the
+        first three of each plan), "always" or "never". All pass the same whole batch.
+    input_from: the rank whose inputs all take, each call; the others pass tensors of
+        the same shapes and types.
 
     A compiled function that returns one scalar loss runs F and B in the call, and
     loss.backward() adds the finished gradients. One that doesn't runs F in the call
@@ -89,6 +96,7 @@ def backend(
     one_of("backend", "loss_reduction", loss_reduction, ("mean", "sum"))
     one_of("backend", "stage_compiler", stage_compiler, ("eager", "inductor"))
     one_of("backend", "transport", transport, (None, *TRANSPORTS))
+    one_of("backend", "check_inputs", check_inputs, CHECKS)
     if isinstance(stages, str) and stages != "auto":
         raise PlanError(
             f"backend(stages={stages!r}): give 'auto' or a list of module names, such "
@@ -108,6 +116,13 @@ def backend(
         )
     if not is_int(prefetch) or prefetch < 0:
         raise PlanError(f"backend(prefetch={prefetch!r}): give an int, 0 or more")
+    if input_from is not None and (
+        not is_int(input_from) or not 0 <= input_from < schedule.workers
+    ):
+        raise PlanError(
+            f"backend(input_from={input_from!r}): give a rank, 0 to "
+            f"{schedule.workers - 1}"
+        )
     if memory_limit is not None and not (is_number(memory_limit) and memory_limit > 0):
         raise PlanError(f"backend(memory_limit={memory_limit!r}): give bytes, above 0")
     if not (profile is None or isinstance(profile, (bool, Profile))):
@@ -131,7 +146,10 @@ def backend(
         same_stage=groups,
         prefetch=prefetch,
     )
-    return Backend(request, transport, order, stage_compiler, tuple(passes), profile)
+    rule = InputRule(check_inputs, input_from)
+    return Backend(
+        request, transport, order, stage_compiler, tuple(passes), profile, rule
+    )
 
 
 def plan(
@@ -279,7 +297,9 @@ class Backend:
         stage_compiler: str = "eager",
         passes: tuple[Pass, ...] = (),
         profile: Profile | bool | None = None,
+        rule: InputRule | None = None,
     ) -> None:
+        self._rule = rule or InputRule()
         self.request, self.order, self.passes = request, order, passes
         self.stage_compiler, self.record = stage_compiler, bool(profile)
         self.profile = None if isinstance(profile, bool) else profile
@@ -320,9 +340,10 @@ class Backend:
         if isinstance(self._workers, Ranks):
             self._workers.settle(step.plan, args)
         self._random = self._next(self._random)
+        given = args if step.agreement is None else step.agreement(args)
         if step.watch is not None:
-            step.watch(args, self._said)
-        return step(args, self._random)
+            step.watch(given, self._said)
+        return step(args, self._random, given)
 
     def _make(self, gm: fx.GraphModule, args: tuple[Any, ...]) -> Step:
         """Plans and checks a step, and gets its programs ready."""
@@ -359,6 +380,9 @@ class Backend:
             for r in self._workers.here
         }
         step = Step(plan, programs, self._workers, self.record)
+        if isinstance(self._workers, Ranks):
+            processes = self._workers.processes
+            step.agreement = Agreement(self._rule, plan.inputs, processes)
         if plan.schedule.microbatches > 1 and 0 in self._workers.here:
             step.watch = Watch(gm, traced, plan.loss, request)
         return step

@@ -19,7 +19,7 @@ from .compare import compare
 from .diagram import Diagram
 from .eventloop import Event, Timeline
 from .examine import Summary, examine
-from .graphs import Group, Output
+from .graphs import Group, Output, Role, State
 from .jobs import Direction, Job, Placement, PlanError, Schedule
 from .lines import Line, Message
 from .links import Link
@@ -88,6 +88,7 @@ class Plan:
     timeline: when each job should run, in seconds.
     lines: the step of all workers; see fxsched/lines.py.
     nodes: what was known of the model's operations, by the names that profiles use.
+    inputs: of the traced graph, those that are no state of the model.
     arithmetic: what the model computes, to compare with other ranks'.
     """
 
@@ -103,6 +104,7 @@ class Plan:
     lines: Sequence[Line | Message] = ()
     notes: tuple[str, ...] = ()
     nodes: Mapping[str, Known] = field(default_factory=dict)
+    inputs: tuple[State, ...] = ()
     arithmetic: Arithmetic = field(default_factory=Arithmetic)
 
     @property
@@ -197,6 +199,11 @@ class Plan:
 def make_plan(gm: fx.GraphModule, request: Request, passes: tuple[Any, ...]) -> Plan:
     """The plan of a traced microbatch; the user's passes run on each program."""
     nodes = list(gm.graph.nodes)
+    inputs = tuple(
+        State(node.meta["index"], node.meta["role"], node.meta["name"])
+        for node in nodes
+        if node.meta.get("role") in (Role.BATCH, Role.SHARED)
+    )
     arithmetic = describe_arithmetic(gm, request, passes)
     for each in PASSES:
         gm = each(gm, request)
@@ -234,5 +241,6 @@ def make_plan(gm: fx.GraphModule, request: Request, passes: tuple[Any, ...]) -> 
         gm.meta["lines"],
         tuple(notes),
         known(nodes),
+        inputs,
         arithmetic,
     )

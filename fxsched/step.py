@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, fx
 from torch.autograd.function import once_differentiable
 
+from .agreement import Agreement
 from .eventloop import Event
 from .pipeline import Plan
 from .runtime import Run, Runnable
@@ -38,18 +39,22 @@ class Step:
         self.events: tuple[Event, ...] = ()
         self.latest: list[Run] = []
         self.watch: Watch | None = None  # warns of losses before a call
+        self.agreement: Agreement | None = None  # of ranks on their inputs
 
-    def __call__(self, args: tuple[Any, ...], random: Random) -> Sequence[Any]:
+    def __call__(
+        self, args: tuple[Any, ...], random: Random, given: tuple[Any, ...]
+    ) -> Sequence[Any]:
+        """given: the arguments to run on; gradients go to `args`."""
         if not self.plan.trains:
-            results = self._advance(self._start(args, random), None)
-            return self._outputs(args, results)
+            results = self._advance(self._start(given, random), None)
+            return self._outputs(given, results)
         leaves = [
             i for i, a in enumerate(args) if isinstance(a, Tensor) and a.requires_grad
         ]
         function = _InBackward if self.plan.loss is None else _InCall
         tensors = [args[i] for i in leaves]
         apply: Any = function.apply
-        outputs: tuple[Any, ...] = apply(self, args, random, leaves, *tensors)
+        outputs: tuple[Any, ...] = apply(self, given, random, leaves, *tensors)
         return outputs
 
     def _start(self, args: tuple[Any, ...], random: Random) -> list[Run]:

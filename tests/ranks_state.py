@@ -256,11 +256,72 @@ def mistakes() -> None:
         assert_close(run(*batch(0)), reference(*batch(0)))
 
 
+class Scaled(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 8), nn.Linear(8, 1)
+
+    def forward(self, x: Tensor, y: Tensor, scale: Tensor) -> Tensor:
+        return (self.second(self.first(x).tanh()) - y * scale).pow(2).mean()
+
+
+def inputs() -> None:
+    """Ranks with different inputs are told so, or run on those of one."""
+    rank, differs = dist.get_rank(), "rank 1 calls the model with other values of "
+
+    def draw(seed: int) -> tuple[Tensor, Tensor, Tensor]:
+        torch.manual_seed(seed)
+        return torch.randn(8, 4), torch.randn(8, 1), torch.randn(())
+
+    def run(**options: Any) -> tuple[nn.Module, Any]:
+        torch.manual_seed(0)
+        model = Scaled()
+        backend = fxsched.backend(schedules.gpipe(2, B), ["second"], **options)
+        return model, torch.compile(model, backend=backend)
+
+    x, y, scale = draw(1)
+    _, step = run(check_inputs="always")
+    for mine, names in (
+        (draw(2 + rank), "x, y, scale than rank 0"),
+        ((x, y, scale + rank), "scale than"),  # the same for all microbatches
+        ((x.flip(0) if rank else x, y, scale), "x than"),  # the same rows
+    ):
+        refused(lambda: step(*mine), differs + names)  # noqa: B023
+    for _ in range(4):
+        step(x, y, scale).backward()
+    refused(lambda: step(x, y + rank, scale), "DistributedSampler")
+    refused(lambda: step(x, y + rank, scale), "input_from=0")
+    model, step = run()
+    for _ in range(3):
+        step(x, y, scale).backward()
+    step(x, y + rank, scale)  # by default only the first are compared
+    _, step = run(check_inputs="never")
+    step(x, y + rank, scale)
+    source = 1
+    model, step = run(input_from=source)
+    for _ in range(2):
+        model.zero_grad()
+        wanted, mine = draw(source), draw(rank)
+        draws = [wanted[0].clone().requires_grad_(), mine[0].requires_grad_()]
+        reference = Scaled()
+        reference.load_state_dict(fxsched.full_state_dict(model))
+        loss = reference(draws[0], *wanted[1:])
+        loss.backward()
+        found = step(draws[1], *mine[1:])
+        found.backward()
+        torch.testing.assert_close(found, loss)
+        assert_close(draws[1].grad, draws[0].grad)
+        for name, parameter in model.named_parameters():
+            if parameter.grad is not None:
+                assert_close(parameter.grad, reference.get_parameter(name).grad)
+
+
 if __name__ == "__main__":
     dist.init_process_group("gloo")
     clip(schedules.ddp(2, B))
     clip(schedules.fslpp(2, 1, B))
     resume()
     mistakes()
+    inputs()
     print(f"rank {dist.get_rank()}: whole state")
     dist.destroy_process_group()

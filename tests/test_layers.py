@@ -76,7 +76,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("neighbours",),
     ("transport", "program", "source"),
     ("straight",),
-    ("runtime", "clip", "optimizers"),
+    ("runtime", "clip", "optimizers", "agreement"),
     ("workers", "checkpoint"),
     ("step",),
     ("backend",),

@@ -83,3 +83,12 @@ def test_what_is_no_model_has_no_state() -> None:
         fxsched.full_optimizer_state_dict(nn.Linear(2, 2), optimizer)
     with pytest.raises(RuntimeError, match="Missing key"):
         fxsched.load_full_state_dict(model, {})
+
+
+def test_the_rule_for_inputs_is_one_that_there_is() -> None:
+    schedule = schedules.gpipe(2, 4)
+    with pytest.raises(PlanError, match="check_inputs='often'"):
+        fxsched.backend(schedule, check_inputs="often")
+    for wrong in (2, -1, True, "0"):
+        with pytest.raises(PlanError, match=r"input_from=.*: give a rank, 0 to 1"):
+            fxsched.backend(schedule, input_from=wrong)  # type: ignore[arg-type]

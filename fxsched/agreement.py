@@ -1,0 +1,79 @@
+"""What ranks call a step with: the same everywhere, or what one of them gives."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from .digest import digest
+from .graphs import State
+from .jobs import PlanError
+from .transport import Processes
+
+CHECKS = ("first", "always", "never")
+FIRST = 3  # calls of each plan that check_inputs="first" compares
+
+
+class InputRule(NamedTuple):
+    """How ranks come to run on the same inputs.
+
+    check: one of CHECKS, which calls are compared.
+    source: the rank whose inputs all take, or None.
+    """
+
+    check: str = "first"
+    source: int | None = None
+
+
+class Agreement:
+    """Makes sure that the ranks run each call of a step on the same inputs.
+
+    inputs: those of the traced graph that are no state of the model.
+    """
+
+    def __init__(
+        self, rule: InputRule, inputs: Sequence[State], processes: Processes
+    ) -> None:
+        self.rule, self.inputs, self.processes = rule, inputs, processes
+        self.calls = 0
+
+    def __call__(self, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        """The arguments to run on. Raises PlanError on every rank if they differ."""
+        self.calls += 1
+        if self.rule.source is not None:
+            return self._received(args, self.rule.source)
+        if self.rule.check == "always" or (
+            self.rule.check == "first" and self.calls <= FIRST
+        ):
+            self._compare(args)
+        return args
+
+    def _compare(self, args: Sequence[Any]) -> None:
+        own = [digest(args[each.input]) for each in self.inputs]
+        everyone = self.processes.all(own)
+        for rank, others in enumerate(everyone):
+            if others != everyone[0]:
+                pairs = zip(self.inputs, others, everyone[0], strict=True)
+                names = [each.name for each, one, other in pairs if one != other]
+                raise _differ(rank, names)
+
+    def _received(self, args: Sequence[Any], source: int) -> tuple[Any, ...]:
+        values = list(args)
+        everyone = range(self.processes.workers)
+        for index, *_ in self.inputs:
+            if self.processes.rank != source:
+                values[index] = torch.empty_like(args[index])
+            self.processes.share(values[index], source, everyone)
+        return tuple(values)
+
+
+def _differ(rank: int, names: Sequence[str]) -> PlanError:
+    return PlanError(
+        f"rank {rank} calls the model with other values of {', '.join(names)} than "
+        "rank 0, and a step would mix them; every rank passes the same whole batch, "
+        "which the schedule divides. The usual cause is a DistributedSampler, or a "
+        "shuffle that each rank seeds for itself: take an ordinary sampler with one "
+        "seed, or backend(input_from=0), which runs all ranks on rank 0's inputs"
+    )
