@@ -330,20 +330,33 @@ class Backend:
 
         return call
 
+    def __deepcopy__(self, memo: object) -> Backend:
+        """Itself: the copy of a compiled model has weights of its own, not workers."""
+        return self
+
     def _run(self, gm: fx.GraphModule, args: tuple[Any, ...]) -> Sequence[Any]:
-        key = _key(gm, args)
-        if key not in self._steps:
-            self._steps[key] = self._make(gm, args)
-        step = self._steps[key]
+        step = self._step(gm, args)
         if self._last is None or step.plan.trains or not self._last.plan.trains:
             self._last, self.plan = step, step.plan
-        if isinstance(self._workers, Ranks):
-            self._workers.settle(step.plan, args)
         self._random = self._next(self._random)
         given = args if step.agreement is None else step.agreement(args)
         if step.watch is not None:
             step.watch(given, self._said)
         return step(args, self._random, given)
+
+    def _step(self, gm: fx.GraphModule, args: tuple[Any, ...]) -> Step:
+        """The step for these inputs, planned now if there is none yet."""
+        key = _key(gm, args)
+        if key not in self._steps:
+            self._steps[key] = self._make(gm, args)
+        ranks = self._workers
+        if isinstance(ranks, Ranks) and not ranks.settle(self._steps[key].plan, args):
+            # another model of the class, whose weights an earlier plan put elsewhere
+            key += f"\n{ranks.owners(args)}"
+            if key not in self._steps:
+                self._steps[key] = self._make(gm, args)
+            assert ranks.settle(self._steps[key].plan, args), "owners were planned for"
+        return self._steps[key]
 
     def _make(self, gm: fx.GraphModule, args: tuple[Any, ...]) -> Step:
         """Plans and checks a step, and gets its programs ready."""
@@ -437,9 +450,11 @@ def _key(gm: fx.GraphModule, args: Sequence[Any]) -> str:
         else a
         for a in args
     ]
+    ids = [id(a) for a in args if isinstance(a, Tensor)]
+    same = list(map(ids.index, ids)) if len(set(ids)) < len(ids) else ""
     casts = [
         (kind, torch.get_autocast_dtype(kind))
         for kind in ("cpu", "cuda")
         if torch.is_autocast_enabled(kind)
     ]
-    return f"{gm.meta['text']}\n{shapes}\n{torch.is_grad_enabled()} {casts}"
+    return f"{gm.meta['text']}\n{shapes}{same}\n{torch.is_grad_enabled()} {casts}"

@@ -16,7 +16,7 @@ from .arithmetic import first_difference
 from .check import check_summaries
 from .clip import guard_torch_clipping
 from .eventloop import Event
-from .graphs import Role, Spec
+from .graphs import Role, Spec, State
 from .jobs import PlanError
 from .kept import KEPT, Kept, give_up, is_given_up
 from .optimizers import guard_optimizers
@@ -194,36 +194,33 @@ class Ranks:
             "batches of the same shape on every rank"
         )
 
-    def settle(self, plan: Plan, args: Sequence[Any]) -> None:
+    def settle(self, plan: Plan, args: Sequence[Any]) -> bool:
         """Owners start from the first owner's values; other ranks give up storage.
 
         A parameter that this rank doesn't keep becomes one NaN, expanded to its shape.
+        False, and nothing is done, if some are kept elsewhere than the plan says.
         """
+        new = {}
         for group in plan.groups:
-            for index, role, name in group.state:
-                tensor = args[index]
-                if role is Role.SHARED:
+            for state in group.state:
+                if state.role is Role.SHARED:
                     continue
+                tensor = args[state.input]
                 entry = KEPT.get(tensor)
-                if entry is not None:
-                    if entry.owners != group.owners:
-                        raise _moved(name, entry.owners, group.owners)
-                    continue
-                KEPT[tensor] = Kept(group.owners, Spec.of(tensor))
-                if role is Role.BUFFER:
-                    everyone = range(plan.schedule.workers)
-                    self.processes.share(tensor, group.owners[0], everyone)
-                    continue
-                self.processes.share(tensor, group.owners[0], group.owners)
-                if self.rank not in group.owners:
-                    give_up(name, tensor)
-                    guard_torch_clipping()
-                    guard_optimizers()
+                if entry is None:
+                    new[state] = Kept(group.owners, Spec.of(tensor))
+                elif entry.owners != group.owners:
+                    return False
+        for state, entry in new.items():
+            self._settle(state, args[state.input], entry, plan.schedule.workers)
+        return True
 
-
-def _moved(name: str, before: Sequence[int], now: Sequence[int]) -> PlanError:
-    return PlanError(
-        f"the parameter {name} is kept by ranks {list(before)} since another backend "
-        f"ran it, and this one keeps it on {list(now)}; give each model a backend of "
-        "its own"
-    )
+    def _settle(self, state: State, tensor: Tensor, entry: Kept, workers: int) -> None:
+        KEPT[tensor] = entry
+        buffer = state.role is Role.BUFFER
+        readers = range(workers) if buffer else entry.owners
+        self.processes.share(tensor, entry.owners[0], readers)
+        if not buffer and self.rank not in entry.owners:
+            give_up(state.name, tensor)
+            guard_torch_clipping()
+            guard_optimizers()

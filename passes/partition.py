@@ -35,6 +35,9 @@ def assign_stages(gm: fx.GraphModule, request: Request) -> fx.GraphModule:
     """
     shared = _shared(gm)
     blocks = _used(gm, _blocks(gm, request, shared))
+    if len(blocks) < (request.schedule.stages or 1):  # nothing but cheap values
+        shared = set()
+        blocks = _used(gm, _blocks(gm, request, shared))
     problem = _problem(blocks)
     if request.stages == "auto":
         choice = choose_cut(problem, request.schedule, request.memory_limit)

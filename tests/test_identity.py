@@ -4,7 +4,12 @@ model reaches them, and names are for people."""
 from __future__ import annotations
 
 import copy
+import os
+import re
+import subprocess
+import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -292,3 +297,68 @@ def test_swin() -> None:
     assert_trains_as_eager(model, schedules.ddp(2, microbatches=2), images, labels)
     norms = [p for n, p in model.named_parameters() if "layernorm_before" in n]
     assert norms and all(p.grad is not None and p.grad.any() for p in norms)
+
+
+# --------------------------------------------------------------- copies, no weights
+
+
+def test_a_copy_of_a_compiled_model_trains_by_itself() -> None:
+    model, x = Root(Block(), nn.Linear(4, 4)), torch.randn(8, 4)
+    run = torch.compile(model, backend=fxsched.backend(schedules.gpipe(2, 2)))
+    run(x).backward()
+    before = [parameter.grad.clone() for parameter in model.parameters()]
+    again = copy.deepcopy(run)
+    own = list(again.parameters())
+    (2 * again(x)).backward()
+    for old, parameter, copied in zip(before, model.parameters(), own, strict=True):
+        assert torch.equal(parameter.grad, old)
+        torch.testing.assert_close(copied.grad, 2 * old)
+
+
+class Fixed(nn.Module):
+    """Nothing to train."""
+
+    def __init__(self, mean: bool) -> None:
+        super().__init__()
+        self.act, self.mean = nn.GELU(), mean
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.act(2 * x)
+        return y.pow(2).mean() if self.mean else y
+
+
+@pytest.mark.parametrize("mean", [True, False])
+@SCHEDULES
+def test_a_model_without_parameters(schedule: Schedule, mean: bool) -> None:
+    model, x = Fixed(mean), torch.randn(8, 4)
+    run = torch.compile(model, backend=fxsched.backend(schedule))
+    torch.testing.assert_close(run(x), model(x))
+    own, other = (x.clone().requires_grad_() for _ in range(2))
+    run(own).sum().backward()
+    model(other).sum().backward()
+    torch.testing.assert_close(own.grad, other.grad)
+    with torch.no_grad():
+        torch.testing.assert_close(run(x), model(x))
+
+
+# ------------------------------------------------------------------------- on ranks
+
+
+def test_ranks() -> None:
+    command = [
+        *(sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"),
+        *("--rdzv-backend", "c10d", "--rdzv-endpoint", "127.0.0.1:0"),
+        *("-m", "tests.ranks_identity"),
+    ]
+    environment = os.environ | {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
+    root = Path(__file__).parents[1]
+    done = subprocess.run(
+        command, cwd=root, env=environment, capture_output=True, text=True, timeout=200
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    counts: dict[str, int] = {}
+    for case, count in re.findall(r"^rank \d: (\w+): (\d+)$", done.stdout, re.M):
+        counts[case] = counts.get(case, 0) + int(count)
+    assert counts == {"ways": 3, "tied": 3, "two": 12}
+    refusals = re.findall(r"rank (\d): copies: .* no values of the par", done.stdout)
+    assert sorted(refusals) == ["0", "1"]
