@@ -242,7 +242,12 @@ def _not_whole(
     stack: Sequence[traceback.FrameSummary] | None, reason: object
 ) -> PlanError:
     """The error for a line of the model that Dynamo can't trace, and why it can't."""
-    where = "".join(traceback.format_list(list(stack or ())[-1:])).strip()
+    frames = list(stack or ())
+    library = os.path.dirname(traceback.__file__)
+    # of what breaks inside Python's own library, the line that calls it
+    while len(frames) > 1 and os.path.dirname(frames[-1].filename) == library:
+        frames.pop()
+    where = "".join(traceback.format_list(frames[-1:])).strip()
     why = str(reason).split("\n")[0]
     return PlanError(
         f"the model does not trace as one graph; it breaks at\n  {where}\n"

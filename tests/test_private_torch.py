@@ -1,0 +1,67 @@
+"""The private names of PyTorch that fxsched uses: what a new version must still have.
+
+Where one is gone, the file of fxsched that uses it is what has to change.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+from functools import reduce
+
+import pytest
+import torch
+
+NAMES = {
+    "trace.py": (
+        "torch._dynamo.convert_frame:_compile",
+        "torch._dynamo.config:recompile_limit",
+        "torch._dynamo.config:accumulated_recompile_limit",
+        "torch._dynamo.config:fail_on_recompile_limit_hit",
+        "torch._dynamo.config:specialize_float",
+        "torch._dynamo.config:allow_rnn",
+        "torch._dynamo.config:patch",
+        "torch._dynamo:maybe_mark_dynamic",
+        "torch._dynamo.exc:TensorifyScalarRestartAnalysis",
+        "torch._dynamo.exc:Unsupported",
+        "torch._dynamo.symbolic_convert:InstructionTranslator.current_tx",
+        "torch._subclasses:FakeTensorMode",
+        "torch.fx.experimental._config:use_duck_shape",
+    ),
+    "aot.py": (
+        "torch._functorch.aot_autograd:aot_export_joint_with_descriptors",
+        "torch._functorch.partitioners:default_partition",
+        "torch._functorch._aot_autograd.descriptors:GradAOTOutput",
+        "torch._functorch._aot_autograd.descriptors:InputMutationAOTOutput",
+        "torch._functorch._aot_autograd.descriptors:PlainAOTInput",
+        "torch._functorch._aot_autograd.descriptors:PlainAOTOutput",
+        "torch._functorch._aot_autograd.descriptors:TangentAOTInput",
+        "torch._guards:TracingContext",
+        "torch._guards:tracing",
+        "torch.backends.mkldnn:enabled",
+    ),
+    "graphs.py": ("torch._C:_set_grad_enabled",),
+    "inductor.py": (
+        "torch._inductor.compile_fx:compile_fx",
+        "torch.fx.experimental.symbolic_shapes:ShapeEnv",
+    ),
+    "lazy.py": (
+        "torch.fx._lazy_graph_module:_use_lazy_graph_module",
+        "torch.fx._lazy_graph_module:_LazyGraphModule",
+    ),
+}
+
+
+@pytest.mark.parametrize("file", NAMES)
+def test_private_names_are_there(file: str) -> None:
+    for each in NAMES[file]:
+        module, _, name = each.partition(":")
+        reduce(getattr, name.split("."), importlib.import_module(module))
+
+
+def test_dynamo_compiles_a_frame_with_what_the_wrapper_reads() -> None:
+    from torch._dynamo import convert_frame
+
+    compile_frame = inspect.unwrap(convert_frame._compile)
+    assert {"compiler_fn", "locals"} <= set(inspect.signature(compile_frame).parameters)
+    assert "real_stack" in inspect.getsource(torch._dynamo.exc.Unsupported.__init__)
