@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -12,6 +12,8 @@ from torch import Tensor, fx
 from . import inductor
 from .agreement import CHECKS, Agreement, InputRule
 from .arguments import one_of, positive
+from .batch import batch_of
+from .caller import Dims
 from .eventloop import Event
 from .jobs import PlanError, Schedule, is_int, is_number
 from .kept import specs_of
@@ -26,7 +28,7 @@ from .trace import (
     capture,
     configure_dynamo,
     graph_break,
-    mark_batch,
+    note_arguments,
     note_origins,
     trace_microbatch,
 )
@@ -52,6 +54,7 @@ def backend(
     prefetch: int = 1,
     check_inputs: str = "first",
     input_from: int | None = None,
+    batch_dims: Dims | None = None,
 ) -> Backend:
     """A torch.compile backend that runs a model by a schedule.
 
@@ -79,6 +82,10 @@ def backend(
         first three of each plan), "always" or "never". All pass the same whole batch.
     input_from: the rank whose inputs all take, each call; the others pass tensors of
         the same shapes and types.
+    batch_dims: where arguments have their samples, by name (x, batch['x']) or position:
+        a dimension, which may have a multiple of the samples, each sample's in a row;
+        or None for what all microbatches share. All others are cut along dimension 0
+        and must have one length there.
 
     A compiled function that returns one scalar loss runs F and B in the call, and
     loss.backward() adds the finished gradients. One that doesn't runs F in the call
@@ -145,6 +152,7 @@ def backend(
         memory_limit=memory_limit,
         same_stage=groups,
         prefetch=prefetch,
+        batch_dims=_batch_dims(batch_dims),
     )
     rule = InputRule(check_inputs, input_from)
     return Backend(
@@ -161,6 +169,7 @@ def plan(
     memory_limit: float | None = None,
     same_stage: Sequence[Sequence[str]] = (),
     profile: Profile | None = None,
+    batch_dims: Dims | None = None,
     **kwargs: Any,
 ) -> Plan:
     """The plan of model(*args, **kwargs) by a schedule, without running anything.
@@ -178,10 +187,9 @@ def plan(
         memory_limit=memory_limit,
         same_stage=same_stage,
         profile=profile,
+        batch_dims=batch_dims,
     )
     planner.plan_only = True
-    if schedule.microbatches > 1:
-        mark_batch((args, kwargs))
     try:
         torch.compile(model, backend=planner)(*args, **kwargs)
     except _Planned as planned:
@@ -204,9 +212,12 @@ def profile(
     *args: Any,
     microbatches: int = 1,
     repeats: int = 9,
+    batch_dims: Dims | None = None,
     **kwargs: Any,
 ) -> Profile:
     """Measures F and B of every node of model(*args, **kwargs), for one microbatch.
+
+    batch_dims: as for fxsched.backend.
 
     Give it to fxsched.backend, plan or explain. Under torchrun all ranks measure at the
     same time, and every rank gets what rank 0 measured, so that all plan alike.
@@ -217,7 +228,8 @@ def profile(
     positive("profile", repeats=repeats, microbatches=microbatches)
 
     def make() -> Profile:
-        tracer = _Tracer(backend(Schedule(1, microbatches)).request)
+        way = Schedule(1, microbatches)
+        tracer = _Tracer(backend(way, batch_dims=batch_dims).request)
         try:
             with torch.enable_grad():
                 torch.compile(model, backend=tracer)(*args, **kwargs)
@@ -319,8 +331,9 @@ class Backend:
         """torch.compile's side: from a traced graph to a function of its inputs."""
         broken = graph_break(gm)
         note_origins(gm, inputs)
+        note_arguments(gm, inputs)
         if broken is None and self.request.schedule.microbatches > 1:
-            ask_for_symbolic_batch(gm, inputs)
+            ask_for_symbolic_batch(gm, inputs, self.request)
         captured = capture(gm)
 
         def call(*args: Any) -> Sequence[Any]:
@@ -371,8 +384,8 @@ class Backend:
                 else Ranks(workers, near=kind == "distributed")
             )
         owners = self._workers.owners(args) if self._workers else {}
-        specs = specs_of(args)
-        traced = trace_microbatch(gm, args, self.request.schedule.microbatches, specs)
+        batch = batch_of(gm, args, self.request)
+        traced = trace_microbatch(gm, args, batch, specs_of(args))
         if self.profile is not None:
             self.profile.apply(traced)
         request = dataclasses.replace(
@@ -425,8 +438,34 @@ class _Tracer(Backend):
 
     def _make(self, gm: fx.GraphModule, args: tuple[Any, ...]) -> Step:
         _refuse_meta(args, "be measured", "fxsched.plan estimates what it takes")
-        count = self.request.schedule.microbatches
-        raise _Traced(trace_microbatch(gm, args, count, {}), args)
+        batch = batch_of(gm, args, self.request)
+        raise _Traced(trace_microbatch(gm, args, batch, {}), args)
+
+
+def _batch_dims(dims: object) -> dict[str | int, int | None]:
+    """backend(batch_dims=), checked."""
+    if dims is None:
+        return {}
+    if not isinstance(dims, Mapping):
+        raise PlanError(
+            f"backend(batch_dims={dims!r}): give a dict, such as "
+            '{"cand": 0, "x": 1, "scale": None}'
+        )
+    for key, dim in dims.items():
+        if not isinstance(key, str) and not is_int(key):
+            raise PlanError(
+                f"backend(batch_dims={{{key!r}: ..}}): name an argument, or give its "
+                "position"
+            )
+        if dim is not None and not is_int(dim):
+            raise PlanError(
+                f"backend(batch_dims={{{key!r}: {dim!r}}}): give a dimension, or None "
+                "for what all microbatches share"
+            )
+    return {
+        key if isinstance(key, str) else int(key): None if dim is None else int(dim)
+        for key, dim in dims.items()
+    }
 
 
 def _refuse_meta(args: Sequence[Any], what: str, instead: str) -> None:

@@ -34,6 +34,8 @@ META = {
     "val": "fake value of a node of the traced graph",
     "role": "Role of an input of the traced graph",
     "origin": "Origin of an input of Dynamo's graph",
+    "arguments": "what the caller calls an input of Dynamo's graph",
+    "dim": "dimension along which a batch input is cut",
     "name": "the user's name of an input",
     "index": "position of an input in the call",
     "input": "position of a batch input in the call",

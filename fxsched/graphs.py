@@ -118,6 +118,12 @@ def arguments(node: fx.Node) -> tuple[Any, ...]:
     return node.args
 
 
+def dims(node: fx.Node) -> tuple[int, ...]:
+    """Where a batch input has its samples, as ops.rows takes it: () for dimension 0."""
+    dim: int = node.meta["dim"]
+    return (dim,) if dim else ()
+
+
 def make(
     graph: fx.Graph,
     target: Callable[..., Any] | str,

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, fx
 
+from . import ops
 from .costs import alone, backward_of
 from .eventloop import Event
 from .graphs import REGION_ENTERS, REGION_EXITS, Role
@@ -194,7 +195,7 @@ class _Run:
     def given(self, node: fx.Node) -> Tensor:
         value: Tensor = self.inputs[node.meta["index"]]
         if node.meta["role"] is Role.BATCH:
-            value = value[: value.shape[0] // self.microbatches]
+            value = ops.rows(value, 0, self.microbatches, node.meta["dim"])
         kept = node.meta["role"] is Role.PARAMETER
         return value.detach() if kept else value.detach().clone()
 

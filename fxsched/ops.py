@@ -25,6 +25,11 @@ def rows(value: Tensor, microbatch: int, microbatches: int, dim: int = 0) -> Ten
     return value.narrow(dim, microbatch * size, size)
 
 
+def packed(value: Tensor) -> Tensor:
+    """A value whose memory is in the order of its dimensions, as B takes gradients."""
+    return value.contiguous()
+
+
 def collect(microbatches: int, dim: int | None, *parts: Sequence[Any]) -> Tensor:
     """Microbatch parts, each (microbatches it holds, tensors), joined in order.
 

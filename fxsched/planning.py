@@ -14,7 +14,7 @@ from .jobs import PlanError
 from .options import WORKERS, build, given, schedule_option, schedule_options
 from .search import OBJECTIVES
 from .search import search as find
-from .values import choice, count, number, position
+from .values import choice, count, dims, number, position
 
 MODEL = "path/to/model.py:make or package.module:make"
 SEARCHES = (
@@ -104,6 +104,12 @@ def _search_options(options: Mapping[str, Any]) -> dict[str, Any]:
     help="bytes of weights, gradients and activations on a worker",
 )
 @click.option(
+    "--batch-dims",
+    type=dims,
+    help="where arguments have their samples that aren't cut along dimension 0: "
+    "cand=0,x=1,scale=none; see fxsched.backend",
+)
+@click.option(
     "--rank", type=position, metavar="N", help="print the program of this worker alone"
 )
 @click.option("--explain", is_flag=True, help="print no programs")
@@ -129,6 +135,7 @@ def plan(model: str, schedule: str, **options: Any) -> None:
             stages="auto" if modules is None else modules.split(","),
             carry=options["carry"],
             memory_limit=options["memory_limit"],
+            batch_dims=options["batch_dims"],
             **case.kwargs,
         )
     parts = list(found.notes)

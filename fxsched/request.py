@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from .jobs import Schedule
@@ -21,6 +22,7 @@ class Request:
     same_stage: groups of names of modules that stay in one stage.
     readers: workers that hand outputs to the user; None for all of them.
     prefetch: for how many jobs ahead a worker asks for weights.
+    batch_dims: what departs from the rule of fxsched/batch.py, by argument.
     """
 
     schedule: Schedule
@@ -33,3 +35,4 @@ class Request:
     same_stage: tuple[tuple[str, ...], ...] = ()
     readers: tuple[int, ...] | None = None
     prefetch: int = 1
+    batch_dims: Mapping[str | int, int | None] = field(default_factory=dict)

@@ -16,7 +16,6 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cache, wraps
-from types import CodeType
 from typing import Any
 
 import torch
@@ -29,15 +28,11 @@ from torch._dynamo.exc import TensorifyScalarRestartAnalysis, Unsupported
 from torch._dynamo.symbolic_convert import InstructionTranslator
 from torch._subclasses import FakeTensorMode
 
+from .batch import Batch, dim_of, names_of, user_tensors
+from .caller import Argument, Call, owner_of, read_call
 from .costs import Meter, Work, alone, backward_of
 from .graphs import REGION_ENTERS, REGION_EXITS, Output, Role, Spec, storage, tensors
-from .inputs import (
-    batch_candidates,
-    batch_inputs,
-    origin_of,
-    placeholders,
-    symbol_of,
-)
+from .inputs import origin_of, placeholders
 from .jobs import PlanError
 from .lazy import lazy_module
 from .meta_device import cpu_specs, is_meta, on_cpu
@@ -67,8 +62,7 @@ def configure_dynamo() -> None:
         if not isinstance(request, Request):
             return original(*args, **kwargs)
         if request.schedule.microbatches > 1:
-            free = given["code"].co_freevars  # a closure's, which are state
-            mark_batch([v for n, v in given["locals"].items() if n not in free])
+            mark_batch(read_call(given["code"], given["locals"]), request)
         with _settings():
             try:
                 return original(*args, **kwargs)
@@ -113,18 +107,23 @@ def _innermost(backend: Any) -> Any:
     return backend
 
 
-def ask_for_symbolic_batch(gm: fx.GraphModule, inputs: Sequence[Any]) -> None:
+def ask_for_symbolic_batch(
+    gm: fx.GraphModule, inputs: Sequence[Any], request: Request
+) -> None:
     """Makes Dynamo trace again with a symbolic batch size, unless it has already.
 
     Called inside a torch.compile backend; raises Dynamo's restart signal.
     """
     nodes = placeholders(gm)
     asked = False
-    for i in batch_candidates(gm, inputs):
-        known = symbol_of(nodes[i].meta["example_value"].shape[0]) is not None
+    for i in user_tensors(gm, inputs):
+        dim = dim_of(names_of(nodes[i])[0], inputs[i], request.batch_dims)
+        if dim is None or inputs[i].shape[dim] < 2:  # one row can't be cut
+            continue
+        known = isinstance(nodes[i].meta["example_value"].shape[dim], torch.SymInt)
         marked = getattr(inputs[i], "_dynamo_weak_dynamic_indices", ())
-        if not known and 0 not in marked:
-            torch._dynamo.maybe_mark_dynamic(inputs[i], 0)
+        if not known and dim not in marked:
+            torch._dynamo.maybe_mark_dynamic(inputs[i], dim)
             asked = True
     if not asked:
         return
@@ -134,17 +133,13 @@ def ask_for_symbolic_batch(gm: fx.GraphModule, inputs: Sequence[Any]) -> None:
     raise TensorifyScalarRestartAnalysis()
 
 
-def mark_batch(values: Any) -> None:
-    """Asks for a symbolic batch size beforehand, which saves Dynamo a trace."""
-    if isinstance(values, dict):
-        values = list(values.values())
-    if isinstance(values, (list, tuple)):
-        for value in values:
-            mark_batch(value)
-    elif isinstance(values, torch.nn.Parameter):
-        return
-    elif isinstance(values, Tensor) and values.dim() and values.shape[0] > 1:
-        torch._dynamo.maybe_mark_dynamic(values, 0)
+def mark_batch(call: Call, request: Request) -> None:
+    """Asks for symbolic sizes where arguments have their samples."""
+    for argument, tensor in call.tensors:
+        dim = dim_of(argument, tensor, request.batch_dims)
+        own = not isinstance(tensor, torch.nn.Parameter)
+        if own and dim is not None and tensor.shape[dim] > 1:
+            torch._dynamo.maybe_mark_dynamic(tensor, dim)
 
 
 def note_origins(gm: fx.GraphModule, inputs: Sequence[Any]) -> None:
@@ -160,6 +155,23 @@ def note_origins(gm: fx.GraphModule, inputs: Sequence[Any]) -> None:
         node.meta["module"] = origins.module_name(node.meta.get("nn_module_stack", {}))
 
 
+def note_arguments(gm: fx.GraphModule, inputs: Sequence[Any]) -> None:
+    """Writes down what the caller calls inputs, as meta["arguments"], and all that it
+    may name, as gm.meta["call"].
+
+    Called inside a torch.compile backend.
+    """
+    translator: Any = InstructionTranslator.current_tx()
+    root = translator.output.root_tx
+    call = read_call(root.f_code, root.f_locals)
+    names: dict[int, list[Argument]] = {}
+    for argument, tensor in call.tensors:
+        names.setdefault(id(tensor), []).append(argument)
+    for node, value in zip(placeholders(gm), inputs, strict=True):
+        node.meta["arguments"] = tuple(names.get(id(value), ()))
+    gm.meta["call"] = call._replace(tensors=())  # which must not live on
+
+
 def _traced_frame() -> Frame:
     """The frame of the compiled function, as the expressions of guards see it."""
     translator: Any = InstructionTranslator.current_tx()
@@ -168,18 +180,9 @@ def _traced_frame() -> Frame:
     late = getattr(names, "_get_closure_vars", None)
     scope = {**(late() if late else names.CLOSURE_VARS)}
     scope.update(L=root.f_locals, G=root.f_globals)
-    outside = [*root.f_code.co_freevars, *_method_owner(root.f_code, root.f_locals)]
+    owner = owner_of(root.f_code, root.f_locals)
+    outside = [*root.f_code.co_freevars, *filter(None, [owner])]
     return Frame(scope, frozenset(f"L[{name!r}]" for name in outside))
-
-
-def _method_owner(code: CodeType, variables: Mapping[str, Any]) -> Sequence[str]:
-    """The name of a method's `self`, if the code is of a method."""
-    first = code.co_varnames[: min(code.co_argcount, 1)]
-    for base in type(variables.get(*first)).__mro__ if first else ():
-        method: Any = vars(base).get(code.co_name)
-        if getattr(inspect.unwrap(method), "__code__", None) is code:
-            return () if isinstance(method, staticmethod) else first
-    return ()
 
 
 def _path(node: fx.Node) -> Path:
@@ -205,6 +208,7 @@ def capture(gm: fx.GraphModule) -> fx.GraphModule:
     inner = [str(m.graph) for m in gm.modules() if isinstance(m, fx.GraphModule)]
     constants = [str(id(tensor)) for tensor in _constants(gm)]
     text = "\n".join([*sources, *inner, *constants])
+    result.meta["call"] = gm.meta["call"]
     result.meta["text"] = hashlib.sha256(text.encode()).hexdigest()
     return result
 
@@ -278,24 +282,22 @@ def _skipped_frame() -> traceback.FrameSummary | None:
 def trace_microbatch(
     gm: fx.GraphModule,
     inputs: Sequence[Any],
-    microbatches: int,
+    batch: Batch,
     specs: Mapping[int, Spec],
 ) -> fx.GraphModule:
     """A copy of Dynamo's graph for one microbatch, on fake tensors.
 
     inputs: what the compiled function is called with (real tensors, ints).
+    batch: how it is cut.
     specs: the true shapes of inputs whose storage this rank gave up, by index.
 
     Placeholders carry `role`, `name` and `index` (into inputs); every node carries
     `val`, `module`, `work`; `gm.meta["outputs"]` says how outputs are put together.
-    Raises PlanError for a batch that is fixed by the model or doesn't divide.
     """
     if is_meta(inputs):
         gm, specs = on_cpu(gm), {**cpu_specs(inputs), **specs}
-    batch = batch_inputs(gm, inputs, microbatches)
     mode = FakeTensorMode(allow_non_fake_inputs=True)
-    binder = _Binder(gm, inputs, batch, microbatches, mode, specs)
-    return binder.bind()
+    return _Binder(gm, inputs, batch, mode, specs).bind()
 
 
 class _Binder:
@@ -305,25 +307,21 @@ class _Binder:
         self,
         gm: fx.GraphModule,
         inputs: Sequence[Any],
-        batch: list[int],
-        microbatches: int,
+        batch: Batch,
         mode: FakeTensorMode,
         specs: Mapping[int, Spec],
     ) -> None:
         self.gm, self.inputs, self.batch = gm, inputs, batch
-        self.microbatches, self.mode, self.specs = microbatches, mode, specs
+        self.mode, self.specs = mode, specs
         self.graph = fx.Graph()
         self.new: dict[fx.Node, Any] = {}  # old node -> new node or constant
         self.val: dict[fx.Node, Any] = {}  # old node -> fake value
-        values: list[Any] = [n.meta.get("example_value") for n in placeholders(gm)]
-        self.symbols = {symbol_of(values[i].shape[0]) for i in batch} - {None}
         self.first: dict[int, fx.Node] = {}  # the input that a tensor of state is
         self.given: set[int] = set()  # storages of inputs and state
         self.kept: set[int] = set()  # storages that autograd keeps for B
         self.backward: dict[str, float] = {}  # seconds, by operation and arguments
         self.interpreter = fx.Interpreter(gm)
-        size = inputs[batch[0]].shape[0] // microbatches if batch else 0
-        self.tracker = Tracker(size, self.symbols)
+        self.tracker = Tracker(batch.rows, batch.symbols)
         self.seen: Counter[str] = Counter()  # nodes, by module and operation
 
     def bind(self) -> fx.GraphModule:
@@ -366,18 +364,20 @@ class _Binder:
         new.meta.update(role=role, name=name, index=index, module="")
         spec = self.specs.get(index) or Spec.of(value)
         if role is Role.BATCH:
-            size = value.shape[0] // self.microbatches
-            spec = spec._replace(shape=(size, *spec.shape[1:]))
+            new.meta["dim"] = dim = self.batch.dims[index]
+            shape = list(spec.shape)
+            shape[dim] //= self.batch.microbatches
+            spec = spec._replace(shape=tuple(shape))
         with self.mode:
             fake = spec.empty().requires_grad_(value.requires_grad)
         self.new[node], self.val[node] = new, fake
         new.meta["val"] = fake
         self.given.add(storage(fake))
-        if role is Role.BATCH and self.microbatches > 1:
-            self.tracker.put(fake, Rows(Kind.APART))
+        if role is Role.BATCH and self.batch.microbatches > 1:
+            self.tracker.put(fake, Rows(Kind.APART, self.batch.dims[index]))
 
     def role(self, node: fx.Node, value: Tensor, index: int) -> Role:
-        if index in self.batch:
+        if index in self.batch.dims:
             return Role.BATCH
         if isinstance(value, torch.nn.Parameter):
             return Role.PARAMETER
@@ -385,9 +385,8 @@ class _Binder:
 
     def number(self, node: fx.Node, value: Any) -> Any:
         """A size argument: the batch size becomes the microbatch size."""
-        if symbol_of(node.meta.get("example_value")) in self.symbols:
-            return int(value) // self.microbatches
-        return value
+        size = node.meta.get("example_value")
+        return self.batch.size(size, value)
 
     def attribute(self, node: fx.Node) -> None:
         value = self.gm
@@ -495,9 +494,7 @@ class _Binder:
     def describe(self, position: int, old: Any, new: Any) -> Output:
         """How the microbatches' values of one output become what the user gets."""
         if not isinstance(new, fx.Node):
-            if self.symbols and symbol_of(
-                getattr(old, "meta", {}).get("example_value")
-            ):
+            if self.batch.changes(getattr(old, "meta", {}).get("example_value")):
                 raise PlanError(
                     f"output {position} of the model is a size that depends on the "
                     "batch; return tensors, and take sizes from them afterwards"
@@ -506,12 +503,12 @@ class _Binder:
         fake = self.val[old]
         gradient = bool(fake.requires_grad)
         scalar = fake.dim() == 0 and fake.is_floating_point()
-        if self.microbatches == 1:
+        if self.batch.microbatches == 1:
             kind = "scalar" if scalar else "whole"
             return Output(kind, differentiable=gradient)
         sizes = old.meta["example_value"].shape
-        dims = [i for i, size in enumerate(sizes) if symbol_of(size) in self.symbols]
-        if len(dims) == 1:
+        dims = [i for i, size in enumerate(sizes) if self.batch.changes(size)]
+        if len(dims) == 1 and self.batch.joins(sizes[dims[0]]):
             return Output("rows", dims[0], differentiable=gradient)
         if scalar:
             return Output("scalar", differentiable=gradient)

@@ -80,6 +80,22 @@ def choices(known: Collection[str]) -> Kind:
     return names
 
 
+def dims(text: object) -> dict[str | int, int | None]:
+    """cand=0,x=1,scale=none as batch_dims of fxsched.backend."""
+    found: dict[str | int, int | None] = {}
+    for part in str(text).split(","):
+        name, _, value = part.rpartition("=")
+        dim = _int(value)
+        if not name.strip() or (dim is None and value.strip().lower() != "none"):
+            raise click.BadParameter(
+                f"{part!r} is not an argument and its dimension, such as x=1 or "
+                "scale=none"
+            )
+        known = _int(name.strip())
+        found[name.strip() if known is None else known] = dim
+    return found
+
+
 def choose(text: str, names: Collection[str]) -> str:
     """What to say about a name that isn't one of `names`."""
     if not names:

@@ -8,7 +8,7 @@ from typing import Any
 from torch import fx
 
 from .. import ops
-from ..graphs import Group, Output, Specs, result
+from ..graphs import Group, Output, Specs, dims, result
 from ..lines import Layout, Line, Made, Running
 from ..request import Request
 
@@ -144,10 +144,15 @@ class _Collection:
         for group, total in sorted(self.reduced.items()):
             for worker in self.groups[group].owners:
                 own[worker]["groups"][str(group)] = total
+        along = {
+            str(node.meta["input"]): node.meta["dim"]
+            for node in self.gm.graph.find_nodes(op="placeholder")
+            if "input" in node.meta
+        }
         for key, values in self.wanted["inputs"].items():
             what = f"gradient of input {key}"
             parts = self._gather(what, self._input_gradient(what, values))
-            for worker, node in self._joined(parts, 0, what).items():
+            for worker, node in self._joined(parts, along[key], what).items():
                 own[worker]["inputs"][key] = node
         return own
 
@@ -186,8 +191,9 @@ class _Collection:
         if value.op != "placeholder":
             return [Made(value, b) for b in every]
         specs, task = value.meta["specs"], f"rows {value.name}"
+        count = self.microbatches
         return [
-            self._make(ops.rows, (value, b, self.microbatches), specs, 0, task)
+            self._make(ops.rows, (value, b, count, *dims(value)), specs, 0, task)
             for b in every
         ]
 

@@ -8,7 +8,7 @@ from typing import Any
 from torch import fx
 
 from .. import ops
-from ..graphs import Output, arguments, make
+from ..graphs import Output, arguments, dims, make
 from ..jobs import Direction, Job
 from ..lines import (
     TOKEN,
@@ -214,7 +214,7 @@ class _Program:
             if "tangent" in node.meta:
                 part = self._tangent(node, b, where)
             else:
-                args = (self.env[node], b, self.microbatches)
+                args = (self.env[node], b, self.microbatches, *dims(node))
                 specs, name = node.meta["specs"], f"{node.name}_{b}"
                 part = make(self.graph, ops.rows, args, specs, *where, name=name)
             self.parts[node, b] = part
@@ -228,7 +228,12 @@ class _Program:
         whole = make(self.graph, operator.getitem, args, specs, *where)
         if output.kind == "rows":
             cut = (whole, b, self.microbatches, output.dim)
-            return make(self.graph, ops.rows, cut, specs, *where)
+            part = make(self.graph, ops.rows, cut, specs, *where)
+            return (
+                make(self.graph, ops.packed, (part,), specs, *where)
+                if output.dim
+                else part
+            )
         mean = self.request.loss_reduction == "mean" and output.kind == "scalar"
         scale = 1.0 / self.microbatches if mean else 1.0
         return make(self.graph, ops.share, (whole, scale), specs, *where)

@@ -56,7 +56,10 @@ def split_stages(gm: fx.GraphModule, request: Request) -> fx.GraphModule:
             new[node] = graph.placeholder(node.name)
             fake = node.meta["val"]
             new[node].meta.update(
-                input=node.meta["index"], val=fake, specs=(Spec.of(fake),)
+                input=node.meta["index"],
+                dim=node.meta["dim"],
+                val=fake,
+                specs=(Spec.of(fake),),
             )
     drawn = _draws(gm)
     for number, stage in enumerate(inner):

@@ -149,7 +149,7 @@ def test_nested_inputs_and_one_that_all_rows_share() -> None:
     reference, other = copy.deepcopy(model), table.detach().clone().requires_grad_()
     x.requires_grad_()
     z = x.detach().clone().requires_grad_()
-    found = compiled(model)({"x": x, "y": y}, table=table)
+    found = compiled(model, batch_dims={"table": None})({"x": x, "y": y}, table=table)
     found["loss"].backward()
     outs = []
     for xs, ys in zip(z.chunk(4), y.chunk(4), strict=True):
@@ -467,9 +467,9 @@ class Positions(nn.Module):
         return x.mean()
 
 
-def test_shared_inputs_are_told_from_the_batch_whatever_their_length() -> None:
-    model = Positions()
-    run = compiled(model, schedules.gpipe(2, 4))
+def test_shared_inputs_may_have_any_length() -> None:
+    model, shared = Positions(), {"mask": None, "positions": None}
+    run = compiled(model, schedules.gpipe(2, 4), batch_dims=shared)
     for size, length in ((8, 5), (8, 6), (8, 8), (12, 8), (8, 7)):
         x, mask = torch.randn(size, length, 4), torch.ones(length, 1)
         positions = torch.randn(length, 4)
@@ -533,7 +533,7 @@ class Lookup(nn.Module):
 
 def test_a_shared_table_keeps_its_own_length() -> None:
     model, (x, y) = Lookup(), batch()
-    run = compiled(model, schedules.gpipe(2, 4))
+    run = compiled(model, schedules.gpipe(2, 4), batch_dims={"table": None})
     for length in (12, 16):
         table = torch.randn(length, 8)
         torch.testing.assert_close(run(x, y, table), model(x, y, table))
