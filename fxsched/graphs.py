@@ -95,6 +95,7 @@ class Group(NamedTuple):
     stages: stages that read them.
     trained: for each of them, whether it gets a gradient.
     givers: stages that give gradients.
+    written: whether F writes into them.
     """
 
     state: tuple[State, ...]
@@ -102,6 +103,7 @@ class Group(NamedTuple):
     stages: tuple[int, ...]
     trained: tuple[bool, ...]
     givers: tuple[int, ...] = ()
+    written: bool = False
 
     @property
     def names(self) -> tuple[str, ...]:

@@ -34,10 +34,14 @@ READS = ("detach", "clone", "__deepcopy__", "__reduce_ex__")
 WRITES = ("copy_",)
 
 
-def give_up(name: str, tensor: Tensor) -> None:
-    """Lets go of a parameter's values. Its attributes shadow torch's methods."""
-    nothing = torch.full((), torch.nan).to(tensor)
-    tensor.data = nothing.expand(tensor.shape)
+def give_up(name: str, tensor: Tensor, values: bool = True) -> None:
+    """Makes a parameter or buffer refuse: its attributes shadow torch's methods.
+
+    values: whether to let go of them too; those of a buffer are out of date here.
+    """
+    if values:
+        nothing = torch.full((), torch.nan).to(tensor)
+        tensor.data = nothing.expand(tensor.shape)
     owner = KEPT[tensor].owners[0]
     for method in READS + WRITES:
         refusal = MethodType(_refusal(name, owner, method), tensor)
@@ -51,7 +55,7 @@ def is_given_up(tensor: Tensor) -> bool:
 def specs_of(values: Sequence[Any]) -> dict[int, Spec]:
     """What tensors among some values are where they are kept, by position."""
     return {
-        i: KEPT[value].spec
+        i: KEPT[value].spec._replace(dtype=value.dtype, device=value.device)
         for i, value in enumerate(values)
         if isinstance(value, Tensor) and value in KEPT
     }
@@ -69,8 +73,8 @@ def _refusal(name: str, owner: int, method: str) -> Callable[..., Any]:
         if torch.compiler.is_compiling():  # a trace reads no values
             return real(tensor, *args, **kwargs)
         raise PlanError(
-            f"this rank has no values of the parameter {name}, which rank {owner} "
-            f"keeps; {remedy}, called on every rank"
+            f"this rank has no values of {name}, which rank {owner} keeps; {remedy}, "
+            "called on every rank"
         )
 
     return refuse

@@ -129,7 +129,8 @@ class Step:
         """The gradient of each leaf; None for those that other workers keep."""
         found: dict[int, Tensor] = {int(i): g for i, g in results["inputs"].items()}
         for group, gradients in results["groups"].items():
-            state, _, _, trained, _ = self.plan.groups[int(group)]
+            entry = self.plan.groups[int(group)]
+            state, trained = entry.state, entry.trained
             wanted = [s.input for s, t in zip(state, trained, strict=True) if t]
             found.update(zip(wanted, gradients, strict=True))
         return [found.get(i) for i in leaves]

@@ -198,10 +198,12 @@ class Ranks:
         """Owners start from the first owner's values; other ranks give up storage.
 
         A parameter that this rank doesn't keep becomes one NaN, expanded to its shape.
+        A buffer that others write stays as it was, but is given up as well.
         False, and nothing is done, if some are kept elsewhere than the plan says.
         """
-        new = {}
+        new, stale = {}, []
         for group in plan.groups:
+            here = self.rank in group.owners
             for state in group.state:
                 if state.role is Role.SHARED:
                     continue
@@ -211,8 +213,12 @@ class Ranks:
                     new[state] = Kept(group.owners, Spec.of(tensor))
                 elif entry.owners != group.owners:
                     return False
+                if group.written and not here and not is_given_up(tensor):
+                    stale.append((state.name, tensor))
         for state, entry in new.items():
             self._settle(state, args[state.input], entry, plan.schedule.workers)
+        for name, tensor in stale:
+            give_up(name, tensor, values=False)
         return True
 
     def _settle(self, state: State, tensor: Tensor, entry: Kept, workers: int) -> None:

@@ -291,8 +291,11 @@ def _group_state(
             owned,
             stages,
             tuple(n.meta["val"].requires_grad for n in nodes),
+            written=is_written,
         )
-        for (_, stages, owned, _), nodes in sorted(found.items(), key=lambda i: i[0])
+        for (_, stages, owned, is_written), nodes in sorted(
+            found.items(), key=lambda item: item[0]
+        )
     ]
 
 
