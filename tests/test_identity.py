@@ -360,5 +360,5 @@ def test_ranks() -> None:
     for case, count in re.findall(r"^rank \d: (\w+): (\d+)$", done.stdout, re.M):
         counts[case] = counts.get(case, 0) + int(count)
     assert counts == {"ways": 3, "tied": 3, "two": 12}
-    refusals = re.findall(r"rank (\d): copies: .* no values of the par", done.stdout)
+    refusals = re.findall(r"rank (\d): copies: .* no values of blocks", done.stdout)
     assert sorted(refusals) == ["0", "1"]
