@@ -34,6 +34,7 @@ from .trace import (
 )
 from .transport import TRANSPORTS, choose, from_rank_0
 from .watch import Watch
+from .whole import reduction_of
 from .workers import Ranks, Threads
 
 Pass = Callable[[fx.GraphModule, Request], fx.GraphModule]
@@ -68,7 +69,9 @@ def backend(
         do) or "dynamic" (of the jobs that are ready, the smallest n).
     carry: "saved" (B gets the tensors that F saved) or "recompute" (B gets the stage's
         inputs and runs F again).
-    loss_reduction: "mean" or "sum" of the microbatches' losses.
+    loss_reduction: "mean" or "sum" of the microbatches' losses; or "weighted": eager's
+        loss of the whole batch, where that is a sum, a mean, or a weighted mean whose
+        weights (ignored labels, masks) depend on inputs alone, and a PlanError else.
     stage_compiler: "eager" or "inductor".
     passes: functions (program, request) -> program, run on each worker's program.
     memory_limit: bytes that stages="auto" may put on a worker: weights, their gradients
@@ -100,7 +103,7 @@ def backend(
         )
     one_of("backend", "order", order, ("static", "dynamic"))
     one_of("backend", "carry", carry, ("saved", "recompute"))
-    one_of("backend", "loss_reduction", loss_reduction, ("mean", "sum"))
+    one_of("backend", "loss_reduction", loss_reduction, ("mean", "sum", "weighted"))
     one_of("backend", "stage_compiler", stage_compiler, ("eager", "inductor"))
     one_of("backend", "transport", transport, (None, *TRANSPORTS))
     one_of("backend", "check_inputs", check_inputs, CHECKS)
@@ -321,7 +324,6 @@ class Backend:
         self._transport = transport
         self._workers: Threads | Ranks | None = None
         self._steps: dict[str, Step] = {}
-        self._watches: dict[str, Watch] = {}
         self._said: set[str] = set()  # what was warned of
         self._random = (0, -1)  # the seed, and the steps since it was set
 
@@ -355,6 +357,8 @@ class Backend:
         given = args if step.agreement is None else step.agreement(args)
         if step.watch is not None:
             step.watch(given, self._said)
+        if step.early is not None:
+            given = (*given, *step.early(*given))
         return step(args, self._random, given)
 
     def _step(self, gm: fx.GraphModule, args: tuple[Any, ...]) -> Step:
@@ -384,12 +388,14 @@ class Backend:
                 else Ranks(workers, near=kind == "distributed")
             )
         owners = self._workers.owners(args) if self._workers else {}
+        weighted = self.request.loss_reduction == "weighted"
         batch = batch_of(gm, args, self.request)
-        traced = trace_microbatch(gm, args, batch, specs_of(args))
+        traced = trace_microbatch(gm, args, batch, specs_of(args), weighted)
         if self.profile is not None:
             self.profile.apply(traced)
         request = dataclasses.replace(
             self.request,
+            loss_reduction=self._reduction(traced),
             training=torch.is_grad_enabled(),
             owners=owners,
             readers=self._workers.readers if self._workers else None,
@@ -406,12 +412,22 @@ class Backend:
             for r in self._workers.here
         }
         step = Step(plan, programs, self._workers, self.record)
+        step.early = traced.meta["early"]
         if isinstance(self._workers, Ranks):
             processes = self._workers.processes
-            step.agreement = Agreement(self._rule, plan.inputs, processes)
+            own = [each for each in plan.inputs if each.input < len(args)]
+            step.agreement = Agreement(self._rule, own, processes)
         if plan.schedule.microbatches > 1 and 0 in self._workers.here:
             step.watch = Watch(gm, traced, plan.loss, request)
         return step
+
+    def _reduction(self, traced: fx.GraphModule) -> str:
+        """How the microbatches' losses are put together: "mean" or "sum"."""
+        reduction = self.request.loss_reduction
+        if reduction != "weighted":
+            return reduction
+        pairs = zip(traced.meta["outputs"], traced.meta["rows"], strict=True)
+        return reduction_of([rows for output, rows in pairs if output.kind == "scalar"])
 
     @property
     def timeline(self) -> tuple[Event, ...]:

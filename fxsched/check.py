@@ -68,6 +68,7 @@ GRAPH_META = {
     "outputs": "Output for each output of the model",
     "rows": "Rows of each output of the model that is a tensor, else None",
     "labels": "Labels of each mean over those that are not ignored",
+    "early": "what computes inputs that follow those of the call, or None",
     "fake_mode": "the mode that fake values live in",
     "measured": "whether a profile gave the nodes their work",
     "schedule": "Schedule for these stages",

@@ -22,8 +22,8 @@ REMEDIES = {
     ),
     Effect.PAIRS: "rows meet those of their own microbatch only",
     Effect.RATIO: (
-        'return the sum from the model with loss_reduction="sum", and divide it by the '
-        "count for the whole batch after the call"
+        'write fxsched.backend(schedule, loss_reduction="weighted"): then the weights '
+        "are the whole batch's"
     ),
     Effect.CONSTANT: (
         "it is added once for each microbatch; add it after the call, or make the loss "

@@ -14,7 +14,7 @@ class Request:
 
     stages: "auto", or names of modules that each start a new stage.
     carry: "saved" or "recompute", what B gets from F.
-    loss_reduction: "mean" or "sum" over microbatches.
+    loss_reduction: "mean" or "sum" over microbatches; before the trace, "weighted" too.
     training: whether gradients are wanted.
     owners: workers that keep a parameter or buffer since an earlier plan, by its
         position in the call.

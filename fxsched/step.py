@@ -10,6 +10,7 @@ from torch import Tensor, fx
 from torch.autograd.function import once_differentiable
 
 from .agreement import Agreement
+from .early import Early
 from .eventloop import Event
 from .pipeline import Plan
 from .runtime import Run, Runnable
@@ -40,6 +41,7 @@ class Step:
         self.latest: list[Run] = []
         self.watch: Watch | None = None  # warns of losses before a call
         self.agreement: Agreement | None = None  # of ranks on their inputs
+        self.early: Early | None = None  # computes inputs that follow the call's
 
     def __call__(
         self, args: tuple[Any, ...], random: Random, given: tuple[Any, ...]

@@ -31,6 +31,7 @@ from torch._subclasses import FakeTensorMode
 from .batch import Batch, dim_of, names_of, user_tensors
 from .caller import Argument, Call, owner_of, read_call
 from .costs import Meter, Work, alone, backward_of
+from .early import Early, early_values
 from .graphs import REGION_ENTERS, REGION_EXITS, Output, Role, Spec, storage, tensors
 from .inputs import origin_of, placeholders
 from .jobs import PlanError
@@ -38,8 +39,9 @@ from .lazy import lazy_module
 from .meta_device import cpu_specs, is_meta, on_cpu
 from .origins import Frame, Origins, Path
 from .request import Request
-from .rows import Kind, Rows
+from .rows import Kind, Rows, first_cause
 from .tracker import Tracker
+from .whole import Whole, part_means, parts_of_sum
 
 
 def configure_dynamo() -> None:
@@ -284,12 +286,15 @@ def trace_microbatch(
     inputs: Sequence[Any],
     batch: Batch,
     specs: Mapping[int, Spec],
+    weighted: bool = False,
 ) -> fx.GraphModule:
     """A copy of Dynamo's graph for one microbatch, on fake tensors.
 
     inputs: what the compiled function is called with (real tensors, ints).
     batch: how it is cut.
     specs: the true shapes of inputs whose storage this rank gave up, by index.
+    weighted: whether what inputs decide is computed for the whole batch beforehand, by
+        `gm.meta["early"]`; its values are inputs after those of the call.
 
     Placeholders carry `role`, `name` and `index` (into inputs); every node carries
     `val`, `module`, `work`; `gm.meta["outputs"]` says how outputs are put together.
@@ -297,7 +302,12 @@ def trace_microbatch(
     if is_meta(inputs):
         gm, specs = on_cpu(gm), {**cpu_specs(inputs), **specs}
     mode = FakeTensorMode(allow_non_fake_inputs=True)
-    return _Binder(gm, inputs, batch, mode, specs).bind()
+    weighted = weighted and batch.microbatches > 1
+    gm = part_means(gm) if weighted else gm
+    binder = _Binder(gm, inputs, batch, mode, specs)
+    if weighted:
+        binder.whole = Whole(binder.tracker)
+    return binder.bind()
 
 
 class _Binder:
@@ -322,6 +332,7 @@ class _Binder:
         self.backward: dict[str, float] = {}  # seconds, by operation and arguments
         self.interpreter = fx.Interpreter(gm)
         self.tracker = Tracker(batch.rows, batch.symbols)
+        self.whole: Whole | None = None
         self.seen: Counter[str] = Counter()  # nodes, by module and operation
 
     def bind(self) -> fx.GraphModule:
@@ -346,6 +357,7 @@ class _Binder:
         result.meta["outputs"] = outputs
         result.meta["rows"] = [self.rows(old) for old in results]
         result.meta["labels"] = self.tracker.labels
+        result.meta["early"] = self.early()
         result.meta["fake_mode"] = self.mode
         return result
 
@@ -353,6 +365,8 @@ class _Binder:
         value = self.inputs[index]
         if not isinstance(value, Tensor):
             self.val[node] = self.new[node] = self.number(node, value)
+            if self.whole is not None:
+                self.whole.given(node, value)
             return
         name, role = origin_of(node).name, self.role(node, value, index)
         if role is not Role.BATCH:
@@ -373,6 +387,8 @@ class _Binder:
         self.new[node], self.val[node] = new, fake
         new.meta["val"] = fake
         self.given.add(storage(fake))
+        if self.whole is not None and role in (Role.BATCH, Role.SHARED):
+            self.whole.given(node, fake)
         if role is Role.BATCH and self.batch.microbatches > 1:
             self.tracker.put(fake, Rows(Kind.APART, self.batch.dims[index]))
 
@@ -397,11 +413,14 @@ class _Binder:
         new.meta["module"] = ""
         if isinstance(value, Tensor):
             self.val[node] = new.meta["val"] = self.mode.from_tensor(value)
+            if self.whole is not None and not value.requires_grad:
+                self.whole.given(node, self.val[node])
 
     def call(self, node: fx.Node) -> None:
+        leveled = self.whole is not None and self.level(node)
         args = fx.map_arg(node.args, lambda n: self.val[n])
         kwargs = fx.map_arg(node.kwargs, lambda n: self.val[n])
-        region = node.target in REGION_ENTERS or node.target in REGION_EXITS
+        region = _region(node.target)
         self.tracker.enter(node)
         with self.mode, self.keeping() as held, _Notes(self.tracker) as notes:
             if region:
@@ -412,6 +431,14 @@ class _Binder:
                 value = run(node.target, args, kwargs)
         self.val[node] = value
         self.tracker.settle(node, value)
+        if leveled:
+            self.tracker.put(value, leveled)
+        drawn = notes.random or region
+        if self.whole is not None and self.whole.decides(
+            node, value, notes.written, drawn
+        ):
+            self.decided(node, value)
+            return
         if not (region or notes.written or _holds_tensor(value)):
             self.new[node] = value
             return
@@ -430,9 +457,58 @@ class _Binder:
         }
         self.new[node] = new
 
+    def level(self, node: fx.Node) -> Rows | None:
+        """Before a mean is added to a sum, parts it among the microbatches; the rows
+        of what they add up to."""
+        rows = [self.rows(operand) for operand in node.args]
+        uneven = parts_of_sum(node, rows)
+        for i in uneven:
+            part: Any = node.args[i]
+            if isinstance(part, fx.Node):
+                with self.gm.graph.inserting_before(node):
+                    args = (part, 1.0 / self.batch.microbatches)
+                    whole, part = part, self.gm.graph.call_function(torch.mul, args)
+                part.meta.update(whole.meta)
+                self.call(part)
+            else:
+                part = part / self.batch.microbatches
+            node.update_arg(i, part)
+        cause = first_cause([each for each in rows if each is not None])
+        return Rows(Kind.SUM, cause=cause) if uneven else None
+
+    def decided(self, node: fx.Node, value: Tensor) -> None:
+        """Makes a value an input, which is computed before the step."""
+        assert self.whole is not None
+        number = len(self.whole.nodes) - 1
+        last = self.graph.find_nodes(op="placeholder")[-1]
+        with self.graph.inserting_after(last):
+            new = self.graph.placeholder(f"whole_{number}")
+        with self.mode:
+            fake = Spec.of(value).empty()
+        index = len(self.inputs) + number
+        new.meta.update(role=Role.SHARED, name=new.name, index=index, module="")
+        new.meta["val"] = fake
+        self.new[node], self.val[node] = new, fake
+        self.given.add(storage(fake))
+        self.whole.given(node, fake)
+
+    def early(self) -> Early | None:
+        """What computes the inputs that follow those of the call."""
+        if self.whole is None or not self.whole.nodes:
+            return None
+        for node in reversed(self.graph.nodes):
+            own = node.op == "call_function" or node.op == "call_method"
+            free = own and not node.users and "mutates" in node.meta
+            if free and not node.meta["mutates"] and not _region(node.target):
+                self.graph.erase_node(node)
+        inputs = range(len(self.inputs))
+        early = early_values(self.gm, self.whole.nodes, inputs)
+        assert early is not None, "inputs alone decide these"
+        return early
+
     def rows(self, node: Any) -> Rows | None:
         """How a node's value depends on the batch, if it is a tensor."""
-        value = self.val.get(node)
+        value = self.val.get(node) if isinstance(node, fx.Node) else None
         return self.tracker.of(value) if isinstance(value, Tensor) else None
 
     def key(self, node: fx.Node) -> str:
@@ -518,6 +594,10 @@ class _Binder:
             "together; return a float scalar, or a tensor with one value or row per "
             "sample"
         )
+
+
+def _region(target: object) -> bool:
+    return target in REGION_ENTERS or target in REGION_EXITS
 
 
 BATCH_NORMS = ("native_batch_norm", "cudnn_batch_norm", "miopen_batch_norm")

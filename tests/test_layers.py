@@ -70,7 +70,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "meta_device",
     ),
     ("tracker", "early"),
-    ("watch",),
+    ("watch", "whole"),
     ("backsplit", "calls", "simulate", "compare", "kept", "digest", "batch"),
     ("passes",),
     ("trace", "pipeline", "inductor", "table1"),

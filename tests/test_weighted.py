@@ -1,0 +1,107 @@
+"""loss_reduction="weighted": eager's loss of the whole batch, whatever is ignored."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.testing import assert_close
+
+import fxsched
+from fxsched import PlanError, Schedule, schedules
+from tests.cases import anything
+from tests.weighted import LOSSES, Words, batch, eager, mean, planned
+
+# an earlier default, in which the losses of microbatches are simply averaged
+pytestmark = pytest.mark.filterwarnings("error::fxsched.RowsWarning")
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_weighted_means_are_eagers(name: str) -> None:
+    wanted = eager(Words(LOSSES[name]), *batch())
+    assert_close(planned(Words(LOSSES[name]), schedules.gpipe(2, 4), *batch()), wanted)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "options"),
+    [
+        (schedules.one_f_one_b(2, 2), {"order": "dynamic"}),
+        (schedules.fslpp(4, 2, 4), {"carry": "recompute"}),
+        (schedules.zb_h1(2, 4), {}),
+        (anything(5), {}),
+    ],
+    ids=lambda value: getattr(value, "name", ""),
+)
+def test_under_every_schedule(schedule: Schedule, options: dict[str, Any]) -> None:
+    wanted = eager(Words(LOSSES["several"]), *batch())
+    found = planned(Words(LOSSES["several"]), schedule, *batch(), **options)
+    assert_close(found, wanted)
+
+
+def test_weights_are_those_of_each_batch() -> None:
+    words, labels = batch()
+    model = Words(mean)
+    backend = fxsched.backend(schedules.gpipe(2, 4), loss_reduction="weighted")
+    step = torch.compile(model, backend=backend)
+    for each in (labels, labels.roll(1, 0), labels.clamp(min=0), labels[:4]):
+        assert_close(step(words[: len(each)], each), model(words[: len(each)], each))
+        with torch.no_grad():
+            assert_close(
+                step(words[: len(each)], each), model(words[: len(each)], each)
+            )
+
+
+def test_the_mean_of_microbatches_is_warned_of_and_differs() -> None:
+    wanted, _ = eager(Words(mean), *batch())
+    with pytest.warns(fxsched.RowsWarning, match='loss_reduction="weighted"'):
+        loss, _ = planned(
+            Words(mean), schedules.gpipe(2, 4), *batch(), loss_reduction="mean"
+        )
+    assert abs(float(loss - wanted)) > 1e-3
+
+
+def refused(compute: Any, match: str) -> None:
+    with pytest.raises(PlanError, match=match):
+        planned(Words(compute), schedules.gpipe(2, 4), *batch())
+
+
+def test_what_no_weights_make_exact_is_refused() -> None:
+    def spread(model: nn.Module, scores: Tensor, labels: Tensor) -> Tensor:
+        return scores.std()
+
+    def by_model(model: nn.Module, scores: Tensor, labels: Tensor) -> Tensor:
+        weights = scores[..., 0].exp()
+        return (scores[..., 1] * weights).sum() / weights.sum()
+
+    def by_class(model: nn.Module, scores: Tensor, labels: Tensor) -> Tensor:
+        weight = torch.arange(1.0, 21.0)
+        return F.cross_entropy(scores.flatten(0, 1), labels.flatten(), weight)
+
+    refused(spread, r"statistics of the whole batch \(aten.std[^)]*\)\n.*scores.std")
+    refused(by_model, r"one reduction over the batch divided by another(.|\n)*weights")
+    refused(by_class, "what class weights add up to is not known before the step")
+
+
+def test_two_ranks() -> None:
+    command = [
+        *(sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"),
+        *("--rdzv-backend", "c10d", "--rdzv-endpoint", "127.0.0.1:0"),
+        *("-m", "tests.ranks_losses"),
+    ]
+    done = subprocess.run(
+        command,
+        cwd=Path(__file__).parents[1],
+        env=os.environ | {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.count("equal to eager") == 4, done.stdout
