@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn.utils import clip_grad
 
 from .jobs import PlanError
-from .kept import KEPT, is_given_up
+from .kept import KEPT
 from .transport import everyone
 
 Norms = dict[torch.dtype, dict[int, float]]  # by the gradient's type, by position
@@ -101,18 +101,19 @@ def _joined(everyone: list[Norms]) -> list[Tensor]:
     ]
 
 
-def guard_torch_clipping() -> None:
-    """Makes torch's clip_grad_norm_ refuse parameters that this rank gave up.
+def guard_torch_clipping(workers: int) -> None:
+    """Makes torch's clip_grad_norm_ refuse parameters that not all ranks keep.
 
-    It would skip them, for they have no gradient here. All of its names, also those
-    that were imported before, end in this one.
+    It would clip by a norm of what is here. All of its names, also those that were
+    imported before, end in this one.
     """
     real: Any = clip_grad._clip_grads_with_norm_
     if hasattr(real, "guarded"):
         return
 
     def guarded(parameters: Any, *args: Any, **kwargs: Any) -> None:
-        if any(map(is_given_up, parameters)):
+        kept = (KEPT.get(parameter) for parameter in parameters)
+        if any(each is not None and len(each.owners) < workers for each in kept):
             raise PlanError(
                 "torch.nn.utils.clip_grad_norm_ sees only the gradients of this rank; "
                 "call fxsched.clip_grad_norm_(model, max_norm) on every rank"

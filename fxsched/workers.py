@@ -228,5 +228,6 @@ class Ranks:
         self.processes.share(tensor, entry.owners[0], readers)
         if not buffer and self.rank not in entry.owners:
             give_up(state.name, tensor)
-            guard_torch_clipping()
+        if len(entry.owners) < workers:
+            guard_torch_clipping(workers)
             guard_optimizers()
