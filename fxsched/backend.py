@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -37,6 +38,7 @@ from .watch import Watch
 from .whole import reduction_of
 from .workers import Ranks, Threads
 
+PLANS = 64  # that a backend keeps
 Pass = Callable[[fx.GraphModule, Request], fx.GraphModule]
 
 
@@ -302,6 +304,9 @@ class Backend:
 
     plan: of the last call with gradients, or, if there was none, without.
     timeline: when each job of that call ran; see there.
+
+    It keeps the plans of its last PLANS kinds of calls (shapes, modes, models), makes
+    others anew when they come again, and is a context manager; see close().
     """
 
     def __init__(
@@ -323,9 +328,51 @@ class Backend:
         self.plan_only = False
         self._transport = transport
         self._workers: Threads | Ranks | None = None
-        self._steps: dict[str, Step] = {}
+        self.closed = False
+        self._events: tuple[Event, ...] | None = None  # once it is closed
+        self._served: weakref.WeakSet[Any] = weakref.WeakSet()
+        self._steps: dict[str, Step] = {}  # the last one to be called is the last
         self._said: set[str] = set()  # what was warned of
         self._random = (0, -1)  # the seed, and the steps since it was set
+
+    def __enter__(self) -> Backend:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Ends threads, links and process groups, and lets go of all plans but `plan`.
+
+        Every rank calls it. A compiled function that is called after that raises
+        PlanError. Without it, plans and threads go with the last function that was
+        compiled with this backend, and ranks' links and groups with the backend, which
+        torch.compile's caches keep until torch._dynamo.reset().
+        """
+        self.closed = True
+        self._rest()
+        if self._workers is not None:
+            self._workers.close()
+
+    def serve(self, function: object) -> None:
+        """Notes what lives as long as a function compiled with this backend."""
+        if function not in self._served:
+            self._served.add(function)
+            weakref.finalize(function, _leave, weakref.ref(self)).atexit = False
+
+    def leave(self) -> None:
+        """Lets go of plans and threads if no compiled function is there to use them.
+
+        Not of ranks' links: whether another one comes, all ranks must say together.
+        """
+        if not any(True for _ in self._served) and not isinstance(self._workers, Ranks):
+            self._rest()
+            self._workers = None
+
+    def _rest(self) -> None:
+        self._steps.clear()
+        if self._last is not None:
+            self._events, self._last = self._last.events, None
 
     def __call__(
         self, gm: fx.GraphModule, inputs: Sequence[Any]
@@ -350,6 +397,11 @@ class Backend:
         return self
 
     def _run(self, gm: fx.GraphModule, args: tuple[Any, ...]) -> Sequence[Any]:
+        if self.closed:
+            raise PlanError(
+                "this backend is closed; compile the model with a new one, "
+                "torch.compile(model, backend=fxsched.backend(schedule))"
+            )
         step = self._step(gm, args)
         if self._last is None or step.plan.trains or not self._last.plan.trains:
             self._last, self.plan = step, step.plan
@@ -364,16 +416,21 @@ class Backend:
     def _step(self, gm: fx.GraphModule, args: tuple[Any, ...]) -> Step:
         """The step for these inputs, planned now if there is none yet."""
         key = _key(gm, args)
-        if key not in self._steps:
-            self._steps[key] = self._make(gm, args)
+        step = self._planned(key, gm, args)
         ranks = self._workers
-        if isinstance(ranks, Ranks) and not ranks.settle(self._steps[key].plan, args):
+        if isinstance(ranks, Ranks) and not ranks.settle(step.plan, args):
             # another model of the class, whose weights an earlier plan put elsewhere
-            key += f"\n{ranks.owners(args)}"
-            if key not in self._steps:
-                self._steps[key] = self._make(gm, args)
-            assert ranks.settle(self._steps[key].plan, args), "owners were planned for"
-        return self._steps[key]
+            step = self._planned(f"{key}\n{ranks.owners(args)}", gm, args)
+            assert ranks.settle(step.plan, args), "owners were planned for"
+        return step
+
+    def _planned(self, key: str, gm: fx.GraphModule, args: tuple[Any, ...]) -> Step:
+        """The step of this key, planned now unless it is one of the last PLANS."""
+        step = self._steps.pop(key, None) or self._make(gm, args)
+        self._steps[key] = step
+        if len(self._steps) > PLANS:  # by the order of calls: on all ranks the same
+            del self._steps[next(iter(self._steps))]
+        return step
 
     def _make(self, gm: fx.GraphModule, args: tuple[Any, ...]) -> Step:
         """Plans and checks a step, and gets its programs ready."""
@@ -387,6 +444,8 @@ class Backend:
                 if kind == "threads"
                 else Ranks(workers, near=kind == "distributed")
             )
+            if isinstance(self._workers, Ranks):  # threads end with their pool
+                weakref.finalize(self, self._workers.close).atexit = False
         owners = self._workers.owners(args) if self._workers else {}
         weighted = self.request.loss_reduction == "weighted"
         batch = batch_of(gm, args, self.request)
@@ -438,15 +497,21 @@ class Backend:
         """
         if not self.record:
             raise PlanError("there is no timeline; use backend(schedule, profile=True)")
-        if self._last is None:
+        if self._last is None and self._events is None:
             raise PlanError("there is no timeline before the first call")
-        return self._last.events
+        return self._events or () if self._last is None else self._last.events
 
     def _next(self, random: tuple[int, int]) -> tuple[int, int]:
         """(seed, step) of a step's random numbers; a new seed starts again at 0."""
         assert self._workers is not None
         seed = self._workers.seed()
         return (seed, random[1] + 1 if seed == random[0] else 0)
+
+
+def _leave(backend: weakref.ref[Backend]) -> None:
+    left = backend()
+    if left is not None:
+        left.leave()
 
 
 class _Tracer(Backend):

@@ -7,7 +7,7 @@ import linecache
 from collections.abc import Callable, Sequence
 from types import MethodType
 from typing import Any
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, finalize
 
 import torch
 from torch import fx
@@ -45,7 +45,8 @@ def _function(graph: fx.Graph) -> Callable[..., Any]:
     space, file = dict(code.globals), f"<fxsched graph {next(_numbers)}>"
     linecache.cache[file] = len(code.src), None, code.src.splitlines(True), file
     exec(compile(code.src, file, "exec"), space)
-    function: Callable[..., Any] = space["forward"]
+    function: Callable[..., Any] = space.pop("forward")
+    finalize(function, linecache.cache.pop, file, None).atexit = False
     return function
 
 

@@ -274,5 +274,5 @@ def compiled(
     body = "\n    ".join(text for text, _ in lines) or "pass"
     space, file = dict(names), f"<fxsched {name}>"
     exec(compile(f"def run({head}):\n    {body}\n", file, "exec"), space)
-    run: Callable[..., Any] = space["run"]
+    run: Callable[..., Any] = space.pop("run")
     return file, run

@@ -60,9 +60,12 @@ def configure_dynamo() -> None:
     @wraps(original)
     def compile_frame(*args: Any, **kwargs: Any) -> Any:
         given = parameters.bind(*args, **kwargs).arguments
-        request = getattr(_innermost(given["compiler_fn"]), "request", None)
+        backend = _innermost(given["compiler_fn"])
+        request = getattr(backend, "request", None)
         if not isinstance(request, Request):
             return original(*args, **kwargs)
+        _let_go(backend)
+        backend.serve(given["compiler_fn"])
         if request.schedule.microbatches > 1:
             mark_batch(read_call(given["code"], given["locals"]), request)
         with _settings():
@@ -73,6 +76,15 @@ def configure_dynamo() -> None:
 
     vars(compile_frame)["fxsched"] = True
     vars(convert_frame)["_compile"] = compile_frame
+
+
+def _let_go(backend: Any) -> None:
+    """Takes a backend out of those that Dynamo keeps for good, and whose reset() it
+    calls in its own: fxsched's is one that all ranks call together."""
+    known = torch._dynamo.eval_frame.cached_backends
+    for key, wrapper in list(known.items()):
+        if _innermost(wrapper) is backend:
+            del known[key]
 
 
 @contextmanager

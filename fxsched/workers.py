@@ -41,11 +41,17 @@ class Threads:
                 f"schedule has {workers:,}; fxsched.plan and fxsched.simulate take more"
             )
         self.here: Sequence[int] = range(workers)
+        self.closed = False
         self.busy = threading.Lock()  # runs that share the threads take turns
         share = max(1, torch.get_num_threads() // workers)
         self.pool = ThreadPoolExecutor(
             workers, "fxsched", initializer=torch.set_num_threads, initargs=(share,)
         )
+
+    def close(self) -> None:
+        """Ends the threads."""
+        self.pool.shutdown(wait=False)
+        self.closed = True
 
     def seed(self) -> int:
         return torch.initial_seed()
@@ -81,6 +87,11 @@ class Threads:
                 exchange.abort()
                 raise
 
+        if self.closed:
+            raise PlanError(
+                "the backend was closed between the call and its backward(); close it "
+                "after backward()"
+            )
         endpoint = runs[0].endpoint
         assert isinstance(endpoint, ThreadEndpoint)
         exchange = endpoint.exchange
@@ -118,6 +129,9 @@ class Ranks:
         if "OMP_NUM_THREADS" not in os.environ and torch.get_num_threads() > 1:
             local = int(os.environ.get("LOCAL_WORLD_SIZE", workers))
             torch.set_num_threads(max(1, torch.get_num_threads() // local))
+
+    def close(self) -> None:
+        """Nothing yet: links and groups go with the process."""
 
     def seed(self) -> int:
         """Rank 0's seed: ranks that are seeded apart draw the same numbers."""
