@@ -8,7 +8,7 @@ way there, and whether it finds a short one, does not matter.
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from torch import nn
@@ -24,11 +24,13 @@ class Origin(NamedTuple):
     argument: whether it is an argument of the call; else it is state, reached through a
         module, the object of a method, a closure or a global.
     registered: whether it is a parameter or buffer of a module that is called.
+    also: the name of what else it is, if it's an argument and state at once, or "".
     """
 
     name: str
     argument: bool
     registered: bool
+    also: str = ""
 
 
 class Frame(NamedTuple):
@@ -57,11 +59,16 @@ class Origins:
 
     paths: for each input, the expressions that it was reached by, from a variable of
         the frame on: L['self'], L['self']._modules, L['self']._modules['a'], ..
+    others: other paths to inputs, by the last expression of the first.
     values: the inputs.
     """
 
     def __init__(
-        self, frame: Frame, paths: Sequence[Path], values: Sequence[Any]
+        self,
+        frame: Frame,
+        paths: Sequence[Path],
+        others: Mapping[str, Sequence[Path]],
+        values: Sequence[Any],
     ) -> None:
         self.frame = frame
         self.known: dict[str, nn.Module | None] = {}  # by expression
@@ -79,7 +86,10 @@ class Origins:
             for name, module in nn.Module.named_modules(root, remove_duplicate=False):
                 self.calls.setdefault(id(module), []).append(self._under(root, name))
         self.inputs = _unique(
-            [self._origin(p, v) for p, v in zip(paths, values, strict=True)]
+            [
+                self._origin([path, *others.get(path[-1], ())], value)
+                for path, value in zip(paths, values, strict=True)
+            ]
         )
 
     def module_name(self, stack: dict[str, tuple[Any, ...]]) -> str:
@@ -118,7 +128,15 @@ class Origins:
         prefix = plain(self.roots[root]) if len(self.roots) > 1 else ""
         return ".".join(filter(None, [prefix, name]))
 
-    def _origin(self, path: Path, value: object) -> Origin:
+    def _origin(self, paths: Sequence[Path], value: object) -> Origin:
+        """Of all that an input is: a registered tensor, an argument, or what else."""
+        ways = [self._way(path, value) for path in paths]
+        first = min(ways, key=lambda way: (not way.registered, not way.argument))
+        states = [way.name for way in ways if not way.argument]
+        also = states[0] if first.argument and states else ""
+        return first._replace(also=also)
+
+    def _way(self, path: Path, value: object) -> Origin:
         through = self._through(path)
         ways = [(self.known[each], each) for each in through] or self.roots.items()
         for module, expression in ways:

@@ -162,7 +162,8 @@ def note_origins(gm: fx.GraphModule, inputs: Sequence[Any]) -> None:
 
     Called inside a torch.compile backend: Dynamo's way to an input is of no use later.
     """
-    origins = Origins(_traced_frame(), list(map(_path, placeholders(gm))), inputs)
+    paths = [_path(_source(node), node.name) for node in placeholders(gm)]
+    origins = Origins(_traced_frame(), paths, _other_paths(), inputs)
     for node, origin in zip(placeholders(gm), origins.inputs, strict=True):
         node.meta["origin"] = origin
     for node in gm.graph.nodes:
@@ -199,11 +200,30 @@ def _traced_frame() -> Frame:
     return Frame(scope, frozenset(f"L[{name!r}]" for name in outside))
 
 
-def _path(node: fx.Node) -> Path:
-    """The expressions that Dynamo reached an input by, the longest last."""
+def _source(node: fx.Node) -> Any:
     argument = node.meta.get("grapharg")
-    source = getattr(argument, "source", None) or getattr(node, "_dynamo_source", None)
-    names = [] if source else [node.name]
+    return getattr(argument, "source", None) or getattr(node, "_dynamo_source", None)
+
+
+def _other_paths() -> dict[str, list[Path]]:
+    """Further paths to what Dynamo found before, by the expression of the first.
+
+    It makes one input of a tensor that it meets again, and a guard that it stays one.
+    """
+    translator: Any = InstructionTranslator.current_tx()
+    found: dict[str, list[Path]] = {}
+    for guard in translator.output.guards:
+        function = getattr(guard.create_fn, "func", None)
+        if function is guards.GuardBuilder.DUPLICATE_INPUT:
+            first = _path(guard.create_fn.keywords["source_b"])[-1]
+            found.setdefault(first, []).append(_path(guard.originating_source))
+    return found
+
+
+def _path(source: Any, name: str = "") -> Path:
+    """The expressions that Dynamo reached a value by, the longest last; the name of an
+    input that it made itself."""
+    names = [] if source else [name]
     while source is not None:
         name = source.name
         names.append(str(name() if callable(name) else name))
@@ -218,7 +238,10 @@ def capture(gm: fx.GraphModule) -> fx.GraphModule:
     for node in gm.graph.nodes:
         new[node] = graph.node_copy(node, new.__getitem__)
     result = lazy_module(gm, graph)
-    sources = [f"{_path(node)[-1]} {origin_of(node)}" for node in placeholders(gm)]
+    sources = [
+        f"{_path(_source(node), node.name)[-1]} {origin_of(node)}"
+        for node in placeholders(gm)
+    ]
     inner = [str(m.graph) for m in gm.modules() if isinstance(m, fx.GraphModule)]
     constants = [str(id(tensor)) for tensor in _constants(gm)]
     text = "\n".join([*sources, *inner, *constants])
@@ -406,6 +429,13 @@ class _Binder:
 
     def role(self, node: fx.Node, value: Tensor, index: int) -> Role:
         if index in self.batch.dims:
+            name, _, _, also = origin_of(node)
+            if also and self.batch.microbatches > 1:
+                raise PlanError(
+                    f"the argument {name} and {also} are the same tensor: as an "
+                    "argument each microbatch gets its part, as what the model holds "
+                    f"all of it; pass {name}.clone()"
+                )
             return Role.BATCH
         if isinstance(value, torch.nn.Parameter):
             return Role.PARAMETER

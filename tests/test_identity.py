@@ -212,7 +212,8 @@ def test_lists_tuples_dicts_and_objects(schedule: Schedule) -> None:
 @SCHEDULES
 def test_names_like_self_and_arguments(schedule: Schedule) -> None:
     x, table = torch.randn(8, 4), torch.randn(1, 4)
-    plan = assert_trains_as_eager(Named(), schedule, x, table)
+    dims = {"table": None}
+    plan = assert_trains_as_eager(Named(), schedule, x, table, batch_dims=dims)
     assert {"self", "x", "table"} <= names(plan)
 
 
@@ -267,6 +268,28 @@ def test_tables_of_a_methods_object_are_state() -> None:
     torch.testing.assert_close(own, job.loss(x))
     assert backend.plan is not None
     assert {"self.table", "blocks.0.shift"} <= names(backend.plan)
+
+
+class Remembers(nn.Module):
+    """Compares its input with an earlier one."""
+
+    def __init__(self, earlier: Tensor, first: bool) -> None:
+        super().__init__()
+        self.earlier, self.first, self.linear = earlier, first, nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        pair = (x, self.earlier) if self.first else (self.earlier, x)
+        return self.linear(pair[0] @ pair[1].T @ pair[1]).pow(2).mean()
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_an_argument_that_the_model_holds_too(first: bool) -> None:
+    x = torch.randn(8, 4)
+    model = Remembers(x, first)
+    run = torch.compile(model, backend=fxsched.backend(schedules.gpipe(2, 2)))
+    said = r"the argument x and self\.earlier are the same .* pass x\.clone\(\)"
+    with pytest.raises(fxsched.PlanError, match=said):
+        run(x)
 
 
 class OfObject(nn.Module):
