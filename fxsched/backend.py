@@ -17,7 +17,7 @@ from .batch import batch_of
 from .caller import Dims
 from .eventloop import Event
 from .jobs import PlanError, Schedule, is_int, is_number
-from .kept import specs_of
+from .kept import specs_of, stand_in
 from .measure import Profile, measure
 from .meta_device import is_meta
 from .pipeline import Plan, make_plan
@@ -520,7 +520,8 @@ class _Tracer(Backend):
     def _make(self, gm: fx.GraphModule, args: tuple[Any, ...]) -> Step:
         _refuse_meta(args, "be measured", "fxsched.plan estimates what it takes")
         batch = batch_of(gm, args, self.request)
-        raise _Traced(trace_microbatch(gm, args, batch, {}), args)
+        traced = trace_microbatch(gm, args, batch, specs_of(args))
+        raise _Traced(traced, [stand_in(value) for value in args])
 
 
 def _batch_dims(dims: object) -> dict[str | int, int | None]:

@@ -241,6 +241,7 @@ def mistakes() -> None:
     refused(lambda: calls[rank](model), "every rank must call it")
     state["norm.bias"] += rank
     refused(lambda: fxsched.load_full_state_dict(model, state), "rank 1 loads another")
+    assert fxsched.profile(model, *batch(0), microbatches=B, repeats=1).measured
     other, _ = build()
     refused(
         lambda: fxsched.full_optimizer_state_dict(other, optimizer), "none of the model"
