@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from .case import Zoo
+from .case import PIPELINES, SCHEDULES, Zoo
 from .hf import SIZES, add, classified_text, masked_token
 
 ENCODERS = Zoo("encoders")
@@ -27,7 +27,11 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         {"relative_attention": True, "pos_att_type": ["p2c", "c2p"]},
     ),
     "mpnet": ("MPNet", {}),
-    "squeezebert": ("SqueezeBert", {"embedding_size": 32}),
+    "squeezebert": (
+        "SqueezeBert",
+        {"embedding_size": 32, "intermediate_size": 64}
+        | {f"{part}_groups": 2 for part in ("q", "k", "v")},
+    ),
     "mobilebert": (
         "MobileBert",
         {
@@ -42,7 +46,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "roformer": ("RoFormer", {}),
     "nystromformer": (
         "Nystromformer",
-        {"num_landmarks": 4, "segment_means_seq_len": 8},
+        {"num_landmarks": 8, "segment_means_seq_len": 8},
     ),
     "ibert": ("IBert", {}),
     "ernie": ("Ernie", {}),
@@ -61,17 +65,35 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "xmod": ("Xmod", {"languages": ["en"], "default_language": "en"}),
     "big_bird": ("BigBird", {"attention_type": "original_full"}),
     "longformer": ("Longformer", {"attention_window": 4}),
-    "reformer": ("Reformer", {"is_decoder": False}),
+    "reformer": (
+        "Reformer",
+        {
+            "axial_pos_embds": False,
+            "attn_layers": ["local"] * 2,
+            "local_attn_chunk_length": 4,
+        }
+        | {"attention_head_size": 8, "feed_forward_size": 37},
+    ),
     "yoso": ("Yoso", {}),
     "modernbert": ("ModernBert", {"local_attention": 4, "reference_compile": False}),
     "nomic_bert": ("NomicBert", {}),
     "eurobert": ("EuroBert", {"num_key_value_heads": 4}),
     "roc_bert": ("RoCBert", {"enable_pronunciation": False, "enable_shape": False}),
-    "lilt": ("Lilt", {}),
+    "lilt": ("Lilt", {"hidden_size": 48, "channel_shrink_ratio": 4}),
 }
 for name, (kind, values) in MODELS.items():
     sizes = SIZES | values
-    add(ENCODERS, name, f"{kind}ForSequenceClassification", classified_text, sizes)
+    if name == "funnel":
+        del sizes["num_hidden_layers"]
+    add(
+        ENCODERS,
+        name,
+        f"{kind}ForSequenceClassification",
+        classified_text,
+        sizes,
+        apart=name != "ibert",  # it quantizes by what it has seen
+        schedules=PIPELINES if name == "ibert" else SCHEDULES,
+    )
 for name in ("bert", "electra", "deberta_v2", "modernbert", "fnet"):
     kind, values = MODELS[name]
     sizes = SIZES | values

@@ -76,7 +76,8 @@ def add(
     **options: Any,
 ) -> None:
     """A row for kind(config(**values)), called with inputs(model)."""
-    config = config or kind.split("For")[0].removesuffix("Model") + "Config"
+    family = kind.rpartition("For")[0] if "For" in kind else kind
+    config = config or family.removesuffix("Model") + "Config"
     make = functools.partial(build, kind, inputs, config, values)
     zoo.add(name, make, **options)
 
