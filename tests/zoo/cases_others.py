@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import functools
 import importlib
-import importlib.util
 from typing import Any
 
 import torch
@@ -20,18 +19,7 @@ TIMM, TORCHVISION, DIFFUSERS = Zoo("timm"), Zoo("torchvision"), Zoo("diffusers")
 
 
 def need(package: str) -> Any:
-    """The package; torchvision's own operations, which no row runs, need not load."""
-    if importlib.util.find_spec("torchvision"):
-        try:
-            importlib.import_module("torchvision")
-        except RuntimeError:  # it is built for another torch
-            library = torch.library.Library("torchvision", "FRAGMENT")
-            library.define("nms(Tensor a, Tensor b, float c) -> Tensor")
-            LIBRARIES.append(library)
     return importlib.import_module(package)
-
-
-LIBRARIES: list[torch.library.Library] = []
 
 
 class Classifier(nn.Module):

@@ -24,6 +24,9 @@ RELATIVE, ABSOLUTE = 2e-4, 2e-6  # float32 added up in another order
 HALF = 4e-2  # and bfloat16
 
 
+OPTIONAL = ("timm", "torchvision", "diffusers")
+
+
 class Row(NamedTuple):
     """A line of the table. kind: "equal", "refusal", "other" or "skipped"."""
 
@@ -267,11 +270,11 @@ def run(case: Case, schedule_name: str | None = None) -> Row:
             kind, detail = "refusal", first_lines(error)
         except Differs as error:
             kind, detail = "other", str(error)
-        except ModuleNotFoundError as error:
-            kind, detail = "skipped", f"{error.name} is not installed"
         except Exception as error:
             text = f"{type(error).__name__}: {first_line(error)}"
             kind, detail = "other", text[:200] + place_of(error)
+            if isinstance(error, ModuleNotFoundError) and error.name in OPTIONAL:
+                kind, detail = "skipped", f"{error.name} is not installed"
     return Row(case.name, name, kind, detail, time.perf_counter() - start)
 
 

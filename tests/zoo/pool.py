@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import importlib.util
 import multiprocessing
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from multiprocessing.connection import Connection
+from pathlib import Path
 from queue import Queue
 
 from .compare import Row
@@ -27,10 +29,34 @@ def serve(connection: Connection) -> None:
     os.environ["TRANSFORMERS_VERBOSITY"] = "error"
     from . import cases, compare
 
+    declare_torchvision()
     known = cases.all_cases()
     while (asked := connection.recv()) is not None:
         name, schedule = asked
         connection.send(compare.run(known[name], schedule))
+
+
+def declare_torchvision() -> None:
+    """Lets torchvision be imported where its binaries are for another torch.
+
+    No row runs its own operations, but it describes some when it is imported, and
+    transformers and timm import it where it is installed.
+    """
+    import torch
+
+    place = importlib.util.find_spec("torchvision")
+    if place is None or place.origin is None:
+        return
+    try:
+        torch.ops.load_library(str(Path(place.origin).parent / "_C.so"))
+    except OSError:
+        library = torch.library.Library("torchvision", "FRAGMENT")
+        for name in ("nms", "qnms"):
+            library.define(f"{name}(Tensor dets, Tensor scores, float limit) -> Tensor")
+        DECLARED.append(library)
+
+
+DECLARED: list[object] = []  # while it is kept
 
 
 class Slot:
