@@ -20,6 +20,7 @@ from .jobs import PlanError, Schedule, is_int, is_number
 from .kept import specs_of, stand_in
 from .measure import Profile, measure
 from .meta_device import is_meta
+from .padding import Padded, check_padded, pad
 from .pipeline import Plan, make_plan
 from .request import Request
 from .runtime import Runnable
@@ -58,6 +59,7 @@ def backend(
     check_inputs: str = "first",
     input_from: int | None = None,
     batch_dims: Dims | None = None,
+    ragged: str = "error",
 ) -> Backend:
     """A torch.compile backend that runs a model by a schedule.
 
@@ -91,6 +93,10 @@ def backend(
         a dimension, which may have a multiple of the samples, each sample's in a row;
         or None for what all microbatches share. All others are cut along dimension 0
         and must have one length there.
+    ragged: what becomes of a batch that doesn't divide into the microbatches: "error";
+        "fewer", the most microbatches that divide it, of equal size, so that the loss
+        stays the mean (a batch of 7 by 4 microbatches is one of 7); or "pad", the last
+        sample repeated, for models that return rows and no loss.
 
     A compiled function that returns one scalar loss runs F and B in the call, and
     loss.backward() adds the finished gradients. One that doesn't runs F in the call
@@ -107,6 +113,7 @@ def backend(
     one_of("backend", "carry", carry, ("saved", "recompute"))
     one_of("backend", "loss_reduction", loss_reduction, ("mean", "sum", "weighted"))
     one_of("backend", "stage_compiler", stage_compiler, ("eager", "inductor"))
+    one_of("backend", "ragged", ragged, ("error", "fewer", "pad"))
     one_of("backend", "transport", transport, (None, *TRANSPORTS))
     one_of("backend", "check_inputs", check_inputs, CHECKS)
     if isinstance(stages, str) and stages != "auto":
@@ -158,6 +165,8 @@ def backend(
         same_stage=groups,
         prefetch=prefetch,
         batch_dims=_batch_dims(batch_dims),
+        ragged=ragged,
+        most=schedule.microbatches,
     )
     rule = InputRule(check_inputs, input_from)
     return Backend(
@@ -175,6 +184,7 @@ def plan(
     same_stage: Sequence[Sequence[str]] = (),
     profile: Profile | None = None,
     batch_dims: Dims | None = None,
+    ragged: str = "error",
     **kwargs: Any,
 ) -> Plan:
     """The plan of model(*args, **kwargs) by a schedule, without running anything.
@@ -193,6 +203,7 @@ def plan(
         same_stage=same_stage,
         profile=profile,
         batch_dims=batch_dims,
+        ragged=ragged,
     )
     planner.plan_only = True
     try:
@@ -388,7 +399,7 @@ class Backend:
         def call(*args: Any) -> Sequence[Any]:
             if broken is not None:
                 raise broken
-            return self._run(captured, args)
+            return self._sized(captured, args)
 
         return call
 
@@ -396,13 +407,31 @@ class Backend:
         """Itself: the copy of a compiled model has weights of its own, not workers."""
         return self
 
-    def _run(self, gm: fx.GraphModule, args: tuple[Any, ...]) -> Sequence[Any]:
+    def _sized(self, gm: fx.GraphModule, args: tuple[Any, ...]) -> Sequence[Any]:
+        """The call with a batch that divides, if it is to be filled up."""
+        padded = pad(gm, args, self.request) if self.request.ragged == "pad" else None
+        if padded is None:
+            return self._run(gm, args)
+        try:
+            return self._run(gm, padded.args, padded)
+        except _Planned as planned:
+            check_padded(gm, planned.plan)
+            raise
+
+    def _run(
+        self,
+        gm: fx.GraphModule,
+        args: tuple[Any, ...],
+        padded: Padded | None = None,
+    ) -> Sequence[Any]:
         if self.closed:
             raise PlanError(
                 "this backend is closed; compile the model with a new one, "
                 "torch.compile(model, backend=fxsched.backend(schedule))"
             )
         step = self._step(gm, args)
+        if padded is not None:
+            check_padded(gm, step.plan)
         if self._last is None or step.plan.trains or not self._last.plan.trains:
             self._last, self.plan = step, step.plan
         self._random = self._next(self._random)
@@ -411,7 +440,8 @@ class Backend:
             step.watch(given, self._said)
         if step.early is not None:
             given = (*given, *step.early(*given))
-        return step(args, self._random, given)
+        outputs = step(args, self._random, given)
+        return outputs if padded is None else padded.trimmed(outputs, step.plan)
 
     def _step(self, gm: fx.GraphModule, args: tuple[Any, ...]) -> Step:
         """The step for these inputs, planned now if there is none yet."""
@@ -456,6 +486,7 @@ class Backend:
             self.request,
             loss_reduction=self._reduction(traced),
             training=torch.is_grad_enabled(),
+            schedule=self.request.schedule.first(batch.microbatches),
             owners=owners,
             readers=self._workers.readers if self._workers else None,
         )

@@ -78,17 +78,53 @@ def batch_of(gm: fx.GraphModule, inputs: Sequence[Any], request: Request) -> Bat
             f"the model has no tensor input to cut into {count} microbatches; "
             "pass it the batch, with samples along dimension 0"
         )
+    length, cut = samples_of(gm, inputs, request)
+    if length % count or length == 0:
+        whole = length == 0 or request.ragged == "error"
+        if whole or (request.ragged == "pad" and length > 1):
+            name = next(e.name for e in cut if e.length == length)
+            raise _ragged(name, length, count)
+        count = max(n for n in range(1, count + 1) if length % n == 0)
+    return _bind(gm, inputs, cut, count, length // count)
+
+
+def samples_of(
+    gm: fx.GraphModule, inputs: Sequence[Any], request: Request
+) -> tuple[int, list[Entry]]:
+    """How many samples a call has, and the tensors that have them.
+
+    Raises PlanError if that isn't known.
+    """
     _check_names(gm.meta["call"], request.batch_dims)
     table = _Table(gm, inputs, request.batch_dims)
-    length = table.length()
-    if length % count or length == 0:
-        name = next(e.name for e in table.cut if e.length == length)
-        raise PlanError(
-            f"input {name} has a batch of {length}, which does not divide into "
-            f"{count} microbatches; pass a multiple of {count} or "
-            "another Schedule(microbatches=)"
-        )
-    return _bind(gm, inputs, table.cut, count, length // count)
+    return table.length(), table.cut
+
+
+def resized(
+    gm: fx.GraphModule, inputs: Sequence[Any], new: dict[int, Tensor]
+) -> tuple[Any, ...]:
+    """The inputs with other tensors in the place of some, of other lengths, and the
+    sizes among the inputs accordingly."""
+    nodes = placeholders(gm)
+    result = [new.get(i, value) for i, value in enumerate(inputs)]
+    lengths = _lengths(nodes, result)
+    for i, node in enumerate(nodes):
+        if not isinstance(result[i], Tensor):
+            expression = _expression(node.meta.get("example_value"))
+            if expression is not None:
+                result[i] = int(expression.subs(lengths))
+    return tuple(result)
+
+
+def _ragged(name: str, length: int, count: int) -> PlanError:
+    return PlanError(
+        f"input {name} has a batch of {length}, which does not divide into "
+        f"{count} microbatches; pass a multiple of {count} or another "
+        "Schedule(microbatches=). If it is the last, smaller batch of an epoch: "
+        "DataLoader(drop_last=True) leaves it out, fxsched.backend(schedule, "
+        "ragged='fewer') runs it in as many microbatches as divide it, and "
+        "ragged='pad' fills it up where the model returns rows and no loss"
+    )
 
 
 def user_tensors(gm: fx.GraphModule, inputs: Sequence[Any]) -> list[int]:
@@ -139,7 +175,7 @@ def _check_names(call: Call, dims: Dims) -> None:
             )
 
 
-class _Entry(NamedTuple):
+class Entry(NamedTuple):
     """A tensor of the call, and the dimension with its samples."""
 
     input: int
@@ -165,7 +201,7 @@ class _Table:
         ]
         self.cut = [entry for entry in self.entries if entry.dim is not None]
 
-    def _entry(self, i: int, names: Sequence[Argument], tensor: Tensor) -> _Entry:
+    def _entry(self, i: int, names: Sequence[Argument], tensor: Tensor) -> Entry:
         shape = tuple(tensor.shape)
         for argument in names:
             key = argument.key(self.dims)
@@ -183,7 +219,7 @@ class _Table:
             )
         first = names[0]
         declared = any(argument.key(self.dims) is not None for argument in names)
-        return _Entry(i, first.name, shape, found.pop(), declared)
+        return Entry(i, first.name, shape, found.pop(), declared)
 
     def length(self) -> int:
         """How many samples there are: the length of all, or what others are multiples
@@ -243,7 +279,7 @@ def _quoted(key: str | int) -> str:
     return f'"{key}"' if isinstance(key, str) else str(key)
 
 
-def _guess(entry: _Entry, batch: int) -> int | None:
+def _guess(entry: Entry, batch: int) -> int | None:
     """Where a tensor may have its samples."""
     if entry.shape[0] == 1 or not batch:
         return None
@@ -255,18 +291,13 @@ def _guess(entry: _Entry, batch: int) -> int | None:
 def _bind(
     gm: fx.GraphModule,
     inputs: Sequence[Any],
-    cut: Sequence[_Entry],
+    cut: Sequence[Entry],
     count: int,
     rows: int,
 ) -> Batch:
     """The batch, after a look at whether the model lets its size change."""
     nodes = placeholders(gm)
-    full: dict[Any, int] = {}
-    for node, value in zip(nodes, inputs, strict=True):
-        for size, actual in _sizes(node, value):
-            symbol = symbol_of(size)
-            if symbol is not None:
-                full[symbol] = int(actual)
+    full = _lengths(nodes, inputs)
     dims = {entry.input: entry.dim for entry in cut if entry.dim is not None}
     sizes = {i: _shape(nodes[i])[dim] for i, dim in dims.items()}
     part = dict(full)
@@ -284,6 +315,19 @@ def _bind(
         raise _fixed(nodes[fixed[0].input], fixed[0], len(fixed) == len(cut))
     _check_apart(nodes, inputs, batch)
     return batch
+
+
+def _lengths(nodes: Sequence[fx.Node], inputs: Sequence[Any]) -> dict[Any, int]:
+    """What each symbolic size of the inputs is in this call."""
+    full: dict[Any, int] = {}
+    for tensors in (False, True):  # which know better what is in the place of another
+        for node, value in zip(nodes, inputs, strict=True):
+            if isinstance(value, Tensor) is tensors:
+                for size, actual in _sizes(node, value):
+                    symbol = symbol_of(size)
+                    if symbol is not None:
+                        full[symbol] = int(actual)
+    return full
 
 
 def _shape(node: fx.Node) -> tuple[Any, ...]:
@@ -321,7 +365,7 @@ def _said(i: int, batch: Batch) -> str:
     return "the rest of the batch" if dim is None else f"its dimension {dim}"
 
 
-def _fixed(node: fx.Node, entry: _Entry, alone: bool) -> PlanError:
+def _fixed(node: fx.Node, entry: Entry, alone: bool) -> PlanError:
     environment = node.meta["example_value"].fake_mode.shape_env
     fixed = {s for s, r in environment.replacements.items() if r.is_number}
     lines = [

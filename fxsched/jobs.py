@@ -205,6 +205,27 @@ class Schedule:
             )
         return replace(found, fit=None)
 
+    def first(self, microbatches: int) -> Schedule:
+        """What is left of it without the jobs of all but the first microbatches.
+
+        Caps and orders hold for these as they did for all. Raises PlanError for more
+        than it has.
+        """
+        if microbatches == self.microbatches:
+            return self
+        if not is_int(microbatches) or not 0 < microbatches < self.microbatches:
+            raise PlanError(
+                f"first(microbatches={microbatches!r}): give an int from 1 to "
+                f"{self.microbatches}"
+            )
+
+        def fit(stages: nx.DiGraph[int]) -> Schedule:
+            return replace(self.fitted(stages), microbatches=microbatches)
+
+        return replace(
+            self, microbatches=microbatches, fit=None if self.fit is None else fit
+        )
+
     def place(self, job: Job) -> Placement:
         """w of a job, checked. Raises PlanError if it isn't two workers in range."""
         try:

@@ -22,6 +22,8 @@ class Request:
     same_stage: groups of names of modules that stay in one stage.
     readers: workers that hand outputs to the user; None for all of them.
     prefetch: for how many jobs ahead a worker asks for weights.
+    ragged: what becomes of a batch that doesn't divide; see fxsched.backend.
+    most: microbatches of a batch that does.
     batch_dims: what departs from the rule of fxsched/batch.py, by argument.
     """
 
@@ -36,3 +38,5 @@ class Request:
     readers: tuple[int, ...] | None = None
     prefetch: int = 1
     batch_dims: Mapping[str | int, int | None] = field(default_factory=dict)
+    ragged: str = "error"
+    most: int = 1

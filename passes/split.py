@@ -248,7 +248,7 @@ def owners(request: Request, stage: int) -> tuple[int, ...]:
         sorted(
             {
                 schedule.place(Job(stage, b, d)).weights
-                for b in range(schedule.microbatches)
+                for b in range(max(schedule.microbatches, request.most))
                 for d in schedule.directions
             }
         )

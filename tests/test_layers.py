@@ -74,7 +74,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("backsplit", "calls", "simulate", "compare", "kept", "digest", "batch"),
     ("passes",),
     ("trace", "pipeline", "inductor", "table1"),
-    ("neighbours",),
+    ("neighbours", "padding"),
     ("transport", "program", "source"),
     ("straight",),
     ("runtime", "clip", "optimizers", "agreement"),
