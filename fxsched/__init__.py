@@ -24,6 +24,7 @@ from .measure import Profile
 from .pipeline import Plan
 from .search import search
 from .simulate import Simulation, simulate
+from .verify import Verification, verify
 
 __all__ = [
     "Backend",
@@ -40,6 +41,7 @@ __all__ = [
     "RowsWarning",
     "Schedule",
     "Simulation",
+    "Verification",
     "backend",
     "clip_grad_norm_",
     "explain",
@@ -53,5 +55,6 @@ __all__ = [
     "search",
     "simulate",
     "stage_boundary",
+    "verify",
     "write_trace",
 ]

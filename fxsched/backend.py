@@ -344,6 +344,7 @@ class Backend:
         self._served: weakref.WeakSet[Any] = weakref.WeakSet()
         self._steps: dict[str, Step] = {}  # the last one to be called is the last
         self._said: set[str] = set()  # what was warned of
+        self.on_trace: Callable[..., None] | None = None  # for fxsched.verify
         self._random = (0, -1)  # the seed, and the steps since it was set
 
     def __enter__(self) -> Backend:
@@ -477,9 +478,7 @@ class Backend:
             if isinstance(self._workers, Ranks):  # threads end with their pool
                 weakref.finalize(self, self._workers.close).atexit = False
         owners = self._workers.owners(args) if self._workers else {}
-        weighted = self.request.loss_reduction == "weighted"
-        batch = batch_of(gm, args, self.request)
-        traced = trace_microbatch(gm, args, batch, specs_of(args), weighted)
+        traced = self._trace(gm, args)
         if self.profile is not None:
             self.profile.apply(traced)
         request = dataclasses.replace(
@@ -510,6 +509,15 @@ class Backend:
         if plan.schedule.microbatches > 1 and 0 in self._workers.here:
             step.watch = Watch(gm, traced, plan.loss, request)
         return step
+
+    def _trace(self, gm: fx.GraphModule, args: tuple[Any, ...]) -> fx.GraphModule:
+        """The graph of one microbatch."""
+        weighted = self.request.loss_reduction == "weighted"
+        batch = batch_of(gm, args, self.request)
+        traced = trace_microbatch(gm, args, batch, specs_of(args), weighted)
+        if self.on_trace is not None:
+            self.on_trace(gm, args, batch, traced)
+        return traced
 
     def _reduction(self, traced: fx.GraphModule) -> str:
         """How the microbatches' losses are put together: "mean" or "sum"."""

@@ -139,6 +139,13 @@ def worker_table(workers: Sequence[Worker], latency: float) -> str:
     )
 
 
+def verify_table(rows: Sequence[Sequence[str]]) -> str:
+    """A row for each value that eager PyTorch and a plan have both computed."""
+    headers = ["", "eager", "plan", "difference", "allowed", ""]
+    aligned = ["left", *["right"] * 4, "left"]
+    return tabulate(rows, headers, disable_numparse=True, colalign=aligned)
+
+
 def comparison_table(rows: Sequence[Sequence[str]]) -> str:
     """A row for each schedule's simulated step."""
     headers = "schedule|stages|step|bubble|span bubble|throughput|activations|weights"
