@@ -13,7 +13,7 @@ from torch import Tensor, fx
 from . import inductor
 from .agreement import CHECKS, Agreement, InputRule
 from .arguments import one_of, positive
-from .batch import batch_of
+from .batch import Batch, batch_of
 from .caller import Dims
 from .eventloop import Event
 from .jobs import PlanError, Schedule, is_int, is_number
@@ -478,7 +478,8 @@ class Backend:
             if isinstance(self._workers, Ranks):  # threads end with their pool
                 weakref.finalize(self, self._workers.close).atexit = False
         owners = self._workers.owners(args) if self._workers else {}
-        traced = self._trace(gm, args)
+        batch = batch_of(gm, args, self.request)
+        traced = self._trace(gm, args, batch)
         if self.profile is not None:
             self.profile.apply(traced)
         request = dataclasses.replace(
@@ -510,10 +511,11 @@ class Backend:
             step.watch = Watch(gm, traced, plan.loss, request)
         return step
 
-    def _trace(self, gm: fx.GraphModule, args: tuple[Any, ...]) -> fx.GraphModule:
+    def _trace(
+        self, gm: fx.GraphModule, args: tuple[Any, ...], batch: Batch
+    ) -> fx.GraphModule:
         """The graph of one microbatch."""
         weighted = self.request.loss_reduction == "weighted"
-        batch = batch_of(gm, args, self.request)
         traced = trace_microbatch(gm, args, batch, specs_of(args), weighted)
         if self.on_trace is not None:
             self.on_trace(gm, args, batch, traced)
