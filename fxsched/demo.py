@@ -17,6 +17,7 @@ from tqdm import tqdm
 
 from . import schedules, transport
 from .backend import backend
+from .checkpoint import full_state_dict
 from .jobs import PlanError, Schedule
 from .models import docstrings
 from .models.two_tower import TwoTower, TwoTowerConfig
@@ -87,6 +88,9 @@ def demo(
     say(f"accuracy before training: {accuracies(step, batches)}")
     fit(step, model, batches, steps)
     say(f"accuracy after training: {accuracies(step, batches)}")
+    plain = TwoTower(config).to(device)
+    plain.load_state_dict(full_state_dict(model))  # as a file would hold it
+    say(f"its state in plain PyTorch: {accuracies(plain, batches)}")
     say(
         f"largest difference from eager: loss {difference.loss:.1e}, "
         f"gradients {difference.gradients:.1e}"

@@ -75,6 +75,10 @@ def test_prints_accuracies_above_chance(
     found = re.findall(pattern, printed[transport], re.M)
     assert [when for when, _, _ in found] == ["before", "after"]
     assert all(0.55 < float(share) <= 1 for _, *shares in found for share in shares)
+    plain = r"^its state in plain PyTorch: train (\S+), held-out (\S+) "
+    ((train, held_out),) = re.findall(plain, printed[transport], re.M)
+    after = [float(share) for share in found[1][1:]]
+    assert [float(train), float(held_out)] == pytest.approx(after, abs=2e-3)
 
 
 @TRANSPORTS
