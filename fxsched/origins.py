@@ -161,8 +161,14 @@ class Origins:
 
 
 def plain(expression: str) -> str:
-    """L['self']._modules['a'].tables[0] as self.a.tables[0]."""
-    return re.sub(r"^[LG]\['(?:__import_)?([^']*)'\]", r"\1", _shorten(expression))
+    """L['self']._modules['a'].tables[0] as self.a.tables[0].
+
+    Dynamo's own names for globals of other functions may hold addresses, which are
+    others in each process.
+    """
+    text = re.sub(r"^G\['___unnamed_scope_\w*'\]", "G", _shorten(expression))
+    text = re.sub(r"^G\['___weakref_\w*'\]\(\)", "G['object']", text)
+    return re.sub(r"^[LG]\['(?:__import_)?([^']*)'\]", r"\1", text)
 
 
 def _shorten(expression: str) -> str:
