@@ -20,6 +20,7 @@ from .diagram import Diagram
 from .eventloop import Event
 from .jobs import Direction, Job, Placement, PlanError, Schedule
 from .links import Link
+from .local import LocalSampler
 from .measure import Profile
 from .pipeline import Plan
 from .search import search
@@ -34,6 +35,7 @@ __all__ = [
     "Event",
     "Job",
     "Link",
+    "LocalSampler",
     "Placement",
     "Plan",
     "PlanError",

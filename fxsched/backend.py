@@ -18,6 +18,7 @@ from .caller import Dims
 from .eventloop import Event
 from .jobs import PlanError, Schedule, is_int, is_number
 from .kept import specs_of, stand_in
+from .local import check_local, spread
 from .measure import Profile, measure
 from .meta_device import is_meta
 from .padding import Padded, check_padded, pad
@@ -40,6 +41,9 @@ from .whole import reduction_of
 from .workers import Ranks, Threads
 
 PLANS = 64  # that a backend keeps
+LOCAL = [
+    {"ragged": "error", "input_from": None, "loss": loss} for loss in ("mean", "sum")
+]  # what goes with rows="local"
 Pass = Callable[[fx.GraphModule, Request], fx.GraphModule]
 
 
@@ -60,6 +64,7 @@ def backend(
     input_from: int | None = None,
     batch_dims: Dims | None = None,
     ragged: str = "error",
+    rows: str = "all",
 ) -> Backend:
     """A torch.compile backend that runs a model by a schedule.
 
@@ -97,6 +102,9 @@ def backend(
         "fewer", the most microbatches that divide it, of equal size, so that the loss
         stays the mean (a batch of 7 by 4 microbatches is one of 7); or "pad", the last
         sample repeated, for models that return rows and no loss.
+    rows: "all", every rank passes whole batches; or "local", each passes those rows
+        alone that schedule.local_rows(rank, batch) lists, in that order, and outputs
+        come back whole; see LocalSampler. In one process there is no difference.
 
     A compiled function that returns one scalar loss runs F and B in the call, and
     loss.backward() adds the finished gradients. One that doesn't runs F in the call
@@ -114,6 +122,13 @@ def backend(
     one_of("backend", "loss_reduction", loss_reduction, ("mean", "sum", "weighted"))
     one_of("backend", "stage_compiler", stage_compiler, ("eager", "inductor"))
     one_of("backend", "ragged", ragged, ("error", "fewer", "pad"))
+    one_of("backend", "rows", rows, ("all", "local"))
+    others = {"ragged": ragged, "input_from": input_from, "loss": loss_reduction}
+    if rows == "local" and others not in LOCAL:
+        raise PlanError(
+            "backend(rows='local') doesn't go with ragged=, input_from= or "
+            "loss_reduction='weighted', which need the whole batch on every rank"
+        )
     one_of("backend", "transport", transport, (None, *TRANSPORTS))
     one_of("backend", "check_inputs", check_inputs, CHECKS)
     if isinstance(stages, str) and stages != "auto":
@@ -166,6 +181,7 @@ def backend(
         prefetch=prefetch,
         batch_dims=_batch_dims(batch_dims),
         ragged=ragged,
+        rows=rows,
         most=schedule.microbatches,
     )
     rule = InputRule(check_inputs, input_from)
@@ -409,7 +425,10 @@ class Backend:
         return self
 
     def _sized(self, gm: fx.GraphModule, args: tuple[Any, ...]) -> Sequence[Any]:
-        """The call with a batch that divides, if it is to be filled up."""
+        """The call with a batch that divides, if it is to be filled up, and with the
+        rows of all ranks, if this one has its own."""
+        if self.request.rows == "local" and isinstance(self._all(), Ranks):
+            args = spread(gm, args, self.request, self._all().here[0])
         padded = pad(gm, args, self.request) if self.request.ragged == "pad" else None
         if padded is None:
             return self._run(gm, args)
@@ -463,11 +482,9 @@ class Backend:
             del self._steps[next(iter(self._steps))]
         return step
 
-    def _make(self, gm: fx.GraphModule, args: tuple[Any, ...]) -> Step:
-        """Plans and checks a step, and gets its programs ready."""
-        if not self.plan_only:
-            _refuse_meta(args, "run", "fxsched.plan plans it as it is")
-        if self._workers is None and not self.plan_only:
+    def _all(self) -> Threads | Ranks:
+        """The workers, started with the first call."""
+        if self._workers is None:
             workers = self.request.schedule.workers
             kind = choose(self._transport, workers)
             self._workers = (
@@ -477,6 +494,14 @@ class Backend:
             )
             if isinstance(self._workers, Ranks):  # threads end with their pool
                 weakref.finalize(self, self._workers.close).atexit = False
+        return self._workers
+
+    def _make(self, gm: fx.GraphModule, args: tuple[Any, ...]) -> Step:
+        """Plans and checks a step, and gets its programs ready."""
+        if not self.plan_only:
+            _refuse_meta(args, "run", "fxsched.plan plans it as it is")
+        if not self.plan_only:
+            self._all()
         owners = self._workers.owners(args) if self._workers else {}
         batch = batch_of(gm, args, self.request)
         traced = self._trace(gm, args, batch)
@@ -493,6 +518,9 @@ class Backend:
         plan = make_plan(traced, request, self.passes)
         if self._workers is None:
             raise _Planned(plan)
+        local = self.request.rows == "local" and isinstance(self._workers, Ranks)
+        if local:
+            check_local(plan, self.request.schedule)
         self._workers.check(plan)
         order = "static" if plan.schedule.in_order else self.order
         if self.stage_compiler == "inductor":
@@ -506,7 +534,7 @@ class Backend:
         if isinstance(self._workers, Ranks):
             processes = self._workers.processes
             own = [each for each in plan.inputs if each.input < len(args)]
-            step.agreement = Agreement(self._rule, own, processes)
+            step.agreement = Agreement(self._rule, own, processes, local)
         if plan.schedule.microbatches > 1 and 0 in self._workers.here:
             step.watch = Watch(gm, traced, plan.loss, request)
         return step

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple, NoReturn
 
 import networkx as nx
 
+PROBED = 8  # stages of a schedule that leaves their number to the planner
 LARGEST = 100_000  # workers, microbatches or stages
 
 
@@ -225,6 +226,45 @@ class Schedule:
         return replace(
             self, microbatches=microbatches, fit=None if self.fit is None else fit
         )
+
+    def local_microbatches(self, rank: int) -> tuple[int, ...]:
+        """Microbatches of which a worker runs a job, of any stage and direction: all of
+        them, where that depends on the stages of a model (`fit`).
+
+        Where `stages` is None, w is asked for the first PROBED.
+        """
+        if not is_int(rank) or not 0 <= rank < self.workers:
+            raise PlanError(f"rank {rank!r}: workers are 0..{self.workers - 1}")
+        every = range(self.microbatches)
+        if self.fit is not None:
+            return tuple(every)
+        stages = range(self.stages or max(PROBED, 2 * self.workers))
+        return tuple(
+            b
+            for b in every
+            if any(
+                self.place(Job(s, b, d)).compute == rank
+                for s in stages
+                for d in self.directions
+            )
+        )
+
+    def local_rows(self, rank: int, batch: int) -> list[int]:
+        """The rows of a batch that a worker reads, in their order: those of the
+        microbatches that it runs a job of. With ddp each worker has its own; with a
+        pipeline each reads them all.
+
+        batch: samples of the whole batch. Raises PlanError if it doesn't divide into
+        the microbatches.
+        """
+        if not is_int(batch) or batch < 1 or batch % self.microbatches:
+            raise PlanError(
+                f"local_rows(batch={batch!r}): give a multiple of the "
+                f"{self.microbatches} microbatches"
+            )
+        size = batch // self.microbatches
+        parts = self.local_microbatches(rank)
+        return [row for b in parts for row in range(b * size, (b + 1) * size)]
 
     def place(self, job: Job) -> Placement:
         """w of a job, checked. Raises PlanError if it isn't two workers in range."""

@@ -23,6 +23,7 @@ class Request:
     readers: workers that hand outputs to the user; None for all of them.
     prefetch: for how many jobs ahead a worker asks for weights.
     ragged: what becomes of a batch that doesn't divide; see fxsched.backend.
+    rows: "all" or "local", the rows of a batch that each rank passes.
     most: microbatches of a batch that does.
     batch_dims: what departs from the rule of fxsched/batch.py, by argument.
     """
@@ -40,3 +41,4 @@ class Request:
     batch_dims: Mapping[str | int, int | None] = field(default_factory=dict)
     ragged: str = "error"
     most: int = 1
+    rows: str = "all"

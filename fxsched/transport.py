@@ -349,6 +349,13 @@ def choose(transport: str | None, workers: int) -> str:
     return "threads"
 
 
+def own_rank() -> int | None:
+    """This process's rank; None where it runs all workers."""
+    if dist.is_initialized():
+        return dist.get_rank()
+    return int(os.environ["RANK"]) if started_by_torchrun() else None
+
+
 def check_world(workers: int, size: int) -> None:
     if size != workers:
         raise PlanError(

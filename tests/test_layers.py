@@ -77,7 +77,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("trace", "pipeline", "inductor", "table1"),
     ("neighbours", "padding"),
     ("transport", "program", "source"),
-    ("straight",),
+    ("straight", "local"),
     ("runtime", "clip", "optimizers", "agreement"),
     ("workers", "checkpoint"),
     ("step",),
