@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from .jobs import PlanError, is_count, too_many
 
@@ -27,6 +28,20 @@ def one_of(call: str, argument: str, value: object, allowed: Sequence[object]) -
     hint = f"; did you mean {near[0]!r}?" if near else ""
     choices = " or ".join(map(repr, allowed))
     raise PlanError(f"{call}({argument}={value!r}): give {choices}{hint}")
+
+
+def each_one_of(argument: str, value: object, allowed: Sequence[str]) -> dict[Any, str]:
+    """A copy of a dict of choices by name; PlanError for anything else."""
+    if value is None:
+        return {}
+    if not isinstance(value, Mapping):
+        raise PlanError(
+            f"backend({argument}={value!r}): give a dict of names, such as "
+            f"{{'name': {allowed[0]!r}}}"
+        )
+    for name, how in value.items():
+        one_of("backend", f"{argument}[{name!r}]", how, allowed)
+    return dict(value)
 
 
 def equal_shares(name: str, workers: int, microbatches: int | None) -> int:

@@ -12,15 +12,16 @@ from torch import Tensor, fx
 
 from . import inductor
 from .agreement import CHECKS, Agreement, InputRule
-from .arguments import one_of, positive
+from .arguments import each_one_of, one_of, positive
 from .batch import Batch, batch_of
 from .caller import Dims
 from .eventloop import Event
 from .jobs import PlanError, Schedule, is_int, is_number
-from .kept import specs_of, stand_in
+from .kept import KEPT, specs_of, stand_in
 from .local import check_local, spread
 from .measure import Profile, measure
 from .meta_device import is_meta
+from .outputs import REDUCTIONS
 from .padding import Padded, check_padded, pad
 from .pipeline import Plan, make_plan
 from .request import Request
@@ -65,6 +66,8 @@ def backend(
     batch_dims: Dims | None = None,
     ragged: str = "error",
     rows: str = "all",
+    buffers: Mapping[str, str] | None = None,
+    outputs: Mapping[int | str, str] | None = None,
 ) -> Backend:
     """A torch.compile backend that runs a model by a schedule.
 
@@ -105,6 +108,14 @@ def backend(
     rows: "all", every rank passes whole batches; or "local", each passes those rows
         alone that schedule.local_rows(rank, batch) lists, in that order, and outputs
         come back whole; see LocalSampler. In one process there is no difference.
+    buffers: for buffers that F writes, by name, what the values of several workers that
+        run the stage's F become: "mean", "sum" (of what each added) or "last" (the last
+        microbatch's). Running statistics of BatchNorm and InstanceNorm are averaged,
+        counters summed; others need this, or one worker that runs the stage's F.
+    outputs: what the microbatches' values of an output without a row for each sample
+        become, by its key in what the model returns, its attribute, or its position:
+        "mean", "sum", "max", "min" or "last". Beside the loss, each needs it that is
+        not the same for all microbatches.
 
     A compiled function that returns one scalar loss runs F and B in the call, and
     loss.backward() adds the finished gradients. One that doesn't runs F in the call
@@ -183,6 +194,8 @@ def backend(
         ragged=ragged,
         rows=rows,
         most=schedule.microbatches,
+        buffers=each_one_of("buffers", buffers, ("mean", "sum", "last")),
+        outputs=each_one_of("outputs", outputs, REDUCTIONS),
     )
     rule = InputRule(check_inputs, input_from)
     return Backend(
@@ -201,6 +214,8 @@ def plan(
     profile: Profile | None = None,
     batch_dims: Dims | None = None,
     ragged: str = "error",
+    buffers: Mapping[str, str] | None = None,
+    outputs: Mapping[int | str, str] | None = None,
     **kwargs: Any,
 ) -> Plan:
     """The plan of model(*args, **kwargs) by a schedule, without running anything.
@@ -220,6 +235,8 @@ def plan(
         profile=profile,
         batch_dims=batch_dims,
         ragged=ragged,
+        buffers=buffers,
+        outputs=outputs,
     )
     planner.plan_only = True
     try:
@@ -411,7 +428,7 @@ class Backend:
         note_arguments(gm, inputs)
         if broken is None and self.request.schedule.microbatches > 1:
             ask_for_symbolic_batch(gm, inputs, self.request)
-        captured = capture(gm)
+        captured = capture(gm, inputs)
 
         def call(*args: Any) -> Sequence[Any]:
             if broken is not None:
@@ -462,6 +479,11 @@ class Backend:
             given = (*given, *step.early(*given))
         outputs = step(args, self._random, given)
         return outputs if padded is None else padded.trimmed(outputs, step.plan)
+        for output, value in zip(step.plan.outputs, outputs, strict=True):
+            old = args[output.state] if output.state is not None else None
+            if output.replaced and old in KEPT:
+                KEPT[value] = KEPT[old]
+        return outputs
 
     def _step(self, gm: fx.GraphModule, args: tuple[Any, ...]) -> Step:
         """The step for these inputs, planned now if there is none yet."""
@@ -544,7 +566,8 @@ class Backend:
     ) -> fx.GraphModule:
         """The graph of one microbatch."""
         weighted = self.request.loss_reduction == "weighted"
-        traced = trace_microbatch(gm, args, batch, specs_of(args), weighted)
+        specs, said = specs_of(args), self.request.outputs
+        traced = trace_microbatch(gm, args, batch, specs, weighted, said)
         if self.on_trace is not None:
             self.on_trace(gm, args, batch, traced)
         return traced

@@ -51,6 +51,11 @@ class Batch:
         """What a size that is `value` in the call is in one microbatch."""
         return int(self._of(size, self.part)) if self.changes(size) else value
 
+    def whole(self, size: object) -> int | None:
+        """What a size is in the call, if that is known."""
+        value = self._of(size, self.full)
+        return int(value) if value.is_number else None
+
     def joins(self, size: object) -> bool:
         """Whether microbatches' sizes add up to that of the call."""
         return bool(

@@ -67,15 +67,29 @@ Specs = tuple[Spec, ...]  # of a value: one for a tensor, any number for a bundl
 class Output(NamedTuple):
     """How an output of the model is put together from those of its microbatches.
 
-    kind: "rows" (joined along `dim`), "scalar" (averaged or summed), "whole" (there is
-    one microbatch), or "constant" (no tensor: `constant` itself).
+    kind: "rows" (joined along `dim`), "scalar" (the loss), "folded" (to their `how`:
+        mean, sum, max or min), "one" (the last one's, which are all the same unless
+        `how` is "last"), "whole" (there is one microbatch), "state" (what input number
+        `state` is after the last of them), "given" (that input), or "constant"
+        (`constant` itself).
+    name: its index or key in what the user gets.
     differentiable: whether a gradient may come back for it.
+    replaced: whether the model has it in the place of the state, not written into it.
     """
 
     kind: str
     dim: int | None = None
     constant: Any = None
     differentiable: bool = False
+    state: int | None = None
+    replaced: bool = False
+    name: int | str | None = None
+    how: str | None = None
+
+    @property
+    def takes_gradient(self) -> bool:
+        """Whether B can start from it; no one kept which microbatch gave a maximum."""
+        return self.differentiable and self.how not in ("max", "min")
 
 
 class State(NamedTuple):

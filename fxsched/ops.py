@@ -9,6 +9,7 @@ runtime carries them out, and calling them outside it is an error.
 
 from __future__ import annotations
 
+import functools
 import threading
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -50,6 +51,15 @@ def total(microbatches: int, scale: float, *parts: Sequence[Any]) -> Tensor:
     for b in range(1, microbatches):
         result = result + found[b] * scale
     return result
+
+
+def fold(how: str, microbatches: int, *parts: Sequence[Any]) -> Tensor:
+    """One tensor per microbatch as one: their "mean", "sum", "max" or "min"."""
+    found = _by_microbatch(parts)
+    ordered = [found[b] for b in range(microbatches)]
+    step = {"max": torch.maximum, "min": torch.minimum}.get(how, torch.add)
+    result = functools.reduce(step, ordered)
+    return result / microbatches if how == "mean" else result
 
 
 def _by_microbatch(parts: Sequence[Sequence[Any]]) -> dict[int, Tensor]:
@@ -96,20 +106,28 @@ def reduce(own: int, *sums: Bundle) -> Bundle:
     return total
 
 
-def average(before: Bundle, *after: Bundle) -> Bundle:
+def settle(how: Sequence[str], last: int, before: Bundle, *after: Bundle) -> Bundle:
     """A stage's buffers at the end of a step, from each worker that ran its F.
 
-    Float buffers are averaged; of integer ones (counters) the increments are summed.
+    how: for each, the "mean" of the workers' values, the "sum" of what they added to
+        what it was before, or the "last": that of number `last` of the workers.
     """
     if len(after) == 1:
         return after[0]
     result = []
-    for old, *new in zip(before, *after, strict=True):
-        if old.is_floating_point():
+    for rule, old, *new in zip(how, before, *after, strict=True):
+        if rule == "mean":
             result.append(torch.stack(new).mean(0))
-        else:
+        elif rule == "sum":
             result.append(old + sum(each - old for each in new))
+        else:
+            result.append(new[last])
     return tuple(result)
+
+
+def own_copy(state: Bundle, position: int) -> Tensor:
+    """One of a stage's buffers for the user, in memory of its own."""
+    return state[position].clone()
 
 
 def credit(done: Any) -> Tensor:
@@ -185,4 +203,4 @@ def free(*values: Any) -> None:
 
 
 VALUELESS = (send, wait, free, seed)  # what gives nothing that must be let go
-BUNDLES = (bundle, accumulate, reduce, average, fetch)  # what gives a bundle
+BUNDLES = (bundle, accumulate, reduce, settle, fetch)  # what gives a bundle

@@ -26,6 +26,8 @@ class Request:
     rows: "all" or "local", the rows of a batch that each rank passes.
     most: microbatches of a batch that does.
     batch_dims: what departs from the rule of fxsched/batch.py, by argument.
+    buffers: what several workers' values of a buffer become, by name.
+    outputs: what the microbatches' values of an output become, by name.
     """
 
     schedule: Schedule
@@ -42,3 +44,5 @@ class Request:
     ragged: str = "error"
     most: int = 1
     rows: str = "all"
+    buffers: dict[str, str] = field(default_factory=dict)
+    outputs: dict[int | str, str] = field(default_factory=dict)

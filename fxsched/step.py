@@ -118,12 +118,23 @@ class Step:
         self, args: tuple[Any, ...], results: dict[str, Any]
     ) -> tuple[Any, ...]:
         """Writes new buffers to the model; gives the outputs."""
+        outputs = list(results["outputs"])
+        returned = {output.state: output for output in self.plan.outputs}
         with torch.no_grad():
             for group, values in results["state"].items():
                 state = self.plan.groups[int(group)].state
                 for each, value in zip(state, values, strict=True):
-                    args[each.input].copy_(value)
-        return tuple(results["outputs"])
+                    if each.input not in returned:
+                        args[each.input].copy_(value)
+            for position, output in enumerate(self.plan.outputs):
+                if isinstance(output.constant, Tensor):
+                    outputs[position] = output.constant.clone()
+                if output.kind == "given" and output.state is not None:
+                    outputs[position] = args[output.state].clone()
+                elif output.state is not None and not output.replaced:
+                    own = args[output.state]
+                    outputs[position] = Tensor.copy_(own, outputs[position])
+        return tuple(outputs)
 
     def _gradients(
         self, results: dict[str, Any], leaves: Sequence[int]
@@ -165,6 +176,7 @@ class _InCall(torch.autograd.Function):
     ) -> tuple[Any, ...]:
         results = step._advance(step._start(args, random), None)
         ctx.loss, ctx.gradients = step.plan.loss, step._gradients(results, leaves)
+        ctx.names = [output.name for output in step.plan.outputs]
         return _mark(ctx, step, step._outputs(args, results))
 
     @staticmethod
@@ -173,9 +185,10 @@ class _InCall(torch.autograd.Function):
         for position, gradient in enumerate(given):
             if gradient is not None and position != ctx.loss:
                 raise RuntimeError(
-                    f"fxsched: output {position} got a gradient, but B already ran in "
-                    f"the call, from output {ctx.loss}, the loss; compute all of the "
-                    "loss in the model, or return no scalar: then B runs in backward()"
+                    f"fxsched: output {ctx.names[position]!r} got a gradient, but B "
+                    f"already ran in the call, from output {ctx.names[ctx.loss]!r}, "
+                    "the loss; compute all of the loss in the model, or return no "
+                    "scalar: then B runs in backward()"
                 )
         gradients, ctx.gradients = ctx.gradients, None
         _once(gradients)
@@ -207,7 +220,7 @@ class _InBackward(torch.autograd.Function):
             for i, (value, output) in enumerate(
                 zip(outputs, step.plan.outputs, strict=True)
             )
-            if output.differentiable
+            if output.takes_gradient
         }
         return _mark(ctx, step, outputs)
 
@@ -221,6 +234,14 @@ class _InBackward(torch.autograd.Function):
                 "fxsched: a parameter or input was changed in place between the call "
                 "and its backward(); call optimizer.step() after backward()"
             )
+        for gradient, output in zip(given, ctx.step.plan.outputs, strict=True):
+            if gradient is not None and not output.takes_gradient:
+                raise RuntimeError(
+                    f"fxsched: output {output.name!r} got a gradient, but it is the "
+                    f"{output.how} of the microbatches, and none of them is known as "
+                    "the one that it came from; detach() it, or compute it outside of "
+                    "the model from an output with one row for each sample"
+                )
         tangents = {}
         for i, (shape, dtype, device) in ctx.like.items():
             gradient = given[i]

@@ -1,8 +1,9 @@
 """From a torch.compile call to the fx graph of one microbatch.
 
-The only file that knows Dynamo. It asks Dynamo for a symbolic batch size, then binds
-it to the size of a microbatch and runs the graph on fake tensors, so that every node
-knows its shape and nothing in the graph is a symbol any more.
+The only file that knows Dynamo; returns.py reads some of its records. It asks Dynamo
+for a symbolic batch size, then binds it to the size of a microbatch and runs the graph
+on fake tensors, so that every node knows its shape and nothing in the graph is a symbol
+any more.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cache, wraps
+from itertools import count
 from typing import Any
 
 import torch
@@ -37,11 +39,14 @@ from .inputs import origin_of, placeholders
 from .jobs import PlanError
 from .lazy import lazy_module
 from .meta_device import cpu_specs, is_meta, on_cpu
-from .origins import Frame, Origins, Path
+from .origins import Frame, Origins, Path, plain
+from .outputs import Found, decide, describe, origins_of
 from .request import Request
+from .returns import Returned, read_returns
 from .rows import Kind, Rows, first_cause
 from .tracker import Tracker
 from .whole import Whole, part_means, parts_of_sum
+from .writes import find_writes, line_of
 
 
 def configure_dynamo() -> None:
@@ -231,21 +236,24 @@ def _path(source: Any, name: str = "") -> Path:
     return tuple(reversed(names))
 
 
-def capture(gm: fx.GraphModule) -> fx.GraphModule:
+def capture(gm: fx.GraphModule, inputs: Sequence[Any]) -> fx.GraphModule:
     """A copy of Dynamo's graph, with what Dynamo forgets after it was compiled."""
     graph = fx.Graph()
     new: dict[fx.Node, fx.Node] = {}
     for node in gm.graph.nodes:
         new[node] = graph.node_copy(node, new.__getitem__)
     result = lazy_module(gm, graph)
+    paths = [_path(_source(node), node.name)[-1] for node in placeholders(gm)]
     sources = [
-        f"{_path(_source(node), node.name)[-1]} {origin_of(node)}"
-        for node in placeholders(gm)
+        f"{path} {origin_of(node)}"
+        for path, node in zip(paths, placeholders(gm), strict=True)
     ]
     inner = [str(m.graph) for m in gm.modules() if isinstance(m, fx.GraphModule)]
     constants = [str(id(tensor)) for tensor in _constants(gm)]
-    text = "\n".join([*sources, *inner, *constants])
-    result.meta["call"] = gm.meta["call"]
+    translator, scope = InstructionTranslator.current_tx(), _traced_frame().scope
+    returns = read_returns(translator, gm, paths, inputs, scope)
+    text = "\n".join([*sources, *inner, *constants, str(returns)])
+    result.meta.update(call=gm.meta["call"], returns=returns)
     result.meta["text"] = hashlib.sha256(text.encode()).hexdigest()
     return result
 
@@ -322,6 +330,7 @@ def trace_microbatch(
     batch: Batch,
     specs: Mapping[int, Spec],
     weighted: bool = False,
+    outputs: Mapping[int | str, str] | None = None,
 ) -> fx.GraphModule:
     """A copy of Dynamo's graph for one microbatch, on fake tensors.
 
@@ -330,6 +339,8 @@ def trace_microbatch(
     specs: the true shapes of inputs whose storage this rank gave up, by index.
     weighted: whether what inputs decide is computed for the whole batch beforehand, by
         `gm.meta["early"]`; its values are inputs after those of the call.
+    outputs: what microbatches' values of outputs become, by name, as the user says;
+        None, where it doesn't matter.
 
     Placeholders carry `role`, `name` and `index` (into inputs); every node carries
     `val`, `module`, `work`; `gm.meta["outputs"]` says how outputs are put together.
@@ -339,7 +350,7 @@ def trace_microbatch(
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     weighted = weighted and batch.microbatches > 1
     gm = part_means(gm) if weighted else gm
-    binder = _Binder(gm, inputs, batch, mode, specs)
+    binder = _Binder(gm, inputs, batch, mode, specs, outputs)
     if weighted:
         binder.whole = Whole(binder.tracker)
     return binder.bind()
@@ -355,9 +366,10 @@ class _Binder:
         batch: Batch,
         mode: FakeTensorMode,
         specs: Mapping[int, Spec],
+        outputs: Mapping[int | str, str] | None,
     ) -> None:
         self.gm, self.inputs, self.batch = gm, inputs, batch
-        self.mode, self.specs = mode, specs
+        self.mode, self.specs, self.declared = mode, specs, outputs
         self.graph = fx.Graph()
         self.new: dict[fx.Node, Any] = {}  # old node -> new node or constant
         self.val: dict[fx.Node, Any] = {}  # old node -> fake value
@@ -371,7 +383,7 @@ class _Binder:
         self.seen: Counter[str] = Counter()  # nodes, by module and operation
 
     def bind(self) -> fx.GraphModule:
-        grad = torch.is_grad_enabled()
+        grad = self.training = torch.is_grad_enabled()
         torch.set_grad_enabled(True)  # without gradients too, B decides where to cut
         index = 0
         try:
@@ -389,6 +401,7 @@ class _Binder:
         finally:
             torch.set_grad_enabled(grad)
         result = lazy_module(self.gm, self.graph, "Microbatch")
+        result.meta["writes"] = find_writes(self.graph)
         result.meta["outputs"] = outputs
         result.meta["rows"] = [self.rows(old) for old in results]
         result.meta["labels"] = self.tracker.labels
@@ -492,6 +505,9 @@ class _Binder:
             "module": node.meta["module"],
             "work": Work(flops, seconds, backward, sum(held)),
             "mutates": tuple(notes.written),
+            "learns": tuple(
+                notes.written if node.target in INSTANCE_NORMS else notes.learned
+            ),
             "random": notes.random,
             "stack_trace": node.meta.get("stack_trace"),
             "key": self.key(node),
@@ -600,42 +616,179 @@ class _Binder:
         return self.backward[key]
 
     def output(self, node: fx.Node) -> list[Output]:
-        results, outputs = [], []
         assert isinstance(node.args[0], (tuple, list))
-        for position, old in enumerate(node.args[0]):
-            new = self.new[old] if isinstance(old, fx.Node) else old
-            outputs.append(self.describe(position, old, new))
-            results.append(new)
-        self.graph.output(tuple(results))
-        return outputs
+        given: list[Any] = list(node.args[0])
+        new = [self.new[old] if isinstance(old, fx.Node) else old for old in given]
+        self.written = self.storages_written()
+        self.keep_written()
+        states = [self.state_of(*each) for each in zip(count(), given, new)]
+        self.written = self.storages_written()
+        self.origins: dict[fx.Node, frozenset[str]] | None = None
+        found: dict[int, Found] = {}
+        outputs = [
+            state or self.describe(i, old, made, found)
+            for i, (state, old, made) in enumerate(zip(states, given, new, strict=True))
+        ]
+        self.graph.output(tuple(map(_result, outputs, new)))
+        if self.declared is None or self.batch.microbatches == 1:
+            return outputs
+        return decide(outputs, found)
 
-    def describe(self, position: int, old: Any, new: Any) -> Output:
+    def keep_written(self) -> None:
+        """Other tensors of the model that it writes into are kept like buffers."""
+        for node in placeholders(self.gm):
+            new = self.new[node]
+            if isinstance(new, fx.Node) and new.meta["role"] is Role.SHARED:
+                mine = storage(new.meta["val"]) in self.written
+                if mine and not origin_of(node).argument:
+                    new.meta["role"] = Role.BUFFER
+
+    def storages_written(self) -> set[int]:
+        nodes = self.graph.nodes
+        return {storage(t) for n in nodes for t in n.meta.get("mutates", ())}
+
+    def state_of(self, position: int, old: Any, new: Any) -> Output | None:
+        """The output that is state after the step: a buffer that the model writes
+        into and returns, or a new tensor in the place of an old one."""
+        if not isinstance(new, fx.Node) or not isinstance(self.val[old], Tensor):
+            return None
+        fake, returned = self.val[old], self.gm.meta["returns"][position]
+        given = {
+            i: state
+            for i, node in enumerate(placeholders(self.gm))
+            if isinstance(state := self.new[node], fx.Node)
+            and state.meta["role"] is not Role.BATCH
+        }
+        if storage(fake) in self.written:
+            for state in given.values():
+                value = state.meta["val"]
+                same = storage(value) == storage(fake)
+                if same and Spec.of(value) == Spec.of(fake):
+                    return Output("state", state=state.meta["index"])
+        replaced = [given[i] for i in returned.replaces if i in given]
+        if not replaced or self.batch.microbatches == 1:
+            return None
+        for state in replaced:
+            self.replace(state, old, returned)
+        return Output("state", state=replaced[0].meta["index"], replaced=True)
+
+    def replace(self, state: fx.Node, old: fx.Node, returned: Returned) -> None:
+        """Writes a new value for an attribute into what it was, for later microbatches.
+
+        before: add = n + 1; return add        # self.n = self.n + 1
+        after:  add = n + 1; n.copy_(add); return None
+        """
+        before, after = state.meta["val"], self.val[old]
+        where = f"{state.meta['name']} gets a new value, at\n  {line_of(old)}\n"
+        if (before.shape, before.dtype) != (after.shape, after.dtype):
+            raise PlanError(
+                f"{where}which is {Spec.of(after)} and was {Spec.of(before)}; what the "
+                "model keeps between microbatches must keep its shape and type, and "
+                "have no dimension that is the batch"
+            )
+        if state.meta["role"] is Role.PARAMETER or before.requires_grad:
+            raise PlanError(f"{where}but it is trained; keep what F writes in buffers")
+        if after.requires_grad and self.training:
+            raise PlanError(
+                f"{where}and gradients would flow through it into the microbatch "
+                "before; detach it: assign new_value.detach()"
+            )
+        state.meta["role"] = Role.BUFFER
+        placeholder = next(n for n, new in self.new.items() if new is state)
+        value = self.step("detach", old) if after.requires_grad else old
+        self.step("copy_", placeholder, value, like=old)
+
+    def step(self, method: str, *args: fx.Node, like: fx.Node | None = None) -> fx.Node:
+        """Another operation on values of Dynamo's graph, at the place of `like`."""
+        node = fx.Graph().call_method(method, args)
+        where = ("stack_trace", "module")
+        meta = (like or args[0]).meta
+        node.meta = {k: v for k, v in meta.items() if k in where}
+        self.call(node)
+        node.args = ()  # Dynamo's graph knows nothing of it
+        return node
+
+    def describe(
+        self, position: int, old: Any, new: Any, known: dict[int, Found]
+    ) -> Output:
         """How the microbatches' values of one output become what the user gets."""
+        returned: Returned = self.gm.meta["returns"][position]
+        name = returned.label
+        if name is None:
+            name = plain(returned.stored[0]) if returned.stored else position
         if not isinstance(new, fx.Node):
-            if self.batch.changes(getattr(old, "meta", {}).get("example_value")):
-                raise PlanError(
-                    f"output {position} of the model is a size that depends on the "
-                    "batch; return tensors, and take sizes from them afterwards"
-                )
-            return Output("constant", constant=new)
+            return Output(
+                "constant", constant=self.whole_size(name, old, new), name=name
+            )
+        if new.op == "get_attr":
+            tensor = getattr(self.gm, str(new.target))
+            return Output("constant", constant=tensor, name=name)
+        if new.op == "placeholder" and new.meta["role"] is Role.SHARED:
+            return Output("given", state=new.meta["index"], name=name)
         fake = self.val[old]
-        gradient = bool(fake.requires_grad)
-        scalar = fake.dim() == 0 and fake.is_floating_point()
         if self.batch.microbatches == 1:
-            kind = "scalar" if scalar else "whole"
-            return Output(kind, differentiable=gradient)
-        sizes = old.meta["example_value"].shape
-        dims = [i for i, size in enumerate(sizes) if self.batch.changes(size)]
-        if len(dims) == 1 and self.batch.joins(sizes[dims[0]]):
-            return Output("rows", dims[0], differentiable=gradient)
-        if scalar:
-            return Output("scalar", differentiable=gradient)
-        raise PlanError(
-            f"output {position} of the model has shape {tuple(map(str, sizes))}, where "
-            "no one dimension is the batch, so the microbatches' outputs cannot be put "
-            "together; return a float scalar, or a tensor with one value or row per "
-            "sample"
+            scalar = fake.dim() == 0 and fake.is_floating_point()
+            kind, gradient = "scalar" if scalar else "whole", fake.requires_grad
+            return Output(kind, differentiable=gradient, name=name)
+        known[position] = Found(
+            name,
+            returned.label is not None,
+            fake,
+            old.meta["example_value"].shape,
+            self.origins_of(old),
+            self.rows(old),
+            line_of(old),
         )
+        how = (self.declared or {}).get(name)
+        return describe(known[position], self.batch, how)
+
+    def whole_size(self, name: int | str, old: Any, new: Any) -> Any:
+        """A size that is returned, for the whole batch."""
+        value = getattr(old, "meta", {}).get("example_value")
+        if not self.batch.changes(value):
+            return new
+        size = self.batch.whole(value)
+        if size is None:
+            raise PlanError(
+                f"output {name!r} is a size that depends on the batch; return tensors, "
+                "and take sizes from them afterwards"
+            )
+        return size
+
+    def origins_of(self, old: fx.Node) -> frozenset[str]:
+        """What a value comes of; computed for all, once it is asked for."""
+        if self.origins is None:
+            nodes = [n for n in self.gm.graph.nodes if n.op != "output"]
+            own = {n: origin for n in nodes if (origin := self.origin(n)) is not None}
+            mutates = {
+                n: new.meta.get("mutates", ())
+                for n, new in self.new.items()
+                if isinstance(new, fx.Node)
+            }
+            self.origins = origins_of(
+                nodes, own, self.val, lambda n: mutates.get(n, ())
+            )
+        return self.origins[old]
+
+    def origin(self, node: fx.Node) -> str | None:
+        """What a value comes of that no other value gave it."""
+        new = self.new[node]
+        if node.op != "placeholder":
+            drawn = isinstance(new, fx.Node) and new.meta.get("random")
+            return "random" if drawn else None
+        if not isinstance(new, fx.Node):
+            size = node.meta.get("example_value")
+            return "batch" if self.batch.changes(size) else None
+        if new.meta["role"] is Role.BATCH:
+            return "batch"
+        return "state" if storage(new.meta["val"]) in self.written else None
+
+
+def _result(output: Output, new: Any) -> Any:
+    """What the graph of a microbatch returns for an output."""
+    if output.kind == "constant":
+        return None if isinstance(output.constant, Tensor) else output.constant
+    return None if output.kind in ("state", "given") else new
 
 
 def _region(target: object) -> bool:
@@ -643,6 +796,7 @@ def _region(target: object) -> bool:
 
 
 BATCH_NORMS = ("native_batch_norm", "cudnn_batch_norm", "miopen_batch_norm")
+INSTANCE_NORMS = (torch.instance_norm, torch.nn.functional.instance_norm)
 
 
 class _Notes(Meter):  # type: ignore[no-untyped-call]
@@ -652,6 +806,7 @@ class _Notes(Meter):  # type: ignore[no-untyped-call]
         super().__init__()
         self.written: list[Tensor] = []
         self.tracker = tracker
+        self.learned: list[Tensor] = []  # of these, running statistics
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: Any = None
@@ -661,7 +816,8 @@ class _Notes(Meter):  # type: ignore[no-untyped-call]
             self.written += tensors((kwargs or {}).get(name))
         # their schemas do not say that running statistics are written in training
         if func._schema.name.removeprefix("aten::") in BATCH_NORMS and args[5]:
-            self.written += [*tensors(args[3]), *tensors(args[4])]
+            self.learned += [*tensors(args[3]), *tensors(args[4])]
+            self.written += self.learned
         out = super().__torch_dispatch__(func, types, args, kwargs)
         self.tracker.see(func, args, kwargs or {}, out)
         return out

@@ -216,6 +216,7 @@ class Ranks:
         False, and nothing is done, if some are kept elsewhere than the plan says.
         """
         new, stale = {}, []
+        fresh = {output.state for output in plan.outputs}  # every rank gets them
         for group in plan.groups:
             here = self.rank in group.owners
             for state in group.state:
@@ -227,7 +228,8 @@ class Ranks:
                     new[state] = Kept(group.owners, Spec.of(tensor))
                 elif entry.owners != group.owners:
                     return False
-                if group.written and not here and not is_given_up(tensor):
+                mine = here or state.input in fresh
+                if group.written and not mine and not is_given_up(tensor):
                     stale.append((state.name, tensor))
         for state, entry in new.items():
             self._settle(state, args[state.input], entry, plan.schedule.workers)

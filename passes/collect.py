@@ -9,15 +9,17 @@ from torch import fx
 
 from .. import ops
 from ..graphs import Group, Output, Specs, dims, result
+from ..jobs import Direction, PlanError
 from ..lines import Layout, Line, Made, Running
 from ..request import Request
+from ..writes import Write
 
 Value = Made | Line
 Parts = list[tuple[tuple[int, ...], Line]]  # microbatches, and their bundle
 
 
 def collect_results(gm: fx.GraphModule, request: Request) -> fx.GraphModule:
-    """Joins outputs, sums gradients and averages buffers of all workers.
+    """Joins outputs, sums gradients and settles buffers of all workers.
 
     before: 1F0                                                      # worker 1
             1F1                                                      # worker 0
@@ -50,6 +52,7 @@ class _Collection:
         self.end = max(gm.meta["n"].values(), default=0)  # after all jobs
         self.made: list[Line] = []
         self.gathered: dict[str, Parts] = {}
+        self.settled: dict[int, Line] = {}  # buffers after the step, by group
 
     def run(self) -> None:
         pauses: list[Line] = self.gm.meta["pauses"]
@@ -120,18 +123,24 @@ class _Collection:
             zip(outputs, self.wanted["outputs"], strict=True)
         ):
             nodes: dict[int, Any] = {}
-            if output.kind == "constant":
-                nodes = dict.fromkeys(self.readers, output.constant)
-            elif output.kind == "scalar":
-                total = self._total(position, value, output.differentiable)
+            if output.kind in ("constant", "given"):
+                nodes = dict.fromkeys(self.readers, value)
+            elif output.kind in ("scalar", "folded"):
+                total = self._total(position, value, output.how)
                 nodes = dict.fromkeys(self.readers, total)
+            elif output.kind == "state":
+                nodes = dict.fromkeys(self.readers, self._state(position, output))
+            elif output.kind == "one":
+                last = self._made(value)[-1:]
+                parts = self._gather(f"output {position}", last)
+                nodes = self._joined(parts, None, f"output {position}", 1)
             else:
                 parts = self._gather(f"output {position}", self._made(value))
                 nodes = self._joined(parts, output.dim, f"output {position}")
             for worker, node in nodes.items():
                 own[worker]["outputs"] += (node,)
         for group in sorted(map(int, self.wanted["state"])):
-            new = self._average(group)
+            new = self._settle(group)
             for worker in self.groups[group].owners:
                 own[worker]["state"][str(group)] = new
         return own
@@ -156,22 +165,44 @@ class _Collection:
                 own[worker]["inputs"][key] = node
         return own
 
-    def _total(self, position: int, value: fx.Node, is_loss: bool) -> Line:
-        mean = self.request.loss_reduction == "mean" or not is_loss
-        scale = 1.0 / self.microbatches if mean else 1.0
+    def _total(self, position: int, value: fx.Node, how: str | None) -> Line:
+        """The loss, or what the microbatches' values become by what the user says."""
         parts = self._gather(f"output {position}", self._made(value))
-        root = parts[0][1].worker
+        root, specs = parts[0][1].worker, value.meta["specs"]
+        task = f"output {position}"
+        if how is not None:
+            return self._make(
+                ops.fold, (how, self.microbatches, *parts), specs, root, task
+            )
+        mean = self.request.loss_reduction == "mean"
+        scale = 1.0 / self.microbatches if mean else 1.0
         args = (self.microbatches, scale, *parts)
-        return self._make(
-            ops.total, args, value.meta["specs"], root, f"output {position}"
-        )
+        return self._make(ops.total, args, specs, root, task)
 
-    def _joined(self, parts: Parts, dim: int | None, what: str) -> dict[int, Line]:
-        args = (self.microbatches, dim, *parts)
+    def _joined(
+        self, parts: Parts, dim: int | None, what: str, count: int | None = None
+    ) -> dict[int, Line]:
+        args = (count or self.microbatches, dim, *parts)
         return {w: self._make(ops.collect, args, (), w, what) for w in self.readers}
 
-    def _average(self, group: int) -> Line:
+    def _state(self, position: int, output: Output) -> Line:
+        """What a buffer is after the step, as an output."""
+        group, place = next(
+            (int(group), i)
+            for group in self.wanted["state"]
+            for i, state in enumerate(self.groups[int(group)].state)
+            if state.input == output.state
+        )
+        new = self._settle(group)
+        specs = (new.specs[place],)
+        return self._make(
+            ops.own_copy, (new, place), specs, new.worker, f"output {position}"
+        )
+
+    def _settle(self, group: int) -> Line:
         """A group's buffers after the step, at its first owner."""
+        if group in self.settled:
+            return self.settled[group]
         after = sorted(
             (key for key in self.running if key[:2] == ("buffers", group)),
             key=lambda key: key.worker,
@@ -182,8 +213,37 @@ class _Collection:
             if n.meta.get("group") == group
         )
         owner, specs = self.groups[group].owners[0], before.meta["specs"]
-        args = (before, *after)
-        return self._make(ops.average, args, specs, owner, f"buffers {group}")
+        workers = [key.worker for key in after]
+        how = self._rules(group, workers) if len(workers) > 1 else ()
+        jobs = self.layout.jobs
+        forward = jobs.at[self.groups[group].stages[0], Direction.FORWARD]
+        last = jobs.compute[(self.microbatches - 1) * len(jobs.kinds) + forward]
+        args = (how, workers.index(last), before, *after)
+        task = f"buffers {group}"
+        made = self._make(ops.settle, args, specs, owner, task)
+        return self.settled.setdefault(group, made)
+
+    def _rules(self, group: int, workers: list[int]) -> tuple[str, ...]:
+        """What becomes of each buffer that several workers wrote, by what writes it
+        or as the user says; an error, if neither says it."""
+        writes: dict[int, Write] = self.gm.meta["writes"]
+        found = []
+        for state, spec in zip(
+            self.groups[group].state,
+            self.layout.specs(Running("buffers", group, workers[0]))[0],
+            strict=True,
+        ):
+            name, write = state.name, writes[state.input]
+            how = self.request.buffers.get(name, write.how)
+            if how is None:
+                raise _scattered(name, write, self.groups[group].stages, workers)
+            if how == "mean" and not spec.dtype.is_floating_point:
+                raise PlanError(
+                    f"backend(buffers={{{name!r}: 'mean'}}): it is {spec}, of which "
+                    "there is no mean; give 'sum' or 'last'"
+                )
+            found.append(how)
+        return tuple(found)
 
     def _made(self, value: fx.Node) -> list[Value]:
         """A value of each microbatch; an input that is returned comes from worker 0."""
@@ -231,3 +291,18 @@ class _Collection:
         line = Line(worker, task, self.end, target, args, specs, name)
         self.made.append(line)
         return line
+
+
+def _scattered(
+    name: str, write: Write, stages: tuple[int, ...], workers: list[int]
+) -> PlanError:
+    """What to say of a buffer whose writes no one can put together."""
+    numbers = ", ".join(map(str, workers))
+    return PlanError(
+        f"F of stage {stages[0]} writes into {name}, at\n  {write.where}\n"
+        f"and workers {numbers} run it: a microbatch would not see what those on other "
+        "workers wrote; take a schedule in which one worker runs F of a stage, as in "
+        "schedules.gpipe, or say what the workers' values become: "
+        f"backend(buffers={{{name!r}: 'mean'}}), 'sum' (of what was added) or 'last' "
+        "(the last microbatch's)"
+    )

@@ -234,6 +234,19 @@ class _Program:
                 if output.dim
                 else part
             )
-        mean = self.request.loss_reduction == "mean" and output.kind == "scalar"
-        scale = 1.0 / self.microbatches if mean else 1.0
+        scale = self._share_of(output, b)
         return make(self.graph, ops.share, (whole, scale), specs, *where)
+
+    def _share_of(self, output: Output, microbatch: int) -> float:
+        """How much of an output's gradient is a microbatch's."""
+        last = microbatch == self.microbatches - 1
+        if output.how == "last":
+            return 1.0 if last else 0.0
+        mean = self.request.loss_reduction == "mean"
+        if output.kind == "folded":
+            mean = output.how == "mean"
+        elif output.kind == "one":  # the same for all
+            mean = True
+        elif output.kind == "whole":
+            mean = False
+        return 1.0 / self.microbatches if mean else 1.0

@@ -58,8 +58,8 @@ class _Differentiation:
         outputs: Sequence[Any] = result(self.gm)
         with self.graph.inserting_before(self.output):
             for position, value in enumerate(outputs):
-                differentiable = self.gm.meta["outputs"][position].differentiable
-                if not self.request.training or not differentiable:
+                wanted = self.gm.meta["outputs"][position].takes_gradient
+                if not self.request.training or not wanted:
                     continue
                 if loss is None:
                     tangent = self._tangent(position, value)
@@ -127,12 +127,13 @@ class _Differentiation:
 
     def _loss(self) -> int | None:
         """The position of the one scalar output to differentiate, if there is one."""
-        scalars = [
-            i
-            for i, output in enumerate(self.gm.meta["outputs"])
-            if output.kind == "scalar" and output.differentiable
-        ]
-        return scalars[0] if len(scalars) == 1 else None
+        scalars, others = [], False
+        pairs = zip(self.gm.meta["outputs"], result(self.gm), strict=True)
+        for i, (output, value) in enumerate(pairs):
+            if output.takes_gradient and value.meta["specs"][0].shape == ():
+                others |= output.kind != "scalar"
+                scalars += [i] * (output.kind == "scalar")
+        return scalars[0] if len(scalars) == 1 and not others else None
 
     def _scale(self) -> float:
         if self.request.loss_reduction == "sum":

@@ -98,6 +98,7 @@ def split_stages(gm: fx.GraphModule, request: Request) -> fx.GraphModule:
     whole = lazy_module(gm, graph, "Stages")
     whole.meta.update(
         outputs=gm.meta["outputs"],
+        writes=gm.meta["writes"],
         fake_mode=gm.meta["fake_mode"],
         schedule=gm.meta["schedule"],
         groups=groups,

@@ -1,0 +1,91 @@
+"""What F writes into the model's state, and what several workers' writes become."""
+
+from __future__ import annotations
+
+import operator
+from typing import NamedTuple
+
+import torch
+from torch import fx
+
+from .graphs import Role, storage, tensors
+
+ADDS = (operator.add, torch.add, "add", "__add__")
+ADDS_IN_PLACE = (operator.iadd, "add_", "__iadd__")
+
+
+class Write(NamedTuple):
+    """How a tensor of the model's state is written.
+
+    how: what it is at the end of a step, where several workers run F of its stage:
+        "mean" of theirs (running statistics of BatchNorm and InstanceNorm), the "sum"
+        of what they added to it (what is only ever added to), or None: each microbatch
+        has to see the one before, as in eager PyTorch.
+    where: the user's lines that write it.
+    """
+
+    how: str | None
+    where: str
+
+
+def find_writes(graph: fx.Graph) -> dict[int, Write]:
+    """The state that a traced microbatch writes, by the input's index."""
+    nodes = [n for n in graph.nodes if n.op.startswith("call")]
+    writers: dict[int, list[fx.Node]] = {}
+    for node in nodes:
+        for where in {storage(t) for t in node.meta.get("mutates", ())}:
+            writers.setdefault(where, []).append(node)
+    found = {}
+    for node in graph.find_nodes(op="placeholder"):
+        mine = writers.get(storage(node.meta["val"]), [])
+        if mine and node.meta["role"] is not Role.BATCH:
+            line = line_of(mine[0])
+            found[node.meta["index"]] = Write(_how(node, mine, nodes), line)
+    return found
+
+
+def line_of(node: fx.Node) -> str:
+    """The user's line that a node comes from, as a traceback shows it."""
+    trace = [t.strip() for t in (node.meta.get("stack_trace") or "").split("\n")]
+    frames = [i for i, text in enumerate(trace) if text.startswith("File ")]
+    return "\n    ".join(trace[frames[-1] : frames[-1] + 2]) if frames else "(unknown)"
+
+
+def _how(state: fx.Node, writers: list[fx.Node], nodes: list[fx.Node]) -> str | None:
+    own = storage(state.meta["val"])
+    if all(own in map(storage, node.meta.get("learns", ())) for node in writers):
+        return "mean"
+    touching = [node for node in nodes if _touches(node, own)]
+    return "sum" if len(writers) == 1 and _adds(state, writers[0], touching) else None
+
+
+def _adds(state: fx.Node, writer: fx.Node, touching: list[fx.Node]) -> bool:
+    """Whether all that a step does with the state is to add to it.
+
+    In place, `n.add_(x)`, or `copy_(n, add(n, x))`, as a new value for it becomes.
+    """
+    if state.meta["val"].dtype is torch.bool:
+        return False
+    if writer.target in ADDS_IN_PLACE:
+        return touching == [writer] and writer.args[0] is state and _unread(writer)
+    if writer.target != "copy_" or not isinstance(writer.args[1], fx.Node):
+        return False
+    made = writer.args[1]
+    reads = [arg for arg in made.args if arg is state]
+    return (
+        made.target in ADDS
+        and len(reads) == 1
+        and not (made.kwargs and made.args[0] is not state)
+        and touching == [made, writer]
+        and _unread(made, writer)
+    )
+
+
+def _unread(node: fx.Node, *readers: fx.Node) -> bool:
+    """Whether no others compute with a value; the user may get it."""
+    return all(user in readers or user.op == "output" for user in node.users)
+
+
+def _touches(node: fx.Node, where: int) -> bool:
+    values = [node.meta["val"], *(n.meta.get("val") for n in node.all_input_nodes)]
+    return any(storage(t) == where for value in values for t in tensors(value))
