@@ -378,7 +378,6 @@ class Backend:
         self._steps: dict[str, Step] = {}  # the last one to be called is the last
         self._said: set[str] = set()  # what was warned of
         self.on_trace: Callable[..., None] | None = None  # for fxsched.verify
-        self._random = (0, -1)  # the seed, and the steps since it was set
 
     def __enter__(self) -> Backend:
         return self
@@ -471,19 +470,17 @@ class Backend:
             check_padded(gm, step.plan)
         if self._last is None or step.plan.trains or not self._last.plan.trains:
             self._last, self.plan = step, step.plan
-        self._random = self._next(self._random)
         given = args if step.agreement is None else step.agreement(args)
         if step.watch is not None:
             step.watch(given, self._said)
         if step.early is not None:
             given = (*given, *step.early(*given))
-        outputs = step(args, self._random, given)
-        return outputs if padded is None else padded.trimmed(outputs, step.plan)
+        outputs = step(args, given)
         for output, value in zip(step.plan.outputs, outputs, strict=True):
-            old = args[output.state] if output.state is not None else None
-            if output.replaced and old in KEPT:
+            old = args[output.state or 0] if output.replaced else None
+            if isinstance(old, Tensor) and old in KEPT:
                 KEPT[value] = KEPT[old]
-        return outputs
+        return outputs if padded is None else padded.trimmed(outputs, step.plan)
 
     def _step(self, gm: fx.GraphModule, args: tuple[Any, ...]) -> Step:
         """The step for these inputs, planned now if there is none yet."""
@@ -592,12 +589,6 @@ class Backend:
         if self._last is None and self._events is None:
             raise PlanError("there is no timeline before the first call")
         return self._events or () if self._last is None else self._last.events
-
-    def _next(self, random: tuple[int, int]) -> tuple[int, int]:
-        """(seed, step) of a step's random numbers; a new seed starts again at 0."""
-        assert self._workers is not None
-        seed = self._workers.seed()
-        return (seed, random[1] + 1 if seed == random[0] else 0)
 
 
 def _leave(backend: weakref.ref[Backend]) -> None:

@@ -157,13 +157,18 @@ def _cuda_devices(args: Sequence[Any]) -> list[int]:
     return sorted(found)
 
 
-def seed(base: tuple[int, int], draw: int, microbatch: int) -> int:
-    """The seed of a job's first random numbers: of (seed, step), the microbatch, and
-    how many draws of the model come before them."""
-    mixed = 0
-    for part in (*base, microbatch):
-        mixed = _splitmix64(mixed ^ (part & 0xFFFFFFFFFFFFFFFF))
+def seed(base: int, draw: int, microbatch: int) -> int:
+    """The seed of a job's first random numbers: of the step's number, the microbatch,
+    and how many draws of the model come before them."""
+    mixed = _splitmix64(_splitmix64(base) ^ microbatch)
     return (mixed >> 1) + draw
+
+
+def draw_base() -> int:
+    """A step's number, from torch's generator: it follows the user's seeds and states
+    like any random number of theirs."""
+    with _generator:
+        return int(torch.randint(2**63 - 1, (), dtype=torch.int64))
 
 
 def _splitmix64(x: int) -> int:

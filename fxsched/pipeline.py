@@ -21,7 +21,7 @@ from .eventloop import Event, Timeline
 from .examine import Summary, examine
 from .graphs import Group, Output, Role, State
 from .jobs import Direction, Job, Placement, PlanError, Schedule
-from .lines import Line, Message
+from .lines import Layout, Line, Message
 from .links import Link
 from .measure import Known, Profile, fit, known
 from .passes.collect import collect_results
@@ -88,6 +88,8 @@ class Plan:
     timeline: when each job should run, in seconds.
     lines: the step of all workers; see fxsched/lines.py.
     nodes: what was known of the model's operations, by the names that profiles use.
+    draws: whether jobs draw random numbers. redraws: whether B draws those of an F that
+        ran on another worker.
     inputs: of the traced graph, those that are no state of the model.
     arithmetic: what the model computes, to compare with other ranks'.
     """
@@ -106,6 +108,8 @@ class Plan:
     nodes: Mapping[str, Known] = field(default_factory=dict)
     inputs: tuple[State, ...] = ()
     arithmetic: Arithmetic = field(default_factory=Arithmetic)
+    draws: bool = False
+    redraws: bool = False
 
     @property
     def trains(self) -> bool:
@@ -243,4 +247,24 @@ def make_plan(gm: fx.GraphModule, request: Request, passes: tuple[Any, ...]) -> 
         known(nodes),
         inputs,
         arithmetic,
+        *_draws(gm),
     )
+
+
+def _draws(gm: fx.GraphModule) -> tuple[bool, bool]:
+    """Plan.draws and Plan.redraws."""
+    layout: Layout = gm.meta["layout"]
+    kinds = layout.jobs.kinds
+    drawing = {
+        kind
+        for kind, recipe in zip(kinds, layout.recipes, strict=True)
+        if recipe.call.meta["draw"] is not None
+    }
+    again = {stage for stage, d in drawing if d is Direction.BACKWARD}
+    placements: dict[Job, Placement] = gm.meta["placements"]
+    apart = any(
+        place.compute != placements[Job(stage, b, Direction.FORWARD)].compute
+        for (stage, b, direction), place in (placements.items() if again else ())
+        if stage in again and direction is Direction.BACKWARD
+    )
+    return bool(drawing), apart

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, fx
 from torch.autograd.function import once_differentiable
 
+from . import ops
 from .agreement import Agreement
 from .early import Early
 from .eventloop import Event
@@ -16,8 +17,6 @@ from .pipeline import Plan
 from .runtime import Run, Runnable
 from .watch import Watch
 from .workers import Ranks, Threads
-
-Random = tuple[int, int]
 
 
 class Step:
@@ -42,13 +41,12 @@ class Step:
         self.watch: Watch | None = None  # warns of losses before a call
         self.agreement: Agreement | None = None  # of ranks on their inputs
         self.early: Early | None = None  # computes inputs that follow the call's
+        self.apart: bool | None = None  # whether ranks draw other numbers than rank 0
 
-    def __call__(
-        self, args: tuple[Any, ...], random: Random, given: tuple[Any, ...]
-    ) -> Sequence[Any]:
+    def __call__(self, args: tuple[Any, ...], given: tuple[Any, ...]) -> Sequence[Any]:
         """given: the arguments to run on; gradients go to `args`."""
         if not self.plan.trains:
-            results = self._advance(self._start(given, random), None)
+            results = self._advance(self._start(given), None)
             return self._outputs(given, results)
         leaves = [
             i for i, a in enumerate(args) if isinstance(a, Tensor) and a.requires_grad
@@ -56,10 +54,26 @@ class Step:
         function = _InBackward if self.plan.loss is None else _InCall
         tensors = [args[i] for i in leaves]
         apply: Any = function.apply
-        outputs: tuple[Any, ...] = apply(self, given, random, leaves, *tensors)
+        outputs: tuple[Any, ...] = apply(self, given, leaves, *tensors)
         return outputs
 
-    def _start(self, args: tuple[Any, ...], random: Random) -> list[Run]:
+    def _draw(self) -> int:
+        """The number that the random numbers of this call come of, from torch's
+        generator; rank 0's, where those of the ranks differ. 0 if there are none.
+
+        Whether they do is asked at the first call. A job that draws in F on one rank
+        and again in B on another must not depend on what ranks draw later on.
+        """
+        if not self.plan.draws:
+            return 0
+        own = ops.draw_base()
+        if self.apart is None:
+            self.apart = self.workers.differ(own) or self.plan.redraws
+        return self.workers.first(own) if self.apart else own
+
+    def _start(self, args: tuple[Any, ...]) -> list[Run]:
+        random = self._draw()
+
         def inputs(program: fx.GraphModule) -> dict[str, Any]:
             found: dict[str, Any] = {}
             for node in program.graph.find_nodes(op="placeholder"):
@@ -170,11 +184,10 @@ class _InCall(torch.autograd.Function):
         ctx: Any,
         step: Step,
         args: tuple[Any, ...],
-        random: Random,
         leaves: list[int],
         *tensors: Tensor,
     ) -> tuple[Any, ...]:
-        results = step._advance(step._start(args, random), None)
+        results = step._advance(step._start(args), None)
         ctx.loss, ctx.gradients = step.plan.loss, step._gradients(results, leaves)
         ctx.names = [output.name for output in step.plan.outputs]
         return _mark(ctx, step, step._outputs(args, results))
@@ -194,10 +207,10 @@ class _InCall(torch.autograd.Function):
         _once(gradients)
         scale = given[ctx.loss]
         if scale is None:
-            return (None,) * (4 + len(gradients))
+            return (None,) * (3 + len(gradients))
         if scale.is_cuda or scale.item() != 1.0:
             gradients = [None if g is None else g * scale for g in gradients]
-        return (None, None, None, None, *gradients)
+        return (None, None, None, *gradients)
 
 
 class _InBackward(torch.autograd.Function):
@@ -208,11 +221,10 @@ class _InBackward(torch.autograd.Function):
         ctx: Any,
         step: Step,
         args: tuple[Any, ...],
-        random: Random,
         leaves: list[int],
         *tensors: Tensor,
     ) -> tuple[Any, ...]:
-        ctx.step, ctx.runs, ctx.leaves = step, step._start(args, random), leaves
+        ctx.step, ctx.runs, ctx.leaves = step, step._start(args), leaves
         ctx.versions = [(tensor, tensor._version) for tensor in tensors]
         outputs = step._outputs(args, step._advance(ctx.runs, None))
         ctx.like = {
@@ -249,7 +261,7 @@ class _InBackward(torch.autograd.Function):
                 gradient = torch.zeros(shape, dtype=dtype, device=device)
             tangents[i] = gradient.contiguous()
         results = ctx.step._advance(runs, tangents)
-        return (None, None, None, None, *ctx.step._gradients(results, ctx.leaves))
+        return (None, None, None, *ctx.step._gradients(results, ctx.leaves))
 
 
 def _once(value: object) -> None:

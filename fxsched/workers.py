@@ -53,8 +53,11 @@ class Threads:
         self.pool.shutdown(wait=False)
         self.closed = True
 
-    def seed(self) -> int:
-        return torch.initial_seed()
+    def differ(self, number: int) -> bool:
+        return False
+
+    def first(self, number: int) -> int:
+        return number
 
     def owners(self, args: Sequence[Any]) -> dict[int, tuple[int, ...]]:
         """None: threads share all. Raises PlanError for what this rank gave up."""
@@ -124,8 +127,6 @@ class Ranks:
         self.processes = Processes(workers, near)
         self.rank = self.processes.rank
         self.here: Sequence[int] = (self.rank,)
-        first: int = self.processes.first(torch.initial_seed())
-        self.shift = first - torch.initial_seed()
         if "OMP_NUM_THREADS" not in os.environ and torch.get_num_threads() > 1:
             local = int(os.environ.get("LOCAL_WORLD_SIZE", workers))
             torch.set_num_threads(max(1, torch.get_num_threads() // local))
@@ -133,9 +134,15 @@ class Ranks:
     def close(self) -> None:
         """Nothing yet: links and groups go with the process."""
 
-    def seed(self) -> int:
-        """Rank 0's seed: ranks that are seeded apart draw the same numbers."""
-        return torch.initial_seed() + self.shift
+    def differ(self, number: int) -> bool:
+        """Whether a number is not the same on all ranks."""
+        return len(set(self.processes.all(number))) > 1
+
+    def first(self, number: int) -> int:
+        """Rank 0's number."""
+        found = torch.tensor(number)
+        self.processes.share(found, 0, range(self.processes.workers))
+        return int(found)
 
     def owners(self, args: Sequence[Any]) -> dict[int, tuple[int, ...]]:
         """Who keeps parameters and buffers since an earlier plan, by position."""
