@@ -78,6 +78,7 @@ def random_loop(seed: int, ranks: int = 0) -> Loop:
         (
             ("order", draw.choice(("static", "static", "dynamic"))),
             ("carry", draw.choice(("saved", "saved", "recompute"))),
+            ("ragged", draw.choice(("error", "fewer", "pad"))),
         ),
         draw.choice(("sgd", "momentum", "adamw", "groups")),
         draw.choice(("none", "step", "cosine")),
@@ -200,6 +201,9 @@ class Trainer:
     def fail(self, ids: Tensor, x: Tensor) -> None:
         """A call whose pass raises; there are none here."""
 
+    def refused(self, number: int, ids: Tensor, x: Tensor) -> None:
+        """A call with a batch that doesn't divide; eager needs none."""
+
     def recover(self) -> None:
         """After an exception."""
 
@@ -254,8 +258,13 @@ class Trainer:
         self.update()
 
     def on_ragged(self, size: int) -> None:
-        self.step(size + 2)
-        self.update()
+        """The last batch of an epoch; ragged="error" is drop_last=True."""
+        if dict(self.loop.options)["ragged"] == "error":
+            for number in range(len(self.models)):
+                self.refused(number, *self.batch(size + 2))
+        else:
+            self.step(size + 2)
+            self.update()
 
     def on_evaluate(self, size: int) -> None:
         for number, model in enumerate(self.models):
@@ -350,6 +359,16 @@ class Planned(Trainer):
             [fxsched.full_state_dict(model) for model in self.models],
             fxsched.full_optimizer_state_dict(whole, self.optimizer),
         )
+
+    def refused(self, number: int, ids: Tensor, x: Tensor) -> None:
+        try:
+            self.call(number, ids, x)
+        except PlanError as error:
+            if "does not divide" not in str(error):
+                raise
+            self.recover()
+        else:
+            raise Differs("a batch that doesn't divide was not refused")
 
     def fail(self, ids: Tensor, x: Tensor) -> None:
         self.raises = True

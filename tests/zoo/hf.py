@@ -58,11 +58,15 @@ def build(
 ) -> tuple[nn.Module, Inputs]:
     """A model of a class, from a configuration of a class."""
     import transformers
+    from transformers.utils import output_capturing
 
     settings = without_dropout(getattr(transformers, config)(**values))
     model = still(getattr(transformers, kind)(settings)).train()
     if getattr(model, "loss_type", "") is None:
         model.loss_type = "ForCausalLM"  # as it does itself once it has logged
+    for each in model.modules():  # as they do themselves in their first call
+        if isinstance(each, transformers.PreTrainedModel):
+            output_capturing.maybe_install_capturing_hooks(each)
     return model, inputs(model)
 
 
