@@ -26,7 +26,7 @@ from fxsched import PlanError
 from .loops import compare, random_loop
 from .test_random_plans import within
 
-LIMIT = 120  # seconds of a loop
+LIMIT = 300  # seconds of a loop
 
 
 def outcome(seed: int, ranks: int) -> tuple[str, str]:
