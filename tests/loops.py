@@ -70,15 +70,17 @@ def random_loop(seed: int, ranks: int = 0) -> Loop:
     normed = ("normed",) if schedule in pipelines else ()
     sizes = SIZES[1:] if schedule in pipelines else SIZES  # BatchNorm wants two rows
     kinds = ("loss", "rows", "tied", "frozen", "words", *normed)
+    models = tuple(draw.choices(kinds, k=draw.choice((1, 1, 1, 2))))
+    fills = ("pad",) if set(models) == {"rows"} else ()  # what has no loss
     return Loop(
         seed,
-        tuple(draw.choices(kinds, k=draw.choice((1, 1, 1, 2)))),
+        models,
         schedule,
         ranks or draw.choice((2, 4)),
         (
             ("order", draw.choice(("static", "static", "dynamic"))),
             ("carry", draw.choice(("saved", "saved", "recompute"))),
-            ("ragged", draw.choice(("error", "fewer", "pad"))),
+            ("ragged", draw.choice(("error", "fewer", *fills))),
         ),
         draw.choice(("sgd", "momentum", "adamw", "groups")),
         draw.choice(("none", "step", "cosine")),
