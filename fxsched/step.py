@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import wraps
 from typing import Any
 
 import torch
 from torch import Tensor, fx
-from torch.autograd.function import once_differentiable
 
 from . import ops
 from .agreement import Agreement
@@ -176,6 +176,25 @@ def _mark(ctx: Any, step: Step, outputs: tuple[Any, ...]) -> tuple[Any, ...]:
     return outputs
 
 
+def _first_order(backward: Callable[..., Any]) -> Callable[..., Any]:
+    """A backward() that refuses to be differentiated, instead of giving a gradient
+    that loses the second one in silence."""
+
+    @wraps(backward)
+    def guarded(ctx: Any, *given: Tensor | None) -> Any:
+        if torch.is_grad_enabled():
+            raise RuntimeError(
+                "fxsched: create_graph=True asks for a gradient that can be "
+                "differentiated again, and the B of a plan gives none; for a gradient "
+                "penalty or a Hessian, call the model itself, not what torch.compile "
+                "made of it, and add what that gives to .grad"
+            )
+        with torch.no_grad():
+            return backward(ctx, *given)
+
+    return guarded
+
+
 class _InCall(torch.autograd.Function):
     """F and B in the call; backward() hands over the finished gradients."""
 
@@ -193,7 +212,7 @@ class _InCall(torch.autograd.Function):
         return _mark(ctx, step, step._outputs(args, results))
 
     @staticmethod
-    @once_differentiable
+    @_first_order
     def backward(ctx: Any, *given: Tensor | None) -> tuple[Tensor | None, ...]:
         for position, gradient in enumerate(given):
             if gradient is not None and position != ctx.loss:
@@ -237,7 +256,7 @@ class _InBackward(torch.autograd.Function):
         return _mark(ctx, step, outputs)
 
     @staticmethod
-    @once_differentiable
+    @_first_order
     def backward(ctx: Any, *given: Tensor | None) -> tuple[Tensor | None, ...]:
         runs, ctx.runs = ctx.runs, None
         _once(runs)
