@@ -189,6 +189,11 @@ def note_arguments(gm: fx.GraphModule, inputs: Sequence[Any]) -> None:
         names.setdefault(id(tensor), []).append(argument)
     for node, value in zip(placeholders(gm), inputs, strict=True):
         node.meta["arguments"] = tuple(names.get(id(value), ()))
+        own = node.meta["arguments"] and origin_of(node).registered
+        if own and not isinstance(value, torch.nn.Parameter):
+            # a buffer in the call is state; another tensor there would be the batch
+            same: Any = guards.GuardBuilder.ID_MATCH
+            guards.install_guard(_source(node).make_guard(same))
     gm.meta["call"] = call._replace(tensors=())  # which must not live on
 
 

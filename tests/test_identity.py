@@ -310,6 +310,26 @@ def test_an_argument_that_the_model_holds_too(first: bool) -> None:
         run(x)
 
 
+class Table(nn.Module):
+    """A buffer that the caller may pass, or something else."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("table", torch.randn(8, 4))
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor, table: Tensor) -> Tensor:
+        return (self.linear(x @ self.table.T @ self.table) * table.sum(0)).pow(2).mean()
+
+
+def test_a_buffer_that_is_an_argument_is_state() -> None:
+    model, x = Table(), torch.randn(8, 4)
+    run = torch.compile(model, backend=fxsched.backend(schedules.gpipe(2, 2)))
+    torch.testing.assert_close(run(x, model.table), model(x, model.table))
+    with pytest.warns(match="is not eager's"):  # it is cut now, and its sums differ
+        run(x, torch.randn(8, 4))
+
+
 class OfObject(nn.Module):
     """Gives the loss of a Swin for images and labels."""
 
