@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, fx
@@ -16,6 +16,7 @@ from .arguments import each_one_of, one_of, positive
 from .batch import Batch, batch_of
 from .caller import Dims
 from .eventloop import Event
+from .inputs import call_text
 from .jobs import PlanError, Schedule, is_int, is_number
 from .kept import KEPT, specs_of, stand_in
 from .local import check_local, spread
@@ -68,6 +69,7 @@ def backend(
     rows: str = "all",
     buffers: Mapping[str, str] | None = None,
     outputs: Mapping[int | str, str] | None = None,
+    timeout: float | None = None,
 ) -> Backend:
     """A torch.compile backend that runs a model by a schedule.
 
@@ -94,7 +96,8 @@ def backend(
     prefetch: for how many jobs ahead a worker asks for weights that others keep; it
         holds those of at most prefetch + 1 jobs at a time.
     check_inputs: which calls ranks compare their inputs at, by checksums: "first" (the
-        first three of each plan), "always" or "never". All pass the same whole batch.
+        first three of each plan; in later ones by a few elements of each, which cost
+        nothing), "always" or "never". All pass the same whole batch.
     input_from: the rank whose inputs all take, each call; the others pass tensors of
         the same shapes and types.
     batch_dims: where arguments have their samples, by name (x, batch['x']) or position:
@@ -116,10 +119,15 @@ def backend(
         become, by its key in what the model returns, its attribute, or its position:
         "mean", "sum", "max", "min" or "last". Beside the loss, each needs it that is
         not the same for all microbatches.
+    timeout: seconds that a rank waits for others at most, after which it ends with
+        TimeoutError; by default the process group's. After 10 s a line on stderr says
+        who waits for whom.
 
     A compiled function that returns one scalar loss runs F and B in the call, and
     loss.backward() adds the finished gradients. One that doesn't runs F in the call
     and B in backward(). Without gradients F runs alone.
+    If one rank fails, or makes other calls than the rest (one that evaluates alone),
+    all stop with an error that says so; see Backend.reset.
     Raises PlanError for options that don't exist, and when called for what cannot be
     planned.
     """
@@ -168,6 +176,8 @@ def backend(
             f"backend(input_from={input_from!r}): give a rank, 0 to "
             f"{schedule.workers - 1}"
         )
+    if timeout is not None and not (is_number(timeout) and timeout > 0):
+        raise PlanError(f"backend(timeout={timeout!r}): give seconds, above 0")
     if memory_limit is not None and not (is_number(memory_limit) and memory_limit > 0):
         raise PlanError(f"backend(memory_limit={memory_limit!r}): give bytes, above 0")
     if not (profile is None or isinstance(profile, (bool, Profile))):
@@ -198,8 +208,9 @@ def backend(
         outputs=each_one_of("outputs", outputs, REDUCTIONS),
     )
     rule = InputRule(check_inputs, input_from)
+    own = tuple(passes)
     return Backend(
-        request, transport, order, stage_compiler, tuple(passes), profile, rule
+        request, transport, order, stage_compiler, own, profile, rule, timeout
     )
 
 
@@ -279,6 +290,7 @@ def profile(
     def make() -> Profile:
         way = Schedule(1, microbatches)
         tracer = _Tracer(backend(way, batch_dims=batch_dims).request)
+        tracer.plan_only = True
         try:
             with torch.enable_grad():
                 torch.compile(model, backend=tracer)(*args, **kwargs)
@@ -329,6 +341,14 @@ def _no_graph(what: str) -> PlanError:
     )
 
 
+class _Planning(NamedTuple):
+    """A plan, and the traced microbatch and the request that it was made from."""
+
+    plan: Plan
+    traced: fx.GraphModule
+    request: Request
+
+
 class _Planned(Exception):
     """Ends the call of a compiled function once there is a plan."""
 
@@ -362,6 +382,7 @@ class Backend:
         passes: tuple[Pass, ...] = (),
         profile: Profile | bool | None = None,
         rule: InputRule | None = None,
+        timeout: float | None = None,
     ) -> None:
         self._rule = rule or InputRule()
         self.request, self.order, self.passes = request, order, passes
@@ -370,7 +391,7 @@ class Backend:
         self._last: Step | None = None
         self.plan: Plan | None = None
         self.plan_only = False
-        self._transport = transport
+        self._transport, self._timeout = transport, timeout
         self._workers: Threads | Ranks | None = None
         self.closed = False
         self._events: tuple[Event, ...] | None = None  # once it is closed
@@ -465,6 +486,10 @@ class Backend:
                 "this backend is closed; compile the model with a new one, "
                 "torch.compile(model, backend=fxsched.backend(schedule))"
             )
+        if not self.plan_only:
+            self._all()
+        if isinstance(self._workers, Ranks):
+            self._workers.call()
         step = self._step(gm, args)
         if padded is not None:
             check_padded(gm, step.plan)
@@ -501,26 +526,71 @@ class Backend:
             del self._steps[next(iter(self._steps))]
         return step
 
+    def reset(self, loaded: bool = False) -> None:
+        """Brings ranks together again after one has failed; every rank calls it.
+
+        loaded: whether all ranks have the same parameters, buffers and optimizer state,
+            such as a checkpoint's, though some had finished more calls than others.
+        Raises PlanError if they had, unless loaded; TimeoutError if not all ranks call
+        it within the timeout. Threads are always together.
+        """
+        if isinstance(self._workers, Ranks):
+            self._workers.reset(loaded)
+            for step in self._steps.values():
+                step.apart = None  # they may have drawn more numbers than others
+                if step.agreement is not None:
+                    step.agreement.calls = 0
+
     def _all(self) -> Threads | Ranks:
         """The workers, started with the first call."""
         if self._workers is None:
             workers = self.request.schedule.workers
             kind = choose(self._transport, workers)
-            self._workers = (
-                Threads(workers)
-                if kind == "threads"
-                else Ranks(workers, near=kind == "distributed")
-            )
-            if isinstance(self._workers, Ranks):  # threads end with their pool
-                weakref.finalize(self, self._workers.close).atexit = False
+            if kind == "threads":
+                self._workers = Threads(workers)
+                return self._workers
+            near = kind == "distributed"
+            self._workers = Ranks(workers, near, self._timeout)
+            end = weakref.finalize(self, self._workers.close)
+            end.atexit = False  # threads end with their pool
         return self._workers
 
     def _make(self, gm: fx.GraphModule, args: tuple[Any, ...]) -> Step:
-        """Plans and checks a step, and gets its programs ready."""
+        """Plans and checks a step with the other ranks, and gets its programs ready."""
         if not self.plan_only:
             _refuse_meta(args, "run", "fxsched.plan plans it as it is")
-        if not self.plan_only:
-            self._all()
+        workers, number = self._workers, 0
+        if isinstance(workers, Ranks):
+            number = workers.meet(call_text(gm, args))
+        try:
+            plan, traced, request = self._plan(gm, args)
+        except Exception as error:
+            if isinstance(workers, Ranks):
+                workers.check(error)  # the others wait for this rank
+            raise
+        if workers is None:
+            raise _Planned(plan)
+        workers.check(plan)
+        order = "static" if plan.schedule.in_order else self.order
+        here, prefetch = workers.here, self.request.prefetch
+        if self.stage_compiler == "inductor":
+            inductor.compile_stages([plan.programs[r] for r in here])
+        programs = {
+            r: Runnable(plan.programs[r], order, self.record, prefetch) for r in here
+        }
+        step = Step(plan, programs, workers, self.record)
+        step.early = traced.meta["early"]
+        if isinstance(workers, Ranks):
+            own = [each for each in plan.inputs if each.input < len(args)]
+            local = request.rows == "local"
+            step.agreement = Agreement(
+                self._rule, own, workers.processes, number, local
+            )
+        if plan.schedule.microbatches > 1 and 0 in here:
+            step.watch = Watch(gm, traced, plan.loss, request)
+        return step
+
+    def _plan(self, gm: fx.GraphModule, args: tuple[Any, ...]) -> _Planning:
         owners = self._workers.owners(args) if self._workers else {}
         batch = batch_of(gm, args, self.request)
         traced = self._trace(gm, args, batch)
@@ -535,28 +605,9 @@ class Backend:
             readers=self._workers.readers if self._workers else None,
         )
         plan = make_plan(traced, request, self.passes)
-        if self._workers is None:
-            raise _Planned(plan)
-        local = self.request.rows == "local" and isinstance(self._workers, Ranks)
-        if local:
+        if request.rows == "local" and isinstance(self._workers, Ranks):
             check_local(plan, self.request.schedule)
-        self._workers.check(plan)
-        order = "static" if plan.schedule.in_order else self.order
-        if self.stage_compiler == "inductor":
-            inductor.compile_stages([plan.programs[r] for r in self._workers.here])
-        programs = {
-            r: Runnable(plan.programs[r], order, self.record, request.prefetch)
-            for r in self._workers.here
-        }
-        step = Step(plan, programs, self._workers, self.record)
-        step.early = traced.meta["early"]
-        if isinstance(self._workers, Ranks):
-            processes = self._workers.processes
-            own = [each for each in plan.inputs if each.input < len(args)]
-            step.agreement = Agreement(self._rule, own, processes, local)
-        if plan.schedule.microbatches > 1 and 0 in self._workers.here:
-            step.watch = Watch(gm, traced, plan.loss, request)
-        return step
+        return _Planning(plan, traced, request)
 
     def _trace(
         self, gm: fx.GraphModule, args: tuple[Any, ...], batch: Batch

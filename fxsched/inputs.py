@@ -2,12 +2,30 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import fx
+from torch import Tensor, fx
 
+from .graphs import Spec
 from .origins import Origin
+
+
+def call_text(gm: fx.GraphModule, inputs: Sequence[Any]) -> str:
+    """A call in the user's words: its tensors with their shapes, and its modes."""
+    given = [
+        f"{origin_of(node).name} {Spec.of(value)}"
+        for node, value in zip(placeholders(gm), inputs, strict=True)
+        if isinstance(value, Tensor) and origin_of(node).argument
+    ]
+    modes = ["with gradients" if torch.is_grad_enabled() else "without gradients"]
+    modes += [
+        f"{kind} autocast to {torch.get_autocast_dtype(kind)}"
+        for kind in ("cpu", "cuda")
+        if torch.is_autocast_enabled(kind)
+    ]
+    return ", ".join(given + modes)
 
 
 def placeholders(gm: fx.GraphModule) -> list[fx.Node]:

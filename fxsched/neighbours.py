@@ -9,11 +9,14 @@ another's full socket. Linux only; elsewhere there are no neighbours.
 The sockets have names that any process of the host can connect to. A rank takes only a
 peer of its own user that knows its token, which the process group hands to all ranks.
 What forks from a rank closes the links and leaves the blocks to its parent.
+
+Every note carries the Mark of its step; see fxsched/control.py.
 """
 
 from __future__ import annotations
 
 import array
+import contextlib
 import hmac
 import mmap
 import os
@@ -33,14 +36,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .control import TICK, Control, Mark
 from .parcels import ALIGNMENT, Packing, Parcel
 
-NOTE = struct.Struct("<qqqq")  # tag, block, its bytes if it is new, bytes to copy out
+# tag, block, its bytes if it is new, bytes to copy out, and the mark
+NOTE = struct.Struct("<qqqqqqq")
 HELLO = struct.Struct("<q16s")  # rank, the token of the rank that it connects to
 PEER = struct.Struct("iII")  # process, user and group, as SO_PEERCRED gives them
 DESCRIPTOR = array.array("i").itemsize
 LARGEST = 4  # times what a parcel needs; what is larger waits for larger parcels
 BUSY, FREE = 1, 0  # the first byte of a block; its contents start at ALIGNMENT
+NO_CALL = Mark(0, 0)
 _OPEN: weakref.WeakSet[socket.socket] = weakref.WeakSet()  # links of this process
 
 
@@ -99,15 +105,17 @@ class Neighbour:
         self.rank, self.link, self.all = rank, link, all
         self.lent: list[Lent] = []  # by size
         self.borrowed: dict[int, Block] = {}
-        self.arrived: dict[int, deque[Block | Copied]] = {}  # by tag, not taken yet
-        self.watching: dict[int, queue.SimpleQueue[int]] = {}
+        # by call and tag, not taken yet
+        self.arrived: dict[tuple[int, int], deque[Block | Copied]] = {}
+        self.watching: dict[tuple[int, int], queue.SimpleQueue[int]] = {}
         self.reader: threading.Thread | None = None
         self.reading = threading.Lock()
         self.changed = threading.Lock()
         self.gone = False
+        self.fault: Exception | None = None  # what ended the reader
         _OPEN.add(link)
 
-    def send(self, value: Any, parcel: Parcel) -> None:
+    def send(self, value: Any, parcel: Parcel, mark: Mark = NO_CALL) -> None:
         if self.reader is None:
             self._catch_up()
         packing = parcel.packing
@@ -126,13 +134,13 @@ class Neighbour:
         try:
             fresh = 0 if descriptor is None else size
             copied = packing.bytes if parcel.kept else 0
-            note = NOTE.pack(parcel.tag, block.number, fresh, copied)
-            self._tell(note, descriptor)
+            note = NOTE.pack(parcel.tag, block.number, fresh, copied, *mark)
+            self._tell(note, mark, descriptor)
         finally:
             if descriptor is not None:
                 os.close(descriptor)
 
-    def _tell(self, note: bytes, descriptor: int | None = None) -> None:
+    def _tell(self, note: bytes, mark: Mark, descriptor: int | None) -> None:
         """Sends a note. While there is no room for it, reads what comes from anyone:
         two ranks that fill each other's sockets would wait for ever otherwise."""
         extra: list[tuple[int, int, Any]] = []
@@ -144,31 +152,36 @@ class Neighbour:
                 self.link.sendmsg([note], extra, socket.MSG_DONTWAIT)
                 return
             except BlockingIOError:
-                self.all.wait(self, select.POLLOUT)
-            except (BrokenPipeError, ConnectionResetError):
+                self.all.wait(self, select.POLLOUT, mark)
+            except OSError:
                 raise self._lost() from None
 
-    def take(self, parcel: Parcel) -> Any:
-        """A parcel's value; waits for it."""
-        while (block := self._pop(parcel.tag)) is None:
+    def take(
+        self,
+        parcel: Parcel,
+        mark: Mark = NO_CALL,
+        where: Callable[[], str] = lambda: "",
+    ) -> Any:
+        """A parcel's value; waits for it. where: the job that it is for."""
+        while (block := self._pop((mark.call, parcel.tag))) is None:
             if self.reader is not None:
                 raise self._lost()  # a watched parcel is there, or never comes
             try:
                 self.read(socket.MSG_DONTWAIT)
             except BlockingIOError:
-                self.all.wait(self, select.POLLIN)
+                self.all.wait(self, select.POLLIN, mark, where)
         packing = parcel.packing
         found = packing.read(packing.views(block.bytes()))
         return tuple(found) if parcel.bundle else found[0]
 
-    def _pop(self, tag: int) -> Block | Copied | None:
+    def _pop(self, key: tuple[int, int]) -> Block | Copied | None:
         with self.changed:
-            blocks = self.arrived.get(tag)
+            blocks = self.arrived.get(key)
             if blocks is None:
                 return None
             block = blocks.popleft()
             if not blocks:
-                del self.arrived[tag]
+                del self.arrived[key]
             return block
 
     def read(self, flags: int = 0) -> None:
@@ -178,20 +191,26 @@ class Neighbour:
                 note, extra, _, _ = self.link.recvmsg(
                     NOTE.size, socket.CMSG_SPACE(DESCRIPTOR), flags
                 )
-            except ConnectionResetError:
+            except BlockingIOError:
+                raise
+            except OSError:  # reset, or closed here
                 note = b""
             if not note:
+                self.gone = True
                 raise self._lost()
-            tag, number, size, copied = NOTE.unpack(note)
+            tag, number, size, copied, *mark = NOTE.unpack(note)
             if size:
                 (descriptor,) = array.array("i", extra[0][2][:DESCRIPTOR])
                 self.borrowed[number] = Block(number, descriptor, size)
             block = self.borrowed[number]
             value = Copied(block, copied) if copied else block
+            if tuple(mark) != self.all.control.latest:
+                self.all.control.compare(self.rank, Mark(*mark))
             with self.changed:
-                self.arrived.setdefault(tag, deque()).append(value)
-                if tag in self.watching:
-                    self.watching.pop(tag).put(tag)
+                key = (mark[0], tag)
+                self.arrived.setdefault(key, deque()).append(value)
+                if key in self.watching:
+                    self.watching.pop(key).put(tag)
 
     def _catch_up(self) -> None:
         """Reads the notes that are there, and copies out what they say to."""
@@ -201,42 +220,50 @@ class Neighbour:
         except BlockingIOError:
             pass
 
-    def watch(self, tag: int, arrived: queue.SimpleQueue[int]) -> None:
+    def watch(
+        self, tag: int, arrived: queue.SimpleQueue[int], mark: Mark = NO_CALL
+    ) -> None:
         """Puts the tag in a queue once its parcel is there, or nothing more comes."""
         if self.reader is None:  # a daemon: a rank that fails exits though it waits
-            self.reader = threading.Thread(target=self._keep_reading, daemon=True)
+            name = f"fxsched reads {self.rank}"
+            self.reader = threading.Thread(None, self._keep_reading, name, daemon=True)
             self.reader.start()
         with self.changed:
-            if tag in self.arrived or self.gone:
+            if (mark.call, tag) in self.arrived or self.fault is not None:
                 arrived.put(tag)
             else:
-                self.watching[tag] = arrived
+                self.watching[mark.call, tag] = arrived
 
     def _keep_reading(self) -> None:
         try:
             while True:
                 self.read()
-        except ConnectionError:
+        except Exception as error:  # raised by who takes what it should have read
             with self.changed:
-                self.gone = True
-                for tag, arrived in self.watching.items():
+                self.fault = error
+                for (_, tag), arrived in self.watching.items():
                     arrived.put(tag)
 
-    def _lost(self) -> ConnectionError:
-        return ConnectionError(f"fxsched: worker {self.rank} has ended")
+    def _lost(self) -> Exception:
+        return self.fault or self.all.control.lost(self.rank)
 
 
 class Neighbours(dict[int, Neighbour]):
     """The other ranks of this host, by rank; all ranks make it at the same time.
 
     gather: gives every rank's value of a small object, by rank.
-    limit: seconds that another rank may take to connect; TimeoutError after that.
+    control: says how long to wait, and for what; TimeoutError after that.
     """
 
     def __init__(
-        self, rank: int, gather: Callable[[Any], list[Any]], limit: float = 1800.0
+        self,
+        rank: int,
+        gather: Callable[[Any], list[Any]],
+        control: Control | None = None,
     ) -> None:
         super().__init__()
+        self.control = control or Control(rank, 0, 1800.0)
+        limit = self.control.limit
         host = _host()
         if host is None:
             gather(None)
@@ -256,7 +283,13 @@ class Neighbours(dict[int, Neighbour]):
             for other, link in _guests(listener, token, higher, limit):
                 self[other] = Neighbour(other, link, self)
 
-    def wait(self, wanted: Neighbour, event: int) -> None:
+    def wait(
+        self,
+        wanted: Neighbour,
+        event: int,
+        mark: Mark,
+        where: Callable[[], str] = lambda: "",
+    ) -> None:
         """Reads what the others send until one can be read from or written to."""
         others = {
             each.link.fileno(): each
@@ -268,20 +301,26 @@ class Neighbours(dict[int, Neighbour]):
             poll.register(number, select.POLLIN)
         own = wanted.link.fileno()
         poll.register(own, event | (select.POLLIN if own in others else 0))
+        began = time.monotonic()
+        due = began + TICK
         while True:
-            for number, state in poll.poll():
+            ready = poll.poll(TICK * 1000)
+            if not ready or time.monotonic() >= due:
+                self.control.idle(wanted.rank, mark, began, where())
+                due = time.monotonic() + TICK
+            for number, state in ready:
                 if number == own and state & ~select.POLLIN | state & event:
                     return
                 try:
                     others[number].read(socket.MSG_DONTWAIT)
                 except ConnectionError:  # has ended, which harms who waits for it
-                    others[number].gone = True
                     poll.unregister(number)
 
     def close(self) -> None:
-        """Ends the links; what has come over them stays."""
+        """Ends the links, and all waits for them here and there."""
         for each in self.values():
-            each.link.close()
+            with contextlib.suppress(OSError):  # the other end was first
+                each.link.shutdown(socket.SHUT_RDWR)
 
 
 def _close_all() -> None:

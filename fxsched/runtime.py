@@ -12,6 +12,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from contextlib import ExitStack
+from types import FrameType
 from typing import Any
 
 import torch
@@ -91,6 +92,10 @@ class Run(ABC):
     def go_on(self, tangents: dict[int, Tensor] | None) -> dict[str, Any]:
         """What `advance` does, in the modes that it sets."""
 
+    def where(self) -> tuple[int | None, str]:
+        """The worker, if it is known, and the job that this run waits for."""
+        return None, ""
+
     def log(self, job: Job, start: float, end: float) -> None:
         self.events.append(Event(job, self.worker, start, end))
 
@@ -111,6 +116,11 @@ class Static(Run):
         self.steps: Steps = straight.run(
             inputs, endpoint.send, endpoint.expect, endpoint.take, self.log
         )
+
+    def where(self) -> tuple[int | None, str]:
+        frame: FrameType | None = getattr(self.steps, "gi_frame", None)
+        task = self.straight.tasks[frame.f_lineno - 2] if frame else ""
+        return None, f"job {task}" if task else ""
 
     def go_on(self, tangents: dict[int, Tensor] | None) -> dict[str, Any]:
         try:
@@ -170,6 +180,19 @@ class Dynamic(Run):
             self.values = []  # else they would hold what is returned
         return found
 
+    def where(self) -> tuple[int | None, str]:
+        coming = self._coming()
+        waiting = [
+            (task.n, task.name, coming[slot].parcel.peer)
+            for task in self.program.phases[self.phase]
+            for slot in task.needs
+            if slot in coming
+        ]
+        if not waiting:
+            return None, ""
+        _, name, peer = min(waiting)
+        return peer, f"job {name}"
+
     def _coming(self) -> dict[int, Receive]:
         """What this phase still has to receive, by slot."""
         return {s: r for s, r in self.coming.items() if r.phase == self.phase}
@@ -228,7 +251,7 @@ class Dynamic(Run):
         left, incoming = len(tasks), len(self._coming())
         while left or incoming:
             if incoming and (not ready or not arrived.empty()):
-                tag = arrived.get()
+                tag = self.endpoint.next(arrived, self.where)
                 if tag < 0:
                     raise Aborted
                 receive = by_tag[tag]

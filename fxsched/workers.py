@@ -5,8 +5,10 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Callable, Sequence
+import weakref
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -16,13 +18,15 @@ from .arithmetic import first_difference
 from .check import check_summaries
 from .clip import guard_torch_clipping
 from .eventloop import Event
+from .examine import Summary
 from .graphs import Role, Spec, State
 from .jobs import PlanError
 from .kept import KEPT, Kept, give_up, is_given_up
+from .lines import Message
 from .optimizers import guard_optimizers
 from .pipeline import Plan
 from .runtime import Run, Runnable
-from .transport import Aborted, Exchange, Processes, ThreadEndpoint
+from .transport import MESSAGES, Aborted, Exchange, Processes, ThreadEndpoint
 
 Tangents = dict[int, Tensor] | None
 THREADS = 4096  # workers of one process
@@ -123,8 +127,10 @@ class Ranks:
 
     readers: tuple[int, ...] | None = None
 
-    def __init__(self, workers: int, near: bool = True) -> None:
-        self.processes = Processes(workers, near)
+    def __init__(
+        self, workers: int, near: bool = True, timeout: float | None = None
+    ) -> None:
+        self.processes = Processes(workers, near, timeout)
         self.rank = self.processes.rank
         self.here: Sequence[int] = (self.rank,)
         if "OMP_NUM_THREADS" not in os.environ and torch.get_num_threads() > 1:
@@ -132,7 +138,8 @@ class Ranks:
             torch.set_num_threads(max(1, torch.get_num_threads() // local))
 
     def close(self) -> None:
-        """Nothing yet: links and groups go with the process."""
+        """Ends this rank's links, threads and group; who waits for it is told."""
+        self.processes.close()
 
     def differ(self, number: int) -> bool:
         """Whether a number is not the same on all ranks."""
@@ -152,13 +159,58 @@ class Ranks:
             if isinstance(a, Tensor) and a in KEPT
         }
 
+    def call(self) -> None:
+        """Counts a call of the backend. Raises PlanError after a failure."""
+        self.processes.control.ready()
+        self.processes.control.calls += 1
+        self.processes.mark = None
+
     def start(self, programs: dict[int, Runnable], inputs: Inputs) -> list[Run]:
         (mine,) = programs.values()
-        endpoint = self.processes.endpoint()
-        return [mine.begin(self.rank, inputs(mine.program.gm), endpoint)]
+        with self._failing():
+            endpoint = self.processes.endpoint()
+        run = mine.begin(self.rank, inputs(mine.program.gm), endpoint)
+        own = weakref.ref(run)  # the run holds the endpoint
+        endpoint.where = lambda: run.where()[1] if (run := own()) else ""
+        return [run]
 
     def advance(self, runs: list[Run], tangents: Tangents) -> list[dict[str, Any]]:
-        return [runs[0].advance(tangents)]
+        """Runs this rank up to its pause or end. What fails here is told to all."""
+        self.processes.control.ready()
+        with self._failing():
+            found = runs[0].advance(tangents)
+        self.processes.control.finished += 1
+        return [found]
+
+    @contextmanager
+    def _failing(self) -> Iterator[None]:
+        try:
+            yield
+        except BaseException as error:
+            self.processes.fail(error)
+            raise
+
+    def meet(self, text: str) -> int:
+        """Meets the other ranks to plan a call; the plan's number.
+
+        text: what the call is, in the user's words. Raises PlanError if the others
+        plan for something else, or don't plan.
+        """
+        control = self.processes.control
+        with self._failing():
+            texts = control.plan(text)
+        for rank, other in enumerate(texts):
+            if other != texts[0]:
+                raise PlanError(
+                    f"call {control.calls} is for {other} on rank {rank}, and for "
+                    f"{texts[0]} on rank 0; every rank makes the same calls of the "
+                    "model, with equal shapes, types and modes"
+                )
+        return control.plans
+
+    def reset(self, loaded: bool) -> None:
+        """Connects this rank with the others anew; all ranks call it."""
+        self.processes.reset(loaded)
 
     def together(self) -> float:
         """The time, on the clock of this rank's events, when all ranks are here. One
@@ -171,27 +223,34 @@ class Ranks:
         """The events of all workers."""
         return [event for own in self.processes.all(events) for event in own]
 
-    def check(self, plan: Plan) -> None:
+    def check(self, plan: Plan | Exception) -> None:
         """Each rank examines its own program; what all found is checked everywhere.
 
-        Raises PlanError if the ranks made different plans, CheckError if the programs
-        are not sound, and PlanError if another rank could not write its own.
+        plan: or what went wrong when it was made. Raises that; PlanError if the ranks
+        made different plans, CheckError if the programs are not sound, and PlanError if
+        another rank could not plan or write its own.
         """
-        failed, summary = None, None
-        try:
-            summary = plan.examine(self.rank)
-        except Exception as own:  # said below; the others wait for this rank
-            failed = own
-        said = f"{type(failed).__name__}: {failed}" if failed else None
-        passes = plan.arithmetic.passes
-        digests, errors, summaries, everyones = zip(
-            *self.processes.all((plan.digest, said, summary, passes)), strict=True
+        failed, summary, what = None, None, "write its program"
+        own: tuple[str, tuple[str, ...]]
+        if isinstance(plan, Exception):
+            failed, what, own = plan, "plan this call", ("", ())
+        else:
+            own = (plan.digest, plan.arithmetic.passes)
+            try:
+                summary = _examined(plan, self.rank)
+            except Exception as error:  # said below; the others wait for this rank
+                failed = error
+        said = f"{what}: {type(failed).__name__}: {failed}" if failed else None
+        owns, errors, summaries = zip(
+            *self.processes.all((own, said, summary)), strict=True
         )
         if failed is not None:
             raise failed
-        for rank, error in enumerate(errors):
-            if error is not None:
-                raise PlanError(f"rank {rank} could not write its program: {error}")
+        for rank, why in enumerate(errors):
+            if why is not None:
+                raise PlanError(f"rank {rank} could not {why}")
+        assert isinstance(plan, Plan)
+        digests, everyones = zip(*owns, strict=True)
         wrong = [rank for rank, other in enumerate(digests) if other != digests[0]]
         if wrong:
             raise self._departed(plan, wrong[0])
@@ -254,3 +313,13 @@ class Ranks:
         if len(entry.owners) < workers:
             guard_torch_clipping(workers)
             guard_optimizers()
+
+
+def _examined(plan: Plan, rank: int) -> Summary:
+    messages = sum(isinstance(line, Message) for line in plan.lines)
+    if messages >= MESSAGES:
+        raise PlanError(
+            f"a step has {messages:,} messages, and ranks can send {MESSAGES - 1:,}; "
+            "take fewer microbatches or stages"
+        )
+    return plan.examine(rank)

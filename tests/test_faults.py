@@ -26,6 +26,7 @@ def said() -> dict[tuple[int, str], str]:
         command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=200
     )
     assert done.returncode == 0, done.stdout + done.stderr
+    assert "fxsched: rank 1 waits 1 s for rank 0 at call 14, job 1F0" in done.stderr
     lines = re.split(r"^rank (\d): ([^:\n]*): ", done.stdout, flags=re.MULTILINE)
     return {
         (int(rank), case): text
@@ -34,6 +35,62 @@ def said() -> dict[tuple[int, str], str]:
 
 
 Said = dict[tuple[int, str], str]
+
+
+BOTH = ("distributed static", "gloo static")
+ALONE = "rank {} plans call {} anew, for ids int64\\[{}, 3\\], with"
+CASES: dict[str, tuple[str, ...]] = {  # on rank 0 and on rank 1, or on both
+    "exception": (
+        "IndexError: index out of range in self",
+        "ConnectionError: rank 0 failed at call 2: IndexError: index out of range",
+    ),
+    "refused": (
+        r"rank 0 failed at call 4: IndexError: .*\n.*call backend.reset\(\) on every",
+    ),
+    "shape": (
+        "PlanError: " + ALONE.format(1, 5, 6) + " gradients, and rank 0 runs it",
+    ),
+    "evaluation": (
+        "PlanError: " + ALONE.format(0, 7, 4) + "out gradients, and rank 1",
+    ),
+    "evaluation again": (
+        r"PlanError: rank (0|1) runs call 10 as plan \d \(ids int64\[4, 3\], with.*, "
+        r"rank (0|1) as plan \d \(ids",
+    ),
+    "skip": (
+        r"PlanError: rank (0|1) runs call 18 with other inputs than rank (0|1) \(ids.*"
+        "leave out no call",
+    ),
+    "autocast": (
+        r"call 20 is for ids int64\[8, 3\], .*cpu autocast to torch.bfloat16 on rank 1",
+    ),
+    "all": ("equal to eager",),
+}
+
+
+@pytest.mark.parametrize("way", BOTH)
+@pytest.mark.parametrize("case", CASES)
+def test_what_one_rank_does_alone_ends_on_all(said: Said, way: str, case: str) -> None:
+    for rank in (0, 1):
+        text = CASES[case][rank % len(CASES[case])]
+        assert re.search(text, said[rank, f"{way} {case}"])
+
+
+@pytest.mark.parametrize("way", BOTH)
+def test_a_call_that_others_do_not_make_ends_in_time(said: Said, way: str) -> None:
+    text = r"TimeoutError: rank 1 waited 2.* s for rank 0 at call 14, job 1F0; rank 0"
+    assert re.search(text, said[1, f"{way} extra"])
+
+
+def test_a_rank_that_closes_ends_those_that_call(said: Said) -> None:
+    assert "rank 0 has closed its backend after call 22" in said[1, "closed"]
+    assert said[0, "left"].strip() == said[1, "left"].strip() == "[]"
+
+
+@pytest.mark.parametrize("way", ["distributed dynamic", "gloo dynamic"])
+@pytest.mark.parametrize("case", ["exception", "refused"])
+def test_a_failure_ends_ranks_in_dynamic_order(said: Said, way: str, case: str) -> None:
+    test_what_one_rank_does_alone_ends_on_all(said, way, case)
 
 
 @pytest.mark.parametrize("rank", [0, 1])

@@ -32,6 +32,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "lazy",
         "caller",
         "origins",
+        "control",
     ),
     ("graphs", "stages", "ideals", "bars", "scales"),
     (

@@ -15,6 +15,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from fxsched.control import Control
 from fxsched.graphs import Spec
 from fxsched.neighbours import HELLO, Neighbours
 from fxsched.parcels import Parcel
@@ -40,7 +41,8 @@ class Meeting:
             self.met.wait()
             return self.everyone
 
-        self.neighbours[rank] = Neighbours(rank, gather, limit)
+        control = Control(rank, len(self.everyone), limit)
+        self.neighbours[rank] = Neighbours(rank, gather, control)
 
 
 def meet(
@@ -91,7 +93,7 @@ def three(rank: int, met: Barrier, board: Any, result: Connection) -> None:
         met.wait(30)
         return [board[i] for i in range(3)]
 
-    near = Neighbours(rank, gather, 30.0)
+    near = Neighbours(rank, gather, Control(rank, 3, 30.0))
     if rank == 0:
         for tag in range(PARCELS):
             near[1].send(VALUE + tag, letter(1, tag))
@@ -170,4 +172,4 @@ def test_ranks_wait_for_links_for_a_time() -> None:
         return everyone
 
     with pytest.raises(TimeoutError, match=r"after 0.2 s ranks \[1\] have not conn"):
-        Neighbours(0, gather, 0.2)
+        Neighbours(0, gather, Control(0, 2, 0.2))
