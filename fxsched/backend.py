@@ -14,7 +14,7 @@ from . import inductor
 from .agreement import CHECKS, Agreement, InputRule
 from .arguments import each_one_of, one_of, positive
 from .batch import Batch, batch_of
-from .caller import Dims
+from .caller import Dims, parts
 from .eventloop import Event
 from .inputs import call_text
 from .jobs import PlanError, Schedule, is_int, is_number
@@ -668,7 +668,7 @@ def _batch_dims(dims: object) -> dict[str | int, int | None]:
             '{"cand": 0, "x": 1, "scale": None}'
         )
     for key, dim in dims.items():
-        if not isinstance(key, str) and not is_int(key):
+        if not (parts(key) if isinstance(key, str) else is_int(key)):
             raise PlanError(
                 f"backend(batch_dims={{{key!r}: ..}}): name an argument, or give its "
                 "position"

@@ -75,6 +75,7 @@ def batch_of(gm: fx.GraphModule, inputs: Sequence[Any], request: Request) -> Bat
     """
     count = request.schedule.microbatches
     tensors = user_tensors(gm, inputs)
+    _check_names(gm.meta["call"], request.batch_dims)
     if count == 1:
         rows = inputs[tensors[0]].shape[0] if tensors else 0
         return Batch(1, rows, dict.fromkeys(tensors, 0))
@@ -100,7 +101,6 @@ def samples_of(
 
     Raises PlanError if that isn't known.
     """
-    _check_names(gm.meta["call"], request.batch_dims)
     table = _Table(gm, inputs, request.batch_dims)
     return table.length(), table.cut
 
@@ -205,17 +205,25 @@ class _Table:
             for i in user_tensors(gm, inputs)
         ]
         self.cut = [entry for entry in self.entries if entry.dim is not None]
+        for node, value in zip(nodes, inputs, strict=True):
+            if isinstance(value, Tensor) and value.dim() == 0:
+                for argument in node.meta.get("arguments", ()):
+                    self._check_dim(argument, value)
+
+    def _check_dim(self, argument: Argument, tensor: Tensor) -> None:
+        """Raises PlanError for a dimension that a tensor doesn't have."""
+        key = argument.key(self.dims)
+        dim = None if key is None else self.dims[key]
+        if dim is not None and not -tensor.dim() <= dim < tensor.dim():
+            raise PlanError(
+                f"backend(batch_dims={{{key!r}: {dim}}}): {argument.name} has no "
+                f"dimension {dim}; its shape is {list(tensor.shape)}"
+            )
 
     def _entry(self, i: int, names: Sequence[Argument], tensor: Tensor) -> Entry:
         shape = tuple(tensor.shape)
         for argument in names:
-            key = argument.key(self.dims)
-            dim = None if key is None else self.dims[key]
-            if dim is not None and not -tensor.dim() <= dim < tensor.dim():
-                raise PlanError(
-                    f"backend(batch_dims={{{key!r}: {dim}}}): {argument.name} has no "
-                    f"dimension {dim}; its shape is {list(shape)}"
-                )
+            self._check_dim(argument, tensor)
         found = {dim_of(argument, tensor, self.dims) for argument in names}
         if len(found) > 1:
             raise PlanError(
@@ -261,7 +269,7 @@ class _Table:
         lines = "".join(
             f"  if a batch is {n} samples:  fxsched.backend(schedule, "
             f"batch_dims={{{self._line(n)}}})\n"
-            for n in list(lengths)[:4]
+            for n in [n for n in lengths if n > 1][:4]
         )
         return PlanError(
             "arguments of the model differ in length along dimension 0, so it isn't "

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
+DEPTH = 20  # of objects in objects that are looked through
 STATE = (nn.Module, ModuleType, FunctionType, type, str)
 Dims = Mapping[str | int, int | None]
 
@@ -110,14 +111,16 @@ def _signature(code: CodeType, variables: Mapping[str, Any]) -> list[str]:
     return list(inspect.signature(forward).parameters)[1:] if forward else []
 
 
-def _tensors(value: Any, name: str, seen: set[int]) -> Iterator[tuple[str, Tensor]]:
+def _tensors(
+    value: Any, name: str, seen: set[int], depth: int = 0
+) -> Iterator[tuple[str, Tensor]]:
     """The tensors in an argument; what is in a module is state."""
     if isinstance(value, Tensor):
         yield name, value
-    elif not isinstance(value, STATE) and id(value) not in seen:
+    elif not isinstance(value, STATE) and id(value) not in seen and depth < DEPTH:
         seen.add(id(value))
         for end, each in _inside(value):
-            yield from _tensors(each, name + end, seen)
+            yield from _tensors(each, name + end, seen, depth + 1)
 
 
 def _inside(value: Any) -> Iterator[tuple[str, Any]]:

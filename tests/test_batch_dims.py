@@ -163,7 +163,7 @@ def test_one_row_beside_the_batch_is_refused_until_it_is_declared() -> None:
 
     weight = nn.Parameter(torch.randn(WIDTH, WIDTH))
     inputs = torch.randn(ROWS, WIDTH), torch.randn(1, WIDTH)
-    refused(r'batch_dims=\{"ids": None\}', model, *inputs)
+    refused(r'way of\n.*batch_dims=\{"ids": None\}\)\nthe dim', model, *inputs)
 
 
 def test_most_of_a_length_decide_nothing() -> None:
@@ -280,6 +280,10 @@ def test_a_name_that_is_none_of_the_call() -> None:
     refused(message, Sequence(), x, y, batch_dims={"X": 1})
     message = r"batch_dims=\{2: \.\.\}\): the model is called with 2 arguments by pos"
     refused(message, Sequence(), x, y, batch_dims={2: 1})
+    with pytest.raises(PlanError, match="called without 'X'"):
+        fxsched.plan(Sequence(), schedules.ddp(1), x, y, batch_dims={"X": 1})
+    message = r"t has no dimension 0; its shape is \[\]"
+    refused(message, lambda x, t: x.mean() * t, y, y.sum(), batch_dims={"t": 0})
     message = r"x has no dimension 3; its shape is \[5, 8, 4\]"
     refused(message, Sequence(), x, y, batch_dims={"x": 3})
 
@@ -289,6 +293,7 @@ def test_a_name_that_is_none_of_the_call() -> None:
     [
         ("x", r"backend\(batch_dims='x'\): give a dict, such as"),
         ({"x": "1"}, r"batch_dims=\{'x': '1'\}\): give a dimension, or None"),
+        ({"": 1}, r"batch_dims=\{'': \.\.\}\): name an argument, or give its pos"),
         ({None: 1}, r"batch_dims=\{None: \.\.\}\): name an argument, or give its pos"),
     ],
 )
