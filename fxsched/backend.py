@@ -20,6 +20,7 @@ from .inputs import call_text
 from .jobs import PlanError, Schedule, is_int, is_number
 from .kept import KEPT, specs_of, stand_in
 from .local import check_local, spread
+from .loss_scale import Scale, read_scale
 from .measure import Profile, measure
 from .meta_device import is_meta
 from .outputs import REDUCTIONS
@@ -70,6 +71,7 @@ def backend(
     buffers: Mapping[str, str] | None = None,
     outputs: Mapping[int | str, str] | None = None,
     timeout: float | None = None,
+    loss_scale: object = None,
 ) -> Backend:
     """A torch.compile backend that runs a model by a schedule.
 
@@ -122,6 +124,9 @@ def backend(
     timeout: seconds that a rank waits for others at most, after which it ends with
         TimeoutError; by default the process group's. After 10 s a line on stderr says
         who waits for whom.
+    loss_scale: what the loss's gradient is scaled by where B runs in float16: the
+        torch.amp.GradScaler, a number, or a function that returns it, asked in each
+        call. backward() then hands over what is scaled so, as scaler.scale(loss) does.
 
     A compiled function that returns one scalar loss runs F and B in the call, and
     loss.backward() adds the finished gradients. One that doesn't runs F in the call
@@ -191,6 +196,7 @@ def backend(
             "-> program"
         )
     groups = _groups(same_stage)
+    scale = read_scale(loss_scale)
     configure_dynamo()
     request = Request(
         schedule,
@@ -206,12 +212,15 @@ def backend(
         most=schedule.microbatches,
         buffers=each_one_of("buffers", buffers, ("mean", "sum", "last")),
         outputs=each_one_of("outputs", outputs, REDUCTIONS),
+        scaled=loss_scale is not None,
     )
     rule = InputRule(check_inputs, input_from)
     own = tuple(passes)
-    return Backend(
+    made = Backend(
         request, transport, order, stage_compiler, own, profile, rule, timeout
     )
+    made.loss_scale = scale
+    return made
 
 
 def plan(
@@ -399,6 +408,7 @@ class Backend:
         self._steps: dict[str, Step] = {}  # the last one to be called is the last
         self._said: set[str] = set()  # what was warned of
         self.on_trace: Callable[..., None] | None = None  # for fxsched.verify
+        self.loss_scale: Scale | None = None
 
     def __enter__(self) -> Backend:
         return self
@@ -579,7 +589,7 @@ class Backend:
             r: Runnable(plan.programs[r], order, self.record, prefetch) for r in here
         }
         step = Step(plan, programs, workers, self.record)
-        step.early = traced.meta["early"]
+        step.early, step.scale = traced.meta["early"], self.loss_scale
         if isinstance(workers, Ranks):
             own = [each for each in plan.inputs if each.input < len(args)]
             local = request.rows == "local"

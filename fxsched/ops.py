@@ -79,9 +79,10 @@ def add(*gradients: Tensor) -> Tensor:
     return result
 
 
-def loss_gradient(loss: Tensor, scale: float) -> Tensor:
-    """What B of the stage that makes the loss starts from: d(total)/d(this loss)."""
-    return torch.full_like(loss, scale)
+def loss_gradient(loss: Tensor, scale: float, factor: float = 1.0) -> Tensor:
+    """What B of the stage that makes the loss starts from: d(total)/d(this loss), times
+    the call's loss scale."""
+    return torch.full_like(loss, scale * factor)
 
 
 def share(tangent: Tensor, scale: float) -> Tensor:

@@ -10,6 +10,7 @@ from functools import cached_property
 from typing import Any, overload
 
 import networkx as nx
+import torch
 from torch import fx
 
 from . import show
@@ -19,7 +20,7 @@ from .compare import compare
 from .diagram import Diagram
 from .eventloop import Event, Timeline
 from .examine import Summary, examine
-from .graphs import Group, Output, Role, State
+from .graphs import Group, Output, Role, State, tensors
 from .jobs import Direction, Job, Placement, PlanError, Schedule
 from .lines import Layout, Line, Message
 from .links import Link
@@ -90,6 +91,7 @@ class Plan:
     nodes: what was known of the model's operations, by the names that profiles use.
     draws: whether jobs draw random numbers. redraws: whether B draws those of an F that
         ran on another worker.
+    half: whether gradients are computed in float16, where small ones flush to 0.
     inputs: of the traced graph, those that are no state of the model.
     arithmetic: what the model computes, to compare with other ranks'.
     """
@@ -110,6 +112,7 @@ class Plan:
     arithmetic: Arithmetic = field(default_factory=Arithmetic)
     draws: bool = False
     redraws: bool = False
+    half: bool = False
 
     @property
     def trains(self) -> bool:
@@ -248,6 +251,11 @@ def make_plan(gm: fx.GraphModule, request: Request, passes: tuple[Any, ...]) -> 
         inputs,
         arithmetic,
         *_draws(gm),
+        half=any(
+            t.dtype is torch.float16 and t.requires_grad
+            for node in nodes
+            for t in tensors(node.meta.get("val"))
+        ),
     )
 
 

@@ -28,6 +28,7 @@ class Request:
     batch_dims: what departs from the rule of fxsched/batch.py, by argument.
     buffers: what several workers' values of a buffer become, by name.
     outputs: what the microbatches' values of an output become, by name.
+    scaled: whether each call has a scale of its own for the loss's gradient.
     """
 
     schedule: Schedule
@@ -46,3 +47,4 @@ class Request:
     rows: str = "all"
     buffers: dict[str, str] = field(default_factory=dict)
     outputs: dict[int | str, str] = field(default_factory=dict)
+    scaled: bool = False

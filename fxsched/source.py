@@ -101,7 +101,7 @@ class Source:
             total, new = args
             self.accumulate(total, new, alone=readers == [node])
             return args[0]
-        if node.target is ops.loss_gradient:
+        if node.target is ops.loss_gradient and len(args) == 2:
             (spec,) = node.meta["specs"]
             full = torch.full(
                 spec.shape, arguments(node)[1], dtype=spec.dtype, device=spec.device

@@ -13,6 +13,7 @@ from . import ops
 from .agreement import Agreement
 from .early import Early
 from .eventloop import Event
+from .loss_scale import Scale, hand_over, infinite
 from .pipeline import Plan
 from .runtime import Run, Runnable
 from .watch import Watch
@@ -42,6 +43,8 @@ class Step:
         self.agreement: Agreement | None = None  # of ranks on their inputs
         self.early: Early | None = None  # computes inputs that follow the call's
         self.apart: bool | None = None  # whether ranks draw other numbers than rank 0
+        self.scale: Scale | None = None  # gives what B starts from
+        self.factor: float | None = None  # what it gave in the last call
 
     def __call__(self, args: tuple[Any, ...], given: tuple[Any, ...]) -> Sequence[Any]:
         """given: the arguments to run on; gradients go to `args`."""
@@ -73,6 +76,7 @@ class Step:
 
     def _start(self, args: tuple[Any, ...]) -> list[Run]:
         random = self._draw()
+        self.factor = None if self.scale is None else self.scale()
 
         def inputs(program: fx.GraphModule) -> dict[str, Any]:
             found: dict[str, Any] = {}
@@ -84,6 +88,8 @@ class Step:
                     )
                 elif "input" in node.meta:
                     found[node.name] = args[node.meta["input"]].detach()
+                elif node.name == "loss_scale":
+                    found[node.name] = self.factor
                 else:
                     found[node.name] = random
             return found
@@ -209,6 +215,7 @@ class _InCall(torch.autograd.Function):
         results = step._advance(step._start(args), None)
         ctx.loss, ctx.gradients = step.plan.loss, step._gradients(results, leaves)
         ctx.names = [output.name for output in step.plan.outputs]
+        ctx.step, ctx.factor = step, step.factor
         return _mark(ctx, step, step._outputs(args, results))
 
     @staticmethod
@@ -224,11 +231,13 @@ class _InCall(torch.autograd.Function):
                 )
         gradients, ctx.gradients = ctx.gradients, None
         _once(gradients)
-        scale = given[ctx.loss]
-        if scale is None:
+        incoming = given[ctx.loss]
+        if incoming is None:
             return (None,) * (3 + len(gradients))
-        if scale.is_cuda or scale.item() != 1.0:
-            gradients = [None if g is None else g * scale for g in gradients]
+        half = ctx.step.plan.half
+        gradients = hand_over(gradients, incoming, ctx.factor, half)
+        if ctx.factor is not None and ctx.step.workers.skips(gradients):
+            gradients = infinite(gradients)
         return (None, None, None, *gradients)
 
 

@@ -23,6 +23,7 @@ from .graphs import Role, Spec, State
 from .jobs import PlanError
 from .kept import KEPT, Kept, give_up, is_given_up
 from .lines import Message
+from .loss_scale import Gradients, overflowed
 from .optimizers import guard_optimizers
 from .pipeline import Plan
 from .runtime import Run, Runnable
@@ -56,6 +57,9 @@ class Threads:
         """Ends the threads."""
         self.pool.shutdown(wait=False)
         self.closed = True
+
+    def skips(self, gradients: Gradients) -> bool:
+        return False
 
     def differ(self, number: int) -> bool:
         return False
@@ -140,6 +144,11 @@ class Ranks:
     def close(self) -> None:
         """Ends this rank's links, threads and group; who waits for it is told."""
         self.processes.close()
+
+    def skips(self, gradients: Gradients) -> bool:
+        """Whether gradients overflowed on some rank: the scalers of all ranks, each of
+        which sees its own, are to skip the step together."""
+        return any(self.processes.all(overflowed(gradients)))
 
     def differ(self, number: int) -> bool:
         """Whether a number is not the same on all ranks."""

@@ -95,6 +95,9 @@ class _Program:
             if "tangent" not in node.meta:
                 new = self.env[node] = self.graph.placeholder(node.name)
                 new.meta = dict(node.meta)
+        if self.request.scaled:
+            self.scale = self.graph.placeholder("loss_scale")
+            self.scale.meta["specs"] = ()
         if any(each.call.meta["draw"] is not None for each in self.layout.recipes):
             self.seed = self.graph.placeholder("seed")
             self.seed.meta["specs"] = ()
@@ -179,6 +182,8 @@ class _Program:
 
     def _copy(self, node: fx.Node, line: Line, job: Job, where: Where) -> None:
         args = fx.map_arg(node.args, lambda n: self._value(n, job, where))
+        if node.target is ops.loss_gradient and self.request.scaled:
+            args = (*args, self.scale)
         specs = node.meta["specs"]
         name = f"{node.name}_{job.microbatch}"
         new = make(self.graph, node.target, args, specs, *where, name=name)

@@ -26,6 +26,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "eventloop",
         "request",
         "boundary",
+        "loss_scale",
         "cuts",
         "arguments",
         "orders",

@@ -21,5 +21,5 @@ def test_what_two_ranks_give_and_leave() -> None:
         command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    for topic in ("state holds", "random numbers hold"):
+    for topic in ("scalers hold", "state holds", "random numbers hold"):
         assert done.stdout.count(topic) == 2, done.stdout
