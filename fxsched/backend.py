@@ -463,7 +463,7 @@ class Backend:
         def call(*args: Any) -> Sequence[Any]:
             if broken is not None:
                 raise broken
-            return self._sized(captured, args)
+            return self._run(captured, args)
 
         return call
 
@@ -471,26 +471,18 @@ class Backend:
         """Itself: the copy of a compiled model has weights of its own, not workers."""
         return self
 
-    def _sized(self, gm: fx.GraphModule, args: tuple[Any, ...]) -> Sequence[Any]:
-        """The call with a batch that divides, if it is to be filled up, and with the
-        rows of all ranks, if this one has its own."""
-        if self.request.rows == "local" and isinstance(self._all(), Ranks):
-            args = spread(gm, args, self.request, self._all().here[0])
-        padded = pad(gm, args, self.request) if self.request.ragged == "pad" else None
-        if padded is None:
-            return self._run(gm, args)
-        try:
-            return self._run(gm, padded.args, padded)
-        except _Planned as planned:
-            check_padded(gm, planned.plan)
-            raise
+    def _sized(
+        self, gm: fx.GraphModule, args: tuple[Any, ...]
+    ) -> tuple[tuple[Any, ...], Padded | None]:
+        """The arguments with the rows of all ranks, if this one passes its own, or with
+        a batch that divides, if it is to be filled up."""
+        request = self.request
+        if request.rows == "local" and isinstance(self._workers, Ranks):
+            return spread(gm, args, request, self._workers.rank), None
+        padded = pad(gm, args, request) if request.ragged == "pad" else None
+        return (args if padded is None else padded.args), padded
 
-    def _run(
-        self,
-        gm: fx.GraphModule,
-        args: tuple[Any, ...],
-        padded: Padded | None = None,
-    ) -> Sequence[Any]:
+    def _run(self, gm: fx.GraphModule, args: tuple[Any, ...]) -> Sequence[Any]:
         if self.closed:
             raise PlanError(
                 "this backend is closed; compile the model with a new one, "
@@ -500,7 +492,13 @@ class Backend:
             self._all()
         if isinstance(self._workers, Ranks):
             self._workers.call()
-        step = self._step(gm, args)
+        args, padded = self._sized(gm, args)
+        try:
+            step = self._step(gm, args)
+        except _Planned as planned:
+            if padded is not None:
+                check_padded(gm, planned.plan)
+            raise
         if padded is not None:
             check_padded(gm, step.plan)
         if self._last is None or step.plan.trains or not self._last.plan.trains:
