@@ -36,7 +36,7 @@ def full_state_dict(model: nn.Module) -> dict[str, Any]:
     elsewhere: list[Tensor] = []
     values: list[Tensor] = []
     if tensors:
-        processes = everyone()
+        processes = everyone("full_state_dict")
         processes.agree(f"full_state_dict of {_what(tensors)}", None)
         elsewhere = [t for t in tensors if processes.rank not in KEPT[t].owners]
         values = _gathered(processes, tensors)
@@ -73,7 +73,7 @@ def full_optimizer_state_dict(model: nn.Module, optimizer: Optimizer) -> dict[st
     parameters = _optimized(model, optimizer)
     elsewhere: dict[Tensor, Any] = {}
     if any(parameter in KEPT for parameter in parameters):
-        states = _states(everyone(), parameters, optimizer)
+        states = _states(everyone("full_optimizer_state_dict"), parameters, optimizer)
         elsewhere = {
             parameter: states[i]
             for i, parameter in enumerate(parameters)
@@ -148,7 +148,7 @@ def _what(tensors: Sequence[Tensor]) -> str:
 
 
 def _agree_on(call: str, state: Mapping[str, Any]) -> None:
-    digests = everyone().agree(call, digest(dict(state)))
+    digests = everyone(call.split()[0]).agree(call, digest(dict(state)))
     for rank, other in enumerate(digests):
         if other != digests[0]:
             raise PlanError(

@@ -39,7 +39,7 @@ def clip_grad_norm_(
         total: Tensor = clip(parameters, max_norm, norm_type, error_if_nonfinite)
         return total
     call = f"clip_grad_norm_ of {len(parameters)} parameters, norm {norm_type}"
-    processes = everyone()
+    processes = everyone("clip_grad_norm_")
     own = _own_norms(parameters, float(norm_type), processes.rank)
     norms = _joined(processes.agree(call, own))
     total = torch.tensor(0.0)

@@ -19,6 +19,7 @@ import queue
 import threading
 import time
 import weakref
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -288,6 +289,8 @@ class Processes:
         self.rank, self.workers, self.near = dist.get_rank(), workers, near
         self.process, self.world = os.getpid(), dist.group.WORLD
         self.limit = _default_timeout() if timeout is None else timeout
+        if timeout is not None:
+            _limits.append(timeout)
         self.helpers = Helpers()
         self.mark: Mark | None = None  # of the call; None while it plans
         self.wait: Wait | None = None
@@ -439,10 +442,10 @@ class Processes:
             dist.broadcast_object_list(values, 0, group=self.group)
         return values[0]
 
-    def all(self, value: Any) -> list[Any]:
-        """Every rank's value of a small object."""
+    def all(self, value: Any, what: str = "") -> list[Any]:
+        """Every rank's value of a small object; `what` says what it is for."""
         values: list[Any] = [None] * dist.get_world_size()
-        with self.waiting(None):
+        with self.waiting(None, where=lambda: what):
             dist.all_gather_object(values, value, group=self.group)
         return values
 
@@ -451,7 +454,7 @@ class Processes:
 
         Raises PlanError on every rank if one makes another.
         """
-        calls, values = zip(*self.all((call, value)), strict=True)
+        calls, values = zip(*self.all((call, value), call), strict=True)
         for rank, other in enumerate(calls):
             if other != calls[0]:
                 raise PlanError(
@@ -462,16 +465,29 @@ class Processes:
 
 
 _everyone: tuple[Any, Processes] | None = None
+_limits: deque[float] = deque(maxlen=1)  # of the last backend that was given one
 
 
-def everyone() -> Processes:
-    """All ranks, for calls that are no part of a step. Every rank makes its first call
-    of it at the same point, for that makes a process group."""
+def everyone(call: str) -> Processes:
+    """All ranks, for calls that are no part of a step, such as "full_state_dict".
+
+    Every rank makes its first call of it at the same point, for that makes a process
+    group. It waits as long as the last backend(timeout=) says, if there was one.
+    """
     global _everyone
+    limit = _limits[0] if _limits else None
     last = _everyone
     if last is None or last[0] is not dist.group.WORLD or last[1].control.failure:
-        processes = Processes(dist.get_world_size(), near=False)
+        try:
+            processes = Processes(dist.get_world_size(), near=False, timeout=limit)
+        except TimeoutError as error:
+            raise TimeoutError(
+                f"{call} waited in vain for the other ranks, every one of which must "
+                f"call it: {error}"
+            ) from error
         _everyone = last = dist.group.WORLD, processes
+    if limit is not None:
+        last[1].control.limit = min(limit, last[1].limit)
     return last[1]
 
 

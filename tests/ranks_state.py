@@ -107,7 +107,7 @@ def assert_close(found: Any, wanted: Any) -> None:
 def refused(call: Callable[[], object], words: str) -> None:
     try:
         call()
-    except (PlanError, RuntimeError) as error:
+    except (PlanError, RuntimeError, TimeoutError) as error:
         assert words in str(error), error
     else:
         raise AssertionError(f"no error that says {words}")
@@ -261,6 +261,16 @@ def mistakes() -> None:
         assert_close(run(*batch(0)), reference(*batch(0)))
 
 
+def alone() -> None:
+    """A rank that clips alone waits for the others no longer than it may."""
+    model = Scaled()
+    backend = fxsched.backend(schedules.gpipe(2, B), ["second"], timeout=4)
+    torch.compile(model, backend=backend)(*draw(1)).backward()
+    if dist.get_rank() == 0:
+        refused(lambda: fxsched.clip_grad_norm_(model, 1.0), "clip_grad_norm_")
+    dist.barrier()
+
+
 class Scaled(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -270,13 +280,14 @@ class Scaled(nn.Module):
         return (self.second(self.first(x).tanh()) - y * scale).pow(2).mean()
 
 
+def draw(seed: int) -> tuple[Tensor, Tensor, Tensor]:
+    torch.manual_seed(seed)
+    return torch.randn(8, 4), torch.randn(8, 1), torch.randn(())
+
+
 def inputs() -> None:
     """Ranks with different inputs are told so, or run on those of one."""
     rank, differs = dist.get_rank(), "rank 1 calls the model with other values of "
-
-    def draw(seed: int) -> tuple[Tensor, Tensor, Tensor]:
-        torch.manual_seed(seed)
-        return torch.randn(8, 4), torch.randn(8, 1), torch.randn(())
 
     def run(**options: Any) -> tuple[nn.Module, Any]:
         torch.manual_seed(0)
@@ -329,5 +340,6 @@ if __name__ == "__main__":
     resume()
     mistakes()
     inputs()
+    alone()
     print(f"rank {dist.get_rank()}: whole state")
     dist.destroy_process_group()
