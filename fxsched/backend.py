@@ -504,10 +504,11 @@ class Backend:
         if self._last is None or step.plan.trains or not self._last.plan.trains:
             self._last, self.plan = step, step.plan
         given = args if step.agreement is None else step.agreement(args)
-        if step.watch is not None:
-            step.watch(given, self._said)
-        if step.early is not None:
-            given = (*given, *step.early(*given))
+        with step.workers.guarded():
+            if step.watch is not None:
+                step.watch(given, self._said)
+            if step.early is not None:
+                given = (*given, *step.early(*given))
         outputs = step(args, given)
         for output, value in zip(step.plan.outputs, outputs, strict=True):
             old = args[output.state or 0] if output.replaced else None
@@ -581,11 +582,13 @@ class Backend:
         workers.check(plan)
         order = "static" if plan.schedule.in_order else self.order
         here, prefetch = workers.here, self.request.prefetch
-        if self.stage_compiler == "inductor":
-            inductor.compile_stages([plan.programs[r] for r in here])
-        programs = {
-            r: Runnable(plan.programs[r], order, self.record, prefetch) for r in here
-        }
+        with workers.guarded():
+            if self.stage_compiler == "inductor":
+                inductor.compile_stages([plan.programs[r] for r in here])
+            programs = {
+                r: Runnable(plan.programs[r], order, self.record, prefetch)
+                for r in here
+            }
         step = Step(plan, programs, workers, self.record)
         step.early, step.scale = traced.meta["early"], self.loss_scale
         if isinstance(workers, Ranks):

@@ -191,19 +191,23 @@ class Control:
         its = status.mark.call
         if status.kind == "departed":
             raise PlanError(status.text)
-        if status.kind in ("failed", "closed"):
+        if status.kind == "failed":
+            raise ConnectionError(status.text)
+        if status.kind == "closed" and (
+            its < call or long
+        ):  # else it has done its part
             raise ConnectionError(status.text)
         if status.kind == "waits":
             if mark is None and its >= call and status.plans < self.plans:
                 name = self.names.get(self.plans)
                 raise PlanError(self._planned(self.rank, call, name, rank))
             self.compare(rank, status.mark)
-            if long and its > call:
-                raise PlanError(
-                    f"rank {rank} is at call {its} already, rank {self.rank} at call "
-                    f"{call}; every rank makes the same calls of the model, and of "
-                    "backward() after each"
-                )
+        if status.kind in ("waits", "plans") and long and its > call:
+            raise PlanError(
+                f"rank {rank} is at call {its} already, rank {self.rank} at call "
+                f"{call}; every rank makes the same calls of the model, and of "
+                "backward() after each"
+            )
         alone = status.plans > self.plans
         if mark is None and status.plans == self.plans:
             alone = its != call

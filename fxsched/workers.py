@@ -8,7 +8,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -80,6 +80,10 @@ class Threads:
     def check(self, plan: Plan) -> None:
         """Raises CheckError unless the programs of all workers are sound."""
         plan.check()
+
+    def guarded(self) -> AbstractContextManager[None]:
+        """Where what fails is told to other processes, of which there are none."""
+        return nullcontext()
 
     def start(self, programs: dict[int, Runnable], inputs: Inputs) -> list[Run]:
         exchange = Exchange()
@@ -176,7 +180,7 @@ class Ranks:
 
     def start(self, programs: dict[int, Runnable], inputs: Inputs) -> list[Run]:
         (mine,) = programs.values()
-        with self._failing():
+        with self.guarded():
             endpoint = self.processes.endpoint()
         run = mine.begin(self.rank, inputs(mine.program.gm), endpoint)
         own = weakref.ref(run)  # the run holds the endpoint
@@ -186,13 +190,14 @@ class Ranks:
     def advance(self, runs: list[Run], tangents: Tangents) -> list[dict[str, Any]]:
         """Runs this rank up to its pause or end. What fails here is told to all."""
         self.processes.control.ready()
-        with self._failing():
+        with self.guarded():
             found = runs[0].advance(tangents)
         self.processes.control.finished += 1
         return [found]
 
     @contextmanager
-    def _failing(self) -> Iterator[None]:
+    def guarded(self) -> Iterator[None]:
+        """Where what fails on this rank alone is told to all."""
         try:
             yield
         except BaseException as error:
@@ -206,7 +211,7 @@ class Ranks:
         plan for something else, or don't plan.
         """
         control = self.processes.control
-        with self._failing():
+        with self.guarded():
             texts = control.plan(text)
         for rank, other in enumerate(texts):
             if other != texts[0]:

@@ -9,6 +9,11 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
+
+import fxsched
+from fxsched import PlanError, schedules
+from tests.ranks_faults import Words
 
 ROOT = Path(__file__).parents[1]
 
@@ -106,3 +111,21 @@ def test_other_arithmetic_is_an_error(
     said: Said, rank: int, case: str, text: str
 ) -> None:
     assert re.search(text, said[rank, case]), said[rank, case]
+
+
+@pytest.mark.parametrize("timeout", [0, -1.0, "10", True])
+def test_a_timeout_is_seconds(timeout: object) -> None:
+    with pytest.raises(PlanError, match=r"backend\(timeout=.*give seconds, above 0"):
+        fxsched.backend(schedules.gpipe(2, 2), timeout=timeout)
+
+
+def test_threads_go_on_after_a_failure() -> None:
+    model = Words()
+    backend = fxsched.backend(schedules.gpipe(2, 2), ["head"])
+    run = torch.compile(model, backend=backend)
+    ids = torch.arange(12).view(4, 3)
+    with pytest.raises(IndexError, match="index out of range"):
+        run(ids + 90)
+    torch.testing.assert_close(run(ids), model(ids))
+    backend.reset()  # which threads don't need
+    torch.testing.assert_close(run(ids), model(ids))
