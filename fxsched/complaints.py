@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import TypeGuard
 
 import torch
 
@@ -29,6 +30,7 @@ REMEDIES = {
         "it is added once for each microbatch; add it after the call, or make the loss "
         "a mean"
     ),
+    Effect.ORDER: "each microbatch does so by itself; fxsched.verify shows it",
     Effect.BOTH: "divide the sum by the batch size, or multiply the mean by it",
 }
 OTHERWISE = "each microbatch does it by itself"
@@ -38,7 +40,7 @@ def of_loss(rows: Rows, reduction: str, microbatches: int) -> Iterator[str]:
     """What the user should know of the loss, if anything."""
     if rows.kind is Kind.UNKNOWN:
         return
-    if rows.cause is not None:
+    if _known(rows.cause):
         yield of_cause("the loss", rows.cause, microbatches)
     if rows.kind is Kind.SUM and reduction == "mean":
         yield (
@@ -58,13 +60,17 @@ def of_loss(rows: Rows, reduction: str, microbatches: int) -> Iterator[str]:
 
 def of_output(position: int, rows: Rows, microbatches: int) -> Iterator[str]:
     """What the user should know of an output that has a row for each sample."""
-    if rows.kind is Kind.APART and rows.cause is not None:
+    if rows.kind is Kind.APART and _known(rows.cause):
         yield of_cause(f"output {position}", rows.cause, microbatches)
     elif rows.kind is Kind.APART and rows.numbers:
         yield (
             f"output {position} has the numbers of the rows in each of {microbatches} "
             "microbatches, not in the whole batch; make it after the call"
         )
+
+
+def _known(cause: Cause | None) -> TypeGuard[Cause]:
+    return cause is not None and cause.effect is not Effect.UNSURE
 
 
 def of_labels(least: int, most: int, ignored: int, stack: str | None) -> str:
@@ -76,8 +82,9 @@ def of_labels(least: int, most: int, ignored: int, stack: str | None) -> str:
 
 
 def of_cause(what: str, cause: Cause, microbatches: int) -> str:
+    sure = "is not" if cause.effect is not Effect.ORDER else "may not be"
     return (
-        f"{what} of {microbatches} microbatches is not eager's on the whole batch: "
+        f"{what} of {microbatches} microbatches {sure} eager's on the whole batch: "
         f"{cause.effect.value} ({cause.operation}){line_of(cause.stack)}\n"
         f"  {REMEDIES.get(cause.effect, OTHERWISE)}"
     )

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
-from .rows import UNKNOWN, Call, Effect, Kind, Rows, Rule, product
+from .rows import UNKNOWN, Call, Effect, Kind, Rows, Rule, first_cause, product
 
 
 def reshaped(call: Call) -> Rows:
@@ -130,6 +130,12 @@ def diagonal(call: Call) -> Rows:
     return rows._replace(dim=rows.dim - sum(d < rows.dim for d in gone))
 
 
+def strided(call: Call) -> Rows:
+    """as_strided, where it keeps the shape."""
+    tensor, rows = _first(call)
+    return rows if call.out.shape == tensor.shape else _lost(call, rows)
+
+
 def joined(call: Call) -> Rows:
     """cat: along the batch, rows of several tensors lie in blocks."""
     tensors: list[Tensor] = [t for t in call.get("tensors") if t.numel()]
@@ -154,7 +160,7 @@ def alike(call: Call, values: Sequence[Rows]) -> Rows:
     """Rows of several values side by side, each as it is."""
     apart = [rows for rows in values if rows.kind is Kind.APART]
     reduced = [rows for rows in values if rows.reduced]
-    cause = next((rows.cause for rows in values if rows.cause), None)
+    cause = first_cause(values)
     if not apart:
         kinds = {rows.kind for rows in reduced}
         kinds |= {Kind.MEAN for rows in values if rows.kind is Kind.SHARED}
@@ -199,6 +205,7 @@ RULES: dict[str, Rule] = {
     "slice": sliced,
     **dict.fromkeys(("split", "split_with_sizes", "chunk"), parted),
     "unbind": selected,
+    "as_strided": strided,
     "unfold": windowed,
     "diagonal": diagonal,
     "cat": joined,

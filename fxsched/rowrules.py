@@ -32,7 +32,7 @@ def _last(count: int) -> Rule:
 
 
 TABLE: tuple[tuple[Rule, str], ...] = (
-    (partial(reduced, Kind.SUM, Effect.REDUCTION), "sum nansum"),
+    (partial(reduced, Kind.SUM, Effect.REDUCTION), "sum nansum histc bincount"),
     (partial(reduced, Kind.MEAN, Effect.REDUCTION), "mean"),
     (
         partial(reduced, Kind.OTHER, Effect.STATISTICS),
@@ -110,7 +110,8 @@ TABLE: tuple[tuple[Rule, str], ...] = (
     (
         pointwise,
         "native_dropout bernoulli uniform normal exponential masked_fill where "
-        "clamp clamp_min clamp_max copy fill_diagonal",
+        "clamp clamp_min clamp_max copy fill_diagonal "
+        "floor_divide remainder",
     ),
     (
         filled,

@@ -38,6 +38,7 @@ class Effect(Enum):
     CONSTANT = "what does not depend on the batch is added to a sum over it"
     BOTH = "a sum over the batch is added to a mean over it"
     MIX = "rows of the batch are mixed"
+    UNSURE = "there is no rule for an operation, which may mix rows"
 
 
 class Cause(NamedTuple):
@@ -109,8 +110,16 @@ class Call(NamedTuple):
                 yield from (each for each in value if isinstance(each, Tensor))
 
     def mixed(self, effect: Effect, *before: Rows) -> Cause:
-        """The first cause among values, or this operation as one."""
-        return first_cause(before) or Cause(effect, str(self.func), self.stack)
+        """The first cause among values, or this operation as one.
+
+        Rows that are put in order and back, around an operation that has no rule, as
+        mixtures of experts do, are not known to be mixed.
+        """
+        cause = first_cause(before)
+        unsure = cause is not None and cause.effect is Effect.UNSURE
+        if cause is None or (unsure and effect is not Effect.ORDER):
+            return Cause(effect, str(self.func), self.stack)
+        return cause
 
     def inner(self, tensor: Tensor, rows: Rows) -> int:
         """How many neighbours along its dimension belong to one row."""
@@ -121,7 +130,10 @@ Rule = Callable[[Call], Rows | Sequence[Rows]]
 
 
 def first_cause(values: Sequence[Rows]) -> Cause | None:
-    return next((rows.cause for rows in values if rows.cause), None)
+    """The first that is given, if none is unsure."""
+    causes = [rows.cause for rows in values if rows.cause]
+    unsure = [cause for cause in causes if cause.effect is Effect.UNSURE]
+    return next(iter(unsure or causes), None)
 
 
 def known(rule: Rule) -> Rule:

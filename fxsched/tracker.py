@@ -149,6 +149,10 @@ class Tracker:
                 stack = node.meta.get("stack_trace")
                 cause = Cause(effect, str(node.target), stack)
             return Rows(Kind.APART, dims[0], cause=cause)
+        if rows.kind is Kind.UNKNOWN and len(dims) == 1:
+            stack = node.meta.get("stack_trace")
+            unsure = Cause(Effect.UNSURE, str(node.target), stack)
+            return Rows(Kind.APART, dims[0], cause=unsure)
         if rows.kind is Kind.APART and dims != [rows.dim] and rows.cause is None:
             if len(dims) == 1 and self.size == 1:
                 return rows._replace(dim=dims[0], outer=1)
