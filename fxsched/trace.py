@@ -385,6 +385,7 @@ class _Binder:
         self.interpreter = fx.Interpreter(gm)
         self.tracker = Tracker(batch.rows, batch.symbols)
         self.whole: Whole | None = None
+        self.aside: dict[fx.Node, tuple[Any, Tensor]] = {}  # a microbatch's own
         self.seen: Counter[str] = Counter()  # nodes, by module and operation
 
     def bind(self) -> fx.GraphModule:
@@ -493,12 +494,6 @@ class _Binder:
         self.tracker.settle(node, value)
         if leveled:
             self.tracker.put(value, leveled)
-        drawn = notes.random or region
-        if self.whole is not None and self.whole.decides(
-            node, value, notes.written, drawn
-        ):
-            self.decided(node, value)
-            return
         if not (region or notes.written or _holds_tensor(value)):
             self.new[node] = value
             return
@@ -519,6 +514,11 @@ class _Binder:
             "rows": self.rows(node),
         }
         self.new[node] = new
+        drawn = notes.random or region
+        if self.whole is not None and self.whole.decides(
+            node, value, notes.written, drawn
+        ):
+            self.decided(node, value)
 
     def level(self, node: fx.Node) -> Rows | None:
         """Before a mean is added to a sum, parts it among the microbatches; the rows
@@ -540,8 +540,9 @@ class _Binder:
         return Rows(Kind.SUM, cause=cause) if uneven else None
 
     def decided(self, node: fx.Node, value: Tensor) -> None:
-        """Makes a value an input, which is computed before the step."""
+        """What reads a value from here on reads an input, computed before the step."""
         assert self.whole is not None
+        self.aside[node] = self.new[node], value
         number = len(self.whole.nodes) - 1
         last = self.graph.find_nodes(op="placeholder")[-1]
         with self.graph.inserting_after(last):
@@ -623,6 +624,8 @@ class _Binder:
     def output(self, node: fx.Node) -> list[Output]:
         assert isinstance(node.args[0], (tuple, list))
         given: list[Any] = list(node.args[0])
+        for old in self.aside.keys() & set(given):  # outputs are put together
+            self.new[old], self.val[old] = self.aside[old]
         new = [self.new[old] if isinstance(old, fx.Node) else old for old in given]
         self.written = self.storages_written()
         self.keep_written()

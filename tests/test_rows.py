@@ -196,6 +196,29 @@ def test_rows_that_meet_have_a_cause(name: str) -> None:
     assert __file__ in str(rows.cause.stack)
 
 
+def test_clip_meets_at_its_logits() -> None:
+    transformers = pytest.importorskip("transformers")
+    sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    config = transformers.CLIPConfig(
+        text_config=sizes | {"vocab_size": 20, "eos_token_id": 2},
+        vision_config=sizes | {"image_size": 8, "patch_size": 4},
+        projection_dim=8,
+    )
+
+    class Loss(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.clip = transformers.CLIPModel(config)
+
+        def forward(self, words: Tensor, images: Tensor) -> Any:
+            return self.clip(words, images, return_loss=True).loss
+
+    (rows,) = rows_of(Loss(), torch.full((4, 5), 2), torch.randn(4, 3, 8, 8))
+    assert rows is not None and rows.cause is not None
+    assert rows.cause.effect is Effect.PAIRS
+    assert "logits_per_text = torch.matmul" in str(rows.cause.stack)
+
+
 def warned(
     model: nn.Module, *batches: tuple[Tensor, ...], reduction: str = "mean"
 ) -> list[str]:
