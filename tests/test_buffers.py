@@ -263,7 +263,7 @@ def test_running_statistics_are_averaged_over_workers(norm: Any) -> None:
         assert model.norm.num_batches_tracked == 4
 
 
-@pytest.mark.parametrize("old", [False])
+@pytest.mark.parametrize("old", [False, True])
 def test_spectral_norm_goes_on_with_each_microbatch(old: bool) -> None:
     way = nn.utils.spectral_norm if old else nn.utils.parametrizations.spectral_norm
     model = nn.Sequential(way(nn.Linear(8, 8)), nn.Tanh(), nn.Linear(8, 8))
