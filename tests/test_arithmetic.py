@@ -74,7 +74,7 @@ OTHERS: dict[str, Callable[[], fxsched.Plan]] = {
 @pytest.mark.parametrize("name", OTHERS)
 def test_the_digest_covers(name: str) -> None:
     other = OTHERS[name]()
-    assert other.digest != plain().digest == plan(Model()).digest
+    assert other.digest != plain().digest
     mine, its = first_difference(plain().arithmetic, other.arithmetic)
     assert mine != its
 
@@ -86,6 +86,10 @@ def test_a_difference_names_both_and_the_users_line() -> None:
     assert "test_arithmetic.py:" in mine and "self.between(" in mine
     mine, its = first_difference(plain().arithmetic, OTHERS["carry"]().arithmetic)
     assert (mine, its) == ("carry='saved'", "carry='recompute'")
+
+
+def test_equal_models_have_equal_digests() -> None:
+    assert plan(Model()).digest == plain().digest
 
 
 def test_another_process_with_other_hashes_has_the_same_digest() -> None:
