@@ -22,9 +22,12 @@ from torch._functorch._aot_autograd.descriptors import (
 from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
 from torch._functorch.partitioners import default_partition
 from torch._guards import TracingContext, tracing
+from torch.fx.traceback import preserve_node_meta
 
 from . import ops
+from .checkpoints import recomputed
 from .graphs import Spec, base, draws
+from .jobs import PlanError
 from .lazy import all_lazy
 
 
@@ -69,6 +72,7 @@ def graph_text(root: torch.nn.Module, graph: fx.Graph) -> str:
     has the constants that they read."""
     number = {node: f"%{i}" for i, node in enumerate(graph.nodes)}
     lines = []
+    regions: dict[int, int] = {}  # of torch.utils.checkpoint, numbered anew
     for node in graph.nodes:
         text = repr(fx.map_arg((node.args, node.kwargs), number.__getitem__))
         line = f"{node.op} {text}"
@@ -79,6 +83,9 @@ def graph_text(root: torch.nn.Module, graph: fx.Graph) -> str:
             line += f" {node.target} {id(node.target)}"
         if node.op == "get_attr":
             line += str(id(getattr(root, str(node.target), node)))
+        if "recompute" in node.meta:
+            region = node.meta["recompute"]
+            line += f" again {regions.setdefault(region, len(regions))}"
         lines.append(line)
     return "\n".join(lines)
 
@@ -103,9 +110,12 @@ def trace_stage(
         all_lazy(),
         _lstm_in_steps(flat.graph),
     ):
-        exported = aot_export_joint_with_descriptors(stack, flat, arguments)
+        tagged = any("recompute" in node.meta for node in flat.graph.nodes)
+        run = _Tagged(flat) if tagged else flat
+        exported = aot_export_joint_with_descriptors(stack, run, arguments)
         joint = exported.graph_module
         assert isinstance(joint, fx.GraphModule)
+        _refuse_effects(joint)
         (output,) = joint.graph.find_nodes(op="output")
         results = [
             d
@@ -113,9 +123,7 @@ def trace_stage(
             if not (d is None or isinstance(d, GradAOTOutput))
         ]
         if any(isinstance(d, GradAOTOutput) for d in output.meta["desc"]):
-            for node in joint.graph.nodes:  # torch.utils.checkpoint's: B would redraw
-                node.meta.pop("recompute", None)
-            _recompute_views_of_state(joint, state)
+            _recompute(joint, state)
             forward, backward = default_partition(
                 joint, (), num_fwd_outputs=len(results)
             )
@@ -161,8 +169,36 @@ def _without_dead_tangents(
     return fx.GraphModule(module, graph)
 
 
-def _recompute_views_of_state(joint: fx.GraphModule, state: int) -> None:
-    """Computes again in backward what depends on the state alone, such as w.t().
+def _refuse_effects(joint: fx.GraphModule) -> None:
+    """Raises PlanError for operations that do more than give values."""
+    found = [
+        str(node.args[1])
+        for node in joint.graph.nodes
+        if getattr(node.target, "__name__", "") == "with_effects"
+    ]
+    if found:
+        raise PlanError(
+            f"the model calls {', '.join(dict.fromkeys(found))}, which does more than "
+            "give tensors (it prints, or raises for some values), as planned steps do; "
+            "leave it out, or take what only computes (torch.linalg's _ex functions)"
+        )
+
+
+class _Tagged(torch.nn.Module):
+    """A stage whose nodes hand their meta["recompute"] on to what they trace to."""
+
+    def __init__(self, flat: fx.GraphModule) -> None:
+        super().__init__()
+        self.flat = flat
+
+    def forward(self, *args: Any) -> Any:
+        with preserve_node_meta():
+            return fx.Interpreter(self.flat).run(*args)
+
+
+def _recompute(joint: fx.GraphModule, state: int) -> None:
+    """Computes again in backward what depends on the state alone, such as w.t(), and
+    what torch.utils.checkpoint marks.
 
     before: t = w.t(); y = x @ t; gx = gy @ t.t()
     after:  t = w.t(); y = x @ t; t2 = w.t(); gx = gy @ t2.t()
@@ -182,10 +218,11 @@ def _recompute_views_of_state(joint: fx.GraphModule, state: int) -> None:
                 and all(p in derived for p in read)
             ):
                 derived[node] = None
+    derived.update(recomputed(graph))
     copies: dict[fx.Node, fx.Node] = {}
 
     def again(node: fx.Node, before: fx.Node) -> fx.Node:
-        if node.op == "placeholder":
+        if node.op == "placeholder" or node not in derived:
             return node
         if node not in copies:
             for read in node.all_input_nodes:
@@ -202,6 +239,8 @@ def _recompute_views_of_state(joint: fx.GraphModule, state: int) -> None:
             for read in node.all_input_nodes:
                 if read in derived:
                     node.replace_input_with(read, again(read, node))
+    for node in graph.nodes:  # the partitioner has a way of its own with it
+        node.meta.pop("recompute", None)
     joint.recompile()
 
 

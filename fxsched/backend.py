@@ -15,6 +15,7 @@ from .agreement import CHECKS, Agreement, InputRule
 from .arguments import each_one_of, one_of, positive
 from .batch import Batch, batch_of
 from .caller import Dims, parts
+from .checkpoints import inline_checkpoints
 from .eventloop import Event
 from .inputs import call_text
 from .jobs import PlanError, Schedule, is_int, is_number
@@ -23,9 +24,11 @@ from .local import check_local, spread
 from .loss_scale import Scale, read_scale
 from .measure import Profile, measure
 from .meta_device import is_meta
+from .modes import modes_after_errors
 from .outputs import REDUCTIONS
 from .padding import Padded, check_padded, pad
 from .pipeline import Plan, make_plan
+from .refusals import refusal
 from .request import Request
 from .runtime import Runnable
 from .step import Step
@@ -450,10 +453,11 @@ class Backend:
             self._events, self._last = self._last.events, None
 
     def __call__(
-        self, gm: fx.GraphModule, inputs: Sequence[Any]
+        self, gm: fx.GraphModule, inputs: Sequence[Any], **options: Any
     ) -> Callable[..., Sequence[Any]]:
         """torch.compile's side: from a traced graph to a function of its inputs."""
-        broken = graph_break(gm)
+        broken = graph_break(gm) or refusal(gm) or _not_ours(options)
+        gm = inline_checkpoints(gm)
         note_origins(gm, inputs)
         note_arguments(gm, inputs)
         if broken is None and self.request.schedule.microbatches > 1:
@@ -529,7 +533,8 @@ class Backend:
 
     def _planned(self, key: str, gm: fx.GraphModule, args: tuple[Any, ...]) -> Step:
         """The step of this key, planned now unless it is one of the last PLANS."""
-        step = self._steps.pop(key, None) or self._make(gm, args)
+        with modes_after_errors():
+            step = self._steps.pop(key, None) or self._make(gm, args)
         self._steps[key] = step
         if len(self._steps) > PLANS:  # by the order of calls: on all ranks the same
             del self._steps[next(iter(self._steps))]
@@ -651,6 +656,17 @@ class Backend:
         if self._last is None and self._events is None:
             raise PlanError("there is no timeline before the first call")
         return self._events or () if self._last is None else self._last.events
+
+
+def _not_ours(options: dict[str, Any]) -> PlanError | None:
+    """The error for what torch.compile was given besides the backend, if anything."""
+    if not options:
+        return None
+    given = ", ".join(f"{name}={value!r}" for name, value in options.items())
+    return PlanError(
+        f"torch.compile({given}) is for Inductor; leave it out, or take "
+        "fxsched.backend(schedule, stage_compiler='inductor') to compile stages with it"
+    )
 
 
 def _leave(backend: weakref.ref[Backend]) -> None:

@@ -49,6 +49,7 @@ META = {
     "mutates": "fake tensors that a node writes into",
     "learns": "of these, running statistics of a normalization",
     "stack_trace": "the user's line",
+    "recompute": "which call of torch.utils.checkpoint a node is in, if any",
     "rows": "Rows of a node's value: how it depends on the batch",
     "stage": "stage of a node",
     "direction": "Direction of a stage's call",

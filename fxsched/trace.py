@@ -41,6 +41,7 @@ from .lazy import lazy_module
 from .meta_device import cpu_specs, is_meta, on_cpu
 from .origins import Frame, Origins, Path, plain
 from .outputs import Found, decide, describe, origins_of
+from .refusals import where_of
 from .request import Request
 from .returns import Returned, read_returns
 from .rows import Kind, Rows, first_cause
@@ -488,8 +489,7 @@ class _Binder:
                 target: Any = node.target
                 value = target(*args, **kwargs)
             else:
-                run = getattr(self.interpreter, node.op)
-                value = run(node.target, args, kwargs)
+                value = self.run(node, args, kwargs)
         self.val[node] = value
         self.tracker.settle(node, value)
         if leveled:
@@ -497,8 +497,17 @@ class _Binder:
         if not (region or notes.written or _holds_tensor(value)):
             self.new[node] = value
             return
+        again = {k: node.meta[k] for k in ("recompute",) if k in node.meta}
+        if again and any(storage(t) in self.given for t in notes.written):
+            raise PlanError(
+                f"a buffer is written inside torch.utils.checkpoint{where_of(node)}\n"
+                "eager writes it twice, in F and as B computes it again; move what "
+                "writes it (such as BatchNorm in training) out of the checkpoint"
+            )
         flops, _, seconds = notes.total
         backward = 0.0 if region else self.backward_seconds(node, args, kwargs, value)
+        if again and not notes.random:
+            backward, held = backward + seconds, []
         new = self.graph.node_copy(node, lambda n: self.new[n])
         new.meta = {
             "val": value,
@@ -512,6 +521,7 @@ class _Binder:
             "stack_trace": node.meta.get("stack_trace"),
             "key": self.key(node),
             "rows": self.rows(node),
+            **again,
         }
         self.new[node] = new
         drawn = notes.random or region
@@ -519,6 +529,20 @@ class _Binder:
             node, value, notes.written, drawn
         ):
             self.decided(node, value)
+
+    def run(self, node: fx.Node, args: Any, kwargs: Any) -> Any:
+        """What a node gives. Raises PlanError, with its line, for what can't be run."""
+        run = getattr(self.interpreter, node.op)
+        try:
+            return run(node.target, args, kwargs)
+        except Exception as error:
+            name = getattr(node.target, "__name__", str(node.target))
+            why = str(error).split("\n")[0].split(".Hint")[0]
+            raise PlanError(
+                f"{name} cannot be planned{where_of(node)} ({type(error).__name__}: "
+                f"{why}); write it with other torch operations, or compute it outside "
+                "the compiled model"
+            ) from error
 
     def level(self, node: fx.Node) -> Rows | None:
         """Before a mean is added to a sum, parts it among the microbatches; the rows

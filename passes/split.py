@@ -171,7 +171,8 @@ class _Stage:
             if read.op == "get_attr" and read not in self.new:
                 self.new[read] = self.graph.node_copy(read)
         self.new[node] = self.graph.node_copy(node, self.new.__getitem__)
-        self.new[node].meta = {"val": node.meta["val"]}
+        kept = ("val", "recompute")
+        self.new[node].meta = {k: node.meta[k] for k in kept if k in node.meta}
 
     def _result(self, node: fx.Node) -> fx.Node:
         """An output in memory of its own and contiguous, to be sent as it is."""

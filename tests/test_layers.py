@@ -27,6 +27,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "request",
         "boundary",
         "loss_scale",
+        "modes",
         "cuts",
         "arguments",
         "orders",
@@ -39,6 +40,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     (
         "lines",
         "arithmetic",
+        "checkpoints",
         "examine",
         "frame",
         "data_parallel",
@@ -71,6 +73,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "parcels",
         "flats",
         "meta_device",
+        "refusals",
     ),
     ("tracker", "early"),
     ("watch", "whole", "returns"),

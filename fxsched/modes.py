@@ -1,0 +1,39 @@
+"""Modes of the thread that tracing a model turns on and off again, node by node."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+DEVICES = ("cpu", "cuda")
+
+
+@contextmanager
+def modes_after_errors() -> Iterator[None]:
+    """After an error inside, gradients and autocast are as they were before: a model's
+    regions are entered by one node and left by another, which may never have run."""
+    gradients, nested = torch.is_grad_enabled(), _nested()
+    casts = [
+        (kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind))
+        for kind in DEVICES
+    ]
+    try:
+        yield
+    except BaseException:
+        torch.set_grad_enabled(gradients)
+        for kind, enabled, dtype in casts:
+            torch.set_autocast_enabled(kind, enabled)
+            torch.set_autocast_dtype(kind, dtype)
+        for _ in range(_nested() - nested):
+            torch.autocast_decrement_nesting()
+        if not nested:
+            torch.clear_autocast_cache()  # else casts of weights would outlive a step
+        raise
+
+
+def _nested() -> int:
+    """How many autocast regions are open."""
+    torch.autocast_increment_nesting()
+    return torch.autocast_decrement_nesting()
