@@ -10,8 +10,9 @@ from .hf import SIZES, add, next_token
 DECODERS = Zoo("decoders")
 GROUPED = {**SIZES, "num_key_value_heads": 2}
 HEADS = {**GROUPED, "head_dim": 8}
-EXPERTS = {
+EXPERTS = {  # grouped products want rows of a multiple of 16 bytes
     **HEADS,
+    "intermediate_size": 32,
     "num_local_experts": 4,
     "num_experts": 4,
     "num_experts_per_tok": 2,
@@ -108,7 +109,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
             "n_layers": 2,
             "max_seq_len": 64,
             "vocab_size": 99,
-            "attn_config": {"kv_n_heads": 2, "clip_qkv": 8.0},
+            "attn_config": {"kv_n_heads": 2, "clip_qkv": 8.0, "rope_theta": 10000.0},
             "ffn_config": {"ffn_hidden_size": 16, "moe_num_experts": 4, "moe_top_k": 2},
         },
     ),

@@ -489,7 +489,7 @@ def output_is_input() -> tuple[nn.Module, Inputs]:
     return Same(), pair()
 
 
-@FEATURES(apart=False)
+@FEATURES(options={"outputs": {"positive": "sum"}})
 def count_output() -> tuple[nn.Module, Inputs]:
     class Counted(Net):
         def forward(self, x: Tensor, y: Tensor) -> Any:

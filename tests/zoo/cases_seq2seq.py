@@ -73,4 +73,12 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
 CONFIGS = {"marian": "MarianConfig"}
 for name, (kind, values) in MODELS.items():
     kind = kind if kind.endswith("Model") else f"{kind}ForConditionalGeneration"
-    add(SEQ2SEQ, name, kind, translated, values, CONFIGS.get(name))
+    add(
+        SEQ2SEQ,
+        name,
+        kind,
+        translated,
+        values,
+        CONFIGS.get(name),
+        apart=name not in ("switch_transformers", "nllb_moe"),  # experts are balanced
+    )

@@ -149,19 +149,24 @@ def train_eager(case: Case, parts: int = MICROBATCHES) -> Training:
         (loss / parts).backward()
         losses.append(loss.detach())
         found.append(leaves_of(out))
-    outputs = {name: joined([o[name] for o in found]) for name in found[0]}
+    rules = case.options.get("outputs", {})
+    outputs = {
+        name: joined([o[name] for o in found], rules.get(name)) for name in found[0]
+    }
     outputs["the loss"] = torch.stack(losses).mean()
     return collect(model, inputs, outputs)
 
 
-def joined(values: list[Any]) -> Any:
-    """Rows of microbatches one after the other; the mean of single numbers."""
+def joined(values: list[Any], rule: str | None) -> Any:
+    """Rows of microbatches one after the other; of single numbers the mean or sum."""
     first = values[0]
     if not isinstance(first, Tensor):
         return first
     if first.dim():
         return torch.cat([v.detach() for v in values])
     whole = torch.stack([v.detach() for v in values])
+    if rule == "sum":
+        return whole.sum()
     return whole.mean() if whole.is_floating_point() else whole[0]
 
 
