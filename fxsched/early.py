@@ -25,18 +25,27 @@ def early_values(
     needed = _needed(nodes, wanted)
     graph = fx.Graph()
     new: dict[fx.Node, fx.Node] = {}
-    index = 0
+    index, read = 0, list[int]()
     for node in nodes:
         if node.op == "placeholder":
             tensor = isinstance(node.meta.get("example_value"), Tensor)
-            if node in needed and tensor and index not in inputs:
-                return None
-            new[node] = graph.placeholder(node.name)
+            if node in needed:
+                if tensor and index not in inputs:
+                    return None
+                new[node] = graph.placeholder(node.name)
+                read.append(index)
             index += 1
         elif node in needed:
             new[node] = graph.node_copy(node, new.__getitem__)
     graph.output(tuple(new[node] for node in wanted))
-    return torch.no_grad()(fx.GraphModule(gm, graph))
+    run = fx.GraphModule(gm, graph).forward
+
+    def early(*args: Any) -> Sequence[Tensor]:
+        with torch.no_grad():
+            values: Sequence[Tensor] = run(*(args[i] for i in read))
+            return values
+
+    return early
 
 
 def _needed(nodes: Sequence[fx.Node], wanted: Sequence[fx.Node]) -> set[fx.Node]:

@@ -62,7 +62,8 @@ class Watch:
         if not self.pending[0].is_cuda:
             pending = self.pending
         for each, number in zip(self.labels, pending, strict=False):
-            least, most = map(int, number.aminmax())
+            many = number.tolist()
+            least, most = min(many), max(many)
             if least < most and "labels" not in said:
                 said.add("labels")
                 text = of_labels(least, most, each.ignored, each.stack)
