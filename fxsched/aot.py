@@ -91,7 +91,11 @@ def graph_text(root: torch.nn.Module, graph: fx.Graph) -> str:
 
 
 def trace_stage(
-    module: fx.GraphModule, live: tuple[bool, ...], state: int, mode: Any
+    module: fx.GraphModule,
+    live: tuple[bool, ...],
+    state: int,
+    mode: Any,
+    copied: bool = False,
 ) -> Pair:
     """Traces a stage through AOTAutograd and parts it into forward and backward."""
     flat = _without_dead_tangents(module, live)
@@ -116,6 +120,7 @@ def trace_stage(
         joint = exported.graph_module
         assert isinstance(joint, fx.GraphModule)
         _refuse_effects(joint)
+        same = _without_tangents(joint, live)
         (output,) = joint.graph.find_nodes(op="output")
         results = [
             d
@@ -129,6 +134,9 @@ def trace_stage(
             )
         else:
             forward, backward = joint, None
+    if same and not copied:
+        copies = _copying(module, same)
+        return trace_stage(copies, live, state, mode, copied=True)
     numbers = module.meta["draws"]
     return _pair_of(joint, forward, backward, results, state, live, numbers)
 
@@ -167,6 +175,42 @@ def _without_dead_tangents(
     for old, node in new.items():
         node.meta = dict(old.meta)
     return fx.GraphModule(module, graph)
+
+
+def _without_tangents(joint: fx.GraphModule, live: tuple[bool, ...]) -> set[int]:
+    """Outputs whose gradients AOTAutograd leaves to its caller: views of inputs.
+
+    Where a stage reads a copy in another layout than the model's value had,
+    contiguous() and the like give back what they read.
+    """
+    given = {
+        node.meta["desc"].output.idx
+        for node in joint.graph.find_nodes(op="placeholder")
+        if isinstance(node.meta["desc"], TangentAOTInput)
+        and isinstance(node.meta["desc"].output, PlainAOTOutput)
+    }
+    return {i for i, wanted in enumerate(live) if wanted} - given
+
+
+def _copying(module: fx.GraphModule, outputs: set[int]) -> fx.GraphModule:
+    """The stage with copies of some outputs.
+
+    before: return (y, z)
+    after:  return (y, z.clone())
+    """
+    graph = fx.Graph()
+    new: dict[fx.Node, fx.Node] = {}
+    results = graph.graph_copy(module.graph, new)
+    assert isinstance(results, tuple)
+    for old, node in new.items():
+        node.meta = dict(old.meta)
+    copied = []
+    for i, value in enumerate(results):
+        copied.append(graph.call_method("clone", (value,)) if i in outputs else value)
+    graph.output(tuple(copied))
+    result = fx.GraphModule(module, graph)
+    result.meta = dict(module.meta)
+    return result
 
 
 def _refuse_effects(joint: fx.GraphModule) -> None:

@@ -1,0 +1,43 @@
+"""A stage may give back what it read: its gradient goes on all the same."""
+
+from __future__ import annotations
+
+import copy
+
+import torch
+from torch import Tensor, nn
+
+import fxsched
+from fxsched import schedules
+
+
+class Cut(nn.Module):
+    """contiguous() copies in the whole model, but not what another stage sent."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(4, 4)
+        self.last = nn.Sequential(nn.Tanh(), nn.Linear(4, 4))
+        self.middle = Contiguous()
+
+    def forward(self, x: Tensor) -> Tensor:
+        turned = self.first(x).unflatten(1, (2, 2)).permute(0, 2, 1)
+        return self.last(self.middle(turned)).pow(2).mean()
+
+
+class Contiguous(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x.contiguous().view(x.shape[0], -1)
+
+
+def test_contiguous_alone_in_a_stage_hands_its_gradient_on() -> None:
+    torch.manual_seed(0)
+    model, x = Cut(), torch.randn(8, 4)
+    reference = copy.deepcopy(model)
+    backend = fxsched.backend(
+        schedules.gpipe(3, 4), stages=["middle", "last.0"], transport="threads"
+    )
+    torch.compile(model, backend=backend)(x).backward()
+    reference(x).backward()
+    for mine, other in zip(model.parameters(), reference.parameters(), strict=True):
+        torch.testing.assert_close(mine.grad, other.grad)
