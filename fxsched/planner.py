@@ -134,8 +134,10 @@ class _Planner:
             for job in jobs:
                 self.schedule.place(job)
                 self.schedule.priority(job)
-        except LookupError:
-            return False
+        except PlanError as error:
+            if isinstance(error.__cause__, LookupError):
+                return False
+            raise
         return True
 
     def _cuts(self, count: int) -> list[Choice]:

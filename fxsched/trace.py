@@ -26,7 +26,11 @@ import torch._dynamo.guards as guards
 import torch.fx.experimental._config
 from torch import Tensor, fx
 from torch._dynamo import convert_frame
-from torch._dynamo.exc import TensorifyScalarRestartAnalysis, Unsupported
+from torch._dynamo.exc import (
+    ObservedException,
+    TensorifyScalarRestartAnalysis,
+    Unsupported,
+)
 from torch._dynamo.symbolic_convert import InstructionTranslator
 from torch._subclasses import FakeTensorMode
 
@@ -78,7 +82,7 @@ def configure_dynamo() -> None:
             try:
                 return original(*args, **kwargs)
             except Unsupported as error:  # Dynamo would run the frame without a word
-                raise _not_whole(error.real_stack, error) from error
+                raise _of_frame(error) from error
 
     vars(compile_frame)["fxsched"] = True
     vars(convert_frame)["_compile"] = compile_frame
@@ -291,6 +295,16 @@ def graph_break(gm: fx.GraphModule) -> PlanError | None:
         "fxsched plans whole models: torch.compile(model, backend, fullgraph=True) "
         "tells why it does"
     )
+
+
+def _of_frame(error: Unsupported) -> PlanError:
+    """The error for a frame that Dynamo gives up: the model raised, or breaks it."""
+    own = error.__cause__
+    if not isinstance(own, ObservedException):
+        return _not_whole(error.real_stack, error)
+    text = str(own).removeprefix("raised exception ")
+    where = list(error.real_stack)[-1]
+    return PlanError(f"{where.filename}:{where.lineno}: the model raised {text}")
 
 
 def _not_whole(
