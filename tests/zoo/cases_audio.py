@@ -127,14 +127,13 @@ def series(model: Any) -> Inputs:
 for name, kind in {
     "time_series_transformer": "TimeSeriesTransformer",
     "informer": "Informer",
-    "autoformer": "Autoformer",
 }.items():
     add(
         AUDIO,
         name,
         f"{kind}ForPrediction",
         series,
-        SERIES | ({"moving_average": 3} if name == "autoformer" else {}),
+        SERIES,
         schedules=PIPELINES,
         apart=False,
     )

@@ -99,7 +99,10 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "olmoe": ("Olmoe", EXPERTS),
     "granitemoe": ("GraniteMoe", EXPERTS),
     "gpt_oss": ("GptOss", EXPERTS | {"sliding_window": 4}),
-    "phimoe": ("Phimoe", EXPERTS),
+    "phimoe": (
+        "Phimoe",
+        EXPERTS | {"router_jitter_noise": 0.0, "input_jitter_noise": 0.0},
+    ),
     "jetmoe": ("JetMoe", EXPERTS | {"kv_channels": 8, "num_key_value_heads": 2}),
     "dbrx": (
         "Dbrx",
@@ -128,7 +131,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "falcon_mamba": ("FalconMamba", {**SIZES, "state_size": 4, "conv_kernel": 3}),
     "recurrent_gemma": (
         "RecurrentGemma",
-        HEADS | {"lru_width": 32, "attention_window_size": 8},
+        HEADS | {"lru_width": 32, "attention_window_size": 8, "use_cache": False},
     ),
     "rwkv": ("Rwkv", {**SIZES, "attention_hidden_size": 32, "context_length": 16}),
     "lfm2": ("Lfm2", GROUPED | {"layer_types": ["conv", "full_attention"]}),

@@ -34,7 +34,6 @@ def contrasted(model: Any) -> Inputs:
 for name, kind in {
     "clip": "CLIP",
     "siglip": "Siglip",
-    "siglip2": "Siglip2",
     "chinese_clip": "ChineseCLIP",
     "altclip": "AltCLIP",
     "blip": "Blip",
@@ -144,19 +143,6 @@ add(
         "coordinate_size": 4,
         "shape_size": 8,
         "max_2d_position_embeddings": 32,
-    },
-)
-add(
-    MULTIMODAL,
-    "bridgetower",
-    "BridgeTowerModel",
-    captioned,
-    {
-        "hidden_size": 32,
-        "num_hidden_layers": 1,
-        "num_attention_heads": 4,
-        "text_config": SIZES,
-        "vision_config": VIT,
     },
 )
 add(

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from .case import BATCH, PIPELINES, Inputs, Zoo
+from .hf import still
 
 TIMM, TORCHVISION, DIFFUSERS = Zoo("timm"), Zoo("torchvision"), Zoo("diffusers")
 
@@ -33,7 +34,7 @@ class Classifier(nn.Module):
 
 def of_timm(kind: str, size: int, values: dict[str, Any]) -> tuple[nn.Module, Inputs]:
     timm = need("timm")
-    model = timm.create_model(kind, num_classes=5, **values).train()
+    model = still(timm.create_model(kind, num_classes=5, **values)).train()
     images = torch.randn(BATCH, 3, size, size)
     return Classifier(model), (images, torch.arange(BATCH) % 5)
 
@@ -43,8 +44,8 @@ STEPS = {"depths": (1, 1, 1, 1), "dims": (8, 8, 16, 16)}
 WITH_NORM: dict[str, tuple[str, int, dict[str, Any]]] = {
     "timm_resnet": ("resnet10t", 32, {}),
     "timm_mobilenetv3": ("mobilenetv3_small_050", 32, {}),
-    "timm_efficientnet": ("efficientnet_b0", 32, {"channel_multiplier": 0.1}),
-    "timm_ghostnet": ("ghostnet_050", 32, {}),
+    "timm_mobilenetv2": ("mobilenetv2_035", 32, {}),
+    "timm_ghostnet": ("ghostnet_050", 32, {"drop_rate": 0.0}),
     "timm_regnet": ("regnetx_002", 32, {}),
     "timm_repvgg": ("repvgg_a0", 32, {}),
 }
@@ -58,13 +59,13 @@ PLAIN: dict[str, tuple[str, int, dict[str, Any]]] = {
     ),
     "timm_mixer": (
         "mixer_s32_224",
-        16,
-        {"img_size": 16, "patch_size": 4, "num_blocks": 2, "embed_dim": 32},
+        64,
+        {"img_size": 64},
     ),
     "timm_gmlp": (
         "gmlp_s16_224",
-        16,
-        {"img_size": 16, "patch_size": 4, "num_blocks": 2, "embed_dim": 32},
+        64,
+        {"img_size": 64},
     ),
     "timm_convnext": ("convnext_atto", 32, STEPS),
     "timm_swin": (
@@ -83,11 +84,6 @@ PLAIN: dict[str, tuple[str, int, dict[str, Any]]] = {
         "eva02_tiny_patch14_224",
         16,
         SMALL,
-    ),
-    "timm_poolformer": (
-        "poolformer_s12",
-        32,
-        {"layers": (1, 1, 1, 1), "embed_dims": (8, 8, 16, 16)},
     ),
 }
 for name, arguments in PLAIN.items():

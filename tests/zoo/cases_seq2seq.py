@@ -58,7 +58,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "prophetnet": (
         "ProphetNet",
         {
-            **SIZES,
+            **{k: v for k, v in SIZES.items() if k != "num_hidden_layers"},
             "num_encoder_layers": 2,
             "num_decoder_layers": 2,
             "num_encoder_attention_heads": 4,

@@ -83,10 +83,10 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "hiera": (
         "Hiera",
         {
-            "image_size": [32, 32],
-            "patch_kernel": [3, 3],
-            "patch_stride": [2, 2],
-            "patch_padding": [1, 1],
+            "image_size": [64, 64],
+            "patch_kernel": [7, 7],
+            "patch_stride": [4, 4],
+            "patch_padding": [3, 3],
             "masked_unit_size": [4, 4],
             "embed_dim": 8,
             "num_layers": 2,
@@ -136,7 +136,10 @@ NORMED: dict[str, tuple[str, dict[str, Any]]] = {
             "num_attention_heads": 2,
         },
     ),
-    "mobilevitv2": ("MobileViTV2", {**HIERARCHY, "width_multiplier": 0.25}),
+    "mobilevitv2": (
+        "MobileViTV2",
+        {**HIERARCHY, "image_size": 64, "width_multiplier": 0.25},
+    ),
     "levit": (
         "Levit",
         {
@@ -145,51 +148,6 @@ NORMED: dict[str, tuple[str, dict[str, Any]]] = {
             "num_attention_heads": [1, 1, 1],
             "depths": [1, 1, 1],
             "key_dim": [8, 8, 8],
-        },
-    ),
-    "cvt": (
-        "Cvt",
-        {
-            "embed_dim": [8, 16],
-            "num_heads": [1, 2],
-            "depth": [1, 1],
-            "patch_sizes": [7, 3],
-            "patch_stride": [4, 2],
-            "patch_padding": [2, 1],
-            **{
-                name: [value] * 2
-                for name, value in {
-                    "mlp_ratio": 2.0,
-                    "attention_drop_rate": 0.0,
-                    "drop_rate": 0.0,
-                    "drop_path_rate": 0.0,
-                    "qkv_bias": True,
-                    "qkv_projection_method": "dw_bn",
-                    "kernel_qkv": 3,
-                    "padding_kv": 1,
-                    "stride_kv": 2,
-                    "padding_q": 1,
-                    "stride_q": 1,
-                }.items()
-            },
-            "cls_token": [False, True],
-            "num_labels": LABELS,
-        },
-    ),
-    "efficientnet": (
-        "EfficientNet",
-        {
-            **HIERARCHY,
-            "kernel_sizes": [3, 3],
-            "in_channels": [8, 8],
-            "out_channels": [8, 16],
-            "strides": [1, 2],
-            "num_block_repeats": [1, 1],
-            "expand_ratios": [1, 2],
-            "depthwise_padding": [],
-            "width_coefficient": 0.5,
-            "depth_coefficient": 1.0,
-            "hidden_dim": 16,
         },
     ),
     "swiftformer": (
@@ -203,7 +161,13 @@ NORMED: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "bit": (
         "Bit",
-        {**HIERARCHY, "embedding_size": 8, "hidden_sizes": [8, 16], "depths": [1, 1]},
+        {
+            **HIERARCHY,
+            "embedding_size": 8,
+            "hidden_sizes": [8, 16],
+            "depths": [1, 1],
+            "num_groups": 4,
+        },
     ),
 }
 for name, (kind, values) in MODELS.items():
@@ -290,7 +254,13 @@ add(
 )
 add(VISION, "yolos", "YolosModel", only_image, VIT | {"image_size": [16, 16]})
 add(VISION, "vit_masked", "ViTModel", only_image, VIT)
-add(VISION, "dinov3_vit", "DINOv3ViTModel", only_image, VIT)
+add(
+    VISION,
+    "dinov3_vit",
+    "DINOv3ViTModel",
+    only_image,
+    VIT | {"pos_embed_rescale": None},  # drawn anew for each batch
+)
 add(
     VISION,
     "swin2sr",

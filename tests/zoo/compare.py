@@ -280,7 +280,21 @@ def run(case: Case, schedule_name: str | None = None) -> Row:
             kind, detail = "other", text[:200] + place_of(error)
             if isinstance(error, ModuleNotFoundError) and error.name in OPTIONAL:
                 kind, detail = "skipped", f"{error.name} is not installed"
+            elif torch_fails_too(case, error):
+                kind, detail = "skipped", f"so does torch's aot_eager: {detail}"
     return Row(case.name, name, kind, detail, time.perf_counter() - start)
+
+
+def torch_fails_too(case: Case, error: Exception) -> bool:
+    """torch.compile without fxsched ends with the same error."""
+    torch._dynamo.reset()
+    model, inputs = build(case)
+    try:
+        run = torch.compile(model, backend="aot_eager")
+        loss_of(call(case, run, part(case, inputs, 0))).backward()
+    except Exception as other:
+        return type(other) is type(error) and first_line(other) == first_line(error)
+    return False
 
 
 def compare(case: Case, schedule: Schedule) -> str:

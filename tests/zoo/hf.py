@@ -116,7 +116,8 @@ def classified_text(model: Any) -> Inputs:
 
 
 def classified_image(model: Any) -> Inputs:
-    size = getattr(model.config, "image_size", 32)
+    config = getattr(model.config, "vision_config", model.config)
+    size = getattr(config, "image_size", 32)
     size = size[0] if isinstance(size, list | tuple) else size
     channels = getattr(model.config, "num_channels", 3)
     return {"pixel_values": images(size, channels), "labels": answers()}
