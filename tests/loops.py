@@ -178,7 +178,7 @@ class Trainer:
 
     def backward(self, number: int, ids: Tensor, x: Tensor, scale: float) -> Tensor:
         """The loss over the microbatches; its gradients, times scale, are added."""
-        parts = MICROBATCHES if len(ids) % MICROBATCHES == 0 else 1
+        parts = max(p for p in range(1, MICROBATCHES + 1) if len(ids) % p == 0)
         total = torch.zeros(())
         for i, part in zip(ids.chunk(parts), x.chunk(parts), strict=True):
             loss = self.loss_of(number, self.call(number, i, part), i) / parts
