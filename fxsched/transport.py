@@ -298,8 +298,14 @@ class Processes:
         self.closed = threading.Event()
         self._connect((0, 0))
         weakref.finalize(self, self.helpers.close)
-        args = (weakref.ref(self), self.closed)
-        threading.Thread(None, _look_after, "fxsched waits", args, daemon=True).start()
+        self.ended = threading.Event()
+        args = (weakref.ref(self), self.ended)
+        watcher = threading.Thread(
+            None, _look_after, "fxsched waits", args, daemon=True
+        )
+        watcher.start()
+        # before Python ends: a thread that it stops inside the store aborts the process
+        weakref.finalize(self, _end, watcher, self.ended)
 
     def _connect(self, numbers: tuple[int, int]) -> None:
         """Makes a group and links, with all other ranks.
@@ -352,10 +358,14 @@ class Processes:
         if self.closed.is_set() or os.getpid() != self.process:
             return
         self.closed.set()
+        self.ended.set()
         self.control.close()
         self.helpers.close()
+        if isinstance(self.neighbours, Neighbours):
+            self.neighbours.close()
+        self.neighbours = {}
         if dist.is_initialized() and dist.group.WORLD is self.world:
-            self.disconnect()
+            dist.destroy_process_group(self.group)
 
     def interrupt(self) -> None:
         """Breaks the links and the group's connections."""
@@ -491,10 +501,17 @@ def everyone(call: str) -> Processes:
     return last[1]
 
 
-def _look_after(processes: weakref.ref[Processes], closed: threading.Event) -> None:
+def _end(watcher: threading.Thread, ended: threading.Event) -> None:
+    """Ends the thread that looks after waits, which takes no longer than a look."""
+    ended.set()
+    if watcher is not threading.current_thread():
+        watcher.join(2 * TICK)
+
+
+def _look_after(processes: weakref.ref[Processes], ended: threading.Event) -> None:
     """Ends waits inside torch.distributed that are in vain."""
     last: Wait | None = None
-    while not closed.wait(TICK):
+    while not ended.wait(TICK):
         own = processes()
         if own is None:
             return
