@@ -25,7 +25,7 @@ from torch._guards import TracingContext, tracing
 from torch.fx.traceback import preserve_node_meta
 
 from . import ops
-from .checkpoints import recomputed
+from .checkpoints import is_forward, recomputed
 from .graphs import Spec, base, draws
 from .jobs import PlanError
 from .lazy import all_lazy
@@ -254,7 +254,7 @@ def _recompute(joint: fx.GraphModule, state: int) -> None:
             index = getattr(node.meta["desc"], "idx", state)
             if isinstance(node.meta["desc"], PlainAOTInput) and index < state:
                 derived[node] = None
-        elif node.op == "call_function" and _is_forward(node):
+        elif node.op == "call_function" and is_forward(node):
             read = node.all_input_nodes
             if (
                 read
@@ -279,17 +279,13 @@ def _recompute(joint: fx.GraphModule, state: int) -> None:
         return copies[node]
 
     for node in list(graph.nodes):
-        if node.op == "call_function" and not _is_forward(node):
+        if node.op == "call_function" and not is_forward(node):
             for read in node.all_input_nodes:
                 if read in derived:
                     node.replace_input_with(read, again(read, node))
     for node in graph.nodes:  # the partitioner has a way of its own with it
         node.meta.pop("recompute", None)
     joint.recompile()
-
-
-def _is_forward(node: fx.Node) -> bool:
-    return node.meta.get("partitioner_tag") == "is_forward"
 
 
 def _pair_of(

@@ -12,6 +12,7 @@ import re
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,9 +20,9 @@ from torch import Tensor, fx
 
 from .graphs import Spec
 from .request import Request
+from .user_line import user_line
 
 LOCAL = re.compile(r" at 0x[0-9a-f]+|(?<=cuda):\d+")  # of one process alone
-USER_LINE = re.compile(r'([^/\\"]+)", line (\d+).*\n *(.*)')
 WHERE = "  # "  # what comes after it is for people
 NOT_COMPARED = ("schedule", "owners", "readers")
 
@@ -103,11 +104,8 @@ def _line(node: fx.Node, number: dict[fx.Node, str]) -> str:
 
 def _place(node: fx.Node) -> str:
     """The user's line that a node comes from, if it is known."""
-    places = USER_LINE.findall(node.meta.get("stack_trace") or "")
-    if not places:
-        return ""
-    file, line, text = places[-1]
-    return f"{WHERE}{file}:{line}: {text}"
+    line = user_line(node.meta.get("stack_trace"))
+    return f"{WHERE}{Path(line.path).name}:{line.number}: {line.code}" if line else ""
 
 
 def _attribute_lines(gm: fx.GraphModule, node: fx.Node) -> Iterator[str]:

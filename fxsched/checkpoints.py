@@ -89,16 +89,16 @@ def recomputed(graph: fx.Graph) -> dict[fx.Node, None]:
     found: dict[fx.Node, None] = {}
     for node in graph.nodes:
         region = node.meta.get("recompute")
-        if region is None or not _is_forward(node) or node.op != "call_function":
+        if region is None or not is_forward(node) or node.op != "call_function":
             continue
         maker = node.args[0] if node.target is operator.getitem else node
         if draws(maker.target, maker.args, maker.kwargs):
             continue
-        users = [user for user in node.users if _is_forward(user)]
+        users = [user for user in node.users if is_forward(user)]
         if all(user.meta.get("recompute") == region for user in users):
             found[node] = None
     return found
 
 
-def _is_forward(node: fx.Node) -> bool:
+def is_forward(node: fx.Node) -> bool:
     return node.meta.get("partitioner_tag") == "is_forward"

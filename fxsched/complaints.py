@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from typing import TypeGuard
 
-import torch
-
 from .rows import Cause, Effect, Kind, Rows
+from .user_line import line_of
 
 
 class RowsWarning(UserWarning):
@@ -88,17 +85,6 @@ def of_cause(what: str, cause: Cause, microbatches: int) -> str:
         f"{cause.effect.value} ({cause.operation}){line_of(cause.stack)}\n"
         f"  {REMEDIES.get(cause.effect, OTHERWISE)}"
     )
-
-
-def line_of(stack: str | None) -> str:
-    """The innermost line that is not torch's own, on lines of its own."""
-    torch_folder = str(Path(torch.__file__).parent)
-    frames = re.findall(r'File "([^"]+)", line (\d+), in (\S+)\n?\s*(.*)', stack or "")
-    own = [frame for frame in frames if not frame[0].startswith(torch_folder)]
-    if not own:
-        return ""
-    path, number, function, code = own[-1]
-    return f"\n  at {path}:{number}, in {function}: {code.strip()}"
 
 
 def complaints(

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
 
-import torch
 from torch import Tensor
 
 from .rows import SHARED, Call, Effect, Kind, Rows, first_cause
@@ -162,7 +160,3 @@ def constant(call: Call) -> Rows:
 
 def name_of(call: Call) -> str:
     return str(call.func.overloadpacket.__name__).rstrip("_")
-
-
-def pointwise_tag(func: Any) -> bool:
-    return torch.Tag.pointwise in getattr(func, "tags", ())

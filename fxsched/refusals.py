@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor, fx
 from torch._ops import HigherOrderOperator
 
 from .jobs import PlanError
+from .user_line import user_line
 
 # Nodes that open a transform of torch.func; what follows runs inside it.
 TRANSFORMS = {
@@ -82,11 +81,5 @@ def refusal(gm: fx.GraphModule) -> PlanError | None:
 
 def where_of(node: fx.Node) -> str:
     """Where the user's code made a node, as text to follow what it is."""
-    trace: Any = node.meta.get("stack_trace") or ""
-    lines = [line.strip() for line in trace.strip().split("\n")]
-    own = [i for i, line in enumerate(lines) if line.startswith("File ")]
-    user = [i for i in own if "/torch/" not in lines[i]] or own
-    if not user:
-        return ""
-    place, code = lines[user[-1]], lines[user[-1] + 1 : user[-1] + 2]
-    return f" at\n  {place}\n    {''.join(code)}\n "
+    line = user_line(node.meta.get("stack_trace"))
+    return f" at\n  {line}\n " if line else ""

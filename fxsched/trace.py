@@ -50,8 +50,9 @@ from .request import Request
 from .returns import Returned, read_returns
 from .rows import Kind, Rows, first_cause
 from .tracker import Tracker
+from .user_line import user_line
 from .whole import Whole, part_means, parts_of_sum
-from .writes import find_writes, line_of
+from .writes import find_writes
 
 
 def configure_dynamo() -> None:
@@ -725,7 +726,8 @@ class _Binder:
         after:  add = n + 1; n.copy_(add); return None
         """
         before, after = state.meta["val"], self.val[old]
-        where = f"{state.meta['name']} gets a new value, at\n  {line_of(old)}\n"
+        line = user_line(old.meta.get("stack_trace"))
+        where = f"{state.meta['name']} gets a new value, at\n  {line}\n"
         if (before.shape, before.dtype) != (after.shape, after.dtype):
             raise PlanError(
                 f"{where}which is {Spec.of(after)} and was {Spec.of(before)}; what the "
@@ -783,7 +785,7 @@ class _Binder:
             old.meta["example_value"].shape,
             self.origins_of(old),
             self.rows(old),
-            line_of(old),
+            str(user_line(old.meta.get("stack_trace"))),
         )
         how = (self.declared or {}).get(name)
         return describe(known[position], self.batch, how)

@@ -341,16 +341,19 @@ class Processes:
                 "same state on every rank, such as a checkpoint, and call "
                 "backend.reset(loaded=True) on all"
             )
+        self.interrupt()
         self.disconnect()
         self.verdict = self.mark = None
         self._connect((max(calls), max(plans)))
         self.control.names = old.names
 
     def disconnect(self) -> None:
-        """Ends links and group, and all waits for them here and elsewhere."""
-        self.interrupt()
+        """Ends links and group; a receive that waits for them must be broken before."""
+        if isinstance(self.neighbours, Neighbours):
+            self.neighbours.close()
         self.neighbours = {}
-        dist.destroy_process_group(self.group)
+        if dist.is_initialized() and dist.group.WORLD is self.world:
+            dist.destroy_process_group(self.group)
 
     def close(self) -> None:
         """Ends this rank's part: links, threads and group. Ranks that wait for it
@@ -361,11 +364,7 @@ class Processes:
         self.ended.set()
         self.control.close()
         self.helpers.close()
-        if isinstance(self.neighbours, Neighbours):
-            self.neighbours.close()
-        self.neighbours = {}
-        if dist.is_initialized() and dist.group.WORLD is self.world:
-            dist.destroy_process_group(self.group)
+        self.disconnect()
 
     def interrupt(self) -> None:
         """Breaks the links and the group's connections."""

@@ -15,10 +15,11 @@ from torch.utils._pytree import keystr, tree_flatten_with_path, tree_map
 
 from .backend import Backend, backend
 from .batch import Batch
-from .complaints import RowsWarning, line_of
+from .complaints import RowsWarning
 from .departures import Departure, first_departure, rounding
 from .jobs import PlanError, Schedule
 from .show import verify_table
+from .user_line import line_of
 
 ROWS = 24  # of the table; the rest of what agrees is counted
 

@@ -22,12 +22,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, fx
 
-from .complaints import line_of
 from .graphs import storage
 from .jobs import PlanError
 from .lazy import lazy_module
 from .rows import Kind, Rows
 from .tracker import Tracker
+from .user_line import line_of
 
 ADDITIONS: tuple[Any, ...] = (operator.add, operator.iadd, operator.sub, operator.isub)
 ADDITIONS += (torch.add, torch.sub, "add", "add_", "sub", "sub_")

@@ -9,6 +9,7 @@ import torch
 from torch import fx
 
 from .graphs import Role, storage, tensors
+from .user_line import user_line
 
 ADDS = (operator.add, torch.add, "add", "__add__")
 ADDS_IN_PLACE = (operator.iadd, "add_", "__iadd__")
@@ -21,7 +22,7 @@ class Write(NamedTuple):
         "mean" of theirs (running statistics of BatchNorm and InstanceNorm), the "sum"
         of what they added to it (what is only ever added to), or None: each microbatch
         has to see the one before, as in eager PyTorch.
-    where: the user's lines that write it.
+    where: the user's line that writes it.
     """
 
     how: str | None
@@ -39,16 +40,9 @@ def find_writes(graph: fx.Graph) -> dict[int, Write]:
     for node in graph.find_nodes(op="placeholder"):
         mine = writers.get(storage(node.meta["val"]), [])
         if mine and node.meta["role"] is not Role.BATCH:
-            line = line_of(mine[0])
+            line = str(user_line(mine[0].meta.get("stack_trace")))
             found[node.meta["index"]] = Write(_how(node, mine, nodes), line)
     return found
-
-
-def line_of(node: fx.Node) -> str:
-    """The user's line that a node comes from, as a traceback shows it."""
-    trace = [t.strip() for t in (node.meta.get("stack_trace") or "").split("\n")]
-    frames = [i for i, text in enumerate(trace) if text.startswith("File ")]
-    return "\n    ".join(trace[frames[-1] : frames[-1] + 2]) if frames else "(unknown)"
 
 
 def _how(state: fx.Node, writers: list[fx.Node], nodes: list[fx.Node]) -> str | None:

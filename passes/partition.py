@@ -15,6 +15,7 @@ from ..graphs import REGION_ENTERS, REGION_EXITS, Role, storage, tensors
 from ..jobs import PlanError
 from ..planner import choose_cut, stage_graph
 from ..request import Request
+from ..user_line import user_line
 
 Block = list[fx.Node]
 
@@ -145,11 +146,10 @@ def _written(gm: fx.GraphModule, nodes: list[fx.Node]) -> list[Block]:
     for written, end in last.items():
         given = inputs.get(written)
         if given is not None and given.meta["role"] is not Role.BUFFER:
-            line = (nodes[end].meta["stack_trace"] or "").strip().split("\n")
+            line = user_line(nodes[end].meta["stack_trace"])
             raise PlanError(
-                f"the model writes into its input {given.meta['name']}, at\n  "
-                + "\n  ".join(line[-2:])
-                + "\nmicrobatches would not see each other's writes; write into a copy"
+                f"the model writes into its input {given.meta['name']}, at\n  {line}\n"
+                "microbatches would not see each other's writes; write into a copy"
             )
         stop = len(nodes) if given is not None else end + 1
         groups.append([n for n in nodes[:stop] if _touches(n, written)])

@@ -9,6 +9,7 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -162,10 +163,9 @@ def failures(loop: Loop) -> None:
     wrong = loop.ids().clone()
     wrong[3] = 99  # rank 0 looks it up
     loop.fails("exception", lambda: loop.run(wrong))
-    try:
+    with pytest.raises((IndexError, ConnectionError)):
         loop.run(wrong)
-    except Exception:
-        refused(loop)
+    refused(loop)
     loop.backend.reset()
 
 

@@ -15,7 +15,7 @@ ROOT = Path(__file__).parent.parent
 
 # A module imports only what stands in a layer above its own.
 LAYERS: tuple[tuple[str, ...], ...] = (
-    ("models",),
+    ("models", "user_line"),
     ("jobs",),
     ("rows",),
     ("moves", "picks", "mixes", "complaints"),

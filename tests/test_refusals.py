@@ -15,7 +15,7 @@ import fxsched
 from fxsched import PlanError, schedules
 from fxsched.modes import modes_after_errors
 
-HERE = r"test_refusals\.py\", line \d+, in "
+HERE = r"test_refusals\.py(\", line |:)\d+, in "
 
 
 class Of(nn.Module):
