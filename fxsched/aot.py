@@ -120,6 +120,7 @@ def trace_stage(
         joint = exported.graph_module
         assert isinstance(joint, fx.GraphModule)
         _refuse_effects(joint)
+        _reshape(joint.graph)
         same = _without_tangents(joint, live)
         (output,) = joint.graph.find_nodes(op="output")
         results = [
@@ -226,6 +227,21 @@ def _refuse_effects(joint: fx.GraphModule) -> None:
             "give tensors (it prints, or raises for some values), as planned steps do; "
             "leave it out, or take what only computes (torch.linalg's _ex functions)"
         )
+
+
+def _reshape(graph: fx.Graph) -> None:
+    """Has views copy where their source has other strides than it was traced with.
+
+    Some operations do: mse_loss_backward gives contiguous gradients, and claims the
+    strides of its input.
+
+    before: g = mse_loss_backward(1, y, z); gx = view(t(g), (8,))
+    after:  g = mse_loss_backward(1, y, z); gx = reshape(t(g), (8,))
+    """
+    aten = torch.ops.aten
+    for node in graph.find_nodes(op="call_function", target=aten.view.default):
+        if not base(node).meta["val"].is_contiguous():
+            node.target = aten.reshape.default
 
 
 class _Tagged(torch.nn.Module):

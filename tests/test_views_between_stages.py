@@ -30,6 +30,32 @@ class Contiguous(nn.Module):
         return x.contiguous().view(x.shape[0], -1)
 
 
+class Turned(nn.Module):
+    """Its loss's gradient has other strides than torch tells when it is traced."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(4, 4)
+        self.last = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        turned = self.last(self.first(x)).transpose(1, 2)
+        return nn.functional.mse_loss(turned * 2, y)
+
+
+def test_a_loss_of_turned_values() -> None:
+    torch.manual_seed(0)
+    model, x, y = Turned(), torch.randn(8, 3, 4), torch.randn(8, 4, 3)
+    reference = copy.deepcopy(model)
+    backend = fxsched.backend(
+        schedules.gpipe(2, 4), stages=["last"], transport="threads"
+    )
+    torch.compile(model, backend=backend)(x, y).backward()
+    reference(x, y).backward()
+    for mine, other in zip(model.parameters(), reference.parameters(), strict=True):
+        torch.testing.assert_close(mine.grad, other.grad)
+
+
 def test_contiguous_alone_in_a_stage_hands_its_gradient_on() -> None:
     torch.manual_seed(0)
     model, x = Cut(), torch.randn(8, 4)
