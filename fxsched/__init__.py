@@ -5,27 +5,29 @@
 
 from . import schedules
 from .backend import Backend, backend, explain, plan, profile
-from .boundary import stage_boundary
-from .check import CheckError
-from .checkpoint import (
+from .checker.check_messages import CheckError
+from .clock.event_loop import Event
+from .clock.network import Link
+from .costmodel.measure import Profile
+from .draw.chrome import write_trace
+from .draw.diagram import Diagram
+from .equality.verify import Verification, verify
+from .ir.boundary import stage_boundary
+from .jobs import Direction, Job, Placement, PlanError, Schedule
+from .plans.plan import Plan
+from .rows.row_warnings import RowsWarning
+from .runtime.local_rows import LocalSampler
+from .simulator.simulate import Simulation, simulate
+from .state.clip import clip_grad_norm_
+from .state.full_state import (
     full_optimizer_state_dict,
     full_state_dict,
     load_full_optimizer_state_dict,
     load_full_state_dict,
 )
-from .chrome import write_trace
-from .clip import clip_grad_norm_
-from .complaints import RowsWarning
-from .diagram import Diagram
-from .eventloop import Event
-from .jobs import Direction, Job, Placement, PlanError, Schedule
-from .links import Link
-from .local import LocalSampler
-from .measure import Profile
-from .pipeline import Plan
-from .search import search
-from .simulate import Simulation, simulate
-from .verify import Verification, verify
+from .tuner.search import search
+
+__version__ = "0.1.0"
 
 __all__ = [
     "Backend",
@@ -60,3 +62,7 @@ __all__ = [
     "verify",
     "write_trace",
 ]
+
+
+def __dir__() -> list[str]:
+    return sorted([*__all__, "__version__"])

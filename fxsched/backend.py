@@ -10,29 +10,15 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, fx
 
-from . import inductor
-from .agreement import CHECKS, Agreement, InputRule
-from .arguments import each_one_of, one_of, positive
-from .batch import Batch, batch_of
-from .caller import Dims, parts
-from .checkpoints import inline_checkpoints
-from .eventloop import Event
-from .inputs import call_text
-from .jobs import PlanError, Schedule, is_int, is_number
-from .kept import KEPT, specs_of, stand_in
-from .local import check_local, spread
-from .loss_scale import Scale, read_scale
-from .measure import Profile, measure
-from .meta_device import is_meta
-from .modes import modes_after_errors
-from .outputs import REDUCTIONS
-from .padding import Padded, check_padded, pad
-from .pipeline import Plan, make_plan
-from .refusals import refusal
-from .request import Request
-from .runtime import Runnable
-from .step import Step
-from .trace import (
+from .autodiff import inductor
+from .autodiff.activation_checkpoints import inline_checkpoints
+from .capture.batch import Batch, batch_of
+from .capture.caller import Dims, parts
+from .capture.graph_inputs import call_text
+from .capture.meta_device import is_meta
+from .capture.outputs import REDUCTIONS
+from .capture.refusals import refusal
+from .capture.trace import (
     ask_for_symbolic_batch,
     capture,
     configure_dynamo,
@@ -41,10 +27,25 @@ from .trace import (
     note_origins,
     trace_microbatch,
 )
-from .transport import TRANSPORTS, choose, from_rank_0
-from .watch import Watch
-from .whole import reduction_of
-from .workers import Ranks, Threads
+from .clock.event_loop import Event
+from .costmodel.measure import Profile, measure
+from .ir.loss_scale import Scale, read_scale
+from .ir.modes import modes_after_errors
+from .ir.request import Request
+from .jobs import PlanError, Schedule, is_int, is_number
+from .pipeline import make_plan
+from .plans.plan import Plan
+from .rows.label_watch import Watch
+from .rows.weighted_loss import reduction_of
+from .runtime.input_agreement import CHECKS, Agreement, InputRule
+from .runtime.local_rows import check_local, spread
+from .runtime.padding import Padded, check_padded, pad
+from .runtime.runs import Runnable
+from .runtime.step import Step
+from .runtime.workers import Ranks, Threads
+from .schedules.arguments import each_one_of, one_of, positive
+from .state.kept import KEPT, specs_of, stand_in
+from .transport.processes import TRANSPORTS, choose, from_rank_0
 
 PLANS = 64  # that a backend keeps
 LOCAL = [

@@ -1,1 +1,4 @@
-"""Small plain models to train, each one file, with no parallel code in any of them."""
+"""Small plain models to train, each one file, with no parallel code in any of them.
+
+Imports: nothing.
+"""

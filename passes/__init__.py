@@ -1,1 +1,4 @@
-"""The passes: each file one public function `verb_noun(gm, request) -> gm`."""
+"""The passes: each file one public function `verb_noun(gm, request) -> gm`.
+
+Imports: autodiff, clock, costmodel, ir, jobs, partition.
+"""

@@ -7,12 +7,12 @@ from typing import Any
 
 from torch import fx
 
-from .. import ops
-from ..graphs import Group, Output, Specs, dims, result
+from ..ir import ops
+from ..ir.graphs import Group, Output, Specs, dims, result
+from ..ir.request import Request
+from ..ir.step_ir import Layout, Line, Made, Running
+from ..ir.writes import Write
 from ..jobs import Direction, PlanError
-from ..lines import Layout, Line, Made, Running
-from ..request import Request
-from ..writes import Write
 
 Value = Made | Line
 Parts = list[tuple[tuple[int, ...], Line]]  # microbatches, and their bundle

@@ -7,10 +7,10 @@ from typing import Any
 
 from torch import fx
 
-from .. import ops
-from ..graphs import Output, arguments, dims, make
-from ..jobs import Direction, Job
-from ..lines import (
+from ..ir import ops
+from ..ir.graphs import Output, arguments, dims, make
+from ..ir.request import Request
+from ..ir.step_ir import (
     TOKEN,
     Credit,
     Layout,
@@ -21,7 +21,7 @@ from ..lines import (
     Value,
     with_values,
 )
-from ..request import Request
+from ..jobs import Direction, Job
 
 Where = tuple[int, str, int]  # worker, task, n
 

@@ -8,15 +8,20 @@ from typing import Any
 
 from torch import fx
 
-from .. import ops
-from ..aot import Pair, stage_key, trace_stage
-from ..backsplit import split_weights
-from ..calls import Place, backward_module, forward_module, weight_module
-from ..costs import graph_cost
-from ..graphs import Group, arguments, result
+from ..autodiff.autograd import Pair, stage_key, trace_stage
+from ..autodiff.split_backward import split_weights
+from ..autodiff.stage_modules import (
+    Place,
+    backward_module,
+    forward_module,
+    weight_module,
+)
+from ..costmodel.costs import graph_cost
+from ..ir import ops
+from ..ir.graphs import Group, arguments, result
+from ..ir.lazy import write_code
+from ..ir.request import Request
 from ..jobs import Direction
-from ..lazy import write_code
-from ..request import Request
 
 
 def differentiate_stages(gm: fx.GraphModule, request: Request) -> fx.GraphModule:

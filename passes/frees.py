@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from torch import fx
 
-from .. import ops
-from ..request import Request
+from ..ir import ops
+from ..ir.request import Request
 
 
 def free_values(graph: fx.Graph, request: Request) -> fx.Graph:

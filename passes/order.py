@@ -7,11 +7,11 @@ from dataclasses import replace
 
 from torch import fx
 
-from ..eventloop import Jobs, Kind, Timeline, run_jobs
-from ..graphs import result
+from ..clock.event_loop import Jobs, Kind, Timeline, run_jobs
+from ..clock.stage_graph import Edges, credits, place_jobs
+from ..ir.graphs import result
+from ..ir.request import Request
 from ..jobs import Direction, Placement, PlanError, Schedule
-from ..request import Request
-from ..stages import Edges, credits, place_jobs
 
 FORWARD, BACKWARD, _ = Direction
 Cap = Callable[[int], int | None]

@@ -8,14 +8,14 @@ from collections.abc import Sequence
 import networkx as nx
 from torch import Tensor, fx
 
-from ..boundary import stage_boundary
-from ..costs import send_seconds
-from ..cuts import Cut, Problem, Unit, Value
-from ..graphs import REGION_ENTERS, REGION_EXITS, Role, storage, tensors
+from ..costmodel.costs import send_seconds
+from ..ir.boundary import stage_boundary
+from ..ir.graphs import REGION_ENTERS, REGION_EXITS, Role, storage, tensors
+from ..ir.request import Request
+from ..ir.user_line import user_line
 from ..jobs import PlanError
-from ..planner import choose_cut, stage_graph
-from ..request import Request
-from ..user_line import user_line
+from ..partition.cut_cost import Cut, Problem, Unit, Value
+from ..partition.planner import choose_cut, stage_graph
 
 Block = list[fx.Node]
 

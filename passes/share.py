@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import fx
 
-from ..request import Request
+from ..ir.request import Request
 
 
 def copy_shared(gm: fx.GraphModule, request: Request) -> fx.GraphModule:

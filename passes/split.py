@@ -11,8 +11,8 @@ import networkx as nx
 import torch
 from torch import fx
 
-from ..costs import send_seconds
-from ..graphs import (
+from ..costmodel.costs import send_seconds
+from ..ir.graphs import (
     REGION_ENTERS,
     REGION_EXITS,
     Group,
@@ -22,9 +22,9 @@ from ..graphs import (
     result,
     storage,
 )
+from ..ir.lazy import lazy_module
+from ..ir.request import Request
 from ..jobs import Job, PlanError
-from ..lazy import lazy_module
-from ..request import Request
 
 
 def split_stages(gm: fx.GraphModule, request: Request) -> fx.GraphModule:

@@ -7,18 +7,9 @@ from typing import NamedTuple
 
 from torch import fx
 
+from ..ir.request import Request
+from ..ir.step_ir import Credit, Layout, Line, Made, Message, Running, Value, values_in
 from ..jobs import Job
-from ..lines import (
-    Credit,
-    Layout,
-    Line,
-    Made,
-    Message,
-    Running,
-    Value,
-    values_in,
-)
-from ..request import Request
 
 
 def insert_transfers(gm: fx.GraphModule, request: Request) -> fx.GraphModule:

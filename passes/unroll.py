@@ -6,11 +6,11 @@ import operator
 
 from torch import fx
 
-from .. import ops
-from ..eventloop import Kind
+from ..clock.event_loop import Kind
+from ..ir import ops
+from ..ir.request import Request
+from ..ir.step_ir import Layout, Line, Recipe, Running
 from ..jobs import Direction, Job, Placement
-from ..lines import Layout, Line, Recipe, Running
-from ..request import Request
 
 
 def unroll_jobs(gm: fx.GraphModule, request: Request) -> fx.GraphModule:

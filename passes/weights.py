@@ -6,10 +6,10 @@ from collections import deque
 
 from torch import fx
 
-from ..graphs import Group, arguments
+from ..ir.graphs import Group, arguments
+from ..ir.request import Request
+from ..ir.step_ir import Layout, Line, Message
 from ..jobs import Direction, Job, Placement
-from ..lines import Layout, Line, Message
-from ..request import Request
 
 
 def fetch_weights(gm: fx.GraphModule, request: Request) -> fx.GraphModule:

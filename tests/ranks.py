@@ -11,9 +11,10 @@ from torch import Tensor, fx, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 import fxsched
-from fxsched import CheckError, PlanError, ops, schedules
-from fxsched.parcels import Parcel
-from fxsched.transport import ProcessEndpoint
+from fxsched import CheckError, PlanError, schedules
+from fxsched.ir import ops
+from fxsched.transport.processes import ProcessEndpoint
+from fxsched.transport.wire_format import Parcel
 from tests.cases import (
     MICROBATCHES,
     anything,

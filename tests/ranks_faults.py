@@ -15,7 +15,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import fxsched
-from fxsched import PlanError, control, schedules
+from fxsched import PlanError, schedules
+from fxsched.transport import control
 
 
 class Two(nn.Module):

@@ -16,7 +16,7 @@ from torch import Tensor, fx, nn
 
 import fxsched
 from fxsched import schedules
-from fxsched.arithmetic import first_difference
+from fxsched.plans.arithmetic import first_difference
 
 Function = Callable[[Tensor], Tensor]
 

@@ -13,7 +13,8 @@ import torch
 from torch import Tensor, nn
 
 import fxsched
-from fxsched import PlanError, cli, schedules
+from fxsched import PlanError, schedules
+from fxsched.cli import main as cli
 
 ROWS, WIDTH = 8, 4
 

@@ -14,17 +14,10 @@ import torch
 from torch import Tensor, fx, nn
 
 import fxsched
-from fxsched import (
-    CheckError,
-    Job,
-    Placement,
-    Plan,
-    Schedule,
-    ops,
-    schedules,
-)
+from fxsched import CheckError, Job, Placement, Plan, Schedule, schedules
 from fxsched import pipeline as passes_in_order
-from fxsched.check import GRAPH_META, META, check_summaries
+from fxsched.checker.check_messages import GRAPH_META, META, check_summaries
+from fxsched.ir import ops
 
 
 class Chain(nn.Module):

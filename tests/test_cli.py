@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from fxsched import cli
+from fxsched.cli import main as cli
 
 ROOT = Path(__file__).parent.parent
 DEMO = "-m fxsched demo --schedule 1f1b --workers 2 --microbatches 2 --steps 2"

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from fxsched import cli
+from fxsched.cli import main as cli
 from fxsched.schedules import LIBRARY
 
 MODEL = """

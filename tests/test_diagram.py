@@ -14,11 +14,11 @@ import numpy as np
 import pytest
 
 from fxsched import Direction, Job, PlanError, Schedule, schedules, simulate
-from fxsched.bars import collect, held, spread
-from fxsched.diagram import Diagram, draw
-from fxsched.eventloop import Event
-from fxsched.frame import LEFT, WIDTH
-from fxsched.scales import clock, palette, ticks
+from fxsched.clock.event_loop import Event
+from fxsched.draw.diagram import Diagram, draw
+from fxsched.draw.palette import clock, palette, ticks
+from fxsched.draw.svg_layout import LEFT, WIDTH
+from fxsched.draw.timeline_arrays import collect, held, spread
 
 GOLDEN = Path(__file__).parent / "golden" / "zb_h1.svg"
 FORWARD, BACKWARD, WEIGHT = Direction

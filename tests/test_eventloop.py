@@ -8,7 +8,7 @@ from itertools import pairwise
 import pytest
 
 from fxsched import Direction, Job, PlanError
-from fxsched.eventloop import Event, Jobs, Timeline, run_jobs
+from fxsched.clock.event_loop import Event, Jobs, Timeline, run_jobs
 
 FORWARD, BACKWARD, WEIGHT = Direction
 Cap = Callable[[int], int | None]

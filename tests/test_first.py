@@ -11,7 +11,7 @@ from torch import Tensor, fx, nn
 
 import fxsched
 from fxsched import Schedule, schedules
-from fxsched.inductor import compile_stages
+from fxsched.autodiff.inductor import compile_stages
 
 
 class Chain(nn.Module):
@@ -80,7 +80,7 @@ def test_graphs_that_are_alike_are_compiled_once(
         compiled.append(gm)
         return gm.forward
 
-    monkeypatch.setattr("fxsched.inductor._inductor", count)
+    monkeypatch.setattr("fxsched.autodiff.inductor._inductor", count)
     stages = [fx.GraphModule({"flat": graph}, _call(graph)) for graph in graphs]
     programs = [
         fx.GraphModule({"stage": stage}, _call(stage, "stage")) for stage in stages

@@ -16,7 +16,8 @@ import transformers
 from torch import Tensor, nn
 
 import fxsched
-from fxsched import Plan, PlanError, ops, schedules
+from fxsched import Plan, PlanError, schedules
+from fxsched.ir import ops
 
 from .cases import assert_equal, train
 

@@ -15,10 +15,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from fxsched.control import Control
-from fxsched.graphs import Spec
-from fxsched.neighbours import HELLO, Neighbours
-from fxsched.parcels import Parcel
+from fxsched.ir.graphs import Spec
+from fxsched.transport.control import Control
+from fxsched.transport.shared_memory import HELLO, Neighbours
+from fxsched.transport.wire_format import Parcel
 
 VALUE = torch.arange(512.0)
 

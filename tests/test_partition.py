@@ -16,12 +16,12 @@ from torch import Tensor, fx, nn
 
 import fxsched
 from fxsched import PlanError, Schedule, schedules
-from fxsched.cuts import Problem
+from fxsched.clock.stage_graph import run_stages, worker_bytes
 from fxsched.models.gpt import GPT, GPTConfig
 from fxsched.models.three_encoder import ThreeEncoder, ThreeEncoderConfig
+from fxsched.partition.cut_cost import Problem
+from fxsched.partition.planner import choose_cut
 from fxsched.passes import partition
-from fxsched.planner import choose_cut
-from fxsched.stages import run_stages, worker_bytes
 
 
 class Towers(nn.Module):

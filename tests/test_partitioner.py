@@ -11,11 +11,24 @@ import networkx as nx
 import pytest
 
 from fxsched import Direction, PlanError, schedules
-from fxsched import partitioner as partitioner_module
-from fxsched.cuts import EXPOSED, MIXED, Cut, Problem, Unit, Value, predicted
-from fxsched.partitioner import best_cut, join_light
-from fxsched.planner import choose_cut, number, stage_graph
-from fxsched.stages import likely_seconds, run_stages, step_seconds, worker_bytes
+from fxsched.clock.stage_graph import (
+    likely_seconds,
+    run_stages,
+    step_seconds,
+    worker_bytes,
+)
+from fxsched.partition import partitioner as partitioner_module
+from fxsched.partition.cut_cost import (
+    EXPOSED,
+    MIXED,
+    Cut,
+    Problem,
+    Unit,
+    Value,
+    predicted,
+)
+from fxsched.partition.partitioner import best_cut, join_light
+from fxsched.partition.planner import choose_cut, number, stage_graph
 
 Edges = list[tuple[int, int]]
 

@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 import fxsched
 from fxsched import PlanError, schedules
-from fxsched.modes import modes_after_errors
+from fxsched.ir.modes import modes_after_errors
 
 HERE = r"test_refusals\.py(\", line |:)\d+, in "
 

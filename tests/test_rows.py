@@ -14,7 +14,7 @@ from torch import Tensor, nn
 import fxsched
 from fxsched import Schedule
 from fxsched.backend import _Traced, _Tracer
-from fxsched.rows import Effect, Kind, Rows
+from fxsched.rows.kinds import Effect, Kind, Rows
 from tests import cases
 
 SEQUENCES, FEATURES = torch.randn(8, 4, 6), torch.randn(8, 6)

@@ -19,9 +19,9 @@ from fxsched import (
     Simulation,
     schedules,
     simulate,
-    table1,
 )
-from fxsched.counts import Worker
+from fxsched.cli import table1
+from fxsched.clock.worker_stats import Worker
 
 FORWARD, BACKWARD, WEIGHT = Direction
 WHOLE = ("ddp", "fsdp", "hsdp", "hybrid", "interleaved")  # equal shares of microbatches

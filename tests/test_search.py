@@ -11,14 +11,14 @@ import pytest
 
 import fxsched
 from fxsched import Direction, Job, Link, PlanError, Schedule, search
-from fxsched.candidates import library, moves_weights
-from fxsched.climb import pull_weights
-from fxsched.fill import FIRST, Knobs, fill
-from fxsched.replay import fits, length, most, replay
-from fxsched.simulate import Simulation, simulate
-from fxsched.stage_costs import of_durations
-from fxsched.stages import worker_bytes
-from fxsched.tasks import Task, make_task
+from fxsched.clock.stage_graph import worker_bytes
+from fxsched.simulator.simulate import Simulation, simulate
+from fxsched.tuner.candidates import library, moves_weights
+from fxsched.tuner.evaluate_order import fits, length, most, replay
+from fxsched.tuner.list_scheduler import FIRST, Knobs, fill
+from fxsched.tuner.local_search import pull_weights
+from fxsched.tuner.ordering_problem import Task, make_task
+from fxsched.tuner.stage_costs import of_durations
 
 from .bench.search import find, kept
 from .cases import MICROBATCHES, mlp, two_tower

@@ -12,10 +12,11 @@ import torch
 from torch import fx
 
 import fxsched
-from fxsched import Direction, Job, Link, PlanError, Schedule, ops, schedules, simulate
-from fxsched.parcels import Parcel
-from fxsched.pipeline import Plan
-from fxsched.transport import ThreadEndpoint
+from fxsched import Direction, Job, Link, PlanError, Schedule, schedules, simulate
+from fxsched.ir import ops
+from fxsched.plans.plan import Plan
+from fxsched.transport.processes import ThreadEndpoint
+from fxsched.transport.wire_format import Parcel
 from tests.cases import apart, build
 
 FORWARD, BACKWARD, WEIGHT = Direction

@@ -10,10 +10,11 @@ import torch
 from torch import fx, nn
 
 import fxsched
-from fxsched import ops, schedules
-from fxsched.program import Program, sent
-from fxsched.source import let_go
-from fxsched.straight import Straight
+from fxsched import schedules
+from fxsched.codegen.python_source import let_go
+from fxsched.codegen.static_program import Straight
+from fxsched.codegen.tasks import Program, sent
+from fxsched.ir import ops
 from tests.test_passes import plan_of
 
 

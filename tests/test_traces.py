@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 
 from fxsched import Job, PlanError, schedules, simulate
-from fxsched.chrome import write_trace
-from fxsched.compare import compare
-from fxsched.eventloop import Event, Timeline
+from fxsched.clock.event_loop import Event, Timeline
+from fxsched.draw.chrome import write_trace
+from fxsched.simulator.timeline_comparison import compare
 
 SECONDS = {"F": 1e-3, "B": 2e-3}
 

@@ -12,9 +12,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from fxsched.graphs import Spec
-from fxsched.neighbours import Neighbour, Neighbours
-from fxsched.parcels import Packing, Parcel
+from fxsched.ir.graphs import Spec
+from fxsched.transport.shared_memory import Neighbour, Neighbours
+from fxsched.transport.wire_format import Packing, Parcel
 
 VALUES: dict[str, Tensor] = {
     "contiguous": torch.arange(12.0).view(3, 4),

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import fx
 
-from fxsched.graphs import Role, Spec
-from fxsched.lines import Line, Message
+from fxsched.ir.graphs import Role, Spec
+from fxsched.ir.step_ir import Line, Message
 
 # What passes say about the whole graph that reads as text, in this order.
 FACTS = (

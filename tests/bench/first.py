@@ -31,10 +31,10 @@ WORKERS = {"auto": 2, "names": 2, "one worker": 1}  # of fxsched's contestants
 PARTS = {
     "trace": ("backend.trace_microbatch",),
     "AOTAutograd": ("passes.differentiate.trace_stage",),
-    "check": ("pipeline.Plan.check",),
-    "Inductor": ("inductor.compile_stages",),
+    "check": ("plans.plan.Plan.check",),
+    "Inductor": ("autodiff.inductor.compile_stages",),
     "codegen": ("backend.Runnable",),
-    "step": ("step.Step.__call__",),
+    "step": ("runtime.step.Step.__call__",),
     "passes": ("pipeline.cut_program", "pipeline.free_values"),
 }
 # The passes that count as a part of their own.

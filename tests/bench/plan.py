@@ -23,7 +23,7 @@ from tabulate import tabulate
 
 import fxsched
 from fxsched import Schedule, pipeline, schedules
-from fxsched.check import check_summaries
+from fxsched.checker.check_messages import check_summaries
 
 from .overhead import Stages
 

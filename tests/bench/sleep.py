@@ -26,7 +26,7 @@ from torch.distributed.pipelining import (
 
 import fxsched
 from fxsched import Schedule, schedules
-from fxsched.compare import compare
+from fxsched.simulator.timeline_comparison import compare
 
 from .measure import Contestant, check, measure, slowest
 from .naps import calibrate

@@ -1,0 +1,104 @@
+"""torch.utils.checkpoint in a model: what it marks is computed again in B."""
+
+from __future__ import annotations
+
+import itertools
+import operator
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import fx
+
+from ..ir.graphs import draws
+from ..ir.lazy import lazy_module
+
+MARK = torch.ops.higher_order.tag_activation_checkpoint
+
+
+def inline_checkpoints(gm: fx.GraphModule) -> fx.GraphModule:
+    """Dynamo's graph with checkpointed functions in place of their calls; their nodes
+    carry the number of the call as meta["recompute"].
+
+    before: y = tag_activation_checkpoint(body, x); z = y[0]
+    after:  h = linear(x, w); z = tanh(h)
+    """
+    if not gm.graph.find_nodes(op="call_function", target=MARK):
+        return gm
+    inliner = _Inliner()
+    result = inliner.copy(gm, {}, None)
+    inliner.graph.output(result)
+    inliner.graph.output_node().meta = dict(gm.graph.output_node().meta)
+    inliner.graph.eliminate_dead_code(lambda node: node.op != "get_attr")
+    return lazy_module(inliner.root, inliner.graph)
+
+
+class _Inliner:
+    """Builds the graph; `root` has the tensors and modules that it reads."""
+
+    def __init__(self) -> None:
+        self.graph, self.root = fx.Graph(), dict[str, Any]()
+        self.regions: Iterator[int] = itertools.count(1)
+
+    def copy(
+        self, gm: fx.GraphModule, new: dict[fx.Node, Any], region: int | None
+    ) -> Any:
+        """Copies a graph's nodes, but for inputs that `new` has; gives its output."""
+        for node in gm.graph.nodes:
+            if node in new:
+                continue
+            if node.op == "output":
+                return fx.map_arg(node.args[0], new.__getitem__)
+            if node.op == "get_attr":
+                new[node] = self.attribute(gm, node)
+            elif node.target is MARK:
+                body, *given = node.args
+                inner = getattr(gm, body.target)
+                inputs = inner.graph.find_nodes(op="placeholder")
+                values = fx.map_arg(tuple(given), new.__getitem__)
+                known = dict(zip(inputs, values, strict=True))
+                number = next(self.regions) if region is None else region
+                new[node] = self.copy(inner, known, number)
+            elif node.target is operator.getitem and isinstance(
+                new[node.args[0]], tuple
+            ):
+                new[node] = new[node.args[0]][node.args[1]]
+            else:
+                new[node] = self.graph.node_copy(node, new.__getitem__)
+                if region is not None:
+                    new[node].meta["recompute"] = region
+        raise AssertionError("a graph without an output")
+
+    def attribute(self, gm: fx.GraphModule, node: fx.Node) -> fx.Node:
+        value = operator.attrgetter(str(node.target))(gm)
+        name = str(node.target)
+        if self.root.get(name, value) is not value:
+            name = f"{name.replace('.', '_')}_{len(self.root)}"
+        self.root[name] = value
+        copy = self.graph.get_attr(name)
+        copy.meta = dict(node.meta)
+        return copy
+
+
+def recomputed(graph: fx.Graph) -> dict[fx.Node, None]:
+    """Nodes of a joint graph's forward that B computes again rather than keeps.
+
+    Those that a checkpoint marks, but for what others read, which is kept as in eager,
+    and what draws random numbers: B would draw others.
+    """
+    found: dict[fx.Node, None] = {}
+    for node in graph.nodes:
+        region = node.meta.get("recompute")
+        if region is None or not is_forward(node) or node.op != "call_function":
+            continue
+        maker = node.args[0] if node.target is operator.getitem else node
+        if draws(maker.target, maker.args, maker.kwargs):
+            continue
+        users = [user for user in node.users if is_forward(user)]
+        if all(user.meta.get("recompute") == region for user in users):
+            found[node] = None
+    return found
+
+
+def is_forward(node: fx.Node) -> bool:
+    return node.meta.get("partitioner_tag") == "is_forward"

@@ -1,0 +1,146 @@
+"""The modules that programs call: bundles in, bundles out, around flat stage graphs."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import fx
+
+from ..ir.graphs import result
+from ..ir.lazy import lazy_module
+from .autograd import Pair
+
+Place = tuple[int, int]  # group of a stage, and tensor in the group
+
+
+def forward_module(pair: Pair, places: list[Place], outs: int) -> fx.GraphModule:
+    """Calls the flat forward graph with bundles: (weights, inputs, seed) -> outputs,
+    saved, and a bundle for each group with new state."""
+    call = _Wrapper(pair, places, ("weights", "inputs", "seed"))
+    flat = call.forward()
+    results: list[Any] = [call.item(flat, i) for i in range(outs)]
+    new = {i: call.item(flat, outs + k) for k, i in enumerate(pair.mutated)}
+    first = outs + len(pair.mutated)
+    results.append(tuple(call.item(flat, first + k) for k in range(len(pair.saved))))
+    for group in sorted({places[i][0] for i in pair.mutated}):
+        members = sorted((k, i) for i, (g, k) in enumerate(places) if g == group)
+        results.append(tuple(new.get(i) or call.state(i) for _, i in members))
+    return call.finish(results)
+
+
+def backward_module(
+    pair: Pair, places: list[Place], recompute: bool, trained: list[tuple[bool, ...]]
+) -> fx.GraphModule:
+    """Calls the flat backward graph with bundles: (weights, saved, inputs, tangents,
+    seed) -> gradients of inputs, and a bundle of gradients for each group, or, if the
+    backward is split, one of what is carried to weight_module."""
+    names = ("weights", "saved", "inputs", "tangents", "seed")
+    call = _Wrapper(pair, places, names)
+    saved: Callable[[int], fx.Node]
+    if recompute:
+        flat = call.forward()
+        outs = len(result(pair.forward)) - len(pair.saved)
+
+        def saved(k: int) -> fx.Node:
+            return call.item(flat, outs + k)
+    else:
+
+        def saved(k: int) -> fx.Node:
+            return call.item(call.given["saved"], k)
+
+    arguments = []
+    for what, i in pair.needs:
+        if what == "state":
+            arguments.append(call.state(i))
+        elif what == "input":
+            arguments.append(call.item(call.given["inputs"], i))
+        elif what == "saved":
+            arguments.append(saved(i))
+        else:
+            arguments.append(call.item(call.given["tangents"], pair.tangents.index(i)))
+    call.root["flat_backward"] = pair.backward
+    flat = call.graph.call_module("flat_backward", tuple(arguments))
+    count = len(pair.input_gradients)
+    results: list[Any] = [call.item(flat, i) for i in range(count)]
+    if pair.weight is None:
+        results += call.gradients(flat, count, trained)
+    else:
+        carried = range(count, count + len(pair.carried))
+        results.append(tuple(call.item(flat, i) for i in carried))
+    return call.finish(results)
+
+
+def weight_module(
+    pair: Pair, places: list[Place], trained: list[tuple[bool, ...]]
+) -> fx.GraphModule:
+    """Calls the flat graph of weight gradients with bundles: (weights, carried, seed)
+    -> a bundle of gradients for each group. It draws nothing, whatever the seed."""
+    call = _Wrapper(pair, places, ("weights", "carried", "seed"))
+    arguments = [
+        call.state(i) if what == "state" else call.item(call.given["carried"], i)
+        for what, i in pair.weight_needs
+    ]
+    call.root["flat_weight"] = pair.weight
+    flat = call.graph.call_module("flat_weight", tuple(arguments))
+    return call.finish(call.gradients(flat, 0, trained))
+
+
+class _Wrapper:
+    """Builds the graph that unpacks bundles for a flat graph."""
+
+    def __init__(
+        self, pair: Pair, places: list[Place], arguments: tuple[str, ...]
+    ) -> None:
+        self.pair, self.places, self.graph = pair, places, fx.Graph()
+        self.root: dict[str, Any] = {}
+        self.given = {name: self.graph.placeholder(name) for name in arguments}
+        self.items: dict[tuple[fx.Node, int], fx.Node] = {}
+
+    def item(self, value: fx.Node, index: int) -> fx.Node:
+        if (value, index) not in self.items:
+            found = self.graph.call_function(operator.getitem, (value, index))
+            self.items[value, index] = found
+        return self.items[value, index]
+
+    def state(self, i: int) -> fx.Node:
+        group, k = self.places[i]
+        return self.item(self.item(self.given["weights"], group), k)
+
+    def gradients(
+        self, flat: fx.Node, first: int, trained: list[tuple[bool, ...]]
+    ) -> list[Any]:
+        """A bundle for each group, from results of a flat graph; zeros for tensors of
+        the group that other stages alone have gradients of."""
+        made = self.pair.state_gradients
+        given = {i: self.item(flat, first + k) for k, i in enumerate(made)}
+        results = []
+        for group in sorted({self.places[i][0] for i in given}):
+            members = sorted(
+                (k, i) for i, (g, k) in enumerate(self.places) if g == group
+            )
+            results.append(
+                tuple(
+                    given.get(i)
+                    or self.graph.call_function(torch.zeros_like, (self.state(i),))
+                    for k, i in members
+                    if trained[group][k]
+                )
+            )
+        return results
+
+    def forward(self) -> fx.Node:
+        self.root["flat_forward"] = self.pair.forward
+        count = len(self.pair.forward.graph.find_nodes(op="placeholder"))
+        inputs = count - self.pair.random - len(self.places)
+        arguments = [self.given["seed"]] * self.pair.random
+        arguments += [self.state(i) for i in range(len(self.places))]
+        arguments += [self.item(self.given["inputs"], i) for i in range(inputs)]
+        return self.graph.call_module("flat_forward", tuple(arguments))
+
+    def finish(self, results: list[Any]) -> fx.GraphModule:
+        self.graph.output(tuple(results))
+        self.graph.lint()
+        return lazy_module(self.root, self.graph, "Stage")

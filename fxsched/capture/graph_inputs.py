@@ -1,0 +1,46 @@
+"""The inputs of Dynamo's graph: sizes, and where they come from."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from ..ir.graphs import Spec
+from .origins import Origin
+
+
+def call_text(gm: fx.GraphModule, inputs: Sequence[Any]) -> str:
+    """A call in the user's words: its tensors with their shapes, and its modes."""
+    given = [
+        f"{origin_of(node).name} {Spec.of(value)}"
+        for node, value in zip(placeholders(gm), inputs, strict=True)
+        if isinstance(value, Tensor) and origin_of(node).argument
+    ]
+    modes = ["with gradients" if torch.is_grad_enabled() else "without gradients"]
+    modes += [
+        f"{kind} autocast to {torch.get_autocast_dtype(kind)}"
+        for kind in ("cpu", "cuda")
+        if torch.is_autocast_enabled(kind)
+    ]
+    return ", ".join(given + modes)
+
+
+def placeholders(gm: fx.GraphModule) -> list[fx.Node]:
+    return [node for node in gm.graph.nodes if node.op == "placeholder"]
+
+
+def symbol_of(size: object) -> Any:
+    """The sympy symbol of a symbolic size, or None if it's a number or expression."""
+    if not isinstance(size, torch.SymInt):
+        return None
+    expression = size.node.expr
+    return expression if expression.is_Symbol else None
+
+
+def origin_of(node: fx.Node) -> Origin:
+    """Where an input comes from, as trace.note_origins wrote it down."""
+    origin: Origin = node.meta["origin"]
+    return origin

@@ -1,0 +1,59 @@
+"""Models on the meta device, which have shapes and no values: planned as on the CPU.
+
+AOTAutograd drops gradients of some operations there (nll_loss, in PyTorch 2.13), and
+nothing is known of the device that the model will be on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from ..ir.graphs import Spec
+from ..ir.lazy import lazy_module
+
+CPU = torch.device("cpu")
+
+
+def is_meta(inputs: Sequence[Any]) -> bool:
+    """Whether any input has no values."""
+    return any(isinstance(value, Tensor) and value.is_meta for value in inputs)
+
+
+def cpu_specs(inputs: Sequence[Any]) -> dict[int, Spec]:
+    """What inputs without values would be on the CPU, by index."""
+    return {
+        i: Spec.of(value)._replace(device=CPU)
+        for i, value in enumerate(inputs)
+        if isinstance(value, Tensor) and value.is_meta
+    }
+
+
+def on_cpu(gm: fx.GraphModule) -> fx.GraphModule:
+    """The same graph for the CPU.
+
+    before: mask = torch.arange(4, device=device("meta"))
+    after:  mask = torch.arange(4, device=device("cpu"))
+    """
+    graph = fx.Graph()
+    new: dict[fx.Node, fx.Node] = {}
+    graph.output(graph.graph_copy(gm.graph, new))
+    for old, node in [*new.items(), (gm.graph.output_node(), graph.output_node())]:
+        node.meta = dict(old.meta)
+        node.args = fx.node.map_aggregate(node.args, _off_meta)
+        node.kwargs = fx.node.map_aggregate(node.kwargs, _off_meta)
+    result = lazy_module(gm, graph)
+    result.meta.update(gm.meta)
+    for node in graph.find_nodes(op="get_attr"):
+        value = getattr(result, str(node.target), None)
+        if isinstance(value, Tensor) and value.is_meta:
+            setattr(result, str(node.target), torch.zeros_like(value, device=CPU))
+    return result
+
+
+def _off_meta(value: Any) -> Any:
+    named = isinstance(value, str) and value == "meta"
+    return CPU if named or value == torch.device("meta") else value

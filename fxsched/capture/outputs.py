@@ -1,0 +1,194 @@
+"""How the microbatches' values of an output become what the user gets.
+
+What can be known is: rows are joined, a value that no row of the batch went into is
+the same in all, a size follows from the batch's, sums and means over rows are told by
+the operations that make them. Of other numbers the user says what they are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from torch import Tensor, fx
+
+from ..ir.graphs import Output, storage, tensors
+from ..jobs import PlanError
+from ..rows.kinds import Kind, Rows
+from .batch import Batch
+
+REDUCTIONS = ("mean", "sum", "max", "min", "last")
+Name = int | str
+
+
+class Found(NamedTuple):
+    """What is known of a tensor that Dynamo's graph returns.
+
+    name: its index or key in what the user gets, or the attribute that it is stored in.
+    returned: whether the user gets it, and not only an attribute.
+    value: a microbatch's, fake.
+    sizes: the whole batch's, in symbols.
+    origins: which of "batch", "random" and "state" (that the model writes) it comes of.
+    rows: what became of the rows of the batch in it.
+    where: the user's line that makes it.
+    """
+
+    name: Name
+    returned: bool
+    value: Tensor
+    sizes: Sequence[Any]
+    origins: frozenset[str]
+    rows: Rows | None
+    where: str
+
+    @property
+    def known(self) -> str | None:
+        """What microbatches' values become, if that is known: the batch's value is
+        their mean or sum."""
+        if self.rows is None or self.rows.cause or "state" in self.origins:
+            return None
+        return {Kind.MEAN: "mean", Kind.SUM: "sum"}.get(self.rows.kind)
+
+
+def origins_of(
+    nodes: Sequence[fx.Node],
+    own: Mapping[fx.Node, str],
+    values: Mapping[fx.Node, Any],
+    written: Callable[[fx.Node], Sequence[Tensor]],
+) -> dict[fx.Node, frozenset[str]]:
+    """What each node comes of: what is its own, and that of all that it reads.
+
+    written: the tensors that a node writes into; what shares their memory comes of the
+        same from then on.
+    """
+    found: dict[fx.Node, frozenset[str]] = {}
+    held: dict[int, frozenset[str]] = {}
+    for node in nodes:
+        mine = frozenset({own[node]} if node in own else ())
+        for read in node.all_input_nodes:
+            mine |= found[read].union(*_held(values.get(read), held))
+        places = {storage(t) for t in written(node)}
+        new = {storage(t) for t in tensors(values.get(node))} - held.keys()
+        for place in places | new:
+            held[place] = held.get(place, frozenset()) | mine
+        found[node] = mine.union(*_held(values.get(node), held))
+    return found
+
+
+def _held(value: Any, held: Mapping[int, frozenset[str]]) -> list[frozenset[str]]:
+    return [held.get(storage(t), frozenset()) for t in tensors(value)]
+
+
+def describe(found: Found, batch: Batch, how: str | None) -> Output:
+    """How the microbatches' values of an output are put together.
+
+    how: what the user says, or None. What may be the loss is left to `decide`.
+    Raises PlanError for what cannot be put together, or not as the user says.
+    """
+    output = Output(
+        "rows", differentiable=found.value.requires_grad, name=found.name, how=how
+    )
+    dims = [i for i, size in enumerate(found.sizes) if batch.changes(size)]
+    if dims:
+        mixed = found.rows is not None and found.rows.outer > 1
+        if len(dims) > 1 or mixed or not batch.joins(found.sizes[dims[0]]):
+            raise _apart(found, batch)
+        if how is not None:
+            raise PlanError(
+                f"backend(outputs={{{found.name!r}: {how!r}}}): it has a value or row "
+                "for each sample, and comes back whole; leave it out"
+            )
+        return output._replace(dim=dims[0])
+    if how is not None:
+        _possible(found, how)
+        return output._replace(kind="one" if how == "last" else "folded")
+    if not found.origins or found.origins == {"state"}:
+        last = "last" if found.origins else None
+        return output._replace(kind="one", how=last)
+    return output._replace(kind="scalar", how=found.known)
+
+
+def decide(outputs: Sequence[Output], found: Mapping[int, Found]) -> list[Output]:
+    """The outputs, of which one scalar may be the loss; others are an error.
+
+    The loss is the only output, or named so, or the one scalar that needs a gradient.
+    Raises PlanError with the line to write for all that the user has to decide.
+    """
+    open_ = [i for i, output in enumerate(outputs) if output.kind == "scalar"]
+    floats = [
+        i
+        for i in open_
+        if found[i].value.dim() == 0
+        and found[i].value.is_floating_point()
+        and found[i].returned
+    ]
+    named = [i for i in floats if str(found[i].name).split(".")[-1] == "loss"]
+    trained = [i for i in floats if outputs[i].differentiable]
+    alone = floats if sum(each.returned for each in found.values()) == 1 else []
+    loss = next((g for g in (named, trained, alone) if len(g) == 1), [])
+    unknown = [i for i in open_ if i not in loss and outputs[i].how is None]
+    if unknown:
+        raise _undecided([found[i] for i in unknown])
+    decided = list(outputs)
+    for i in open_:
+        loss_or_not = {"how": None} if i in loss else {"kind": "folded"}
+        decided[i] = outputs[i]._replace(**loss_or_not)
+    return decided
+
+
+def _undecided(found: Sequence[Found]) -> PlanError:
+    lines = "".join(
+        f"\n  {_called(each)}, {_shape(each)}, made at\n    {each.where}"
+        for each in found
+    )
+    example = {
+        each.name: "mean" if each.value.is_floating_point() else "sum" for each in found
+    }
+    return PlanError(
+        "each microbatch gives a value of its own of outputs that have no row for each "
+        f"sample:{lines}\nsay how they become one: backend(outputs={example!r}), where "
+        f"each may be {', '.join(map(repr, REDUCTIONS[:-1]))} or 'last' (that of the "
+        "last microbatch)"
+    )
+
+
+def _called(found: Found) -> str:
+    if found.returned:
+        return f"output {found.name!r}"
+    return f"{found.name}, which the model assigns to"
+
+
+def _shape(found: Found) -> str:
+    kind = str(found.value.dtype).removeprefix("torch.")
+    return f"{kind}{list(found.value.shape)}"
+
+
+def _apart(found: Found, batch: Batch) -> PlanError:
+    """What to say of a value that samples of different microbatches meet in."""
+    sizes = []
+    for size in found.sizes:
+        text = str(size)
+        for symbol in batch.symbols:
+            text = text.replace(str(symbol), "batch")
+        sizes.append(text)
+    return PlanError(
+        f"{_called(found)}, has shape ({', '.join(sizes)}), made at\n"
+        f"    {found.where}\n"
+        "microbatches cannot be put together to that: it is of all pairs of samples, "
+        "or its rows are not sample after sample; return a tensor with one row for "
+        "each sample, and compute this from it outside of the model"
+    )
+
+
+def _possible(found: Found, how: str) -> None:
+    """Raises PlanError for a reduction that a type doesn't have."""
+    dtype = found.value.dtype
+    numbers = dtype.is_floating_point or dtype.is_complex
+    wrong = (how == "mean" and not numbers) or (
+        how == "sum" and str(dtype)[6:] == "bool"
+    )
+    if wrong or (how in ("max", "min") and dtype.is_complex):
+        raise PlanError(
+            f"backend(outputs={{{found.name!r}: {how!r}}}): it is {_shape(found)}, "
+            f"which has no {how}; give another of {', '.join(REDUCTIONS)}"
+        )

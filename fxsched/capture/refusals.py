@@ -1,0 +1,85 @@
+"""What Dynamo's graphs may hold that cannot be planned: said before anything runs."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, fx
+from torch._ops import HigherOrderOperator
+
+from ..ir.user_line import user_line
+from ..jobs import PlanError
+
+# Nodes that open a transform of torch.func; what follows runs inside it.
+TRANSFORMS = {
+    "_grad_increment_nesting": "torch.func.grad, vjp, jacrev or hessian",
+    "_vmap_increment_nesting": "torch.vmap",
+    "_jvp_increment_nesting": "torch.func.jvp or jacfwd",
+}
+
+# Functions of functions, and what to write instead.
+BRANCHES = {
+    "cond": "torch.where(predicate, a, b)",
+    "while_loop": "a loop of a fixed number of steps",
+    "scan": "a Python loop",
+    "associative_scan": "torch.cumsum and the like, or a Python loop",
+}
+# They raise for what cannot be solved: by an effect, which graphs of a stage lack.
+EXACT = {
+    "linalg_solve": "solve_ex(A, B)",
+    "linalg_inv": "inv_ex(A)",
+    "inverse": "inv_ex(A)",
+    "linalg_cholesky": "cholesky_ex(A)",
+    "cholesky": "cholesky_ex(A)",
+    "linalg_lu_factor": "lu_factor_ex(A)",
+    "linalg_ldl_factor": "ldl_factor_ex(A)",
+}
+
+
+def refusal(gm: fx.GraphModule) -> PlanError | None:
+    """The error for what the graph holds and no plan can, with its line.
+
+    Transforms of torch.func turn on modes of the whole thread in one node and off in
+    another (hooks for saved tensors among them): run or traced node by node, an error
+    between leaves them on for all that runs later.
+    """
+    nodes = list(gm.graph.nodes)
+    for i, node in enumerate(nodes):
+        name = getattr(node.target, "__name__", "")
+        if name in TRANSFORMS:
+            where = next(filter(None, map(where_of, nodes[i:])), "")
+            return PlanError(
+                f"the model uses {TRANSFORMS[name]}{where}; fxsched cannot cut what it "
+                "does into jobs: write it out with torch operations, or compute it "
+                "outside the compiled model"
+            )
+        if isinstance(node.target, HigherOrderOperator) and name in BRANCHES:
+            return PlanError(
+                f"the model uses torch.{name}{where_of(node)}, whose operations cannot "
+                f"be cut into jobs; write {BRANCHES[name]}"
+            )
+        name = name or str(node.target)
+        if name in EXACT and node.op != "placeholder":
+            return PlanError(
+                f"{name} raises where it finds no solution{where_of(node)}, which a "
+                f"planned step cannot; take torch.linalg.{EXACT[name]}, which gives "
+                "`info` beside the result"
+            )
+        sparse = True in node.args[6:7] or node.kwargs.get("sparse")
+        if "embedding" in name and sparse:
+            return PlanError(
+                f"an embedding has sparse=True{where_of(node)}, and sparse gradients "
+                "cannot be sent or added up; use sparse=False"
+            )
+        value = node.meta.get("example_value")
+        if isinstance(value, Tensor) and value.layout is not torch.strided:
+            return PlanError(
+                f"the model has a sparse tensor ({value.layout}){where_of(node)}, "
+                "which cannot be sent or kept between F and B; make it dense"
+            )
+    return None
+
+
+def where_of(node: fx.Node) -> str:
+    """Where the user's code made a node, as text to follow what it is."""
+    line = user_line(node.meta.get("stack_trace"))
+    return f" at\n  {line}\n " if line else ""

@@ -1,0 +1,342 @@
+"""What is legal: facts that passes may leave on nodes, and a verifier of programs.
+
+The verifier reads nothing but finished programs and the schedule's placements. It
+proves that running them cannot deadlock, read what isn't there, or lose a gradient.
+Each program is examined by itself (examine.py), so that ranks need no more than their
+own, and what the programs say of their messages is held against each other here.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from itertools import accumulate, pairwise
+from typing import NamedTuple
+
+from torch import fx
+
+from ..ir.graphs import Group, Specs
+from ..jobs import Job, Placement
+from .check_program import (
+    CheckError,
+    End,
+    Origin,
+    Summary,
+    examine,
+    other_maker,
+    other_microbatch,
+)
+
+__all__ = ["GRAPH_META", "META", "CheckError", "check_programs", "check_summaries"]
+
+# The keys of node.meta, and what they say. Passes use no others.
+META = {
+    "val": "fake value of a node of the traced graph",
+    "role": "Role of an input of the traced graph",
+    "origin": "Origin of an input of Dynamo's graph",
+    "arguments": "what the caller calls an input of Dynamo's graph",
+    "dim": "dimension along which a batch input is cut",
+    "name": "the user's name of an input",
+    "index": "position of an input in the call",
+    "input": "position of a batch input in the call",
+    "tangent": "the output whose gradient this placeholder is",
+    "module": "module that a node was called in",
+    "work": "Work of a node of the traced graph",
+    "estimated": "its estimated Times, where a profile gave it its work",
+    "key": "name that a node keeps in other traces of the model",
+    "measured": "seconds of F and B of a stage's nodes, if a profile gave them",
+    "seconds": "estimated or measured seconds of a stage's call",
+    "mutates": "fake tensors that a node writes into",
+    "learns": "of these, running statistics of a normalization",
+    "stack_trace": "the user's line",
+    "recompute": "which call of torch.utils.checkpoint a node is in, if any",
+    "rows": "Rows of a node's value: how it depends on the batch",
+    "stage": "stage of a node",
+    "direction": "Direction of a stage's call",
+    "group": "number of a group of weights, or of the sum of its gradients",
+    "random": "how many draws of random numbers a node makes",
+    "draws": "numbers of a stage's draws in the model, from its first",
+    "draw": "number of a stage's first draw in the model; None if it makes none",
+    "specs": "shapes of the tensors in a value",
+    "bundle": "whether a value is a tuple of tensors",
+    "worker": "worker that runs a node",
+    "task": "job or other piece of work that a node belongs to",
+    "n": "priority of that task",
+    "job": "job that a call is",
+}
+
+# The keys of gm.meta that passes hand on, and what they say.
+GRAPH_META = {
+    "outputs": "Output for each output of the model",
+    "rows": "Rows of each output of the model that is a tensor, else None",
+    "labels": "Labels of each mean over those that are not ignored",
+    "early": "what computes inputs that follow those of the call, or None",
+    "writes": "Write for each input that the model writes into, by position",
+    "fake_mode": "the mode that fake values live in",
+    "measured": "whether a profile gave the nodes their work",
+    "schedule": "Schedule for these stages",
+    "shared": "nodes that every stage computes for itself",
+    "stage_count": "number of stages",
+    "stages": "the stages as a networkx.DiGraph",
+    "groups": "Group for each group of weights",
+    "state": "where a stage's state is: its groups, and the tensors in them",
+    "loss": "position of the output that B starts from in the call, or None",
+    "jobs": "all jobs in the global order",
+    "placements": "w of each job",
+    "n": "n of each job",
+    "timeline": "Timeline of when each job should run",
+    "credits": "the B, or W, that each capped F waits for",
+    "layout": "Layout: what jobs' lines stand for",
+    "lines": "the step: a Line for each job, then for all else, and Messages",
+    "running": "the last job on a worker that adds to a group's Running",
+    "pauses": "pause line of each worker, if B runs in backward()",
+    "results": "what each worker returns, in values of lines",
+    "tags": "number of messages so far",
+}
+
+
+def check_programs(
+    programs: Sequence[fx.GraphModule],
+    placements: Mapping[Job, Placement],
+    groups: Sequence[Group],
+) -> None:
+    """Raises CheckError unless the programs are sound.
+
+    Sound: every job runs once, where w says; every recv has its send, of the same
+    shapes, and the other way round; each pair of workers sends and receives in one
+    order; with each send and its recv as one event, the programs' orders have no
+    circle, and neither do tasks; a job calls its own stage, and reads values of its own
+    microbatch and what its own F saved or B carries; every value is there when it is
+    read, and freed once; the gradient of every parameter holds every B (or W) of every
+    microbatch once, and reaches all its owners.
+    """
+    check_summaries(
+        [
+            examine(rank, program, placements, groups)
+            for rank, program in enumerate(programs)
+        ]
+    )
+
+
+def check_summaries(summaries: Sequence[Summary]) -> None:
+    """The same for programs of which there are summaries only: one for each, in the
+    order of the workers."""
+    messages = _match(summaries)
+    _check_order(summaries)
+    _check_cycle(summaries, messages)
+    for summary in summaries:
+        if summary.fault is not None:
+            raise CheckError(summary.fault)
+    origins = _Origins(summaries, messages)
+    origins.check_uses()
+    _check_tasks(summaries, messages)
+    origins.check_gradients()
+
+
+class Message(NamedTuple):
+    """A send and its recv, and the workers that they belong to."""
+
+    source: int
+    to: int
+    send: End
+    recv: End
+
+
+def _match(summaries: Sequence[Summary]) -> dict[int, Message]:
+    """Messages by tag; raises if a send or a recv is alone or they disagree."""
+    sends: dict[int, tuple[int, End]] = {}
+    recvs: dict[int, tuple[int, End]] = {}
+    for summary in summaries:
+        rank = summary.rank
+        for end in summary.ends:
+            side = sends if end.what == "send" else recvs
+            if end.tag in side:
+                raise CheckError(f"tag {end.tag} is used twice: {_where(rank, end)}")
+            side[end.tag] = (rank, end)
+    messages = {}
+    for tag, (rank, recv) in recvs.items():
+        if tag not in sends:
+            raise CheckError(f"{_where(rank, recv)} has no send")
+        source, send = sends[tag]
+        if recv.other != source or send.other != rank:
+            raise CheckError(
+                f"{_where(source, send)} and {_where(rank, recv)} name other workers"
+            )
+        specs = summaries[source].origins[send.origin].specs
+        if specs is not recv.specs and _shapes(specs) != _shapes(recv.specs):
+            raise CheckError(
+                f"{_where(source, send)} sends {_text(specs)}, but "
+                f"{_where(rank, recv)} expects {_text(recv.specs)}"
+            )
+        messages[tag] = Message(source, rank, send, recv)
+    for tag, (rank, send) in sends.items():
+        if tag not in recvs:
+            raise CheckError(f"{_where(rank, send)} has no recv")
+    return messages
+
+
+def _shapes(specs: Specs) -> list[tuple[object, ...]]:
+    return [(spec.shape, spec.stride, spec.dtype) for spec in specs]
+
+
+def _text(specs: Specs) -> str:
+    return ", ".join(map(str, specs)) or "nothing"
+
+
+def _check_order(summaries: Sequence[Summary]) -> None:
+    sent: dict[tuple[int, int], list[int]] = {}
+    received: dict[tuple[int, int], list[int]] = {}
+    for summary in summaries:
+        for end in summary.ends:
+            if end.what == "send":
+                sent.setdefault((summary.rank, end.other), []).append(end.tag)
+            else:
+                received.setdefault((end.other, summary.rank), []).append(end.tag)
+    for pair, tags in sent.items():
+        for mine, other in zip(tags, received[pair], strict=True):
+            if mine != other:
+                raise CheckError(
+                    f"worker {pair[0]} sends tag {mine} to worker {pair[1]} where that "
+                    f"receives tag {other}; sends and recvs of a pair must be in one "
+                    "order"
+                )
+
+
+def _check_cycle(summaries: Sequence[Summary], messages: Mapping[int, Message]) -> None:
+    """Each send-recv pair is one event of both programs: no circle in the orders."""
+    number = {tag: i for i, tag in enumerate(messages)}
+    after: list[list[int]] = [[] for _ in messages]
+    for summary in summaries:
+        events = [number[end.tag] for end in summary.ends]
+        for event, following in pairwise(events):
+            after[event].append(following)
+    tags = list(messages)
+    steps = [
+        f"  {_where(message.source, message.send)} with "
+        f"{_where(message.to, message.recv)}"
+        for message in (messages[tags[event]] for event in _circle(after))
+    ]
+    if steps:
+        raise CheckError(
+            "the programs wait for each other in a circle:\n" + "\n".join(steps)
+        )
+
+
+def _check_tasks(summaries: Sequence[Summary], messages: Mapping[int, Message]) -> None:
+    """The same for whole tasks, because one starts once all that it reads is there."""
+    tasks = [(task, each.rank) for each in summaries for task in each.tasks]
+    first = [0, *accumulate(len(each.tasks) for each in summaries)]
+    after: list[list[int]] = [[] for _ in tasks]
+    for start, end in pairwise(first):
+        for task in range(start, end - 1):
+            after[task].append(task + 1)
+    for summary in summaries:
+        for task, tag in summary.waits:
+            message = messages[tag]
+            sender = first[message.source] + message.send.position
+            after[sender].append(first[summary.rank] + task)
+    circles = [
+        [(task, each.rank) for task in each.circle] for each in summaries if each.circle
+    ] + [[tasks[task] for task in _circle(after)]]
+    for circle in filter(None, circles):
+        text = ", ".join(f"{task} on worker {rank}" for task, rank in circle)
+        raise CheckError(f"tasks wait for each other in a circle: {text}")
+
+
+def _circle(after: Sequence[Sequence[int]]) -> list[int]:
+    """A circle in a graph, given by what follows each of its points; [] if none."""
+    missing = [0] * len(after)
+    for following in after:
+        for point in following:
+            missing[point] += 1
+    ready = [point for point, count in enumerate(missing) if not count]
+    for done in ready:
+        for point in after[done]:
+            missing[point] -= 1
+            if not missing[point]:
+                ready.append(point)
+    left = set(range(len(after))).difference(ready)
+    before = {to: point for point in sorted(left) for to in after[point]}
+    path: dict[int, None] = {}
+    point = min(left, default=-1)
+    while left and point not in path:
+        path[point] = None
+        point = before[point]  # what is left waits for something that is left
+    walked = list(path)
+    return walked[walked.index(point) :][::-1] if left else []
+
+
+class _Origins:
+    """Follows values back through messages to the jobs that made them."""
+
+    def __init__(
+        self, summaries: Sequence[Summary], messages: Mapping[int, Message]
+    ) -> None:
+        self.summaries, self.messages = summaries, messages
+        self.microbatches: dict[int, frozenset[int]] = {}  # by tag
+        self.sums: dict[tuple[int, int], Counter[Job] | None] = {}
+
+    def check_uses(self) -> None:
+        """Received values that a job reads are of its microbatch and, if kept for it
+        by an earlier job, made by that."""
+        uses = [(each.rank, use) for each in self.summaries for use in each.uses]
+        for rank, (job, name, tag, _) in uses:
+            others = self._microbatches(tag) - {job.microbatch}
+            if others:
+                raise CheckError(other_microbatch(rank, job, name, set(others)))
+        for rank, (job, name, tag, wanted) in uses:
+            maker = None if wanted is None else self._maker(tag)
+            if wanted is not None and maker != wanted:
+                raise CheckError(other_maker(rank, job, name, maker, wanted))
+
+    def _origin(self, tag: int) -> Origin:
+        message = self.messages[tag]
+        return self.summaries[message.source].origins[message.send.origin]
+
+    def _maker(self, tag: int) -> Job | None:
+        origin = self._origin(tag)
+        while origin.forwards is not None:
+            origin = self._origin(origin.forwards)
+        return origin.maker
+
+    def _microbatches(self, tag: int) -> frozenset[int]:
+        if tag not in self.microbatches:
+            origin = self._origin(tag)
+            more = map(self._microbatches, origin.received)
+            self.microbatches[tag] = frozenset(origin.microbatches).union(*more)
+        return self.microbatches[tag]
+
+    def check_gradients(self) -> None:
+        """Each worker's gradient holds what all workers' jobs give, once."""
+        given: dict[int, Counter[Job]] = {}
+        for summary in self.summaries:
+            for group, jobs in summary.made.items():
+                given.setdefault(group, Counter()).update(jobs)
+        for summary in self.summaries:
+            for group, origin in summary.returns.items():
+                wanted = given.get(group, Counter())
+                found = self._sum(summary.rank, origin)
+                if found != wanted:
+                    found = found or Counter()
+                    wrong = sorted((wanted - found) + (found - wanted))
+                    raise CheckError(
+                        f"worker {summary.rank} gets a gradient of group {group} in "
+                        f"which {', '.join(map(str, wrong))} is missing or counted "
+                        "twice"
+                    )
+
+    def _sum(self, rank: int, number: int) -> Counter[Job] | None:
+        """The jobs whose gradients an origin adds up; None if it isn't such a sum."""
+        if (rank, number) not in self.sums:
+            origin = self.summaries[rank].origins[number]
+            found = None if origin.adds is None else Counter(origin.adds)
+            for tag in origin.added:
+                message = self.messages[tag]
+                more = self._sum(message.source, message.send.origin)
+                found = None if found is None or more is None else found + more
+            self.sums[rank, number] = found
+        return self.sums[rank, number]
+
+
+def _where(rank: int, end: End) -> str:
+    return f"worker {rank}: {end.what}(tag={end.tag}) of {end.task}"

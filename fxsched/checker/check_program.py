@@ -1,0 +1,381 @@
+"""What one worker's finished program shows by itself, and what others must know of it.
+
+A program alone proves that its jobs are those that w puts there, that each calls its
+own stage and reads values of its own microbatch, and that every value is there when it
+is read and freed once. What it sends and receives is told to the others in a Summary.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from torch import fx
+
+from ..ir import ops
+from ..ir.graphs import Group, Specs, arguments, result
+from ..jobs import Direction, Job, Placement
+
+RECEIVES = (ops.recv, ops.fetch)
+
+
+class CheckError(AssertionError):
+    """A program that must not run: a fault in a pass, fxsched's own or the user's."""
+
+
+class Origin(NamedTuple):
+    """What a value that leaves a program was made from.
+
+    specs: its shapes.
+    forwards: the tag of the message that it came with, if it is handed on as it is.
+    maker: the job whose result it is a part of, if any.
+    microbatches, received: those that it was made from: of this worker's jobs and rows,
+        and of the messages with these tags.
+    adds: the jobs whose gradients it adds up; None if it is no such sum.
+    added: tags of messages that it adds up as well.
+    """
+
+    specs: Specs
+    forwards: int | None
+    maker: Job | None
+    microbatches: tuple[int, ...]
+    received: tuple[int, ...]
+    adds: tuple[Job, ...] | None
+    added: tuple[int, ...]
+
+
+class End(NamedTuple):
+    """One end of a message.
+
+    what: "send", "recv" or "fetch". other: the worker at the other end. task: whose
+    node it is. position: of the task among the program's, for a send. origin: of what
+    is sent, a position in Summary.origins. specs: what is received.
+    """
+
+    what: str
+    tag: int
+    other: int
+    task: str
+    position: int
+    origin: int
+    specs: Specs
+
+
+class Use(NamedTuple):
+    """A job that reads a received value: the value's name, its message, and, if it is
+    what an earlier job keeps for this one, that job."""
+
+    job: Job
+    name: str
+    tag: int
+    maker: Job | None
+
+
+@dataclass
+class Summary:
+    """What the check of all programs needs to know of one.
+
+    fault: what is wrong with the program by itself.
+    tasks: in their order.
+    circle: two of them that wait for each other.
+    ends: its sends and receives, in their order.
+    waits: (task, tag) of each message that a task reads; tasks by position.
+    uses: received values that jobs read.
+    origins: of what it sends and returns.
+    made: for each group, the jobs that give a gradient of it here.
+    returns: the origin of the gradient of each group that it keeps.
+    """
+
+    rank: int
+    fault: str | None = None
+    tasks: list[str] = field(default_factory=list)
+    circle: tuple[str, str] | None = None
+    ends: list[End] = field(default_factory=list)
+    waits: list[tuple[int, int]] = field(default_factory=list)
+    uses: list[Use] = field(default_factory=list)
+    origins: list[Origin] = field(default_factory=list)
+    made: dict[int, list[Job]] = field(default_factory=dict)
+    returns: dict[int, int] = field(default_factory=dict)
+
+
+def examine(
+    rank: int,
+    program: fx.GraphModule,
+    placements: Mapping[Job, Placement],
+    groups: Sequence[Group],
+) -> Summary:
+    """The summary of a program; summary.fault says if it is not sound by itself."""
+    return _Examination(rank, program, placements, groups).run()
+
+
+STAGE = {
+    Direction.FORWARD: "forward",
+    Direction.BACKWARD: "backward",
+    Direction.WEIGHT: "weight",
+}
+KEEPS = {  # the job that keeps values for B, and for W
+    Direction.BACKWARD: Direction.FORWARD,
+    Direction.WEIGHT: Direction.BACKWARD,
+}
+
+
+class _Examination:
+    def __init__(
+        self,
+        rank: int,
+        program: fx.GraphModule,
+        placements: Mapping[Job, Placement],
+        groups: Sequence[Group],
+    ) -> None:
+        self.rank, self.program = rank, program
+        self.placements, self.groups = placements, groups
+        self.nodes = list(program.graph.nodes)
+        self.calls = [node for node in self.nodes if node.op == "call_module"]
+        self.here = [job for job, w in placements.items() if w.compute == rank]
+        self.found = Summary(rank)
+        self.positions: dict[str, int] = {}  # of tasks
+        self.known: dict[fx.Node, int] = {}  # origins
+
+    def run(self) -> Summary:
+        checks: tuple[Callable[[], None], ...] = (
+            self._jobs,
+            self._reads,
+            self._lives,
+            self._gradients,
+        )
+        self._tasks()
+        for check in checks:  # all of them, for the summary is of all
+            try:
+                check()
+            except CheckError as error:
+                self.found.fault = self.found.fault or str(error)
+        self._ends()
+        return self.found
+
+    def _jobs(self) -> None:
+        ran = Counter(node.meta["job"] for node in self.calls)
+        for job in ran:
+            if self.placements[job].compute != self.rank:
+                raise CheckError(
+                    f"{job} runs on worker {self.rank}, but w puts it on "
+                    f"{self.placements[job].compute}"
+                )
+        for job in self.here:
+            if ran[job] != 1:
+                raise CheckError(f"{job} runs {ran[job]} times")
+
+    def _reads(self) -> None:
+        """A job calls its own stage, and reads values of its own microbatch, besides
+        weights; B reads what its F saved, and W what its B carries."""
+        mixed, misled = [], []
+        for node in self.calls:
+            job: Job = node.meta["job"]
+            if node.target != f"{STAGE[job.direction]}_{job.stage}":
+                misled.append(f"worker {self.rank}: {job} calls {node.target}")
+            kept, wanted = node.args[1], None
+            if job.direction in KEEPS:
+                wanted = job._replace(direction=KEEPS[job.direction])
+            read: list[fx.Node] = []
+            fx.map_arg(node.args[1:], read.append)
+            for value in read:
+                maker = wanted if value is kept else None
+                if value.target in RECEIVES:
+                    tag: Any = value.kwargs["tag"]
+                    self.found.uses.append(Use(job, value.name, tag, maker))
+                    continue
+                microbatches, received = _microbatches(value)
+                for tag in received:
+                    self.found.uses.append(Use(job, value.name, tag, None))
+                others = microbatches - {job.microbatch}
+                if others:
+                    mixed.append(other_microbatch(self.rank, job, value.name, others))
+                if maker is not None and _maker(value) != maker:
+                    made = _maker(value)
+                    misled.append(other_maker(self.rank, job, value.name, made, maker))
+        for fault in mixed + misled:
+            raise CheckError(fault)
+
+    def _tasks(self) -> None:
+        """A task starts once all that it reads is there: what it reads of others here
+        must be made by tasks before it."""
+        own = [n for n in self.nodes if n.op.startswith("call")]
+        own = [n for n in own if n.target not in RECEIVES]
+        for node in own:
+            self.positions.setdefault(node.meta["task"], len(self.positions))
+        self.found.tasks = list(self.positions)
+        waits: dict[tuple[int, int], None] = {}
+        for node in own:
+            if node.target is ops.free:
+                continue
+            position = self.positions[node.meta["task"]]
+            for value in node.all_input_nodes:
+                if value.target in RECEIVES:
+                    tag: Any = value.kwargs["tag"]
+                    waits[position, tag] = None
+                elif value.op != "placeholder":
+                    before = value.meta["task"]
+                    if self.positions[before] > position:
+                        self.found.circle = (before, node.meta["task"])
+        self.found.waits = list(waits)
+
+    def _lives(self) -> None:
+        made: set[fx.Node] = set()
+        freed: set[fx.Node] = set()
+        for node in self.nodes:
+            inputs = node.all_input_nodes
+            for value in inputs:
+                if value not in made:
+                    raise CheckError(
+                        f"{self._where(node)} reads {value} before it is made"
+                    )
+                if value in freed:
+                    verb = "frees" if node.target is ops.free else "reads"
+                    raise CheckError(
+                        f"{self._where(node)} {verb} {value} after its free"
+                    )
+            if node.target is ops.free:
+                freed.update(inputs)
+            made.add(node)
+        kept = set(self.program.graph.output_node().all_input_nodes)
+        for node in self.nodes:
+            if node in freed or node in kept or not node.op.startswith("call"):
+                continue
+            if node.target not in ops.VALUELESS:
+                raise CheckError(f"worker {self.rank} never frees {node}")
+
+    def _gradients(self) -> None:
+        """Each job gives the gradients that it should, and each group that is kept here
+        gets one; the check of all programs says whether it is the right one."""
+        split = any(job.direction is Direction.WEIGHT for job in self.placements)
+        gives = Direction.WEIGHT if split else Direction.BACKWARD
+        made = self.found.made
+        for node in self.nodes:
+            group = node.meta.get("group")
+            source = node.args[0] if node.args else None
+            if group is not None and isinstance(source, fx.Node):
+                job = source.meta.get("job")
+                if job is not None and job.direction is gives:
+                    made.setdefault(group, []).append(job)
+        trains = any(job.direction is Direction.BACKWARD for job in self.placements)
+        returned = result(self.program).get("groups", {})
+        lost = []
+        for number, group in enumerate(self.groups):
+            if not trains or not any(group.trained) or self.rank not in group.owners:
+                continue
+            value = returned.get(str(number))
+            if value is None:
+                lost.append(
+                    f"worker {self.rank} keeps {', '.join(group.names[:3])} but "
+                    "gets no gradient of it"
+                )
+            else:
+                self.found.returns[number] = self._origin(value)
+        self._all_give(gives)
+        if lost:
+            raise CheckError(lost[0])
+
+    def _all_give(self, gives: Direction) -> None:
+        made = [set(self.found.made.get(i, ())) for i in range(len(self.groups))]
+        wanted: dict[int, list[int]] = {}  # groups, by stage
+        for number, group in enumerate(self.groups):
+            for stage in group.givers:
+                wanted.setdefault(stage, []).append(number)
+        for job in self.here:
+            for number in wanted.get(job.stage, ()) if job.direction is gives else ():
+                if job not in made[number]:
+                    names = ", ".join(self.groups[number].names[:3])
+                    raise CheckError(
+                        f"{job} gives no gradient of group {number}: {names}"
+                    )
+
+    def _ends(self) -> None:
+        for node in self.nodes:
+            if node.target is ops.send:
+                to, task = node.kwargs["to"], node.meta["task"]
+                origin, position = self._origin(node.args[0]), self.positions[task]
+                end = End("send", node.kwargs["tag"], to, task, position, origin, ())
+            elif node.target in RECEIVES:
+                what, task = node.target.__name__, node.meta["task"]
+                tag, source = node.kwargs["tag"], node.kwargs["source"]
+                end = End(what, tag, source, task, -1, -1, node.meta["specs"])
+            else:
+                continue
+            self.found.ends.append(end)
+
+    def _origin(self, value: fx.Node) -> int:
+        """The position of a value's origin."""
+        if value not in self.known:
+            self.known[value] = len(self.found.origins)
+            specs: Specs = value.meta["specs"]
+            microbatches, received = _microbatches(value)
+            tag: Any = value.kwargs["tag"] if value.target in RECEIVES else None
+            adds, added = _contributions(value)
+            made = tuple(sorted(microbatches))
+            self.found.origins.append(
+                Origin(specs, tag, _maker(value), made, tuple(received), adds, added)
+            )
+        return self.known[value]
+
+    def _where(self, node: fx.Node) -> str:
+        name = getattr(node.target, "__name__", str(node.target))
+        if "tag" in node.kwargs:
+            name = f"{name}(tag={node.kwargs['tag']})"
+        return f"worker {self.rank}: {name} of {node.meta.get('task', node.name)}"
+
+
+def _maker(value: fx.Node) -> Job | None:
+    """The job that a part of its result comes from."""
+    source = value.args[0] if value.args else None
+    if isinstance(source, fx.Node) and source.op == "call_module":
+        job: Job = source.meta["job"]
+        return job
+    return None
+
+
+def _microbatches(value: fx.Node) -> tuple[set[int], list[int]]:
+    """The microbatches that a value was made from, and the messages."""
+    found: set[int] = set()
+    received: dict[int, None] = {}
+    open_ends = [value]
+    while open_ends:
+        node = open_ends.pop()
+        if node.op == "call_module":
+            found.add(node.meta["job"].microbatch)
+        elif node.target is ops.rows:
+            found.add(arguments(node)[1])
+        elif node.target in RECEIVES:
+            tag: Any = node.kwargs["tag"]
+            received[tag] = None
+        elif node.target is not ops.pause:
+            open_ends += node.all_input_nodes
+    return found, list(received)
+
+
+def _contributions(node: fx.Node) -> tuple[tuple[Job, ...] | None, tuple[int, ...]]:
+    """The jobs whose gradients a value adds up, and the messages."""
+    jobs: list[Job] = []
+    tags: list[int] = []
+    open_ends = [node]
+    while open_ends:
+        node = open_ends.pop()
+        if node.target in RECEIVES:
+            tag: Any = node.kwargs["tag"]
+            tags.append(tag)
+        elif node.target in (ops.accumulate, ops.reduce):
+            open_ends += [a for a in node.args if isinstance(a, fx.Node)]
+        else:
+            job = _maker(node)
+            if job is None:
+                return None, ()
+            jobs.append(job)
+    return tuple(jobs), tuple(tags)
+
+
+def other_microbatch(rank: int, job: Job, name: str, others: set[int]) -> str:
+    return f"worker {rank}: {job} reads {name}, which is of microbatch {min(others)}"
+
+
+def other_maker(rank: int, job: Job, name: str, maker: Job | None, wanted: Job) -> str:
+    return f"worker {rank}: {job} reads {name}, which {maker} made, not {wanted}"

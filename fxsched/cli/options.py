@@ -1,0 +1,162 @@
+"""Schedules of the library from options, which follow from their constructors."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from functools import cache
+from typing import Any, NoReturn, TypeVar
+
+import click
+
+from ..jobs import PlanError, Schedule
+from ..schedules import LIBRARY, replicate
+from .option_types import Kind, choice, count, integer, number
+
+Command = TypeVar("Command", bound=Callable[..., Any])
+
+WORKERS = 4  # where --workers isn't given
+COUNTS = {
+    "workers": f"how many workers  [default: {WORKERS}]",
+    "microbatches": "how many equal parts of a batch  [default: the schedule's own "
+    "number, or twice the workers]",
+    "stages": "how many stages  [default: the schedule's own number]",
+}
+LARGEST = 5_000_000  # stages times microbatches
+# How a constructor's argument is read, by its annotation.
+KINDS: dict[object, Kind] = {
+    bool: bool,
+    int: integer,
+    int | None: integer,
+    float: number,
+    float | None: number,
+}
+REPLICATE = (
+    "G copies of the schedule, data-parallel, each with as many workers and "
+    "microbatches of its own"
+)
+EVERY = ("stages", "replicate")  # what every schedule can be given
+
+
+schedule_option = click.option(
+    "--schedule",
+    type=choice(LIBRARY),
+    required=True,
+    help=f"one of {', '.join(LIBRARY)}",
+)
+
+
+def flag(argument: str) -> str:
+    """A constructor's argument as it is written on the command line."""
+    return f"--{argument.replace('_', '-')}"
+
+
+@cache
+def arguments(name: str) -> dict[str, inspect.Parameter]:
+    """The arguments of a schedule's constructor that a command line can give."""
+    found = inspect.signature(LIBRARY[name], eval_str=True).parameters
+    return {k: p for k, p in found.items() if _kind(p) or p.default is p.empty}
+
+
+def _kind(parameter: inspect.Parameter) -> Kind | None:
+    return KINDS.get(parameter.annotation)
+
+
+def schedule_options(command: Command) -> Command:
+    """Adds an option for each argument that some schedule of the library takes."""
+    takers: dict[str, dict[str, inspect.Parameter]] = {}
+    for name in LIBRARY:
+        for argument, parameter in arguments(name).items():
+            takers.setdefault(argument, {})[name] = parameter
+    takers.setdefault("stages", {})
+    copies = click.option("--replicate", type=count, metavar="G", help=REPLICATE)
+    command = copies(command)
+    for argument, by_schedule in reversed(takers.items()):
+        command = _option(argument, by_schedule)(command)
+    return command
+
+
+def _option(
+    argument: str, takers: Mapping[str, inspect.Parameter]
+) -> Callable[[Command], Command]:
+    said = COUNTS.get(argument)
+    if said is None:
+        said = f"of {', '.join(map(_default, takers, takers.values()))}"
+    kind = next(filter(None, map(_kind, takers.values())), None)
+    if kind is bool:
+        names = f"{flag(argument)}/--no-{flag(argument).removeprefix('--')}"
+        return click.option(names, default=None, help=said)
+    kind = count if argument in COUNTS else kind
+    return click.option(flag(argument), type=kind, help=said)
+
+
+def _default(name: str, parameter: inspect.Parameter) -> str:
+    if parameter.default is parameter.empty:
+        return f"{name} (needed)"
+    if parameter.default is None or isinstance(parameter.default, bool):
+        return name
+    return f"{name} ({parameter.default})"
+
+
+def given(options: Mapping[str, Any]) -> dict[str, Any]:
+    """The options that were given and are arguments of some schedule."""
+    known = {*EVERY, *(k for name in LIBRARY for k in arguments(name))}
+    return {k: v for k, v in options.items() if k in known and v is not None}
+
+
+def usual(options: Mapping[str, Any]) -> dict[str, int]:
+    """What a schedule gets for what it needs, where it isn't given."""
+    workers = options.get("workers", WORKERS)
+    return {"workers": workers, "microbatches": 2 * workers}
+
+
+def build(name: str, options: Mapping[str, Any]) -> Schedule:
+    """A schedule of the library by what was given.
+
+    `stages`, which every Schedule has, sets that of one whose constructor doesn't take
+    it. Raises PlanError for an option that the schedule doesn't take, or needs.
+    """
+    takes = arguments(name)
+    for argument in options:
+        if argument not in takes and argument not in EVERY:
+            _refuse(name, f"doesn't take {flag(argument)}")
+    needed = [k for k, p in takes.items() if p.default is p.empty]
+    values = {k: v for k, v in usual(options).items() if k in needed} | dict(options)
+    missing = [flag(k) for k in needed if k not in values]
+    if missing:
+        _refuse(name, f"needs {' and '.join(missing)}")
+    check_size(values)
+    schedule = LIBRARY[name](**{k: v for k, v in values.items() if k in takes})
+    if "stages" in options and "stages" not in takes:
+        if schedule.stages not in (None, options["stages"]):
+            _refuse(name, f"makes {schedule.stages} stages of these workers")
+        schedule = replace(schedule, stages=options["stages"])
+    copies = options.get("replicate", 1)
+    return schedule if copies == 1 else replicate(schedule, copies)
+
+
+def build_any(name: str, options: Mapping[str, Any]) -> Schedule:
+    """The same without the options that this schedule doesn't take: they are for
+    others. `stages` sets that of a schedule that leaves it open."""
+    takes = {*arguments(name), "replicate"}
+    schedule = build(name, {k: v for k, v in options.items() if k in takes})
+    if schedule.stages is None:
+        schedule = replace(schedule, stages=options.get("stages"))
+    return schedule
+
+
+def check_size(values: Mapping[str, Any]) -> None:
+    """Raises PlanError for more work than a machine is there for."""
+    stages = max(values.get("stages", 1), values.get("workers", 1))
+    copies = values.get("microbatches", 1) * values.get("replicate", 1)
+    if stages * copies > LARGEST:
+        raise PlanError(
+            f"{stages} stages (or workers) of {copies} microbatches are too many; give "
+            f"numbers with a product of at most {LARGEST:,}"
+        )
+
+
+def _refuse(name: str, what: str) -> NoReturn:
+    takes = ", ".join(map(flag, {**arguments(name), **dict.fromkeys(EVERY)}))
+    raise PlanError(f"{name} {what}; it takes {takes}")

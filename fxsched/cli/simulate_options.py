@@ -1,0 +1,172 @@
+"""What simulating commands share: options of times and links, pictures of a step."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+from collections.abc import Callable, Mapping
+from functools import reduce
+from pathlib import Path
+from typing import Any
+
+import click
+import networkx as nx
+
+from ..clock.network import Link
+from ..draw import chrome
+from ..jobs import PlanError, Schedule
+from ..simulator.simulate import Simulation
+from ..simulator.simulate import simulate as run
+from .option_types import file, number, position
+from .options import flag
+
+Decorator = Callable[[Callable[..., Any]], Callable[..., Any]]
+
+# A diagram of more workers is printed only if asked for.
+ROWS = 16
+
+
+def _all_of(*options: Decorator) -> Decorator:
+    """Several decorators as one; help shows their options in this order."""
+    return lambda command: reduce(lambda c, add: add(c), reversed(options), command)
+
+
+time_options = _all_of(
+    click.option("--forward", type=number, default=1.0, help="time of F"),
+    click.option(
+        "--backward", type=number, default=2.0, help="time of B; without W, if given"
+    ),
+    click.option(
+        "--weight",
+        type=number,
+        help="time of W, the weights' gradients  [default: half of B, which then "
+        "takes the other half]",
+    ),
+    click.option(
+        "--transfer", type=number, default=0.0, help="time of a message between workers"
+    ),
+)
+link_options = _all_of(
+    click.option(
+        "--bandwidth",
+        type=number,
+        help="bytes that a link between two workers moves in a unit of time, one "
+        "message after the other; instead of --transfer",
+    ),
+    click.option("--latency", type=number, help="time of a message besides that"),
+    click.option("--message-bytes", type=number, help="of each message between stages"),
+    click.option("--weight-bytes", type=number, help="of the weights of each stage"),
+)
+prefetch_option = click.option(
+    "--prefetch",
+    type=position,
+    metavar="N",
+    help="how many jobs ahead of need workers ask for weights that others keep  "
+    "[default: fetching takes no time]",
+)
+picture_options = _all_of(
+    click.option(
+        "--text/--no-text",
+        default=None,
+        help="a diagram in letters  [default: if it is small]",
+    ),
+    click.option("--svg", type=file, help="draw the step into this file"),
+    click.option("--html", type=file, help="the same as a page to explore"),
+    click.option("--trace", type=file, help="the same for Perfetto, as JSON"),
+)
+
+
+def durations(options: Mapping[str, Any]) -> dict[str, float]:
+    """Of F, B and, if it is given, W."""
+    times = {"F": options["forward"], "B": options["backward"], "W": options["weight"]}
+    return {kind: time for kind, time in times.items() if time is not None}
+
+
+def simulate(
+    schedule: Schedule, options: Mapping[str, Any], scale: float = 1.0
+) -> Simulation:
+    """A step by the options of times and links, of a chain of equal stages.
+
+    scale: how long a stage takes, in those that the options are about.
+    """
+    return run(
+        schedule,
+        _chain(schedule.stages or schedule.workers, options, scale),
+        {kind: time * scale for kind, time in durations(options).items()},
+        transfer(options),
+        options["prefetch"],
+    )
+
+
+def _chain(count: int, options: Mapping[str, Any], scale: float) -> nx.DiGraph[int]:
+    stages: nx.DiGraph[int] = nx.DiGraph()
+    stages.add_nodes_from(range(count))
+    nx.add_path(stages, range(count), bytes=options.get("message_bytes") or 0.0)
+    if options.get("weight_bytes"):
+        # of gradients too
+        weights = 2 * scale * options["weight_bytes"]
+        nx.set_node_attributes(stages, weights, "weights")
+    return stages
+
+
+def transfer(options: Mapping[str, Any]) -> float | Link:
+    """How long messages take. Raises PlanError for options that don't go together."""
+    bandwidth = options.get("bandwidth")
+    if options.get("weight_bytes") is not None and options["prefetch"] is None:
+        raise PlanError("--weight-bytes needs --prefetch: else fetching takes no time")
+    if bandwidth is None:
+        for name in ("latency", "message_bytes", "weight_bytes"):
+            if options.get(name) is not None:
+                raise PlanError(f"{flag(name)} needs --bandwidth")
+        if options["prefetch"] is not None and not options["transfer"]:
+            link = " or --bandwidth" if "bandwidth" in options else ""
+            raise PlanError(f"--prefetch needs --transfer{link}")
+        return float(options["transfer"])
+    if options["transfer"]:
+        raise PlanError("--transfer and --bandwidth exclude each other; give one")
+    if not bandwidth:
+        raise PlanError("--bandwidth 0 moves nothing; give more than 0")
+    return Link(bandwidth, options["latency"] or 0.0)
+
+
+def show(simulation: Simulation, options: Mapping[str, Any]) -> None:
+    """Prints what a simulated step comes to, with its pictures."""
+    click.echo(simulation.table())
+    draw(simulation, options)
+
+
+def draw(simulation: Simulation, options: Mapping[str, Any], unit: str = "") -> None:
+    """Prints and writes the pictures that were asked for; unit: of the times."""
+    width = shutil.get_terminal_size((100, 24)).columns
+    text = options["text"]
+    text = _small(simulation, width) if text is None else text
+    if not text and not any(options[kind] for kind in ("svg", "html", "trace")):
+        return
+    diagram = simulation.diagram(unit)
+    if text:
+        terminal = sys.stdout is not None and sys.stdout.isatty()
+        color = terminal and "NO_COLOR" not in os.environ
+        click.echo(f"\n{diagram.text(width, color)}")
+    timelines = {str(simulation.schedule): simulation.timeline}
+    # a unit of time that isn't a second is shown as a millisecond
+    scale = 1e6 if unit == "s" else 1e3
+    writers: dict[str, Callable[[Path], object]] = {
+        "svg": lambda path: path.write_text(diagram.svg(), "utf-8"),
+        "html": lambda path: path.write_text(diagram.html(), "utf-8"),
+        "trace": lambda path: chrome.write_trace(path, timelines, scale),
+    }
+    for kind, write in writers.items():
+        if path := options[kind]:
+            try:
+                write(path)
+            except OSError as error:
+                said = f"{flag(kind)}: {path} can't be written: {error.strerror}"
+                raise PlanError(said) from error
+            click.echo(f"wrote {path}")
+
+
+def _small(simulation: Simulation, width: int) -> bool:
+    """Whether jobs can be told apart in a diagram as wide as the terminal."""
+    workers = len(simulation.workers)
+    return workers <= ROWS and 3 * len(simulation.timeline) <= workers * width

@@ -1,0 +1,186 @@
+"""Models out of a user's file: `path/to/model.py:make` gives a model and its inputs."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import inspect
+import logging
+import re
+import sys
+import textwrap
+import traceback
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from types import ModuleType
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from ..backend import plan
+from ..jobs import PlanError
+from .option_types import choose
+
+SAY = "return (model, inputs), inputs a tuple, a dict of keyword arguments or a tensor"
+
+
+class Case(NamedTuple):
+    """A model, what it is called with, and where it was found."""
+
+    model: Callable[..., Any]
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    file: str
+
+
+def load(text: str) -> Case:
+    """What `path/to/model.py:make` or `package.module:make` returns when called.
+
+    Raises PlanError, in one line, if there is no such file or function, if either
+    fails, or if the function returns something else.
+    """
+    where, _, name = text.rpartition(":")
+    if not where or not name:
+        raise PlanError(f"{text!r}: give path/to/model.py:make or package.module:make")
+    module = _module(where)
+    file = str(getattr(module, "__file__", where))
+    make = getattr(module, name, None)
+    if not callable(make):
+        near = choose(name, _functions(module))
+        raise PlanError(f"{where} has no function {name!r} {near}")
+    try:
+        inspect.signature(make).bind()
+    except TypeError as error:
+        raise PlanError(
+            f"{text}: {name}() is called without arguments: {error}"
+        ) from error
+    with blamed(file, f"{name}() raised"):
+        made = make()
+    return _case(made, name, file)
+
+
+def _module(where: str) -> ModuleType:
+    """The module of a path or of a dotted name, imported as Python would a script."""
+    is_path = where.endswith(".py") or "/" in where or "\\" in where
+    path = Path(where).resolve()
+    folder = str(path.parent if is_path else Path.cwd())
+    if folder not in sys.path:
+        sys.path.insert(0, folder)
+    if not is_path:
+        return _dotted(where)
+    if not path.is_file():
+        raise PlanError(f"there is no file {where!r}{_nearby(path)}")
+    spec = importlib.util.spec_from_file_location(_free_name(path.stem), path)
+    if spec is None or spec.loader is None:
+        raise PlanError(f"{where!r} is not a Python file; give path/to/model.py:make")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # pickle, dataclasses and Dynamo look it up here
+    with blamed(str(path), "importing it raised"):
+        spec.loader.exec_module(module)
+    return module
+
+
+def _dotted(where: str) -> ModuleType:
+    try:
+        spec = importlib.util.find_spec(where)
+    except (ImportError, ValueError):
+        spec = None
+    if spec is None or not spec.origin:
+        raise PlanError(f"there is no module {where!r} here, nor a file {where!r}")
+    with blamed(spec.origin, "importing it raised"):
+        return importlib.import_module(where)
+
+
+def _free_name(stem: str) -> str:
+    """A name for a user's module that shadows nobody's."""
+    while stem in sys.modules or stem in sys.stdlib_module_names:
+        stem += "_"
+    return stem
+
+
+def _nearby(path: Path) -> str:
+    if not path.parent.is_dir():
+        return f": there is no folder {str(path.parent)!r}"
+    found = sorted(p.name for p in path.parent.glob("*.py"))
+    return f"; its folder has {', '.join(found[:8])}" if found else ""
+
+
+def _functions(module: ModuleType) -> list[str]:
+    return [
+        name
+        for name, value in vars(module).items()
+        if inspect.isfunction(value) and value.__module__ == module.__name__
+    ]
+
+
+def _case(made: Any, name: str, file: str) -> Case:
+    if not isinstance(made, tuple) or len(made) != 2:
+        count = f" of {len(made)}" if isinstance(made, tuple) else ""
+        raise PlanError(f"{name}() returned {type(made).__name__}{count}; {SAY}")
+    model, inputs = made
+    if not callable(model):
+        raise PlanError(f"{name}() returned {type(model).__name__} as the model; {SAY}")
+    if isinstance(inputs, Tensor):
+        return Case(model, (inputs,), {}, file)
+    if isinstance(inputs, (tuple, list)):
+        return Case(model, tuple(inputs), {}, file)
+    if not isinstance(inputs, Mapping) or not all(isinstance(k, str) for k in inputs):
+        raise PlanError(
+            f"{name}() returned {type(inputs).__name__} as the inputs; {SAY}"
+        )
+    taken = sorted(set(inputs) & set(inspect.signature(plan).parameters))
+    if taken:
+        raise PlanError(
+            f"{name}() returned the keyword argument {taken[0]!r}, which is also one "
+            "of fxsched.plan; give the inputs as a tuple"
+        )
+    return Case(model, (), dict(inputs), file)
+
+
+@contextmanager
+def blamed(file: str, what: str) -> Iterator[None]:
+    """Says what the user's code raised in one line, with the file and the line."""
+    try:
+        yield
+    except PlanError:
+        raise
+    except (Exception, SystemExit) as error:
+        place = _place(error, file) or file
+        raise PlanError(f"{place}: {what} {_said(error)}") from error
+
+
+@contextmanager
+def quiet_torch() -> Iterator[None]:
+    """Keeps torch from logging what it raises too."""
+    log = logging.getLogger("torch")
+    level = log.level
+    log.setLevel(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        log.setLevel(level)
+
+
+def _said(error: BaseException) -> str:
+    """The kind of an error and what it says, in one line that is not too long."""
+    kind, text = type(error).__name__, str(error)
+    if isinstance(error, SyntaxError):
+        text = error.msg
+    # Dynamo tells the operation's own error in the middle of advice
+    inner = re.search(r"""got (\w+)\((['"])(.*?)\2\)""", text, re.S)
+    if inner and type(error).__module__.startswith("torch._dynamo"):
+        kind, text = inner[1], inner[3]
+    return f"{kind}: {textwrap.shorten(text, 400, placeholder=' ..')}".rstrip(": ")
+
+
+def _place(error: BaseException, file: str) -> str | None:
+    """The last line of the user's file that an error went through."""
+    if isinstance(error, SyntaxError) and error.filename:
+        return f"{error.filename}:{error.lineno}"
+    # Dynamo, which runs no frame of the user's, writes them into the message
+    lines = re.findall(r'File "(.+?)", line (\d+)', str(error))
+    frames = traceback.extract_tb(error.__traceback__)
+    lines += [(frame.filename, str(frame.lineno)) for frame in frames]
+    own = [f"{name}:{line}" for name, line in lines if name == file]
+    return own[-1] if own else None

@@ -1,0 +1,272 @@
+"""When a schedule's jobs run, and what its workers hold, from its stages alone.
+
+Stages are a networkx.DiGraph. Nodes have `forward` and `backward` (seconds for one
+microbatch; a stage with `backward` 0 has no B), `held` (bytes between F and B) and
+`weights` (bytes of weights and their gradients); edges have `seconds`, one way. Where
+the backward is split, `weight` says how much of `backward` W takes (half, if it isn't
+there), and B the rest.
+
+Some have more to say. `fetch`: seconds to send weights, or their gradients, one way.
+`reads`: the directions whose jobs read weights (F and B). `groups`: numbers of the
+groups of weights that they read, each with the workers that keep it (one of the stage's
+own, where w says).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import networkx as nx
+import numpy as np
+
+from ..jobs import Direction, Job, Placement, PlanError, Schedule
+from .event_loop import Jobs, Kind, Network, Timeline, run_jobs
+
+MOST = 20_000_000  # jobs, which take some 10 GB
+FORWARD, BACKWARD, WEIGHT = Direction
+
+
+def place_jobs(
+    schedule: Schedule,
+    kinds: Sequence[Kind],
+    preds: Sequence[Sequence[int]],
+) -> Jobs:
+    """All jobs, numbered, with w and n asked once for each, and checked.
+
+    kinds, preds: those of one microbatch; see Jobs.
+    """
+    n, every = schedule.n, range(schedule.microbatches)
+    priorities: list[Any]
+    check_size(schedule, len(kinds))
+    weights, compute = _placed(schedule, kinds)
+    try:
+        priorities = [n(s, b, d) for b in every for s, d in kinds]
+    except Exception:  # said below, by the job that it is about
+        priorities = [None]
+    if not set(map(type, priorities)) <= {int}:
+        priorities = [schedule.priority(Job(s, b, d)) for b in every for s, d in kinds]
+    return Jobs(
+        tuple(kinds),
+        tuple(map(tuple, preds)),
+        schedule.microbatches,
+        schedule.workers,
+        weights,
+        compute,
+        priorities,
+    )
+
+
+def check_size(schedule: Schedule, kinds: int) -> None:
+    """Raises PlanError for more than fits in memory: for a table of the jobs, or one of
+    a microbatch's jobs, of which there are `kinds`, by workers."""
+    if max(schedule.microbatches, schedule.workers // 100) * kinds > MOST:
+        raise PlanError(
+            f"{kinds:,} jobs of each of {schedule.microbatches:,} microbatches on "
+            f"{schedule.workers:,} workers are too many to plan or simulate; give fewer"
+        )
+
+
+def _placed(schedule: Schedule, kinds: Sequence[Kind]) -> tuple[list[int], list[int]]:
+    """w of all jobs: weight workers, compute workers. Quick where w is as it should
+    be; else job by job, for the error that names the culprit."""
+    w, every = schedule.w, range(schedule.microbatches)
+    weights, compute = [], []
+    types = set()
+    try:
+        for b in every:
+            for s, d in kinds:
+                place = w(s, b, d)
+                types.add(type(place))
+                keeper, worker = place
+                weights.append(keeper)
+                compute.append(worker)
+        known = set(weights) | set(compute)
+        plain = set(map(type, weights)) | set(map(type, compute)) <= {int}
+        inside = all(0 <= worker < schedule.workers for worker in known)
+        if plain and inside and types <= {Placement, tuple}:
+            return weights, compute
+    except Exception:
+        pass  # said below, by the job that it is about
+    places = [schedule.place(Job(s, b, d)) for b in every for s, d in kinds]
+    return [p.weights for p in places], [p.compute for p in places]
+
+
+def stage_jobs(schedule: Schedule, stages: nx.DiGraph[int]) -> Jobs:
+    """All jobs of a schedule on these stages."""
+    back = {s for s, data in stages.nodes(data=True) if data["backward"] != 0}
+    kinds: list[Kind] = [(s, FORWARD) for s in sorted(stages)]
+    for s in sorted(back, reverse=True):
+        kinds += [(s, d) for d in schedule.directions[1:]]
+    at = {kind: i for i, kind in enumerate(kinds)}
+    preds: list[list[int]] = []
+    for s, d in kinds:
+        if d is FORWARD:
+            preds.append([at[p, FORWARD] for p in sorted(stages.predecessors(s))])
+        elif d is BACKWARD:
+            readers = [at[r, BACKWARD] for r in stages.successors(s) if r in back]
+            preds.append([at[s, FORWARD], *readers])
+        else:
+            preds.append([at[s, BACKWARD]])
+    return place_jobs(schedule, kinds, preds)
+
+
+def kind_seconds(stages: nx.DiGraph[int], kinds: Sequence[Kind]) -> list[float]:
+    """How long a job of each kind takes."""
+    found, known = [], set(kinds)
+    for s, d in kinds:
+        data = stages.nodes[s]
+        weight = 0.0
+        if (s, WEIGHT) in known:
+            weight = data.get("weight", data["backward"] / 2)
+        seconds = {FORWARD: data["forward"], WEIGHT: weight}
+        found.append(seconds.get(d, data["backward"] - weight))
+    return found
+
+
+def run_stages(schedule: Schedule, stages: nx.DiGraph[int]) -> Timeline:
+    """The jobs in the order in which they start; not all if in_flight stops them."""
+    jobs = stage_jobs(schedule, stages)
+    return run_jobs(
+        jobs,
+        kind_seconds(stages, jobs.kinds) * jobs.microbatches,
+        schedule.cap,
+        schedule.release,
+        Edges(jobs, stages),
+        schedule.in_order,
+    )
+
+
+def credits(schedule: Schedule, timeline: Timeline) -> dict[int, int]:
+    """The job that makes room for each capped F, by number, first out first in."""
+    jobs, width = timeline.jobs, len(timeline.jobs.kinds)
+    holders = jobs.holders(schedule.release)
+    last = {last: b for b, last in holders.values()}
+    room: dict[tuple[int, int], list[int]] = {}
+    used: dict[tuple[int, int], int] = {}
+    found = {}
+    for number in timeline.order:
+        kind = number % width
+        stage = jobs.kinds[kind][0]
+        if kind in last:
+            holder = jobs.compute[number - kind + last[kind]]
+            room.setdefault((stage, holder), []).append(number)
+        elif kind in holders:
+            place = (stage, jobs.compute[number - kind + holders[kind][0]])
+            limit = schedule.cap(stage)
+            taken = used[place] = used.get(place, 0) + 1
+            if limit is not None and taken > limit:
+                found[number] = room[place][taken - limit - 1]
+    return found
+
+
+def in_its_order(jobs: Jobs, order: Sequence[int], room: Mapping[int, int]) -> Jobs:
+    """The jobs with n such that workers run them in this order, and each capped F after
+    the job that makes room for it, its credit. To be run in_order, without a cap."""
+    position = [0] * len(jobs)
+    for i, number in enumerate(order):
+        position[number] = i
+    more = {number: list(after) for number, after in jobs.more.items()}
+    for number, last in room.items():
+        more.setdefault(last, []).append(number)
+    return replace(jobs, n=position, more=more)
+
+
+class Edges(Network):
+    """Transfers that take the `seconds` of the edge between two stages."""
+
+    def __init__(self, jobs: Jobs, stages: nx.DiGraph[int]) -> None:
+        self.kinds = len(jobs.kinds)
+        self.seconds: dict[tuple[int, int], float] = {}  # between kinds
+        for k, before in enumerate(jobs.preds):
+            for p in before:
+                a, b = sorted((jobs.kinds[p][0], jobs.kinds[k][0]))
+                if stages.has_edge(a, b):
+                    self.seconds[p, k] = stages.edges[a, b].get("seconds", 0.0)
+
+    def arrival(self, maker: int, reader: int, now: float) -> float:
+        return now + self.seconds.get((maker % self.kinds, reader % self.kinds), 0.0)
+
+
+def step_seconds(events: Timeline) -> float:
+    return max(events.end, default=0.0)
+
+
+def likely_seconds(schedule: Schedule, stages: nx.DiGraph[int]) -> float:
+    """The mean step over stages that are each up to 4 % slower or faster: one order of
+    jobs may be lucky for exactly these times. Infinite if in_flight stops the jobs."""
+    found = []
+    for k in range(3):
+        other = stages.copy()
+        for s, data in other.nodes(data=True):
+            for what, i in (("forward", 0), ("backward", 1)):
+                data[what] *= 1 + 0.02 * ((7 * s + 3 * k + i) % 5 - 2)
+        events = run_stages(schedule, other)
+        found.append(step_seconds(events) if events.complete else float("inf"))
+    return sum(found) / len(found)
+
+
+def worker_bytes(
+    schedule: Schedule, stages: nx.DiGraph[int], events: Timeline, kept: float = 1.0
+) -> list[float]:
+    """The most that each worker holds: weights, their gradients, and activations, of
+    which the share `kept` is still there between B and W."""
+    jobs = events.jobs
+    sizes = [stages.nodes[s]["held"] for s, _ in jobs.kinds]
+    most = peaks(events, schedule.release, sizes, kept)
+    pairs = zip(weight_bytes(jobs, stages), most, strict=True)
+    return [weights + held for weights, held in pairs]
+
+
+def weight_bytes(jobs: Jobs, stages: nx.DiGraph[int]) -> list[float]:
+    """What the weights that each worker keeps take, and their gradients."""
+    found = [0.0] * jobs.workers
+    of = [s for s, _ in jobs.kinds] * jobs.microbatches
+    for stage, worker in sorted(set(zip(of, jobs.weights, strict=True))):
+        found[worker] += stages.nodes[stage]["weights"]
+    return found
+
+
+def room(
+    jobs: Jobs, release: Direction, sizes: Sequence[float], kept: float = 1.0
+) -> tuple[list[float], list[float]]:
+    """By kind of job, what its start takes of a worker's room for activations, and what
+    its end gives back.
+
+    sizes: what one microbatch counts, by kind. kept: the share of it that stays from B
+    to `release`, if that is W.
+    """
+    takes, gives = [0.0] * len(jobs.kinds), [0.0] * len(jobs.kinds)
+    for f, (b, last) in jobs.holders(release).items():
+        takes[f] = sizes[f]
+        gives[b] = sizes[f] * (1.0 - kept)
+        gives[last] += sizes[f] * kept
+    return takes, gives
+
+
+def peaks(
+    events: Timeline, release: Direction, sizes: Sequence[float], kept: float = 1.0
+) -> list[float]:
+    """The most that each worker holds of what F saves, from the start of F to the end
+    of `release`, at the worker of B; see room. At one time, what is let go goes before
+    what comes."""
+    jobs, order = events.jobs, np.asarray(events.order, int)
+    takes, gives = room(jobs, release, sizes, kept)
+    change, far = np.subtract(takes, gives), np.zeros(len(jobs.kinds), int)
+    for f, (b, last) in jobs.holders(release).items():
+        far[f], far[last] = b - f, b - last
+    kind = order % len(jobs.kinds)
+    counted = change[kind] != 0
+    order, kind = order[counted], kind[counted]
+    start, end = np.asarray(events.start)[counted], np.asarray(events.end)[counted]
+    place = np.asarray(jobs.compute, int)[order + far[kind]]
+    taken = change[kind] > 0
+    by_time = np.lexsort((taken, np.where(taken, start, end), place))
+    place, held = place[by_time], np.cumsum(change[kind][by_time])
+    first = np.flatnonzero(np.diff(place, prepend=-1))
+    before = np.concatenate(([0.0], held))[first]  # of the workers before, if any stay
+    most = np.zeros(jobs.workers)
+    if len(first):
+        most[place[first]] = np.maximum.reduceat(held, first) - before
+    return [float(m) for m in most]

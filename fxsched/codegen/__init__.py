@@ -1,0 +1,4 @@
+"""A program to a Python function.
+
+Imports: ir, jobs, transport.
+"""

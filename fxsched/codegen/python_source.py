@@ -1,0 +1,278 @@
+"""A worker's program as straight Python: one line for each thing it does.
+
+Bundles are taken apart while the source is written: a stage's call becomes one line
+that calls its flat graph with plain variables, and what is handed from a line to the
+next is a variable, let go of after its last use.
+"""
+
+from __future__ import annotations
+
+import operator
+import re
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import fx
+
+from ..ir import ops
+from ..ir.graphs import arguments, result
+from ..transport.wire_format import Parcel
+from .graph_functions import Run, runner
+
+Expression = str | tuple[Any, ...]  # a variable or constant, or a tuple of expressions
+VARIABLE = re.compile(r"\bv\d+\b")
+
+
+class Source:
+    """Lines of Python, and the objects that they name.
+
+    lines: text and the task that it belongs to. names: what the text calls by name.
+    """
+
+    def __init__(self, gm: fx.GraphModule) -> None:
+        self.gm = gm
+        self.lines: list[tuple[str, str]] = []
+        self.names: dict[str, Any] = {}
+        self.known: dict[int, str] = {}  # names of objects by their id
+        self.parts: dict[tuple[str, int, int], str] = {}
+        self.calls: dict[str, Call] = {}  # of flat graphs, by what they make
+        self.called: dict[int, Call] = {}  # by their first line
+        self.count = 0
+        self.task = ""
+
+    def variable(self) -> str:
+        self.count += 1
+        return f"v{self.count}"
+
+    def name(self, value: Any, name: str | None = None) -> str:
+        """A name for an object that has no literal."""
+        if id(value) not in self.known:
+            self.known[id(value)] = name or f"c{len(self.known)}"
+            self.names[self.known[id(value)]] = value
+        return self.known[id(value)]
+
+    def parcel(self, parcel: Parcel) -> str:
+        return self.name(parcel, f"m{parcel.tag}")
+
+    def line(self, text: str) -> None:
+        self.lines.append((text, self.task))
+
+    def make(self, text: str) -> str:
+        """A new variable with what an expression gives."""
+        new = self.variable()
+        self.line(f"{new} = {text}")
+        return new
+
+    def express(self, value: Any, env: dict[fx.Node, Expression]) -> Expression:
+        """A node's argument as an expression."""
+        if isinstance(value, fx.Node):
+            return env[value]
+        if isinstance(value, (tuple, list)):
+            return tuple(self.express(each, env) for each in value)
+        if value is None or isinstance(value, (bool, int, float, str)):
+            return repr(value)
+        return self.name(value)
+
+    def node(
+        self, node: fx.Node, env: dict[fx.Node, Expression], whole: bool = False
+    ) -> Expression:
+        """Writes what a node does; gives the expression of its value.
+
+        whole: the source is of all tasks, so that one may use what another left.
+        """
+        args = [self.express(arg, env) for arg in node.args]
+        if node.op == "call_module":
+            stage = self.gm.get_submodule(str(node.target))
+            if isinstance(stage, fx.GraphModule) and "forward" not in vars(stage):
+                return self.stage(stage, args)
+            return self.make(f"{self.name(stage)}({', '.join(map(text_of, args))})")
+        if node.target is operator.getitem:
+            return item(args[0], arguments(node)[1])
+        if node.target is ops.bundle:
+            return tuple(args)
+        if node.target is ops.rows and whole:
+            return self.rows(*arguments(node), env=env)
+        if node.target is ops.credit:
+            return self.name(TOKEN)
+        if node.target is ops.accumulate:
+            gradients = node.all_input_nodes[-1]
+            readers = [user for user in gradients.users if user.target is not ops.free]
+            total, new = args
+            self.accumulate(total, new, alone=readers == [node])
+            return args[0]
+        if node.target is ops.loss_gradient and len(args) == 2:
+            (spec,) = node.meta["specs"]
+            full = torch.full(
+                spec.shape, arguments(node)[1], dtype=spec.dtype, device=spec.device
+            )
+            return self.name(full)
+        given = [text_of(arg) for arg in args]
+        given += [
+            f"{k}={text_of(self.express(v, env))}" for k, v in node.kwargs.items()
+        ]
+        return self.make(f"{self.name(node.target)}({', '.join(given)})")
+
+    def stage(self, stage: fx.GraphModule, args: Sequence[Expression]) -> Expression:
+        """A stage's call: its flat graphs with bundles taken apart."""
+        env: dict[fx.Node, Expression] = {}
+        given = iter(args)
+        for node in stage.graph.nodes:
+            if node.op == "placeholder":
+                env[node] = next(given)
+            elif node.op == "output":
+                break
+            elif node.target is operator.getitem:
+                env[node] = item(env[node.args[0]], arguments(node)[1])
+            elif node.op == "call_module":
+                flat = stage.get_submodule(str(node.target))
+                env[node] = self.flat(flat, [env[a] for a in node.args])
+            else:
+                env[node] = self.node(node, env)
+        return self.express(result(stage), env)
+
+    def rows(
+        self,
+        value: fx.Node,
+        microbatch: int,
+        microbatches: int,
+        dim: int = 0,
+        *,
+        env: dict[fx.Node, Expression],
+    ) -> Expression:
+        """A microbatch's part of a value, which is parted once for all of them."""
+        given = text_of(env[value])
+        key = (given, microbatches, dim)
+        if key not in self.parts:
+            size = f"{given}.shape[{dim}] // {microbatches}"
+            self.parts[key] = self.make(f"{given}.split({size}, {dim})")
+        return f"{self.parts[key]}[{microbatch}]"
+
+    def flat(self, flat: Any, args: Sequence[Expression]) -> Expression:
+        """The call of a flat graph, without what calling a module costs."""
+        if isinstance(flat, fx.GraphModule) and not _hooked(flat):
+            made = tuple(self.variable() for _ in result(flat))
+            box = self.make("")
+            call = Call(len(self.lines) - 1, box, flat, tuple(map(text_of, args)), made)
+            self.line("")
+            self._call(call)
+            return made
+        given = ", ".join(map(text_of, args))
+        count = getattr(flat, "outputs", None)
+        if count is None:  # some module of the user's
+            return self.make(f"{self.name(flat)}({given})")
+        if id(flat) not in self.known:  # flat.forward is a new object each time
+            self.known[id(flat)] = self.name(flat.forward)
+        made = tuple(self.variable() for _ in range(count))
+        self.line(f"{_targets(made)}{self.known[id(flat)]}({given})")
+        return made
+
+    def accumulate(self, total: Expression, new: Expression, alone: bool) -> None:
+        """Adds gradients to a sum: in the graph that makes them, if it can.
+
+        alone: whether nothing else reads the gradients, such as a pass of the user's.
+        """
+        call = self.calls.get(new[0]) if isinstance(new, tuple) and new else None
+        if call is None or not alone or any(name not in call.made for name in new):
+            names = (text_of(total), text_of(new))
+            self.line(f"{self.name(torch._foreach_add_)}({', '.join(names)})")
+            return
+        added = tuple(call.made.index(name) for name in new)
+        sums = tuple(text_of(item(total, i)) for i in range(len(new)))
+        self._call(
+            call._replace(given=(*call.given, *sums), added=(*call.added, *added))
+        )
+
+    def _call(self, call: Call) -> None:
+        """Takes note of a call of a flat graph, in the place of what it was before."""
+        self.called[call.line] = call
+        self.calls.update(dict.fromkeys(call.kept, call))
+
+    def written(self) -> list[tuple[str, str]]:
+        """All lines, each letting go of what none after it needs."""
+        runs: dict[tuple[int, tuple[int, ...]], Run] = {}
+        for call in self.called.values():
+            key = id(call.flat), call.added
+            if key not in runs:
+                runs[key] = runner(call.flat, call.added)
+            run = self.name(runs[key])
+            box = f"{call.box} = [{', '.join(call.given)}]"
+            made = f"{_targets(call.kept)}{run}({call.box})"
+            for line, text in enumerate((box, made), call.line):
+                self.lines[line] = (text, self.lines[line][1])
+        return let_go(self.lines)
+
+
+class Call(NamedTuple):
+    """The two lines that call a flat graph: what it is given, in a list, and makes.
+
+    added: positions of what it makes that it adds to sums, the last that it is given.
+    """
+
+    line: int
+    box: str
+    flat: fx.GraphModule
+    given: tuple[str, ...]
+    made: tuple[str, ...]
+    added: tuple[int, ...] = ()
+
+    @property
+    def kept(self) -> list[str]:
+        """The variables that it makes."""
+        return [v for i, v in enumerate(self.made) if i not in self.added]
+
+
+def _targets(names: Sequence[str]) -> str:
+    return "".join(f"{name}, " for name in names).strip() + " = " * bool(names)
+
+
+def _hooked(module: torch.nn.Module) -> bool:
+    """Whether a call of it does more than its graph says."""
+    hooks = module._forward_hooks or module._forward_pre_hooks
+    return bool(hooks) or "forward" in vars(module)
+
+
+TOKEN = torch.empty(0)
+
+
+def item(value: Expression, index: int) -> Expression:
+    return value[index] if isinstance(value, tuple) else f"{value}[{index}]"
+
+
+def text_of(value: Expression) -> str:
+    if isinstance(value, str):
+        return value
+    return "(" + "".join(text_of(each) + ", " for each in value) + ")"
+
+
+def leaves(value: Expression) -> set[str]:
+    """The variables that an expression reads."""
+    if isinstance(value, str):
+        return set(VARIABLE.findall(value))
+    return {name for each in value for name in leaves(each)}
+
+
+def let_go(lines: Sequence[tuple[str, str]]) -> list[tuple[str, str]]:
+    """The same lines; each lets go of the variables that none after it names."""
+    seen: set[str] = set()
+    found = []
+    for text, task in reversed(lines):
+        last = set(VARIABLE.findall(text)) - seen
+        seen |= last
+        if last:
+            targets = " = ".join(sorted(last))
+            text = f"{text}; {targets} = None"
+        found.append((text, task))
+    return found[::-1]
+
+
+def compiled(
+    name: str, head: str, lines: Sequence[tuple[str, str]], names: dict[str, Any]
+) -> tuple[str, Callable[..., Any]]:
+    """The function whose body the lines are, from line 2 of the file that its errors
+    name; and that file's name."""
+    body = "\n    ".join(text for text, _ in lines) or "pass"
+    space, file = dict(names), f"<fxsched {name}>"
+    exec(compile(f"def run({head}):\n    {body}\n", file, "exec"), space)
+    run: Callable[..., Any] = space.pop("run")
+    return file, run

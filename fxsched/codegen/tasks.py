@@ -1,0 +1,129 @@
+"""What a worker's program is made of: tasks, and the values that it receives.
+
+A program is cut into tasks, the nodes of one job or of one other piece of work. Where B
+runs in backward(), a pause parts it into two phases.
+"""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import fx
+
+from ..ir import ops
+from ..ir.graphs import arguments
+from ..jobs import Job
+from ..transport.wire_format import Parcel
+
+
+@dataclass
+class Task:
+    """One piece of work: what it runs, and what must be there first."""
+
+    name: str
+    n: int
+    nodes: list[fx.Node]
+    needs: list[int] = field(default_factory=list)  # slots that come from elsewhere
+    makes: list[int] = field(default_factory=list)
+    job: Job | None = None
+    pause: fx.Node | None = None
+
+
+@dataclass(frozen=True)
+class Receive:
+    """A value that another worker sends: its place among those, and its slot."""
+
+    parcel: Parcel
+    position: int
+    slot: int
+    phase: int
+
+
+class Program:
+    """A worker's fx program, read once: its tasks, by phase, and what it receives.
+
+    receives: in the program's order. fetches: those of weights, each task's together,
+        in the order of the tasks that need them first.
+    """
+
+    def __init__(self, gm: fx.GraphModule) -> None:
+        self.gm = gm
+        self.slots = {node: i for i, node in enumerate(gm.graph.nodes)}
+        self.receives: list[Receive] = []
+        self.phases: list[list[Task]] = [[]]
+        self._read()
+        self.receive_at = {receive.slot: receive for receive in self.receives}
+        self.fetches: list[list[Receive]] = []
+        self._order_fetches()
+
+    def _read(self) -> None:
+        tasks: dict[tuple[int, str], Task] = {}
+        for node in self.gm.graph.nodes:
+            phase = len(self.phases) - 1
+            if node.op in ("placeholder", "output"):
+                continue
+            if node.target in (ops.recv, ops.fetch):
+                parcel = Parcel(
+                    node.kwargs["source"],
+                    node.kwargs["tag"],
+                    node.meta["specs"],
+                    node.meta["bundle"],
+                    node.target is ops.fetch,
+                )
+                position = len(self.receives)
+                self.receives.append(Receive(parcel, position, self.slots[node], phase))
+                continue
+            name = node.meta["task"]
+            if (phase, name) not in tasks:
+                task = Task(name, node.meta["n"], [])
+                tasks[phase, name] = task
+                self.phases[-1].append(task)
+            tasks[phase, name].nodes.append(node)
+            tasks[phase, name].job = node.meta.get("job", tasks[phase, name].job)
+            if node.target is ops.pause:
+                tasks[phase, name].pause = node
+                self.phases.append([])
+        for task in tasks.values():
+            self._link(task)
+        results = self.gm.graph.output_node().all_input_nodes
+        needs = [self.slots[n] for n in results if n.op != "placeholder"]
+        self.phases[-1].append(Task("output", sys.maxsize, [], needs))
+
+    def _order_fetches(self) -> None:
+        seen: set[int] = set()
+        for task in (task for phase in self.phases for task in phase):
+            new = [
+                receive
+                for slot in task.needs
+                if (receive := self.receive_at.get(slot)) is not None
+                and receive.parcel.weights
+                and slot not in seen
+            ]
+            if new:
+                self.fetches.append(new)
+                seen.update(receive.slot for receive in new)
+
+    def _link(self, task: Task) -> None:
+        inside = {self.slots[n] for n in task.nodes}
+        read = dict.fromkeys(
+            self.slots[p]
+            for n in task.nodes
+            if n.target is not ops.free
+            for p in n.all_input_nodes
+            if p.op != "placeholder"
+        )
+        task.needs = [slot for slot in read if slot not in inside]
+        task.makes = sorted(inside)
+
+
+def sent(node: fx.Node) -> Parcel:
+    """What a send node sends."""
+    (value,) = arguments(node)
+    weights = value.op == "placeholder"
+    to: Any = node.kwargs["to"]
+    tag: Any = node.kwargs["tag"]
+    bundle = weights or value.meta["bundle"]
+    whole = value.target is ops.reduce
+    return Parcel(to, tag, value.meta["specs"], bundle, weights, kept=whole)

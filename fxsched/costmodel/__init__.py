@@ -1,0 +1,4 @@
+"""Seconds and bytes of operations, estimated or measured.
+
+Imports: clock, ir, jobs.
+"""

@@ -1,0 +1,174 @@
+"""What operations cost: FLOPs and bytes, and the seconds that they should take.
+
+An operation takes the longer of computing its FLOPs and moving the bytes that it reads
+and writes (the roofline of Williams et al. 2009, doi 10.1145/1498765.1498785), and the
+time to start it. FLOPs are those of torch.utils.flop_counter's formulas.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, fx
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import flop_registry
+
+from ..ir import ops
+from ..ir.graphs import draws, is_view, tensors
+
+aten = torch.ops.aten
+
+
+class Rates(NamedTuple):
+    """What a worker does in a second. Plans need ratios, so rough numbers will do."""
+
+    flops: float
+    memory: float  # bytes read or written
+    link: float  # bytes sent to another worker
+    latency: float  # seconds from a send to its receive, without the bytes
+    launch: float  # seconds to start an operation
+
+
+RATES = {
+    "cpu": Rates(8e10, 1.5e10, 2e9, 2e-5, 5e-6),  # a core, gloo on the same machine
+    "cuda": Rates(2e14, 2e12, 2e10, 2e-5, 5e-6),  # a GPU of 2022, its own machine's bus
+}
+
+
+def rates_of(device: torch.device) -> Rates:
+    return RATES.get(device.type, RATES["cuda"])
+
+
+def send_seconds(size: int, device: torch.device) -> float:
+    """Seconds to send so many bytes to another worker."""
+    rates = rates_of(device)
+    return rates.latency + size / rates.link
+
+
+class Cost(NamedTuple):
+    """FLOPs, bytes read and written, and estimated seconds."""
+
+    flops: int = 0
+    bytes: int = 0
+    seconds: float = 0.0
+
+    def plus(self, other: Cost) -> Cost:
+        flops, moved, seconds = other
+        return Cost(self.flops + flops, self.bytes + moved, self.seconds + seconds)
+
+
+class Work(NamedTuple):
+    """What a node of the traced graph costs for one microbatch.
+
+    forward, backward: seconds, estimated or measured; backward counts the gradients
+        that its inputs want, and is 0 where none does.
+    held: bytes that autograd keeps for it from F to B, but for the model's state and
+        inputs, and what an earlier node keeps already.
+    """
+
+    flops: int
+    forward: float
+    backward: float
+    held: int
+
+
+# They read as much of their first argument as they give.
+GATHERS = (aten.embedding, aten.index_select, aten.gather, aten.index, aten.slice)
+# The same formulas as on a GPU, by the operation's name there.
+ALSO = {
+    aten._scaled_dot_product_flash_attention_for_cpu: (
+        aten._scaled_dot_product_flash_attention
+    ),
+    aten._scaled_dot_product_flash_attention_for_cpu_backward: (
+        aten._scaled_dot_product_flash_attention_backward
+    ),
+}
+
+
+def cost_of(func: Any, args: Any, kwargs: dict[str, Any], out: Any) -> Cost:
+    """The cost of one operation on (fake) tensors; a view costs nothing."""
+    if is_view(func) and not func._schema.is_mutable:
+        return Cost()
+    packet = getattr(func, "overloadpacket", func)
+    formula = flop_registry.get(ALSO.get(packet, packet))
+    flops = int(formula(*args, **kwargs, out_val=out)) if formula else 0
+    made = list(tensors(out))
+    given = [*tensors(args), *tensors(tuple(kwargs.values()))]
+    read = made if packet in GATHERS else given
+    moved = sum(t.nbytes for t in [*made, *read])
+    if not made:
+        return Cost(flops, moved)
+    rates = rates_of(made[0].device)
+    seconds = max(flops / rates.flops, moved / rates.memory) + rates.launch
+    return Cost(flops, moved, seconds)
+
+
+def graph_cost(gm: fx.GraphModule) -> Cost:
+    """The cost of an aten graph whose nodes carry fake values."""
+    total = Cost()
+    for node in gm.graph.nodes:
+        func: Any = node.target
+        args: Any = fx.map_arg(node.args, _value)
+        kwargs: Any = fx.map_arg(node.kwargs, _value)
+        if func is ops.seeded:
+            func, args = args[0], args[2:]
+        if node.op == "call_function" and hasattr(func, "_schema"):
+            total = total.plus(cost_of(func, args, kwargs, node.meta.get("val")))
+    return total
+
+
+def _value(node: fx.Node) -> Any:
+    return node.meta.get("val")
+
+
+class Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Adds up the cost of the operations that run under it.
+
+    random: how many of them drew random numbers.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.total = Cost()
+        self.random = 0
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        out = func(*args, **(kwargs or {}))
+        self.total = self.total.plus(cost_of(func, args, kwargs or {}, out))
+        self.random += draws(func, args, kwargs or {})
+        return out
+
+
+def alone(args: Any) -> tuple[Any, list[Tensor]]:
+    """Arguments without a history, and the leaves of those that want a gradient."""
+    leaves: list[Tensor] = []
+
+    def copy(value: Any) -> Any:
+        if isinstance(value, (tuple, list)):
+            return type(value)(map(copy, value))
+        if not isinstance(value, Tensor):
+            return value
+        if not value.requires_grad:
+            return value.detach().clone()  # it may be written into
+        leaves.append(value.detach().requires_grad_())
+        return leaves[-1].clone()
+
+    return copy(args), leaves
+
+
+def backward_of(value: Any, leaves: Sequence[Tensor]) -> Callable[[], object]:
+    """What computes the gradients of an operation's arguments from its result's."""
+    outs = [t for t in tensors(value) if t.grad_fn is not None]
+    if not outs or not leaves:
+        return lambda: None
+    given = [torch.ones_like(t) for t in outs]
+
+    def run() -> object:
+        with torch.autograd.set_multithreading_enabled(False):
+            return torch.autograd.grad(outs, leaves, given, allow_unused=True)
+
+    return run

@@ -1,0 +1,247 @@
+"""Measures how long each node of a traced graph takes, in place of estimates."""
+
+from __future__ import annotations
+
+import operator
+import statistics
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, fx
+
+from ..clock.event_loop import Event
+from ..ir import ops
+from ..ir.graphs import REGION_ENTERS, REGION_EXITS, Role
+from ..jobs import Direction, PlanError
+from .costs import alone, backward_of
+
+
+class Times(NamedTuple):
+    """Seconds of F and of B."""
+
+    forward: float
+    backward: float
+
+    def over(self, other: Times) -> Times:
+        """The ratio to others; 1 where these take no time."""
+        return Times(
+            *(a / b if b > 0 else 1.0 for a, b in zip(self, other, strict=True))
+        )
+
+    def scaled(self, ratio: Times) -> Times:
+        return Times(*(a * b for a, b in zip(self, ratio, strict=True)))
+
+
+@dataclass(frozen=True)
+class Profile:
+    """What nodes took where they were measured, beside what they were estimated to.
+
+    Both are by the node's module, operation and number in it, and for one microbatch. A
+    plan for other shapes scales its estimates as measured here.
+    """
+
+    measured: dict[str, Times]
+    estimated: dict[str, Times]
+
+    def __str__(self) -> str:
+        f, b = (sum(t[i] for t in self.measured.values()) for i in (0, 1))
+        return f"profile of {len(self.measured)} nodes: F {f:.3g} s, B {b:.3g} s"
+
+    def apply(self, gm: fx.GraphModule) -> None:
+        """Puts measured times on a traced graph.
+
+        Raises PlanError if most of its work is in nodes that were not measured.
+        """
+        nodes = [node for node in gm.graph.nodes if "work" in node.meta]
+        known = [node for node in nodes if node.meta["key"] in self.measured]
+        work = {n: n.meta["work"].forward + n.meta["work"].backward for n in nodes}
+        if 2 * sum(work[n] for n in known) < sum(work.values()):
+            raise PlanError(
+                "the profile is of another model: it knows less than half of this "
+                "one's work; make it with fxsched.profile(model, *inputs) on this model"
+            )
+        whole = _total(self.measured.values()).over(_total(self.estimated.values()))
+        for node in nodes:
+            key, old = node.meta["key"], node.meta["work"]
+            node.meta["estimated"] = Times(old.forward, old.backward)
+            ratio = whole
+            if key in self.measured:
+                ratio = self.measured[key].over(self.estimated[key])
+            forward, backward = node.meta["estimated"].scaled(ratio)
+            node.meta["work"] = old._replace(forward=forward, backward=backward)
+        gm.meta["measured"] = True
+
+
+def _total(times: Iterable[Times]) -> Times:
+    return Times(*map(sum, zip((0.0, 0.0), *times, strict=True)))
+
+
+class Known(NamedTuple):
+    """What a plan knows of a node: its stage (None: copied to those that read it), and
+    its times, as estimated and as the plan has them."""
+
+    stage: int | None
+    estimated: Times
+    planned: Times
+
+
+def known(nodes: Sequence[fx.Node]) -> dict[str, Known]:
+    """Nodes of a traced graph with stages, by the names that a Profile has for them."""
+    found = {}
+    for node in nodes:
+        if "work" in node.meta:
+            planned = Times(node.meta["work"].forward, node.meta["work"].backward)
+            estimated = node.meta.get("estimated", planned)
+            key = node.meta["key"]
+            found[key] = Known(node.meta.get("stage"), estimated, planned)
+    return found
+
+
+def fit(nodes: Mapping[str, Known], steps: Sequence[Sequence[Event]]) -> Profile:
+    """The planned times of nodes, scaled stage by stage so that F and B of a stage take
+    what they took in steps, at the median."""
+    taken: dict[tuple[int, Direction], list[float]] = {}
+    for event in (event for events in steps for event in events):
+        kind = event.job.stage, event.job.direction
+        taken.setdefault(kind, []).append(event.end - event.start)
+    ratios: dict[int | None, Times] = {None: Times(1.0, 1.0)}
+    for stage in {stage for stage, _ in taken}:
+        planned = _total(n.planned for n in nodes.values() if n.stage == stage)
+        f, *b = (statistics.median(taken.get((stage, d), [0.0])) for d in Direction)
+        ratios[stage] = Times(f, sum(b) or planned.backward).over(planned)
+    return Profile(
+        {key: node.planned.scaled(ratios[node.stage]) for key, node in nodes.items()},
+        {key: node.estimated for key, node in nodes.items()},
+    )
+
+
+def measure(
+    gm: fx.GraphModule, inputs: Sequence[Any], microbatches: int, repeats: int
+) -> Profile:
+    """Runs a traced microbatch on real inputs, node by node, so many times.
+
+    A node's times are the medians over all runs of it and of those like it: blocks that
+    are the same get the same times, whatever the machine did meanwhile.
+    The model's parameters and buffers and the random numbers stay as they are.
+    """
+    runs = []
+    devices = range(torch.cuda.device_count())
+    with torch.random.fork_rng(devices):
+        for _ in range(repeats + 1):  # the first one warms up
+            runs.append(_Run(gm, inputs, microbatches).run())
+    nodes = [n for n in gm.graph.nodes if n in runs[0]]
+    taken: dict[str, list[Times]] = {}
+    for node in nodes:
+        taken.setdefault(_kind(node), []).extend(run[node] for run in runs[1:])
+    medians = {
+        kind: Times(*(statistics.median(t[i] for t in times) for i in (0, 1)))
+        for kind, times in taken.items()
+    }
+    return Profile(
+        {n.meta["key"]: medians[_kind(n)] for n in nodes},
+        {
+            n.meta["key"]: Times(n.meta["work"].forward, n.meta["work"].backward)
+            for n in nodes
+        },
+    )
+
+
+def _kind(node: fx.Node) -> str:
+    """What a node does, and to what: with which shapes, strides and types, and which of
+    them want gradients."""
+
+    def describe(read: fx.Node) -> Any:
+        value = read.meta.get("val")
+        if not isinstance(value, Tensor):
+            return value
+        return tuple(value.shape), value.stride(), value.dtype, value.requires_grad
+
+    given = fx.map_arg((node.args, node.kwargs), describe)
+    return f"{node.op} {node.target} {given}"
+
+
+class _Run:
+    """One pass over the nodes of a traced graph."""
+
+    def __init__(
+        self, gm: fx.GraphModule, inputs: Sequence[Any], microbatches: int
+    ) -> None:
+        self.gm, self.inputs, self.microbatches = gm, inputs, microbatches
+        self.interpreter = fx.Interpreter(gm)
+        self.values: dict[fx.Node, Any] = {}
+
+    def run(self) -> dict[fx.Node, Times]:
+        found = {}
+        last = {p: n for n in self.gm.graph.nodes for p in n.all_input_nodes}
+        with torch.no_grad():
+            for node in self.gm.graph.nodes:
+                if node.op == "placeholder":
+                    self.values[node] = self.given(node)
+                elif node.op == "get_attr":
+                    path = operator.attrgetter(str(node.target))
+                    self.values[node] = path(self.gm)
+                elif node.target in (*REGION_ENTERS, *REGION_EXITS):
+                    self.region(node)
+                elif node.op != "output":
+                    found[node] = self.call(node)
+                for read in node.all_input_nodes:
+                    if last[read] is node:
+                        del self.values[read]
+        return found
+
+    def given(self, node: fx.Node) -> Tensor:
+        value: Tensor = self.inputs[node.meta["index"]]
+        if node.meta["role"] is Role.BATCH:
+            value = ops.rows(value, 0, self.microbatches, node.meta["dim"])
+        kept = node.meta["role"] is Role.PARAMETER
+        return value.detach() if kept else value.detach().clone()
+
+    def region(self, node: fx.Node) -> None:
+        if node.target is torch._C._set_grad_enabled:
+            self.values[node] = None  # F has no gradients here, B has its own
+            return
+        target: Any = node.target
+        self.values[node] = target(*self.arguments(node)[0])
+
+    def arguments(self, node: fx.Node) -> tuple[Any, dict[str, Any]]:
+        found: tuple[Any, dict[str, Any]] = fx.map_arg(
+            (node.args, node.kwargs), self.values.__getitem__
+        )
+        return found
+
+    def call(self, node: fx.Node) -> Times:
+        run = getattr(self.interpreter, node.op)
+        args, kwargs = self.arguments(node)
+        backward = 0.0
+        if node.meta["work"].backward:
+            backward = self.backward(node, run)
+        begin = _now()
+        self.values[node] = run(node.target, args, kwargs)
+        return Times(_now() - begin, backward)
+
+    def backward(self, node: fx.Node, run: Callable[..., Any]) -> float:
+        """Seconds of a node's B, on a copy of its arguments."""
+        wanted = {
+            n: self.values[n].detach().requires_grad_(n.meta["val"].requires_grad)
+            for n in node.all_input_nodes
+            if isinstance(n.meta.get("val"), Tensor)
+        }
+        args, kwargs = fx.map_arg(
+            (node.args, node.kwargs), lambda n: wanted.get(n, self.values[n])
+        )
+        with torch.enable_grad():
+            (again, named), leaves = alone((args, tuple(kwargs.values())))
+            made = run(node.target, again, dict(zip(kwargs, named, strict=True)))
+            compute = backward_of(made, leaves)
+            begin = _now()
+            compute()
+            return _now() - begin
+
+
+def _now() -> float:
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+    return time.perf_counter()

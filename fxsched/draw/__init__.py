@@ -1,0 +1,4 @@
+"""Tables and pictures.
+
+Imports: clock, ir, jobs.
+"""

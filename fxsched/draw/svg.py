@@ -1,0 +1,159 @@
+"""A timeline as SVG: rows are workers, columns time, colours microbatches."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from html import escape
+
+import numpy as np
+
+from .palette import Clock, hexadecimal, palette
+from .svg_layout import (
+    BOTTOM,
+    CHARACTER,
+    INK,
+    LANE,
+    LEFT,
+    PAPER,
+    RIGHT,
+    TOP,
+    Frame,
+    around,
+    group,
+    tag,
+)
+from .timeline_arrays import Array, Bars, label, spread
+
+CELLS = 250_000  # that a large timeline is averaged over
+LEVELS = 22  # of red, green and blue that means are rounded to
+LEVEL = 12
+
+
+def render(bars: Bars, title: str, summary: str, clock: Clock) -> str:
+    """The text of an SVG file.
+
+    title, summary: what the first line says, in bold and not.
+    """
+    frame = Frame(bars)
+    colours = palette(bars.microbatches)
+    before, after = around(frame, colours, clock)
+    title = title if len(title) <= 120 else title[:119] + "…"
+    heading = LEFT + 8 * len(title) + 7 * len(summary)
+    width = max(LEFT + frame.width + RIGHT, heading)
+    height = TOP + frame.height + BOTTOM
+    bold = tag("tspan", escape(title), font_weight="bold")
+    parts = (
+        "",
+        tag("title", escape(f"{title} {summary}".strip())),
+        tag("rect", width=width, height=height, rx=6, fill=PAPER),
+        tag("text", f"{bold} {escape(summary)}", x=LEFT, y=24, font_size=14, fill=INK),
+        before,
+        *(_bars(frame, colours, clock) if frame.detailed else _cells(frame, colours)),
+        after,
+        "",
+    )
+    picture = tag(
+        "svg",
+        "\n".join(parts),
+        xmlns="http://www.w3.org/2000/svg",
+        width=width,
+        height=height,
+        viewBox=f"0 0 {width:g} {height:g}",
+        role="img",
+        font_family="Helvetica, Arial, sans-serif",
+    )
+    return picture + "\n"
+
+
+def _bars(frame: Frame, colours: Array, clock: Clock) -> Iterator[str]:
+    """A bar for each job, those of a colour together, then labels."""
+    bars = frame.bars
+    for b, d in np.unique(np.stack((bars.microbatch, bars.direction), 1), axis=0):
+        jobs = np.flatnonzero((bars.microbatch == b) & (bars.direction == d))
+        colour = hexadecimal(colours[b, d])
+        yield group("jobs", (_bar(frame, i, clock) for i in jobs.tolist()), fill=colour)
+    for d in bars.directions if frame.size >= 7 else ():
+        jobs = np.flatnonzero(bars.direction == d)
+        yield group(
+            "labels",
+            filter(None, (_label(frame, i) for i in jobs.tolist())),
+            font_size=frame.size,
+            fill=PAPER if d == 1 else INK,
+            text_anchor="middle",
+            pointer_events="none",
+        )
+
+
+def _place(frame: Frame, i: int) -> tuple[float, float]:
+    """Where a job's bar begins, and how wide it is: never too narrow to be seen."""
+    x = float(frame.x(frame.bars.start[i]))
+    wide = float(frame.x(frame.bars.end[i])) - x
+    return x, max(wide - 0.8 if wide > 3 else wide, 0.8)
+
+
+def _bar(frame: Frame, i: int, clock: Clock) -> str:
+    bars = frame.bars
+    x, width = _place(frame, i)
+    name = f"{bars.stage[i]}{'FBW'[bars.direction[i]]}{bars.microbatch[i]}"
+    times = f"{clock.text(bars.start[i])} to {clock.text(bars.end[i])}"
+    hint = tag("title", f"{name}, worker {bars.worker[i]}, {times}")
+    y, height = frame.y(int(bars.worker[i])), frame.row - frame.gap
+    return tag("rect", hint, x=x, y=y, width=width, height=height)
+
+
+def _label(frame: Frame, i: int) -> str:
+    bars, size = frame.bars, frame.size
+    x, width = _place(frame, i)
+    room = (width - 1) / (CHARACTER * size) - 0.5 * (bars.direction[i] == 2)  # wide W
+    text = label(bars, i, room)
+    if not text:
+        return ""
+    middle = frame.y(int(bars.worker[i])) + (frame.row - frame.gap) / 2
+    return tag("text", text, x=x + width / 2, y=middle + 0.36 * size)
+
+
+def _cells(frame: Frame, colours: Array) -> Iterator[str]:
+    """The mean colour of each pixel: a path for each colour, of horizontal lines."""
+    columns = int(min(frame.width, CELLS // frame.rows))
+    code = _codes(frame, colours, columns)
+    edge = np.ones(code.shape, bool)
+    edge[:, 1:] = code[:, 1:] != code[:, :-1]
+    row, first = np.nonzero(edge)
+    length = np.diff(np.flatnonzero(edge), append=code.size)
+    runs = np.stack((code[row, first], first, row, length), 1)
+    paths: dict[int, list[str]] = {}
+    for colour, x, y, n in runs[runs[:, 0] >= 0].tolist():
+        paths.setdefault(colour, []).append(f"M{x} {y}h{n}")
+    lines = (
+        tag("path", stroke=hexadecimal(_decoded(colour)), d="".join(paths[colour]))
+        for colour in sorted(paths)
+    )
+    y = TOP + (frame.row - frame.gap) / 2
+    yield group(
+        "cells",
+        lines,
+        transform=f"translate({LEFT} {y:g}) "
+        f"scale({frame.width / columns:g} {frame.row:g})",
+        fill="none",
+        stroke_width=1 - frame.gap / frame.row,
+        shape_rendering="crispEdges",
+    )
+
+
+def _codes(frame: Frame, colours: Array, columns: int) -> Array:
+    """The mean colours of (row, column) as numbers; -1 where all are idle."""
+    bars = frame.bars
+    rgb = colours[bars.microbatch, bars.direction]
+    values = np.concatenate((rgb, np.ones((len(bars), 1))), 1)
+    means = spread(bars, values, frame.rows, columns)
+    idle = np.clip(1 - means[:, :, 3], 0, 1)
+    lane = np.array([int(LANE[i : i + 2], 16) for i in (1, 3, 5)])
+    mixed = np.rint((means[:, :, :3] + idle[:, :, None] * lane) / LEVEL)
+    code = np.clip(mixed, 0, LEVELS - 1) @ np.array([LEVELS**2, LEVELS, 1])
+    found: Array = np.where(idle > 0.98, -1, code).astype(int)
+    return found
+
+
+def _decoded(code: int) -> Array:
+    levels = code // LEVELS**2, code // LEVELS % LEVELS, code % LEVELS
+    return np.array([min(LEVEL * level, 255) for level in levels])

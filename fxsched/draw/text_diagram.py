@@ -1,0 +1,118 @@
+"""A timeline as text: rows are workers, columns time."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import pairwise
+
+import numpy as np
+
+from .palette import Clock, palette, ticks
+from .timeline_arrays import Array, Bars, label, spread
+
+ROWS = 64  # from there on workers share rows
+LEAST = 20  # columns
+LETTERS = "FBW"
+
+
+def render(bars: Bars, heading: str, clock: Clock, width: int, color: bool) -> str:
+    """Lines of at most `width` characters, ANSI colours not counted.
+
+    A job is its name or its letter and dashes as far as it goes; where jobs are shorter
+    than a character, each character is the direction of most of them, or a dot.
+    """
+    rows = min(bars.workers, ROWS)
+    names = _names(bars.workers, rows)
+    margin = max(map(len, ["worker", *names])) + 2
+    room = max(width - margin, LEAST)
+    columns = _columns(bars, room)
+    cells = Cells(bars, rows, columns)
+    lines = [heading, "worker"]
+    for row, name in enumerate(names):
+        lines.append(f"{name:>{margin - 2}}  {cells.line(row, color)}")
+    lines.append(f"{'time':>{margin - 2}}  {_axis(bars, clock, columns)}")
+    return "\n".join(line.rstrip() for line in lines)
+
+
+def _names(workers: int, rows: int) -> list[str]:
+    """The worker of each row, or its first and last."""
+    first = [-(-row * workers // rows) for row in range(rows + 1)]
+    return [f"{a}" if b - a == 1 else f"{a}..{b - 1}" for a, b in pairwise(first)]
+
+
+def _columns(bars: Bars, room: int) -> int:
+    """As many as there is room for, and for the shortest job a whole number."""
+    times = bars.end - bars.start
+    short = float(min(times[times > 0], default=0.0))
+    each = int(room * short / bars.span + 1e-9) if bars.span else 0
+    return round(each * bars.span / short) if each else room
+
+
+class Cells:
+    """The characters of all rows, and what colours are behind them."""
+
+    def __init__(self, bars: Bars, rows: int, columns: int) -> None:
+        self.shape = rows, columns
+        self.text = np.full((rows, columns), ".")
+        self.ground = np.full((rows, columns, 3), -1)
+        self.colours = palette(bars.microbatches)
+        times = bars.end - bars.start
+        usual = float(np.median(times)) if len(times) else 0.0
+        alone = rows == bars.workers and usual * columns >= bars.span
+        if len(bars) and bars.span:
+            self._jobs(bars) if alone else self._means(bars)
+
+    def _jobs(self, bars: Bars) -> None:
+        scale = self.shape[1] / bars.span
+        first = np.rint(bars.start * scale).astype(int).tolist()
+        last = np.rint(bars.end * scale).astype(int).tolist()
+        for i, (a, z) in enumerate(zip(first, last, strict=True)):
+            b, d, row = bars.microbatch[i], bars.direction[i], bars.worker[i]
+            text = label(bars, i, z - a - 1) or LETTERS[d]
+            text = text.ljust(z - a, "-")[: z - a]
+            if len(text) > 2:
+                text = text[:-1] + " "  # apart from the next one
+            self.text[row, a:z] = list(text)
+            self.ground[row, a:z] = self.colours[b, d]
+
+    def _means(self, bars: Bars) -> None:
+        share = spread(bars, np.eye(3)[bars.direction], *self.shape)
+        most = share.argmax(2)
+        idle = 1 - share.sum(2) > share.max(2)
+        self.text = np.where(idle, ".", np.array(list(LETTERS))[most])
+        rgb = self.colours[bars.microbatch, bars.direction]
+        values = np.concatenate((rgb, np.ones((len(bars), 1))), 1)
+        means = spread(bars, values, *self.shape)
+        mixed = np.rint(means[:, :, :3] / np.maximum(means[:, :, 3:], 1e-9))
+        self.ground = np.where(idle[:, :, None], -1, mixed.astype(int))
+
+    def line(self, row: int, color: bool) -> str:
+        text = "".join(self.text[row]).rstrip()
+        if not color:
+            return text
+        return "".join(_painted(text, self.ground[row]))
+
+
+def _painted(text: str, ground: Array) -> Iterator[str]:
+    """Runs of one colour as ANSI sequences."""
+    edges = np.flatnonzero((np.diff(ground, axis=0) != 0).any(1)) + 1
+    bounds = [0, *edges.tolist(), len(text)]
+    for a, b in pairwise(bounds):
+        r, g, blue = ground[a].tolist()
+        if r < 0:
+            yield text[a:b]
+            continue
+        ink = 0 if 0.3 * r + 0.6 * g + 0.1 * blue > 125 else 15
+        yield f"\x1b[48;2;{r};{g};{blue};38;5;{ink}m{text[a:b]}\x1b[0m"
+
+
+def _axis(bars: Bars, clock: Clock, columns: int) -> str:
+    """Ticks under their columns; the last says the unit."""
+    line = ""
+    span = bars.span * clock.factor
+    for time in ticks(span, columns / 7.5):
+        at = int(columns * time / span) if span else 0
+        text = f"{time:g}"
+        if at + len(text) <= columns:
+            line = line.ljust(at) + text
+    return f"{line} {clock.unit}"

@@ -1,0 +1,164 @@
+"""Timelines as columns, and what pictures of them need: averages, memory, labels."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from ..clock.event_loop import Event
+from ..jobs import Direction, PlanError
+
+Array = np.ndarray[Any, np.dtype[Any]]
+FORWARD, BACKWARD, WEIGHT = Direction
+
+
+@dataclass(frozen=True, eq=False)
+class Bars:
+    """Jobs that ran, as arrays of one length, sorted by worker, then start.
+
+    direction: 0 for F, 1 for B, 2 for W.
+    start, end: from the beginning of the step, which takes `span`.
+    """
+
+    workers: int
+    span: float
+    stage: Array
+    microbatch: Array
+    direction: Array
+    worker: Array
+    start: Array
+    end: Array
+
+    def __len__(self) -> int:
+        return len(self.stage)
+
+    @property
+    def microbatches(self) -> int:
+        return int(self.microbatch.max(initial=-1)) + 1
+
+    @property
+    def bubble(self) -> float:
+        """The share of the workers' time that they are idle."""
+        busy = float((self.end - self.start).sum())
+        return 1.0 - busy / (self.span * self.workers) if self.span else 0.0
+
+    @property
+    def directions(self) -> list[int]:
+        """Those that there are jobs of."""
+        return [int(d) for d in np.unique(self.direction)]
+
+
+def collect(
+    events: Sequence[Event],
+    workers: int,
+    step: tuple[float, float] | None = None,
+) -> Bars:
+    """The columns of a timeline.
+
+    step: when the step began and ended; the first start and the last end unless given.
+    Raises PlanError for workers that there aren't, and times that don't make sense.
+    """
+    if workers < 1:
+        raise PlanError(f"a diagram of {workers} workers: give 1 or more")
+    letter = {d: i for i, d in enumerate(Direction)}
+    rows = [(*e.job[:2], letter[e.job.direction], *e[1:]) for e in events]
+    table = np.array(rows, float).reshape(len(rows), 6)
+    _check(events, workers, table)
+    begin = min(table[:, 4], default=0.0) if step is None else step[0]
+    end = max(table[:, 5], default=0.0) if step is None else step[1]
+    table = table[np.lexsort((table[:, 5], table[:, 4], table[:, 3]))]
+    whole = table[:, :4].astype(int).T
+    times = (table[:, 4:] - begin).T
+    return Bars(workers, max(float(end - begin), 0.0), *whole, *times)
+
+
+def _check(events: Sequence[Event], workers: int, table: Array) -> None:
+    worker, start, end = table[:, 3], table[:, 4], table[:, 5]
+    for i in np.flatnonzero((worker < 0) | (worker >= workers))[:1]:
+        raise PlanError(
+            f"{events[i].job} ran on worker {events[i].worker}, but workers are "
+            f"0..{workers - 1}"
+        )
+    for i in np.flatnonzero(~((start <= end) & (end - start < np.inf)))[:1]:
+        raise PlanError(
+            f"{events[i].job} runs from {events[i].start!r} to {events[i].end!r}; give "
+            "an end that is not before the start"
+        )
+
+
+def label(bars: Bars, i: int, room: float) -> str:
+    """2F0 if that many characters fit, else F2, else nothing.
+
+    Fits what the longest of such labels would: no row has some of each kind.
+    """
+    stage, letter = bars.stage[i], "FBW"[bars.direction[i]]
+    short = 1 + len(str(bars.stage.max()))
+    if short + len(str(bars.microbatch.max())) <= room:
+        return f"{stage}{letter}{bars.microbatch[i]}"
+    return f"{letter}{stage}" if short <= room else ""
+
+
+def spread(bars: Bars, values: Array, rows: int, columns: int) -> Array:
+    """Means of jobs' values over the cells of a picture, as (rows, columns, values).
+
+    A cell is an equal part of the workers high and of the step wide. Idle time is 0.
+    values: (jobs, values).
+    """
+    width = columns + 2
+    count = values.shape[1]
+    out = np.zeros((count, rows * width))
+    row = bars.worker * rows // bars.workers
+    # A job adds its value from its start on, and takes it away from its end on. The
+    # cell of an edge gets the part that is left of it, the next one the rest.
+    for edge, sign in ((bars.start, 1.0), (bars.end, -1.0)):
+        x = np.clip(edge * (columns / (bars.span or 1.0)), 0, columns)
+        cell = x.astype(int)
+        part = x - cell
+        at = row * width + cell
+        for i in range(count):
+            add = sign * values[:, i]
+            out[i] += np.bincount(at, add * (1 - part), rows * width)
+            out[i] += np.bincount(at + 1, add * part, rows * width)
+    means = out.reshape(count, rows, width).cumsum(2)[:, :, :columns]
+    sharing = np.bincount(np.arange(bars.workers) * rows // bars.workers)
+    return np.moveaxis(means / sharing[None, :, None], 0, 2)
+
+
+class Held(NamedTuple):
+    """How many microbatches of stages a worker holds from each time on; 0 before."""
+
+    times: Array
+    counts: Array
+
+
+def held(bars: Bars, release: Direction) -> list[Held]:
+    """For each worker, what it holds between F and B: from the start of F to the end
+    of `release`, at the worker of B. Stages without these hold nothing."""
+    key = bars.stage * bars.microbatches + bars.microbatch
+    last = list(Direction).index(release)
+    of = [np.flatnonzero(bars.direction == d) for d in (0, 1, last)]
+    keys = np.intersect1d(np.intersect1d(key[of[0]], key[of[1]]), key[of[2]])
+    f, b, gone = (_find(key, among, keys) for among in of)
+    when = np.concatenate((bars.start[f], bars.end[gone]))
+    change = np.repeat([1, -1], len(keys))
+    place = np.tile(bars.worker[b], 2)
+    order = np.lexsort((change, when, place))  # what goes, goes before what comes
+    when, change, place = when[order], change[order], place[order]
+    bounds = np.searchsorted(place, np.arange(bars.workers + 1))
+    found = []
+    for i, j in pairwise(bounds.tolist()):
+        final = np.append(np.diff(when[i:j]) > 0, True)[: j - i]  # of equal times
+        times, counts = when[i:j][final], np.cumsum(change[i:j])[final]
+        new = np.diff(counts, prepend=0) != 0
+        found.append(Held(times[new], counts[new]))
+    return found
+
+
+def _find(key: Array, among: Array, keys: Array) -> Array:
+    """Where among these bars each key is."""
+    order = among[np.argsort(key[among], kind="stable")]
+    return order[np.searchsorted(key[order], keys)]

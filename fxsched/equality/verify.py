@@ -1,0 +1,315 @@
+"""fxsched.verify: one step by a schedule beside eager PyTorch on the whole batch."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch.utils._pytree import keystr, tree_flatten_with_path, tree_map
+
+from ..backend import Backend, backend
+from ..capture.batch import Batch
+from ..draw.tables import verify_table
+from ..ir.user_line import line_of
+from ..jobs import PlanError, Schedule
+from ..rows.row_warnings import RowsWarning
+from .departures import Departure, first_departure, rounding
+
+ROWS = 24  # of the table; the rest of what agrees is counted
+
+
+@dataclass(frozen=True)
+class Difference:
+    """One value, as eager PyTorch and as the plan have it.
+
+    eager, planned: their largest elements; None where one has no such value.
+    largest: the largest difference. allowed: what rounding may make of it.
+    """
+
+    name: str
+    eager: float | None
+    planned: float | None
+    largest: float
+    allowed: float
+
+    @property
+    def passed(self) -> bool:
+        return self.largest <= self.allowed  # NaN is no pass
+
+
+@dataclass(frozen=True)
+class Verification:
+    """What fxsched.verify found; prints as a table.
+
+    passed: whether the loss, all outputs, gradients and buffers agree.
+    differences: of each of them. why: what departs and why, or "".
+    """
+
+    passed: bool
+    differences: tuple[Difference, ...]
+    why: str
+    text: str
+
+    def __str__(self) -> str:
+        return self.text
+
+
+def verify(
+    model: nn.Module,
+    schedule: Schedule,
+    *inputs: Any,
+    loss: Callable[[Any], Tensor] | None = None,
+    **options: Any,
+) -> Verification:
+    """Runs a step of copies of the model, by a schedule (on threads) and in eager
+    PyTorch on the whole batch; prints how losses, outputs and gradients compare, and
+    the first operation that departs.
+
+    loss: of what the model returns, a scalar with a gradient; by default the one that
+        it returns.
+    options: those of fxsched.backend, by name; all others are keyword arguments of the
+        model.
+
+    The model, its gradients and the state of random numbers stay as they are. Layers
+    nn.Dropout are off in both copies. Raises PlanError for what cannot be planned.
+    """
+    if not isinstance(model, nn.Module):
+        raise PlanError(f"verify(model={model!r}): give a torch.nn.Module")
+    known = inspect.signature(backend).parameters
+    own = {name: options.pop(name) for name in list(options) if name in known}
+    planner = backend(schedule, **{**own, "transport": "threads"})
+    trace = _Trace()
+    planner.on_trace = trace.note
+    devices = list(range(torch.cuda.device_count()))
+    with torch.random.fork_rng(devices), torch.enable_grad():
+        eager = _Run(model, inputs, options, loss)
+        wanted = eager.values(eager.model)
+    with torch.random.fork_rng(devices), torch.enable_grad():
+        planned = _Run(model, inputs, options, loss)
+        with warnings.catch_warnings(record=True) as said:
+            warnings.simplefilter("always", RowsWarning)
+            with planner:
+                found = planned.values(torch.compile(planned.model, backend=planner))
+    differences = tuple(_differences(wanted, found))
+    passed = all(each.passed for each in differences)
+    complaints = [str(w.message) for w in said if w.category is RowsWarning]
+    why = "" if passed else _reason(trace, planner, complaints)
+    text = _text(planner, trace, differences, why, _dropout(model))
+    print(text)
+    return Verification(passed, differences, why, text)
+
+
+class _Trace:
+    """What the plan was made of."""
+
+    batch: Batch | None = None
+
+    def note(
+        self,
+        gm: fx.GraphModule,
+        args: tuple[Any, ...],
+        batch: Batch,
+        traced: fx.GraphModule,
+    ) -> None:
+        self.gm, self.batch = gm, batch
+        self.args = [_copied(each) for each in args]
+        self.nodes = list(traced.graph.nodes)  # passes put their stages on them
+
+    def departure(self) -> Departure | None:
+        assert self.batch is not None
+        rows = {node.name: node.meta.get("rows") for node in self.nodes}
+        drawn = frozenset(n.name for n in self.nodes if n.meta.get("random"))
+        return first_departure(self.gm, self.args, self.batch, rows, drawn)
+
+
+class _Run:
+    """A copy of a model and of its inputs, and what a step of it gives."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        inputs: tuple[Any, ...],
+        named: dict[str, Any],
+        loss: Callable[[Any], Tensor] | None,
+    ) -> None:
+        self.model = copy.deepcopy(model)
+        self.model.zero_grad()
+        for layer in self.model.modules():
+            if isinstance(layer, nn.modules.dropout._DropoutNd):
+                layer.eval()
+        self.inputs, self.named = tree_map(_copied, (inputs, named))
+        self.before = [(name, b.clone()) for name, b in self.model.named_buffers()]
+        self.loss = loss
+
+    def values(self, step: Callable[..., Any]) -> dict[str, Tensor | None]:
+        """By name: the loss, outputs, gradients and buffers."""
+        outputs = step(*self.inputs, **self.named)
+        loss = _loss_of(outputs) if self.loss is None else self.loss(outputs)
+        torch.autograd.backward(loss)
+        values: dict[str, Tensor | None] = {"loss": loss.detach()}
+        for path, value in tree_flatten_with_path(_plain(outputs))[0]:
+            if isinstance(value, Tensor) and value is not loss:
+                values[f"output {keystr(path)}".strip()] = value.detach()
+        for name, parameter in self.model.named_parameters():
+            values[f"gradient of {name}"] = parameter.grad
+        for path, value in tree_flatten_with_path((self.inputs, self.named))[0]:
+            if isinstance(value, Tensor) and value.requires_grad:
+                values[f"gradient of input {keystr(path)}"] = value.grad
+        before = dict(self.before)
+        for name, buffer in self.model.named_buffers():
+            if name not in before or not torch.equal(buffer, before[name]):
+                values[f"buffer {name}"] = buffer.detach()
+        return values
+
+
+def _copied(value: Any) -> Any:
+    if not isinstance(value, Tensor):
+        return value
+    return value.detach().clone().requires_grad_(value.requires_grad)
+
+
+def _plain(outputs: Any) -> Any:
+    """A ModelOutput as a dict."""
+    return dict(outputs) if isinstance(outputs, Mapping) else outputs
+
+
+def _loss_of(outputs: Any) -> Tensor:
+    leaves = [value for _, value in tree_flatten_with_path(_plain(outputs))[0]]
+    scalars = [
+        value
+        for value in leaves
+        if isinstance(value, Tensor) and value.dim() == 0 and value.requires_grad
+    ]
+    if len(scalars) != 1:
+        raise PlanError(
+            f"verify: the model returns {len(scalars)} scalars with a gradient, so its "
+            "loss isn't known; give verify(..., loss=lambda outputs: ...)"
+        )
+    return scalars[0]
+
+
+def _differences(
+    wanted: Mapping[str, Tensor | None], found: Mapping[str, Tensor | None]
+) -> Iterator[Difference]:
+    """Gradients are rounded as the largest of them are, to a thousandth."""
+    largest = max(map(_size, _gradients(wanted)), default=0.0)
+    for name in dict(wanted) | dict(found):
+        eager, planned = wanted.get(name), found.get(name)
+        if eager is None and planned is None:
+            continue
+        if eager is None or planned is None:
+            gap = max(_size(eager), _size(planned))
+            yield Difference(name, _shown(eager), _shown(planned), gap, 0.0)
+            continue
+        if eager.shape != planned.shape:
+            yield Difference(name, _size(eager), _size(planned), float("inf"), 0.0)
+            continue
+        scale = _size(eager)
+        if name.startswith("gradient"):
+            scale = max(scale, largest / 1000)
+        gap = _size(eager.double() - planned.double())
+        allowed = rounding(eager) * max(scale, 1e-6)
+        yield Difference(name, _shown(eager), _shown(planned), gap, allowed)
+
+
+def _gradients(values: Mapping[str, Tensor | None]) -> Iterator[Tensor]:
+    for name, value in values.items():
+        if name.startswith("gradient") and value is not None:
+            yield value
+
+
+def _size(value: Tensor | None) -> float:
+    """The largest element, without its sign."""
+    if value is None or not value.numel():
+        return 0.0
+    return float(value.double().abs().max())
+
+
+def _shown(value: Tensor | None) -> float | None:
+    """A scalar, or the largest element."""
+    if value is None:
+        return None
+    return float(value) if value.numel() == 1 else _size(value)
+
+
+def _reason(trace: _Trace, planner: Backend, complaints: list[str]) -> str:
+    """What departs first, where, and what is said of it."""
+    lines = []
+    departure = trace.departure() if trace.batch is not None else None
+    if departure is not None:
+        node = next((n for n in trace.nodes if n.name == departure.node), None)
+        what = "draws random numbers, which a plan has of its own" * departure.random
+        what = what or "gives something else for microbatches than for the whole batch"
+        stage = None if node is None else node.meta.get("stage")
+        where = "" if stage is None else f"stage {stage}, "
+        module = "" if node is None else node.meta.get("module")
+        where += f"module {module}: " if module else ""
+        line = line_of(departure.stack)
+        lines.append(f"{where}{departure.node} {what}{line}")
+        complaints = [text.replace(line, "") for text in complaints]
+        if departure.random:
+            lines.append("  compare with model.eval(), or with probabilities of 0")
+    elif not complaints:
+        lines.append("no operation departs: the difference is rounding, or our error")
+    return "\n".join([*lines, *complaints])
+
+
+def _dropout(model: nn.Module) -> bool:
+    layers = model.modules()
+    kinds = nn.modules.dropout._DropoutNd
+    return any(isinstance(e, kinds) and e.training and e.p > 0 for e in layers)
+
+
+def _text(
+    planner: Backend,
+    trace: _Trace,
+    differences: tuple[Difference, ...],
+    why: str,
+    dropout: bool,
+) -> str:
+    schedule = planner.request.schedule
+    rows = f" of {trace.batch.rows}" if trace.batch is not None else ""
+    head = (
+        f"{schedule.name or 'schedule'}: {schedule.workers} workers, "
+        f"{schedule.microbatches} microbatches{rows}, beside eager PyTorch on the "
+        "whole batch"
+    )
+    bad = [each for each in differences if not each.passed]
+    good = [each for each in differences if each.passed]
+    shown = [*good[: max(1, ROWS - len(bad))], *bad[:ROWS]]
+    table = verify_table([_row(each) for each in differences if each in shown])
+    rest = len(differences) - len(shown)
+    note = "eager, plan: the largest element; difference: the largest of all elements"
+    lines = [head, note, "", table]
+    if rest:
+        agree = f"{len(good)} agree, {len(bad)} do not"
+        lines.append(f"... and {rest} more: of all {len(differences)}, {agree}")
+    if dropout:
+        lines.append("nn.Dropout is off in both")
+    lines.append("")
+    if not bad:
+        lines.append(f"PASS: all {len(differences)} values are eager's")
+    else:
+        lines.append(f"FAIL: {len(bad)} of {len(differences)} values are not eager's")
+        lines.append(why)
+    return "\n".join(lines)
+
+
+def _row(each: Difference) -> tuple[str, ...]:
+    def number(value: float | None) -> str:
+        return "none" if value is None else f"{value:.6g}"
+
+    return (
+        each.name,
+        number(each.eager),
+        number(each.planned),
+        f"{each.largest:.1e}",
+        f"{each.allowed:.1e}",
+        "" if each.passed else "FAIL",
+    )

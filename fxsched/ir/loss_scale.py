@@ -1,0 +1,80 @@
+"""The scale of a loss whose gradients are float16, known before B runs.
+
+B of a model that returns its loss runs in the call, before `scaler.scale(loss)`. So the
+call asks the scaler for the scale, and B starts from it: small gradients don't flush to
+0. What backward() then hands in is what B started from.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from ..jobs import PlanError, is_number
+
+Scale = Callable[[], float]
+Gradients = Sequence[Tensor | None]
+
+
+def read_scale(given: object) -> Scale | None:
+    """What gives a call's scale, from a GradScaler, a number or a function.
+
+    Raises PlanError for anything else.
+    """
+    if given is None:
+        return None
+    if is_number(given) and given:
+        number = _checked(given)
+        return lambda: number
+    scale = getattr(given, "get_scale", given)
+    if not callable(scale):
+        raise PlanError(
+            f"backend(loss_scale={given!r}): give the GradScaler, a number above 0, or "
+            "a function that returns one"
+        )
+    return lambda: _checked(scale())
+
+
+def _checked(scale: object) -> float:
+    if not (is_number(scale) and scale):
+        raise PlanError(f"loss_scale gave {scale!r}; it is a finite number above 0")
+    return float(scale)  # type: ignore[arg-type]
+
+
+def hand_over(
+    gradients: Gradients, incoming: Tensor, factor: float | None, half: bool
+) -> Gradients:
+    """Finished gradients times what backward() hands in for the loss.
+
+    factor: the scale that B started from; None if there was none.
+    half: whether B computed in float16.
+    Raises RuntimeError if a scale comes that B should have started from.
+    """
+    if factor is not None:
+        ratio = float(incoming) / factor
+        if ratio == 1.0:
+            return gradients
+        return [None if g is None else g * ratio for g in gradients]
+    if half and float(incoming) > 1.0:
+        raise RuntimeError(
+            f"fxsched: the loss is scaled by {float(incoming):g}, but B already ran in "
+            "the call, in float16, and small gradients flushed to 0; hand the scaler "
+            "over, fxsched.backend(schedule, loss_scale=scaler), and B starts from its "
+            "scale"
+        )
+    if incoming.is_cuda or incoming.item() != 1.0:
+        return [None if g is None else g * incoming for g in gradients]
+    return gradients
+
+
+def overflowed(gradients: Gradients) -> bool:
+    """Whether some gradient is not finite."""
+    return not all(bool(torch.isfinite(g).all()) for g in gradients if g is not None)
+
+
+def infinite(gradients: Gradients) -> Gradients:
+    """The same, so that a GradScaler skips the step: another rank's overflowed."""
+    return [None if g is None else torch.full_like(g, math.inf) for g in gradients]

@@ -1,0 +1,50 @@
+"""What the user asked for, as every pass reads it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from ..jobs import Schedule
+
+
+@dataclass(frozen=True)
+class Request:
+    """One planning: a schedule, the backend's options, and what earlier plans fixed.
+
+    stages: "auto", or names of modules that each start a new stage.
+    carry: "saved" or "recompute", what B gets from F.
+    loss_reduction: "mean" or "sum" over microbatches; before the trace, "weighted" too.
+    training: whether gradients are wanted.
+    owners: workers that keep a parameter or buffer since an earlier plan, by its
+        position in the call.
+    memory_limit: bytes that a worker may hold, or None.
+    same_stage: groups of names of modules that stay in one stage.
+    readers: workers that hand outputs to the user; None for all of them.
+    prefetch: for how many jobs ahead a worker asks for weights.
+    ragged: what becomes of a batch that doesn't divide; see fxsched.backend.
+    rows: "all" or "local", the rows of a batch that each rank passes.
+    most: microbatches of a batch that does.
+    batch_dims: what departs from the rule of fxsched/capture/batch.py, by argument.
+    buffers: what several workers' values of a buffer become, by name.
+    outputs: what the microbatches' values of an output become, by name.
+    scaled: whether each call has a scale of its own for the loss's gradient.
+    """
+
+    schedule: Schedule
+    stages: str | tuple[str, ...] = "auto"
+    carry: str = "saved"
+    loss_reduction: str = "mean"
+    training: bool = True
+    owners: dict[int, tuple[int, ...]] = field(default_factory=dict)
+    memory_limit: float | None = None
+    same_stage: tuple[tuple[str, ...], ...] = ()
+    readers: tuple[int, ...] | None = None
+    prefetch: int = 1
+    batch_dims: Mapping[str | int, int | None] = field(default_factory=dict)
+    ragged: str = "error"
+    most: int = 1
+    rows: str = "all"
+    buffers: dict[str, str] = field(default_factory=dict)
+    outputs: dict[int | str, str] = field(default_factory=dict)
+    scaled: bool = False

@@ -1,0 +1,4 @@
+"""Where to cut a model into stages.
+
+Imports: clock, jobs.
+"""

@@ -1,0 +1,281 @@
+"""Chooses how many stages to cut a model into, and numbers them, for a schedule.
+
+The cut with the least predicted step time by formula is found for each number of stages
+that the schedule leaves open; simulating the schedule on them decides.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+import networkx as nx
+
+from ..clock.event_loop import Jobs
+from ..clock.stage_graph import (
+    kind_seconds,
+    likely_seconds,
+    run_stages,
+    stage_jobs,
+    step_seconds,
+    worker_bytes,
+)
+from ..jobs import Direction, Job, PlanError, Schedule
+from .cut_cost import Cut, Problem
+from .partitioner import best_cut, improve
+
+# A schedule that leaves the number of stages open gets up to so many a worker; a few
+# workers may have more, up to so many in all.
+LOOPS, LOOPED = 2, 8
+# As many where w does not look at the stage: the gradients of one are summed while the
+# next runs, and weights that are kept elsewhere come stage by stage.
+FLAT = 8
+# Jobs to simulate while units are moved between stages.
+SIMULATED = 5_000
+# So many of the best cuts with several stages a worker are improved.
+IMPROVED = 2
+# Moving units may give the busiest worker more work by this factor: at few microbatches
+# a heavy first stage fills the pipeline, but the longer the step the more it costs.
+LOPSIDED = 1.1
+# What must be saved of a step: by moving units, by more stages a worker, and by giving
+# workers several stages at all. Each stage costs messages and copies that take time
+# from the cores, which simulating doesn't know of.
+WORTH, STAGE_WORTH, LOOP_WORTH = 0.02, 0.06, 0.07
+
+
+class Choice(NamedTuple):
+    """A cut, its schedule, and what simulating them gave."""
+
+    cut: Cut
+    schedule: Schedule
+    seconds: float
+    bytes: float  # of the worker that holds the most
+
+    @property
+    def stages(self) -> int:
+        return max(self.cut, default=0) + 1
+
+
+def choose_cut(
+    problem: Problem, schedule: Schedule, memory_limit: float | None = None
+) -> Choice:
+    """The cut whose step the schedule should take the shortest, of those within
+    `memory_limit` bytes a worker.
+
+    problem: its rounds, limit and in_flight are left to this function.
+    Raises PlanError for more stages than units, and for a limit that no cut meets.
+    """
+    return _Planner(problem, schedule, memory_limit).run()
+
+
+@dataclass(frozen=True)
+class _Planner:
+    problem: Problem
+    schedule: Schedule
+    limit: float | None
+
+    def run(self) -> Choice:
+        most = len(self.problem.units)
+        wanted = self.schedule.stages
+        if wanted is not None and wanted > most:
+            raise PlanError(
+                f"the schedule wants {wanted} stages, but the model can be cut into "
+                f"{most} at most; use Schedule(stages={most}) or less"
+            )
+        counts = [wanted] if wanted else self._counts(most)
+        found = [choice for count in counts for choice in self._cuts(count)]
+        if not found:
+            raise PlanError(
+                f"no cut into {counts[-1]} stages parts what stage_boundary marks; "
+                "give the schedule more stages, or take a mark away"
+            )
+        within = [c for c in found if self.limit is None or c.bytes <= self.limit]
+        if not within:
+            raise self._too_large(found)
+        within.sort(key=lambda c: c.seconds)
+        single = [c for c in within if c.stages <= self.schedule.workers]
+        best = [c for c in within if c not in single]
+        best = [self._improved(c) for c in [*single[:1], *best[:IMPROVED]]]
+        least = min(c.seconds for c in best)
+        if single and best[0].seconds <= least * (1 + LOOP_WORTH):
+            return best[0]
+        close = [c for c in best if c.seconds <= least * (1 + STAGE_WORTH)]
+        return min(close, key=lambda c: (c.stages, c.seconds))
+
+    def _counts(self, most: int) -> list[int]:
+        """Multiples of the workers, as far as w and n know so many stages; one, the
+        least from FLAT on, where w does not look at the stage."""
+        workers = self.schedule.workers
+        if self.schedule.fit is None:
+            places = {
+                tuple(
+                    self.schedule.place(Job(s, b, Direction.FORWARD)).compute
+                    for b in range(self.schedule.microbatches)
+                )
+                for s in range(workers)
+            }
+            if len(places) == 1:
+                one, several = min(workers, most), workers * -(-FLAT // workers)
+                several = min(several, most) if workers > 1 else one
+                return [max(several if self._knows(several) else one, 1)]
+        largest = min(max(LOOPS * workers, LOOPED), most)
+        loops = list(range(workers, largest + 1, workers)) or [max(most, 1)]
+        return [count for count in loops if count == loops[0] or self._knows(count)]
+
+    def _knows(self, count: int) -> bool:
+        """Whether w and n, which may be tables, have entries for so many stages."""
+        if self.schedule.fit is not None:
+            return True
+        every = range(min(2, self.schedule.microbatches))
+        jobs = [Job(count - 1, b, d) for b in every for d in self.schedule.directions]
+        try:
+            for job in jobs:
+                self.schedule.place(job)
+                self.schedule.priority(job)
+        except PlanError as error:
+            if isinstance(error.__cause__, LookupError):
+                return False
+            raise
+        return True
+
+    def _cuts(self, count: int) -> list[Choice]:
+        """Cuts into so many stages: of equal work, or with short paths where stages
+        share workers; and smaller stages where a worker would hold too much."""
+        found: list[Choice] = []
+        if not self.problem.units:
+            return [self._choice(())]
+        problem = replace(
+            self.problem,
+            rounds=self._rounds(count),
+            in_flight=tuple(map(self._in_flight, range(count))),
+        )
+        floors = [0.0]
+        workers = self.schedule.workers
+        if self.schedule.fit is not None and workers < count <= 2 * workers:
+            floors.append(self.problem.seconds / workers)
+        for floor in floors:
+            for limit in self._limits():
+                cut = best_cut(replace(problem, floor=floor, limit=limit), count)
+                if cut is None:
+                    break
+                found.append(self._choice(number(problem, cut)))
+                if self.limit is None or found[-1].bytes <= self.limit:
+                    break
+        return found
+
+    def _limits(self) -> list[float | None]:
+        """Limits of a stage to try: the worker's own, then less and less, since a
+        worker may have several."""
+        if self.limit is None:
+            return [None]
+        return [None, *(self.limit * share for share in (1, 0.7, 0.5, 0.35, 0.25))]
+
+    def _rounds(self, count: int) -> float:
+        """F jobs of the worker that has most of them, less one."""
+        if self.schedule.fit is not None:
+            jobs = self.schedule.microbatches * count / self.schedule.workers
+            return max(jobs, self.schedule.microbatches) - 1
+        placed = [
+            self.schedule.place(Job(s, b, Direction.FORWARD)).compute
+            for s in range(count)
+            for b in range(self.schedule.microbatches)
+        ]
+        return max(Counter(placed).values()) - 1
+
+    def _in_flight(self, stage: int) -> int:
+        """Microbatches of a stage that one worker may hold."""
+        count = self.schedule.microbatches
+        if self.schedule.fit is not None:
+            return count
+        placed = [
+            self.schedule.place(Job(stage, b, Direction.BACKWARD)).compute
+            for b in range(count)
+        ]
+        cap = self.schedule.cap(stage)
+        most = max(Counter(placed).values())
+        return most if cap is None else min(most, cap)
+
+    def _choice(self, cut: Cut) -> Choice:
+        stages = stage_graph(self.problem, cut)
+        schedule = self.schedule.fitted(stages)
+        events = run_stages(schedule, stages)
+        most = max(worker_bytes(schedule, stages, events))
+        return Choice(cut, schedule, likely_seconds(schedule, stages), most)
+
+    def _improved(self, choice: Choice) -> Choice:
+        """The choice after moving units, if simulation says it's worth it."""
+        stages, fixed = stage_graph(self.problem, choice.cut), choice.schedule
+        jobs = stage_jobs(fixed, stages)
+        most_seconds = LOPSIDED * _busiest(jobs, stages)
+
+        def seconds(cut: Cut) -> float:
+            stages = stage_graph(self.problem, cut)
+            if any(a > b for a, b in stages.edges):  # would change the numbers
+                return float("inf")
+            if _busiest(jobs, stages) > most_seconds:
+                return float("inf")
+            events = run_stages(fixed, stages)
+            most = max(worker_bytes(fixed, stages, events)) if self.limit else 0.0
+            return float("inf") if most > (self.limit or 0.0) else step_seconds(events)
+
+        cut = improve(self.problem, choice.cut, seconds, SIMULATED // len(jobs))
+        better = _Planner(self.problem, fixed, self.limit)._choice(cut)
+        return better if better.seconds < choice.seconds * (1 - WORTH) else choice
+
+    def _too_large(self, found: Sequence[Choice]) -> PlanError:
+        best = min(found, key=lambda c: c.bytes)
+        while True:  # below what the limit allows, how low does it go?
+            lower = replace(self, limit=best.bytes * 0.95)
+            better = [c for c in lower._cuts(best.stages) if c.bytes < best.bytes]
+            if not better:
+                break
+            best = min(better, key=lambda c: c.bytes)
+        return PlanError(
+            f"memory_limit={self.limit:.0f}: no cut keeps every worker within it; the "
+            f"best found holds {best.bytes:.0f} bytes, in {best.stages} stages; raise "
+            "the limit, use more workers or stages, smaller microbatches, or in_flight"
+        )
+
+
+def _busiest(jobs: Jobs, stages: nx.DiGraph[int]) -> float:
+    """Seconds of all jobs of the worker that has most to do."""
+    busy = [0.0] * jobs.workers
+    seconds = kind_seconds(stages, jobs.kinds) * jobs.microbatches
+    for worker, taken in zip(jobs.compute, seconds, strict=True):
+        busy[worker] += taken
+    return max(busy)
+
+
+def number(problem: Problem, cut: Cut) -> Cut:
+    """The same stages, numbered by their distance from the inputs, so that parallel
+    branches take turns and w's like s mod W put them on different workers."""
+    stages = stage_graph(problem, cut)
+    level: dict[int, int] = {}
+    for stage in nx.topological_sort(stages):
+        level[stage] = max(
+            (level[p] + 1 for p in stages.predecessors(stage)), default=0
+        )
+    first = {stage: cut.index(stage) for stage in stages}
+    order = sorted(stages, key=lambda s: (level[s], first[s]))
+    new = {stage: i for i, stage in enumerate(order)}
+    return tuple(new[stage] for stage in cut)
+
+
+def stage_graph(problem: Problem, cut: Cut) -> nx.DiGraph[int]:
+    """The stages of a cut as clock.stage_graph wants them."""
+    stages: nx.DiGraph[int] = nx.DiGraph()
+    for stage in range(max(cut, default=-1) + 1):
+        stages.add_node(stage, forward=0.0, backward=0.0, held=0, weights=0)
+    for unit, stage in zip(problem.units, cut, strict=True):
+        data = stages.nodes[stage]
+        for name, amount in unit._asdict().items():
+            data[name] += amount
+    for value in problem.values:
+        maker = cut[value.maker]
+        for reader in sorted({cut[r] for r in value.readers} - {maker}):
+            edge: dict[str, float] = stages.get_edge_data(maker, reader, {})
+            seconds = max(edge.get("seconds", 0.0), value.there)
+            stages.add_edge(maker, reader, seconds=seconds)
+    return stages

@@ -1,0 +1,4 @@
+"""A plan: the programs of all ranks, and what they were made from.
+
+Imports: checker, clock, costmodel, draw, ir, jobs, simulator.
+"""

@@ -1,0 +1,157 @@
+"""What a traced model computes, as text that is equal in any process.
+
+Ranks hold these texts against each other: the same jobs and messages do not say that
+they compute the same. No line has an address, an id or the number of a device in it.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import re
+import zlib
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from ..ir.graphs import Spec
+from ..ir.request import Request
+from ..ir.user_line import user_line
+
+LOCAL = re.compile(r" at 0x[0-9a-f]+|(?<=cuda):\d+")  # of one process alone
+WHERE = "  # "  # what comes after it is for people
+NOT_COMPARED = ("schedule", "owners", "readers")
+
+
+@dataclass(frozen=True)
+class Arithmetic:
+    """The options and operations of a plan.
+
+    digest: equal if they are. passes: the user's passes. packed: a line for each option
+    and operation, with the place in the user's code after WHERE.
+    """
+
+    digest: str = ""
+    passes: tuple[str, ...] = ()
+    packed: bytes = b""
+
+    @property
+    def lines(self) -> list[str]:
+        return zlib.decompress(self.packed).decode().split("\n")
+
+
+def describe_arithmetic(
+    gm: fx.GraphModule, request: Request, passes: Sequence[Callable[..., Any]]
+) -> Arithmetic:
+    """What a traced microbatch computes, by the user's options."""
+    lines = [
+        LOCAL.sub("", f"{field.name}={getattr(request, field.name)!r}")
+        for field in fields(request)
+        if field.name not in NOT_COMPARED
+    ]
+    lines += [
+        f"autocast {kind} {torch.get_autocast_dtype(kind)}"
+        for kind in ("cpu", "cuda")
+        if torch.is_autocast_enabled(kind)
+    ]
+    lines += _graph_lines(gm)
+    text = hashlib.sha256()
+    for line in lines:
+        text.update(f"{line.split(WHERE)[0]}\n".encode())
+    own = tuple(f"{_name(each)} {_code(each)}" for each in passes)
+    packed = zlib.compress("\n".join(lines).encode(), 1)
+    return Arithmetic(text.hexdigest(), own, packed)
+
+
+def first_difference(one: Arithmetic, other: Arithmetic) -> tuple[str, str]:
+    """The first line of each that the other has not in its place."""
+    a, b = one.lines, other.lines
+    for mine, its in zip([*a, "nothing more"], [*b, "nothing more"], strict=False):
+        if mine.split(WHERE)[0] != its.split(WHERE)[0]:
+            return mine, its
+    raise AssertionError("texts that differ have a first difference")
+
+
+def _graph_lines(gm: fx.GraphModule) -> Iterator[str]:
+    """A line for each node; what a graph calls inside of another comes before it."""
+    number = {node: f"%{i}" for i, node in enumerate(gm.graph.nodes)}
+    for node in gm.graph.nodes:
+        if node.op == "get_attr":
+            yield from _attribute_lines(gm, node)
+        elif node.op == "call_module":
+            inner = gm.get_submodule(str(node.target))
+            yield from _graph_lines(inner) if isinstance(inner, fx.GraphModule) else ()
+        yield _line(node, number)
+
+
+def _line(node: fx.Node, number: dict[fx.Node, str]) -> str:
+    given = [_text(value, number) for value in node.args]
+    given += [f"{key}={_text(value, number)}" for key, value in node.kwargs.items()]
+    if node.op == "placeholder":
+        value = node.meta.get("val")
+        shape = str(Spec.of(value)) if isinstance(value, Tensor) else ""
+        name = node.meta.get("name", node.name)
+        gradient = getattr(value, "requires_grad", False)
+        return f"{number[node]} = input {name} {shape} {gradient}"
+    target = node.op if node.op in ("output", "get_attr") else _name(node.target)
+    text = f"{number[node]} = {target}({', '.join(given)})"
+    return LOCAL.sub("", text).replace("\n", " ") + _place(node)
+
+
+def _place(node: fx.Node) -> str:
+    """The user's line that a node comes from, if it is known."""
+    line = user_line(node.meta.get("stack_trace"))
+    return f"{WHERE}{Path(line.path).name}:{line.number}: {line.code}" if line else ""
+
+
+def _attribute_lines(gm: fx.GraphModule, node: fx.Node) -> Iterator[str]:
+    """What a graph has of its own: a constant's numbers, or a graph that it calls."""
+    value: Any = gm
+    for part in str(node.target).split("."):
+        value = getattr(value, part)
+    if isinstance(value, fx.GraphModule):
+        yield from _graph_lines(value)
+    elif isinstance(value, Tensor):
+        yield f"constant {Spec.of(value)} {_digest(value)}"
+
+
+def _digest(constant: Tensor) -> str:
+    """The same for equal numbers; a tensor on the meta device has none."""
+    if constant.is_meta:
+        return ""
+    plain = constant.detach().cpu().resolve_conj().resolve_neg().contiguous()
+    numbers = ctypes.string_at(plain.data_ptr(), plain.nbytes)
+    return hashlib.blake2b(numbers, digest_size=8).hexdigest()
+
+
+def _text(value: Any, number: dict[fx.Node, str]) -> str:
+    """An argument: nodes by their number, functions by their name."""
+    if isinstance(value, fx.Node):
+        return number[value]
+    if isinstance(value, (tuple, list)):
+        return f"({', '.join(_text(each, number) for each in value)})"
+    if isinstance(value, dict):
+        items = (f"{key!r}: {_text(each, number)}" for key, each in value.items())
+        return "{" + ", ".join(items) + "}"
+    if isinstance(value, slice):
+        return f"slice{_text((value.start, value.stop, value.step), number)}"
+    return _name(value) if callable(value) else repr(value)
+
+
+def _name(target: Any) -> str:
+    """A function's or method's name, with its module's."""
+    if isinstance(target, str):
+        return target
+    name = getattr(target, "__qualname__", None) or getattr(target, "__name__", None)
+    if name is None or isinstance(target, torch._ops.OpOverload):
+        return str(target)
+    return f"{getattr(target, '__module__', None)}.{name}"
+
+
+def _code(function: Callable[..., Any]) -> str:
+    code = getattr(function, "__code__", None)
+    return "" if code is None else hashlib.sha256(code.co_code).hexdigest()[:16]

@@ -1,0 +1,79 @@
+"""What a model computes of its inputs alone, for the whole batch, before a step."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Collection, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from .kinds import Rows
+
+Early = Callable[..., Sequence[Tensor]]  # of what the traced graph is called with
+
+WRITES = (operator.setitem, operator.iadd, operator.isub, operator.imul)
+
+
+def early_values(
+    gm: fx.GraphModule, wanted: Sequence[fx.Node], inputs: Collection[int]
+) -> Early | None:
+    """A function of the graph's arguments that computes these nodes, or None if they
+    depend on more than the arguments `inputs`, numbers and constants."""
+    nodes = list(gm.graph.nodes)
+    needed = _needed(nodes, wanted)
+    graph = fx.Graph()
+    new: dict[fx.Node, fx.Node] = {}
+    index, read = 0, list[int]()
+    for node in nodes:
+        if node.op == "placeholder":
+            tensor = isinstance(node.meta.get("example_value"), Tensor)
+            if node in needed:
+                if tensor and index not in inputs:
+                    return None
+                new[node] = graph.placeholder(node.name)
+                read.append(index)
+            index += 1
+        elif node in needed:
+            new[node] = graph.node_copy(node, new.__getitem__)
+    graph.output(tuple(new[node] for node in wanted))
+    run = fx.GraphModule(gm, graph).forward
+
+    def early(*args: Any) -> Sequence[Tensor]:
+        with torch.no_grad():
+            values: Sequence[Tensor] = run(*(args[i] for i in read))
+            return values
+
+    return early
+
+
+def _needed(nodes: Sequence[fx.Node], wanted: Sequence[fx.Node]) -> set[fx.Node]:
+    """These nodes, what they read, and what writes into that before."""
+    needed: set[fx.Node] = set()
+    last = max(map(nodes.index, wanted))
+    queue = list(wanted)
+    while queue:
+        node = queue.pop()
+        if node in needed:
+            continue
+        needed.add(node)
+        queue += node.all_input_nodes
+        queue += [user for user in node.users if _writes(user, node)]
+    return needed & set(nodes[: last + 1])
+
+
+def _writes(user: fx.Node, node: fx.Node) -> bool:
+    """Whether a node writes into one that it reads."""
+    target: Any = user.target
+    method = user.op == "call_method" and str(target).endswith("_")
+    return (method or target in WRITES) and bool(user.args) and user.args[0] is node
+
+
+def counts(labels: Tensor, rows: Rows, ignored: int, microbatches: int) -> Tensor:
+    """How many labels of each microbatch are not ignored: [microbatches]."""
+    before = rows.outer
+    for size in labels.shape[: rows.dim]:
+        before *= size
+    counted = labels.reshape(before, microbatches, -1) != ignored
+    return counted.sum((0, 2))

@@ -1,0 +1,162 @@
+"""Rules for operations that compute: whether rows stay apart, add up, or mix."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from torch import Tensor
+
+from .kinds import SHARED, Call, Effect, Kind, Rows, first_cause
+
+
+def pointwise(call: Call) -> Rows:
+    """Element by element, shapes broadcast."""
+    ranks = call.out.dim() if isinstance(call.out, Tensor) else 0
+    aligned = [
+        (r := call.of(t))._replace(dim=r.dim + ranks - t.dim()) for t in call.tensors()
+    ]
+    apart = [rows for rows in aligned if rows.kind is Kind.APART]
+    if not apart:
+        return _of_reduced(call, aligned)
+    cause = first_cause(aligned)
+    if any(rows.reduced for rows in aligned):
+        cause = call.mixed(Effect.STATISTICS, *aligned)
+    if any(rows.place != apart[0].place for rows in apart):
+        cause = call.mixed(Effect.PAIRS, *aligned)
+    numbers = any(rows.numbers for rows in apart)
+    if numbers and name_of(call) not in CASTS:
+        cause, numbers = call.mixed(Effect.ORDER, *aligned), False
+    return apart[0]._replace(cause=cause, numbers=numbers)
+
+
+CASTS = ("_to_copy", "clone", "detach", "alias", "copy", "lift_fresh", "contiguous")
+
+
+def _of_reduced(call: Call, values: Sequence[Rows]) -> Rows:
+    """Sums and means over the batch, in arithmetic."""
+    kinds = {rows.kind for rows in values}
+    reduced = [rows for rows in values if rows.reduced]
+    if not reduced:
+        return SHARED
+    cause, name = first_cause(values), name_of(call)
+    if name in CASTS or name == "neg":
+        return reduced[0]._replace(cause=cause)
+    if name in ("add", "sub", "rsub"):
+        number = not isinstance(call.args[1], Tensor) and call.args[1] != 0
+        return added_up(call, kinds | ({Kind.SHARED} if number else set()), values)
+    if name == "mul" and len(reduced) == 1:
+        return Rows(reduced[0].kind, cause=cause)
+    if name == "div" and call.get("rounding_mode") is None:
+        by = call.args[1]
+        if not isinstance(by, Tensor) or call.of(by).kind is Kind.SHARED:
+            return Rows(reduced[0].kind, cause=cause)
+        if values[0].kind is Kind.SUM and values[1].numbers:  # by the batch's size
+            return Rows(Kind.MEAN, cause=cause)
+        if len(reduced) == 2:
+            return Rows(Kind.OTHER, cause=call.mixed(Effect.RATIO, *values))
+    if name == "where" and len(kinds) == 1:
+        return Rows(kinds.pop(), cause=cause)
+    return Rows(Kind.OTHER, cause=call.mixed(Effect.FUNCTION, *values))
+
+
+def added_up(call: Call, kinds: set[Kind], values: Sequence[Rows]) -> Rows:
+    if kinds <= {Kind.MEAN, Kind.SHARED}:
+        return Rows(Kind.MEAN, cause=first_cause(values))
+    if kinds == {Kind.SUM}:
+        return Rows(Kind.SUM, cause=first_cause(values))
+    effect = Effect.CONSTANT if Kind.SHARED in kinds else Effect.BOTH
+    return Rows(Kind.OTHER, cause=call.mixed(effect, *values))
+
+
+def reduced(kind: Kind, effect: Effect, call: Call) -> Rows:
+    """Over some dimensions, or all: with rows along none of them, they stay apart."""
+    tensor = call.args[0]
+    rows, count = call.of(tensor), tensor.dim()
+    if rows.reduced:
+        if kind is Kind.OTHER or rows.kind is Kind.OTHER:
+            return Rows(Kind.OTHER, cause=call.mixed(Effect.FUNCTION, rows))
+        return Rows(rows.kind, cause=rows.cause)
+    dims = _dims(call, count)
+    if rows.dim not in dims:
+        gone = 0 if call.get("keepdim", False) else sum(d < rows.dim for d in dims)
+        return rows._replace(dim=rows.dim - gone)
+    if kind is Kind.OTHER or rows.numbers:
+        return Rows(Kind.OTHER, cause=call.mixed(effect, rows))
+    return Rows(kind, cause=rows.cause)
+
+
+def _dims(call: Call, count: int) -> set[int]:
+    """The dimensions that an operation works along."""
+    dims = call.get("dim", call.get("dims"))
+    if dims is None or (isinstance(dims, (tuple, list)) and not dims):
+        return set(range(count))
+    return {d % count for d in ([dims] if isinstance(dims, int) else dims) if count}
+
+
+def along(call: Call) -> Rows:
+    """softmax, sort, cumsum: along dimensions that stay."""
+    tensor = call.args[0]
+    rows = call.of(tensor)
+    if rows.reduced:
+        return Rows(Kind.OTHER, cause=call.mixed(Effect.FUNCTION, rows))
+    dims = call.get("dim", call.get("dims", -1))
+    count = tensor.dim()
+    if rows.dim in {d % count for d in ([dims] if isinstance(dims, int) else dims)}:
+        return rows._replace(cause=call.mixed(Effect.ORDER, rows))
+    return rows
+
+
+def trailing(width: Callable[[Call], int], call: Call) -> Rows:
+    """Over the last dimensions; the ones before them are apart."""
+    tensor = next(call.tensors())
+    rows = call.of(tensor)
+    others = [call.of(each) for each in call.tensors()][1:]
+    if rows.kind is not Kind.APART:
+        apart = [other for other in others if other.kind is Kind.APART]
+        if apart and rows.kind is Kind.SHARED:
+            mixed = call.mixed(Effect.STATISTICS, rows, *others)
+            return apart[0]._replace(cause=mixed)
+        return Rows(Kind.OTHER, cause=call.mixed(Effect.FUNCTION, rows, *others))
+    cause = first_cause([rows, *others])
+    if any(other.reduced for other in others):
+        cause = call.mixed(Effect.STATISTICS, rows, *others)
+    if rows.dim >= tensor.dim() - width(call):
+        cause = call.mixed(Effect.MIX, rows)
+    return rows._replace(cause=cause)
+
+
+def beside(call: Call, *values: Rows) -> Rows:
+    """Values of one shape, some of which hold rows."""
+    apart = [rows for rows in values if rows.kind is Kind.APART]
+    cause = first_cause(values)
+    if any(rows.reduced for rows in values):
+        cause = call.mixed(Effect.STATISTICS, *values)
+    if any(rows.place != apart[0].place for rows in apart):
+        cause = call.mixed(Effect.PAIRS, *values)
+    return apart[0]._replace(cause=cause)
+
+
+def batch_norm(call: Call) -> Sequence[Rows]:
+    tensor = call.args[0]
+    rows = call.of(tensor)
+    training = call.get("training", call.get("train", True))
+    # instance_norm lays rows beside channels, each of which has its own statistics
+    if training and rows.kind is Kind.APART and rows.dim != 1:
+        rows = rows._replace(cause=call.mixed(Effect.STATISTICS, rows))
+    return [rows, *[SHARED] * (len(call.out) - 1)]
+
+
+def filled(call: Call) -> Rows:
+    """A new tensor that takes no more than its shape from another."""
+    rows = call.of(next(call.tensors()))
+    return (
+        rows._replace(numbers=False, cause=None) if rows.kind is Kind.APART else SHARED
+    )
+
+
+def constant(call: Call) -> Rows:
+    return SHARED
+
+
+def name_of(call: Call) -> str:
+    return str(call.func.overloadpacket.__name__).rstrip("_")

@@ -1,0 +1,156 @@
+"""Rules for operations that pick values by index."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from .kinds import SHARED, UNKNOWN, Call, Effect, Kind, Rows, Rule, first_cause
+
+
+def embedded(call: Call) -> Rows:
+    """embedding: rows of a table by index."""
+    table, index = call.of(call.args[0]), call.of(call.args[1])
+    if table.kind is not Kind.SHARED or index.kind is not Kind.APART:
+        return _by_shared(call, table, index)
+    if index.numbers:
+        return index._replace(numbers=False, cause=call.mixed(Effect.ORDER, index))
+    return index
+
+
+def _by_shared(call: Call, table: Rows, index: Rows) -> Rows:
+    cause = call.mixed(Effect.ORDER, table, index)
+    if index.kind is Kind.APART:
+        return index._replace(numbers=False, cause=cause)
+    return Rows(Kind.OTHER, cause=cause)
+
+
+def indexed(call: Call) -> Rows:
+    """x[i, :, j], in which tensors' dimensions go where the first index stands, or, if
+    there are others between them, to the front."""
+    tensor, indices = call.args[0], call.args[1]
+    rows = call.of(tensor)
+    given = [(d, i) for d, i in enumerate(indices) if i is not None]
+    if any(i.dtype in (torch.bool, torch.uint8) for _, i in given):
+        return UNKNOWN._replace(cause=rows.cause)
+    positions = [d for d, _ in given]
+    beside = positions == list(range(positions[0], positions[-1] + 1))
+    start = positions[0] if beside else 0
+    rank = max(i.dim() for _, i in given)
+    index = _of_indices(call, [i for _, i in given], rank)
+    picked = index._replace(dim=index.dim + start)
+    if rows.kind is not Kind.APART:
+        return _from_shared(call, rows, picked)
+    chosen = indices[rows.dim] if rows.dim in positions else None
+    if chosen is not None:
+        if call.of(chosen).numbers and _alone(call, tensor, rows):
+            return picked._replace(numbers=rows.numbers, cause=rows.cause)
+        order = call.mixed(Effect.ORDER, rows, index)
+        if index.kind is Kind.APART:
+            return picked._replace(numbers=False, cause=order)
+        return Rows(Kind.OTHER, cause=order)
+    left = sum(d not in positions for d in range(rows.dim))
+    before = rank if not beside or positions[0] < rows.dim else 0
+    cause = first_cause([rows, index])
+    if index.kind is not Kind.SHARED:
+        cause = call.mixed(Effect.PAIRS, rows, index)
+    return rows._replace(dim=left + before, cause=cause)
+
+
+def _alone(call: Call, tensor: Tensor, rows: Rows) -> bool:
+    """Whether each place along the dimension is one row."""
+    return rows.outer == 1 and call.inner(tensor, rows) == 1
+
+
+def _of_indices(call: Call, indices: Sequence[Tensor], rank: int) -> Rows:
+    """The rows of indices that are broadcast to one shape."""
+    values = [
+        (r := call.of(index))._replace(dim=r.dim + rank - index.dim())
+        for index in indices
+    ]
+    apart = [rows for rows in values if rows.kind is Kind.APART]
+    if not apart:
+        return next((rows for rows in values if rows.kind is not Kind.SHARED), SHARED)
+    cause = first_cause(values)
+    if any(rows.place != apart[0].place for rows in apart):
+        cause = call.mixed(Effect.PAIRS, *values)
+    numbers = all(rows.numbers for rows in apart)
+    return apart[0]._replace(cause=cause, numbers=numbers)
+
+
+def _from_shared(call: Call, rows: Rows, picked: Rows) -> Rows:
+    """What indices pick from a value that holds no rows."""
+    if picked.kind is Kind.SHARED:
+        return rows
+    cause = first_cause([rows, picked])
+    if rows.kind is not Kind.SHARED or picked.numbers:
+        cause = call.mixed(Effect.ORDER, rows, picked)
+    return picked._replace(numbers=False, cause=cause)
+
+
+def written(call: Call) -> Rows:
+    """index_put: x[i, :, j] = values."""
+    tensor, indices, values = call.args[0], call.args[1], call.args[2]
+    rows, new = call.of(tensor), call.of(values)
+    if rows.kind is not Kind.APART or new.kind not in (Kind.APART, Kind.SHARED):
+        return UNKNOWN._replace(cause=first_cause([rows, new]))
+    given = [i for i in indices if i is not None]
+    if any(i.dtype in (torch.bool, torch.uint8) for i in given):
+        masks = [call.of(i) for i in given]
+        same = len(given) == 1 and masks[0].kind is Kind.APART and values.dim() == 0
+        return rows if same and masks[0].place == rows.place else UNKNOWN
+    chosen = indices[rows.dim] if rows.dim < len(indices) else None
+    by = _of_indices(call, given, max(i.dim() for i in given))
+    cause = first_cause([rows, new, by])
+    if chosen is None:
+        if by.kind is not Kind.SHARED:
+            cause = call.mixed(Effect.PAIRS, rows, by)
+    elif not (call.of(chosen).numbers and _alone(call, tensor, rows)):
+        cause = call.mixed(Effect.ORDER, rows, by)
+    return rows._replace(cause=cause)
+
+
+def gathered(call: Call) -> Rows:
+    """gather and scatter: along one dimension, by an index of the same rank."""
+    tensor = call.args[0]
+    values = [call.of(each) for each in call.tensors() if each.dim() == tensor.dim()]
+    apart = [rows for rows in values if rows.kind is Kind.APART]
+    if not apart or any(rows.reduced for rows in values):
+        return Rows(Kind.OTHER, cause=call.mixed(Effect.FUNCTION, *values))
+    cause = first_cause(values)
+    if any(rows.place != apart[0].place for rows in apart):
+        cause = call.mixed(Effect.PAIRS, *values)
+    if any(rows.numbers for rows in apart):
+        cause = call.mixed(Effect.ORDER, *values)
+    if call.get("dim", 0) % max(tensor.dim(), 1) == apart[0].dim:
+        cause = call.mixed(Effect.ORDER, *values)
+    return apart[0]._replace(numbers=False, cause=cause)
+
+
+def taken(call: Call) -> Rows:
+    """index_select and its like: along one dimension, by an index of one."""
+    tensor, index = call.args[0], call.of(call.get("index"))
+    rows, dim = call.of(tensor), call.get("dim", 0) % max(tensor.dim(), 1)
+    if rows.kind is not Kind.APART:
+        return _from_shared(call, rows, index._replace(dim=dim))
+    cause = first_cause([rows, index])
+    if dim == rows.dim:
+        if not (index.numbers and _alone(call, tensor, rows)):
+            cause = call.mixed(Effect.ORDER, rows, index)
+    elif index.kind is not Kind.SHARED:
+        cause = call.mixed(Effect.PAIRS, rows, index)
+    return rows._replace(cause=cause)
+
+
+RULES: dict[str, Rule] = {
+    "embedding": embedded,
+    **dict.fromkeys(("index", "_unsafe_index"), indexed),
+    **dict.fromkeys(("index_put", "_unsafe_index_put", "_index_put_impl"), written),
+    **dict.fromkeys(
+        ("gather", "scatter", "scatter_add", "scatter_reduce", "take_along_dim"),
+        gathered,
+    ),
+    **dict.fromkeys(("index_select", "index_add", "index_copy", "index_fill"), taken),
+}

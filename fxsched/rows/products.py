@@ -1,0 +1,93 @@
+"""Rules for products of matrices, convolutions and attention."""
+
+from __future__ import annotations
+
+from .kinds import SHARED, Call, Effect, Kind, Rows, first_cause
+from .mixes import added_up, beside, trailing
+
+
+def multiplied(roles: tuple[str, str, str], first: int, call: Call) -> Rows:
+    """Matrix products, by the letters of their dimensions: nik, nkj -> nij."""
+    a, b = (call.of(each) for each in call.args[first : first + 2])
+    rows = _multiplied(roles, call, a, b)
+    if not first:
+        return rows
+    bias = call.args[0]
+    added = call.of(bias)
+    shift = call.out.dim() - bias.dim()
+    if Kind.APART in (rows.kind, added.kind):
+        return beside(call, rows, added._replace(dim=added.dim + shift))
+    if rows.kind is Kind.SHARED and added.kind is Kind.SHARED:
+        return SHARED
+    return added_up(call, {rows.kind, added.kind}, [rows, added])
+
+
+def _multiplied(roles: tuple[str, str, str], call: Call, a: Rows, b: Rows) -> Rows:
+    left, right, out = roles
+    cause = first_cause([a, b])
+    if a.reduced or b.reduced:
+        return _with_reduced(roles, call, a, b)
+    if a.numbers or b.numbers:
+        cause = call.mixed(Effect.ORDER, a, b)
+    if a.kind is b.kind is Kind.SHARED:
+        return SHARED
+    if Kind.SHARED in (a.kind, b.kind):
+        rows = b if a.kind is Kind.SHARED else a
+        role = (right if a.kind is Kind.SHARED else left)[rows.dim]
+        if role == "k":
+            return Rows(Kind.SUM, cause=cause)
+        return rows._replace(dim=out.index(role), cause=cause)
+    pair = left[a.dim] + right[b.dim]
+    if pair == "kk":
+        return Rows(Kind.SUM, cause=cause)
+    if pair != "nn" or a.outer != b.outer:
+        cause = call.mixed(Effect.PAIRS, a, b)
+    role = pair[0] if pair[0] != "k" else pair[1]
+    return a._replace(dim=out.index(role), cause=cause)
+
+
+def _with_reduced(roles: tuple[str, str, str], call: Call, a: Rows, b: Rows) -> Rows:
+    left, right, out = roles
+    if Kind.SHARED in (a.kind, b.kind):
+        kind = a.kind if a.reduced else b.kind
+        return Rows(kind, cause=first_cause([a, b]))
+    apart, role = (a, left) if a.kind is Kind.APART else (b, right)
+    if apart.kind is not Kind.APART or role[apart.dim] == "k":
+        return Rows(Kind.OTHER, cause=call.mixed(Effect.FUNCTION, a, b))
+    cause = call.mixed(Effect.STATISTICS, a, b)
+    return apart._replace(dim=out.index(role[apart.dim]), cause=cause)
+
+
+def distances(call: Call) -> Rows:
+    """cdist, of each row of one matrix to each of another: [.., i, k], [.., j, k]."""
+    matrix = call.args[0].dim() == 2
+    roles = ("ik", "jk", "ij") if matrix else ("nik", "njk", "nij")
+    rows = multiplied(roles, 0, call)
+    if rows.kind is Kind.APART:
+        return rows
+    return Rows(Kind.OTHER, cause=call.mixed(Effect.FUNCTION, rows))
+
+
+def attention(call: Call) -> Rows:
+    """Of query, key and value [batch, heads, length, width]."""
+    values = [call.of(each) for each in call.args[:3]]
+    if any(rows.reduced for rows in values):
+        return Rows(Kind.OTHER, cause=call.mixed(Effect.FUNCTION, *values))
+    apart = [rows for rows in values if rows.kind is Kind.APART]
+    if not apart:  # a mask alone holds the rows
+        apart = [call.of(each) for each in call.tensors() if call.of(each) != SHARED]
+    rows = beside(call, *values) if len(apart) > 1 else apart[0]
+    cause = rows.cause or first_cause([call.of(each) for each in call.tensors()])
+    if rows.dim >= call.args[0].dim() - 2:
+        cause = call.mixed(Effect.PAIRS, *values)
+    return rows._replace(cause=cause)
+
+
+def convolution(call: Call) -> Rows:
+    rows, weight = call.of(call.args[0]), call.of(call.args[1])
+    grouped = rows.dim == 1 and call.get("groups", 1) % call.size == 0
+    if rows.kind is weight.kind is Kind.APART and grouped and rows.outer == 1:
+        return rows._replace(cause=first_cause([rows, weight]))
+    if weight.kind is not Kind.SHARED:
+        return Rows(Kind.OTHER, cause=call.mixed(Effect.MIX, rows, weight))
+    return trailing(lambda call: call.args[0].dim() - 1, call)

@@ -1,0 +1,145 @@
+"""The rule of each operation."""
+
+from __future__ import annotations
+
+from functools import cache, partial
+from typing import Any
+
+import torch
+
+from .kinds import Call, Effect, Kind, Rule, known
+from .mixes import CASTS, along, batch_norm, filled, pointwise, reduced, trailing
+from .moves import RULES as MOVES
+from .picks import RULES as PICKS
+from .products import attention, convolution, distances, multiplied
+from .scores import losses, nll_loss
+
+
+def _norm_width(call: Call) -> int:
+    return len(call.get("normalized_shape"))
+
+
+def _all_but_first(call: Call) -> int:
+    return int(next(call.tensors()).dim()) - 1
+
+
+def _padding_width(call: Call) -> int:
+    return len(call.get("pad", call.get("padding", ()))) // 2
+
+
+def _last(count: int) -> Rule:
+    return partial(trailing, lambda call: count)
+
+
+TABLE: tuple[tuple[Rule, str], ...] = (
+    (partial(reduced, Kind.SUM, Effect.REDUCTION), "sum nansum histc bincount"),
+    (partial(reduced, Kind.MEAN, Effect.REDUCTION), "mean"),
+    (
+        partial(reduced, Kind.OTHER, Effect.STATISTICS),
+        "var std var_mean std_mean linalg_vector_norm norm",
+    ),
+    (
+        partial(reduced, Kind.OTHER, Effect.REDUCTION),
+        "amax amin max min argmax argmin prod any all logsumexp median nanmedian "
+        "mode count_nonzero aminmax kthvalue",
+    ),
+    (
+        along,
+        "_softmax _log_softmax _safe_softmax softmax log_softmax cumsum cumprod "
+        "cummax cummin logcumsumexp sort topk argsort flip roll _fft_r2c _fft_c2r "
+        "_fft_c2c glu renorm",
+    ),
+    (
+        partial(trailing, _norm_width),
+        "native_layer_norm _fused_rms_norm rms_norm layer_norm",
+    ),
+    (
+        partial(trailing, _all_but_first),
+        "native_group_norm im2col col2im _embedding_bag max_pool3d_with_indices "
+        "avg_pool3d",
+    ),
+    (
+        partial(trailing, _padding_width),
+        "constant_pad_nd reflection_pad1d reflection_pad2d reflection_pad3d "
+        "replication_pad1d replication_pad2d replication_pad3d",
+    ),
+    (
+        _last(1),
+        "avg_pool1d max_pool1d adaptive_avg_pool1d upsample_linear1d "
+        "upsample_nearest1d",
+    ),
+    (
+        _last(2),
+        "max_pool2d_with_indices avg_pool2d _adaptive_avg_pool2d "
+        "adaptive_max_pool2d upsample_nearest2d upsample_bilinear2d "
+        "upsample_bicubic2d _upsample_bilinear2d_aa _upsample_bicubic2d_aa "
+        "upsample_nearest_exact2d triu tril linalg_inv_ex linalg_cholesky_ex "
+        "linalg_qr _linalg_det _linalg_eigh _linalg_svd linalg_matrix_exp inverse "
+        "grid_sampler_2d",
+    ),
+    (_last(3), "pixel_shuffle pixel_unshuffle channel_shuffle"),
+    (
+        batch_norm,
+        "native_batch_norm cudnn_batch_norm miopen_batch_norm "
+        "_native_batch_norm_legit _native_batch_norm_legit_functional "
+        "_batch_norm_with_update",
+    ),
+    (convolution, "convolution mkldnn_convolution"),
+    (distances, "_cdist_forward"),
+    (partial(multiplied, ("ik", "kj", "ij"), 0), "mm"),
+    (partial(multiplied, ("nik", "nkj", "nij"), 0), "bmm"),
+    (partial(multiplied, ("ik", "k", "i"), 0), "mv"),
+    (partial(multiplied, ("k", "k", ""), 0), "dot vdot"),
+    (partial(multiplied, ("ik", "kj", "ij"), 1), "addmm"),
+    (partial(multiplied, ("nik", "nkj", "nij"), 1), "baddbmm"),
+    (partial(multiplied, ("ik", "k", "i"), 1), "addmv"),
+    (
+        attention,
+        "_scaled_dot_product_flash_attention_for_cpu "
+        "_scaled_dot_product_flash_attention "
+        "_scaled_dot_product_efficient_attention "
+        "_scaled_dot_product_cudnn_attention _scaled_dot_product_attention_math "
+        "_scaled_dot_product_fused_attention_overrideable",
+    ),
+    (
+        losses,
+        "mse_loss smooth_l1_loss huber_loss binary_cross_entropy soft_margin_loss "
+        "binary_cross_entropy_with_logits",
+    ),
+    (nll_loss, "nll_loss_forward nll_loss2d_forward"),
+    (
+        pointwise,
+        "native_dropout bernoulli uniform normal exponential masked_fill where "
+        "clamp clamp_min clamp_max copy fill_diagonal "
+        "floor_divide remainder",
+    ),
+    (
+        filled,
+        "zeros_like ones_like empty_like full_like rand_like randn_like "
+        "randint_like new_zeros new_ones new_empty new_full new_empty_strided zero "
+        "fill",
+    ),
+)
+
+RULES: dict[str, Rule] = {
+    **MOVES,
+    **PICKS,
+    **{name: rule for rule, names in TABLE for name in names.split()},
+    **dict.fromkeys(CASTS, pointwise),
+}
+RULES = {name: known(rule) for name, rule in RULES.items()}
+POINTWISE = known(pointwise)
+
+
+@cache
+def rule_of(func: Any) -> Rule | None:
+    """The rule of an aten operation, in place or not; None if there is none."""
+    name = func._schema.name.split("::")[1]
+    for each in (name, name.rstrip("_")):
+        if each in RULES:
+            return RULES[each]
+    functional = getattr(torch.ops.aten, name.rstrip("_"), None)
+    for overload in (func, getattr(functional, func._overloadname, None)):
+        if torch.Tag.pointwise in getattr(overload, "tags", ()):
+            return POINTWISE
+    return None

@@ -1,0 +1,215 @@
+"""Follows the rows of a batch through a model, operation by operation.
+
+It sees the aten operations that run while one microbatch is traced, so the rules are
+few, and costs no run of its own. What the rules can't tell is UNKNOWN, not a guess.
+Sizes that depend on the batch are numbers by then; Dynamo's symbols tell of those.
+"""
+
+from __future__ import annotations
+
+import inspect
+import operator
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, fx
+
+from ..ir.graphs import tensors
+from .kinds import SHARED, UNKNOWN, Call, Cause, Effect, Kind, Rows, first_cause
+from .rules import RULES, rule_of
+
+
+class Labels(NamedTuple):
+    """A mean over the labels that are not `ignored`: how many each microbatch has says
+    whether it is a mean over equal parts."""
+
+    node: fx.Node  # of Dynamo's graph, the labels
+    rows: Rows
+    ignored: int
+    stack: str | None
+
+
+class Tracker:
+    """The rows of every tensor of one trace.
+
+    size: rows of a microbatch.
+    labels: those that means over labels are of.
+    """
+
+    def __init__(self, size: int, symbols: set[Any]) -> None:
+        self.size, self.symbols = size, symbols
+        self.labels: list[Labels] = []
+        self._rows: dict[int, tuple[Tensor, Rows]] = {}
+        self._node: fx.Node | None = None
+        self._targets: list[tuple[Tensor, int]] = []
+
+    def put(self, tensor: Tensor, rows: Rows) -> None:
+        self._rows[id(tensor)] = tensor, rows
+
+    def of(self, tensor: Tensor) -> Rows:
+        entry = self._rows.get(id(tensor))
+        return SHARED if entry is None else entry[1]
+
+    def enter(self, node: fx.Node) -> None:
+        """Says which node of Dynamo's graph the next operations belong to."""
+        self._node = node
+        self._targets.clear()
+
+    def see(self, func: Any, args: Sequence[Any], kwargs: Any, out: Any) -> None:
+        """Notes the rows of an operation's result."""
+        results = list(tensors(out))
+        if not results:
+            return
+        stack = self._node.meta.get("stack_trace") if self._node else None
+        call = Call(func, args, kwargs, out, self.of, self.size, stack)
+        rule = rule_of(func)
+        if rule is None:
+            given = [self.of(tensor) for tensor in call.tensors()]
+            shared = all(rows.kind is Kind.SHARED for rows in given)
+            rows: Rows | Sequence[Rows] = SHARED if shared else UNKNOWN
+        else:
+            rows = rule(call)
+        every = [rows] * len(results) if isinstance(rows, Rows) else rows
+        for tensor, each in zip(results, every, strict=True):
+            if func._schema.is_mutable:
+                self._write(tensor, each)
+            elif each != SHARED or id(tensor) in self._rows:
+                self.put(tensor, each)
+        if rule is _NLL and call.get("reduction") == 1 and call.get("weight") is None:
+            self._targets.append((args[1], call.get("ignore_index")))
+
+    def _write(self, tensor: Tensor, rows: Rows) -> None:
+        """Notes the rows of a tensor that was written into, and of its views."""
+        before = self.of(tensor)
+        self.put(tensor, rows)
+        if before == rows and rows.kind in (Kind.APART, Kind.SHARED):
+            return
+        where = tensor.untyped_storage()._cdata
+        for other, old in list(self._rows.values()):
+            if other is tensor or other.untyped_storage()._cdata != where:
+                continue
+            same = before.place == rows.place or before.reduced
+            if old.kind is Kind.APART and same:
+                self.put(
+                    other, old._replace(cause=old.cause or first_cause((rows, before)))
+                )
+            else:
+                self.put(other, UNKNOWN._replace(cause=old.cause))
+
+    def settle(self, node: fx.Node, value: Any) -> None:
+        """Corrects the rows of a node's value by what Dynamo's symbols say."""
+        degree = self._degree(node)
+        examples = list(tensors(node.meta.get("example_value")))
+        results = list(tensors(value))
+        if len(examples) != len(results):
+            return
+        for tensor, example in zip(results, examples, strict=True):
+            rows = self.of(tensor)
+            if degree is not None:
+                rows = _scaled(node, rows, tensor, degree)
+            if getattr(node.target, "__module__", "") == F.__name__:
+                rows = self._of_loss(node, rows)
+            rows = self._placed(node, rows, example)
+            if rows != self.of(tensor):
+                self.put(tensor, rows)
+        if self._targets and len(self._targets) == 1:
+            self._label(node, *self._targets[0])
+
+    def _of_loss(self, node: fx.Node, rows: Rows) -> Rows:
+        """Losses of torch.nn.functional divide by sizes out of sight."""
+        target: Any = node.target
+        signature = inspect.signature(target)
+        given = signature.bind_partial(*node.args, **node.kwargs)
+        given.apply_defaults()
+        reduction = given.arguments.get("reduction")
+        if rows.kind is Kind.SUM and reduction in ("mean", "batchmean"):
+            return rows._replace(kind=Kind.MEAN)
+        ratio = rows.cause is not None and rows.cause.effect is Effect.RATIO
+        if self._targets and ratio and given.arguments.get("weight") is None:
+            return Rows(Kind.MEAN)  # with label_smoothing
+        return rows
+
+    def _label(self, node: fx.Node, target: Tensor, ignored: int) -> None:
+        labels = node.kwargs.get("target", node.args[1] if len(node.args) > 1 else None)
+        if isinstance(labels, fx.Node):
+            stack = node.meta.get("stack_trace")
+            self.labels.append(Labels(labels, self.of(target), ignored, stack))
+
+    def _placed(self, node: fx.Node, rows: Rows, example: Tensor) -> Rows:
+        """With the dimension of the batch that the symbolic shape shows."""
+        dims = [i for i, size in enumerate(example.shape) if self.depends(size)]
+        if rows.kind is Kind.SHARED and dims:
+            if node.target in NUMBERS:
+                return Rows(Kind.APART, dims[0], numbers=True)
+            cause = None
+            if node.target in NUMBERED or len(dims) > 1:
+                effect = Effect.PAIRS if len(dims) > 1 else Effect.ORDER
+                stack = node.meta.get("stack_trace")
+                cause = Cause(effect, str(node.target), stack)
+            return Rows(Kind.APART, dims[0], cause=cause)
+        if rows.kind is Kind.UNKNOWN and len(dims) == 1:
+            stack = node.meta.get("stack_trace")
+            unsure = Cause(Effect.UNSURE, str(node.target), stack)
+            return Rows(Kind.APART, dims[0], cause=unsure)
+        if rows.kind is Kind.APART and dims != [rows.dim] and rows.cause is None:
+            if len(dims) == 1 and self.size == 1:
+                return rows._replace(dim=dims[0], outer=1)
+            return UNKNOWN
+        return rows
+
+    def depends(self, size: object) -> bool:
+        """Whether a size is the batch's, or a multiple of it, or such."""
+        return isinstance(size, torch.SymInt) and bool(
+            size.node.expr.free_symbols & self.symbols
+        )
+
+    def _degree(self, node: fx.Node) -> int | None:
+        """The power of the batch size in a number that a node reads: 1, -1, 0 for
+        anything else that depends on it, or None."""
+        for read in node.all_input_nodes:
+            value = read.meta.get("example_value")
+            if not isinstance(value, (torch.SymInt, torch.SymFloat)):
+                continue
+            expression = value.node.expr
+            for symbol in expression.free_symbols & self.symbols:
+                return _power(expression, symbol)
+        return None
+
+
+_NLL = RULES["nll_loss_forward"]
+NUMBERS = (torch.arange,)
+NUMBERED = (torch.eye, torch.linspace, torch.randperm, torch.tril_indices, torch.range)
+TIMES = (operator.mul, operator.imul, torch.mul, "mul", "mul_")
+OVER = (operator.truediv, operator.itruediv, torch.div, "div", "div_", "true_divide")
+OTHERS = (operator.add, operator.sub, operator.pow, torch.add, torch.sub, torch.pow)
+
+
+def _power(expression: Any, symbol: Any) -> int:
+    """1 for what is in proportion to a symbol, -1 for what is to its inverse, else 0.
+
+    Sizes are whole numbers and their quotients are no plain fractions to sympy.
+    """
+    others = {other: 1 for other in expression.free_symbols}
+    try:
+        values = [
+            float(expression.xreplace(others | {symbol: n})) for n in (24, 48, 96)
+        ]
+    except TypeError:
+        return 0
+    if values[0] and values[1] == 2 * values[0] and values[2] == 2 * values[1]:
+        return 1
+    return -int(bool(values[2]) and values[0] == 2 * values[1] == 4 * values[2])
+
+
+def _scaled(node: fx.Node, rows: Rows, tensor: Tensor, degree: int) -> Rows:
+    """The rows of a value that was computed with a number of the batch's size."""
+    if rows.kind is Kind.SHARED and tensor.dim() == 0:
+        return Rows(Kind.SUM if degree == 1 else Kind.UNKNOWN, numbers=degree == 1)
+    if node.target in OVER:
+        degree = -degree
+    elif node.target not in TIMES:
+        return UNKNOWN if node.target in OTHERS else rows
+    kinds = {(Kind.SUM, -1): Kind.MEAN, (Kind.MEAN, 1): Kind.SUM}
+    return rows._replace(kind=kinds.get((rows.kind, degree), Kind.UNKNOWN))

@@ -1,0 +1,155 @@
+"""loss_reduction="weighted": what inputs decide is the whole batch's in every part.
+
+A weighted mean over the batch is a sum divided by a count. If the count depends on the
+inputs alone (labels that are ignored, a mask), it is computed for the whole batch
+before the step, and the loss is a sum over the batch:
+
+before: total = cross_entropy(x, y, reduction="sum")
+        count = (y != -100).sum()
+        loss = total / count          # of the microbatch
+after:  total = cross_entropy(x, y, reduction="sum")
+        loss = total / whole_0        # an input of the step
+"""
+
+from __future__ import annotations
+
+import inspect
+import operator
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, fx
+
+from ..ir.graphs import storage
+from ..ir.lazy import lazy_module
+from ..ir.user_line import line_of
+from ..jobs import PlanError
+from .kinds import Kind, Rows
+from .tracker import Tracker
+
+ADDITIONS: tuple[Any, ...] = (operator.add, operator.iadd, operator.sub, operator.isub)
+ADDITIONS += (torch.add, torch.sub, "add", "add_", "sub", "sub_")
+
+
+def part_means(gm: fx.GraphModule) -> fx.GraphModule:
+    """A copy in which means over labels are a sum, divided by a count.
+
+    before: loss = cross_entropy(x, y)
+    after:  total = cross_entropy(x, y, reduction="sum"); kept = y != -100
+            count = kept.sum(); loss = total / count
+    """
+    graph = fx.Graph()
+    new: dict[fx.Node, fx.Node] = {}
+    for node in gm.graph.nodes:
+        copy = new[node] = graph.node_copy(node, new.__getitem__)
+        if node.target in (F.cross_entropy, F.nll_loss):
+            new[node] = _parted(graph, copy)
+    result = lazy_module(gm, graph)
+    result.meta.update(gm.meta)
+    return result
+
+
+def _parted(graph: fx.Graph, node: fx.Node) -> fx.Node:
+    target: Any = node.target
+    given = inspect.signature(target).bind(*node.args, **node.kwargs)
+    given.apply_defaults()
+    labels = given.arguments["target"]
+    classes = not labels.meta["example_value"].is_floating_point()
+    if given.arguments["reduction"] != "mean" or not classes:
+        return node
+    if given.arguments["weight"] is not None:
+        raise PlanError(
+            'loss_reduction="weighted": what class weights add up to is not known '
+            f"before the step{line_of(node.meta.get('stack_trace'))}\n"
+            '  write reduction="sum", divide by weight[labels].sum() there, or return '
+            "both from the model"
+        )
+    given.arguments["reduction"] = "sum"
+    node.args, node.kwargs = given.args, given.kwargs
+    example = node.meta["example_value"]
+
+    def added(target: Any, args: tuple[Any, ...], value: Any) -> fx.Node:
+        made = graph.call_function(target, args)
+        made.meta.update(node.meta, example_value=value)
+        return made
+
+    mask = added(
+        operator.ne,
+        (labels, given.arguments["ignore_index"]),
+        labels.meta["example_value"],
+    )
+    count = added(torch.sum, (mask,), example)
+    return added(operator.truediv, (node, count), example)
+
+
+class Whole:
+    """Finds what the whole batch's inputs decide, while a microbatch is traced.
+
+    nodes: of Dynamo's graph, whose values become inputs of the traced graph.
+    """
+
+    def __init__(self, tracker: Tracker) -> None:
+        self.tracker = tracker
+        self.nodes: list[fx.Node] = []
+        self._early: dict[fx.Node, Any] = {}  # values that depend on inputs alone
+
+    def given(self, node: fx.Node, value: Any) -> None:
+        """An input or a number of the call."""
+        self._early[node] = value
+
+    def decides(
+        self, node: fx.Node, value: Any, written: Sequence[Tensor], drawn: bool
+    ) -> bool:
+        """Whether a node's value is to be computed for the whole batch beforehand: it
+        reduces the batch, and depends on inputs alone.
+
+        written: what the node writes into. drawn: whether it draws random numbers.
+        """
+        if drawn or any(read not in self._early for read in node.all_input_nodes):
+            touched = set(map(storage, written))
+            for early, own in list(self._early.items()):
+                if isinstance(own, Tensor) and storage(own) in touched:
+                    del self._early[early]
+            return False
+        self._early[node] = value
+        if not isinstance(value, Tensor) or written:
+            return False
+        if not self.tracker.of(value).reduced:
+            return False
+        self.nodes.append(node)
+        return True
+
+
+def parts_of_sum(node: fx.Node, rows: Sequence[Rows | None]) -> list[int]:
+    """Which of the two operands of an addition are means, or shared, beside a sum; they
+    count once for each microbatch."""
+    if node.target not in ADDITIONS or len(rows) != 2:
+        return []
+    kinds = [None if each is None else each.kind for each in rows]
+    if Kind.SUM not in kinds:
+        return []
+    return [i for i in (0, 1) if kinds[i] in (Kind.MEAN, Kind.SHARED, None)]
+
+
+def reduction_of(losses: Sequence[Rows]) -> str:
+    """How the microbatches' losses become the whole batch's: "sum" or "mean".
+
+    losses: of the float scalars that the model returns.
+    Raises PlanError for those that are neither, or not all the same.
+    """
+    kinds = {rows.kind for rows in losses}
+    if kinds <= {Kind.MEAN, Kind.SHARED}:
+        return "mean"
+    if kinds == {Kind.SUM}:
+        return "sum"
+    cause = next((rows.cause for rows in losses if rows.cause), None)
+    why = f": {cause.effect.value} ({cause.operation})" if cause else ""
+    raise PlanError(
+        'loss_reduction="weighted": the loss is not known as a sum, a mean, or a sum '
+        "divided by what inputs decide"
+        f"{why}{line_of(cause.stack if cause else None)}\n"
+        "  return the sum and the count from the model, and divide after the call: "
+        "total, count = step(x, y); (total / count).backward()"
+    )

@@ -1,0 +1,4 @@
+"""Runs the programs of a plan, call by call.
+
+Imports: capture, checker, clock, codegen, ir, jobs, plans, rows, state, transport.
+"""

@@ -1,0 +1,131 @@
+"""Ranks that load only the rows of a batch that they read."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence, Sized
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch.utils.data import Sampler
+
+from ..capture.batch import Entry, resized, samples_of
+from ..ir import ops
+from ..ir.request import Request
+from ..ir.step_ir import Line
+from ..jobs import PlanError, Schedule
+from ..plans.plan import Plan
+from ..transport.processes import own_rank
+
+
+class LocalSampler(Sampler[list[int]]):
+    """The rows that a rank reads of each batch of an epoch, for DataLoader's
+    batch_sampler and fxsched.backend(schedule, rows="local").
+
+    dataset: anything with a length.
+    batch: samples of the whole batch, a multiple of the microbatches; what is left over
+        of the dataset is left out.
+    rank: this process's, unless given; all rows, where one process runs all workers.
+    shuffle: in the same order on all ranks, another one each epoch; see set_epoch.
+    Raises PlanError for a batch that doesn't divide, and for a dataset without one.
+    """
+
+    def __init__(
+        self,
+        dataset: Sized,
+        schedule: Schedule,
+        batch: int,
+        rank: int | None = None,
+        shuffle: bool = True,
+        seed: int = 0,
+    ) -> None:
+        rank = own_rank() if rank is None else rank
+        rows = [schedule.local_rows(r, batch) for r in range(schedule.workers)]
+        if rank is None:
+            self.rows = list(range(batch))
+        elif 0 <= rank < schedule.workers:
+            self.rows = rows[rank]
+        else:
+            raise PlanError(
+                f"LocalSampler(rank={rank}): workers are 0..{schedule.workers - 1}"
+            )
+        self.length, self.batch = len(dataset), batch
+        self.shuffle, self.seed, self.epoch = shuffle, seed, 0
+        if self.length < batch:
+            raise PlanError(
+                f"LocalSampler(batch={batch}): the dataset has {self.length} samples, "
+                "which make no whole batch"
+            )
+
+    def set_epoch(self, epoch: int) -> None:
+        """Shuffles in another way, the same on every rank that says the same."""
+        self.epoch = epoch
+
+    def __len__(self) -> int:
+        return self.length // self.batch
+
+    def __iter__(self) -> Iterator[list[int]]:
+        order = list(range(self.length))
+        if self.shuffle:
+            generator = torch.Generator().manual_seed(self.seed + self.epoch)
+            order = torch.randperm(self.length, generator=generator).tolist()
+        for i in range(len(self)):
+            whole = order[i * self.batch : (i + 1) * self.batch]
+            yield [whole[row] for row in self.rows]
+
+
+def check_local(plan: Plan, schedule: Schedule) -> None:
+    """Raises PlanError if a worker reads rows that it doesn't have. The same on all
+    ranks: of the step of all workers, not of one's program."""
+    own = [set(schedule.local_microbatches(r)) for r in range(schedule.workers)]
+    reads = [(plan.placements[job].compute, job.microbatch) for job in plan.jobs]
+    for line in plan.lines:
+        if isinstance(line, Line) and line.target is ops.rows:
+            reads.append((line.worker, line.args[1]))
+    for worker, microbatch in reads:
+        if microbatch not in own[worker]:
+            raise PlanError(
+                f"backend(rows='local'): worker {worker} reads rows of microbatch "
+                f"{microbatch}, which schedule.local_rows({worker}, ..) leaves out; "
+                "give the Schedule the number of its stages"
+            )
+
+
+def spread(
+    gm: fx.GraphModule, args: tuple[Any, ...], request: Request, rank: int
+) -> tuple[Any, ...]:
+    """A call with a rank's rows in their places in the batch of all ranks; in the
+    places of others, which it doesn't read, are rows of its own.
+
+    Raises PlanError if the rows don't divide into the rank's microbatches.
+    """
+    schedule = request.schedule
+    own = schedule.local_microbatches(rank)
+    if len(own) == schedule.microbatches:
+        return args
+    if not own:
+        raise PlanError(
+            f"backend(rows='local'): worker {rank} runs no jobs and has no rows, so it "
+            "can't know the size of the batch; pass whole batches on all ranks"
+        )
+    samples, cut = samples_of(gm, args, request)
+    if samples % len(own) or samples < 2:
+        raise PlanError(
+            f"backend(rows='local'): rank {rank} passes {samples} samples for the "
+            f"{len(own)} microbatches that it runs jobs of; pass a multiple, at least "
+            "2, the rows of schedule.local_rows(rank, batch)"
+        )
+    new = {e.input: _placed(args[e.input], e, own, schedule) for e in cut}
+    return resized(gm, args, new)
+
+
+def _placed(
+    tensor: Tensor, entry: Entry, own: Sequence[int], schedule: Schedule
+) -> Tensor:
+    """before: b, d            # microbatches 1 and 3 of 4
+    after:  b, b, b, d     # of which 0 and 2 are not read"""
+    assert entry.dim is not None
+    parts = dict(zip(own, tensor.chunk(len(own), entry.dim), strict=True))
+    other = parts[own[0]].detach()
+    every = range(schedule.microbatches)
+    return torch.cat([parts.get(b, other) for b in every], entry.dim)

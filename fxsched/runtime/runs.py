@@ -1,0 +1,301 @@
+"""Runs one worker's program over an endpoint.
+
+"static" runs its tasks in the program's order, all as one function; "dynamic" runs, of
+those whose inputs are there, the one with the smallest n, as a function of its own.
+"""
+
+from __future__ import annotations
+
+import heapq
+import queue
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from contextlib import ExitStack
+from types import FrameType
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from ..clock.event_loop import Event
+from ..codegen.static_program import Steps, Straight, alone
+from ..codegen.tasks import Program, Receive, Task
+from ..ir.graphs import arguments, result
+from ..jobs import Job
+from ..transport.processes import WATCHERS, Aborted, Endpoint
+
+
+class Runnable:
+    """A worker's fx program, made ready to run any number of times.
+
+    record: whether its runs note when each job started and ended.
+    prefetch: for how many tasks ahead it asks for weights.
+    """
+
+    def __init__(
+        self, gm: fx.GraphModule, order: str, record: bool = False, prefetch: int = 1
+    ) -> None:
+        self.program, self.record, self.prefetch = Program(gm), record, prefetch
+        self.straight = None
+        if order == "static":
+            self.straight = Straight(self.program, record, prefetch)
+        if self.straight is None:
+            self.readers, shared = _readers(self.program)
+            self.run = {
+                id(task): alone(self.program, task, shared)
+                for phase in self.program.phases
+                for task in phase
+            }
+
+    def begin(self, worker: int, inputs: dict[str, Any], endpoint: Endpoint) -> Run:
+        """A step of the program, from the inputs of its graph by name."""
+        if self.straight is None:
+            return Dynamic(self, worker, inputs, endpoint)
+        return Static(self.straight, worker, inputs, endpoint)
+
+
+def _readers(program: Program) -> tuple[dict[int, int], set[fx.Node]]:
+    """How many tasks read each slot, since "dynamic" can't know the last; and the
+    values that more than their own task read."""
+    count: dict[int, int] = {}
+    for phase in program.phases:
+        for task in phase:
+            for slot in task.needs:
+                count[slot] = count.get(slot, 0) + 1
+    for value in program.gm.graph.output_node().all_input_nodes:
+        count[program.slots[value]] = count.get(program.slots[value], 0) + 1
+    return count, {n for n, slot in program.slots.items() if slot in count}
+
+
+class Run(ABC):
+    """One step of a program.
+
+    events: the jobs that ran, with times of time.perf_counter, if the program records.
+    """
+
+    def __init__(self, worker: int, endpoint: Endpoint) -> None:
+        self.worker, self.endpoint = worker, endpoint
+        self.events: list[Event] = []
+
+    def advance(self, tangents: dict[int, Tensor] | None = None) -> dict[str, Any]:
+        """Runs up to the pause, or to the end; returns what the program gives there."""
+        with ExitStack() as modes:  # stage graphs hold all casts already
+            modes.enter_context(torch.no_grad())
+            for kind in filter(torch.is_autocast_enabled, ("cpu", "cuda")):
+                modes.enter_context(torch.autocast(kind, enabled=False))
+            found = self.go_on(tangents)
+        self.endpoint.finish()
+        return found
+
+    @abstractmethod
+    def go_on(self, tangents: dict[int, Tensor] | None) -> dict[str, Any]:
+        """What `advance` does, in the modes that it sets."""
+
+    def where(self) -> tuple[int | None, str]:
+        """The worker, if it is known, and the job that this run waits for."""
+        return None, ""
+
+    def log(self, job: Job, start: float, end: float) -> None:
+        self.events.append(Event(job, self.worker, start, end))
+
+
+class Static(Run):
+    """A step in the program's own order."""
+
+    def __init__(
+        self,
+        straight: Straight,
+        worker: int,
+        inputs: dict[str, Any],
+        endpoint: Endpoint,
+    ) -> None:
+        super().__init__(worker, endpoint)
+        self.straight = straight
+        self.left = len(straight.program.phases)
+        self.steps: Steps = straight.run(
+            inputs, endpoint.send, endpoint.expect, endpoint.take, self.log
+        )
+
+    def where(self) -> tuple[int | None, str]:
+        frame: FrameType | None = getattr(self.steps, "gi_frame", None)
+        task = self.straight.tasks[frame.f_lineno - 2] if frame else ""
+        return None, f"job {task}" if task else ""
+
+    def go_on(self, tangents: dict[int, Tensor] | None) -> dict[str, Any]:
+        try:
+            found = self.steps.send(tangents)
+            self.left -= 1
+            if not self.left:
+                self.steps.close()  # else its variables would hold what it returned
+            return found
+        except Exception as error:
+            task = self.straight.task_of(error)
+            if task and not isinstance(error, Aborted):
+                error.add_note(f"fxsched: while running {task}")
+            raise
+
+
+class Dynamic(Run):
+    """A step in the order in which inputs arrive and n says."""
+
+    def __init__(
+        self,
+        runnable: Runnable,
+        worker: int,
+        inputs: dict[str, Any],
+        endpoint: Endpoint,
+    ) -> None:
+        super().__init__(worker, endpoint)
+        self.runnable, self.program = runnable, runnable.program
+        self.receives = self.program.receives
+        self.values: list[Any] = [None] * len(self.program.slots)
+        for node in self.program.gm.graph.find_nodes(op="placeholder"):
+            self.values[self.program.slots[node]] = inputs[node.name]
+        self.phase = 0
+        self.asked = self.fetched = 0  # receives, and tasks' fetches, posted so far
+        self.posted = 0  # receives on their way
+        self.room = 1 + runnable.prefetch  # tasks' fetches that may be here
+        self.held: dict[int, int] = {}  # weights on their way or here: slot to batch
+        self.readers = dict(runnable.readers)
+        self.coming = dict(self.program.receive_at)  # not received yet, by slot
+
+    def go_on(self, tangents: dict[int, Tensor] | None) -> dict[str, Any]:
+        phases = self.program.phases
+        if tangents is not None:
+            (pause,) = (t.pause for t in phases[self.phase - 1] if t.pause)
+            self.values[self.program.slots[pause]] = tangents
+        tasks = phases[self.phase]
+        self._dynamic(tasks)
+        self.phase += 1
+        if self.phase < len(phases):
+            (pause,) = (t.pause for t in tasks if t.pause)
+            results = arguments(pause)[0]
+        else:
+            results = result(self.program.gm)
+        found: dict[str, Any] = fx.map_arg(
+            results, lambda n: self.values[self.program.slots[n]]
+        )
+        if self.phase == len(phases):
+            self.values = []  # else they would hold what is returned
+        return found
+
+    def where(self) -> tuple[int | None, str]:
+        coming = self._coming()
+        waiting = [
+            (task.n, task.name, coming[slot].parcel.peer)
+            for task in self.program.phases[self.phase]
+            for slot in task.needs
+            if slot in coming
+        ]
+        if not waiting:
+            return None, ""
+        _, name, peer = min(waiting)
+        return peer, f"job {name}"
+
+    def _coming(self) -> dict[int, Receive]:
+        """What this phase still has to receive, by slot."""
+        return {s: r for s, r in self.coming.items() if r.phase == self.phase}
+
+    def _ask(self, most: int, arrived: queue.SimpleQueue[int]) -> None:
+        """Posts receives of this phase in the program's order, so that at most so many
+        are on their way; fetches while there is room for weights."""
+        while self.asked < len(self.receives) and self.posted < most:
+            receive = self.receives[self.asked]
+            if receive.phase != self.phase:
+                break
+            if not receive.parcel.weights:
+                self._post(receive, arrived)
+            self.asked += 1
+        batches = self.program.fetches
+        while self.fetched < len(batches) and self.room:
+            batch = batches[self.fetched]
+            if batch[0].phase != self.phase:
+                break
+            for receive in batch:
+                self.held[receive.slot] = self.fetched
+                self._post(receive, arrived)
+            self.room -= 1
+            self.fetched += 1
+
+    def _post(self, receive: Receive, arrived: queue.SimpleQueue[int]) -> None:
+        self.posted += 1
+        self.endpoint.expect(receive.parcel)
+        self.endpoint.watch(receive.parcel, arrived)
+
+    def _execute(self, task: Task) -> None:
+        start = time.perf_counter()
+        try:
+            self.runnable.run[id(task)](self.values, self.endpoint.send)
+        except Exception as error:
+            error.add_note(f"fxsched: while running {task.name}")
+            raise
+        if self.runnable.record and task.job is not None:
+            self.log(task.job, start, time.perf_counter())
+
+    def _dynamic(self, tasks: Sequence[Task]) -> None:
+        arrived: queue.SimpleQueue[int] = queue.SimpleQueue()
+        by_tag = {r.parcel.tag: r for r in self.receives}
+        missing, waiting = self._missing(tasks)
+        ready = [(t.n, i) for i, t in enumerate(tasks) if not missing[i]]
+        heapq.heapify(ready)
+
+        def there(slots: Sequence[int]) -> None:
+            for slot in slots:
+                for i in waiting.pop(slot, ()):
+                    missing[i] -= 1
+                    if not missing[i]:
+                        heapq.heappush(ready, (tasks[i].n, i))
+
+        self._ask(WATCHERS, arrived)
+        left, incoming = len(tasks), len(self._coming())
+        while left or incoming:
+            if incoming and (not ready or not arrived.empty()):
+                tag = self.endpoint.next(arrived, self.where)
+                if tag < 0:
+                    raise Aborted
+                receive = by_tag[tag]
+                self.values[receive.slot] = self.endpoint.take(receive.parcel)
+                del self.coming[receive.slot]
+                there([receive.slot])
+                incoming -= 1
+                self.posted -= 1
+                self._ask(WATCHERS, arrived)
+            else:
+                task = tasks[heapq.heappop(ready)[1]]
+                self._execute(task)
+                left -= 1
+                if self._release(task):
+                    self._ask(WATCHERS, arrived)
+                there(task.makes)
+
+    def _missing(self, tasks: Sequence[Task]) -> tuple[list[int], dict[int, list[int]]]:
+        """For each task how many values it waits for; for each value, the tasks."""
+        position = {slot for task in tasks for slot in task.makes}
+        waiting: dict[int, list[int]] = {}
+        missing = []
+        for i, task in enumerate(tasks):
+            slots = [s for s in task.needs if s in position or s in self.coming]
+            if task.pause is not None:  # the call ends when all of its tasks have run
+                slots = sorted({*slots, *position} - set(task.makes))
+            missing.append(len(slots))
+            for slot in slots:
+                waiting.setdefault(slot, []).append(i)
+        return missing, waiting
+
+    def _release(self, task: Task) -> bool:
+        """Lets go of what none of the tasks after this reads; whether there is room for
+        more weights now."""
+        if task.pause is not None:  # its values are about to be handed out
+            return False
+        before = self.room
+        for slot in task.needs:
+            self.readers[slot] -= 1
+            if not self.readers[slot]:
+                self.values[slot] = None
+                batch = self.held.pop(slot, None)
+                self.room += batch is not None and batch not in self.held.values()
+        for slot in task.makes:
+            if not self.readers.get(slot):
+                self.values[slot] = None
+        return self.room > before

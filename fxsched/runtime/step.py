@@ -1,0 +1,299 @@
+"""One call of the compiled function: inputs in, programs run, results to autograd."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import wraps
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from ..clock.event_loop import Event
+from ..ir import ops
+from ..ir.loss_scale import Scale, hand_over, infinite
+from ..plans.plan import Plan
+from ..rows.early_values import Early
+from ..rows.label_watch import Watch
+from .input_agreement import Agreement
+from .runs import Run, Runnable
+from .workers import Ranks, Threads
+
+
+class Step:
+    """A planned step, to call with the inputs of the traced graph.
+
+    events: of the last call, from its start on, if `record`; where B runs in
+        backward(), as if that followed at once.
+    latest: the runs of that call.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        programs: dict[int, Runnable],
+        workers: Threads | Ranks,
+        record: bool = False,
+    ) -> None:
+        self.plan, self.programs, self.workers = plan, programs, workers
+        self.record = record
+        self.events: tuple[Event, ...] = ()
+        self.latest: list[Run] = []
+        self.watch: Watch | None = None  # warns of losses before a call
+        self.agreement: Agreement | None = None  # of ranks on their inputs
+        self.early: Early | None = None  # computes inputs that follow the call's
+        self.apart: bool | None = None  # whether ranks draw other numbers than rank 0
+        self.scale: Scale | None = None  # gives what B starts from
+        self.factor: float | None = None  # what it gave in the last call
+
+    def __call__(self, args: tuple[Any, ...], given: tuple[Any, ...]) -> Sequence[Any]:
+        """given: the arguments to run on; gradients go to `args`."""
+        if not self.plan.trains:
+            results = self._advance(self._start(given), None)
+            return self._outputs(given, results)
+        leaves = [
+            i for i, a in enumerate(args) if isinstance(a, Tensor) and a.requires_grad
+        ]
+        function = _InBackward if self.plan.loss is None else _InCall
+        tensors = [args[i] for i in leaves]
+        apply: Any = function.apply
+        outputs: tuple[Any, ...] = apply(self, given, leaves, *tensors)
+        return outputs
+
+    def _draw(self) -> int:
+        """The number that the random numbers of this call come of, from torch's
+        generator; rank 0's, where those of the ranks differ. 0 if there are none.
+
+        Whether they do is asked at the first call. A job that draws in F on one rank
+        and again in B on another must not depend on what ranks draw later on.
+        """
+        if not self.plan.draws:
+            return 0
+        own = ops.draw_base()
+        if self.apart is None:
+            self.apart = self.workers.differ(own) or self.plan.redraws
+        return self.workers.first(own) if self.apart else own
+
+    def _start(self, args: tuple[Any, ...]) -> list[Run]:
+        random = self._draw()
+        self.factor = None if self.scale is None else self.scale()
+
+        def inputs(program: fx.GraphModule) -> dict[str, Any]:
+            found: dict[str, Any] = {}
+            for node in program.graph.find_nodes(op="placeholder"):
+                if "group" in node.meta:
+                    group = self.plan.groups[node.meta["group"]]
+                    found[node.name] = tuple(
+                        args[each.input].detach() for each in group.state
+                    )
+                elif "input" in node.meta:
+                    found[node.name] = args[node.meta["input"]].detach()
+                elif node.name == "loss_scale":
+                    found[node.name] = self.factor
+                else:
+                    found[node.name] = random
+            return found
+
+        self.events = ()
+        self.latest = self.workers.start(self.programs, inputs)
+        return self.latest
+
+    def _advance(
+        self, runs: list[Run], tangents: dict[int, Tensor] | None
+    ) -> dict[str, Any]:
+        """The results of the workers here, as one."""
+        merged: dict[str, Any] = {
+            "outputs": (),
+            "state": {},
+            "groups": {},
+            "inputs": {},
+        }
+        begin = self.workers.together() if self.record else 0.0
+        advanced = self.workers.advance(runs, tangents)
+        if self.record:
+            self._record(runs, begin)
+        for results in advanced:
+            for key, value in results.items():
+                if isinstance(value, dict):
+                    merged[key] = value | merged[key]
+                else:
+                    merged[key] = merged[key] or value
+        return merged
+
+    def _record(self, runs: list[Run], begin: float) -> None:
+        """Adds what ran since `begin` to the events, on one clock for all workers."""
+        shift = max((event.end for event in self.events), default=0.0) - begin
+        new = [
+            event._replace(start=event.start + shift, end=event.end + shift)
+            for run in runs
+            for event in run.events
+        ]
+        for run in runs:
+            run.events.clear()
+        new = sorted(self.workers.gather(new), key=lambda e: (e.start, e.worker))
+        if runs is self.latest:  # a call before it may run its backward() now
+            self.events += tuple(new)
+
+    def _outputs(
+        self, args: tuple[Any, ...], results: dict[str, Any]
+    ) -> tuple[Any, ...]:
+        """Writes new buffers to the model; gives the outputs."""
+        outputs = list(results["outputs"])
+        returned = {output.state: output for output in self.plan.outputs}
+        with torch.no_grad():
+            for group, values in results["state"].items():
+                state = self.plan.groups[int(group)].state
+                for each, value in zip(state, values, strict=True):
+                    if each.input not in returned:
+                        args[each.input].copy_(value)
+            for position, output in enumerate(self.plan.outputs):
+                if isinstance(output.constant, Tensor):
+                    outputs[position] = output.constant.clone()
+                if output.kind == "given" and output.state is not None:
+                    outputs[position] = args[output.state].clone()
+                elif output.state is not None and not output.replaced:
+                    own = args[output.state]
+                    outputs[position] = Tensor.copy_(own, outputs[position])
+        return tuple(outputs)
+
+    def _gradients(
+        self, results: dict[str, Any], leaves: Sequence[int]
+    ) -> list[Tensor | None]:
+        """The gradient of each leaf; None for those that other workers keep."""
+        found: dict[int, Tensor] = {int(i): g for i, g in results["inputs"].items()}
+        for group, gradients in results["groups"].items():
+            entry = self.plan.groups[int(group)]
+            state, trained = entry.state, entry.trained
+            wanted = [s.input for s, t in zip(state, trained, strict=True) if t]
+            found.update(zip(wanted, gradients, strict=True))
+        return [found.get(i) for i in leaves]
+
+
+def _mark(ctx: Any, step: Step, outputs: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Outputs that got no gradient in the traced model get none here."""
+    ctx.set_materialize_grads(False)
+    ctx.mark_non_differentiable(
+        *(
+            value
+            for value, output in zip(outputs, step.plan.outputs, strict=True)
+            if isinstance(value, Tensor) and not output.differentiable
+        )
+    )
+    return outputs
+
+
+def _first_order(backward: Callable[..., Any]) -> Callable[..., Any]:
+    """A backward() that refuses to be differentiated, instead of giving a gradient
+    that loses the second one in silence."""
+
+    @wraps(backward)
+    def guarded(ctx: Any, *given: Tensor | None) -> Any:
+        if torch.is_grad_enabled():
+            raise RuntimeError(
+                "fxsched: create_graph=True asks for a gradient that can be "
+                "differentiated again, and the B of a plan gives none; for a gradient "
+                "penalty or a Hessian, call the model itself, not what torch.compile "
+                "made of it, and add what that gives to .grad"
+            )
+        with torch.no_grad():
+            return backward(ctx, *given)
+
+    return guarded
+
+
+class _InCall(torch.autograd.Function):
+    """F and B in the call; backward() hands over the finished gradients."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        step: Step,
+        args: tuple[Any, ...],
+        leaves: list[int],
+        *tensors: Tensor,
+    ) -> tuple[Any, ...]:
+        results = step._advance(step._start(args), None)
+        ctx.loss, ctx.gradients = step.plan.loss, step._gradients(results, leaves)
+        ctx.names = [output.name for output in step.plan.outputs]
+        ctx.step, ctx.factor = step, step.factor
+        return _mark(ctx, step, step._outputs(args, results))
+
+    @staticmethod
+    @_first_order
+    def backward(ctx: Any, *given: Tensor | None) -> tuple[Tensor | None, ...]:
+        for position, gradient in enumerate(given):
+            if gradient is not None and position != ctx.loss:
+                raise RuntimeError(
+                    f"fxsched: output {ctx.names[position]!r} got a gradient, but B "
+                    f"already ran in the call, from output {ctx.names[ctx.loss]!r}, "
+                    "the loss; compute all of the loss in the model, or return no "
+                    "scalar: then B runs in backward()"
+                )
+        gradients, ctx.gradients = ctx.gradients, None
+        _once(gradients)
+        incoming = given[ctx.loss]
+        if incoming is None:
+            return (None,) * (3 + len(gradients))
+        half = ctx.step.plan.half
+        gradients = hand_over(gradients, incoming, ctx.factor, half)
+        if ctx.factor is not None and ctx.step.workers.skips(gradients):
+            gradients = infinite(gradients)
+        return (None, None, None, *gradients)
+
+
+class _InBackward(torch.autograd.Function):
+    """F in the call, B in backward()."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        step: Step,
+        args: tuple[Any, ...],
+        leaves: list[int],
+        *tensors: Tensor,
+    ) -> tuple[Any, ...]:
+        ctx.step, ctx.runs, ctx.leaves = step, step._start(args), leaves
+        ctx.versions = [(tensor, tensor._version) for tensor in tensors]
+        outputs = step._outputs(args, step._advance(ctx.runs, None))
+        ctx.like = {
+            i: (value.shape, value.dtype, value.device)
+            for i, (value, output) in enumerate(
+                zip(outputs, step.plan.outputs, strict=True)
+            )
+            if output.takes_gradient
+        }
+        return _mark(ctx, step, outputs)
+
+    @staticmethod
+    @_first_order
+    def backward(ctx: Any, *given: Tensor | None) -> tuple[Tensor | None, ...]:
+        runs, ctx.runs = ctx.runs, None
+        _once(runs)
+        if any(tensor._version != version for tensor, version in ctx.versions):
+            raise RuntimeError(
+                "fxsched: a parameter or input was changed in place between the call "
+                "and its backward(); call optimizer.step() after backward()"
+            )
+        for gradient, output in zip(given, ctx.step.plan.outputs, strict=True):
+            if gradient is not None and not output.takes_gradient:
+                raise RuntimeError(
+                    f"fxsched: output {output.name!r} got a gradient, but it is the "
+                    f"{output.how} of the microbatches, and none of them is known as "
+                    "the one that it came from; detach() it, or compute it outside of "
+                    "the model from an output with one row for each sample"
+                )
+        tangents = {}
+        for i, (shape, dtype, device) in ctx.like.items():
+            gradient = given[i]
+            if gradient is None:
+                gradient = torch.zeros(shape, dtype=dtype, device=device)
+            tangents[i] = gradient.contiguous()
+        results = ctx.step._advance(runs, tangents)
+        return (None, None, None, *ctx.step._gradients(results, ctx.leaves))
+
+
+def _once(value: object) -> None:
+    if value is None:
+        raise RuntimeError(
+            "fxsched: backward() a second time through one step; call the model again"
+        )

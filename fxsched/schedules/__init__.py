@@ -1,0 +1,87 @@
+"""The library of schedules: each is one formula for w, one for n, and its source.
+
+In formulas, s is the stage, b the microbatch, d the direction, W the number of workers.
+LIBRARY has them by name; replicate makes any schedule data-parallel; the orders are n
+for schedules of one's own.
+
+Imports: clock, jobs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+
+from ..jobs import Schedule
+from .data_parallel import ddp, fsdp, hsdp, replicate
+from .graph_schedule import graph
+from .looped import fslpp, interleaved, looped_bfs, looped_dfs, lpp
+from .orders import (
+    forward_first,
+    oldest_microbatch_first,
+    oldest_stage_first,
+    stage_first,
+)
+from .pipelines import cuckoo, folded, gpipe, naive, one_f_one_b, overflow
+from .servers import hybrid, parameter_server, sharded_parameter_server
+from .zero_bubble import v_half, v_min, zb_h1, zb_h2, zb_v
+
+LIBRARY: Mapping[str, Callable[..., Schedule]] = MappingProxyType(
+    {
+        "ddp": ddp,
+        "fsdp": fsdp,
+        "hsdp": hsdp,
+        "hybrid": hybrid,
+        "parameter_server": parameter_server,
+        "sharded_parameter_server": sharded_parameter_server,
+        "naive": naive,
+        "gpipe": gpipe,
+        "1f1b": one_f_one_b,
+        "folded": folded,
+        "cuckoo": cuckoo,
+        "overflow": overflow,
+        "looped_bfs": looped_bfs,
+        "looped_dfs": looped_dfs,
+        "interleaved": interleaved,
+        "lpp": lpp,
+        "fslpp": fslpp,
+        "zb_h1": zb_h1,
+        "zb_h2": zb_h2,
+        "zb_v": zb_v,
+        "v_half": v_half,
+        "v_min": v_min,
+        "graph": graph,
+    }
+)
+
+__all__ = [
+    "LIBRARY",
+    "cuckoo",
+    "ddp",
+    "folded",
+    "forward_first",
+    "fsdp",
+    "fslpp",
+    "gpipe",
+    "graph",
+    "hsdp",
+    "hybrid",
+    "interleaved",
+    "looped_bfs",
+    "looped_dfs",
+    "lpp",
+    "naive",
+    "oldest_microbatch_first",
+    "oldest_stage_first",
+    "one_f_one_b",
+    "overflow",
+    "parameter_server",
+    "replicate",
+    "sharded_parameter_server",
+    "stage_first",
+    "v_half",
+    "v_min",
+    "zb_h1",
+    "zb_h2",
+    "zb_v",
+]

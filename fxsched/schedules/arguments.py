@@ -1,0 +1,86 @@
+"""Checks of what a user gives to a constructor of a schedule."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from ..jobs import PlanError, is_count, too_many
+
+
+def positive(name: str, **counts: object) -> None:
+    """Raises PlanError for a count that isn't an int of 1 or more."""
+    for argument, count in counts.items():
+        if not is_count(count):
+            raise PlanError(
+                f"{name}({argument}={count!r}): give an int of 1 or more"
+                f"{too_many(count)}"
+            )
+
+
+def one_of(call: str, argument: str, value: object, allowed: Sequence[object]) -> None:
+    """Raises PlanError, with the nearest name, for a value that isn't allowed."""
+    if (value is None or isinstance(value, str)) and value in allowed:
+        return
+    names = [name for name in allowed if isinstance(name, str)]
+    near = difflib.get_close_matches(str(value).lower(), names, 1)
+    hint = f"; did you mean {near[0]!r}?" if near else ""
+    choices = " or ".join(map(repr, allowed))
+    raise PlanError(f"{call}({argument}={value!r}): give {choices}{hint}")
+
+
+def each_one_of(argument: str, value: object, allowed: Sequence[str]) -> dict[Any, str]:
+    """A copy of a dict of choices by name; PlanError for anything else."""
+    if value is None:
+        return {}
+    if not isinstance(value, Mapping):
+        raise PlanError(
+            f"backend({argument}={value!r}): give a dict of names, such as "
+            f"{{'name': {allowed[0]!r}}}"
+        )
+    for name, how in value.items():
+        one_of("backend", f"{argument}[{name!r}]", how, allowed)
+    return dict(value)
+
+
+def equal_shares(name: str, workers: int, microbatches: int | None) -> int:
+    """The microbatches, one for each worker unless given.
+
+    Raises PlanError if some workers had more of them than others.
+    """
+    positive(name, workers=workers)
+    if microbatches is None:
+        return workers
+    positive(name, microbatches=microbatches)
+    if microbatches % workers:
+        raise PlanError(
+            f"{name}(workers={workers}, microbatches={microbatches}): give a multiple "
+            "of workers, so that each has as many microbatches as the others"
+        )
+    return microbatches
+
+
+def groups(name: str, workers: int, group_size: int) -> int:
+    """How many groups of that size the workers make."""
+    positive(name, workers=workers, group_size=group_size)
+    if workers % group_size:
+        raise PlanError(
+            f"{name}(workers={workers}, group_size={group_size}): the workers don't "
+            "divide into groups of that size; give a divisor of workers"
+        )
+    return workers // group_size
+
+
+def loops(name: str, workers: int, stages: int | None) -> int:
+    """How many times the stages, two a worker unless given, go round the workers."""
+    positive(name, workers=workers)
+    if stages is None:
+        return 2
+    positive(name, stages=stages)
+    if stages % workers:
+        raise PlanError(
+            f"{name}(workers={workers}, stages={stages}): give a multiple of workers, "
+            "so that each runs as many stages as the others"
+        )
+    return stages // workers

@@ -1,0 +1,131 @@
+"""The schedule for models with branches, which is fitted to their stages."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import networkx as nx
+
+from ..clock.stage_graph import likely_seconds, run_stages, step_seconds
+from ..jobs import Direction, Placement, Priority, Schedule
+from .arguments import positive
+from .orders import oldest_microbatch_first
+
+# Jobs that `graph` simulates at most to place stages on workers.
+SIMULATED = 15_000
+
+
+def graph(workers: int, microbatches: int) -> Schedule:
+    """For models with branches: each stage on a worker of its own where they suffice,
+    else spread so that the simulated step is shortest.
+
+    Stages of equal work give a branch workers in proportion to its work. At most as
+    many microbatches of a stage are in flight as there are stages from it to the end,
+    or one more where transfers would stall it: a tree of depth D takes B + D - 1 units
+    of F + B, where its S stages in a chain take B + S - 1. n is the oldest microbatch
+    first, or the longest way to the end of the step, whichever simulates faster.
+    GraphPipe (Jeon et al. 2024, arXiv 2406.17145).
+    """
+    positive("graph", workers=workers, microbatches=microbatches)
+
+    def fit(stages: nx.DiGraph[int]) -> Schedule:
+        count = len(stages)
+        depth = _depths(stages)
+
+        def placed(worker: Sequence[int], n: Priority, more: int) -> Schedule:
+            return Schedule(
+                workers,
+                microbatches,
+                stages=count,
+                w=lambda s, b, d: Placement(worker[s], worker[s]),
+                n=n,
+                in_flight=lambda s: depth[s] + more,
+                name="graph",
+            )
+
+        oldest = oldest_microbatch_first(count)
+        worker = _spread(
+            stages,
+            workers,
+            microbatches,
+            lambda w: step_seconds(run_stages(placed(w, oldest, 0), stages)),
+        )
+        best = placed(worker, oldest, 0)
+        least = likely_seconds(best, stages)
+        for n in (oldest, _longest_way_first(stages, microbatches)):
+            for more in (0, 1):
+                found = placed(worker, n, more)
+                taken = likely_seconds(found, stages)
+                if taken < least * 0.97:
+                    best, least = found, taken
+        return best
+
+    return Schedule(workers, microbatches, fit=fit, name="graph")
+
+
+def _depths(stages: nx.DiGraph[int]) -> dict[int, int]:
+    """For each stage, how many stages the longest path from it to the end has."""
+    found: dict[int, int] = {}
+    for s in sorted(stages, reverse=True):
+        found[s] = 1 + max((found[r] for r in stages.successors(s)), default=0)
+    return found
+
+
+def _longest_way_first(stages: nx.DiGraph[int], microbatches: int) -> Priority:
+    """Jobs with the longest path of work to the end of the step first."""
+    data = stages.nodes
+    back: dict[int, float] = {}
+    for s in sorted(stages):
+        before = max((back[p] for p in stages.predecessors(s)), default=0.0)
+        back[s] = data[s]["backward"] + before
+    there: dict[int, float] = {}
+    for s in sorted(stages, reverse=True):
+        after = max((there[r] for r in stages.successors(s)), default=back[s])
+        there[s] = data[s]["forward"] + after
+    ways = sorted({*back.values(), *there.values()}, reverse=True)
+    rank = {way: i for i, way in enumerate(ways)}
+
+    def n(s: int, b: int, d: Direction) -> int:
+        way = there[s] if d is Direction.FORWARD else back[s]
+        return rank[way] * microbatches + b
+
+    return n
+
+
+def _spread(
+    stages: nx.DiGraph[int],
+    workers: int,
+    microbatches: int,
+    seconds: Callable[[Sequence[int]], float],
+) -> Sequence[int]:
+    """A worker for each stage: in turns, or the one with the least work; then stages
+    are moved and swapped while that saves time."""
+    count = len(stages)
+    turns = tuple(s % workers for s in range(count))
+    if count <= workers:
+        return turns
+    load = [0.0] * workers
+    least = []
+    for s in range(count):
+        least.append(load.index(min(load)))
+        load[least[s]] += stages.nodes[s]["forward"] + stages.nodes[s]["backward"]
+    best, worker = min((seconds(w), w) for w in (turns, tuple(least)))
+    tries = SIMULATED // (2 * count * microbatches)
+    moves = [(s, w) for s in range(count) for w in range(workers)]
+    moves += [(s, -1 - t) for s in range(count) for t in range(s)]
+    better = True
+    while better:
+        better = False
+        for s, other in moves:
+            new = list(worker)
+            new[s] = other if other >= 0 else worker[-1 - other]
+            if other < 0:
+                new[-1 - other] = worker[s]
+            if tuple(new) == worker:
+                continue
+            tries -= 1
+            if tries < 0:
+                return worker
+            if (found := seconds(new)) < best * (1 - 1e-6):
+                worker, best, better = tuple(new), found, True
+    return worker

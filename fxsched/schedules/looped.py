@@ -1,0 +1,158 @@
+"""Pipelines whose stages go round the workers several times: stage s on s mod W."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from ..jobs import Direction, Placement, Schedule
+from .arguments import equal_shares, groups, loops, positive
+from .orders import oldest_microbatch_first
+
+FORWARD = Direction.FORWARD
+_Placer = Callable[[int, int], int]
+
+
+def looped_bfs(workers: int, microbatches: int, stages: int | None = None) -> Schedule:
+    """Breadth first: all microbatches through a worker's stage before its next one,
+    all F before the first B. Two stages a worker unless given.
+
+    With v stages a worker it takes m v + W - 1 units of one stage's F + B, and holds
+    m v activations. What it gains over looped_dfs is that a worker's next job mostly
+    is of the same stage: weights kept elsewhere are fetched once a loop.
+    Breadth-First Pipeline Parallelism (Lamy-Poirier 2022, arXiv 2211.05953).
+    """
+    positive("looped_bfs", workers=workers, microbatches=microbatches)
+    v = loops("looped_bfs", workers, stages)
+
+    def n(s: int, b: int, d: Direction) -> int:
+        loop = s // workers if d is FORWARD else 2 * v - 1 - s // workers
+        return loop * microbatches + b
+
+    return Schedule(
+        workers,
+        microbatches,
+        stages=v * workers,
+        w=lambda s, b, d: Placement(s % workers, s % workers),
+        n=n,
+        name="looped_bfs",
+    )
+
+
+def looped_dfs(workers: int, microbatches: int, stages: int | None = None) -> Schedule:
+    """Depth first: W microbatches go through all loops before the next W, as far as
+    the caps allow, and B runs in the gaps. Two stages a worker unless given.
+
+    The rule that `interleaved` follows in a fixed order, for any number of
+    microbatches; its step is a few percent longer, and it holds a few activations more.
+    At most 2 W microbatches of a stage are in flight, and S - s of stage s.
+    Described in Breadth-First Pipeline Parallelism (Lamy-Poirier 2022, arXiv
+    2211.05953).
+    """
+    positive("looped_dfs", workers=workers, microbatches=microbatches)
+    v = loops("looped_dfs", workers, stages)
+
+    def n(s: int, b: int, d: Direction) -> int:
+        turn = _turn(s // workers, b, d, workers, v)
+        return turn if d is FORWARD else (microbatches + workers) * v + turn
+
+    return Schedule(
+        workers,
+        microbatches,
+        stages=v * workers,
+        w=lambda s, b, d: Placement(s % workers, s % workers),
+        n=n,
+        in_flight=lambda s: min(2 * workers, v * workers - s),
+        name="looped_dfs",
+    )
+
+
+def interleaved(
+    workers: int, microbatches: int | None = None, stages: int | None = None
+) -> Schedule:
+    """Interleaved 1F1B, in its fixed order. Two stages a worker unless given.
+
+    Of its F, in depth-first order, worker r does 2 (W - r - 1) + (v - 1) W, then one F
+    and one B in turns, then the other B; n is the round. With v stages a worker it
+    takes m v + W - 1 units of one stage's F + B: a bubble v times smaller than that of
+    1f1b. Worker r holds 2 (W - r - 1) + (v - 1) W + 1 activations. Microbatches are a
+    multiple of W.
+    Megatron-LM (Narayanan et al. 2021, arXiv 2104.04473).
+    """
+    microbatches = equal_shares("interleaved", workers, microbatches)
+    v = loops("interleaved", workers, stages)
+
+    def n(s: int, b: int, d: Direction) -> int:
+        turn = _turn(s // workers, b, d, workers, v)
+        if d is FORWARD:
+            return 2 * (turn + 2 * (s % workers))
+        return 2 * (turn + 2 * (workers - 1) + (v - 1) * workers) + 1
+
+    return Schedule(
+        workers,
+        microbatches,
+        stages=v * workers,
+        w=lambda s, b, d: Placement(s % workers, s % workers),
+        n=n,
+        name="interleaved",
+        in_order=True,
+    )
+
+
+def _turn(loop: int, b: int, d: Direction, workers: int, v: int) -> int:
+    """Which of a worker's jobs of a direction this is, depth first."""
+    if d is not FORWARD:
+        loop = v - 1 - loop
+    return (b // workers * v + loop) * workers + b % workers
+
+
+def lpp(
+    workers: int, group_size: int, microbatches: int, stages: int | None = None
+) -> Schedule:
+    """Looped pipelines in W / R groups of R workers: w = (h(s, b), h(s, b)).
+
+    h(x, y) = (R y mod W) + (x mod R): microbatch y goes to group y mod (W / R), where
+    stage x runs on the group's worker x mod R. stages: W unless given.
+    Source: github.com/a-rahimi/parallel-training.
+    """
+    h = _hash("lpp", workers, group_size)
+    stages = workers if stages is None else stages
+    positive("lpp", microbatches=microbatches, stages=stages)
+    return Schedule(
+        workers,
+        microbatches,
+        stages=stages,
+        w=lambda s, b, d: Placement(h(s, b), h(s, b)),
+        n=oldest_microbatch_first(stages),
+        name="lpp",
+    )
+
+
+def fslpp(
+    workers: int,
+    group_size: int,
+    microbatches: int,
+    stages: int | None = None,
+    even: bool = False,
+) -> Schedule:
+    """As lpp, with stage s kept by one worker: w = (h(s, s), h(s, b)).
+
+    The published h(s, s) leaves most workers without weights when there are more
+    stages than R; even=True keeps stage s on worker s mod W instead.
+    Source: github.com/a-rahimi/parallel-training.
+    """
+    h = _hash("fslpp", workers, group_size)
+    stages = workers if stages is None else stages
+    positive("fslpp", microbatches=microbatches, stages=stages)
+    return Schedule(
+        workers,
+        microbatches,
+        stages=stages,
+        w=lambda s, b, d: Placement(s % workers if even else h(s, s), h(s, b)),
+        n=oldest_microbatch_first(stages),
+        name="fslpp",
+    )
+
+
+def _hash(name: str, workers: int, group_size: int) -> _Placer:
+    groups(name, workers, group_size)
+    return lambda x, y: (group_size * y) % workers + x % group_size

@@ -1,0 +1,177 @@
+"""Pipelines that split B, and fill their gaps with the gradients of weights, W.
+
+p is the number of workers, m that of microbatches.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from ..jobs import Direction, Placement, Schedule
+from .arguments import positive
+
+FORWARD, BACKWARD, WEIGHT = Direction
+
+
+def zb_h1(workers: int, microbatches: int) -> Schedule:
+    """ZB-H1: 1f1b with W put off until the last worker's are ready, in a fixed order.
+
+    Worker r does p - r - 1 F, then rounds of F, B, and, once the warm-up and the rounds
+    make p - 1, W. Every worker holds p activations. Where F, B and W take equally long,
+    the bubble is a third of 1f1b's.
+    Zero Bubble Pipeline Parallelism (Qi et al. 2023, arXiv 2401.10241).
+    """
+    return _fixed_order("zb_h1", workers, microbatches, 1)
+
+
+def zb_h2(workers: int, microbatches: int) -> Schedule:
+    """ZB-H2: as zb_h1 with twice the warm-up, 2 (p - r - 1) F, and 2 p - 1 activations.
+
+    Where F, B and W take equally long, a worker never waits once it has begun: steps
+    follow each other without a bubble (Simulation.span_bubble_rate).
+    Zero Bubble Pipeline Parallelism (Qi et al. 2023, arXiv 2401.10241).
+    """
+    return _fixed_order("zb_h2", workers, microbatches, 2)
+
+
+def _fixed_order(name: str, workers: int, microbatches: int, c: int) -> Schedule:
+    """n = 3 round + (0 for F, 1 for B, 2 for W), counting rounds from the warm-up."""
+    positive(name, workers=workers, microbatches=microbatches)
+    warm_up = c * (workers - 1)
+
+    def n(s: int, b: int, d: Direction) -> int:
+        if d is FORWARD:
+            return 3 * (b + c * s)
+        if d is BACKWARD:
+            return 3 * (b + warm_up) + 1
+        return 3 * (b + warm_up + c * s) + 2
+
+    return Schedule(
+        workers,
+        microbatches,
+        stages=workers,
+        w=lambda s, b, d: Placement(s, s),
+        n=n,
+        in_flight=warm_up + 1,
+        name=name,
+        split_backward=True,
+        in_order=True,
+    )
+
+
+def zb_v(workers: int, microbatches: int) -> Schedule:
+    """ZB-V: stages as in `folded`, F before B, and W where nothing else runs.
+
+    A cap of 2 p - 1 - r and r + 1 of the two stages of worker r: 2 p activations on
+    each, as much as p microbatches of 1f1b's twice larger stages. Of two F and of two B
+    the one further on goes first. Where F, B and W take 1 and m >= 2 p, a step takes
+    6 m + p - 1, the least that p workers can, or a few units more.
+    Qi et al. 2023 (arXiv 2401.10241); V-ZB of Qi et al. 2024 (arXiv 2405.15362).
+    """
+    positive("zb_v", workers=workers, microbatches=microbatches)
+    last = 2 * workers - 1
+
+    def n(s: int, b: int, d: Direction) -> int:
+        late = s >= workers
+        turns = {FORWARD: 1 - late, BACKWARD: 2 + late, WEIGHT: 4}
+        return turns[d] * microbatches + b
+
+    return Schedule(
+        workers,
+        microbatches,
+        stages=2 * workers,
+        w=lambda s, b, d: Placement(*(min(s, last - s),) * 2),
+        n=n,
+        in_flight=lambda s: last - s + (s >= workers),
+        name="zb_v",
+        split_backward=True,
+    )
+
+
+def v_half(workers: int, microbatches: int) -> Schedule:
+    """V-Half: stages as in `folded`, half of the memory, (p + 2) // 2 microbatches.
+
+    n is when a job starts in the published block, which repeats every 6 units, and W
+    runs where nothing else does. Where F, B and W take 1 and m >= 2 p, a step takes
+    less than 6 m + 3 p.
+    Pipeline Parallelism with Controllable Memory (Qi et al. 2024, arXiv 2405.15362).
+    """
+    positive("v_half", workers=workers, microbatches=microbatches)
+    p = workers
+    gap = 3 if p % 2 == 0 else 0
+
+    def block(r: int) -> tuple[int, ...]:
+        return 2 * r, 3 * p - 2 - r, 3 * p - 1 + gap + 2 * r, 6 * p - 2 + gap - r
+
+    return _repeated("v_half", workers, microbatches, block, in_order=False)
+
+
+def v_min(workers: int, microbatches: int) -> Schedule:
+    """V-Min: stages as in `folded`, a third of the memory, (p + 4) // 3 microbatches.
+
+    n is when a job starts in the published block, which repeats every 6 units; the
+    order is fixed, or more would be held. Where F, B and W take 1, a step takes less
+    than 6 m + 4 p.
+    Pipeline Parallelism with Controllable Memory (Qi et al. 2024, arXiv 2405.15362).
+    """
+    positive("v_min", workers=workers, microbatches=microbatches)
+    p = workers
+    gap = 2 if p % 3 == 0 else 0
+
+    def block(r: int) -> tuple[int, ...]:
+        return r, 2 * p - 1 - r, 2 * p + gap + r, 4 * p - 1 + gap - r
+
+    return _repeated("v_min", workers, microbatches, block, in_order=True)
+
+
+def _repeated(
+    name: str,
+    workers: int,
+    microbatches: int,
+    block: Callable[[int], tuple[int, ...]],
+    in_order: bool,
+) -> Schedule:
+    """A block of one microbatch's jobs, again every 6 units for the next.
+
+    block: when worker r starts F of its early and of its late stage, B of the late and
+        of the early stage; no two of them equal modulo 6.
+    """
+    last = 2 * workers - 1
+    starts: dict[tuple[int, Direction], int] = {}
+    for r in range(workers):
+        jobs = [(r, FORWARD), (last - r, FORWARD), (last - r, BACKWARD), (r, BACKWARD)]
+        starts |= zip(jobs, block(r), strict=True)
+        starts |= zip([(last - r, WEIGHT), (r, WEIGHT)], _gaps(block(r)), strict=True)
+    end = max(starts.values()) + 6 * microbatches
+
+    def n(s: int, b: int, d: Direction) -> int:
+        fills = d is WEIGHT and not in_order
+        return starts[s, d] + 6 * b + fills * end
+
+    return Schedule(
+        workers,
+        microbatches,
+        stages=2 * workers,
+        w=lambda s, b, d: Placement(*(min(s, last - s),) * 2),
+        n=n,
+        in_flight=lambda s: (starts[s, WEIGHT] - starts[s, FORWARD]) // 6 + 1,
+        name=name,
+        split_backward=True,
+        in_order=in_order,
+    )
+
+
+def _gaps(block: tuple[int, ...]) -> tuple[int, int]:
+    """When W of the late and of the early stage can start, after their B."""
+    first, second = sorted(set(range(6)) - {start % 6 for start in block})
+    late, early = block[2], block[3]
+
+    def after(start: int, gap: int) -> int:
+        return start + 1 + (gap - start - 1) % 6
+
+    pairs = [
+        (after(late, first), after(early, second)),
+        (after(late, second), after(early, first)),
+    ]
+    # of two that hold equally much, the one with the late stage first is faster
+    return min(pairs, key=lambda pair: (sum(pair), pair))

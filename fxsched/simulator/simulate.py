@@ -1,0 +1,350 @@
+"""Simulates a schedule on stages, without a model: times, transfers and memory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from statistics import median
+from types import MappingProxyType
+
+import networkx as nx
+import numpy as np
+
+from ..clock.event_loop import Event, Jobs, Kind, Network, Timeline, run_jobs
+from ..clock.network import Link, Transfers
+from ..clock.stage_graph import (
+    Edges,
+    check_size,
+    credits,
+    in_its_order,
+    kind_seconds,
+    stage_jobs,
+)
+from ..clock.worker_stats import Worker, worker_records
+from ..draw import tables
+from ..draw.diagram import Diagram, draw
+from ..jobs import (
+    Direction,
+    Job,
+    PlanError,
+    Schedule,
+    is_count,
+    is_int,
+    is_number,
+    raised,
+    too_many,
+)
+
+FORWARD, BACKWARD, WEIGHT = Direction
+Durations = Mapping[str, float] | Callable[[Job], float] | Sequence[Event] | None
+UNITS = MappingProxyType({"F": 1.0, "B": 2.0})
+
+
+@dataclass(frozen=True)
+class Simulation:
+    """A simulated step.
+
+    latency: from the first start to the last end (of a returned gradient too, if
+        those take time), in the unit of the durations.
+    workers: a record for each.
+    timeline: every job with its worker, start and end.
+    """
+
+    schedule: Schedule
+    stages: nx.DiGraph[int]
+    latency: float
+    workers: tuple[Worker, ...]
+    timeline: Timeline
+
+    @property
+    def throughput(self) -> float:
+        """Jobs per unit of time and worker."""
+        return len(self.timeline) / (self.latency or 1.0) / len(self.workers)
+
+    @property
+    def bubble_rate(self) -> float:
+        """The share of the workers' time that they are idle."""
+        return self._idle(self.latency)
+
+    @property
+    def span_bubble_rate(self) -> float:
+        """The same, where one step follows the other: of the longest span."""
+        return self._idle(self.span)
+
+    def _idle(self, time: float) -> float:
+        busy = sum(worker.busy for worker in self.workers)
+        return 1.0 - busy / (time * len(self.workers)) if time else 0.0
+
+    @cached_property
+    def span(self) -> float:
+        """The longest time from a worker's first start to its last end: what a step
+        costs where the next begins on each worker as soon as it is done."""
+        compute = np.asarray(self.timeline.jobs.compute)[self.timeline.order]
+        first = np.full(len(self.workers), np.inf)
+        last = np.full(len(self.workers), -np.inf)
+        np.minimum.at(first, compute, self.timeline.start)
+        np.maximum.at(last, compute, self.timeline.end)
+        return float(max((last - first).max(), 0.0))
+
+    def diagram(self, unit: str = "") -> Diagram:
+        """A picture of the timeline: print it, or save it as .svg, .html or .txt.
+
+        unit: of the durations, "s" for seconds.
+        """
+        release, step = self.schedule.release, (0.0, self.latency)
+        workers, title = self.schedule.workers, str(self.schedule)
+        return draw(self.timeline, workers, title, release, unit, step)
+
+    def table(self) -> str:
+        """A line about the step, and a row for each worker; equal ones share a row."""
+        line = (
+            f"{self.schedule}, {len(self.stages)} stages: step {self.latency:.4g}, "
+            f"bubble {100 * self.bubble_rate:.1f} %, "
+            f"throughput {self.throughput:.3f}"
+        )
+        return f"{line}\n\n{tables.worker_table(self.workers, self.latency)}"
+
+    def __str__(self) -> str:
+        return self.table()
+
+
+def simulate(
+    schedule: Schedule,
+    stages: int | nx.DiGraph[int] | None = None,
+    durations: Durations = UNITS,
+    transfer: float | Link | None = 0.0,
+    prefetch: int | None = None,
+) -> Simulation:
+    """Runs a schedule on a virtual clock.
+
+    stages: how many, in a chain, or a networkx.DiGraph of them, numbered from 0 in the
+        order of data flow; the schedule's own number unless given, or, where that is
+        open too, one for each worker.
+    durations: of F, B and (if the schedule splits the backward; half of B each unless
+        given) W, as {"F": 1, "B": 2}; or a function of the job; or a measured timeline,
+        for the median of each stage and direction; or None for those of the stages, as
+        fxsched/clock/stage_graph.py describes them.
+    transfer: how long what a job made takes to a job on another worker; a Link, for
+        stages whose edges have `bytes`; or None for the `seconds` of the edges.
+    prefetch: None if fetching weights and returning their gradients takes no time;
+        else how many jobs ahead of need a worker asks for weights. They take
+        `transfer`, on a Link half of a stage's `weights`, which count gradients too,
+        or, if transfer is None, the stage's `fetch`.
+    Raises PlanError for what cannot be simulated, and for a cap that stops all.
+    """
+    if not isinstance(schedule, Schedule):
+        raise PlanError(
+            f"simulate(schedule={schedule!r}): give a Schedule, such as "
+            "fxsched.schedules.gpipe(workers=4, microbatches=8)"
+        )
+    graph = _stages(schedule, stages)
+    _set_durations(graph, schedule, durations)
+    schedule = schedule.fitted(graph)
+    jobs = stage_jobs(schedule, graph)
+    return run_placed(schedule, graph, jobs, durations, transfer, prefetch)
+
+
+def run_placed(
+    schedule: Schedule,
+    stages: nx.DiGraph[int],
+    jobs: Jobs,
+    durations: Durations = None,
+    transfer: float | Link | None = 0.0,
+    prefetch: int | None = None,
+) -> Simulation:
+    """Simulates jobs that have their workers and n already; see simulate."""
+    _set_durations(stages, schedule, durations, frozenset(jobs.kinds))
+    seconds = kind_seconds(stages, jobs.kinds)
+    if callable(durations):
+        checked = _checked(durations)
+        seconds = [checked(jobs.job(i)) for i in range(len(jobs))]
+    for number, time in enumerate(seconds):
+        if not is_number(time):
+            raise _no_time(jobs.job(number), time)
+    if not callable(durations):
+        seconds *= jobs.microbatches
+    if not (transfer is None or isinstance(transfer, Link) or is_number(transfer)):
+        raise PlanError(
+            f"simulate(transfer={transfer!r}): give a time of 0 or more, a Link, or "
+            "None for the `seconds` of edges"
+        )
+    if prefetch is not None and (not is_int(prefetch) or prefetch < 0):
+        raise PlanError(
+            f"simulate(prefetch={prefetch!r}): give how many jobs ahead of need "
+            "weights are asked for, 0 or more; or None"
+        )
+    network: Network | None = None
+    if transfer is None:
+        network = Edges(jobs, stages)
+    elif isinstance(transfer, Link) or transfer:
+        network = Transfers(schedule, stages, jobs, transfer)
+
+    timeline = run_jobs(
+        jobs, seconds, schedule.cap, schedule.release, network, schedule.in_order
+    )
+    if not timeline.complete:
+        done = set(timeline.order)
+        waiting = next(i for i in range(len(jobs)) if i not in done)
+        raise PlanError(
+            f"in_flight or in_order stops {schedule}: {jobs.job(waiting)} never runs; "
+            "allow more microbatches in flight, or give n the order of data flow"
+        )
+    latency = max(timeline.end, default=0.0)
+    if prefetch is not None:
+        # the order is known now: the same jobs in it, and weights asked for ahead
+        jobs = in_its_order(jobs, timeline.order, credits(schedule, timeline))
+        fetching = Transfers(schedule, stages, jobs, transfer, timeline, prefetch)
+        timeline = run_jobs(jobs, seconds, network=fetching, in_order=True)
+        assert timeline.complete, "fetches stop a schedule that runs without them"
+        latency = max(*timeline.end, fetching.returned)
+    return Simulation(
+        schedule, stages, latency, worker_records(schedule, stages, timeline), timeline
+    )
+
+
+def _no_durations(value: object) -> PlanError:
+    return PlanError(
+        f"simulate(durations={value!r}): give times of F and B, as "
+        '{"F": 1, "B": 2}; a function of the job; a timeline, such as '
+        "backend.timeline; or None for the times of the stages"
+    )
+
+
+def _no_time(job: Job, time: object) -> PlanError:
+    return PlanError(f"durations: {job} takes {time!r}; give a number, 0 or more")
+
+
+def _checked(durations: Callable[[Job], float]) -> Callable[[Job], float]:
+    """The user's function, with errors that name the job."""
+
+    def time(job: Job) -> float:
+        try:
+            found = durations(job)
+        except Exception as error:
+            raise raised(f"durations({job})", error, "a Job") from error
+        if not is_number(found):
+            raise _no_time(job, found)
+        return found
+
+    return time
+
+
+def _stages(
+    schedule: Schedule, stages: int | nx.DiGraph[int] | None
+) -> nx.DiGraph[int]:
+    """A graph of the stages that simulate may write into."""
+    given = len(stages) if isinstance(stages, nx.DiGraph) else stages
+    if given is not None and not isinstance(stages, nx.DiGraph) and not is_count(given):
+        raise PlanError(
+            f"simulate(stages={stages!r}): give an int of 1 or more{too_many(given)}, "
+            "or a networkx.DiGraph"
+        )
+    if given and schedule.stages not in (None, given):
+        raise PlanError(
+            f"simulate(stages=): {schedule.name or 'the schedule'} is made for "
+            f"{schedule.stages} stages, not {given}; make it for as many"
+        )
+    if isinstance(stages, nx.DiGraph):
+        if set(stages) != set(range(len(stages))) or not len(stages):
+            raise PlanError(
+                f"simulate(stages=): its nodes are {list(stages)[:5]}; number the "
+                "stages from 0"
+            )
+        for a, b in stages.edges:
+            if a >= b:
+                raise PlanError(
+                    f"simulate(stages=): stage {b} reads stage {a}, which has no "
+                    "smaller number; number the stages in the order of data flow"
+                )
+        return stages.copy()
+    count = (schedule.stages or schedule.workers) if stages is None else stages
+    check_size(schedule, count)  # before there is a graph of them
+    chain: nx.DiGraph[int] = nx.DiGraph()
+    chain.add_nodes_from(range(count))
+    nx.add_path(chain, range(count))
+    return chain
+
+
+def _set_durations(
+    stages: nx.DiGraph[int],
+    schedule: Schedule,
+    durations: Durations,
+    kinds: frozenset[Kind] | None = None,
+) -> None:
+    """Writes the times of a microbatch's jobs to the stages.
+
+    kinds: of the jobs that there are, if that is known: a stage may have no W, or no B.
+    """
+    if durations is None:
+        for s, data in stages.nodes(data=True):
+            if "forward" not in data or "backward" not in data:
+                raise PlanError(
+                    f"simulate(durations=None): stage {s} has no `forward` and "
+                    "`backward`; give them to its node, or give durations"
+                )
+        return
+    if not isinstance(durations, Mapping):
+        times = (
+            _checked(durations)
+            if callable(durations)
+            else _medians(durations, schedule)
+        )
+        for s, data in stages.nodes(data=True):
+            for b in range(schedule.microbatches):  # the first whose B takes time
+                data["forward"] = times(Job(s, b, FORWARD))
+                later = [
+                    times(Job(s, b, d)) if kinds is None or (s, d) in kinds else 0.0
+                    for d in schedule.directions[1:]
+                ]
+                data["backward"], data["weight"] = sum(later), later[-1]
+                if data["backward"] != 0:
+                    break
+        return
+    if not {"F", "B"} <= set(durations) <= {"F", "B", "W"}:
+        raise PlanError(
+            f"simulate(durations={dict(durations)}): give times of F, B and, if B is "
+            'split, W, as {"F": 1, "B": 2}'
+        )
+    for name, time in durations.items():
+        if not is_number(time):
+            raise PlanError(
+                f"simulate(durations={dict(durations)}): {name} takes {time!r}; give a "
+                "number, 0 or more"
+            )
+    for _, data in stages.nodes(data=True):
+        data.pop("weight", None)
+        data["forward"], data["backward"] = durations["F"], durations["B"]
+        if "W" in durations:
+            data["backward"] += durations["W"]
+            data["weight"] = durations["W"]
+
+
+def _medians(events: Sequence[Event], schedule: Schedule) -> Callable[[Job], float]:
+    """How long a job of a stage and direction took, of all that ran."""
+    taken: dict[tuple[int, Direction], list[float]] = {}
+    if not isinstance(events, Sequence) or isinstance(events, str):
+        raise _no_durations(events)
+    for event in events:
+        if not isinstance(event, Event):
+            raise _no_durations(events)
+        job, _, start, end = event
+        taken.setdefault((job.stage, job.direction), []).append(end - start)
+    times = {kind: median(found) for kind, found in taken.items()}
+    ran = {d for _, d in times}
+    if missing := set(schedule.directions) - ran:
+        names = " and ".join(sorted(map(str, missing)))
+        raise PlanError(
+            f"durations: the timeline has no {names} jobs, which {schedule} has; give "
+            "one of a whole step of it, backward() included"
+        )
+
+    def time(job: Job) -> float:
+        if (job.stage, FORWARD) not in times:
+            raise PlanError(
+                f"durations: the timeline has no jobs of stage {job.stage}; give one "
+                "of as many stages"
+            )
+        return times.get((job.stage, job.direction), 0.0)
+
+    return time

@@ -1,0 +1,124 @@
+"""Clipping by the norm of all gradients, wherever they are."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.utils import clip_grad
+
+from ..jobs import PlanError
+from ..transport.processes import everyone
+from .kept import KEPT
+
+Norms = dict[torch.dtype, dict[int, float]]  # by the gradient's type, by position
+
+
+def clip_grad_norm_(
+    model: nn.Module | Tensor | Iterable[Tensor],
+    max_norm: float,
+    norm_type: float = 2.0,
+    error_if_nonfinite: bool = False,
+) -> Tensor:
+    """torch.nn.utils.clip_grad_norm_ over the gradients of all ranks; gives their norm.
+
+    model: a module, compiled or not, or parameters, in the same order on every rank.
+    max_norm, norm_type, error_if_nonfinite: as for torch.
+
+    Call it on every rank. Each parameter counts once, by its first owner, and norms are
+    put together as torch does it, in the order of the parameters: the norm has the same
+    bits on every rank and under every schedule. Where the process has all gradients
+    (threads, or no fxsched) it is torch's function. Raises PlanError if another rank
+    calls something else, RuntimeError for a norm that is not finite, if asked to.
+    """
+    parameters = _parameters(model)
+    if not any(parameter in KEPT for parameter in parameters):
+        clip: Any = torch.nn.utils.clip_grad_norm_
+        total: Tensor = clip(parameters, max_norm, norm_type, error_if_nonfinite)
+        return total
+    call = f"clip_grad_norm_ of {len(parameters)} parameters, norm {norm_type}"
+    processes = everyone("clip_grad_norm_")
+    own = _own_norms(parameters, float(norm_type), processes.rank)
+    norms = _joined(processes.agree(call, own))
+    total = torch.tensor(0.0)
+    if norms:
+        total = torch.linalg.vector_norm(torch.stack(norms), float(norm_type))
+    if error_if_nonfinite and not total.isfinite():
+        raise RuntimeError(
+            f"the norm of order {norm_type} of the gradients is {total.item()}, so "
+            "they cannot be clipped; error_if_nonfinite=False scales them all the same"
+        )
+    total = total.to(parameters[0].device)
+    torch.nn.utils.clip_grads_with_norm_(parameters, max_norm, total)
+    return total
+
+
+def _parameters(model: nn.Module | Tensor | Iterable[Tensor]) -> list[Tensor]:
+    """Each once."""
+    if isinstance(model, nn.Module):
+        model = model.parameters()
+    elif isinstance(model, Tensor):
+        model = [model]
+    return list({id(parameter): parameter for parameter in model}.values())
+
+
+@torch.no_grad()
+def _own_norms(parameters: list[Tensor], norm_type: float, rank: int) -> Norms:
+    """Norms of the gradients that this rank is the first to keep."""
+    own = [
+        (i, parameter.grad)
+        for i, parameter in enumerate(parameters)
+        if parameter.grad is not None and _first_owner(parameter) == rank
+    ]
+    gradients = [gradient for _, gradient in own]
+    values = torch._foreach_norm(gradients, norm_type) if gradients else ()
+    norms: Norms = {}
+    for dtype in dict.fromkeys(value.dtype for value in values):
+        same = [i for i, value in enumerate(values) if value.dtype == dtype]
+        numbers = torch.stack([values[i].cpu() for i in same]).tolist()
+        norms[dtype] = {own[i][0]: n for i, n in zip(same, numbers, strict=True)}
+    return norms
+
+
+def _first_owner(parameter: Tensor) -> int:
+    """Of a parameter that no program reads, rank 0."""
+    return KEPT[parameter].owners[0] if parameter in KEPT else 0
+
+
+def _joined(everyone: list[Norms]) -> list[Tensor]:
+    """All norms in the order of the parameters, those of one type after another."""
+    by_type: Norms = {}
+    for norms in everyone:
+        for dtype, values in norms.items():
+            by_type.setdefault(dtype, {}).update(values)
+    first = sorted(by_type, key=lambda dtype: min(by_type[dtype]))
+    return [
+        torch.tensor(by_type[dtype][i], dtype=dtype)
+        for dtype in first
+        for i in sorted(by_type[dtype])
+    ]
+
+
+def guard_torch_clipping(workers: int) -> None:
+    """Makes torch's clip_grad_norm_ refuse parameters that not all ranks keep.
+
+    It would clip by a norm of what is here. All of its names, also those that were
+    imported before, end in this one.
+    """
+    real: Any = clip_grad._clip_grads_with_norm_
+    if hasattr(real, "guarded"):
+        return
+
+    def guarded(parameters: Any, *args: Any, **kwargs: Any) -> None:
+        kept = (KEPT.get(parameter) for parameter in parameters)
+        if any(each is not None and len(each.owners) < workers for each in kept):
+            raise PlanError(
+                "torch.nn.utils.clip_grad_norm_ sees only the gradients of this rank; "
+                "call fxsched.clip_grad_norm_(model, max_norm) on every rank"
+            )
+        real(parameters, *args, **kwargs)
+
+    guarded.guarded = True  # type: ignore[attr-defined]
+    clip_grad._clip_grads_with_norm_ = guarded

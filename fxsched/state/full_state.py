@@ -1,0 +1,271 @@
+"""A model's and an optimizer's whole state, from and to the ranks that keep it.
+
+What is saved is what plain PyTorch would save. Each function is called on every rank;
+where the process has everything (threads, or no fxsched) it asks no other.
+"""
+
+from __future__ import annotations
+
+import copy
+import re
+from collections import OrderedDict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from ..ir.graphs import Spec, storage
+from ..jobs import PlanError
+from ..transport.checksums import digest
+from ..transport.processes import Processes, everyone
+from .kept import KEPT, exchanged, is_given_up
+from .optimizers import parameters_of, unguarded
+
+
+def full_state_dict(model: nn.Module) -> dict[str, Any]:
+    """model.state_dict() as plain PyTorch has it, in copies on the CPU.
+
+    model: compiled or not; the names are those of the module itself. Every rank calls
+    it and gets all of it. Raises PlanError if another rank calls something else.
+    """
+    module = _module(model)
+    tensors = _kept(module)
+    elsewhere: list[Tensor] = []
+    values: list[Tensor] = []
+    if tensors:
+        processes = everyone("full_state_dict")
+        processes.agree(f"full_state_dict of {_what(tensors)}", None)
+        elsewhere = [t for t in tensors if processes.rank not in KEPT[t].owners]
+        values = _gathered(processes, tensors)
+    with exchanged(elsewhere, values):
+        return _renamed(_copies(module.state_dict(), {storage(v) for v in values}))
+
+
+def load_full_state_dict(
+    model: nn.Module, state: Mapping[str, Any], strict: bool = True
+) -> Any:
+    """model.load_state_dict(state) on a model that ranks may have between them.
+
+    state: of the whole model, equal on every rank, such as full_state_dict or plain
+    PyTorch saves; each rank takes what it keeps. Before the model's first call all of
+    it goes in. Gives what load_state_dict gives. Raises PlanError if the ranks load
+    unequal states.
+    """
+    module = _module(model)
+    tensors = _kept(module)
+    if tensors:
+        _agree_on(f"load_full_state_dict into {_what(tensors)}", state)
+    given_up = [tensor for tensor in tensors if is_given_up(tensor)]
+    with exchanged(given_up, [_empty(KEPT[tensor].spec) for tensor in given_up]):
+        return module.load_state_dict(_named_as_in(module, state), strict)
+
+
+def full_optimizer_state_dict(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
+    """optimizer.state_dict() as plain PyTorch has it, in copies on the CPU.
+
+    Every rank calls it and gets the state of all parameters, each from the first rank
+    that keeps it. Raises PlanError if another rank calls something else, or if the
+    optimizer has none of the model's parameters.
+    """
+    parameters = _optimized(model, optimizer)
+    elsewhere: dict[Tensor, Any] = {}
+    if any(parameter in KEPT for parameter in parameters):
+        states = _states(everyone("full_optimizer_state_dict"), parameters, optimizer)
+        elsewhere = {
+            parameter: states[i]
+            for i, parameter in enumerate(parameters)
+            if is_given_up(parameter) and i in states
+        }
+    optimizer.state.update(elsewhere)
+    try:
+        with unguarded(optimizer):
+            state: dict[str, Any] = _copies(optimizer.state_dict(), set())
+    finally:
+        for parameter in elsewhere:
+            del optimizer.state[parameter]
+    # in the order of the parameters, then what an optimizer of one's own has besides
+    last = len(parameters)
+    order = sorted(state["state"], key=lambda i: i if isinstance(i, int) else last)
+    return {**state, "state": {i: state["state"][i] for i in order}}
+
+
+def load_full_optimizer_state_dict(
+    model: nn.Module, optimizer: Optimizer, state: Mapping[str, Any]
+) -> None:
+    """optimizer.load_state_dict(state); each rank takes what belongs to its parameters.
+
+    state: of the whole optimizer, equal on every rank. Raises PlanError if the ranks
+    load unequal states, or if the optimizer has none of the model's parameters.
+    """
+    parameters = _optimized(model, optimizer)
+    if any(parameter in KEPT for parameter in parameters):
+        _agree_on(f"load_full_optimizer_state_dict of {_what(parameters)}", state)
+    numbers = [n for group in state["param_groups"] for n in group["params"]]
+    given_up = {
+        number
+        for number, parameter in zip(numbers, parameters, strict=False)
+        if is_given_up(parameter)
+    }
+    own = {n: each for n, each in state["state"].items() if n not in given_up}
+    optimizer.load_state_dict(copy.deepcopy({**state, "state": own}))
+
+
+def _module(model: nn.Module) -> nn.Module:
+    """The module that torch.compile was given."""
+    if not isinstance(model, nn.Module):
+        raise PlanError(
+            f"there is no state of a {type(model).__name__}; give the model, a "
+            "torch.nn.Module, compiled or not"
+        )
+    while "_orig_mod" in model._modules:
+        model = model.get_submodule("_orig_mod")
+    return model
+
+
+def _kept(module: nn.Module) -> list[Tensor]:
+    """Parameters and buffers that ranks have between them, each once."""
+    return [t for t in (*module.parameters(), *module.buffers()) if t in KEPT]
+
+
+def _optimized(model: nn.Module, optimizer: Optimizer) -> list[Tensor]:
+    """The optimizer's parameters."""
+    own = set(map(id, _module(model).parameters()))
+    parameters = parameters_of(optimizer)
+    if not any(id(parameter) in own for parameter in parameters):
+        raise PlanError(
+            "the optimizer has none of the model's parameters; give the model that it "
+            "was made for"
+        )
+    return parameters
+
+
+def _what(tensors: Sequence[Tensor]) -> str:
+    specs = [str(KEPT[t].spec if t in KEPT else Spec.of(t)) for t in tensors]
+    return f"{len(tensors)} tensors (digest {digest(specs)})"
+
+
+def _agree_on(call: str, state: Mapping[str, Any]) -> None:
+    digests = everyone(call.split()[0]).agree(call, digest(dict(state)))
+    for rank, other in enumerate(digests):
+        if other != digests[0]:
+            raise PlanError(
+                f"rank {rank} loads another state than rank 0; give every rank the "
+                "same, for each takes the part that it keeps"
+            )
+
+
+def _empty(spec: Spec) -> Tensor:
+    return spec._replace(device=torch.device("cpu")).empty()
+
+
+def _gathered(processes: Processes, tensors: Sequence[Tensor]) -> list[Tensor]:
+    """The values of those that this rank doesn't keep."""
+    values = []
+    for tensor in tensors:
+        owners, spec = KEPT[tensor]
+        others = [r for r in range(processes.workers) if r not in owners]
+        if processes.rank in others:
+            tensor = _empty(spec)
+            values.append(tensor)
+        processes.share(tensor, owners[0], others)
+    return values
+
+
+def _states(
+    processes: Processes, parameters: Sequence[Tensor], optimizer: Optimizer
+) -> dict[int, Any]:
+    """The optimizer's state of every parameter, by its position."""
+    own: list[Tensor] = []
+
+    def taken(value: Tensor) -> Any:
+        if value.dim() == 0:
+            return value.cpu()
+        own.append(value)
+        return _Slot(len(own) - 1)
+
+    states = {
+        i: _mapped(optimizer.state[parameter], taken)
+        for i, parameter in enumerate(parameters)
+        if parameter in optimizer.state
+        and (KEPT[parameter].owners[0] if parameter in KEPT else 0) == processes.rank
+    }
+    call = f"full_optimizer_state_dict of {_what(parameters)}"
+    everyones = processes.agree(call, (states, [Spec.of(value) for value in own]))
+    result: dict[int, Any] = {}
+    for rank, (states, specs) in enumerate(everyones):
+        values = own if rank == processes.rank else [_empty(spec) for spec in specs]
+        for value in values:
+            processes.share(value, rank, range(processes.workers))
+        result |= _mapped(states, lambda value: value, values)
+    return result
+
+
+@dataclass(frozen=True)
+class _Slot:
+    """Where a tensor, which travels by itself, belongs."""
+
+    index: int
+
+
+def _mapped(
+    value: Any, change: Callable[[Tensor], Any], slots: Sequence[Tensor] = ()
+) -> Any:
+    """A value with its tensors changed and its slots filled, however deep they are."""
+    if isinstance(value, Tensor):
+        return change(value)
+    if isinstance(value, _Slot):
+        return slots[value.index]
+    if isinstance(value, dict):
+        items = {key: _mapped(each, change, slots) for key, each in value.items()}
+        return OrderedDict(items) if isinstance(value, OrderedDict) else items
+    if type(value) in (list, tuple):
+        return type(value)(_mapped(each, change, slots) for each in value)
+    return copy.deepcopy(value)
+
+
+def _copies(state: Any, new: set[int]) -> Any:
+    """A state in copies on the CPU; what shared a tensor shares its copy. New storages
+    are taken as they are."""
+    copies: dict[Any, Tensor] = {}
+
+    def copied(value: Tensor) -> Tensor:
+        value = value.detach()
+        if value.layout is not torch.strided:
+            return value.to("cpu", copy=True)
+        place = storage(value), value.storage_offset(), value.shape, value.stride()
+        if place not in copies:
+            fresh = place[0] in new
+            copies[place] = value if fresh else value.to("cpu", copy=True)
+        return copies[place]
+
+    result = _mapped(state, copied)
+    if hasattr(state, "_metadata"):
+        result._metadata = copy.deepcopy(state._metadata)
+    return result
+
+
+def _plain(name: str) -> str:
+    """A name without what torch.compile puts before those of the module it wraps."""
+    return re.sub(r"(^|\.)_orig_mod(?=\.|$)", "", name).removeprefix(".")
+
+
+def _renamed(state: Any) -> dict[str, Any]:
+    """A state whose names are those of the modules without their wrappers."""
+    result: Any = OrderedDict((_plain(name), value) for name, value in state.items())
+    if hasattr(state, "_metadata"):
+        versions = state._metadata.items()
+        result._metadata = OrderedDict((_plain(name), v) for name, v in versions)
+    named: dict[str, Any] = result
+    return named
+
+
+def _named_as_in(module: nn.Module, state: Mapping[str, Any]) -> Mapping[str, Any]:
+    """A state with the names that a module, with compiled parts in it, has."""
+    names = {_plain(name): name for name in module.state_dict(keep_vars=True)}
+    result = OrderedDict(
+        (names.get(_plain(name), name), value) for name, value in state.items()
+    )
+    return state if list(result) == list(state) else result

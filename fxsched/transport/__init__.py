@@ -1,0 +1,4 @@
+"""Moves values between ranks; alone knows torch.distributed.
+
+Imports: ir, jobs.
+"""

@@ -1,0 +1,329 @@
+"""How ranks stay together: what each is at, who has failed, and how long to wait.
+
+Every call of a backend has a number and every plan too, the same on all ranks. Each
+message says which call, plan and inputs it is of, its Mark: one of another call is not
+taken, one of the same call that is otherwise of another mark is an error.
+
+While all goes well nothing else is sent. A rank that plans or fails writes it to a
+board that all can read, the store of the process group; one that has waited for TICK
+seconds writes what it waits for, and reads the board every TICK from then on. It stops
+if it finds a rank that has failed or closed, that plans a call which it runs itself, or
+that runs the same call with another mark; if the rank that it waits for has gone on to
+a later call; and after `limit` seconds. What stops a rank makes it fail, so that all
+others stop for the same reason. After that the ranks meet again in `reset`.
+
+Before it makes a plan, a rank meets the others: all say what they plan for, and go on
+together or not at all.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import sys
+import threading
+import time
+from collections.abc import Callable
+from typing import Any, NamedTuple, Protocol
+
+from ..jobs import PlanError
+
+TICK = 0.5  # seconds
+LONG = 10.0  # seconds of waiting that a line on stderr tells of
+LATEST = 64  # calls whose marks are remembered
+
+
+class Mark(NamedTuple):
+    """What a message is of: the call and the plan, by number, and a number that is
+    equal for equal inputs (0 if nobody compares them)."""
+
+    call: int
+    plan: int
+    inputs: int = 0
+
+
+class Status(NamedTuple):
+    """What a rank has written of itself.
+
+    kind: "here", "waits", "plans", "failed", "departed" (failed because it is apart
+        from another) or "closed". plans: how many it has begun. text: for people.
+    """
+
+    kind: str
+    mark: Mark
+    plans: int
+    text: str
+
+
+class Store(Protocol):
+    """What is used of torch.distributed's stores."""
+
+    def set(self, key: str, value: str) -> None: ...
+    def get(self, key: str) -> bytes: ...
+    def check(self, keys: list[str]) -> bool: ...
+
+
+class Control:
+    """This rank's part in it.
+
+    limit: seconds that it waits at most. store: None if there is no board.
+    calls, plans: begun so far. finished: calls and backward() that ended well.
+    failure: why this rank cannot go on, or None.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        ranks: int,
+        limit: float,
+        store: Store | None = None,
+        numbers: tuple[int, int] = (0, 0),
+    ) -> None:
+        self.rank, self.ranks, self.limit, self.store = rank, ranks, limit, store
+        self.calls, self.plans = numbers
+        self.finished = self.resets = 0
+        self.names: dict[int, str] = {}  # of plans
+        self.marks: dict[int, Mark] = {}  # of the latest calls here
+        self.latest = Mark(0, 0)
+        self.early: dict[tuple[int, int], Mark] = {}  # of calls to come: rank, call
+        self.failure: str | None = None
+        self.changed = threading.Lock()  # readers of links note marks too
+        self.patience = LONG
+        self.told = 0.0  # when the wait began that a line told of
+        self.written: Status | None = None
+        self.write("here")
+
+    def write(self, kind: str, mark: Mark | None = None, text: str = "") -> None:
+        """Tells the others what this rank is at."""
+        status = Status(kind, mark or Mark(self.calls, self.plans), self.plans, text)
+        if self.store is not None and status != self.written:
+            self.written = status
+            self.store.set(f"rank {self.rank}", json.dumps(status))
+
+    def read(self, rank: int) -> Status:
+        assert self.store is not None
+        kind, mark, plans, text = json.loads(self.store.get(f"rank {rank}"))
+        return Status(kind, Mark(*mark), plans, text)
+
+    def begin(self, mark: Mark) -> None:
+        """Notes a call's mark, and raises PlanError if another rank has another."""
+        with self.changed:
+            self.marks[mark.call] = self.latest = mark
+            self.marks.pop(mark.call - LATEST, None)
+            early = [key for key in self.early if key[1] == mark.call]
+            others = [(rank, self.early.pop((rank, call))) for rank, call in early]
+        for rank, other in others:
+            self.compare(rank, other)
+
+    def compare(self, rank: int, other: Mark) -> None:
+        """Raises PlanError if a rank's mark isn't this rank's of the same call."""
+        with self.changed:
+            own = self.marks.get(other.call)
+            if own is None and other.call >= self.calls:
+                self.early[rank, other.call] = other
+        if own is not None and _differ(own, other):
+            raise PlanError(self._apart(rank, other, own))
+
+    def _apart(self, rank: int, other: Mark, own: Mark) -> str:
+        if own.plan == other.plan:
+            return (
+                f"rank {rank} runs call {own.call} with other inputs than rank "
+                f"{self.rank} ({self.names.get(own.plan)}); pass the same batch to the "
+                "model on every rank, and leave out no call on one of them"
+            )
+        return (
+            f"rank {rank} runs call {own.call} as {self._plan(other.plan)}, rank "
+            f"{self.rank} as {self._plan(own.plan)}; every rank makes the same calls "
+            "of the model in the same order, also to evaluate"
+        )
+
+    def _plan(self, number: int) -> str:
+        return f"plan {number} ({self.names.get(number, 'unknown here')})"
+
+    def idle(
+        self, rank: int | None, mark: Mark | None, began: float, where: str = ""
+    ) -> None:
+        """Called every TICK of a wait that began then, on time.monotonic().
+
+        rank: whom it is for; None for all. mark: of the call; None while it plans.
+        Raises PlanError, ConnectionError or TimeoutError if it is in vain.
+        """
+        seconds = time.monotonic() - began
+        whom = "all ranks" if rank is None else f"rank {rank}"
+        call = self.calls if mark is None else mark.call
+        at = f"for {whom}"
+        at += f" at call {call}" if call else ""
+        at += f", {where}" if where else ""
+        if mark is None:
+            self.write("plans", None, self.names.get(self.plans, ""))
+        else:
+            self.write("waits", mark, f"waits {at}")
+        others = self._others()
+        for other, status in others.items():
+            self._judge(other, status, mark, other == rank and seconds >= LONG)
+        if seconds >= self.limit:
+            said = "; ".join(
+                f"rank {r} {status.text or 'has not said anything'}"
+                for r, status in others.items()
+                if rank in (None, r)
+            )
+            raise TimeoutError(f"rank {self.rank} waited {seconds:.3g} s {at}; {said}")
+        self._say(began, f"waits {seconds:.0f} s {at}")
+
+    def _say(self, began: float, text: str) -> None:
+        """Tells the user of a long wait, once; of later ones if they are longer."""
+        seconds = time.monotonic() - began
+        if seconds >= self.patience and began != self.told:
+            self.told, self.patience = began, 2 * self.patience
+            print(f"fxsched: rank {self.rank} {text}", file=sys.stderr, flush=True)
+
+    def _others(self) -> dict[int, Status]:
+        if self.store is None:
+            return {}
+        try:
+            return {r: self.read(r) for r in range(self.ranks) if r != self.rank}
+        except RuntimeError as error:
+            raise _gone() from error
+
+    def _judge(self, rank: int, status: Status, mark: Mark | None, long: bool) -> None:
+        """Raises if a rank is where this one can't be together with it."""
+        call = self.calls if mark is None else mark.call
+        its = status.mark.call
+        if status.kind == "departed":
+            raise PlanError(status.text)
+        if status.kind == "failed":
+            raise ConnectionError(status.text)
+        if status.kind == "closed" and (
+            its < call or long
+        ):  # else it has done its part
+            raise ConnectionError(status.text)
+        if status.kind == "waits":
+            if mark is None and its >= call and status.plans < self.plans:
+                name = self.names.get(self.plans)
+                raise PlanError(self._planned(self.rank, call, name, rank))
+            self.compare(rank, status.mark)
+        if status.kind in ("waits", "plans") and long and its > call:
+            raise PlanError(
+                f"rank {rank} is at call {its} already, rank {self.rank} at call "
+                f"{call}; every rank makes the same calls of the model, and of "
+                "backward() after each"
+            )
+        alone = status.plans > self.plans
+        if mark is None and status.plans == self.plans:
+            alone = its != call
+        if status.kind == "plans" and alone and its <= call:
+            raise PlanError(self._planned(rank, its, status.text, self.rank))
+
+    def _planned(self, rank: int, call: int, text: str | None, other: int) -> str:
+        return (
+            f"rank {rank} plans call {call} anew, for {text}, and rank {other} runs it "
+            "by an earlier plan; every rank makes the same calls of the model, with "
+            "equal shapes, types and modes, also to evaluate"
+        )
+
+    def lost(self, rank: int | None) -> Exception:
+        """What to raise where the connection to a rank has ended: why, if it said."""
+        try:
+            for other, status in self._others().items():
+                self._judge(other, status, self.marks.get(self.calls), False)
+        except (PlanError, ConnectionError) as error:
+            return error
+        whom = "another rank" if rank is None else f"worker {rank}"
+        return ConnectionError(f"fxsched: {whom} has ended")
+
+    def fail(self, error: BaseException) -> None:
+        """Tells the others that this rank cannot go on."""
+        if self.failure is not None:
+            return
+        if isinstance(error, PlanError):
+            kind, self.failure = "departed", str(error)
+        elif isinstance(error, ConnectionError):
+            kind, self.failure = "failed", str(error)
+        else:
+            kind = "failed"
+            text = f"{type(error).__name__}: {error}"
+            self.failure = f"rank {self.rank} failed at call {self.calls}: {text}"
+        with contextlib.suppress(RuntimeError):  # else who waits finds no store either
+            self.write(kind, None, self.failure)
+
+    def close(self) -> None:
+        """Tells the others that this rank takes no part any longer."""
+        self.failure = f"rank {self.rank} has closed its backend"
+        with contextlib.suppress(RuntimeError):
+            self.write("closed", None, f"{self.failure} after call {self.calls}")
+
+    def ready(self) -> None:
+        """Raises PlanError after a failure."""
+        if self.failure is not None:
+            raise PlanError(
+                f"{self.failure}\nSince then the ranks are not together: call "
+                "backend.reset() on every rank, then the model again"
+            )
+
+    def meet(
+        self, name: str, value: Any, idle: Callable[[float], None] | None = None
+    ) -> list[Any]:
+        """Every rank's value of something small, once all have come to this name.
+
+        idle: what is called every TICK, with when the wait began.
+        """
+        assert self.store is not None
+        keys = [f"{name}/{rank}" for rank in range(self.ranks)]
+        self.store.set(keys[self.rank], json.dumps(value))
+        began = due = time.monotonic()
+        pause = 0.001
+        try:
+            while not self.store.check(keys):
+                if time.monotonic() >= due + TICK:
+                    due = time.monotonic()
+                    (idle or self._starting)(began)
+                time.sleep(pause)
+                pause = min(2 * pause, 0.05)
+            return [json.loads(self.store.get(key)) for key in keys]
+        except RuntimeError as error:
+            raise _gone() from error
+
+    def _starting(self, began: float) -> None:
+        """Waits without a look at who failed, or is elsewhere."""
+        seconds = time.monotonic() - began
+        if seconds >= self.limit:
+            raise TimeoutError(
+                f"rank {self.rank} waited {seconds:.3g} s for all ranks to make or "
+                "reset their backends"
+            )
+        text = "for all ranks to make or reset their backends"
+        self._say(began, f"waits {seconds:.0f} s {text}")
+
+    def plan(self, text: str) -> list[str]:
+        """Meets the others to make a plan; what each of them makes it for.
+
+        text: what this rank makes it for. Raises PlanError if another rank does so at
+        another call, or runs this call by an earlier plan.
+        """
+        self.plans += 1
+        self.names[self.plans] = text
+        self.write("plans", None, text)
+        everyone = self.meet(
+            f"plan {self.plans}",
+            [self.calls, text],
+            lambda began: self.idle(None, None, began, "which they plan"),
+        )
+        for rank, (call, other) in enumerate(everyone):
+            if call != self.calls:
+                raise PlanError(
+                    f"rank {rank} plans call {call} for {other}, rank {self.rank} call "
+                    f"{self.calls} for {text}; every rank makes the same calls of the "
+                    "model"
+                )
+        return [text for _, text in everyone]
+
+
+def _differ(one: Mark, other: Mark) -> bool:
+    inputs = one.inputs and other.inputs and one.inputs != other.inputs
+    return one.plan != other.plan or bool(inputs)
+
+
+def _gone() -> ConnectionError:
+    return ConnectionError(
+        "the store of the process group is gone: the process that holds it has ended"
+    )

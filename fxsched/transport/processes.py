@@ -1,0 +1,612 @@
+"""How workers hand values to each other: between threads, or over torch.distributed.
+
+The only file that knows torch.distributed. Both kinds of endpoint have the same
+methods: send never waits; expect says early what will come; take waits for it; watch
+puts its tag in a queue once it is there, and next waits for that; finish waits until
+what was sent has left.
+
+Over torch.distributed a message's number says which call of which plan it is of (see
+control.py), so that no other can be taken. What waits inside torch.distributed
+is looked after by a thread: if the wait is in vain, it breaks the group's connections,
+which wakes this rank and all that wait for it. Processes.reset makes new ones.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import queue
+import threading
+import time
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, Protocol, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import distributed_c10d as c10d
+
+from ..jobs import PlanError
+from .control import TICK, Control, Mark
+from .shared_memory import Neighbour, Neighbours
+from .wire_format import Parcel
+
+T = TypeVar("T")
+
+TRANSPORTS = ("threads", "distributed", "gloo")
+WATCHERS = 8  # receives that may be posted at a time under order="dynamic"
+TAGS = 2**31 - 2  # of torch.distributed; the last two are SHARED and BROKEN
+SHARED, BROKEN = TAGS, TAGS + 1
+MESSAGES = 1 << 20  # of a step, which leaves tags for that of 2,047 calls
+Where = Callable[[], tuple[int | None, str]]  # the worker and job that a run waits for
+_groups = itertools.count()  # every rank makes the same ones
+
+
+class Aborted(Exception):
+    """Another worker failed; this one stops waiting for it."""
+
+
+class Endpoint(Protocol):
+    """One worker's end of the transfers of one run."""
+
+    def send(self, value: Any, parcel: Parcel) -> None: ...
+    def expect(self, parcel: Parcel) -> None: ...
+    def take(self, parcel: Parcel) -> Any: ...
+    def watch(self, parcel: Parcel, arrived: queue.SimpleQueue[int]) -> None: ...
+    def next(self, arrived: queue.SimpleQueue[int], where: Where) -> int: ...
+    def finish(self) -> None: ...
+
+
+class Exchange:
+    """Values on their way between the threads of one run, by reference."""
+
+    def __init__(self) -> None:
+        self.values: dict[int, Any] = {}
+        self.watching: dict[int, queue.SimpleQueue[int]] = {}
+        self.changed = threading.Condition()
+        self.failed = False
+        self.queues: list[queue.SimpleQueue[int]] = []
+
+    def abort(self) -> None:
+        """Wakes every worker that waits, to raise Aborted."""
+        with self.changed:
+            self.failed = True
+            self.changed.notify_all()
+            for waiting in self.queues:
+                waiting.put(-1)
+
+
+class ThreadEndpoint:
+    """An endpoint between threads of one process."""
+
+    def __init__(self, exchange: Exchange) -> None:
+        self.exchange = exchange
+
+    def send(self, value: Any, parcel: Parcel) -> None:
+        tag = parcel.tag
+        with self.exchange.changed:
+            self.exchange.values[tag] = value
+            if tag in self.exchange.watching:
+                self.exchange.watching.pop(tag).put(tag)
+            self.exchange.changed.notify_all()
+
+    def expect(self, parcel: Parcel) -> None:
+        pass
+
+    def take(self, parcel: Parcel) -> Any:
+        with self.exchange.changed:
+            while parcel.tag not in self.exchange.values:
+                if self.exchange.failed:
+                    raise Aborted
+                self.exchange.changed.wait()
+            return self.exchange.values.pop(parcel.tag)
+
+    def watch(self, parcel: Parcel, arrived: queue.SimpleQueue[int]) -> None:
+        tag = parcel.tag
+        with self.exchange.changed:
+            if arrived not in self.exchange.queues:
+                self.exchange.queues.append(arrived)
+            if self.exchange.failed:
+                arrived.put(-1)
+            elif tag in self.exchange.values:
+                arrived.put(tag)
+            else:
+                self.exchange.watching[tag] = arrived
+
+    def next(self, arrived: queue.SimpleQueue[int], where: Where) -> int:
+        return arrived.get()
+
+    def finish(self) -> None:
+        pass
+
+
+class ProcessEndpoint:
+    """An endpoint of a rank: through shared memory to ranks of the same host, else over
+    torch.distributed, where tensors on a GPU go through host memory.
+
+    Weights go over torch.distributed everywhere: such a send waits, without holding up
+    the program or copying large weights, until the receiver has room for them.
+    """
+
+    def __init__(self, processes: Processes, mark: Mark) -> None:
+        self.processes, self.mark = processes, mark
+        slots = TAGS // MESSAGES
+        self.first = (mark.call + 97 * mark.plan + mark.inputs) % slots * MESSAGES
+        self.coming: dict[int, tuple[list[dist.Work], list[Tensor]]] = {}
+        self.sending: list[tuple[dist.Work, Tensor, int]] = []
+        self.where: Callable[[], str] = lambda: ""  # the job that the run is at
+
+    def _near(self, parcel: Parcel) -> Neighbour | None:
+        """The neighbour that a parcel goes to or comes from, if it goes this way."""
+        return None if parcel.weights else self.processes.neighbours.get(parcel.peer)
+
+    def send(self, value: Any, parcel: Parcel) -> None:
+        if (near := self._near(parcel)) is not None:
+            near.send(value, parcel, self.mark)
+            return
+        given = value if parcel.bundle else (value,)
+        buffers = [given[i].contiguous().resolve_neg() for i in parcel.alone]
+        rest = [t for i, t in enumerate(given) if i not in parcel.alone]
+        if rest or not buffers:
+            buffer = torch.empty(max(1, parcel.rest.bytes), dtype=torch.uint8)
+            parcel.rest.write(parcel.rest.views(buffer), rest)
+            buffers.append(buffer)
+        for buffer in buffers:
+            work = self.processes.post(
+                dist.isend, buffer, parcel.peer, self._tag(parcel)
+            )
+            self.sending.append((work, buffer, parcel.peer))
+
+    def expect(self, parcel: Parcel) -> None:
+        if self._near(parcel) is not None:
+            return
+        buffers = [parcel.specs[i].empty() for i in parcel.alone]
+        if len(parcel.alone) < len(parcel.specs) or not buffers:
+            buffers.append(torch.empty(max(1, parcel.rest.bytes), dtype=torch.uint8))
+        tag = self._tag(parcel)
+        post = self.processes.post
+        works = [post(dist.irecv, buffer, parcel.peer, tag) for buffer in buffers]
+        self.coming[parcel.tag] = (works, buffers)
+
+    def _tag(self, parcel: Parcel) -> int:
+        return self.first + parcel.tag
+
+    def take(self, parcel: Parcel) -> Any:
+        if (near := self._near(parcel)) is not None:
+            return near.take(parcel, self.mark, self.where)
+        works, buffers = self.coming.pop(parcel.tag)
+        if works:
+            with self.processes.waiting(parcel.peer, self.mark, self.where):
+                for work in works:
+                    work.wait()
+        if not parcel.bundle and parcel.alone:
+            return buffers[0]
+        rest = iter(parcel.rest.read(parcel.rest.views(buffers[-1])))
+        alone = dict(zip(parcel.alone, buffers, strict=False))
+        found = [
+            alone[i] if i in alone else next(rest) for i in range(len(parcel.specs))
+        ]
+        return tuple(found) if parcel.bundle else found[0]
+
+    def watch(self, parcel: Parcel, arrived: queue.SimpleQueue[int]) -> None:
+        tag = parcel.tag
+        if (near := self._near(parcel)) is not None:
+            near.watch(tag, arrived, self.mark)
+            return
+        works, buffers = self.coming[tag]
+        self.coming[tag] = ([], buffers)
+        del buffers
+
+        def wait() -> None:  # keeps no hold of the buffers once they have come
+            try:
+                while works:
+                    works[0].wait()
+                    del works[0]
+            except RuntimeError:  # the peer is gone: wake the worker to fail
+                self.coming[tag] = (works, self.coming[tag][1])
+            arrived.put(tag)
+
+        self.processes.helpers.call(wait)
+
+    def next(self, arrived: queue.SimpleQueue[int], where: Where) -> int:
+        began = time.monotonic()
+        while True:
+            try:
+                return arrived.get(timeout=TICK)
+            except queue.Empty:
+                rank, job = where()
+                self.processes.control.idle(rank, self.mark, began, job)
+
+    def finish(self) -> None:
+        for work, _, peer in self.sending:
+            with self.processes.waiting(peer, self.mark, self.where):
+                work.wait()
+        self.sending.clear()
+
+
+class Helpers:
+    """Threads that wait for something, as many as there are waits at a time."""
+
+    def __init__(self) -> None:
+        self.waits: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self.threads = self.waiting = 0
+        self.changed = threading.Lock()
+
+    def call(self, wait: Callable[[], None]) -> None:
+        """Calls what waits for something, in a thread that nothing else waits in."""
+        with self.changed:
+            self.waiting += 1
+            if self.waiting > self.threads:  # a daemon: a rank that fails exits anyway
+                self.threads += 1
+                name = f"fxsched waits {self.threads}"
+                threading.Thread(None, self._call, name, daemon=True).start()
+        self.waits.put(wait)
+
+    def _call(self) -> None:
+        while (wait := self.waits.get()) is not None:
+            wait()
+            del wait
+            with self.changed:
+                self.waiting -= 1
+
+    def close(self) -> None:
+        """Ends the threads, each once its wait is over."""
+        with self.changed:
+            for _ in range(self.threads):
+                self.waits.put(None)
+            self.threads = 0
+
+
+@dataclass(eq=False)
+class Wait:
+    """A wait inside torch.distributed: for whom, at which call, since when."""
+
+    rank: int | None
+    mark: Mark | None
+    where: Callable[[], str]
+    began: float
+
+
+class Processes:
+    """This process as one of the workers of a torch.distributed job.
+
+    near: whether ranks of the same host hand values over through shared memory.
+    timeout: seconds that this rank waits for others at most; by default as many as the
+        process group does.
+    """
+
+    def __init__(
+        self, workers: int, near: bool = True, timeout: float | None = None
+    ) -> None:
+        if not dist.is_initialized():
+            dist.init_process_group("gloo")
+        check_world(workers, dist.get_world_size())
+        self.rank, self.workers, self.near = dist.get_rank(), workers, near
+        self.process, self.world = os.getpid(), dist.group.WORLD
+        self.limit = _default_timeout() if timeout is None else timeout
+        if timeout is not None:
+            _limits.append(timeout)
+        self.helpers = Helpers()
+        self.mark: Mark | None = None  # of the call; None while it plans
+        self.wait: Wait | None = None
+        self.verdict: Exception | None = None  # of the thread that looks after waits
+        self.closed = threading.Event()
+        self._connect((0, 0))
+        weakref.finalize(self, self.helpers.close)
+        self.ended = threading.Event()
+        args = (weakref.ref(self), self.ended)
+        watcher = threading.Thread(
+            None, _look_after, "fxsched waits", args, daemon=True
+        )
+        watcher.start()
+        # before Python ends: a thread that it stops inside the store aborts the process
+        weakref.finalize(self, _end, watcher, self.ended)
+
+    def _connect(self, numbers: tuple[int, int]) -> None:
+        """Makes a group and links, with all other ranks.
+
+        numbers: of calls and of plans so far.
+        """
+        store = c10d._get_default_store()
+        board: Any = c10d.PrefixStore(f"fxsched {next(_groups)}", store)
+        self.control = Control(self.rank, self.workers, self.limit, board, numbers)
+        self.control.meet("start", None)
+        self.neighbours: Mapping[int, Neighbour] = {}
+        late = timedelta(seconds=self.limit + 4 * TICK)  # fxsched's errors say more
+        self.group = dist.new_group(backend="gloo", timeout=late)
+        if self.near:
+            self.neighbours = Neighbours(self.rank, self.all, self.control)
+
+    def reset(self, loaded: bool) -> None:
+        """New connections after a failure; all ranks call it.
+
+        Raises PlanError if some ranks have finished more calls than others, unless all
+        have loaded the same state since.
+        """
+        old = self.control
+        text = f"rank {self.rank} has called backend.reset() after call {old.calls}"
+        self.fail(ConnectionError(text))
+        own = (old.finished, old.calls, old.plans)
+        finished, calls, plans = zip(*old.meet(f"reset {old.resets}", own), strict=True)
+        old.resets += 1
+        if len(set(finished)) > 1 and not loaded:
+            raise PlanError(
+                "the ranks have finished different numbers of calls and backward(), "
+                f"{list(finished)} by rank, so their parameters may differ; load the "
+                "same state on every rank, such as a checkpoint, and call "
+                "backend.reset(loaded=True) on all"
+            )
+        self.interrupt()
+        self.disconnect()
+        self.verdict = self.mark = None
+        self._connect((max(calls), max(plans)))
+        self.control.names = old.names
+
+    def disconnect(self) -> None:
+        """Ends links and group; a receive that waits for them must be broken before."""
+        if isinstance(self.neighbours, Neighbours):
+            self.neighbours.close()
+        self.neighbours = {}
+        if dist.is_initialized() and dist.group.WORLD is self.world:
+            dist.destroy_process_group(self.group)
+
+    def close(self) -> None:
+        """Ends this rank's part: links, threads and group. Ranks that wait for it
+        later on get an error. A second time it does nothing."""
+        if self.closed.is_set() or os.getpid() != self.process:
+            return
+        self.closed.set()
+        self.ended.set()
+        self.control.close()
+        self.helpers.close()
+        self.disconnect()
+
+    def interrupt(self) -> None:
+        """Breaks the links and the group's connections."""
+        if isinstance(self.neighbours, Neighbours):
+            self.neighbours.close()
+        if self.workers > 1:  # a receive that comes too late closes them all
+            peer = (self.rank + 1) % self.workers
+            with suppress(RuntimeError):
+                work = dist.irecv(torch.empty(1), peer, self.group, tag=BROKEN)
+                assert work is not None
+                work.wait(timedelta(milliseconds=1))
+
+    def fail(self, error: BaseException) -> None:
+        """Tells the others that this rank cannot go on, and why."""
+        if self.control.failure is None:
+            self.control.fail(error)
+            self.interrupt()
+
+    @contextmanager
+    def waiting(
+        self,
+        rank: int | None,
+        mark: Mark | None = None,
+        where: Callable[[], str] = lambda: "",
+    ) -> Iterator[None]:
+        """Where torch.distributed waits; what goes wrong is told to all and raised.
+
+        rank: whom it waits for, None for all. mark: of the run; by default of the call.
+        """
+        self.wait = Wait(rank, mark or self.mark, where, time.monotonic())
+        try:
+            yield
+        except RuntimeError as error:
+            reason = self.verdict or self.control.lost(rank)
+            self.fail(reason)
+            raise reason from error
+        except BaseException as error:
+            self.fail(error)
+            raise
+        finally:
+            self.wait = None
+
+    def post(self, call: Any, buffer: Tensor, peer: int, tag: int) -> dist.Work:
+        """Starts to send or receive."""
+        try:
+            work: dist.Work = call(buffer, peer, group=self.group, tag=tag)
+            return work
+        except RuntimeError as error:  # the connection is gone
+            raise self.verdict or self.control.lost(peer) from error
+
+    def run(self, plan: int, inputs: int = 0) -> None:
+        """Says which plan this call runs, and on which inputs; see Mark."""
+        self.mark = Mark(self.control.calls, plan, inputs)
+
+    def endpoint(self) -> ProcessEndpoint:
+        if os.getpid() != self.process:
+            raise PlanError(
+                "this process was forked from a rank and is none itself; call the "
+                "compiled model in the rank"
+            )
+        assert self.mark is not None, "a call runs a plan"
+        self.control.begin(self.mark)
+        return ProcessEndpoint(self, self.mark)
+
+    def share(self, tensor: Tensor, source: int, to: Sequence[int]) -> None:
+        """Copies a tensor from one rank to others; every rank calls it alike."""
+        if self.rank == source:
+            host = tensor.detach().cpu().contiguous()
+            for rank in to:
+                if rank != source:
+                    with self.waiting(rank):
+                        dist.send(host, rank, group=self.group, tag=SHARED)
+        elif self.rank in to:
+            host = torch.empty(tensor.shape, dtype=tensor.dtype)
+            with self.waiting(source):
+                dist.recv(host, source, group=self.group, tag=SHARED)
+            with torch.no_grad():
+                tensor.copy_(host)
+
+    def first(self, value: Any) -> Any:
+        """Rank 0's value of a small object."""
+        values = [value]
+        with self.waiting(0):
+            dist.broadcast_object_list(values, 0, group=self.group)
+        return values[0]
+
+    def all(self, value: Any, what: str = "") -> list[Any]:
+        """Every rank's value of a small object; `what` says what it is for."""
+        values: list[Any] = [None] * dist.get_world_size()
+        with self.waiting(None, where=lambda: what):
+            dist.all_gather_object(values, value, group=self.group)
+        return values
+
+    def agree(self, call: str, value: Any) -> list[Any]:
+        """Every rank's value, where all ranks make the same call.
+
+        Raises PlanError on every rank if one makes another.
+        """
+        calls, values = zip(*self.all((call, value), call), strict=True)
+        for rank, other in enumerate(calls):
+            if other != calls[0]:
+                raise PlanError(
+                    f"rank {rank} calls {other}, but rank 0 calls {calls[0]}; every "
+                    "rank must call it, with the same model and arguments"
+                )
+        return list(values)
+
+
+_everyone: tuple[Any, Processes] | None = None
+_limits: deque[float] = deque(maxlen=1)  # of the last backend that was given one
+
+
+def everyone(call: str) -> Processes:
+    """All ranks, for calls that are no part of a step, such as "full_state_dict".
+
+    Every rank makes its first call of it at the same point, for that makes a process
+    group. It waits as long as the last backend(timeout=) says, if there was one.
+    """
+    global _everyone
+    limit = _limits[0] if _limits else None
+    last = _everyone
+    if last is None or last[0] is not dist.group.WORLD or last[1].control.failure:
+        try:
+            processes = Processes(dist.get_world_size(), near=False, timeout=limit)
+        except TimeoutError as error:
+            raise TimeoutError(
+                f"{call} waited in vain for the other ranks, every one of which must "
+                f"call it: {error}"
+            ) from error
+        _everyone = last = dist.group.WORLD, processes
+    if limit is not None:
+        last[1].control.limit = min(limit, last[1].limit)
+    return last[1]
+
+
+def _end(watcher: threading.Thread, ended: threading.Event) -> None:
+    """Ends the thread that looks after waits, which takes no longer than a look."""
+    ended.set()
+    if watcher is not threading.current_thread():
+        watcher.join(2 * TICK)
+
+
+def _look_after(processes: weakref.ref[Processes], ended: threading.Event) -> None:
+    """Ends waits inside torch.distributed that are in vain."""
+    last: Wait | None = None
+    while not ended.wait(TICK):
+        own = processes()
+        if own is None:
+            return
+        wait = own.wait
+        if wait is not None and wait is last:
+            try:
+                own.control.idle(wait.rank, wait.mark, wait.began, wait.where())
+            except Exception as error:  # raised by who waits
+                own.verdict = error
+                own.interrupt()
+        last = wait
+        del own, wait
+
+
+def _default_timeout() -> float:
+    """Seconds that the process group waits at most."""
+    try:
+        world: Any = dist.group.WORLD
+        options = world._get_backend(torch.device("cpu")).options
+        return float(options._timeout.total_seconds())
+    except (AttributeError, RuntimeError):  # no backend for the CPU, or without options
+        return float(c10d.default_pg_timeout.total_seconds())
+
+
+def from_rank_0(make: Callable[[], T]) -> T:
+    """What make() gives on rank 0, or here if there are no ranks; its errors too.
+
+    All ranks run it at the same time, so that what it measures is as slow as in a step,
+    where all are busy.
+    """
+    if not dist.is_initialized():
+        if not started_by_torchrun():
+            return make()
+        dist.init_process_group("gloo")
+    found: list[Any] = [None, None]
+    dist.barrier()
+    try:
+        found[0] = make()
+    except Exception as error:
+        found[1] = error
+    dist.broadcast_object_list(found, 0)
+    if found[1] is not None:
+        raise found[1]
+    made: T = found[0]
+    return made
+
+
+def largest(values: Tensor) -> Tensor:
+    """The largest of each value over all ranks; the values themselves on threads."""
+    if dist.is_initialized():
+        dist.all_reduce(values, dist.ReduceOp.MAX)
+    return values
+
+
+def leave() -> None:
+    """Ends this process's part in a torch.distributed job, if it is in one."""
+    global _everyone
+    if dist.is_initialized():
+        _everyone = None
+        dist.destroy_process_group()
+
+
+def started_by_torchrun() -> bool:
+    return dist.is_torchelastic_launched() or {"RANK", "WORLD_SIZE"} <= set(os.environ)
+
+
+def choose(transport: str | None, workers: int) -> str:
+    """One of TRANSPORTS. Raises PlanError if the world has another size."""
+    if transport == "threads":
+        return transport
+    if dist.is_initialized():
+        check_world(workers, dist.get_world_size())
+        return transport or "distributed"
+    if started_by_torchrun():
+        check_world(workers, int(os.environ["WORLD_SIZE"]))
+        return transport or "distributed"
+    if transport is not None:
+        raise PlanError(
+            f"transport={transport!r} needs a process group: start with "
+            f"torchrun --nproc-per-node {workers}, or call "
+            "torch.distributed.init_process_group first"
+        )
+    return "threads"
+
+
+def own_rank() -> int | None:
+    """This process's rank; None where it runs all workers."""
+    if dist.is_initialized():
+        return dist.get_rank()
+    return int(os.environ["RANK"]) if started_by_torchrun() else None
+
+
+def check_world(workers: int, size: int) -> None:
+    if size != workers:
+        raise PlanError(
+            f"the schedule has {workers} workers, but torch.distributed runs {size} "
+            f"processes; start {workers} (torchrun --nproc-per-node {workers}), give "
+            "the schedule as many workers, or use transport='threads'"
+        )

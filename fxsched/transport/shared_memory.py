@@ -1,0 +1,414 @@
+"""Values between the ranks of one host: written to shared memory, told of on a socket.
+
+A rank lends blocks of memory to each neighbour and writes every parcel into one of
+them, so a send never waits; the reader's tensors are the block itself, which is free
+again once the last of them is gone. What the user gets is copied out of it. While a
+rank waits for one neighbour it reads what all of them send, so that none is held up by
+another's full socket. Linux only; elsewhere there are no neighbours.
+
+The sockets have names that any process of the host can connect to. A rank takes only a
+peer of its own user that knows its token, which the process group hands to all ranks.
+What forks from a rank closes the links and leaves the blocks to its parent.
+
+Every note carries the Mark of its step; see fxsched/transport/control.py.
+"""
+
+from __future__ import annotations
+
+import array
+import contextlib
+import hmac
+import mmap
+import os
+import queue
+import secrets
+import select
+import socket
+import struct
+import threading
+import time
+import weakref
+from bisect import insort
+from collections import deque
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .control import TICK, Control, Mark
+from .wire_format import ALIGNMENT, Packing, Parcel
+
+# tag, block, its bytes if it is new, bytes to copy out, and the mark
+NOTE = struct.Struct("<qqqqqqq")
+HELLO = struct.Struct("<q16s")  # rank, the token of the rank that it connects to
+PEER = struct.Struct("iII")  # process, user and group, as SO_PEERCRED gives them
+DESCRIPTOR = array.array("i").itemsize
+LARGEST = 4  # times what a parcel needs; what is larger waits for larger parcels
+BUSY, FREE = 1, 0  # the first byte of a block; its contents start at ALIGNMENT
+NO_CALL = Mark(0, 0)
+_OPEN: weakref.WeakSet[socket.socket] = weakref.WeakSet()  # links of this process
+
+
+class Block:
+    """Shared memory for one parcel at a time."""
+
+    def __init__(self, number: int, descriptor: int, size: int) -> None:
+        self.number, self.process = number, os.getpid()
+        self.memory = mmap.mmap(descriptor, size)
+        os.close(descriptor)  # the mapping stays
+        self.reader: weakref.ref[memoryview] | None = None
+
+    def bytes(self) -> Tensor:
+        """The contents; once no tensor of them is left, the block is free."""
+        view = memoryview(self.memory)
+        self.reader = weakref.ref(view, self._free)
+        return torch.frombuffer(view, dtype=torch.uint8, offset=ALIGNMENT)
+
+    def _free(self, _: weakref.ref[memoryview]) -> None:
+        if os.getpid() == self.process:  # a fork's copy goes, the tensor is still here
+            self.memory[0] = FREE
+
+
+class Copied:
+    """What was in a block, which is free again."""
+
+    def __init__(self, block: Block, size: int) -> None:
+        self.contents = block.bytes()[:size].clone()
+
+    def bytes(self) -> Tensor:
+        return self.contents
+
+
+class Lent(Block):
+    """A block that this rank writes to."""
+
+    def __init__(self, number: int, descriptor: int, size: int) -> None:
+        super().__init__(number, descriptor, size)
+        self.contents = torch.frombuffer(
+            self.memory, dtype=torch.uint8, offset=ALIGNMENT
+        )
+        self.size = size
+        self.views: dict[Packing, list[Tensor]] = {}
+
+    def write(self, packing: Packing, value: Any) -> None:
+        given = (value,) if isinstance(value, Tensor) else value
+        if packing not in self.views:
+            self.views[packing] = packing.views(self.contents)
+        packing.write(self.views[packing], given)
+
+
+class Neighbour:
+    """Another rank of this host."""
+
+    def __init__(self, rank: int, link: socket.socket, all: Neighbours) -> None:
+        self.rank, self.link, self.all = rank, link, all
+        self.lent: list[Lent] = []  # by size
+        self.borrowed: dict[int, Block] = {}
+        # by call and tag, not taken yet
+        self.arrived: dict[tuple[int, int], deque[Block | Copied]] = {}
+        self.watching: dict[tuple[int, int], queue.SimpleQueue[int]] = {}
+        self.reader: threading.Thread | None = None
+        self.reading = threading.Lock()
+        self.changed = threading.Lock()
+        self.gone = False
+        self.fault: Exception | None = None  # what ended the reader
+        _OPEN.add(link)
+
+    def send(self, value: Any, parcel: Parcel, mark: Mark = NO_CALL) -> None:
+        if self.reader is None:
+            self._catch_up()
+        packing = parcel.packing
+        size = _room(packing.bytes + ALIGNMENT)
+        fits = (b for b in self.lent if size <= b.size <= LARGEST * size)
+        block = next((b for b in fits if b.memory[0] == FREE), None)
+        descriptor = None
+        if block is None:
+            new = os.memfd_create("fxsched")
+            os.ftruncate(new, size)
+            descriptor = os.dup(new)
+            block = Lent(len(self.lent), new, size)
+            insort(self.lent, block, key=lambda b: b.size)
+        block.memory[0] = BUSY
+        block.write(packing, value)
+        try:
+            fresh = 0 if descriptor is None else size
+            copied = packing.bytes if parcel.kept else 0
+            note = NOTE.pack(parcel.tag, block.number, fresh, copied, *mark)
+            self._tell(note, mark, descriptor)
+        finally:
+            if descriptor is not None:
+                os.close(descriptor)
+
+    def _tell(self, note: bytes, mark: Mark, descriptor: int | None) -> None:
+        """Sends a note. While there is no room for it, reads what comes from anyone:
+        two ranks that fill each other's sockets would wait for ever otherwise."""
+        extra: list[tuple[int, int, Any]] = []
+        if descriptor is not None:
+            rights = array.array("i", [descriptor])
+            extra = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, rights)]
+        while True:
+            try:
+                self.link.sendmsg([note], extra, socket.MSG_DONTWAIT)
+                return
+            except BlockingIOError:
+                self.all.wait(self, select.POLLOUT, mark)
+            except OSError:
+                raise self._lost() from None
+
+    def take(
+        self,
+        parcel: Parcel,
+        mark: Mark = NO_CALL,
+        where: Callable[[], str] = lambda: "",
+    ) -> Any:
+        """A parcel's value; waits for it. where: the job that it is for."""
+        while (block := self._pop((mark.call, parcel.tag))) is None:
+            if self.reader is not None:
+                raise self._lost()  # a watched parcel is there, or never comes
+            try:
+                self.read(socket.MSG_DONTWAIT)
+            except BlockingIOError:
+                self.all.wait(self, select.POLLIN, mark, where)
+        packing = parcel.packing
+        found = packing.read(packing.views(block.bytes()))
+        return tuple(found) if parcel.bundle else found[0]
+
+    def _pop(self, key: tuple[int, int]) -> Block | Copied | None:
+        with self.changed:
+            blocks = self.arrived.get(key)
+            if blocks is None:
+                return None
+            block = blocks.popleft()
+            if not blocks:
+                del self.arrived[key]
+            return block
+
+    def read(self, flags: int = 0) -> None:
+        """Reads one note, and waits for it unless flags say MSG_DONTWAIT."""
+        with self.reading:
+            try:
+                note, extra, _, _ = self.link.recvmsg(
+                    NOTE.size, socket.CMSG_SPACE(DESCRIPTOR), flags
+                )
+            except BlockingIOError:
+                raise
+            except OSError:  # reset, or closed here
+                note = b""
+            if not note:
+                self.gone = True
+                raise self._lost()
+            tag, number, size, copied, *mark = NOTE.unpack(note)
+            if size:
+                (descriptor,) = array.array("i", extra[0][2][:DESCRIPTOR])
+                self.borrowed[number] = Block(number, descriptor, size)
+            block = self.borrowed[number]
+            value = Copied(block, copied) if copied else block
+            if tuple(mark) != self.all.control.latest:
+                self.all.control.compare(self.rank, Mark(*mark))
+            with self.changed:
+                key = (mark[0], tag)
+                self.arrived.setdefault(key, deque()).append(value)
+                if key in self.watching:
+                    self.watching.pop(key).put(tag)
+
+    def _catch_up(self) -> None:
+        """Reads the notes that are there, and copies out what they say to."""
+        try:
+            while True:
+                self.read(socket.MSG_DONTWAIT)
+        except BlockingIOError:
+            pass
+
+    def watch(
+        self, tag: int, arrived: queue.SimpleQueue[int], mark: Mark = NO_CALL
+    ) -> None:
+        """Puts the tag in a queue once its parcel is there, or nothing more comes."""
+        if self.reader is None:  # a daemon: a rank that fails exits though it waits
+            name = f"fxsched reads {self.rank}"
+            self.reader = threading.Thread(None, self._keep_reading, name, daemon=True)
+            self.reader.start()
+        with self.changed:
+            if (mark.call, tag) in self.arrived or self.fault is not None:
+                arrived.put(tag)
+            else:
+                self.watching[mark.call, tag] = arrived
+
+    def _keep_reading(self) -> None:
+        try:
+            while True:
+                self.read()
+        except Exception as error:  # raised by who takes what it should have read
+            with self.changed:
+                self.fault = error
+                for (_, tag), arrived in self.watching.items():
+                    arrived.put(tag)
+
+    def _lost(self) -> Exception:
+        return self.fault or self.all.control.lost(self.rank)
+
+
+class Neighbours(dict[int, Neighbour]):
+    """The other ranks of this host, by rank; all ranks make it at the same time.
+
+    gather: gives every rank's value of a small object, by rank.
+    control: says how long to wait, and for what; TimeoutError after that.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        gather: Callable[[Any], list[Any]],
+        control: Control | None = None,
+    ) -> None:
+        super().__init__()
+        self.control = control or Control(rank, 0, 1800.0)
+        limit = self.control.limit
+        host = _host()
+        if host is None:
+            gather(None)
+            return
+        with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
+            listener.bind("")  # the kernel finds a name that is no file
+            listener.listen(socket.SOMAXCONN)
+            token = secrets.token_bytes(16)
+            everyone = gather((host, listener.getsockname(), token))
+            near = [r for r, each in enumerate(everyone) if each and each[0] == host]
+            for other in (r for r in near if r < rank):
+                _, name, secret = everyone[other]
+                link = _connected(name, other, limit)
+                link.send(HELLO.pack(rank, secret))
+                self[other] = Neighbour(other, link, self)
+            higher = {r for r in near if r > rank}
+            for other, link in _guests(listener, token, higher, limit):
+                self[other] = Neighbour(other, link, self)
+
+    def wait(
+        self,
+        wanted: Neighbour,
+        event: int,
+        mark: Mark,
+        where: Callable[[], str] = lambda: "",
+    ) -> None:
+        """Reads what the others send until one can be read from or written to."""
+        others = {
+            each.link.fileno(): each
+            for each in self.values()
+            if each.reader is None and not each.gone
+        }
+        poll = select.poll()
+        for number in others:
+            poll.register(number, select.POLLIN)
+        own = wanted.link.fileno()
+        poll.register(own, event | (select.POLLIN if own in others else 0))
+        began = time.monotonic()
+        due = began + TICK
+        while True:
+            ready = poll.poll(TICK * 1000)
+            if not ready or time.monotonic() >= due:
+                self.control.idle(wanted.rank, mark, began, where())
+                due = time.monotonic() + TICK
+            for number, state in ready:
+                if number == own and state & ~select.POLLIN | state & event:
+                    return
+                try:
+                    others[number].read(socket.MSG_DONTWAIT)
+                except ConnectionError:  # has ended, which harms who waits for it
+                    poll.unregister(number)
+
+    def close(self) -> None:
+        """Ends the links, and all waits for them here and there."""
+        for each in self.values():
+            with contextlib.suppress(OSError):  # the other end was first
+                each.link.shutdown(socket.SHUT_RDWR)
+
+
+def _close_all() -> None:
+    for link in _OPEN:
+        link.close()
+
+
+os.register_at_fork(after_in_child=_close_all)
+
+
+def _connected(name: bytes, rank: int, limit: float) -> socket.socket:
+    """A link to what another rank listens at."""
+    link = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    _set_limit(link, limit)
+    try:
+        link.connect(name)
+    except BlockingIOError:  # others stand in line there
+        raise TimeoutError(
+            f"fxsched: rank {rank} has not taken a link for {limit:g} s"
+        ) from None
+    _set_limit(link, 0.0)
+    return link
+
+
+def _set_limit(link: socket.socket, seconds: float) -> None:
+    """Bounds how long a link waits to connect or send; 0 for ever."""
+    whole, part = divmod(seconds, 1.0)
+    interval = struct.pack("ll", int(whole), int(part * 1e6))
+    link.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, interval)
+
+
+def _guests(
+    listener: socket.socket, token: bytes, ranks: set[int], limit: float
+) -> Iterator[tuple[int, socket.socket]]:
+    """The links that so many ranks open, each with its rank; others are turned away."""
+    end = time.monotonic() + limit
+    missing = set(ranks)
+    strangers: dict[int, socket.socket] = {}
+    poll = select.poll()
+    poll.register(listener, select.POLLIN)
+    while missing:
+        left = end - time.monotonic()
+        if left <= 0 or not (ready := poll.poll(left * 1000)):
+            raise TimeoutError(
+                f"fxsched: after {limit:g} s ranks {sorted(missing)} have not connected"
+            )
+        for number, _ in ready:
+            if number == listener.fileno():
+                link, _ = listener.accept()
+                strangers[link.fileno()] = link
+                poll.register(link, select.POLLIN)
+                continue
+            link = strangers.pop(number)
+            poll.unregister(link)
+            rank = _introduced(link, token)
+            if rank in missing:
+                missing.remove(rank)
+                yield rank, link
+            else:
+                link.close()
+    for link in strangers.values():
+        link.close()
+
+
+def _introduced(link: socket.socket, token: bytes) -> int | None:
+    """The rank that a peer says to be, if it is of this user and knows the token."""
+    credentials = link.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, PEER.size)
+    try:
+        hello = link.recv(HELLO.size + 1, socket.MSG_DONTWAIT)
+    except ConnectionError:
+        return None
+    if PEER.unpack(credentials)[1] != os.getuid() or len(hello) != HELLO.size:
+        return None
+    rank, secret = HELLO.unpack(hello)
+    return int(rank) if hmac.compare_digest(secret, token) else None
+
+
+def _room(size: int) -> int:
+    """The size of a new block for so many bytes, with room for somewhat larger parcels
+    later: up to a quarter more, which takes no memory until it is written to."""
+    step = max(mmap.PAGESIZE, 1 << size.bit_length() >> 3)
+    return -(-size // step) * step
+
+
+def _host() -> str | None:
+    """The same for ranks that can share memory and sockets; None if none can."""
+    if not hasattr(os, "memfd_create"):
+        return None
+    with open("/proc/sys/kernel/random/boot_id") as file:
+        boot = file.read().strip()
+    return f"{boot} {os.readlink('/proc/self/ns/net')} {os.getuid()}"

@@ -1,0 +1,145 @@
+"""What goes between two workers: who, which value, and how it lies in memory."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..ir.graphs import Spec, Specs
+
+ALIGNMENT = 64  # bytes between the tensors of a bundle
+LARGE = 1 << 16  # bytes of a tensor that a copy into a bundle would cost too much
+
+
+@dataclass(frozen=True, eq=False)
+class Parcel:
+    """A value on its way: the other worker, a number, and what it looks like.
+
+    weights: whether it is a fetch, which has to wait until the receiver has room.
+    kept: whether it is sent to be given to the user, who may keep it for long.
+    """
+
+    peer: int
+    tag: int
+    specs: Specs
+    bundle: bool
+    weights: bool
+    kept: bool = False
+
+    @cached_property
+    def packing(self) -> Packing:
+        """All tensors of the value, one after the other."""
+        return packing_of(self.specs)
+
+    @cached_property
+    def alone(self) -> tuple[int, ...]:
+        """Positions of the tensors whose memory can be sent as it is."""
+        return tuple(
+            i
+            for i, spec in enumerate(self.specs)
+            if spec.bytes and (spec.bytes >= LARGE or not self.bundle)
+            if _is_plain(spec)
+        )
+
+    @cached_property
+    def rest(self) -> Packing:
+        """The other tensors, one after the other."""
+        others = (s for i, s in enumerate(self.specs) if i not in self.alone)
+        return packing_of(tuple(others))
+
+
+def _is_plain(spec: Spec) -> bool:
+    """Whether a tensor's memory is just what is sent of it."""
+    shape = torch.empty_strided(spec.shape, spec.stride, device="meta")
+    plain = spec.device.type == "cpu" and not spec.dtype.is_complex
+    return plain and shape.is_contiguous()
+
+
+class Part(NamedTuple):
+    """A tensor among bytes: where it starts, and how it lies there."""
+
+    start: int
+    end: int
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    spec: Spec
+
+
+class Packing:
+    """How the tensors of a value lie in `bytes` bytes, one after the other.
+
+    Each keeps its strides, unless they leave gaps. Dimensions that only repeat (stride
+    0) are there once.
+    """
+
+    def __init__(self, specs: Specs) -> None:
+        self.parts: list[Part] = []
+        self.bytes = 0
+        for spec in specs:
+            shape = tuple(
+                1 if stride == 0 and size > 1 else size
+                for size, stride in zip(spec.shape, spec.stride, strict=True)
+            )
+            stride = spec.stride
+            if not _is_dense(shape, stride):
+                stride = tuple(torch.empty(shape, device="meta").stride())
+            size = spec._replace(shape=shape).bytes
+            self.parts.append(Part(self.bytes, self.bytes + size, shape, stride, spec))
+            self.bytes += -(-size // ALIGNMENT) * ALIGNMENT
+
+    def views(self, memory: Tensor) -> list[Tensor]:
+        """The tensors that lie in memory, a uint8 tensor of at least `bytes`."""
+        return [
+            memory[part.start : part.end]
+            .view(part.spec.dtype)
+            .as_strided(part.shape, part.stride)
+            for part in self.parts
+        ]
+
+    def write(self, views: Sequence[Tensor], given: Sequence[Tensor]) -> None:
+        """Copies tensors to where they should lie."""
+        for view, part, tensor in zip(views, self.parts, given, strict=True):
+            if part.shape != part.spec.shape:
+                for dim, size in enumerate(part.shape):
+                    tensor = tensor.narrow(dim, 0, size)
+            view.copy_(tensor)
+
+    def read(self, views: Sequence[Tensor]) -> list[Tensor]:
+        """The tensors as they were sent, of the same memory where it can be."""
+        found = []
+        for view, (_, _, shape, stride, spec) in zip(views, self.parts, strict=True):
+            tensor = view.to(spec.device)
+            if shape != spec.shape:
+                tensor = tensor.expand(spec.shape)
+            elif stride != spec.stride and not _overlaps(spec):
+                tensor = spec.empty().copy_(tensor)
+            found.append(tensor)
+        return found
+
+
+def _is_dense(shape: Sequence[int], stride: Sequence[int]) -> bool:
+    """Whether a tensor fills its memory, each place once."""
+    step = 1
+    for width, size in sorted(zip(stride, shape, strict=True)):
+        if size != 1:
+            if width != step:
+                return False
+            step *= size
+    return True
+
+
+def _overlaps(spec: Spec) -> bool:
+    """Whether several indices name one place in memory, so that it can't be filled."""
+    reach = sum((n - 1) * s for n, s in zip(spec.shape, spec.stride, strict=True))
+    return 0 not in spec.shape and reach + 1 < spec.bytes // spec.dtype.itemsize
+
+
+@lru_cache(maxsize=4096)
+def packing_of(specs: Specs) -> Packing:
+    """The packing of a value; parcels of every microbatch share it."""
+    return Packing(specs)

@@ -1,0 +1,4 @@
+"""Looks for schedules.
+
+Imports: backend, clock, draw, jobs, plans, schedules, simulator.
+"""

@@ -1,0 +1,197 @@
+"""Schedules against each other on the simulator's clock."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from random import Random
+from typing import NamedTuple
+
+import networkx as nx
+
+from ..clock.stage_graph import worker_bytes
+from ..draw import tables
+from ..jobs import PlanError, Schedule
+from ..schedules.orders import oldest_microbatch_first
+from ..simulator.simulate import Simulation, simulate
+from .candidates import Candidate, library, moves_weights, placements
+from .evaluate_order import CLOSE, Orders, caps, ranks
+from .local_search import Budget, Climber, climb
+from .ordering_problem import Task, Transfer, make_task
+from .stage_costs import Costs
+
+FINALISTS = 3  # placements whose best order is compared
+
+
+class Row(NamedTuple):
+    """A schedule and its step; memory: of the worker that holds the most."""
+
+    candidate: Candidate
+    simulation: Simulation
+    memory: float
+
+
+@dataclass
+class Contest:
+    """Compares the library, then looks for orders on its placements.
+
+    limit: of memory, maybe infinite. tell: is told the share of the work that is done.
+    The rest is as fxsched.search has it.
+    """
+
+    costs: Costs
+    workers: int
+    microbatches: int
+    limit: float
+    transfer: Transfer
+    objective: str
+    split_backward: bool
+    prefetch: int | None
+    kept: float
+    tell: Callable[[float], object] = lambda share: None
+    rows: list[Row] = field(default_factory=list)
+    left_out: list[str] = field(default_factory=list)
+
+    def run(self, random: Random, jobs: float) -> None:
+        """jobs: how many to run on clocks in looking for orders."""
+        candidates = self._library()
+        for candidate in candidates:
+            self.enter(candidate)
+            self.tell(0.5 / len(candidates))
+        budget = Budget(jobs, lambda spent: self.tell(0.5 * spent / jobs))
+        climbers = []
+        places = placements(
+            candidates, self.costs.graphs, self.workers, self.microbatches
+        )
+        for name, schedule, stages in places:
+            task = self._task(name, schedule, stages)
+            if task is not None:
+                climbers.append((Climber(task, self.objective, budget), stages))
+        climb([climber for climber, _ in climbers], random, budget)
+        climbers.sort(key=lambda pair: pair[0].best)
+        for climber, stages in climbers[:FINALISTS]:
+            if climber.orders is not None:
+                self.enter(_searched(climber.task, climber.orders, stages))
+        if not any(map(self.fits, self.rows)):
+            for name, schedule, stages in places:
+                self.enter(_one_at_a_time(name, schedule, stages))
+
+    def _library(self) -> list[Candidate]:
+        moves = self.prefetch is not None
+        found, out = [], dict[str, None]()
+        for each in library(self.workers, self.microbatches, self.costs.graphs, moves):
+            if each.schedule.split_backward and not self.split_backward:
+                continue
+            if not moves and moves_weights(each.schedule, each.stages):
+                out[each.name] = None
+            else:
+                found.append(each)
+        self.left_out = list(out)
+        return found
+
+    def _task(
+        self, name: str, schedule: Schedule, stages: nx.DiGraph[int]
+    ) -> Task | None:
+        """The jobs of a placement, in no order yet."""
+        bare = Schedule(
+            self.workers,
+            self.microbatches,
+            len(stages),
+            schedule.w,
+            name=name,
+            split_backward=self.split_backward,
+        )
+        return make_task(bare, stages, self.transfer, self.kept, self.limit)
+
+    def enter(self, candidate: Candidate) -> None:
+        """Simulates a schedule, and compares it if it comes to an end."""
+        schedule, stages = candidate.schedule, candidate.stages
+        try:
+            found = simulate(schedule, stages, None, self.transfer, self.prefetch)
+        except PlanError:
+            return  # such as a cap that stops it here
+        held = worker_bytes(schedule, found.stages, found.timeline, self.kept)
+        self.rows.append(Row(candidate, found, max(held)))
+
+    def fits(self, row: Row) -> bool:
+        return row.memory <= self.limit * (1 + CLOSE)
+
+    def length(self, row: Row) -> float:
+        latency = self.objective == "latency"
+        return row.simulation.latency if latency else row.simulation.span
+
+    def best(self) -> Row:
+        """The shortest within the limit; of equals, the first.
+
+        Raises PlanError if there is none.
+        """
+        within = [row for row in self.rows if self.fits(row)]
+        if within:
+            least = min(map(self.length, within)) * (1 + CLOSE)
+            return next(row for row in within if self.length(row) <= least)
+        assert self.rows, "one microbatch at a time always comes to an end"
+        lowest = min(self.rows, key=lambda row: row.memory)
+        raise PlanError(
+            f"search(memory_limit={self.limit:g}): every schedule holds more on some "
+            f"worker; the least found is {lowest.memory:g} "
+            f"{'bytes' if self.costs.bytes else 'activations'}, of "
+            f"{_title(lowest.candidate)} in {len(lowest.candidate.stages)} stages; "
+            "raise the limit, or use more workers or smaller microbatches"
+        )
+
+    def table(self, best: Row) -> str:
+        """What was compared, within the limit and shortest first."""
+        unit = "bytes" if self.costs.bytes else "activations"
+        line = f"{self.workers} workers, {self.microbatches} microbatches"
+        if self.limit < float("inf"):
+            line += f", at most {self.limit:g} {unit} a worker"
+        rows = sorted(self.rows, key=lambda r: (not self.fits(r), self.length(r)))
+        cells = []
+        for row in rows:
+            note = "" if self.fits(row) else "over the limit"
+            (name, parameters, _, stages), step, held = row
+            cells.append(
+                (
+                    name,
+                    parameters,
+                    len(stages),
+                    f"{step.latency:.6g}",
+                    f"{100 * step.bubble_rate:.2f} %",
+                    f"{step.span:.6g}",
+                    f"{100 * step.span_bubble_rate:.2f} %",
+                    held,
+                    "best" if row is best else note,
+                )
+            )
+        parts = [line, tables.search_table(cells, self.costs.bytes)]
+        if self.left_out:
+            parts.append(
+                "not compared, since they move weights or gradients and prefetch isn't "
+                f"given: {', '.join(self.left_out)}"
+            )
+        return "\n\n".join(parts)
+
+
+def _title(candidate: Candidate) -> str:
+    return " ".join(filter(None, (candidate.name, candidate.parameters)))
+
+
+def _searched(task: Task, orders: Orders, stages: nx.DiGraph[int]) -> Candidate:
+    """A schedule that keeps strictly to the orders found."""
+    table, most = ranks(task, orders), caps(task, orders)
+    where = task.schedule.name
+    schedule = replace(
+        task.schedule,
+        n=lambda s, b, d: table.get((s, b, d), len(table)),
+        in_flight=most.get,
+        name=f"searched, stages {where}",
+        in_order=True,
+    )
+    return Candidate("searched", f"stages {where}", schedule, stages)
+
+
+def _one_at_a_time(name: str, schedule: Schedule, stages: nx.DiGraph[int]) -> Candidate:
+    """The order that holds the least."""
+    n = oldest_microbatch_first(len(stages))
+    slow = replace(schedule, n=n, in_flight=1, in_order=False, split_backward=False)
+    return Candidate("one microbatch at a time", f"stages {name}", slow, stages)

@@ -1,0 +1,109 @@
+"""Jobs whose order is looked for, with what they take."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import networkx as nx
+import numpy as np
+
+from ..clock.event_loop import Jobs
+from ..clock.network import Link
+from ..clock.stage_graph import Edges, kind_seconds, room, stage_jobs, weight_bytes
+from ..jobs import Schedule
+
+Transfer = float | Link | None
+
+
+@dataclass(frozen=True)
+class Task:
+    """Jobs with their workers: F, B and W of a stage and microbatch have the same.
+
+    schedule: where w comes from.
+    seconds: how long a job of each kind takes.
+    delays: how long from one kind's end to another, if on different workers.
+    takes, gives: by kind, what a job's start takes of its worker's room for
+        activations, and what its end gives back.
+    room: of each worker.
+    """
+
+    schedule: Schedule
+    jobs: Jobs
+    seconds: tuple[float, ...]
+    delays: dict[tuple[int, int], float]
+    takes: tuple[float, ...]
+    gives: tuple[float, ...]
+    room: tuple[float, ...]
+
+    @cached_property
+    def succs(self) -> list[list[tuple[int, float]]]:
+        """By kind, how far each successor is and what comes there from elsewhere."""
+        found: list[list[tuple[int, float]]] = [[] for _ in self.seconds]
+        for k, before in enumerate(self.jobs.preds):
+            for p in before:
+                found[p].append((k - p, self.delays.get((p, k), 0.0)))
+        return found
+
+    @cached_property
+    def looped(self) -> bool:
+        """Whether a worker has several stages."""
+        stages = [s for s, _ in self.jobs.kinds] * self.jobs.microbatches
+        pairs = set(zip(self.jobs.compute, stages, strict=True))
+        return len(pairs) > len({worker for worker, _ in pairs})
+
+    @cached_property
+    def work(self) -> float:
+        """Of the worker that has most to do, which no order is shorter than."""
+        work = [0.0] * self.jobs.workers
+        for j, worker in enumerate(self.jobs.compute):
+            work[worker] += self.seconds[j % len(self.seconds)]
+        return max(work)
+
+
+def make_task(
+    schedule: Schedule,
+    stages: nx.DiGraph[int],
+    transfer: Transfer,
+    kept: float,
+    limit: float,
+) -> Task | None:
+    """The jobs of a schedule; None if F, B and W of a stage are on different workers,
+    or the weights alone are above the limit.
+
+    kept: the share of what F saves that is still there between B and W.
+    """
+    jobs = stage_jobs(schedule, stages)
+    worker = np.asarray(jobs.compute).reshape(-1, len(jobs.kinds))
+    holders = jobs.holders(schedule.release)
+    for f, (b, last) in holders.items():
+        if (worker[:, [b, last]] != worker[:, [f]]).any():
+            return None
+    sizes = [stages.nodes[s]["held"] for s, _ in jobs.kinds]
+    takes, gives = map(tuple, room(jobs, schedule.release, sizes, kept))
+    left = tuple(limit - held for held in weight_bytes(jobs, stages))
+    if min(left) < 0:
+        return None
+    seconds = tuple(kind_seconds(stages, jobs.kinds))
+    delays = _delays(jobs, stages, transfer)
+    return Task(schedule, jobs, seconds, delays, takes, gives, left)
+
+
+def _delays(
+    jobs: Jobs, stages: nx.DiGraph[int], transfer: Transfer
+) -> dict[tuple[int, int], float]:
+    """What messages between kinds take; on a link, if no others are under way."""
+    if transfer is None:
+        return Edges(jobs, stages).seconds
+    found: dict[tuple[int, int], float] = {}
+    for k, before in enumerate(jobs.preds):
+        for p in before:
+            a, b = sorted((jobs.kinds[p][0], jobs.kinds[k][0]))
+            if a == b:
+                continue
+            if isinstance(transfer, Link):
+                size = stages.get_edge_data(a, b, {}).get("bytes", 0.0)
+                found[p, k] = size / transfer.bandwidth + transfer.latency
+            else:
+                found[p, k] = transfer
+    return found

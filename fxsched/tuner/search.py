@@ -1,0 +1,249 @@
+"""Looks for the schedule with the shortest simulated step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from math import inf
+from random import Random
+from typing import Any
+
+import networkx as nx
+from torch import Tensor
+from tqdm import tqdm
+
+from ..backend import plan
+from ..clock.network import Link
+from ..jobs import Placement, PlanError, Schedule, is_int, is_number
+from ..plans.plan import Plan
+from ..schedules.arguments import one_of, positive
+from ..schedules.orders import oldest_microbatch_first
+from .candidate_comparison import Contest
+from .ordering_problem import Transfer
+from .stage_costs import Costs, counts, of_durations, of_graph
+
+JOBS = 3e6  # run on clocks to look for orders, at an effort of 1
+LARGEST = 200_000  # jobs of a schedule
+OBJECTIVES = ("latency", "span")
+
+
+def search(
+    subject: Mapping[str, Any] | nx.DiGraph[int] | Plan | Callable[..., Any],
+    workers: int | None = None,
+    microbatches: int | None = None,
+    memory_limit: float | None = None,
+    transfer: Transfer = None,
+    seed: int = 0,
+    *,
+    objective: str = "latency",
+    stages: int | Sequence[int] | None = None,
+    split_backward: bool = True,
+    prefetch: int | None = None,
+    kept: float = 1.0,
+    effort: float = 1.0,
+    args: Sequence[Any] = (),
+    kwargs: Mapping[str, Any] | None = None,
+    quiet: bool = False,
+) -> Schedule:
+    """The schedule with the shortest step by the simulator: of the library with all
+    its parameters, and of orders looked for on its placements. Prints a table.
+
+    subject: times of a stage if the model is cut into one for each worker, as {"F": 1,
+        "B": 1, "W": 1}, or lists of times, stage by stage; or stages as
+        fxsched/clock/stage_graph.py has them; or a Plan; or a model, with the arguments
+        of a call in `args` and `kwargs` (there also options of fxsched.plan, such as
+        batch_dims), which is planned for each number of stages.
+    workers: how many; those of a Plan unless given.
+    microbatches: two for each worker unless given; of a model, as many as that at most
+        and a divisor of its batch; of a Plan, its own.
+    memory_limit: what a worker may hold at once. With times of stages: activations of a
+        stage if there is one for each worker (those of smaller stages count less). With
+        `held` and `weights` of stages: bytes of weights, gradients and activations.
+    transfer: as for simulate; None for the `seconds` of the edges between stages.
+    seed: of the search; the same gives the same schedule.
+    objective: "latency", or "span": the longest time from a worker's first start to
+        its last end, where one step follows the other.
+    stages: how many to compare; one to four for each worker unless given.
+    split_backward: whether to compare schedules whose W are jobs of their own.
+    prefetch: as for simulate. Without it nothing is known of what it takes to move
+        weights and gradients, and schedules that do so are not compared.
+    kept: the share of a stage's activations that are still there between B and W. Zero
+        Bubble (Qi et al. 2023, arXiv 2401.10241) counts 32 h of 34 h + 5 a s.
+    effort: how many orders to try; 1 takes seconds, or some twenty at 10,000 jobs.
+    quiet: prints no table and shows no progress.
+
+    Raises PlanError for arguments that aren't as above, and for a limit that no
+    schedule meets.
+    """
+    _check(objective, memory_limit, transfer, prefetch, kept, effort)
+    _check_rest(seed, split_backward, args, kwargs)
+    given = _Subject(subject, tuple(args), dict(kwargs or {}))
+    workers, microbatches = given.size(workers, microbatches)
+    jobs = (2 + split_backward) * microbatches
+    if workers * jobs > LARGEST:
+        raise PlanError(
+            f"search(workers={workers}, microbatches={microbatches}): these make "
+            f"{workers * jobs:,} jobs or more; a search takes {LARGEST:,} at most"
+        )
+    costs = given.costs(workers, microbatches, counts(stages, workers, jobs))
+    if transfer is None and not costs.edges:
+        transfer = 0.0
+    bar_format = "{desc}: {percentage:3.0f}%|{bar}| {elapsed}"
+    with tqdm(total=1, desc="search", disable=quiet, bar_format=bar_format) as bar:
+        contest = Contest(
+            costs,
+            workers,
+            microbatches,
+            inf if memory_limit is None else memory_limit,
+            transfer,
+            objective,
+            split_backward,
+            prefetch,
+            kept,
+            lambda share: bar.update(min(share, 1 - bar.n)),
+        )
+        contest.run(Random(seed), effort * JOBS)
+    best = contest.best()
+    if not quiet:
+        print(contest.table(best))
+    return given.checked(best.candidate.schedule)
+
+
+def _check(
+    objective: str,
+    memory_limit: float | None,
+    transfer: Transfer,
+    prefetch: int | None,
+    kept: float,
+    effort: float,
+) -> None:
+    one_of("search", "objective", objective, OBJECTIVES)
+    if memory_limit is not None and not (is_number(memory_limit) and memory_limit > 0):
+        raise PlanError(f"search(memory_limit={memory_limit!r}): give a number above 0")
+    if not (transfer is None or isinstance(transfer, Link) or is_number(transfer)):
+        raise PlanError(
+            f"search(transfer={transfer!r}): give a time of 0 or more, a Link, or None "
+            "for the `seconds` of edges"
+        )
+    if prefetch is not None and (
+        not is_int(prefetch) or prefetch < 0 or transfer is None
+    ):
+        raise PlanError(
+            f"search(prefetch={prefetch!r}, transfer={transfer!r}): give how many jobs "
+            "ahead weights are asked for, and what their transfer takes: a number or a "
+            "Link"
+        )
+    if not is_number(kept) or kept > 1:
+        raise PlanError(f"search(kept={kept!r}): give a share, from 0 to 1")
+    if not is_number(effort) or effort == 0:
+        raise PlanError(f"search(effort={effort!r}): give a number above 0")
+
+
+def _check_rest(seed: Any, split_backward: Any, args: Any, kwargs: Any) -> None:
+    if not is_int(seed):
+        raise PlanError(f"search(seed={seed!r}): give an int")
+    if not isinstance(split_backward, bool):
+        raise PlanError(
+            f"search(split_backward={split_backward!r}): give True or False"
+        )
+    if not isinstance(args, (tuple, list)):
+        raise PlanError(
+            f"search(args=): give a tuple of the model's arguments, not "
+            f"{type(args).__name__}; one is (x,)"
+        )
+    if not (kwargs is None or isinstance(kwargs, Mapping)):
+        raise PlanError(
+            f"search(kwargs={kwargs!r}): give a dict of the model's keyword arguments"
+        )
+
+
+@dataclass(frozen=True)
+class _Subject:
+    """What to find a schedule for, with the arguments of a call if it is a model."""
+
+    subject: Any
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    planned: dict[int, Plan] = field(default_factory=dict)
+
+    def size(self, workers: int | None, microbatches: int | None) -> tuple[int, int]:
+        """How many workers and microbatches there are to be, checked."""
+        if isinstance(self.subject, Plan):
+            workers = workers or self.subject.schedule.workers
+            its = self.subject.schedule.microbatches
+            if microbatches not in (None, its):
+                raise PlanError(
+                    f"search(microbatches={microbatches!r}): the plan's times are of "
+                    f"one of {its} microbatches; leave it out, or plan again"
+                )
+            microbatches = its
+        if workers is None:
+            raise PlanError("search(workers=None): give an int of 1 or more")
+        positive("search", workers=workers)
+        if microbatches is None:
+            most = 2 * workers
+            tensors = [a for a in (*self.args, *self.kwargs.values()) if _has_rows(a)]
+            rows = tensors[0].shape[0] if tensors else most
+            microbatches = max(m for m in range(1, most + 1) if rows % m == 0)
+        positive("search", microbatches=microbatches)
+        return workers, microbatches
+
+    def costs(self, workers: int, microbatches: int, wanted: Sequence[int]) -> Costs:
+        if isinstance(self.subject, Mapping):
+            return of_durations(self.subject, workers, wanted)
+        if isinstance(self.subject, nx.DiGraph):
+            return of_graph(self.subject)
+        if isinstance(self.subject, Plan):
+            return of_graph(self.subject.stages)
+        if callable(self.subject) and not isinstance(self.subject, (type, Schedule)):
+            return self.plans(workers, microbatches, wanted)
+        raise PlanError(
+            f"search({self.subject!r}): give times of a stage, a networkx.DiGraph of "
+            "stages, a Plan, or a model with args="
+        )
+
+    def plans(self, workers: int, microbatches: int, wanted: Sequence[int]) -> Costs:
+        """The stages of the model's plan for each number of them that it has."""
+        refused: PlanError | None = None
+        for count in wanted:
+            try:
+                found = self.plan(_in_turns(workers, microbatches, count))
+            except PlanError as error:
+                refused = refused or error  # such as more stages than it has parts
+                continue
+            self.planned[len(found.stages)] = found
+        if not self.planned:
+            assert refused is not None
+            raise refused
+        return Costs({n: p.stages for n, p in self.planned.items()}, True, True)
+
+    def plan(self, schedule: Schedule) -> Plan:
+        return plan(self.subject, schedule, *self.args, **self.kwargs)
+
+    def checked(self, schedule: Schedule) -> Schedule:
+        """The schedule; with n as mere priorities where the model is cut otherwise for
+        it than it was for the search, and strict orders stop it."""
+        if not self.planned:
+            return schedule
+        try:
+            self.plan(schedule)
+        except PlanError:
+            schedule = replace(schedule, in_order=False)
+            self.plan(schedule)
+        return schedule
+
+
+def _in_turns(workers: int, microbatches: int, count: int) -> Schedule:
+    """What a model is cut for, to know the stages' costs."""
+    return Schedule(
+        workers,
+        microbatches,
+        count,
+        w=lambda s, b, d: Placement(s % workers, s % workers),
+        n=oldest_microbatch_first(count),
+        in_flight=lambda s: count - s,
+    )
+
+
+def _has_rows(value: object) -> bool:
+    return isinstance(value, Tensor) and value.dim() > 0
