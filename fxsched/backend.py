@@ -272,12 +272,12 @@ def plan(
 
 def explain(
     model: Callable[..., Any], schedule: Schedule, *args: Any, **kwargs: Any
-) -> None:
-    """Prints the stages of a plan, what each costs, and what limits the step.
+) -> str:
+    """The stages of a plan, what each costs, and what limits the step, as text.
 
     Takes what fxsched.plan takes.
     """
-    print(plan(model, schedule, *args, **kwargs).explain())
+    return plan(model, schedule, *args, **kwargs).explain()
 
 
 def profile(

@@ -24,6 +24,7 @@ from ..state.full_state import full_state_dict
 from ..transport import processes
 
 BATCH = 64
+ROWS = 12  # of a worker's program, that are shown
 LEARNING_RATE, WEIGHT_DECAY, WARM_UP = 1e-3, 0.01, 20
 SEED = 0  # every rank builds the same model and draws the same batches
 
@@ -84,7 +85,8 @@ def demo(
     eager = copy.deepcopy(model)  # a rank soon keeps only its own parameters
     step: Any = torch.compile(model, backend=runner)
     difference = compare(step, model, eager, batches.draw(), microbatches)
-    say(f"{runner.plan}\n")
+    assert runner.plan is not None
+    say(f"{runner.plan}\n\n{runner.plan.table(0, jobs=ROWS)}\n")
 
     say(f"accuracy before training: {accuracies(step, batches)}")
     fit(step, model, batches, steps)

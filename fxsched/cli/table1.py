@@ -63,7 +63,8 @@ def rows() -> list[Row]:
 
 def text() -> str:
     """The rows as a table."""
-    return tables.table1_text([_cells(row) for row in rows()])
+    headers = "scheme|setting|quantity|formula|value|simulated"
+    return tables.table(headers, [_cells(row) for row in rows()])
 
 
 def _cells(row: Row) -> tuple[str, ...]:

@@ -6,7 +6,6 @@ import hashlib
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
 from typing import Any, overload
 
 import networkx as nx
@@ -18,11 +17,11 @@ from ..clock.event_loop import Event, Timeline
 from ..clock.network import Link
 from ..clock.stage_graph import credits, in_its_order
 from ..costmodel.measure import Known, Profile, fit
-from ..draw import tables
+from ..draw import plan_tables, program_table
 from ..draw.diagram import Diagram
 from ..ir.graphs import Group, Output, State
 from ..ir.step_ir import Line, Message
-from ..jobs import Direction, Job, Placement, PlanError, Schedule
+from ..jobs import Direction, Job, Placement, PlanError, Schedule, is_count, is_int
 from ..simulator.simulate import Durations, Simulation, run_placed
 from ..simulator.timeline_comparison import compare
 from .arithmetic import Arithmetic
@@ -94,13 +93,41 @@ class Plan:
         """Whether there are B jobs."""
         return any(job.direction is Direction.BACKWARD for job in self.jobs)
 
-    def table(self, rank: int) -> str:
-        """The program of one worker: a row for each job and each piece of transfer."""
-        return tables.program_table(self.programs[rank], rank)
+    def __str__(self) -> str:
+        """A summary: the stages, and what each worker runs, sends and holds."""
+        return plan_tables.summary_text(
+            self.schedule, self.stages, self.timeline, self.lines, self.notes
+        )
+
+    def table(self, rank: int, jobs: int | None = None, width: int | None = 88) -> str:
+        """The program of one worker: a row for each job and each piece of transfer.
+
+        jobs: how many rows, from the first; all unless given. width: of a line; None
+            for as wide as it takes.
+        Raises PlanError for a worker that there isn't, and counts below 1.
+        """
+        if not is_int(rank) or not 0 <= rank < len(self.programs):
+            raise PlanError(
+                f"Plan.table(rank={rank!r}): workers are 0..{len(self.programs) - 1}"
+            )
+        for name, count in (("jobs", jobs), ("width", width)):
+            if count is not None and not is_count(count):
+                raise PlanError(
+                    f"Plan.table({name}={count!r}): give an int of 1 or more, or None"
+                )
+        return program_table.sized_table(self.programs[rank], rank, jobs, width)
+
+    def text(self) -> str:
+        """All of it: the stages, who keeps which weights, and a table of each worker's
+        program, each line as long as it takes. Equal for equal plans."""
+        head = plan_tables.plan_head(
+            self.schedule, self.stages, self.groups, self.notes
+        )
+        return plan_tables.plan_text(head, self.programs)
 
     def explain(self) -> str:
         """Stages and workers with their work and memory, and what limits the step."""
-        return tables.explain_text(self.schedule, self.stages)
+        return plan_tables.explain_text(self.schedule, self.stages)
 
     def simulate(
         self,
@@ -164,15 +191,9 @@ class Plan:
         """Equal for equal plans that compute the same, in any process; writes no
         programs."""
         text = hashlib.sha256(self.arithmetic.digest.encode())
-        head = tables.plan_head(self.schedule, self.stages, self.groups, self.notes)
+        head = plan_tables.plan_head(
+            self.schedule, self.stages, self.groups, self.notes
+        )
         for part in (*head, *self.lines):
             text.update(f"{part!s}\n".encode())
         return text.hexdigest()
-
-    @cached_property
-    def _text(self) -> str:
-        head = tables.plan_head(self.schedule, self.stages, self.groups, self.notes)
-        return tables.plan_text(head, self.programs)
-
-    def __str__(self) -> str:
-        return self._text

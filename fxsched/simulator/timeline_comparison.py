@@ -114,7 +114,7 @@ def _orders(a: Timing, b: Timing) -> str:
     line = "order of jobs: differs on every worker"
     if same:
         line = f"order of jobs: the same on workers {tables.ranges(same)}; differs on"
-    headers = ["worker", "at job", "predicted", "measured"]
+    headers = "worker|at job|predicted|measured"
     more = f"\nand {len(rows) - ROWS} more" if len(rows) > ROWS else ""
     return _table(line, headers, rows[:ROWS]) + more
 
@@ -138,7 +138,7 @@ def _durations(a: Timing, b: Timing, time: Clock) -> str:
     line = f"durations of jobs, medians{_in(time)}"
     if len(medians) > KINDS:
         line += f", where they differ most ({KINDS} of {len(medians)})"
-    headers = ["stage", "direction", "predicted", "measured", "ratio"]
+    headers = "stage|direction|predicted|measured|ratio"
     return _table(line, headers, rows)
 
 
@@ -154,7 +154,7 @@ def _waits(a: Timing, b: Timing, time: Clock) -> str:
     if not rows:
         return "waits between jobs: the same"
     line = f"waits that differ most{_in(time)}"
-    headers = ["worker", "before job", "predicted", "measured"]
+    headers = "worker|before job|predicted|measured"
     return _table(line, headers, rows)
 
 
@@ -162,5 +162,5 @@ def _in(time: Clock) -> str:
     return f" in {time.unit}" if time.unit else ""
 
 
-def _table(line: str, headers: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
-    return f"{line}\n\n{tables.right_table(headers, rows)}"
+def _table(line: str, headers: str, rows: Sequence[Sequence[object]]) -> str:
+    return f"{line}\n\n{tables.table(headers, rows, 'r')}"

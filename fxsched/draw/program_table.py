@@ -1,0 +1,136 @@
+"""A worker's program as a table: a row for each job, and for each transfer."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch import fx
+
+from ..ir import ops
+from ..ir.graphs import Spec
+from .tables import byte_text, shorten, table
+
+HEADERS = "#|job|n|waits for|weights|sends|frees"
+
+
+def program_table(program: fx.GraphModule, rank: int) -> str:
+    """One row per job in planned order, and per transfer of weights and gradients.
+
+    waits for: values and the worker that each comes from. weights: where they are
+    kept. sends: what, and to whom. frees: what is let go after the job.
+    """
+    return f"worker {rank}\n{table(HEADERS, _rows(program))}"
+
+
+def sized_table(
+    program: fx.GraphModule, rank: int, jobs: int | None, width: int | None
+) -> str:
+    """The same with bytes in the place of names: the first `jobs` rows, in lines of at
+    most `width`.
+
+    sends: bytes, and to whom (as many to each). frees: bytes of the values that are let
+    go, by their shapes.
+    """
+    rows = _rows(program, sizes=True)
+    shown = table(HEADERS, rows[:jobs], width=width)
+    more = f"\nand {len(rows) - jobs} more" if jobs and jobs < len(rows) else ""
+    return f"worker {rank}\n{shown}{more}"
+
+
+def _rows(program: fx.GraphModule, sizes: bool = False) -> list[list[Any]]:
+    seen: set[fx.Node] = set()
+    tasks = enumerate(_tasks(program))
+    return [[i, *_cells(nodes, seen, sizes)] for i, nodes in tasks]
+
+
+def _tasks(program: fx.GraphModule) -> list[list[fx.Node]]:
+    """The nodes of each task, in the order of the tasks' first own nodes."""
+    tasks: dict[str, list[fx.Node]] = {}
+    for node in program.graph.nodes:
+        receives = node.target in (ops.recv, ops.fetch)
+        if node.op not in ("placeholder", "output") and not receives:
+            tasks.setdefault(node.meta["task"], []).append(node)
+    return list(tasks.values())
+
+
+def _cells(nodes: list[fx.Node], seen: set[fx.Node], sizes: bool) -> list[Any]:
+    task, n = nodes[0].meta["task"], nodes[0].meta["n"]
+    waits, weights = _reads(nodes, seen)
+    sends = [node for node in nodes if node.target is ops.send]
+    freed = [v for n in nodes if n.target is ops.free for v in n.all_input_nodes]
+    return [
+        task,
+        n,
+        shorten(list(dict.fromkeys(waits))),
+        ", ".join(dict.fromkeys(weights)),
+        _sent_bytes(sends) if sizes else _sent(sends),
+        _freed_bytes(freed) if sizes else _freed(freed),
+    ]
+
+
+def _reads(nodes: list[fx.Node], seen: set[fx.Node]) -> tuple[list[str], list[str]]:
+    """The values and the weights that a task reads, each with where it comes from.
+
+    seen: the values received for tasks before, which are not waited for again.
+    """
+    task, inside = nodes[0].meta["task"], set(nodes)
+    readers = [node for node in nodes if node.target is not ops.free]
+    values = dict.fromkeys(v for node in readers for v in node.all_input_nodes)
+    waits, weights = [], []
+    for value in values:
+        if value in inside or value in seen:
+            continue
+        maker = value.meta.get("task", task)
+        if value.target is ops.recv:
+            seen.add(value)
+            waits.append(f"{maker} from {value.kwargs['source']}")
+        elif value.target is ops.fetch:
+            weights.append(f"{value.meta['group']} from {value.kwargs['source']}")
+        elif "group" in value.meta and value.op == "placeholder":
+            weights.append(f"{value.meta['group']} here")
+        elif maker != task:
+            waits.append(f"{maker} here")
+    return waits, weights
+
+
+def _sent(sends: Sequence[fx.Node]) -> str:
+    """What is sent, and to which workers."""
+    workers: dict[str, list[str]] = {}
+    for node in sends:
+        workers.setdefault(_name(node.args[0]), []).append(str(node.kwargs["to"]))
+    return ", ".join(f"{name} to {'+'.join(to)}" for name, to in workers.items())
+
+
+def _sent_bytes(sends: Sequence[fx.Node]) -> str:
+    """How many bytes are sent, and to which workers."""
+    workers: dict[fx.Node, list[str]] = {}
+    for node in sends:
+        workers.setdefault(node.all_input_nodes[0], []).append(str(node.kwargs["to"]))
+    sizes: dict[str, int] = {}
+    for value, to in workers.items():
+        sizes["+".join(to)] = sizes.get("+".join(to), 0) + _bytes(value)
+    return ", ".join(f"{byte_text(size)} to {to}" for to, size in sizes.items())
+
+
+def _freed(values: Sequence[fx.Node]) -> str:
+    names = dict.fromkeys(map(_name, values))
+    return shorten([name for name in names if not name.startswith("job_")])
+
+
+def _freed_bytes(values: Sequence[fx.Node]) -> str:
+    size = sum(map(_bytes, dict.fromkeys(values)))
+    return byte_text(size) if size else ""
+
+
+def _bytes(value: fx.Node) -> int:
+    specs: Sequence[Spec] = value.meta.get("specs", ())  # not on nodes of a user
+    return sum(spec.bytes for spec in specs)
+
+
+def _name(value: object) -> str:
+    """A value as tables show it."""
+    assert isinstance(value, fx.Node)
+    if value.target is ops.recv:
+        return f"{value.meta['task']}'s"
+    return value.name
