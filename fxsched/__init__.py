@@ -4,13 +4,14 @@
 """
 
 from . import schedules
-from .backend import Backend, backend, explain, plan, profile
+from .backend import Backend, backend
 from .checker.check_messages import CheckError
 from .clock.event_loop import Event
 from .clock.network import Link
 from .costmodel.measure import Profile
 from .draw.chrome import write_trace
 from .draw.diagram import Diagram
+from .dry_run import explain, plan, profile
 from .equality.verify import Verification, verify
 from .ir.boundary import stage_boundary
 from .jobs import Direction, Job, Placement, PlanError, Schedule

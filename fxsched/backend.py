@@ -2,21 +2,14 @@
 
 from __future__ import annotations
 
-import dataclasses
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
-import torch
 from torch import Tensor, fx
 
-from .autodiff import inductor
 from .autodiff.activation_checkpoints import inline_checkpoints
-from .capture.batch import Batch, batch_of
-from .capture.caller import Dims, parts
-from .capture.graph_inputs import call_text
-from .capture.meta_device import is_meta
-from .capture.outputs import REDUCTIONS
+from .capture.caller import Dims
 from .capture.refusals import refusal
 from .capture.trace import (
     ask_for_symbolic_batch,
@@ -25,55 +18,77 @@ from .capture.trace import (
     graph_break,
     note_arguments,
     note_origins,
-    trace_microbatch,
 )
 from .clock.event_loop import Event
-from .costmodel.measure import Profile, measure
-from .ir.loss_scale import Scale, read_scale
+from .costmodel.measure import Profile
+from .ir.loss_scale import read_scale
 from .ir.modes import modes_after_errors
-from .ir.request import Request
-from .jobs import PlanError, Schedule, is_int, is_number
-from .pipeline import make_plan
+from .ir.request import (
+    BufferReduction,
+    Carry,
+    CheckInputs,
+    LossReduction,
+    Order,
+    OutputReduction,
+    PassedRows,
+    Ragged,
+    Request,
+    StageCompiler,
+    Transport,
+)
+from .jobs import PlanError, Schedule
+from .options import (
+    Options,
+    Pass,
+    above_zero,
+    buffer_reductions,
+    check_local_rows,
+    check_words,
+    checked_passes,
+    checked_profile,
+    checked_schedule,
+    compile_options_error,
+    look_ahead,
+    output_reductions,
+    sample_dims,
+    source_rank,
+    stage_groups,
+    stage_names,
+)
+from .planning import OnTrace, make_step
 from .plans.plan import Plan
-from .rows.label_watch import Watch
-from .rows.weighted_loss import reduction_of
-from .runtime.input_agreement import CHECKS, Agreement, InputRule
-from .runtime.local_rows import check_local, spread
+from .runtime.input_agreement import InputRule
+from .runtime.local_rows import spread
 from .runtime.padding import Padded, check_padded, pad
-from .runtime.runs import Runnable
 from .runtime.step import Step
+from .runtime.step_key import step_key
 from .runtime.workers import Ranks, Threads
-from .schedules.arguments import each_one_of, one_of, positive
-from .state.kept import KEPT, specs_of, stand_in
-from .transport.processes import TRANSPORTS, choose, from_rank_0
+from .state.kept import KEPT
+from .transport.processes import choose
 
 PLANS = 64  # that a backend keeps
-LOCAL = [
-    {"ragged": "error", "input_from": None, "loss": loss} for loss in ("mean", "sum")
-]  # what goes with rows="local"
-Pass = Callable[[fx.GraphModule, Request], fx.GraphModule]
 
 
 def backend(
     schedule: Schedule,
     stages: str | Sequence[str] = "auto",
-    transport: str | None = None,
-    order: str = "static",
-    carry: str = "saved",
-    loss_reduction: str = "mean",
-    stage_compiler: str = "eager",
+    transport: Transport | None = None,
+    order: Order = "static",
+    carry: Carry = "saved",
+    loss_reduction: LossReduction = "mean",
+    stage_compiler: StageCompiler = "eager",
     passes: Sequence[Pass] = (),
     memory_limit: float | None = None,
     same_stage: Sequence[Sequence[str]] = (),
     profile: Profile | bool | None = None,
     prefetch: int = 1,
-    check_inputs: str = "first",
+    check_inputs: CheckInputs = "first",
     input_from: int | None = None,
     batch_dims: Dims | None = None,
-    ragged: str = "error",
-    rows: str = "all",
-    buffers: Mapping[str, str] | None = None,
-    outputs: Mapping[int | str, str] | None = None,
+    ragged: Ragged = "error",
+    rows: PassedRows = "all",
+    buffers: Mapping[str, BufferReduction] | None = None,
+    outputs: Mapping[int | str, OutputReduction] | None = None,
     timeout: float | None = None,
     loss_scale: object = None,
 ) -> Backend:
@@ -140,240 +155,40 @@ def backend(
     Raises PlanError for options that don't exist, and when called for what cannot be
     planned.
     """
-    if isinstance(schedule, fx.GraphModule):
-        raise PlanError(
-            "torch.compile(backend=fxsched.backend) names the function; give what it "
-            "makes, torch.compile(model, backend=fxsched.backend(schedule))"
-        )
-    one_of("backend", "order", order, ("static", "dynamic"))
-    one_of("backend", "carry", carry, ("saved", "recompute"))
-    one_of("backend", "loss_reduction", loss_reduction, ("mean", "sum", "weighted"))
-    one_of("backend", "stage_compiler", stage_compiler, ("eager", "inductor"))
-    one_of("backend", "ragged", ragged, ("error", "fewer", "pad"))
-    one_of("backend", "rows", rows, ("all", "local"))
-    others = {"ragged": ragged, "input_from": input_from, "loss": loss_reduction}
-    if rows == "local" and others not in LOCAL:
-        raise PlanError(
-            "backend(rows='local') doesn't go with ragged=, input_from= or "
-            "loss_reduction='weighted', which need the whole batch on every rank"
-        )
-    one_of("backend", "transport", transport, (None, *TRANSPORTS))
-    one_of("backend", "check_inputs", check_inputs, CHECKS)
-    if isinstance(stages, str) and stages != "auto":
-        raise PlanError(
-            f"backend(stages={stages!r}): give 'auto' or a list of module names, such "
-            f"as [{stages!r}]"
-        )
-    if not isinstance(stages, str):
-        stages = tuple(stages) if isinstance(stages, Iterable) else (stages,)
-        if not stages or not all(isinstance(name, str) for name in stages):
-            raise PlanError(
-                f"backend(stages={list(stages)!r}): give 'auto' or a list of names of "
-                "modules"
-            )
-    if not isinstance(schedule, Schedule):
-        raise PlanError(
-            f"backend(schedule={schedule!r}): give a Schedule, such as "
-            "fxsched.schedules.gpipe(workers=4, microbatches=8)"
-        )
-    if not is_int(prefetch) or prefetch < 0:
-        raise PlanError(f"backend(prefetch={prefetch!r}): give an int, 0 or more")
-    if input_from is not None and (
-        not is_int(input_from) or not 0 <= input_from < schedule.workers
-    ):
-        raise PlanError(
-            f"backend(input_from={input_from!r}): give a rank, 0 to "
-            f"{schedule.workers - 1}"
-        )
-    if timeout is not None and not (is_number(timeout) and timeout > 0):
-        raise PlanError(f"backend(timeout={timeout!r}): give seconds, above 0")
-    if memory_limit is not None and not (is_number(memory_limit) and memory_limit > 0):
-        raise PlanError(f"backend(memory_limit={memory_limit!r}): give bytes, above 0")
-    if not (profile is None or isinstance(profile, (bool, Profile))):
-        raise PlanError(
-            f"backend(profile={profile!r}): give True, or what fxsched.profile(model, "
-            "*inputs) measured"
-        )
-    if not isinstance(passes, (tuple, list)) or not all(map(callable, passes)):
-        raise PlanError(
-            f"backend(passes={passes!r}): give a list of functions (program, request) "
-            "-> program"
-        )
-    groups = _groups(same_stage)
-    scale = read_scale(loss_scale)
-    configure_dynamo()
+    checked_schedule(schedule)
+    check_words(order=order, carry=carry, loss_reduction=loss_reduction)
+    check_words(stage_compiler=stage_compiler, ragged=ragged, rows=rows)
+    check_local_rows(rows, ragged, input_from, loss_reduction)
+    check_words(transport=transport, check_inputs=check_inputs)
     request = Request(
         schedule,
-        stages,
+        stage_names(stages),
         carry,
         loss_reduction,
-        memory_limit=memory_limit,
-        same_stage=groups,
-        prefetch=prefetch,
-        batch_dims=_batch_dims(batch_dims),
+        memory_limit=above_zero("memory_limit", memory_limit, "bytes"),
+        same_stage=stage_groups(same_stage),
+        prefetch=look_ahead(prefetch),
+        batch_dims=sample_dims(batch_dims),
         ragged=ragged,
         rows=rows,
         most=schedule.microbatches,
-        buffers=each_one_of("buffers", buffers, ("mean", "sum", "last")),
-        outputs=each_one_of("outputs", outputs, REDUCTIONS),
+        buffers=buffer_reductions(buffers),
+        outputs=output_reductions(outputs),
         scaled=loss_scale is not None,
     )
-    rule = InputRule(check_inputs, input_from)
-    own = tuple(passes)
-    made = Backend(
-        request, transport, order, stage_compiler, own, profile, rule, timeout
-    )
-    made.loss_scale = scale
-    return made
-
-
-def plan(
-    model: Callable[..., Any],
-    schedule: Schedule,
-    *args: Any,
-    stages: str | Sequence[str] = "auto",
-    carry: str = "saved",
-    memory_limit: float | None = None,
-    same_stage: Sequence[Sequence[str]] = (),
-    profile: Profile | None = None,
-    batch_dims: Dims | None = None,
-    ragged: str = "error",
-    buffers: Mapping[str, str] | None = None,
-    outputs: Mapping[int | str, str] | None = None,
-    **kwargs: Any,
-) -> Plan:
-    """The plan of model(*args, **kwargs) by a schedule, without running anything.
-
-    The other options are those of fxsched.backend. One process plans for any number of
-    workers. A model and inputs on the meta device, which have no memory, are planned as
-    on the CPU. Raises PlanError for what cannot be planned.
-    """
-    _check_model("plan", model)
-    planner = backend(
-        schedule,
-        stages,
-        "threads",
-        carry=carry,
-        memory_limit=memory_limit,
-        same_stage=same_stage,
-        profile=profile,
-        batch_dims=batch_dims,
-        ragged=ragged,
-        buffers=buffers,
-        outputs=outputs,
-    )
-    planner.plan_only = True
-    try:
-        torch.compile(model, backend=planner)(*args, **kwargs)
-    except _Planned as planned:
-        return planned.plan
-    raise _no_graph("plan")
-
-
-def explain(
-    model: Callable[..., Any], schedule: Schedule, *args: Any, **kwargs: Any
-) -> str:
-    """The stages of a plan, what each costs, and what limits the step, as text.
-
-    Takes what fxsched.plan takes.
-    """
-    return plan(model, schedule, *args, **kwargs).explain()
-
-
-def profile(
-    model: Callable[..., Any],
-    *args: Any,
-    microbatches: int = 1,
-    repeats: int = 9,
-    batch_dims: Dims | None = None,
-    **kwargs: Any,
-) -> Profile:
-    """Measures F and B of every node of model(*args, **kwargs), for one microbatch.
-
-    batch_dims: as for fxsched.backend.
-
-    Give it to fxsched.backend, plan or explain. Under torchrun all ranks measure at the
-    same time, and every rank gets what rank 0 measured, so that all plan alike.
-    Parameters, buffers and random numbers stay as they are. Raises PlanError for models
-    that cannot be traced.
-    """
-    _check_model("profile", model)
-    positive("profile", repeats=repeats, microbatches=microbatches)
-
-    def make() -> Profile:
-        way = Schedule(1, microbatches)
-        tracer = _Tracer(backend(way, batch_dims=batch_dims).request)
-        tracer.plan_only = True
-        try:
-            with torch.enable_grad():
-                torch.compile(model, backend=tracer)(*args, **kwargs)
-        except _Traced as traced:
-            return measure(traced.graph, traced.inputs, microbatches, repeats)
-        raise _no_graph("profile")
-
-    return from_rank_0(make)
-
-
-def _check_model(call: str, model: object) -> None:
-    """Raises PlanError for what torch.compile would stumble over, or change for good:
-    compiling a class compiles all its instances."""
-    if isinstance(model, Schedule):
-        wanted = f"{call}(model, ...): the model comes first, here is a Schedule"
-    elif isinstance(model, type):
-        wanted = (
-            f"{call}(model={model.__name__}): give a model, {model.__name__}(...), not "
-            "its class"
+    return Backend(
+        Options(
+            request,
+            transport,
+            order,
+            stage_compiler,
+            checked_passes(passes),
+            checked_profile(profile),
+            InputRule(check_inputs, source_rank(input_from, schedule.workers)),
+            above_zero("timeout", timeout, "seconds"),
+            read_scale(loss_scale),
         )
-    elif callable(model):
-        return
-    else:
-        wanted = f"{call}(model={model!r}): give an nn.Module or a function of tensors"
-    raise PlanError(wanted)
-
-
-def _groups(same_stage: object) -> tuple[tuple[str, ...], ...]:
-    """same_stage as tuples, checked."""
-    groups = same_stage if isinstance(same_stage, (list, tuple)) else [same_stage]
-    for group in groups:
-        if (
-            not isinstance(group, (list, tuple))
-            or len(group) < 2
-            or not all(isinstance(name, str) for name in group)
-        ):
-            raise PlanError(
-                f"backend(same_stage={same_stage!r}): give groups of two or more names "
-                "of modules, such as [['encoder.embed', 'head']]"
-            )
-    return tuple(map(tuple, groups))
-
-
-def _no_graph(what: str) -> PlanError:
-    return PlanError(
-        f"Dynamo made no graph of the model, so there is no {what}; "
-        "torch.compile(model, fullgraph=True) tells why"
     )
-
-
-class _Planning(NamedTuple):
-    """A plan, and the traced microbatch and the request that it was made from."""
-
-    plan: Plan
-    traced: fx.GraphModule
-    request: Request
-
-
-class _Planned(Exception):
-    """Ends the call of a compiled function once there is a plan."""
-
-    def __init__(self, plan: Plan) -> None:
-        self.plan = plan
-
-
-class _Traced(Exception):
-    """Ends the call of a compiled function once there is a traced microbatch."""
-
-    def __init__(self, graph: fx.GraphModule, inputs: Sequence[Any]) -> None:
-        self.graph, self.inputs = graph, inputs
 
 
 class Backend:
@@ -386,33 +201,19 @@ class Backend:
     others anew when they come again, and is a context manager; see close().
     """
 
-    def __init__(
-        self,
-        request: Request,
-        transport: str | None = None,
-        order: str = "static",
-        stage_compiler: str = "eager",
-        passes: tuple[Pass, ...] = (),
-        profile: Profile | bool | None = None,
-        rule: InputRule | None = None,
-        timeout: float | None = None,
-    ) -> None:
-        self._rule = rule or InputRule()
-        self.request, self.order, self.passes = request, order, passes
-        self.stage_compiler, self.record = stage_compiler, bool(profile)
-        self.profile = None if isinstance(profile, bool) else profile
-        self._last: Step | None = None
+    def __init__(self, options: Options) -> None:
+        self.options, self.request = options, options.request
+        self.record = bool(options.profile)
         self.plan: Plan | None = None
-        self.plan_only = False
-        self._transport, self._timeout = transport, timeout
-        self._workers: Threads | Ranks | None = None
         self.closed = False
+        self.on_trace: OnTrace | None = None  # for fxsched.verify
+        self._last: Step | None = None
+        self._workers: Threads | Ranks | None = None
         self._events: tuple[Event, ...] | None = None  # once it is closed
         self._served: weakref.WeakSet[Any] = weakref.WeakSet()
         self._steps: dict[str, Step] = {}  # the last one to be called is the last
         self._said: set[str] = set()  # what was warned of
-        self.on_trace: Callable[..., None] | None = None  # for fxsched.verify
-        self.loss_scale: Scale | None = None
+        configure_dynamo()
 
     def __enter__(self) -> Backend:
         return self
@@ -457,7 +258,7 @@ class Backend:
         self, gm: fx.GraphModule, inputs: Sequence[Any], **options: Any
     ) -> Callable[..., Sequence[Any]]:
         """torch.compile's side: from a traced graph to a function of its inputs."""
-        broken = graph_break(gm) or refusal(gm) or _not_ours(options)
+        broken = graph_break(gm) or refusal(gm) or compile_options_error(options)
         gm = inline_checkpoints(gm)
         note_origins(gm, inputs)
         note_arguments(gm, inputs)
@@ -468,7 +269,7 @@ class Backend:
         def call(*args: Any) -> Sequence[Any]:
             if broken is not None:
                 raise broken
-            return self._run(captured, args)
+            return self.run(captured, args)
 
         return call
 
@@ -476,7 +277,7 @@ class Backend:
         """Itself: the copy of a compiled model has weights of its own, not workers."""
         return self
 
-    def _sized(
+    def sized(
         self, gm: fx.GraphModule, args: tuple[Any, ...]
     ) -> tuple[tuple[Any, ...], Padded | None]:
         """The arguments with the rows of all ranks, if this one passes its own, or with
@@ -487,34 +288,28 @@ class Backend:
         padded = pad(gm, args, request) if request.ragged == "pad" else None
         return (args if padded is None else padded.args), padded
 
-    def _run(self, gm: fx.GraphModule, args: tuple[Any, ...]) -> Sequence[Any]:
+    def run(self, gm: fx.GraphModule, args: tuple[Any, ...]) -> Sequence[Any]:
         if self.closed:
             raise PlanError(
                 "this backend is closed; compile the model with a new one, "
                 "torch.compile(model, backend=fxsched.backend(schedule))"
             )
-        if not self.plan_only:
-            self._all()
+        self._start_workers()
         if isinstance(self._workers, Ranks):
             self._workers.call()
-        args, padded = self._sized(gm, args)
-        try:
-            step = self._step(gm, args)
-        except _Planned as planned:
-            if padded is not None:
-                check_padded(gm, planned.plan)
-            raise
+        args, padded = self.sized(gm, args)
+        step = self._step(gm, args)
         if padded is not None:
             check_padded(gm, step.plan)
         if self._last is None or step.plan.trains or not self._last.plan.trains:
             self._last, self.plan = step, step.plan
-        given = args if step.agreement is None else step.agreement(args)
+        inputs = args if step.agreement is None else step.agreement(args)
         with step.workers.guarded():
             if step.watch is not None:
-                step.watch(given, self._said)
+                step.watch(inputs, self._said)
             if step.early is not None:
-                given = (*given, *step.early(*given))
-        outputs = step(args, given)
+                inputs = (*inputs, *step.early(*inputs))
+        outputs = step(args, inputs)
         for output, value in zip(step.plan.outputs, outputs, strict=True):
             old = args[output.state or 0] if output.replaced else None
             if isinstance(old, Tensor) and old in KEPT:
@@ -523,7 +318,7 @@ class Backend:
 
     def _step(self, gm: fx.GraphModule, args: tuple[Any, ...]) -> Step:
         """The step for these inputs, planned now if there is none yet."""
-        key = _key(gm, args)
+        key = step_key(gm, args)
         step = self._planned(key, gm, args)
         ranks = self._workers
         if isinstance(ranks, Ranks) and not ranks.settle(step.plan, args):
@@ -541,6 +336,10 @@ class Backend:
             del self._steps[next(iter(self._steps))]
         return step
 
+    def _make(self, gm: fx.GraphModule, args: tuple[Any, ...]) -> Step:
+        workers = self._start_workers()
+        return make_step(gm, args, self.options, workers, self.record, self.on_trace)
+
     def reset(self, loaded: bool = False) -> None:
         """Brings ranks together again after one has failed; every rank calls it.
 
@@ -556,94 +355,19 @@ class Backend:
                 if step.agreement is not None:
                     step.agreement.calls = 0
 
-    def _all(self) -> Threads | Ranks:
+    def _start_workers(self) -> Threads | Ranks:
         """The workers, started with the first call."""
         if self._workers is None:
             workers = self.request.schedule.workers
-            kind = choose(self._transport, workers)
+            kind = choose(self.options.transport, workers)
             if kind == "threads":
                 self._workers = Threads(workers)
                 return self._workers
             near = kind == "distributed"
-            self._workers = Ranks(workers, near, self._timeout)
+            self._workers = Ranks(workers, near, self.options.timeout)
             end = weakref.finalize(self, self._workers.close)
             end.atexit = False  # threads end with their pool
         return self._workers
-
-    def _make(self, gm: fx.GraphModule, args: tuple[Any, ...]) -> Step:
-        """Plans and checks a step with the other ranks, and gets its programs ready."""
-        if not self.plan_only:
-            _refuse_meta(args, "run", "fxsched.plan plans it as it is")
-        workers, number = self._workers, 0
-        if isinstance(workers, Ranks):
-            number = workers.meet(call_text(gm, args))
-        try:
-            plan, traced, request = self._plan(gm, args)
-        except Exception as error:
-            if isinstance(workers, Ranks):
-                workers.check(error)  # the others wait for this rank
-            raise
-        if workers is None:
-            raise _Planned(plan)
-        workers.check(plan)
-        order = "static" if plan.schedule.in_order else self.order
-        here, prefetch = workers.here, self.request.prefetch
-        with workers.guarded():
-            if self.stage_compiler == "inductor":
-                inductor.compile_stages([plan.programs[r] for r in here])
-            programs = {
-                r: Runnable(plan.programs[r], order, self.record, prefetch)
-                for r in here
-            }
-        step = Step(plan, programs, workers, self.record)
-        step.early, step.scale = traced.meta["early"], self.loss_scale
-        if isinstance(workers, Ranks):
-            own = [each for each in plan.inputs if each.input < len(args)]
-            local = request.rows == "local"
-            step.agreement = Agreement(
-                self._rule, own, workers.processes, number, local
-            )
-        if plan.schedule.microbatches > 1 and 0 in here:
-            step.watch = Watch(gm, traced, plan.loss, request)
-        return step
-
-    def _plan(self, gm: fx.GraphModule, args: tuple[Any, ...]) -> _Planning:
-        owners = self._workers.owners(args) if self._workers else {}
-        batch = batch_of(gm, args, self.request)
-        traced = self._trace(gm, args, batch)
-        if self.profile is not None:
-            self.profile.apply(traced)
-        request = dataclasses.replace(
-            self.request,
-            loss_reduction=self._reduction(traced),
-            training=torch.is_grad_enabled(),
-            schedule=self.request.schedule.first(batch.microbatches),
-            owners=owners,
-            readers=self._workers.readers if self._workers else None,
-        )
-        plan = make_plan(traced, request, self.passes)
-        if request.rows == "local" and isinstance(self._workers, Ranks):
-            check_local(plan, self.request.schedule)
-        return _Planning(plan, traced, request)
-
-    def _trace(
-        self, gm: fx.GraphModule, args: tuple[Any, ...], batch: Batch
-    ) -> fx.GraphModule:
-        """The graph of one microbatch."""
-        weighted = self.request.loss_reduction == "weighted"
-        specs, said = specs_of(args), self.request.outputs
-        traced = trace_microbatch(gm, args, batch, specs, weighted, said)
-        if self.on_trace is not None:
-            self.on_trace(gm, args, batch, traced)
-        return traced
-
-    def _reduction(self, traced: fx.GraphModule) -> str:
-        """How the microbatches' losses are put together: "mean" or "sum"."""
-        reduction = self.request.loss_reduction
-        if reduction != "weighted":
-            return reduction
-        pairs = zip(traced.meta["outputs"], traced.meta["rows"], strict=True)
-        return reduction_of([rows for output, rows in pairs if output.kind == "scalar"])
 
     @property
     def timeline(self) -> tuple[Event, ...]:
@@ -659,85 +383,7 @@ class Backend:
         return self._events or () if self._last is None else self._last.events
 
 
-def _not_ours(options: dict[str, Any]) -> PlanError | None:
-    """The error for what torch.compile was given besides the backend, if anything."""
-    if not options:
-        return None
-    given = ", ".join(f"{name}={value!r}" for name, value in options.items())
-    return PlanError(
-        f"torch.compile({given}) is for Inductor; leave it out, or take "
-        "fxsched.backend(schedule, stage_compiler='inductor') to compile stages with it"
-    )
-
-
 def _leave(backend: weakref.ref[Backend]) -> None:
     left = backend()
     if left is not None:
         left.leave()
-
-
-class _Tracer(Backend):
-    """A backend that stops at the traced microbatch."""
-
-    def _make(self, gm: fx.GraphModule, args: tuple[Any, ...]) -> Step:
-        _refuse_meta(args, "be measured", "fxsched.plan estimates what it takes")
-        batch = batch_of(gm, args, self.request)
-        traced = trace_microbatch(gm, args, batch, specs_of(args))
-        raise _Traced(traced, [stand_in(value) for value in args])
-
-
-def _batch_dims(dims: object) -> dict[str | int, int | None]:
-    """backend(batch_dims=), checked."""
-    if dims is None:
-        return {}
-    if not isinstance(dims, Mapping):
-        raise PlanError(
-            f"backend(batch_dims={dims!r}): give a dict, such as "
-            '{"cand": 0, "x": 1, "scale": None}'
-        )
-    for key, dim in dims.items():
-        if not (parts(key) if isinstance(key, str) else is_int(key)):
-            raise PlanError(
-                f"backend(batch_dims={{{key!r}: ..}}): name an argument, or give its "
-                "position"
-            )
-        if dim is not None and not is_int(dim):
-            raise PlanError(
-                f"backend(batch_dims={{{key!r}: {dim!r}}}): give a dimension, or None "
-                "for what all microbatches share"
-            )
-    return {
-        key if isinstance(key, str) else int(key): None if dim is None else int(dim)
-        for key, dim in dims.items()
-    }
-
-
-def _refuse_meta(args: Sequence[Any], what: str, instead: str) -> None:
-    if is_meta(args):
-        raise PlanError(
-            f"the model or its inputs are on the meta device and have no values to "
-            f"{what} with; {instead}, and model.to_empty(device=...) gives it memory"
-        )
-
-
-def _strides(tensor: Tensor) -> tuple[int, ...]:
-    """Strides of an input; those of a parameter change when a rank gives it up."""
-    return () if isinstance(tensor, torch.nn.Parameter) else tuple(tensor.stride())
-
-
-def _key(gm: fx.GraphModule, args: Sequence[Any]) -> str:
-    """Equal for calls that one step serves: same graph, shapes and modes."""
-    shapes = [
-        (tuple(a.shape), _strides(a), a.dtype, a.device, a.requires_grad)
-        if isinstance(a, Tensor)
-        else a
-        for a in args
-    ]
-    ids = [id(a) for a in args if isinstance(a, Tensor)]
-    same = list(map(ids.index, ids)) if len(set(ids)) < len(ids) else ""
-    casts = [
-        (kind, torch.get_autocast_dtype(kind))
-        for kind in ("cpu", "cuda")
-        if torch.is_autocast_enabled(kind)
-    ]
-    return f"{gm.meta['text']}\n{shapes}{same}\n{torch.is_grad_enabled()} {casts}"

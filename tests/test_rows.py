@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import fxsched
 from fxsched import Schedule
-from fxsched.backend import _Traced, _Tracer
+from fxsched.dry_run import Traced, Tracer
 from fxsched.rows.kinds import Effect, Kind, Rows
 from tests import cases
 
@@ -35,8 +35,8 @@ class Model(nn.Module):
 
 def rows_of(model: nn.Module, *inputs: Tensor) -> list[Rows | None]:
     """Of each output of a model whose batch is cut into two."""
-    tracer = _Tracer(fxsched.backend(Schedule(1, 2)).request)
-    with pytest.raises(_Traced) as traced:
+    tracer = Tracer(fxsched.backend(Schedule(1, 2)).options)
+    with pytest.raises(Traced) as traced:
         torch.compile(model, backend=tracer)(*inputs)
     rows: list[Rows | None] = traced.value.graph.meta["rows"]
     return rows

@@ -14,6 +14,7 @@ from torch import Tensor, fx
 
 from ..ir.graphs import Spec
 from ..ir.lazy import lazy_module
+from ..jobs import PlanError
 
 CPU = torch.device("cpu")
 
@@ -57,3 +58,12 @@ def on_cpu(gm: fx.GraphModule) -> fx.GraphModule:
 def _off_meta(value: Any) -> Any:
     named = isinstance(value, str) and value == "meta"
     return CPU if named or value == torch.device("meta") else value
+
+
+def refuse_meta(inputs: Sequence[Any], what: str, instead: str) -> None:
+    """Raises PlanError for inputs without values: what can't be done, and what can."""
+    if is_meta(inputs):
+        raise PlanError(
+            f"the model or its inputs are on the meta device and have no values to "
+            f"{what} with; {instead}, and model.to_empty(device=...) gives it memory"
+        )

@@ -8,16 +8,17 @@ the operations that make them. Of other numbers the user says what they are.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, get_args
 
 from torch import Tensor, fx
 
 from ..ir.graphs import Output, storage, tensors
+from ..ir.request import OutputReduction
 from ..jobs import PlanError
 from ..rows.kinds import Kind, Rows
 from .batch import Batch
 
-REDUCTIONS = ("mean", "sum", "max", "min", "last")
+REDUCTIONS = get_args(OutputReduction)
 Name = int | str
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import click
 from click.core import ParameterSource
 
-from ..backend import plan as make_plan
+from ..dry_run import plan as make_plan
 from ..jobs import PlanError
 from ..tuner.search import OBJECTIVES
 from ..tuner.search import search as find

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from ..backend import plan
+from ..dry_run import plan
 from ..jobs import PlanError
 from .option_types import choose
 

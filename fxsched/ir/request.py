@@ -4,8 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Literal
 
 from ..jobs import Schedule
+
+# The options of fxsched.backend that are words, and all words that each may be.
+Order = Literal["static", "dynamic"]
+Carry = Literal["saved", "recompute"]
+LossReduction = Literal["mean", "sum", "weighted"]
+StageCompiler = Literal["eager", "inductor"]
+Ragged = Literal["error", "fewer", "pad"]
+PassedRows = Literal["all", "local"]
+Transport = Literal["threads", "distributed", "gloo"]
+CheckInputs = Literal["first", "always", "never"]
+BufferReduction = Literal["mean", "sum", "last"]
+OutputReduction = Literal["mean", "sum", "max", "min", "last"]
 
 
 @dataclass(frozen=True)
@@ -33,8 +46,8 @@ class Request:
 
     schedule: Schedule
     stages: str | tuple[str, ...] = "auto"
-    carry: str = "saved"
-    loss_reduction: str = "mean"
+    carry: Carry = "saved"
+    loss_reduction: LossReduction = "mean"
     training: bool = True
     owners: dict[int, tuple[int, ...]] = field(default_factory=dict)
     memory_limit: float | None = None
@@ -42,9 +55,9 @@ class Request:
     readers: tuple[int, ...] | None = None
     prefetch: int = 1
     batch_dims: Mapping[str | int, int | None] = field(default_factory=dict)
-    ragged: str = "error"
+    ragged: Ragged = "error"
     most: int = 1
-    rows: str = "all"
-    buffers: dict[str, str] = field(default_factory=dict)
-    outputs: dict[int | str, str] = field(default_factory=dict)
+    rows: PassedRows = "all"
+    buffers: dict[str, BufferReduction] = field(default_factory=dict)
+    outputs: dict[int | str, OutputReduction] = field(default_factory=dict)
     scaled: bool = False

@@ -24,6 +24,7 @@ from torch import Tensor, fx
 
 from ..ir.graphs import storage
 from ..ir.lazy import lazy_module
+from ..ir.request import LossReduction
 from ..ir.user_line import line_of
 from ..jobs import PlanError
 from .kinds import Kind, Rows
@@ -133,7 +134,7 @@ def parts_of_sum(node: fx.Node, rows: Sequence[Rows | None]) -> list[int]:
     return [i for i in (0, 1) if kinds[i] in (Kind.MEAN, Kind.SHARED, None)]
 
 
-def reduction_of(losses: Sequence[Rows]) -> str:
+def reduction_of(losses: Sequence[Rows]) -> LossReduction:
     """How the microbatches' losses become the whole batch's: "sum" or "mean".
 
     losses: of the float scalars that the model returns.

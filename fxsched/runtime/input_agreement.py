@@ -16,11 +16,11 @@ import torch
 from torch import Tensor
 
 from ..ir.graphs import Role, State
+from ..ir.request import CheckInputs
 from ..jobs import PlanError
 from ..transport.checksums import digest
 from ..transport.processes import Processes
 
-CHECKS = ("first", "always", "never")
 FIRST = 3  # calls of each plan that check_inputs="first" compares
 SAMPLES = 64  # about as many elements of an input are what messages are marked by
 
@@ -28,11 +28,11 @@ SAMPLES = 64  # about as many elements of an input are what messages are marked 
 class InputRule(NamedTuple):
     """How ranks come to run on the same inputs.
 
-    check: one of CHECKS, which calls are compared.
+    check: which calls are compared.
     source: the rank whose inputs all take, or None.
     """
 
-    check: str = "first"
+    check: CheckInputs = "first"
     source: int | None = None
 
 

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 from ..jobs import PlanError, is_count, too_many
+
+Word = TypeVar("Word", bound=str)
 
 
 def positive(name: str, **counts: object) -> None:
@@ -30,7 +32,9 @@ def one_of(call: str, argument: str, value: object, allowed: Sequence[object]) -
     raise PlanError(f"{call}({argument}={value!r}): give {choices}{hint}")
 
 
-def each_one_of(argument: str, value: object, allowed: Sequence[str]) -> dict[Any, str]:
+def each_one_of(
+    argument: str, value: object, allowed: Sequence[Word]
+) -> dict[Any, Word]:
     """A copy of a dict of choices by name; PlanError for anything else."""
     if value is None:
         return {}

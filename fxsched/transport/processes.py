@@ -31,6 +31,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import distributed_c10d as c10d
 
+from ..ir.request import Transport
 from ..jobs import PlanError
 from .control import TICK, Control, Mark
 from .shared_memory import Neighbour, Neighbours
@@ -38,7 +39,6 @@ from .wire_format import Parcel
 
 T = TypeVar("T")
 
-TRANSPORTS = ("threads", "distributed", "gloo")
 WATCHERS = 8  # receives that may be posted at a time under order="dynamic"
 TAGS = 2**31 - 2  # of torch.distributed; the last two are SHARED and BROKEN
 SHARED, BROKEN = TAGS, TAGS + 1
@@ -577,8 +577,8 @@ def started_by_torchrun() -> bool:
     return dist.is_torchelastic_launched() or {"RANK", "WORLD_SIZE"} <= set(os.environ)
 
 
-def choose(transport: str | None, workers: int) -> str:
-    """One of TRANSPORTS. Raises PlanError if the world has another size."""
+def choose(transport: Transport | None, workers: int) -> Transport:
+    """The transport to take. Raises PlanError if the world has another size."""
     if transport == "threads":
         return transport
     if dist.is_initialized():

@@ -1,4 +1,4 @@
 """Looks for schedules.
 
-Imports: backend, clock, draw, jobs, plans, schedules, simulator.
+Imports: clock, draw, dry_run, jobs, plans, schedules, simulator.
 """

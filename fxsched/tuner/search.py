@@ -12,8 +12,8 @@ import networkx as nx
 from torch import Tensor
 from tqdm import tqdm
 
-from ..backend import plan
 from ..clock.network import Link
+from ..dry_run import plan
 from ..jobs import Placement, PlanError, Schedule, is_int, is_number
 from ..plans.plan import Plan
 from ..schedules.arguments import one_of, positive

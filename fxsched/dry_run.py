@@ -1,0 +1,174 @@
+"""What is known of a model without training it: its plan, and what its nodes take."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+
+from .backend import Backend, backend
+from .capture.batch import batch_of
+from .capture.caller import Dims
+from .capture.meta_device import refuse_meta
+from .capture.trace import trace_microbatch
+from .costmodel.measure import Profile, measure
+from .ir.modes import modes_after_errors
+from .ir.request import BufferReduction, Carry, OutputReduction, Ragged
+from .jobs import PlanError, Schedule
+from .planning import plan_call
+from .plans.plan import Plan
+from .runtime.padding import check_padded
+from .schedules.arguments import positive
+from .state.kept import specs_of, stand_in
+from .transport.processes import from_rank_0
+
+
+def plan(
+    model: Callable[..., Any],
+    schedule: Schedule,
+    *args: Any,
+    stages: str | Sequence[str] = "auto",
+    carry: Carry = "saved",
+    memory_limit: float | None = None,
+    same_stage: Sequence[Sequence[str]] = (),
+    profile: Profile | None = None,
+    batch_dims: Dims | None = None,
+    ragged: Ragged = "error",
+    buffers: Mapping[str, BufferReduction] | None = None,
+    outputs: Mapping[int | str, OutputReduction] | None = None,
+    **kwargs: Any,
+) -> Plan:
+    """The plan of model(*args, **kwargs) by a schedule, without running anything.
+
+    The other options are those of fxsched.backend. One process plans for any number of
+    workers. A model and inputs on the meta device, which have no memory, are planned as
+    on the CPU. Raises PlanError for what cannot be planned.
+    """
+    _check_model("plan", model)
+    checked = backend(
+        schedule,
+        stages,
+        "threads",
+        carry=carry,
+        memory_limit=memory_limit,
+        same_stage=same_stage,
+        profile=profile,
+        batch_dims=batch_dims,
+        ragged=ragged,
+        buffers=buffers,
+        outputs=outputs,
+    )
+    try:
+        torch.compile(model, backend=_Planner(checked.options))(*args, **kwargs)
+    except _Planned as planned:
+        return planned.plan
+    raise _no_graph("plan")
+
+
+def explain(
+    model: Callable[..., Any], schedule: Schedule, *args: Any, **kwargs: Any
+) -> str:
+    """The stages of a plan, what each costs, and what limits the step, as text.
+
+    Takes what fxsched.plan takes.
+    """
+    return plan(model, schedule, *args, **kwargs).explain()
+
+
+def profile(
+    model: Callable[..., Any],
+    *args: Any,
+    microbatches: int = 1,
+    repeats: int = 9,
+    batch_dims: Dims | None = None,
+    **kwargs: Any,
+) -> Profile:
+    """Measures F and B of every node of model(*args, **kwargs), for one microbatch.
+
+    batch_dims: as for fxsched.backend.
+
+    Give it to fxsched.backend, plan or explain. Under torchrun all ranks measure at the
+    same time, and every rank gets what rank 0 measured, so that all plan alike.
+    Parameters, buffers and random numbers stay as they are. Raises PlanError for models
+    that cannot be traced.
+    """
+    _check_model("profile", model)
+    positive("profile", repeats=repeats, microbatches=microbatches)
+
+    def measured() -> Profile:
+        schedule = Schedule(1, microbatches)
+        tracer = Tracer(backend(schedule, batch_dims=batch_dims).options)
+        try:
+            with torch.enable_grad():
+                torch.compile(model, backend=tracer)(*args, **kwargs)
+        except Traced as traced:
+            return measure(traced.graph, traced.inputs, microbatches, repeats)
+        raise _no_graph("profile")
+
+    return from_rank_0(measured)
+
+
+def _check_model(call: str, model: object) -> None:
+    """Raises PlanError for what torch.compile would stumble over, or change for good:
+    compiling a class compiles all its instances."""
+    if isinstance(model, Schedule):
+        wanted = f"{call}(model, ...): the model comes first, here is a Schedule"
+    elif isinstance(model, type):
+        wanted = (
+            f"{call}(model={model.__name__}): give a model, {model.__name__}(...), not "
+            "its class"
+        )
+    elif callable(model):
+        return
+    else:
+        wanted = f"{call}(model={model!r}): give an nn.Module or a function of tensors"
+    raise PlanError(wanted)
+
+
+def _no_graph(what: str) -> PlanError:
+    return PlanError(
+        f"Dynamo made no graph of the model, so there is no {what}; "
+        "torch.compile(model, fullgraph=True) tells why"
+    )
+
+
+class _Planned(Exception):
+    """Ends the call of a compiled function once there is a plan."""
+
+    def __init__(self, plan: Plan) -> None:
+        self.plan = plan
+
+
+class Traced(Exception):
+    """Ends the call of a compiled function once there is a traced microbatch.
+
+    inputs: stand-ins for those of the call.
+    """
+
+    def __init__(self, graph: fx.GraphModule, inputs: Sequence[Any]) -> None:
+        self.graph, self.inputs = graph, inputs
+
+
+class _Planner(Backend):
+    """A backend that stops at the plan."""
+
+    def run(self, gm: fx.GraphModule, args: tuple[Any, ...]) -> Sequence[Any]:
+        args, padded = self.sized(gm, args)
+        with modes_after_errors():
+            plan = plan_call(gm, args, self.options).plan
+        if padded is not None:
+            check_padded(gm, plan)
+        raise _Planned(plan)
+
+
+class Tracer(Backend):
+    """A backend that stops at the traced microbatch."""
+
+    def run(self, gm: fx.GraphModule, args: tuple[Any, ...]) -> Sequence[Any]:
+        refuse_meta(args, "be measured", "fxsched.plan estimates what it takes")
+        with modes_after_errors():
+            batch = batch_of(gm, args, self.request)
+            traced = trace_microbatch(gm, args, batch, specs_of(args))
+        raise Traced(traced, [stand_in(value) for value in args])

@@ -1,0 +1,226 @@
+"""The options of fxsched.backend, checked: what each may be, and what goes together."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import get_args
+
+from torch import fx
+
+from .capture.caller import parts
+from .costmodel.measure import Profile
+from .ir.loss_scale import Scale
+from .ir.request import (
+    BufferReduction,
+    Carry,
+    CheckInputs,
+    LossReduction,
+    Order,
+    OutputReduction,
+    PassedRows,
+    Ragged,
+    Request,
+    StageCompiler,
+    Transport,
+)
+from .jobs import PlanError, Schedule, is_int, is_number
+from .runtime.input_agreement import InputRule
+from .schedules.arguments import each_one_of, one_of
+
+Pass = Callable[[fx.GraphModule, Request], fx.GraphModule]
+
+WORDS: dict[str, tuple[str | None, ...]] = {
+    "order": get_args(Order),
+    "carry": get_args(Carry),
+    "loss_reduction": get_args(LossReduction),
+    "stage_compiler": get_args(StageCompiler),
+    "ragged": get_args(Ragged),
+    "rows": get_args(PassedRows),
+    "transport": (None, *get_args(Transport)),
+    "check_inputs": get_args(CheckInputs),
+}
+
+
+@dataclass(frozen=True)
+class Options:
+    """What a backend does: the request that is planned, and how its plans run.
+
+    inputs: how ranks come to run on the same inputs.
+    Other fields are the options of fxsched.backend, checked.
+    """
+
+    request: Request
+    transport: Transport | None
+    order: Order
+    stage_compiler: StageCompiler
+    passes: tuple[Pass, ...]
+    profile: Profile | bool | None
+    inputs: InputRule
+    timeout: float | None
+    loss_scale: Scale | None
+
+    @property
+    def measured(self) -> Profile | None:
+        """What stages are cut by, if it isn't estimates alone."""
+        return None if isinstance(self.profile, bool) else self.profile
+
+
+def checked_schedule(schedule: object) -> Schedule:
+    """The schedule; PlanError for anything else."""
+    if isinstance(schedule, fx.GraphModule):
+        raise PlanError(
+            "torch.compile(backend=fxsched.backend) names the function; give what it "
+            "makes, torch.compile(model, backend=fxsched.backend(schedule))"
+        )
+    if not isinstance(schedule, Schedule):
+        raise PlanError(
+            f"backend(schedule={schedule!r}): give a Schedule, such as "
+            "fxsched.schedules.gpipe(workers=4, microbatches=8)"
+        )
+    return schedule
+
+
+def check_words(**options: str | None) -> None:
+    """Raises PlanError for an option that isn't one of its words."""
+    for name, word in options.items():
+        one_of("backend", name, word, WORDS[name])
+
+
+def check_local_rows(
+    rows: PassedRows,
+    ragged: Ragged,
+    input_from: int | None,
+    loss_reduction: LossReduction,
+) -> None:
+    """Raises PlanError for what rows="local" doesn't go with."""
+    whole = ragged != "error" or input_from is not None or loss_reduction == "weighted"
+    if rows == "local" and whole:
+        raise PlanError(
+            "backend(rows='local') doesn't go with ragged=, input_from= or "
+            "loss_reduction='weighted', which need the whole batch on every rank"
+        )
+
+
+def stage_names(stages: object) -> str | tuple[str, ...]:
+    """ "auto", or the names of modules that start stages."""
+    if isinstance(stages, str):
+        if stages == "auto":
+            return stages
+        raise PlanError(
+            f"backend(stages={stages!r}): give 'auto' or a list of module names, such "
+            f"as [{stages!r}]"
+        )
+    names = tuple(stages) if isinstance(stages, Iterable) else (stages,)
+    if not names or not all(isinstance(name, str) for name in names):
+        raise PlanError(
+            f"backend(stages={list(names)!r}): give 'auto' or a list of names of "
+            "modules"
+        )
+    return names
+
+
+def look_ahead(prefetch: int) -> int:
+    """Jobs ahead that weights are asked for."""
+    if not is_int(prefetch) or prefetch < 0:
+        raise PlanError(f"backend(prefetch={prefetch!r}): give an int, 0 or more")
+    return prefetch
+
+
+def source_rank(input_from: int | None, workers: int) -> int | None:
+    """The rank whose inputs all take, if there is one."""
+    if input_from is None or (is_int(input_from) and 0 <= input_from < workers):
+        return input_from
+    raise PlanError(
+        f"backend(input_from={input_from!r}): give a rank, 0 to {workers - 1}"
+    )
+
+
+def above_zero(option: str, value: float | None, unit: str) -> float | None:
+    """A number of that unit, if it is given."""
+    if value is not None and not (is_number(value) and value > 0):
+        raise PlanError(f"backend({option}={value!r}): give {unit}, above 0")
+    return value
+
+
+def checked_profile(profile: object) -> Profile | bool | None:
+    """Whether to record, or what was measured."""
+    if profile is None or isinstance(profile, (bool, Profile)):
+        return profile
+    raise PlanError(
+        f"backend(profile={profile!r}): give True, or what fxsched.profile(model, "
+        "*inputs) measured"
+    )
+
+
+def checked_passes(passes: object) -> tuple[Pass, ...]:
+    """The user's passes."""
+    if not isinstance(passes, (tuple, list)) or not all(map(callable, passes)):
+        raise PlanError(
+            f"backend(passes={passes!r}): give a list of functions (program, request) "
+            "-> program"
+        )
+    return tuple(passes)
+
+
+def stage_groups(same_stage: object) -> tuple[tuple[str, ...], ...]:
+    """Groups of names of modules that stay in one stage."""
+    groups = same_stage if isinstance(same_stage, (list, tuple)) else [same_stage]
+    for group in groups:
+        if (
+            not isinstance(group, (list, tuple))
+            or len(group) < 2
+            or not all(isinstance(name, str) for name in group)
+        ):
+            raise PlanError(
+                f"backend(same_stage={same_stage!r}): give groups of two or more names "
+                "of modules, such as [['encoder.embed', 'head']]"
+            )
+    return tuple(map(tuple, groups))
+
+
+def sample_dims(batch_dims: object) -> dict[str | int, int | None]:
+    """The dimension with the samples, by argument; None for what all share."""
+    if batch_dims is None:
+        return {}
+    if not isinstance(batch_dims, Mapping):
+        raise PlanError(
+            f"backend(batch_dims={batch_dims!r}): give a dict, such as "
+            '{"cand": 0, "x": 1, "scale": None}'
+        )
+    for key, dim in batch_dims.items():
+        if not (parts(key) if isinstance(key, str) else is_int(key)):
+            raise PlanError(
+                f"backend(batch_dims={{{key!r}: ..}}): name an argument, or give its "
+                "position"
+            )
+        if dim is not None and not is_int(dim):
+            raise PlanError(
+                f"backend(batch_dims={{{key!r}: {dim!r}}}): give a dimension, or None "
+                "for what all microbatches share"
+            )
+    return {
+        key if isinstance(key, str) else int(key): None if dim is None else int(dim)
+        for key, dim in batch_dims.items()
+    }
+
+
+def buffer_reductions(buffers: object) -> dict[str, BufferReduction]:
+    """What several workers' values become, by the buffer's name."""
+    return each_one_of("buffers", buffers, get_args(BufferReduction))
+
+
+def output_reductions(outputs: object) -> dict[int | str, OutputReduction]:
+    """What microbatches' values become, by the output's name."""
+    return each_one_of("outputs", outputs, get_args(OutputReduction))
+
+
+def compile_options_error(options: Mapping[str, object]) -> PlanError | None:
+    """The error for what torch.compile was given besides the backend, if anything."""
+    if not options:
+        return None
+    words = ", ".join(f"{name}={value!r}" for name, value in options.items())
+    return PlanError(
+        f"torch.compile({words}) is for Inductor; leave it out, or take "
+        "fxsched.backend(schedule, stage_compiler='inductor') to compile stages with it"
+    )

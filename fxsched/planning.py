@@ -1,0 +1,134 @@
+"""From a call of the compiled function to its plan, and to the step that runs it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import torch
+from torch import fx
+
+from .autodiff import inductor
+from .capture.batch import Batch, batch_of
+from .capture.graph_inputs import call_text
+from .capture.meta_device import refuse_meta
+from .capture.trace import trace_microbatch
+from .ir.request import LossReduction, Request
+from .options import Options
+from .pipeline import make_plan
+from .plans.plan import Plan
+from .rows.label_watch import Watch
+from .rows.weighted_loss import reduction_of
+from .runtime.input_agreement import Agreement
+from .runtime.local_rows import check_local
+from .runtime.runs import Runnable
+from .runtime.step import Step
+from .runtime.workers import Ranks, Threads
+from .state.kept import specs_of
+
+Workers = Threads | Ranks
+OnTrace = Callable[[fx.GraphModule, tuple[Any, ...], Batch, fx.GraphModule], None]
+
+
+class CallPlan(NamedTuple):
+    """A call's plan, and the traced microbatch and the request that it was made from.
+
+    request: the backend's, with what this call has decided.
+    """
+
+    plan: Plan
+    traced: fx.GraphModule
+    request: Request
+
+
+def plan_call(
+    gm: fx.GraphModule,
+    args: tuple[Any, ...],
+    options: Options,
+    workers: Workers | None = None,
+    on_trace: OnTrace | None = None,
+) -> CallPlan:
+    """Traces a microbatch of the call and plans it.
+
+    workers: that the plan is to run on; None, where it is only looked at.
+    on_trace: is shown Dynamo's graph, the arguments, the batch and the microbatch.
+    """
+    request = options.request
+    batch = batch_of(gm, args, request)
+    weighted = request.loss_reduction == "weighted"
+    traced = trace_microbatch(
+        gm, args, batch, specs_of(args), weighted, request.outputs
+    )
+    if on_trace is not None:
+        on_trace(gm, args, batch, traced)
+    if options.measured is not None:
+        options.measured.apply(traced)
+    request = replace(
+        request,
+        loss_reduction=_loss_reduction(traced, request),
+        training=torch.is_grad_enabled(),
+        schedule=request.schedule.first(batch.microbatches),
+        owners=workers.owners(args) if workers else {},
+        readers=workers.readers if workers else None,
+    )
+    plan = make_plan(traced, request, options.passes)
+    if request.rows == "local" and isinstance(workers, Ranks):
+        check_local(plan, options.request.schedule)
+    return CallPlan(plan, traced, request)
+
+
+def _loss_reduction(traced: fx.GraphModule, request: Request) -> LossReduction:
+    """How the microbatches' losses are put together: "mean" or "sum"."""
+    if request.loss_reduction != "weighted":
+        return request.loss_reduction
+    pairs = zip(traced.meta["outputs"], traced.meta["rows"], strict=True)
+    return reduction_of([rows for output, rows in pairs if output.kind == "scalar"])
+
+
+def make_step(
+    gm: fx.GraphModule,
+    args: tuple[Any, ...],
+    options: Options,
+    workers: Workers,
+    record: bool,
+    on_trace: OnTrace | None,
+) -> Step:
+    """Plans and checks a step with the other ranks, and gets its programs ready."""
+    refuse_meta(args, "run", "fxsched.plan plans it as it is")
+    number = workers.meet(call_text(gm, args)) if isinstance(workers, Ranks) else 0
+    try:
+        call_plan = plan_call(gm, args, options, workers, on_trace)
+    except Exception as error:
+        if isinstance(workers, Ranks):
+            workers.check(error)  # the others wait for this rank
+        raise
+    plan, traced, request = call_plan
+    workers.check(plan)
+    with workers.guarded():
+        programs = _programs(plan, options, workers, record)
+    step = Step(plan, programs, workers, record)
+    step.early, step.scale = traced.meta["early"], options.loss_scale
+    if isinstance(workers, Ranks):
+        inputs = [each for each in plan.inputs if each.input < len(args)]
+        local = request.rows == "local"
+        step.agreement = Agreement(
+            options.inputs, inputs, workers.processes, number, local
+        )
+    if plan.schedule.microbatches > 1 and 0 in workers.here:
+        step.watch = Watch(gm, traced, plan.loss, request)
+    return step
+
+
+def _programs(
+    plan: Plan, options: Options, workers: Workers, record: bool
+) -> dict[int, Runnable]:
+    """The programs of the workers here, ready to run."""
+    if options.stage_compiler == "inductor":
+        inductor.compile_stages([plan.programs[worker] for worker in workers.here])
+    order = "static" if plan.schedule.in_order else options.order
+    prefetch = options.request.prefetch
+    return {
+        worker: Runnable(plan.programs[worker], order, record, prefetch)
+        for worker in workers.here
+    }

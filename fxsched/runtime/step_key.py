@@ -1,0 +1,32 @@
+"""Which calls of a compiled function one step serves."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+
+def step_key(gm: fx.GraphModule, args: Sequence[Any]) -> str:
+    """Equal for calls that one step serves: same graph, shapes and modes."""
+    shapes = [
+        (tuple(a.shape), _strides(a), a.dtype, a.device, a.requires_grad)
+        if isinstance(a, Tensor)
+        else a
+        for a in args
+    ]
+    ids = [id(a) for a in args if isinstance(a, Tensor)]
+    same = list(map(ids.index, ids)) if len(set(ids)) < len(ids) else ""
+    casts = [
+        (kind, torch.get_autocast_dtype(kind))
+        for kind in ("cpu", "cuda")
+        if torch.is_autocast_enabled(kind)
+    ]
+    return f"{gm.meta['text']}\n{shapes}{same}\n{torch.is_grad_enabled()} {casts}"
+
+
+def _strides(tensor: Tensor) -> tuple[int, ...]:
+    """Strides of an input; those of a parameter change when a rank gives it up."""
+    return () if isinstance(tensor, torch.nn.Parameter) else tuple(tensor.stride())
