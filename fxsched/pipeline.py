@@ -9,10 +9,11 @@ import torch
 from torch import fx
 
 from .costmodel.measure import known
+from .ir.facts import facts
 from .ir.graphs import Role, State, tensors
 from .ir.request import Request
-from .ir.step_ir import Layout
-from .jobs import Direction, Job, Placement, PlanError
+from .ir.step_ir import StepIR
+from .jobs import Direction, PlanError
 from .passes.collect import collect_results
 from .passes.cut import cut_program
 from .passes.differentiate import differentiate_stages
@@ -27,11 +28,13 @@ from .passes.weights import fetch_weights
 from .plans.arithmetic import describe_arithmetic
 from .plans.plan import Plan, Programs
 
-PASSES = (
+GRAPH_PASSES = (  # rewrite the model's graph; what they find out is in its facts
     assign_stages,  # every node gets a stage
     copy_shared,  # cheap values where they are read
     split_stages,  # one node per stage
     differentiate_stages,  # forward and backward calls
+)
+STEP_PASSES = (  # fill in the step of all workers
     order_jobs,  # one global order of jobs
     unroll_jobs,  # one line per job, on its worker
     collect_results,  # outputs, sums of gradients, buffers
@@ -49,12 +52,16 @@ def make_plan(gm: fx.GraphModule, request: Request, passes: tuple[Any, ...]) -> 
         if node.meta.get("role") in (Role.BATCH, Role.SHARED)
     )
     arithmetic = describe_arithmetic(gm, request, passes)
-    for each in PASSES:
-        gm = each(gm, request)
-        request = replace(request, schedule=gm.meta["schedule"])
+    for rewrite in GRAPH_PASSES:
+        gm = rewrite(gm, request)
+        schedule = facts(gm).schedule or request.schedule
+        request = replace(request, schedule=schedule)
+    step = StepIR(gm)
+    for fill in STEP_PASSES:
+        step = fill(step, request)
 
     def write(worker: int) -> fx.GraphModule:
-        graph = free_values(cut_program(gm, request, worker), request)
+        graph = free_values(cut_program(step, request, worker), request)
         program = fx.GraphModule(gm, graph, "Program")
         for own in passes:
             program = own(program, request)
@@ -65,29 +72,27 @@ def make_plan(gm: fx.GraphModule, request: Request, passes: tuple[Any, ...]) -> 
         return program
 
     notes = []
-    jobs: list[Job] = gm.meta["jobs"]
-    split = any(job.direction is Direction.BACKWARD for job in jobs)
-    if split and gm.meta["loss"] is None and request.schedule.in_flight is not None:
+    split = any(direction is Direction.BACKWARD for _, direction in step.jobs.kinds)
+    if split and step.late and request.schedule.in_flight is not None:
         notes.append(
             "in_flight is not applied: the model returns no scalar loss, so all F run "
             "in the call and all B in backward()"
         )
     return Plan(
         request.schedule,
-        gm.meta["stages"],
-        tuple(jobs),
+        step.facts.stages,
         Programs(request.schedule.workers, write),
-        gm.meta["placements"],
-        tuple(gm.meta["groups"]),
-        tuple(gm.meta["outputs"]),
-        gm.meta["loss"],
-        gm.meta["timeline"],
-        gm.meta["lines"],
+        step.facts.groups,
+        step.facts.outputs,
+        step.facts.loss,
+        step.timeline,
+        step.lines,
         tuple(notes),
         known(nodes),
         inputs,
         arithmetic,
-        *_draws(gm),
+        draws=bool(step.draws),
+        redraws=_redraws(step),
         half=any(
             t.dtype is torch.float16 and t.requires_grad
             for node in nodes
@@ -96,20 +101,12 @@ def make_plan(gm: fx.GraphModule, request: Request, passes: tuple[Any, ...]) -> 
     )
 
 
-def _draws(gm: fx.GraphModule) -> tuple[bool, bool]:
-    """Plan.draws and Plan.redraws."""
-    layout: Layout = gm.meta["layout"]
-    kinds = layout.jobs.kinds
-    drawing = {
-        kind
-        for kind, recipe in zip(kinds, layout.recipes, strict=True)
-        if recipe.call.meta["draw"] is not None
-    }
-    again = {stage for stage, d in drawing if d is Direction.BACKWARD}
-    placements: dict[Job, Placement] = gm.meta["placements"]
-    apart = any(
-        place.compute != placements[Job(stage, b, Direction.FORWARD)].compute
-        for (stage, b, direction), place in (placements.items() if again else ())
-        if stage in again and direction is Direction.BACKWARD
+def _redraws(step: StepIR) -> bool:
+    """Plan.redraws."""
+    jobs, width = step.jobs, len(step.jobs.kinds)
+    return any(
+        jobs.compute[jobs.at[s, d] :: width]
+        != jobs.compute[jobs.at[s, Direction.FORWARD] :: width]
+        for s, d in step.draws
+        if d is Direction.BACKWARD
     )
-    return bool(drawing), apart

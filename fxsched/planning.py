@@ -14,6 +14,7 @@ from .capture.batch import Batch, batch_of
 from .capture.graph_inputs import call_text
 from .capture.meta_device import refuse_meta
 from .capture.trace import trace_microbatch
+from .ir.facts import facts
 from .ir.request import LossReduction, Request
 from .options import Options
 from .pipeline import make_plan
@@ -82,7 +83,7 @@ def _loss_reduction(traced: fx.GraphModule, request: Request) -> LossReduction:
     """How the microbatches' losses are put together: "mean" or "sum"."""
     if request.loss_reduction != "weighted":
         return request.loss_reduction
-    pairs = zip(traced.meta["outputs"], traced.meta["rows"], strict=True)
+    pairs = zip(facts(traced).outputs, traced.meta["rows"], strict=True)
     return reduction_of([rows for output, rows in pairs if output.kind == "scalar"])
 
 

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import replace
 from typing import Any
 
 from torch import fx
 
 from ..ir import ops
-from ..ir.graphs import Group, Output, Specs, dims, result
+from ..ir.graphs import Output, Specs, dims, result
 from ..ir.request import Request
-from ..ir.step_ir import Layout, Line, Made, Running
+from ..ir.step_ir import Line, Made, Running, StepIR
 from ..ir.writes import Write
 from ..jobs import Direction, PlanError
 
@@ -18,7 +19,7 @@ Value = Made | Line
 Parts = list[tuple[tuple[int, ...], Line]]  # microbatches, and their bundle
 
 
-def collect_results(gm: fx.GraphModule, request: Request) -> fx.GraphModule:
+def collect_results(step: StepIR, request: Request) -> StepIR:
     """Joins outputs, sums gradients and settles buffers of all workers.
 
     before: 1F0                                                      # worker 1
@@ -31,52 +32,56 @@ def collect_results(gm: fx.GraphModule, request: Request) -> fx.GraphModule:
 
     Each group's gradients are summed at one owner, a job of its later than the last one
     that adds to them, if it has one: the others' sums come in the meantime.
-    gm.meta["results"] says what each worker returns: outputs if it hands them to the
-    user, gradients and buffers of what it keeps. If B runs in backward(), outputs and
-    buffers go to the workers' pauses instead.
+    step.results says what each worker returns: outputs if it hands them to the user,
+    gradients and buffers of what it keeps. If B runs in backward(), each worker pauses
+    before the first B, and outputs and buffers go to the pauses instead.
     """
-    _Collection(gm, request).run()
-    return gm
+    return _Collection(step, request).run()
 
 
 class _Collection:
-    def __init__(self, gm: fx.GraphModule, request: Request) -> None:
-        self.gm, self.request = gm, request
+    def __init__(self, step: StepIR, request: Request) -> None:
+        self.step, self.request, self.groups = step, request, step.facts.groups
+        self.lines = [line for line in step.lines if isinstance(line, Line)]
         self.microbatches = request.schedule.microbatches
         self.workers = range(request.schedule.workers)
         self.readers = self.workers if request.readers is None else request.readers
-        self.groups: list[Group] = gm.meta["groups"]
-        self.layout: Layout = gm.meta["layout"]
-        self.running: dict[Running, Line] = gm.meta["running"]
-        self.wanted: dict[str, Any] = result(gm)
-        self.end = max(gm.meta["n"].values(), default=0)  # after all jobs
+        self.wanted: dict[str, Any] = result(step.graph)
+        self.end = max(step.jobs.n, default=0)  # after all jobs
         self.made: list[Line] = []
         self.gathered: dict[str, Parts] = {}
         self.settled: dict[int, Line] = {}  # buffers after the step, by group
 
-    def run(self) -> None:
-        pauses: list[Line] = self.gm.meta["pauses"]
+    def run(self) -> StepIR:
         reduced = self._reduce()
         called = self._of_call()
         in_call, self.made = self.made, []
-        for line in pauses:
-            line.args = (called[line.worker],)
-        final = {w: {} for w in self.workers} if pauses else called
-        for worker, own in self._of_backward().items():
-            final[worker] = final[worker] | own
+        results = self._of_backward()
+        pause = self._pause() if self.step.late else None
+        if pause is None:
+            results = {w: called[w] | results[w] for w in self.workers}
+            self.made, in_call = in_call + self.made, []
+        else:
+            n, target = pause.n, ops.pause
+            in_call += [Line(w, "pause", n, target, (called[w],)) for w in self.workers]
         lines: list[Line] = []
-        for line in self.gm.meta["lines"]:
-            if pauses and line is pauses[0]:
-                lines += in_call
+        for line in self.lines:
+            lines += in_call if line is pause else ()
             lines += [line, *reduced.get(line, ())]
-        lines += self.made if pauses else in_call + self.made
-        self.gm.meta.update(lines=lines, results=final)
+        return replace(self.step, lines=lines + self.made, results=results)
+
+    def _pause(self) -> Line | None:
+        """The first B, which comes after all F."""
+        for line in self.lines:
+            if line.job is not None and line.job.direction is not Direction.FORWARD:
+                return line
+        return None
 
     def _reduce(self) -> dict[Line, list[Line]]:
         """Sums each group at one owner; the sums by the job that they come after."""
         last: dict[int, Line] = {}
         sums: dict[int, list[Running]] = {}
-        for key, line in self.running.items():
+        for key, line in self.step.running.items():
             if key.what == "gradients":
                 last[key.group] = line
                 sums.setdefault(key.group, []).append(key)
@@ -92,7 +97,7 @@ class _Collection:
                 self.reduced[group] = own
                 continue
             args = (parts.index(own) if own in parts else 0, *parts)
-            specs, _ = self.layout.specs(parts[0])
+            specs, _ = self.step.specs(parts[0])
             task, name = f"reduce {group}", f"gradients_{group}"
             n = last[group].n
             total = Line(root, task, n, ops.reduce, args, specs, name, group)
@@ -106,7 +111,7 @@ class _Collection:
         wanted = set(lines)
         coming: dict[int, Line] = {}
         found = {}
-        for line in reversed(self.gm.meta["lines"]):
+        for line in reversed(self.lines):
             if line in wanted:
                 found.update({(line, w): coming.get(w, line) for w in self.workers})
             if line.job is not None:
@@ -115,12 +120,11 @@ class _Collection:
 
     def _of_call(self) -> dict[int, dict[str, Any]]:
         """Outputs on the workers that hand them out, buffers on their owners."""
-        outputs: list[Output] = self.gm.meta["outputs"]
         own: dict[int, dict[str, Any]] = {
             w: {"outputs": (), "state": {}} for w in self.workers
         }
         for position, (output, value) in enumerate(
-            zip(outputs, self.wanted["outputs"], strict=True)
+            zip(self.step.facts.outputs, self.wanted["outputs"], strict=True)
         ):
             nodes: dict[int, Any] = {}
             if output.kind in ("constant", "given"):
@@ -155,7 +159,7 @@ class _Collection:
                 own[worker]["groups"][str(group)] = total
         along = {
             str(node.meta["input"]): node.meta["dim"]
-            for node in self.gm.graph.find_nodes(op="placeholder")
+            for node in self.step.graph.graph.find_nodes(op="placeholder")
             if "input" in node.meta
         }
         for key, values in self.wanted["inputs"].items():
@@ -204,18 +208,18 @@ class _Collection:
         if group in self.settled:
             return self.settled[group]
         after = sorted(
-            (key for key in self.running if key[:2] == ("buffers", group)),
+            (key for key in self.step.running if key[:2] == ("buffers", group)),
             key=lambda key: key.worker,
         )
         (before,) = (
             n
-            for n in self.gm.graph.find_nodes(op="placeholder")
+            for n in self.step.graph.graph.find_nodes(op="placeholder")
             if n.meta.get("group") == group
         )
         owner, specs = self.groups[group].owners[0], before.meta["specs"]
         workers = [key.worker for key in after]
         how = self._rules(group, workers) if len(workers) > 1 else ()
-        jobs = self.layout.jobs
+        jobs = self.step.jobs
         forward = jobs.at[self.groups[group].stages[0], Direction.FORWARD]
         last = jobs.compute[(self.microbatches - 1) * len(jobs.kinds) + forward]
         args = (how, workers.index(last), before, *after)
@@ -226,14 +230,13 @@ class _Collection:
     def _rules(self, group: int, workers: list[int]) -> tuple[str, ...]:
         """What becomes of each buffer that several workers wrote, by what writes it
         or as the user says; an error, if neither says it."""
-        writes: dict[int, Write] = self.gm.meta["writes"]
         found = []
         for state, spec in zip(
             self.groups[group].state,
-            self.layout.specs(Running("buffers", group, workers[0]))[0],
+            self.step.specs(Running("buffers", group, workers[0]))[0],
             strict=True,
         ):
-            name, write = state.name, writes[state.input]
+            name, write = state.name, self.step.facts.writes[state.input]
             how = self.request.buffers.get(name, write.how)
             if how is None:
                 raise _scattered(name, write, self.groups[group].stages, workers)
@@ -265,8 +268,8 @@ class _Collection:
             if len(parts) == 1:
                 found += parts
                 continue
-            worker = self.layout.worker(parts[0])
-            specs, _ = self.layout.specs(parts[0])
+            worker = self.step.worker(parts[0])
+            specs, _ = self.step.specs(parts[0])
             found.append(self._make(ops.add, parts, specs, worker, f"{what}, {b}"))
         return found
 
@@ -275,11 +278,11 @@ class _Collection:
         if what not in self.gathered:
             found: dict[int, list[tuple[int, Value]]] = {}
             for b, value in enumerate(values):
-                found.setdefault(self.layout.worker(value), []).append((b, value))
+                found.setdefault(self.step.worker(value), []).append((b, value))
             self.gathered[what] = []
             for worker, members in found.items():
                 held = tuple(value for _, value in members)
-                specs = tuple(s for v in held for s in self.layout.specs(v)[0])
+                specs = tuple(s for v in held for s in self.step.specs(v)[0])
                 whole = self._make(ops.bundle, held, specs, worker, f"gather {what}")
                 self.gathered[what].append((tuple(b for b, _ in members), whole))
         return self.gathered[what]

@@ -13,11 +13,11 @@ from ..ir.request import Request
 from ..ir.step_ir import (
     TOKEN,
     Credit,
-    Layout,
     Line,
     Made,
     Message,
     Running,
+    StepIR,
     Value,
     with_values,
 )
@@ -26,7 +26,7 @@ from ..jobs import Direction, Job
 Where = tuple[int, str, int]  # worker, task, n
 
 
-def cut_program(gm: fx.GraphModule, request: Request, worker: int) -> fx.Graph:
+def cut_program(step: StepIR, request: Request, worker: int) -> fx.Graph:
     """The lines of one worker, in the global order, as a program of its own.
 
     before: 0F0                                                      # worker 0
@@ -44,17 +44,14 @@ def cut_program(gm: fx.GraphModule, request: Request, worker: int) -> fx.Graph:
     its jobs read; it returns its share of the results. Every node carries `worker`,
     `task` (the job or other piece of work that it belongs to) and `n`.
     """
-    return _Program(gm, request, worker).run()
+    return _Program(step, request, worker).run()
 
 
 class _Program:
-    def __init__(self, gm: fx.GraphModule, request: Request, worker: int) -> None:
-        self.gm, self.request, self.worker = gm, request, worker
+    def __init__(self, step: StepIR, request: Request, worker: int) -> None:
+        self.step, self.request, self.worker = step, request, worker
         self.microbatches = request.schedule.microbatches
-        self.layout: Layout = gm.meta["layout"]
-        self.running: dict[Running, Line] = gm.meta["running"]
-        self.credits: dict[Job, Job] = gm.meta["credits"]
-        self.creditors = set(self.credits.values())
+        self.creditors = set(step.credits.values())
         self.graph = fx.Graph()
         self.env: dict[Value, fx.Node] = {}
         self.parts: dict[tuple[fx.Node, int], fx.Node] = {}  # rows of the batch
@@ -62,7 +59,7 @@ class _Program:
         self.sends: dict[Value, list[Message]] = {}
         self.pause: fx.Node | None = None
         self.lines: list[Line | Message] = []
-        for line in gm.meta["lines"]:
+        for line in step.lines:
             if isinstance(line, Line):
                 if line.worker == worker:
                     self.lines.append(line)
@@ -83,7 +80,7 @@ class _Program:
                 self._job(line, line.job)
             else:
                 self._line(line)
-        results = self.gm.meta["results"][self.worker]
+        results = self.step.results[self.worker]
         self.graph.output(with_values(results, self.env.__getitem__))
         for node in self.graph.find_nodes(op="placeholder"):
             if not node.users:
@@ -91,14 +88,14 @@ class _Program:
         return self.graph
 
     def _placeholders(self) -> None:
-        for node in self.gm.graph.find_nodes(op="placeholder"):
+        for node in self.step.graph.graph.find_nodes(op="placeholder"):
             if "tangent" not in node.meta:
                 new = self.env[node] = self.graph.placeholder(node.name)
                 new.meta = dict(node.meta)
         if self.request.scaled:
             self.scale = self.graph.placeholder("loss_scale")
             self.scale.meta["specs"] = ()
-        if any(each.call.meta["draw"] is not None for each in self.layout.recipes):
+        if self.step.draws:
             self.seed = self.graph.placeholder("seed")
             self.seed.meta["specs"] = ()
 
@@ -112,7 +109,7 @@ class _Program:
         node = self.graph.create_node(
             "call_function", target, (), kwargs, f"{target.__name__}_{message.tag}"
         )
-        specs, bundle = self.layout.specs(message.value)
+        specs, bundle = self.step.specs(message.value)
         node.meta.update(
             n=message.n,
             task=message.task,
@@ -154,10 +151,10 @@ class _Program:
         self._give(line, node)
 
     def _job(self, line: Line, job: Job) -> None:
-        recipe = self.layout.recipe(job)
+        recipe = self.step.recipes[self.step.jobs.at[job.stage, job.direction]]
         where = (line.worker, line.task, line.n)
-        if job in self.credits:
-            token = self.env[Credit(self.credits[job])]
+        if job in self.step.credits:
+            token = self.env[Credit(self.step.credits[job])]
             make(self.graph, ops.wait, (token,), (), *where)
         for node in recipe.before:
             self._copy(node, line, job, where)
@@ -189,16 +186,16 @@ class _Program:
         new = make(self.graph, node.target, args, specs, *where, name=name)
         new.meta["bundle"] = node.meta.get("bundle", False)
         self._give(Made(node, job.microbatch), new)
-        if node not in self.layout.parts:
+        if node not in self.step.parts:
             return
-        what, group = self.layout.parts[node]
+        what, group = self.step.parts[node]
         new.meta["group"] = group
         key = Running(what, group, self.worker)
         if what == "gradients" and key in self.env:
             args, name = (self.env[key], new), f"sum_{group}_of_{job}"
             new = make(self.graph, ops.accumulate, args, specs, *where, name=name)
         self.env[key] = new
-        if self.running[key] is line:
+        if self.step.running[key] is line:
             self._give(key, new)
 
     def _state(self, weights: fx.Node, line: Line, job: Job) -> fx.Node:
@@ -207,9 +204,8 @@ class _Program:
         written = Running("buffers", group, self.worker)
         if job.direction is Direction.FORWARD and written in self.env:
             return self.env[written]
-        if group in line.fetched:
-            return self.fetched[line.fetched[group]]
-        return self.env[weights]
+        message = self.step.fetched.get(line, {}).get(group)
+        return self.env[weights] if message is None else self.fetched[message]
 
     def _value(self, node: fx.Node, job: Job, where: Where) -> fx.Node:
         b = job.microbatch
@@ -228,7 +224,7 @@ class _Program:
     def _tangent(self, node: fx.Node, b: int, where: Where) -> fx.Node:
         """A microbatch's part of the gradient that backward() hands in."""
         position, specs = node.meta["tangent"], node.meta["specs"]
-        output: Output = self.gm.meta["outputs"][position]
+        output = self.step.facts.outputs[position]
         args: tuple[Any, ...] = (self.pause, position)
         whole = make(self.graph, operator.getitem, args, specs, *where)
         if output.kind == "rows":

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 from torch import fx
@@ -18,7 +19,8 @@ from ..autodiff.stage_modules import (
 )
 from ..costmodel.costs import graph_cost
 from ..ir import ops
-from ..ir.graphs import Group, arguments, result
+from ..ir.facts import FACTS, facts
+from ..ir.graphs import arguments, result
 from ..ir.lazy import write_code
 from ..ir.request import Request
 from ..jobs import Direction
@@ -49,7 +51,8 @@ class _Differentiation:
     def __init__(self, gm: fx.GraphModule, request: Request) -> None:
         self.gm, self.request, self.graph = gm, request, gm.graph
         self.calls = [n for n in gm.graph.nodes if n.op == "call_module"]
-        self.groups: list[Group] = gm.meta["groups"]
+        self.facts = facts(gm)
+        self.groups, self.stages = self.facts.groups, self.facts.stages.copy()
         self.output = gm.graph.output_node()
         self.gradients: dict[fx.Node, list[fx.Node]] = {}  # of a value, from readers
         self.sums: dict[int, list[fx.Node]] = {}  # of a group, from stages
@@ -59,11 +62,11 @@ class _Differentiation:
         self.costs: dict[fx.GraphModule, float] = {}  # seconds
 
     def run(self) -> fx.GraphModule:
-        loss = self.gm.meta["loss"] = self._loss() if self.request.training else None
+        loss = self._loss() if self.request.training else None
         outputs: Sequence[Any] = result(self.gm)
         with self.graph.inserting_before(self.output):
             for position, value in enumerate(outputs):
-                wanted = self.gm.meta["outputs"][position].takes_gradient
+                wanted = self.facts.outputs[position].takes_gradient
                 if not self.request.training or not wanted:
                     continue
                 if loss is None:
@@ -93,7 +96,7 @@ class _Differentiation:
             },
         )
         for node in self.graph.find_nodes(op="call_module"):
-            data = self.gm.meta["stages"].nodes[node.meta["stage"]]
+            data = self.stages.nodes[node.meta["stage"]]
             before = data.setdefault("reads", ())
             if weights := arguments(node)[0]:
                 data["reads"] = (*before, node.meta["direction"])
@@ -101,6 +104,9 @@ class _Differentiation:
                 data["groups"] = tuple((g, self.groups[g].owners) for g in numbers)
         self.graph.lint()
         self.gm.recompile()
+        self.gm.meta[FACTS] = replace(
+            self.facts, stages=self.stages, groups=self.groups, loss=loss
+        )
         return self.gm
 
     def _trace_stages(self) -> None:
@@ -120,10 +126,10 @@ class _Differentiation:
                 number = weights[group].meta["group"]
                 trained[number][k] = True
                 givers[number].add(call.meta["stage"])
-        self.groups = self.gm.meta["groups"] = [
+        self.groups = tuple(
             group._replace(trained=tuple(flags), givers=tuple(sorted(stages)))
             for group, flags, stages in zip(self.groups, trained, givers, strict=True)
-        ]
+        )
 
     def _module(self, call: fx.Node) -> fx.GraphModule:
         module = self.gm.get_submodule(str(call.target))
@@ -133,7 +139,7 @@ class _Differentiation:
     def _loss(self) -> int | None:
         """The position of the one scalar output to differentiate, if there is one."""
         scalars, others = [], False
-        pairs = zip(self.gm.meta["outputs"], result(self.gm), strict=True)
+        pairs = zip(self.facts.outputs, result(self.gm), strict=True)
         for i, (output, value) in enumerate(pairs):
             if output.takes_gradient and value.meta["specs"][0].shape == ():
                 others |= output.kind != "scalar"
@@ -215,7 +221,7 @@ class _Differentiation:
             scale = call.meta["measured"][1] / ((now + later) or 1.0)
             now, later = now * scale, later * scale
         now += recompute * forward.meta["seconds"]
-        self.gm.meta["stages"].nodes[stage].update(
+        self.stages.nodes[stage].update(
             backward=now + later,
             weight=later,
             held=max(pair.held if saved is not None else 0, pair.carried_bytes)
@@ -272,7 +278,7 @@ class _Differentiation:
             seconds = call.meta["measured"][0]
         forward.meta.update(stage=stage, seconds=seconds)
         forward.meta["draw"] = call.meta["draw"] if pair.random else None
-        self.gm.meta["stages"].nodes[stage].update(
+        self.stages.nodes[stage].update(
             forward=seconds, backward=0.0, weight=0.0, held=0
         )
         written = sorted({places[i][0] for i in pair.mutated})
@@ -332,7 +338,7 @@ class _Differentiation:
         key = f"{live} {stage_key(module)}"
         if key not in self.cache:
             pair = trace_stage(
-                module, live, len(module.meta["state"]), self.gm.meta["fake_mode"]
+                module, live, len(module.meta["state"]), self.facts.fake_mode
             )
             if self.request.schedule.split_backward:
                 pair = split_weights(pair)

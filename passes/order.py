@@ -11,58 +11,45 @@ from ..clock.event_loop import Jobs, Kind, Timeline, run_jobs
 from ..clock.stage_graph import Edges, credits, place_jobs
 from ..ir.graphs import result
 from ..ir.request import Request
-from ..jobs import Direction, Placement, PlanError, Schedule
+from ..ir.step_ir import StepIR
+from ..jobs import Direction, PlanError, Schedule
 
 FORWARD, BACKWARD, _ = Direction
 Cap = Callable[[int], int | None]
 
 
-def order_jobs(gm: fx.GraphModule, request: Request) -> fx.GraphModule:
+def order_jobs(step: StepIR, request: Request) -> StepIR:
     """Runs the schedule on a virtual clock; jobs get the order in which they start.
 
     before: calls forward_0, forward_1, backward_1, backward_0; 2 microbatches
-    after:  gm.meta["jobs"] = [0F0, 0F1, 1F0, 1B0, 1F1, 0B0, 1B1, 0B1]
+    after:  step.order: 0F0, 0F1, 1F0, 1B0, 1F1, 0B0, 1B1, 0B1
 
     A job lasts as long as its call should take, and so does a transfer. Of jobs that
-    could start, n decides; a capped F waits for a B. If F and B are in different calls
-    of the user's (gm.meta["loss"] is None), all F come first and there is no cap.
-    gm.meta["timeline"] keeps when each job should run, gm.meta["credits"] the B (or W)
-    that each capped F waits for.
+    could start, n decides; a capped F waits for a B (or W): step.credits. If F and B
+    are in different calls of the user's (step.late), all F come first and there is no
+    cap.
     """
     schedule = request.schedule
-    calls = _calls(gm)
-    late = gm.meta["loss"] is None  # B runs in backward()
-    kinds = list(calls)
-    jobs = place_jobs(schedule, kinds, _preds(calls))
-    jobs = replace(jobs, more=_chain_buffers(gm, jobs))
-    n = {jobs.job(i): priority for i, priority in enumerate(jobs.n)}
-    if late:
-        jobs = _forward_first(jobs)
+    calls = _calls(step.graph)
+    jobs = place_jobs(schedule, list(calls), _preds(calls))
+    jobs = replace(jobs, more=_chain_buffers(step.graph, jobs))
+    ranked = _forward_first(jobs) if step.late else jobs
     seconds = [node.meta["seconds"] for node in calls.values()] * jobs.microbatches
-    edges = Edges(jobs, gm.meta["stages"])
+    edges = Edges(jobs, step.facts.stages)
 
     def run(cap: Cap) -> Timeline:
-        limit: Cap = (lambda s: None) if late else cap
+        limit: Cap = (lambda s: None) if step.late else cap
         return run_jobs(
-            jobs, seconds, limit, schedule.release, edges, schedule.in_order
+            ranked, seconds, limit, schedule.release, edges, schedule.in_order
         )
 
     timeline = run(schedule.cap)
     if not timeline.complete:
         raise _stuck(schedule, run, timeline)
-    order = [jobs.job(number) for number in timeline.order]
-    if late:
-        order.sort(key=lambda job: job.direction is not FORWARD)
-    gm.meta["jobs"] = order
-    gm.meta["placements"] = {
-        jobs.job(i): Placement(*pair)
-        for i, pair in enumerate(zip(jobs.weights, jobs.compute, strict=True))
-    }
-    gm.meta["n"] = n
-    gm.meta["timeline"] = timeline
-    found = {} if late else credits(schedule, timeline)
-    gm.meta["credits"] = {jobs.job(f): jobs.job(last) for f, last in found.items()}
-    return gm
+    timeline = Timeline(jobs, timeline.order, timeline.start, timeline.end)
+    room = {} if step.late else credits(schedule, timeline)
+    waits = {jobs.job(f): jobs.job(last) for f, last in room.items()}
+    return replace(step, timeline=timeline, credits=waits)
 
 
 def _calls(gm: fx.GraphModule) -> dict[Kind, fx.Node]:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Sequence
+from dataclasses import replace
 
 import networkx as nx
 from torch import Tensor, fx
 
 from ..costmodel.costs import send_seconds
 from ..ir.boundary import stage_boundary
+from ..ir.facts import FACTS, facts
 from ..ir.graphs import REGION_ENTERS, REGION_EXITS, Role, storage, tensors
 from ..ir.request import Request
 from ..ir.user_line import user_line
@@ -29,7 +31,7 @@ def assign_stages(gm: fx.GraphModule, request: Request) -> fx.GraphModule:
 
     "auto": the cut whose step the schedule should take the shortest (planner.py).
     Names: each named module starts a new stage, in the order of the program.
-    gm.meta["schedule"] is the schedule for these stages. What is cheaper to compute
+    facts(gm).schedule is the schedule for these stages. What is cheaper to compute
     again than to send, such as a mask, gets no stage here.
     Raises PlanError for more stages than there are places to cut, unknown names, a
     memory limit that no cut meets, and inputs that the model writes into.
@@ -49,9 +51,7 @@ def assign_stages(gm: fx.GraphModule, request: Request) -> fx.GraphModule:
     for block, stage in zip(blocks, cut, strict=True):
         for node in block:
             node.meta["stage"] = stage
-    gm.meta["shared"] = shared
-    gm.meta["stage_count"] = max(cut, default=0) + 1
-    gm.meta["schedule"] = schedule
+    gm.meta[FACTS] = replace(facts(gm), schedule=schedule)
     return gm
 
 

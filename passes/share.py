@@ -16,12 +16,11 @@ def copy_shared(gm: fx.GraphModule, request: Request) -> fx.GraphModule:
             keep_1 = x != 0  # stage 1
             a = encoder_0(x, keep); b = encoder_1(a, keep_1)
 
-    Cheap are those of gm.meta["shared"]: what is made from the inputs alone, in less
-    time than sending it takes.
+    Cheap are those that assign_stages gave no stage, though they are read: what is made
+    from the inputs alone, in less time than sending it takes.
     """
-    shared = gm.meta["shared"]
     for node in reversed(gm.graph.nodes):
-        if node in shared:
+        if node.op.startswith("call") and "stage" not in node.meta:
             _copy(gm.graph, node)
     gm.recompile()
     return gm
@@ -34,7 +33,7 @@ def _copy(graph: fx.Graph, node: fx.Node) -> None:
     for user in node.users:
         if "stage" in user.meta:
             stages.setdefault(user.meta["stage"], []).append(user)
-    if not stages and node.users:
+    if not stages and any(user.op == "output" for user in node.users):
         stages[0] = []
     for position, (stage, users) in enumerate(sorted(stages.items())):
         own = node

@@ -5,6 +5,7 @@ from __future__ import annotations
 import operator
 from collections import Counter
 from collections.abc import Iterable
+from dataclasses import replace
 from typing import Any
 
 import networkx as nx
@@ -12,6 +13,7 @@ import torch
 from torch import fx
 
 from ..costmodel.costs import send_seconds
+from ..ir.facts import FACTS, facts
 from ..ir.graphs import (
     REGION_ENTERS,
     REGION_EXITS,
@@ -36,10 +38,9 @@ def split_stages(gm: fx.GraphModule, request: Request) -> fx.GraphModule:
             stage_1 = self.stage_1((weights_1,), (a,)); b = stage_1[0]
 
     weights_0 is a group: the parameters and buffers with the same owners and readers.
-    gm.meta["stages"] describes the stages as a networkx.DiGraph.
+    facts(gm).stages describes the stages as a networkx.DiGraph.
     """
-    count = gm.meta["stage_count"]
-    inner = [_Stage(gm, nodes) for nodes in _by_stage(gm, count)]
+    inner = [_Stage(gm, nodes) for nodes in _by_stage(gm)]
     groups = _group_state(gm, [stage.state for stage in inner], request)
     graph = fx.Graph()
     new: dict[fx.Node, fx.Node] = {}
@@ -62,6 +63,7 @@ def split_stages(gm: fx.GraphModule, request: Request) -> fx.GraphModule:
                 specs=(Spec.of(fake),),
             )
     drawn = _draws(gm)
+    measured = any("estimated" in node.meta for node in gm.graph.nodes)
     for number, stage in enumerate(inner):
         used = [i for i, group in enumerate(groups) if number in group.stages]
         inputs = [new[node] for node in stage.inputs]
@@ -77,7 +79,7 @@ def split_stages(gm: fx.GraphModule, request: Request) -> fx.GraphModule:
         numbers = [i for node in stage.nodes for i in drawn[node]]
         call.meta["draw"] = numbers[0] if numbers else -1 - number
         stage.module.meta["draws"] = tuple(i - call.meta["draw"] for i in numbers)
-        if gm.meta.get("measured"):
+        if measured:
             work = [n.meta["work"] for n in stage.nodes if "work" in n.meta]
             call.meta["measured"] = (
                 sum(w.forward for w in work),
@@ -96,14 +98,8 @@ def split_stages(gm: fx.GraphModule, request: Request) -> fx.GraphModule:
             new[node].meta.update(val=fake, specs=(spec,), stage=number)
     graph.output(fx.map_arg(result(gm), new.__getitem__))
     whole = lazy_module(gm, graph, "Stages")
-    whole.meta.update(
-        outputs=gm.meta["outputs"],
-        writes=gm.meta["writes"],
-        fake_mode=gm.meta["fake_mode"],
-        schedule=gm.meta["schedule"],
-        groups=groups,
-        stages=_describe(gm, inner, groups),
-    )
+    stages = _describe(gm, inner, groups)
+    whole.meta[FACTS] = replace(facts(gm), groups=tuple(groups), stages=stages)
     return whole
 
 
@@ -118,9 +114,10 @@ def _draws(gm: fx.GraphModule) -> dict[fx.Node, range]:
     return found
 
 
-def _by_stage(gm: fx.GraphModule, count: int) -> list[list[fx.Node]]:
+def _by_stage(gm: fx.GraphModule) -> list[list[fx.Node]]:
     """The nodes of each stage; those that open and close regions are in all."""
-    found: list[list[fx.Node]] = [[] for _ in range(count)]
+    last = max((node.meta.get("stage", 0) for node in gm.graph.nodes), default=0)
+    found: list[list[fx.Node]] = [[] for _ in range(last + 1)]
     for node in gm.graph.nodes:
         if node.target in (*REGION_ENTERS, *REGION_EXITS):
             for nodes in found:

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from typing import NamedTuple
 
 from torch import fx
 
 from ..ir.request import Request
-from ..ir.step_ir import Credit, Layout, Line, Made, Message, Running, Value, values_in
-from ..jobs import Job
+from ..ir.step_ir import Credit, Line, Made, Message, Running, StepIR, Value, values_in
 
 
-def insert_transfers(gm: fx.GraphModule, request: Request) -> fx.GraphModule:
+def insert_transfers(step: StepIR, request: Request) -> StepIR:
     """A message for each foreign reader, after the line that makes the value.
 
     before: 0F0                                                      # worker 0
@@ -23,10 +23,10 @@ def insert_transfers(gm: fx.GraphModule, request: Request) -> fx.GraphModule:
 
     A worker gets a value once, however many of its jobs read it.
     """
-    routes = _Routes(gm)
+    routes = _Routes(step)
     lines: list[Line | Message] = []
-    tag: int = gm.meta["tags"]
-    for line in gm.meta["lines"]:
+    tag = sum(isinstance(line, Message) for line in step.lines)
+    for line in step.lines:
         lines.append(line)
         if isinstance(line, Message):
             continue
@@ -36,39 +36,18 @@ def insert_transfers(gm: fx.GraphModule, request: Request) -> fx.GraphModule:
                 if to != worker:
                     lines.append(Message(tag, worker, to, value, task, n))
                     tag += 1
-    gm.meta.update(lines=lines, tags=tag)
-    return gm
+    return replace(step, lines=lines)
 
 
 class _Routes:
     """Which workers read what each line makes."""
 
-    def __init__(self, gm: fx.GraphModule) -> None:
-        self.layout: Layout = gm.meta["layout"]
-        self.running: dict[Running, Line] = gm.meta["running"]
-        jobs = self.layout.jobs
+    def __init__(self, step: StepIR) -> None:
+        jobs, self.running = step.jobs, step.running
         self.compute, self.width, self.at = jobs.compute, len(jobs.kinds), jobs.at
-        self.others = self._others(gm)
+        self.others = _others(step)
         named = {value.node for value in self.others if isinstance(value, Made)}
-        self.routes = [
-            _routes(self.layout, kind, named) for kind in range(len(jobs.kinds))
-        ]
-
-    def _others(self, gm: fx.GraphModule) -> dict[Value, set[int]]:
-        """The readers of values that are not jobs of the same microbatch."""
-        found: dict[Value, set[int]] = {}
-        for line in gm.meta["lines"]:
-            if isinstance(line, Line) and line.args:
-                for value in values_in(line.args):
-                    found.setdefault(value, set()).add(line.worker)
-        for worker, own in gm.meta["results"].items():
-            for value in values_in(own):
-                found.setdefault(value, set()).add(worker)
-        credits: dict[Job, Job] = gm.meta["credits"]
-        for job, last in credits.items():
-            worker = self.compute[self.layout.jobs.number(job)]
-            found.setdefault(Credit(last), set()).add(worker)
-        return found
+        self.routes = [_routes(step, kind, named) for kind in range(len(jobs.kinds))]
 
     def of(self, line: Line) -> Iterator[tuple[Value, Iterable[int]]]:
         """What a line makes that others read, in the order of the line's nodes."""
@@ -93,6 +72,22 @@ class _Routes:
             yield credit, others[credit]
 
 
+def _others(step: StepIR) -> dict[Value, set[int]]:
+    """The readers of values that are not jobs of the same microbatch."""
+    readers: dict[Value, set[int]] = {}
+    for line in step.lines:
+        if isinstance(line, Line) and line.args:
+            for value in values_in(line.args):
+                readers.setdefault(value, set()).add(line.worker)
+    for worker, own in step.results.items():
+        for value in values_in(own):
+            readers.setdefault(value, set()).add(worker)
+    for job, last in step.credits.items():
+        worker = step.jobs.compute[step.jobs.number(job)]
+        readers.setdefault(Credit(last), set()).add(worker)
+    return readers
+
+
 class _Route(NamedTuple):
     """A node of a kind of job that others read: the kinds of jobs that do, whether it
     has readers besides, and what it is a part of."""
@@ -103,11 +98,11 @@ class _Route(NamedTuple):
     part: tuple[str, int] | None
 
 
-def _routes(layout: Layout, kind: int, named: set[fx.Node]) -> list[_Route]:
-    found: list[_Route] = []
-    for node in layout.recipes[kind].nodes:
-        readers = {layout.maker[u] for u in node.users if u in layout.maker}
-        kinds, part = tuple(sorted(readers - {kind})), layout.parts.get(node)
+def _routes(step: StepIR, kind: int, named: set[fx.Node]) -> list[_Route]:
+    routes: list[_Route] = []
+    for node in step.recipes[kind].nodes:
+        readers = {step.maker[u] for u in node.users if u in step.maker}
+        kinds, part = tuple(sorted(readers - {kind})), step.parts.get(node)
         if kinds or node in named or part is not None:
-            found.append(_Route(node, kinds, node in named, part))
-    return found
+            routes.append(_Route(node, kinds, node in named, part))
+    return routes

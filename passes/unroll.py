@@ -3,76 +3,53 @@
 from __future__ import annotations
 
 import operator
+from dataclasses import replace
 
 from torch import fx
 
-from ..clock.event_loop import Kind
-from ..ir import ops
 from ..ir.request import Request
-from ..ir.step_ir import Layout, Line, Recipe, Running
-from ..jobs import Direction, Job, Placement
+from ..ir.step_ir import Line, Recipe, Running, StepIR
 
 
-def unroll_jobs(gm: fx.GraphModule, request: Request) -> fx.GraphModule:
+def unroll_jobs(step: StepIR, request: Request) -> StepIR:
     """A line for each job, on its worker.
 
     before: forward_0 = self.forward_0((weights_0,), (x,), None)     # of any microbatch
-            gm.meta["jobs"] = [0F0, 0F1, 1F0, ..]
+            step.order: 0F0, 0F1, 1F0, ..
     after:  0F0                                                      # worker 0
             0F1                                                      # worker 1
             1F0                                                      # worker 0
 
-    gm.meta["layout"] says which nodes a job's line stands for, gm.meta["running"] which
-    job is the last on its worker to add to a group's gradients or to write its buffers.
-    If B runs in backward(), each worker pauses before the first B.
+    step.recipes says which nodes a job's line stands for, step.running which job is the
+    last on its worker to add to a group's gradients or to write its buffers.
     """
-    layout = _layout(gm)
-    placements: dict[Job, Placement] = gm.meta["placements"]
-    n: dict[Job, int] = gm.meta["n"]
+    step = replace(step, recipes=_recipes(step.graph))
     parts = [
-        [layout.parts[node] for node in recipe.nodes if node in layout.parts]
-        for recipe in layout.recipes
+        [step.parts[node] for node in recipe.nodes if node in step.parts]
+        for recipe in step.recipes
     ]
-    late = gm.meta["loss"] is None  # B runs in backward()
+    jobs, width = step.jobs, len(step.jobs.kinds)
     lines: list[Line] = []
-    pauses: list[Line] = []
-    running: dict[Running, Line] = {}  # in the order of their last jobs
-    jobs: list[Job] = gm.meta["jobs"]
-    for job in jobs:
-        worker = placements[job].compute
-        if late and job.direction is not Direction.FORWARD and not pauses:
-            every = range(request.schedule.workers)
-            pauses = [Line(each, "pause", n[job], ops.pause) for each in every]
-            lines += pauses
-        line = Line(worker, str(job), n[job], job=job)
+    running: dict[Running, Line] = {}
+    for number in step.order:
+        job, worker = jobs.job(number), jobs.compute[number]
+        line = Line(worker, str(job), jobs.n[number], job=job)
         lines.append(line)
-        for what, group in parts[layout.jobs.at[job.stage, job.direction]]:
+        for what, group in parts[number % width]:
             key = Running(what, group, worker)
             running.pop(key, None)
             running[key] = line
-    gm.meta.update(layout=layout, lines=lines, pauses=pauses, running=running)
-    return gm
+    return replace(step, lines=lines, running=running)
 
 
-def _layout(gm: fx.GraphModule) -> Layout:
+def _recipes(gm: fx.GraphModule) -> tuple[Recipe, ...]:
+    """What a job of each kind is made of; kinds are in the order of their calls."""
     before, after = _by_call(gm.graph)
-    calls: dict[Kind, fx.Node] = {
-        (node.meta["stage"], node.meta["direction"]): node
-        for node in gm.graph.find_nodes(op="call_module")
-    }
-    jobs = gm.meta["timeline"].jobs
-    recipes = tuple(
+    return tuple(
         Recipe(tuple(before.get(call, ())), call, tuple(after.get(call, ())))
-        for call in map(calls.__getitem__, jobs.kinds)
+        for call in gm.graph.nodes
+        if call.op == "call_module"
     )
-    maker = {node: kind for kind, recipe in enumerate(recipes) for node in recipe.nodes}
-    parts = {}
-    for (_, direction), recipe in zip(jobs.kinds, recipes, strict=True):
-        what = "buffers" if direction is Direction.FORWARD else "gradients"
-        for node in recipe.nodes:
-            if node.meta.get("group") is not None:
-                parts[node] = (what, node.meta["group"])
-    return Layout(jobs, recipes, maker, parts)
 
 
 def _by_call(

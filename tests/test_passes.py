@@ -15,10 +15,23 @@ from torch import Tensor, fx, nn
 
 import fxsched
 from fxsched import Direction, Placement, Plan, Schedule, pipeline, schedules
-from tests.text import FACTS, graph_text
+from fxsched.ir.step_ir import StepIR
+from tests.text import (
+    graph_text,
+    groups_text,
+    loss_text,
+    stage_count_text,
+    step_text,
+)
 
 Golden = Callable[[str, str], None]
-STAGES_CHANGE = pipeline.PASSES[1:3]  # the passes that write graphs of stages
+HEADS: dict[str, Callable[[fx.GraphModule], list[str]]] = {
+    "assign_stages": stage_count_text,
+    "split_stages": groups_text,
+    "differentiate_stages": loss_text,
+}
+STAGES_CHANGE = ("copy_shared", "split_stages")  # they write graphs of stages
+PASSES = [p.__name__ for p in (*pipeline.GRAPH_PASSES, *pipeline.STEP_PASSES)]
 
 
 class TwoTower(nn.Module):
@@ -72,28 +85,35 @@ def plan_of(schedule: str) -> Plan:
 
 @pytest.fixture(scope="module")
 def after() -> dict[str, str]:
-    """The graph as text after each pass of pipeline.PASSES, and what is new of it."""
+    """The graph, or the step, as text after each pass, and what is new of it."""
     texts: dict[str, str] = {}
-    known: set[str] = set()
 
-    def recorded(each: Any) -> Any:
+    def rewriting(each: Any) -> Any:
         def run(gm: fx.GraphModule, request: Any) -> fx.GraphModule:
-            gm = each(gm, request)
+            gm, name = each(gm, request), each.__name__
             gm.graph.lint()
-            new = [key for key in FACTS if key in gm.meta and key not in known]
-            known.update(new)
-            texts[each.__name__] = graph_text(gm, new, each in STAGES_CHANGE)
+            head = HEADS[name](gm) if name in HEADS else []
+            texts[name] = graph_text(gm, head, name in STAGES_CHANGE)
             return gm
 
         return run
 
+    def filling(each: Any) -> Any:
+        def run(step: StepIR, request: Any) -> StepIR:
+            step = each(step, request)
+            texts[each.__name__] = step_text(step)
+            return step
+
+        return run
+
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(pipeline, "PASSES", tuple(map(recorded, pipeline.PASSES)))
+        for name, recorded in (("GRAPH_PASSES", rewriting), ("STEP_PASSES", filling)):
+            patch.setattr(pipeline, name, tuple(map(recorded, getattr(pipeline, name))))
         make(shifted())
     return texts
 
 
-@pytest.mark.parametrize("name", [each.__name__ for each in pipeline.PASSES])
+@pytest.mark.parametrize("name", PASSES)
 def test_graph_after(name: str, after: dict[str, str], golden: Golden) -> None:
     golden(name, after[name])
 
@@ -126,9 +146,9 @@ def test_a_program_is_written_when_it_is_asked_for(
     table = plan_of("shifted").table(1)
     cut_program = pipeline.cut_program
 
-    def cut(gm: fx.GraphModule, request: Any, worker: int) -> fx.Graph:
+    def cut(step: StepIR, request: Any, worker: int) -> fx.Graph:
         written.append(worker)
-        return cut_program(gm, request, worker)
+        return cut_program(step, request, worker)
 
     monkeypatch.setattr(pipeline, "cut_program", cut)
     plan = make(shifted())

@@ -2,42 +2,64 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import fx
 
+from fxsched.ir.facts import facts
 from fxsched.ir.graphs import Role, Spec
-from fxsched.ir.step_ir import Line, Message
+from fxsched.ir.step_ir import Line, Message, StepIR
+from fxsched.jobs import Placement
 
-# What passes say about the whole graph that reads as text, in this order.
-FACTS = (
-    "stage_count",
-    "stages",
-    "groups",
-    "loss",
-    "jobs",
-    "n",
-    "placements",
-    "credits",
-)
+
+def stage_count_text(gm: fx.GraphModule) -> list[str]:
+    """What assign_stages makes."""
+    stages = {node.meta["stage"] for node in gm.graph.nodes if "stage" in node.meta}
+    return [f"stage_count = {len(stages)}"]
+
+
+def groups_text(gm: fx.GraphModule) -> list[str]:
+    """What split_stages says of the model."""
+    stages = facts(gm).stages
+    lines = [f"groups = {show(list(facts(gm).groups))}"]
+    lines += [f"stage {s}: {show(dict(data))}" for s, data in stages.nodes(data=True)]
+    lines += [f"stage {a} -> {b}: {show(f)}" for a, b, f in stages.edges(data=True)]
+    return lines
+
+
+def loss_text(gm: fx.GraphModule) -> list[str]:
+    """What differentiate_stages says of the model."""
+    return [f"loss = {facts(gm).loss}"]
+
+
+def step_text(step: StepIR) -> str:
+    """The lines of all workers; before there are any, the order of jobs."""
+    if step.lines:
+        return "\n".join(lines_text(step))
+    jobs = step.jobs
+    every = [jobs.job(i) for i in range(len(jobs))]
+    pairs = zip(jobs.weights, jobs.compute, strict=True)
+    placements = dict(zip(every, (Placement(*pair) for pair in pairs), strict=True))
+    parts = [
+        f"jobs = {show(list(map(jobs.job, step.order)))}",
+        f"n = {show(dict(zip(every, jobs.n, strict=True)))}",
+        f"placements = {show(placements)}",
+        f"credits = {show(step.credits)}",
+    ]
+    return graph_text(step.graph, parts)
 
 
 def graph_text(
-    gm: fx.GraphModule, facts: Collection[str] = (), stages: bool = False
+    gm: fx.GraphModule, head: Sequence[str] = (), stages: bool = False
 ) -> str:
     """What a pass said about the graph, its nodes, and, if wanted, those of stages.
 
     The flat graphs inside of stages are left out: torch names their nodes, anew in
     each version.
     """
-    parts = [f"{key} = {show(gm.meta[key])}" for key in facts if key != "stages"]
-    if "stages" in facts:
-        parts += stages_text(gm)
-    parts += [""] * bool(parts)
-    if "lines" in gm.meta:
-        return "\n".join(parts + lines_text(gm))
+    parts = [*head, *[""][: len(head)]]
     parts += [node_text(node) for node in gm.graph.nodes]
     called = {str(n.target) for n in gm.graph.nodes if n.op == "call_module"}
     for name in sorted(called) if stages else ():
@@ -47,29 +69,23 @@ def graph_text(
     return "\n".join(parts)
 
 
-def stages_text(gm: fx.GraphModule) -> list[str]:
-    stages = gm.meta["stages"]
-    lines = [f"stage {s}: {show(dict(facts))}" for s, facts in stages.nodes(data=True)]
-    lines += [f"stage {a} -> {b}: {show(f)}" for a, b, f in stages.edges(data=True)]
-    return lines
-
-
-def lines_text(gm: fx.GraphModule) -> list[str]:
+def lines_text(step: StepIR) -> list[str]:
     """The lines of all workers, then what each returns."""
-    results = gm.meta.get("results", {})
-    found = [f"worker {w} returns {show(own)}" for w, own in results.items()]
-    return [line_text(line) for line in gm.meta["lines"]] + found
+    returned = [f"worker {w} returns {show(own)}" for w, own in step.results.items()]
+    return [line_text(step, line) for line in step.lines] + returned
 
 
-def line_text(line: Line | Message) -> str:
+def line_text(step: StepIR, line: Line | Message) -> str:
     if isinstance(line, Message):
         return f"{line}  # task {line.task}"
     text = str(line)
     if line.target is not None:
         args = ", ".join(map(show, line.args))
         text = text.replace("  #", f" = {line.target.__name__}({args})  #")
-    notes = [f", weights {g} of message {m.tag}" for g, m in line.fetched.items()]
-    return text + "".join(notes)
+    fetched = step.fetched.get(line, {})
+    return text + "".join(
+        f", weights {group} of message {m.tag}" for group, m in fetched.items()
+    )
 
 
 def node_text(node: fx.Node) -> str:

@@ -35,6 +35,7 @@ from torch._dynamo.symbolic_convert import InstructionTranslator
 from torch._subclasses import FakeTensorMode
 
 from ..costmodel.costs import Meter, Work, alone, backward_of
+from ..ir.facts import FACTS, Facts
 from ..ir.graphs import (
     REGION_ENTERS,
     REGION_EXITS,
@@ -372,7 +373,7 @@ def trace_microbatch(
         None, where it doesn't matter.
 
     Placeholders carry `role`, `name` and `index` (into inputs); every node carries
-    `val`, `module`, `work`; `gm.meta["outputs"]` says how outputs are put together.
+    `val`, `module`, `work`; facts(gm).outputs says how outputs are put together.
     """
     if is_meta(inputs):
         gm, specs = on_cpu(gm), {**cpu_specs(inputs), **specs}
@@ -431,12 +432,11 @@ class _Binder:
         finally:
             torch.set_grad_enabled(grad)
         result = lazy_module(self.gm, self.graph, "Microbatch")
-        result.meta["writes"] = find_writes(self.graph)
-        result.meta["outputs"] = outputs
+        writes = find_writes(self.graph)
+        result.meta[FACTS] = Facts(tuple(outputs), writes, self.mode)
         result.meta["rows"] = [self.rows(old) for old in results]
         result.meta["labels"] = self.tracker.labels
         result.meta["early"] = self.early()
-        result.meta["fake_mode"] = self.mode
         return result
 
     def placeholder(self, node: fx.Node, index: int) -> None:

@@ -67,31 +67,10 @@ META = {
 
 # The keys of gm.meta that passes hand on, and what they say.
 GRAPH_META = {
-    "outputs": "Output for each output of the model",
+    "facts": "Facts of the model",
     "rows": "Rows of each output of the model that is a tensor, else None",
     "labels": "Labels of each mean over those that are not ignored",
     "early": "what computes inputs that follow those of the call, or None",
-    "writes": "Write for each input that the model writes into, by position",
-    "fake_mode": "the mode that fake values live in",
-    "measured": "whether a profile gave the nodes their work",
-    "schedule": "Schedule for these stages",
-    "shared": "nodes that every stage computes for itself",
-    "stage_count": "number of stages",
-    "stages": "the stages as a networkx.DiGraph",
-    "groups": "Group for each group of weights",
-    "state": "where a stage's state is: its groups, and the tensors in them",
-    "loss": "position of the output that B starts from in the call, or None",
-    "jobs": "all jobs in the global order",
-    "placements": "w of each job",
-    "n": "n of each job",
-    "timeline": "Timeline of when each job should run",
-    "credits": "the B, or W, that each capped F waits for",
-    "layout": "Layout: what jobs' lines stand for",
-    "lines": "the step: a Line for each job, then for all else, and Messages",
-    "running": "the last job on a worker that adds to a group's Running",
-    "pauses": "pause line of each worker, if B runs in backward()",
-    "results": "what each worker returns, in values of lines",
-    "tags": "number of messages so far",
 }
 
 

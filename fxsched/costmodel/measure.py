@@ -72,7 +72,6 @@ class Profile:
                 ratio = self.measured[key].over(self.estimated[key])
             forward, backward = node.meta["estimated"].scaled(ratio)
             node.meta["work"] = old._replace(forward=forward, backward=backward)
-        gm.meta["measured"] = True
 
 
 def _total(times: Iterable[Times]) -> Times:

@@ -2,13 +2,13 @@
 
 A line is one thing that one worker does: a job, with all that belongs to it, or a piece
 of what is done besides. A message is one line of both its workers, so that their
-programs, which keep the order of lines, cannot wait for each other. Lines are small: a
-step may have hundreds of thousands.
+programs, which keep the order of lines, cannot wait for each other. Lines are small,
+as a step may have hundreds of thousands, and do not change once they are made.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -16,9 +16,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import fx
 
-from ..clock.event_loop import Jobs
-from ..jobs import Job
+from ..clock.event_loop import Jobs, Kind, Timeline
+from ..jobs import Direction, Job
 from . import ops
+from .facts import Facts, facts
 from .graphs import Spec, Specs
 
 
@@ -59,7 +60,6 @@ class Line:
 
     target: what it calls; None for a job.
     args: values of any kind, and constants.
-    fetched: the messages that bring a job's weights, by group.
     """
 
     worker: int
@@ -71,7 +71,6 @@ class Line:
     name: str | None = None
     group: int | None = None
     job: Job | None = None
-    fetched: dict[int, Message] = field(default_factory=dict)
 
     def __str__(self) -> str:
         return f"{self.name or self.task}  # worker {self.worker}, n {self.n}"
@@ -125,19 +124,78 @@ class Recipe(NamedTuple):
         yield from self.after
 
 
-@dataclass(frozen=True)
-class Layout:
-    """What jobs are made of, and where they run.
+NEVER = Timeline(Jobs((), (), 0, 0, (), (), ()), (), (), ())
 
-    recipes: of each kind of jobs.kinds.
-    maker: the kind of job that makes each value.
-    parts: nodes that give part of a Running, with what it is and the group.
+
+@dataclass(frozen=True)
+class StepIR:
+    """A step of all workers; each pass over it fills in more.
+
+    graph: the graph of stages, with a call for each kind of job.
+    timeline: when each job should run. Its jobs have their workers and n.
+    credits: the B (or W) that each capped F waits for.
+    recipes: what a job of each kind of jobs.kinds is made of.
+    lines: of all workers, in the global order.
+    running: the last line on its worker that adds to a sum, or writes buffers, in the
+        order of these lines.
+    results: what each worker returns, in values.
+    fetched: the messages that bring the weights of a job's line, by group.
     """
 
-    jobs: Jobs
-    recipes: tuple[Recipe, ...]
-    maker: dict[fx.Node, int]
-    parts: dict[fx.Node, tuple[str, int]]
+    graph: fx.GraphModule
+    timeline: Timeline = NEVER
+    credits: Mapping[Job, Job] = field(default_factory=dict)
+    recipes: tuple[Recipe, ...] = ()
+    lines: Sequence[Line | Message] = ()
+    running: Mapping[Running, Line] = field(default_factory=dict)
+    results: Mapping[int, dict[str, Any]] = field(default_factory=dict)
+    fetched: Mapping[Line, dict[int, Message]] = field(default_factory=dict)
+
+    @property
+    def facts(self) -> Facts:
+        """What is known of the model."""
+        return facts(self.graph)
+
+    @property
+    def jobs(self) -> Jobs:
+        return self.timeline.jobs
+
+    @property
+    def late(self) -> bool:
+        """Whether B runs in backward(), when all F are done."""
+        return self.facts.loss is None
+
+    @property
+    def order(self) -> list[int]:
+        """The numbers of all jobs, in the global order."""
+        order, kinds = list(self.timeline.order), self.jobs.kinds
+        if self.late:
+            order.sort(key=lambda i: kinds[i % len(kinds)][1] is not Direction.FORWARD)
+        return order
+
+    @property
+    def draws(self) -> set[Kind]:
+        """The kinds of jobs that draw random numbers."""
+        pairs = zip(self.jobs.kinds, self.recipes, strict=True)
+        return {kind for kind, recipe in pairs if recipe.call.meta["draw"] is not None}
+
+    @cached_property
+    def maker(self) -> dict[fx.Node, int]:
+        """The kind of job that makes each value."""
+        return {n: kind for kind, each in enumerate(self.recipes) for n in each.nodes}
+
+    @cached_property
+    def parts(self) -> dict[fx.Node, tuple[str, int]]:
+        """Nodes that give part of a Running: what it is, and the group."""
+        what = [
+            "buffers" if direction is Direction.FORWARD else "gradients"
+            for _, direction in self.jobs.kinds
+        ]
+        return {
+            node: (what[kind], node.meta["group"])
+            for node, kind in self.maker.items()
+            if "group" in node.meta
+        }
 
     @cached_property
     def _samples(self) -> dict[tuple[str, int], fx.Node]:
@@ -150,10 +208,6 @@ class Layout:
             width = len(self.jobs.kinds)
             return self.jobs.compute[value.microbatch * width + self.maker[value.node]]
         return value.worker
-
-    def recipe(self, job: Job) -> Recipe:
-        """The nodes that a job's line stands for."""
-        return self.recipes[self.jobs.at[job.stage, job.direction]]
 
     def specs(self, value: Value) -> tuple[Specs, bool]:
         """The shapes of a value, and whether it is a bundle of tensors."""

@@ -6,6 +6,7 @@ import hashlib
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any, overload
 
 import networkx as nx
@@ -57,7 +58,6 @@ class Plan:
 
     stages: a networkx.DiGraph; nodes have `modules` (names), `parameters` (numbers in
         them), `flops` (of one microbatch's F); edges have `bytes` (per microbatch).
-    jobs: all jobs in the global order.
     programs: a torch.fx.GraphModule per worker, written when it is asked for.
     loss: position of the output that B starts from in the call itself, or None.
     timeline: when each job should run, in seconds.
@@ -72,14 +72,12 @@ class Plan:
 
     schedule: Schedule
     stages: nx.DiGraph[int]
-    jobs: tuple[Job, ...]
     programs: Sequence[fx.GraphModule]
-    placements: dict[Job, Placement]
     groups: tuple[Group, ...]
     outputs: tuple[Output, ...]
     loss: int | None
     timeline: Timeline
-    lines: Sequence[Line | Message] = ()
+    lines: Sequence[Line | Message]
     notes: tuple[str, ...] = ()
     nodes: Mapping[str, Known] = field(default_factory=dict)
     inputs: tuple[State, ...] = ()
@@ -87,6 +85,19 @@ class Plan:
     draws: bool = False
     redraws: bool = False
     half: bool = False
+
+    @cached_property
+    def jobs(self) -> tuple[Job, ...]:
+        """All jobs in the global order."""
+        own = (line.job for line in self.lines if isinstance(line, Line))
+        return tuple(job for job in own if job is not None)
+
+    @cached_property
+    def placements(self) -> dict[Job, Placement]:
+        """w of each job."""
+        jobs = self.timeline.jobs
+        pairs = zip(jobs.weights, jobs.compute, strict=True)
+        return {jobs.job(i): Placement(*pair) for i, pair in enumerate(pairs)}
 
     @property
     def trains(self) -> bool:

@@ -8,7 +8,8 @@ from typing import Any
 
 from torch import Tensor, fx
 
-from ..ir.graphs import Output, Role
+from ..ir.facts import facts
+from ..ir.graphs import Role
 from ..ir.request import Request
 from .early_values import Early, counts, early_values
 from .kinds import Kind, Rows
@@ -33,7 +34,7 @@ class Watch:
     ) -> None:
         reduction = request.loss_reduction
         self.microbatches = request.schedule.microbatches
-        outputs: list[Output] = traced.meta["outputs"]
+        outputs = facts(traced).outputs
         rows: list[Rows | None] = traced.meta["rows"]
         if loss is None:
             scalars = [i for i, o in enumerate(outputs) if o.kind == "scalar"]

@@ -165,8 +165,12 @@ def _watching(watch: Stopwatch) -> Iterator[None]:
         for path in paths:
             owner, name = find(path)
             put(owner, name, watch.timed(part, getattr(owner, name)))
-    timed = [watch.timed(PASSES.get(p.__name__, "passes"), p) for p in pipeline.PASSES]
-    put(pipeline, "PASSES", tuple(timed))
+    for name in ("GRAPH_PASSES", "STEP_PASSES"):
+        passes = [
+            watch.timed(PASSES.get(each.__name__, "passes"), each)
+            for each in getattr(pipeline, name)
+        ]
+        put(pipeline, name, tuple(passes))
     yield
     for owner, name, value in reversed(before):
         setattr(owner, name, value)

@@ -80,7 +80,8 @@ def measure(case: Case) -> Taken:
 
         return run
 
-    pipeline.PASSES = tuple(map(timed, pipeline.PASSES))  # type: ignore[assignment]
+    for name in ("GRAPH_PASSES", "STEP_PASSES"):
+        setattr(pipeline, name, tuple(map(timed, getattr(pipeline, name))))
     _, workers, stages, microbatches, programs = case
     schedule = SCHEDULES[case.schedule](workers, stages, microbatches)
     stages = schedule.stages or stages

@@ -1,0 +1,47 @@
+"""What passes over a model's graph say of it, beside its nodes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import networkx as nx
+from torch import fx
+
+from ..jobs import Schedule
+from .graphs import Group, Output
+from .writes import Write
+
+FACTS = "facts"  # the key of gm.meta that has them
+
+
+@dataclass(frozen=True)
+class Facts:
+    """The trace says the first three; a pass that finds out more replaces the record.
+
+    outputs: how each output of the model is put together.
+    writes: what the model writes into, by position of the input.
+    fake_mode: the mode that fake values live in.
+    schedule: the user's, fitted to the stages (assign_stages).
+    stages: a networkx.DiGraph; see clock.stage_graph.Stage (split_stages; times and
+        `held` by differentiate_stages).
+    groups: weights by owners and readers (split_stages; who gives gradients by
+        differentiate_stages).
+    loss: position of the output that B starts from in the call itself, or None
+        (differentiate_stages).
+    """
+
+    outputs: tuple[Output, ...]
+    writes: Mapping[int, Write]
+    fake_mode: Any
+    schedule: Schedule | None = None
+    stages: nx.DiGraph[int] = field(default_factory=nx.DiGraph)
+    groups: tuple[Group, ...] = ()
+    loss: int | None = None
+
+
+def facts(gm: fx.GraphModule) -> Facts:
+    """What is known of a graph that was traced."""
+    found: Facts = gm.meta[FACTS]
+    return found
