@@ -3,7 +3,7 @@
 `torch.compile(model, backend=fxsched.backend(schedule))`; see README.md.
 """
 
-from . import schedules
+from . import passes, schedules
 from .backend import Backend, backend
 from .checker.check_messages import CheckError
 from .clock.event_loop import Event
@@ -13,6 +13,7 @@ from .draw.chrome import write_trace
 from .draw.diagram import Diagram
 from .dry_run import explain, plan, profile
 from .equality.verify import Verification, verify
+from .ir import ops
 from .ir.boundary import stage_boundary
 from .jobs import Direction, Job, Placement, PlanError, Schedule
 from .plans.plan import Plan
@@ -54,6 +55,8 @@ __all__ = [
     "full_state_dict",
     "load_full_optimizer_state_dict",
     "load_full_state_dict",
+    "ops",
+    "passes",
     "plan",
     "profile",
     "schedules",

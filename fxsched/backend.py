@@ -108,7 +108,8 @@ def backend(
         loss of the whole batch, where that is a sum, a mean, or a weighted mean whose
         weights (ignored labels, masks) depend on inputs alone, and a PlanError else.
     stage_compiler: "eager" or "inductor".
-    passes: functions (program, request) -> program, run on each worker's program.
+    passes: functions (program, request) -> program, run on each worker's program
+        before its frees are put in; see fxsched.passes.
     memory_limit: bytes that stages="auto" may put on a worker: weights, their gradients
         and activations. The optimizer's state and what one job needs come on top.
     same_stage: groups of names of modules, to keep in one stage with all between them.

@@ -17,6 +17,7 @@ from .costmodel.measure import Profile, measure
 from .ir.modes import modes_after_errors
 from .ir.request import BufferReduction, Carry, OutputReduction, Ragged
 from .jobs import PlanError, Schedule
+from .passes.users import Pass
 from .planning import plan_call
 from .plans.plan import Plan
 from .runtime.padding import check_padded
@@ -31,6 +32,7 @@ def plan(
     *args: Any,
     stages: str | Sequence[str] = "auto",
     carry: Carry = "saved",
+    passes: Sequence[Pass] = (),
     memory_limit: float | None = None,
     same_stage: Sequence[Sequence[str]] = (),
     profile: Profile | None = None,
@@ -52,6 +54,7 @@ def plan(
         stages,
         "threads",
         carry=carry,
+        passes=passes,
         memory_limit=memory_limit,
         same_stage=same_stage,
         profile=profile,

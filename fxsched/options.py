@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import get_args
 
@@ -25,10 +25,9 @@ from .ir.request import (
     Transport,
 )
 from .jobs import PlanError, Schedule, is_int, is_number
+from .passes.users import Pass
 from .runtime.input_agreement import InputRule
 from .schedules.arguments import each_one_of, one_of
-
-Pass = Callable[[fx.GraphModule, Request], fx.GraphModule]
 
 WORDS: dict[str, tuple[str | None, ...]] = {
     "order": get_args(Order),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
 import torch
 from torch import fx
@@ -11,9 +10,10 @@ from torch import fx
 from .costmodel.measure import known
 from .ir.facts import facts
 from .ir.graphs import Role, State, tensors
+from .ir.lazy import lazy_module
 from .ir.request import Request
 from .ir.step_ir import StepIR
-from .jobs import Direction, PlanError
+from .jobs import Direction
 from .passes.collect import collect_results
 from .passes.cut import cut_program
 from .passes.differentiate import differentiate_stages
@@ -24,6 +24,7 @@ from .passes.share import copy_shared
 from .passes.split import split_stages
 from .passes.transfer import insert_transfers
 from .passes.unroll import unroll_jobs
+from .passes.users import Pass, run_passes
 from .passes.weights import fetch_weights
 from .plans.arithmetic import describe_arithmetic
 from .plans.plan import Plan, Programs
@@ -43,7 +44,7 @@ STEP_PASSES = (  # fill in the step of all workers
 )
 
 
-def make_plan(gm: fx.GraphModule, request: Request, passes: tuple[Any, ...]) -> Plan:
+def make_plan(gm: fx.GraphModule, request: Request, passes: tuple[Pass, ...]) -> Plan:
     """The plan of a traced microbatch; the user's passes run on each program."""
     nodes = list(gm.graph.nodes)
     inputs = tuple(
@@ -61,14 +62,11 @@ def make_plan(gm: fx.GraphModule, request: Request, passes: tuple[Any, ...]) -> 
         step = fill(step, request)
 
     def write(worker: int) -> fx.GraphModule:
-        graph = free_values(cut_program(step, request, worker), request)
-        program = fx.GraphModule(gm, graph, "Program")
-        for own in passes:
-            program = own(program, request)
-            if not isinstance(program, fx.GraphModule):
-                raise PlanError(
-                    f"the pass {own!r} must return each program that it is given"
-                )
+        program = lazy_module(gm, cut_program(step, request, worker), "Program")
+        if passes:
+            program = run_passes(program, request, worker, passes)
+        free_values(program.graph, request)
+        program.recompile()
         return program
 
     notes = []

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -14,9 +14,11 @@ from .capture.batch import Batch, batch_of
 from .capture.graph_inputs import call_text
 from .capture.meta_device import refuse_meta
 from .capture.trace import trace_microbatch
+from .checker.check_program import CheckError
 from .ir.facts import facts
 from .ir.request import LossReduction, Request
 from .options import Options
+from .passes.users import Pass, pass_name
 from .pipeline import make_plan
 from .plans.plan import Plan
 from .rows.label_watch import Watch
@@ -105,7 +107,11 @@ def make_step(
             workers.check(error)  # the others wait for this rank
         raise
     plan, traced, request = call_plan
-    workers.check(plan)
+    try:
+        workers.check(plan)
+    except CheckError as error:
+        _note_passes(error, options.passes)
+        raise
     with workers.guarded():
         programs = _programs(plan, options, workers, record)
     step = Step(plan, programs, workers, record)
@@ -119,6 +125,16 @@ def make_step(
     if plan.schedule.microbatches > 1 and 0 in workers.here:
         step.watch = Watch(gm, traced, plan.loss, request)
     return step
+
+
+def _note_passes(error: CheckError, passes: Sequence[Pass]) -> None:
+    """Says of unsound programs that passes of the user's changed them."""
+    if passes:
+        error.add_note(
+            f"fxsched: passes=[{', '.join(map(pass_name, passes))}] changed these "
+            "programs; fxsched.plan(model, schedule, *inputs, passes=[...])"
+            ".programs[worker].graph shows what they are now"
+        )
 
 
 def _programs(

@@ -21,6 +21,8 @@ def free_values(graph: fx.Graph, request: Request) -> fx.Graph:
     kept = set(output.all_input_nodes)
     last: dict[fx.Node, fx.Node] = {}
     for node in graph.nodes:
+        if node.target is ops.free:  # a pass of the user's own freed these
+            kept.update(node.all_input_nodes)
         for read in node.all_input_nodes:
             last[read] = node
     ends: dict[fx.Node, list[fx.Node]] = {}

@@ -63,6 +63,7 @@ META = {
     "task": "job or other piece of work that a node belongs to",
     "n": "priority of that task",
     "job": "job that a call is",
+    "own": "whether a user's pass made the node",
 }
 
 # The keys of gm.meta that passes hand on, and what they say.

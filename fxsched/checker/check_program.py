@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 from torch import fx
 
 from ..ir import ops
-from ..ir.graphs import Group, Specs, arguments, result
+from ..ir.graphs import Group, Specs, arguments, original, result
 from ..jobs import Direction, Job, Placement
 
 RECEIVES = (ops.recv, ops.fetch)
@@ -132,7 +132,7 @@ class _Examination:
         self.rank, self.program = rank, program
         self.placements, self.groups = placements, groups
         self.nodes = list(program.graph.nodes)
-        self.calls = [node for node in self.nodes if node.op == "call_module"]
+        self.calls = [node for node in self.nodes if "job" in node.meta]
         self.here = [job for job, w in placements.items() if w.compute == rank]
         self.found = Summary(rank)
         self.positions: dict[str, int] = {}  # of tasks
@@ -179,8 +179,8 @@ class _Examination:
                 wanted = job._replace(direction=KEEPS[job.direction])
             read: list[fx.Node] = []
             fx.map_arg(node.args[1:], read.append)
-            for value in read:
-                maker = wanted if value is kept else None
+            for given in read:
+                value, maker = original(given), wanted if given is kept else None
                 if value.target in RECEIVES:
                     tag: Any = value.kwargs["tag"]
                     self.found.uses.append(Use(job, value.name, tag, maker))
@@ -253,11 +253,9 @@ class _Examination:
         made = self.found.made
         for node in self.nodes:
             group = node.meta.get("group")
-            source = node.args[0] if node.args else None
-            if group is not None and isinstance(source, fx.Node):
-                job = source.meta.get("job")
-                if job is not None and job.direction is gives:
-                    made.setdefault(group, []).append(job)
+            job = _maker(node) if group is not None else None
+            if group is not None and job is not None and job.direction is gives:
+                made.setdefault(group, []).append(job)
         trains = any(job.direction is Direction.BACKWARD for job in self.placements)
         returned = result(self.program).get("groups", {})
         lost = []
@@ -310,7 +308,8 @@ class _Examination:
             self.known[value] = len(self.found.origins)
             specs: Specs = value.meta["specs"]
             microbatches, received = _microbatches(value)
-            tag: Any = value.kwargs["tag"] if value.target in RECEIVES else None
+            source = original(value)
+            tag: Any = source.kwargs["tag"] if source.target in RECEIVES else None
             adds, added = _contributions(value)
             made = tuple(sorted(microbatches))
             self.found.origins.append(
@@ -327,11 +326,9 @@ class _Examination:
 
 def _maker(value: fx.Node) -> Job | None:
     """The job that a part of its result comes from."""
+    value = original(value)
     source = value.args[0] if value.args else None
-    if isinstance(source, fx.Node) and source.op == "call_module":
-        job: Job = source.meta["job"]
-        return job
-    return None
+    return source.meta.get("job") if isinstance(source, fx.Node) else None
 
 
 def _microbatches(value: fx.Node) -> tuple[set[int], list[int]]:
@@ -341,7 +338,7 @@ def _microbatches(value: fx.Node) -> tuple[set[int], list[int]]:
     open_ends = [value]
     while open_ends:
         node = open_ends.pop()
-        if node.op == "call_module":
+        if "job" in node.meta:
             found.add(node.meta["job"].microbatch)
         elif node.target is ops.rows:
             found.add(arguments(node)[1])
@@ -359,7 +356,7 @@ def _contributions(node: fx.Node) -> tuple[tuple[Job, ...] | None, tuple[int, ..
     tags: list[int] = []
     open_ends = [node]
     while open_ends:
-        node = open_ends.pop()
+        node = original(open_ends.pop())
         if node.target in RECEIVES:
             tag: Any = node.kwargs["tag"]
             tags.append(tag)

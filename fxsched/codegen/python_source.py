@@ -7,6 +7,7 @@ next is a variable, let go of after its last use.
 
 from __future__ import annotations
 
+import math
 import operator
 import re
 from collections.abc import Callable, Sequence
@@ -70,7 +71,12 @@ class Source:
             return env[value]
         if isinstance(value, (tuple, list)):
             return tuple(self.express(each, env) for each in value)
-        if value is None or isinstance(value, (bool, int, float, str)):
+        if isinstance(value, dict):
+            items = (
+                f"{k!r}: {text_of(self.express(v, env))}" for k, v in value.items()
+            )
+            return f"{{{', '.join(items)}}}"
+        if _is_literal(value):
             return repr(value)
         return self.name(value)
 
@@ -84,9 +90,14 @@ class Source:
         args = [self.express(arg, env) for arg in node.args]
         if node.op == "call_module":
             stage = self.gm.get_submodule(str(node.target))
-            if isinstance(stage, fx.GraphModule) and "forward" not in vars(stage):
+            job = "job" in node.meta and "forward" not in vars(stage)
+            if job and isinstance(stage, fx.GraphModule):
                 return self.stage(stage, args)
-            return self.make(f"{self.name(stage)}({', '.join(map(text_of, args))})")
+            return self.call(self.name(stage), node, args, env)
+        if node.op == "get_attr":
+            return self.name(operator.attrgetter(str(node.target))(self.gm))
+        if node.op == "call_method":
+            return self.call(f"{text_of(args[0])}.{node.target}", node, args[1:], env)
         if node.target is operator.getitem:
             return item(args[0], arguments(node)[1])
         if node.target is ops.bundle:
@@ -107,11 +118,21 @@ class Source:
                 spec.shape, arguments(node)[1], dtype=spec.dtype, device=spec.device
             )
             return self.name(full)
+        return self.call(self.name(node.target), node, args, env)
+
+    def call(
+        self,
+        function: str,
+        node: fx.Node,
+        args: Sequence[Expression],
+        env: dict[fx.Node, Expression],
+    ) -> Expression:
+        """A node's call by the name of its function."""
         given = [text_of(arg) for arg in args]
         given += [
             f"{k}={text_of(self.express(v, env))}" for k, v in node.kwargs.items()
         ]
-        return self.make(f"{self.name(node.target)}({', '.join(given)})")
+        return self.make(f"{function}({', '.join(given)})")
 
     def stage(self, stage: fx.GraphModule, args: Sequence[Expression]) -> Expression:
         """A stage's call: its flat graphs with bundles taken apart."""
@@ -230,6 +251,16 @@ def _hooked(module: torch.nn.Module) -> bool:
     """Whether a call of it does more than its graph says."""
     hooks = module._forward_hooks or module._forward_pre_hooks
     return bool(hooks) or "forward" in vars(module)
+
+
+def _is_literal(value: object) -> bool:
+    """Whether Python reads repr(value) as the same value, and finds no variable in it;
+    not so inf, nan and enums."""
+    if isinstance(value, float):
+        return type(value) is float and math.isfinite(value)
+    if isinstance(value, str):
+        return type(value) is str and not VARIABLE.search(value)
+    return value is None or type(value) in (bool, int)
 
 
 TOKEN = torch.empty(0)

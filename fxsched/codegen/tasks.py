@@ -13,7 +13,7 @@ from typing import Any
 from torch import fx
 
 from ..ir import ops
-from ..ir.graphs import arguments
+from ..ir.graphs import arguments, original
 from ..jobs import Job
 from ..transport.wire_format import Parcel
 
@@ -125,5 +125,5 @@ def sent(node: fx.Node) -> Parcel:
     to: Any = node.kwargs["to"]
     tag: Any = node.kwargs["tag"]
     bundle = weights or value.meta["bundle"]
-    whole = value.target is ops.reduce
+    whole = original(value).target is ops.reduce
     return Parcel(to, tag, value.meta["specs"], bundle, weights, kept=whole)

@@ -43,10 +43,10 @@ class Spec(NamedTuple):
         shape, stride = tuple(tensor.shape), tuple(tensor.stride())
         return Spec(shape, stride, tensor.dtype, tensor.device)
 
-    def empty(self) -> Tensor:
-        """A new tensor like this, its contents undefined."""
+    def empty(self, device: str | None = None) -> Tensor:
+        """A new tensor like this, its contents undefined; or like it elsewhere."""
         return torch.empty_strided(
-            self.shape, self.stride, dtype=self.dtype, device=self.device
+            self.shape, self.stride, dtype=self.dtype, device=device or self.device
         )
 
     @property
@@ -156,6 +156,15 @@ def make(
     bundle = target in ops.BUNDLES
     node.meta.update(worker=worker, task=task, n=n, specs=tuple(specs), bundle=bundle)
     return node
+
+
+def original(node: fx.Node) -> fx.Node:
+    """What a node of a user's pass was computed from, if from one value alone: to the
+    checks it stands for that, as a value in another type does."""
+    if not node.meta.get("own"):
+        return node
+    sources = set(map(original, node.all_input_nodes))
+    return sources.pop() if len(sources) == 1 else node
 
 
 def storage(value: Tensor) -> int:

@@ -1,0 +1,245 @@
+"""Passes of the user's: what helps to write them, and what runs them."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from ..ir import ops
+from ..ir.graphs import Spec, Specs, tensors
+from ..ir.lazy import lazy_module
+from ..ir.request import Request
+from ..jobs import PlanError
+
+Pass = Callable[[fx.GraphModule, Request], fx.GraphModule]
+PLACE = ("worker", "task", "n")
+
+
+def encode_transfers(
+    program: fx.GraphModule,
+    encode: Callable[[Tensor], Tensor],
+    decode: Callable[[Tensor, torch.dtype], Tensor],
+) -> fx.GraphModule:
+    """Encodes tensors before each send, and decodes them after each recv.
+
+    before: send_3 = send(a_0, to=1, tag=3)                          # program 0
+
+            recv_3 = recv(source=0, tag=3)                           # program 1
+            job_1F0 = self.forward_1((weights_1,), (recv_3,), None)
+    after:  encode = encode(a_0)                                     # program 0
+            send_3 = send(encode, to=1, tag=3)
+
+            recv_3 = recv(source=0, tag=3)                           # program 1
+            decode = decode(recv_3, torch.float32)
+            job_1F0 = self.forward_1((weights_1,), (decode,), None)
+
+    encode: from a tensor to what is sent of it; it runs on the meta device, too, to
+        know what comes. decode: from that, and the type of what was encoded.
+    Each tensor of a bundle is encoded; weights that are fetched go as they are. What
+    owners of the same weights get as their gradient is decoded for all of them.
+    """
+    graph = program.graph
+    position = {node: i for i, node in enumerate(graph.nodes)}
+    for recv in graph.find_nodes(op="call_function", target=ops.recv):
+        first = min(recv.users, key=position.__getitem__)
+        with graph.inserting_before(first):
+            decoded = _each(graph, decode, recv, _dtypes(recv))
+        readers = [user for user in recv.users if user in position]
+        for reader in readers:
+            reader.replace_input_with(recv, decoded)
+        given = [spec.empty("meta") for spec in recv.meta["specs"]]
+        recv.meta["specs"] = _specs(map(encode, given), recv.meta["specs"])
+    encoded: dict[fx.Node, fx.Node] = {}
+    for send in graph.find_nodes(op="call_function", target=ops.send):
+        (value,) = send.all_input_nodes
+        if value.op == "placeholder":
+            continue
+        if value not in encoded:
+            with graph.inserting_before(send):
+                more = [()] * len(value.meta["specs"])
+                encoded[value] = _each(graph, encode, value, more)
+                if value.target is ops.reduce:  # all owners keep the same bits
+                    decoded = _each(graph, decode, encoded[value], _dtypes(value))
+                    graph.output_node().replace_input_with(value, decoded)
+        send.replace_input_with(value, encoded[value])
+    return program
+
+
+def _dtypes(value: fx.Node) -> list[tuple[torch.dtype]]:
+    return [(spec.dtype,) for spec in value.meta["specs"]]
+
+
+def _each(
+    graph: fx.Graph,
+    function: Callable[..., Tensor],
+    value: fx.Node,
+    more: Sequence[tuple[Any, ...]],
+) -> fx.Node:
+    """A function's results for each tensor of a value, with more arguments for each."""
+    if not value.meta.get("bundle") and value.target is not ops.bundle:
+        return graph.call_function(function, (value, *more[0]))
+    parts = [
+        graph.call_function(operator.getitem, (value, i)) for i in range(len(more))
+    ]
+    return graph.call_function(
+        ops.bundle,
+        tuple(
+            graph.call_function(function, (part, *args))
+            for part, args in zip(parts, more, strict=True)
+        ),
+    )
+
+
+def stage_graphs(program: fx.GraphModule) -> Iterator[tuple[str, fx.GraphModule]]:
+    """The aten graphs of a program's stages, by name ("forward_0.flat_forward"), each
+    once: stages that compute the same have one. Changes stay in this program."""
+    copies: dict[fx.GraphModule, fx.GraphModule] = {}
+    for name, stage in list(_called(program)):
+        own = _copy(stage)
+        setattr(program, name, own)
+        for inner, flat in list(_called(stage)):
+            known = flat in copies
+            copies[flat] = copies[flat] if known else _copy(flat)
+            setattr(own, inner, copies[flat])
+            if not known:
+                yield f"{name}.{inner}", copies[flat]
+
+
+def _called(module: fx.GraphModule) -> Iterator[tuple[str, fx.GraphModule]]:
+    """The graphs that a graph calls, by their names in it."""
+    calls = module.graph.find_nodes(op="call_module")
+    for name in dict.fromkeys(str(node.target) for node in calls):
+        inner = module.get_submodule(name)
+        if isinstance(inner, fx.GraphModule):
+            yield name, inner
+
+
+def _copy(module: fx.GraphModule) -> fx.GraphModule:
+    """A module with a graph of its own and the same constants."""
+    graph = fx.Graph()
+    graph.output(graph.graph_copy(module.graph, {}))
+    made = lazy_module(module, graph, type(module).__name__)
+    made.meta.update(module.meta)
+    return made
+
+
+def pass_name(each: Pass) -> str:
+    """A pass as errors name it."""
+    return str(getattr(each, "__qualname__", repr(each)))
+
+
+def run_passes(
+    program: fx.GraphModule, request: Request, worker: int, passes: Sequence[Pass]
+) -> fx.GraphModule:
+    """What the user's passes make of a program, with all facts on its nodes.
+
+    Raises PlanError for a pass that breaks it; what it raises itself goes through.
+    """
+    for each in passes:
+        name = pass_name(each)
+        try:
+            program = each(program, request)
+        except Exception as error:
+            where = f"in passes={name}, on the program of worker {worker}"
+            error.add_note(f"fxsched: {where}")
+            raise
+        if not isinstance(program, fx.GraphModule):
+            raise PlanError(
+                f"the pass {name} returned {program!r} for worker {worker}; it must "
+                "return each program that it is given, changed or not"
+            )
+        try:
+            program.graph.lint()
+        except RuntimeError as error:
+            raise PlanError(
+                f"the pass {name} breaks the program of worker {worker}: {error}"
+            ) from error
+    complete_nodes(program, worker)
+    return program
+
+
+def complete_nodes(program: fx.GraphModule, worker: int) -> None:
+    """Nodes of the user's get their places, and shapes where those are needed.
+
+    before: narrow = narrow(a_0)
+            send_3 = send(narrow, to=1, tag=3)  # worker 0, task 0F0, n 0
+    after:  narrow = narrow(a_0)  # worker 0, task 0F0, n 0
+            send_3 = send(narrow, to=1, tag=3)  # worker 0, task 0F0, n 0
+
+    A node belongs to the first task that reads it, else to the one that made what it
+    reads; else, if it reads what another worker sent, it is a task of its own; else it
+    belongs to the task of the next node.
+    """
+    nodes = list(program.graph.nodes)
+    position = {node: i for i, node in enumerate(nodes)}
+    inside = [node for node in nodes if node.op not in ("placeholder", "output")]
+    own = [node for node in inside if "task" not in node.meta]
+    for node in own:
+        node.meta["own"] = True
+    for node in reversed(own):
+        readers = sorted(filter(_has_task, node.users), key=position.__getitem__)
+        if readers:
+            _place(node, readers[0])
+    for node in own:
+        if not _has_task(node):
+            makers = [each for each in node.all_input_nodes if "task" in each.meta]
+            after = filter(_has_task, nodes[position[node] :])
+            if makers and not _has_task(makers[-1]):
+                task, n = node.name, makers[-1].meta["n"]
+                node.meta.update(worker=worker, task=task, n=n)
+            else:
+                _place(node, makers[-1] if makers else next(after))
+    for node in nodes:
+        if node.target is ops.send or node.op == "output":
+            for value in node.all_input_nodes:
+                _complete_specs(program, value)
+
+
+def _has_task(node: fx.Node) -> bool:
+    """Whether a node is part of a task of its worker, as a recv is not."""
+    return "task" in node.meta and node.target not in (ops.recv, ops.fetch)
+
+
+def _place(node: fx.Node, near: fx.Node) -> None:
+    node.meta.update({key: near.meta[key] for key in PLACE})
+
+
+def _complete_specs(program: fx.GraphModule, node: fx.Node) -> None:
+    """The shapes of what a node of the user's gives, from a run on the meta device."""
+    if "specs" in node.meta:
+        return
+    for value in node.all_input_nodes:
+        _complete_specs(program, value)
+    try:
+        args, kwargs = fx.map_arg((node.args, node.kwargs), _value)
+        with torch.no_grad():
+            result = getattr(fx.Interpreter(program), node.op)(
+                node.target, args, kwargs
+            )
+        given = [s for v in node.all_input_nodes for s in v.meta["specs"]]
+        node.meta["specs"] = _specs(tensors(result), given)
+    except Exception as error:
+        raise PlanError(
+            f"worker {node.meta['worker']}: {node} of {node.meta['task']}, made by a "
+            f"pass and sent or returned, has no known shape: {error}; say it with "
+            "node.meta['specs'], a fxsched.ir.graphs.Spec for each tensor"
+        ) from error
+    node.meta["bundle"] = not isinstance(result, Tensor)
+
+
+def _value(node: fx.Node) -> Any:
+    """A value like a node's, on the meta device."""
+    made = tuple(spec.empty("meta") for spec in node.meta["specs"])
+    bundle = node.meta.get("bundle") or (
+        node.op == "placeholder" and "group" in node.meta
+    )
+    return made if bundle else made[0]
+
+
+def _specs(made: Any, given: Sequence[Spec]) -> Specs:
+    """Shapes of tensors on the meta device, on the device of what they are made of."""
+    return tuple(Spec.of(each)._replace(device=given[0].device) for each in made)
