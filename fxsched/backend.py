@@ -39,7 +39,6 @@ from .ir.request import (
 from .jobs import PlanError, Schedule
 from .options import (
     Options,
-    Pass,
     above_zero,
     buffer_reductions,
     check_local_rows,
@@ -55,6 +54,7 @@ from .options import (
     stage_groups,
     stage_names,
 )
+from .passes.users import Pass
 from .planning import OnTrace, make_step
 from .plans.plan import Plan
 from .runtime.input_agreement import InputRule
