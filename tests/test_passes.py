@@ -1,4 +1,4 @@
-"""One two-tower model through every pass, compared with golden text.
+"""Programs and tables of one two-tower model, compared with golden text.
 
 `pytest tests/test_passes.py --update-golden` writes the files anew.
 """
@@ -16,22 +16,9 @@ from torch import Tensor, fx, nn
 import fxsched
 from fxsched import Direction, Placement, Plan, Schedule, pipeline, schedules
 from fxsched.ir.step_ir import StepIR
-from tests.text import (
-    graph_text,
-    groups_text,
-    loss_text,
-    stage_count_text,
-    step_text,
-)
+from tests.text import graph_text
 
 Golden = Callable[[str, str], None]
-HEADS: dict[str, Callable[[fx.GraphModule], list[str]]] = {
-    "assign_stages": stage_count_text,
-    "split_stages": groups_text,
-    "differentiate_stages": loss_text,
-}
-STAGES_CHANGE = ("copy_shared", "split_stages")  # they write graphs of stages
-PASSES = [p.__name__ for p in (*pipeline.GRAPH_PASSES, *pipeline.STEP_PASSES)]
 
 
 class TwoTower(nn.Module):
@@ -81,41 +68,6 @@ def make(schedule: Schedule, **options: Any) -> Plan:
 @functools.cache
 def plan_of(schedule: str) -> Plan:
     return make(SCHEDULES[schedule]())
-
-
-@pytest.fixture(scope="module")
-def after() -> dict[str, str]:
-    """The graph, or the step, as text after each pass, and what is new of it."""
-    texts: dict[str, str] = {}
-
-    def rewriting(each: Any) -> Any:
-        def run(gm: fx.GraphModule, request: Any) -> fx.GraphModule:
-            gm, name = each(gm, request), each.__name__
-            gm.graph.lint()
-            head = HEADS[name](gm) if name in HEADS else []
-            texts[name] = graph_text(gm, head, name in STAGES_CHANGE)
-            return gm
-
-        return run
-
-    def filling(each: Any) -> Any:
-        def run(step: StepIR, request: Any) -> StepIR:
-            step = each(step, request)
-            texts[each.__name__] = step_text(step)
-            return step
-
-        return run
-
-    with pytest.MonkeyPatch.context() as patch:
-        for name, recorded in (("GRAPH_PASSES", rewriting), ("STEP_PASSES", filling)):
-            patch.setattr(pipeline, name, tuple(map(recorded, getattr(pipeline, name))))
-        make(shifted())
-    return texts
-
-
-@pytest.mark.parametrize("name", PASSES)
-def test_graph_after(name: str, after: dict[str, str], golden: Golden) -> None:
-    golden(name, after[name])
 
 
 @pytest.mark.parametrize("rank", [0, 1])

@@ -1,0 +1,121 @@
+"""Each pass on a tiny graph of its own, before and after, as its docstring shows.
+
+Stages are named, not chosen, and one microbatch has one order: what a pass before this
+one decides otherwise changes no golden but its own. `--update-golden` writes them anew.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import Tensor, fx, nn
+
+import fxsched
+from fxsched import Schedule, pipeline, schedules
+from fxsched.ir.step_ir import StepIR
+from tests.text import (
+    graph_text,
+    groups_text,
+    loss_text,
+    node_text,
+    stage_count_text,
+    step_text,
+)
+
+HEADS: dict[str, Callable[[fx.GraphModule], list[str]]] = {
+    "assign_stages": stage_count_text,
+    "split_stages": groups_text,
+    "differentiate_stages": loss_text,
+}
+
+
+class Chain(nn.Module):
+    """Two layers, each a stage."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(2, 3), nn.Linear(3, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.b(self.a(x)).mean()
+
+
+class Masked(Chain):
+    """Both layers read a mask that takes less to compute than to send."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        keep = (x != 0).all(1, keepdim=True)
+        return (self.b(self.a(x) * keep) * keep).mean()
+
+
+class Case(NamedTuple):
+    """What a pass is shown on."""
+
+    schedule: Schedule = schedules.gpipe(2, 1)
+    model: type[nn.Module] = Chain
+
+
+def elsewhere() -> Schedule:
+    """Worker 0 runs all and keeps the first stage; worker 1 keeps the second."""
+    return Schedule(2, 1, stages=2, w=lambda s, b, d: (s, 0), n=lambda s, b, d: 0)
+
+
+CASES = {
+    "assign_stages": Case(),
+    "copy_shared": Case(model=Masked),
+    "split_stages": Case(),
+    "differentiate_stages": Case(),
+    "order_jobs": Case(schedules.one_f_one_b(2, 2)),
+    "unroll_jobs": Case(),
+    "collect_results": Case(schedules.ddp(2)),
+    "fetch_weights": Case(elsewhere()),
+    "insert_transfers": Case(),
+    "cut_program": Case(),
+    "free_values": Case(),
+}
+
+
+def test_every_pass_has_a_case() -> None:
+    passes = (*pipeline.GRAPH_PASSES, *pipeline.STEP_PASSES)
+    names = [each.__name__ for each in passes]
+    assert list(CASES) == [*names, "cut_program", "free_values"]
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_pass_does_what_its_docstring_shows(
+    name: str, golden: Callable[[str, str], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[str] = []
+
+    def shown(each: Callable[..., Any]) -> Callable[..., Any]:
+        def run(given: Any, *rest: Any) -> Any:
+            seen.append(text(given, name, after=False))
+            made = each(given, *rest)
+            seen.append(text(made, name, after=True))
+            return made
+
+        return run if each.__name__ == name else each
+
+    for kind in ("GRAPH_PASSES", "STEP_PASSES"):
+        passes = tuple(map(shown, getattr(pipeline, kind)))
+        monkeypatch.setattr(pipeline, kind, passes)
+    for each in (pipeline.cut_program, pipeline.free_values):
+        monkeypatch.setattr(pipeline, each.__name__, shown(each))
+    case = CASES[name]
+    plan = fxsched.plan(case.model(), case.schedule, torch.ones(4, 2), stages=["b"])
+    assert plan.programs[0]
+    before, after = seen
+    golden(name, f"before:\n\n{before}\n\nafter:\n\n{after}")
+
+
+def text(given: Any, name: str, after: bool) -> str:
+    """What a pass reads or makes: a graph of the model, a step, or a program."""
+    if isinstance(given, StepIR):
+        return step_text(given) if given.jobs else graph_text(given.graph)
+    if isinstance(given, fx.Graph):
+        return "\n".join(map(node_text, given.nodes))
+    head = HEADS[name](given) if name in HEADS and after else []
+    return graph_text(given, head, stages=name in ("copy_shared", "split_stages"))
