@@ -3,31 +3,40 @@
 `torch.compile(model, backend=fxsched.backend(schedule))`; see README.md.
 """
 
-from . import passes, schedules
-from .backend import Backend, backend
-from .checker.check_messages import CheckError
-from .clock.event_loop import Event
-from .clock.network import Link
-from .costmodel.measure import Profile
-from .draw.chrome import write_trace
-from .draw.diagram import Diagram
-from .dry_run import explain, plan, profile
-from .equality.verify import Verification, verify
-from .ir import ops
-from .ir.boundary import stage_boundary
-from .jobs import Direction, Job, Placement, PlanError, Schedule
-from .plans.plan import Plan
-from .rows.row_warnings import RowsWarning
-from .runtime.local_rows import LocalSampler
-from .simulator.simulate import Simulation, simulate
-from .state.clip import clip_grad_norm_
-from .state.full_state import (
-    full_optimizer_state_dict,
-    full_state_dict,
-    load_full_optimizer_state_dict,
-    load_full_state_dict,
-)
-from .tuner.search import search
+from __future__ import annotations
+
+import sys
+from importlib import import_module
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from . import passes, schedules
+    from .backend import Backend, backend
+    from .checker.check_messages import CheckError
+    from .clock.event_loop import Event
+    from .clock.network import Link
+    from .costmodel.measure import Profile
+    from .draw.chrome import write_trace
+    from .draw.diagram import Diagram
+    from .dry_run import explain, plan, profile
+    from .equality.verify import Verification, verify
+    from .ir import ops
+    from .ir.boundary import stage_boundary
+    from .jobs import Direction, Job, Placement, PlanError, Schedule
+    from .plans.plan import Plan
+    from .rows.row_warnings import RowsWarning
+    from .runtime.local_rows import LocalSampler
+    from .schedules.saved import load_schedule
+    from .simulator.simulate import Simulation, simulate
+    from .state.clip import clip_grad_norm_
+    from .state.full_state import (
+        full_optimizer_state_dict,
+        full_state_dict,
+        load_full_optimizer_state_dict,
+        load_full_state_dict,
+    )
+    from .tuner.search import search
 
 __version__ = "0.1.0"
 
@@ -55,6 +64,7 @@ __all__ = [
     "full_state_dict",
     "load_full_optimizer_state_dict",
     "load_full_state_dict",
+    "load_schedule",
     "ops",
     "passes",
     "plan",
@@ -67,6 +77,67 @@ __all__ = [
     "write_trace",
 ]
 
+# The module of each name, imported when the name is first asked for: PyTorch, which
+# most of them need, takes seconds to import.
+HOMES = {
+    "Backend": "backend",
+    "CheckError": "checker.check_messages",
+    "Diagram": "draw.diagram",
+    "Direction": "jobs",
+    "Event": "clock.event_loop",
+    "Job": "jobs",
+    "Link": "clock.network",
+    "LocalSampler": "runtime.local_rows",
+    "Placement": "jobs",
+    "Plan": "plans.plan",
+    "PlanError": "jobs",
+    "Profile": "costmodel.measure",
+    "RowsWarning": "rows.row_warnings",
+    "Schedule": "jobs",
+    "Simulation": "simulator.simulate",
+    "Verification": "equality.verify",
+    "backend": "backend",
+    "clip_grad_norm_": "state.clip",
+    "explain": "dry_run",
+    "full_optimizer_state_dict": "state.full_state",
+    "full_state_dict": "state.full_state",
+    "load_full_optimizer_state_dict": "state.full_state",
+    "load_full_state_dict": "state.full_state",
+    "load_schedule": "schedules.saved",
+    "ops": "ir.ops",
+    "passes": "passes",
+    "plan": "dry_run",
+    "profile": "dry_run",
+    "schedules": "schedules",
+    "search": "tuner.search",
+    "simulate": "simulator.simulate",
+    "stage_boundary": "ir.boundary",
+    "verify": "equality.verify",
+    "write_trace": "draw.chrome",
+}
+
+
+if not TYPE_CHECKING:
+
+    def __getattr__(name: str) -> Any:
+        if name not in HOMES:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        home = import_module(f".{HOMES[name]}", __name__)
+        value = globals()[name] = getattr(home, name, home)  # or that module
+        return value
+
 
 def __dir__() -> list[str]:
     return sorted([*__all__, "__version__"])
+
+
+class _Package(ModuleType):
+    """fxsched.backend is the function, also after its module has been imported, which
+    the import system would put in its place."""
+
+    def __setattr__(self, name: str, value: object) -> None:
+        if not (name == "backend" and isinstance(value, ModuleType)):
+            super().__setattr__(name, value)
+
+
+sys.modules[__name__].__class__ = _Package

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import operator
 import re
 import traceback
@@ -10,10 +11,13 @@ from dataclasses import dataclass, replace
 from enum import Enum
 from math import inf
 from numbers import Real
+from os import PathLike
+from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
 import networkx as nx
 
+SAVED = 1  # version of the files that Schedule.save writes
 PROBED = 8  # stages of a schedule that leaves their number to the planner
 LARGEST = 100_000  # workers, microbatches or stages
 
@@ -265,6 +269,35 @@ class Schedule:
         size = batch // self.microbatches
         parts = self.local_microbatches(rank)
         return [row for b in parts for row in range(b * size, (b + 1) * size)]
+
+    def save(self, path: str | PathLike[str]) -> None:
+        """Writes what w and n say of each job, and in_flight of each stage, into a JSON
+        file; fxsched.load_schedule reads it.
+
+        Raises PlanError where the stages are open, and for a wrong w, n or path.
+        """
+        if self.stages is None or self.fit is not None:
+            raise PlanError(
+                f"save: {self} leaves its stages to the planner; save plan.schedule, "
+                "or dataclasses.replace(schedule, stages=4)"
+            )
+        stages, every = range(self.stages), range(self.microbatches)
+        jobs = [Job(s, b, d) for s in stages for b in every for d in self.directions]
+        record = {
+            "fxsched_schedule": SAVED,
+            "name": self.name or "schedule",
+            "workers": self.workers,
+            "microbatches": self.microbatches,
+            "stages": self.stages,
+            "split_backward": self.split_backward,
+            "in_order": self.in_order,
+            "in_flight": [self.cap(stage) for stage in stages],
+            "jobs": {str(job): [*self.place(job), self.priority(job)] for job in jobs},
+        }
+        try:
+            Path(path).write_text(json.dumps(record) + "\n", "utf-8")
+        except OSError as error:
+            raise PlanError(f"{path} can't be written: {error.strerror}") from error
 
     def place(self, job: Job) -> Placement:
         """w of a job, checked. Raises PlanError if it isn't two workers in range."""

@@ -364,7 +364,7 @@ def test_the_command_line_takes_them(
         "def make(): return step, (torch.randn(5, 8, 4), torch.randn(8, 4))\n"
     )
     command = ["plan", f"{file}:make", "--schedule", "gpipe", "--workers", "1"]
-    command += ["--microbatches", "4", "--explain"]
+    command += ["--microbatches", "4"]
     cli.main([*command, "--batch-dims", "x=1"])
     assert "1 stages" in capsys.readouterr().out
     with pytest.raises(SystemExit):

@@ -1,38 +1,67 @@
-"""What pip installs: each file once, and a checkout that type checkers follow."""
+"""What `import fxsched` gives, and when PyTorch is imported for it."""
 
 from __future__ import annotations
 
-import os
-from pathlib import Path
-from typing import Any
-from zipfile import ZipFile
+import subprocess
+import sys
 
 import pytest
 
-from .map import MODULES, PACKAGE, ROOT
+import fxsched
 
 
-def built(version: str, tmp_path: Path) -> ZipFile:
-    wheel: Any = pytest.importorskip("hatchling.builders.wheel")
-    builder = wheel.WheelBuilder(str(ROOT))
-    return ZipFile(next(builder.build(directory=str(tmp_path), versions=[version])))
+def run(code: str) -> str:
+    """What a new Python prints, with torch nowhere to be found if it starts so."""
+    command = [sys.executable, "-W", "error::ImportWarning", "-c", code]
+    ran = subprocess.run(command, capture_output=True, text=True, timeout=100)
+    assert ran.returncode == 0, ran.stderr
+    return ran.stdout
 
 
-def test_a_wheel_has_each_file_once(tmp_path: Path) -> None:
-    names = [
-        n for n in built("standard", tmp_path).namelist() if ".dist-info/" not in n
-    ]
-    modules = {module.path.relative_to(ROOT).as_posix() for module in MODULES.values()}
-    data = {"fxsched/py.typed", "fxsched/draw/page.html"}
-    assert sorted(names) == sorted(modules | data)
+MODULES = ("ops", "passes", "schedules")
+WITHOUT_TORCH = "import sys; sys.modules['torch'] = None\n"
 
 
-def test_an_editable_install_is_a_path_that_type_checkers_follow(
-    tmp_path: Path,
-) -> None:
-    """Not an import hook, which mypy, pyright and editors do not run."""
-    wheel = built("editable", tmp_path)
-    names = [name for name in wheel.namelist() if ".dist-info/" not in name]
-    (path,) = names
-    assert path.endswith(".pth")
-    assert os.path.samefile(wheel.read(path).decode().strip(), PACKAGE.parent)
+@pytest.mark.parametrize("name", fxsched.__all__)
+def test_each_public_name_is_what_its_module_has(name: str) -> None:
+    assert name in fxsched.HOMES
+    value = getattr(fxsched, name)
+    home = sys.modules[f"fxsched.{fxsched.HOMES[name]}"]
+    assert value is (home if name in MODULES else getattr(home, name))
+    assert sorted(fxsched.HOMES) == fxsched.__all__
+
+
+def test_another_name_is_an_error() -> None:
+    with pytest.raises(AttributeError, match="fxsched' has no attribute 'gpipe'"):
+        fxsched.gpipe  # type: ignore[attr-defined]  # noqa: B018
+
+
+@pytest.mark.parametrize(
+    "first",
+    [
+        "import fxsched.backend",
+        "from fxsched.tuner.search import search",
+        "from fxsched.backend import plan",
+        "import fxsched; fxsched.backend; import fxsched.backend",
+        "import fxsched, fxsched.schedules; from fxsched import *",
+    ],
+)
+def test_modules_with_the_names_of_functions_do_not_hide_them(first: str) -> None:
+    then = "import fxsched, types; print(type(fxsched.backend).__name__)"
+    assert run(f"{first}; {then}; print(fxsched.schedules.__name__)") == (
+        "function\nfxsched.schedules\n"
+    )
+
+
+def test_words_schedules_and_simulations_need_no_torch() -> None:
+    code = "import fxsched as f; s = f.schedules.gpipe(2, 2); print(f.simulate(s))"
+    assert run(WITHOUT_TORCH + code).startswith("gpipe: 2 workers")
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [["--help"], ["compare", "--workers", "2"], ["simulate", "--help"]],
+)
+def test_commands_that_take_no_model_need_no_torch(arguments: list[str]) -> None:
+    code = f"from fxsched.cli.main import main; main({arguments!r})"
+    assert run(WITHOUT_TORCH + code)

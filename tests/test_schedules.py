@@ -20,8 +20,9 @@ from fxsched import (
     schedules,
     simulate,
 )
-from fxsched.cli import table1
 from fxsched.clock.worker_stats import Worker
+
+from . import table1
 
 FORWARD, BACKWARD, WEIGHT = Direction
 WHOLE = ("ddp", "fsdp", "hsdp", "hybrid", "interleaved")  # equal shares of microbatches

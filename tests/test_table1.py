@@ -8,7 +8,8 @@ from heapq import heappop, heappush
 import pytest
 
 from fxsched import Direction, Job, Schedule, schedules, simulate
-from fxsched.cli import table1
+
+from . import table1
 
 FORWARD, BACKWARD, _ = Direction
 

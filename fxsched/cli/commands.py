@@ -1,4 +1,4 @@
-"""The commands that need no model, and the demo."""
+"""The commands that need no model of the user's: simulate, compare, and the demo."""
 
 from __future__ import annotations
 
@@ -7,11 +7,12 @@ from typing import Any
 
 import click
 
+from ..jobs import Schedule
 from ..schedules import LIBRARY
-from . import demo, simulate_options, table1
+from . import simulate_options
 from .compare_command import lineup
-from .option_types import choice, choices, count
-from .options import build, given, schedule_option, schedule_options
+from .option_types import COUNT, names, schedule
+from .options import arguments, build, given, schedule_option, schedule_options
 
 
 @click.command()
@@ -21,7 +22,7 @@ from .options import build, given, schedule_option, schedule_options
 @simulate_options.link_options
 @simulate_options.prefetch_option
 @simulate_options.picture_options
-def simulate(schedule: str, **options: Any) -> None:
+def simulate(schedule: str | Schedule, **options: Any) -> None:
     """A schedule's step on a virtual clock.
 
     The model is a chain of equal stages; --forward and the like are times of one.
@@ -34,7 +35,8 @@ def simulate(schedule: str, **options: Any) -> None:
 @click.command()
 @click.option(
     "--schedules",
-    type=choices(LIBRARY),
+    type=names,
+    metavar="NAMES",
     help="which, with commas between  [default: all that can be built]",
 )
 @schedule_options
@@ -53,46 +55,31 @@ def compare(schedules: tuple[str, ...] | None, **options: Any) -> None:
     click.echo(lineup(schedules or tuple(LIBRARY), options))
 
 
-@click.command(name="table1")
-@click.pass_context
-def check_table1(ctx: click.Context) -> None:
-    """Formulas of latency and memory beside simulations.
-
-    Table 1 of github.com/a-rahimi/parallel-training, with the formulas of it that hold
-    in other words: = is equal, "within" a bound, "more" than what is said to be one.
-    Exits with code 1 if a row is wrong.
-    """
-    click.echo(table1.text())
-    ctx.exit(not all(row.holds for row in table1.rows()))
-
-
 @click.command(name="demo")
 @click.option(
     "--schedule",
-    type=choice(demo.SCHEDULES),
+    type=schedule,
+    metavar="NAME",
     default="lpp",
-    help=f"one of {', '.join(demo.SCHEDULES)}",
+    help=f"one of {', '.join(LIBRARY)}; or a file that search --save wrote",
 )
+@schedule_options
+@click.option("--steps", type=COUNT, default=160, help="of the optimizer")
 @click.option(
-    "--workers",
-    type=count,
-    default=os.environ.get("WORLD_SIZE", "4"),
-    help="threads, or ranks under torchrun",
+    "--device", type=click.Choice(("cpu", "cuda")), default="cpu", help="of the model"
 )
-@click.option(
-    "--microbatches",
-    type=count,
-    default=8,
-    help=f"equal parts of a batch of {demo.BATCH}",
-)
-@click.option("--steps", type=count, default=160, help="of the optimizer")
-@click.option(
-    "--device", type=choice(("cpu", "cuda")), default="cpu", help="cpu or cuda"
-)
-def train(**options: Any) -> None:
+def train(schedule: str | Schedule, steps: int, device: str, **options: Any) -> None:
     """Train two transformer encoders by a schedule.
 
     They tell whether a docstring belongs to a function, on Python's own source.
     Workers are threads, or ranks under torchrun --nproc-per-node W -m fxsched demo.
     """
-    demo.demo(**options)
+    from . import demo
+
+    if isinstance(schedule, str):
+        takes = arguments(schedule)
+        usual = {"workers": int(os.environ.get("WORLD_SIZE", "4")), "microbatches": 8}
+        workers = options["workers"] or usual["workers"]
+        usual["group_size"] = workers if workers % 2 else 2
+        options |= {k: v for k, v in usual.items() if k in takes and not options[k]}
+    demo.demo(build(schedule, given(options)), steps, device)

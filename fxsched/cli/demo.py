@@ -15,7 +15,6 @@ import torch
 from torch import Tensor, nn
 from tqdm import tqdm
 
-from .. import schedules
 from ..backend import backend
 from ..jobs import PlanError, Schedule
 from ..models import docstrings
@@ -30,22 +29,6 @@ SEED = 0  # every rank builds the same model and draws the same batches
 
 Batch = tuple[Tensor, Tensor, Tensor]  # code, doc, label
 Model = Callable[..., Tensor]
-
-
-def _group(workers: int) -> int:
-    """Looped pipelines of two workers, or one of all where two don't divide them."""
-    return 2 if workers % 2 == 0 else workers
-
-
-SCHEDULES: dict[str, Callable[[int, int], Schedule]] = {
-    "ddp": schedules.ddp,
-    "fsdp": schedules.fsdp,
-    "gpipe": schedules.gpipe,
-    "graph": schedules.graph,
-    "1f1b": schedules.one_f_one_b,
-    "lpp": lambda workers, count: schedules.lpp(workers, _group(workers), count),
-    "fslpp": lambda workers, count: schedules.fslpp(workers, _group(workers), count),
-}
 
 
 class Difference(NamedTuple):
@@ -66,16 +49,14 @@ def check(microbatches: int, device: str) -> None:
         )
 
 
-def demo(
-    schedule: str, workers: int, microbatches: int, steps: int, device: str
-) -> None:
+def demo(schedule: Schedule, steps: int, device: str) -> None:
     """Compares one step with eager, trains, and tells how well the model does.
 
     Raises PlanError for what cannot be planned.
     """
     began = time.perf_counter()
-    check(microbatches, device)
-    runner = backend(SCHEDULES[schedule](workers, microbatches))
+    check(schedule.microbatches, device)
+    runner = backend(schedule)
     batches = Batches(docstrings.load(), device)
     say(f"data: {batches}\n")
 
@@ -84,7 +65,7 @@ def demo(
     model = TwoTower(config).to(device)
     eager = copy.deepcopy(model)  # a rank soon keeps only its own parameters
     step: Any = torch.compile(model, backend=runner)
-    difference = compare(step, model, eager, batches.draw(), microbatches)
+    difference = compare(step, model, eager, batches.draw(), schedule.microbatches)
     assert runner.plan is not None
     say(f"{runner.plan}\n\n{runner.plan.table(0, jobs=ROWS)}\n")
 

@@ -12,7 +12,6 @@ import click
 
 from ..jobs import PlanError
 from . import commands, model_commands
-from .option_types import choose, nearest
 
 
 class Group(click.Group):
@@ -21,35 +20,14 @@ class Group(click.Group):
     def list_commands(self, ctx: click.Context) -> list[str]:
         return list(self.commands)
 
-    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        if not args:
-            names = ", ".join(self.commands)
-            text = f"the following arguments are required: command ({names})"
-            raise click.UsageError(text, ctx)
-        return super().parse_args(ctx, args)
-
-    def resolve_command(
-        self, ctx: click.Context, args: list[str]
-    ) -> tuple[str | None, click.Command | None, list[str]]:
-        if args[0] not in self.commands:
-            near = choose(args[0], self.commands)
-            raise click.UsageError(f"there is no command {args[0]!r} {near}", ctx)
-        return super().resolve_command(ctx, args)
-
     def invoke(self, ctx: click.Context) -> Any:
-        """Runs a command; every error says which one it is about."""
+        """Runs a command; what cannot be done is an error of that command."""
         try:
             return super().invoke(ctx)
         except PlanError as error:
-            raise click.UsageError(str(error), _called(ctx)) from error
-        except click.UsageError as error:
-            error.ctx = error.ctx or _called(ctx)
-            raise
-
-
-def _called(ctx: click.Context) -> click.Context:
-    name = ctx.invoked_subcommand or ""
-    return click.Context(group.commands[name], ctx, name)
+            name = ctx.invoked_subcommand or ""
+            called = click.Context(self.commands[name], ctx, name)
+            raise click.UsageError(str(error), called) from error
 
 
 HELP = """Parallel training as one placement function and one priority function.
@@ -59,13 +37,12 @@ Each command says what it takes: fxsched simulate --help.
 
 SETTINGS = {"show_default": True, "max_content_width": 88}
 
-group = Group(help=HELP, context_settings=SETTINGS)
+group = Group(help=HELP, context_settings=SETTINGS, no_args_is_help=False)
 for command in (
     commands.simulate,
     commands.compare,
     model_commands.search,
     model_commands.plan,
-    commands.check_table1,
     commands.train,
 ):
     group.add_command(command)
@@ -87,7 +64,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     except click.ClickException as error:
         ctx = getattr(error, "ctx", None)
         command = ctx.command_path if ctx else program
-        click.echo(f"{command}: error: {_one_line(error)}", err=True)
+        line = " ".join(error.format_message().split())
+        click.echo(f"{command}: error: {line}", err=True)
         sys.exit(2)
     except click.Abort:
         sys.exit(130)
@@ -97,24 +75,3 @@ def main(arguments: Sequence[str] | None = None) -> None:
         sys.exit(1)
     if code:
         sys.exit(code)
-
-
-def _one_line(error: click.ClickException) -> str:
-    message = error.message
-    if isinstance(error, click.MissingParameter) and error.param is not None:
-        what = getattr(error.param, "help", None) or model_commands.MODEL
-        message = f"{_name(error.param)} is needed: {what}"
-    elif isinstance(error, click.BadParameter) and error.param is not None:
-        message = f"{_name(error.param)}: {message}"
-    elif isinstance(error, click.NoSuchOption):
-        message = f"there is no option {error.option_name}"
-        if near := nearest(error.option_name, error.possibilities or ()):
-            message += f"; did you mean {near}?"
-    return " ".join(message.split())
-
-
-def _name(parameter: click.Parameter) -> str:
-    """How a user writes it: --steps, MODEL."""
-    if isinstance(parameter, click.Option):
-        return parameter.opts[0]
-    return parameter.human_readable_name

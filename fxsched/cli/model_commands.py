@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Mapping
 from typing import Any
 
 import click
 from click.core import ParameterSource
 
-from ..dry_run import plan as make_plan
-from ..jobs import PlanError
-from ..tuner.search import OBJECTIVES
-from ..tuner.search import search as find
-from . import simulate_options, user_file
-from .option_types import choice, count, dims, number, position
+from ..jobs import PlanError, Schedule
+from . import simulate_options
+from .option_types import COUNT, NUMBER, POSITION, dims, file
 from .options import WORKERS, build, given, schedule_option, schedule_options
 
 MODEL = "path/to/model.py:make or package.module:make"
+OBJECTIVES = ("latency", "span")
 SEARCHES = (
     "workers",
     "microbatches",
@@ -30,57 +29,78 @@ SEARCHES = (
 
 
 @click.command()
-@click.option("--workers", type=count, default=WORKERS, help="how many workers")
+@click.option("--workers", type=COUNT, default=WORKERS, help="how many workers")
 @click.option(
-    "--microbatches", type=count, help="how many  [default: twice the workers]"
+    "--microbatches", type=COUNT, help="how many  [default: twice the workers]"
 )
 @simulate_options.time_options
 @simulate_options.prefetch_option
 @click.option(
     "--memory-limit",
-    type=number,
+    type=NUMBER,
     help="activations of a stage that a worker may hold; with --model, bytes of "
     "weights, gradients and activations",
 )
 @click.option(
     "--objective",
-    type=choice(OBJECTIVES),
+    type=click.Choice(OBJECTIVES),
     default="latency",
     help="what to make short: one step, or steps that follow each other (span)",
 )
 @click.option(
-    "--effort", type=number, default=1.0, help="how many orders to try; 1: 10 seconds"
+    "--effort", type=NUMBER, default=1.0, help="how many orders to try; 1: 10 seconds"
 )
-@click.option("--seed", type=position, metavar="N", default=0, help="of the search")
+@click.option("--seed", type=POSITION, metavar="N", default=0, help="of the search")
 @click.option("--model", metavar="MODEL", help=f"{MODEL}; see plan")
+@click.option("--save", type=file, help="write the schedule into this file, name.json")
 @simulate_options.picture_options
 @click.pass_context
-def search(ctx: click.Context, /, model: str | None, **options: Any) -> None:
+def search(ctx: click.Context, /, **options: Any) -> None:
     """Look for the schedule with the shortest step.
 
     Among the library with all its parameters, and orders of jobs found on its
     placements. --forward and the like are of one stage of a model that is cut into one
     for each worker; with --model, they are estimated from the model.
     """
-    if model is None:
-        simulate_options.transfer(
-            options
-        )  # which says what is wrong before it takes long
-        found = find(simulate_options.durations(options), **_search_options(options))
-        click.echo()
-        size = options["workers"] / (found.stages or options["workers"])
-        simulate_options.show(simulate_options.simulate(found, options, size), options)
+    from ..tuner.search import search as search_schedules
+
+    if options["model"] is not None:
+        _search_for_model(ctx, options)
         return
+    simulate_options.transfer(options)  # says what is wrong before it takes long
+    durations = simulate_options.durations(options)
+    best = search_schedules(durations, **_search_options(options))
+    _save(best, options)
+    click.echo()
+    size = options["workers"] / (best.stages or options["workers"])
+    simulate_options.show(simulate_options.simulate(best, options, size), options)
+
+
+def _search_for_model(ctx: click.Context, options: Mapping[str, Any]) -> None:
+    """The same with the costs of the user's model; ends with its plan."""
+    from ..dry_run import plan as make_plan
+    from ..tuner.search import search as search_schedules
+    from . import user_file
+
     for name in ("forward", "backward", "weight", "transfer", "prefetch"):
         if ctx.get_parameter_source(name) is ParameterSource.COMMANDLINE:
             raise PlanError(f"--{name} doesn't go with --model: it is estimated")
-    case = user_file.load(model)
+    case = user_file.load(options["model"])
+    chosen = _search_options(options) | {"transfer": None}
     with user_file.quiet_torch(), user_file.blamed(case.file, "the model raised"):
-        chosen = _search_options(options) | {"transfer": None}
-        found = find(case.model, **chosen, args=case.args, kwargs=case.kwargs)
-        made = make_plan(case.model, found, *case.args, **case.kwargs)
-    click.echo(f"\n{made.explain()}")
-    simulate_options.draw(made.simulate(), options, unit="s")
+        best = search_schedules(
+            case.model, **chosen, args=case.args, kwargs=case.kwargs
+        )
+        _save(best, options)
+        planned = make_plan(case.model, best, *case.args, **case.kwargs)
+    click.echo(f"\n{planned.explain()}")
+    simulate_options.draw(planned.simulate(), options, unit="s")
+
+
+def _save(schedule: Schedule, options: Mapping[str, Any]) -> None:
+    if options["save"]:
+        schedule.save(options["save"])
+        click.echo(f"wrote {options['save']}")
 
 
 def _search_options(options: Mapping[str, Any]) -> dict[str, Any]:
@@ -96,13 +116,13 @@ def _search_options(options: Mapping[str, Any]) -> dict[str, Any]:
 )
 @click.option(
     "--carry",
-    type=choice(("saved", "recompute")),
+    type=click.Choice(("saved", "recompute")),
     default="saved",
     help="what B gets: what F saved, or the inputs to run F again",
 )
 @click.option(
     "--memory-limit",
-    type=number,
+    type=NUMBER,
     help="bytes of weights, gradients and activations on a worker",
 )
 @click.option(
@@ -112,17 +132,20 @@ def _search_options(options: Mapping[str, Any]) -> dict[str, Any]:
     "cand=0,x=1,scale=none; see fxsched.backend",
 )
 @click.option(
-    "--rank", type=position, metavar="N", help="print the program of this worker alone"
+    "--rank", type=POSITION, metavar="N", help="print the program of this worker"
 )
-@click.option("--explain", is_flag=True, help="print no programs")
+@click.option("--jobs", type=COUNT, help="how many jobs of it  [default: all]")
 @simulate_options.picture_options
-def plan(model: str, schedule: str, **options: Any) -> None:
-    """The plan of your model: stages and programs.
+def plan(model: str, schedule: str | Schedule, **options: Any) -> None:
+    """The plan of your model: stages, workers, and what limits the step.
 
     MODEL is path/to/model.py:make or package.module:make. make() returns (model,
     inputs): inputs are a tuple, a dict of keyword arguments, or one tensor. Nothing
     runs, and one process plans for any number of workers.
     """
+    from ..dry_run import plan as make_plan
+    from . import user_file
+
     chosen = build(schedule, given(options))
     rank = options["rank"]
     if rank is not None and rank >= chosen.workers:
@@ -130,7 +153,7 @@ def plan(model: str, schedule: str, **options: Any) -> None:
     case = user_file.load(model)
     modules = options["modules"]
     with user_file.quiet_torch(), user_file.blamed(case.file, "the model raised"):
-        found = make_plan(
+        planned = make_plan(
             case.model,
             chosen,
             *case.args,
@@ -140,14 +163,10 @@ def plan(model: str, schedule: str, **options: Any) -> None:
             batch_dims=options["batch_dims"],
             **case.kwargs,
         )
-    parts = list(found.notes)
-    if rank is None or options["explain"]:
-        parts.append(found.explain())
-    if rank is not None:
-        parts.append(found.table(rank))
-    elif not options["explain"]:
-        parts += map(found.table, range(chosen.workers))
-    click.echo("\n\n".join(parts))
-    if rank is not None and options["text"] is None:
-        options["text"] = False
-    simulate_options.draw(found.simulate(), options, unit="s")
+    if rank is None:
+        click.echo("\n\n".join((*planned.notes, planned.explain())))
+    else:
+        width = shutil.get_terminal_size((88, 24)).columns
+        click.echo(planned.table(rank, options["jobs"], width))
+        options["text"] = options["text"] or False
+    simulate_options.draw(planned.simulate(), options, unit="s")

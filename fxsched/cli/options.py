@@ -12,7 +12,7 @@ import click
 
 from ..jobs import PlanError, Schedule
 from ..schedules import LIBRARY, replicate
-from .option_types import Kind, choice, count, integer, number
+from .option_types import COUNT, NUMBER, schedule
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 
@@ -25,25 +25,25 @@ COUNTS = {
 }
 LARGEST = 5_000_000  # stages times microbatches
 # How a constructor's argument is read, by its annotation.
-KINDS: dict[object, Kind] = {
-    bool: bool,
-    int: integer,
-    int | None: integer,
-    float: number,
-    float | None: number,
+KINDS: dict[object, click.ParamType[Any]] = {
+    bool: click.BOOL,
+    int: click.INT,
+    int | None: click.INT,
+    float: NUMBER,
+    float | None: NUMBER,
 }
 REPLICATE = (
     "G copies of the schedule, data-parallel, each with as many workers and "
     "microbatches of its own"
 )
-EVERY = ("stages", "replicate")  # what every schedule can be given
-
+EVERY = ("stages", "replicate")  # what every schedule of the library can be given
 
 schedule_option = click.option(
     "--schedule",
-    type=choice(LIBRARY),
+    type=schedule,
+    metavar="NAME",
     required=True,
-    help=f"one of {', '.join(LIBRARY)}",
+    help=f"one of {', '.join(LIBRARY)}; or a file that search --save wrote, name.json",
 )
 
 
@@ -55,12 +55,10 @@ def flag(argument: str) -> str:
 @cache
 def arguments(name: str) -> dict[str, inspect.Parameter]:
     """The arguments of a schedule's constructor that a command line can give."""
-    found = inspect.signature(LIBRARY[name], eval_str=True).parameters
-    return {k: p for k, p in found.items() if _kind(p) or p.default is p.empty}
-
-
-def _kind(parameter: inspect.Parameter) -> Kind | None:
-    return KINDS.get(parameter.annotation)
+    takes = inspect.signature(LIBRARY[name], eval_str=True).parameters
+    return {
+        k: p for k, p in takes.items() if p.annotation in KINDS or p.default is p.empty
+    }
 
 
 def schedule_options(command: Command) -> Command:
@@ -70,7 +68,7 @@ def schedule_options(command: Command) -> Command:
         for argument, parameter in arguments(name).items():
             takers.setdefault(argument, {})[name] = parameter
     takers.setdefault("stages", {})
-    copies = click.option("--replicate", type=count, metavar="G", help=REPLICATE)
+    copies = click.option("--replicate", type=COUNT, metavar="G", help=REPLICATE)
     command = copies(command)
     for argument, by_schedule in reversed(takers.items()):
         command = _option(argument, by_schedule)(command)
@@ -80,15 +78,14 @@ def schedule_options(command: Command) -> Command:
 def _option(
     argument: str, takers: Mapping[str, inspect.Parameter]
 ) -> Callable[[Command], Command]:
-    said = COUNTS.get(argument)
-    if said is None:
-        said = f"of {', '.join(map(_default, takers, takers.values()))}"
-    kind = next(filter(None, map(_kind, takers.values())), None)
-    if kind is bool:
+    if argument in COUNTS:
+        return click.option(flag(argument), type=COUNT, help=COUNTS[argument])
+    text = f"of {', '.join(map(_default, takers, takers.values()))}"
+    kind = next(KINDS[p.annotation] for p in takers.values() if p.annotation in KINDS)
+    if kind is click.BOOL:
         names = f"{flag(argument)}/--no-{flag(argument).removeprefix('--')}"
-        return click.option(names, default=None, help=said)
-    kind = count if argument in COUNTS else kind
-    return click.option(flag(argument), type=kind, help=said)
+        return click.option(names, default=None, help=text)
+    return click.option(flag(argument), type=kind, help=text)
 
 
 def _default(name: str, parameter: inspect.Parameter) -> str:
@@ -111,12 +108,16 @@ def usual(options: Mapping[str, Any]) -> dict[str, int]:
     return {"workers": workers, "microbatches": 2 * workers}
 
 
-def build(name: str, options: Mapping[str, Any]) -> Schedule:
-    """A schedule of the library by what was given.
+def build(name: str | Schedule, options: Mapping[str, Any]) -> Schedule:
+    """A schedule of the library by what was given; or one of a file, which takes none.
 
     `stages`, which every Schedule has, sets that of one whose constructor doesn't take
     it. Raises PlanError for an option that the schedule doesn't take, or needs.
     """
+    if isinstance(name, Schedule):
+        if options:
+            raise PlanError(f"{name} is from a file; leave out {flag(min(options))}")
+        return name
     takes = arguments(name)
     for argument in options:
         if argument not in takes and argument not in EVERY:

@@ -18,7 +18,7 @@ from ..draw import chrome
 from ..jobs import PlanError, Schedule
 from ..simulator.simulate import Simulation
 from ..simulator.simulate import simulate as run
-from .option_types import file, number, position
+from .option_types import NUMBER, POSITION, file
 from .options import flag
 
 Decorator = Callable[[Callable[..., Any]], Callable[..., Any]]
@@ -33,34 +33,34 @@ def _all_of(*options: Decorator) -> Decorator:
 
 
 time_options = _all_of(
-    click.option("--forward", type=number, default=1.0, help="time of F"),
+    click.option("--forward", type=NUMBER, default=1.0, help="time of F"),
     click.option(
-        "--backward", type=number, default=2.0, help="time of B; without W, if given"
+        "--backward", type=NUMBER, default=2.0, help="time of B; without W, if given"
     ),
     click.option(
         "--weight",
-        type=number,
+        type=NUMBER,
         help="time of W, the weights' gradients  [default: half of B, which then "
         "takes the other half]",
     ),
     click.option(
-        "--transfer", type=number, default=0.0, help="time of a message between workers"
+        "--transfer", type=NUMBER, default=0.0, help="time of a message between workers"
     ),
 )
 link_options = _all_of(
     click.option(
         "--bandwidth",
-        type=number,
+        type=NUMBER,
         help="bytes that a link between two workers moves in a unit of time, one "
         "message after the other; instead of --transfer",
     ),
-    click.option("--latency", type=number, help="time of a message besides that"),
-    click.option("--message-bytes", type=number, help="of each message between stages"),
-    click.option("--weight-bytes", type=number, help="of the weights of each stage"),
+    click.option("--latency", type=NUMBER, help="time of a message besides that"),
+    click.option("--message-bytes", type=NUMBER, help="of each message between stages"),
+    click.option("--weight-bytes", type=NUMBER, help="of the weights of each stage"),
 )
 prefetch_option = click.option(
     "--prefetch",
-    type=position,
+    type=POSITION,
     metavar="N",
     help="how many jobs ahead of need workers ask for weights that others keep  "
     "[default: fetching takes no time]",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import importlib
 import importlib.util
 import inspect
@@ -20,7 +21,6 @@ from torch import Tensor
 
 from ..dry_run import plan
 from ..jobs import PlanError
-from .option_types import choose
 
 SAY = "return (model, inputs), inputs a tuple, a dict of keyword arguments or a tensor"
 
@@ -47,8 +47,11 @@ def load(text: str) -> Case:
     file = str(getattr(module, "__file__", where))
     make = getattr(module, name, None)
     if not callable(make):
-        near = choose(name, _functions(module))
-        raise PlanError(f"{where} has no function {name!r} {near}")
+        names = _functions(module)
+        near = difflib.get_close_matches(name, names, 1)
+        hint = f"; did you mean {near[0]}?" if near else ""
+        said = f"(choose from {', '.join(names)})" if names else "(it has none)"
+        raise PlanError(f"{where} has no function {name!r} {said}{hint}")
     try:
         inspect.signature(make).bind()
     except TypeError as error:

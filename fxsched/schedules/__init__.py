@@ -2,19 +2,16 @@
 
 In formulas, s is the stage, b the microbatch, d the direction, W the number of workers.
 LIBRARY has them by name; replicate makes any schedule data-parallel; the orders are n
-for schedules of one's own.
+for schedules of one's own; saved reads them from files.
 
 Imports: clock, jobs.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from types import MappingProxyType
-
-from ..jobs import Schedule
 from .data_parallel import ddp, fsdp, hsdp, replicate
 from .graph_schedule import graph
+from .library import Library
 from .looped import fslpp, interleaved, looped_bfs, looped_dfs, lpp
 from .orders import (
     forward_first,
@@ -26,7 +23,7 @@ from .pipelines import cuckoo, folded, gpipe, naive, one_f_one_b, overflow
 from .servers import hybrid, parameter_server, sharded_parameter_server
 from .zero_bubble import v_half, v_min, zb_h1, zb_h2, zb_v
 
-LIBRARY: Mapping[str, Callable[..., Schedule]] = MappingProxyType(
+LIBRARY = Library(
     {
         "ddp": ddp,
         "fsdp": fsdp,

@@ -1,4 +1,5 @@
-"""Table 1 of parallelsim, as it holds: formulas of latency and memory, and simulations.
+"""Table 1 of parallelsim, as it holds: formulas of latency and memory, and simulations;
+python -m tests.table1 prints them.
 
 The table is that of github.com/a-rahimi/parallel-training, for S equal stages, B
 microbatches, W workers in G groups of R, and k = B / G. One F + B of a stage is one
@@ -12,9 +13,9 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import NamedTuple
 
-from ..draw import tables
-from ..jobs import Schedule
-from ..schedules import (
+from fxsched import Schedule, Simulation, simulate
+from fxsched.draw import tables
+from fxsched.schedules import (
     ddp,
     folded,
     fsdp,
@@ -24,7 +25,6 @@ from ..schedules import (
     one_f_one_b,
     replicate,
 )
-from ..simulator.simulate import Simulation, simulate
 
 S = 8  # stages
 UNIT = 3.0  # F + B
@@ -214,3 +214,7 @@ def _throughput() -> list[Row]:
         Row(name, setting, "throughput", "M/S", m / stages, ">", rho),
         Row(name, setting, "throughput", "2M/(S+1)", least, "<=", rho),
     ]
+
+
+if __name__ == "__main__":
+    print(text())

@@ -1,0 +1,39 @@
+"""The schedules by name."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable, Iterator, Mapping
+
+from ..jobs import PlanError, Schedule
+
+Constructor = Callable[..., Schedule]
+
+
+class Library(Mapping[str, Constructor]):
+    """Constructors of schedules by name, and by that of the function: "1f1b" is
+    one_f_one_b. It lists each once."""
+
+    def __init__(self, constructors: Mapping[str, Constructor]) -> None:
+        self._constructors = dict(constructors)
+        own = {make.__name__: name for name, make in constructors.items()}
+        self._names = own | {name: name for name in constructors}
+
+    def name(self, text: str) -> str:
+        """The name of a schedule as it is listed. Raises PlanError for another text."""
+        if text in self._names:
+            return self._names[text]
+        near = difflib.get_close_matches(text.lower(), self._names, 1)
+        hint = f"; did you mean {near[0]}?" if near else ""
+        raise PlanError(
+            f"there is no schedule {text!r} (choose from {', '.join(self)}){hint}"
+        )
+
+    def __getitem__(self, name: str) -> Constructor:
+        return self._constructors[self._names[name]]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._constructors)
+
+    def __len__(self) -> int:
+        return len(self._constructors)

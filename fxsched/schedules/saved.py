@@ -1,0 +1,95 @@
+"""Schedules in files: fxsched.load_schedule, for what Schedule.save writes."""
+
+from __future__ import annotations
+
+import json
+from os import PathLike, fspath
+from pathlib import Path
+from typing import Any
+
+from ..jobs import SAVED, Job, Placement, PlanError, Schedule, is_count
+
+FIELDS = (
+    "fxsched_schedule",
+    "name",
+    "workers",
+    "microbatches",
+    "stages",
+    "split_backward",
+    "in_order",
+    "in_flight",
+    "jobs",
+)
+
+
+def load_schedule(path: str | PathLike[str]) -> Schedule:
+    """The schedule that Schedule.save wrote: as many workers, microbatches and stages,
+    each job placed and ordered as there.
+
+    Raises PlanError, which names the file, if it can't be read, isn't JSON, is of
+    another version, or doesn't say all that a schedule is.
+    """
+    file = fspath(path)
+    try:
+        record = json.loads(Path(file).read_text("utf-8"))
+    except OSError as error:
+        raise PlanError(f"{file} can't be read: {error.strerror}") from error
+    except ValueError as error:  # of the encoding too
+        raise PlanError(
+            f"{file} is not JSON ({error}); give what Schedule.save wrote"
+        ) from error
+    try:
+        return _schedule(record)
+    except PlanError as error:
+        raise PlanError(f"{file} holds no schedule: {error}") from error
+
+
+def _schedule(record: Any) -> Schedule:
+    if not isinstance(record, dict) or "fxsched_schedule" not in record:
+        raise PlanError("it has no 'fxsched_schedule'; give what Schedule.save wrote")
+    version = record["fxsched_schedule"]
+    if version != SAVED:
+        raise PlanError(f"it is of version {version!r}, and this fxsched reads {SAVED}")
+    for field in [*FIELDS, *record]:
+        if field not in record or field not in FIELDS:
+            verb = "has" if field in record else "lacks"
+            raise PlanError(f"it {verb} {field!r}; its fields are {', '.join(FIELDS)}")
+    caps, jobs = _caps(record["in_flight"]), _jobs(record["jobs"])
+    loaded = Schedule(
+        **{field: record[field] for field in FIELDS[2:7]},
+        w=lambda s, b, d: Placement(*jobs[Job(s, b, d)][:2]),
+        n=lambda s, b, d: jobs[Job(s, b, d)][2],
+        in_flight=caps.get if caps else None,
+        name=str(record["name"]),
+    )
+    every = range(loaded.microbatches)
+    stages = range(loaded.stages or 0)
+    wanted = {Job(s, b, d) for s in stages for b in every for d in loaded.directions}
+    if not stages or wanted != jobs.keys():
+        odd = sorted(map(str, wanted ^ jobs.keys())) or ["stages"]
+        raise PlanError(f"its jobs aren't those of {loaded} and its stages: {odd[0]}")
+    for job in jobs:
+        loaded.place(job)
+    return loaded
+
+
+def _caps(record: object) -> dict[int, int]:
+    """in_flight by stage, where there is any."""
+    if not isinstance(record, list) or not all(
+        c is None or is_count(c) for c in record
+    ):
+        raise PlanError("its in_flight must be a list of ints of 1 or more, or null")
+    return {stage: cap for stage, cap in enumerate(record) if cap is not None}
+
+
+def _jobs(record: object) -> dict[Job, list[int]]:
+    """What w and n say of each job."""
+    if not isinstance(record, dict):
+        raise PlanError("its jobs must be an object, with 2F0 and the like as keys")
+    for name, row in record.items():
+        if not isinstance(row, list) or list(map(type, row)) != [int] * 3:
+            raise PlanError(
+                f"its job {name} has {row!r}; give three ints: the worker that keeps "
+                "its weights, the one that runs it, and n"
+            )
+    return {Job.parse(name): row for name, row in record.items()}
