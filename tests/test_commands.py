@@ -212,14 +212,32 @@ def test_compare_sorts_by_step_and_says_why_some_are_left_out(
 ) -> None:
     text = output("compare --workers 4 --microbatches 8 --group-size 2", capsys)
     assert row("gpipe", text)[1:5] == ["4", "33", "27.3 %", "27.3 %"]
-    assert row("ddp", text)[1:3] == ["4", "24"]
+    assert row("* ddp", text)[1:3] == ["4", "24"]
     lines = text.split("\n\n")[1].splitlines()[2:]
     steps = [float(re.split(r"  +", line)[2]) for line in lines]
-    assert steps == sorted(steps)
+    apart = next(i for i, line in enumerate(lines) if line.startswith("* "))
+    assert steps == sorted(steps[:apart]) + sorted(steps[apart:])
+    assert all(line.startswith("* ") for line in lines[apart:])
+    assert "\n\n* weights or gradients move, here in no time: ranked apart" in text
+    assert max(map(len, lines)) <= 88
     left_out = re.findall(r"^not (\w+): (.*)$", text, re.M)
     assert len(lines) + len(left_out) == len(LIBRARY)
     assert dict(left_out).keys() == {"parameter_server"}
     assert "give a multiple of that many" in dict(left_out)["parameter_server"]
+
+
+def test_compare_and_search_rank_what_moves_weights_alike(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    options = "--workers 2 --microbatches 4 --transfer 0.1"
+    for prefetch in ("", " --prefetch 1"):
+        text = output(f"compare --schedules fsdp,gpipe {options}{prefetch}", capsys)
+        compared = not re.search(r"^\* fsdp ", text, re.M)
+        cli.main(f"search {options}{prefetch} --effort 0.01 --no-text".split())
+        found = re.search(r"^fsdp .*$", capsys.readouterr().out, re.M)
+        assert compared == bool(found) == bool(prefetch)
+        if found:
+            assert row("fsdp", text)[2] == re.split(r"  +", found[0])[2]
 
 
 def test_compare_cuts_one_model_into_stages_of_each_schedules_size(
@@ -230,7 +248,7 @@ def test_compare_cuts_one_model_into_stages_of_each_schedules_size(
     assert row("1f1b", text)[1:3] == ["4", "33"]
     assert row("interleaved", text)[1:3] == ["8", "28.5"]
     assert row("folded", text)[1] == "8"
-    assert {row(name, text)[7] for name in ("1f1b", "interleaved", "folded")} == {"1"}
+    assert {row(name, text)[6] for name in ("1f1b", "interleaved", "folded")} == {"1"}
 
 
 def test_search_prints_what_it_compared_and_the_best(
@@ -239,10 +257,11 @@ def test_search_prints_what_it_compared_and_the_best(
     options = "--workers 2 --microbatches 4 --backward 1 --weight 1 --effort 0.02"
     cli.main(f"search {options} --no-text".split())
     text = capsys.readouterr().out
-    compared = re.findall(r"^(\S+) .* (\d+) +([\d.]+) +[\d.]+ %.*?(best)?$", text, re.M)
-    steps = {name: float(step) for name, stages, step, _ in compared if stages == "2"}
+    columns = r"^(\S+) .*?  (\d+) +([\d.]+) +[\d.]+ +[\d.]+ %"
+    compared = re.findall(columns, text, re.M)
+    steps = {name: float(step) for name, stages, step in compared if stages == "2"}
     assert steps["gpipe"] == steps["1f1b"] == 15
-    least = min(float(step) for _, _, step, _ in compared)
+    least = min(float(step) for _, _, step in compared)
     best = re.findall(r" stages: step ([\d.]+), bubble", text)
     assert [float(step) for step in best] == [pytest.approx(least, abs=1e-3)]
 

@@ -48,9 +48,9 @@ def compare(schedules: tuple[str, ...] | None, **options: Any) -> None:
 
     --forward, --backward and --weight are of one stage of a model that is cut into
     --stages, or one for each worker. Where a schedule cuts it into more, they are
-    shorter, and activations and weights, the most on any worker, are counted in stages
-    of that size. Fetches of weights and other messages are those of all workers; the
-    span bubble is that of steps that follow each other without a gap.
+    shorter, and activations held and weights kept, the most on any worker, are counted
+    in stages of that size. Weights fetched and messages sent are those of all workers;
+    span is the bubble of steps that follow each other without a gap.
     """
     click.echo(lineup(schedules or tuple(LIBRARY), options))
 

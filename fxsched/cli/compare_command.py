@@ -4,13 +4,48 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from ..draw import tables
 from ..jobs import PlanError
 from ..simulator.simulate import Simulation
+from ..tuner.candidates import moves_weights
 from .options import EVERY, arguments, build_any, check_size, flag, given, usual
 from .simulate_options import simulate, transfer
+
+HEADERS = "schedule|stages|step|bubble|span|held|kept|fetched|sent"
+FREE = (
+    "* weights or gradients move, here in no time: ranked apart; --prefetch counts it"
+)
+
+
+class Entry(NamedTuple):
+    """A schedule's simulated step. size: of its stages, in those of the model.
+
+    free: whether weights or gradients move, and that takes no time.
+    """
+
+    name: str
+    simulation: Simulation
+    size: float
+    free: bool
+
+    @property
+    def cells(self) -> tuple[str, ...]:
+        """A row of the table."""
+        simulation, workers = self.simulation, self.simulation.workers
+        sent = sum(w.activations_sent + w.gradients_returned for w in workers)
+        return (
+            f"{'* ' if self.free else ''}{self.name}",
+            f"{len(simulation.stages)}",
+            f"{simulation.latency:.4g}",
+            f"{100 * simulation.bubble_rate:.1f} %",
+            f"{100 * simulation.span_bubble_rate:.1f} %",
+            f"{self.size * max(w.peak_activations for w in workers):.4g}",
+            f"{self.size * max(w.weights_held for w in workers):.4g}",
+            f"{sum(w.weight_fetches for w in workers)}",
+            f"{sent}",
+        )
 
 
 def lineup(names: Sequence[str], options: Mapping[str, Any]) -> str:
@@ -18,7 +53,8 @@ def lineup(names: Sequence[str], options: Mapping[str, Any]) -> str:
 
     The times are of one stage of a model that is cut into as many as `stages` says, or
     one for each worker. A schedule that cuts it into more has shorter ones; its
-    activations and weights are counted in stages of that size.
+    activations and weights are counted in stages of that size. As in a search, those
+    that move weights are ranked with the others if it is said how long that takes.
     Raises PlanError if none can be built, or none takes an option.
     """
     numbers = given(options)
@@ -29,47 +65,40 @@ def lineup(names: Sequence[str], options: Mapping[str, Any]) -> str:
     # what is wrong for all schedules is said once
     transfer(options)
     check_size(numbers)
-    count: int = numbers.get("stages", numbers["workers"])
-    found: list[tuple[float, tuple[str, ...]]] = []
-    refused = []
+    entries, refused = [], []
     for name in names:
         try:
-            schedule = build_any(name, numbers)
-            stages = schedule.stages or count
-            size = count / stages
-            simulation = simulate(replace(schedule, stages=stages), options, size)
-            found.append((simulation.latency, _row(name, simulation, size)))
+            entries.append(_entry(name, numbers, options))
         except PlanError as error:
             refused.append(f"not {name}: {' '.join(str(error).split())}")
-    if not found:
+    if not entries:
         more = "; and so on" if len(refused) > 3 else ""
         raise PlanError(f"none can be built: {'; '.join(refused[:3])}{more}")
+    entries.sort(key=lambda entry: (entry.free, entry.simulation.latency))
+    table = tables.table(HEADERS, [e.cells for e in entries], "lr", tables.WIDTH)
+    notes = [FREE] if any(entry.free for entry in entries) else []
+    return "\n\n".join((_title(numbers), table, *notes, "\n".join(refused))).strip()
+
+
+def _entry(name: str, numbers: Mapping[str, Any], options: Mapping[str, Any]) -> Entry:
+    schedule = build_any(name, numbers)
+    count = _stages(numbers)
+    stages = schedule.stages or count
+    simulation = simulate(replace(schedule, stages=stages), options, count / stages)
+    moves = moves_weights(simulation.schedule, simulation.stages)
+    free = moves and options["prefetch"] is None
+    return Entry(name, simulation, count / stages, free)
+
+
+def _stages(numbers: Mapping[str, Any]) -> int:
+    """How many the times and the counts are of."""
+    count: int = numbers.get("stages", numbers["workers"])
+    return count
+
+
+def _title(numbers: Mapping[str, Any]) -> str:
     copies = f", {numbers['replicate']} copies" if "replicate" in numbers else ""
-    line = (
-        f"{numbers['workers']} workers, {numbers['microbatches']} microbatches"
-        f"{copies}, a model of {count} stages (activations and weights are counted in "
-        "these)"
-    )
-    rows = [row for _, row in sorted(found, key=lambda pair: pair[0])]
-    return "\n\n".join(
-        (line, tables.comparison_table(rows), "\n".join(refused))
-    ).strip()
-
-
-def _row(name: str, simulation: Simulation, size: float) -> tuple[str, ...]:
-    workers = simulation.workers
-    # F and B of a reference stage are two jobs, even where a B is split
-    jobs = 2 * size * len(simulation.stages) * simulation.schedule.microbatches
-    sent = sum(w.activations_sent + w.gradients_returned for w in workers)
     return (
-        name,
-        f"{len(simulation.stages)}",
-        f"{simulation.latency:.4g}",
-        f"{100 * simulation.bubble_rate:.1f} %",
-        f"{100 * simulation.span_bubble_rate:.1f} %",
-        f"{jobs / (simulation.latency or 1.0) / len(workers):.3f}",
-        f"{size * max(w.peak_activations for w in workers):.4g}",
-        f"{size * max(w.weights_held for w in workers):.4g}",
-        f"{sum(w.weight_fetches for w in workers)}",
-        f"{sent}",
+        f"{numbers['workers']} workers, {numbers['microbatches']} microbatches{copies},"
+        f" a model of {_stages(numbers)} stages"
     )

@@ -16,10 +16,9 @@ from ..ir.step_ir import TOKEN, Credit, Line, Message, Running, Value, values_in
 from ..jobs import Job, Schedule
 from .palette import clock
 from .program_table import program_table
-from .tables import byte_text, shorten, table
+from .tables import WIDTH, byte_text, shorten, table
 
 ROWS = 16  # stages, and workers, that a summary shows
-WIDTH = 88
 
 
 def plan_head(

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 from tabulate import tabulate
 
 from ..clock.worker_stats import Worker
 
 SIDES = {"l": "left", "r": "right"}
+WIDTH = 88  # of what is printed unless asked otherwise
 LEAST = 8  # characters that a cell keeps where a table is made to fit
 
 
@@ -78,21 +78,6 @@ def worker_table(workers: Sequence[Worker], latency: float) -> str:
 def verify_table(rows: Sequence[Sequence[str]]) -> str:
     """A row for each value that eager PyTorch and a plan have both computed."""
     return table("|eager|plan|difference|allowed|", rows, "lrrrrl")
-
-
-def comparison_table(rows: Sequence[Sequence[str]]) -> str:
-    """A row for each schedule's simulated step."""
-    headers = "schedule|stages|step|bubble|span bubble|throughput|activations|weights"
-    return table(f"{headers}|fetches|sent", rows, "lr")
-
-
-def search_table(rows: Sequence[tuple[Any, ...]], in_bytes: bool) -> str:
-    """A row for each schedule that a search compared; see candidate_comparison.py."""
-    headers = "schedule|parameters|stages|step|bubble|span|span bubble|"
-    headers += "memory|" if in_bytes else "activations|"
-    write = byte_text if in_bytes else "{:.4g}".format
-    cells = [(*row[:7], write(row[7]), row[8]) for row in rows]
-    return table(headers, cells, "llrrrrrrl")
 
 
 def ranges(numbers: Sequence[int]) -> str:

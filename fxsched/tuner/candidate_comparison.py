@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from random import Random
@@ -146,30 +147,32 @@ class Contest:
         if self.limit < float("inf"):
             line += f", at most {self.limit:g} {unit} a worker"
         rows = sorted(self.rows, key=lambda r: (not self.fits(r), self.length(r)))
-        cells = []
-        for row in rows:
-            note = "" if self.fits(row) else "over the limit"
-            (name, parameters, _, stages), step, held = row
-            cells.append(
-                (
-                    name,
-                    parameters,
-                    len(stages),
-                    f"{step.latency:.6g}",
-                    f"{100 * step.bubble_rate:.2f} %",
-                    f"{step.span:.6g}",
-                    f"{100 * step.span_bubble_rate:.2f} %",
-                    held,
-                    "best" if row is best else note,
-                )
-            )
-        parts = [line, tables.search_table(cells, self.costs.bytes)]
+        cells = [self._cells(row, best) for row in rows]
+        memory = "memory" if self.costs.bytes else "activations"
+        headers = f"schedule|stages|step|span|bubble|{memory}|"
+        parts = [line, tables.table(headers, cells, "lrrrrrl", tables.WIDTH)]
         if self.left_out:
-            parts.append(
+            out = (
                 "not compared, since they move weights or gradients and prefetch isn't "
                 f"given: {', '.join(self.left_out)}"
             )
+            parts.append("\n".join(textwrap.wrap(out, tables.WIDTH)))
         return "\n\n".join(parts)
+
+    def _cells(self, row: Row, best: Row) -> tuple[str, ...]:
+        """A row of the table; the bubble is that of what is made short."""
+        step, latency = row.simulation, self.objective == "latency"
+        bubble = step.bubble_rate if latency else step.span_bubble_rate
+        write = tables.byte_text if self.costs.bytes else "{:.4g}".format
+        return (
+            _title(row.candidate),
+            f"{len(row.candidate.stages)}",
+            f"{step.latency:.6g}",
+            f"{step.span:.6g}",
+            f"{100 * bubble:.2f} %",
+            write(row.memory),
+            "best" if row is best else "" if self.fits(row) else "over",
+        )
 
 
 def _title(candidate: Candidate) -> str:
