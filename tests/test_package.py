@@ -41,7 +41,7 @@ def test_another_name_is_an_error() -> None:
     [
         "import fxsched.backend",
         "from fxsched.tuner.search import search",
-        "from fxsched.backend import plan",
+        "from fxsched.backend import Backend",
         "import fxsched; fxsched.backend; import fxsched.backend",
         "import fxsched, fxsched.schedules; from fxsched import *",
     ],
