@@ -115,7 +115,7 @@ class Schedule:
         isn't ready, instead of running another that is.
     fit: gives the schedule for the stages that a model was cut into, for those whose w,
         n and in_flight depend on them; see schedules.graph. Stages are a
-        networkx.DiGraph, as fxsched/clock/stage_graph.py describes it.
+        networkx.DiGraph, as fxsched/clock/stage_record.py describes it.
     """
 
     workers: int

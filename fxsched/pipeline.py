@@ -69,13 +69,6 @@ def make_plan(gm: fx.GraphModule, request: Request, passes: tuple[Pass, ...]) ->
         program.recompile()
         return program
 
-    notes = []
-    split = any(direction is Direction.BACKWARD for _, direction in step.jobs.kinds)
-    if split and step.late and request.schedule.in_flight is not None:
-        notes.append(
-            "in_flight is not applied: the model returns no scalar loss, so all F run "
-            "in the call and all B in backward()"
-        )
     return Plan(
         request.schedule,
         step.facts.stages,
@@ -85,7 +78,7 @@ def make_plan(gm: fx.GraphModule, request: Request, passes: tuple[Pass, ...]) ->
         step.facts.loss,
         step.timeline,
         step.lines,
-        tuple(notes),
+        _notes(step, request),
         known(nodes),
         inputs,
         arithmetic,
@@ -96,6 +89,17 @@ def make_plan(gm: fx.GraphModule, request: Request, passes: tuple[Pass, ...]) ->
             for node in nodes
             for t in tensors(node.meta.get("val"))
         ),
+    )
+
+
+def _notes(step: StepIR, request: Request) -> tuple[str, ...]:
+    """What the user asked for and does not get."""
+    trains = any(direction is Direction.BACKWARD for _, direction in step.jobs.kinds)
+    if not (trains and step.late) or request.schedule.in_flight is None:
+        return ()
+    return (
+        "in_flight is not applied: the model returns no scalar loss, so all F run in "
+        "the call and all B in backward()",
     )
 
 

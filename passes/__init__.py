@@ -1,4 +1,4 @@
-"""The passes: each file one public function `verb_noun(gm, request) -> gm`.
+"""The passes: one function a file, `(gm, request) -> gm` or `(step, request) -> step`.
 
 For passes of the user's: encode_transfers and stage_graphs.
 

@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import fx
 
+from ..clock.worker_stats import sum_root
 from ..ir import ops
 from ..ir.graphs import Output, Specs, dims, result
 from ..ir.request import Request
@@ -15,7 +16,6 @@ from ..ir.step_ir import Line, Made, Running, StepIR
 from ..ir.writes import Write
 from ..jobs import Direction, PlanError
 
-Value = Made | Line
 Parts = list[tuple[tuple[int, ...], Line]]  # microbatches, and their bundle
 
 
@@ -90,7 +90,7 @@ class _Collection:
         found: dict[Line, list[Line]] = {}
         for group in sorted(sums):
             owners = self.groups[group].owners
-            root = owners[group % len(owners)]  # spread over the owners
+            root = sum_root(owners, group)
             parts = tuple(sorted(sums[group], key=lambda key: key.worker))
             own = Running("gradients", group, root)
             if parts == (own,):
@@ -248,7 +248,7 @@ class _Collection:
             found.append(how)
         return tuple(found)
 
-    def _made(self, value: fx.Node) -> list[Value]:
+    def _made(self, value: fx.Node) -> list[Made | Line]:
         """A value of each microbatch; an input that is returned comes from worker 0."""
         every = range(self.microbatches)
         if value.op != "placeholder":
@@ -260,9 +260,9 @@ class _Collection:
             for b in every
         ]
 
-    def _input_gradient(self, what: str, values: list[fx.Node]) -> list[Value]:
+    def _input_gradient(self, what: str, values: list[fx.Node]) -> list[Made | Line]:
         """The gradient of each microbatch of an input, summed over its readers."""
-        found: list[Value] = []
+        found: list[Made | Line] = []
         for b in range(self.microbatches):
             parts = tuple(Made(value, b) for value in values)
             if len(parts) == 1:
@@ -273,10 +273,10 @@ class _Collection:
             found.append(self._make(ops.add, parts, specs, worker, f"{what}, {b}"))
         return found
 
-    def _gather(self, what: str, values: list[Value]) -> Parts:
+    def _gather(self, what: str, values: list[Made | Line]) -> Parts:
         """A bundle of a value's microbatches from each worker that makes some."""
         if what not in self.gathered:
-            found: dict[int, list[tuple[int, Value]]] = {}
+            found: dict[int, list[tuple[int, Made | Line]]] = {}
             for b, value in enumerate(values):
                 found.setdefault(self.step.worker(value), []).append((b, value))
             self.gathered[what] = []

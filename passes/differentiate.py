@@ -5,7 +5,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 from torch import fx
 
@@ -17,9 +17,10 @@ from ..autodiff.stage_modules import (
     forward_module,
     weight_module,
 )
+from ..clock.stage_record import Stage
 from ..costmodel.costs import graph_cost
 from ..ir import ops
-from ..ir.facts import FACTS, facts
+from ..ir.facts import FACTS, facts, stage_facts
 from ..ir.graphs import arguments, result
 from ..ir.lazy import write_code
 from ..ir.request import Request
@@ -95,19 +96,23 @@ class _Differentiation:
                 "state": {str(g): node for g, node in sorted(self.written.items())},
             },
         )
-        for node in self.graph.find_nodes(op="call_module"):
-            data = self.stages.nodes[node.meta["stage"]]
-            before = data.setdefault("reads", ())
-            if weights := arguments(node)[0]:
-                data["reads"] = (*before, node.meta["direction"])
-                numbers = [w.meta["group"] for w in weights]
-                data["groups"] = tuple((g, self.groups[g].owners) for g in numbers)
+        self._describe_reads()
         self.graph.lint()
         self.gm.recompile()
         self.gm.meta[FACTS] = replace(
             self.facts, stages=self.stages, groups=self.groups, loss=loss
         )
         return self.gm
+
+    def _describe_reads(self) -> None:
+        """Which weights the jobs of each stage read, and where these are kept."""
+        for node in self.graph.find_nodes(op="call_module"):
+            data = cast(Stage, self.stages.nodes[node.meta["stage"]])
+            before = data.setdefault("reads", ())
+            if weights := arguments(node)[0]:
+                data["reads"] = (*before, node.meta["direction"])
+                numbers = [w.meta["group"] for w in weights]
+                data["groups"] = tuple((g, self.groups[g].owners) for g in numbers)
 
     def _trace_stages(self) -> None:
         """Traces stages from the last to the first, as gradients become known."""
@@ -122,7 +127,7 @@ class _Differentiation:
             self.pairs[call] = pair
             live.update(inputs[i] for i in pair.input_gradients)
             for i in pair.state_gradients:
-                group, k = module.meta["state"][i]
+                group, k = stage_facts(module).places[i]
                 number = weights[group].meta["group"]
                 trained[number][k] = True
                 givers[number].add(call.meta["stage"])
@@ -172,7 +177,7 @@ class _Differentiation:
         pair = self.pairs[call]
         # F again would see buffers that it has written meanwhile
         recompute = self.request.carry == "recompute" and not pair.mutated
-        places: list[Place] = self._module(call).meta["state"]
+        places = stage_facts(self._module(call)).places
         with self.graph.inserting_before(call):
             forward = self._forward(call, pair, places, len(outs))
         for value in outs:
@@ -201,7 +206,7 @@ class _Differentiation:
         assert pair.backward is not None
         stage = call.meta["stage"]
         weights, inputs, _ = arguments(forward)
-        places: list[Place] = self._module(call).meta["state"]
+        places = stage_facts(self._module(call)).places
         trained = [self.groups[w.meta["group"]].trained for w in weights]
         used = {i for what, i in pair.needs if what == "input"}
         given = [x if recompute or i in used else None for i, x in enumerate(inputs)]
@@ -215,23 +220,13 @@ class _Differentiation:
             f"backward_{stage}",
             (weights if reads else (), saved, tuple(given), tangents, None),
         )
-        later = 0.0 if pair.weight is None else self._seconds(pair.weight)
-        now = self._seconds(pair.backward)
-        if "measured" in call.meta:
-            scale = call.meta["measured"][1] / ((now + later) or 1.0)
-            now, later = now * scale, later * scale
+        now, later = self._backward_seconds(self._module(call), pair)
         now += recompute * forward.meta["seconds"]
-        self.stages.nodes[stage].update(
-            backward=now + later,
-            weight=later,
-            held=max(pair.held if saved is not None else 0, pair.carried_bytes)
-            + sum(
-                spec.bytes
-                for value in inputs
-                if value.op != "placeholder"
-                for spec in value.meta["specs"]
-            ),
-        )
+        size = max(pair.held if saved is not None else 0, pair.carried_bytes)
+        received = [value for value in inputs if value.op != "placeholder"]
+        held = size + sum(s.bytes for value in received for s in value.meta["specs"])
+        data = Stage(backward=now + later, weight=later, held=held)
+        self.stages.nodes[stage].update(data)
         backward.meta.update(
             stage=stage,
             direction=Direction.BACKWARD,
@@ -273,14 +268,12 @@ class _Differentiation:
         self.gm.add_submodule(f"forward_{stage}", forward_module(pair, places, outs))
         forward = self.graph.call_module(f"forward_{stage}", (*call.args, None))
         forward.meta.update(direction=Direction.FORWARD)
-        seconds = self._seconds(pair.forward)
-        if "measured" in call.meta:
-            seconds = call.meta["measured"][0]
+        measured = stage_facts(self._module(call)).measured
+        seconds = measured[0] if measured else self._seconds(pair.forward)
         forward.meta.update(stage=stage, seconds=seconds)
         forward.meta["draw"] = call.meta["draw"] if pair.random else None
-        self.stages.nodes[stage].update(
-            forward=seconds, backward=0.0, weight=0.0, held=0
-        )
+        data = Stage(forward=seconds, backward=0.0, weight=0.0, held=0)
+        self.stages.nodes[stage].update(data)
         written = sorted({places[i][0] for i in pair.mutated})
         with self.graph.inserting_after(forward):
             for position, j in enumerate(written):
@@ -289,6 +282,17 @@ class _Differentiation:
                 new.meta.update(weights[j].meta, stage=stage)
                 self.written[number] = new
         return forward
+
+    def _backward_seconds(
+        self, module: fx.GraphModule, pair: Pair
+    ) -> tuple[float, float]:
+        """Of B, without F's where that is recomputed, and of W."""
+        assert pair.backward is not None
+        now = self._seconds(pair.backward)
+        later = 0.0 if pair.weight is None else self._seconds(pair.weight)
+        measured = stage_facts(module).measured
+        scale = measured[1] / ((now + later) or 1.0) if measured else 1.0
+        return now * scale, later * scale
 
     def _seconds(self, flat: fx.GraphModule) -> float:
         """What a flat graph should take; stages share them."""
@@ -338,7 +342,7 @@ class _Differentiation:
         key = f"{live} {stage_key(module)}"
         if key not in self.cache:
             pair = trace_stage(
-                module, live, len(module.meta["state"]), self.facts.fake_mode
+                module, live, len(stage_facts(module).places), self.facts.fake_mode
             )
             if self.request.schedule.split_backward:
                 pair = split_weights(pair)

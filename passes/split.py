@@ -12,8 +12,9 @@ import networkx as nx
 import torch
 from torch import fx
 
+from ..clock.stage_record import Edge, Stage
 from ..costmodel.costs import send_seconds
-from ..ir.facts import FACTS, facts
+from ..ir.facts import FACTS, StageFacts, facts
 from ..ir.graphs import (
     REGION_ENTERS,
     REGION_EXITS,
@@ -42,65 +43,81 @@ def split_stages(gm: fx.GraphModule, request: Request) -> fx.GraphModule:
     """
     inner = [_Stage(gm, nodes) for nodes in _by_stage(gm)]
     groups = _group_state(gm, [stage.state for stage in inner], request)
-    graph = fx.Graph()
-    new: dict[fx.Node, fx.Node] = {}
-    weights = []
-    given = {
-        n.meta["index"]: n.meta["val"] for n in gm.graph.nodes if n.op == "placeholder"
-    }
-    for number, group in enumerate(groups):
-        weights.append(graph.placeholder(f"weights_{number}"))
-        specs = tuple(Spec.of(given[each.input]) for each in group.state)
-        weights[-1].meta.update(group=number, specs=specs, bundle=True)
-    for node in gm.graph.nodes:
-        if node.op == "placeholder" and node.meta["role"] is Role.BATCH:
-            new[node] = graph.placeholder(node.name)
-            fake = node.meta["val"]
-            new[node].meta.update(
-                input=node.meta["index"],
-                dim=node.meta["dim"],
-                val=fake,
-                specs=(Spec.of(fake),),
-            )
-    drawn = _draws(gm)
-    measured = any("estimated" in node.meta for node in gm.graph.nodes)
-    for number, stage in enumerate(inner):
-        used = [i for i, group in enumerate(groups) if number in group.stages]
-        inputs = [new[node] for node in stage.inputs]
-        call = graph.call_module(
-            f"stage_{number}", (tuple(weights[i] for i in used), tuple(inputs))
-        )
-        flat = {
-            each.input: (j, k)
-            for j, i in enumerate(used)
-            for k, each in enumerate(groups[i].state)
-        }
-        call.meta["stage"] = number
-        numbers = [i for node in stage.nodes for i in drawn[node]]
-        call.meta["draw"] = numbers[0] if numbers else -1 - number
-        stage.module.meta["draws"] = tuple(i - call.meta["draw"] for i in numbers)
-        if measured:
-            work = [n.meta["work"] for n in stage.nodes if "work" in n.meta]
-            call.meta["measured"] = (
-                sum(w.forward for w in work),
-                sum(w.backward for w in work),
-            )
-        stage.module.meta["state"] = [flat[n.meta["index"]] for n in stage.state]
-        gm.add_submodule(f"stage_{number}", stage.module)
-        for position, node in enumerate(stage.outputs):
-            new[node] = graph.create_node(
-                "call_function", operator.getitem, (call, position), name=node.name[:20]
-            )
-            fake = node.meta["val"]
-            spec = Spec.of(
-                torch.empty_like(fake, memory_format=torch.contiguous_format)
-            )
-            new[node].meta.update(val=fake, specs=(spec,), stage=number)
-    graph.output(fx.map_arg(result(gm), new.__getitem__))
-    whole = lazy_module(gm, graph, "Stages")
     stages = _describe(gm, inner, groups)
+    calls = _Calls(gm, groups)
+    for number, stage in enumerate(inner):
+        calls.add(number, stage)
+    calls.graph.output(fx.map_arg(result(gm), calls.new.__getitem__))
+    whole = lazy_module(gm, calls.graph, "Stages")
     whole.meta[FACTS] = replace(facts(gm), groups=tuple(groups), stages=stages)
     return whole
+
+
+class _Calls:
+    """The graph that calls the stages."""
+
+    def __init__(self, gm: fx.GraphModule, groups: list[Group]) -> None:
+        self.gm, self.groups, self.graph = gm, groups, fx.Graph()
+        self.new: dict[fx.Node, fx.Node] = {}  # values, by those of the traced graph
+        self.drawn = _draws(gm)
+        self.measured = any("estimated" in node.meta for node in gm.graph.nodes)
+        inputs = gm.graph.find_nodes(op="placeholder")
+        values = {node.meta["index"]: node.meta["val"] for node in inputs}
+        self.weights = [
+            self._weights(number, [Spec.of(values[each.input]) for each in group.state])
+            for number, group in enumerate(groups)
+        ]
+        for node in inputs:
+            if node.meta["role"] is Role.BATCH:
+                self._input(node)
+
+    def _weights(self, number: int, specs: list[Spec]) -> fx.Node:
+        new = self.graph.placeholder(f"weights_{number}")
+        new.meta.update(group=number, specs=tuple(specs), bundle=True)
+        return new
+
+    def _input(self, node: fx.Node) -> None:
+        index, dim, fake = (node.meta[key] for key in ("index", "dim", "val"))
+        new = self.new[node] = self.graph.placeholder(node.name)
+        new.meta.update(input=index, dim=dim, val=fake, specs=(Spec.of(fake),))
+
+    def add(self, number: int, stage: _Stage) -> None:
+        """Calls a stage with what it reads, and takes its result apart."""
+        used = [i for i, group in enumerate(self.groups) if number in group.stages]
+        weights = tuple(self.weights[i] for i in used)
+        inputs = tuple(self.new[node] for node in stage.inputs)
+        call = self.graph.call_module(f"stage_{number}", (weights, inputs))
+        draws = [i for node in stage.nodes for i in self.drawn[node]]
+        first = draws[0] if draws else -1 - number
+        call.meta.update(stage=number, draw=first)
+        place = {
+            each.input: (j, k)
+            for j, i in enumerate(used)
+            for k, each in enumerate(self.groups[i].state)
+        }
+        stage.module.meta[FACTS] = StageFacts(
+            [place[node.meta["index"]] for node in stage.state],
+            tuple(i - first for i in draws),
+            _seconds(stage.nodes) if self.measured else None,
+        )
+        self.gm.add_submodule(f"stage_{number}", stage.module)
+        for position, node in enumerate(stage.outputs):
+            self._output(call, position, node)
+
+    def _output(self, call: fx.Node, position: int, node: fx.Node) -> None:
+        fake, name = node.meta["val"], node.name[:20]
+        new = self.new[node] = self.graph.create_node(
+            "call_function", operator.getitem, (call, position), name=name
+        )
+        whole = torch.empty_like(fake, memory_format=torch.contiguous_format)
+        stage = call.meta["stage"]
+        new.meta.update(val=fake, specs=(Spec.of(whole),), stage=stage)
+
+
+def _seconds(nodes: list[fx.Node]) -> tuple[float, float]:
+    """Of F and of B of a stage's nodes."""
+    work = [node.meta["work"] for node in nodes if "work" in node.meta]
+    return sum(w.forward for w in work), sum(w.backward for w in work)
 
 
 def _draws(gm: fx.GraphModule) -> dict[fx.Node, range]:
@@ -318,13 +335,8 @@ def _send_state(state: list[fx.Node]) -> float:
 def _describe(
     gm: fx.GraphModule, inner: list[_Stage], groups: list[Group]
 ) -> nx.DiGraph[int]:
-    """The stages as a graph: modules, parameters, weights and flops; bytes on edges.
-
-    parameters: numbers in the parameters that the stage is the first to read; weights:
-    bytes of these, of their gradients, and of buffers. fetch: seconds to send weights
-    and buffers. flops: of F for one microbatch.
-    bytes and seconds of an edge: to send what one microbatch sends along it.
-    """
+    """The stages and what is sent between them. A stage that is the first to read a
+    parameter counts it."""
     stages: nx.DiGraph[int] = nx.DiGraph()
     everywhere = _count_modules(node for stage in inner for node in stage.nodes)
     seen: set[fx.Node] = set()
@@ -333,8 +345,7 @@ def _describe(
         seen.update(fresh)
         first = [n for n in fresh if n.meta["role"] is not Role.SHARED]
         numbers = [n.meta["val"] for n in first if n.meta["role"] is Role.PARAMETER]
-        stages.add_node(
-            number,
+        data = Stage(
             modules=_modules(stage.nodes, everywhere),
             parameters=sum(value.numel() for value in numbers),
             fetch=_send_state(first),
@@ -342,6 +353,7 @@ def _describe(
             + sum(Spec.of(value).bytes for value in numbers if value.requires_grad),
             flops=sum(n.meta["work"].flops for n in stage.nodes if "work" in n.meta),
         )
+        stages.add_node(number, **data)
     maker = {
         node: number for number, stage in enumerate(inner) for node in stage.outputs
     }
@@ -351,8 +363,8 @@ def _describe(
                 spec = Spec.of(node.meta["val"])
                 edge = stages.get_edge_data(maker[node], number, {"bytes": 0})
                 size = edge["bytes"] + spec.bytes
-                seconds = send_seconds(size, spec.device)
-                stages.add_edge(maker[node], number, bytes=size, seconds=seconds)
+                sent = Edge(bytes=size, seconds=send_seconds(size, spec.device))
+                stages.add_edge(maker[node], number, **sent)
     if not nx.is_directed_acyclic_graph(stages):
         raise PlanError("the stages read each other in a circle; name other stages")
     return stages

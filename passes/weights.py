@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections import deque
 from dataclasses import replace
+from itertools import count
 
 from torch import fx
 
 from ..ir.graphs import Group, arguments
 from ..ir.request import Request
 from ..ir.step_ir import Line, Message, StepIR
-from ..jobs import Direction
+from ..jobs import Direction, Job
 
 
 def fetch_weights(step: StepIR, request: Request) -> StepIR:
@@ -25,47 +26,62 @@ def fetch_weights(step: StepIR, request: Request) -> StepIR:
     Weights are asked for request.prefetch jobs ahead (here 1), and kept while the
     worker's next job reads them too.
     """
-    groups, jobs = step.facts.groups, step.jobs
-    reads = [_weights(recipe.call) for recipe in step.recipes]
-    writes = [
-        [step.parts[node][1] for node in recipe.nodes if node in step.parts]
-        for recipe in step.recipes
-    ]
-    fetched: dict[Line, dict[int, Message]] = {}
+    foreign, ahead = _Foreign(step), request.prefetch
     at_hand: dict[int, dict[int, Message]] = {}  # what the last job on a worker read
-    ahead = request.prefetch
     last: dict[int, deque[Line]] = {}  # the last `ahead` jobs on a worker
-    written: set[tuple[int, int]] = set()  # groups that F wrote into, on a worker
+    fetched: dict[Line, dict[int, Message]] = {}
     before: dict[Line | Message, list[Message]] = {}
-    tag = 0
+    tags = count()
     for line in step.lines:
         if isinstance(line, Message) or line.job is None:
             continue
-        worker, number = line.worker, jobs.number(line.job)
-        kind = number % len(jobs.kinds)
-        forward = jobs.kinds[kind][1] is Direction.FORWARD
-        here: dict[int, Message] = {}
+        worker, here = line.worker, at_hand.get(line.worker, {})
         earlier = last.setdefault(worker, deque(maxlen=ahead))
         start = step.lines[0] if len(earlier) < ahead else [*earlier, line][0]
-        for weights in reads[kind]:
+        read: dict[int, Message] = {}
+        for weights, source in foreign.of(line.job):
             group = weights.meta["group"]
-            source = _source(groups[group], jobs.weights[number], worker)
-            if source == worker or (forward and (group, worker) in written):
-                continue
-            message = at_hand.get(worker, {}).get(group)
+            message = here.get(group)
             if message is None or message.source != source:
-                message = Message(tag, source, worker, weights, line.task, line.n)
+                where = (line.task, line.n)
+                message = Message(next(tags), source, worker, weights, *where)
                 before.setdefault(start, []).append(message)
-                tag += 1
-            here[group] = message
-        at_hand[worker] = here
-        if here:
-            fetched[line] = here
+            read[group] = message
+        if read:
+            fetched[line] = read
+        at_hand[worker] = read
         earlier.append(line)
-        if forward:
-            written.update((group, worker) for group in writes[kind])
     lines = [each for line in step.lines for each in (*before.get(line, ()), line)]
     return replace(step, lines=lines, fetched=fetched)
+
+
+class _Foreign:
+    """The weights that jobs read and their workers do not have."""
+
+    def __init__(self, step: StepIR) -> None:
+        self.groups, self.jobs = step.facts.groups, step.jobs
+        self.reads = [_weights(recipe.call) for recipe in step.recipes]
+        self.writes = [
+            [step.parts[node][1] for node in recipe.nodes if node in step.parts]
+            for recipe in step.recipes
+        ]
+        self.written: set[tuple[int, int]] = set()  # groups, by F of a worker
+
+    def of(self, job: Job) -> list[tuple[fx.Node, int]]:
+        """Those of a worker's next job, and who serves them."""
+        number = self.jobs.number(job)
+        kind, worker = number % len(self.jobs.kinds), self.jobs.compute[number]
+        keeper = self.jobs.weights[number]
+        served = []
+        for weights in self.reads[kind]:
+            group = weights.meta["group"]
+            source = _source(self.groups[group], keeper, worker)
+            forward = job.direction is Direction.FORWARD
+            if source != worker and not (forward and (group, worker) in self.written):
+                served.append((weights, source))
+        if job.direction is Direction.FORWARD:
+            self.written.update((group, worker) for group in self.writes[kind])
+        return served
 
 
 def _weights(call: fx.Node) -> list[fx.Node]:

@@ -25,6 +25,7 @@ from torch._guards import TracingContext, tracing
 from torch.fx.traceback import preserve_node_meta
 
 from ..ir import ops
+from ..ir.facts import stage_facts
 from ..ir.graphs import Spec, base, draws
 from ..ir.lazy import all_lazy
 from ..jobs import PlanError
@@ -63,7 +64,7 @@ class Pair(NamedTuple):
 
 def stage_key(module: fx.GraphModule) -> str:
     """Text that is equal for stages that compute the same on the same shapes."""
-    numbers = f"{module.meta['state']} {module.meta['draws']}"
+    numbers = f"{stage_facts(module).places} {stage_facts(module).draws}"
     return f"{graph_text(module, module.graph)}\n{numbers}"
 
 
@@ -138,7 +139,7 @@ def trace_stage(
     if same and not copied:
         copies = _copying(module, same)
         return trace_stage(copies, live, state, mode, copied=True)
-    numbers = module.meta["draws"]
+    numbers = stage_facts(module).draws
     return _pair_of(joint, forward, backward, results, state, live, numbers)
 
 

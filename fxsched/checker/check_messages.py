@@ -44,7 +44,6 @@ META = {
     "work": "Work of a node of the traced graph",
     "estimated": "its estimated Times, where a profile gave it its work",
     "key": "name that a node keeps in other traces of the model",
-    "measured": "seconds of F and B of a stage's nodes, if a profile gave them",
     "seconds": "estimated or measured seconds of a stage's call",
     "mutates": "fake tensors that a node writes into",
     "learns": "of these, running statistics of a normalization",
@@ -55,7 +54,6 @@ META = {
     "direction": "Direction of a stage's call",
     "group": "number of a group of weights, or of the sum of its gradients",
     "random": "how many draws of random numbers a node makes",
-    "draws": "numbers of a stage's draws in the model, from its first",
     "draw": "number of a stage's first draw in the model; None if it makes none",
     "specs": "shapes of the tensors in a value",
     "bundle": "whether a value is a tuple of tensors",
@@ -113,7 +111,7 @@ def check_summaries(summaries: Sequence[Summary]) -> None:
     origins.check_gradients()
 
 
-class Message(NamedTuple):
+class Delivery(NamedTuple):
     """A send and its recv, and the workers that they belong to."""
 
     source: int
@@ -122,7 +120,7 @@ class Message(NamedTuple):
     recv: End
 
 
-def _match(summaries: Sequence[Summary]) -> dict[int, Message]:
+def _match(summaries: Sequence[Summary]) -> dict[int, Delivery]:
     """Messages by tag; raises if a send or a recv is alone or they disagree."""
     sends: dict[int, tuple[int, End]] = {}
     recvs: dict[int, tuple[int, End]] = {}
@@ -148,7 +146,7 @@ def _match(summaries: Sequence[Summary]) -> dict[int, Message]:
                 f"{_where(source, send)} sends {_text(specs)}, but "
                 f"{_where(rank, recv)} expects {_text(recv.specs)}"
             )
-        messages[tag] = Message(source, rank, send, recv)
+        messages[tag] = Delivery(source, rank, send, recv)
     for tag, (rank, send) in sends.items():
         if tag not in recvs:
             raise CheckError(f"{_where(rank, send)} has no recv")
@@ -182,7 +180,9 @@ def _check_order(summaries: Sequence[Summary]) -> None:
                 )
 
 
-def _check_cycle(summaries: Sequence[Summary], messages: Mapping[int, Message]) -> None:
+def _check_cycle(
+    summaries: Sequence[Summary], messages: Mapping[int, Delivery]
+) -> None:
     """Each send-recv pair is one event of both programs: no circle in the orders."""
     number = {tag: i for i, tag in enumerate(messages)}
     after: list[list[int]] = [[] for _ in messages]
@@ -202,7 +202,9 @@ def _check_cycle(summaries: Sequence[Summary], messages: Mapping[int, Message]) 
         )
 
 
-def _check_tasks(summaries: Sequence[Summary], messages: Mapping[int, Message]) -> None:
+def _check_tasks(
+    summaries: Sequence[Summary], messages: Mapping[int, Delivery]
+) -> None:
     """The same for whole tasks, because one starts once all that it reads is there."""
     tasks = [(task, each.rank) for each in summaries for task in each.tasks]
     first = [0, *accumulate(len(each.tasks) for each in summaries)]
@@ -250,7 +252,7 @@ class _Origins:
     """Follows values back through messages to the jobs that made them."""
 
     def __init__(
-        self, summaries: Sequence[Summary], messages: Mapping[int, Message]
+        self, summaries: Sequence[Summary], messages: Mapping[int, Delivery]
     ) -> None:
         self.summaries, self.messages = summaries, messages
         self.microbatches: dict[int, frozenset[int]] = {}  # by tag

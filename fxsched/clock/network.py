@@ -10,7 +10,7 @@ import networkx as nx
 from ..jobs import Direction, PlanError, Schedule, is_number
 from .event_loop import Jobs, Network, Timeline
 from .stage_graph import Edges
-from .worker_stats import fetches, owners
+from .worker_stats import fetches, owners, sum_root
 
 FORWARD, BACKWARD, WEIGHT = Direction
 
@@ -172,4 +172,4 @@ class Transfers(Network):
 
     def _root(self, stage: int) -> int:
         """The owner of a stage's weights that adds up their gradients."""
-        return self.owners[stage][stage % len(self.owners[stage])]
+        return sum_root(self.owners[stage], stage)

@@ -1,16 +1,4 @@
-"""When a schedule's jobs run, and what its workers hold, from its stages alone.
-
-Stages are a networkx.DiGraph. Nodes have `forward` and `backward` (seconds for one
-microbatch; a stage with `backward` 0 has no B), `held` (bytes between F and B) and
-`weights` (bytes of weights and their gradients); edges have `seconds`, one way. Where
-the backward is split, `weight` says how much of `backward` W takes (half, if it isn't
-there), and B the rest.
-
-Some have more to say. `fetch`: seconds to send weights, or their gradients, one way.
-`reads`: the directions whose jobs read weights (F and B). `groups`: numbers of the
-groups of weights that they read, each with the workers that keep it (one of the stage's
-own, where w says).
-"""
+"""When a schedule's jobs run, and what its workers hold, from its stages alone."""
 
 from __future__ import annotations
 

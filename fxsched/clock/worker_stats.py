@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -52,6 +53,11 @@ def owners(jobs: Jobs) -> dict[int, list[int]]:
         kinds = [k for k, (s, _) in enumerate(jobs.kinds) if s == stage]
         found[stage] = sorted({w for k in kinds for w in jobs.weights[k::width]})
     return found
+
+
+def sum_root(owners: Sequence[int], number: int) -> int:
+    """The owner that adds up gradients: of its stages or groups, each in turn."""
+    return owners[number % len(owners)]
 
 
 def fetches(stages: nx.DiGraph[int], timeline: Timeline) -> tuple[Any, Any, Any, Any]:
@@ -138,7 +144,7 @@ def worker_records(
     returned = np.zeros(count, int)
     for k, (stage, d) in enumerate(jobs.kinds):
         if d is schedule.release:
-            root = keepers[stage][stage % len(keepers[stage])]
+            root = sum_root(keepers[stage], stage)
             workers = np.unique(compute[k :: len(jobs.kinds)])
             returned[workers[workers != root]] += 1
     columns = (

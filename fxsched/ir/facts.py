@@ -24,7 +24,7 @@ class Facts:
     writes: what the model writes into, by position of the input.
     fake_mode: the mode that fake values live in.
     schedule: the user's, fitted to the stages (assign_stages).
-    stages: a networkx.DiGraph; see clock.stage_graph.Stage (split_stages; times and
+    stages: a networkx.DiGraph; see clock.stage_record (split_stages; times and
         `held` by differentiate_stages).
     groups: weights by owners and readers (split_stages; who gives gradients by
         differentiate_stages).
@@ -41,7 +41,28 @@ class Facts:
     loss: int | None = None
 
 
+@dataclass(frozen=True)
+class StageFacts:
+    """What split_stages says of a stage's module.
+
+    places: where each of its inputs that are state is: the group, of those that the
+        stage reads, and the tensor in it.
+    draws: the numbers of its draws in the model, from its first.
+    measured: seconds of F and of B, if a profile gave them.
+    """
+
+    places: list[tuple[int, int]]
+    draws: tuple[int, ...]
+    measured: tuple[float, float] | None
+
+
 def facts(gm: fx.GraphModule) -> Facts:
     """What is known of a graph that was traced."""
-    found: Facts = gm.meta[FACTS]
-    return found
+    known: Facts = gm.meta[FACTS]
+    return known
+
+
+def stage_facts(module: fx.GraphModule) -> StageFacts:
+    """What is known of a stage's module."""
+    known: StageFacts = module.meta[FACTS]
+    return known

@@ -124,7 +124,7 @@ def simulate(
     durations: of F, B and (if the schedule splits the backward; half of B each unless
         given) W, as {"F": 1, "B": 2}; or a function of the job; or a measured timeline,
         for the median of each stage and direction; or None for those of the stages, as
-        fxsched/clock/stage_graph.py describes them.
+        fxsched/clock/stage_record.py describes them.
     transfer: how long what a job made takes to a job on another worker; a Link, for
         stages whose edges have `bytes`; or None for the `seconds` of the edges.
     prefetch: None if fetching weights and returning their gradients takes no time;

@@ -50,9 +50,9 @@ def search(
 
     subject: times of a stage if the model is cut into one for each worker, as {"F": 1,
         "B": 1, "W": 1}, or lists of times, stage by stage; or stages as
-        fxsched/clock/stage_graph.py has them; or a Plan; or a model, with the arguments
-        of a call in `args` and `kwargs` (there also options of fxsched.plan, such as
-        batch_dims), which is planned for each number of stages.
+        fxsched/clock/stage_record.py has them; or a Plan; or a model, with the
+        arguments of a call in `args` and `kwargs` (there also options of fxsched.plan,
+        such as batch_dims), which is planned for each number of stages.
     workers: how many; those of a Plan unless given.
     microbatches: two for each worker unless given; of a model, as many as that at most
         and a divisor of its batch; of a Plan, its own.

@@ -1,0 +1,46 @@
+"""What the nodes and edges of a graph of stages say.
+
+Stages are a networkx.DiGraph, so these are dicts: `stages.nodes[2]["forward"]`. To run
+a schedule, a stage needs `forward` and `backward`; a plan's stages say it all.
+"""
+
+from __future__ import annotations
+
+from typing import TypedDict
+
+from ..jobs import Direction
+
+
+class Stage(TypedDict, total=False):
+    """A node.
+
+    forward, backward: seconds for one microbatch; a stage with `backward` 0 has no B.
+    weight: where the backward is split, how much of `backward` W takes (half, if it
+        isn't there), and B the rest.
+    held: bytes between F and B.
+    weights: bytes of the weights, and their gradients, that no stage before it reads.
+    fetch: seconds to send these weights, or their gradients, one way.
+    reads: the directions whose jobs read weights (F and B, if it isn't there).
+    groups: numbers of the groups of weights that they read, each with the workers that
+        keep it (one of the stage's own, where w says, if it isn't there).
+    modules: names. parameters: numbers in them. flops: of one microbatch's F.
+    """
+
+    forward: float
+    backward: float
+    weight: float
+    held: float
+    weights: float
+    fetch: float
+    reads: tuple[Direction, ...]
+    groups: tuple[tuple[int, tuple[int, ...]], ...]
+    modules: list[str]
+    parameters: int
+    flops: float
+
+
+class Edge(TypedDict, total=False):
+    """What one microbatch sends along it: bytes, and the seconds that takes one way."""
+
+    bytes: float
+    seconds: float
