@@ -59,8 +59,8 @@ def load(text: str) -> Case:
             f"{text}: {name}() is called without arguments: {error}"
         ) from error
     with blamed(file, f"{name}() raised"):
-        made = make()
-    return _case(made, name, file)
+        result = make()
+    return _case(result, name, file)
 
 
 def _module(where: str) -> ModuleType:
@@ -105,8 +105,8 @@ def _free_name(stem: str) -> str:
 def _nearby(path: Path) -> str:
     if not path.parent.is_dir():
         return f": there is no folder {str(path.parent)!r}"
-    found = sorted(p.name for p in path.parent.glob("*.py"))
-    return f"; its folder has {', '.join(found[:8])}" if found else ""
+    files = sorted(p.name for p in path.parent.glob("*.py"))
+    return f"; its folder has {', '.join(files[:8])}" if files else ""
 
 
 def _functions(module: ModuleType) -> list[str]:
@@ -117,11 +117,11 @@ def _functions(module: ModuleType) -> list[str]:
     ]
 
 
-def _case(made: Any, name: str, file: str) -> Case:
-    if not isinstance(made, tuple) or len(made) != 2:
-        count = f" of {len(made)}" if isinstance(made, tuple) else ""
-        raise PlanError(f"{name}() returned {type(made).__name__}{count}; {SAY}")
-    model, inputs = made
+def _case(result: Any, name: str, file: str) -> Case:
+    if not isinstance(result, tuple) or len(result) != 2:
+        count = f" of {len(result)}" if isinstance(result, tuple) else ""
+        raise PlanError(f"{name}() returned {type(result).__name__}{count}; {SAY}")
+    model, inputs = result
     if not callable(model):
         raise PlanError(f"{name}() returned {type(model).__name__} as the model; {SAY}")
     if isinstance(inputs, Tensor):

@@ -48,5 +48,5 @@ def render(
 
 def _short(times: Array) -> list[float]:
     """Times to ten digits, whole ones as integers: half the bytes."""
-    found = [float(f"{time:.10g}") for time in times.tolist()]
-    return [int(time) if time.is_integer() else time for time in found]
+    rounded = [float(f"{time:.10g}") for time in times.tolist()]
+    return [int(time) if time.is_integer() else time for time in rounded]

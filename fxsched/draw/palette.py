@@ -83,8 +83,8 @@ def _rgb(lightness: Array, chroma: Array, hue: Array) -> Array:
     curve = np.where(
         linear <= 0.0031308, 12.92 * linear, 1.055 * linear ** (1 / 2.4) - 0.055
     )
-    found: Array = np.rint(255 * curve).astype(int)
-    return found
+    colours: Array = np.rint(255 * curve).astype(int)
+    return colours
 
 
 def hexadecimal(rgb: Array) -> str:

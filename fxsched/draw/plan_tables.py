@@ -128,8 +128,8 @@ def _sent(workers: int, lines: Sequence[Line | Message]) -> list[int]:
         if isinstance(value, Running):
             return sums[value]
         node = value if isinstance(value, fx.Node) else value.node
-        found: Specs = node.meta["specs"]
-        return found
+        shapes: Specs = node.meta["specs"]
+        return shapes
 
     sent = [0] * workers
     for line in lines:

@@ -150,8 +150,8 @@ def _codes(frame: Frame, colours: Array, columns: int) -> Array:
     lane = np.array([int(LANE[i : i + 2], 16) for i in (1, 3, 5)])
     mixed = np.rint((means[:, :, :3] + idle[:, :, None] * lane) / LEVEL)
     code = np.clip(mixed, 0, LEVELS - 1) @ np.array([LEVELS**2, LEVELS, 1])
-    found: Array = np.where(idle > 0.98, -1, code).astype(int)
-    return found
+    codes: Array = np.where(idle > 0.98, -1, code).astype(int)
+    return codes
 
 
 def _decoded(code: int) -> Array:

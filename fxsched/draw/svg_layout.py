@@ -78,11 +78,11 @@ class Frame:
 
 def tag(name: str, content: str = "", **attributes: object) -> str:
     """An element, closed: content is SVG already. font_size stands for font-size."""
-    found = "".join(
+    written = "".join(
         f' {key.replace("_", "-")}="{_text(value)}"'
         for key, value in attributes.items()
     )
-    return f"<{name}{found}>{content}</{name}>" if content else f"<{name}{found}/>"
+    return f"<{name}{written}>{content}</{name}>" if content else f"<{name}{written}/>"
 
 
 def _text(value: object) -> str:

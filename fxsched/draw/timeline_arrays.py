@@ -149,13 +149,13 @@ def held(bars: Bars, release: Direction) -> list[Held]:
     order = np.lexsort((change, when, place))  # what goes, goes before what comes
     when, change, place = when[order], change[order], place[order]
     bounds = np.searchsorted(place, np.arange(bars.workers + 1))
-    found = []
+    workers = []
     for i, j in pairwise(bounds.tolist()):
         final = np.append(np.diff(when[i:j]) > 0, True)[: j - i]  # of equal times
         times, counts = when[i:j][final], np.cumsum(change[i:j])[final]
         new = np.diff(counts, prepend=0) != 0
-        found.append(Held(times[new], counts[new]))
-    return found
+        workers.append(Held(times[new], counts[new]))
+    return workers
 
 
 def _find(key: Array, among: Array, keys: Array) -> Array:

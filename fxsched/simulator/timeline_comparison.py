@@ -107,8 +107,11 @@ def _orders(a: Timing, b: Timing) -> str:
     same, rows = [], []
     for worker, order in sorted(a.order.items()):
         pairs = enumerate(zip(order, b.order[worker], strict=True))
-        found = next(((worker, i, p, m) for i, (p, m) in pairs if p != m), None)
-        same.append(worker) if found is None else rows.append(found)
+        first = next(((worker, i, p, m) for i, (p, m) in pairs if p != m), None)
+        if first is None:
+            same.append(worker)
+        else:
+            rows.append(first)
     if not rows:
         return "order of jobs: the same on every worker"
     line = "order of jobs: differs on every worker"
