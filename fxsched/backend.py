@@ -62,9 +62,8 @@ from .runtime.local_rows import spread
 from .runtime.padding import Padded, check_padded, pad
 from .runtime.step import Step
 from .runtime.step_key import step_key
-from .runtime.workers import Ranks, Threads
+from .runtime.workers import Ranks, Threads, workers_of
 from .state.kept import KEPT
-from .transport.processes import choose
 
 PLANS = 64  # that a backend keeps
 
@@ -359,15 +358,11 @@ class Backend:
     def _start_workers(self) -> Threads | Ranks:
         """The workers, started with the first call."""
         if self._workers is None:
-            workers = self.request.schedule.workers
-            kind = choose(self.options.transport, workers)
-            if kind == "threads":
-                self._workers = Threads(workers)
-                return self._workers
-            near = kind == "distributed"
-            self._workers = Ranks(workers, near, self.options.timeout)
-            end = weakref.finalize(self, self._workers.close)
-            end.atexit = False  # threads end with their pool
+            count, options = self.request.schedule.workers, self.options
+            self._workers = workers_of(options.transport, count, options.timeout)
+            if isinstance(self._workers, Ranks):
+                end = weakref.finalize(self, self._workers.close)
+                end.atexit = False  # threads end with their pool
         return self._workers
 
     @property

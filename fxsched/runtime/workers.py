@@ -19,6 +19,7 @@ from ..checker.check_program import Summary
 from ..clock.event_loop import Event
 from ..ir.graphs import Role, Spec, State
 from ..ir.loss_scale import Gradients, overflowed
+from ..ir.request import Transport
 from ..ir.step_ir import Message
 from ..jobs import PlanError
 from ..plans.arithmetic import first_difference
@@ -26,7 +27,14 @@ from ..plans.plan import Plan
 from ..state.clip import guard_torch_clipping
 from ..state.kept import KEPT, Kept, give_up, is_given_up
 from ..state.optimizers import guard_optimizers
-from ..transport.processes import MESSAGES, Aborted, Exchange, Processes, ThreadEndpoint
+from ..transport.processes import (
+    MESSAGES,
+    Aborted,
+    Exchange,
+    Processes,
+    ThreadEndpoint,
+    choose,
+)
 from .runs import Run, Runnable
 
 Tangents = dict[int, Tensor] | None
@@ -327,6 +335,19 @@ class Ranks:
         if len(entry.owners) < workers:
             guard_torch_clipping(workers)
             guard_optimizers()
+
+
+def workers_of(
+    transport: Transport | None, count: int, timeout: float | None
+) -> Threads | Ranks:
+    """The workers of a transport, or of the one to take where none is given.
+
+    Raises PlanError if there are not so many.
+    """
+    kind = choose(transport, count)
+    if kind == "threads":
+        return Threads(count)
+    return Ranks(count, kind == "distributed", timeout)
 
 
 def _examined(plan: Plan, rank: int) -> Summary:
