@@ -14,8 +14,8 @@ if TYPE_CHECKING:
     from . import passes, schedules
     from .backend import Backend, backend
     from .checker.check_messages import CheckError
-    from .clock.event_loop import Event
     from .clock.network import Link
+    from .clock.timeline import Event
     from .costmodel.measure import Profile
     from .draw.chrome import write_trace
     from .draw.diagram import Diagram
@@ -84,7 +84,7 @@ HOMES = {
     "CheckError": "checker.check_messages",
     "Diagram": "draw.diagram",
     "Direction": "jobs",
-    "Event": "clock.event_loop",
+    "Event": "clock.timeline",
     "Job": "jobs",
     "Link": "clock.network",
     "LocalSampler": "runtime.local_rows",

@@ -19,7 +19,7 @@ from .capture.trace import (
     note_arguments,
     note_origins,
 )
-from .clock.event_loop import Event
+from .clock.timeline import Event
 from .costmodel.measure import Profile
 from .ir.loss_scale import read_scale
 from .ir.modes import modes_after_errors

@@ -7,8 +7,10 @@ from dataclasses import replace
 
 from torch import fx
 
-from ..clock.event_loop import Jobs, Kind, Timeline, run_jobs
-from ..clock.stage_graph import Edges, credits, place_jobs
+from ..clock.activations import credits
+from ..clock.event_loop import run_jobs
+from ..clock.stage_graph import Edges, place_jobs
+from ..clock.timeline import Jobs, Kind, Timeline
 from ..ir.graphs import result
 from ..ir.request import Request
 from ..ir.step_ir import StepIR

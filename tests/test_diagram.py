@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from fxsched import Direction, Job, PlanError, Schedule, schedules, simulate
-from fxsched.clock.event_loop import Event
+from fxsched.clock.timeline import Event
 from fxsched.draw.diagram import Diagram, draw
 from fxsched.draw.palette import clock, palette, ticks
 from fxsched.draw.svg_layout import LEFT, WIDTH

@@ -8,7 +8,8 @@ from itertools import pairwise
 import pytest
 
 from fxsched import Direction, Job, PlanError
-from fxsched.clock.event_loop import Event, Jobs, Timeline, run_jobs
+from fxsched.clock.event_loop import run_jobs
+from fxsched.clock.timeline import Event, Jobs, Timeline
 
 FORWARD, BACKWARD, WEIGHT = Direction
 Cap = Callable[[int], int | None]

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from fxsched import Job, PlanError, schedules, simulate
-from fxsched.clock.event_loop import Event, Timeline
+from fxsched.clock.timeline import Event, Timeline
 from fxsched.draw.chrome import write_trace
 from fxsched.simulator.timeline_comparison import compare
 

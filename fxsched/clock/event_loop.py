@@ -2,119 +2,25 @@
 
 At any time each free worker takes, of the jobs whose predecessors have ended, the one
 with the smallest n that the cap allows, and is busy for the job's duration. That is
-parallelsim's rule: the job that can start earliest runs, ties go to the smaller n.
+parallelsim's rule: the job that can start earliest runs, ties go to the smaller n; and
+list scheduling (Graham 1966, Bounds for Certain Multiprocessing Anomalies).
 
-Jobs are numbers here: those of microbatch b are b * K to b * K + K - 1, where K is how
-many kinds of jobs, (stage, direction), a microbatch has. That makes millions cheap.
+The loop is a discrete-event simulation in the three phases of Tocher (1963, The Art of
+Simulation): A, the clock advances to the next event; B, what is bound to happen then
+does: jobs end, messages arrive; C, what has become possible is tried: free workers
+start ready jobs.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from functools import cached_property
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Sequence
 from heapq import heappop, heappush
-from typing import NamedTuple, overload
+from typing import NamedTuple
 
-from ..jobs import Direction, Job
-
-FORWARD, BACKWARD, WEIGHT = Direction
-Kind = tuple[int, Direction]
-
-
-class Event(NamedTuple):
-    """A job that ran: on which worker, from when to when."""
-
-    job: Job
-    worker: int
-    start: float
-    end: float
-
-
-@dataclass(frozen=True)
-class Jobs:
-    """The jobs of a step, by number.
-
-    kinds: stage and direction of the jobs of one microbatch, in an order that breaks
-        ties of n; a microbatch's jobs come before those of the next.
-    preds: for each kind, the kinds that it waits for, of the same microbatch.
-    weights, compute, n: the workers and the priority of each job.
-    more: further successors of jobs, which nothing is sent to.
-    """
-
-    kinds: tuple[Kind, ...]
-    preds: tuple[tuple[int, ...], ...]
-    microbatches: int
-    workers: int
-    weights: Sequence[int]
-    compute: Sequence[int]
-    n: Sequence[int]
-    more: Mapping[int, Sequence[int]] = field(default_factory=dict)
-
-    def __len__(self) -> int:
-        return len(self.compute)
-
-    def job(self, number: int) -> Job:
-        microbatch, kind = divmod(number, len(self.kinds))
-        stage, direction = self.kinds[kind]
-        return Job(stage, microbatch, direction)
-
-    @cached_property
-    def at(self) -> dict[Kind, int]:
-        """The number of each kind."""
-        return {kind: i for i, kind in enumerate(self.kinds)}
-
-    def number(self, job: Job) -> int:
-        kind = self.at[job.stage, job.direction]
-        return job.microbatch * len(self.kinds) + kind
-
-    def holders(self, release: Direction) -> dict[int, tuple[int, int]]:
-        """By kind of F, the kinds of its B and of the job that lets go of what F
-        saved: `release`, or B where a stage has none; for stages that have a B."""
-        at = self.at
-        return {
-            at[s, FORWARD]: (b, at.get((s, release), b))
-            for s, d in self.kinds
-            if d is FORWARD and (b := at.get((s, BACKWARD), -1)) >= 0
-        }
-
-
-class Timeline(Sequence[Event]):
-    """Jobs that ran, in the order in which they started; equal starts by worker.
-
-    order: their numbers; start, end: when, in the unit of the durations.
-    """
-
-    def __init__(
-        self,
-        jobs: Jobs,
-        order: Sequence[int],
-        start: Sequence[float],
-        end: Sequence[float],
-    ) -> None:
-        self.jobs, self.order, self.start, self.end = jobs, order, start, end
-
-    def __len__(self) -> int:
-        return len(self.order)
-
-    @overload
-    def __getitem__(self, index: int) -> Event: ...
-    @overload
-    def __getitem__(self, index: slice) -> list[Event]: ...
-    def __getitem__(self, index: int | slice) -> Event | list[Event]:
-        if isinstance(index, slice):
-            return [self[i] for i in range(*index.indices(len(self)))]
-        number = self.order[index]
-        worker = self.jobs.compute[number]
-        return Event(self.jobs.job(number), worker, self.start[index], self.end[index])
-
-    def __iter__(self) -> Iterator[Event]:
-        return (self[i] for i in range(len(self)))
-
-    @property
-    def complete(self) -> bool:
-        """Whether all jobs ran; a cap may stop them."""
-        return len(self.order) == len(self.jobs)
+from ..jobs import Direction
+from .activations import lifetimes, to_holder
+from .timeline import Jobs, Timeline
 
 
 class Network:
@@ -142,11 +48,74 @@ class Network:
     waiting: Sequence[int] = ()  # jobs that something must arrive for
 
 
+class _Precedence(NamedTuple):
+    """What jobs wait for."""
+
+    succs: list[list[int]]  # by kind: how far it is to each successor
+    missing: list[int]  # by job: how many predecessors and messages are to come
+
+
+class _Caps(NamedTuple):
+    """How many microbatches may be in flight, and where that is counted."""
+
+    limit: list[int | None]  # by kind of F, at the worker of its B
+    to_holder: list[int]  # see activations
+    releases: list[bool]  # by kind: whether its end makes room for a capped F
+
+
+class _Queues(NamedTuple):
+    """Ranks of jobs by worker. A rank is a job's place by n, ties by number."""
+
+    ranked: list[int]  # the job of each rank
+    rank: list[int]  # the rank of each job
+    ready: list[list[int]]  # heaps: jobs that nothing is missing for
+    strict: list[list[int]]  # if in_order: those to come, the next one last
+
+
+def _precedence(jobs: Jobs, network: Network | None) -> _Precedence:
+    succs: list[list[int]] = [[] for _ in jobs.kinds]
+    for kind, before in enumerate(jobs.preds):
+        for p in before:
+            succs[p].append(kind - p)
+    missing = [len(before) for before in jobs.preds] * jobs.microbatches
+    for more in jobs.more.values():
+        for j in more:
+            missing[j] += 1
+    for j in network.waiting if network else ():
+        missing[j] += 1
+    return _Precedence(succs, missing)
+
+
+def _caps(jobs: Jobs, cap: Callable[[int], int | None], release: Direction) -> _Caps:
+    limits: list[int | None] = [None] * len(jobs.kinds)
+    releases = [False] * len(jobs.kinds)
+    for life in lifetimes(jobs, release):
+        limit = cap(jobs.kinds[life.forward][0])
+        limits[life.forward], releases[life.release] = limit, limit is not None
+    return _Caps(limits, to_holder(jobs, release), releases)
+
+
+def _queues(jobs: Jobs, missing: Sequence[int], in_order: bool) -> _Queues:
+    ranked = sorted(range(len(jobs)), key=jobs.n.__getitem__)
+    rank = [0] * len(jobs)
+    ready: list[list[int]] = [[] for _ in range(jobs.workers)]
+    strict: list[list[int]] = [[] for _ in range(jobs.workers if in_order else 0)]
+    for r, j in enumerate(ranked):
+        rank[j] = r
+        if not missing[j]:
+            ready[jobs.compute[j]].append(r)  # in rising order, which is a heap
+        if in_order:
+            strict[jobs.compute[j]].append(r)
+    for line in strict:
+        line.reverse()
+    return _Queues(ranked, rank, ready, strict)
+
+
 def run_jobs(
     jobs: Jobs,
     seconds: Sequence[float],
     cap: Callable[[int], int | None] = lambda stage: None,
-    release: Direction = BACKWARD,
+    release: Direction = Direction.BACKWARD,
     network: Network | None = None,
     in_order: bool = False,
 ) -> Timeline:
@@ -157,125 +126,97 @@ def run_jobs(
         of B.
     in_order: a worker runs its jobs strictly by n.
     """
-    K, W = len(jobs.kinds), jobs.workers
-    compute = jobs.compute
-    ranked = sorted(range(len(jobs)), key=jobs.n.__getitem__)
-    rank = [0] * len(jobs)
-    for r, j in enumerate(ranked):
-        rank[j] = r
-    succs: list[list[int]] = [[] for _ in range(K)]  # how far each one is
-    for k, before in enumerate(jobs.preds):
-        for p in before:
-            succs[p].append(k - p)
-    missing = [len(before) for before in jobs.preds] * jobs.microbatches
-    for more in jobs.more.values():
-        for j in more:
-            missing[j] += 1
-    for j in network.waiting if network else ():
-        missing[j] += 1
-    caps: list[int | None] = [None] * K  # of kinds F
-    to_holder = [0] * K  # from F and from what lets go of its activations, to B
-    frees = [False] * K  # what lets go of a capped F's activations
-    for f, (b, last) in jobs.holders(release).items():
-        caps[f] = cap(jobs.kinds[f][0])
-        if caps[f] is not None:
-            to_holder[f], to_holder[last] = b - f, b - last
-            frees[last] = True
-
-    ready: list[list[int]] = [[] for _ in range(W)]  # heaps of ranks
-    lines: list[list[int]] = [[] for _ in range(W if in_order else 0)]
-    for r, j in enumerate(ranked):
-        if not missing[j]:
-            ready[compute[j]].append(r)
-        if in_order:
-            lines[compute[j]].append(r)
-    for line in lines:
-        line.reverse()
-    parked: dict[int, list[int]] = {}  # ranks of F that wait for room, by place
-    held: dict[int, int] = {}
+    # one function, since a call for each of a million events is felt
+    K, W, N = len(jobs.kinds), jobs.workers, len(jobs)
+    compute, more = jobs.compute, jobs.more
+    succs, missing = _precedence(jobs, network)
+    limits, to_holder, releases = _caps(jobs, cap, release)
+    ranked, rank, ready, strict = _queues(jobs, missing, in_order)
+    in_flight: dict[int, int] = defaultdict(int)  # by kind and worker of B
+    parked: dict[int, list[int]] = defaultdict(list)  # heaps of capped F, likewise
     free = [True] * W
-    ends: list[tuple[float, int]] = []  # of jobs; of messages to j as -1 - j
-    for t, when in network.started(-1, 0.0) if network else ():
-        heappush(ends, (when, -1 - t))
     order: list[int] = []
     starts: list[float] = []
-    finish: list[float] = []
-    idle = set(range(W))
-    now = 0.0
+    # future events by time: j < N, its end; -1 - j, a message for j; -1 - N - x, x told
+    events: list[tuple[float, int]] = []
+    for j, when in network.started(-1, 0.0) if network else ():
+        heappush(events, (when, -1 - j))
+    now, tried = 0.0, set(range(W))  # workers that may have something new to start
     while True:
-        for w in sorted(idle):
+        # C: each free worker starts its first ready job, but for those that caps park
+        for w in sorted(tried):
             queue = ready[w]
             while queue and free[w]:
-                if in_order and queue[0] != lines[w][-1]:
+                if in_order and queue[0] != strict[w][-1]:
                     break
                 r = heappop(queue)
                 j = ranked[r]
                 k = j % K
-                limit = caps[k]
+                limit = limits[k]
                 if limit is not None:
                     b = j + to_holder[k]
-                    place = (b % K) * W + compute[b]
-                    if held.get(place, 0) >= limit:
-                        heappush(parked.setdefault(place, []), r)
+                    place = b % K * W + compute[b]
+                    if in_flight[place] >= limit:
+                        heappush(parked[place], r)
                         continue
-                    held[place] = held.get(place, 0) + 1
+                    in_flight[place] += 1
+                if in_order:
+                    strict[w].pop()
                 free[w] = False
-                end = now + seconds[j]
-                heappush(ends, (end, j))
                 order.append(j)
                 starts.append(now)
-                finish.append(end)
-                if in_order:
-                    lines[w].pop()
+                heappush(events, (now + seconds[j], j))
                 if network:
                     for t, when in network.started(j, now):
-                        heappush(ends, (when, -1 - t))
-        if not ends:
-            return Timeline(jobs, order, starts, finish)
-        now = ends[0][0]
-        idle.clear()
-        while ends and ends[0][0] == now:
-            j = heappop(ends)[1]
+                        heappush(events, (when, -1 - t))
+        if not events:
+            ends = [start + seconds[j] for start, j in zip(starts, order, strict=True)]
+            return Timeline(jobs, order, starts, ends)
+        # A: the clock advances to the next event
+        now = events[0][0]
+        # B: all that is due happens; jobs of which a predecessor or message is there
+        # now are counted down afterwards
+        tried.clear()
+        arrived: list[int] = []
+        while events and events[0][0] == now:
+            j = heappop(events)[1]
             if j < 0:
-                j = -1 - j
-                if network and j >= len(jobs):
-                    network.told(j - len(jobs), now)
-                    continue
-                missing[j] -= 1
-                if not missing[j]:
-                    w = compute[j]
-                    heappush(ready[w], rank[j])
-                    idle.add(w)
+                if -1 - j < N:
+                    arrived.append(-1 - j)
+                elif network:
+                    network.told(-1 - j - N, now)
                 continue
             k = j % K
             w = compute[j]
             free[w] = True
-            idle.add(w)
-            if frees[k]:
+            tried.add(w)
+            if releases[k]:
                 b = j + to_holder[k]
-                place = (b % K) * W + compute[b]
-                held[place] -= 1
-                if parked.get(place):
+                place = b % K * W + compute[b]
+                in_flight[place] -= 1
+                if parked[place]:
                     r = heappop(parked[place])
-                    heappush(ready[compute[ranked[r]]], r)
-                    idle.add(compute[ranked[r]])
-            if jobs.more:
-                for t in jobs.more.get(j, ()):
-                    missing[t] -= 1
-                    if not missing[t]:
-                        heappush(ready[compute[t]], rank[t])
-                        idle.add(compute[t])
+                    w = compute[ranked[r]]
+                    heappush(ready[w], r)
+                    tried.add(w)
+            if more:
+                arrived += more.get(j, ())
+            if not network:
+                for distance in succs[k]:
+                    arrived.append(j + distance)
+                continue
             for t in map(j.__add__, succs[k]):
-                if network and compute[t] != w:
-                    when = network.arrival(j, t, now)
-                    if when > now:
-                        heappush(ends, (when, -1 - t))
-                        continue
-                left = missing[t] - 1
-                missing[t] = left
-                if not left:
-                    heappush(ready[compute[t]], rank[t])
-                    idle.add(compute[t])
-            if network:
-                for what, when in network.ended(j, now):
-                    heappush(ends, (when, -1 - len(jobs) - what))
+                here = compute[t] == compute[j]
+                when = now if here else network.arrival(j, t, now)
+                if when > now:
+                    heappush(events, (when, -1 - t))
+                else:
+                    arrived.append(t)
+            for what, when in network.ended(j, now):
+                heappush(events, (when, -1 - N - what))
+        for j in arrived:
+            left = missing[j] = missing[j] - 1
+            if not left:
+                w = compute[j]
+                heappush(ready[w], rank[j])
+                tried.add(w)

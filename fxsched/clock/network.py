@@ -8,8 +8,9 @@ from dataclasses import dataclass
 import networkx as nx
 
 from ..jobs import Direction, PlanError, Schedule, is_number
-from .event_loop import Jobs, Network, Timeline
+from .event_loop import Network
 from .stage_graph import Edges
+from .timeline import Jobs, Timeline
 from .worker_stats import fetches, owners, sum_root
 
 FORWARD, BACKWARD, WEIGHT = Direction

@@ -7,10 +7,11 @@ from dataclasses import replace
 from typing import Any
 
 import networkx as nx
-import numpy as np
 
 from ..jobs import Direction, Job, Placement, PlanError, Schedule
-from .event_loop import Jobs, Kind, Network, Timeline, run_jobs
+from .activations import peaks
+from .event_loop import Network, run_jobs
+from .timeline import Jobs, Kind, Timeline
 
 MOST = 20_000_000  # jobs, which take some 10 GB
 FORWARD, BACKWARD, WEIGHT = Direction
@@ -126,37 +127,14 @@ def run_stages(schedule: Schedule, stages: nx.DiGraph[int]) -> Timeline:
     )
 
 
-def credits(schedule: Schedule, timeline: Timeline) -> dict[int, int]:
-    """The job that makes room for each capped F, by number, first out first in."""
-    jobs, width = timeline.jobs, len(timeline.jobs.kinds)
-    holders = jobs.holders(schedule.release)
-    last = {last: b for b, last in holders.values()}
-    room: dict[tuple[int, int], list[int]] = {}
-    used: dict[tuple[int, int], int] = {}
-    found = {}
-    for number in timeline.order:
-        kind = number % width
-        stage = jobs.kinds[kind][0]
-        if kind in last:
-            holder = jobs.compute[number - kind + last[kind]]
-            room.setdefault((stage, holder), []).append(number)
-        elif kind in holders:
-            place = (stage, jobs.compute[number - kind + holders[kind][0]])
-            limit = schedule.cap(stage)
-            taken = used[place] = used.get(place, 0) + 1
-            if limit is not None and taken > limit:
-                found[number] = room[place][taken - limit - 1]
-    return found
-
-
-def in_its_order(jobs: Jobs, order: Sequence[int], room: Mapping[int, int]) -> Jobs:
+def in_its_order(jobs: Jobs, order: Sequence[int], credit: Mapping[int, int]) -> Jobs:
     """The jobs with n such that workers run them in this order, and each capped F after
     the job that makes room for it, its credit. To be run in_order, without a cap."""
     position = [0] * len(jobs)
     for i, number in enumerate(order):
         position[number] = i
     more = {number: list(after) for number, after in jobs.more.items()}
-    for number, last in room.items():
+    for number, last in credit.items():
         more.setdefault(last, []).append(number)
     return replace(jobs, n=position, more=more)
 
@@ -214,47 +192,3 @@ def weight_bytes(jobs: Jobs, stages: nx.DiGraph[int]) -> list[float]:
     for stage, worker in sorted(set(zip(of, jobs.weights, strict=True))):
         found[worker] += stages.nodes[stage]["weights"]
     return found
-
-
-def room(
-    jobs: Jobs, release: Direction, sizes: Sequence[float], kept: float = 1.0
-) -> tuple[list[float], list[float]]:
-    """By kind of job, what its start takes of a worker's room for activations, and what
-    its end gives back.
-
-    sizes: what one microbatch counts, by kind. kept: the share of it that stays from B
-    to `release`, if that is W.
-    """
-    takes, gives = [0.0] * len(jobs.kinds), [0.0] * len(jobs.kinds)
-    for f, (b, last) in jobs.holders(release).items():
-        takes[f] = sizes[f]
-        gives[b] = sizes[f] * (1.0 - kept)
-        gives[last] += sizes[f] * kept
-    return takes, gives
-
-
-def peaks(
-    events: Timeline, release: Direction, sizes: Sequence[float], kept: float = 1.0
-) -> list[float]:
-    """The most that each worker holds of what F saves, from the start of F to the end
-    of `release`, at the worker of B; see room. At one time, what is let go goes before
-    what comes."""
-    jobs, order = events.jobs, np.asarray(events.order, int)
-    takes, gives = room(jobs, release, sizes, kept)
-    change, far = np.subtract(takes, gives), np.zeros(len(jobs.kinds), int)
-    for f, (b, last) in jobs.holders(release).items():
-        far[f], far[last] = b - f, b - last
-    kind = order % len(jobs.kinds)
-    counted = change[kind] != 0
-    order, kind = order[counted], kind[counted]
-    start, end = np.asarray(events.start)[counted], np.asarray(events.end)[counted]
-    place = np.asarray(jobs.compute, int)[order + far[kind]]
-    taken = change[kind] > 0
-    by_time = np.lexsort((taken, np.where(taken, start, end), place))
-    place, held = place[by_time], np.cumsum(change[kind][by_time])
-    first = np.flatnonzero(np.diff(place, prepend=-1))
-    before = np.concatenate(([0.0], held))[first]  # of the workers before, if any stay
-    most = np.zeros(jobs.workers)
-    if len(first):
-        most[place[first]] = np.maximum.reduceat(held, first) - before
-    return [float(m) for m in most]

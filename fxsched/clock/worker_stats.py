@@ -10,8 +10,8 @@ import networkx as nx
 import numpy as np
 
 from ..jobs import Direction, Schedule
-from .event_loop import Jobs, Timeline
-from .stage_graph import peaks
+from .activations import peaks
+from .timeline import Jobs, Timeline
 
 FORWARD, BACKWARD, WEIGHT = Direction
 

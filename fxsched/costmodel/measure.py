@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, fx
 
-from ..clock.event_loop import Event
+from ..clock.timeline import Event
 from ..ir import ops
 from ..ir.graphs import REGION_ENTERS, REGION_EXITS, Role
 from ..jobs import Direction, PlanError

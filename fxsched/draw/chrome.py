@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from os import PathLike, fspath
 from typing import Any
 
-from ..clock.event_loop import Event
+from ..clock.timeline import Event
 from ..jobs import Direction, PlanError, is_number
 
 # Category and chrome://tracing's name of a colour; Perfetto colours by the job's name.

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from os import PathLike
 from pathlib import Path
 
-from ..clock.event_loop import Event
+from ..clock.timeline import Event
 from ..jobs import Direction, PlanError
 from . import page, svg, text_diagram
 from .palette import Clock, clock

@@ -8,8 +8,8 @@ from collections.abc import Iterable, Sequence
 import networkx as nx
 from torch import fx
 
-from ..clock.event_loop import Timeline
 from ..clock.stage_graph import run_stages, step_seconds, worker_bytes
+from ..clock.timeline import Timeline
 from ..ir import ops
 from ..ir.graphs import Group, Specs
 from ..ir.step_ir import TOKEN, Credit, Line, Message, Running, Value, values_in

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ..clock.event_loop import Event
+from ..clock.timeline import Event
 from ..jobs import Direction, PlanError
 
 Array = np.ndarray[Any, np.dtype[Any]]

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import fx
 
-from ..clock.event_loop import Jobs, Kind, Timeline
+from ..clock.timeline import Jobs, Kind, Timeline
 from ..jobs import Direction, Job
 from . import ops
 from .facts import Facts, facts

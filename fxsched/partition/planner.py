@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import networkx as nx
 
-from ..clock.event_loop import Jobs
+from ..clock.activations import most_in_flight
 from ..clock.stage_graph import (
     kind_seconds,
     likely_seconds,
@@ -22,6 +22,7 @@ from ..clock.stage_graph import (
     step_seconds,
     worker_bytes,
 )
+from ..clock.timeline import Jobs
 from ..jobs import Direction, Job, PlanError, Schedule
 from .cut_cost import Cut, Problem
 from .partitioner import best_cut, improve
@@ -149,7 +150,7 @@ class _Planner:
         problem = replace(
             self.problem,
             rounds=self._rounds(count),
-            in_flight=tuple(map(self._in_flight, range(count))),
+            in_flight=tuple(most_in_flight(self.schedule, s) for s in range(count)),
         )
         floors = [0.0]
         workers = self.schedule.workers
@@ -183,19 +184,6 @@ class _Planner:
             for b in range(self.schedule.microbatches)
         ]
         return max(Counter(placed).values()) - 1
-
-    def _in_flight(self, stage: int) -> int:
-        """Microbatches of a stage that one worker may hold."""
-        count = self.schedule.microbatches
-        if self.schedule.fit is not None:
-            return count
-        placed = [
-            self.schedule.place(Job(stage, b, Direction.BACKWARD)).compute
-            for b in range(count)
-        ]
-        cap = self.schedule.cap(stage)
-        most = max(Counter(placed).values())
-        return most if cap is None else min(most, cap)
 
     def _choice(self, cut: Cut) -> Choice:
         stages = stage_graph(self.problem, cut)

@@ -14,9 +14,10 @@ from torch import fx
 
 from ..checker.check_messages import check_programs
 from ..checker.check_program import Summary, examine
-from ..clock.event_loop import Event, Timeline
+from ..clock.activations import credits
 from ..clock.network import Link
-from ..clock.stage_graph import credits, in_its_order
+from ..clock.stage_graph import in_its_order
+from ..clock.timeline import Event, Timeline
 from ..costmodel.measure import Known, Profile, fit
 from ..draw import plan_tables, program_table
 from ..draw.diagram import Diagram

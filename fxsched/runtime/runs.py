@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from ..clock.event_loop import Event
+from ..clock.timeline import Event
 from ..codegen.static_program import Steps, Straight, alone
 from ..codegen.tasks import Program, Receive, Task
 from ..ir.graphs import arguments, result

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from ..clock.event_loop import Event
+from ..clock.timeline import Event
 from ..ir import ops
 from ..ir.loss_scale import Scale, hand_over, infinite
 from ..plans.plan import Plan

@@ -16,7 +16,7 @@ from torch import Tensor, fx
 
 from ..checker.check_messages import check_summaries
 from ..checker.check_program import Summary
-from ..clock.event_loop import Event
+from ..clock.timeline import Event
 from ..ir.graphs import Role, Spec, State
 from ..ir.loss_scale import Gradients, overflowed
 from ..ir.request import Transport

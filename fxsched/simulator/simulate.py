@@ -11,16 +11,17 @@ from types import MappingProxyType
 import networkx as nx
 import numpy as np
 
-from ..clock.event_loop import Event, Jobs, Kind, Network, Timeline, run_jobs
+from ..clock.activations import credits
+from ..clock.event_loop import Network, run_jobs
 from ..clock.network import Link, Transfers
 from ..clock.stage_graph import (
     Edges,
     check_size,
-    credits,
     in_its_order,
     kind_seconds,
     stage_jobs,
 )
+from ..clock.timeline import Event, Jobs, Kind, Timeline
 from ..clock.worker_stats import Worker, worker_records
 from ..draw import tables
 from ..draw.diagram import Diagram, draw

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from statistics import median
 from typing import NamedTuple
 
-from ..clock.event_loop import Event
+from ..clock.timeline import Event
 from ..draw import tables
 from ..draw.palette import Clock, clock
 from ..jobs import Job, PlanError

@@ -8,9 +8,10 @@ from functools import cached_property
 import networkx as nx
 import numpy as np
 
-from ..clock.event_loop import Jobs
+from ..clock.activations import allocations, lifetimes
 from ..clock.network import Link
-from ..clock.stage_graph import Edges, kind_seconds, room, stage_jobs, weight_bytes
+from ..clock.stage_graph import Edges, kind_seconds, stage_jobs, weight_bytes
+from ..clock.timeline import Jobs
 from ..jobs import Schedule
 
 Transfer = float | Link | None
@@ -75,12 +76,11 @@ def make_task(
     """
     jobs = stage_jobs(schedule, stages)
     worker = np.asarray(jobs.compute).reshape(-1, len(jobs.kinds))
-    holders = jobs.holders(schedule.release)
-    for f, (b, last) in holders.items():
-        if (worker[:, [b, last]] != worker[:, [f]]).any():
+    for life in lifetimes(jobs, schedule.release):
+        if (worker[:, life[1:]] != worker[:, [life.forward]]).any():
             return None
     sizes = [stages.nodes[s]["held"] for s, _ in jobs.kinds]
-    takes, gives = map(tuple, room(jobs, schedule.release, sizes, kept))
+    takes, gives = map(tuple, allocations(jobs, schedule.release, sizes, kept))
     left = tuple(limit - held for held in weight_bytes(jobs, stages))
     if min(left) < 0:
         return None

@@ -1,0 +1,101 @@
+"""The jobs of a step by number, and the timeline of those that ran.
+
+Jobs are numbers: those of microbatch b are b * K to b * K + K - 1, where K is how many
+kinds of jobs, (stage, direction), a microbatch has. That makes millions cheap.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import NamedTuple, overload
+
+from ..jobs import Direction, Job
+
+Kind = tuple[int, Direction]
+
+
+class Event(NamedTuple):
+    """A job that ran: on which worker, from when to when."""
+
+    job: Job
+    worker: int
+    start: float
+    end: float
+
+
+@dataclass(frozen=True)
+class Jobs:
+    """The jobs of a step, by number.
+
+    kinds: stage and direction of the jobs of one microbatch, in an order that breaks
+        ties of n; a microbatch's jobs come before those of the next.
+    preds: for each kind, the kinds that it waits for, of the same microbatch.
+    weights, compute, n: the workers and the priority of each job.
+    more: further successors of jobs, which nothing is sent to.
+    """
+
+    kinds: tuple[Kind, ...]
+    preds: tuple[tuple[int, ...], ...]
+    microbatches: int
+    workers: int
+    weights: Sequence[int]
+    compute: Sequence[int]
+    n: Sequence[int]
+    more: Mapping[int, Sequence[int]] = field(default_factory=dict)
+
+    def __len__(self) -> int:
+        return len(self.compute)
+
+    def job(self, number: int) -> Job:
+        microbatch, kind = divmod(number, len(self.kinds))
+        stage, direction = self.kinds[kind]
+        return Job(stage, microbatch, direction)
+
+    @cached_property
+    def at(self) -> dict[Kind, int]:
+        """The number of each kind."""
+        return {kind: i for i, kind in enumerate(self.kinds)}
+
+    def number(self, job: Job) -> int:
+        kind = self.at[job.stage, job.direction]
+        return job.microbatch * len(self.kinds) + kind
+
+
+class Timeline(Sequence[Event]):
+    """Jobs that ran, in the order in which they started; equal starts by worker.
+
+    order: their numbers; start, end: when, in the unit of the durations.
+    """
+
+    def __init__(
+        self,
+        jobs: Jobs,
+        order: Sequence[int],
+        start: Sequence[float],
+        end: Sequence[float],
+    ) -> None:
+        self.jobs, self.order, self.start, self.end = jobs, order, start, end
+
+    def __len__(self) -> int:
+        return len(self.order)
+
+    @overload
+    def __getitem__(self, index: int) -> Event: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[Event]: ...
+    def __getitem__(self, index: int | slice) -> Event | list[Event]:
+        if isinstance(index, slice):
+            return [self[i] for i in range(*index.indices(len(self)))]
+        number = self.order[index]
+        worker = self.jobs.compute[number]
+        return Event(self.jobs.job(number), worker, self.start[index], self.end[index])
+
+    def __iter__(self) -> Iterator[Event]:
+        return (self[i] for i in range(len(self)))
+
+    @property
+    def complete(self) -> bool:
+        """Whether all jobs ran; a cap may stop them."""
+        return len(self.order) == len(self.jobs)
