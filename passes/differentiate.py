@@ -9,8 +9,9 @@ from typing import Any, cast
 
 from torch import fx
 
-from ..autodiff.autograd import Pair, stage_key, trace_stage
+from ..autodiff.autograd import trace_stage
 from ..autodiff.split_backward import split_weights
+from ..autodiff.stage_graphs import StageGraphs, stage_key
 from ..autodiff.stage_modules import (
     Place,
     backward_module,
@@ -58,8 +59,8 @@ class _Differentiation:
         self.gradients: dict[fx.Node, list[fx.Node]] = {}  # of a value, from readers
         self.sums: dict[int, list[fx.Node]] = {}  # of a group, from stages
         self.written: dict[int, fx.Node] = {}
-        self.cache: dict[str, Pair] = {}
-        self.pairs: dict[fx.Node, Pair] = {}
+        self.cache: dict[str, StageGraphs] = {}
+        self.pairs: dict[fx.Node, StageGraphs] = {}
         self.costs: dict[fx.GraphModule, float] = {}  # seconds
 
     def run(self) -> fx.GraphModule:
@@ -199,7 +200,7 @@ class _Differentiation:
         call: fx.Node,
         forward: fx.Node,
         saved: fx.Node | None,
-        pair: Pair,
+        pair: StageGraphs,
         outs: list[fx.Node],
         recompute: bool,
     ) -> None:
@@ -245,7 +246,7 @@ class _Differentiation:
     def _weight(
         self,
         backward: fx.Node,
-        pair: Pair,
+        pair: StageGraphs,
         places: list[Place],
         trained: list[tuple[bool, ...]],
         weights: Sequence[Any],
@@ -261,7 +262,7 @@ class _Differentiation:
         return call
 
     def _forward(
-        self, call: fx.Node, pair: Pair, places: list[Place], outs: int
+        self, call: fx.Node, pair: StageGraphs, places: list[Place], outs: int
     ) -> fx.Node:
         stage = call.meta["stage"]
         weights = arguments(call)[0]
@@ -284,7 +285,7 @@ class _Differentiation:
         return forward
 
     def _backward_seconds(
-        self, module: fx.GraphModule, pair: Pair
+        self, module: fx.GraphModule, pair: StageGraphs
     ) -> tuple[float, float]:
         """Of B, without F's where that is recomputed, and of W."""
         assert pair.backward is not None
@@ -306,7 +307,9 @@ class _Differentiation:
             "call_function", operator.getitem, args, name=name
         )
 
-    def _hand_on(self, backward: fx.Node, pair: Pair, inputs: Sequence[Any]) -> None:
+    def _hand_on(
+        self, backward: fx.Node, pair: StageGraphs, inputs: Sequence[Any]
+    ) -> None:
         """Passes gradients to the makers of the inputs."""
         for position, i in enumerate(pair.input_gradients):
             gradient = self._item(backward, position, f"grad_{inputs[i].name}")
@@ -317,7 +320,7 @@ class _Differentiation:
         self,
         call: fx.Node,
         first: int,
-        pair: Pair,
+        pair: StageGraphs,
         places: list[Place],
         weights: Sequence[Any],
     ) -> None:
@@ -337,7 +340,7 @@ class _Differentiation:
             )
             self.sums.setdefault(number, []).append(gradient)
 
-    def _pair(self, module: fx.GraphModule, live: tuple[bool, ...]) -> Pair:
+    def _pair(self, module: fx.GraphModule, live: tuple[bool, ...]) -> StageGraphs:
         """The graphs of a stage; identical stages are traced once."""
         key = f"{live} {stage_key(module)}"
         if key not in self.cache:
@@ -362,7 +365,9 @@ def _reads_state(needs: Sequence[tuple[str, int]]) -> bool:
     return any(what == "state" for what, _ in needs)
 
 
-def _zeros(pair: Pair, places: list[Place], trained: list[tuple[bool, ...]]) -> bool:
+def _zeros(
+    pair: StageGraphs, places: list[Place], trained: list[tuple[bool, ...]]
+) -> bool:
     """Whether what makes gradients of groups puts zeros for some of their tensors."""
     groups = {places[i][0] for i in pair.state_gradients}
     return any(

@@ -15,7 +15,7 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from ..ir import ops
 from ..ir.graphs import Spec, result
 from ..ir.lazy import lazy_module
-from .autograd import graph_text
+from .stage_graphs import graph_text
 
 
 class Compiled(torch.nn.Module):

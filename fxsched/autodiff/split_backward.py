@@ -2,17 +2,36 @@
 
 from __future__ import annotations
 
+import itertools
 import operator
+from typing import NamedTuple
 
 from torch import fx
 
 from ..ir.graphs import Spec, base, result
 from ..ir.lazy import lazy_module
-from .autograd import Pair
+from .joint_graph import Source
+from .stage_graphs import StageGraphs, bytes_of
 
 
-def split_weights(pair: Pair) -> Pair:
-    """The pair with its backward split: B gives the gradients of the stage's inputs,
+class _Split(NamedTuple):
+    """How a backward graph splits.
+
+    inputs, weights: gradients of these. early: nodes of B, what gradients of inputs
+    depend on. late: the others, of W. carried: what W reads of B's values. state: what
+    it reads of the state, with its numbers.
+    """
+
+    inputs: list[fx.Node]
+    weights: list[fx.Node]
+    early: set[fx.Node]
+    late: list[fx.Node]
+    carried: list[fx.Node]
+    state: dict[fx.Node, int]
+
+
+def split_weights(graphs: StageGraphs) -> StageGraphs:
+    """The graphs with the backward split: B gives the gradients of the stage's inputs,
     which others wait for, and what is left of the weights' gradients goes to W.
 
     before: gx = gy @ w; t = gy.t(); gw = t @ x; return (gx, gw)
@@ -22,60 +41,68 @@ def split_weights(pair: Pair) -> Pair:
     inputs have no gradients, as the first, keeps in B what two or more gradients of
     weights depend on. Where no weight has a gradient there is no W.
     """
-    if pair.backward is None or not pair.state_gradients:
-        return pair
-    graph = pair.backward.graph
-    count = len(pair.input_gradients)
-    given = list(result(pair.backward))
-    inputs, weights = given[:count], given[count:]
-    early = _early(graph, inputs, weights)
-    state = {
-        node: i
-        for node, (what, i) in zip(
-            graph.find_nodes(op="placeholder"), pair.needs, strict=True
-        )
-        if what == "state"
-    }
-    late = [n for n in graph.nodes if n.op == "call_function" and n not in early]
-    read = [p for n in late for p in n.all_input_nodes]
-    inside = set(late)
-    outside = [n for n in (*read, *weights) if n not in inside]
-    carried = list(dict.fromkeys(n for n in outside if n not in state))
-    wanted = list(dict.fromkeys(n for n in outside if n in state))
-    backward, weight = fx.Graph(), fx.Graph()
-    new: dict[fx.Node, fx.Node] = {}
-    for node in graph.nodes:
-        if node.op == "placeholder" or node in early:
-            new[node] = backward.node_copy(node, new.__getitem__)
-    backward.output(tuple(new[n] for n in (*inputs, *carried)))
-    needs = []
-    for node, need in zip(
-        backward.find_nodes(op="placeholder"), pair.needs, strict=True
-    ):
-        if node.users:
-            needs.append(need)
-        else:
+    if graphs.backward is None or not graphs.state_gradients:
+        return graphs
+    split = _split(graphs, graphs.backward)
+    backward = _input_graph(graphs.backward.graph, split)
+    arguments = backward.find_nodes(op="placeholder")
+    read = [bool(node.users) for node in arguments]
+    for node in arguments:
+        if not node.users:
             backward.erase_node(node)
-    new = {}
-    for node in (*wanted, *carried):
-        new[node] = weight.placeholder(node.name)
-        new[node].meta = dict(node.meta)
-    for node in late:
-        new[node] = weight.node_copy(node, new.__getitem__)
-    weight.output(tuple(new[n] for n in weights))
-    later = [("state", state[n]) for n in wanted]
-    later += [("carried", k) for k in range(len(carried))]
-    return pair._replace(
-        backward=lazy_module(pair.backward, backward),
-        needs=tuple(needs),
-        weight=lazy_module(pair.backward, weight),
-        weight_needs=tuple(later),
-        carried=tuple(Spec.of(n.meta["val"]) for n in carried),
-        carried_bytes=sum(
-            Spec.of(root.meta["val"]).bytes
-            for root in dict.fromkeys(map(base, carried))
-        ),
+    carried = (Source("carried", k) for k in range(len(split.carried)))
+    return graphs._replace(
+        backward=lazy_module(graphs.backward, backward),
+        needs=tuple(itertools.compress(graphs.needs, read)),
+        weight=lazy_module(graphs.backward, _weight_graph(split)),
+        weight_needs=(*(Source("state", i) for i in split.state.values()), *carried),
+        carried=tuple(Spec.of(n.meta["val"]) for n in split.carried),
+        carried_bytes=bytes_of(map(base, split.carried)),
     )
+
+
+def _split(graphs: StageGraphs, whole: fx.GraphModule) -> _Split:
+    count = len(graphs.input_gradients)
+    gradients = list(result(whole))
+    inputs, weights = gradients[:count], gradients[count:]
+    early = _early(whole.graph, inputs, weights)
+    late = [n for n in whole.graph.nodes if n.op == "call_function" and n not in early]
+    inside = set(late)
+    read = [*(p for n in late for p in n.all_input_nodes), *weights]
+    outside = dict.fromkeys(n for n in read if n not in inside)
+    arguments = whole.graph.find_nodes(op="placeholder")
+    state = {
+        node: need.number
+        for node, need in zip(arguments, graphs.needs, strict=True)
+        if need.what == "state"
+    }
+    carried = [n for n in outside if n not in state]
+    read_state = {n: state[n] for n in outside if n in state}
+    return _Split(inputs, weights, early, late, carried, read_state)
+
+
+def _input_graph(whole: fx.Graph, split: _Split) -> fx.Graph:
+    """B, still with all arguments of the whole backward."""
+    graph = fx.Graph()
+    new: dict[fx.Node, fx.Node] = {}
+    for node in whole.nodes:
+        if node.op == "placeholder" or node in split.early:
+            new[node] = graph.node_copy(node, new.__getitem__)
+    graph.output(tuple(new[n] for n in (*split.inputs, *split.carried)))
+    return graph
+
+
+def _weight_graph(split: _Split) -> fx.Graph:
+    """W: (state..., carried...) -> gradients of state."""
+    graph = fx.Graph()
+    new: dict[fx.Node, fx.Node] = {}
+    for node in (*split.state, *split.carried):
+        new[node] = graph.placeholder(node.name)
+        new[node].meta = dict(node.meta)
+    for node in split.late:
+        new[node] = graph.node_copy(node, new.__getitem__)
+    graph.output(tuple(new[n] for n in split.weights))
+    return graph
 
 
 def _early(

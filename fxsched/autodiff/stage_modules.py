@@ -11,38 +11,43 @@ from torch import fx
 
 from ..ir.graphs import result
 from ..ir.lazy import lazy_module
-from .autograd import Pair
+from .stage_graphs import StageGraphs
 
 Place = tuple[int, int]  # group of a stage, and tensor in the group
 
 
-def forward_module(pair: Pair, places: list[Place], outs: int) -> fx.GraphModule:
+def forward_module(
+    graphs: StageGraphs, places: list[Place], outs: int
+) -> fx.GraphModule:
     """Calls the flat forward graph with bundles: (weights, inputs, seed) -> outputs,
     saved, and a bundle for each group with new state."""
-    call = _Wrapper(pair, places, ("weights", "inputs", "seed"))
+    call = _Wrapper(graphs, places, ("weights", "inputs", "seed"))
     flat = call.forward()
     results: list[Any] = [call.item(flat, i) for i in range(outs)]
-    new = {i: call.item(flat, outs + k) for k, i in enumerate(pair.mutated)}
-    first = outs + len(pair.mutated)
-    results.append(tuple(call.item(flat, first + k) for k in range(len(pair.saved))))
-    for group in sorted({places[i][0] for i in pair.mutated}):
+    new = {i: call.item(flat, outs + k) for k, i in enumerate(graphs.mutated)}
+    first = outs + len(graphs.mutated)
+    results.append(tuple(call.item(flat, first + k) for k in range(len(graphs.saved))))
+    for group in sorted({places[i][0] for i in graphs.mutated}):
         members = sorted((k, i) for i, (g, k) in enumerate(places) if g == group)
         results.append(tuple(new.get(i) or call.state(i) for _, i in members))
     return call.finish(results)
 
 
 def backward_module(
-    pair: Pair, places: list[Place], recompute: bool, trained: list[tuple[bool, ...]]
+    graphs: StageGraphs,
+    places: list[Place],
+    recompute: bool,
+    trained: list[tuple[bool, ...]],
 ) -> fx.GraphModule:
     """Calls the flat backward graph with bundles: (weights, saved, inputs, tangents,
     seed) -> gradients of inputs, and a bundle of gradients for each group, or, if the
     backward is split, one of what is carried to weight_module."""
     names = ("weights", "saved", "inputs", "tangents", "seed")
-    call = _Wrapper(pair, places, names)
+    call = _Wrapper(graphs, places, names)
     saved: Callable[[int], fx.Node]
     if recompute:
         flat = call.forward()
-        outs = len(result(pair.forward)) - len(pair.saved)
+        outs = len(result(graphs.forward)) - len(graphs.saved)
 
         def saved(k: int) -> fx.Node:
             return call.item(flat, outs + k)
@@ -52,7 +57,7 @@ def backward_module(
             return call.item(call.given["saved"], k)
 
     arguments = []
-    for what, i in pair.needs:
+    for what, i in graphs.needs:
         if what == "state":
             arguments.append(call.state(i))
         elif what == "input":
@@ -60,30 +65,32 @@ def backward_module(
         elif what == "saved":
             arguments.append(saved(i))
         else:
-            arguments.append(call.item(call.given["tangents"], pair.tangents.index(i)))
-    call.root["flat_backward"] = pair.backward
+            arguments.append(
+                call.item(call.given["tangents"], graphs.tangents.index(i))
+            )
+    call.root["flat_backward"] = graphs.backward
     flat = call.graph.call_module("flat_backward", tuple(arguments))
-    count = len(pair.input_gradients)
+    count = len(graphs.input_gradients)
     results: list[Any] = [call.item(flat, i) for i in range(count)]
-    if pair.weight is None:
+    if graphs.weight is None:
         results += call.gradients(flat, count, trained)
     else:
-        carried = range(count, count + len(pair.carried))
+        carried = range(count, count + len(graphs.carried))
         results.append(tuple(call.item(flat, i) for i in carried))
     return call.finish(results)
 
 
 def weight_module(
-    pair: Pair, places: list[Place], trained: list[tuple[bool, ...]]
+    graphs: StageGraphs, places: list[Place], trained: list[tuple[bool, ...]]
 ) -> fx.GraphModule:
     """Calls the flat graph of weight gradients with bundles: (weights, carried, seed)
     -> a bundle of gradients for each group. It draws nothing, whatever the seed."""
-    call = _Wrapper(pair, places, ("weights", "carried", "seed"))
+    call = _Wrapper(graphs, places, ("weights", "carried", "seed"))
     arguments = [
         call.state(i) if what == "state" else call.item(call.given["carried"], i)
-        for what, i in pair.weight_needs
+        for what, i in graphs.weight_needs
     ]
-    call.root["flat_weight"] = pair.weight
+    call.root["flat_weight"] = graphs.weight
     flat = call.graph.call_module("flat_weight", tuple(arguments))
     return call.finish(call.gradients(flat, 0, trained))
 
@@ -92,9 +99,9 @@ class _Wrapper:
     """Builds the graph that unpacks bundles for a flat graph."""
 
     def __init__(
-        self, pair: Pair, places: list[Place], arguments: tuple[str, ...]
+        self, graphs: StageGraphs, places: list[Place], arguments: tuple[str, ...]
     ) -> None:
-        self.pair, self.places, self.graph = pair, places, fx.Graph()
+        self.graphs, self.places, self.graph = graphs, places, fx.Graph()
         self.root: dict[str, Any] = {}
         self.given = {name: self.graph.placeholder(name) for name in arguments}
         self.items: dict[tuple[fx.Node, int], fx.Node] = {}
@@ -114,7 +121,7 @@ class _Wrapper:
     ) -> list[Any]:
         """A bundle for each group, from results of a flat graph; zeros for tensors of
         the group that other stages alone have gradients of."""
-        made = self.pair.state_gradients
+        made = self.graphs.state_gradients
         given = {i: self.item(flat, first + k) for k, i in enumerate(made)}
         results = []
         for group in sorted({self.places[i][0] for i in given}):
@@ -132,10 +139,10 @@ class _Wrapper:
         return results
 
     def forward(self) -> fx.Node:
-        self.root["flat_forward"] = self.pair.forward
-        count = len(self.pair.forward.graph.find_nodes(op="placeholder"))
-        inputs = count - self.pair.random - len(self.places)
-        arguments = [self.given["seed"]] * self.pair.random
+        self.root["flat_forward"] = self.graphs.forward
+        count = len(self.graphs.forward.graph.find_nodes(op="placeholder"))
+        inputs = count - self.graphs.random - len(self.places)
+        arguments = [self.given["seed"]] * self.graphs.random
         arguments += [self.state(i) for i in range(len(self.places))]
         arguments += [self.item(self.given["inputs"], i) for i in range(inputs)]
         return self.graph.call_module("flat_forward", tuple(arguments))

@@ -1,0 +1,133 @@
+"""A stage's joint graph, F and B in one, as AOTAutograd traces it, and its rewrites."""
+
+from __future__ import annotations
+
+from typing import Literal, NamedTuple
+
+import torch
+from torch import fx
+
+from ..ir.graphs import Spec, base, draws
+from ..jobs import PlanError
+from .activation_checkpoints import is_forward, recomputed
+
+What = Literal["state", "input", "output", "tangent", "saved", "carried"]
+
+
+class Source(NamedTuple):
+    """What an argument or a result of a graph is, and which of those."""
+
+    what: What
+    number: int
+
+
+class Joint(NamedTuple):
+    """A joint graph: (state..., inputs..., tangents...) -> (outputs..., new state...,
+    gradients...). Tangents are the gradients of outputs, as autodiff calls them.
+
+    arguments: what each placeholder is, by its name.
+    results: what F gives, outputs and new state.
+    gradients: of state or input number i, counted through, or None where there is none.
+    """
+
+    gm: fx.GraphModule
+    arguments: dict[str, Source]
+    results: tuple[Source, ...]
+    gradients: tuple[int | None, ...]
+
+
+def refuse_effects(joint: fx.GraphModule) -> None:
+    """Raises PlanError for operations that do more than give values."""
+    found = [
+        str(node.args[1])
+        for node in joint.graph.nodes
+        if getattr(node.target, "__name__", "") == "with_effects"
+    ]
+    if found:
+        raise PlanError(
+            f"the model calls {', '.join(dict.fromkeys(found))}, which does more than "
+            "give tensors (it prints, or raises for some values), as planned steps do; "
+            "leave it out, or take what only computes (torch.linalg's _ex functions)"
+        )
+
+
+def reshape_views(graph: fx.Graph) -> None:
+    """Has views copy where their source has other strides than it was traced with.
+
+    Some operations do: mse_loss_backward gives contiguous gradients, and claims the
+    strides of its input.
+
+    before: g = mse_loss_backward(1, y, z); gx = view(t(g), (8,))
+    after:  g = mse_loss_backward(1, y, z); gx = reshape(t(g), (8,))
+    """
+    aten = torch.ops.aten
+    for node in graph.find_nodes(op="call_function", target=aten.view.default):
+        if not base(node).meta["val"].is_contiguous():
+            node.target = aten.reshape.default
+
+
+def recompute_in_backward(joint: Joint) -> None:
+    """Computes again in backward what depends on the state alone, such as w.t(), and
+    what torch.utils.checkpoint marks.
+
+    before: t = w.t(); y = x @ t; gx = gy @ t.t()
+    after:  t = w.t(); y = x @ t; t2 = w.t(); gx = gy @ t2.t()
+    """
+    graph = joint.gm.graph
+    again = _recomputed(joint)
+    copies: dict[fx.Node, fx.Node] = {}
+
+    def copied(node: fx.Node, before: fx.Node) -> fx.Node:
+        if node.op == "placeholder" or node not in again:
+            return node
+        if node not in copies:
+            for read in node.all_input_nodes:
+                copied(read, before)
+            with graph.inserting_before(before):
+                copies[node] = graph.node_copy(node, lambda n: copies.get(n, n))
+            copies[node].meta = {**node.meta, "partitioner_tag": "is_backward"}
+        return copies[node]
+
+    for node in list(graph.nodes):
+        if node.op == "call_function" and not is_forward(node):
+            for read in node.all_input_nodes:
+                if read in again:
+                    node.replace_input_with(read, copied(read, node))
+    for node in graph.nodes:  # the partitioner has a way of its own with it
+        node.meta.pop("recompute", None)
+    joint.gm.recompile()
+
+
+def _recomputed(joint: Joint) -> dict[fx.Node, None]:
+    """State, what F computes of it alone without drawing, and what is marked."""
+    nodes: dict[fx.Node, None] = {}
+    for node in joint.gm.graph.nodes:
+        if node.op == "placeholder":
+            if joint.arguments[node.name].what == "state":
+                nodes[node] = None
+        elif node.op == "call_function" and is_forward(node):
+            read = node.all_input_nodes
+            random = draws(node.target, node.args, node.kwargs)
+            if read and not random and all(p in nodes for p in read):
+                nodes[node] = None
+    return {**nodes, **recomputed(joint.gm.graph)}
+
+
+def drop_copies(graph: fx.Graph) -> None:
+    """Without copies of what nothing else reads, such as dropout's with p=0.
+
+    before: y = mm(a, b); z = clone(y); return z + x
+    after:  y = mm(a, b); return y + x
+    """
+    for node in graph.find_nodes(
+        op="call_function", target=torch.ops.aten.clone.default
+    ):
+        (source,) = node.all_input_nodes
+        if (
+            source.op == "call_function"
+            and len(source.users) == 1
+            and Spec.of(source.meta["val"]) == Spec.of(node.meta["val"])
+            and all(user.op != "output" for user in node.users)
+        ):
+            node.replace_all_uses_with(source)
+            graph.erase_node(node)

@@ -1,0 +1,247 @@
+"""A stage's flat graphs of F and B, parted from its joint graph.
+
+F saves what B reads of it (residuals, in autodiff's words), but for weights and inputs,
+which B is given as F was.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import fx
+
+from ..ir import ops
+from ..ir.facts import stage_facts
+from ..ir.graphs import Spec, base, draws
+from .joint_graph import Joint, Source, drop_copies
+
+
+class StageGraphs(NamedTuple):
+    """A stage's graphs of F, B and W, on flat lists of tensors.
+
+    forward: (state..., inputs...) -> (outputs..., new state..., saved...)
+    backward: what `needs` lists -> (gradients of inputs, of state), None left out
+    needs: what each argument of backward is: state, an input, saved or a tangent.
+    weight: None, or, where the backward is split, what `weight_needs` lists ->
+        gradients of state; backward then gives what is carried to it instead of them.
+    weight_needs: what each argument of weight is: state or carried.
+    mutated: indices of state that forward writes.
+    state_gradients, input_gradients: of which state and inputs backward gives them.
+    """
+
+    forward: fx.GraphModule
+    backward: fx.GraphModule | None
+    needs: tuple[Source, ...]
+    mutated: tuple[int, ...]
+    saved: tuple[Spec, ...]
+    held: int  # bytes of memory that saved tensors take, views of inputs none
+    state_gradients: tuple[int, ...]
+    input_gradients: tuple[int, ...]
+    tangents: tuple[int, ...]  # outputs whose gradients backward is given
+    random: bool
+    weight: fx.GraphModule | None = None
+    weight_needs: tuple[Source, ...] = ()
+    carried: tuple[Spec, ...] = ()
+    carried_bytes: int = 0  # of memory that carried tensors take
+
+
+def stage_key(module: fx.GraphModule) -> str:
+    """Text that is equal for stages that compute the same on the same shapes."""
+    numbers = f"{stage_facts(module).places} {stage_facts(module).draws}"
+    return f"{graph_text(module, module.graph)}\n{numbers}"
+
+
+def graph_text(root: torch.nn.Module, graph: fx.Graph) -> str:
+    """Text that is equal for graphs that compute the same on the same shapes; `root`
+    has the constants that they read."""
+    number = {node: f"%{i}" for i, node in enumerate(graph.nodes)}
+    lines = []
+    regions: dict[int, int] = {}  # of torch.utils.checkpoint, numbered anew
+    for node in graph.nodes:
+        text = repr(fx.map_arg((node.args, node.kwargs), number.__getitem__))
+        line = f"{node.op} {text}"
+        if node.op == "placeholder":
+            fake = node.meta["val"]
+            line += f" {Spec.of(fake)!r} {fake.requires_grad}"
+        else:
+            line += f" {node.target} {id(node.target)}"
+        if node.op == "get_attr":
+            line += str(id(getattr(root, str(node.target), node)))
+        if "recompute" in node.meta:
+            region = node.meta["recompute"]
+            line += f" again {regions.setdefault(region, len(regions))}"
+        lines.append(line)
+    return "\n".join(lines)
+
+
+class _Results(NamedTuple):
+    """What the partitioner has F give."""
+
+    outputs: dict[int, fx.Node]
+    new_state: dict[int, fx.Node]
+    residuals: dict[str, fx.Node]  # by name
+
+
+class _Residuals(NamedTuple):
+    """What B reads, and what of that F saves for it."""
+
+    needs: list[Source]
+    saved: list[fx.Node]
+
+
+def arrange_graphs(
+    joint: Joint,
+    forward: fx.GraphModule,
+    backward: fx.GraphModule | None,
+    state: int,
+    live: tuple[bool, ...],
+    numbers: Sequence[int],
+) -> StageGraphs:
+    """Arranges what the parts of a joint graph take and give.
+
+    state: how many tensors of it there are. live: which outputs have gradients.
+    numbers: of the model's draws, where this stage's are.
+    """
+    results = _results(joint, forward)
+    assert all(i < state for i in results.new_state), (
+        "a stage writes into a value that it reads"
+    )
+    needs, saved = _residuals(joint, results, backward)
+    mutated = sorted(results.new_state)
+    outputs = [results.outputs[i] for i in sorted(results.outputs)]
+    (output,) = forward.graph.find_nodes(op="output")
+    output.args = ((*outputs, *(results.new_state[i] for i in mutated), *saved),)
+    drop_copies(forward.graph)
+    random = _seed_random_numbers(forward.graph, numbers)
+    _clear_pytree(forward)
+    weights, inputs = (
+        _arrange_gradients(joint, backward, state) if backward else ([], [])
+    )
+    return StageGraphs(
+        forward,
+        backward,
+        tuple(needs),
+        tuple(mutated),
+        tuple(Spec.of(v.meta["val"]) for v in saved),
+        bytes_of(root for root in map(base, saved) if root.op != "placeholder"),
+        tuple(weights),
+        tuple(inputs),
+        tuple(i for i, wanted in enumerate(live) if wanted),
+        random,
+    )
+
+
+def bytes_of(memory: Iterable[fx.Node]) -> int:
+    """What these values take, each counted once."""
+    return sum(Spec.of(value.meta["val"]).bytes for value in dict.fromkeys(memory))
+
+
+def _results(joint: Joint, forward: fx.GraphModule) -> _Results:
+    (output,) = forward.graph.find_nodes(op="output")
+    flat: Any = output.args[0]
+    count = len(joint.results)
+    named = dict(zip(joint.results, flat[:count], strict=True))
+    return _Results(
+        {source.number: v for source, v in named.items() if source.what == "output"},
+        {source.number: v for source, v in named.items() if source.what == "state"},
+        {v.name: v for v in flat[count:]},
+    )
+
+
+def _residuals(
+    joint: Joint, results: _Results, backward: fx.GraphModule | None
+) -> _Residuals:
+    """B must see the state that F saw: what F writes is saved like an activation."""
+    known = {
+        name: source
+        for name, source in joint.arguments.items()
+        if source.what != "state"
+        or source.number not in results.new_state
+        or name not in results.residuals
+    }
+    needs: list[Source] = []
+    saved: list[fx.Node] = []
+    read = backward.graph.find_nodes(op="placeholder") if backward else ()
+    for node in read:
+        source = known.get(node.name)
+        if source is None:
+            source = Source("saved", len(saved))
+            saved.append(results.residuals[node.name])
+        needs.append(source)
+    return _Residuals(needs, saved)
+
+
+def _clear_pytree(gm: fx.GraphModule) -> None:
+    """Plain positional arguments and a tuple out, whatever AOTAutograd flattened."""
+    gm.graph.set_codegen(fx.graph.CodeGen())
+    gm.graph.eliminate_dead_code()
+    gm.graph.lint()
+    gm.recompile()
+
+
+def _arrange_gradients(
+    joint: Joint, backward: fx.GraphModule, state: int
+) -> tuple[list[int], list[int]]:
+    """Orders backward's outputs: gradients of inputs, then of state.
+
+    Gradients of inputs are made contiguous, to be sent as they are; those of state get
+    memory of their own, because they are added to in place.
+    """
+    (output,) = backward.graph.find_nodes(op="output")
+    gradients: dict[int, fx.Node] = {
+        i: value
+        for i, value in zip(joint.gradients, output.args[0], strict=True)
+        if i is not None and value is not None
+    }
+    results: list[fx.Node] = []
+    owned: set[fx.Node] = set()
+    inputs = sorted(i for i in gradients if i >= state)
+    weights = sorted(i for i in gradients if i < state)
+    clone = torch.ops.aten.clone.default
+    with backward.graph.inserting_before(output):
+        for i in [*inputs, *weights]:
+            value = gradients[i]
+            fake = value.meta["val"]
+            root = base(value)
+            shared = root.op == "placeholder" or root in owned
+            if not fake.is_contiguous() or (i < state and shared):
+                kwargs: dict[str, Any] = {"memory_format": torch.contiguous_format}
+                value = backward.graph.call_function(clone, (value,), kwargs)
+                value.meta["val"] = fake.contiguous()
+                root = value
+            owned.add(root)
+            results.append(value)
+    output.args = (tuple(results),)
+    _clear_pytree(backward)
+    return weights, [i - state for i in inputs]
+
+
+def _seed_random_numbers(graph: fx.Graph, numbers: Sequence[int]) -> bool:
+    """Gives each random operation a seed of its own, from the job's seed.
+
+    before: mask = native_dropout(x, 0.1, True)
+    after:  mask = seeded(native_dropout, seed + 0, x, 0.1, True)
+
+    numbers: of the model's draws, where this stage's are; they count from its first.
+    """
+    random = [n for n in graph.nodes if draws(n.target, n.args, n.kwargs)]
+    if not random:
+        return False
+    if len(numbers) != len(random):  # AOTAutograd draws otherwise: numbers no one has
+        numbers = [(i + 1) << 32 for i in range(len(random))]
+    first = next(iter(graph.nodes))
+    with graph.inserting_before(first):
+        seed = graph.placeholder("seed")
+    for number, node in zip(numbers, random, strict=True):
+        with graph.inserting_before(node):
+            own = graph.call_function(operator.add, (seed, number))
+            new = graph.call_function(
+                ops.seeded, (node.target, own, *node.args), node.kwargs
+            )
+        new.meta = dict(node.meta)
+        node.replace_all_uses_with(new)
+        graph.erase_node(node)
+    return True
