@@ -17,7 +17,7 @@ from fxsched.tuner.candidates import library, moves_weights
 from fxsched.tuner.evaluate_order import fits, length, most, replay
 from fxsched.tuner.list_scheduler import FIRST, Knobs, fill
 from fxsched.tuner.local_search import pull_weights
-from fxsched.tuner.ordering_problem import Task, make_task
+from fxsched.tuner.ordering_problem import OrderingProblem, make_problem
 from fxsched.tuner.stage_costs import of_durations
 
 from .bench.search import find, kept
@@ -184,11 +184,11 @@ def test_what_is_refused_and_what_is_allowed(case: str) -> None:
         search(**{"subject": TIMES, "workers": 2, "quiet": True, **given})
 
 
-def task(split: bool = True, limit: float = 6.0, kept: float = 0.5) -> Task:
+def task(split: bool = True, limit: float = 6.0, kept: float = 0.5) -> OrderingProblem:
     """Two stages a worker in turns."""
     schedule = Schedule(3, 6, 6, lambda s, b, d: (s % 3, s % 3), split_backward=split)
     chain = of_durations(TIMES, 3, [6]).graphs[6]
-    found = make_task(schedule, chain, 0.25, kept, limit)
+    found = make_problem(schedule, chain, 0.25, kept, limit)
     assert found is not None
     return found
 

@@ -39,16 +39,50 @@ class Label(NamedTuple):
         )
 
 
+class Stage(NamedTuple):
+    """One more stage, from an ideal to a larger one, as every way to cut the ideal sees
+    it. Front: the units of an ideal that others still read, in order.
+
+    arrivals: for each unit of the ideal's front that the stage reads, its place there
+        and the seconds from its end to the stage's start.
+    front: for each unit of the larger ideal's front, its place in the ideal's, or -1 if
+        the stage makes it, and the seconds from it to the end of the step.
+    """
+
+    members: tuple[int, ...]
+    busy: float  # seconds of its units
+    time: float  # with what transfers and unconnected branches cost
+    arrivals: list[tuple[int, float]]
+    front: list[tuple[int, float]]
+
+    def after(self, label: Label, rounds: float, least: float) -> Label:
+        """A way to cut the ideal, with this stage. least: seconds that the slowest of
+        the stages to come takes at least."""
+        start = max((label.ends[i] + c for i, c in self.arrivals), default=0.0)
+        end = start + self.busy
+        slowest, longest = max(label.slowest, self.time), max(label.longest, end)
+        ends = tuple(end if i < 0 else label.ends[i] for i, _ in self.front)
+        tails = (e + t for e, (_, t) in zip(ends, self.front, strict=True))
+        bound = rounds * max(slowest, least) + max([longest, *tails])
+        return Label(slowest, longest, ends, bound, label, self.members)
+
+
 class TooMany(Exception):
     """The search would take too long."""
 
 
+# Ways to cut an ideal, by how many stages they have.
+Labels = dict[int, list[Label]]
 # A larger ideal and the units that it adds.
 Grow = Iterator[tuple[int, tuple[int, ...]]]
 
 
 class Search:
     """The best path from the empty ideal to the whole, below a known bound.
+
+    Labels of a path are corrected as in shortest paths with several criteria: a way to
+    cut an ideal is dropped once another is as good in all that later stages see, and
+    by branch and bound where no way on from it can be shorter than the best cut known.
 
     Ideals are ints with a bit for each unit. The search is exact unless it is `quick`:
     then of the ways to cut an ideal only FEW that promise most are kept.
@@ -80,9 +114,8 @@ class Search:
         is given. None if no cut is below the bound."""
         whole = (1 << self.count) - 1
         start = Label(self.problem.floor, 0.0, (), 0.0, None, ())
-        table: list[dict[int, dict[int, list[Label]]]] = [
-            {} for _ in range(self.count + 1)
-        ]
+        # by size, the ideals that were reached, each after all those inside it
+        table: list[dict[int, Labels]] = [{} for _ in range(self.count + 1)]
         table[0][0] = {0: [start]}
         place = {0: 0}
         if order is not None:
@@ -97,8 +130,10 @@ class Search:
                 else:
                     steps = self._prefixes(ideal, order, place[ideal])
                 for larger, members in steps:
-                    found = table[size + len(members)].setdefault(larger, {})
-                    self._extend(ideal, labels, larger, members, found)
+                    extended = table[size + len(members)].setdefault(larger, {})
+                    stage = self._stage(ideal, larger, members)
+                    if stage is not None:
+                        self._extend(labels, larger, stage, extended)
             table[size] = {}
         ends = table[self.count].get(whole, {}).get(self.stages, [])
         rounds = self.problem.rounds
@@ -159,78 +194,80 @@ class Search:
             found |= readers
         return found
 
-    def _extend(
-        self,
-        ideal: int,
-        labels: dict[int, list[Label]],
-        larger: int,
-        members: tuple[int, ...],
-        found: dict[int, list[Label]],
-    ) -> None:
-        """Adds to the larger ideal's labels those of this one with one more stage."""
-        problem = self.problem
-        busy = sum(problem.units[u].seconds for u in members)
+    def _exposed(self, ideal: int, larger: int, stage: Sequence[int]) -> float:
+        """Seconds of the transfers that a stage takes part in: of each value that it
+        reads, and of each that it makes and others read."""
+        read = (maker for unit in stage for maker, _ in self.reads[unit])
+        exposed = 0.0
+        for maker in dict.fromkeys(m for m in read if ideal >> m & 1):
+            for readers, seconds in self.makes[maker]:
+                if readers & larger & ~ideal:
+                    exposed += seconds
+        for unit in stage:
+            for readers, seconds in self.makes[unit]:
+                if readers & ~larger:
+                    exposed += seconds
+        return exposed
+
+    def _stage(self, ideal: int, larger: int, members: tuple[int, ...]) -> Stage | None:
+        """The stage between two ideals; None if it takes too long for the bound."""
+        busy = sum(self.problem.units[u].seconds for u in members)
+        exposed = self._exposed(ideal, larger, members) * EXPOSED
+        if busy + exposed > self.slowest:
+            return None
+        branches = mixed(self.problem, members, self.heavy)
+        time = busy * (1 + MIXED * branches) + exposed
+        if time > self.slowest:
+            return None
         arrive: dict[int, float] = {}
         for unit in members:
             for maker, seconds in self.reads[unit]:
                 if ideal >> maker & 1:
                     arrive[maker] = max(arrive.get(maker, 0.0), seconds)
-        exposed = 0.0
-        for maker in arrive:
-            for readers, seconds in self.makes[maker]:
-                if readers & larger & ~ideal:
-                    exposed += seconds
-        for unit in members:
-            for readers, seconds in self.makes[unit]:
-                if readers & ~larger:
-                    exposed += seconds
-        if busy + exposed * EXPOSED > self.slowest:
-            return
-        branches = mixed(problem, members, self.heavy)
-        time = busy * (1 + MIXED * branches) + exposed * EXPOSED
-        if time > self.slowest:
-            return
-        front = self._front(ideal)
-        inside = set(members)
-        next_front = self._front(larger)
-        where = {maker: i for i, (maker, _) in enumerate(front)}
-        rest = self.count - larger.bit_count()
-        rest_seconds = self._rest(larger)
+        place = {maker: i for i, (maker, _) in enumerate(self._front(ideal))}
+        arrivals = [(place[maker], seconds) for maker, seconds in arrive.items()]
+        front = [(place.get(unit, -1), tail) for unit, tail in self._front(larger)]
+        return Stage(members, busy, time, arrivals, front)
+
+    def _extend(
+        self,
+        labels: Labels,
+        larger: int,
+        stage: Stage,
+        extended: Labels,
+    ) -> None:
+        """Adds to a larger ideal's labels those of an ideal with one more stage."""
+        problem = self.problem
+        units_left = self.count - larger.bit_count()
+        seconds_left = self._rest(larger)
         for k, known in labels.items():
             left = self.stages - k - 1
-            if left > rest or (rest and not left):
+            if left > units_left or (units_left and not left):
                 continue
-            if problem.limit is not None and problem.memory(members, k) > problem.limit:
+            if (
+                problem.limit is not None
+                and problem.memory(stage.members, k) > problem.limit
+            ):
                 continue
-            least = rest_seconds / left if left else 0.0
+            least = seconds_left / left if left else 0.0
             for label in known:
-                begin = max(
-                    (label.ends[where[m]] + c for m, c in arrive.items()), default=0.0
-                )
-                end = begin + busy
-                slowest = max(label.slowest, time)
-                longest = max(label.longest, end)
-                ends = tuple(
-                    end if m in inside else label.ends[where[m]] for m, _ in next_front
-                )
-                path = max(
-                    [
-                        longest,
-                        *(e + t for e, (_, t) in zip(ends, next_front, strict=True)),
-                    ]
-                )
-                promise = problem.rounds * max(slowest, least) + path
-                if promise >= self.bound:
+                new = stage.after(label, problem.rounds, least)
+                if new.least >= self.bound:
                     continue
-                new = Label(slowest, longest, ends, promise, label, members)
-                others = found.setdefault(k + 1, [])
-                if not any(other.beats(new) for other in others):
-                    others[:] = [other for other in others if not new.beats(other)]
-                    others.append(new)
-                    if not rest:
-                        self._improve(new)
-                    if self.quick and len(others) > FEW:
-                        others.remove(max(others, key=lambda other: other.least))
+                kept = self._keep(extended.setdefault(k + 1, []), new)
+                if kept and not units_left:
+                    self._improve(new)
+
+    def _keep(self, labels: list[Label], new: Label) -> bool:
+        """Keeps a label unless another beats it, and those that it doesn't beat: the
+        Pareto front of ways to cut an ideal."""
+        if any(label.beats(new) for label in labels):
+            return False
+        labels[:] = [label for label in labels if not new.beats(label)]
+        labels.append(new)
+        if self.quick and len(labels) > FEW:
+            labels.remove(max(labels, key=lambda label: label.least))
+        return True
 
     def _improve(self, label: Label) -> None:
         self.bound = min(

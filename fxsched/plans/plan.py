@@ -24,7 +24,8 @@ from ..draw.diagram import Diagram
 from ..ir.graphs import Group, Output, State
 from ..ir.step_ir import Line, Message
 from ..jobs import Direction, Job, Placement, PlanError, Schedule, is_count, is_int
-from ..simulator.simulate import Durations, Simulation, run_placed
+from ..simulator.durations import Durations
+from ..simulator.simulate import Simulation, run_placed
 from ..simulator.timeline_comparison import compare
 from .arithmetic import Arithmetic
 

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from statistics import median
-from types import MappingProxyType
 
 import networkx as nx
 import numpy as np
@@ -18,28 +15,14 @@ from ..clock.stage_graph import (
     Edges,
     check_size,
     in_its_order,
-    kind_seconds,
     stage_jobs,
 )
-from ..clock.timeline import Event, Jobs, Kind, Timeline
+from ..clock.timeline import Jobs, Timeline
 from ..clock.worker_stats import Worker, worker_records
 from ..draw import tables
 from ..draw.diagram import Diagram, draw
-from ..jobs import (
-    Direction,
-    Job,
-    PlanError,
-    Schedule,
-    is_count,
-    is_int,
-    is_number,
-    raised,
-    too_many,
-)
-
-FORWARD, BACKWARD, WEIGHT = Direction
-Durations = Mapping[str, float] | Callable[[Job], float] | Sequence[Event] | None
-UNITS = MappingProxyType({"F": 1.0, "B": 2.0})
+from ..jobs import PlanError, Schedule, is_count, is_int, is_number, too_many
+from .durations import UNITS, Durations, job_seconds, set_durations
 
 
 @dataclass(frozen=True)
@@ -140,7 +123,7 @@ def simulate(
             "fxsched.schedules.gpipe(workers=4, microbatches=8)"
         )
     graph = _stages(schedule, stages)
-    _set_durations(graph, schedule, durations)
+    set_durations(graph, schedule, durations)
     schedule = schedule.fitted(graph)
     jobs = stage_jobs(schedule, graph)
     return run_placed(schedule, graph, jobs, durations, transfer, prefetch)
@@ -155,16 +138,32 @@ def run_placed(
     prefetch: int | None = None,
 ) -> Simulation:
     """Simulates jobs that have their workers and n already; see simulate."""
-    _set_durations(stages, schedule, durations, frozenset(jobs.kinds))
-    seconds = kind_seconds(stages, jobs.kinds)
-    if callable(durations):
-        checked = _checked(durations)
-        seconds = [checked(jobs.job(i)) for i in range(len(jobs))]
-    for number, time in enumerate(seconds):
-        if not is_number(time):
-            raise _no_time(jobs.job(number), time)
-    if not callable(durations):
-        seconds *= jobs.microbatches
+    set_durations(stages, schedule, durations, frozenset(jobs.kinds))
+    seconds = job_seconds(stages, jobs, durations)
+    _check_transfers(transfer, prefetch)
+    network: Network | None = None
+    if transfer is None:
+        network = Edges(jobs, stages)
+    elif isinstance(transfer, Link) or transfer:
+        network = Transfers(schedule, stages, jobs, transfer)
+    timeline = run_jobs(
+        jobs, seconds, schedule.cap, schedule.release, network, schedule.in_order
+    )
+    if not timeline.complete:
+        raise _stopped(schedule, timeline)
+    latency = max(timeline.end, default=0.0)
+    if prefetch is not None:
+        # the order is known now: the same jobs in it, and weights asked for ahead
+        jobs = in_its_order(jobs, timeline.order, credits(schedule, timeline))
+        fetching = Transfers(schedule, stages, jobs, transfer, timeline, prefetch)
+        timeline = run_jobs(jobs, seconds, network=fetching, in_order=True)
+        assert timeline.complete, "fetches stop a schedule that runs without them"
+        latency = max(*timeline.end, fetching.returned)
+    workers = worker_records(schedule, stages, timeline)
+    return Simulation(schedule, stages, latency, workers, timeline)
+
+
+def _check_transfers(transfer: object, prefetch: int | None) -> None:
     if not (transfer is None or isinstance(transfer, Link) or is_number(transfer)):
         raise PlanError(
             f"simulate(transfer={transfer!r}): give a time of 0 or more, a Link, or "
@@ -175,60 +174,15 @@ def run_placed(
             f"simulate(prefetch={prefetch!r}): give how many jobs ahead of need "
             "weights are asked for, 0 or more; or None"
         )
-    network: Network | None = None
-    if transfer is None:
-        network = Edges(jobs, stages)
-    elif isinstance(transfer, Link) or transfer:
-        network = Transfers(schedule, stages, jobs, transfer)
-
-    timeline = run_jobs(
-        jobs, seconds, schedule.cap, schedule.release, network, schedule.in_order
-    )
-    if not timeline.complete:
-        done = set(timeline.order)
-        waiting = next(i for i in range(len(jobs)) if i not in done)
-        raise PlanError(
-            f"in_flight or in_order stops {schedule}: {jobs.job(waiting)} never runs; "
-            "allow more microbatches in flight, or give n the order of data flow"
-        )
-    latency = max(timeline.end, default=0.0)
-    if prefetch is not None:
-        # the order is known now: the same jobs in it, and weights asked for ahead
-        jobs = in_its_order(jobs, timeline.order, credits(schedule, timeline))
-        fetching = Transfers(schedule, stages, jobs, transfer, timeline, prefetch)
-        timeline = run_jobs(jobs, seconds, network=fetching, in_order=True)
-        assert timeline.complete, "fetches stop a schedule that runs without them"
-        latency = max(*timeline.end, fetching.returned)
-    return Simulation(
-        schedule, stages, latency, worker_records(schedule, stages, timeline), timeline
-    )
 
 
-def _no_durations(value: object) -> PlanError:
+def _stopped(schedule: Schedule, timeline: Timeline) -> PlanError:
+    ran, jobs = set(timeline.order), timeline.jobs
+    waiting = next(number for number in range(len(jobs)) if number not in ran)
     return PlanError(
-        f"simulate(durations={value!r}): give times of F and B, as "
-        '{"F": 1, "B": 2}; a function of the job; a timeline, such as '
-        "backend.timeline; or None for the times of the stages"
+        f"in_flight or in_order stops {schedule}: {jobs.job(waiting)} never runs; "
+        "allow more microbatches in flight, or give n the order of data flow"
     )
-
-
-def _no_time(job: Job, time: object) -> PlanError:
-    return PlanError(f"durations: {job} takes {time!r}; give a number, 0 or more")
-
-
-def _checked(durations: Callable[[Job], float]) -> Callable[[Job], float]:
-    """The user's function, with errors that name the job."""
-
-    def time(job: Job) -> float:
-        try:
-            found = durations(job)
-        except Exception as error:
-            raise raised(f"durations({job})", error, "a Job") from error
-        if not is_number(found):
-            raise _no_time(job, found)
-        return found
-
-    return time
 
 
 def _stages(
@@ -265,87 +219,3 @@ def _stages(
     chain.add_nodes_from(range(count))
     nx.add_path(chain, range(count))
     return chain
-
-
-def _set_durations(
-    stages: nx.DiGraph[int],
-    schedule: Schedule,
-    durations: Durations,
-    kinds: frozenset[Kind] | None = None,
-) -> None:
-    """Writes the times of a microbatch's jobs to the stages.
-
-    kinds: of the jobs that there are, if that is known: a stage may have no W, or no B.
-    """
-    if durations is None:
-        for s, data in stages.nodes(data=True):
-            if "forward" not in data or "backward" not in data:
-                raise PlanError(
-                    f"simulate(durations=None): stage {s} has no `forward` and "
-                    "`backward`; give them to its node, or give durations"
-                )
-        return
-    if not isinstance(durations, Mapping):
-        times = (
-            _checked(durations)
-            if callable(durations)
-            else _medians(durations, schedule)
-        )
-        for s, data in stages.nodes(data=True):
-            for b in range(schedule.microbatches):  # the first whose B takes time
-                data["forward"] = times(Job(s, b, FORWARD))
-                later = [
-                    times(Job(s, b, d)) if kinds is None or (s, d) in kinds else 0.0
-                    for d in schedule.directions[1:]
-                ]
-                data["backward"], data["weight"] = sum(later), later[-1]
-                if data["backward"] != 0:
-                    break
-        return
-    if not {"F", "B"} <= set(durations) <= {"F", "B", "W"}:
-        raise PlanError(
-            f"simulate(durations={dict(durations)}): give times of F, B and, if B is "
-            'split, W, as {"F": 1, "B": 2}'
-        )
-    for name, time in durations.items():
-        if not is_number(time):
-            raise PlanError(
-                f"simulate(durations={dict(durations)}): {name} takes {time!r}; give a "
-                "number, 0 or more"
-            )
-    for _, data in stages.nodes(data=True):
-        data.pop("weight", None)
-        data["forward"], data["backward"] = durations["F"], durations["B"]
-        if "W" in durations:
-            data["backward"] += durations["W"]
-            data["weight"] = durations["W"]
-
-
-def _medians(events: Sequence[Event], schedule: Schedule) -> Callable[[Job], float]:
-    """How long a job of a stage and direction took, of all that ran."""
-    taken: dict[tuple[int, Direction], list[float]] = {}
-    if not isinstance(events, Sequence) or isinstance(events, str):
-        raise _no_durations(events)
-    for event in events:
-        if not isinstance(event, Event):
-            raise _no_durations(events)
-        job, _, start, end = event
-        taken.setdefault((job.stage, job.direction), []).append(end - start)
-    times = {kind: median(found) for kind, found in taken.items()}
-    ran = {d for _, d in times}
-    if missing := set(schedule.directions) - ran:
-        names = " and ".join(sorted(map(str, missing)))
-        raise PlanError(
-            f"durations: the timeline has no {names} jobs, which {schedule} has; give "
-            "one of a whole step of it, backward() included"
-        )
-
-    def time(job: Job) -> float:
-        if (job.stage, FORWARD) not in times:
-            raise PlanError(
-                f"durations: the timeline has no jobs of stage {job.stage}; give one "
-                "of as many stages"
-            )
-        return times.get((job.stage, job.direction), 0.0)
-
-    return time

@@ -18,7 +18,7 @@ from ..simulator.simulate import Simulation, simulate
 from .candidates import Candidate, library, moves_weights, placements
 from .evaluate_order import CLOSE, Orders, caps, ranks
 from .local_search import Budget, Climber, climb
-from .ordering_problem import Task, Transfer, make_task
+from .ordering_problem import OrderingProblem, Transfer, make_problem
 from .stage_costs import Costs
 
 FINALISTS = 3  # placements whose best order is compared
@@ -32,15 +32,9 @@ class Row(NamedTuple):
     memory: float
 
 
-@dataclass
-class Contest:
-    """Compares the library, then looks for orders on its placements.
+class Goal(NamedTuple):
+    """What is looked for; limit: of memory, maybe infinite. See fxsched.search."""
 
-    limit: of memory, maybe infinite. tell: is told the share of the work that is done.
-    The rest is as fxsched.search has it.
-    """
-
-    costs: Costs
     workers: int
     microbatches: int
     limit: float
@@ -49,6 +43,17 @@ class Contest:
     split_backward: bool
     prefetch: int | None
     kept: float
+
+
+@dataclass
+class Comparison:
+    """Compares the library, then looks for orders on its placements.
+
+    tell: is told the share of the work that is done.
+    """
+
+    costs: Costs
+    goal: Goal
     tell: Callable[[float], object] = lambda share: None
     rows: list[Row] = field(default_factory=list)
     left_out: list[str] = field(default_factory=list)
@@ -62,26 +67,28 @@ class Contest:
         budget = Budget(jobs, lambda spent: self.tell(0.5 * spent / jobs))
         climbers = []
         places = placements(
-            candidates, self.costs.graphs, self.workers, self.microbatches
+            candidates, self.costs.graphs, self.goal.workers, self.goal.microbatches
         )
         for name, schedule, stages in places:
-            task = self._task(name, schedule, stages)
-            if task is not None:
-                climbers.append((Climber(task, self.objective, budget), stages))
+            problem = self._problem(name, schedule, stages)
+            if problem is not None:
+                climbers.append((Climber(problem, self.goal.objective, budget), stages))
         climb([climber for climber, _ in climbers], random, budget)
         climbers.sort(key=lambda pair: pair[0].best)
         for climber, stages in climbers[:FINALISTS]:
             if climber.orders is not None:
-                self.enter(_searched(climber.task, climber.orders, stages))
+                self.enter(_searched(climber.problem, climber.orders, stages))
         if not any(map(self.fits, self.rows)):
             for name, schedule, stages in places:
                 self.enter(_one_at_a_time(name, schedule, stages))
 
     def _library(self) -> list[Candidate]:
-        moves = self.prefetch is not None
+        moves = self.goal.prefetch is not None
         found, out = [], dict[str, None]()
-        for each in library(self.workers, self.microbatches, self.costs.graphs, moves):
-            if each.schedule.split_backward and not self.split_backward:
+        for each in library(
+            self.goal.workers, self.goal.microbatches, self.costs.graphs, moves
+        ):
+            if each.schedule.split_backward and not self.goal.split_backward:
                 continue
             if not moves and moves_weights(each.schedule, each.stages):
                 out[each.name] = None
@@ -90,35 +97,39 @@ class Contest:
         self.left_out = list(out)
         return found
 
-    def _task(
+    def _problem(
         self, name: str, schedule: Schedule, stages: nx.DiGraph[int]
-    ) -> Task | None:
+    ) -> OrderingProblem | None:
         """The jobs of a placement, in no order yet."""
         bare = Schedule(
-            self.workers,
-            self.microbatches,
+            self.goal.workers,
+            self.goal.microbatches,
             len(stages),
             schedule.w,
             name=name,
-            split_backward=self.split_backward,
+            split_backward=self.goal.split_backward,
         )
-        return make_task(bare, stages, self.transfer, self.kept, self.limit)
+        return make_problem(
+            bare, stages, self.goal.transfer, self.goal.kept, self.goal.limit
+        )
 
     def enter(self, candidate: Candidate) -> None:
         """Simulates a schedule, and compares it if it comes to an end."""
         schedule, stages = candidate.schedule, candidate.stages
         try:
-            found = simulate(schedule, stages, None, self.transfer, self.prefetch)
+            found = simulate(
+                schedule, stages, None, self.goal.transfer, self.goal.prefetch
+            )
         except PlanError:
             return  # such as a cap that stops it here
-        held = worker_bytes(schedule, found.stages, found.timeline, self.kept)
+        held = worker_bytes(schedule, found.stages, found.timeline, self.goal.kept)
         self.rows.append(Row(candidate, found, max(held)))
 
     def fits(self, row: Row) -> bool:
-        return row.memory <= self.limit * (1 + CLOSE)
+        return row.memory <= self.goal.limit * (1 + CLOSE)
 
     def length(self, row: Row) -> float:
-        latency = self.objective == "latency"
+        latency = self.goal.objective == "latency"
         return row.simulation.latency if latency else row.simulation.span
 
     def best(self) -> Row:
@@ -133,8 +144,8 @@ class Contest:
         assert self.rows, "one microbatch at a time always comes to an end"
         lowest = min(self.rows, key=lambda row: row.memory)
         raise PlanError(
-            f"search(memory_limit={self.limit:g}): every schedule holds more on some "
-            f"worker; the least found is {lowest.memory:g} "
+            f"search(memory_limit={self.goal.limit:g}): every schedule holds more on "
+            f"some worker; the least found is {lowest.memory:g} "
             f"{'bytes' if self.costs.bytes else 'activations'}, of "
             f"{_title(lowest.candidate)} in {len(lowest.candidate.stages)} stages; "
             "raise the limit, or use more workers or smaller microbatches"
@@ -143,9 +154,9 @@ class Contest:
     def table(self, best: Row) -> str:
         """What was compared, within the limit and shortest first."""
         unit = "bytes" if self.costs.bytes else "activations"
-        line = f"{self.workers} workers, {self.microbatches} microbatches"
-        if self.limit < float("inf"):
-            line += f", at most {self.limit:g} {unit} a worker"
+        line = f"{self.goal.workers} workers, {self.goal.microbatches} microbatches"
+        if self.goal.limit < float("inf"):
+            line += f", at most {self.goal.limit:g} {unit} a worker"
         rows = sorted(self.rows, key=lambda r: (not self.fits(r), self.length(r)))
         cells = [self._cells(row, best) for row in rows]
         memory = "memory" if self.costs.bytes else "activations"
@@ -179,12 +190,14 @@ def _title(candidate: Candidate) -> str:
     return " ".join(filter(None, (candidate.name, candidate.parameters)))
 
 
-def _searched(task: Task, orders: Orders, stages: nx.DiGraph[int]) -> Candidate:
+def _searched(
+    problem: OrderingProblem, orders: Orders, stages: nx.DiGraph[int]
+) -> Candidate:
     """A schedule that keeps strictly to the orders found."""
-    table, most = ranks(task, orders), caps(task, orders)
-    where = task.schedule.name
+    table, most = ranks(problem, orders), caps(problem, orders)
+    where = problem.schedule.name
     schedule = replace(
-        task.schedule,
+        problem.schedule,
         n=lambda s, b, d: table.get((s, b, d), len(table)),
         in_flight=most.get,
         name=f"searched, stages {where}",

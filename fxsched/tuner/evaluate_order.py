@@ -1,29 +1,29 @@
-"""Orders of a task's jobs: what they take, hold, and are as a schedule."""
+"""Orders of jobs: what they take, hold, and are as a schedule."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from ..clock.activations import lifetimes
 from ..jobs import Direction
-from .ordering_problem import Task
+from .ordering_problem import OrderingProblem
 
-FORWARD = Direction.FORWARD
 CLOSE = 1e-9  # of a worker's room: what sums of sizes may be off by
 Orders = tuple[tuple[int, ...], ...]  # the numbers of each worker's jobs
 
 
-class Times(NamedTuple):
+class JobTimes(NamedTuple):
     """When jobs start and end, by number."""
 
     start: list[float]
     end: list[float]
 
 
-def replay(task: Task, orders: Orders) -> Times | None:
+def replay(problem: OrderingProblem, orders: Orders) -> JobTimes | None:
     """When jobs run in these orders, as early as possible; None if they never end."""
-    jobs, width = task.jobs, len(task.seconds)
-    compute, preds, delays = jobs.compute, jobs.preds, task.delays
+    jobs, width = problem.jobs, len(problem.seconds)
+    compute, preds, delays = jobs.compute, jobs.preds, problem.delays
     start, end = [0.0] * len(jobs), [-1.0] * len(jobs)
     at, clock = [0] * len(orders), [0.0] * len(orders)
     waits: dict[int, list[int]] = {}  # workers, by the job that they wait for
@@ -46,7 +46,7 @@ def replay(task: Task, orders: Orders) -> Times | None:
                     now = when
             else:
                 start[j] = now
-                end[j] = now = now + task.seconds[k]
+                end[j] = now = now + problem.seconds[k]
                 clock[w] = now
                 if j in waits:
                     todo += waits.pop(j)
@@ -55,10 +55,10 @@ def replay(task: Task, orders: Orders) -> Times | None:
             break
         else:
             at[w] = len(order)
-    return None if waits else Times(start, end)
+    return None if waits else JobTimes(start, end)
 
 
-def length(orders: Orders, times: Times, objective: str) -> float:
+def length(orders: Orders, times: JobTimes, objective: str) -> float:
     """What is to be short: the step, or the longest span of a worker."""
     start, end = times
     used = [order for order in orders if order]
@@ -68,42 +68,45 @@ def length(orders: Orders, times: Times, objective: str) -> float:
     )
 
 
-def most(task: Task, order: Sequence[int]) -> float:
+def most(problem: OrderingProblem, order: Sequence[int]) -> float:
     """The most that a worker holds, if it runs its jobs in this order."""
-    width = len(task.seconds)
+    width = len(problem.seconds)
     held = peak = 0.0
     for j in order:
-        held += task.takes[j % width]
+        held += problem.takes[j % width]
         peak = max(peak, held)
-        held -= task.gives[j % width]
+        held -= problem.gives[j % width]
     return peak
 
 
-def fits(task: Task, worker: int, order: Sequence[int]) -> bool:
-    room = task.room[worker]
-    return room == float("inf") or most(task, order) <= room * (1 + CLOSE)
+def fits(problem: OrderingProblem, worker: int, order: Sequence[int]) -> bool:
+    room = problem.room[worker]
+    return room == float("inf") or most(problem, order) <= room * (1 + CLOSE)
 
 
-def ranks(task: Task, orders: Orders) -> dict[tuple[int, int, Direction], int]:
+def ranks(
+    problem: OrderingProblem, orders: Orders
+) -> dict[tuple[int, int, Direction], int]:
     """n of every job: its place in the global order of starts."""
-    times = replay(task, orders)
+    times = replay(problem, orders)
     assert times is not None, "orders that were found come to an end"
     place = {j: i for order in orders for i, j in enumerate(order)}
     order = sorted(place, key=lambda j: (times.start[j], place[j]))
-    jobs = map(task.jobs.job, order)
+    jobs = map(problem.jobs.job, order)
     return {(s, b, d): i for i, (s, b, d) in enumerate(jobs)}
 
 
-def caps(task: Task, orders: Orders) -> dict[int, int]:
+def caps(problem: OrderingProblem, orders: Orders) -> dict[int, int]:
     """By stage, the most microbatches in flight on a worker."""
-    release, width = task.schedule.release, len(task.seconds)
-    back = {s for s, d in task.jobs.kinds if d is release}
-    found = dict.fromkeys(back, 0)
+    jobs, width = problem.jobs, len(problem.seconds)
+    lives = lifetimes(jobs, problem.schedule.release)
+    change = {life.release: -1 for life in lives} | {life.forward: 1 for life in lives}
+    most_held = {jobs.kinds[life.forward][0]: 0 for life in lives}
     for order in orders:
-        held = dict.fromkeys(back, 0)
+        held = dict.fromkeys(most_held, 0)
         for j in order:
-            stage, direction = task.jobs.kinds[j % width]
-            if stage in back:
-                held[stage] += (direction is FORWARD) - (direction is release)
-                found[stage] = max(found[stage], held[stage])
-    return found
+            if j % width in change:
+                stage = jobs.kinds[j % width][0]
+                held[stage] += change[j % width]
+                most_held[stage] = max(most_held[stage], held[stage])
+    return most_held

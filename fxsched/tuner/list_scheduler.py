@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from ..jobs import Direction
 from .evaluate_order import CLOSE, Orders
-from .ordering_problem import Task
+from .ordering_problem import OrderingProblem
 
 FORWARD, BACKWARD, WEIGHT = Direction
 FIRST = ("late", "oldest", "early", "late of a group", "early of a group")
@@ -47,17 +47,17 @@ class Knobs(NamedTuple):
     room: float = 1.0
 
 
-def fill(task: Task, knobs: Knobs) -> Orders | None:
+def fill(problem: OrderingProblem, knobs: Knobs) -> Orders | None:
     """The orders that the rules give; None if there is too little memory for them."""
-    return _Filler(task, knobs).run()
+    return _Filler(problem, knobs).run()
 
 
 class _Filler:
-    def __init__(self, task: Task, knobs: Knobs) -> None:
-        jobs, workers = task.jobs, task.jobs.workers
-        self.task, self.knobs, self.compute = task, knobs, jobs.compute
-        self.width, self.seconds = len(task.seconds), task.seconds
-        self.succs, self.takes, self.gives = task.succs, task.takes, task.gives
+    def __init__(self, problem: OrderingProblem, knobs: Knobs) -> None:
+        jobs, workers = problem.jobs, problem.jobs.workers
+        self.problem, self.knobs, self.compute = problem, knobs, jobs.compute
+        self.width, self.seconds = len(problem.seconds), problem.seconds
+        self.succs, self.takes, self.gives = problem.succs, problem.takes, problem.gives
         self.directions = [d for _, d in jobs.kinds]
         self.missing = [len(before) for before in jobs.preds] * jobs.microbatches
         self.when = [0.0] * len(jobs)
@@ -69,19 +69,19 @@ class _Filler:
         self.coming: list[list[float]] = [[] for _ in range(workers)]
         self.free, self.turn = [True] * workers, [True] * workers
         self.idle, self.last = [0.0] * workers, [-1.0] * workers
-        self.held, self.most_idle = [0.0] * workers, knobs.idle * task.work
+        self.held, self.most_idle = [0.0] * workers, knobs.idle * problem.work
         self.orders: list[list[int]] = [[] for _ in range(workers)]
         self.limit = self._limits()
 
     def _limits(self) -> list[list[float]]:
         """By worker and kind of F, how much may be held when it begins."""
-        task, K = self.task, self.width
+        problem, K = self.problem, self.width
         found = []
-        on: list[set[int]] = [set() for _ in task.room]
+        on: list[set[int]] = [set() for _ in problem.room]
         for j, worker in enumerate(self.compute):
             if self.takes[j % K]:
                 on[worker].add(j % K)
-        for kinds, room in zip(on, task.room, strict=True):
+        for kinds, room in zip(on, problem.room, strict=True):
             sizes = [self.takes[k] for k in kinds]
             room = max(room * self.knobs.room, min(room, 2 * sum(sizes)))
             line, later = [inf] * K, 0.0
@@ -95,7 +95,7 @@ class _Filler:
         for j, missing in enumerate(self.missing):
             if not missing:
                 self.arrive(j)
-        now, todo = 0.0, set(range(self.task.jobs.workers))
+        now, todo = 0.0, set(range(self.problem.jobs.workers))
         while True:
             for w in sorted(todo):
                 if self.free[w]:
@@ -145,7 +145,7 @@ class _Filler:
 
     def rank(self, k: int, b: int) -> float:
         """Of an F among those that are ready on its worker; F's kind is its stage."""
-        jobs, first = self.task.jobs, self.knobs.first
+        jobs, first = self.problem.jobs, self.knobs.first
         stages, m = self.width, jobs.microbatches
         if first == "oldest":
             return b * stages - k

@@ -9,9 +9,9 @@ from random import Random
 from typing import Any
 
 from ..jobs import Direction
-from .evaluate_order import Orders, Times, fits, length, replay
+from .evaluate_order import JobTimes, Orders, fits, length, replay
 from .list_scheduler import FIRST, Knobs, fill
-from .ordering_problem import Task
+from .ordering_problem import OrderingProblem
 
 # Where to begin: few W early; W in any gap; several stages a worker, in groups.
 STARTS = (
@@ -63,7 +63,7 @@ class Budget:
 class Climber:
     """The best orders of one placement so far, and where to look next."""
 
-    task: Task
+    problem: OrderingProblem
     objective: str
     budget: Budget
     best: float = inf
@@ -73,11 +73,11 @@ class Climber:
 
     @property
     def done(self) -> bool:
-        return self.best <= self.task.work * DONE
+        return self.best <= self.problem.work * DONE
 
-    def measure(self, orders: Orders) -> tuple[float, Times | None]:
-        self.budget.take(len(self.task.jobs))
-        times = replay(self.task, orders)
+    def measure(self, orders: Orders) -> tuple[float, JobTimes | None]:
+        self.budget.take(len(self.problem.jobs))
+        times = replay(self.problem, orders)
         if times is None:
             return inf, None
         return length(orders, times, self.objective), times
@@ -93,8 +93,8 @@ class Climber:
         new = self.tried < len(STARTS)
         knobs = STARTS[self.tried] if new else self.near(random)
         self.tried += 1
-        self.budget.take(2 * len(self.task.jobs))  # filling is the slower clock
-        orders = fill(self.task, knobs)
+        self.budget.take(2 * len(self.problem.jobs))  # filling is the slower clock
+        orders = fill(self.problem, knobs)
         if orders is None:
             return
         seconds, times = self.measure(orders)
@@ -106,16 +106,16 @@ class Climber:
             self.knobs = knobs
 
     def near(self, random: Random) -> Knobs:
-        names = [name for name in VALUES if self.task.looped or name not in LOOPED]
+        names = [name for name in VALUES if self.problem.looped or name not in LOOPED]
         changed = random.sample(names, random.choice((1, 2, 2, 3, len(names))))
         values: dict[str, Any] = {name: random.choice(VALUES[name]) for name in changed}
         return self.knobs._replace(**values)
 
-    def pull(self, orders: Orders, times: Times, fit: float) -> bool:
+    def pull(self, orders: Orders, times: JobTimes, fit: float) -> bool:
         """Moves W into earlier gaps as long as orders change; whether one is best."""
         better = False
         for _ in range(ROUNDS):
-            moved = pull_weights(self.task, orders, times, fit)
+            moved = pull_weights(self.problem, orders, times, fit)
             if moved == orders:
                 break
             seconds, new = self.measure(moved)
@@ -136,7 +136,7 @@ class Climber:
         i = random.randrange(len(order))
         far = random.choice((1, 1, 2, 3, 5, 8)) * random.choice((-1, 1))
         order.insert(min(max(i + far, 0), len(order) - 1), order.pop(i))
-        if not fits(self.task, w, order):
+        if not fits(self.problem, w, order):
             return
         orders = (*self.orders[:w], tuple(order), *self.orders[w + 1 :])
         seconds, _ = self.measure(orders)
@@ -166,24 +166,26 @@ def climb(climbers: Sequence[Climber], random: Random, budget: Budget) -> None:
         active[0].move(random)
 
 
-def pull_weights(task: Task, orders: Orders, times: Times, fit: float) -> Orders:
+def pull_weights(
+    problem: OrderingProblem, orders: Orders, times: JobTimes, fit: float
+) -> Orders:
     """W moved into the gaps before them, where F and B stay when they are.
 
     fit: the share of W that a gap must have room for.
     """
     found = []
-    width, directions = len(task.seconds), [d for _, d in task.jobs.kinds]
+    width, directions = len(problem.seconds), [d for _, d in problem.jobs.kinds]
     for order in orders:
         weights = [j for j in order if directions[j % width] is Direction.WEIGHT]
         after: list[int] = []
         done, next_one, now = set[int](), 0, 0.0
-        ready = {j: times.end[j + _back(task, j % width)] for j in weights}
+        ready = {j: times.end[j + _back(problem, j % width)] for j in weights}
         for j in order:
             if j in done:
                 continue
             while j not in ready and next_one < len(weights) and after:
                 w = weights[next_one]
-                taken = task.seconds[w % width]
+                taken = problem.seconds[w % width]
                 if w not in done:
                     if times.start[j] - now < fit * taken or ready[w] > now:
                         break
@@ -193,11 +195,11 @@ def pull_weights(task: Task, orders: Orders, times: Times, fit: float) -> Orders
                 next_one += 1
             after.append(j)
             done.add(j)
-            now = max(now, times.start[j]) + task.seconds[j % width]
+            now = max(now, times.start[j]) + problem.seconds[j % width]
         found.append(tuple(after))
     return tuple(found)
 
 
-def _back(task: Task, k: int) -> int:
+def _back(problem: OrderingProblem, k: int) -> int:
     """How far the B of a W is."""
-    return task.jobs.preds[k][0] - k
+    return problem.jobs.preds[k][0] - k

@@ -18,7 +18,7 @@ Transfer = float | Link | None
 
 
 @dataclass(frozen=True)
-class Task:
+class OrderingProblem:
     """Jobs with their workers: F, B and W of a stage and microbatch have the same.
 
     schedule: where w comes from.
@@ -62,13 +62,13 @@ class Task:
         return max(work)
 
 
-def make_task(
+def make_problem(
     schedule: Schedule,
     stages: nx.DiGraph[int],
     transfer: Transfer,
     kept: float,
     limit: float,
-) -> Task | None:
+) -> OrderingProblem | None:
     """The jobs of a schedule; None if F, B and W of a stage are on different workers,
     or the weights alone are above the limit.
 
@@ -86,7 +86,7 @@ def make_task(
         return None
     seconds = tuple(kind_seconds(stages, jobs.kinds))
     delays = _delays(jobs, stages, transfer)
-    return Task(schedule, jobs, seconds, delays, takes, gives, left)
+    return OrderingProblem(schedule, jobs, seconds, delays, takes, gives, left)
 
 
 def _delays(

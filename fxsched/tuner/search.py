@@ -18,7 +18,7 @@ from ..jobs import Placement, PlanError, Schedule, is_int, is_number
 from ..plans.plan import Plan
 from ..schedules.arguments import one_of, positive
 from ..schedules.orders import oldest_microbatch_first
-from .candidate_comparison import Contest
+from .candidate_comparison import Comparison, Goal
 from .ordering_problem import Transfer
 from .stage_costs import Costs, counts, of_durations, of_graph
 
@@ -77,36 +77,43 @@ def search(
     """
     _check(objective, memory_limit, transfer, prefetch, kept, effort)
     _check_rest(seed, split_backward, args, kwargs)
-    given = _Subject(subject, tuple(args), dict(kwargs or {}))
-    workers, microbatches = given.size(workers, microbatches)
+    sought = _Subject(subject, tuple(args), dict(kwargs or {}))
+    workers, microbatches = sought.size(workers, microbatches)
+    jobs = _jobs_of_stage(workers, microbatches, split_backward)
+    costs = sought.costs(workers, microbatches, counts(stages, workers, jobs))
+    if transfer is None and not costs.edges:
+        transfer = 0.0
+    limit = inf if memory_limit is None else memory_limit
+    rules = (limit, transfer, objective, split_backward, prefetch, kept)
+    goal = Goal(workers, microbatches, *rules)
+    return sought.checked(_best(costs, goal, Random(seed), effort * JOBS, quiet))
+
+
+def _best(
+    costs: Costs, goal: Goal, random: Random, jobs: float, quiet: bool
+) -> Schedule:
+    """The best schedule for these costs, with a progress bar and a table."""
+    bar_format = "{desc}: {percentage:3.0f}%|{bar}| {elapsed}"
+    with tqdm(total=1, desc="search", disable=quiet, bar_format=bar_format) as bar:
+        comparison = Comparison(
+            costs, goal, lambda share: bar.update(min(share, 1 - bar.n))
+        )
+        comparison.run(random, jobs)
+    best = comparison.best()
+    if not quiet:
+        print(comparison.table(best))
+    return best.candidate.schedule
+
+
+def _jobs_of_stage(workers: int, microbatches: int, split_backward: bool) -> int:
+    """Raises PlanError for more jobs than a search takes."""
     jobs = (2 + split_backward) * microbatches
     if workers * jobs > LARGEST:
         raise PlanError(
             f"search(workers={workers}, microbatches={microbatches}): these make "
             f"{workers * jobs:,} jobs or more; a search takes {LARGEST:,} at most"
         )
-    costs = given.costs(workers, microbatches, counts(stages, workers, jobs))
-    if transfer is None and not costs.edges:
-        transfer = 0.0
-    bar_format = "{desc}: {percentage:3.0f}%|{bar}| {elapsed}"
-    with tqdm(total=1, desc="search", disable=quiet, bar_format=bar_format) as bar:
-        contest = Contest(
-            costs,
-            workers,
-            microbatches,
-            inf if memory_limit is None else memory_limit,
-            transfer,
-            objective,
-            split_backward,
-            prefetch,
-            kept,
-            lambda share: bar.update(min(share, 1 - bar.n)),
-        )
-        contest.run(Random(seed), effort * JOBS)
-    best = contest.best()
-    if not quiet:
-        print(contest.table(best))
-    return given.checked(best.candidate.schedule)
+    return jobs
 
 
 def _check(
