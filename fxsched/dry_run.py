@@ -23,7 +23,7 @@ from .plans.plan import Plan
 from .runtime.padding import check_padded
 from .schedules.arguments import positive
 from .state.kept import specs_of, stand_in
-from .transport.processes import from_rank_0
+from .transport.world import from_rank_0
 
 
 def plan(

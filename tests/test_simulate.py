@@ -15,7 +15,7 @@ import fxsched
 from fxsched import Direction, Job, Link, PlanError, Schedule, schedules, simulate
 from fxsched.ir import ops
 from fxsched.plans.plan import Plan
-from fxsched.transport.processes import ThreadEndpoint
+from fxsched.transport.endpoints import ThreadEndpoint
 from fxsched.transport.wire_format import Parcel
 from tests.cases import apart, build
 

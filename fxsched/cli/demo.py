@@ -20,7 +20,7 @@ from ..jobs import PlanError, Schedule
 from ..models import docstrings
 from ..models.two_tower import TwoTower, TwoTowerConfig
 from ..state.full_state import full_state_dict
-from ..transport import processes
+from ..transport import processes, world
 
 BATCH = 64
 ROWS = 12  # of a worker's program, that are shown
@@ -131,7 +131,7 @@ def compare(
         ]
     ).nan_to_num(torch.inf)
     # each gradient is on the ranks that keep its parameter
-    gradients = processes.largest(gradients)
+    gradients = world.largest(gradients)
     assert gradients.min() >= 0, "a parameter got no gradient on any worker"
     model.zero_grad()
     return Difference(abs((loss - expected).item()), gradients.max().item())

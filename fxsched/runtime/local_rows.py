@@ -15,7 +15,7 @@ from ..ir.request import Request
 from ..ir.step_ir import Line
 from ..jobs import PlanError, Schedule
 from ..plans.plan import Plan
-from ..transport.processes import own_rank
+from ..transport.world import own_rank
 
 
 class LocalSampler(Sampler[list[int]]):

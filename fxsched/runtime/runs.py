@@ -23,7 +23,8 @@ from ..codegen.static_program import Steps, Straight, alone
 from ..codegen.tasks import Program, Receive, Task
 from ..ir.graphs import arguments, result
 from ..jobs import Job
-from ..transport.processes import WATCHERS, Aborted, Endpoint
+from ..transport.endpoints import Aborted, Endpoint
+from ..transport.processes import WATCHERS
 
 
 class Runnable:

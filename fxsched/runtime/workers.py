@@ -27,14 +27,9 @@ from ..plans.plan import Plan
 from ..state.clip import guard_torch_clipping
 from ..state.kept import KEPT, Kept, give_up, is_given_up
 from ..state.optimizers import guard_optimizers
-from ..transport.processes import (
-    MESSAGES,
-    Aborted,
-    Exchange,
-    Processes,
-    ThreadEndpoint,
-    choose,
-)
+from ..transport.endpoints import Aborted, Exchange, ThreadEndpoint
+from ..transport.processes import MESSAGES, Processes
+from ..transport.world import choose
 from .runs import Run, Runnable
 
 Tangents = dict[int, Tensor] | None

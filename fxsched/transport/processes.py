@@ -1,13 +1,8 @@
-"""How workers hand values to each other: between threads, or over torch.distributed.
+"""How ranks hand values to each other: over torch.distributed, or shared memory.
 
-The only file that knows torch.distributed. Both kinds of endpoint have the same
-methods: send never waits; expect says early what will come; take waits for it; watch
-puts its tag in a queue once it is there, and next waits for that; finish waits until
-what was sent has left.
-
-Over torch.distributed a message's number says which call of which plan it is of (see
-control.py), so that no other can be taken. What waits inside torch.distributed
-is looked after by a thread: if the wait is in vain, it breaks the group's connections,
+The only file that sends and receives over torch.distributed. A message's number says
+which call of which plan it is of (see control.py), so that no other can be taken. What
+waits inside it is looked after by a thread: if in vain, it breaks the connections,
 which wakes this rank and all that wait for it. Processes.reset makes new ones.
 """
 
@@ -24,105 +19,26 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, Protocol, TypeVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import distributed_c10d as c10d
 
-from ..ir.request import Transport
 from ..jobs import PlanError
 from .control import TICK, Control, Mark
+from .endpoints import Where
+from .helper_threads import Helpers
 from .shared_memory import Neighbour, Neighbours
 from .wire_format import Parcel
-
-T = TypeVar("T")
+from .world import check_world, default_timeout
 
 WATCHERS = 8  # receives that may be posted at a time under order="dynamic"
 TAGS = 2**31 - 2  # of torch.distributed; the last two are SHARED and BROKEN
 SHARED, BROKEN = TAGS, TAGS + 1
 MESSAGES = 1 << 20  # of a step, which leaves tags for that of 2,047 calls
-Where = Callable[[], tuple[int | None, str]]  # the worker and job that a run waits for
 _groups = itertools.count()  # every rank makes the same ones
-
-
-class Aborted(Exception):
-    """Another worker failed; this one stops waiting for it."""
-
-
-class Endpoint(Protocol):
-    """One worker's end of the transfers of one run."""
-
-    def send(self, value: Any, parcel: Parcel) -> None: ...
-    def expect(self, parcel: Parcel) -> None: ...
-    def take(self, parcel: Parcel) -> Any: ...
-    def watch(self, parcel: Parcel, arrived: queue.SimpleQueue[int]) -> None: ...
-    def next(self, arrived: queue.SimpleQueue[int], where: Where) -> int: ...
-    def finish(self) -> None: ...
-
-
-class Exchange:
-    """Values on their way between the threads of one run, by reference."""
-
-    def __init__(self) -> None:
-        self.values: dict[int, Any] = {}
-        self.watching: dict[int, queue.SimpleQueue[int]] = {}
-        self.changed = threading.Condition()
-        self.failed = False
-        self.queues: list[queue.SimpleQueue[int]] = []
-
-    def abort(self) -> None:
-        """Wakes every worker that waits, to raise Aborted."""
-        with self.changed:
-            self.failed = True
-            self.changed.notify_all()
-            for waiting in self.queues:
-                waiting.put(-1)
-
-
-class ThreadEndpoint:
-    """An endpoint between threads of one process."""
-
-    def __init__(self, exchange: Exchange) -> None:
-        self.exchange = exchange
-
-    def send(self, value: Any, parcel: Parcel) -> None:
-        tag = parcel.tag
-        with self.exchange.changed:
-            self.exchange.values[tag] = value
-            if tag in self.exchange.watching:
-                self.exchange.watching.pop(tag).put(tag)
-            self.exchange.changed.notify_all()
-
-    def expect(self, parcel: Parcel) -> None:
-        pass
-
-    def take(self, parcel: Parcel) -> Any:
-        with self.exchange.changed:
-            while parcel.tag not in self.exchange.values:
-                if self.exchange.failed:
-                    raise Aborted
-                self.exchange.changed.wait()
-            return self.exchange.values.pop(parcel.tag)
-
-    def watch(self, parcel: Parcel, arrived: queue.SimpleQueue[int]) -> None:
-        tag = parcel.tag
-        with self.exchange.changed:
-            if arrived not in self.exchange.queues:
-                self.exchange.queues.append(arrived)
-            if self.exchange.failed:
-                arrived.put(-1)
-            elif tag in self.exchange.values:
-                arrived.put(tag)
-            else:
-                self.exchange.watching[tag] = arrived
-
-    def next(self, arrived: queue.SimpleQueue[int], where: Where) -> int:
-        return arrived.get()
-
-    def finish(self) -> None:
-        pass
 
 
 class ProcessEndpoint:
@@ -229,39 +145,6 @@ class ProcessEndpoint:
         self.sending.clear()
 
 
-class Helpers:
-    """Threads that wait for something, as many as there are waits at a time."""
-
-    def __init__(self) -> None:
-        self.waits: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        self.threads = self.waiting = 0
-        self.changed = threading.Lock()
-
-    def call(self, wait: Callable[[], None]) -> None:
-        """Calls what waits for something, in a thread that nothing else waits in."""
-        with self.changed:
-            self.waiting += 1
-            if self.waiting > self.threads:  # a daemon: a rank that fails exits anyway
-                self.threads += 1
-                name = f"fxsched waits {self.threads}"
-                threading.Thread(None, self._call, name, daemon=True).start()
-        self.waits.put(wait)
-
-    def _call(self) -> None:
-        while (wait := self.waits.get()) is not None:
-            wait()
-            del wait
-            with self.changed:
-                self.waiting -= 1
-
-    def close(self) -> None:
-        """Ends the threads, each once its wait is over."""
-        with self.changed:
-            for _ in range(self.threads):
-                self.waits.put(None)
-            self.threads = 0
-
-
 @dataclass(eq=False)
 class Wait:
     """A wait inside torch.distributed: for whom, at which call, since when."""
@@ -288,7 +171,7 @@ class Processes:
         check_world(workers, dist.get_world_size())
         self.rank, self.workers, self.near = dist.get_rank(), workers, near
         self.process, self.world = os.getpid(), dist.group.WORLD
-        self.limit = _default_timeout() if timeout is None else timeout
+        self.limit = default_timeout() if timeout is None else timeout
         if timeout is not None:
             _limits.append(timeout)
         self.helpers = Helpers()
@@ -525,88 +408,9 @@ def _look_after(processes: weakref.ref[Processes], ended: threading.Event) -> No
         del own, wait
 
 
-def _default_timeout() -> float:
-    """Seconds that the process group waits at most."""
-    try:
-        world: Any = dist.group.WORLD
-        options = world._get_backend(torch.device("cpu")).options
-        return float(options._timeout.total_seconds())
-    except (AttributeError, RuntimeError):  # no backend for the CPU, or without options
-        return float(c10d.default_pg_timeout.total_seconds())
-
-
-def from_rank_0(make: Callable[[], T]) -> T:
-    """What make() gives on rank 0, or here if there are no ranks; its errors too.
-
-    All ranks run it at the same time, so that what it measures is as slow as in a step,
-    where all are busy.
-    """
-    if not dist.is_initialized():
-        if not started_by_torchrun():
-            return make()
-        dist.init_process_group("gloo")
-    found: list[Any] = [None, None]
-    dist.barrier()
-    try:
-        found[0] = make()
-    except Exception as error:
-        found[1] = error
-    dist.broadcast_object_list(found, 0)
-    if found[1] is not None:
-        raise found[1]
-    made: T = found[0]
-    return made
-
-
-def largest(values: Tensor) -> Tensor:
-    """The largest of each value over all ranks; the values themselves on threads."""
-    if dist.is_initialized():
-        dist.all_reduce(values, dist.ReduceOp.MAX)
-    return values
-
-
 def leave() -> None:
     """Ends this process's part in a torch.distributed job, if it is in one."""
     global _everyone
     if dist.is_initialized():
         _everyone = None
         dist.destroy_process_group()
-
-
-def started_by_torchrun() -> bool:
-    return dist.is_torchelastic_launched() or {"RANK", "WORLD_SIZE"} <= set(os.environ)
-
-
-def choose(transport: Transport | None, workers: int) -> Transport:
-    """The transport to take. Raises PlanError if the world has another size."""
-    if transport == "threads":
-        return transport
-    if dist.is_initialized():
-        check_world(workers, dist.get_world_size())
-        return transport or "distributed"
-    if started_by_torchrun():
-        check_world(workers, int(os.environ["WORLD_SIZE"]))
-        return transport or "distributed"
-    if transport is not None:
-        raise PlanError(
-            f"transport={transport!r} needs a process group: start with "
-            f"torchrun --nproc-per-node {workers}, or call "
-            "torch.distributed.init_process_group first"
-        )
-    return "threads"
-
-
-def own_rank() -> int | None:
-    """This process's rank; None where it runs all workers."""
-    if dist.is_initialized():
-        return dist.get_rank()
-    return int(os.environ["RANK"]) if started_by_torchrun() else None
-
-
-def check_world(workers: int, size: int) -> None:
-    if size != workers:
-        raise PlanError(
-            f"the schedule has {workers} workers, but torch.distributed runs {size} "
-            f"processes; start {workers} (torchrun --nproc-per-node {workers}), give "
-            "the schedule as many workers, or use transport='threads'"
-        )

@@ -172,7 +172,7 @@ class Comparison:
 
     def _cells(self, row: Row, best: Row) -> tuple[str, ...]:
         """A row of the table; the bubble is that of what is made short."""
-        step, latency = row.simulation, self.objective == "latency"
+        step, latency = row.simulation, self.goal.objective == "latency"
         bubble = step.bubble_rate if latency else step.span_bubble_rate
         write = tables.byte_text if self.costs.bytes else "{:.4g}".format
         return (

@@ -1,0 +1,99 @@
+"""The ranks of a job: whether there are any, how many, and what all agree on.
+
+Knows torch.distributed's default process group, and torchrun's environment.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import distributed_c10d as c10d
+
+from ..ir.request import Transport
+from ..jobs import PlanError
+
+T = TypeVar("T")
+
+
+def from_rank_0(make: Callable[[], T]) -> T:
+    """What make() gives on rank 0, or here if there are no ranks; its errors too.
+
+    All ranks run it at the same time, so that what it measures is as slow as in a step,
+    where all are busy.
+    """
+    if not dist.is_initialized():
+        if not started_by_torchrun():
+            return make()
+        dist.init_process_group("gloo")
+    found: list[Any] = [None, None]
+    dist.barrier()
+    try:
+        found[0] = make()
+    except Exception as error:
+        found[1] = error
+    dist.broadcast_object_list(found, 0)
+    if found[1] is not None:
+        raise found[1]
+    made: T = found[0]
+    return made
+
+
+def largest(values: Tensor) -> Tensor:
+    """The largest of each value over all ranks; the values themselves on threads."""
+    if dist.is_initialized():
+        dist.all_reduce(values, dist.ReduceOp.MAX)
+    return values
+
+
+def started_by_torchrun() -> bool:
+    return dist.is_torchelastic_launched() or {"RANK", "WORLD_SIZE"} <= set(os.environ)
+
+
+def choose(transport: Transport | None, workers: int) -> Transport:
+    """The transport to take. Raises PlanError if the world has another size."""
+    if transport == "threads":
+        return transport
+    if dist.is_initialized():
+        check_world(workers, dist.get_world_size())
+        return transport or "distributed"
+    if started_by_torchrun():
+        check_world(workers, int(os.environ["WORLD_SIZE"]))
+        return transport or "distributed"
+    if transport is not None:
+        raise PlanError(
+            f"transport={transport!r} needs a process group: start with "
+            f"torchrun --nproc-per-node {workers}, or call "
+            "torch.distributed.init_process_group first"
+        )
+    return "threads"
+
+
+def own_rank() -> int | None:
+    """This process's rank; None where it runs all workers."""
+    if dist.is_initialized():
+        return dist.get_rank()
+    return int(os.environ["RANK"]) if started_by_torchrun() else None
+
+
+def check_world(workers: int, size: int) -> None:
+    if size != workers:
+        raise PlanError(
+            f"the schedule has {workers} workers, but torch.distributed runs {size} "
+            f"processes; start {workers} (torchrun --nproc-per-node {workers}), give "
+            "the schedule as many workers, or use transport='threads'"
+        )
+
+
+def default_timeout() -> float:
+    """Seconds that the process group waits at most."""
+    try:
+        world: Any = dist.group.WORLD
+        options = world._get_backend(torch.device("cpu")).options
+        return float(options._timeout.total_seconds())
+    except (AttributeError, RuntimeError):  # no backend for the CPU, or without options
+        return float(c10d.default_pg_timeout.total_seconds())
