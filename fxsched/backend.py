@@ -227,7 +227,8 @@ class Backend:
         Every rank calls it. A compiled function that is called after that raises
         PlanError. Without it, plans and threads go with the last function that was
         compiled with this backend, and ranks' links and groups with the backend, which
-        torch.compile's caches keep until torch._dynamo.reset().
+        torch.compile's caches keep until torch._dynamo.reset(), and then the code in
+        torch.distributed's record of its last 2,000 operations.
         """
         self.closed = True
         self._rest()

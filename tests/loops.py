@@ -437,6 +437,7 @@ def quiet() -> Iterator[None]:
 
 def same(what: str, got: Tensor, want: Tensor, half: bool) -> None:
     relative, absolute = (5e-2, 2e-2) if half else (1e-4, 1e-5)
+    absolute *= max(1.0, float(want.abs().max()))  # of what sums that large round to
     if not torch.allclose(got.float(), want.float(), relative, absolute):
         off = float((got.float() - want.float()).abs().max())
         raise Differs(f"{what} differs by {off:.2g}")

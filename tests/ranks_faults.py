@@ -189,6 +189,18 @@ def closing(loops: list[Loop]) -> None:
     for thread in others:
         thread.join(10)
     say("left", [thread for thread in others if thread.is_alive()])
+    counts = []
+    for _ in range(2):
+        again = Loop("distributed", "static")
+        again.step()
+        again.backend.close()
+        dist.barrier()
+        torch._dynamo.reset()
+        gc.collect()
+        counts.append(
+            [len(os.listdir(f"/proc/self/{what}")) for what in ("fd", "task")]
+        )
+    say("more", counts[0] != counts[1] and counts)
 
 
 def refused(loop: Loop) -> None:

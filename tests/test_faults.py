@@ -92,6 +92,10 @@ def test_a_rank_that_closes_ends_those_that_call(said: Said) -> None:
     assert said[0, "left"].strip() == said[1, "left"].strip() == "[]"
 
 
+def test_a_closed_backend_leaves_no_descriptors_and_threads(said: Said) -> None:
+    assert said[0, "more"].strip() == said[1, "more"].strip() == "False"
+
+
 @pytest.mark.parametrize("way", ["distributed dynamic", "gloo dynamic"])
 @pytest.mark.parametrize("case", ["exception", "refused"])
 def test_a_failure_ends_ranks_in_dynamic_order(said: Said, way: str, case: str) -> None:

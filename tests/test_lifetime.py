@@ -127,7 +127,7 @@ def test_all_goes_with_the_backend() -> None:
         for schedule in (schedules.gpipe(2, 2), schedules.one_f_one_b(2, 2)):
             model, backend = Net(), fxsched.backend(schedule)
             trained(torch.compile(model, backend=backend), model, 4)
-            kept += [weakref.ref(model), weakref.ref(backend)]
+            kept += map(weakref.ref, (model, backend, *model.parameters()))
         return kept
 
     kept = sweep()

@@ -633,11 +633,12 @@ class _Binder:
     def keeping(self) -> Iterator[list[int]]:
         """Notes the bytes that autograd keeps for B, each storage once."""
         found: list[int] = []
+        kept, given = self.kept, self.given  # alone: what is saved keeps the hook
 
         def note(tensor: Tensor) -> Tensor:
             where = storage(tensor)
-            if where not in self.kept | self.given:
-                self.kept.add(where)
+            if where not in kept and where not in given:
+                kept.add(where)
                 found.append(tensor.untyped_storage().nbytes())
             return tensor.detach()
 

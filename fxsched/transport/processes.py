@@ -201,7 +201,8 @@ class Processes:
         self.control.meet("start", None)
         self.neighbours: Mapping[int, Neighbour] = {}
         late = timedelta(seconds=self.limit + 4 * TICK)  # fxsched's errors say more
-        self.group = dist.new_group(backend="gloo", timeout=late)
+        group = dist.new_group(backend="gloo", timeout=late)
+        self._group: dist.ProcessGroup | None = group
         if self.near:
             self.neighbours = Neighbours(self.rank, self.all, self.control)
 
@@ -235,8 +236,16 @@ class Processes:
         if isinstance(self.neighbours, Neighbours):
             self.neighbours.close()
         self.neighbours = {}
-        if dist.is_initialized() and dist.group.WORLD is self.world:
-            dist.destroy_process_group(self.group)
+        group, self._group = self._group, None  # its threads and sockets end with it
+        if group and dist.is_initialized() and dist.group.WORLD is self.world:
+            dist.destroy_process_group(group)
+
+    @property
+    def group(self) -> dist.ProcessGroup:
+        """What connects the ranks; ConnectionError once this rank has left it."""
+        if self._group is None:
+            raise ConnectionError("this rank's backend is closed")
+        return self._group
 
     def close(self) -> None:
         """Ends this rank's part: links, threads and group. Ranks that wait for it
@@ -253,7 +262,7 @@ class Processes:
         """Breaks the links and the group's connections."""
         if isinstance(self.neighbours, Neighbours):
             self.neighbours.close()
-        if self.workers > 1:  # a receive that comes too late closes them all
+        if self.workers > 1 and self._group:  # a receive that comes too late closes all
             peer = (self.rank + 1) % self.workers
             with suppress(RuntimeError):
                 work = dist.irecv(torch.empty(1), peer, self.group, tag=BROKEN)
