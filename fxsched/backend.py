@@ -10,15 +10,15 @@ from torch import Tensor, fx
 
 from .autodiff.activation_checkpoints import inline_checkpoints
 from .capture.caller import Dims
-from .capture.refusals import refusal
-from .capture.trace import (
+from .capture.dynamo import (
     ask_for_symbolic_batch,
-    capture,
     configure_dynamo,
-    graph_break,
+    copy_graph,
     note_arguments,
     note_origins,
 )
+from .capture.graph_breaks import graph_break
+from .capture.refusals import refusal
 from .clock.timeline import Event
 from .costmodel.measure import Profile
 from .ir.loss_scale import read_scale
@@ -265,7 +265,7 @@ class Backend:
         note_arguments(gm, inputs)
         if broken is None and self.request.schedule.microbatches > 1:
             ask_for_symbolic_batch(gm, inputs, self.request)
-        captured = capture(gm, inputs)
+        captured = copy_graph(gm, inputs)
 
         def call(*args: Any) -> Sequence[Any]:
             if broken is not None:

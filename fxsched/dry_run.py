@@ -12,7 +12,7 @@ from .backend import Backend, backend
 from .capture.batch import batch_of
 from .capture.caller import Dims
 from .capture.meta_device import refuse_meta
-from .capture.trace import trace_microbatch
+from .capture.trace import Traced, trace_microbatch
 from .costmodel.measure import Profile, measure
 from .ir.modes import modes_after_errors
 from .ir.request import BufferReduction, Carry, OutputReduction, Ragged
@@ -106,8 +106,8 @@ def profile(
         try:
             with torch.enable_grad():
                 torch.compile(model, backend=tracer)(*args, **kwargs)
-        except Traced as traced:
-            return measure(traced.graph, traced.inputs, microbatches, repeats)
+        except MicrobatchTraced as end:
+            return measure(end.traced.graph, end.inputs, microbatches, repeats)
         raise _no_graph("profile")
 
     return from_rank_0(measured)
@@ -144,14 +144,14 @@ class _Planned(Exception):
         self.plan = plan
 
 
-class Traced(Exception):
+class MicrobatchTraced(Exception):
     """Ends the call of a compiled function once there is a traced microbatch.
 
     inputs: stand-ins for those of the call.
     """
 
-    def __init__(self, graph: fx.GraphModule, inputs: Sequence[Any]) -> None:
-        self.graph, self.inputs = graph, inputs
+    def __init__(self, traced: Traced, inputs: Sequence[Any]) -> None:
+        self.traced, self.inputs = traced, inputs
 
 
 class _Planner(Backend):
@@ -174,4 +174,4 @@ class Tracer(Backend):
         with modes_after_errors():
             batch = batch_of(gm, args, self.request)
             traced = trace_microbatch(gm, args, batch, specs_of(args))
-        raise Traced(traced, [stand_in(value) for value in args])
+        raise MicrobatchTraced(traced, [stand_in(value) for value in args])

@@ -13,7 +13,7 @@ from .autodiff import inductor
 from .capture.batch import Batch, batch_of
 from .capture.graph_inputs import call_text
 from .capture.meta_device import refuse_meta
-from .capture.trace import trace_microbatch
+from .capture.trace import Traced, trace_microbatch
 from .checker.check_program import CheckError
 from .ir.facts import facts
 from .ir.request import LossReduction, Request
@@ -41,7 +41,7 @@ class CallPlan(NamedTuple):
     """
 
     plan: Plan
-    traced: fx.GraphModule
+    traced: Traced
     request: Request
 
 
@@ -64,9 +64,9 @@ def plan_call(
         gm, args, batch, specs_of(args), weighted, request.outputs
     )
     if on_trace is not None:
-        on_trace(gm, args, batch, traced)
+        on_trace(gm, args, batch, traced.graph)
     if options.measured is not None:
-        options.measured.apply(traced)
+        options.measured.apply(traced.graph)
     request = replace(
         request,
         loss_reduction=_loss_reduction(traced, request),
@@ -75,18 +75,20 @@ def plan_call(
         owners=workers.owners(args) if workers else {},
         readers=workers.readers if workers else None,
     )
-    plan = make_plan(traced, request, options.passes)
+    plan = make_plan(traced.graph, request, options.passes)
     if request.rows == "local" and isinstance(workers, Ranks):
         check_local(plan, options.request.schedule)
     return CallPlan(plan, traced, request)
 
 
-def _loss_reduction(traced: fx.GraphModule, request: Request) -> LossReduction:
+def _loss_reduction(traced: Traced, request: Request) -> LossReduction:
     """How the microbatches' losses are put together: "mean" or "sum"."""
     if request.loss_reduction != "weighted":
         return request.loss_reduction
-    pairs = zip(facts(traced).outputs, traced.meta["rows"], strict=True)
-    return reduction_of([rows for output, rows in pairs if output.kind == "scalar"])
+    pairs = zip(facts(traced.graph).outputs, traced.rows.outputs, strict=True)
+    return reduction_of(
+        [rows for output, rows in pairs if rows and output.kind == "scalar"]
+    )
 
 
 def make_step(
@@ -115,7 +117,7 @@ def make_step(
     with workers.guarded():
         programs = _programs(plan, options, workers, record)
     step = Step(plan, programs, workers, record)
-    step.early, step.scale = traced.meta["early"], options.loss_scale
+    step.early, step.scale = traced.early, options.loss_scale
     if isinstance(workers, Ranks):
         inputs = [each for each in plan.inputs if each.input < len(args)]
         local = request.rows == "local"
@@ -123,7 +125,7 @@ def make_step(
             options.inputs, inputs, workers.processes, number, local
         )
     if plan.schedule.microbatches > 1 and 0 in workers.here:
-        step.watch = Watch(gm, traced, plan.loss, request)
+        step.watch = Watch(gm, traced.graph, traced.rows, plan.loss, request)
     return step
 
 

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 NAMES = {
-    "trace.py": (
+    "dynamo.py": (
         "torch._dynamo.convert_frame:_compile",
         "torch._dynamo.config:recompile_limit",
         "torch._dynamo.config:accumulated_recompile_limit",
@@ -25,10 +25,10 @@ NAMES = {
         "torch._dynamo.exc:TensorifyScalarRestartAnalysis",
         "torch._dynamo.exc:Unsupported",
         "torch._dynamo.symbolic_convert:InstructionTranslator.current_tx",
-        "torch._subclasses:FakeTensorMode",
         "torch.fx.experimental._config:use_duck_shape",
     ),
-    "aot.py": (
+    "microbatch.py": ("torch._subclasses:FakeTensorMode",),
+    "autograd.py": (
         "torch._functorch.aot_autograd:aot_export_joint_with_descriptors",
         "torch._functorch.partitioners:default_partition",
         "torch._functorch._aot_autograd.descriptors:GradAOTOutput",

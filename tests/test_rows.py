@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import fxsched
 from fxsched import Schedule
-from fxsched.dry_run import Traced, Tracer
+from fxsched.dry_run import MicrobatchTraced, Tracer
 from fxsched.rows.kinds import Effect, Kind, Rows
 from tests import cases
 
@@ -36,10 +36,9 @@ class Model(nn.Module):
 def rows_of(model: nn.Module, *inputs: Tensor) -> list[Rows | None]:
     """Of each output of a model whose batch is cut into two."""
     tracer = Tracer(fxsched.backend(Schedule(1, 2)).options)
-    with pytest.raises(Traced) as traced:
+    with pytest.raises(MicrobatchTraced) as end:
         torch.compile(model, backend=tracer)(*inputs)
-    rows: list[Rows | None] = traced.value.graph.meta["rows"]
-    return rows
+    return list(end.value.traced.rows.outputs)
 
 
 def pairs(s: Model, x: Tensor, y: Tensor) -> Tensor:

@@ -41,6 +41,6 @@ def symbol_of(size: object) -> Any:
 
 
 def origin_of(node: fx.Node) -> Origin:
-    """Where an input comes from, as trace.note_origins wrote it down."""
+    """Where an input comes from, as dynamo.note_origins wrote it down."""
     origin: Origin = node.meta["origin"]
     return origin

@@ -22,7 +22,7 @@ REDUCTIONS = get_args(OutputReduction)
 Name = int | str
 
 
-class Found(NamedTuple):
+class TracedOutput(NamedTuple):
     """What is known of a tensor that Dynamo's graph returns.
 
     name: its index or key in what the user gets, or the attribute that it is stored in.
@@ -62,88 +62,95 @@ def origins_of(
     written: the tensors that a node writes into; what shares their memory comes of the
         same from then on.
     """
-    found: dict[fx.Node, frozenset[str]] = {}
-    held: dict[int, frozenset[str]] = {}
+    origins: dict[fx.Node, frozenset[str]] = {}
+    by_storage: dict[int, frozenset[str]] = {}
     for node in nodes:
-        mine = frozenset({own[node]} if node in own else ())
+        own_origins = frozenset({own[node]} if node in own else ())
         for read in node.all_input_nodes:
-            mine |= found[read].union(*_held(values.get(read), held))
+            own_origins |= origins[read].union(
+                *_of_storages(values.get(read), by_storage)
+            )
         places = {storage(t) for t in written(node)}
-        new = {storage(t) for t in tensors(values.get(node))} - held.keys()
+        new = {storage(t) for t in tensors(values.get(node))} - by_storage.keys()
         for place in places | new:
-            held[place] = held.get(place, frozenset()) | mine
-        found[node] = mine.union(*_held(values.get(node), held))
-    return found
+            by_storage[place] = by_storage.get(place, frozenset()) | own_origins
+        origins[node] = own_origins.union(*_of_storages(values.get(node), by_storage))
+    return origins
 
 
-def _held(value: Any, held: Mapping[int, frozenset[str]]) -> list[frozenset[str]]:
-    return [held.get(storage(t), frozenset()) for t in tensors(value)]
+def _of_storages(
+    value: Any, by_storage: Mapping[int, frozenset[str]]
+) -> list[frozenset[str]]:
+    return [by_storage.get(storage(t), frozenset()) for t in tensors(value)]
 
 
-def describe(found: Found, batch: Batch, how: str | None) -> Output:
+def describe(traced: TracedOutput, batch: Batch, how: str | None) -> Output:
     """How the microbatches' values of an output are put together.
 
     how: what the user says, or None. What may be the loss is left to `decide`.
     Raises PlanError for what cannot be put together, or not as the user says.
     """
     output = Output(
-        "rows", differentiable=found.value.requires_grad, name=found.name, how=how
+        "rows", differentiable=traced.value.requires_grad, name=traced.name, how=how
     )
-    dims = [i for i, size in enumerate(found.sizes) if batch.changes(size)]
+    dims = [i for i, size in enumerate(traced.sizes) if batch.changes(size)]
     if dims:
-        mixed = found.rows is not None and found.rows.outer > 1
-        if len(dims) > 1 or mixed or not batch.joins(found.sizes[dims[0]]):
-            raise _apart(found, batch)
+        mixed = traced.rows is not None and traced.rows.outer > 1
+        if len(dims) > 1 or mixed or not batch.joins(traced.sizes[dims[0]]):
+            raise _apart(traced, batch)
         if how is not None:
             raise PlanError(
-                f"backend(outputs={{{found.name!r}: {how!r}}}): it has a value or row "
+                f"backend(outputs={{{traced.name!r}: {how!r}}}): it has a value or row "
                 "for each sample, and comes back whole; leave it out"
             )
         return output._replace(dim=dims[0])
     if how is not None:
-        _possible(found, how)
+        _possible(traced, how)
         return output._replace(kind="one" if how == "last" else "folded")
-    if not found.origins or found.origins == {"state"}:
-        last = "last" if found.origins else None
+    if not traced.origins or traced.origins == {"state"}:
+        last = "last" if traced.origins else None
         return output._replace(kind="one", how=last)
-    return output._replace(kind="scalar", how=found.known)
+    return output._replace(kind="scalar", how=traced.known)
 
 
-def decide(outputs: Sequence[Output], found: Mapping[int, Found]) -> list[Output]:
+def decide(
+    outputs: Sequence[Output], traced: Mapping[int, TracedOutput]
+) -> list[Output]:
     """The outputs, of which one scalar may be the loss; others are an error.
 
     The loss is the only output, or named so, or the one scalar that needs a gradient.
     Raises PlanError with the line to write for all that the user has to decide.
     """
-    open_ = [i for i, output in enumerate(outputs) if output.kind == "scalar"]
+    scalars = [i for i, output in enumerate(outputs) if output.kind == "scalar"]
     floats = [
         i
-        for i in open_
-        if found[i].value.dim() == 0
-        and found[i].value.is_floating_point()
-        and found[i].returned
+        for i in scalars
+        if traced[i].value.dim() == 0
+        and traced[i].value.is_floating_point()
+        and traced[i].returned
     ]
-    named = [i for i in floats if str(found[i].name).split(".")[-1] == "loss"]
+    named = [i for i in floats if str(traced[i].name).split(".")[-1] == "loss"]
     trained = [i for i in floats if outputs[i].differentiable]
-    alone = floats if sum(each.returned for each in found.values()) == 1 else []
+    alone = floats if sum(each.returned for each in traced.values()) == 1 else []
     loss = next((g for g in (named, trained, alone) if len(g) == 1), [])
-    unknown = [i for i in open_ if i not in loss and outputs[i].how is None]
+    unknown = [i for i in scalars if i not in loss and outputs[i].how is None]
     if unknown:
-        raise _undecided([found[i] for i in unknown])
+        raise _undecided([traced[i] for i in unknown])
     decided = list(outputs)
-    for i in open_:
+    for i in scalars:
         loss_or_not = {"how": None} if i in loss else {"kind": "folded"}
         decided[i] = outputs[i]._replace(**loss_or_not)
     return decided
 
 
-def _undecided(found: Sequence[Found]) -> PlanError:
+def _undecided(traced: Sequence[TracedOutput]) -> PlanError:
     lines = "".join(
         f"\n  {_called(each)}, {_shape(each)}, made at\n    {each.where}"
-        for each in found
+        for each in traced
     )
     example = {
-        each.name: "mean" if each.value.is_floating_point() else "sum" for each in found
+        each.name: "mean" if each.value.is_floating_point() else "sum"
+        for each in traced
     }
     return PlanError(
         "each microbatch gives a value of its own of outputs that have no row for each "
@@ -153,43 +160,43 @@ def _undecided(found: Sequence[Found]) -> PlanError:
     )
 
 
-def _called(found: Found) -> str:
-    if found.returned:
-        return f"output {found.name!r}"
-    return f"{found.name}, which the model assigns to"
+def _called(traced: TracedOutput) -> str:
+    if traced.returned:
+        return f"output {traced.name!r}"
+    return f"{traced.name}, which the model assigns to"
 
 
-def _shape(found: Found) -> str:
-    kind = str(found.value.dtype).removeprefix("torch.")
-    return f"{kind}{list(found.value.shape)}"
+def _shape(traced: TracedOutput) -> str:
+    kind = str(traced.value.dtype).removeprefix("torch.")
+    return f"{kind}{list(traced.value.shape)}"
 
 
-def _apart(found: Found, batch: Batch) -> PlanError:
+def _apart(traced: TracedOutput, batch: Batch) -> PlanError:
     """What to say of a value that samples of different microbatches meet in."""
     sizes = []
-    for size in found.sizes:
+    for size in traced.sizes:
         text = str(size)
         for symbol in batch.symbols:
             text = text.replace(str(symbol), "batch")
         sizes.append(text)
     return PlanError(
-        f"{_called(found)}, has shape ({', '.join(sizes)}), made at\n"
-        f"    {found.where}\n"
+        f"{_called(traced)}, has shape ({', '.join(sizes)}), made at\n"
+        f"    {traced.where}\n"
         "microbatches cannot be put together to that: it is of all pairs of samples, "
         "or its rows are not sample after sample; return a tensor with one row for "
         "each sample, and compute this from it outside of the model"
     )
 
 
-def _possible(found: Found, how: str) -> None:
+def _possible(traced: TracedOutput, how: str) -> None:
     """Raises PlanError for a reduction that a type doesn't have."""
-    dtype = found.value.dtype
+    dtype = traced.value.dtype
     numbers = dtype.is_floating_point or dtype.is_complex
     wrong = (how == "mean" and not numbers) or (
         how == "sum" and str(dtype)[6:] == "bool"
     )
     if wrong or (how in ("max", "min") and dtype.is_complex):
         raise PlanError(
-            f"backend(outputs={{{found.name!r}: {how!r}}}): it is {_shape(found)}, "
+            f"backend(outputs={{{traced.name!r}: {how!r}}}): it is {_shape(traced)}, "
             f"which has no {how}; give another of {', '.join(REDUCTIONS)}"
         )

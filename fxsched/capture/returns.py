@@ -2,7 +2,7 @@
 
 A model that gives an attribute a new tensor (`self.n = self.n + 1`) makes Dynamo return
 that tensor from its graph and store it after the call. This file reads Dynamo's records
-of what the function returns and stores; trace.py hands them in.
+of what the function returns and stores; dynamo.py hands them in.
 """
 
 from __future__ import annotations

@@ -12,9 +12,9 @@ from ..ir.facts import facts
 from ..ir.graphs import Role
 from ..ir.request import Request
 from .early_values import Early, counts, early_values
-from .kinds import Kind, Rows
+from .kinds import Kind
 from .row_warnings import RowsWarning, complaints, of_labels
-from .tracker import Labels
+from .tracker import Labels, OutputRows
 
 
 class Watch:
@@ -29,26 +29,26 @@ class Watch:
         self,
         gm: fx.GraphModule,
         traced: fx.GraphModule,
+        rows: OutputRows,
         loss: int | None,
         request: Request,
     ) -> None:
         reduction = request.loss_reduction
         self.microbatches = request.schedule.microbatches
         outputs = facts(traced).outputs
-        rows: list[Rows | None] = traced.meta["rows"]
         if loss is None:
             scalars = [i for i, o in enumerate(outputs) if o.kind == "scalar"]
             loss = scalars[0] if len(scalars) == 1 else None
-        self.texts = complaints(rows, loss, reduction, self.microbatches)
-        self.labels: list[Labels] = []
+        self.texts = complaints(rows.outputs, loss, reduction, self.microbatches)
+        self.labels: tuple[Labels, ...] = ()
         self.early: Early | None = None
         self.pending: list[Tensor] = []
-        labels: list[Labels] = traced.meta["labels"]
-        own = None if loss is None else rows[loss]
-        known = own is not None and own.kind is Kind.MEAN and own.cause is None
-        if labels and known and reduction == "mean":
-            self.early = early_values(gm, [each.node for each in labels], _cut(traced))
-            self.labels = labels
+        mean = None if loss is None else rows.outputs[loss]
+        known = mean is not None and mean.kind is Kind.MEAN and mean.cause is None
+        if rows.labels and known and reduction == "mean":
+            nodes = [each.node for each in rows.labels]
+            self.early = early_values(gm, nodes, _cut(traced))
+            self.labels = rows.labels
 
     def __call__(self, args: Sequence[Any], said: set[str]) -> None:
         """Warns of what was not said yet; `said` holds what was."""

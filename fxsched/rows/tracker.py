@@ -31,6 +31,17 @@ class Labels(NamedTuple):
     stack: str | None
 
 
+class OutputRows(NamedTuple):
+    """What became of the rows of a batch in what a model returns.
+
+    outputs: in each output; None for what is no tensor.
+    labels: those that means over labels are of.
+    """
+
+    outputs: tuple[Rows | None, ...]
+    labels: tuple[Labels, ...]
+
+
 class Tracker:
     """The rows of every tensor of one trace.
 

@@ -1,0 +1,73 @@
+"""What a node's B takes, and the bytes that its F keeps for it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch._subclasses import FakeTensorMode
+
+from ..costmodel.costs import Meter, alone, backward_of
+from ..ir.graphs import Spec, storage, tensors
+from .effects import holds_tensor
+
+
+class AutogradCosts:
+    """Of the nodes of one graph, run on fake tensors.
+
+    resident: storages of inputs and state, which are there whatever autograd keeps.
+    """
+
+    def __init__(self, gm: fx.GraphModule, mode: FakeTensorMode) -> None:
+        self.interpreter, self.mode = fx.Interpreter(gm), mode
+        self.resident: set[int] = set()
+        self._saved: set[int] = set()  # storages that autograd keeps for B
+        self._seconds: dict[str, float] = {}  # of B, by operation and arguments
+
+    @contextmanager
+    def saved_bytes(self) -> Iterator[list[int]]:
+        """Notes the bytes that autograd keeps for B, each storage once."""
+        sizes: list[int] = []
+        saved, resident = self._saved, self.resident  # alone: what is saved keeps note
+
+        def note(tensor: Tensor) -> Tensor:
+            where = storage(tensor)
+            if where not in saved and where not in resident:
+                saved.add(where)
+                sizes.append(tensor.untyped_storage().nbytes())
+            return tensor.detach()
+
+        with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+            yield sizes
+
+    def backward_seconds(
+        self, node: fx.Node, args: Any, kwargs: Any, values: Mapping[fx.Node, Any]
+    ) -> float:
+        """Seconds of a node's B; as long as those of an equal node.
+
+        values: of the node and all before it.
+        """
+        operands = [*args, *kwargs.values()]
+        shapes = [
+            (Spec.of(t), t.requires_grad)
+            for value in (operands, values[node])
+            for t in tensors(value)
+        ]
+        constants = fx.map_arg(
+            (node.args, node.kwargs),
+            lambda n: None if holds_tensor(values[n]) else values[n],
+        )
+        key = f"{node.op} {node.target} {id(node.target)} {shapes} {constants}"
+        if key not in self._seconds:
+            with self.mode:
+                (again, named), leaves = alone((args, tuple(kwargs.values())))
+                run = getattr(self.interpreter, node.op)
+                result = run(node.target, again, dict(zip(kwargs, named, strict=True)))
+                backward = backward_of(result, leaves)
+                with Meter() as meter:
+                    backward()
+            self._seconds[key] = meter.total.seconds
+        return self._seconds[key]

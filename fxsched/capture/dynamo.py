@@ -1,0 +1,270 @@
+"""All that fxsched asks of Dynamo; no other file imports it.
+
+It holds settings while Dynamo compiles a frame for fxsched, asks for a symbolic batch
+size, and writes down what is known of a graph only while Dynamo is at it. returns.py
+reads some of the records that are handed to it here.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import inspect
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import wraps
+from typing import Any
+
+import torch
+import torch._dynamo
+import torch._dynamo.guards as guards
+import torch.fx.experimental._config
+from torch import Tensor, fx
+from torch._dynamo import convert_frame
+from torch._dynamo.exc import (
+    ObservedException,
+    TensorifyScalarRestartAnalysis,
+    Unsupported,
+)
+from torch._dynamo.symbolic_convert import InstructionTranslator
+
+from ..ir.lazy import lazy_module
+from ..ir.request import Request
+from ..jobs import PlanError
+from .batch import dim_of, names_of, user_tensors
+from .caller import Argument, Call, owner_of, read_call
+from .graph_breaks import not_whole
+from .graph_inputs import origin_of, placeholders
+from .origins import Frame, Origins, Path
+from .returns import read_returns
+
+
+def configure_dynamo() -> None:
+    """Makes Dynamo compile for fxsched's backends with the settings they need.
+
+    Its own settings, and those of other backends, stay as they are: ours hold while it
+    compiles a frame for one of ours, in whatever thread. Dynamo has no hook there (its
+    callbacks come after the limit is checked, and are skipped while another thread
+    compiles), so this stands around the function that compiles a frame.
+    """
+    if getattr(convert_frame._compile, "fxsched", False):
+        return
+    original: Any = convert_frame._compile
+    parameters = inspect.signature(original)
+
+    @wraps(original)
+    def compile_frame(*args: Any, **kwargs: Any) -> Any:
+        arguments = parameters.bind(*args, **kwargs).arguments
+        backend = _innermost(arguments["compiler_fn"])
+        request = getattr(backend, "request", None)
+        if not isinstance(request, Request):
+            return original(*args, **kwargs)
+        _forget(backend)
+        backend.serve(arguments["compiler_fn"])
+        if request.schedule.microbatches > 1:
+            mark_batch(read_call(arguments["code"], arguments["locals"]), request)
+        with _settings():
+            try:
+                return original(*args, **kwargs)
+            except Unsupported as error:  # Dynamo would run the frame without a word
+                raise frame_error(error) from error
+
+    vars(compile_frame)["fxsched"] = True
+    vars(convert_frame)["_compile"] = compile_frame
+
+
+def _forget(backend: Any) -> None:
+    """Takes a backend out of those that Dynamo keeps for good, and whose reset() it
+    calls in its own: fxsched's is one that all ranks call together."""
+    known = torch._dynamo.eval_frame.cached_backends
+    for key, wrapper in list(known.items()):
+        if _innermost(wrapper) is backend:
+            del known[key]
+
+
+@contextmanager
+def _settings() -> Iterator[None]:
+    """Dynamo's settings for models that fxsched plans, in this thread.
+
+    Sweeping over schedules compiles one model often; past its limit Dynamo would go on
+    in eager mode with no more than a warning.
+    """
+    config: Any = torch._dynamo.config
+    shapes: Any = torch.fx.experimental._config
+    with (
+        config.patch(
+            recompile_limit=max(config.recompile_limit, 1024),
+            accumulated_recompile_limit=max(config.accumulated_recompile_limit, 8192),
+            fail_on_recompile_limit_hit=True,
+            # a number in the call is a constant of the plan; a changing one is better
+            # a tensor
+            specialize_float=True,
+            allow_rnn=True,
+        ),
+        # lengths that happen to equal the batch size must not share its symbol
+        shapes.patch(use_duck_shape=False),
+    ):
+        yield
+
+
+def _innermost(backend: Any) -> Any:
+    """The backend that torch.compile or others wrapped."""
+    while (inner := getattr(backend, "__wrapped__", None)) is not None or (
+        inner := getattr(backend, "compiler_fn", None)
+    ) is not None:
+        backend = inner
+    return backend
+
+
+def ask_for_symbolic_batch(
+    gm: fx.GraphModule, inputs: Sequence[Any], request: Request
+) -> None:
+    """Makes Dynamo trace again with a symbolic batch size, unless it has already.
+
+    Called inside a torch.compile backend; raises Dynamo's restart signal.
+    """
+    nodes = placeholders(gm)
+    asked = False
+    for i in user_tensors(gm, inputs):
+        dim = dim_of(names_of(nodes[i])[0], inputs[i], request.batch_dims)
+        if dim is None or inputs[i].shape[dim] < 2:  # one row can't be cut
+            continue
+        known = isinstance(nodes[i].meta["example_value"].shape[dim], torch.SymInt)
+        marked = getattr(inputs[i], "_dynamo_weak_dynamic_indices", ())
+        if not known and dim not in marked:
+            torch._dynamo.maybe_mark_dynamic(inputs[i], dim)
+            asked = True
+    if not asked:
+        return
+    # the second trace may take other branches than the one that was logged
+    translator: Any = InstructionTranslator.current_tx()
+    translator.speculation_log.clear()
+    raise TensorifyScalarRestartAnalysis()
+
+
+def mark_batch(call: Call, request: Request) -> None:
+    """Asks for symbolic sizes where arguments have their samples."""
+    for argument, tensor in call.tensors:
+        dim = dim_of(argument, tensor, request.batch_dims)
+        data = not isinstance(tensor, torch.nn.Parameter)
+        if data and dim is not None and tensor.shape[dim] > 1:
+            torch._dynamo.maybe_mark_dynamic(tensor, dim)
+
+
+def note_origins(gm: fx.GraphModule, inputs: Sequence[Any]) -> None:
+    """Writes down where inputs come from, as meta["origin"], and which modules nodes
+    are called in, as meta["module"].
+
+    Called inside a torch.compile backend: Dynamo's way to an input is of no use later.
+    """
+    paths = [_path(_source(node), node.name) for node in placeholders(gm)]
+    origins = Origins(_traced_frame(), paths, _other_paths(), inputs)
+    for node, origin in zip(placeholders(gm), origins.inputs, strict=True):
+        node.meta["origin"] = origin
+    for node in gm.graph.nodes:
+        node.meta["module"] = origins.module_name(node.meta.get("nn_module_stack", {}))
+
+
+def note_arguments(gm: fx.GraphModule, inputs: Sequence[Any]) -> None:
+    """Writes down what the caller calls inputs, as meta["arguments"], and all that it
+    may name, as gm.meta["call"].
+
+    Called inside a torch.compile backend.
+    """
+    translator: Any = InstructionTranslator.current_tx()
+    root = translator.output.root_tx
+    call = read_call(root.f_code, root.f_locals)
+    names: dict[int, list[Argument]] = {}
+    for argument, tensor in call.tensors:
+        names.setdefault(id(tensor), []).append(argument)
+    for node, value in zip(placeholders(gm), inputs, strict=True):
+        node.meta["arguments"] = tuple(names.get(id(value), ()))
+        state = node.meta["arguments"] and origin_of(node).registered
+        if state and not isinstance(value, torch.nn.Parameter):
+            # a buffer in the call is state; another tensor there would be the batch
+            same: Any = guards.GuardBuilder.ID_MATCH
+            guards.install_guard(_source(node).make_guard(same))
+    gm.meta["call"] = call._replace(tensors=())  # which must not live on
+
+
+def _traced_frame() -> Frame:
+    """The frame of the compiled function, as the expressions of guards see it."""
+    translator: Any = InstructionTranslator.current_tx()
+    root = translator.output.root_tx
+    names: Any = guards  # what a guard's expression may call
+    late = getattr(names, "_get_closure_vars", None)
+    scope = {**(late() if late else names.CLOSURE_VARS)}
+    scope.update(L=root.f_locals, G=root.f_globals)
+    owner = owner_of(root.f_code, root.f_locals)
+    outside = [*root.f_code.co_freevars, *filter(None, [owner])]
+    return Frame(scope, frozenset(f"L[{name!r}]" for name in outside))
+
+
+def _source(node: fx.Node) -> Any:
+    argument = node.meta.get("grapharg")
+    return getattr(argument, "source", None) or getattr(node, "_dynamo_source", None)
+
+
+def _other_paths() -> dict[str, list[Path]]:
+    """Further paths to what Dynamo found before, by the expression of the first.
+
+    It makes one input of a tensor that it meets again, and a guard that it stays one.
+    """
+    translator: Any = InstructionTranslator.current_tx()
+    others: dict[str, list[Path]] = {}
+    for guard in translator.output.guards:
+        function = getattr(guard.create_fn, "func", None)
+        if function is guards.GuardBuilder.DUPLICATE_INPUT:
+            first = _path(guard.create_fn.keywords["source_b"])[-1]
+            others.setdefault(first, []).append(_path(guard.originating_source))
+    return others
+
+
+def _path(source: Any, name: str = "") -> Path:
+    """The expressions that Dynamo reached a value by, the longest last; the name of an
+    input that it made itself."""
+    names = [] if source else [name]
+    while source is not None:
+        name = source.name
+        names.append(str(name() if callable(name) else name))
+        source = getattr(source, "base", None)
+    return tuple(reversed(names))
+
+
+def copy_graph(gm: fx.GraphModule, inputs: Sequence[Any]) -> fx.GraphModule:
+    """A copy of Dynamo's graph, with what Dynamo forgets after it was compiled."""
+    graph = fx.Graph()
+    new: dict[fx.Node, fx.Node] = {}
+    for node in gm.graph.nodes:
+        new[node] = graph.node_copy(node, new.__getitem__)
+    result = lazy_module(gm, graph)
+    paths = [_path(_source(node), node.name)[-1] for node in placeholders(gm)]
+    sources = [
+        f"{path} {origin_of(node)}"
+        for path, node in zip(paths, placeholders(gm), strict=True)
+    ]
+    inner = [str(m.graph) for m in gm.modules() if isinstance(m, fx.GraphModule)]
+    constants = [str(id(tensor)) for tensor in _constants(gm)]
+    translator, scope = InstructionTranslator.current_tx(), _traced_frame().scope
+    returns = read_returns(translator, gm, paths, inputs, scope)
+    text = "\n".join([*sources, *inner, *constants, str(returns)])
+    result.meta.update(call=gm.meta["call"], returns=returns)
+    result.meta["text"] = hashlib.sha256(text.encode()).hexdigest()
+    return result
+
+
+def _constants(gm: fx.GraphModule) -> Iterator[Tensor]:
+    """Tensors that belong to the graph itself."""
+    for node in gm.graph.find_nodes(op="get_attr"):
+        value = getattr(gm, str(node.target), None)
+        if isinstance(value, Tensor):
+            yield value
+
+
+def frame_error(error: Unsupported) -> PlanError:
+    """The error for a frame that Dynamo gives up: the model raised, or breaks it."""
+    raised = error.__cause__
+    if not isinstance(raised, ObservedException):
+        return not_whole(error.real_stack, error)
+    text = str(raised).removeprefix("raised exception ")
+    where = list(error.real_stack)[-1]
+    return PlanError(f"{where.filename}:{where.lineno}: the model raised {text}")

@@ -1,0 +1,71 @@
+"""Graphs that hold only a part of the model, and the line at which Dynamo left it."""
+
+from __future__ import annotations
+
+import os
+import traceback
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import fx
+
+from ..jobs import PlanError
+
+
+def graph_break(gm: fx.GraphModule) -> PlanError | None:
+    """The error for a graph that holds only a part of the model, if it does.
+
+    Called inside a torch.compile backend. Dynamo runs a function that it cannot break,
+    such as one with a break in a loop, in Python, and compiles what that calls.
+    """
+    reason: Any = gm.compile_subgraph_reason
+    if getattr(reason, "graph_break", False):
+        return not_whole(reason.user_stack, reason.reason)
+    skipped = _skipped_frame()
+    if skipped is None:
+        return None
+    where = "".join(traceback.format_list([skipped])).strip()
+    return PlanError(
+        "the model does not trace as one graph; Dynamo leaves this to Python\n"
+        f"  {where}\n"
+        "fxsched plans whole models: torch.compile(model, backend, fullgraph=True) "
+        "tells why it does"
+    )
+
+
+def not_whole(
+    stack: Sequence[traceback.FrameSummary] | None, reason: object
+) -> PlanError:
+    """The error for a line of the model that Dynamo can't trace, and why it can't."""
+    frames = list(stack or ())
+    library = os.path.dirname(traceback.__file__)
+    # of what breaks inside Python's own library, the line that calls it
+    while len(frames) > 1 and os.path.dirname(frames[-1].filename) == library:
+        frames.pop()
+    where = "".join(traceback.format_list(frames[-1:])).strip()
+    why = str(reason).split("\n")[0]
+    return PlanError(
+        f"the model does not trace as one graph; it breaks at\n  {where}\n"
+        f"  ({why})\n"
+        "fxsched plans whole models: rewrite that line with torch operations, or "
+        "move it out of the compiled function"
+    )
+
+
+def _skipped_frame() -> traceback.FrameSummary | None:
+    """The user's Python frame between torch.compile's call and Dynamo, if any."""
+    stack = traceback.extract_stack()
+    paths = [frame.filename.replace("\\", "/") for frame in stack]
+    dynamo = [i for i, p in enumerate(paths) if p.endswith("/_dynamo/convert_frame.py")]
+    calls = [
+        i
+        for i, p in enumerate(paths)
+        if p.endswith("/_dynamo/eval_frame.py") and dynamo and i < dynamo[0]
+    ]
+    if not calls:
+        return None
+    torch_folder = os.path.dirname(torch.__file__)
+    between = stack[calls[-1] + 1 : dynamo[0]]
+    user = [frame for frame in between if not frame.filename.startswith(torch_folder)]
+    return user[-1] if user else None

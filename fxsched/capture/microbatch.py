@@ -1,0 +1,235 @@
+"""Dynamo's graph, run once on fake tensors of a microbatch's size and copied.
+
+An interpreter in the sense of fx.Interpreter: it visits each node once, in order. What
+computes tensors is copied; sizes become the numbers that they are in a microbatch.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from torch import Tensor, fx, nn
+from torch._subclasses import FakeTensorMode
+
+from ..costmodel.costs import Work
+from ..ir.graphs import REGION_ENTERS, REGION_EXITS, Role, Spec, storage
+from ..jobs import PlanError
+from ..rows.early_values import Early
+from ..rows.kinds import Kind, Rows
+from ..rows.tracker import Tracker
+from .autograd_costs import AutogradCosts
+from .batch import Batch
+from .effects import INSTANCE_NORMS, EffectMeter, holds_tensor
+from .graph_inputs import origin_of
+from .refusals import where_of
+
+
+class Microbatch:
+    """The graph of one microbatch while it is made.
+
+    gm: Dynamo's graph.
+    graph: the new one.
+    new: the new node, or the constant, for each of Dynamo's nodes.
+    values: what each of these gives, fake.
+    """
+
+    def __init__(
+        self,
+        gm: fx.GraphModule,
+        inputs: Sequence[Any],
+        batch: Batch,
+        specs: Mapping[int, Spec],
+    ) -> None:
+        self.gm, self.inputs, self.batch, self.specs = gm, inputs, batch, specs
+        self.mode = FakeTensorMode(allow_non_fake_inputs=True)
+        self.graph = fx.Graph()
+        self.new: dict[fx.Node, Any] = {}
+        self.values: dict[fx.Node, Any] = {}
+        self.tracker = Tracker(batch.rows, batch.symbols)
+        self._costs = AutogradCosts(gm, self.mode)
+        self._interpreter = fx.Interpreter(gm)
+        self._first: dict[int, fx.Node] = {}  # the input that a tensor of state is
+        self._count: Counter[str] = Counter()  # nodes, by module and operation
+
+    def interpret(self) -> None:
+        """Visits all nodes but the output."""
+        index = 0
+        for node in self.gm.graph.nodes:
+            if node.op == "placeholder":
+                self._placeholder(node, index)
+                index += 1
+            elif node.op == "get_attr":
+                self._attribute(node)
+            elif node.op != "output":
+                self.call(node)
+
+    def note_input(self, node: fx.Node, value: Any) -> None:
+        """An input, a number or a constant of the call."""
+
+    def early(self) -> Early | None:
+        """What computes inputs that follow those of the call; here there are none."""
+        return None
+
+    def outputs(self) -> list[Any]:
+        """What Dynamo's graph returns."""
+        (results,) = self.gm.graph.output_node().args
+        assert isinstance(results, (tuple, list))
+        return list(results)
+
+    def _placeholder(self, node: fx.Node, index: int) -> None:
+        value = self.inputs[index]
+        if not isinstance(value, Tensor):
+            # a size argument: the batch size becomes the microbatch size
+            size = self.batch.size(node.meta.get("example_value"), value)
+            self.values[node] = self.new[node] = size
+            self.note_input(node, value)
+            return
+        name, role = origin_of(node).name, self._role(node, value, index)
+        if role is not Role.BATCH:
+            same = self._first.setdefault(id(value), node)
+            if same is not node:
+                self.new[node], self.values[node] = self.new[same], self.values[same]
+                return
+        new = self.graph.placeholder(re.sub(r"\W+|^(?=\d|self$)", "_", name))
+        new.meta.update(role=role, name=name, index=index, module="")
+        spec = self.specs.get(index) or Spec.of(value)
+        if role is Role.BATCH:
+            new.meta["dim"] = dim = self.batch.dims[index]
+            shape = list(spec.shape)
+            shape[dim] //= self.batch.microbatches
+            spec = spec._replace(shape=tuple(shape))
+        with self.mode:
+            fake = spec.empty().requires_grad_(value.requires_grad)
+        self.put_input(node, new, fake)
+        if role in (Role.BATCH, Role.SHARED):
+            self.note_input(node, fake)
+        if role is Role.BATCH and self.batch.microbatches > 1:
+            self.tracker.put(fake, Rows(Kind.APART, self.batch.dims[index]))
+
+    def put_input(self, node: fx.Node, new: fx.Node, fake: Tensor) -> None:
+        """A new placeholder for a node, and the value that it stands for."""
+        self.new[node], self.values[node] = new, fake
+        new.meta["val"] = fake
+        self._costs.resident.add(storage(fake))
+
+    def _role(self, node: fx.Node, value: Tensor, index: int) -> Role:
+        origin = origin_of(node)
+        if index in self.batch.dims:
+            if origin.also and self.batch.microbatches > 1:
+                raise PlanError(
+                    f"the argument {origin.name} and {origin.also} are the same "
+                    "tensor: as an argument each microbatch gets its part, as what the "
+                    f"model holds all of it; pass {origin.name}.clone()"
+                )
+            return Role.BATCH
+        if isinstance(value, nn.Parameter):
+            return Role.PARAMETER
+        return Role.BUFFER if origin.registered else Role.SHARED
+
+    def _attribute(self, node: fx.Node) -> None:
+        value = self.gm
+        for part in str(node.target).split("."):
+            value = getattr(value, part)
+        new = self.graph.get_attr(str(node.target))
+        self.new[node], self.values[node] = new, value
+        new.meta["module"] = ""
+        if isinstance(value, Tensor):
+            self.values[node] = new.meta["val"] = self.mode.from_tensor(value)
+            if not value.requires_grad:
+                self.note_input(node, self.values[node])
+
+    def call(self, node: fx.Node) -> None:
+        """Runs a node, and copies it if it gives tensors or writes into them."""
+        args = fx.map_arg(node.args, lambda n: self.values[n])
+        kwargs = fx.map_arg(node.kwargs, lambda n: self.values[n])
+        self.tracker.enter(node)
+        effects = EffectMeter(self.tracker)
+        with self.mode, self._costs.saved_bytes() as saved, effects:
+            value = self._run(node, args, kwargs)
+        self.values[node] = value
+        self.tracker.settle(node, value)
+        region = is_region(node)
+        if not (region or effects.written or holds_tensor(value)):
+            self.new[node] = value
+            return
+        recomputed = {k: node.meta[k] for k in ("recompute",) if k in node.meta}
+        if recomputed:
+            self._refuse_writes(node, effects)
+        flops, _, seconds = effects.total
+        backward = 0.0
+        if not region:
+            backward = self._costs.backward_seconds(node, args, kwargs, self.values)
+        if recomputed and not effects.random:
+            backward, saved = backward + seconds, []
+        learned = effects.written if node.target in INSTANCE_NORMS else effects.learned
+        new = self.graph.node_copy(node, lambda n: self.new[n])
+        new.meta = {
+            "val": value,
+            "module": node.meta["module"],
+            "work": Work(flops, seconds, backward, sum(saved)),
+            "mutates": tuple(effects.written),
+            "learns": tuple(learned),
+            "random": effects.random,
+            "stack_trace": node.meta.get("stack_trace"),
+            "key": self._key(node),
+            "rows": self.rows(node),
+            **recomputed,
+        }
+        self.new[node] = new
+
+    def _refuse_writes(self, node: fx.Node, effects: EffectMeter) -> None:
+        """Raises PlanError for a node in a checkpoint that writes into a buffer."""
+        if any(storage(t) in self._costs.resident for t in effects.written):
+            raise PlanError(
+                f"a buffer is written inside torch.utils.checkpoint{where_of(node)}\n"
+                "eager writes it twice, in F and as B computes it again; move what "
+                "writes it (such as BatchNorm in training) out of the checkpoint"
+            )
+
+    def _run(self, node: fx.Node, args: Any, kwargs: Any) -> Any:
+        """What a node gives. Raises PlanError, with its line, for what can't be run."""
+        target: Any = node.target
+        if is_region(node):
+            return target(*args, **kwargs)
+        run = getattr(self._interpreter, node.op)
+        try:
+            return run(target, args, kwargs)
+        except Exception as error:
+            name = getattr(target, "__name__", str(target))
+            why = str(error).split("\n")[0].split(".Hint")[0]
+            raise PlanError(
+                f"{name} cannot be planned{where_of(node)} ({type(error).__name__}: "
+                f"{why}); write it with other torch operations, or compute it outside "
+                "the compiled model"
+            ) from error
+
+    def rows(self, node: Any) -> Rows | None:
+        """How a node's value depends on the batch, if it is a tensor."""
+        value = self.values.get(node) if isinstance(node, fx.Node) else None
+        return self.tracker.of(value) if isinstance(value, Tensor) else None
+
+    def _key(self, node: fx.Node) -> str:
+        """A name that a node keeps in other traces of the model."""
+        target = getattr(node.target, "__name__", str(node.target))
+        place = f"{node.meta['module']}:{target}"
+        self._count[place] += 1
+        return f"{place}:{self._count[place]}"
+
+    def append(
+        self, method: str, *args: fx.Node, like: fx.Node | None = None
+    ) -> fx.Node:
+        """Another operation on values of Dynamo's graph, at the place of `like`."""
+        node = fx.Graph().call_method(method, args)
+        place = (like or args[0]).meta
+        node.meta = {k: place[k] for k in ("stack_trace", "module") if k in place}
+        self.call(node)
+        node.args = ()  # Dynamo's graph knows nothing of it
+        return node
+
+
+def is_region(node: fx.Node) -> bool:
+    """Whether a node opens or closes a region, such as one of autocast."""
+    return node.target in REGION_ENTERS or node.target in REGION_EXITS

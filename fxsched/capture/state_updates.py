@@ -1,0 +1,105 @@
+"""Outputs that are state after the step: what the model keeps from call to call."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor, fx
+
+from ..ir.graphs import Output, Role, Spec, storage
+from ..ir.user_line import user_line
+from ..jobs import PlanError
+from .graph_inputs import origin_of, placeholders
+from .microbatch import Microbatch
+from .returns import Returned
+
+
+def written_storages(graph: fx.Graph) -> set[int]:
+    """The memory that a microbatch writes into."""
+    return {storage(t) for n in graph.nodes for t in n.meta.get("mutates", ())}
+
+
+def mark_written(trace: Microbatch) -> None:
+    """Other tensors of the model that it writes into are kept like buffers."""
+    written = written_storages(trace.graph)
+    for node in placeholders(trace.gm):
+        new = trace.new[node]
+        if isinstance(new, fx.Node) and new.meta["role"] is Role.SHARED:
+            changed = storage(new.meta["val"]) in written
+            if changed and not origin_of(node).argument:
+                new.meta["role"] = Role.BUFFER
+
+
+class StateUpdates:
+    """Finds outputs that are state, and writes new values of attributes into it.
+
+    training: whether gradients are wanted.
+    """
+
+    def __init__(self, trace: Microbatch, training: bool) -> None:
+        self.trace, self.training = trace, training
+        self.written = written_storages(trace.graph)
+
+    def output(self, position: int, old: Any) -> Output | None:
+        """The output that is state after the step: a buffer that the model writes
+        into and returns, or a new tensor in the place of an old one."""
+        trace = self.trace
+        new = trace.new[old] if isinstance(old, fx.Node) else old
+        if not isinstance(new, fx.Node) or not isinstance(trace.values[old], Tensor):
+            return None
+        states = {
+            i: state
+            for i, node in enumerate(placeholders(trace.gm))
+            if isinstance(state := trace.new[node], fx.Node)
+            and state.meta["role"] is not Role.BATCH
+        }
+        buffer = self._returned_buffer(trace.values[old], states)
+        if buffer is not None:
+            return Output("state", state=buffer.meta["index"])
+        returned: Returned = trace.gm.meta["returns"][position]
+        replaced = [states[i] for i in returned.replaces if i in states]
+        if not replaced or trace.batch.microbatches == 1:
+            return None
+        for state in replaced:
+            self._replace(state, old)
+        return Output("state", state=replaced[0].meta["index"], replaced=True)
+
+    def _returned_buffer(
+        self, value: Tensor, states: dict[int, fx.Node]
+    ) -> fx.Node | None:
+        """The state that an output is, which the model writes into."""
+        if storage(value) not in self.written:
+            return None
+        for state in states.values():
+            kept = state.meta["val"]
+            if storage(kept) == storage(value) and Spec.of(kept) == Spec.of(value):
+                return state
+        return None
+
+    def _replace(self, state: fx.Node, old: fx.Node) -> None:
+        """Writes a new value for an attribute into what it was, for later microbatches.
+
+        before: add = n + 1; return add        # self.n = self.n + 1
+        after:  add = n + 1; n.copy_(add); return None
+        """
+        trace = self.trace
+        before, after = state.meta["val"], trace.values[old]
+        line = user_line(old.meta.get("stack_trace"))
+        where = f"{state.meta['name']} gets a new value, at\n  {line}\n"
+        if (before.shape, before.dtype) != (after.shape, after.dtype):
+            raise PlanError(
+                f"{where}which is {Spec.of(after)} and was {Spec.of(before)}; what the "
+                "model keeps between microbatches must keep its shape and type, and "
+                "have no dimension that is the batch"
+            )
+        if state.meta["role"] is Role.PARAMETER or before.requires_grad:
+            raise PlanError(f"{where}but it is trained; keep what F writes in buffers")
+        if after.requires_grad and self.training:
+            raise PlanError(
+                f"{where}and gradients would flow through it into the microbatch "
+                "before; detach it: assign new_value.detach()"
+            )
+        state.meta["role"] = Role.BUFFER
+        placeholder = next(n for n, new in trace.new.items() if new is state)
+        value = trace.append("detach", old) if after.requires_grad else old
+        trace.append("copy_", placeholder, value, like=old)

@@ -1,0 +1,136 @@
+"""What a trace knows of each output, and so what microbatches' values of it become."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from torch import Tensor, fx
+
+from ..ir.graphs import Output, Role, storage
+from ..ir.user_line import user_line
+from ..jobs import PlanError
+from .microbatch import Microbatch
+from .origins import plain
+from .outputs import TracedOutput, decide, describe, origins_of
+from .returns import Returned
+from .state_updates import StateUpdates, mark_written, written_storages
+
+
+def finish_outputs(
+    trace: Microbatch, declared: Mapping[int | str, str] | None, training: bool
+) -> list[Output]:
+    """Puts the outputs into the graph of a microbatch; what the user gets of them.
+
+    declared: what their values become, as the user says; None, where it doesn't matter.
+    training: whether gradients are wanted.
+    """
+    results = trace.outputs()
+    new = [trace.new[old] if isinstance(old, fx.Node) else old for old in results]
+    mark_written(trace)
+    updates = StateUpdates(trace, training)
+    states = [updates.output(position, old) for position, old in enumerate(results)]
+    reader = _OutputReader(trace, declared or {})
+    outputs = [
+        state or reader.output(position, old)
+        for position, (state, old) in enumerate(zip(states, results, strict=True))
+    ]
+    trace.graph.output(tuple(map(_returned, outputs, new)))
+    if declared is None or trace.batch.microbatches == 1:
+        return outputs
+    return decide(outputs, reader.open)
+
+
+def _returned(output: Output, new: Any) -> Any:
+    """What the graph of a microbatch returns for an output."""
+    if output.kind == "constant":
+        return None if isinstance(output.constant, Tensor) else output.constant
+    return None if output.kind in ("state", "given") else new
+
+
+class _OutputReader:
+    """Describes the outputs that are no state.
+
+    open: what is known of those whose microbatches have values of their own.
+    """
+
+    def __init__(self, trace: Microbatch, declared: Mapping[int | str, str]) -> None:
+        self.trace, self.declared = trace, declared
+        self.open: dict[int, TracedOutput] = {}
+        self._written = written_storages(trace.graph)
+        self._origins: dict[fx.Node, frozenset[str]] | None = None
+
+    def output(self, position: int, old: Any) -> Output:
+        """How the microbatches' values of one output become what the user gets."""
+        trace = self.trace
+        returned: Returned = trace.gm.meta["returns"][position]
+        name = returned.label
+        if name is None:
+            name = plain(returned.stored[0]) if returned.stored else position
+        new = trace.new[old] if isinstance(old, fx.Node) else old
+        if not isinstance(new, fx.Node):
+            size = self._whole_size(name, old, new)
+            return Output("constant", constant=size, name=name)
+        if new.op == "get_attr":
+            tensor = getattr(trace.gm, str(new.target))
+            return Output("constant", constant=tensor, name=name)
+        if new.op == "placeholder" and new.meta["role"] is Role.SHARED:
+            return Output("given", state=new.meta["index"], name=name)
+        fake = trace.values[old]
+        if trace.batch.microbatches == 1:
+            scalar = fake.dim() == 0 and fake.is_floating_point()
+            kind, gradient = "scalar" if scalar else "whole", fake.requires_grad
+            return Output(kind, differentiable=gradient, name=name)
+        self.open[position] = TracedOutput(
+            name,
+            returned.label is not None,
+            fake,
+            old.meta["example_value"].shape,
+            self._origins_of(old),
+            trace.rows(old),
+            str(user_line(old.meta.get("stack_trace"))),
+        )
+        return describe(self.open[position], trace.batch, self.declared.get(name))
+
+    def _whole_size(self, name: int | str, old: Any, new: Any) -> Any:
+        """A size that is returned, for the whole batch."""
+        value = getattr(old, "meta", {}).get("example_value")
+        if not self.trace.batch.changes(value):
+            return new
+        size = self.trace.batch.whole(value)
+        if size is None:
+            raise PlanError(
+                f"output {name!r} is a size that depends on the batch; return tensors, "
+                "and take sizes from them afterwards"
+            )
+        return size
+
+    def _origins_of(self, old: fx.Node) -> frozenset[str]:
+        """What a value comes of; computed for all, once it is asked for."""
+        if self._origins is None:
+            nodes = [n for n in self.trace.gm.graph.nodes if n.op != "output"]
+            sources = {n: o for n in nodes if (o := self._source(n)) is not None}
+            self._origins = origins_of(
+                nodes, sources, self.trace.values, self._writes_of
+            )
+        return self._origins[old]
+
+    def _writes_of(self, node: fx.Node) -> Sequence[Tensor]:
+        new = self.trace.new.get(node)
+        writes: Sequence[Tensor] = ()
+        if isinstance(new, fx.Node):
+            writes = new.meta.get("mutates", ())
+        return writes
+
+    def _source(self, node: fx.Node) -> str | None:
+        """What a value comes of that no other value gave it."""
+        new = self.trace.new[node]
+        if node.op != "placeholder":
+            drawn = isinstance(new, fx.Node) and new.meta.get("random")
+            return "random" if drawn else None
+        if not isinstance(new, fx.Node):
+            size = node.meta.get("example_value")
+            return "batch" if self.trace.batch.changes(size) else None
+        if new.meta["role"] is Role.BATCH:
+            return "batch"
+        return "state" if storage(new.meta["val"]) in self._written else None

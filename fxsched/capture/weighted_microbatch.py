@@ -1,0 +1,94 @@
+"""A microbatch for loss_reduction="weighted": what inputs decide is given to it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from ..ir.graphs import Role, Spec
+from ..rows.early_values import Early, early_values
+from ..rows.kinds import Kind, Rows, first_cause
+from ..rows.weighted_loss import Whole, parts_of_sum
+from .microbatch import Microbatch, is_region
+
+
+class WeightedMicrobatch(Microbatch):
+    """One whose reductions of inputs alone are inputs themselves, computed for the
+    whole batch before the step; see rows/weighted_loss.py."""
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.whole = Whole(self.tracker)
+        self._own: dict[fx.Node, tuple[Any, Tensor]] = {}  # a microbatch's own value
+
+    def note_input(self, node: fx.Node, value: Any) -> None:
+        self.whole.given(node, value)
+
+    def call(self, node: fx.Node) -> None:
+        """As for any microbatch; what inputs decide becomes an input."""
+        level = self._level(node)
+        super().call(node)
+        new, value = self.new[node], self.values[node]
+        if not isinstance(new, fx.Node):
+            return
+        if level:
+            self.tracker.put(value, level)
+            new.meta["rows"] = level
+        drawn = new.meta["random"] or is_region(node)
+        if self.whole.decides(node, value, new.meta["mutates"], drawn):
+            self._set_aside(node, value)
+
+    def _level(self, node: fx.Node) -> Rows | None:
+        """Before a mean is added to a sum, parts it among the microbatches; the rows
+        of what they add up to."""
+        rows = [self.rows(operand) for operand in node.args]
+        uneven = parts_of_sum(node, rows)
+        for i in uneven:
+            part: Any = node.args[i]
+            if isinstance(part, fx.Node):
+                with self.gm.graph.inserting_before(node):
+                    args = (part, 1.0 / self.batch.microbatches)
+                    whole, part = part, self.gm.graph.call_function(torch.mul, args)
+                part.meta.update(whole.meta)
+                self.call(part)
+            else:
+                part = part / self.batch.microbatches
+            node.update_arg(i, part)
+        cause = first_cause([each for each in rows if each is not None])
+        return Rows(Kind.SUM, cause=cause) if uneven else None
+
+    def _set_aside(self, node: fx.Node, value: Tensor) -> None:
+        """What reads a value from here on reads an input, computed before the step."""
+        self._own[node] = self.new[node], value
+        number = len(self.whole.nodes) - 1
+        last = self.graph.find_nodes(op="placeholder")[-1]
+        with self.graph.inserting_after(last):
+            new = self.graph.placeholder(f"whole_{number}")
+        with self.mode:
+            fake = Spec.of(value).empty()
+        index = len(self.inputs) + number
+        new.meta.update(role=Role.SHARED, name=new.name, index=index, module="")
+        self.put_input(node, new, fake)
+        self.whole.given(node, fake)
+
+    def outputs(self) -> list[Any]:
+        """What is returned is the microbatch's own: outputs are put together."""
+        results = super().outputs()
+        for node in self._own.keys() & set(results):
+            self.new[node], self.values[node] = self._own[node]
+        return results
+
+    def early(self) -> Early | None:
+        """What computes the inputs that follow those of the call."""
+        if not self.whole.nodes:
+            return None
+        for node in reversed(self.graph.nodes):
+            call = node.op in ("call_function", "call_method")
+            unread = call and not node.users and "mutates" in node.meta
+            if unread and not node.meta["mutates"] and not is_region(node):
+                self.graph.erase_node(node)
+        early = early_values(self.gm, self.whole.nodes, range(len(self.inputs)))
+        assert early is not None, "inputs alone decide these"
+        return early
