@@ -21,7 +21,7 @@ from .options import Options
 from .passes.users import Pass, pass_name
 from .pipeline import make_plan
 from .plans.plan import Plan
-from .rows.label_watch import Watch
+from .rows.row_warnings import RowWatch
 from .rows.weighted_loss import reduction_of
 from .runtime.input_agreement import Agreement
 from .runtime.local_rows import check_local
@@ -125,7 +125,7 @@ def make_step(
             options.inputs, inputs, workers.processes, number, local
         )
     if plan.schedule.microbatches > 1 and 0 in workers.here:
-        step.watch = Watch(gm, traced.graph, traced.rows, plan.loss, request)
+        step.watch = RowWatch(gm, traced.graph, traced.rows, plan.loss, request)
     return step
 
 

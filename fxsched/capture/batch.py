@@ -1,25 +1,19 @@
-"""What of a call is the batch: which arguments, and along which dimension.
-
-Attributes, closures and globals are state. Tensors in the arguments are the batch along
-dimension 0 if all have one length there. What departs from that is declared by
-backend(batch_dims=) or refused.
-"""
+"""How a call is cut into microbatches, and what sizes become in one of them."""
 
 from __future__ import annotations
 
-import difflib
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, fx
 
 from ..ir.request import Request
 from ..jobs import PlanError
-from .caller import Argument, Call, Dims, parts
-from .graph_inputs import origin_of, placeholders, symbol_of
+from .graph_inputs import placeholders, symbol_of
+from .samples import Entry, check_names, names_of, samples_of, user_tensors
 
 
 @dataclass(frozen=True)
@@ -75,7 +69,7 @@ def batch_of(gm: fx.GraphModule, inputs: Sequence[Any], request: Request) -> Bat
     """
     count = request.schedule.microbatches
     tensors = user_tensors(gm, inputs)
-    _check_names(gm.meta["call"], request.batch_dims)
+    check_names(gm.meta["call"], request.batch_dims)
     if count == 1:
         rows = inputs[tensors[0]].shape[0] if tensors else 0
         return Batch(1, rows, dict.fromkeys(tensors, 0))
@@ -92,17 +86,6 @@ def batch_of(gm: fx.GraphModule, inputs: Sequence[Any], request: Request) -> Bat
             raise _ragged(name, length, count)
         count = max(n for n in range(1, count + 1) if length % n == 0)
     return _bind(gm, inputs, cut, count, length // count)
-
-
-def samples_of(
-    gm: fx.GraphModule, inputs: Sequence[Any], request: Request
-) -> tuple[int, list[Entry]]:
-    """How many samples a call has, and the tensors that have them.
-
-    Raises PlanError if that isn't known.
-    """
-    table = _Table(gm, inputs, request.batch_dims)
-    return table.length(), table.cut
 
 
 def resized(
@@ -130,175 +113,6 @@ def _ragged(name: str, length: int, count: int) -> PlanError:
         "ragged='fewer') runs it in as many microbatches as divide it, and "
         "ragged='pad' fills it up where the model returns rows and no loss"
     )
-
-
-def user_tensors(gm: fx.GraphModule, inputs: Sequence[Any]) -> list[int]:
-    """Positions of the tensors with a dimension 0 in the arguments of the call."""
-    return [
-        i
-        for i, node in enumerate(placeholders(gm))
-        if isinstance(inputs[i], Tensor)
-        and inputs[i].dim() > 0
-        and not isinstance(inputs[i], torch.nn.Parameter)
-        and origin_of(node).argument
-    ]
-
-
-def names_of(node: fx.Node) -> tuple[Argument, ...]:
-    """An input that is an argument, or several, as the user names them."""
-    own: tuple[Argument, ...] = node.meta.get("arguments", ())
-    return own or (Argument(origin_of(node).name),)
-
-
-def dim_of(argument: Argument, tensor: Tensor, dims: Dims) -> int | None:
-    """The dimension along which an argument has its samples; None if it has none."""
-    key = argument.key(dims)
-    dim = 0 if key is None else dims[key]
-    known = dim is not None and -tensor.dim() <= dim < tensor.dim()
-    return dim % tensor.dim() if dim is not None and known else None
-
-
-def _check_names(call: Call, dims: Dims) -> None:
-    known = [parts(name) for name in call.names]
-    for key in dims:
-        if isinstance(key, str):
-            own = parts(key)
-            if any(name[: len(own)] == own for name in known):
-                continue
-            near = difflib.get_close_matches(key, call.names, 1)
-            near = near or difflib.get_close_matches(key.lower(), call.names, 1)
-            hint = f"; did you mean {near[0]!r}?" if near else ""
-            raise PlanError(
-                f"backend(batch_dims={{{key!r}: ..}}): the model is called without "
-                f"{key!r}; its arguments are {', '.join(call.names)}{hint}"
-            )
-        if not 0 <= key < call.positions:
-            raise PlanError(
-                f"backend(batch_dims={{{key}: ..}}): the model is called with "
-                f"{call.positions} arguments by position; give 0 to "
-                f"{call.positions - 1}, or a name"
-            )
-
-
-class Entry(NamedTuple):
-    """A tensor of the call, and the dimension with its samples."""
-
-    input: int
-    name: str
-    shape: tuple[int, ...]
-    dim: int | None
-    declared: bool
-
-    @property
-    def length(self) -> int:
-        return 0 if self.dim is None else self.shape[self.dim]
-
-
-class _Table:
-    """The tensors of a call, by what the rule and the user say of them."""
-
-    def __init__(self, gm: fx.GraphModule, inputs: Sequence[Any], dims: Dims) -> None:
-        self.dims = dims
-        nodes = placeholders(gm)
-        self.entries = [
-            self._entry(i, names_of(nodes[i]), inputs[i])
-            for i in user_tensors(gm, inputs)
-        ]
-        self.cut = [entry for entry in self.entries if entry.dim is not None]
-        for node, value in zip(nodes, inputs, strict=True):
-            if isinstance(value, Tensor) and value.dim() == 0:
-                for argument in node.meta.get("arguments", ()):
-                    self._check_dim(argument, value)
-
-    def _check_dim(self, argument: Argument, tensor: Tensor) -> None:
-        """Raises PlanError for a dimension that a tensor doesn't have."""
-        key = argument.key(self.dims)
-        dim = None if key is None else self.dims[key]
-        if dim is not None and not -tensor.dim() <= dim < tensor.dim():
-            raise PlanError(
-                f"backend(batch_dims={{{key!r}: {dim}}}): {argument.name} has no "
-                f"dimension {dim}; its shape is {list(tensor.shape)}"
-            )
-
-    def _entry(self, i: int, names: Sequence[Argument], tensor: Tensor) -> Entry:
-        shape = tuple(tensor.shape)
-        for argument in names:
-            self._check_dim(argument, tensor)
-        found = {dim_of(argument, tensor, self.dims) for argument in names}
-        if len(found) > 1:
-            raise PlanError(
-                f"{' and '.join(a.name for a in names)} are one tensor, of which "
-                "batch_dims says different things; pass a clone() for one of them"
-            )
-        first = names[0]
-        declared = any(argument.key(self.dims) is not None for argument in names)
-        return Entry(i, first.name, shape, found.pop(), declared)
-
-    def length(self) -> int:
-        """How many samples there are: the length of all, or what others are multiples
-        of.
-
-        Raises PlanError if arguments that nothing is declared of differ in length.
-        """
-        if not self.cut:
-            raise PlanError(
-                "backend(batch_dims=) says of all arguments that microbatches share "
-                "them; one must be the batch, or Schedule(microbatches=1)"
-            )
-        if len({e.length for e in self.cut if not e.declared}) > 1:
-            raise self._differ()
-        least = min(self.cut, key=lambda e: e.length)
-        for entry in self.cut:
-            if least.length and entry.length % least.length:
-                raise PlanError(
-                    f"{entry.name} has length {entry.length} along dimension "
-                    f"{entry.dim}, which is no multiple of the {least.length} of "
-                    f"{least.name}, so its rows can't be told apart by samples:\n"
-                    f"{self._shapes()}\n"
-                    "pass as many rows for each sample, or say with backend(batch_dims="
-                    "{..: None}) what all microbatches share"
-                )
-        return least.length
-
-    def _shapes(self) -> str:
-        width = max(len(entry.name) for entry in self.entries)
-        return "\n".join(f"  {e.name:<{width}}  {list(e.shape)}" for e in self.entries)
-
-    def _differ(self) -> PlanError:
-        lengths = dict.fromkeys(e.length for e in self.cut if not e.declared)
-        lines = "".join(
-            f"  if a batch is {n} samples:  fxsched.backend(schedule, "
-            f"batch_dims={{{self._line(n)}}})\n"
-            for n in [n for n in lengths if n > 1][:4]
-        )
-        return PlanError(
-            "arguments of the model differ in length along dimension 0, so it isn't "
-            f"known which of them are cut into microbatches:\n{self._shapes()}\n"
-            f"say it, in the way of\n{lines}"
-            "the dimension is the one with the samples, or a multiple of them in "
-            "order; None is for what all microbatches share"
-        )
-
-    def _line(self, batch: int) -> str:
-        """What batch_dims should say, as far as shapes tell."""
-        said = dict(self.dims)
-        for entry in self.cut:
-            if not entry.declared and entry.length != batch:
-                said[entry.name] = _guess(entry, batch)
-        return ", ".join(f"{_quoted(key)}: {dim}" for key, dim in said.items())
-
-
-def _quoted(key: str | int) -> str:
-    return f'"{key}"' if isinstance(key, str) else str(key)
-
-
-def _guess(entry: Entry, batch: int) -> int | None:
-    """Where a tensor may have its samples."""
-    if entry.shape[0] == 1 or not batch:
-        return None
-    if entry.shape[0] % batch == 0:
-        return 0
-    return entry.shape.index(batch) if batch in entry.shape else None
 
 
 def _bind(

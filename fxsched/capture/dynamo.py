@@ -30,12 +30,12 @@ from torch._dynamo.symbolic_convert import InstructionTranslator
 from ..ir.lazy import lazy_module
 from ..ir.request import Request
 from ..jobs import PlanError
-from .batch import dim_of, names_of, user_tensors
 from .caller import Argument, Call, owner_of, read_call
 from .graph_breaks import not_whole
 from .graph_inputs import origin_of, placeholders
 from .origins import Frame, Origins, Path
 from .returns import read_returns
+from .samples import dim_of, names_of, user_tensors
 
 
 def configure_dynamo() -> None:

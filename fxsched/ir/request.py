@@ -38,7 +38,7 @@ class Request:
     ragged: what becomes of a batch that doesn't divide; see fxsched.backend.
     rows: "all" or "local", the rows of a batch that each rank passes.
     most: microbatches of a batch that does.
-    batch_dims: what departs from the rule of fxsched/capture/batch.py, by argument.
+    batch_dims: what departs from the rule of fxsched/capture/samples.py, by argument.
     buffers: what several workers' values of a buffer become, by name.
     outputs: what the microbatches' values of an output become, by name.
     scaled: whether each call has a scale of its own for the loss's gradient.

@@ -9,8 +9,6 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from .kinds import Rows
-
 Early = Callable[..., Sequence[Tensor]]  # of what the traced graph is called with
 
 WRITES = (operator.setitem, operator.iadd, operator.isub, operator.imul)
@@ -68,12 +66,3 @@ def _writes(user: fx.Node, node: fx.Node) -> bool:
     target: Any = user.target
     method = user.op == "call_method" and str(target).endswith("_")
     return (method or target in WRITES) and bool(user.args) and user.args[0] is node
-
-
-def counts(labels: Tensor, rows: Rows, ignored: int, microbatches: int) -> Tensor:
-    """How many labels of each microbatch are not ignored: [microbatches]."""
-    before = rows.outer
-    for size in labels.shape[: rows.dim]:
-        before *= size
-    counted = labels.reshape(before, microbatches, -1) != ignored
-    return counted.sum((0, 2))

@@ -1,8 +1,9 @@
 """How the values of a model depend on the rows of its batch.
 
 A value either does not depend on the batch, or keeps its rows apart along one
-dimension, or has them added up, or mixes them. Rules for operations (moves.py,
-picks.py, mixes.py) say what comes of what; tracker.py follows a model through them.
+dimension, or has them added up, or mixes them. Rules for operations (rule_table.py
+and the files of rules) say what comes of what; tracker.py follows a model through
+them.
 """
 
 from __future__ import annotations

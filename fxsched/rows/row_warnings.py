@@ -1,12 +1,20 @@
-"""What is said of a loss that microbatches do not make up, before its first step."""
+"""Warns of losses that microbatches do not make up, at the first step that shows it."""
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator, Sequence
-from typing import TypeGuard
+from typing import Any, TypeGuard
 
+from torch import Tensor, fx
+
+from ..ir.facts import facts
+from ..ir.graphs import Role
+from ..ir.request import Request
 from ..ir.user_line import line_of
+from .early_values import Early, early_values
 from .kinds import Cause, Effect, Kind, Rows
+from .tracker import Labels, OutputRows
 
 
 class RowsWarning(UserWarning):
@@ -33,12 +41,12 @@ REMEDIES = {
 OTHERWISE = "each microbatch does it by itself"
 
 
-def of_loss(rows: Rows, reduction: str, microbatches: int) -> Iterator[str]:
+def _of_loss(rows: Rows, reduction: str, microbatches: int) -> Iterator[str]:
     """What the user should know of the loss, if anything."""
     if rows.kind is Kind.UNKNOWN:
         return
     if _known(rows.cause):
-        yield of_cause("the loss", rows.cause, microbatches)
+        yield _of_cause("the loss", rows.cause, microbatches)
     if rows.kind is Kind.SUM and reduction == "mean":
         yield (
             'the loss is a sum over the batch, but loss_reduction="mean" takes the '
@@ -55,10 +63,10 @@ def of_loss(rows: Rows, reduction: str, microbatches: int) -> Iterator[str]:
         )
 
 
-def of_output(position: int, rows: Rows, microbatches: int) -> Iterator[str]:
+def _of_output(position: int, rows: Rows, microbatches: int) -> Iterator[str]:
     """What the user should know of an output that has a row for each sample."""
     if rows.kind is Kind.APART and _known(rows.cause):
-        yield of_cause(f"output {position}", rows.cause, microbatches)
+        yield _of_cause(f"output {position}", rows.cause, microbatches)
     elif rows.kind is Kind.APART and rows.numbers:
         yield (
             f"output {position} has the numbers of the rows in each of {microbatches} "
@@ -70,7 +78,7 @@ def _known(cause: Cause | None) -> TypeGuard[Cause]:
     return cause is not None and cause.effect is not Effect.UNSURE
 
 
-def of_labels(least: int, most: int, ignored: int, stack: str | None) -> str:
+def _of_labels(least: int, most: int, ignored: int, stack: str | None) -> str:
     return (
         f"the loss is a mean over the labels that are not {ignored}, of which "
         f"microbatches have from {least} to {most}, so the mean of the microbatches is "
@@ -78,7 +86,7 @@ def of_labels(least: int, most: int, ignored: int, stack: str | None) -> str:
     )
 
 
-def of_cause(what: str, cause: Cause, microbatches: int) -> str:
+def _of_cause(what: str, cause: Cause, microbatches: int) -> str:
     sure = "is not" if cause.effect is not Effect.ORDER else "may not be"
     return (
         f"{what} of {microbatches} microbatches {sure} eager's on the whole batch: "
@@ -87,17 +95,99 @@ def of_cause(what: str, cause: Cause, microbatches: int) -> str:
     )
 
 
-def complaints(
+def _complaints(
     rows: Sequence[Rows | None], loss: int | None, reduction: str, microbatches: int
 ) -> list[str]:
     """For the outputs of a model: the loss first, each cause once."""
-    found: list[str] = []
-    if loss is not None and (own := rows[loss]) is not None:
-        found += of_loss(own, reduction, microbatches)
-    seen = {own.cause for own in [rows[loss]] if own} if loss is not None else set()
+    texts: list[str] = []
+    seen: set[Cause | None] = set()
+    if loss is not None and (whole := rows[loss]) is not None:
+        texts += _of_loss(whole, reduction, microbatches)
+        seen = {whole.cause}
     for position, each in enumerate(rows):
         if each is None or position == loss or each.cause in seen - {None}:
             continue
-        found += of_output(position, each, microbatches)
+        texts += _of_output(position, each, microbatches)
         seen.add(each.cause)
-    return found
+    return texts
+
+
+class RowWatch:
+    """Looks at each call of one plan, until it has warned.
+
+    Whether a mean over labels is one over equal parts depends on the labels: how many
+    are ignored is counted in each call. On a GPU that number is read a call later, so
+    that nothing waits for it.
+    """
+
+    def __init__(
+        self,
+        gm: fx.GraphModule,
+        traced: fx.GraphModule,
+        rows: OutputRows,
+        loss: int | None,
+        request: Request,
+    ) -> None:
+        reduction = request.loss_reduction
+        self.microbatches = request.schedule.microbatches
+        outputs = facts(traced).outputs
+        if loss is None:
+            scalars = [i for i, o in enumerate(outputs) if o.kind == "scalar"]
+            loss = scalars[0] if len(scalars) == 1 else None
+        self.texts = _complaints(rows.outputs, loss, reduction, self.microbatches)
+        self.labels: tuple[Labels, ...] = ()
+        self.early: Early | None = None
+        self.pending: list[Tensor] = []
+        mean = None if loss is None else rows.outputs[loss]
+        known = mean is not None and mean.kind is Kind.MEAN and mean.cause is None
+        if rows.labels and known and reduction == "mean":
+            nodes = [each.node for each in rows.labels]
+            self.early = early_values(gm, nodes, _cut(traced))
+            self.labels = rows.labels
+
+    def __call__(self, args: Sequence[Any], said: set[str]) -> None:
+        """Warns of what was not said yet; `said` holds what was."""
+        for text in self.texts:
+            if text not in said:
+                said.add(text)
+                warnings.warn(text, RowsWarning, stacklevel=2)
+        self.texts.clear()
+        if self.early is None or "labels" in said:
+            return
+        pending, self.pending = self.pending, self._count(args)
+        if not self.pending[0].is_cuda:
+            pending = self.pending
+        for each, number in zip(self.labels, pending, strict=False):
+            many = number.tolist()
+            least, most = min(many), max(many)
+            if least < most and "labels" not in said:
+                said.add("labels")
+                text = _of_labels(least, most, each.ignored, each.stack)
+                warnings.warn(text, RowsWarning, stacklevel=2)
+
+    def _count(self, args: Sequence[Any]) -> list[Tensor]:
+        assert self.early is not None
+        return [
+            _labels_counted(value, each.rows, each.ignored, self.microbatches)
+            for value, each in zip(self.early(*args), self.labels, strict=True)
+        ]
+
+
+def _cut(traced: fx.GraphModule) -> set[int]:
+    """Positions of what every call hands in: the batch, and what all rows share."""
+    return {
+        node.meta["index"]
+        for node in traced.graph.find_nodes(op="placeholder")
+        if node.meta["role"] in (Role.BATCH, Role.SHARED)
+    }
+
+
+def _labels_counted(
+    labels: Tensor, rows: Rows, ignored: int, microbatches: int
+) -> Tensor:
+    """How many labels of each microbatch are not ignored: [microbatches]."""
+    before = rows.outer
+    for size in labels.shape[: rows.dim]:
+        before *= size
+    counted = labels.reshape(before, microbatches, -1) != ignored
+    return counted.sum((0, 2))

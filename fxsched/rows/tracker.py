@@ -18,7 +18,7 @@ from torch import Tensor, fx
 
 from ..ir.graphs import tensors
 from .kinds import SHARED, UNKNOWN, Call, Cause, Effect, Kind, Rows, first_cause
-from .rules import RULES, rule_of
+from .rule_table import RULES, rule_of
 
 
 class Labels(NamedTuple):

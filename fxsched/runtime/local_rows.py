@@ -9,7 +9,8 @@ import torch
 from torch import Tensor, fx
 from torch.utils.data import Sampler
 
-from ..capture.batch import Entry, resized, samples_of
+from ..capture.batch import resized
+from ..capture.samples import Entry, samples_of
 from ..ir import ops
 from ..ir.request import Request
 from ..ir.step_ir import Line

@@ -8,7 +8,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import SymInt, Tensor, fx
 
-from ..capture.batch import Entry, resized, samples_of
+from ..capture.batch import resized
+from ..capture.samples import Entry, samples_of
 from ..ir.graphs import result
 from ..ir.request import Request
 from ..ir.step_ir import Line

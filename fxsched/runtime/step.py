@@ -14,7 +14,7 @@ from ..ir import ops
 from ..ir.loss_scale import Scale, hand_over, infinite
 from ..plans.plan import Plan
 from ..rows.early_values import Early
-from ..rows.label_watch import Watch
+from ..rows.row_warnings import RowWatch
 from .input_agreement import Agreement
 from .runs import Run, Runnable
 from .workers import Ranks, Threads
@@ -39,7 +39,7 @@ class Step:
         self.record = record
         self.events: tuple[Event, ...] = ()
         self.latest: list[Run] = []
-        self.watch: Watch | None = None  # warns of losses before a call
+        self.watch: RowWatch | None = None  # warns of losses before a call
         self.agreement: Agreement | None = None  # of ranks on their inputs
         self.early: Early | None = None  # computes inputs that follow the call's
         self.apart: bool | None = None  # whether ranks draw other numbers than rank 0

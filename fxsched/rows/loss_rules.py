@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
+from .compute_rules import beside, pointwise
 from .kinds import Call, Effect, Kind, Rows
-from .mixes import beside, pointwise
 
 
 def losses(call: Call) -> Rows:

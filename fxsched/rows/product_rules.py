@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from .compute_rules import added_up, beside, trailing
 from .kinds import SHARED, Call, Effect, Kind, Rows, first_cause
-from .mixes import added_up, beside, trailing
 
 
 def multiplied(roles: tuple[str, str, str], first: int, call: Call) -> Rows:

@@ -7,12 +7,20 @@ from typing import Any
 
 import torch
 
+from .compute_rules import (
+    CASTS,
+    along,
+    batch_norm,
+    filled,
+    pointwise,
+    reduced,
+    trailing,
+)
+from .index_rules import RULES as PICKS
 from .kinds import Call, Effect, Kind, Rule, known
-from .mixes import CASTS, along, batch_norm, filled, pointwise, reduced, trailing
-from .moves import RULES as MOVES
-from .picks import RULES as PICKS
-from .products import attention, convolution, distances, multiplied
-from .scores import losses, nll_loss
+from .layout_rules import RULES as MOVES
+from .loss_rules import losses, nll_loss
+from .product_rules import attention, convolution, distances, multiplied
 
 
 def _norm_width(call: Call) -> int:
