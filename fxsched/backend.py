@@ -60,9 +60,10 @@ from .plans.plan import Plan
 from .runtime.input_agreement import InputRule
 from .runtime.local_rows import spread
 from .runtime.padding import Padded, check_padded, pad
+from .runtime.ranks import Ranks
 from .runtime.step import Step
 from .runtime.step_key import step_key
-from .runtime.workers import Ranks, Threads, workers_of
+from .runtime.workers import Workers, workers_of
 from .state.kept import KEPT
 
 PLANS = 64  # that a backend keeps
@@ -208,7 +209,7 @@ class Backend:
         self.closed = False
         self.on_trace: OnTrace | None = None  # for fxsched.verify
         self._last: Step | None = None
-        self._workers: Threads | Ranks | None = None
+        self._workers: Workers | None = None
         self._events: tuple[Event, ...] | None = None  # once it is closed
         self._served: weakref.WeakSet[Any] = weakref.WeakSet()
         self._steps: dict[str, Step] = {}  # the last one to be called is the last
@@ -356,7 +357,7 @@ class Backend:
                 if step.agreement is not None:
                     step.agreement.calls = 0
 
-    def _start_workers(self) -> Threads | Ranks:
+    def _start_workers(self) -> Workers:
         """The workers, started with the first call."""
         if self._workers is None:
             count, options = self.request.schedule.workers, self.options

@@ -25,12 +25,12 @@ from .rows.row_warnings import RowWatch
 from .rows.weighted_loss import reduction_of
 from .runtime.input_agreement import Agreement
 from .runtime.local_rows import check_local
-from .runtime.runs import Runnable
+from .runtime.ranks import Ranks
+from .runtime.runnable import Runnable
 from .runtime.step import Step
-from .runtime.workers import Ranks, Threads
+from .runtime.workers import Workers
 from .state.kept import specs_of
 
-Workers = Threads | Ranks
 OnTrace = Callable[[fx.GraphModule, tuple[Any, ...], Batch, fx.GraphModule], None]
 
 

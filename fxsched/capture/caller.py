@@ -29,9 +29,9 @@ class Argument(NamedTuple):
 
     def key(self, dims: Dims) -> str | int | None:
         """The key that is nearest to it, of those that name it or what it is in."""
-        own = parts(self.name)
+        path = parts(self.name)
         names = [k for k in dims if isinstance(k, str)]
-        names = [k for k in names if own[: len(parts(k))] == parts(k)]
+        names = [k for k in names if path[: len(parts(k))] == parts(k)]
         if names:
             return max(names, key=lambda k: len(parts(k)))
         return self.position if self.position in dims else None

@@ -14,7 +14,7 @@ from .origins import Origin
 
 def call_text(gm: fx.GraphModule, inputs: Sequence[Any]) -> str:
     """A call in the user's words: its tensors with their shapes, and its modes."""
-    given = [
+    tensors = [
         f"{origin_of(node).name} {Spec.of(value)}"
         for node, value in zip(placeholders(gm), inputs, strict=True)
         if isinstance(value, Tensor) and origin_of(node).argument
@@ -25,7 +25,7 @@ def call_text(gm: fx.GraphModule, inputs: Sequence[Any]) -> str:
         for kind in ("cpu", "cuda")
         if torch.is_autocast_enabled(kind)
     ]
-    return ", ".join(given + modes)
+    return ", ".join(tensors + modes)
 
 
 def placeholders(gm: fx.GraphModule) -> list[fx.Node]:

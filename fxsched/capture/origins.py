@@ -152,11 +152,11 @@ class Origins:
     def _registry(self, module: nn.Module) -> dict[int, str]:
         """The first name of each parameter and buffer below a module, by its id."""
         if module not in self.registries:
-            found: dict[int, str] = {}
+            names: dict[int, str] = {}
             for each in (nn.Module.named_parameters, nn.Module.named_buffers):
                 for name, tensor in each(module, remove_duplicate=False):
-                    found.setdefault(id(tensor), name)
-            self.registries[module] = found
+                    names.setdefault(id(tensor), name)
+            self.registries[module] = names
         return self.registries[module]
 
 

@@ -50,14 +50,14 @@ def read_returns(
     for source, name in _stores(effects):
         stored.setdefault(name, []).append(source)
     outputs: Any = gm.graph.output_node().args[0]
-    found = []
+    returns = []
     for node in outputs:
         name = node.name if isinstance(node, fx.Node) else ""
         places = tuple(stored.get(name, ()))
         old = (_before(place, sources, inputs, scope) for place in places)
         replaced = tuple(dict.fromkeys(i for i in old if i is not None))
-        found.append(Returned(labels.get(name), places, replaced))
-    return tuple(found)
+        returns.append(Returned(labels.get(name), places, replaced))
+    return tuple(returns)
 
 
 def _label(path: Path) -> int | str:
@@ -96,15 +96,18 @@ def _tensors(value: Any, effects: Any, path: Path) -> Iterator[tuple[Path, str]]
 
 def _children(value: Any, effects: Any) -> Iterator[tuple[int | str, Any]]:
     """Items and attributes of a value of Dynamo's, by key."""
-    own = vars(value)
-    items = own.get("items")
+    members = vars(value)
+    items = members.get("items")
     if isinstance(items, dict):
         for key, child in items.items():
             yield _constant(key), child
     elif isinstance(items, (list, tuple)):
         yield from enumerate(items)
-    fields: tuple[str, ...] = getattr(own.get("value"), "_fields", ())
-    for name, inner in own.items():  # what a user's class has of list, tuple or dict
+    fields: tuple[str, ...] = getattr(members.get("value"), "_fields", ())
+    for (
+        name,
+        inner,
+    ) in members.items():  # what a user's class has of list, tuple or dict
         if name.endswith("_vt") and hasattr(inner, "__dict__"):
             for key, child in _children(inner, effects):
                 if isinstance(key, int) and key < len(fields):
@@ -116,10 +119,10 @@ def _children(value: Any, effects: Any) -> Iterator[tuple[int | str, Any]]:
 def _constant(key: Any) -> int | str:
     constant = getattr(key, "vt", key)
     try:
-        found = constant.as_python_constant()
+        label = constant.as_python_constant()
     except NotImplementedError:
         return str(key)
-    return found if isinstance(found, (int, str)) else str(found)
+    return label if isinstance(label, (int, str)) else str(label)
 
 
 def _stores(effects: Any) -> Iterator[tuple[str, str]]:

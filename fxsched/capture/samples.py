@@ -45,8 +45,8 @@ def user_tensors(gm: fx.GraphModule, inputs: Sequence[Any]) -> list[int]:
 
 def names_of(node: fx.Node) -> tuple[Argument, ...]:
     """An input that is an argument, or several, as the user names them."""
-    own: tuple[Argument, ...] = node.meta.get("arguments", ())
-    return own or (Argument(origin_of(node).name),)
+    arguments: tuple[Argument, ...] = node.meta.get("arguments", ())
+    return arguments or (Argument(origin_of(node).name),)
 
 
 def dim_of(argument: Argument, tensor: Tensor, dims: Dims) -> int | None:

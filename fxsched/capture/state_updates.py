@@ -71,8 +71,8 @@ class StateUpdates:
         if storage(value) not in self.written:
             return None
         for state in states.values():
-            kept = state.meta["val"]
-            if storage(kept) == storage(value) and Spec.of(kept) == Spec.of(value):
+            buffer = state.meta["val"]
+            if storage(buffer) == storage(value) and Spec.of(buffer) == Spec.of(value):
                 return state
         return None
 

@@ -24,7 +24,7 @@ class WeightedMicrobatch(Microbatch):
         self._own: dict[fx.Node, tuple[Any, Tensor]] = {}  # a microbatch's own value
 
     def note_input(self, node: fx.Node, value: Any) -> None:
-        self.whole.given(node, value)
+        self.whole.note_input(node, value)
 
     def call(self, node: fx.Node) -> None:
         """As for any microbatch; what inputs decide becomes an input."""
@@ -71,7 +71,7 @@ class WeightedMicrobatch(Microbatch):
         index = len(self.inputs) + number
         new.meta.update(role=Role.SHARED, name=new.name, index=index, module="")
         self.put_input(node, new, fake)
-        self.whole.given(node, fake)
+        self.whole.note_input(node, fake)
 
     def outputs(self) -> list[Any]:
         """What is returned is the microbatch's own: outputs are put together."""

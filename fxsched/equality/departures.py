@@ -53,13 +53,19 @@ def first_departure(
         if node.name in random or any(read in unknown for read in node.all_input_nodes):
             unknown.add(node)
             continue
-        own = rows.get(node.name)
+        value_rows = rows.get(node.name)
         reads = any(read in whole for read in node.all_input_nodes)
-        if node not in whole or not reads or (own is not None and own.numbers):
+        if (
+            node not in whole
+            or not reads
+            or (value_rows is not None and value_rows.numbers)
+        ):
             continue
         values = zip(*(list(tensors(each[node])) for each in parts), strict=True)
         pairs = zip(tensors(whole[node]), values, strict=True)
-        if not all(_make_up(value, part, own or SHARED) for value, part in pairs):
+        if not all(
+            _make_up(value, part, value_rows or SHARED) for value, part in pairs
+        ):
             return Departure(node.name, False, node.meta.get("stack_trace"))
     first = next((n for n in gm.graph.nodes if n.name in random), None)
     stack = None if first is None else first.meta.get("stack_trace")

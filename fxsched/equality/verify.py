@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import inspect
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,28 +19,10 @@ from ..draw.tables import verify_table
 from ..ir.user_line import line_of
 from ..jobs import PlanError, Schedule
 from ..rows.row_warnings import RowsWarning
-from .departures import Departure, first_departure, rounding
+from .departures import Departure, first_departure
+from .differences import Difference, compare_values, table_row
 
 ROWS = 24  # of the table; the rest of what agrees is counted
-
-
-@dataclass(frozen=True)
-class Difference:
-    """One value, as eager PyTorch and as the plan have it.
-
-    eager, planned: their largest elements; None where one has no such value.
-    largest: the largest difference. allowed: what rounding may make of it.
-    """
-
-    name: str
-    eager: float | None
-    planned: float | None
-    largest: float
-    allowed: float
-
-    @property
-    def passed(self) -> bool:
-        return self.largest <= self.allowed  # NaN is no pass
 
 
 @dataclass(frozen=True)
@@ -82,8 +64,10 @@ def verify(
     if not isinstance(model, nn.Module):
         raise PlanError(f"verify(model={model!r}): give a torch.nn.Module")
     known = inspect.signature(backend).parameters
-    own = {name: options.pop(name) for name in list(options) if name in known}
-    planner = backend(schedule, **{**own, "transport": "threads"})
+    backend_options = {
+        name: options.pop(name) for name in list(options) if name in known
+    }
+    planner = backend(schedule, **{**backend_options, "transport": "threads"})
     trace = _Trace()
     planner.on_trace = trace.note
     devices = list(range(torch.cuda.device_count()))
@@ -95,8 +79,8 @@ def verify(
         with warnings.catch_warnings(record=True) as said:
             warnings.simplefilter("always", RowsWarning)
             with planner:
-                found = planned.values(torch.compile(planned.model, backend=planner))
-    differences = tuple(_differences(wanted, found))
+                actual = planned.values(torch.compile(planned.model, backend=planner))
+    differences = tuple(compare_values(wanted, actual))
     passed = all(each.passed for each in differences)
     complaints = [str(w.message) for w in said if w.category is RowsWarning]
     why = "" if passed else _reason(trace, planner, complaints)
@@ -194,50 +178,6 @@ def _loss_of(outputs: Any) -> Tensor:
     return scalars[0]
 
 
-def _differences(
-    wanted: Mapping[str, Tensor | None], found: Mapping[str, Tensor | None]
-) -> Iterator[Difference]:
-    """Gradients are rounded as the largest of them are, to a thousandth."""
-    largest = max(map(_size, _gradients(wanted)), default=0.0)
-    for name in dict(wanted) | dict(found):
-        eager, planned = wanted.get(name), found.get(name)
-        if eager is None and planned is None:
-            continue
-        if eager is None or planned is None:
-            gap = max(_size(eager), _size(planned))
-            yield Difference(name, _shown(eager), _shown(planned), gap, 0.0)
-            continue
-        if eager.shape != planned.shape:
-            yield Difference(name, _size(eager), _size(planned), float("inf"), 0.0)
-            continue
-        scale = _size(eager)
-        if name.startswith("gradient"):
-            scale = max(scale, largest / 1000)
-        gap = _size(eager.double() - planned.double())
-        allowed = rounding(eager) * max(scale, 1e-6)
-        yield Difference(name, _shown(eager), _shown(planned), gap, allowed)
-
-
-def _gradients(values: Mapping[str, Tensor | None]) -> Iterator[Tensor]:
-    for name, value in values.items():
-        if name.startswith("gradient") and value is not None:
-            yield value
-
-
-def _size(value: Tensor | None) -> float:
-    """The largest element, without its sign."""
-    if value is None or not value.numel():
-        return 0.0
-    return float(value.double().abs().max())
-
-
-def _shown(value: Tensor | None) -> float | None:
-    """A scalar, or the largest element."""
-    if value is None:
-        return None
-    return float(value) if value.numel() == 1 else _size(value)
-
-
 def _reason(trace: _Trace, planner: Backend, complaints: list[str]) -> str:
     """What departs first, where, and what is said of it."""
     lines = []
@@ -283,7 +223,7 @@ def _text(
     bad = [each for each in differences if not each.passed]
     good = [each for each in differences if each.passed]
     shown = [*good[: max(1, ROWS - len(bad))], *bad[:ROWS]]
-    table = verify_table([_row(each) for each in differences if each in shown])
+    table = verify_table([table_row(each) for each in differences if each in shown])
     rest = len(differences) - len(shown)
     note = "eager, plan: the largest element; difference: the largest of all elements"
     lines = [head, note, "", table]
@@ -299,17 +239,3 @@ def _text(
         lines.append(f"FAIL: {len(bad)} of {len(differences)} values are not eager's")
         lines.append(why)
     return "\n".join(lines)
-
-
-def _row(each: Difference) -> tuple[str, ...]:
-    def number(value: float | None) -> str:
-        return "none" if value is None else f"{value:.6g}"
-
-    return (
-        each.name,
-        number(each.eager),
-        number(each.planned),
-        f"{each.largest:.1e}",
-        f"{each.allowed:.1e}",
-        "" if each.passed else "FAIL",
-    )

@@ -32,14 +32,14 @@ def indexed(call: Call) -> Rows:
     there are others between them, to the front."""
     tensor, indices = call.args[0], call.args[1]
     rows = call.of(tensor)
-    given = [(d, i) for d, i in enumerate(indices) if i is not None]
-    if any(i.dtype in (torch.bool, torch.uint8) for _, i in given):
+    tensors = [(d, i) for d, i in enumerate(indices) if i is not None]
+    if any(i.dtype in (torch.bool, torch.uint8) for _, i in tensors):
         return UNKNOWN._replace(cause=rows.cause)
-    positions = [d for d, _ in given]
+    positions = [d for d, _ in tensors]
     beside = positions == list(range(positions[0], positions[-1] + 1))
     start = positions[0] if beside else 0
-    rank = max(i.dim() for _, i in given)
-    index = _of_indices(call, [i for _, i in given], rank)
+    rank = max(i.dim() for _, i in tensors)
+    index = _of_indices(call, [i for _, i in tensors], rank)
     picked = index._replace(dim=index.dim + start)
     if rows.kind is not Kind.APART:
         return _from_shared(call, rows, picked)
@@ -96,13 +96,13 @@ def written(call: Call) -> Rows:
     rows, new = call.of(tensor), call.of(values)
     if rows.kind is not Kind.APART or new.kind not in (Kind.APART, Kind.SHARED):
         return UNKNOWN._replace(cause=first_cause([rows, new]))
-    given = [i for i in indices if i is not None]
-    if any(i.dtype in (torch.bool, torch.uint8) for i in given):
-        masks = [call.of(i) for i in given]
-        same = len(given) == 1 and masks[0].kind is Kind.APART and values.dim() == 0
+    tensors = [i for i in indices if i is not None]
+    if any(i.dtype in (torch.bool, torch.uint8) for i in tensors):
+        masks = [call.of(i) for i in tensors]
+        same = len(tensors) == 1 and masks[0].kind is Kind.APART and values.dim() == 0
         return rows if same and masks[0].place == rows.place else UNKNOWN
     chosen = indices[rows.dim] if rows.dim < len(indices) else None
-    by = _of_indices(call, given, max(i.dim() for i in given))
+    by = _of_indices(call, tensors, max(i.dim() for i in tensors))
     cause = first_cause([rows, new, by])
     if chosen is None:
         if by.kind is not Kind.SHARED:

@@ -77,8 +77,8 @@ class Tracker:
         call = Call(func, args, kwargs, out, self.of, self.size, stack)
         rule = rule_of(func)
         if rule is None:
-            given = [self.of(tensor) for tensor in call.tensors()]
-            shared = all(rows.kind is Kind.SHARED for rows in given)
+            operands = [self.of(tensor) for tensor in call.tensors()]
+            shared = all(rows.kind is Kind.SHARED for rows in operands)
             rows: Rows | Sequence[Rows] = SHARED if shared else UNKNOWN
         else:
             rows = rule(call)
@@ -132,13 +132,13 @@ class Tracker:
         """Losses of torch.nn.functional divide by sizes out of sight."""
         target: Any = node.target
         signature = inspect.signature(target)
-        given = signature.bind_partial(*node.args, **node.kwargs)
-        given.apply_defaults()
-        reduction = given.arguments.get("reduction")
+        call = signature.bind_partial(*node.args, **node.kwargs)
+        call.apply_defaults()
+        reduction = call.arguments.get("reduction")
         if rows.kind is Kind.SUM and reduction in ("mean", "batchmean"):
             return rows._replace(kind=Kind.MEAN)
         ratio = rows.cause is not None and rows.cause.effect is Effect.RATIO
-        if self._targets and ratio and given.arguments.get("weight") is None:
+        if self._targets and ratio and call.arguments.get("weight") is None:
             return Rows(Kind.MEAN)  # with label_smoothing
         return rows
 

@@ -54,31 +54,31 @@ def part_means(gm: fx.GraphModule) -> fx.GraphModule:
 
 def _parted(graph: fx.Graph, node: fx.Node) -> fx.Node:
     target: Any = node.target
-    given = inspect.signature(target).bind(*node.args, **node.kwargs)
-    given.apply_defaults()
-    labels = given.arguments["target"]
+    call = inspect.signature(target).bind(*node.args, **node.kwargs)
+    call.apply_defaults()
+    labels = call.arguments["target"]
     classes = not labels.meta["example_value"].is_floating_point()
-    if given.arguments["reduction"] != "mean" or not classes:
+    if call.arguments["reduction"] != "mean" or not classes:
         return node
-    if given.arguments["weight"] is not None:
+    if call.arguments["weight"] is not None:
         raise PlanError(
             'loss_reduction="weighted": what class weights add up to is not known '
             f"before the step{line_of(node.meta.get('stack_trace'))}\n"
             '  write reduction="sum", divide by weight[labels].sum() there, or return '
             "both from the model"
         )
-    given.arguments["reduction"] = "sum"
-    node.args, node.kwargs = given.args, given.kwargs
+    call.arguments["reduction"] = "sum"
+    node.args, node.kwargs = call.args, call.kwargs
     example = node.meta["example_value"]
 
     def added(target: Any, args: tuple[Any, ...], value: Any) -> fx.Node:
-        made = graph.call_function(target, args)
-        made.meta.update(node.meta, example_value=value)
-        return made
+        new = graph.call_function(target, args)
+        new.meta.update(node.meta, example_value=value)
+        return new
 
     mask = added(
         operator.ne,
-        (labels, given.arguments["ignore_index"]),
+        (labels, call.arguments["ignore_index"]),
         labels.meta["example_value"],
     )
     count = added(torch.sum, (mask,), example)
@@ -96,7 +96,7 @@ class Whole:
         self.nodes: list[fx.Node] = []
         self._early: dict[fx.Node, Any] = {}  # values that depend on inputs alone
 
-    def given(self, node: fx.Node, value: Any) -> None:
+    def note_input(self, node: fx.Node, value: Any) -> None:
         """An input or a number of the call."""
         self._early[node] = value
 

@@ -71,17 +71,17 @@ class Agreement:
 
     def _sample(self, args: Sequence[Any]) -> int:
         """A number, not 0, that is equal for equal inputs and hardly for others."""
-        found = 0
+        checksum = 0
         for each in self.inputs:
-            found = zlib.crc32(_elements(self._compared(args, each)), found)
-        return found + 1
+            checksum = zlib.crc32(_elements(self._compared(args, each)), checksum)
+        return checksum + 1
 
     def _compare(self, args: Sequence[Any]) -> None:
-        own = [digest(self._compared(args, each)) for each in self.inputs]
-        everyone = self.processes.all(own)
-        for rank, others in enumerate(everyone):
-            if others != everyone[0]:
-                pairs = zip(self.inputs, others, everyone[0], strict=True)
+        digests = [digest(self._compared(args, each)) for each in self.inputs]
+        by_rank = self.processes.all(digests)
+        for rank, others in enumerate(by_rank):
+            if others != by_rank[0]:
+                pairs = zip(self.inputs, others, by_rank[0], strict=True)
                 names = [each.name for each, one, other in pairs if one != other]
                 raise _differ(rank, names)
 
@@ -92,11 +92,11 @@ class Agreement:
 
     def _received(self, args: Sequence[Any], source: int) -> tuple[Any, ...]:
         values = list(args)
-        everyone = range(self.processes.workers)
+        ranks = range(self.processes.workers)
         for index, *_ in self.inputs:
             if self.processes.rank != source:
                 values[index] = torch.empty_like(args[index])
-            self.processes.share(values[index], source, everyone)
+            self.processes.share(values[index], source, ranks)
         return tuple(values)
 
 

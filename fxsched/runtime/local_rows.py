@@ -78,13 +78,15 @@ class LocalSampler(Sampler[list[int]]):
 def check_local(plan: Plan, schedule: Schedule) -> None:
     """Raises PlanError if a worker reads rows that it doesn't have. The same on all
     ranks: of the step of all workers, not of one's program."""
-    own = [set(schedule.local_microbatches(r)) for r in range(schedule.workers)]
+    microbatches = [
+        set(schedule.local_microbatches(r)) for r in range(schedule.workers)
+    ]
     reads = [(plan.placements[job].compute, job.microbatch) for job in plan.jobs]
     for line in plan.lines:
         if isinstance(line, Line) and line.target is ops.rows:
             reads.append((line.worker, line.args[1]))
     for worker, microbatch in reads:
-        if microbatch not in own[worker]:
+        if microbatch not in microbatches[worker]:
             raise PlanError(
                 f"backend(rows='local'): worker {worker} reads rows of microbatch "
                 f"{microbatch}, which schedule.local_rows({worker}, ..) leaves out; "
@@ -101,32 +103,34 @@ def spread(
     Raises PlanError if the rows don't divide into the rank's microbatches.
     """
     schedule = request.schedule
-    own = schedule.local_microbatches(rank)
-    if len(own) == schedule.microbatches:
+    microbatches = schedule.local_microbatches(rank)
+    if len(microbatches) == schedule.microbatches:
         return args
-    if not own:
+    if not microbatches:
         raise PlanError(
             f"backend(rows='local'): worker {rank} runs no jobs and has no rows, so it "
             "can't know the size of the batch; pass whole batches on all ranks"
         )
     samples, cut = samples_of(gm, args, request)
-    if samples % len(own) or samples < 2:
+    if samples % len(microbatches) or samples < 2:
         raise PlanError(
             f"backend(rows='local'): rank {rank} passes {samples} samples for the "
-            f"{len(own)} microbatches that it runs jobs of; pass a multiple, at least "
-            "2, the rows of schedule.local_rows(rank, batch)"
+            f"{len(microbatches)} microbatches that it runs jobs of; pass a multiple, "
+            "at least 2, the rows of schedule.local_rows(rank, batch)"
         )
-    new = {e.input: _placed(args[e.input], e, own, schedule) for e in cut}
+    new = {e.input: _placed(args[e.input], e, microbatches, schedule) for e in cut}
     return resized(gm, args, new)
 
 
 def _placed(
-    tensor: Tensor, entry: Entry, own: Sequence[int], schedule: Schedule
+    tensor: Tensor, entry: Entry, microbatches: Sequence[int], schedule: Schedule
 ) -> Tensor:
     """before: b, d            # microbatches 1 and 3 of 4
     after:  b, b, b, d     # of which 0 and 2 are not read"""
     assert entry.dim is not None
-    parts = dict(zip(own, tensor.chunk(len(own), entry.dim), strict=True))
-    other = parts[own[0]].detach()
+    parts = dict(
+        zip(microbatches, tensor.chunk(len(microbatches), entry.dim), strict=True)
+    )
+    other = parts[microbatches[0]].detach()
     every = range(schedule.microbatches)
     return torch.cat([parts.get(b, other) for b in every], entry.dim)

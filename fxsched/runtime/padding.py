@@ -32,14 +32,14 @@ class Padded(NamedTuple):
     def trimmed(self, outputs: Sequence[Any], plan: Plan) -> list[Any]:
         """The outputs without the rows of what was added. No gradient comes back for
         these, so that B adds nothing of them."""
-        found = []
+        results = []
         for value, output in zip(outputs, plan.outputs, strict=True):
             if output.kind == "rows":
                 assert output.dim is not None
                 length = value.shape[output.dim] * self.samples // self.all
                 value = value.narrow(output.dim, 0, length)
-            found.append(value)
-        return found
+            results.append(value)
+        return results
 
 
 def pad(gm: fx.GraphModule, args: tuple[Any, ...], request: Request) -> Padded | None:
@@ -57,8 +57,8 @@ def _filled(tensor: Tensor, entry: Entry, samples: int, every: int) -> Tensor:
     """before: a, b, c  # of three samples, for two microbatches
     after:  a, b, c, c"""
     assert entry.dim is not None
-    own = entry.length // samples
-    last = tensor.detach().narrow(entry.dim, entry.length - own, own)
+    rows = entry.length // samples
+    last = tensor.detach().narrow(entry.dim, entry.length - rows, rows)
     return torch.cat([tensor, *[last] * (every - samples)], entry.dim)
 
 

@@ -16,8 +16,10 @@ from ..plans.plan import Plan
 from ..rows.early_values import Early
 from ..rows.row_warnings import RowWatch
 from .input_agreement import Agreement
-from .runs import Run, Runnable
-from .workers import Ranks, Threads
+from .ranks import Ranks
+from .run import Run
+from .runnable import Runnable
+from .threads import Threads
 
 
 class Step:
@@ -46,18 +48,18 @@ class Step:
         self.scale: Scale | None = None  # gives what B starts from
         self.factor: float | None = None  # what it gave in the last call
 
-    def __call__(self, args: tuple[Any, ...], given: tuple[Any, ...]) -> Sequence[Any]:
-        """given: the arguments to run on; gradients go to `args`."""
+    def __call__(self, args: tuple[Any, ...], inputs: tuple[Any, ...]) -> Sequence[Any]:
+        """inputs: the arguments to run on; gradients go to `args`."""
         if not self.plan.trains:
-            results = self._advance(self._start(given), None)
-            return self._outputs(given, results)
+            results = self._advance(self._start(inputs), None)
+            return self._outputs(inputs, results)
         leaves = [
             i for i, a in enumerate(args) if isinstance(a, Tensor) and a.requires_grad
         ]
         function = _InBackward if self.plan.loss is None else _InCall
         tensors = [args[i] for i in leaves]
         apply: Any = function.apply
-        outputs: tuple[Any, ...] = apply(self, given, leaves, *tensors)
+        outputs: tuple[Any, ...] = apply(self, inputs, leaves, *tensors)
         return outputs
 
     def _draw(self) -> int:
@@ -69,30 +71,30 @@ class Step:
         """
         if not self.plan.draws:
             return 0
-        own = ops.draw_base()
+        number = ops.draw_base()
         if self.apart is None:
-            self.apart = self.workers.differ(own) or self.plan.redraws
-        return self.workers.first(own) if self.apart else own
+            self.apart = self.workers.differ(number) or self.plan.redraws
+        return self.workers.first(number) if self.apart else number
 
     def _start(self, args: tuple[Any, ...]) -> list[Run]:
         random = self._draw()
         self.factor = None if self.scale is None else self.scale()
 
         def inputs(program: fx.GraphModule) -> dict[str, Any]:
-            found: dict[str, Any] = {}
+            values: dict[str, Any] = {}
             for node in program.graph.find_nodes(op="placeholder"):
                 if "group" in node.meta:
                     group = self.plan.groups[node.meta["group"]]
-                    found[node.name] = tuple(
+                    values[node.name] = tuple(
                         args[each.input].detach() for each in group.state
                     )
                 elif "input" in node.meta:
-                    found[node.name] = args[node.meta["input"]].detach()
+                    values[node.name] = args[node.meta["input"]].detach()
                 elif node.name == "loss_scale":
-                    found[node.name] = self.factor
+                    values[node.name] = self.factor
                 else:
-                    found[node.name] = random
-            return found
+                    values[node.name] = random
+            return values
 
         self.events = ()
         self.latest = self.workers.start(self.programs, inputs)
@@ -152,21 +154,23 @@ class Step:
                 if output.kind == "given" and output.state is not None:
                     outputs[position] = args[output.state].clone()
                 elif output.state is not None and not output.replaced:
-                    own = args[output.state]
-                    outputs[position] = Tensor.copy_(own, outputs[position])
+                    tensor = args[output.state]
+                    outputs[position] = Tensor.copy_(tensor, outputs[position])
         return tuple(outputs)
 
     def _gradients(
         self, results: dict[str, Any], leaves: Sequence[int]
     ) -> list[Tensor | None]:
         """The gradient of each leaf; None for those that other workers keep."""
-        found: dict[int, Tensor] = {int(i): g for i, g in results["inputs"].items()}
+        gradient_of: dict[int, Tensor] = {
+            int(i): g for i, g in results["inputs"].items()
+        }
         for group, gradients in results["groups"].items():
-            entry = self.plan.groups[int(group)]
-            state, trained = entry.state, entry.trained
+            weights = self.plan.groups[int(group)]
+            state, trained = weights.state, weights.trained
             wanted = [s.input for s, t in zip(state, trained, strict=True) if t]
-            found.update(zip(wanted, gradients, strict=True))
-        return [found.get(i) for i in leaves]
+            gradient_of.update(zip(wanted, gradients, strict=True))
+        return [gradient_of.get(i) for i in leaves]
 
 
 def _mark(ctx: Any, step: Step, outputs: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -187,7 +191,7 @@ def _first_order(backward: Callable[..., Any]) -> Callable[..., Any]:
     that loses the second one in silence."""
 
     @wraps(backward)
-    def guarded(ctx: Any, *given: Tensor | None) -> Any:
+    def guarded(ctx: Any, *gradients: Tensor | None) -> Any:
         if torch.is_grad_enabled():
             raise RuntimeError(
                 "fxsched: create_graph=True asks for a gradient that can be "
@@ -196,7 +200,7 @@ def _first_order(backward: Callable[..., Any]) -> Callable[..., Any]:
                 "made of it, and add what that gives to .grad"
             )
         with torch.no_grad():
-            return backward(ctx, *given)
+            return backward(ctx, *gradients)
 
     return guarded
 
@@ -220,8 +224,8 @@ class _InCall(torch.autograd.Function):
 
     @staticmethod
     @_first_order
-    def backward(ctx: Any, *given: Tensor | None) -> tuple[Tensor | None, ...]:
-        for position, gradient in enumerate(given):
+    def backward(ctx: Any, *tangents: Tensor | None) -> tuple[Tensor | None, ...]:
+        for position, gradient in enumerate(tangents):
             if gradient is not None and position != ctx.loss:
                 raise RuntimeError(
                     f"fxsched: output {ctx.names[position]!r} got a gradient, but B "
@@ -231,7 +235,7 @@ class _InCall(torch.autograd.Function):
                 )
         gradients, ctx.gradients = ctx.gradients, None
         _once(gradients)
-        incoming = given[ctx.loss]
+        incoming = tangents[ctx.loss]
         if incoming is None:
             return (None,) * (3 + len(gradients))
         half = ctx.step.plan.half
@@ -266,7 +270,7 @@ class _InBackward(torch.autograd.Function):
 
     @staticmethod
     @_first_order
-    def backward(ctx: Any, *given: Tensor | None) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, *incoming: Tensor | None) -> tuple[Tensor | None, ...]:
         runs, ctx.runs = ctx.runs, None
         _once(runs)
         if any(tensor._version != version for tensor, version in ctx.versions):
@@ -274,7 +278,7 @@ class _InBackward(torch.autograd.Function):
                 "fxsched: a parameter or input was changed in place between the call "
                 "and its backward(); call optimizer.step() after backward()"
             )
-        for gradient, output in zip(given, ctx.step.plan.outputs, strict=True):
+        for gradient, output in zip(incoming, ctx.step.plan.outputs, strict=True):
             if gradient is not None and not output.takes_gradient:
                 raise RuntimeError(
                     f"fxsched: output {output.name!r} got a gradient, but it is the "
@@ -284,7 +288,7 @@ class _InBackward(torch.autograd.Function):
                 )
         tangents = {}
         for i, (shape, dtype, device) in ctx.like.items():
-            gradient = given[i]
+            gradient = incoming[i]
             if gradient is None:
                 gradient = torch.zeros(shape, dtype=dtype, device=device)
             tangents[i] = gradient.contiguous()

@@ -40,8 +40,8 @@ def clip_grad_norm_(
         return total
     call = f"clip_grad_norm_ of {len(parameters)} parameters, norm {norm_type}"
     processes = everyone("clip_grad_norm_")
-    own = _own_norms(parameters, float(norm_type), processes.rank)
-    norms = _joined(processes.agree(call, own))
+    own_norms = _own_norms(parameters, float(norm_type), processes.rank)
+    norms = _joined(processes.agree(call, own_norms))
     total = torch.tensor(0.0)
     if norms:
         total = torch.linalg.vector_norm(torch.stack(norms), float(norm_type))
@@ -67,18 +67,18 @@ def _parameters(model: nn.Module | Tensor | Iterable[Tensor]) -> list[Tensor]:
 @torch.no_grad()
 def _own_norms(parameters: list[Tensor], norm_type: float, rank: int) -> Norms:
     """Norms of the gradients that this rank is the first to keep."""
-    own = [
+    numbered = [
         (i, parameter.grad)
         for i, parameter in enumerate(parameters)
         if parameter.grad is not None and _first_owner(parameter) == rank
     ]
-    gradients = [gradient for _, gradient in own]
+    gradients = [gradient for _, gradient in numbered]
     values = torch._foreach_norm(gradients, norm_type) if gradients else ()
     norms: Norms = {}
     for dtype in dict.fromkeys(value.dtype for value in values):
         same = [i for i, value in enumerate(values) if value.dtype == dtype]
         numbers = torch.stack([values[i].cpu() for i in same]).tolist()
-        norms[dtype] = {own[i][0]: n for i, n in zip(same, numbers, strict=True)}
+        norms[dtype] = {numbered[i][0]: n for i, n in zip(same, numbers, strict=True)}
     return norms
 
 
@@ -112,8 +112,8 @@ def guard_torch_clipping(workers: int) -> None:
         return
 
     def guarded(parameters: Any, *args: Any, **kwargs: Any) -> None:
-        kept = (KEPT.get(parameter) for parameter in parameters)
-        if any(each is not None and len(each.owners) < workers for each in kept):
+        entries = (KEPT.get(parameter) for parameter in parameters)
+        if any(each is not None and len(each.owners) < workers for each in entries):
             raise PlanError(
                 "torch.nn.utils.clip_grad_norm_ sees only the gradients of this rank; "
                 "call fxsched.clip_grad_norm_(model, max_norm) on every rank"

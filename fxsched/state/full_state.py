@@ -109,8 +109,8 @@ def load_full_optimizer_state_dict(
         for number, parameter in zip(numbers, parameters, strict=False)
         if is_given_up(parameter)
     }
-    own = {n: each for n, each in state["state"].items() if n not in given_up}
-    optimizer.load_state_dict(copy.deepcopy({**state, "state": own}))
+    states = {n: each for n, each in state["state"].items() if n not in given_up}
+    optimizer.load_state_dict(copy.deepcopy({**state, "state": states}))
 
 
 def _module(model: nn.Module) -> nn.Module:
@@ -132,9 +132,9 @@ def _kept(module: nn.Module) -> list[Tensor]:
 
 def _optimized(model: nn.Module, optimizer: Optimizer) -> list[Tensor]:
     """The optimizer's parameters."""
-    own = set(map(id, _module(model).parameters()))
+    of_model = set(map(id, _module(model).parameters()))
     parameters = parameters_of(optimizer)
-    if not any(id(parameter) in own for parameter in parameters):
+    if not any(id(parameter) in of_model for parameter in parameters):
         raise PlanError(
             "the optimizer has none of the model's parameters; give the model that it "
             "was made for"
@@ -178,13 +178,13 @@ def _states(
     processes: Processes, parameters: Sequence[Tensor], optimizer: Optimizer
 ) -> dict[int, Any]:
     """The optimizer's state of every parameter, by its position."""
-    own: list[Tensor] = []
+    tensors: list[Tensor] = []
 
     def taken(value: Tensor) -> Any:
         if value.dim() == 0:
             return value.cpu()
-        own.append(value)
-        return _Slot(len(own) - 1)
+        tensors.append(value)
+        return _Slot(len(tensors) - 1)
 
     states = {
         i: _mapped(optimizer.state[parameter], taken)
@@ -193,10 +193,10 @@ def _states(
         and (KEPT[parameter].owners[0] if parameter in KEPT else 0) == processes.rank
     }
     call = f"full_optimizer_state_dict of {_what(parameters)}"
-    everyones = processes.agree(call, (states, [Spec.of(value) for value in own]))
+    by_rank = processes.agree(call, (states, [Spec.of(value) for value in tensors]))
     result: dict[int, Any] = {}
-    for rank, (states, specs) in enumerate(everyones):
-        values = own if rank == processes.rank else [_empty(spec) for spec in specs]
+    for rank, (states, specs) in enumerate(by_rank):
+        values = tensors if rank == processes.rank else [_empty(spec) for spec in specs]
         for value in values:
             processes.share(value, rank, range(processes.workers))
         result |= _mapped(states, lambda value: value, values)

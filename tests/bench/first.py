@@ -29,11 +29,11 @@ PLAIN = {"eager": "aot_eager", "inductor": "inductor"}  # by the stages' compile
 WORKERS = {"auto": 2, "names": 2, "one worker": 1}  # of fxsched's contestants
 # What each part of fxsched is: functions by module, where they are looked up.
 PARTS = {
-    "trace": ("backend.trace_microbatch",),
+    "trace": ("planning.trace_microbatch",),
     "AOTAutograd": ("passes.differentiate.trace_stage",),
     "check": ("plans.plan.Plan.check",),
     "Inductor": ("autodiff.inductor.compile_stages",),
-    "codegen": ("backend.Runnable",),
+    "codegen": ("planning.Runnable",),
     "step": ("runtime.step.Step.__call__",),
     "passes": ("pipeline.cut_program", "pipeline.free_values"),
 }

@@ -1,7 +1,7 @@
-"""Runs one worker's program over an endpoint.
+"""Runs a worker's tasks in the order in which inputs arrive and n says.
 
-"static" runs its tasks in the program's order, all as one function; "dynamic" runs, of
-those whose inputs are there, the one with the smallest n, as a function of its own.
+Of the tasks whose inputs are there, the one with the smallest n runs, as a function of
+its own.
 """
 
 from __future__ import annotations
@@ -9,51 +9,34 @@ from __future__ import annotations
 import heapq
 import queue
 import time
-from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from contextlib import ExitStack
-from types import FrameType
 from typing import Any
 
-import torch
 from torch import Tensor, fx
 
-from ..clock.timeline import Event
-from ..codegen.static_program import Steps, Straight, alone
+from ..codegen.static_program import alone
 from ..codegen.tasks import Program, Receive, Task
 from ..ir.graphs import arguments, result
-from ..jobs import Job
 from ..transport.endpoints import Aborted, Endpoint
 from ..transport.processes import WATCHERS
+from .run import Run
 
 
-class Runnable:
-    """A worker's fx program, made ready to run any number of times.
+class TaskFunctions:
+    """A worker's program as a function for each of its tasks.
 
-    record: whether its runs note when each job started and ended.
-    prefetch: for how many tasks ahead it asks for weights.
+    run: the functions, by id of their tasks.
+    readers: how many tasks read each slot.
     """
 
-    def __init__(
-        self, gm: fx.GraphModule, order: str, record: bool = False, prefetch: int = 1
-    ) -> None:
-        self.program, self.record, self.prefetch = Program(gm), record, prefetch
-        self.straight = None
-        if order == "static":
-            self.straight = Straight(self.program, record, prefetch)
-        if self.straight is None:
-            self.readers, shared = _readers(self.program)
-            self.run = {
-                id(task): alone(self.program, task, shared)
-                for phase in self.program.phases
-                for task in phase
-            }
-
-    def begin(self, worker: int, inputs: dict[str, Any], endpoint: Endpoint) -> Run:
-        """A step of the program, from the inputs of its graph by name."""
-        if self.straight is None:
-            return Dynamic(self, worker, inputs, endpoint)
-        return Static(self.straight, worker, inputs, endpoint)
+    def __init__(self, program: Program, record: bool, prefetch: int) -> None:
+        self.program, self.record, self.prefetch = program, record, prefetch
+        self.readers, shared = _readers(program)
+        self.run = {
+            id(task): alone(program, task, shared)
+            for phase in program.phases
+            for task in phase
+        }
 
 
 def _readers(program: Program) -> tuple[dict[int, int], set[fx.Node]]:
@@ -69,80 +52,12 @@ def _readers(program: Program) -> tuple[dict[int, int], set[fx.Node]]:
     return count, {n for n, slot in program.slots.items() if slot in count}
 
 
-class Run(ABC):
-    """One step of a program.
-
-    events: the jobs that ran, with times of time.perf_counter, if the program records.
-    """
-
-    def __init__(self, worker: int, endpoint: Endpoint) -> None:
-        self.worker, self.endpoint = worker, endpoint
-        self.events: list[Event] = []
-
-    def advance(self, tangents: dict[int, Tensor] | None = None) -> dict[str, Any]:
-        """Runs up to the pause, or to the end; returns what the program gives there."""
-        with ExitStack() as modes:  # stage graphs hold all casts already
-            modes.enter_context(torch.no_grad())
-            for kind in filter(torch.is_autocast_enabled, ("cpu", "cuda")):
-                modes.enter_context(torch.autocast(kind, enabled=False))
-            found = self.go_on(tangents)
-        self.endpoint.finish()
-        return found
-
-    @abstractmethod
-    def go_on(self, tangents: dict[int, Tensor] | None) -> dict[str, Any]:
-        """What `advance` does, in the modes that it sets."""
-
-    def where(self) -> tuple[int | None, str]:
-        """The worker, if it is known, and the job that this run waits for."""
-        return None, ""
-
-    def log(self, job: Job, start: float, end: float) -> None:
-        self.events.append(Event(job, self.worker, start, end))
-
-
-class Static(Run):
-    """A step in the program's own order."""
-
-    def __init__(
-        self,
-        straight: Straight,
-        worker: int,
-        inputs: dict[str, Any],
-        endpoint: Endpoint,
-    ) -> None:
-        super().__init__(worker, endpoint)
-        self.straight = straight
-        self.left = len(straight.program.phases)
-        self.steps: Steps = straight.run(
-            inputs, endpoint.send, endpoint.expect, endpoint.take, self.log
-        )
-
-    def where(self) -> tuple[int | None, str]:
-        frame: FrameType | None = getattr(self.steps, "gi_frame", None)
-        task = self.straight.tasks[frame.f_lineno - 2] if frame else ""
-        return None, f"job {task}" if task else ""
-
-    def go_on(self, tangents: dict[int, Tensor] | None) -> dict[str, Any]:
-        try:
-            found = self.steps.send(tangents)
-            self.left -= 1
-            if not self.left:
-                self.steps.close()  # else its variables would hold what it returned
-            return found
-        except Exception as error:
-            task = self.straight.task_of(error)
-            if task and not isinstance(error, Aborted):
-                error.add_note(f"fxsched: while running {task}")
-            raise
-
-
 class Dynamic(Run):
     """A step in the order in which inputs arrive and n says."""
 
     def __init__(
         self,
-        runnable: Runnable,
+        runnable: TaskFunctions,
         worker: int,
         inputs: dict[str, Any],
         endpoint: Endpoint,

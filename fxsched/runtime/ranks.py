@@ -1,0 +1,239 @@
+"""This process as one worker of a torch.distributed job."""
+
+from __future__ import annotations
+
+import os
+import time
+import weakref
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..checker.check_messages import check_summaries
+from ..checker.check_program import Summary
+from ..clock.timeline import Event
+from ..ir.graphs import Role, Spec, State
+from ..ir.loss_scale import Gradients, overflowed
+from ..ir.step_ir import Message
+from ..jobs import PlanError
+from ..plans.arithmetic import first_difference
+from ..plans.plan import Plan
+from ..state.clip import guard_torch_clipping
+from ..state.kept import KEPT, Kept, give_up, is_given_up
+from ..state.optimizers import guard_optimizers
+from ..transport.processes import MESSAGES, Processes
+from .run import Run
+from .runnable import Runnable
+from .threads import Inputs, Tangents
+
+
+class Ranks:
+    """This process as one worker of a torch.distributed job."""
+
+    readers: tuple[int, ...] | None = None
+
+    def __init__(
+        self, workers: int, near: bool = True, timeout: float | None = None
+    ) -> None:
+        self.processes = Processes(workers, near, timeout)
+        self.rank = self.processes.rank
+        self.here: Sequence[int] = (self.rank,)
+        if "OMP_NUM_THREADS" not in os.environ and torch.get_num_threads() > 1:
+            local = int(os.environ.get("LOCAL_WORLD_SIZE", workers))
+            torch.set_num_threads(max(1, torch.get_num_threads() // local))
+
+    def close(self) -> None:
+        """Ends this rank's links, threads and group; who waits for it is told."""
+        self.processes.close()
+
+    def skips(self, gradients: Gradients) -> bool:
+        """Whether gradients overflowed on some rank: the scalers of all ranks, each of
+        which sees its own, are to skip the step together."""
+        return any(self.processes.all(overflowed(gradients)))
+
+    def differ(self, number: int) -> bool:
+        """Whether a number is not the same on all ranks."""
+        return len(set(self.processes.all(number))) > 1
+
+    def first(self, number: int) -> int:
+        """Rank 0's number."""
+        shared = torch.tensor(number)
+        self.processes.share(shared, 0, range(self.processes.workers))
+        return int(shared)
+
+    def owners(self, args: Sequence[Any]) -> dict[int, tuple[int, ...]]:
+        """Who keeps parameters and buffers since an earlier plan, by position."""
+        return {
+            i: KEPT[a].owners
+            for i, a in enumerate(args)
+            if isinstance(a, Tensor) and a in KEPT
+        }
+
+    def call(self) -> None:
+        """Counts a call of the backend. Raises PlanError after a failure."""
+        self.processes.control.ready()
+        self.processes.control.calls += 1
+        self.processes.mark = None
+
+    def start(self, programs: dict[int, Runnable], inputs: Inputs) -> list[Run]:
+        (mine,) = programs.values()
+        with self.guarded():
+            endpoint = self.processes.endpoint()
+        run = mine.begin(self.rank, inputs(mine.program.gm), endpoint)
+        reference = weakref.ref(run)  # the run holds the endpoint
+        endpoint.where = lambda: run.where()[1] if (run := reference()) else ""
+        return [run]
+
+    def advance(self, runs: list[Run], tangents: Tangents) -> list[dict[str, Any]]:
+        """Runs this rank up to its pause or end. What fails here is told to all."""
+        self.processes.control.ready()
+        with self.guarded():
+            results = runs[0].advance(tangents)
+        self.processes.control.finished += 1
+        return [results]
+
+    @contextmanager
+    def guarded(self) -> Iterator[None]:
+        """Where what fails on this rank alone is told to all."""
+        try:
+            yield
+        except BaseException as error:
+            self.processes.fail(error)
+            raise
+
+    def meet(self, text: str) -> int:
+        """Meets the other ranks to plan a call; the plan's number.
+
+        text: what the call is, in the user's words. Raises PlanError if the others
+        plan for something else, or don't plan.
+        """
+        control = self.processes.control
+        with self.guarded():
+            texts = control.plan(text)
+        for rank, other in enumerate(texts):
+            if other != texts[0]:
+                raise PlanError(
+                    f"call {control.calls} is for {other} on rank {rank}, and for "
+                    f"{texts[0]} on rank 0; every rank makes the same calls of the "
+                    "model, with equal shapes, types and modes"
+                )
+        return control.plans
+
+    def reset(self, loaded: bool) -> None:
+        """Connects this rank with the others anew; all ranks call it."""
+        self.processes.reset(loaded)
+
+    def together(self) -> float:
+        """The time, on the clock of this rank's events, when all ranks are here. One
+        host has one clock; those of several differ."""
+        times = self.processes.all(time.perf_counter())
+        near = len(self.processes.neighbours) + 1 == len(times)
+        return max(times) if near else time.perf_counter()
+
+    def gather(self, events: list[Event]) -> list[Event]:
+        """The events of all workers."""
+        return [event for of_rank in self.processes.all(events) for event in of_rank]
+
+    def check(self, plan: Plan | Exception) -> None:
+        """Each rank examines its own program; what all found is checked everywhere.
+
+        plan: or what went wrong when it was made. Raises that; PlanError if the ranks
+        made different plans, CheckError if the programs are not sound, and PlanError if
+        another rank could not plan or write its own.
+        """
+        failed, summary, what = None, None, "write its program"
+        identity: tuple[str, tuple[str, ...]]
+        if isinstance(plan, Exception):
+            failed, what, identity = plan, "plan this call", ("", ())
+        else:
+            identity = (plan.digest, plan.arithmetic.passes)
+            try:
+                summary = _examined(plan, self.rank)
+            except Exception as error:  # said below; the others wait for this rank
+                failed = error
+        said = f"{what}: {type(failed).__name__}: {failed}" if failed else None
+        identities, errors, summaries = zip(
+            *self.processes.all((identity, said, summary)), strict=True
+        )
+        if failed is not None:
+            raise failed
+        for rank, why in enumerate(errors):
+            if why is not None:
+                raise PlanError(f"rank {rank} could not {why}")
+        assert isinstance(plan, Plan)
+        digests, passes_by_rank = zip(*identities, strict=True)
+        wrong = [rank for rank, other in enumerate(digests) if other != digests[0]]
+        if wrong:
+            raise self._departed(plan, wrong[0])
+        check_summaries(summaries)
+        for rank, other in enumerate(passes_by_rank):
+            if other != passes_by_rank[0]:
+                raise PlanError(
+                    f"rank {rank} has passes={list(other)}, rank 0 has "
+                    f"{list(passes_by_rank[0])}; give the same passes on every rank"
+                )
+
+    def _departed(self, plan: Plan, rank: int) -> PlanError:
+        """What a rank computes that rank 0 doesn't, or that it has other programs."""
+        others = self.processes.all(plan.arithmetic)
+        text = f"rank {rank} planned other programs than rank 0; "
+        if others[rank].digest != others[0].digest:
+            first, its = first_difference(others[0], others[rank])
+            text += f"the first difference:\n  rank 0: {first}\n  rank {rank}: {its}\n"
+        return PlanError(
+            f"{text}build the same model and schedule, with the same options, and pass "
+            "batches of the same shape on every rank"
+        )
+
+    def settle(self, plan: Plan, args: Sequence[Any]) -> bool:
+        """Owners start from the first owner's values; other ranks give up storage.
+
+        A parameter that this rank doesn't keep becomes one NaN, expanded to its shape.
+        A buffer that others write stays as it was, but is given up as well.
+        False, and nothing is done, if some are kept elsewhere than the plan says.
+        """
+        new, stale = {}, []
+        fresh = {output.state for output in plan.outputs}  # every rank gets them
+        for group in plan.groups:
+            here = self.rank in group.owners
+            for state in group.state:
+                if state.role is Role.SHARED:
+                    continue
+                tensor = args[state.input]
+                entry = KEPT.get(tensor)
+                if entry is None:
+                    new[state] = Kept(group.owners, Spec.of(tensor))
+                elif entry.owners != group.owners:
+                    return False
+                needed = here or state.input in fresh
+                if group.written and not needed and not is_given_up(tensor):
+                    stale.append((state.name, tensor))
+        for state, entry in new.items():
+            self._settle(state, args[state.input], entry, plan.schedule.workers)
+        for name, tensor in stale:
+            give_up(name, tensor, values=False)
+        return True
+
+    def _settle(self, state: State, tensor: Tensor, entry: Kept, workers: int) -> None:
+        KEPT[tensor] = entry
+        buffer = state.role is Role.BUFFER
+        readers = range(workers) if buffer else entry.owners
+        self.processes.share(tensor, entry.owners[0], readers)
+        if not buffer and self.rank not in entry.owners:
+            give_up(state.name, tensor)
+        if len(entry.owners) < workers:
+            guard_torch_clipping(workers)
+            guard_optimizers()
+
+
+def _examined(plan: Plan, rank: int) -> Summary:
+    messages = sum(isinstance(line, Message) for line in plan.lines)
+    if messages >= MESSAGES:
+        raise PlanError(
+            f"a step has {messages:,} messages, and ranks can send {MESSAGES - 1:,}; "
+            "take fewer microbatches or stages"
+        )
+    return plan.examine(rank)

@@ -1,0 +1,76 @@
+"""Runs one worker's program over an endpoint.
+
+"static" runs its tasks in the program's order, all as one function; "dynamic" runs, of
+those whose inputs are there, the one with the smallest n, as a function of its own.
+"""
+
+from __future__ import annotations
+
+from types import FrameType
+from typing import Any
+
+from torch import Tensor, fx
+
+from ..codegen.static_program import Steps, Straight
+from ..codegen.tasks import Program
+from ..ir.request import Order
+from ..transport.endpoints import Aborted, Endpoint
+from .dynamic_run import Dynamic, TaskFunctions
+from .run import Run
+
+
+class Runnable:
+    """A worker's fx program, made ready to run any number of times.
+
+    record: whether its runs note when each job started and ended.
+    prefetch: for how many tasks ahead it asks for weights.
+    """
+
+    def __init__(
+        self, gm: fx.GraphModule, order: Order, record: bool = False, prefetch: int = 1
+    ) -> None:
+        self.program = Program(gm)
+        kind = Straight if order == "static" else TaskFunctions
+        self.code = kind(self.program, record, prefetch)
+
+    def begin(self, worker: int, inputs: dict[str, Any], endpoint: Endpoint) -> Run:
+        """A step of the program, from the inputs of its graph by name."""
+        if isinstance(self.code, Straight):
+            return Static(self.code, worker, inputs, endpoint)
+        return Dynamic(self.code, worker, inputs, endpoint)
+
+
+class Static(Run):
+    """A step in the program's own order."""
+
+    def __init__(
+        self,
+        straight: Straight,
+        worker: int,
+        inputs: dict[str, Any],
+        endpoint: Endpoint,
+    ) -> None:
+        super().__init__(worker, endpoint)
+        self.straight = straight
+        self.left = len(straight.program.phases)
+        self.steps: Steps = straight.run(
+            inputs, endpoint.send, endpoint.expect, endpoint.take, self.log
+        )
+
+    def where(self) -> tuple[int | None, str]:
+        frame: FrameType | None = getattr(self.steps, "gi_frame", None)
+        task = self.straight.tasks[frame.f_lineno - 2] if frame else ""
+        return None, f"job {task}" if task else ""
+
+    def go_on(self, tangents: dict[int, Tensor] | None) -> dict[str, Any]:
+        try:
+            results = self.steps.send(tangents)
+            self.left -= 1
+            if not self.left:
+                self.steps.close()  # else its variables would hold what it returned
+            return results
+        except Exception as error:
+            task = self.straight.task_of(error)
+            if task and not isinstance(error, Aborted):
+                error.add_note(f"fxsched: while running {task}")
+            raise

@@ -1,0 +1,122 @@
+"""All workers as threads of this process."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from ..clock.timeline import Event
+from ..ir.loss_scale import Gradients
+from ..jobs import PlanError
+from ..plans.plan import Plan
+from ..state.kept import is_given_up
+from ..transport.endpoints import Aborted, Exchange, ThreadEndpoint
+from .run import Run
+from .runnable import Runnable
+
+Tangents = dict[int, Tensor] | None
+Inputs = Callable[[fx.GraphModule], dict[str, Any]]
+THREADS = 4096  # workers of one process
+
+
+class Threads:
+    """All workers as threads of this process, which share its parameters."""
+
+    readers: tuple[int, ...] | None = (0,)
+
+    def __init__(self, workers: int) -> None:
+        if workers > THREADS:
+            raise PlanError(
+                f"a process runs at most {THREADS:,} workers as threads, and the "
+                f"schedule has {workers:,}; fxsched.plan and fxsched.simulate take more"
+            )
+        self.here: Sequence[int] = range(workers)
+        self.closed = False
+        self.busy = threading.Lock()  # runs that share the threads take turns
+        share = max(1, torch.get_num_threads() // workers)
+        self.pool = ThreadPoolExecutor(
+            workers, "fxsched", initializer=torch.set_num_threads, initargs=(share,)
+        )
+
+    def close(self) -> None:
+        """Ends the threads."""
+        self.pool.shutdown(wait=False)
+        self.closed = True
+
+    def skips(self, gradients: Gradients) -> bool:
+        return False
+
+    def differ(self, number: int) -> bool:
+        return False
+
+    def first(self, number: int) -> int:
+        return number
+
+    def owners(self, args: Sequence[Any]) -> dict[int, tuple[int, ...]]:
+        """None: threads share all. Raises PlanError for what this rank gave up."""
+        if any(isinstance(a, Tensor) and is_given_up(a) for a in args):
+            raise PlanError(
+                "the model was trained on ranks, each of which keeps a part of it, and "
+                "this backend runs on threads; take transport='distributed', or load "
+                "fxsched.full_state_dict(model) into a new model"
+            )
+        return {}
+
+    def check(self, plan: Plan) -> None:
+        """Raises CheckError unless the programs of all workers are sound."""
+        plan.check()
+
+    def guarded(self) -> AbstractContextManager[None]:
+        """Where what fails is told to other processes, of which there are none."""
+        return nullcontext()
+
+    def start(self, programs: dict[int, Runnable], inputs: Inputs) -> list[Run]:
+        exchange = Exchange()
+        return [
+            each.begin(worker, inputs(each.program.gm), ThreadEndpoint(exchange))
+            for worker, each in programs.items()
+        ]
+
+    def advance(self, runs: list[Run], tangents: Tangents) -> list[dict[str, Any]]:
+        """Runs all workers up to their pause or end. If one fails, all stop."""
+
+        def guarded(run: Run) -> dict[str, Any]:
+            try:
+                return run.advance(tangents)
+            except BaseException:
+                exchange.abort()
+                raise
+
+        if self.closed:
+            raise PlanError(
+                "the backend was closed between the call and its backward(); close it "
+                "after backward()"
+            )
+        endpoint = runs[0].endpoint
+        assert isinstance(endpoint, ThreadEndpoint)
+        exchange = endpoint.exchange
+        with self.busy:
+            futures = [self.pool.submit(guarded, run) for run in runs]
+            try:
+                errors = [future.exception() for future in futures]
+            except BaseException:  # interrupted: no thread may go on waiting
+                exchange.abort()
+                raise
+        for error in sorted(filter(None, errors), key=lambda e: isinstance(e, Aborted)):
+            raise error
+        return [future.result() for future in futures]
+
+    def together(self) -> float:
+        """The time, on the clock of the events."""
+        return time.perf_counter()
+
+    def gather(self, events: list[Event]) -> list[Event]:
+        """The events of all workers."""
+        return events
