@@ -29,6 +29,7 @@ def call_text(gm: fx.GraphModule, inputs: Sequence[Any]) -> str:
 
 
 def placeholders(gm: fx.GraphModule) -> list[fx.Node]:
+    """The inputs of a graph, in order."""
     return [node for node in gm.graph.nodes if node.op == "placeholder"]
 
 

@@ -91,6 +91,7 @@ class Entry(NamedTuple):
 
     @property
     def length(self) -> int:
+        """How long it is along that dimension; 0 without one."""
         return 0 if self.dim is None else self.shape[self.dim]
 
 

@@ -24,6 +24,7 @@ class WeightedMicrobatch(Microbatch):
         self._own: dict[fx.Node, tuple[Any, Tensor]] = {}  # a microbatch's own value
 
     def note_input(self, node: fx.Node, value: Any) -> None:
+        """What depends on inputs alone starts from these."""
         self.whole.note_input(node, value)
 
     def call(self, node: fx.Node) -> None:

@@ -30,6 +30,7 @@ class Departure(NamedTuple):
 
 
 def rounding(value: Tensor) -> float:
+    """What rounding may change of a value, as a part of its largest element."""
     return ROUNDING.get(value.dtype, 0.0)
 
 

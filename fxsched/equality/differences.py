@@ -26,6 +26,7 @@ class Difference:
 
     @property
     def passed(self) -> bool:
+        """Whether the difference is no more than rounding."""
         return self.largest <= self.allowed  # NaN is no pass
 
 

@@ -60,6 +60,7 @@ def _of_reduced(call: Call, values: Sequence[Rows]) -> Rows:
 
 
 def added_up(call: Call, kinds: set[Kind], values: Sequence[Rows]) -> Rows:
+    """What sums, means and shared values add up to."""
     if kinds <= {Kind.MEAN, Kind.SHARED}:
         return Rows(Kind.MEAN, cause=first_cause(values))
     if kinds == {Kind.SUM}:
@@ -137,6 +138,7 @@ def beside(call: Call, *values: Rows) -> Rows:
 
 
 def batch_norm(call: Call) -> Sequence[Rows]:
+    """Normalisation by statistics over the batch, or, in evaluation, by kept ones."""
     tensor = call.args[0]
     rows = call.of(tensor)
     training = call.get("training", call.get("train", True))
@@ -154,9 +156,6 @@ def filled(call: Call) -> Rows:
     )
 
 
-def constant(call: Call) -> Rows:
-    return SHARED
-
-
 def name_of(call: Call) -> str:
+    """An aten operation's name, in place or not."""
     return str(call.func.overloadpacket.__name__).rstrip("_")

@@ -66,10 +66,12 @@ class Rows(NamedTuple):
 
     @property
     def reduced(self) -> bool:
+        """Whether rows were added up, or reduced in another way."""
         return self.kind in (Kind.SUM, Kind.MEAN, Kind.OTHER)
 
     @property
     def place(self) -> tuple[int, int]:
+        """Where the rows are, to compare with another value's."""
         return self.dim, self.outer
 
 
@@ -104,6 +106,7 @@ class Call(NamedTuple):
         return default
 
     def tensors(self) -> Iterator[Tensor]:
+        """The tensors among the arguments, also in lists."""
         for value in (*self.args, *self.kwargs.values()):
             if isinstance(value, Tensor):
                 yield value
@@ -152,4 +155,5 @@ def known(rule: Rule) -> Rule:
 
 
 def product(sizes: Sequence[int]) -> int:
+    """The product of sizes; 1 of none."""
     return math.prod(map(int, sizes))

@@ -28,6 +28,7 @@ def reshaped(call: Call) -> Rows:
 
 
 def permuted(call: Call) -> Rows:
+    """Dimensions in another order."""
     tensor, rows = _first(call)
     count = tensor.dim()
     dims = [d % count for d in call.get("dims")]
@@ -35,6 +36,7 @@ def permuted(call: Call) -> Rows:
 
 
 def transposed(call: Call) -> Rows:
+    """Two dimensions change places."""
     tensor, rows = _first(call)
     count = tensor.dim()
     if count < 2:
@@ -55,12 +57,14 @@ def expanded(call: Call) -> Rows:
 
 
 def unsqueezed(call: Call) -> Rows:
+    """A new dimension of length 1."""
     _, rows = _first(call)
     dim = call.get("dim") % call.out.dim()
     return rows._replace(dim=rows.dim + (rows.dim >= dim))
 
 
 def squeezed(call: Call) -> Rows:
+    """Without some dimensions of length 1."""
     tensor, rows = _first(call)
     dims = call.get("dim")
     if dims is None:
@@ -76,6 +80,7 @@ def squeezed(call: Call) -> Rows:
 
 
 def selected(call: Call) -> Rows:
+    """One place of a dimension, which goes."""
     tensor, rows = _first(call)
     dim = call.get("dim") % tensor.dim()
     if rows.kind is not Kind.APART or dim != rows.dim:
@@ -86,6 +91,7 @@ def selected(call: Call) -> Rows:
 
 
 def sliced(call: Call) -> Rows:
+    """A range of a dimension."""
     tensor, rows = _first(call)
     dim = call.get("dim", 0) % tensor.dim()
     if rows.kind is not Kind.APART or dim != rows.dim:
@@ -123,6 +129,7 @@ def windowed(call: Call) -> Rows:
 
 
 def diagonal(call: Call) -> Rows:
+    """Two dimensions become one, at their end."""
     tensor, rows = _first(call)
     gone = {call.get(name, i) % tensor.dim() for i, name in enumerate(("dim1", "dim2"))}
     if rows.kind is Kind.APART and rows.dim in gone:
@@ -151,6 +158,7 @@ def joined(call: Call) -> Rows:
 
 
 def stacked(call: Call) -> Rows:
+    """Values side by side along a new dimension."""
     rows = alike(call, [call.of(tensor) for tensor in call.get("tensors")])
     dim = call.get("dim", 0) % call.out.dim()
     return rows._replace(dim=rows.dim + (rows.dim >= dim))

@@ -84,6 +84,7 @@ def attention(call: Call) -> Rows:
 
 
 def convolution(call: Call) -> Rows:
+    """Of inputs [batch, channels, ..] with weights, which may be of groups."""
     rows, weight = call.of(call.args[0]), call.of(call.args[1])
     grouped = rows.dim == 1 and call.get("groups", 1) % call.size == 0
     if rows.kind is weight.kind is Kind.APART and grouped and rows.outer == 1:

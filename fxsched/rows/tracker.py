@@ -57,9 +57,11 @@ class Tracker:
         self._targets: list[tuple[Tensor, int]] = []
 
     def put(self, tensor: Tensor, rows: Rows) -> None:
+        """Notes the rows of a tensor."""
         self._rows[id(tensor)] = tensor, rows
 
     def of(self, tensor: Tensor) -> Rows:
+        """The rows of a tensor; one that is not known has none."""
         entry = self._rows.get(id(tensor))
         return SHARED if entry is None else entry[1]
 

@@ -77,6 +77,7 @@ class Dynamic(Run):
         self.coming = dict(self.program.receive_at)  # not received yet, by slot
 
     def go_on(self, tangents: dict[int, Tensor] | None) -> dict[str, Any]:
+        """Runs the tasks of one phase; what the program gives at its end."""
         phases = self.program.phases
         if tangents is not None:
             (pause,) = (t.pause for t in phases[self.phase - 1] if t.pause)
@@ -97,6 +98,7 @@ class Dynamic(Run):
         return found
 
     def where(self) -> tuple[int | None, str]:
+        """The peer and the job of the first task that waits for a receive."""
         coming = self._coming()
         waiting = [
             (task.n, task.name, coming[slot].parcel.peer)

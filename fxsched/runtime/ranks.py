@@ -79,6 +79,7 @@ class Ranks:
         self.processes.mark = None
 
     def start(self, programs: dict[int, Runnable], inputs: Inputs) -> list[Run]:
+        """A run of this rank's program, begun."""
         (mine,) = programs.values()
         with self.guarded():
             endpoint = self.processes.endpoint()

@@ -43,4 +43,5 @@ class Run(ABC):
         return None, ""
 
     def log(self, job: Job, start: float, end: float) -> None:
+        """Notes when a job ran."""
         self.events.append(Event(job, self.worker, start, end))

@@ -58,11 +58,13 @@ class Static(Run):
         )
 
     def where(self) -> tuple[int | None, str]:
+        """The job whose line the generator stands at."""
         frame: FrameType | None = getattr(self.steps, "gi_frame", None)
         task = self.straight.tasks[frame.f_lineno - 2] if frame else ""
         return None, f"job {task}" if task else ""
 
     def go_on(self, tangents: dict[int, Tensor] | None) -> dict[str, Any]:
+        """Resumes the generator up to its next pause."""
         try:
             results = self.steps.send(tangents)
             self.left -= 1

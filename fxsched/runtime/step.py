@@ -104,12 +104,8 @@ class Step:
         self, runs: list[Run], tangents: dict[int, Tensor] | None
     ) -> dict[str, Any]:
         """The results of the workers here, as one."""
-        merged: dict[str, Any] = {
-            "outputs": (),
-            "state": {},
-            "groups": {},
-            "inputs": {},
-        }
+        merged: dict[str, Any]
+        merged = {"outputs": (), "state": {}, "groups": {}, "inputs": {}}
         begin = self.workers.together() if self.record else 0.0
         advanced = self.workers.advance(runs, tangents)
         if self.record:

@@ -51,12 +51,15 @@ class Threads:
         self.closed = True
 
     def skips(self, gradients: Gradients) -> bool:
+        """False: one scaler sees all gradients."""
         return False
 
     def differ(self, number: int) -> bool:
+        """False: threads share one generator."""
         return False
 
     def first(self, number: int) -> int:
+        """The number itself, for the same reason."""
         return number
 
     def owners(self, args: Sequence[Any]) -> dict[int, tuple[int, ...]]:
@@ -78,6 +81,7 @@ class Threads:
         return nullcontext()
 
     def start(self, programs: dict[int, Runnable], inputs: Inputs) -> list[Run]:
+        """A run of each worker's program, begun."""
         exchange = Exchange()
         return [
             each.begin(worker, inputs(each.program.gm), ThreadEndpoint(exchange))

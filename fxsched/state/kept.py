@@ -49,6 +49,7 @@ def give_up(name: str, tensor: Tensor, values: bool = True) -> None:
 
 
 def is_given_up(tensor: Tensor) -> bool:
+    """Whether this rank has given a tensor up to its owners."""
     return READS[0] in vars(tensor)
 
 
