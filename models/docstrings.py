@@ -34,6 +34,8 @@ class Parts(NamedTuple, Generic[T]):
 
 
 class Function(NamedTuple):
+    """A function of the standard library, and what its docstring says."""
+
     source: str  # blank where the docstring was
     doc: str
     code_words: list[str]  # as split() makes them

@@ -11,6 +11,8 @@ from .layers import Block, CrossBlock
 
 @dataclass(frozen=True)
 class EncoderDecoderConfig:
+    """Sizes of an EncoderDecoder."""
+
     source_vocabulary: int = 256
     target_vocabulary: int = 256
     length: int = 32  # the longest sequence, source or target
@@ -36,6 +38,8 @@ class Embed(nn.Module):
 
 
 class EncoderDecoder(nn.Module):
+    """Source, target and its next tokens, [batch, n], to the mean cross entropy."""
+
     def __init__(self, config: EncoderDecoderConfig) -> None:
         super().__init__()
         c = config

@@ -12,6 +12,8 @@ from .layers import Attention, FeedForward
 
 @dataclass(frozen=True)
 class ExpertsConfig:
+    """Sizes of an Experts model."""
+
     vocabulary: int = 256
     length: int = 64  # the longest sequence
     width: int = 64
@@ -55,6 +57,8 @@ class ExpertBlock(nn.Module):
 
 
 class Experts(nn.Module):
+    """Tokens and targets [batch, n] to the mean cross entropy."""
+
     def __init__(self, config: ExpertsConfig) -> None:
         super().__init__()
         c = config

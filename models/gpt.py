@@ -11,6 +11,8 @@ from .layers import Block
 
 @dataclass(frozen=True)
 class GPTConfig:
+    """Sizes of a GPT."""
+
     vocabulary: int = 256
     length: int = 32  # the longest sequence
     width: int = 64
@@ -20,6 +22,8 @@ class GPTConfig:
 
 
 class GPT(nn.Module):
+    """Tokens and targets [batch, n] to the mean cross entropy."""
+
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
         self.tokens = nn.Embedding(config.vocabulary, config.width)

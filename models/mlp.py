@@ -9,6 +9,8 @@ from torch import Tensor, nn
 
 @dataclass(frozen=True)
 class MLPConfig:
+    """Sizes of an MLP."""
+
     inputs: int = 32
     width: int = 64
     outputs: int = 16
@@ -16,6 +18,8 @@ class MLPConfig:
 
 
 class MLP(nn.Module):
+    """x [batch, inputs] and y [batch, outputs] to the mean squared error."""
+
     def __init__(self, config: MLPConfig) -> None:
         super().__init__()
         widths = [config.inputs, *[config.width] * (config.layers - 1)]

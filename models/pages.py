@@ -71,6 +71,7 @@ def noisy(
 
 
 def pages(functions: list[Function], words: list[str]) -> Pages:
+    """A picture, a text and a sound of each function."""
     sources = [each.source for each in functions]
     text = numbered((each.doc_words for each in functions), words, DOC_LENGTH)
     return Pages(pictures(sources), text, sounds(sources))
@@ -86,6 +87,7 @@ def pictures(sources: list[str]) -> Tensor:
 
 
 def sheet(lines: list[str]) -> bytes:
+    """HEIGHT rows of WIDTH characters: the top left of a page."""
     blank = [""] * (HEIGHT - len(lines))
     return b"".join(first_bytes(line, WIDTH) for line in [*lines[:HEIGHT], *blank])
 
@@ -100,6 +102,7 @@ def sounds(sources: list[str]) -> Tensor:
 
 
 def first_bytes(text: str, length: int) -> bytes:
+    """So many of a text, which are ASCII, with zeros behind it."""
     return text[:length].encode("ascii", "replace").ljust(length, b"\0")
 
 

@@ -66,6 +66,7 @@ def windows(
 
 
 def sentences(functions: list[Function], words: list[str]) -> Sentences:
+    """Each function and the first sentence of its docstring, as numbers of words."""
     first = (first_sentence(each.doc)[:SENTENCE] for each in functions)
     code = numbered((each.code_words for each in functions), words, CODE_LENGTH)
     return Sentences(code, numbered(first, words, SENTENCE))
@@ -77,6 +78,7 @@ def first_sentence(doc: str) -> list[str]:
 
 
 def text(functions: list[Function]) -> Tensor:
+    """The bytes of all functions, without blank lines: [n] uint8."""
     lines = (line for each in functions for line in each.source.split("\n"))
     plain = "".join(line + "\n" for line in lines if line.strip())
     return torch.frombuffer(bytearray(plain.encode()), dtype=torch.uint8)

@@ -12,6 +12,8 @@ from .layers import Block
 
 @dataclass(frozen=True)
 class ThreeEncoderConfig:
+    """Sizes of a ThreeEncoder, and of what it reads."""
+
     image_height: int = 32  # height and width must divide by patch
     image_width: int = 64
     patch: int = 8  # height and width of a patch
@@ -64,6 +66,8 @@ class Encoder(nn.Module):
 
 
 class ThreeEncoder(nn.Module):
+    """Pictures, texts and sounds to logits, or with labels to their mean loss."""
+
     def __init__(self, config: ThreeEncoderConfig) -> None:
         super().__init__()
         c = config

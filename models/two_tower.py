@@ -12,6 +12,8 @@ from .layers import Block
 
 @dataclass(frozen=True)
 class TwoTowerConfig:
+    """Sizes of a TwoTower; both towers are alike."""
+
     vocabulary: int = 4096
     code_length: int = 64
     doc_length: int = 24
@@ -56,6 +58,8 @@ class Tower(nn.Module):
 
 
 class TwoTower(nn.Module):
+    """Code and docstrings to logits, or with labels to their mean loss."""
+
     def __init__(self, config: TwoTowerConfig) -> None:
         super().__init__()
         code = doc = embedding(config)

@@ -11,6 +11,8 @@ from torch import Tensor, nn
 
 @dataclass(frozen=True)
 class UNetConfig:
+    """Sizes of a UNet."""
+
     channels: int = 3
     width: int = 16  # channels of the first level; doubles at each level down
     levels: int = 3  # height and width must divide by 2 ** (levels - 1)
@@ -32,6 +34,8 @@ class ConvBlock(nn.Sequential):
 
 
 class UNet(nn.Module):
+    """Noisy and clean pictures to the mean squared error."""
+
     def __init__(self, config: UNetConfig) -> None:
         super().__init__()
         widths = [config.width * 2**level for level in range(config.levels)]
