@@ -104,6 +104,7 @@ class Search:
             for reader in value.readers:
                 self.reads[reader].append((value.maker, value.seconds))
         self.fronts: dict[int, list[tuple[int, float]]] = {}
+        self.rests: dict[int, float] = {}
         self.visited = 0
         path = max(self.tail, default=0.0)
         spare = bound - path
@@ -275,8 +276,11 @@ class Search:
         )
 
     def _rest(self, ideal: int) -> float:
-        units = self.problem.units
-        return sum(u.seconds for i, u in enumerate(units) if not ideal >> i & 1)
+        """Seconds of the units outside of an ideal."""
+        if ideal not in self.rests:
+            units = enumerate(self.problem.units)
+            self.rests[ideal] = sum(u.seconds for i, u in units if not ideal >> i & 1)
+        return self.rests[ideal]
 
 
 def _mask(units: Iterator[int] | Sequence[int]) -> int:
