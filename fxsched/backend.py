@@ -291,6 +291,7 @@ class Backend:
         return (args if padded is None else padded.args), padded
 
     def run(self, gm: fx.GraphModule, args: tuple[Any, ...]) -> Sequence[Any]:
+        """A call of a compiled function: plans it if it is new, and runs it."""
         if self.closed:
             raise PlanError(
                 "this backend is closed; compile the model with a new one, "

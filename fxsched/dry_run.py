@@ -170,6 +170,7 @@ class Tracer(Backend):
     """A backend that stops at the traced microbatch."""
 
     def run(self, gm: fx.GraphModule, args: tuple[Any, ...]) -> Sequence[Any]:
+        """Traces a call's microbatch; raises MicrobatchTraced with it."""
         refuse_meta(args, "be measured", "fxsched.plan estimates what it takes")
         with modes_after_errors():
             batch = batch_of(gm, args, self.request)

@@ -101,4 +101,5 @@ def recomputed(graph: fx.Graph) -> dict[fx.Node, None]:
 
 
 def is_forward(node: fx.Node) -> bool:
+    """Whether AOTAutograd made a node for the forward."""
     return node.meta.get("partitioner_tag") == "is_forward"

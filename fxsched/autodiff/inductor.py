@@ -26,6 +26,7 @@ class Compiled(torch.nn.Module):
         self.run, self.random, self.outputs = run, random, outputs
 
     def forward(self, *args: Any) -> Any:
+        """What the stage's graph gives, with its job's random numbers."""
         if self.random:
             return ops.seeded(self.run, *args)
         return self.run(*args)

@@ -371,8 +371,10 @@ def _contributions(node: fx.Node) -> tuple[tuple[Job, ...] | None, tuple[int, ..
 
 
 def other_microbatch(rank: int, job: Job, name: str, others: set[int]) -> str:
+    """The error for a job that reads another microbatch's value."""
     return f"worker {rank}: {job} reads {name}, which is of microbatch {min(others)}"
 
 
 def other_maker(rank: int, job: Job, name: str, maker: Job | None, wanted: Job) -> str:
+    """The error for a job that reads what another job than planned made."""
     return f"worker {rank}: {job} reads {name}, which {maker} made, not {wanted}"

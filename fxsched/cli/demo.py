@@ -164,6 +164,7 @@ def fit(step: Model, model: nn.Module, batches: Batches, steps: int) -> None:
 
 
 def accuracies(step: Model, batches: Batches) -> str:
+    """The accuracy on each set of pairs, as text."""
     shares = [f"{k} {accuracy(step, v):.3f}" for k, v in batches.judged.items()]
     return f"{', '.join(shares)} (chance 0.500)"
 
@@ -186,5 +187,6 @@ def speaks() -> bool:
 
 
 def say(text: str) -> None:
+    """Prints a line above the bar, on the process that speaks."""
     if speaks():
         tqdm.write(text)

@@ -18,6 +18,7 @@ class Group(click.Group):
     """The commands, in the order in which they were added."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
+        """The commands in the order in which they were added."""
         return list(self.commands)
 
     def invoke(self, ctx: click.Context) -> Any:

@@ -89,6 +89,7 @@ class Transfers(Network):
         return gone + self.transfer.latency
 
     def arrival(self, maker: int, reader: int, now: float) -> float:
+        """When the reader has what the maker sent at `now`."""
         if self.edges is not None:
             return self.edges.arrival(maker, reader, now)
         compute = self.jobs.compute
@@ -129,6 +130,7 @@ class Transfers(Network):
                 self.waiting.append(number)
 
     def started(self, number: int, now: float) -> Iterable[tuple[int, float]]:
+        """What a job's start sends: jobs whose weights come, and when."""
         for wanted, at_end in self.asked.get(number, ()):
             when = now
             if at_end and number >= 0:
@@ -151,6 +153,7 @@ class Transfers(Network):
             self.missing[stage] = self.missing.get(stage, 0) + 1
 
     def ended(self, number: int, now: float) -> Iterable[tuple[int, float]]:
+        """What a job's end sends: jobs that its gradients free, and when."""
         if number not in self.last:
             return
         stage = self.last[number]

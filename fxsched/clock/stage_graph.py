@@ -152,10 +152,12 @@ class Edges(Network):
                     self.seconds[p, k] = stages.edges[a, b].get("seconds", 0.0)
 
     def arrival(self, maker: int, reader: int, now: float) -> float:
+        """When the reader has what the maker sent at `now`."""
         return now + self.seconds.get((maker % self.kinds, reader % self.kinds), 0.0)
 
 
 def step_seconds(events: Timeline) -> float:
+    """Seconds from the start to the end of the last job."""
     return max(events.end, default=0.0)
 
 

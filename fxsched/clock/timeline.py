@@ -49,6 +49,7 @@ class Jobs:
         return len(self.compute)
 
     def job(self, number: int) -> Job:
+        """The job of a number."""
         microbatch, kind = divmod(number, len(self.kinds))
         stage, direction = self.kinds[kind]
         return Job(stage, microbatch, direction)
@@ -59,6 +60,7 @@ class Jobs:
         return {kind: i for i, kind in enumerate(self.kinds)}
 
     def number(self, job: Job) -> int:
+        """The number of a job: by microbatch, then by kind."""
         kind = self.at[job.stage, job.direction]
         return job.microbatch * len(self.kinds) + kind
 

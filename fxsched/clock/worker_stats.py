@@ -126,6 +126,7 @@ def _groups(stages: nx.DiGraph[int], jobs: Jobs) -> tuple[list[Any], Any, Any]:
 def worker_records(
     schedule: Schedule, stages: nx.DiGraph[int], timeline: Timeline
 ) -> tuple[Worker, ...]:
+    """What each worker did and held in a step."""
     jobs, count = timeline.jobs, schedule.workers
     compute = np.asarray(jobs.compute, int)
     order = np.asarray(timeline.order, int)

@@ -43,6 +43,7 @@ class Source:
         self.task = ""
 
     def variable(self) -> str:
+        """A new name for a value."""
         self.count += 1
         return f"v{self.count}"
 
@@ -54,9 +55,11 @@ class Source:
         return self.known[id(value)]
 
     def parcel(self, parcel: Parcel) -> str:
+        """The name of a message's parcel."""
         return self.name(parcel, f"m{parcel.tag}")
 
     def line(self, text: str) -> None:
+        """Adds a line, which is of the present task."""
         self.lines.append((text, self.task))
 
     def make(self, text: str) -> str:
@@ -267,10 +270,12 @@ TOKEN = torch.empty(0)
 
 
 def item(value: Expression, index: int) -> Expression:
+    """An expression for one of the values of a tuple."""
     return value[index] if isinstance(value, tuple) else f"{value}[{index}]"
 
 
 def text_of(value: Expression) -> str:
+    """An expression as Python text."""
     if isinstance(value, str):
         return value
     return "(" + "".join(text_of(each) + ", " for each in value) + ")"

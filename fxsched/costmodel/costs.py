@@ -38,6 +38,7 @@ RATES = {
 
 
 def rates_of(device: torch.device) -> Rates:
+    """What a device does in a second; of one not listed, a GPU's."""
     return RATES.get(device.type, RATES["cuda"])
 
 
@@ -55,6 +56,7 @@ class Cost(NamedTuple):
     seconds: float = 0.0
 
     def plus(self, other: Cost) -> Cost:
+        """The sum of two costs."""
         flops, moved, seconds = other
         return Cost(self.flops + flops, self.bytes + moved, self.seconds + seconds)
 

@@ -32,6 +32,7 @@ class Times(NamedTuple):
         )
 
     def scaled(self, ratio: Times) -> Times:
+        """Each time multiplied by its ratio."""
         return Times(*(a * b for a, b in zip(self, ratio, strict=True)))
 
 

@@ -26,6 +26,7 @@ class Clock(NamedTuple):
     unit: str
 
     def text(self, time: float) -> str:
+        """A time with its unit."""
         return f"{time * self.factor:.4g} {self.unit}".rstrip()
 
 
@@ -88,4 +89,5 @@ def _rgb(lightness: Array, chroma: Array, hue: Array) -> Array:
 
 
 def hexadecimal(rgb: Array) -> str:
+    """A colour as SVG and HTML write it, from parts of 0 to 255."""
     return "#{:02x}{:02x}{:02x}".format(*(int(part) for part in rgb))

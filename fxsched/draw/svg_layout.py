@@ -43,6 +43,7 @@ class Frame:
 
     @property
     def rows(self) -> int:
+        """How many workers are drawn."""
         return min(self.bars.workers, ROWS)
 
     @property
@@ -52,10 +53,12 @@ class Frame:
 
     @property
     def gap(self) -> float:
+        """The space between two rows."""
         return 2 if self.row > 12 else 1 if self.row > 4 else 0
 
     @property
     def height(self) -> float:
+        """The height of all rows."""
         return self.row * self.rows
 
     @cached_property
@@ -70,9 +73,11 @@ class Frame:
         return len(self.bars) <= JOBS and self.rows == self.bars.workers
 
     def x(self, time: float) -> float:
+        """Where a time is, from the left."""
         return LEFT + self.width * time / (self.bars.span or 1.0)
 
     def y(self, row: float) -> float:
+        """Where a row is, from the top."""
         return TOP + self.row * row
 
 

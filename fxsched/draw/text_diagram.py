@@ -87,6 +87,7 @@ class Cells:
         self.ground = np.where(idle[:, :, None], -1, mixed.astype(int))
 
     def line(self, row: int, color: bool) -> str:
+        """A worker's row as text, coloured if asked for."""
         text = "".join(self.text[row]).rstrip()
         if not color:
             return text

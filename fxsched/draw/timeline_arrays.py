@@ -38,6 +38,7 @@ class Bars:
 
     @property
     def microbatches(self) -> int:
+        """How many microbatches there are."""
         return int(self.microbatch.max(initial=-1)) + 1
 
     @property

@@ -41,6 +41,7 @@ class Spec(NamedTuple):
 
     @staticmethod
     def of(tensor: Tensor) -> Spec:
+        """The spec of a tensor."""
         shape, stride = tuple(tensor.shape), tuple(tensor.stride())
         return Spec(shape, stride, tensor.dtype, tensor.device)
 
@@ -52,6 +53,7 @@ class Spec(NamedTuple):
 
     @property
     def bytes(self) -> int:
+        """Bytes of its elements, each once."""
         size = self.dtype.itemsize
         for length in self.shape:
             size *= length
@@ -122,6 +124,7 @@ class Group(NamedTuple):
 
     @property
     def names(self) -> tuple[str, ...]:
+        """Names of its parameters or buffers."""
         return tuple(each.name for each in self.state)
 
 

@@ -119,6 +119,7 @@ class Recipe(NamedTuple):
 
     @property
     def nodes(self) -> Iterator[fx.Node]:
+        """All nodes, in order."""
         yield from self.before
         yield self.call
         yield from self.after
@@ -158,6 +159,7 @@ class StepIR:
 
     @property
     def jobs(self) -> Jobs:
+        """The jobs of the step, with their workers and n."""
         return self.timeline.jobs
 
     @property

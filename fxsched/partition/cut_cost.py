@@ -37,6 +37,7 @@ class Unit(NamedTuple):
 
     @property
     def seconds(self) -> float:
+        """Seconds of F and B."""
         return self.forward + self.backward
 
 
@@ -50,6 +51,7 @@ class Value(NamedTuple):
 
     @property
     def seconds(self) -> float:
+        """Seconds of both its transfers."""
         return self.there + self.back
 
 
@@ -77,6 +79,7 @@ class Problem:
 
     @cached_property
     def graph(self) -> nx.DiGraph[int]:
+        """Units, with an edge to each reader of what they make."""
         found: nx.DiGraph[int] = nx.DiGraph()
         found.add_nodes_from(range(len(self.units)))
         found.add_edges_from((v.maker, r) for v in self.values for r in v.readers)
@@ -90,6 +93,7 @@ class Problem:
 
     @cached_property
     def seconds(self) -> float:
+        """Seconds of all units."""
         return sum(unit.seconds for unit in self.units)
 
     def memory(self, members: Sequence[int], k: int) -> float:

@@ -32,6 +32,7 @@ class Label(NamedTuple):
     members: tuple[int, ...]  # of the last stage
 
     def beats(self, other: Label) -> bool:
+        """Whether it is as good in all that later stages see."""
         return (
             self.slowest <= other.slowest
             and self.longest <= other.longest

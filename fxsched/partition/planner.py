@@ -56,6 +56,7 @@ class Choice(NamedTuple):
 
     @property
     def stages(self) -> int:
+        """How many stages the cut has."""
         return max(self.cut, default=0) + 1
 
 

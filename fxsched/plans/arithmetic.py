@@ -41,6 +41,7 @@ class Arithmetic:
 
     @property
     def lines(self) -> list[str]:
+        """A line for each option and operation."""
         return zlib.decompress(self.packed).decode().split("\n")
 
 

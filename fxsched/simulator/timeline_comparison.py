@@ -28,6 +28,7 @@ class Pair(NamedTuple):
         return self.measured / self.predicted if self.predicted else math.nan
 
     def cells(self, time: Clock) -> tuple[str, str, str]:
+        """Predicted, measured and their ratio, for a table."""
         ratio = f"{self.ratio:.2f}" if self.predicted else ""
         a, b = (f"{value * time.factor:.4g}" for value in self)
         return a, b, ratio

@@ -58,9 +58,14 @@ class Status(NamedTuple):
 class Store(Protocol):
     """What is used of torch.distributed's stores."""
 
-    def set(self, key: str, value: str) -> None: ...
-    def get(self, key: str) -> bytes: ...
-    def check(self, keys: list[str]) -> bool: ...
+    def set(self, key: str, value: str) -> None:
+        """Writes a value, which all ranks can read."""
+
+    def get(self, key: str) -> bytes:
+        """A key's value; waits until there is one."""
+
+    def check(self, keys: list[str]) -> bool:
+        """Whether all of these keys have values."""
 
 
 class Control:
@@ -101,6 +106,7 @@ class Control:
             self.store.set(f"rank {self.rank}", json.dumps(status))
 
     def read(self, rank: int) -> Status:
+        """What a rank last wrote on the board."""
         assert self.store is not None
         kind, mark, plans, text = json.loads(self.store.get(f"rank {rank}"))
         return Status(kind, Mark(*mark), plans, text)

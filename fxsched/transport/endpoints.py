@@ -24,12 +24,23 @@ class Aborted(Exception):
 class Endpoint(Protocol):
     """One worker's end of the transfers of one run."""
 
-    def send(self, value: Any, parcel: Parcel) -> None: ...
-    def expect(self, parcel: Parcel) -> None: ...
-    def take(self, parcel: Parcel) -> Any: ...
-    def watch(self, parcel: Parcel, arrived: queue.SimpleQueue[int]) -> None: ...
-    def next(self, arrived: queue.SimpleQueue[int], where: Where) -> int: ...
-    def finish(self) -> None: ...
+    def send(self, value: Any, parcel: Parcel) -> None:
+        """Sends a value, without waiting for who takes it."""
+
+    def expect(self, parcel: Parcel) -> None:
+        """Makes room for what will be taken."""
+
+    def take(self, parcel: Parcel) -> Any:
+        """The value of a message; waits until it is there."""
+
+    def watch(self, parcel: Parcel, arrived: queue.SimpleQueue[int]) -> None:
+        """Has a message's tag put into a queue when it is there."""
+
+    def next(self, arrived: queue.SimpleQueue[int], where: Where) -> int:
+        """The next tag that a queue gets; `where` says who waits."""
+
+    def finish(self) -> None:
+        """Waits until all that was sent has left."""
 
 
 class Exchange:

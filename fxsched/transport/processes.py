@@ -312,6 +312,7 @@ class Processes:
         self.mark = Mark(self.control.calls, plan, inputs)
 
     def endpoint(self) -> ProcessEndpoint:
+        """What a run of the present call sends and takes through."""
         if os.getpid() != self.process:
             raise PlanError(
                 "this process was forked from a rank and is none itself; call the "

@@ -77,6 +77,7 @@ class Copied:
         self.contents = block.bytes()[:size].clone()
 
     def bytes(self) -> Tensor:
+        """The block's contents."""
         return self.contents
 
 
@@ -92,6 +93,7 @@ class Lent(Block):
         self.views: dict[Packing, list[Tensor]] = {}
 
     def write(self, packing: Packing, value: Any) -> None:
+        """Writes a value into the block."""
         given = (value,) if isinstance(value, Tensor) else value
         if packing not in self.views:
             self.views[packing] = packing.views(self.contents)
@@ -116,6 +118,7 @@ class Neighbour:
         _OPEN.add(link)
 
     def send(self, value: Any, parcel: Parcel, mark: Mark = NO_CALL) -> None:
+        """Puts a value into a free block and tells the other rank."""
         if self.reader is None:
             self._catch_up()
         packing = parcel.packing

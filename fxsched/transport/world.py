@@ -51,6 +51,7 @@ def largest(values: Tensor) -> Tensor:
 
 
 def started_by_torchrun() -> bool:
+    """Whether this process is a rank of torchrun's."""
     return dist.is_torchelastic_launched() or {"RANK", "WORLD_SIZE"} <= set(os.environ)
 
 
@@ -81,6 +82,7 @@ def own_rank() -> int | None:
 
 
 def check_world(workers: int, size: int) -> None:
+    """Raises PlanError unless there is a process for each worker."""
     if size != workers:
         raise PlanError(
             f"the schedule has {workers} workers, but torch.distributed runs {size} "

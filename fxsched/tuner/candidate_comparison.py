@@ -126,9 +126,11 @@ class Comparison:
         self.rows.append(Row(candidate, found, max(held)))
 
     def fits(self, row: Row) -> bool:
+        """Whether a candidate is within the memory limit."""
         return row.memory <= self.goal.limit * (1 + CLOSE)
 
     def length(self, row: Row) -> float:
+        """What a candidate is judged by."""
         latency = self.goal.objective == "latency"
         return row.simulation.latency if latency else row.simulation.span
 

@@ -80,6 +80,7 @@ def most(problem: OrderingProblem, order: Sequence[int]) -> float:
 
 
 def fits(problem: OrderingProblem, worker: int, order: Sequence[int]) -> bool:
+    """Whether a worker has room for what an order holds."""
     room = problem.room[worker]
     return room == float("inf") or most(problem, order) <= room * (1 + CLOSE)
 

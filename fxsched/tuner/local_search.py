@@ -55,6 +55,7 @@ class Budget:
     spend: Callable[[int], object] = lambda jobs: None  # told of each run
 
     def take(self, jobs: int) -> None:
+        """Counts simulated jobs."""
         self.jobs -= jobs
         self.spend(jobs)
 
@@ -73,9 +74,11 @@ class Climber:
 
     @property
     def done(self) -> bool:
+        """Whether no order can be much shorter."""
         return self.best <= self.problem.work * DONE
 
     def measure(self, orders: Orders) -> tuple[float, JobTimes | None]:
+        """How long orders take, and each job's times; inf if they block."""
         self.budget.take(len(self.problem.jobs))
         times = replay(self.problem, orders)
         if times is None:
@@ -83,6 +86,7 @@ class Climber:
         return length(orders, times, self.objective), times
 
     def keep(self, seconds: float, orders: Orders) -> bool:
+        """Notes orders if they are the best so far."""
         if seconds >= self.best * (1 - 1e-9):
             return False
         self.best, self.orders = seconds, orders
@@ -106,6 +110,7 @@ class Climber:
             self.knobs = knobs
 
     def near(self, random: Random) -> Knobs:
+        """Other knobs: some of the best ones changed."""
         names = [name for name in VALUES if self.problem.looped or name not in LOOPED]
         changed = random.sample(names, random.choice((1, 2, 2, 3, len(names))))
         values: dict[str, Any] = {name: random.choice(VALUES[name]) for name in changed}
