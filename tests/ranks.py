@@ -187,6 +187,7 @@ def replicas() -> None:
         copies = [torch.empty_like(parameter) for _ in range(2)]
         dist.all_gather(copies, parameter.detach())
         assert torch.equal(copies[0], copies[1])
+    dist.barrier()  # gloo's threads have let go of these tensors before Python ends
     if dist.get_rank() == 0:
         print("same bits on 2 ranks")
 

@@ -130,6 +130,8 @@ KINDS: dict[str, tuple[Kind, Callable[..., Any], tuple[Tensor, ...]]] = {
 
 @pytest.mark.parametrize("name", KINDS)
 def test_rows_apart_end_in_a_sum_or_a_mean(name: str) -> None:
+    if name == "soft labels" and torch.__version__ < (2, 13):
+        pytest.skip("its shapes fix the batch size, which is refused")
     kind, compute, inputs = KINDS[name]
     assert rows_of(Model(compute), *inputs) == [Rows(kind)]
 
