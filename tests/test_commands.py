@@ -416,7 +416,7 @@ def test_a_wrong_option_is_one_line(
             "model.py:no_input",
             r"\S+model.py: the model raised TypeError: .* 'x' and",
         ),
-        ("model.py:raises", r"\S+:23: the model raised RuntimeError\('not today'\)"),
+        ("model.py:raises", r"\S+:23: the model raised .*RuntimeError"),
         ("model.py:narrow", r"\S+:18: the model raised RuntimeError: .*\[7, 7\]\."),
         ("model.py:make --workers 3", r".* batch of 8, which does not divide .*"),
         ("model.py:make --rank 4", r"--rank 4: workers are 0\.\.3"),
