@@ -58,13 +58,26 @@ def check_size(schedule: Schedule, kinds: int) -> None:
 
 
 def _placed(schedule: Schedule, kinds: Sequence[Kind]) -> tuple[list[int], list[int]]:
-    """w of all jobs: weight workers, compute workers. Quick where w is as it should
-    be; else job by job, for the error that names the culprit."""
-    w, every = schedule.w, range(schedule.microbatches)
+    """w of all jobs: weight workers, compute workers; job by job where it is not as it
+    should be, for the error that names the culprit."""
+    placed = _placed_at_once(schedule, kinds)
+    if placed is not None:
+        return placed
+    every = range(schedule.microbatches)
+    places = [schedule.place(Job(s, b, d)) for b in every for s, d in kinds]
+    return [p.weights for p in places], [p.compute for p in places]
+
+
+def _placed_at_once(
+    schedule: Schedule, kinds: Sequence[Kind]
+) -> tuple[list[int], list[int]] | None:
+    """w of all jobs, without a look at each; None where it fails, or gives others than
+    pairs of workers."""
+    w = schedule.w
     weights, compute = [], []
     types = set()
     try:
-        for b in every:
+        for b in range(schedule.microbatches):
             for s, d in kinds:
                 place = w(s, b, d)
                 types.add(type(place))
@@ -74,12 +87,10 @@ def _placed(schedule: Schedule, kinds: Sequence[Kind]) -> tuple[list[int], list[
         known = set(weights) | set(compute)
         plain = set(map(type, weights)) | set(map(type, compute)) <= {int}
         inside = all(0 <= worker < schedule.workers for worker in known)
-        if plain and inside and types <= {Placement, tuple}:
-            return weights, compute
-    except Exception:
-        pass  # said below, by the job that it is about
-    places = [schedule.place(Job(s, b, d)) for b in every for s, d in kinds]
-    return [p.weights for p in places], [p.compute for p in places]
+    except Exception:  # the user's own, which schedule.place puts in its job's words
+        return None
+    fits = plain and inside and types <= {Placement, tuple}
+    return (weights, compute) if fits else None
 
 
 def stage_jobs(schedule: Schedule, stages: nx.DiGraph[int]) -> Jobs:

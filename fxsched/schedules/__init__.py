@@ -9,9 +9,9 @@ Imports: clock, jobs.
 
 from __future__ import annotations
 
+from .by_name import Library
 from .data_parallel import ddp, fsdp, hsdp, replicate
 from .graph_schedule import graph
-from .library import Library
 from .looped import fslpp, interleaved, looped_bfs, looped_dfs, lpp
 from .orders import (
     forward_first,
