@@ -44,10 +44,10 @@ from .options import (
     check_local_rows,
     check_words,
     checked_passes,
-    checked_profile,
     checked_schedule,
     compile_options_error,
     look_ahead,
+    measured_profile,
     output_reductions,
     sample_dims,
     source_rank,
@@ -55,7 +55,7 @@ from .options import (
     stage_names,
 )
 from .passes.users import Pass
-from .planning import OnTrace, make_step
+from .planning import make_step
 from .plans.plan import Plan
 from .runtime.input_agreement import InputRule
 from .runtime.local_rows import spread
@@ -184,7 +184,8 @@ def backend(
             order,
             stage_compiler,
             checked_passes(passes),
-            checked_profile(profile),
+            measured_profile(profile),
+            bool(profile),
             InputRule(check_inputs, source_rank(input_from, schedule.workers)),
             above_zero("timeout", timeout, "seconds"),
             read_scale(loss_scale),
@@ -204,10 +205,8 @@ class Backend:
 
     def __init__(self, options: Options) -> None:
         self.options, self.request = options, options.request
-        self.record = bool(options.profile)
         self.plan: Plan | None = None
         self.closed = False
-        self.on_trace: OnTrace | None = None  # for fxsched.verify
         self._last: Step | None = None
         self._workers: Workers | None = None
         self._events: tuple[Event, ...] | None = None  # once it is closed
@@ -306,13 +305,7 @@ class Backend:
             check_padded(gm, step.plan)
         if self._last is None or step.plan.trains or not self._last.plan.trains:
             self._last, self.plan = step, step.plan
-        inputs = args if step.agreement is None else step.agreement(args)
-        with step.workers.guarded():
-            if step.watch is not None:
-                step.watch(inputs, self._said)
-            if step.early is not None:
-                inputs = (*inputs, *step.early(*inputs))
-        outputs = step(args, inputs)
+        outputs = step(args, self._said)
         for output, value in zip(step.plan.outputs, outputs, strict=True):
             old = args[output.state or 0] if output.replaced else None
             if isinstance(old, Tensor) and old in KEPT:
@@ -333,15 +326,15 @@ class Backend:
     def _planned(self, key: str, gm: fx.GraphModule, args: tuple[Any, ...]) -> Step:
         """The step of this key, planned now unless it is one of the last PLANS."""
         with modes_after_errors():
-            step = self._steps.pop(key, None) or self._make(gm, args)
+            step = self._steps.pop(key, None) or self.make(gm, args)
         self._steps[key] = step
         if len(self._steps) > PLANS:  # by the order of calls: on all ranks the same
             del self._steps[next(iter(self._steps))]
         return step
 
-    def _make(self, gm: fx.GraphModule, args: tuple[Any, ...]) -> Step:
-        workers = self._start_workers()
-        return make_step(gm, args, self.options, workers, self.record, self.on_trace)
+    def make(self, gm: fx.GraphModule, args: tuple[Any, ...]) -> Step:
+        """Plans a step for these inputs."""
+        return make_step(gm, args, self.options, self._start_workers())
 
     def reset(self, loaded: bool = False) -> None:
         """Brings ranks together again after one has failed; every rank calls it.
@@ -354,9 +347,7 @@ class Backend:
         if isinstance(self._workers, Ranks):
             self._workers.reset(loaded)
             for step in self._steps.values():
-                step.apart = None  # they may have drawn more numbers than others
-                if step.agreement is not None:
-                    step.agreement.calls = 0
+                step.forget()
 
     def _start_workers(self) -> Workers:
         """The workers, started with the first call."""
@@ -375,7 +366,7 @@ class Backend:
 
         Raises PlanError without backend(profile=True), and before the first call.
         """
-        if not self.record:
+        if not self.options.record:
             raise PlanError("there is no timeline; use backend(schedule, profile=True)")
         if self._last is None and self._events is None:
             raise PlanError("there is no timeline before the first call")

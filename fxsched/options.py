@@ -45,6 +45,8 @@ WORDS: dict[str, tuple[str | None, ...]] = {
 class Options:
     """What a backend does: the request that is planned, and how its plans run.
 
+    measured: what stages are cut by, if it isn't estimates alone.
+    record: whether steps note when each job started and ended.
     inputs: how ranks come to run on the same inputs.
     Other fields are the options of fxsched.backend, checked.
     """
@@ -54,15 +56,11 @@ class Options:
     order: Order
     stage_compiler: StageCompiler
     passes: tuple[Pass, ...]
-    profile: Profile | bool | None
+    measured: Profile | None
+    record: bool
     inputs: InputRule
     timeout: float | None
     loss_scale: Scale | None
-
-    @property
-    def measured(self) -> Profile | None:
-        """What stages are cut by, if it isn't estimates alone."""
-        return None if isinstance(self.profile, bool) else self.profile
 
 
 def checked_schedule(schedule: object) -> Schedule:
@@ -142,10 +140,12 @@ def above_zero(option: str, value: float | None, unit: str) -> float | None:
     return value
 
 
-def checked_profile(profile: object) -> Profile | bool | None:
-    """Whether to record, or what was measured."""
-    if profile is None or isinstance(profile, (bool, Profile)):
+def measured_profile(profile: object) -> Profile | None:
+    """What was measured; None, where there is only to say whether to record."""
+    if isinstance(profile, Profile):
         return profile
+    if profile is None or isinstance(profile, bool):
+        return None
     raise PlanError(
         f"backend(profile={profile!r}): give True, or what fxsched.profile(model, "
         "*inputs) measured"

@@ -65,7 +65,7 @@ def make_plan(gm: fx.GraphModule, request: Request, passes: tuple[Pass, ...]) ->
         program = lazy_module(gm, cut_program(step, request, worker), "Program")
         if passes:
             program = run_passes(program, request, worker, passes)
-        free_values(program.graph, request)
+        free_values(program.graph)
         program.recompile()
         return program
 

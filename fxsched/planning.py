@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -10,7 +10,7 @@ import torch
 from torch import fx
 
 from .autodiff import inductor
-from .capture.batch import Batch, batch_of
+from .capture.batch import batch_of
 from .capture.graph_inputs import call_text
 from .capture.meta_device import refuse_meta
 from .capture.trace import Traced, trace_microbatch
@@ -27,11 +27,9 @@ from .runtime.input_agreement import Agreement
 from .runtime.local_rows import check_local
 from .runtime.ranks import Ranks
 from .runtime.runnable import Runnable
-from .runtime.step import Step
+from .runtime.step import BeforeCall, Step
 from .runtime.workers import Workers
 from .state.kept import specs_of
-
-OnTrace = Callable[[fx.GraphModule, tuple[Any, ...], Batch, fx.GraphModule], None]
 
 
 class CallPlan(NamedTuple):
@@ -50,12 +48,10 @@ def plan_call(
     args: tuple[Any, ...],
     options: Options,
     workers: Workers | None = None,
-    on_trace: OnTrace | None = None,
 ) -> CallPlan:
     """Traces a microbatch of the call and plans it.
 
     workers: that the plan is to run on; None, where it is only looked at.
-    on_trace: is shown Dynamo's graph, the arguments, the batch and the microbatch.
     """
     request = options.request
     batch = batch_of(gm, args, request)
@@ -63,8 +59,6 @@ def plan_call(
     traced = trace_microbatch(
         gm, args, batch, specs_of(args), weighted, request.outputs
     )
-    if on_trace is not None:
-        on_trace(gm, args, batch, traced.graph)
     if options.measured is not None:
         options.measured.apply(traced.graph)
     request = replace(
@@ -96,14 +90,12 @@ def make_step(
     args: tuple[Any, ...],
     options: Options,
     workers: Workers,
-    record: bool,
-    on_trace: OnTrace | None,
 ) -> Step:
     """Plans and checks a step with the other ranks, and gets its programs ready."""
     refuse_meta(args, "run", "fxsched.plan plans it as it is")
     number = workers.meet(call_text(gm, args)) if isinstance(workers, Ranks) else 0
     try:
-        call_plan = plan_call(gm, args, options, workers, on_trace)
+        call_plan = plan_call(gm, args, options, workers)
     except Exception as error:
         if isinstance(workers, Ranks):
             workers.check(error)  # the others wait for this rank
@@ -115,18 +107,16 @@ def make_step(
         _note_passes(error, options.passes)
         raise
     with workers.guarded():
-        programs = _programs(plan, options, workers, record)
-    step = Step(plan, programs, workers, record)
-    step.early, step.scale = traced.early, options.loss_scale
+        programs = _programs(plan, options, workers)
+    agreement = watch = None
     if isinstance(workers, Ranks):
         inputs = [each for each in plan.inputs if each.input < len(args)]
         local = request.rows == "local"
-        step.agreement = Agreement(
-            options.inputs, inputs, workers.processes, number, local
-        )
+        agreement = Agreement(options.inputs, inputs, workers.processes, number, local)
     if plan.schedule.microbatches > 1 and 0 in workers.here:
-        step.watch = RowWatch(gm, traced.graph, traced.rows, plan.loss, request)
-    return step
+        watch = RowWatch(gm, traced.graph, traced.rows, plan.loss, request)
+    before = BeforeCall(agreement, watch, traced.early)
+    return Step(plan, programs, workers, before, options.loss_scale, options.record)
 
 
 def _note_passes(error: CheckError, passes: Sequence[Pass]) -> None:
@@ -139,15 +129,13 @@ def _note_passes(error: CheckError, passes: Sequence[Pass]) -> None:
         )
 
 
-def _programs(
-    plan: Plan, options: Options, workers: Workers, record: bool
-) -> dict[int, Runnable]:
+def _programs(plan: Plan, options: Options, workers: Workers) -> dict[int, Runnable]:
     """The programs of the workers here, ready to run."""
     if options.stage_compiler == "inductor":
         inductor.compile_stages([plan.programs[worker] for worker in workers.here])
     order = "static" if plan.schedule.in_order else options.order
     prefetch = options.request.prefetch
     return {
-        worker: Runnable(plan.programs[worker], order, record, prefetch)
+        worker: Runnable(plan.programs[worker], order, options.record, prefetch)
         for worker in workers.here
     }

@@ -5,10 +5,9 @@ from __future__ import annotations
 from torch import fx
 
 from ..ir import ops
-from ..ir.request import Request
 
 
-def free_values(graph: fx.Graph, request: Request) -> fx.Graph:
+def free_values(graph: fx.Graph) -> fx.Graph:
     """One free after each node that is the last to read some values of its worker.
 
     before: a_0 = job_0F0[0]; send(a_0, to=1, tag=3)

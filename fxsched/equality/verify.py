@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import inspect
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,11 +14,14 @@ from torch import Tensor, fx, nn
 from torch.utils._pytree import keystr, tree_flatten_with_path, tree_map
 
 from ..backend import Backend, backend
-from ..capture.batch import Batch
+from ..capture.batch import Batch, batch_of
 from ..draw.tables import verify_table
+from ..ir.modes import modes_after_errors
 from ..ir.user_line import line_of
 from ..jobs import PlanError, Schedule
+from ..planning import plan_call
 from ..rows.row_warnings import RowsWarning
+from ..runtime.step import Step
 from .departures import Departure, first_departure
 from .differences import Difference, compare_values, table_row
 
@@ -67,9 +70,8 @@ def verify(
     backend_options = {
         name: options.pop(name) for name in list(options) if name in known
     }
-    planner = backend(schedule, **{**backend_options, "transport": "threads"})
-    trace = _Trace()
-    planner.on_trace = trace.note
+    options_of_plan = {**backend_options, "transport": "threads"}
+    planner = _Verified(backend(schedule, **options_of_plan).options)
     devices = list(range(torch.cuda.device_count()))
     with torch.random.fork_rng(devices), torch.enable_grad():
         eager = _Run(model, inputs, options, loss)
@@ -83,33 +85,27 @@ def verify(
     differences = tuple(compare_values(wanted, actual))
     passed = all(each.passed for each in differences)
     complaints = [str(w.message) for w in said if w.category is RowsWarning]
-    why = "" if passed else _reason(trace, planner, complaints)
-    text = _text(planner, trace, differences, why, _dropout(model))
+    why = "" if passed else _reason(planner, complaints)
+    text = _text(planner, differences, why, _dropout(model))
     print(text)
     return Verification(passed, differences, why, text)
 
 
-class _Trace:
-    """What the plan was made of."""
+class _Verified(Backend):
+    """A backend that remembers what its last plan was made of."""
 
     batch: Batch | None = None
 
-    def note(
-        self,
-        gm: fx.GraphModule,
-        args: tuple[Any, ...],
-        batch: Batch,
-        traced: fx.GraphModule,
-    ) -> None:
-        self.gm, self.batch = gm, batch
-        self.args = [_copied(each) for each in args]
-        self.nodes = list(traced.graph.nodes)  # passes put their stages on them
+    def make(self, gm: fx.GraphModule, args: tuple[Any, ...]) -> Step:
+        self.gm, self.args = gm, tuple(_copied(each) for each in args)
+        self.batch = batch_of(gm, args, self.request)
+        return super().make(gm, args)
 
-    def departure(self) -> Departure | None:
-        assert self.batch is not None
-        rows = {node.name: node.meta.get("rows") for node in self.nodes}
-        drawn = frozenset(n.name for n in self.nodes if n.meta.get("random"))
-        return first_departure(self.gm, self.args, self.batch, rows, drawn)
+    def nodes(self) -> list[fx.Node]:
+        """The microbatch's, with their stages, planned once more."""
+        with torch.enable_grad(), modes_after_errors():
+            traced = plan_call(self.gm, self.args, self.options).traced
+        return list(traced.graph.graph.nodes)
 
 
 class _Run:
@@ -178,12 +174,21 @@ def _loss_of(outputs: Any) -> Tensor:
     return scalars[0]
 
 
-def _reason(trace: _Trace, planner: Backend, complaints: list[str]) -> str:
+def _departure(planner: _Verified, nodes: Sequence[fx.Node]) -> Departure | None:
+    """The first operation whose values depart from those of the whole batch."""
+    assert planner.batch is not None
+    rows = {node.name: node.meta.get("rows") for node in nodes}
+    drawn = frozenset(node.name for node in nodes if node.meta.get("random"))
+    return first_departure(planner.gm, planner.args, planner.batch, rows, drawn)
+
+
+def _reason(planner: _Verified, complaints: list[str]) -> str:
     """What departs first, where, and what is said of it."""
     lines = []
-    departure = trace.departure() if trace.batch is not None else None
+    nodes = [] if planner.batch is None else planner.nodes()
+    departure = _departure(planner, nodes) if nodes else None
     if departure is not None:
-        node = next((n for n in trace.nodes if n.name == departure.node), None)
+        node = next((n for n in nodes if n.name == departure.node), None)
         what = "draws random numbers, which a plan has of its own" * departure.random
         what = what or "gives something else for microbatches than for the whole batch"
         stage = None if node is None else node.meta.get("stage")
@@ -207,14 +212,13 @@ def _dropout(model: nn.Module) -> bool:
 
 
 def _text(
-    planner: Backend,
-    trace: _Trace,
+    planner: _Verified,
     differences: tuple[Difference, ...],
     why: str,
     dropout: bool,
 ) -> str:
     schedule = planner.request.schedule
-    rows = f" of {trace.batch.rows}" if trace.batch is not None else ""
+    rows = f" of {planner.batch.rows}" if planner.batch is not None else ""
     head = (
         f"{schedule.name or 'schedule'}: {schedule.workers} workers, "
         f"{schedule.microbatches} microbatches{rows}, beside eager PyTorch on the "

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import wraps
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, fx
@@ -22,9 +22,22 @@ from .runnable import Runnable
 from .threads import Threads
 
 
+class BeforeCall(NamedTuple):
+    """What is done with the inputs of each call of one plan before it runs.
+
+    agreement: of ranks on their inputs. watch: warns of losses and outputs.
+    early: computes inputs that follow the call's.
+    """
+
+    agreement: Agreement | None
+    watch: RowWatch | None
+    early: Early | None
+
+
 class Step:
     """A planned step, to call with the inputs of the traced graph.
 
+    scale: gives what B starts from.
     events: of the last call, from its start on, if `record`; where B runs in
         backward(), as if that followed at once.
     latest: the runs of that call.
@@ -35,21 +48,23 @@ class Step:
         plan: Plan,
         programs: dict[int, Runnable],
         workers: Threads | Ranks,
-        record: bool = False,
+        before: BeforeCall,
+        scale: Scale | None,
+        record: bool,
     ) -> None:
         self.plan, self.programs, self.workers = plan, programs, workers
-        self.record = record
+        self.before, self.scale, self.record = before, scale, record
         self.events: tuple[Event, ...] = ()
         self.latest: list[Run] = []
-        self.watch: RowWatch | None = None  # warns of losses before a call
-        self.agreement: Agreement | None = None  # of ranks on their inputs
-        self.early: Early | None = None  # computes inputs that follow the call's
         self.apart: bool | None = None  # whether ranks draw other numbers than rank 0
-        self.scale: Scale | None = None  # gives what B starts from
         self.factor: float | None = None  # what it gave in the last call
 
-    def __call__(self, args: tuple[Any, ...], inputs: tuple[Any, ...]) -> Sequence[Any]:
-        """inputs: the arguments to run on; gradients go to `args`."""
+    def __call__(self, args: tuple[Any, ...], said: set[str]) -> Sequence[Any]:
+        """Runs the programs on `args`, which get the gradients.
+
+        said: what was warned of; what this call warns of is added.
+        """
+        inputs = self._inputs(args, said)
         if not self.plan.trains:
             results = self._advance(self._start(inputs), None)
             return self._outputs(inputs, results)
@@ -61,6 +76,23 @@ class Step:
         apply: Any = function.apply
         outputs: tuple[Any, ...] = apply(self, inputs, leaves, *tensors)
         return outputs
+
+    def _inputs(self, args: tuple[Any, ...], said: set[str]) -> tuple[Any, ...]:
+        """What to run on: the arguments on which ranks agree, and what is computed for
+        the whole batch beforehand."""
+        agreement, watch, early = self.before
+        inputs = args if agreement is None else agreement(args)
+        with self.workers.guarded():
+            if watch is not None:
+                watch(inputs, said)
+            return inputs if early is None else (*inputs, *early(*inputs))
+
+    def forget(self) -> None:
+        """What is asked at the first calls is asked anew: after an error, some ranks
+        may have drawn more numbers than others."""
+        self.apart = None
+        if self.before.agreement is not None:
+            self.before.agreement.calls = 0
 
     def _draw(self) -> int:
         """The number that the random numbers of this call come of, from torch's

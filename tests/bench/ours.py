@@ -94,14 +94,14 @@ def enter(
     model = setup.model()
     schedule = entry.schedule(dist.get_world_size(), setup.microbatches)
     compiler = "inductor" if setup.compiled else "eager"
-    backend = fxsched.backend(
+    made = fxsched.backend(
         schedule,
         stages,
         stage_compiler=compiler,
         order=entry.order,
         profile=profile,
     )
-    backend.record = record
+    backend = fxsched.Backend(replace(made.options, record=record))
     compiled = torch.compile(model, backend=backend)
 
     def step() -> None:

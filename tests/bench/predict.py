@@ -6,7 +6,7 @@ import argparse
 import json
 import statistics
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -45,8 +45,8 @@ def run(options: argparse.Namespace) -> int:
         for record in (True, False):
             torch.manual_seed(0)
             model = GPT(config)
-            backend = fxsched.backend(schedule, profile=profile)
-            backend.record = record
+            made = fxsched.backend(schedule, profile=profile)
+            backend = fxsched.Backend(replace(made.options, record=record))
             racers.append(Racer(name, model, backend, (tokens, target)))
     race(racers, options.steps)
     for recorded, timed in zip(racers[::2], racers[1::2], strict=True):
@@ -98,6 +98,6 @@ def race(racers: list[Racer], rounds: int) -> None:
             if number < 0:
                 continue
             each.seconds.append(time.perf_counter() - start)
-            if each.backend.record:
+            if each.backend.options.record:
                 events = each.backend.timeline
                 each.simulated.append(each.plan.simulate(events, prefetch=1).latency)
