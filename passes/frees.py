@@ -26,15 +26,11 @@ def free_values(graph: fx.Graph) -> fx.Graph:
             last[read] = node
     ends: dict[fx.Node, list[fx.Node]] = {}
     for node in graph.nodes:
-        if node.op in ("placeholder", "output") or node in kept or not _is_value(node):
-            continue
-        ends.setdefault(last.get(node, node), []).append(node)
+        stays = node.op in ("placeholder", "output") or node in kept
+        if not stays and node.target not in ops.VALUELESS:
+            ends.setdefault(last.get(node, node), []).append(node)
     for node, values in ends.items():
         with graph.inserting_after(node):
             free = graph.call_function(ops.free, tuple(values))
         free.meta.update({k: node.meta[k] for k in ("worker", "task", "n")}, specs=())
     return graph
-
-
-def _is_value(node: fx.Node) -> bool:
-    return node.target not in ops.VALUELESS

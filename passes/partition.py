@@ -12,7 +12,16 @@ from torch import Tensor, fx
 from ..costmodel.costs import send_seconds
 from ..ir.boundary import stage_boundary
 from ..ir.facts import FACTS, facts
-from ..ir.graphs import REGION_ENTERS, REGION_EXITS, Role, storage, tensors
+from ..ir.graphs import (
+    REGION_ENTERS,
+    REGION_EXITS,
+    Role,
+    module_prefixes,
+    storage,
+    tensors,
+    touches,
+    written_storages,
+)
 from ..ir.request import Request
 from ..ir.user_line import user_line
 from ..jobs import PlanError
@@ -58,7 +67,7 @@ def assign_stages(gm: fx.GraphModule, request: Request) -> fx.GraphModule:
 def _shared(gm: fx.GraphModule) -> set[fx.Node]:
     """What each reader computes from the inputs for less than it takes to be sent."""
     seconds: dict[fx.Node, dict[fx.Node, float]] = {}  # of all that a node comes from
-    written = {storage(t) for n in gm.graph.nodes for t in n.meta.get("mutates", ())}
+    written = written_storages(gm.graph)
     for node in gm.graph.nodes:
         if node.op in ("placeholder", "get_attr"):
             parameter = node.meta.get("role") is Role.PARAMETER
@@ -152,7 +161,7 @@ def _written(gm: fx.GraphModule, nodes: list[fx.Node]) -> list[Block]:
                 "microbatches would not see each other's writes; write into a copy"
             )
         stop = len(nodes) if given is not None else end + 1
-        groups.append([n for n in nodes[:stop] if _touches(n, written)])
+        groups.append([n for n in nodes[:stop] if touches(n, written)])
     return groups
 
 
@@ -167,11 +176,6 @@ def _counters(nodes: list[fx.Node]) -> list[Block]:
             rest = (n for n in nodes[i + 1 :] if n.meta["module"] == module)
             found.append([node, next(rest, node)])
     return found
-
-
-def _touches(node: fx.Node, written: int) -> bool:
-    values = [node.meta["val"], *(n.meta.get("val") for n in node.all_input_nodes)]
-    return any(storage(t) == written for value in values for t in tensors(value))
 
 
 def _used(gm: fx.GraphModule, blocks: list[Block]) -> list[Block]:
@@ -242,12 +246,8 @@ def _inside(nodes: Sequence[fx.Node], name: str, option: str) -> list[fx.Node]:
     ]
     if found:
         return found
-    known = {
-        ".".join(parts[: i + 1])
-        for parts in (n.meta["module"].split(".") for n in nodes)
-        for i in range(len(parts))
-    } - {""}
-    near = difflib.get_close_matches(name, sorted(known), 3) or sorted(known)
+    known = sorted({prefix for n in nodes for prefix in module_prefixes(n)})
+    near = difflib.get_close_matches(name, known, 3) or known
     raise PlanError(
         f"{option} names module {name!r}, which the model doesn't call; "
         f"did you mean {', '.join(near[:3])}?"

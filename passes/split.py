@@ -22,8 +22,10 @@ from ..ir.graphs import (
     Role,
     Spec,
     State,
+    module_prefixes,
     result,
     storage,
+    written_storages,
 )
 from ..ir.lazy import lazy_module
 from ..ir.request import Request
@@ -43,7 +45,7 @@ def split_stages(gm: fx.GraphModule, request: Request) -> fx.GraphModule:
     """
     inner = [_Stage(gm, nodes) for nodes in _by_stage(gm)]
     groups = _group_state(gm, [stage.state for stage in inner], request)
-    stages = _describe(gm, inner, groups)
+    stages = _describe(inner)
     calls = _Calls(gm, groups)
     for number, stage in enumerate(inner):
         calls.add(number, stage)
@@ -316,7 +318,7 @@ def _group_state(
 
 
 def _written_state(gm: fx.GraphModule) -> set[fx.Node]:
-    written = {storage(t) for n in gm.graph.nodes for t in n.meta.get("mutates", ())}
+    written = written_storages(gm.graph)
     return {
         n
         for n in gm.graph.nodes
@@ -332,9 +334,7 @@ def _send_state(state: list[fx.Node]) -> float:
     return send_seconds(sum(spec.bytes for spec in specs), specs[0].device)
 
 
-def _describe(
-    gm: fx.GraphModule, inner: list[_Stage], groups: list[Group]
-) -> nx.DiGraph[int]:
+def _describe(inner: list[_Stage]) -> nx.DiGraph[int]:
     """The stages and what is sent between them. A stage that is the first to read a
     parameter counts it."""
     stages: nx.DiGraph[int] = nx.DiGraph()
@@ -378,18 +378,12 @@ def _modules(nodes: list[fx.Node], everywhere: Counter[str]) -> list[str]:
     here = _count_modules(nodes)
     names: dict[str, None] = {}
     for node in nodes:
-        prefixes = _prefixes(node)
+        prefixes = module_prefixes(node)
         whole = [p for p in prefixes if here[p] == everywhere[p]]
         if prefixes:
             names[whole[0] if whole else f"{prefixes[-1]} (part)"] = None
     return list(names)
 
 
-def _prefixes(node: fx.Node) -> list[str]:
-    """a, a.b and a.b.c for a node of module a.b.c."""
-    parts = str(node.meta["module"]).split(".")
-    return [".".join(parts[: i + 1]) for i in range(len(parts)) if parts[0]]
-
-
 def _count_modules(nodes: Iterable[fx.Node]) -> Counter[str]:
-    return Counter(prefix for node in nodes for prefix in _prefixes(node))
+    return Counter(prefix for node in nodes for prefix in module_prefixes(node))

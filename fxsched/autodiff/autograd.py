@@ -7,7 +7,7 @@ joint graph, reads what that graph's arguments and results are, and has it parte
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from typing import Any
 
 import torch
@@ -49,7 +49,9 @@ def trace_stage(
     live: which outputs have gradients. state: how many of the arguments are weights
     and buffers. mode: the fake mode of the stage's values.
     """
-    flat = _without_dead_tangents(module, live)
+    # none is computed for outputs that get no gradient
+    dead = [i for i, wanted in enumerate(live) if not wanted]
+    flat = _calling(module, "detach", dead)
     with _tracing(flat.graph, live, mode) as stack:
         gm = _joint_graph(flat, live, mode, stack)
         views = _without_tangents(gm, live)
@@ -58,7 +60,7 @@ def trace_stage(
             forward, backward = _parted(joint)
             numbers = stage_facts(module).draws
             return arrange_graphs(joint, forward, backward, state, live, numbers)
-    return trace_stage(_copying(module, views), live, state, mode, copied=True)
+    return trace_stage(_calling(module, "clone", views), live, state, mode, copied=True)
 
 
 @contextlib.contextmanager
@@ -160,24 +162,6 @@ def _lstm_in_steps(graph: fx.Graph) -> Iterator[None]:
             onednn.enabled = enabled
 
 
-def _without_dead_tangents(
-    module: fx.GraphModule, live: tuple[bool, ...]
-) -> fx.GraphModule:
-    """The stage with outputs that get no gradient detached: none is computed."""
-    graph = fx.Graph()
-    new: dict[fx.Node, fx.Node] = {}
-    results = graph.graph_copy(module.graph, new)
-    assert isinstance(results, tuple)
-    detached = [
-        value if wanted else graph.call_method("detach", (value,))
-        for value, wanted in zip(results, live, strict=True)
-    ]
-    graph.output(tuple(detached))
-    for old, node in new.items():
-        node.meta = dict(old.meta)
-    return fx.GraphModule(module, graph)
-
-
 def _without_tangents(joint: fx.GraphModule, live: tuple[bool, ...]) -> set[int]:
     """Outputs whose gradients AOTAutograd leaves to its caller: views of inputs.
 
@@ -193,8 +177,10 @@ def _without_tangents(joint: fx.GraphModule, live: tuple[bool, ...]) -> set[int]
     return {i for i, wanted in enumerate(live) if wanted} - given
 
 
-def _copying(module: fx.GraphModule, outputs: set[int]) -> fx.GraphModule:
-    """The stage with copies of some outputs.
+def _calling(
+    module: fx.GraphModule, method: str, outputs: Container[int]
+) -> fx.GraphModule:
+    """The stage with a method called on some outputs.
 
     before: return (y, z)
     after:  return (y, z.clone())
@@ -205,10 +191,10 @@ def _copying(module: fx.GraphModule, outputs: set[int]) -> fx.GraphModule:
     assert isinstance(results, tuple)
     for old, node in new.items():
         node.meta = dict(old.meta)
-    copied = []
+    called = []
     for i, value in enumerate(results):
-        copied.append(graph.call_method("clone", (value,)) if i in outputs else value)
-    graph.output(tuple(copied))
+        called.append(graph.call_method(method, (value,)) if i in outputs else value)
+    graph.output(tuple(called))
     result = fx.GraphModule(module, graph)
     result.meta = dict(module.meta)
     return result

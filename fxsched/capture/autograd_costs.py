@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, fx
 from torch._subclasses import FakeTensorMode
 
-from ..costmodel.costs import Meter, alone, backward_of
+from ..costmodel.costs import Meter, backward_of
 from ..ir.graphs import Spec, storage, tensors
 from .effects import holds_tensor
 
@@ -63,10 +64,8 @@ class AutogradCosts:
         key = f"{node.op} {node.target} {id(node.target)} {shapes} {constants}"
         if key not in self._seconds:
             with self.mode:
-                (again, named), leaves = alone((args, tuple(kwargs.values())))
-                run = getattr(self.interpreter, node.op)
-                result = run(node.target, again, dict(zip(kwargs, named, strict=True)))
-                backward = backward_of(result, leaves)
+                run = partial(getattr(self.interpreter, node.op), node.target)
+                backward = backward_of(run, args, kwargs)
                 with Meter() as meter:
                     backward()
             self._seconds[key] = meter.total.seconds

@@ -130,9 +130,7 @@ class Microbatch:
         return Role.BUFFER if origin.registered else Role.SHARED
 
     def _attribute(self, node: fx.Node) -> None:
-        value = self.gm
-        for part in str(node.target).split("."):
-            value = getattr(value, part)
+        value = self._interpreter.fetch_attr(str(node.target))
         new = self.graph.get_attr(str(node.target))
         self.new[node], self.values[node] = new, value
         new.meta["module"] = ""

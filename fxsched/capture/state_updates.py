@@ -6,17 +6,12 @@ from typing import Any
 
 from torch import Tensor, fx
 
-from ..ir.graphs import Output, Role, Spec, storage
+from ..ir.graphs import Output, Role, Spec, storage, written_storages
 from ..ir.user_line import user_line
 from ..jobs import PlanError
 from .graph_inputs import origin_of, placeholders
 from .microbatch import Microbatch
 from .returns import Returned
-
-
-def written_storages(graph: fx.Graph) -> set[int]:
-    """The memory that a microbatch writes into."""
-    return {storage(t) for n in graph.nodes for t in n.meta.get("mutates", ())}
 
 
 def mark_written(trace: Microbatch) -> None:

@@ -7,14 +7,14 @@ from typing import Any
 
 from torch import Tensor, fx
 
-from ..ir.graphs import Output, Role, storage
+from ..ir.graphs import Output, Role, storage, written_storages
 from ..ir.user_line import user_line
 from ..jobs import PlanError
 from .microbatch import Microbatch
 from .origins import plain
 from .outputs import TracedOutput, decide, describe, origins_of
 from .returns import Returned
-from .state_updates import StateUpdates, mark_written, written_storages
+from .state_updates import StateUpdates, mark_written
 
 
 def finish_outputs(

@@ -67,9 +67,6 @@ META = {
 # The keys of gm.meta that passes hand on, and what they say.
 GRAPH_META = {
     "facts": "Facts of the model",
-    "rows": "Rows of each output of the model that is a tensor, else None",
-    "labels": "Labels of each mean over those that are not ignored",
-    "early": "what computes inputs that follow those of the call, or None",
 }
 
 

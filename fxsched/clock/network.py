@@ -97,15 +97,13 @@ class Transfers(Network):
         (a, d), (b, _) = (self.jobs.kinds[i % self.width] for i in (maker, reader))
         key = (maker, -1 - to if d is FORWARD and a != b else reader)
         if key not in self.sent:
-            size = self._held(a) if a == b else self._crosses(min(a, b), max(a, b))
+            if a == b:
+                size = self.stages.nodes[a].get("held", 0.0)
+            else:
+                edge = self.stages.get_edge_data(min(a, b), max(a, b), {})
+                size = edge.get("bytes", 0.0)
             self.sent[key] = self._send(source, to, size, now)
         return self.sent[key]
-
-    def _held(self, stage: int) -> float:
-        return float(self.stages.nodes[stage].get("held", 0.0))
-
-    def _crosses(self, a: int, b: int) -> float:
-        return float(self.stages.get_edge_data(a, b, {}).get("bytes", 0.0))
 
     def _weights(self, stage: int) -> float:
         data = self.stages.nodes[stage]

@@ -281,13 +281,6 @@ def text_of(value: Expression) -> str:
     return "(" + "".join(text_of(each) + ", " for each in value) + ")"
 
 
-def leaves(value: Expression) -> set[str]:
-    """The variables that an expression reads."""
-    if isinstance(value, str):
-        return set(VARIABLE.findall(value))
-    return {name for each in value for name in leaves(each)}
-
-
 def let_go(lines: Sequence[tuple[str, str]]) -> list[tuple[str, str]]:
     """The same lines; each lets go of the variables that none after it names."""
     seen: set[str] = set()

@@ -7,7 +7,7 @@ time to start it. FLOPs are those of torch.utils.flop_counter's formulas.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -145,8 +145,11 @@ class Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return out
 
 
-def alone(args: Any) -> tuple[Any, list[Tensor]]:
-    """Arguments without a history, and the leaves of those that want a gradient."""
+def backward_of(
+    run: Callable[..., Any], args: Any, kwargs: Any
+) -> Callable[[], object]:
+    """Runs an operation on arguments without a history; gives what computes the
+    gradients of those that want one."""
     leaves: list[Tensor] = []
 
     def copy(value: Any) -> Any:
@@ -159,18 +162,14 @@ def alone(args: Any) -> tuple[Any, list[Tensor]]:
         leaves.append(value.detach().requires_grad_())
         return leaves[-1].clone()
 
-    return copy(args), leaves
-
-
-def backward_of(value: Any, leaves: Sequence[Tensor]) -> Callable[[], object]:
-    """What computes the gradients of an operation's arguments from its result's."""
-    outs = [t for t in tensors(value) if t.grad_fn is not None]
+    result = run(copy(args), {name: copy(value) for name, value in kwargs.items()})
+    outs = [t for t in tensors(result) if t.grad_fn is not None]
     if not outs or not leaves:
         return lambda: None
     given = [torch.ones_like(t) for t in outs]
 
-    def run() -> object:
+    def backward() -> object:
         with torch.autograd.set_multithreading_enabled(False):
             return torch.autograd.grad(outs, leaves, given, allow_unused=True)
 
-    return run
+    return backward

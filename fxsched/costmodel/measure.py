@@ -7,6 +7,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -16,7 +17,7 @@ from ..clock.timeline import Event
 from ..ir import ops
 from ..ir.graphs import REGION_ENTERS, REGION_EXITS, Role
 from ..jobs import Direction, PlanError
-from .costs import alone, backward_of
+from .costs import Work, backward_of
 
 
 class Times(NamedTuple):
@@ -24,6 +25,11 @@ class Times(NamedTuple):
 
     forward: float
     backward: float
+
+    @staticmethod
+    def of(work: Work) -> Times:
+        """Those of a node's work."""
+        return Times(work.forward, work.backward)
 
     def over(self, other: Times) -> Times:
         """The ratio to others; 1 where these take no time."""
@@ -58,7 +64,7 @@ class Profile:
         """
         nodes = [node for node in gm.graph.nodes if "work" in node.meta]
         known = [node for node in nodes if node.meta["key"] in self.measured]
-        work = {n: n.meta["work"].forward + n.meta["work"].backward for n in nodes}
+        work = {n: sum(Times.of(n.meta["work"])) for n in nodes}
         if 2 * sum(work[n] for n in known) < sum(work.values()):
             raise PlanError(
                 "the profile is of another model: it knows less than half of this "
@@ -67,7 +73,7 @@ class Profile:
         whole = _total(self.measured.values()).over(_total(self.estimated.values()))
         for node in nodes:
             key, old = node.meta["key"], node.meta["work"]
-            node.meta["estimated"] = Times(old.forward, old.backward)
+            node.meta["estimated"] = Times.of(old)
             ratio = whole
             if key in self.measured:
                 ratio = self.measured[key].over(self.estimated[key])
@@ -93,7 +99,7 @@ def known(nodes: Sequence[fx.Node]) -> dict[str, Known]:
     found = {}
     for node in nodes:
         if "work" in node.meta:
-            planned = Times(node.meta["work"].forward, node.meta["work"].backward)
+            planned = Times.of(node.meta["work"])
             estimated = node.meta.get("estimated", planned)
             key = node.meta["key"]
             found[key] = Known(node.meta.get("stage"), estimated, planned)
@@ -142,10 +148,7 @@ def measure(
     }
     return Profile(
         {n.meta["key"]: medians[_kind(n)] for n in nodes},
-        {
-            n.meta["key"]: Times(n.meta["work"].forward, n.meta["work"].backward)
-            for n in nodes
-        },
+        {n.meta["key"]: Times.of(n.meta["work"]) for n in nodes},
     )
 
 
@@ -233,9 +236,7 @@ class _Run:
             (node.args, node.kwargs), lambda n: wanted.get(n, self.values[n])
         )
         with torch.enable_grad():
-            (again, named), leaves = alone((args, tuple(kwargs.values())))
-            made = run(node.target, again, dict(zip(kwargs, named, strict=True)))
-            compute = backward_of(made, leaves)
+            compute = backward_of(partial(run, node.target), args, kwargs)
             begin = _now()
             compute()
             return _now() - begin

@@ -185,6 +185,23 @@ def tensors(value: Any) -> Iterator[Tensor]:
             yield from tensors(item)
 
 
+def written_storages(graph: fx.Graph) -> set[int]:
+    """The memory that a traced microbatch writes into."""
+    return {storage(t) for n in graph.nodes for t in n.meta.get("mutates", ())}
+
+
+def touches(node: fx.Node, written: int) -> bool:
+    """Whether a traced node reads a storage, or gives a view of it."""
+    values = [node.meta["val"], *(n.meta.get("val") for n in node.all_input_nodes)]
+    return any(storage(t) == written for value in values for t in tensors(value))
+
+
+def module_prefixes(node: fx.Node) -> list[str]:
+    """a, a.b and a.b.c for a traced node of module a.b.c."""
+    parts = str(node.meta["module"]).split(".")
+    return [".".join(parts[: i + 1]) for i in range(len(parts)) if parts[0]]
+
+
 def draws(target: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
     """Whether an aten operation draws random numbers; dropout of nothing doesn't."""
     if torch.Tag.nondeterministic_seeded not in getattr(target, "tags", ()):

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import fx
 
-from .graphs import Role, storage, tensors
+from .graphs import Role, storage, touches
 from .user_line import user_line
 
 ADDS = (operator.add, torch.add, "add", "__add__")
@@ -49,7 +49,7 @@ def _how(state: fx.Node, writers: list[fx.Node], nodes: list[fx.Node]) -> str | 
     own = storage(state.meta["val"])
     if all(own in map(storage, node.meta.get("learns", ())) for node in writers):
         return "mean"
-    touching = [node for node in nodes if _touches(node, own)]
+    touching = [node for node in nodes if touches(node, own)]
     return "sum" if len(writers) == 1 and _adds(state, writers[0], touching) else None
 
 
@@ -78,8 +78,3 @@ def _adds(state: fx.Node, writer: fx.Node, touching: list[fx.Node]) -> bool:
 def _unread(node: fx.Node, *readers: fx.Node) -> bool:
     """Whether no others compute with a value; the user may get it."""
     return all(user in readers or user.op == "output" for user in node.users)
-
-
-def _touches(node: fx.Node, where: int) -> bool:
-    values = [node.meta["val"], *(n.meta.get("val") for n in node.all_input_nodes)]
-    return any(storage(t) == where for value in values for t in tensors(value))

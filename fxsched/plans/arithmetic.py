@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import hashlib
+import operator
 import re
 import zlib
 from collections.abc import Callable, Iterator, Sequence
@@ -111,9 +112,7 @@ def _place(node: fx.Node) -> str:
 
 def _attribute_lines(gm: fx.GraphModule, node: fx.Node) -> Iterator[str]:
     """What a graph has of its own: a constant's numbers, or a graph that it calls."""
-    value: Any = gm
-    for part in str(node.target).split("."):
-        value = getattr(value, part)
+    value = operator.attrgetter(str(node.target))(gm)
     if isinstance(value, fx.GraphModule):
         yield from _graph_lines(value)
     elif isinstance(value, Tensor):

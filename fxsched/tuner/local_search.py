@@ -180,11 +180,13 @@ def pull_weights(
     """
     found = []
     width, directions = len(problem.seconds), [d for _, d in problem.jobs.kinds]
+    preds = problem.jobs.preds
     for order in orders:
         weights = [j for j in order if directions[j % width] is Direction.WEIGHT]
         after: list[int] = []
         done, next_one, now = set[int](), 0, 0.0
-        ready = {j: times.end[j + _back(problem, j % width)] for j in weights}
+        # a W's only predecessor is its B
+        ready = {j: times.end[j + preds[j % width][0] - j % width] for j in weights}
         for j in order:
             if j in done:
                 continue
@@ -203,8 +205,3 @@ def pull_weights(
             now = max(now, times.start[j]) + problem.seconds[j % width]
         found.append(tuple(after))
     return tuple(found)
-
-
-def _back(problem: OrderingProblem, k: int) -> int:
-    """How far the B of a W is."""
-    return problem.jobs.preds[k][0] - k
