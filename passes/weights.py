@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Iterator
 from dataclasses import replace
 from itertools import count
 
 from torch import fx
 
-from ..ir.graphs import Group, arguments
+from ..clock.weight_fetches import Foreign, foreign_reads
+from ..ir.graphs import arguments
 from ..ir.request import Request
 from ..ir.step_ir import Line, Message, StepIR
-from ..jobs import Direction, Job
 
 
 def fetch_weights(step: StepIR, request: Request) -> StepIR:
@@ -26,27 +27,23 @@ def fetch_weights(step: StepIR, request: Request) -> StepIR:
     Weights are asked for request.prefetch jobs ahead (here 1), and kept while the
     worker's next job reads them too.
     """
-    foreign, ahead = _Foreign(step), request.prefetch
+    ahead, tags = request.prefetch, count()
     at_hand: dict[int, dict[int, Message]] = {}  # what the last job on a worker read
     last: dict[int, deque[Line]] = {}  # the last `ahead` jobs on a worker
     fetched: dict[Line, dict[int, Message]] = {}
     before: dict[Line | Message, list[Message]] = {}
-    tags = count()
-    for line in step.lines:
-        if isinstance(line, Message) or line.job is None:
-            continue
+    for line, foreign in _foreign(step):
         worker, here = line.worker, at_hand.get(line.worker, {})
         earlier = last.setdefault(worker, deque(maxlen=ahead))
         start = step.lines[0] if len(earlier) < ahead else [*earlier, line][0]
         read: dict[int, Message] = {}
-        for weights, source in foreign.of(line.job):
+        for weights, (_, source, new) in foreign:
             group = weights.meta["group"]
-            message = here.get(group)
-            if message is None or message.source != source:
+            if new:
                 where = (line.task, line.n)
                 message = Message(next(tags), source, worker, weights, *where)
                 before.setdefault(start, []).append(message)
-            read[group] = message
+            read[group] = message if new else here[group]
         if read:
             fetched[line] = read
         at_hand[worker] = read
@@ -55,44 +52,30 @@ def fetch_weights(step: StepIR, request: Request) -> StepIR:
     return replace(step, lines=lines, fetched=fetched)
 
 
-class _Foreign:
-    """The weights that jobs read and their workers do not have."""
+def _foreign(step: StepIR) -> Iterator[tuple[Line, list[tuple[fx.Node, Foreign]]]]:
+    """The jobs' lines, each with the weights that its worker does not have."""
+    groups = step.facts.groups
+    lines = [(x, x.job) for x in step.lines if isinstance(x, Line) and x.job]
+    weights = [_weights(recipe.call) for recipe in step.recipes]
+    numbers = [[w.meta["group"] for w in each] for each in weights]
+    kinds = [[(g, groups[g].owners) for g in each] for each in numbers]
+    order = [step.jobs.number(job) for _, job in lines]
+    foreign = foreign_reads(kinds, _writers(step), step.jobs, order)
+    for (line, _), number, reads in zip(lines, order, foreign, strict=True):
+        nodes = weights[number % len(weights)]
+        yield line, [(nodes[each.slot], each) for each in reads]
 
-    def __init__(self, step: StepIR) -> None:
-        self.groups, self.jobs = step.facts.groups, step.jobs
-        self.reads = [_weights(recipe.call) for recipe in step.recipes]
-        self.writes = [
-            [step.parts[node][1] for node in recipe.nodes if node in step.parts]
-            for recipe in step.recipes
-        ]
-        self.written: set[tuple[int, int]] = set()  # groups, by F of a worker
 
-    def of(self, job: Job) -> list[tuple[fx.Node, int]]:
-        """Those of a worker's next job, and who serves them."""
-        number = self.jobs.number(job)
-        kind, worker = number % len(self.jobs.kinds), self.jobs.compute[number]
-        keeper = self.jobs.weights[number]
-        served = []
-        for weights in self.reads[kind]:
-            group = weights.meta["group"]
-            source = _source(self.groups[group], keeper, worker)
-            forward = job.direction is Direction.FORWARD
-            if source != worker and not (forward and (group, worker) in self.written):
-                served.append((weights, source))
-        if job.direction is Direction.FORWARD:
-            self.written.update((group, worker) for group in self.writes[kind])
-        return served
+def _writers(step: StepIR) -> dict[int, list[int]]:
+    """The kinds of F that write buffers of a group."""
+    writers: dict[int, list[int]] = {}
+    for kind, recipe in enumerate(step.recipes):
+        for node in recipe.nodes:
+            what, group = step.parts.get(node, ("", 0))
+            if what == "buffers":
+                writers.setdefault(group, []).append(kind)
+    return writers
 
 
 def _weights(call: fx.Node) -> list[fx.Node]:
     return [w for w in arguments(call)[0] if w.op == "placeholder"]
-
-
-def _source(group: Group, keeper: int, worker: int) -> int:
-    """The owner that a job gets a group from: the one that w names, if it is one.
-
-    A tied parameter is kept by the owners of its first stage only, and what an earlier
-    plan placed stays there; then a job's own worker comes first.
-    """
-    places = [each for each in (keeper, worker) if each in group.owners]
-    return [*places, group.owners[0]][0]

@@ -11,7 +11,8 @@ from ..jobs import Direction, PlanError, Schedule, is_number
 from .event_loop import Network
 from .stage_graph import Edges
 from .timeline import Jobs, Timeline
-from .worker_stats import fetches, owners, sum_root
+from .weight_fetches import fetches
+from .worker_stats import owners, sum_root
 
 FORWARD, BACKWARD, WEIGHT = Direction
 

@@ -9,11 +9,10 @@ from typing import Any
 import networkx as nx
 import numpy as np
 
-from ..jobs import Direction, Schedule
+from ..jobs import Schedule
 from .activations import peaks
 from .timeline import Jobs, Timeline
-
-FORWARD, BACKWARD, WEIGHT = Direction
+from .weight_fetches import fetches
 
 
 @dataclass(frozen=True)
@@ -47,80 +46,17 @@ class Worker:
 
 def owners(jobs: Jobs) -> dict[int, list[int]]:
     """The workers that keep the weights of each stage."""
-    found: dict[int, list[int]] = {}
+    keepers: dict[int, list[int]] = {}
     width = len(jobs.kinds)
     for stage in sorted({s for s, _ in jobs.kinds}):
         kinds = [k for k, (s, _) in enumerate(jobs.kinds) if s == stage]
-        found[stage] = sorted({w for k in kinds for w in jobs.weights[k::width]})
-    return found
+        keepers[stage] = sorted({w for k in kinds for w in jobs.weights[k::width]})
+    return keepers
 
 
 def sum_root(owners: Sequence[int], number: int) -> int:
     """The owner that adds up gradients: of its stages or groups, each in turn."""
     return owners[number % len(owners)]
-
-
-def fetches(stages: nx.DiGraph[int], timeline: Timeline) -> tuple[Any, Any, Any, Any]:
-    """The jobs of worker 0 in their order, then those of worker 1 and so on; whether
-    each reads weights kept elsewhere; how many groups of them it has to fetch; and from
-    where."""
-    jobs = timeline.jobs
-    order = np.asarray(timeline.order, int)
-    compute = np.asarray(jobs.compute, int)
-    order = order[np.argsort(compute[order], kind="stable")]
-    kind, here = order % len(jobs.kinds), compute[order]
-    wanted = np.asarray(jobs.weights, int)[order]
-    slots, kept, first = _groups(stages, jobs)
-    found = []
-    for groups in slots:
-        group = groups[kind]
-        source = np.where(
-            kept[group, wanted], wanted, np.where(kept[group, here], here, first[group])
-        )
-        found.append((group, source, (group >= 0) & (source != here)))
-    away, fetch = np.zeros(len(order), bool), np.zeros(len(order), int)
-    origin = wanted.copy()
-    for group, source, missing in found:
-        new = missing.copy()
-        for other, its, had in found:  # at hand, because the last job here read them
-            new[1:] &= ~(
-                had[:-1]
-                & (here[1:] == here[:-1])
-                & (its[:-1] == source[1:])
-                & (other[:-1] == group[1:])
-            )
-        away |= missing
-        origin[new] = source[new]
-        fetch += new
-    return order, away, fetch, origin
-
-
-def _groups(stages: nx.DiGraph[int], jobs: Jobs) -> tuple[list[Any], Any, Any]:
-    """The groups of weights that kinds of jobs read, -1 for none, as many arrays as the
-    most for one; whether a worker keeps a group, and the first that does."""
-    nodes = stages.nodes
-    default = (FORWARD, BACKWARD)
-    read = [
-        nodes[s].get("groups", ((s, None),))
-        if d in nodes[s].get("reads", default)
-        else ()
-        for s, d in jobs.kinds
-    ]
-    owners = {number: kept for groups in read for number, kept in groups}
-    count = max(owners, default=-1) + 1
-    kept = np.ones((count + 1, jobs.workers), bool)
-    first = np.zeros(count + 1, int)
-    for number, workers in owners.items():
-        if workers is not None:
-            kept[number] = False
-            kept[number, list(workers)] = True
-            first[number] = workers[0]
-    most = max(map(len, read), default=0)
-    slots = [
-        np.array([g[i][0] if i < len(g) else -1 for g in read], int)
-        for i in range(most)
-    ]
-    return slots, kept, first
 
 
 def worker_records(
@@ -135,12 +71,12 @@ def worker_records(
     ones = peaks(timeline, schedule.release, [1.0] * len(jobs.kinds))
     sizes: list[float] | list[None] = [None] * count
     if all("held" in data for _, data in stages.nodes(data=True)):
-        held = [stages.nodes[s]["held"] for s, _ in jobs.kinds]
-        sizes = peaks(timeline, schedule.release, held)
+        saved = [stages.nodes[s]["held"] for s, _ in jobs.kinds]
+        sizes = peaks(timeline, schedule.release, saved)
     numbers, away, fetched, _ = fetches(stages, timeline)
     here = compute[numbers]
     keepers = owners(jobs)
-    kept = np.bincount([w for found in keepers.values() for w in found], None, count)
+    held = np.bincount([w for each in keepers.values() for w in each], None, count)
     received, sent = _messages(jobs)
     returned = np.zeros(count, int)
     for k, (stage, d) in enumerate(jobs.kinds):
@@ -152,7 +88,7 @@ def worker_records(
         busy.tolist(),
         map(int, ones),
         sizes,
-        kept.tolist(),
+        held.tolist(),
         np.bincount(here, fetched, count).astype(int).tolist(),
         np.bincount(here[away], None, count).tolist(),
         received.tolist(),

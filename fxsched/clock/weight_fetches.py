@@ -1,0 +1,179 @@
+"""Who serves the weights that jobs read, and how long fetched ones stay.
+
+A group of weights comes from the worker that w names, if that keeps it. A tied
+parameter is kept by the owners of its first stage only, and what an earlier plan placed
+stays there; then a job's own worker comes first, and the group's first owner last. What
+comes from elsewhere stays while the worker's next job reads it from there too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import NamedTuple, TypeAlias
+
+import networkx as nx
+import numpy as np
+from numpy.typing import NDArray
+
+from ..jobs import Direction
+from .timeline import Jobs, Timeline
+
+Numbers: TypeAlias = NDArray[np.int64]
+Flags: TypeAlias = NDArray[np.bool_]
+Groups = Sequence[tuple[int, Sequence[int] | None]]  # and the owners; None: w's
+
+
+@dataclass(frozen=True)
+class Read:
+    """A group of weights that each of some jobs reads.
+
+    group: -1 for none. source: the worker that serves it. foreign: whether the job
+    needs it from another worker than its own.
+    """
+
+    group: Numbers
+    source: Numbers
+    foreign: Flags
+
+
+class Foreign(NamedTuple):
+    """What a job reads from another worker.
+
+    slot: the place of the group among those that the job's kind reads. new: whether the
+    job fetches it; else the worker's last job has read it.
+    """
+
+    slot: int
+    source: int
+    new: bool
+
+
+def foreign_reads(
+    groups: Sequence[Groups],
+    writers: Mapping[int, Sequence[int]],
+    jobs: Jobs,
+    order: Sequence[int],
+) -> list[list[Foreign]]:
+    """What each job of `order` reads from other workers.
+
+    groups: those that each kind of jobs reads. writers: the kinds of F that write a
+    group; the worker's later F read what they wrote.
+    """
+    places, numbers = _by_worker(jobs, order)
+    columns = _unwritten(_reads(groups, jobs, numbers), writers, jobs, numbers)
+    here = np.asarray(jobs.compute, np.int64)[numbers]
+    foreign: list[list[Foreign]] = [[] for _ in order]
+    for slot, read in enumerate(columns):
+        new = _fetched(read, columns, here)
+        for i in np.flatnonzero(read.foreign).tolist():
+            served = Foreign(slot, int(read.source[i]), bool(new[i]))
+            foreign[places[i]].append(served)
+    return foreign
+
+
+def _unwritten(
+    columns: list[Read],
+    writers: Mapping[int, Sequence[int]],
+    jobs: Jobs,
+    numbers: Numbers,
+) -> list[Read]:
+    """Reads, but for those of what an earlier F on the worker wrote."""
+    here, kind = np.asarray(jobs.compute)[numbers], numbers % len(jobs.kinds)
+    is_forward = np.array([d is Direction.FORWARD for _, d in jobs.kinds], bool)[kind]
+    for group, kinds in writers.items():
+        wrote = np.flatnonzero(np.isin(kind, kinds))
+        start = np.full(jobs.workers, len(numbers))
+        np.minimum.at(start, here[wrote], wrote)
+        later = is_forward & (np.arange(len(numbers)) > start[here])
+        columns = [
+            replace(read, foreign=read.foreign & ~(later & (read.group == group)))
+            for read in columns
+        ]
+    return columns
+
+
+def _by_worker(jobs: Jobs, order: Sequence[int]) -> tuple[Numbers, Numbers]:
+    """Jobs in the order of their workers, then as they come: places in `order`, and
+    numbers."""
+    numbers = np.asarray(order, np.int64)
+    places = np.argsort(np.asarray(jobs.compute, np.int64)[numbers], kind="stable")
+    return places, numbers[places]
+
+
+def _reads(groups: Sequence[Groups], jobs: Jobs, numbers: Numbers) -> list[Read]:
+    """The first group that each job reads, the second and so on.
+
+    groups: those that each kind of jobs reads, in order.
+    """
+    kind = numbers % len(jobs.kinds)
+    here = np.asarray(jobs.compute, np.int64)[numbers]
+    keeper = np.asarray(jobs.weights, np.int64)[numbers]
+    keeps, first = _owners(groups, jobs.workers)
+    columns = []
+    for i in range(max(map(len, groups), default=0)):
+        group = np.array([g[i][0] if i < len(g) else -1 for g in groups], int)[kind]
+        other = np.where(keeps[group, here], here, first[group])
+        source = np.where(keeps[group, keeper], keeper, other)
+        columns.append(Read(group, source, (group >= 0) & (source != here)))
+    return columns
+
+
+def _owners(groups: Sequence[Groups], workers: int) -> tuple[Flags, Numbers]:
+    """Whether each worker keeps each group, and the first that does."""
+    owners = dict(each for reading in groups for each in reading)
+    count = max(owners, default=-1) + 1
+    # an earlier plan may have had more workers
+    workers = max(workers, *(k + 1 for ks in owners.values() for k in ks or ()), 0)
+    keeps, first = np.ones((count + 1, workers), bool), np.zeros(count + 1, np.int64)
+    for group, keepers in owners.items():
+        if keepers is not None:
+            keeps[group] = False
+            keeps[group, list(keepers)] = True
+            first[group] = keepers[0]
+    return keeps, first
+
+
+def _fetched(read: Read, columns: Sequence[Read], here: Numbers) -> Flags:
+    """Whether a job fetches what it reads: the worker's last job has not read it.
+
+    here: the jobs' workers, which they are sorted by.
+    """
+    new = read.foreign.copy()
+    for last in columns:
+        new[1:] &= ~(
+            last.foreign[:-1]
+            & (here[1:] == here[:-1])
+            & (last.source[:-1] == read.source[1:])
+            & (last.group[:-1] == read.group[1:])
+        )
+    return new
+
+
+def fetches(
+    stages: nx.DiGraph[int], timeline: Timeline
+) -> tuple[Numbers, Flags, Numbers, Numbers]:
+    """The jobs of worker 0 in their order, then those of worker 1 and so on; whether
+    each reads weights kept elsewhere; how many groups of them it has to fetch; and from
+    where."""
+    jobs = timeline.jobs
+    _, numbers = _by_worker(jobs, timeline.order)
+    here = np.asarray(jobs.compute, np.int64)[numbers]
+    columns = _reads([_groups(stages, s, d) for s, d in jobs.kinds], jobs, numbers)
+    away, count = np.zeros(len(numbers), bool), np.zeros(len(numbers), np.int64)
+    origin = np.asarray(jobs.weights, np.int64)[numbers]
+    for read in columns:
+        new = _fetched(read, columns, here)
+        away |= read.foreign
+        origin[new] = read.source[new]
+        count += new
+    return numbers, away, count, origin
+
+
+def _groups(stages: nx.DiGraph[int], stage: int, direction: Direction) -> Groups:
+    """The groups that a stage's jobs read; its own weights, where nothing says so."""
+    data = stages.nodes[stage]
+    if direction not in data.get("reads", (Direction.FORWARD, Direction.BACKWARD)):
+        return ()
+    groups: Groups = data.get("groups", ((stage, None),))
+    return groups
