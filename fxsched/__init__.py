@@ -77,44 +77,38 @@ __all__ = [
     "write_trace",
 ]
 
-# The module of each name, imported when the name is first asked for: PyTorch, which
-# most of them need, takes seconds to import.
-HOMES = {
-    "Backend": "backend",
-    "CheckError": "checker.check_messages",
-    "Diagram": "draw.diagram",
-    "Direction": "jobs",
-    "Event": "clock.timeline",
-    "Job": "jobs",
-    "Link": "clock.network",
-    "LocalSampler": "runtime.local_rows",
-    "Placement": "jobs",
-    "Plan": "plans.plan",
-    "PlanError": "jobs",
-    "Profile": "costmodel.measure",
-    "RowsWarning": "rows.row_warnings",
-    "Schedule": "jobs",
-    "Simulation": "simulator.simulate",
-    "Verification": "equality.verify",
-    "backend": "backend",
-    "clip_grad_norm_": "state.clip",
-    "explain": "dry_run",
-    "full_optimizer_state_dict": "state.full_state",
-    "full_state_dict": "state.full_state",
-    "load_full_optimizer_state_dict": "state.full_state",
-    "load_full_state_dict": "state.full_state",
-    "load_schedule": "schedules.saved",
-    "ops": "ir.ops",
-    "passes": "passes",
-    "plan": "dry_run",
-    "profile": "dry_run",
-    "schedules": "schedules",
-    "search": "tuner.search",
-    "simulate": "simulator.simulate",
-    "stage_boundary": "ir.boundary",
-    "verify": "equality.verify",
-    "write_trace": "draw.chrome",
+# The names of each module, imported when one is first asked for: PyTorch, which most of
+# them need, takes seconds to import.
+MODULES = {
+    "backend": ("Backend", "backend"),
+    "checker.check_messages": ("CheckError",),
+    "clock.network": ("Link",),
+    "clock.timeline": ("Event",),
+    "costmodel.measure": ("Profile",),
+    "draw.chrome": ("write_trace",),
+    "draw.diagram": ("Diagram",),
+    "dry_run": ("explain", "plan", "profile"),
+    "equality.verify": ("Verification", "verify"),
+    "ir.boundary": ("stage_boundary",),
+    "ir.ops": ("ops",),
+    "jobs": ("Direction", "Job", "Placement", "PlanError", "Schedule"),
+    "passes": ("passes",),
+    "plans.plan": ("Plan",),
+    "rows.row_warnings": ("RowsWarning",),
+    "runtime.local_rows": ("LocalSampler",),
+    "schedules": ("schedules",),
+    "schedules.saved": ("load_schedule",),
+    "simulator.simulate": ("Simulation", "simulate"),
+    "state.clip": ("clip_grad_norm_",),
+    "state.full_state": (
+        "full_optimizer_state_dict",
+        "full_state_dict",
+        "load_full_optimizer_state_dict",
+        "load_full_state_dict",
+    ),
+    "tuner.search": ("search",),
 }
+HOMES = {name: module for module, names in MODULES.items() for name in names}
 
 
 if not TYPE_CHECKING:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, get_args
 
 from torch import Tensor, fx
 
@@ -40,7 +40,6 @@ from .jobs import PlanError, Schedule
 from .options import (
     Options,
     above_zero,
-    buffer_reductions,
     check_local_rows,
     check_words,
     checked_passes,
@@ -48,7 +47,7 @@ from .options import (
     compile_options_error,
     look_ahead,
     measured_profile,
-    output_reductions,
+    reductions,
     sample_dims,
     source_rank,
     stage_groups,
@@ -173,8 +172,8 @@ def backend(
         ragged=ragged,
         rows=rows,
         most=schedule.microbatches,
-        buffers=buffer_reductions(buffers),
-        outputs=output_reductions(outputs),
+        buffers=reductions("buffers", buffers, get_args(BufferReduction)),
+        outputs=reductions("outputs", outputs, get_args(OutputReduction)),
         scaled=loss_scale is not None,
     )
     return Backend(

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import get_args
+from typing import Any, TypeVar, get_args
 
 from torch import fx
 
@@ -12,12 +12,10 @@ from .capture.caller import parts
 from .costmodel.measure import Profile
 from .ir.loss_scale import Scale
 from .ir.request import (
-    BufferReduction,
     Carry,
     CheckInputs,
     LossReduction,
     Order,
-    OutputReduction,
     PassedRows,
     Ragged,
     Request,
@@ -27,7 +25,9 @@ from .ir.request import (
 from .jobs import PlanError, Schedule, is_int, is_number
 from .passes.users import Pass
 from .runtime.input_agreement import InputRule
-from .schedules.arguments import each_one_of, one_of
+from .schedules.arguments import one_of
+
+Word = TypeVar("Word", bound=str)
 
 WORDS: dict[str, tuple[str | None, ...]] = {
     "order": get_args(Order),
@@ -204,14 +204,20 @@ def sample_dims(batch_dims: object) -> dict[str | int, int | None]:
     }
 
 
-def buffer_reductions(buffers: object) -> dict[str, BufferReduction]:
-    """What several workers' values become, by the buffer's name."""
-    return each_one_of("buffers", buffers, get_args(BufferReduction))
-
-
-def output_reductions(outputs: object) -> dict[int | str, OutputReduction]:
-    """What microbatches' values become, by the output's name."""
-    return each_one_of("outputs", outputs, get_args(OutputReduction))
+def reductions(
+    argument: str, value: object, allowed: Sequence[Word]
+) -> dict[Any, Word]:
+    """A copy of a dict of choices by name; PlanError for anything else."""
+    if value is None:
+        return {}
+    if not isinstance(value, Mapping):
+        raise PlanError(
+            f"backend({argument}={value!r}): give a dict of names, such as "
+            f"{{'name': {allowed[0]!r}}}"
+        )
+    for name, how in value.items():
+        one_of("backend", f"{argument}[{name!r}]", how, allowed)
+    return dict(value)
 
 
 def compile_options_error(options: Mapping[str, object]) -> PlanError | None:

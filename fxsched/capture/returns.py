@@ -97,23 +97,25 @@ def _tensors(value: Any, effects: Any, path: Path) -> Iterator[tuple[Path, str]]
 def _children(value: Any, effects: Any) -> Iterator[tuple[int | str, Any]]:
     """Items and attributes of a value of Dynamo's, by key."""
     members = vars(value)
-    items = members.get("items")
-    if isinstance(items, dict):
-        for key, child in items.items():
-            yield _constant(key), child
-    elif isinstance(items, (list, tuple)):
-        yield from enumerate(items)
+    yield from _items(value)
     fields: tuple[str, ...] = getattr(members.get("value"), "_fields", ())
-    for (
-        name,
-        inner,
-    ) in members.items():  # what a user's class has of list, tuple or dict
+    for name, inner in members.items():
+        # what a user's class has of list, tuple or dict
         if name.endswith("_vt") and hasattr(inner, "__dict__"):
             for key, child in _children(inner, effects):
                 if isinstance(key, int) and key < len(fields):
                     key = fields[key]
                 yield key, child
     yield from (effects.store_attr_mutations.get(value) or {}).items()
+
+
+def _items(value: Any) -> Iterator[tuple[int | str, Any]]:
+    """Of a dict, list or tuple of Dynamo's."""
+    items = vars(value).get("items")
+    if isinstance(items, dict):
+        yield from ((_constant(key), child) for key, child in items.items())
+    elif isinstance(items, (list, tuple)):
+        yield from enumerate(items)
 
 
 def _constant(key: Any) -> int | str:
@@ -137,12 +139,7 @@ def _stores(effects: Any) -> Iterator[tuple[str, str]]:
             if type(owner).__name__ == "NewGlobalVariable":
                 place = base
             yield from _stored(place, value, effects)
-        items = vars(owner).get("items")
-        if isinstance(items, dict):
-            items = {_constant(key): value for key, value in items.items()}
-        elif isinstance(items, (list, tuple)):
-            items = dict(enumerate(items))
-        for key, value in (items or {}).items():
+        for key, value in _items(owner):
             yield from _stored(f"{base}[{key!r}]", value, effects)
 
 

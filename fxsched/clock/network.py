@@ -36,6 +36,15 @@ class Link:
             )
 
 
+def check_transfer(call: str, transfer: object) -> None:
+    """Raises PlanError for what is no time of messages. call: what it was given to."""
+    if not (transfer is None or isinstance(transfer, Link) or is_number(transfer)):
+        raise PlanError(
+            f"{call}(transfer={transfer!r}): give a time of 0 or more, a Link, or None "
+            "for the `seconds` of edges"
+        )
+
+
 class Transfers(Network):
     """Transfers that take a constant time, turns on the links between workers, or, for
     None, the `seconds` of edges and the `fetch` of stages.

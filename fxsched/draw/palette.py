@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import math
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
-Array = np.ndarray[Any, np.dtype[Any]]
+from .timeline_arrays import Array
 
 # Lightness and chroma (OKLCH) of F, B and W: they differ in grey too.
 LIGHTNESS = np.array([0.87, 0.56, 0.73])

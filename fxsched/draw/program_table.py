@@ -14,31 +14,29 @@ from .tables import byte_text, shorten, table
 HEADERS = "#|job|n|waits for|weights|sends|frees"
 
 
-def program_table(program: fx.GraphModule, rank: int) -> str:
+def program_table(
+    program: fx.GraphModule,
+    rank: int,
+    sizes: bool = False,
+    jobs: int | None = None,
+    width: int | None = None,
+) -> str:
     """One row per job in planned order, and per transfer of weights and gradients.
 
     waits for: values and the worker that each comes from. weights: where they are
     kept. sends: what, and to whom. frees: what is let go after the job.
+
+    sizes: bytes in the place of names: sends, bytes, and to whom (as many to each);
+        frees, bytes of the values that are let go, by their shapes.
+    jobs: how many rows, from the first; None for all. width: of a line at most.
     """
-    return f"worker {rank}\n{table(HEADERS, _rows(program))}"
-
-
-def sized_table(
-    program: fx.GraphModule, rank: int, jobs: int | None, width: int | None
-) -> str:
-    """The same with bytes in the place of names: the first `jobs` rows, in lines of at
-    most `width`.
-
-    sends: bytes, and to whom (as many to each). frees: bytes of the values that are let
-    go, by their shapes.
-    """
-    rows = _rows(program, sizes=True)
+    rows = _rows(program, sizes)
     shown = table(HEADERS, rows[:jobs], width=width)
     more = f"\nand {len(rows) - jobs} more" if jobs and jobs < len(rows) else ""
     return f"worker {rank}\n{shown}{more}"
 
 
-def _rows(program: fx.GraphModule, sizes: bool = False) -> list[list[Any]]:
+def _rows(program: fx.GraphModule, sizes: bool) -> list[list[Any]]:
     seen: set[fx.Node] = set()
     tasks = enumerate(_tasks(program))
     return [[i, *_cells(nodes, seen, sizes)] for i, nodes in tasks]

@@ -75,11 +75,6 @@ def worker_table(workers: Sequence[Worker], latency: float) -> str:
     return table(shown, [[row[i] for i in used] for row in rows], "r")
 
 
-def verify_table(rows: Sequence[Sequence[str]]) -> str:
-    """A row for each value that eager PyTorch and a plan have both computed."""
-    return table("|eager|plan|difference|allowed|", rows, "lrrrrl")
-
-
 def ranges(numbers: Sequence[int]) -> str:
     """Increasing numbers as they fit: 0..3, 8, 10..12."""
     runs: list[list[int]] = []

@@ -13,7 +13,6 @@ from ..clock.timeline import Event
 from ..jobs import Direction, PlanError
 
 Array = np.ndarray[Any, np.dtype[Any]]
-FORWARD, BACKWARD, WEIGHT = Direction
 
 
 @dataclass(frozen=True, eq=False)

@@ -15,7 +15,7 @@ from torch.utils._pytree import keystr, tree_flatten_with_path, tree_map
 
 from ..backend import Backend, backend
 from ..capture.batch import Batch, batch_of
-from ..draw.tables import verify_table
+from ..draw import tables
 from ..ir.modes import modes_after_errors
 from ..ir.user_line import line_of
 from ..jobs import PlanError, Schedule
@@ -227,7 +227,8 @@ def _text(
     bad = [each for each in differences if not each.passed]
     good = [each for each in differences if each.passed]
     shown = [*good[: max(1, ROWS - len(bad))], *bad[:ROWS]]
-    table = verify_table([table_row(each) for each in differences if each in shown])
+    cells = [table_row(each) for each in differences if each in shown]
+    table = tables.table("|eager|plan|difference|allowed|", cells, "lrrrrl")
     rest = len(differences) - len(shown)
     note = "eager, plan: the largest element; difference: the largest of all elements"
     lines = [head, note, "", table]

@@ -25,23 +25,14 @@ OutputReduction = Literal["mean", "sum", "max", "min", "last"]
 class Request:
     """One planning: a schedule, the backend's options, and what earlier plans fixed.
 
-    stages: "auto", or names of modules that each start a new stage.
-    carry: "saved" or "recompute", what B gets from F.
     loss_reduction: "mean" or "sum" over microbatches; before the trace, "weighted" too.
     training: whether gradients are wanted.
     owners: workers that keep a parameter or buffer since an earlier plan, by its
         position in the call.
-    memory_limit: bytes that a worker may hold, or None.
-    same_stage: groups of names of modules that stay in one stage.
     readers: workers that hand outputs to the user; None for all of them.
-    prefetch: for how many jobs ahead a worker asks for weights.
-    ragged: what becomes of a batch that doesn't divide; see fxsched.backend.
-    rows: "all" or "local", the rows of a batch that each rank passes.
-    most: microbatches of a batch that does.
-    batch_dims: what departs from the rule of fxsched/capture/samples.py, by argument.
-    buffers: what several workers' values of a buffer become, by name.
-    outputs: what the microbatches' values of an output become, by name.
+    most: microbatches of a batch that divides.
     scaled: whether each call has a scale of its own for the loss's gradient.
+    Other fields are the options of fxsched.backend, checked.
     """
 
     schedule: Schedule

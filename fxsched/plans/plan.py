@@ -19,8 +19,9 @@ from ..clock.network import Link
 from ..clock.stage_graph import in_its_order
 from ..clock.timeline import Event, Timeline
 from ..costmodel.measure import Known, Profile, fit
-from ..draw import plan_tables, program_table
+from ..draw import plan_tables
 from ..draw.diagram import Diagram
+from ..draw.program_table import program_table
 from ..ir.graphs import Group, Output, State
 from ..ir.step_ir import Line, Message
 from ..jobs import Direction, Job, Placement, PlanError, Schedule, is_count, is_int
@@ -128,15 +129,17 @@ class Plan:
                 raise PlanError(
                     f"Plan.table({name}={count!r}): give an int of 1 or more, or None"
                 )
-        return program_table.sized_table(self.programs[rank], rank, jobs, width)
+        return program_table(self.programs[rank], rank, True, jobs, width)
 
     def text(self) -> str:
         """All of it: the stages, who keeps which weights, and a table of each worker's
         program, each line as long as it takes. Equal for equal plans."""
-        head = plan_tables.plan_head(
-            self.schedule, self.stages, self.groups, self.notes
-        )
-        return plan_tables.plan_text(head, self.programs)
+        return plan_tables.plan_text(self._head, self.programs)
+
+    @property
+    def _head(self) -> list[str]:
+        groups, notes = self.groups, self.notes
+        return plan_tables.plan_head(self.schedule, self.stages, groups, notes)
 
     def explain(self) -> str:
         """Stages and workers with their work and memory, and what limits the step."""
@@ -204,9 +207,6 @@ class Plan:
         """Equal for equal plans that compute the same, in any process; writes no
         programs."""
         text = hashlib.sha256(self.arithmetic.digest.encode())
-        head = plan_tables.plan_head(
-            self.schedule, self.stages, self.groups, self.notes
-        )
-        for part in (*head, *self.lines):
+        for part in (*self._head, *self.lines):
             text.update(f"{part!s}\n".encode())
         return text.hexdigest()

@@ -18,15 +18,12 @@ def pointwise(call: Call) -> Rows:
     apart = [rows for rows in aligned if rows.kind is Kind.APART]
     if not apart:
         return _of_reduced(call, aligned)
-    cause = first_cause(aligned)
-    if any(rows.reduced for rows in aligned):
-        cause = call.mixed(Effect.STATISTICS, *aligned)
-    if any(rows.place != apart[0].place for rows in apart):
-        cause = call.mixed(Effect.PAIRS, *aligned)
     numbers = any(rows.numbers for rows in apart)
     if numbers and name_of(call) not in CASTS:
-        cause, numbers = call.mixed(Effect.ORDER, *aligned), False
-    return apart[0]._replace(cause=cause, numbers=numbers)
+        return apart[0]._replace(
+            cause=call.mixed(Effect.ORDER, *aligned), numbers=False
+        )
+    return beside(call, *aligned)._replace(numbers=numbers)
 
 
 CASTS = ("_to_copy", "clone", "detach", "alias", "copy", "lift_fresh", "contiguous")

@@ -8,7 +8,6 @@ them.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator, Sequence
 from enum import Enum
 from typing import Any, NamedTuple
@@ -152,8 +151,3 @@ def known(rule: Rule) -> Rule:
         return rule(call)
 
     return guarded
-
-
-def product(sizes: Sequence[int]) -> int:
-    """The product of sizes; 1 of none."""
-    return math.prod(map(int, sizes))

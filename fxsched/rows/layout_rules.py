@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
 from torch import Tensor
 
-from .kinds import UNKNOWN, Call, Effect, Kind, Rows, Rule, first_cause, product
+from .kinds import UNKNOWN, Call, Effect, Kind, Rows, Rule, first_cause
 
 
 def reshaped(call: Call) -> Rows:
@@ -15,7 +16,7 @@ def reshaped(call: Call) -> Rows:
     tensor, rows = _first(call)
     if rows.kind is not Kind.APART:
         return rows
-    before = product(tensor.shape[: rows.dim]) * rows.outer
+    before = math.prod(map(int, tensor.shape[: rows.dim])) * rows.outer
     reach = 1
     for dim, size in enumerate(map(int, call.out.shape)):
         if reach * size > before or (call.size == 1 and reach * size == before):
@@ -24,7 +25,7 @@ def reshaped(call: Call) -> Rows:
                 break
             return rows._replace(dim=dim, outer=outer)
         reach *= size
-    return _lost(call, rows)
+    return _lost(rows)
 
 
 def permuted(call: Call) -> Rows:
@@ -74,7 +75,7 @@ def squeezed(call: Call) -> Rows:
     gone = {d for d in gone if int(tensor.shape[d]) == 1}
     if rows.kind is Kind.APART and rows.dim in gone:
         if call.size > 1:
-            return _lost(call, rows)
+            return _lost(rows)
         gone.discard(rows.dim)  # of a batch of one row; its true shape keeps it
     return rows._replace(dim=rows.dim - sum(d < rows.dim for d in gone))
 
@@ -86,7 +87,7 @@ def selected(call: Call) -> Rows:
     if rows.kind is not Kind.APART or dim != rows.dim:
         return rows._replace(dim=rows.dim - (dim < rows.dim))
     if rows.outer * call.size == int(tensor.shape[dim]) > call.size == 1:
-        return _lost(call, rows)
+        return _lost(rows)
     return Rows(Kind.OTHER, cause=call.mixed(Effect.ORDER, rows))
 
 
@@ -103,8 +104,7 @@ def sliced(call: Call) -> Rows:
     start = int(call.get("start") or 0)
     if call.get("step", 1) == 1 and start % block == 0 and taken % block == 0:
         return rows._replace(outer=taken // block)
-    cause = call.mixed(Effect.ORDER, rows)
-    return Rows(Kind.OTHER, cause=cause)
+    return Rows(Kind.OTHER, cause=call.mixed(Effect.ORDER, rows))
 
 
 def parted(call: Call) -> Rows | Sequence[Rows]:
@@ -140,7 +140,7 @@ def diagonal(call: Call) -> Rows:
 def strided(call: Call) -> Rows:
     """as_strided, where it keeps the shape."""
     tensor, rows = _first(call)
-    return rows if call.out.shape == tensor.shape else _lost(call, rows)
+    return rows if call.out.shape == tensor.shape else _lost(rows)
 
 
 def joined(call: Call) -> Rows:
@@ -153,7 +153,7 @@ def joined(call: Call) -> Rows:
         return rows
     inner = {call.inner(t, r) for t, r in zip(tensors, values, strict=True)}
     if len(inner) > 1 or any(r.kind is Kind.SHARED for r in values):
-        return _lost(call, rows)
+        return _lost(rows)
     return rows._replace(outer=sum(r.outer for r in values))
 
 
@@ -177,13 +177,8 @@ def alike(call: Call, values: Sequence[Rows]) -> Rows:
         return Rows(Kind.OTHER, cause=call.mixed(Effect.BOTH, *values))
     if reduced:
         cause = call.mixed(Effect.STATISTICS, *reduced, *apart)
-    places = {
-        (rows.dim, rows.outer)
-        if call.func.overloadpacket.__name__ != "cat"
-        else rows.dim
-        for rows in apart
-    }
-    if len(places) > 1:
+    cat = call.func.overloadpacket.__name__ == "cat"
+    if len({rows.dim if cat else rows.place for rows in apart}) > 1:
         cause = call.mixed(Effect.PAIRS, *values)
     numbers = any(rows.numbers for rows in apart)
     return apart[0]._replace(cause=cause, numbers=numbers)
@@ -194,7 +189,7 @@ def _first(call: Call) -> tuple[Any, Rows]:
     return tensor, call.of(tensor)
 
 
-def _lost(call: Call, rows: Rows) -> Rows:
+def _lost(rows: Rows) -> Rows:
     """Rows of which no one dimension is known any more."""
     return UNKNOWN._replace(cause=rows.cause)
 

@@ -127,7 +127,7 @@ class Tracker:
             rows = self._placed(node, rows, example)
             if rows != self.of(tensor):
                 self.put(tensor, rows)
-        if self._targets and len(self._targets) == 1:
+        if len(self._targets) == 1:
             self._label(node, *self._targets[0])
 
     def _of_loss(self, node: fx.Node, rows: Rows) -> Rows:

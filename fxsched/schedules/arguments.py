@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Mapping, Sequence
-from typing import Any, TypeVar
+from collections.abc import Sequence
 
 from ..jobs import PlanError, is_count, too_many
-
-Word = TypeVar("Word", bound=str)
 
 
 def positive(name: str, **counts: object) -> None:
@@ -30,22 +27,6 @@ def one_of(call: str, argument: str, value: object, allowed: Sequence[object]) -
     hint = f"; did you mean {near[0]!r}?" if near else ""
     choices = " or ".join(map(repr, allowed))
     raise PlanError(f"{call}({argument}={value!r}): give {choices}{hint}")
-
-
-def each_one_of(
-    argument: str, value: object, allowed: Sequence[Word]
-) -> dict[Any, Word]:
-    """A copy of a dict of choices by name; PlanError for anything else."""
-    if value is None:
-        return {}
-    if not isinstance(value, Mapping):
-        raise PlanError(
-            f"backend({argument}={value!r}): give a dict of names, such as "
-            f"{{'name': {allowed[0]!r}}}"
-        )
-    for name, how in value.items():
-        one_of("backend", f"{argument}[{name!r}]", how, allowed)
-    return dict(value)
 
 
 def equal_shares(name: str, workers: int, microbatches: int | None) -> int:

@@ -10,7 +10,7 @@ import numpy as np
 
 from ..clock.activations import credits
 from ..clock.event_loop import Network, run_jobs
-from ..clock.network import Link, Transfers
+from ..clock.network import Link, Transfers, check_transfer
 from ..clock.stage_graph import (
     Edges,
     check_size,
@@ -21,7 +21,7 @@ from ..clock.timeline import Jobs, Timeline
 from ..clock.worker_stats import Worker, worker_records
 from ..draw import tables
 from ..draw.diagram import Diagram, draw
-from ..jobs import PlanError, Schedule, is_count, is_int, is_number, too_many
+from ..jobs import PlanError, Schedule, is_count, is_int, too_many
 from .durations import UNITS, Durations, job_seconds, set_durations
 
 
@@ -164,11 +164,7 @@ def run_placed(
 
 
 def _check_transfers(transfer: object, prefetch: int | None) -> None:
-    if not (transfer is None or isinstance(transfer, Link) or is_number(transfer)):
-        raise PlanError(
-            f"simulate(transfer={transfer!r}): give a time of 0 or more, a Link, or "
-            "None for the `seconds` of edges"
-        )
+    check_transfer("simulate", transfer)
     if prefetch is not None and (not is_int(prefetch) or prefetch < 0):
         raise PlanError(
             f"simulate(prefetch={prefetch!r}): give how many jobs ahead of need "
@@ -215,7 +211,5 @@ def _stages(
         return stages.copy()
     count = (schedule.stages or schedule.workers) if stages is None else stages
     check_size(schedule, count)  # before there is a graph of them
-    chain: nx.DiGraph[int] = nx.DiGraph()
-    chain.add_nodes_from(range(count))
-    nx.add_path(chain, range(count))
+    chain: nx.DiGraph[int] = nx.path_graph(count, nx.DiGraph)
     return chain

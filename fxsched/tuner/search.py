@@ -12,7 +12,7 @@ import networkx as nx
 from torch import Tensor
 from tqdm import tqdm
 
-from ..clock.network import Link
+from ..clock.network import check_transfer
 from ..dry_run import plan
 from ..jobs import Placement, PlanError, Schedule, is_int, is_number
 from ..plans.plan import Plan
@@ -127,11 +127,7 @@ def _check(
     one_of("search", "objective", objective, OBJECTIVES)
     if memory_limit is not None and not (is_number(memory_limit) and memory_limit > 0):
         raise PlanError(f"search(memory_limit={memory_limit!r}): give a number above 0")
-    if not (transfer is None or isinstance(transfer, Link) or is_number(transfer)):
-        raise PlanError(
-            f"search(transfer={transfer!r}): give a time of 0 or more, a Link, or None "
-            "for the `seconds` of edges"
-        )
+    check_transfer("search", transfer)
     if prefetch is not None and (
         not is_int(prefetch) or prefetch < 0 or transfer is None
     ):
