@@ -64,7 +64,7 @@ def plan(
         outputs=outputs,
     )
     try:
-        torch.compile(model, backend=_Planner(checked.options))(*args, **kwargs)
+        torch.compile(model, backend=_PlanOnly(checked.options))(*args, **kwargs)
     except _Planned as planned:
         return planned.plan
     raise _no_graph("plan")
@@ -154,7 +154,7 @@ class MicrobatchTraced(Exception):
         self.traced, self.inputs = traced, inputs
 
 
-class _Planner(Backend):
+class _PlanOnly(Backend):
     """A backend that stops at the plan."""
 
     def run(self, gm: fx.GraphModule, args: tuple[Any, ...]) -> Sequence[Any]:

@@ -44,10 +44,10 @@ def cut_program(step: StepIR, request: Request, worker: int) -> fx.Graph:
     its jobs read; it returns its share of the results. Every node carries `worker`,
     `task` (the job or other piece of work that it belongs to) and `n`.
     """
-    return _Program(step, request, worker).run()
+    return _ProgramWriter(step, request, worker).run()
 
 
-class _Program:
+class _ProgramWriter:
     def __init__(self, step: StepIR, request: Request, worker: int) -> None:
         self.step, self.request, self.worker = step, request, worker
         self.microbatches = request.schedule.microbatches

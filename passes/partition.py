@@ -25,7 +25,7 @@ from ..ir.graphs import (
 from ..ir.request import Request
 from ..ir.user_line import user_line
 from ..jobs import PlanError
-from ..partition.cut_cost import Cut, Problem, Unit, Value
+from ..partition.cut_cost import Cut, Hyperedge, Problem, Unit
 from ..partition.planner import choose_cut, stage_graph
 
 Block = list[fx.Node]
@@ -200,10 +200,10 @@ def _writes_buffer(block: Block) -> bool:
 
 
 def _problem(blocks: list[Block]) -> Problem:
-    """Blocks as units, what they make for others as values."""
+    """Blocks as units, what they make for others as hyperedges."""
     of = {node: i for i, block in enumerate(blocks) for node in block}
     known: set[fx.Node] = set()  # state that is counted already
-    units, values, apart = [], [], set()
+    units, edges, apart = [], [], set()
     for i, block in enumerate(blocks):
         work = [node.meta["work"] for node in block]
         state = {p for n in block for p in n.all_input_nodes if _is_state(p)} - known
@@ -221,10 +221,10 @@ def _problem(blocks: list[Block]) -> Problem:
             if readers:
                 there = _send(node)
                 gradient = any(t.requires_grad for t in tensors(node.meta["val"]))
-                values.append(Value(i, readers, there, there * gradient))
+                edges.append(Hyperedge(i, readers, there, there * gradient))
             if node.target is stage_boundary:
                 apart |= {(i, reader) for reader in readers}
-    return Problem(tuple(units), tuple(values), rounds=0.0, apart=frozenset(apart))
+    return Problem(tuple(units), tuple(edges), rounds=0.0, apart=frozenset(apart))
 
 
 def _is_state(node: fx.Node) -> bool:

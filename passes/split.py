@@ -43,7 +43,7 @@ def split_stages(gm: fx.GraphModule, request: Request) -> fx.GraphModule:
     weights_0 is a group: the parameters and buffers with the same owners and readers.
     facts(gm).stages describes the stages as a networkx.DiGraph.
     """
-    inner = [_Stage(gm, nodes) for nodes in _by_stage(gm)]
+    inner = [_StageBuilder(gm, nodes) for nodes in _by_stage(gm)]
     groups = _group_state(gm, [stage.state for stage in inner], request)
     stages = _describe(inner)
     calls = _Calls(gm, groups)
@@ -83,7 +83,7 @@ class _Calls:
         new = self.new[node] = self.graph.placeholder(node.name)
         new.meta.update(input=index, dim=dim, val=fake, specs=(Spec.of(fake),))
 
-    def add(self, number: int, stage: _Stage) -> None:
+    def add(self, number: int, stage: _StageBuilder) -> None:
         """Calls a stage with what it reads, and takes its result apart."""
         used = [i for i, group in enumerate(self.groups) if number in group.stages]
         weights = tuple(self.weights[i] for i in used)
@@ -146,7 +146,7 @@ def _by_stage(gm: fx.GraphModule) -> list[list[fx.Node]]:
     return found
 
 
-class _Stage:
+class _StageBuilder:
     """Copies the nodes of one stage into a graph of its own.
 
     nodes: the stage's and, among them, those that open and close regions.
@@ -334,7 +334,7 @@ def _send_state(state: list[fx.Node]) -> float:
     return send_seconds(sum(spec.bytes for spec in specs), specs[0].device)
 
 
-def _describe(inner: list[_Stage]) -> nx.DiGraph[int]:
+def _describe(inner: list[_StageBuilder]) -> nx.DiGraph[int]:
     """The stages and what is sent between them. A stage that is the first to read a
     parameter counts it."""
     stages: nx.DiGraph[int] = nx.DiGraph()

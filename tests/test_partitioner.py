@@ -22,9 +22,9 @@ from fxsched.partition.cut_cost import (
     EXPOSED,
     MIXED,
     Cut,
+    Hyperedge,
     Problem,
     Unit,
-    Value,
     predicted,
 )
 from fxsched.partition.partitioner import best_cut, join_light
@@ -62,7 +62,7 @@ def make(draw: random.Random, edges: Edges, units: int) -> Problem:
     return Problem(
         tuple(Unit(draw.uniform(0.1, 1), draw.uniform(0.1, 2)) for _ in range(units)),
         tuple(
-            Value(a, tuple(sorted(b)), draw.uniform(0, 0.2), draw.uniform(0, 0.2))
+            Hyperedge(a, tuple(sorted(b)), draw.uniform(0, 0.2), draw.uniform(0, 0.2))
             for a, b in sorted(readers.items())
         ),
         rounds=draw.choice([0, 1, 3, 7, 31]),
@@ -134,7 +134,7 @@ def test_the_predicted_time_by_hand() -> None:
     """Two branches of 1 + 2 seconds, a head of 2 + 4; sending takes 0.5, back too."""
     problem = Problem(
         (Unit(1, 2), Unit(1, 2), Unit(2, 4)),
-        (Value(0, (2,), 0.5, 0.5), Value(1, (2,), 0.5, 0.5)),
+        (Hyperedge(0, (2,), 0.5, 0.5), Hyperedge(1, (2,), 0.5, 0.5)),
         rounds=3,
     )
     assert predicted(problem, (0, 1, 2)) == 3 * (6 + EXPOSED * 2) + 3 + 1 + 6
@@ -144,7 +144,9 @@ def test_the_predicted_time_by_hand() -> None:
     assert predicted(replace(problem, apart=frozenset([(0, 2)])), (0, 1, 0)) == float(
         "inf"
     )
-    backwards = Problem(problem.units, (Value(0, (1,), 1), Value(1, (2,), 1)), rounds=1)
+    backwards = Problem(
+        problem.units, (Hyperedge(0, (1,), 1), Hyperedge(1, (2,), 1)), rounds=1
+    )
     assert predicted(backwards, (0, 1, 0)) == float("inf")
 
 
@@ -224,7 +226,7 @@ def test_transfers_take_their_time_between_workers_alone() -> None:
 def test_parallel_stages_get_neighbouring_numbers() -> None:
     problem = Problem(
         tuple(Unit(1, 2) for _ in range(5)),
-        tuple(Value(a, (b,), 0.1) for a, b in ((0, 1), (2, 3), (1, 4), (3, 4))),
+        tuple(Hyperedge(a, (b,), 0.1) for a, b in ((0, 1), (2, 3), (1, 4), (3, 4))),
         rounds=3,
     )
     cut = number(problem, (0, 1, 2, 3, 4))
@@ -237,7 +239,7 @@ def test_a_branch_gets_workers_in_proportion_to_its_work() -> None:
     edges = [*itertools.pairwise(range(6)), (6, 7), (5, 8), (7, 8), (8, 9)]
     problem = Problem(
         tuple(Unit(1, 2) for _ in range(10)),
-        tuple(Value(a, (b,), 0.01, 0.01) for a, b in edges),
+        tuple(Hyperedge(a, (b,), 0.01, 0.01) for a, b in edges),
         rounds=0,
     )
     choice = choose_cut(problem, schedules.graph(5, 32))
@@ -252,7 +254,7 @@ def test_a_branch_gets_workers_in_proportion_to_its_work() -> None:
 def test_units_move_over_those_that_take_no_time() -> None:
     """The two inner stages of folded follow each other on one worker: better one."""
     units = [Unit(1, 2), Unit(0, 0)] * 32  # such as views
-    values = [Value(i, (i + 1,), 0) for i in range(len(units) - 1)]
+    values = [Hyperedge(i, (i + 1,), 0) for i in range(len(units) - 1)]
     problem = Problem(tuple(units), tuple(values), rounds=0)
     schedule = schedules.folded(4, 8)
     equal = stage_graph(problem, tuple(i // 8 for i in range(64)))
@@ -264,7 +266,7 @@ def test_units_move_over_those_that_take_no_time() -> None:
 def test_a_memory_limit_counts_what_the_schedule_keeps_in_flight() -> None:
     """GPipe holds all microbatches, 1F1B a few: the same limit stops one of them."""
     units = tuple(Unit(1, 2, held=10, weights=4) for _ in range(8))
-    values = tuple(Value(i, (i + 1,), 0.01, 0.01) for i in range(7))
+    values = tuple(Hyperedge(i, (i + 1,), 0.01, 0.01) for i in range(7))
     problem = Problem(units, values, rounds=0)
     choice = choose_cut(problem, schedules.one_f_one_b(4, 16), memory_limit=96)
     assert choice.bytes <= 96

@@ -13,7 +13,7 @@ import fxsched
 from fxsched import schedules
 from fxsched.codegen.python_source import let_go
 from fxsched.codegen.static_program import Straight
-from fxsched.codegen.tasks import Program, sent
+from fxsched.codegen.tasks import TaskProgram, sent
 from fxsched.ir import ops
 from tests.test_passes import plan_of
 
@@ -21,7 +21,7 @@ from tests.test_passes import plan_of
 @pytest.mark.parametrize("schedule", ["shifted", "zb_h1"])
 def test_source_of(schedule: str, golden: Callable[[str, str], None]) -> None:
     for rank in (0, 1):
-        straight = Straight(Program(plan_of(schedule).programs[rank]), record=True)
+        straight = Straight(TaskProgram(plan_of(schedule).programs[rank]), record=True)
         lines = let_go(straight.source.lines)
         assert straight.tasks == [task for _, task in lines]
         text = "\n".join(f"{task:<9} {line}" for line, task in lines)

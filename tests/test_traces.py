@@ -13,7 +13,7 @@ import pytest
 from fxsched import Job, PlanError, schedules, simulate
 from fxsched.clock.timeline import Event, Timeline
 from fxsched.draw.chrome import write_trace
-from fxsched.simulator.timeline_comparison import compare
+from fxsched.simulator.timeline_comparison import compare_timelines
 
 SECONDS = {"F": 1e-3, "B": 2e-3}
 
@@ -116,12 +116,12 @@ def test_an_empty_trace(tmp_path: Path) -> None:
 
 
 def test_where_two_timelines_part() -> None:
-    assert compare(timeline(), timeline(slow_middle)) == PARTING
+    assert compare_timelines(timeline(), timeline(slow_middle)) == PARTING
 
 
 def test_equal_timelines_do_not_part() -> None:
     again = [e._replace(start=e.start + 5, end=e.end + 5) for e in timeline()]
-    text = compare(timeline(), again)
+    text = compare_timelines(timeline(), again)
     assert "1.00 times as long" in text
     assert "order of jobs: the same on every worker" in text
     assert "waits between jobs: the same" in text
@@ -131,7 +131,7 @@ def test_a_comparison_fits_a_screen() -> None:
     schedule = schedules.lpp(64, 8, 128)
     one = simulate(schedule).timeline
     other = simulate(schedule, durations=lambda job: 1 + (7 * job.stage % 5)).timeline
-    text = compare(one, other, unit="")
+    text = compare_timelines(one, other, unit="")
     assert len(text.splitlines()) <= 45
     assert max(map(len, text.splitlines())) <= 88
     assert "and 59 more" in text and "(8 of 128)" in text
@@ -140,16 +140,16 @@ def test_a_comparison_fits_a_screen() -> None:
 def test_timelines_of_other_jobs_are_refused() -> None:
     events = list(timeline())
     with pytest.raises(PlanError, match="0F0 is in the predicted timeline and not in"):
-        compare(events, events[1:])
+        compare_timelines(events, events[1:])
     with pytest.raises(PlanError, match="0F0 is in the measured timeline and not in"):
-        compare(events[1:], events)
+        compare_timelines(events[1:], events)
     moved = [events[0]._replace(worker=2), *events[1:]]
     with pytest.raises(PlanError, match=r"0F0 is predicted on worker 0 .* worker 2"):
-        compare(events, moved)
+        compare_timelines(events, moved)
     with pytest.raises(PlanError, match="measured: 0F0 ran twice"):
-        compare(events, [*events, events[0]])
+        compare_timelines(events, [*events, events[0]])
 
 
 def test_a_comparison_of_nothing() -> None:
     nothing: list[Event] = []
-    assert compare(nothing, nothing) == "no jobs"
+    assert compare_timelines(nothing, nothing) == "no jobs"

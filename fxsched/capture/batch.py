@@ -13,7 +13,7 @@ from torch import Tensor, fx
 from ..ir.request import Request
 from ..jobs import PlanError
 from .graph_inputs import placeholders, symbol_of
-from .samples import Entry, check_names, names_of, samples_of, user_tensors
+from .samples import BatchInput, check_names, names_of, samples_of, user_tensors
 
 
 @dataclass(frozen=True)
@@ -118,7 +118,7 @@ def _ragged(name: str, length: int, count: int) -> PlanError:
 def _bind(
     gm: fx.GraphModule,
     inputs: Sequence[Any],
-    cut: Sequence[Entry],
+    cut: Sequence[BatchInput],
     count: int,
     rows: int,
 ) -> Batch:
@@ -192,7 +192,7 @@ def _said(i: int, batch: Batch) -> str:
     return "the rest of the batch" if dim is None else f"its dimension {dim}"
 
 
-def _fixed(node: fx.Node, entry: Entry, alone: bool) -> PlanError:
+def _fixed(node: fx.Node, entry: BatchInput, alone: bool) -> PlanError:
     environment = node.meta["example_value"].fake_mode.shape_env
     fixed = {s for s, r in environment.replacements.items() if r.is_number}
     lines = [

@@ -22,7 +22,7 @@ from .graph_inputs import origin_of, placeholders
 
 def samples_of(
     gm: fx.GraphModule, inputs: Sequence[Any], request: Request
-) -> tuple[int, list[Entry]]:
+) -> tuple[int, list[BatchInput]]:
     """How many samples a call has, and the tensors that have them.
 
     Raises PlanError if that isn't known.
@@ -80,7 +80,7 @@ def check_names(call: Call, dims: Dims) -> None:
             )
 
 
-class Entry(NamedTuple):
+class BatchInput(NamedTuple):
     """A tensor of the call, and the dimension with its samples."""
 
     input: int
@@ -121,7 +121,7 @@ class _SampleTable:
                 f"dimension {dim}; its shape is {list(tensor.shape)}"
             )
 
-    def _entry(self, i: int, names: Sequence[Argument], tensor: Tensor) -> Entry:
+    def _entry(self, i: int, names: Sequence[Argument], tensor: Tensor) -> BatchInput:
         shape = tuple(tensor.shape)
         for argument in names:
             self._check_dim(argument, tensor)
@@ -133,7 +133,7 @@ class _SampleTable:
             )
         first = names[0]
         declared = any(argument.key(self.dims) is not None for argument in names)
-        return Entry(i, first.name, shape, dims.pop(), declared)
+        return BatchInput(i, first.name, shape, dims.pop(), declared)
 
     def length(self) -> int:
         """How many samples there are: the length of all, or what others are multiples
@@ -193,7 +193,7 @@ def _quoted(key: str | int) -> str:
     return f'"{key}"' if isinstance(key, str) else str(key)
 
 
-def _guess(entry: Entry, batch: int) -> int | None:
+def _guess(entry: BatchInput, batch: int) -> int | None:
     """Where a tensor may have its samples."""
     if entry.shape[0] == 1 or not batch:
         return None

@@ -20,7 +20,7 @@ from ..jobs import Job, Placement
 from .check_program import (
     CheckError,
     End,
-    Origin,
+    Provenance,
     Summary,
     examine,
     other_maker,
@@ -102,7 +102,7 @@ def check_summaries(summaries: Sequence[Summary]) -> None:
     for summary in summaries:
         if summary.fault is not None:
             raise CheckError(summary.fault)
-    origins = _Origins(summaries, messages)
+    origins = _Provenances(summaries, messages)
     origins.check_uses()
     _check_tasks(summaries, messages)
     origins.check_gradients()
@@ -245,7 +245,7 @@ def _circle(after: Sequence[Sequence[int]]) -> list[int]:
     return walked[walked.index(point) :][::-1] if left else []
 
 
-class _Origins:
+class _Provenances:
     """Follows values back through messages to the jobs that made them."""
 
     def __init__(
@@ -268,7 +268,7 @@ class _Origins:
             if wanted is not None and maker != wanted:
                 raise CheckError(other_maker(rank, job, name, maker, wanted))
 
-    def _origin(self, tag: int) -> Origin:
+    def _origin(self, tag: int) -> Provenance:
         message = self.messages[tag]
         return self.summaries[message.source].origins[message.send.origin]
 

@@ -25,7 +25,7 @@ class CheckError(AssertionError):
     """A program that must not run: a fault in a pass, fxsched's own or the user's."""
 
 
-class Origin(NamedTuple):
+class Provenance(NamedTuple):
     """What a value that leaves a program was made from.
 
     specs: its shapes.
@@ -95,7 +95,7 @@ class Summary:
     ends: list[End] = field(default_factory=list)
     waits: list[tuple[int, int]] = field(default_factory=list)
     uses: list[Use] = field(default_factory=list)
-    origins: list[Origin] = field(default_factory=list)
+    origins: list[Provenance] = field(default_factory=list)
     made: dict[int, list[Job]] = field(default_factory=dict)
     returns: dict[int, int] = field(default_factory=dict)
 
@@ -313,7 +313,9 @@ class _Examination:
             adds, added = _contributions(value)
             made = tuple(sorted(microbatches))
             self.found.origins.append(
-                Origin(specs, tag, _maker(value), made, tuple(received), adds, added)
+                Provenance(
+                    specs, tag, _maker(value), made, tuple(received), adds, added
+                )
             )
         return self.known[value]
 

@@ -19,7 +19,7 @@ FREE = (
 )
 
 
-class Entry(NamedTuple):
+class ComparedSchedule(NamedTuple):
     """A schedule's simulated step. size: of its stages, in those of the model.
 
     free: whether weights or gradients move, and that takes no time.
@@ -80,14 +80,16 @@ def lineup(names: Sequence[str], options: Mapping[str, Any]) -> str:
     return "\n\n".join((_title(numbers), table, *notes, "\n".join(refused))).strip()
 
 
-def _entry(name: str, numbers: Mapping[str, Any], options: Mapping[str, Any]) -> Entry:
+def _entry(
+    name: str, numbers: Mapping[str, Any], options: Mapping[str, Any]
+) -> ComparedSchedule:
     schedule = build_any(name, numbers)
     count = _stages(numbers)
     stages = schedule.stages or count
     simulation = simulate(replace(schedule, stages=stages), options, count / stages)
     moves = moves_weights(simulation.schedule, simulation.stages)
     free = moves and options["prefetch"] is None
-    return Entry(name, simulation, count / stages, free)
+    return ComparedSchedule(name, simulation, count / stages, free)
 
 
 def _stages(numbers: Mapping[str, Any]) -> int:

@@ -31,7 +31,7 @@ Batch = tuple[Tensor, Tensor, Tensor]  # code, doc, label
 Model = Callable[..., Tensor]
 
 
-class Difference(NamedTuple):
+class LargestDifferences(NamedTuple):
     """The largest absolute differences from eager PyTorch."""
 
     loss: float
@@ -115,7 +115,7 @@ class Batches:
 
 def compare(
     step: Model, model: nn.Module, eager: nn.Module, batch: Batch, microbatches: int
-) -> Difference:
+) -> LargestDifferences:
     """One step both ways from equal parameters, on the same microbatches."""
     loss = step(*batch)
     loss.backward()  # type: ignore[no-untyped-call]
@@ -134,7 +134,7 @@ def compare(
     gradients = world.largest(gradients)
     assert gradients.min() >= 0, "a parameter got no gradient on any worker"
     model.zero_grad()
-    return Difference(abs((loss - expected).item()), gradients.max().item())
+    return LargestDifferences(abs((loss - expected).item()), gradients.max().item())
 
 
 def _distance(mine: Tensor, its: Tensor | None) -> float:

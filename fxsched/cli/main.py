@@ -14,7 +14,7 @@ from ..jobs import PlanError
 from . import commands, model_commands
 
 
-class Group(click.Group):
+class CommandGroup(click.Group):
     """The commands, in the order in which they were added."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
@@ -38,7 +38,7 @@ Each command says what it takes: fxsched simulate --help.
 
 SETTINGS = {"show_default": True, "max_content_width": 88}
 
-group = Group(help=HELP, context_settings=SETTINGS, no_args_is_help=False)
+group = CommandGroup(help=HELP, context_settings=SETTINGS, no_args_is_help=False)
 for command in (
     commands.simulate,
     commands.compare,

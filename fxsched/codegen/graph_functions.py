@@ -14,13 +14,13 @@ from torch import fx
 
 from ..ir.graphs import result
 
-Run = Callable[[list[Any]], Any]
+FlatFunction = Callable[[list[Any]], Any]
 Runs = dict[tuple[int, ...], Callable[..., Any]]  # by the positions that are added
 _known: WeakKeyDictionary[fx.GraphModule, Runs] = WeakKeyDictionary()
 _numbers = itertools.count()
 
 
-def runner(flat: fx.GraphModule, positions: tuple[int, ...] = ()) -> Run:
+def runner(flat: fx.GraphModule, positions: tuple[int, ...] = ()) -> FlatFunction:
     """A flat graph as a function of one list, which it empties: what a list alone
     holds is let go of after its last use, not after the call.
 

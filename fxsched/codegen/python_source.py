@@ -19,13 +19,13 @@ from torch import fx
 from ..ir import ops
 from ..ir.graphs import arguments, result
 from ..transport.wire_format import Parcel
-from .graph_functions import Run, runner
+from .graph_functions import FlatFunction, runner
 
 Expression = str | tuple[Any, ...]  # a variable or constant, or a tuple of expressions
 VARIABLE = re.compile(r"\bv\d+\b")
 
 
-class Source:
+class PythonSource:
     """Lines of Python, and the objects that they name.
 
     lines: text and the task that it belongs to. names: what the text calls by name.
@@ -37,8 +37,8 @@ class Source:
         self.names: dict[str, Any] = {}
         self.known: dict[int, str] = {}  # names of objects by their id
         self.parts: dict[tuple[str, int, int], str] = {}
-        self.calls: dict[str, Call] = {}  # of flat graphs, by what they make
-        self.called: dict[int, Call] = {}  # by their first line
+        self.calls: dict[str, FlatCall] = {}  # of flat graphs, by what they make
+        self.called: dict[int, FlatCall] = {}  # by their first line
         self.count = 0
         self.task = ""
 
@@ -177,7 +177,9 @@ class Source:
         if isinstance(flat, fx.GraphModule) and not _hooked(flat):
             made = tuple(self.variable() for _ in result(flat))
             box = self.make("")
-            call = Call(len(self.lines) - 1, box, flat, tuple(map(text_of, args)), made)
+            call = FlatCall(
+                len(self.lines) - 1, box, flat, tuple(map(text_of, args)), made
+            )
             self.line("")
             self._call(call)
             return made
@@ -207,14 +209,14 @@ class Source:
             call._replace(given=(*call.given, *sums), added=(*call.added, *added))
         )
 
-    def _call(self, call: Call) -> None:
+    def _call(self, call: FlatCall) -> None:
         """Takes note of a call of a flat graph, in the place of what it was before."""
         self.called[call.line] = call
         self.calls.update(dict.fromkeys(call.kept, call))
 
     def written(self) -> list[tuple[str, str]]:
         """All lines, each letting go of what none after it needs."""
-        runs: dict[tuple[int, tuple[int, ...]], Run] = {}
+        runs: dict[tuple[int, tuple[int, ...]], FlatFunction] = {}
         for call in self.called.values():
             key = id(call.flat), call.added
             if key not in runs:
@@ -227,7 +229,7 @@ class Source:
         return let_go(self.lines)
 
 
-class Call(NamedTuple):
+class FlatCall(NamedTuple):
     """The two lines that call a flat graph: what it is given, in a list, and makes.
 
     added: positions of what it makes that it adds to sums, the last that it is given.

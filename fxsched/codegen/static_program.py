@@ -11,8 +11,8 @@ from torch import Tensor, fx
 from ..ir import ops
 from ..ir.graphs import arguments, result
 from ..transport.wire_format import Parcel
-from .python_source import Expression, Source, compiled, text_of
-from .tasks import Program, Receive, Task, sent
+from .python_source import Expression, PythonSource, compiled, text_of
+from .tasks import Receive, Task, TaskProgram, sent
 
 WINDOW = 4  # receives that are asked for ahead of need, besides weights
 Steps = Generator[dict[str, Any], dict[int, Tensor] | None, None]
@@ -27,9 +27,9 @@ class Straight:
     end) is called after each job, if `record`.
     """
 
-    def __init__(self, program: Program, record: bool, prefetch: int = 1) -> None:
+    def __init__(self, program: TaskProgram, record: bool, prefetch: int = 1) -> None:
         self.program, self.record, self.prefetch = program, record, prefetch
-        self.source = Source(program.gm)
+        self.source = PythonSource(program.gm)
         self.env: dict[fx.Node, Expression] = {}
         self.nodes = list(program.gm.graph.nodes)
         self.asked = self.fetched = 0  # receives, and tasks' fetches, asked for so far
@@ -137,14 +137,14 @@ class Straight:
         return None
 
 
-def alone(
-    program: Program, task: Task, shared: set[fx.Node]
+def task_function(
+    program: TaskProgram, task: Task, shared: set[fx.Node]
 ) -> Callable[[list[Any], Callable[[Any, Parcel], None]], None]:
     """A task as a function of all values, by slot, and of send.
 
     shared: values that other tasks read, too; the function leaves them in their slots.
     """
-    source, slots = Source(program.gm), program.slots
+    source, slots = PythonSource(program.gm), program.slots
     env: dict[fx.Node, Expression] = {}
     for node in task.nodes:
         for read in node.all_input_nodes:

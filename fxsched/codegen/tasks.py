@@ -41,7 +41,7 @@ class Receive:
     phase: int
 
 
-class Program:
+class TaskProgram:
     """A worker's fx program, read once: its tasks, by phase, and what it receives.
 
     receives: in the program's order. fetches: those of weights, each task's together,

@@ -137,7 +137,7 @@ def measure(
     devices = range(torch.cuda.device_count())
     with torch.random.fork_rng(devices):
         for _ in range(repeats + 1):  # the first one warms up
-            runs.append(_Run(gm, inputs, microbatches).run())
+            runs.append(_TimedPass(gm, inputs, microbatches).run())
     nodes = [n for n in gm.graph.nodes if n in runs[0]]
     taken: dict[str, list[Times]] = {}
     for node in nodes:
@@ -166,7 +166,7 @@ def _kind(node: fx.Node) -> str:
     return f"{node.op} {node.target} {given}"
 
 
-class _Run:
+class _TimedPass:
     """One pass over the nodes of a traced graph."""
 
     def __init__(

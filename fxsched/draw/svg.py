@@ -17,7 +17,7 @@ from .svg_layout import (
     PAPER,
     RIGHT,
     TOP,
-    Frame,
+    Layout,
     around,
     group,
     tag,
@@ -34,13 +34,13 @@ def render(bars: Bars, title: str, summary: str, clock: Clock) -> str:
 
     title, summary: what the first line says, in bold and not.
     """
-    frame = Frame(bars)
+    layout = Layout(bars)
     colours = palette(bars.microbatches)
-    before, after = around(frame, colours, clock)
+    before, after = around(layout, colours, clock)
     title = title if len(title) <= 120 else title[:119] + "…"
     heading = LEFT + 8 * len(title) + 7 * len(summary)
-    width = max(LEFT + frame.width + RIGHT, heading)
-    height = TOP + frame.height + BOTTOM
+    width = max(LEFT + layout.width + RIGHT, heading)
+    height = TOP + layout.height + BOTTOM
     bold = tag("tspan", escape(title), font_weight="bold")
     parts = (
         "",
@@ -48,7 +48,11 @@ def render(bars: Bars, title: str, summary: str, clock: Clock) -> str:
         tag("rect", width=width, height=height, rx=6, fill=PAPER),
         tag("text", f"{bold} {escape(summary)}", x=LEFT, y=24, font_size=14, fill=INK),
         before,
-        *(_bars(frame, colours, clock) if frame.detailed else _cells(frame, colours)),
+        *(
+            _bars(layout, colours, clock)
+            if layout.detailed
+            else _cells(layout, colours)
+        ),
         after,
         "",
     )
@@ -65,57 +69,59 @@ def render(bars: Bars, title: str, summary: str, clock: Clock) -> str:
     return picture + "\n"
 
 
-def _bars(frame: Frame, colours: Array, clock: Clock) -> Iterator[str]:
+def _bars(layout: Layout, colours: Array, clock: Clock) -> Iterator[str]:
     """A bar for each job, those of a colour together, then labels."""
-    bars = frame.bars
+    bars = layout.bars
     for b, d in np.unique(np.stack((bars.microbatch, bars.direction), 1), axis=0):
         jobs = np.flatnonzero((bars.microbatch == b) & (bars.direction == d))
         colour = hexadecimal(colours[b, d])
-        yield group("jobs", (_bar(frame, i, clock) for i in jobs.tolist()), fill=colour)
-    for d in bars.directions if frame.size >= 7 else ():
+        yield group(
+            "jobs", (_bar(layout, i, clock) for i in jobs.tolist()), fill=colour
+        )
+    for d in bars.directions if layout.size >= 7 else ():
         jobs = np.flatnonzero(bars.direction == d)
         yield group(
             "labels",
-            filter(None, (_label(frame, i) for i in jobs.tolist())),
-            font_size=frame.size,
+            filter(None, (_label(layout, i) for i in jobs.tolist())),
+            font_size=layout.size,
             fill=PAPER if d == 1 else INK,
             text_anchor="middle",
             pointer_events="none",
         )
 
 
-def _place(frame: Frame, i: int) -> tuple[float, float]:
+def _place(layout: Layout, i: int) -> tuple[float, float]:
     """Where a job's bar begins, and how wide it is: never too narrow to be seen."""
-    x = float(frame.x(frame.bars.start[i]))
-    wide = float(frame.x(frame.bars.end[i])) - x
+    x = float(layout.x(layout.bars.start[i]))
+    wide = float(layout.x(layout.bars.end[i])) - x
     return x, max(wide - 0.8 if wide > 3 else wide, 0.8)
 
 
-def _bar(frame: Frame, i: int, clock: Clock) -> str:
-    bars = frame.bars
-    x, width = _place(frame, i)
+def _bar(layout: Layout, i: int, clock: Clock) -> str:
+    bars = layout.bars
+    x, width = _place(layout, i)
     name = f"{bars.stage[i]}{'FBW'[bars.direction[i]]}{bars.microbatch[i]}"
     times = f"{clock.text(bars.start[i])} to {clock.text(bars.end[i])}"
     hint = tag("title", f"{name}, worker {bars.worker[i]}, {times}")
-    y, height = frame.y(int(bars.worker[i])), frame.row - frame.gap
+    y, height = layout.y(int(bars.worker[i])), layout.row - layout.gap
     return tag("rect", hint, x=x, y=y, width=width, height=height)
 
 
-def _label(frame: Frame, i: int) -> str:
-    bars, size = frame.bars, frame.size
-    x, width = _place(frame, i)
+def _label(layout: Layout, i: int) -> str:
+    bars, size = layout.bars, layout.size
+    x, width = _place(layout, i)
     room = (width - 1) / (CHARACTER * size) - 0.5 * (bars.direction[i] == 2)  # wide W
     text = label(bars, i, room)
     if not text:
         return ""
-    middle = frame.y(int(bars.worker[i])) + (frame.row - frame.gap) / 2
+    middle = layout.y(int(bars.worker[i])) + (layout.row - layout.gap) / 2
     return tag("text", text, x=x + width / 2, y=middle + 0.36 * size)
 
 
-def _cells(frame: Frame, colours: Array) -> Iterator[str]:
+def _cells(layout: Layout, colours: Array) -> Iterator[str]:
     """The mean colour of each pixel: a path for each colour, of horizontal lines."""
-    columns = int(min(frame.width, CELLS // frame.rows))
-    code = _codes(frame, colours, columns)
+    columns = int(min(layout.width, CELLS // layout.rows))
+    code = _codes(layout, colours, columns)
     edge = np.ones(code.shape, bool)
     edge[:, 1:] = code[:, 1:] != code[:, :-1]
     row, first = np.nonzero(edge)
@@ -128,24 +134,24 @@ def _cells(frame: Frame, colours: Array) -> Iterator[str]:
         tag("path", stroke=hexadecimal(_decoded(colour)), d="".join(paths[colour]))
         for colour in sorted(paths)
     )
-    y = TOP + (frame.row - frame.gap) / 2
+    y = TOP + (layout.row - layout.gap) / 2
     yield group(
         "cells",
         lines,
         transform=f"translate({LEFT} {y:g}) "
-        f"scale({frame.width / columns:g} {frame.row:g})",
+        f"scale({layout.width / columns:g} {layout.row:g})",
         fill="none",
-        stroke_width=1 - frame.gap / frame.row,
+        stroke_width=1 - layout.gap / layout.row,
         shape_rendering="crispEdges",
     )
 
 
-def _codes(frame: Frame, colours: Array, columns: int) -> Array:
+def _codes(layout: Layout, colours: Array, columns: int) -> Array:
     """The mean colours of (row, column) as numbers; -1 where all are idle."""
-    bars = frame.bars
+    bars = layout.bars
     rgb = colours[bars.microbatch, bars.direction]
     values = np.concatenate((rgb, np.ones((len(bars), 1))), 1)
-    means = spread(bars, values, frame.rows, columns)
+    means = spread(bars, values, layout.rows, columns)
     idle = np.clip(1 - means[:, :, 3], 0, 1)
     lane = np.array([int(LANE[i : i + 2], 16) for i in (1, 3, 5)])
     mixed = np.rint((means[:, :, :3] + idle[:, :, None] * lane) / LEVEL)

@@ -23,7 +23,7 @@ NAMES = ("F forward", "B backward", "W weights")
 
 
 @dataclass(frozen=True, eq=False)
-class Frame:
+class Layout:
     """Where things are, in pixels."""
 
     bars: Bars
@@ -102,22 +102,22 @@ def group(name: str, parts: Iterator[str], **attributes: object) -> str:
     return tag("g", lines, **{"class": name}, **attributes)
 
 
-def around(frame: Frame, colours: Array, clock: Clock) -> tuple[str, str]:
+def around(layout: Layout, colours: Array, clock: Clock) -> tuple[str, str]:
     """What is drawn before the jobs, and after them."""
     faint = {"font_size": 11, "fill": FAINT}
     before = (
-        group("legend", _legend(frame, colours), **faint),
-        group("lanes", _lanes(frame), fill=LANE),
-        group("workers", _numbers(frame), text_anchor="end", **faint),
+        group("legend", _legend(layout, colours), **faint),
+        group("lanes", _lanes(layout), fill=LANE),
+        group("workers", _numbers(layout), text_anchor="end", **faint),
     )
-    after = group("axis", _axis(frame, clock), text_anchor="middle", **faint)
+    after = group("axis", _axis(layout, clock), text_anchor="middle", **faint)
     return "\n".join(before), after
 
 
-def _legend(frame: Frame, colours: Array) -> Iterator[str]:
+def _legend(layout: Layout, colours: Array) -> Iterator[str]:
     """Directions, then microbatches: a box for each, or a band from first to last."""
-    x, count = float(LEFT), frame.bars.microbatches
-    for d in frame.bars.directions:
+    x, count = float(LEFT), layout.bars.microbatches
+    for d in layout.bars.directions:
         colour = hexadecimal(colours[0, d])
         yield tag("rect", x=x, y=37, width=16, height=12, rx=2, fill=colour)
         yield tag("text", NAMES[d], x=x + 21, y=47)
@@ -140,34 +140,34 @@ def _legend(frame: Frame, colours: Array) -> Iterator[str]:
     yield tag("text", str(count - 1), x=x + 16 + 6 * len(shown), y=47)
 
 
-def _lanes(frame: Frame) -> Iterator[str]:
+def _lanes(layout: Layout) -> Iterator[str]:
     """What is seen where workers are idle."""
-    if not frame.gap:
-        yield tag("rect", x=LEFT, y=TOP, width=frame.width, height=frame.height)
+    if not layout.gap:
+        yield tag("rect", x=LEFT, y=TOP, width=layout.width, height=layout.height)
         return
-    for row in range(frame.rows):
-        high = frame.row - frame.gap
-        yield tag("rect", x=LEFT, y=frame.y(row), width=frame.width, height=high)
+    for row in range(layout.rows):
+        high = layout.row - layout.gap
+        yield tag("rect", x=LEFT, y=layout.y(row), width=layout.width, height=high)
 
 
-def _numbers(frame: Frame) -> Iterator[str]:
+def _numbers(layout: Layout) -> Iterator[str]:
     """Of all workers, or every 2nd, 5th, 10th and so on where rows are thin."""
-    each = frame.height / frame.bars.workers
+    each = layout.height / layout.bars.workers
     steps = (k * 10**power for power in range(9) for k in (1, 2, 5))
     every = next(step for step in steps if step * each >= 12)
     yield tag("text", "worker", x=LEFT - 8, y=TOP - 6)
-    for worker in range(0, frame.bars.workers, every):
-        row = worker * frame.rows / frame.bars.workers
-        y = frame.y(row) + (max(frame.row, 4) - frame.gap) / 2 + 4
+    for worker in range(0, layout.bars.workers, every):
+        row = worker * layout.rows / layout.bars.workers
+        y = layout.y(row) + (max(layout.row, 4) - layout.gap) / 2 + 4
         yield tag("text", str(worker), x=LEFT - 8, y=y)
 
 
-def _axis(frame: Frame, clock: Clock) -> Iterator[str]:
-    y = TOP + frame.height
-    yield tag("rect", x=LEFT, y=y, width=frame.width, height=1)
-    for time in ticks(frame.bars.span * clock.factor, frame.width / 70):
-        x = frame.x(time / clock.factor)
+def _axis(layout: Layout, clock: Clock) -> Iterator[str]:
+    y = TOP + layout.height
+    yield tag("rect", x=LEFT, y=y, width=layout.width, height=1)
+    for time in ticks(layout.bars.span * clock.factor, layout.width / 70):
+        x = layout.x(time / clock.factor)
         yield tag("rect", x=x, y=y, width=1, height=5)
         yield tag("text", f"{time:.6g}", x=x, y=y + 18)
     name = f"time, {clock.unit}" if clock.unit else "time"
-    yield tag("text", name, x=LEFT + frame.width / 2, y=y + 33)
+    yield tag("text", name, x=LEFT + layout.width / 2, y=y + 33)

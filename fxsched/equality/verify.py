@@ -74,10 +74,10 @@ def verify(
     planner = _Verified(backend(schedule, **options_of_plan).options)
     devices = list(range(torch.cuda.device_count()))
     with torch.random.fork_rng(devices), torch.enable_grad():
-        eager = _Run(model, inputs, options, loss)
+        eager = _Trial(model, inputs, options, loss)
         wanted = eager.values(eager.model)
     with torch.random.fork_rng(devices), torch.enable_grad():
-        planned = _Run(model, inputs, options, loss)
+        planned = _Trial(model, inputs, options, loss)
         with warnings.catch_warnings(record=True) as said:
             warnings.simplefilter("always", RowsWarning)
             with planner:
@@ -108,7 +108,7 @@ class _Verified(Backend):
         return list(traced.graph.graph.nodes)
 
 
-class _Run:
+class _Trial:
     """A copy of a model and of its inputs, and what a step of it gives."""
 
     def __init__(

@@ -41,7 +41,7 @@ class Unit(NamedTuple):
         return self.forward + self.backward
 
 
-class Value(NamedTuple):
+class Hyperedge(NamedTuple):
     """What a unit makes for others: seconds to send it, and its gradient back."""
 
     maker: int
@@ -70,7 +70,7 @@ class Problem:
     """
 
     units: tuple[Unit, ...]
-    values: tuple[Value, ...]
+    edges: tuple[Hyperedge, ...]
     rounds: float
     floor: float = 0.0
     apart: frozenset[tuple[int, int]] = frozenset()
@@ -82,7 +82,7 @@ class Problem:
         """Units, with an edge to each reader of what they make."""
         found: nx.DiGraph[int] = nx.DiGraph()
         found.add_nodes_from(range(len(self.units)))
-        found.add_edges_from((v.maker, r) for v in self.values for r in v.readers)
+        found.add_edges_from((e.maker, r) for e in self.edges for r in e.readers)
         return found
 
     @cached_property
@@ -112,15 +112,15 @@ def predicted(problem: Problem, stages: Cut) -> float:
     for unit, stage in zip(problem.units, stages, strict=True):
         busy[stage] += unit.seconds
     exposed = [0.0] * count
-    for value in problem.values:
-        maker = stages[value.maker]
-        readers = {stages[r] for r in value.readers} - {maker}
+    for edge in problem.edges:
+        maker = stages[edge.maker]
+        readers = {stages[r] for r in edge.readers} - {maker}
         if readers:
-            exposed[maker] += value.seconds * EXPOSED
+            exposed[maker] += edge.seconds * EXPOSED
         for reader in readers:
-            exposed[reader] += value.seconds * EXPOSED
+            exposed[reader] += edge.seconds * EXPOSED
             old = before[reader].get(maker, 0.0)
-            before[reader][maker] = max(old, value.seconds)
+            before[reader][maker] = max(old, edge.seconds)
     quotient: nx.DiGraph[int] = nx.DiGraph()
     quotient.add_nodes_from(range(count))
     quotient.add_edges_from((p, s) for s in range(count) for p in before[s])

@@ -40,7 +40,7 @@ class Label(NamedTuple):
         )
 
 
-class Stage(NamedTuple):
+class Extension(NamedTuple):
     """One more stage, from an ideal to a larger one, as every way to cut the ideal sees
     it. Front: the units of an ideal that others still read, in order.
 
@@ -100,10 +100,10 @@ class Search:
         self.tail = _tails(problem)
         self.makes: list[list[tuple[int, float]]] = [[] for _ in range(self.count)]
         self.reads: list[list[tuple[int, float]]] = [[] for _ in range(self.count)]
-        for value in problem.values:
-            self.makes[value.maker].append((_mask(value.readers), value.seconds))
-            for reader in value.readers:
-                self.reads[reader].append((value.maker, value.seconds))
+        for edge in problem.edges:
+            self.makes[edge.maker].append((_mask(edge.readers), edge.seconds))
+            for reader in edge.readers:
+                self.reads[reader].append((edge.maker, edge.seconds))
         self.fronts: dict[int, list[tuple[int, float]]] = {}
         self.rests: dict[int, float] = {}
         self.visited = 0
@@ -211,7 +211,9 @@ class Search:
                     exposed += seconds
         return exposed
 
-    def _stage(self, ideal: int, larger: int, members: tuple[int, ...]) -> Stage | None:
+    def _stage(
+        self, ideal: int, larger: int, members: tuple[int, ...]
+    ) -> Extension | None:
         """The stage between two ideals; None if it takes too long for the bound."""
         busy = sum(self.problem.units[u].seconds for u in members)
         exposed = self._exposed(ideal, larger, members) * EXPOSED
@@ -229,13 +231,13 @@ class Search:
         place = {maker: i for i, (maker, _) in enumerate(self._front(ideal))}
         arrivals = [(place[maker], seconds) for maker, seconds in arrive.items()]
         front = [(place.get(unit, -1), tail) for unit, tail in self._front(larger)]
-        return Stage(members, busy, time, arrivals, front)
+        return Extension(members, busy, time, arrivals, front)
 
     def _extend(
         self,
         labels: Labels,
         larger: int,
-        stage: Stage,
+        stage: Extension,
         extended: Labels,
     ) -> None:
         """Adds to a larger ideal's labels those of an ideal with one more stage."""

@@ -13,7 +13,7 @@ from heapq import heapify, heappop, heappush
 
 import networkx as nx
 
-from .cut_cost import Cut, Problem, Unit, Value, predicted
+from .cut_cost import Cut, Hyperedge, Problem, Unit, predicted
 from .ideal_dp import Label, Search, TooMany
 
 EXACT = 64  # up to so many units none are joined, if there are few ideals
@@ -223,12 +223,12 @@ class _Joining:
         self.preds = {u: set(graph.predecessors(u)) for u in range(count)}
         self.succs = {u: set(graph.successors(u)) for u in range(count)}
         self.position = {u: i for i, u in enumerate(depth_first(problem))}
-        self.makes: list[list[Value]] = [[] for _ in range(count)]
-        self.reads: list[list[Value]] = [[] for _ in range(count)]
-        for value in problem.values:
-            self.makes[value.maker].append(value)
-            for reader in value.readers:
-                self.reads[reader].append(value)
+        self.makes: list[list[Hyperedge]] = [[] for _ in range(count)]
+        self.reads: list[list[Hyperedge]] = [[] for _ in range(count)]
+        for edge in problem.edges:
+            self.makes[edge.maker].append(edge)
+            for reader in edge.readers:
+                self.reads[reader].append(edge)
 
     def run(self, threshold: float, least: int) -> tuple[Problem, tuple[int, ...]]:
         heap = [(s, u) for u, s in self.seconds.items() if s < threshold]
@@ -270,10 +270,7 @@ class _Joining:
         inside = set(self.members[unit])
         last = max(self.position[m] for m in inside)
         read = {
-            value
-            for m in inside
-            for value in self.reads[m]
-            if value.maker not in inside
+            edge for m in inside for edge in self.reads[m] if edge.maker not in inside
         }
         before = sum(v.seconds for v in read)
         after = sum(
@@ -328,11 +325,11 @@ class _Joining:
             Unit(*map(sum, zip(*(self.problem.units[m] for m in members), strict=True)))
             for members in whole
         )
-        values = []
-        for value in self.problem.values:
-            readers = tuple(sorted({of[r] for r in value.readers} - {of[value.maker]}))
+        edges = []
+        for edge in self.problem.edges:
+            readers = tuple(sorted({of[r] for r in edge.readers} - {of[edge.maker]}))
             if readers:
-                values.append(value._replace(maker=of[value.maker], readers=readers))
+                edges.append(edge._replace(maker=of[edge.maker], readers=readers))
         apart = frozenset((of[a], of[b]) for a, b in self.problem.apart)
-        smaller = replace(self.problem, units=units, values=tuple(values), apart=apart)
+        smaller = replace(self.problem, units=units, edges=tuple(edges), apart=apart)
         return smaller, tuple(of)

@@ -261,10 +261,10 @@ def stage_graph(problem: Problem, cut: Cut) -> nx.DiGraph[int]:
         data = stages.nodes[stage]
         for name, amount in unit._asdict().items():
             data[name] += amount
-    for value in problem.values:
-        maker = cut[value.maker]
-        for reader in sorted({cut[r] for r in value.readers} - {maker}):
+    for transfer in problem.edges:
+        maker = cut[transfer.maker]
+        for reader in sorted({cut[r] for r in transfer.readers} - {maker}):
             edge: dict[str, float] = stages.get_edge_data(maker, reader, {})
-            seconds = max(edge.get("seconds", 0.0), value.there)
+            seconds = max(edge.get("seconds", 0.0), transfer.there)
             stages.add_edge(maker, reader, seconds=seconds)
     return stages

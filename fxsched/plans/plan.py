@@ -27,7 +27,7 @@ from ..ir.step_ir import Line, Message
 from ..jobs import Direction, Job, Placement, PlanError, Schedule, is_count, is_int
 from ..simulator.durations import Durations
 from ..simulator.simulate import Simulation, run_placed
-from ..simulator.timeline_comparison import compare
+from ..simulator.timeline_comparison import compare_timelines
 from .arithmetic import Arithmetic
 
 
@@ -191,7 +191,7 @@ class Plan:
 
         Raises PlanError if they are of other jobs.
         """
-        return compare(self.timeline, timeline)
+        return compare_timelines(self.timeline, timeline)
 
     def check(self) -> None:
         """Raises CheckError unless the programs are sound; see fxsched/checker."""

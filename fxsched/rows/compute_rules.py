@@ -6,10 +6,10 @@ from collections.abc import Callable, Sequence
 
 from torch import Tensor
 
-from .kinds import SHARED, Call, Effect, Kind, Rows, first_cause
+from .kinds import SHARED, Effect, Kind, OpCall, Rows, first_cause
 
 
-def pointwise(call: Call) -> Rows:
+def pointwise(call: OpCall) -> Rows:
     """Element by element, shapes broadcast."""
     ranks = call.out.dim() if isinstance(call.out, Tensor) else 0
     aligned = [
@@ -29,7 +29,7 @@ def pointwise(call: Call) -> Rows:
 CASTS = ("_to_copy", "clone", "detach", "alias", "copy", "lift_fresh", "contiguous")
 
 
-def _of_reduced(call: Call, values: Sequence[Rows]) -> Rows:
+def _of_reduced(call: OpCall, values: Sequence[Rows]) -> Rows:
     """Sums and means over the batch, in arithmetic."""
     kinds = {rows.kind for rows in values}
     reduced = [rows for rows in values if rows.reduced]
@@ -56,7 +56,7 @@ def _of_reduced(call: Call, values: Sequence[Rows]) -> Rows:
     return Rows(Kind.OTHER, cause=call.mixed(Effect.FUNCTION, *values))
 
 
-def added_up(call: Call, kinds: set[Kind], values: Sequence[Rows]) -> Rows:
+def added_up(call: OpCall, kinds: set[Kind], values: Sequence[Rows]) -> Rows:
     """What sums, means and shared values add up to."""
     if kinds <= {Kind.MEAN, Kind.SHARED}:
         return Rows(Kind.MEAN, cause=first_cause(values))
@@ -66,7 +66,7 @@ def added_up(call: Call, kinds: set[Kind], values: Sequence[Rows]) -> Rows:
     return Rows(Kind.OTHER, cause=call.mixed(effect, *values))
 
 
-def reduced(kind: Kind, effect: Effect, call: Call) -> Rows:
+def reduced(kind: Kind, effect: Effect, call: OpCall) -> Rows:
     """Over some dimensions, or all: with rows along none of them, they stay apart."""
     tensor = call.args[0]
     rows, count = call.of(tensor), tensor.dim()
@@ -83,7 +83,7 @@ def reduced(kind: Kind, effect: Effect, call: Call) -> Rows:
     return Rows(kind, cause=rows.cause)
 
 
-def _dims(call: Call, count: int) -> set[int]:
+def _dims(call: OpCall, count: int) -> set[int]:
     """The dimensions that an operation works along."""
     dims = call.get("dim", call.get("dims"))
     if dims is None or (isinstance(dims, (tuple, list)) and not dims):
@@ -91,7 +91,7 @@ def _dims(call: Call, count: int) -> set[int]:
     return {d % count for d in ([dims] if isinstance(dims, int) else dims) if count}
 
 
-def along(call: Call) -> Rows:
+def along(call: OpCall) -> Rows:
     """softmax, sort, cumsum: along dimensions that stay."""
     tensor = call.args[0]
     rows = call.of(tensor)
@@ -104,7 +104,7 @@ def along(call: Call) -> Rows:
     return rows
 
 
-def trailing(width: Callable[[Call], int], call: Call) -> Rows:
+def trailing(width: Callable[[OpCall], int], call: OpCall) -> Rows:
     """Over the last dimensions; the ones before them are apart."""
     tensor = next(call.tensors())
     rows = call.of(tensor)
@@ -123,7 +123,7 @@ def trailing(width: Callable[[Call], int], call: Call) -> Rows:
     return rows._replace(cause=cause)
 
 
-def beside(call: Call, *values: Rows) -> Rows:
+def beside(call: OpCall, *values: Rows) -> Rows:
     """Values of one shape, some of which hold rows."""
     apart = [rows for rows in values if rows.kind is Kind.APART]
     cause = first_cause(values)
@@ -134,7 +134,7 @@ def beside(call: Call, *values: Rows) -> Rows:
     return apart[0]._replace(cause=cause)
 
 
-def batch_norm(call: Call) -> Sequence[Rows]:
+def batch_norm(call: OpCall) -> Sequence[Rows]:
     """Normalisation by statistics over the batch, or, in evaluation, by kept ones."""
     tensor = call.args[0]
     rows = call.of(tensor)
@@ -145,7 +145,7 @@ def batch_norm(call: Call) -> Sequence[Rows]:
     return [rows, *[SHARED] * (len(call.out) - 1)]
 
 
-def filled(call: Call) -> Rows:
+def filled(call: OpCall) -> Rows:
     """A new tensor that takes no more than its shape from another."""
     rows = call.of(next(call.tensors()))
     return (
@@ -153,6 +153,6 @@ def filled(call: Call) -> Rows:
     )
 
 
-def name_of(call: Call) -> str:
+def name_of(call: OpCall) -> str:
     """An aten operation's name, in place or not."""
     return str(call.func.overloadpacket.__name__).rstrip("_")

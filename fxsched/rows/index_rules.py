@@ -7,10 +7,10 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from .kinds import SHARED, UNKNOWN, Call, Effect, Kind, Rows, Rule, first_cause
+from .kinds import SHARED, UNKNOWN, Effect, Kind, OpCall, Rows, Rule, first_cause
 
 
-def embedded(call: Call) -> Rows:
+def embedded(call: OpCall) -> Rows:
     """embedding: rows of a table by index."""
     table, index = call.of(call.args[0]), call.of(call.args[1])
     if table.kind is not Kind.SHARED or index.kind is not Kind.APART:
@@ -20,14 +20,14 @@ def embedded(call: Call) -> Rows:
     return index
 
 
-def _by_shared(call: Call, table: Rows, index: Rows) -> Rows:
+def _by_shared(call: OpCall, table: Rows, index: Rows) -> Rows:
     cause = call.mixed(Effect.ORDER, table, index)
     if index.kind is Kind.APART:
         return index._replace(numbers=False, cause=cause)
     return Rows(Kind.OTHER, cause=cause)
 
 
-def indexed(call: Call) -> Rows:
+def indexed(call: OpCall) -> Rows:
     """x[i, :, j], in which tensors' dimensions go where the first index stands, or, if
     there are others between them, to the front."""
     tensor, indices = call.args[0], call.args[1]
@@ -45,7 +45,7 @@ def indexed(call: Call) -> Rows:
         return _from_shared(call, rows, picked)
     chosen = indices[rows.dim] if rows.dim in positions else None
     if chosen is not None:
-        if call.of(chosen).numbers and _alone(call, tensor, rows):
+        if call.of(chosen).numbers and _one_row_each(call, tensor, rows):
             return picked._replace(numbers=rows.numbers, cause=rows.cause)
         order = call.mixed(Effect.ORDER, rows, index)
         if index.kind is Kind.APART:
@@ -59,12 +59,12 @@ def indexed(call: Call) -> Rows:
     return rows._replace(dim=left + before, cause=cause)
 
 
-def _alone(call: Call, tensor: Tensor, rows: Rows) -> bool:
+def _one_row_each(call: OpCall, tensor: Tensor, rows: Rows) -> bool:
     """Whether each place along the dimension is one row."""
     return rows.outer == 1 and call.inner(tensor, rows) == 1
 
 
-def _of_indices(call: Call, indices: Sequence[Tensor], rank: int) -> Rows:
+def _of_indices(call: OpCall, indices: Sequence[Tensor], rank: int) -> Rows:
     """The rows of indices that are broadcast to one shape."""
     values = [
         (r := call.of(index))._replace(dim=r.dim + rank - index.dim())
@@ -80,7 +80,7 @@ def _of_indices(call: Call, indices: Sequence[Tensor], rank: int) -> Rows:
     return apart[0]._replace(cause=cause, numbers=numbers)
 
 
-def _from_shared(call: Call, rows: Rows, picked: Rows) -> Rows:
+def _from_shared(call: OpCall, rows: Rows, picked: Rows) -> Rows:
     """What indices pick from a value that holds no rows."""
     if picked.kind is Kind.SHARED:
         return rows
@@ -90,7 +90,7 @@ def _from_shared(call: Call, rows: Rows, picked: Rows) -> Rows:
     return picked._replace(numbers=False, cause=cause)
 
 
-def written(call: Call) -> Rows:
+def written(call: OpCall) -> Rows:
     """index_put: x[i, :, j] = values."""
     tensor, indices, values = call.args[0], call.args[1], call.args[2]
     rows, new = call.of(tensor), call.of(values)
@@ -107,12 +107,12 @@ def written(call: Call) -> Rows:
     if chosen is None:
         if by.kind is not Kind.SHARED:
             cause = call.mixed(Effect.PAIRS, rows, by)
-    elif not (call.of(chosen).numbers and _alone(call, tensor, rows)):
+    elif not (call.of(chosen).numbers and _one_row_each(call, tensor, rows)):
         cause = call.mixed(Effect.ORDER, rows, by)
     return rows._replace(cause=cause)
 
 
-def gathered(call: Call) -> Rows:
+def gathered(call: OpCall) -> Rows:
     """gather and scatter: along one dimension, by an index of the same rank."""
     tensor = call.args[0]
     values = [call.of(each) for each in call.tensors() if each.dim() == tensor.dim()]
@@ -129,7 +129,7 @@ def gathered(call: Call) -> Rows:
     return apart[0]._replace(numbers=False, cause=cause)
 
 
-def taken(call: Call) -> Rows:
+def taken(call: OpCall) -> Rows:
     """index_select and its like: along one dimension, by an index of one."""
     tensor, index = call.args[0], call.of(call.get("index"))
     rows, dim = call.of(tensor), call.get("dim", 0) % max(tensor.dim(), 1)
@@ -137,7 +137,7 @@ def taken(call: Call) -> Rows:
         return _from_shared(call, rows, index._replace(dim=dim))
     cause = first_cause([rows, index])
     if dim == rows.dim:
-        if not (index.numbers and _alone(call, tensor, rows)):
+        if not (index.numbers and _one_row_each(call, tensor, rows)):
             cause = call.mixed(Effect.ORDER, rows, index)
     elif index.kind is not Kind.SHARED:
         cause = call.mixed(Effect.PAIRS, rows, index)

@@ -78,7 +78,7 @@ SHARED = Rows(Kind.SHARED)
 UNKNOWN = Rows(Kind.UNKNOWN)
 
 
-class Call(NamedTuple):
+class OpCall(NamedTuple):
     """One operation: its arguments and result (fake tensors), and their rows.
 
     size: rows of the batch that the tensors have.
@@ -129,7 +129,7 @@ class Call(NamedTuple):
         return int(tensor.shape[rows.dim]) // (rows.outer * self.size)
 
 
-Rule = Callable[[Call], Rows | Sequence[Rows]]
+Rule = Callable[[OpCall], Rows | Sequence[Rows]]
 
 
 def first_cause(values: Sequence[Rows]) -> Cause | None:
@@ -142,7 +142,7 @@ def first_cause(values: Sequence[Rows]) -> Cause | None:
 def known(rule: Rule) -> Rule:
     """A rule that is asked only where all arguments are known, some not shared."""
 
-    def guarded(call: Call) -> Rows | Sequence[Rows]:
+    def guarded(call: OpCall) -> Rows | Sequence[Rows]:
         values = [call.of(tensor) for tensor in call.tensors()]
         if any(rows.kind is Kind.UNKNOWN for rows in values):
             return UNKNOWN._replace(cause=first_cause(values))

@@ -8,10 +8,10 @@ from typing import Any
 
 from torch import Tensor
 
-from .kinds import UNKNOWN, Call, Effect, Kind, Rows, Rule, first_cause
+from .kinds import UNKNOWN, Effect, Kind, OpCall, Rows, Rule, first_cause
 
 
-def reshaped(call: Call) -> Rows:
+def reshaped(call: OpCall) -> Rows:
     """view, flatten and such: the order of the elements stays."""
     tensor, rows = _first(call)
     if rows.kind is not Kind.APART:
@@ -28,7 +28,7 @@ def reshaped(call: Call) -> Rows:
     return _lost(rows)
 
 
-def permuted(call: Call) -> Rows:
+def permuted(call: OpCall) -> Rows:
     """Dimensions in another order."""
     tensor, rows = _first(call)
     count = tensor.dim()
@@ -36,7 +36,7 @@ def permuted(call: Call) -> Rows:
     return rows._replace(dim=dims.index(rows.dim)) if count else rows
 
 
-def transposed(call: Call) -> Rows:
+def transposed(call: OpCall) -> Rows:
     """Two dimensions change places."""
     tensor, rows = _first(call)
     count = tensor.dim()
@@ -46,7 +46,7 @@ def transposed(call: Call) -> Rows:
     return rows._replace(dim={a: b, b: a}.get(rows.dim, rows.dim))
 
 
-def expanded(call: Call) -> Rows:
+def expanded(call: OpCall) -> Rows:
     """expand and repeat; repeated along the batch, its rows come again as a block."""
     tensor, rows = _first(call)
     shift = call.out.dim() - tensor.dim()
@@ -57,14 +57,14 @@ def expanded(call: Call) -> Rows:
     return rows._replace(dim=rows.dim + shift, outer=outer)
 
 
-def unsqueezed(call: Call) -> Rows:
+def unsqueezed(call: OpCall) -> Rows:
     """A new dimension of length 1."""
     _, rows = _first(call)
     dim = call.get("dim") % call.out.dim()
     return rows._replace(dim=rows.dim + (rows.dim >= dim))
 
 
-def squeezed(call: Call) -> Rows:
+def squeezed(call: OpCall) -> Rows:
     """Without some dimensions of length 1."""
     tensor, rows = _first(call)
     dims = call.get("dim")
@@ -80,7 +80,7 @@ def squeezed(call: Call) -> Rows:
     return rows._replace(dim=rows.dim - sum(d < rows.dim for d in gone))
 
 
-def selected(call: Call) -> Rows:
+def selected(call: OpCall) -> Rows:
     """One place of a dimension, which goes."""
     tensor, rows = _first(call)
     dim = call.get("dim") % tensor.dim()
@@ -91,7 +91,7 @@ def selected(call: Call) -> Rows:
     return Rows(Kind.OTHER, cause=call.mixed(Effect.ORDER, rows))
 
 
-def sliced(call: Call) -> Rows:
+def sliced(call: OpCall) -> Rows:
     """A range of a dimension."""
     tensor, rows = _first(call)
     dim = call.get("dim", 0) % tensor.dim()
@@ -107,7 +107,7 @@ def sliced(call: Call) -> Rows:
     return Rows(Kind.OTHER, cause=call.mixed(Effect.ORDER, rows))
 
 
-def parted(call: Call) -> Rows | Sequence[Rows]:
+def parted(call: OpCall) -> Rows | Sequence[Rows]:
     """split, chunk: parts along one dimension."""
     tensor, rows = _first(call)
     dim = call.get("dim", 0) % tensor.dim()
@@ -120,7 +120,7 @@ def parted(call: Call) -> Rows | Sequence[Rows]:
     return [rows._replace(outer=size // block) for size in sizes]
 
 
-def windowed(call: Call) -> Rows:
+def windowed(call: OpCall) -> Rows:
     """unfold: windows along one dimension, their elements along a new last one."""
     tensor, rows = _first(call)
     if rows.kind is Kind.APART and call.get("dimension") % tensor.dim() == rows.dim:
@@ -128,7 +128,7 @@ def windowed(call: Call) -> Rows:
     return rows
 
 
-def diagonal(call: Call) -> Rows:
+def diagonal(call: OpCall) -> Rows:
     """Two dimensions become one, at their end."""
     tensor, rows = _first(call)
     gone = {call.get(name, i) % tensor.dim() for i, name in enumerate(("dim1", "dim2"))}
@@ -137,13 +137,13 @@ def diagonal(call: Call) -> Rows:
     return rows._replace(dim=rows.dim - sum(d < rows.dim for d in gone))
 
 
-def strided(call: Call) -> Rows:
+def strided(call: OpCall) -> Rows:
     """as_strided, where it keeps the shape."""
     tensor, rows = _first(call)
     return rows if call.out.shape == tensor.shape else _lost(rows)
 
 
-def joined(call: Call) -> Rows:
+def joined(call: OpCall) -> Rows:
     """cat: along the batch, rows of several tensors lie in blocks."""
     tensors: list[Tensor] = [t for t in call.get("tensors") if t.numel()]
     dim = call.get("dim", 0) % call.out.dim()
@@ -157,14 +157,14 @@ def joined(call: Call) -> Rows:
     return rows._replace(outer=sum(r.outer for r in values))
 
 
-def stacked(call: Call) -> Rows:
+def stacked(call: OpCall) -> Rows:
     """Values side by side along a new dimension."""
     rows = alike(call, [call.of(tensor) for tensor in call.get("tensors")])
     dim = call.get("dim", 0) % call.out.dim()
     return rows._replace(dim=rows.dim + (rows.dim >= dim))
 
 
-def alike(call: Call, values: Sequence[Rows]) -> Rows:
+def alike(call: OpCall, values: Sequence[Rows]) -> Rows:
     """Rows of several values side by side, each as it is."""
     apart = [rows for rows in values if rows.kind is Kind.APART]
     reduced = [rows for rows in values if rows.reduced]
@@ -184,12 +184,12 @@ def alike(call: Call, values: Sequence[Rows]) -> Rows:
     return apart[0]._replace(cause=cause, numbers=numbers)
 
 
-def _first(call: Call) -> tuple[Any, Rows]:
+def _first(call: OpCall) -> tuple[Any, Rows]:
     tensor = call.args[0]
     return tensor, call.of(tensor)
 
 
-def _lost(rows: Rows) -> Rows:
+from .kinds import UNKNOWN, Effect, Kind, OpCall, Rows, Rule, first_cause
     """Rows of which no one dimension is known any more."""
     return UNKNOWN._replace(cause=rows.cause)
 

@@ -7,22 +7,22 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from .compute_rules import beside, pointwise
-from .kinds import Call, Effect, Kind, Rows
+from .kinds import Effect, Kind, OpCall, Rows
 
 
-def losses(call: Call) -> Rows:
+def losses(call: OpCall) -> Rows:
     """Element by element, then reduced as the argument `reduction` says."""
     values = [call.of(tensor) for tensor in call.tensors()]
     return _by_reduction(call, call.get("reduction", 1), pointwise(_wide(call)), values)
 
 
-def _wide(call: Call) -> Call:
+def _wide(call: OpCall) -> OpCall:
     """The call as if it did not reduce."""
     return call._replace(out=max(call.tensors(), key=Tensor.dim))
 
 
 def _by_reduction(
-    call: Call, reduction: int, rows: Rows, values: Sequence[Rows]
+    call: OpCall, reduction: int, rows: Rows, values: Sequence[Rows]
 ) -> Rows:
     if reduction == 0:
         return rows
@@ -31,7 +31,7 @@ def _by_reduction(
     return Rows(Kind.MEAN if reduction == 1 else Kind.SUM, cause=rows.cause)
 
 
-def nll_loss(call: Call) -> Sequence[Rows]:
+def nll_loss(call: OpCall) -> Sequence[Rows]:
     """Of log probabilities [n, classes, ..] and labels [n, ..]; the mean is one over
     equal parts only where no label is ignored, which tracker.py notes."""
     scores, labels = call.of(call.args[0]), call.of(call.args[1])

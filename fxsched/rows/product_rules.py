@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from .compute_rules import added_up, beside, trailing
-from .kinds import SHARED, Call, Effect, Kind, Rows, first_cause
+from .kinds import SHARED, Effect, Kind, OpCall, Rows, first_cause
 
 
-def multiplied(roles: tuple[str, str, str], first: int, call: Call) -> Rows:
+def multiplied(roles: tuple[str, str, str], first: int, call: OpCall) -> Rows:
     """Matrix products, by the letters of their dimensions: nik, nkj -> nij."""
     a, b = (call.of(each) for each in call.args[first : first + 2])
     rows = _multiplied(roles, call, a, b)
@@ -22,7 +22,7 @@ def multiplied(roles: tuple[str, str, str], first: int, call: Call) -> Rows:
     return added_up(call, {rows.kind, added.kind}, [rows, added])
 
 
-def _multiplied(roles: tuple[str, str, str], call: Call, a: Rows, b: Rows) -> Rows:
+def _multiplied(roles: tuple[str, str, str], call: OpCall, a: Rows, b: Rows) -> Rows:
     left, right, out = roles
     cause = first_cause([a, b])
     if a.reduced or b.reduced:
@@ -46,7 +46,7 @@ def _multiplied(roles: tuple[str, str, str], call: Call, a: Rows, b: Rows) -> Ro
     return a._replace(dim=out.index(role), cause=cause)
 
 
-def _with_reduced(roles: tuple[str, str, str], call: Call, a: Rows, b: Rows) -> Rows:
+def _with_reduced(roles: tuple[str, str, str], call: OpCall, a: Rows, b: Rows) -> Rows:
     left, right, out = roles
     if Kind.SHARED in (a.kind, b.kind):
         kind = a.kind if a.reduced else b.kind
@@ -58,7 +58,7 @@ def _with_reduced(roles: tuple[str, str, str], call: Call, a: Rows, b: Rows) -> 
     return apart._replace(dim=out.index(role[apart.dim]), cause=cause)
 
 
-def distances(call: Call) -> Rows:
+def distances(call: OpCall) -> Rows:
     """cdist, of each row of one matrix to each of another: [.., i, k], [.., j, k]."""
     matrix = call.args[0].dim() == 2
     roles = ("ik", "jk", "ij") if matrix else ("nik", "njk", "nij")
@@ -68,7 +68,7 @@ def distances(call: Call) -> Rows:
     return Rows(Kind.OTHER, cause=call.mixed(Effect.FUNCTION, rows))
 
 
-def attention(call: Call) -> Rows:
+def attention(call: OpCall) -> Rows:
     """Of query, key and value [batch, heads, length, width]."""
     values = [call.of(each) for each in call.args[:3]]
     if any(rows.reduced for rows in values):
@@ -83,7 +83,7 @@ def attention(call: Call) -> Rows:
     return rows._replace(cause=cause)
 
 
-def convolution(call: Call) -> Rows:
+def convolution(call: OpCall) -> Rows:
     """Of inputs [batch, channels, ..] with weights, which may be of groups."""
     rows, weight = call.of(call.args[0]), call.of(call.args[1])
     grouped = rows.dim == 1 and call.get("groups", 1) % call.size == 0

@@ -17,21 +17,21 @@ from .compute_rules import (
     trailing,
 )
 from .index_rules import RULES as PICKS
-from .kinds import Call, Effect, Kind, Rule, known
+from .kinds import Effect, Kind, OpCall, Rule, known
 from .layout_rules import RULES as MOVES
 from .loss_rules import losses, nll_loss
 from .product_rules import attention, convolution, distances, multiplied
 
 
-def _norm_width(call: Call) -> int:
+def _norm_width(call: OpCall) -> int:
     return len(call.get("normalized_shape"))
 
 
-def _all_but_first(call: Call) -> int:
+def _all_but_first(call: OpCall) -> int:
     return int(next(call.tensors()).dim()) - 1
 
 
-def _padding_width(call: Call) -> int:
+def _padding_width(call: OpCall) -> int:
     return len(call.get("pad", call.get("padding", ()))) // 2
 
 

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, fx
 
 from ..ir.graphs import tensors
-from .kinds import SHARED, UNKNOWN, Call, Cause, Effect, Kind, Rows, first_cause
+from .kinds import SHARED, UNKNOWN, Cause, Effect, Kind, OpCall, Rows, first_cause
 from .rule_table import RULES, rule_of
 
 
@@ -76,7 +76,7 @@ class Tracker:
         if not results:
             return
         stack = self._node.meta.get("stack_trace") if self._node else None
-        call = Call(func, args, kwargs, out, self.of, self.size, stack)
+        call = OpCall(func, args, kwargs, out, self.of, self.size, stack)
         rule = rule_of(func)
         if rule is None:
             operands = [self.of(tensor) for tensor in call.tensors()]

@@ -14,8 +14,8 @@ from typing import Any
 
 from torch import Tensor, fx
 
-from ..codegen.static_program import alone
-from ..codegen.tasks import Program, Receive, Task
+from ..codegen.static_program import task_function
+from ..codegen.tasks import Receive, Task, TaskProgram
 from ..ir.graphs import arguments, result
 from ..transport.endpoints import Aborted, Endpoint
 from ..transport.processes import WATCHERS
@@ -29,17 +29,17 @@ class TaskFunctions:
     readers: how many tasks read each slot.
     """
 
-    def __init__(self, program: Program, record: bool, prefetch: int) -> None:
+    def __init__(self, program: TaskProgram, record: bool, prefetch: int) -> None:
         self.program, self.record, self.prefetch = program, record, prefetch
         self.readers, shared = _readers(program)
         self.run = {
-            id(task): alone(program, task, shared)
+            id(task): task_function(program, task, shared)
             for phase in program.phases
             for task in phase
         }
 
 
-def _readers(program: Program) -> tuple[dict[int, int], set[fx.Node]]:
+def _readers(program: TaskProgram) -> tuple[dict[int, int], set[fx.Node]]:
     """How many tasks read each slot, since "dynamic" can't know the last; and the
     values that more than their own task read."""
     count: dict[int, int] = {}

@@ -10,7 +10,7 @@ from torch import Tensor, fx
 from torch.utils.data import Sampler
 
 from ..capture.batch import resized
-from ..capture.samples import Entry, samples_of
+from ..capture.samples import BatchInput, samples_of
 from ..ir import ops
 from ..ir.request import Request
 from ..ir.step_ir import Line
@@ -123,7 +123,7 @@ def spread(
 
 
 def _placed(
-    tensor: Tensor, entry: Entry, microbatches: Sequence[int], schedule: Schedule
+    tensor: Tensor, entry: BatchInput, microbatches: Sequence[int], schedule: Schedule
 ) -> Tensor:
     """before: b, d            # microbatches 1 and 3 of 4
     after:  b, b, b, d     # of which 0 and 2 are not read"""

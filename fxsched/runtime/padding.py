@@ -9,7 +9,7 @@ import torch
 from torch import SymInt, Tensor, fx
 
 from ..capture.batch import resized
-from ..capture.samples import Entry, samples_of
+from ..capture.samples import BatchInput, samples_of
 from ..ir.graphs import result
 from ..ir.request import Request
 from ..ir.step_ir import Line
@@ -53,7 +53,7 @@ def pad(gm: fx.GraphModule, args: tuple[Any, ...], request: Request) -> Padded |
     return Padded(resized(gm, args, new), samples, every)
 
 
-def _filled(tensor: Tensor, entry: Entry, samples: int, every: int) -> Tensor:
+def _filled(tensor: Tensor, entry: BatchInput, samples: int, every: int) -> Tensor:
     """before: a, b, c  # of three samples, for two microbatches
     after:  a, b, c, c"""
     assert entry.dim is not None

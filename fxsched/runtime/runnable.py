@@ -12,7 +12,7 @@ from typing import Any
 from torch import Tensor, fx
 
 from ..codegen.static_program import Steps, Straight
-from ..codegen.tasks import Program
+from ..codegen.tasks import TaskProgram
 from ..ir.request import Order
 from ..transport.endpoints import Aborted, Endpoint
 from .dynamic_run import Dynamic, TaskFunctions
@@ -29,7 +29,7 @@ class Runnable:
     def __init__(
         self, gm: fx.GraphModule, order: Order, record: bool = False, prefetch: int = 1
     ) -> None:
-        self.program = Program(gm)
+        self.program = TaskProgram(gm)
         kind = Straight if order == "static" else TaskFunctions
         self.code = kind(self.program, record, prefetch)
 

@@ -16,7 +16,7 @@ from ..jobs import Job, PlanError
 ROWS, KINDS = 5, 8  # of a table, and of that of durations, at most
 
 
-class Pair(NamedTuple):
+class Deviation(NamedTuple):
     """The same thing, predicted and measured."""
 
     predicted: float
@@ -56,7 +56,7 @@ class Timing:
             free[worker] = max(end, before)
 
 
-def compare(
+def compare_timelines(
     predicted: Sequence[Event], measured: Sequence[Event], unit: str = "s"
 ) -> str:
     """Tables that fit a screen: how long the steps take; on which workers the order of
@@ -71,7 +71,7 @@ def compare(
     if not a.events:
         return "no jobs"
     time = clock(max(a.step, b.step), unit)
-    step = Pair(a.step, b.step)
+    step = Deviation(a.step, b.step)
     ratio = f", {step.ratio:.2f} times as long" if step.predicted else ""
     parts = (
         f"step: predicted {time.text(a.step)}, measured {time.text(b.step)}{ratio}",
@@ -130,7 +130,7 @@ def _durations(a: Timing, b: Timing, time: Clock) -> str:
         for job, _, start, end in timing.events.values():
             kind = job.stage, str(job.direction)
             times.setdefault(kind, ([], []))[i].append(end - start)
-    medians = {kind: Pair(median(p), median(m)) for kind, (p, m) in times.items()}
+    medians = {kind: Deviation(median(p), median(m)) for kind, (p, m) in times.items()}
 
     def matters(kind: tuple[int, str]) -> float:
         """Of the time of all its jobs, what was not predicted."""
@@ -151,7 +151,11 @@ def _waits(a: Timing, b: Timing, time: Clock) -> str:
     more = {job: b.wait[job] - a.wait[job] for job in a.events}
     shown = sorted(more, key=lambda job: -abs(more[job]))[:ROWS]
     rows = [
-        (a.events[job].worker, job, *Pair(a.wait[job], b.wait[job]).cells(time)[:2])
+        (
+            a.events[job].worker,
+            job,
+            *Deviation(a.wait[job], b.wait[job]).cells(time)[:2],
+        )
         for job in shown
         if abs(more[job]) > 1e-9 * b.step
     ]

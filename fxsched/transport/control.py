@@ -119,9 +119,9 @@ class Control:
             early = [key for key in self.early if key[1] == mark.call]
             others = [(rank, self.early.pop((rank, call))) for rank, call in early]
         for rank, other in others:
-            self.compare(rank, other)
+            self.check_mark(rank, other)
 
-    def compare(self, rank: int, other: Mark) -> None:
+    def check_mark(self, rank: int, other: Mark) -> None:
         """Raises PlanError if a rank's mark isn't this rank's of the same call."""
         with self.changed:
             own = self.marks.get(other.call)
@@ -207,7 +207,7 @@ class Control:
             if mark is None and its >= call and status.plans < self.plans:
                 name = self.names.get(self.plans)
                 raise PlanError(self._planned(self.rank, call, name, rank))
-            self.compare(rank, status.mark)
+            self.check_mark(rank, status.mark)
         if status.kind in ("waits", "plans") and long and its > call:
             raise PlanError(
                 f"rank {rank} is at call {its} already, rank {self.rank} at call "

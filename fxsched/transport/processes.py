@@ -66,8 +66,8 @@ class ProcessEndpoint:
             near.send(value, parcel, self.mark)
             return
         given = value if parcel.bundle else (value,)
-        buffers = [given[i].contiguous().resolve_neg() for i in parcel.alone]
-        rest = [t for i, t in enumerate(given) if i not in parcel.alone]
+        buffers = [given[i].contiguous().resolve_neg() for i in parcel.zero_copy]
+        rest = [t for i, t in enumerate(given) if i not in parcel.zero_copy]
         if rest or not buffers:
             buffer = torch.empty(max(1, parcel.rest.bytes), dtype=torch.uint8)
             parcel.rest.write(parcel.rest.views(buffer), rest)
@@ -81,8 +81,8 @@ class ProcessEndpoint:
     def expect(self, parcel: Parcel) -> None:
         if self._near(parcel) is not None:
             return
-        buffers = [parcel.specs[i].empty() for i in parcel.alone]
-        if len(parcel.alone) < len(parcel.specs) or not buffers:
+        buffers = [parcel.specs[i].empty() for i in parcel.zero_copy]
+        if len(parcel.zero_copy) < len(parcel.specs) or not buffers:
             buffers.append(torch.empty(max(1, parcel.rest.bytes), dtype=torch.uint8))
         tag = self._tag(parcel)
         post = self.processes.post
@@ -100,10 +100,10 @@ class ProcessEndpoint:
             with self.processes.waiting(parcel.peer, self.mark, self.where):
                 for work in works:
                     work.wait()
-        if not parcel.bundle and parcel.alone:
+        if not parcel.bundle and parcel.zero_copy:
             return buffers[0]
         rest = iter(parcel.rest.read(parcel.rest.views(buffers[-1])))
-        alone = dict(zip(parcel.alone, buffers, strict=False))
+        alone = dict(zip(parcel.zero_copy, buffers, strict=False))
         found = [
             alone[i] if i in alone else next(rest) for i in range(len(parcel.specs))
         ]

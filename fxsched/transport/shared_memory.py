@@ -208,7 +208,7 @@ class Neighbour:
             block = self.borrowed[number]
             value = Copied(block, copied) if copied else block
             if tuple(mark) != self.all.control.latest:
-                self.all.control.compare(self.rank, Mark(*mark))
+                self.all.control.check_mark(self.rank, Mark(*mark))
             with self.changed:
                 key = (mark[0], tag)
                 self.arrived.setdefault(key, deque()).append(value)

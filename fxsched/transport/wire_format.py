@@ -37,7 +37,7 @@ class Parcel:
         return packing_of(self.specs)
 
     @cached_property
-    def alone(self) -> tuple[int, ...]:
+    def zero_copy(self) -> tuple[int, ...]:
         """Positions of the tensors whose memory can be sent as it is."""
         return tuple(
             i
@@ -49,7 +49,7 @@ class Parcel:
     @cached_property
     def rest(self) -> Packing:
         """The other tensors, one after the other."""
-        others = (s for i, s in enumerate(self.specs) if i not in self.alone)
+        others = (s for i, s in enumerate(self.specs) if i not in self.zero_copy)
         return packing_of(tuple(others))
 
 

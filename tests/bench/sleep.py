@@ -26,7 +26,7 @@ from torch.distributed.pipelining import (
 
 import fxsched
 from fxsched import Schedule, schedules
-from fxsched.simulator.timeline_comparison import compare
+from fxsched.simulator.timeline_comparison import compare_timelines
 
 from .measure import Contestant, check, measure, slowest
 from .naps import calibrate
@@ -195,7 +195,8 @@ def compared(
     measure([contestant], 1)
     assert backend.plan is not None
     predicted = backend.plan.simulate(sleeps(forward), transfer=0.0).timeline
-    return f"{shape}, {contestant.name}\n\n{compare(predicted, backend.timeline)}\n"
+    tables = compare_timelines(predicted, backend.timeline)
+    return f"{shape}, {contestant.name}\n\n{tables}\n"
 
 
 def table(rows: list[Row]) -> str:
