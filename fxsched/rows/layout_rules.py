@@ -189,7 +189,7 @@ def _first(call: OpCall) -> tuple[Any, Rows]:
     return tensor, call.of(tensor)
 
 
-from .kinds import UNKNOWN, Effect, Kind, OpCall, Rows, Rule, first_cause
+def _lost(rows: Rows) -> Rows:
     """Rows of which no one dimension is known any more."""
     return UNKNOWN._replace(cause=rows.cause)
 
