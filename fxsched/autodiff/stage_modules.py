@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -28,7 +27,7 @@ def forward_module(
     first = outs + len(graphs.mutated)
     results.append(tuple(call.item(flat, first + k) for k in range(len(graphs.saved))))
     for group in sorted({places[i][0] for i in graphs.mutated}):
-        members = sorted((k, i) for i, (g, k) in enumerate(places) if g == group)
+        members = call.members(group)
         results.append(tuple(new.get(i) or call.state(i) for _, i in members))
     return call.finish(results)
 
@@ -44,18 +43,10 @@ def backward_module(
     backward is split, one of what is carried to weight_module."""
     names = ("weights", "saved", "inputs", "tangents", "seed")
     call = _Wrapper(graphs, places, names)
-    saved: Callable[[int], fx.Node]
+    maker, first = call.given["saved"], 0  # of what F saved
     if recompute:
-        flat = call.forward()
-        outs = len(result(graphs.forward)) - len(graphs.saved)
-
-        def saved(k: int) -> fx.Node:
-            return call.item(flat, outs + k)
-    else:
-
-        def saved(k: int) -> fx.Node:
-            return call.item(call.given["saved"], k)
-
+        maker = call.forward()
+        first = len(result(graphs.forward)) - len(graphs.saved)
     arguments = []
     for what, i in graphs.needs:
         if what == "state":
@@ -63,7 +54,7 @@ def backward_module(
         elif what == "input":
             arguments.append(call.item(call.given["inputs"], i))
         elif what == "saved":
-            arguments.append(saved(i))
+            arguments.append(call.item(maker, first + i))
         else:
             arguments.append(
                 call.item(call.given["tangents"], graphs.tangents.index(i))
@@ -112,6 +103,10 @@ class _Wrapper:
             self.items[value, index] = found
         return self.items[value, index]
 
+    def members(self, group: int) -> list[tuple[int, int]]:
+        """The tensors of a group: their places in it, and in the stage's state."""
+        return sorted((k, i) for i, (g, k) in enumerate(self.places) if g == group)
+
     def state(self, i: int) -> fx.Node:
         group, k = self.places[i]
         return self.item(self.item(self.given["weights"], group), k)
@@ -125,14 +120,11 @@ class _Wrapper:
         given = {i: self.item(flat, first + k) for k, i in enumerate(made)}
         results = []
         for group in sorted({self.places[i][0] for i in given}):
-            members = sorted(
-                (k, i) for i, (g, k) in enumerate(self.places) if g == group
-            )
             results.append(
                 tuple(
                     given.get(i)
                     or self.graph.call_function(torch.zeros_like, (self.state(i),))
-                    for k, i in members
+                    for k, i in self.members(group)
                     if trained[group][k]
                 )
             )

@@ -125,6 +125,17 @@ def kind_seconds(stages: nx.DiGraph[int], kinds: Sequence[Kind]) -> list[float]:
     return found
 
 
+def most_work(jobs: Jobs, seconds: Sequence[float]) -> float:
+    """Seconds of all jobs of the worker that has most to do.
+
+    seconds: of a job of each kind.
+    """
+    work, width = [0.0] * jobs.workers, len(seconds)
+    for number, worker in enumerate(jobs.compute):
+        work[worker] += seconds[number % width]
+    return max(work)
+
+
 def run_stages(schedule: Schedule, stages: nx.DiGraph[int]) -> Timeline:
     """The jobs in the order in which they start; not all if in_flight stops them."""
     jobs = stage_jobs(schedule, stages)

@@ -17,12 +17,12 @@ from ..clock.activations import most_in_flight
 from ..clock.stage_graph import (
     kind_seconds,
     likely_seconds,
+    most_work,
     run_stages,
     stage_jobs,
     step_seconds,
     worker_bytes,
 )
-from ..clock.timeline import Jobs
 from ..jobs import Direction, Job, PlanError, Schedule
 from .cut_cost import Cut, Problem
 from .partitioner import best_cut, improve
@@ -197,13 +197,13 @@ class _Planner:
         """The choice after moving units, if simulation says it's worth it."""
         stages, fixed = stage_graph(self.problem, choice.cut), choice.schedule
         jobs = stage_jobs(fixed, stages)
-        most_seconds = LOPSIDED * _busiest(jobs, stages)
+        most_seconds = LOPSIDED * most_work(jobs, kind_seconds(stages, jobs.kinds))
 
         def seconds(cut: Cut) -> float:
             stages = stage_graph(self.problem, cut)
             if any(a > b for a, b in stages.edges):  # would change the numbers
                 return float("inf")
-            if _busiest(jobs, stages) > most_seconds:
+            if most_work(jobs, kind_seconds(stages, jobs.kinds)) > most_seconds:
                 return float("inf")
             events = run_stages(fixed, stages)
             most = max(worker_bytes(fixed, stages, events)) if self.limit else 0.0
@@ -226,15 +226,6 @@ class _Planner:
             f"best found holds {best.bytes:.0f} bytes, in {best.stages} stages; raise "
             "the limit, use more workers or stages, smaller microbatches, or in_flight"
         )
-
-
-def _busiest(jobs: Jobs, stages: nx.DiGraph[int]) -> float:
-    """Seconds of all jobs of the worker that has most to do."""
-    busy = [0.0] * jobs.workers
-    seconds = kind_seconds(stages, jobs.kinds) * jobs.microbatches
-    for worker, taken in zip(jobs.compute, seconds, strict=True):
-        busy[worker] += taken
-    return max(busy)
 
 
 def number(problem: Problem, cut: Cut) -> Cut:

@@ -17,22 +17,10 @@ from .compute_rules import (
     trailing,
 )
 from .index_rules import RULES as PICKS
-from .kinds import Effect, Kind, OpCall, Rule, known
+from .kinds import Effect, Kind, Rule, known
 from .layout_rules import RULES as MOVES
 from .loss_rules import losses, nll_loss
 from .product_rules import attention, convolution, distances, multiplied
-
-
-def _norm_width(call: OpCall) -> int:
-    return len(call.get("normalized_shape"))
-
-
-def _all_but_first(call: OpCall) -> int:
-    return int(next(call.tensors()).dim()) - 1
-
-
-def _padding_width(call: OpCall) -> int:
-    return len(call.get("pad", call.get("padding", ()))) // 2
 
 
 def _last(count: int) -> Rule:
@@ -58,16 +46,18 @@ TABLE: tuple[tuple[Rule, str], ...] = (
         "_fft_c2c glu renorm",
     ),
     (
-        partial(trailing, _norm_width),
+        partial(trailing, lambda call: len(call.get("normalized_shape"))),
         "native_layer_norm _fused_rms_norm rms_norm layer_norm",
     ),
     (
-        partial(trailing, _all_but_first),
+        partial(trailing, lambda call: next(call.tensors()).dim() - 1),
         "native_group_norm im2col col2im _embedding_bag max_pool3d_with_indices "
         "avg_pool3d",
     ),
     (
-        partial(trailing, _padding_width),
+        partial(
+            trailing, lambda call: len(call.get("pad", call.get("padding", ()))) // 2
+        ),
         "constant_pad_nd reflection_pad1d reflection_pad2d reflection_pad3d "
         "replication_pad1d replication_pad2d replication_pad3d",
     ),

@@ -37,13 +37,7 @@ def equal_shares(name: str, workers: int, microbatches: int | None) -> int:
     positive(name, workers=workers)
     if microbatches is None:
         return workers
-    positive(name, microbatches=microbatches)
-    if microbatches % workers:
-        raise PlanError(
-            f"{name}(workers={workers}, microbatches={microbatches}): give a multiple "
-            "of workers, so that each has as many microbatches as the others"
-        )
-    return microbatches
+    return _multiple(name, workers, "microbatches", microbatches, "has")
 
 
 def groups(name: str, workers: int, group_size: int) -> int:
@@ -62,10 +56,15 @@ def loops(name: str, workers: int, stages: int | None) -> int:
     positive(name, workers=workers)
     if stages is None:
         return 2
-    positive(name, stages=stages)
-    if stages % workers:
+    return _multiple(name, workers, "stages", stages, "runs") // workers
+
+
+def _multiple(name: str, workers: int, what: str, count: int, verb: str) -> int:
+    """The count, of what each worker has as many as the others."""
+    positive(name, **{what: count})
+    if count % workers:
         raise PlanError(
-            f"{name}(workers={workers}, stages={stages}): give a multiple of workers, "
-            "so that each runs as many stages as the others"
+            f"{name}(workers={workers}, {what}={count}): give a multiple of workers, "
+            f"so that each {verb} as many {what} as the others"
         )
-    return stages // workers
+    return count

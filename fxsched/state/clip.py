@@ -11,7 +11,7 @@ from torch.nn.utils import clip_grad
 
 from ..jobs import PlanError
 from ..transport.processes import everyone
-from .kept import KEPT
+from .kept import KEPT, first_owner
 
 Norms = dict[torch.dtype, dict[int, float]]  # by the gradient's type, by position
 
@@ -70,7 +70,7 @@ def _own_norms(parameters: list[Tensor], norm_type: float, rank: int) -> Norms:
     numbered = [
         (i, parameter.grad)
         for i, parameter in enumerate(parameters)
-        if parameter.grad is not None and _first_owner(parameter) == rank
+        if parameter.grad is not None and first_owner(parameter) == rank
     ]
     gradients = [gradient for _, gradient in numbered]
     values = torch._foreach_norm(gradients, norm_type) if gradients else ()
@@ -80,11 +80,6 @@ def _own_norms(parameters: list[Tensor], norm_type: float, rank: int) -> Norms:
         numbers = torch.stack([values[i].cpu() for i in same]).tolist()
         norms[dtype] = {numbered[i][0]: n for i, n in zip(same, numbers, strict=True)}
     return norms
-
-
-def _first_owner(parameter: Tensor) -> int:
-    """Of a parameter that no program reads, rank 0."""
-    return KEPT[parameter].owners[0] if parameter in KEPT else 0
 
 
 def _joined(everyone: list[Norms]) -> list[Tensor]:

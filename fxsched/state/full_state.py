@@ -21,7 +21,7 @@ from ..ir.graphs import Spec, storage
 from ..jobs import PlanError
 from ..transport.checksums import digest
 from ..transport.processes import Processes, everyone
-from .kept import KEPT, exchanged, is_given_up
+from .kept import KEPT, exchanged, first_owner, is_given_up
 from .optimizers import parameters_of, unguarded
 
 
@@ -189,8 +189,7 @@ def _states(
     states = {
         i: _mapped(optimizer.state[parameter], taken)
         for i, parameter in enumerate(parameters)
-        if parameter in optimizer.state
-        and (KEPT[parameter].owners[0] if parameter in KEPT else 0) == processes.rank
+        if parameter in optimizer.state and first_owner(parameter) == processes.rank
     }
     call = f"full_optimizer_state_dict of {_what(parameters)}"
     by_rank = processes.agree(call, (states, [Spec.of(value) for value in tensors]))

@@ -53,6 +53,11 @@ def is_given_up(tensor: Tensor) -> bool:
     return READS[0] in vars(tensor)
 
 
+def first_owner(tensor: Tensor) -> int:
+    """The rank that speaks for a tensor; rank 0 for one that no program reads."""
+    return KEPT[tensor].owners[0] if tensor in KEPT else 0
+
+
 def specs_of(values: Sequence[Any]) -> dict[int, Spec]:
     """What tensors among some values are where they are kept, by position."""
     return {

@@ -10,7 +10,13 @@ import numpy as np
 
 from ..clock.activations import allocations, lifetimes
 from ..clock.network import Link
-from ..clock.stage_graph import Edges, kind_seconds, stage_jobs, weight_bytes
+from ..clock.stage_graph import (
+    Edges,
+    kind_seconds,
+    most_work,
+    stage_jobs,
+    weight_bytes,
+)
 from ..clock.timeline import Jobs
 from ..jobs import Schedule
 
@@ -56,10 +62,7 @@ class OrderingProblem:
     @cached_property
     def work(self) -> float:
         """Of the worker that has most to do, which no order is shorter than."""
-        work = [0.0] * self.jobs.workers
-        for j, worker in enumerate(self.jobs.compute):
-            work[worker] += self.seconds[j % len(self.seconds)]
-        return max(work)
+        return most_work(self.jobs, self.seconds)
 
 
 def make_problem(
