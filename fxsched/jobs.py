@@ -165,7 +165,7 @@ class Schedule:
         if cap is not None and not callable(cap):
             object.__setattr__(self, "in_flight", int(cap))
 
-    def __call__(self, *given: Any) -> Callable[..., NoReturn]:
+    def __call__(self, *arguments: Any) -> Callable[..., NoReturn]:
         """What torch.compile(model, backend=schedule) gets: the error that says what to
         write, in the first call of the model."""
 
@@ -196,19 +196,19 @@ class Schedule:
         if self.fit is None:
             return self
         try:
-            found = self.fit(stages)
+            fitted = self.fit(stages)
         except Exception as error:
             raise raised("fit(stages)", error, "a networkx.DiGraph") from error
-        same = isinstance(found, Schedule) and (found.workers, found.microbatches) == (
-            self.workers,
-            self.microbatches,
-        )
-        if not same:
+        wanted = (self.workers, self.microbatches)
+        if not isinstance(fitted, Schedule) or wanted != (
+            fitted.workers,
+            fitted.microbatches,
+        ):
             raise PlanError(
-                f"fit returned {found}; return a Schedule with the same workers "
+                f"fit returned {fitted}; return a Schedule with the same workers "
                 f"({self.workers}) and microbatches ({self.microbatches})"
             )
-        return replace(found, fit=None)
+        return replace(fitted, fit=None)
 
     def first(self, microbatches: int) -> Schedule:
         """What is left of it without the jobs of all but the first microbatches.
@@ -374,7 +374,7 @@ def is_number(value: object, least: float = 0.0) -> bool:
     return real and least <= float(value) < inf  # type: ignore[arg-type]
 
 
-def raised(call: str, error: Exception, given: str) -> PlanError:
+def raised(call: str, error: Exception, arguments: str) -> PlanError:
     """The error for a function of the user's that raised: which call, what and where.
 
     given: what it is called with.
@@ -385,5 +385,5 @@ def raised(call: str, error: Exception, given: str) -> PlanError:
     where = f" at {frames[-1].filename}:{frames[-1].lineno}" if frames else ""
     return PlanError(
         f"{call} raised {type(error).__name__}: {error}{where}; it is called with "
-        f"{given}"
+        f"{arguments}"
     )

@@ -48,19 +48,19 @@ class _Collection:
         self.readers = self.workers if request.readers is None else request.readers
         self.wanted: dict[str, Any] = result(step.graph)
         self.end = max(step.jobs.n, default=0)  # after all jobs
-        self.made: list[Line] = []
+        self.new_lines: list[Line] = []
         self.gathered: dict[str, Parts] = {}
         self.settled: dict[int, Line] = {}  # buffers after the step, by group
 
     def run(self) -> StepIR:
         reduced = self._reduce()
         called = self._of_call()
-        in_call, self.made = self.made, []
+        in_call, self.new_lines = self.new_lines, []
         results = self._of_backward()
         pause = self._pause() if self.step.late else None
         if pause is None:
             results = {w: called[w] | results[w] for w in self.workers}
-            self.made, in_call = in_call + self.made, []
+            self.new_lines, in_call = in_call + self.new_lines, []
         else:
             n, target = pause.n, ops.pause
             in_call += [Line(w, "pause", n, target, (called[w],)) for w in self.workers]
@@ -68,7 +68,7 @@ class _Collection:
         for line in self.lines:
             lines += in_call if line is pause else ()
             lines += [line, *reduced.get(line, ())]
-        return replace(self.step, lines=lines + self.made, results=results)
+        return replace(self.step, lines=lines + self.new_lines, results=results)
 
     def _pause(self) -> Line | None:
         """The first B, which comes after all F."""
@@ -87,40 +87,40 @@ class _Collection:
                 sums.setdefault(key.group, []).append(key)
         after = self._next_jobs(last.values())
         self.reduced: dict[int, Running | Line] = {}
-        found: dict[Line, list[Line]] = {}
+        sums_after: dict[Line, list[Line]] = {}
         for group in sorted(sums):
             owners = self.groups[group].owners
             root = sum_root(owners, group)
             parts = tuple(sorted(sums[group], key=lambda key: key.worker))
-            own = Running("gradients", group, root)
-            if parts == (own,):
-                self.reduced[group] = own
+            at_root = Running("gradients", group, root)
+            if parts == (at_root,):
+                self.reduced[group] = at_root
                 continue
-            args = (parts.index(own) if own in parts else 0, *parts)
+            args = (parts.index(at_root) if at_root in parts else 0, *parts)
             specs, _ = self.step.specs(parts[0])
             task, name = f"reduce {group}", f"gradients_{group}"
             n = last[group].n
             total = Line(root, task, n, ops.reduce, args, specs, name, group)
-            found.setdefault(after[last[group], root], []).append(total)
+            sums_after.setdefault(after[last[group], root], []).append(total)
             self.reduced[group] = total
-        return found
+        return sums_after
 
     def _next_jobs(self, lines: Iterable[Line]) -> dict[tuple[Line, int], Line]:
         """For each of these lines and each worker, the worker's next job; the line
         itself, if there is none."""
         wanted = set(lines)
         coming: dict[int, Line] = {}
-        found = {}
+        next_jobs = {}
         for line in reversed(self.lines):
             if line in wanted:
-                found.update({(line, w): coming.get(w, line) for w in self.workers})
+                next_jobs.update({(line, w): coming.get(w, line) for w in self.workers})
             if line.job is not None:
                 coming[line.worker] = line
-        return found
+        return next_jobs
 
     def _of_call(self) -> dict[int, dict[str, Any]]:
         """Outputs on the workers that hand them out, buffers on their owners."""
-        own: dict[int, dict[str, Any]] = {
+        results: dict[int, dict[str, Any]] = {
             w: {"outputs": (), "state": {}} for w in self.workers
         }
         for position, (output, value) in enumerate(
@@ -142,21 +142,21 @@ class _Collection:
                 parts = self._gather(f"output {position}", self._made(value))
                 nodes = self._joined(parts, output.dim, f"output {position}")
             for worker, node in nodes.items():
-                own[worker]["outputs"] += (node,)
+                results[worker]["outputs"] += (node,)
         for group in sorted(map(int, self.wanted["state"])):
             new = self._settle(group)
             for worker in self.groups[group].owners:
-                own[worker]["state"][str(group)] = new
-        return own
+                results[worker]["state"][str(group)] = new
+        return results
 
     def _of_backward(self) -> dict[int, dict[str, Any]]:
         """Gradients of weights on their owners, of inputs on the readers of outputs."""
-        own: dict[int, dict[str, Any]] = {
+        results: dict[int, dict[str, Any]] = {
             w: {"groups": {}, "inputs": {}} for w in self.workers
         }
         for group, total in sorted(self.reduced.items()):
             for worker in self.groups[group].owners:
-                own[worker]["groups"][str(group)] = total
+                results[worker]["groups"][str(group)] = total
         along = {
             str(node.meta["input"]): node.meta["dim"]
             for node in self.step.graph.graph.find_nodes(op="placeholder")
@@ -166,8 +166,8 @@ class _Collection:
             what = f"gradient of input {key}"
             parts = self._gather(what, self._input_gradient(what, values))
             for worker, node in self._joined(parts, along[key], what).items():
-                own[worker]["inputs"][key] = node
-        return own
+                results[worker]["inputs"][key] = node
+        return results
 
     def _total(self, position: int, value: fx.Node, how: str | None) -> Line:
         """The loss, or what the microbatches' values become by what the user says."""
@@ -224,13 +224,13 @@ class _Collection:
         last = jobs.compute[(self.microbatches - 1) * len(jobs.kinds) + forward]
         args = (how, workers.index(last), before, *after)
         task = f"buffers {group}"
-        made = self._make(ops.settle, args, specs, owner, task)
-        return self.settled.setdefault(group, made)
+        line = self._make(ops.settle, args, specs, owner, task)
+        return self.settled.setdefault(group, line)
 
     def _rules(self, group: int, workers: list[int]) -> tuple[str, ...]:
         """What becomes of each buffer that several workers wrote, by what writes it
         or as the user says; an error, if neither says it."""
-        found = []
+        rules = []
         for state, spec in zip(
             self.groups[group].state,
             self.step.specs(Running("buffers", group, workers[0]))[0],
@@ -245,8 +245,8 @@ class _Collection:
                     f"backend(buffers={{{name!r}: 'mean'}}): it is {spec}, of which "
                     "there is no mean; give 'sum' or 'last'"
                 )
-            found.append(how)
-        return tuple(found)
+            rules.append(how)
+        return tuple(rules)
 
     def _made(self, value: fx.Node) -> list[Made | Line]:
         """A value of each microbatch; an input that is returned comes from worker 0."""
@@ -262,25 +262,25 @@ class _Collection:
 
     def _input_gradient(self, what: str, values: list[fx.Node]) -> list[Made | Line]:
         """The gradient of each microbatch of an input, summed over its readers."""
-        found: list[Made | Line] = []
+        gradients: list[Made | Line] = []
         for b in range(self.microbatches):
             parts = tuple(Made(value, b) for value in values)
             if len(parts) == 1:
-                found += parts
+                gradients += parts
                 continue
             worker = self.step.worker(parts[0])
             specs, _ = self.step.specs(parts[0])
-            found.append(self._make(ops.add, parts, specs, worker, f"{what}, {b}"))
-        return found
+            gradients.append(self._make(ops.add, parts, specs, worker, f"{what}, {b}"))
+        return gradients
 
     def _gather(self, what: str, values: list[Made | Line]) -> Parts:
         """A bundle of a value's microbatches from each worker that makes some."""
         if what not in self.gathered:
-            found: dict[int, list[tuple[int, Made | Line]]] = {}
+            by_worker: dict[int, list[tuple[int, Made | Line]]] = {}
             for b, value in enumerate(values):
-                found.setdefault(self.step.worker(value), []).append((b, value))
+                by_worker.setdefault(self.step.worker(value), []).append((b, value))
             self.gathered[what] = []
-            for worker, members in found.items():
+            for worker, members in by_worker.items():
                 held = tuple(value for _, value in members)
                 specs = tuple(s for v in held for s in self.step.specs(v)[0])
                 whole = self._make(ops.bundle, held, specs, worker, f"gather {what}")
@@ -292,7 +292,7 @@ class _Collection:
     ) -> Line:
         name = task.replace(" ", "_").replace(",", "")
         line = Line(worker, task, self.end, target, args, specs, name)
-        self.made.append(line)
+        self.new_lines.append(line)
         return line
 
 

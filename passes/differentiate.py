@@ -210,7 +210,9 @@ class _Differentiation:
         places = stage_facts(self._module(call)).places
         trained = [self.groups[w.meta["group"]].trained for w in weights]
         used = {i for what, i in pair.needs if what == "input"}
-        given = [x if recompute or i in used else None for i, x in enumerate(inputs)]
+        read_inputs = [
+            x if recompute or i in used else None for i, x in enumerate(inputs)
+        ]
         tangents = tuple(self._sum(outs[i]) for i in pair.tangents)
         zeros = _zeros(pair, places, trained)
         reads = recompute or _reads_state(pair.needs) or (zeros and pair.weight is None)
@@ -219,7 +221,7 @@ class _Differentiation:
         )
         backward = self.graph.call_module(
             f"backward_{stage}",
-            (weights if reads else (), saved, tuple(given), tangents, None),
+            (weights if reads else (), saved, tuple(read_inputs), tangents, None),
         )
         now, later = self._backward_seconds(self._module(call), pair)
         now += recompute * forward.meta["seconds"]
@@ -238,8 +240,9 @@ class _Differentiation:
         maker, first = backward, len(pair.input_gradients)
         if pair.weight is not None:
             reads = _reads_state(pair.weight_needs) or zeros
-            kept = weights if reads else ()
-            maker, first = self._weight(backward, pair, places, trained, kept), 0
+            read_weights = weights if reads else ()
+            maker = self._weight(backward, pair, places, trained, read_weights)
+            first = 0
             maker.meta["seconds"] = later
         self._add_up(maker, first, pair, places, weights)
 

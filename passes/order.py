@@ -66,20 +66,20 @@ def _calls(gm: fx.GraphModule) -> dict[Kind, fx.Node]:
 def _preds(calls: Mapping[Kind, fx.Node]) -> list[list[int]]:
     """For each call, the calls whose values it reads, within one microbatch."""
     at = {kind: i for i, kind in enumerate(calls)}
-    made: dict[fx.Node, set[int]] = {}
-    found: list[list[int]] = []
+    makers: dict[fx.Node, set[int]] = {}
+    preds: list[list[int]] = []
     if not calls:
-        return found
+        return preds
     for node in next(iter(calls.values())).graph.nodes:
-        reads = {call for p in node.all_input_nodes for call in made.get(p, ())}
+        reads = {call for p in node.all_input_nodes for call in makers.get(p, ())}
         if node.op == "call_module":
             stage, direction = node.meta["stage"], node.meta["direction"]
             if direction is BACKWARD:  # it comes after F, though it may not read of it
                 reads.add(at[stage, FORWARD])
-            found.append(sorted(reads))
+            preds.append(sorted(reads))
             reads = {at[stage, direction]}
-        made[node] = reads
-    return found
+        makers[node] = reads
+    return preds
 
 
 def _forward_first(jobs: Jobs) -> Jobs:

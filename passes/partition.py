@@ -100,10 +100,10 @@ def _repeats(node: fx.Node, written: set[int]) -> bool:
 
 def _send(node: fx.Node) -> float:
     """Seconds to send what a node makes."""
-    found = list(tensors(node.meta["val"]))
-    if not found:
+    values = list(tensors(node.meta["val"]))
+    if not values:
         return 0.0
-    return send_seconds(sum(t.nbytes for t in found), found[0].device)
+    return send_seconds(sum(t.nbytes for t in values), values[0].device)
 
 
 def _blocks(gm: fx.GraphModule, request: Request, shared: set[fx.Node]) -> list[Block]:
@@ -153,14 +153,14 @@ def _written(gm: fx.GraphModule, nodes: list[fx.Node]) -> list[Block]:
             inputs[storage(node.meta["val"])] = node
     groups = []
     for written, end in last.items():
-        given = inputs.get(written)
-        if given is not None and given.meta["role"] is not Role.BUFFER:
+        source = inputs.get(written)
+        if source is not None and source.meta["role"] is not Role.BUFFER:
             line = user_line(nodes[end].meta["stack_trace"])
             raise PlanError(
-                f"the model writes into its input {given.meta['name']}, at\n  {line}\n"
+                f"the model writes into its input {source.meta['name']}, at\n  {line}\n"
                 "microbatches would not see each other's writes; write into a copy"
             )
-        stop = len(nodes) if given is not None else end + 1
+        stop = len(nodes) if source is not None else end + 1
         groups.append([n for n in nodes[:stop] if touches(n, written)])
     return groups
 
@@ -169,13 +169,13 @@ def _counters(nodes: list[fx.Node]) -> list[Block]:
     """Writes that read nothing of other nodes, such as a BatchNorm's count of batches,
     with the next node of their module."""
     inside = set(nodes)
-    found = []
+    counters = []
     for i, node in enumerate(nodes):
         if node.meta["mutates"] and not inside.intersection(node.all_input_nodes):
             module = node.meta["module"]
             rest = (n for n in nodes[i + 1 :] if n.meta["module"] == module)
-            found.append([node, next(rest, node)])
-    return found
+            counters.append([node, next(rest, node)])
+    return counters
 
 
 def _used(gm: fx.GraphModule, blocks: list[Block]) -> list[Block]:
@@ -190,13 +190,13 @@ def _used(gm: fx.GraphModule, blocks: list[Block]) -> list[Block]:
 
 
 def _writes_buffer(block: Block) -> bool:
-    given = {
+    inputs = {
         storage(p.meta["val"])
         for n in block
         for p in n.all_input_nodes
         if p.op == "placeholder"
     }
-    return any(storage(t) in given for n in block for t in n.meta["mutates"])
+    return any(storage(t) in inputs for n in block for t in n.meta["mutates"])
 
 
 def _problem(blocks: list[Block]) -> Problem:
@@ -239,13 +239,13 @@ def _state_bytes(node: fx.Node) -> int:
 
 def _inside(nodes: Sequence[fx.Node], name: str, option: str) -> list[fx.Node]:
     """The nodes of a module. Raises PlanError with the nearest names if it has none."""
-    found = [
+    members = [
         n
         for n in nodes
         if n.meta["module"] == name or n.meta["module"].startswith(name + ".")
     ]
-    if found:
-        return found
+    if members:
+        return members
     known = sorted({prefix for n in nodes for prefix in module_prefixes(n)})
     near = difflib.get_close_matches(name, known, 3) or known
     raise PlanError(

@@ -36,10 +36,10 @@ def _copy(graph: fx.Graph, node: fx.Node) -> None:
     if not stages and any(user.op == "output" for user in node.users):
         stages[0] = []
     for position, (stage, users) in enumerate(sorted(stages.items())):
-        own = node
+        copied = node
         if position:
             with graph.inserting_after(node):
-                own = graph.node_copy(node)
+                copied = graph.node_copy(node)
             for user in users:
-                user.replace_input_with(node, own)
-        own.meta = {**node.meta, "stage": stage, "module": ""}
+                user.replace_input_with(node, copied)
+        copied.meta = {**node.meta, "stage": stage, "module": ""}

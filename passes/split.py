@@ -125,25 +125,25 @@ def _seconds(nodes: list[fx.Node]) -> tuple[float, float]:
 def _draws(gm: fx.GraphModule) -> dict[fx.Node, range]:
     """The numbers of each node's draws, counted over the model: dropout is the same
     however the model is cut."""
-    found, count = {}, 0
+    numbers, count = {}, 0
     for node in gm.graph.nodes:
         more = node.meta.get("random", 0)
-        found[node] = range(count, count + more)
+        numbers[node] = range(count, count + more)
         count += more
-    return found
+    return numbers
 
 
 def _by_stage(gm: fx.GraphModule) -> list[list[fx.Node]]:
     """The nodes of each stage; those that open and close regions are in all."""
     last = max((node.meta.get("stage", 0) for node in gm.graph.nodes), default=0)
-    found: list[list[fx.Node]] = [[] for _ in range(last + 1)]
+    by_stage: list[list[fx.Node]] = [[] for _ in range(last + 1)]
     for node in gm.graph.nodes:
         if node.target in (*REGION_ENTERS, *REGION_EXITS):
-            for nodes in found:
+            for nodes in by_stage:
                 nodes.append(node)
         elif "stage" in node.meta:
-            found[node.meta["stage"]].append(node)
-    return found
+            by_stage[node.meta["stage"]].append(node)
+    return by_stage
 
 
 class _StageBuilder:
@@ -170,8 +170,8 @@ class _StageBuilder:
         for node in [*self.state, *self.inputs]:
             self.new[node] = self.graph.placeholder(node.name)
             fake = node.meta["val"]  # another stage makes its outputs contiguous
-            made = node.op != "placeholder"
-            self.new[node].meta["val"] = fake.contiguous() if made else fake
+            is_computed = node.op != "placeholder"
+            self.new[node].meta["val"] = fake.contiguous() if is_computed else fake
         regions = _Regions(self.graph)
         for node in nodes:
             regions.pass_by(node)
@@ -187,15 +187,15 @@ class _StageBuilder:
             if read.op == "get_attr" and read not in self.new:
                 self.new[read] = self.graph.node_copy(read)
         self.new[node] = self.graph.node_copy(node, self.new.__getitem__)
-        kept = ("val", "recompute")
-        self.new[node].meta = {k: node.meta[k] for k in kept if k in node.meta}
+        keys = ("val", "recompute")
+        self.new[node].meta = {k: node.meta[k] for k in keys if k in node.meta}
 
     def _result(self, node: fx.Node) -> fx.Node:
         """An output in memory of its own and contiguous, to be sent as it is."""
-        given = [n.meta["val"] for n in [*self.state, *self.inputs]]
+        fakes = [n.meta["val"] for n in [*self.state, *self.inputs]]
         before = self.outputs[: self.outputs.index(node)]
         fake = node.meta["val"]
-        shared = {storage(t) for t in [*given, *(n.meta["val"] for n in before)]}
+        shared = {storage(t) for t in [*fakes, *(n.meta["val"] for n in before)]}
         if storage(fake) in shared or not fake.is_contiguous():
             kwargs: dict[str, Any] = {"memory_format": torch.contiguous_format}
             return self.graph.call_method("clone", (self.new[node],), kwargs)
@@ -282,13 +282,13 @@ def _group_state(
     one counts once; a buffer by those of all stages that read it; an input that is not
     cut into microbatches is at hand on every worker.
     """
-    kept = [owners(request, stage) for stage in range(len(state))]
+    owners_of = [owners(request, stage) for stage in range(len(state))]
     readers: dict[fx.Node, list[int]] = {}
     for stage, nodes in enumerate(state):
         for node in nodes:
             readers.setdefault(node, []).append(stage)
     written = _written_state(gm)
-    found: dict[tuple[Any, ...], list[fx.Node]] = {}
+    by_key: dict[tuple[Any, ...], list[fx.Node]] = {}
     for node, stages in readers.items():
         role, index = node.meta["role"], node.meta["index"]
         if role is Role.SHARED:
@@ -296,11 +296,11 @@ def _group_state(
         elif index in request.owners:
             owned = request.owners[index]
         elif role is Role.PARAMETER:
-            owned = kept[stages[0]]
+            owned = owners_of[stages[0]]
         else:
-            owned = tuple(sorted({w for stage in stages for w in kept[stage]}))
+            owned = tuple(sorted({w for stage in stages for w in owners_of[stage]}))
         key = (stages[0], tuple(stages), owned, node in written)
-        found.setdefault(key, []).append(node)
+        by_key.setdefault(key, []).append(node)
     return [
         Group(
             tuple(
@@ -312,7 +312,7 @@ def _group_state(
             written=is_written,
         )
         for (_, stages, owned, is_written), nodes in sorted(
-            found.items(), key=lambda item: item[0]
+            by_key.items(), key=lambda item: item[0]
         )
     ]
 

@@ -79,8 +79,8 @@ def _others(step: StepIR) -> dict[Value, set[int]]:
         if isinstance(line, Line) and line.args:
             for value in values_in(line.args):
                 readers.setdefault(value, set()).add(line.worker)
-    for worker, own in step.results.items():
-        for value in values_in(own):
+    for worker, results in step.results.items():
+        for value in values_in(results):
             readers.setdefault(value, set()).add(worker)
     for job, last in step.credits.items():
         worker = step.jobs.compute[step.jobs.number(job)]

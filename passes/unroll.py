@@ -62,18 +62,18 @@ def _by_call(
     """
     before: dict[fx.Node, list[fx.Node]] = {}
     after: dict[fx.Node, list[fx.Node]] = {}
-    made: dict[fx.Node, fx.Node] = {}
+    calls: dict[fx.Node, fx.Node] = {}
     for node in graph.nodes:
         if node.op == "call_module":
-            made[node] = node
+            calls[node] = node
         elif node.op == "call_function":
             reader = _reading_call(node)
             if node.target is operator.getitem or reader is None:
-                made[node] = next(made[p] for p in node.all_input_nodes)
-                after.setdefault(made[node], []).append(node)
+                calls[node] = next(calls[p] for p in node.all_input_nodes)
+                after.setdefault(calls[node], []).append(node)
             else:
                 before.setdefault(reader, []).append(node)
-                made[node] = reader
+                calls[node] = reader
     return before, after
 
 
@@ -81,5 +81,5 @@ def _reading_call(node: fx.Node) -> fx.Node | None:
     calls = [user for user in node.users if user.op == "call_module"]
     if calls:
         return calls[0]
-    found = [_reading_call(u) for u in node.users if u.op == "call_function"]
-    return next((call for call in found if call is not None), None)
+    readers = [_reading_call(u) for u in node.users if u.op == "call_function"]
+    return next((call for call in readers if call is not None), None)

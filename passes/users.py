@@ -51,8 +51,8 @@ def encode_transfers(
         readers = [user for user in recv.users if user in position]
         for reader in readers:
             reader.replace_input_with(recv, decoded)
-        given = [spec.empty("meta") for spec in recv.meta["specs"]]
-        recv.meta["specs"] = _specs(map(encode, given), recv.meta["specs"])
+        originals = [spec.empty("meta") for spec in recv.meta["specs"]]
+        recv.meta["specs"] = _specs(map(encode, originals), recv.meta["specs"])
     encoded: dict[fx.Node, fx.Node] = {}
     for send in graph.find_nodes(op="call_function", target=ops.send):
         (value,) = send.all_input_nodes
@@ -99,12 +99,12 @@ def stage_graphs(program: fx.GraphModule) -> Iterator[tuple[str, fx.GraphModule]
     once: stages that compute the same have one. Changes stay in this program."""
     copies: dict[fx.GraphModule, fx.GraphModule] = {}
     for name, stage in list(_called(program)):
-        own = _copy(stage)
-        setattr(program, name, own)
+        stage_copy = _copy(stage)
+        setattr(program, name, stage_copy)
         for inner, flat in list(_called(stage)):
             known = flat in copies
             copies[flat] = copies[flat] if known else _copy(flat)
-            setattr(own, inner, copies[flat])
+            setattr(stage_copy, inner, copies[flat])
             if not known:
                 yield f"{name}.{inner}", copies[flat]
 
@@ -122,9 +122,9 @@ def _copy(module: fx.GraphModule) -> fx.GraphModule:
     """A module with a graph of its own and the same constants."""
     graph = fx.Graph()
     graph.output(graph.graph_copy(module.graph, {}))
-    made = lazy_module(module, graph, type(module).__name__)
-    made.meta.update(module.meta)
-    return made
+    copied = lazy_module(module, graph, type(module).__name__)
+    copied.meta.update(module.meta)
+    return copied
 
 
 def pass_name(each: Pass) -> str:
@@ -177,14 +177,14 @@ def complete_nodes(program: fx.GraphModule, worker: int) -> None:
     nodes = list(program.graph.nodes)
     position = {node: i for i, node in enumerate(nodes)}
     inside = [node for node in nodes if node.op not in ("placeholder", "output")]
-    own = [node for node in inside if "task" not in node.meta]
-    for node in own:
+    inserted = [node for node in inside if "task" not in node.meta]
+    for node in inserted:
         node.meta["own"] = True
-    for node in reversed(own):
+    for node in reversed(inserted):
         readers = sorted(filter(_has_task, node.users), key=position.__getitem__)
         if readers:
             _place(node, readers[0])
-    for node in own:
+    for node in inserted:
         if not _has_task(node):
             makers = [each for each in node.all_input_nodes if "task" in each.meta]
             after = filter(_has_task, nodes[position[node] :])
@@ -220,8 +220,8 @@ def _complete_specs(program: fx.GraphModule, node: fx.Node) -> None:
             result = getattr(fx.Interpreter(program), node.op)(
                 node.target, args, kwargs
             )
-        given = [s for v in node.all_input_nodes for s in v.meta["specs"]]
-        node.meta["specs"] = _specs(tensors(result), given)
+        inputs = [s for v in node.all_input_nodes for s in v.meta["specs"]]
+        node.meta["specs"] = _specs(tensors(result), inputs)
     except Exception as error:
         raise PlanError(
             f"worker {node.meta['worker']}: {node} of {node.meta['task']}, made by a "
@@ -233,13 +233,13 @@ def _complete_specs(program: fx.GraphModule, node: fx.Node) -> None:
 
 def _value(node: fx.Node) -> Any:
     """A value like a node's, on the meta device."""
-    made = tuple(spec.empty("meta") for spec in node.meta["specs"])
+    tensors = tuple(spec.empty("meta") for spec in node.meta["specs"])
     bundle = node.meta.get("bundle") or (
         node.op == "placeholder" and "group" in node.meta
     )
-    return made if bundle else made[0]
+    return tensors if bundle else tensors[0]
 
 
-def _specs(made: Any, given: Sequence[Spec]) -> Specs:
+def _specs(results: Any, inputs: Sequence[Spec]) -> Specs:
     """Shapes of tensors on the meta device, on the device of what they are made of."""
-    return tuple(Spec.of(each)._replace(device=given[0].device) for each in made)
+    return tuple(Spec.of(each)._replace(device=inputs[0].device) for each in results)

@@ -52,10 +52,10 @@ class _Inliner:
             if node.op == "get_attr":
                 new[node] = self.attribute(gm, node)
             elif node.target is MARK:
-                body, *given = node.args
+                body, *arguments = node.args
                 inner = getattr(gm, body.target)
                 inputs = inner.graph.find_nodes(op="placeholder")
-                values = fx.map_arg(tuple(given), new.__getitem__)
+                values = fx.map_arg(tuple(arguments), new.__getitem__)
                 known = dict(zip(inputs, values, strict=True))
                 number = next(self.regions) if region is None else region
                 new[node] = self.copy(inner, known, number)
@@ -86,7 +86,7 @@ def recomputed(graph: fx.Graph) -> dict[fx.Node, None]:
     Those that a checkpoint marks, but for what others read, which is kept as in eager,
     and what draws random numbers: B would draw others.
     """
-    found: dict[fx.Node, None] = {}
+    nodes: dict[fx.Node, None] = {}
     for node in graph.nodes:
         region = node.meta.get("recompute")
         if region is None or not is_forward(node) or node.op != "call_function":
@@ -96,8 +96,8 @@ def recomputed(graph: fx.Graph) -> dict[fx.Node, None]:
             continue
         users = [user for user in node.users if is_forward(user)]
         if all(user.meta.get("recompute") == region for user in users):
-            found[node] = None
-    return found
+            nodes[node] = None
+    return nodes
 
 
 def is_forward(node: fx.Node) -> bool:

@@ -168,13 +168,13 @@ def _without_tangents(joint: fx.GraphModule, live: tuple[bool, ...]) -> set[int]
     Where a stage reads a copy in another layout than the model's value had,
     contiguous() and the like give back what they read.
     """
-    given = {
+    tangents = {
         node.meta["desc"].output.idx
         for node in joint.graph.find_nodes(op="placeholder")
         if isinstance(node.meta["desc"], TangentAOTInput)
         and isinstance(node.meta["desc"].output, PlainAOTOutput)
     }
-    return {i for i, wanted in enumerate(live) if wanted} - given
+    return {i for i, wanted in enumerate(live) if wanted} - tangents
 
 
 def _calling(

@@ -38,14 +38,14 @@ class Joint(NamedTuple):
 
 def refuse_effects(joint: fx.GraphModule) -> None:
     """Raises PlanError for operations that do more than give values."""
-    found = [
+    names = [
         str(node.args[1])
         for node in joint.graph.nodes
         if getattr(node.target, "__name__", "") == "with_effects"
     ]
-    if found:
+    if names:
         raise PlanError(
-            f"the model calls {', '.join(dict.fromkeys(found))}, which does more than "
+            f"the model calls {', '.join(dict.fromkeys(names))}, which does more than "
             "give tensors (it prints, or raises for some values), as planned steps do; "
             "leave it out, or take what only computes (torch.linalg's _ex functions)"
         )

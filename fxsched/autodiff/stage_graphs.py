@@ -237,9 +237,9 @@ def _seed_random_numbers(graph: fx.Graph, numbers: Sequence[int]) -> bool:
         seed = graph.placeholder("seed")
     for number, node in zip(numbers, random, strict=True):
         with graph.inserting_before(node):
-            own = graph.call_function(operator.add, (seed, number))
+            node_seed = graph.call_function(operator.add, (seed, number))
             new = graph.call_function(
-                ops.seeded, (node.target, own, *node.args), node.kwargs
+                ops.seeded, (node.target, node_seed, *node.args), node.kwargs
             )
         new.meta = dict(node.meta)
         node.replace_all_uses_with(new)

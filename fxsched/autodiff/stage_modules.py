@@ -43,7 +43,7 @@ def backward_module(
     backward is split, one of what is carried to weight_module."""
     names = ("weights", "saved", "inputs", "tangents", "seed")
     call = _Wrapper(graphs, places, names)
-    maker, first = call.given["saved"], 0  # of what F saved
+    maker, first = call.placeholders["saved"], 0  # of what F saved
     if recompute:
         maker = call.forward()
         first = len(result(graphs.forward)) - len(graphs.saved)
@@ -52,12 +52,12 @@ def backward_module(
         if what == "state":
             arguments.append(call.state(i))
         elif what == "input":
-            arguments.append(call.item(call.given["inputs"], i))
+            arguments.append(call.item(call.placeholders["inputs"], i))
         elif what == "saved":
             arguments.append(call.item(maker, first + i))
         else:
             arguments.append(
-                call.item(call.given["tangents"], graphs.tangents.index(i))
+                call.item(call.placeholders["tangents"], graphs.tangents.index(i))
             )
     call.root["flat_backward"] = graphs.backward
     flat = call.graph.call_module("flat_backward", tuple(arguments))
@@ -78,7 +78,7 @@ def weight_module(
     -> a bundle of gradients for each group. It draws nothing, whatever the seed."""
     call = _Wrapper(graphs, places, ("weights", "carried", "seed"))
     arguments = [
-        call.state(i) if what == "state" else call.item(call.given["carried"], i)
+        call.state(i) if what == "state" else call.item(call.placeholders["carried"], i)
         for what, i in graphs.weight_needs
     ]
     call.root["flat_weight"] = graphs.weight
@@ -94,13 +94,13 @@ class _Wrapper:
     ) -> None:
         self.graphs, self.places, self.graph = graphs, places, fx.Graph()
         self.root: dict[str, Any] = {}
-        self.given = {name: self.graph.placeholder(name) for name in arguments}
+        self.placeholders = {name: self.graph.placeholder(name) for name in arguments}
         self.items: dict[tuple[fx.Node, int], fx.Node] = {}
 
     def item(self, value: fx.Node, index: int) -> fx.Node:
         if (value, index) not in self.items:
-            found = self.graph.call_function(operator.getitem, (value, index))
-            self.items[value, index] = found
+            part = self.graph.call_function(operator.getitem, (value, index))
+            self.items[value, index] = part
         return self.items[value, index]
 
     def members(self, group: int) -> list[tuple[int, int]]:
@@ -109,20 +109,20 @@ class _Wrapper:
 
     def state(self, i: int) -> fx.Node:
         group, k = self.places[i]
-        return self.item(self.item(self.given["weights"], group), k)
+        return self.item(self.item(self.placeholders["weights"], group), k)
 
     def gradients(
         self, flat: fx.Node, first: int, trained: list[tuple[bool, ...]]
     ) -> list[Any]:
         """A bundle for each group, from results of a flat graph; zeros for tensors of
         the group that other stages alone have gradients of."""
-        made = self.graphs.state_gradients
-        given = {i: self.item(flat, first + k) for k, i in enumerate(made)}
+        indices = self.graphs.state_gradients
+        by_index = {i: self.item(flat, first + k) for k, i in enumerate(indices)}
         results = []
-        for group in sorted({self.places[i][0] for i in given}):
+        for group in sorted({self.places[i][0] for i in by_index}):
             results.append(
                 tuple(
-                    given.get(i)
+                    by_index.get(i)
                     or self.graph.call_function(torch.zeros_like, (self.state(i),))
                     for k, i in self.members(group)
                     if trained[group][k]
@@ -134,9 +134,9 @@ class _Wrapper:
         self.root["flat_forward"] = self.graphs.forward
         count = len(self.graphs.forward.graph.find_nodes(op="placeholder"))
         inputs = count - self.graphs.random - len(self.places)
-        arguments = [self.given["seed"]] * self.graphs.random
+        arguments = [self.placeholders["seed"]] * self.graphs.random
         arguments += [self.state(i) for i in range(len(self.places))]
-        arguments += [self.item(self.given["inputs"], i) for i in range(inputs)]
+        arguments += [self.item(self.placeholders["inputs"], i) for i in range(inputs)]
         return self.graph.call_module("flat_forward", tuple(arguments))
 
     def finish(self, results: list[Any]) -> fx.GraphModule:

@@ -53,7 +53,7 @@ class TracedOutput(NamedTuple):
 
 def origins_of(
     nodes: Sequence[fx.Node],
-    own: Mapping[fx.Node, str],
+    inputs: Mapping[fx.Node, str],
     values: Mapping[fx.Node, Any],
     written: Callable[[fx.Node], Sequence[Tensor]],
 ) -> dict[fx.Node, frozenset[str]]:
@@ -65,7 +65,7 @@ def origins_of(
     origins: dict[fx.Node, frozenset[str]] = {}
     by_storage: dict[int, frozenset[str]] = {}
     for node in nodes:
-        own_origins = frozenset({own[node]} if node in own else ())
+        own_origins = frozenset({inputs[node]} if node in inputs else ())
         for read in node.all_input_nodes:
             own_origins |= origins[read].union(
                 *_of_storages(values.get(read), by_storage)

@@ -185,5 +185,5 @@ def _place(error: BaseException, file: str) -> str | None:
     lines = re.findall(r'File "(.+?)", line (\d+)', str(error))
     frames = traceback.extract_tb(error.__traceback__)
     lines += [(frame.filename, str(frame.lineno)) for frame in frames]
-    own = [f"{name}:{line}" for name, line in lines if name == file]
-    return own[-1] if own else None
+    places = [f"{name}:{line}" for name, line in lines if name == file]
+    return places[-1] if places else None

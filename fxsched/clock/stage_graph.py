@@ -114,15 +114,15 @@ def stage_jobs(schedule: Schedule, stages: nx.DiGraph[int]) -> Jobs:
 
 def kind_seconds(stages: nx.DiGraph[int], kinds: Sequence[Kind]) -> list[float]:
     """How long a job of each kind takes."""
-    found, known = [], set(kinds)
+    by_kind, known = [], set(kinds)
     for s, d in kinds:
         data = stages.nodes[s]
         weight = 0.0
         if (s, WEIGHT) in known:
             weight = data.get("weight", data["backward"] / 2)
         seconds = {FORWARD: data["forward"], WEIGHT: weight}
-        found.append(seconds.get(d, data["backward"] - weight))
-    return found
+        by_kind.append(seconds.get(d, data["backward"] - weight))
+    return by_kind
 
 
 def most_work(jobs: Jobs, seconds: Sequence[float]) -> float:
@@ -186,15 +186,15 @@ def step_seconds(events: Timeline) -> float:
 def likely_seconds(schedule: Schedule, stages: nx.DiGraph[int]) -> float:
     """The mean step over stages that are each up to 4 % slower or faster: one order of
     jobs may be lucky for exactly these times. Infinite if in_flight stops the jobs."""
-    found = []
+    steps = []
     for k in range(3):
         other = stages.copy()
         for s, data in other.nodes(data=True):
             for what, i in (("forward", 0), ("backward", 1)):
                 data[what] *= 1 + 0.02 * ((7 * s + 3 * k + i) % 5 - 2)
         events = run_stages(schedule, other)
-        found.append(step_seconds(events) if events.complete else float("inf"))
-    return sum(found) / len(found)
+        steps.append(step_seconds(events) if events.complete else float("inf"))
+    return sum(steps) / len(steps)
 
 
 def worker_bytes(
@@ -211,8 +211,8 @@ def worker_bytes(
 
 def weight_bytes(jobs: Jobs, stages: nx.DiGraph[int]) -> list[float]:
     """What the weights that each worker keeps take, and their gradients."""
-    found = [0.0] * jobs.workers
+    by_worker = [0.0] * jobs.workers
     of = [s for s, _ in jobs.kinds] * jobs.microbatches
     for stage, worker in sorted(set(zip(of, jobs.weights, strict=True))):
-        found[worker] += stages.nodes[stage]["weights"]
-    return found
+        by_worker[worker] += stages.nodes[stage]["weights"]
+    return by_worker

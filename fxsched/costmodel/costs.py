@@ -96,13 +96,13 @@ def cost_of(func: Any, args: Any, kwargs: dict[str, Any], out: Any) -> Cost:
     packet = getattr(func, "overloadpacket", func)
     formula = flop_registry.get(ALSO.get(packet, packet))
     flops = int(formula(*args, **kwargs, out_val=out)) if formula else 0
-    made = list(tensors(out))
-    given = [*tensors(args), *tensors(tuple(kwargs.values()))]
-    read = made if packet in GATHERS else given
-    moved = sum(t.nbytes for t in [*made, *read])
-    if not made:
+    outputs = list(tensors(out))
+    inputs = [*tensors(args), *tensors(tuple(kwargs.values()))]
+    read = outputs if packet in GATHERS else inputs
+    moved = sum(t.nbytes for t in [*outputs, *read])
+    if not outputs:
         return Cost(flops, moved)
-    rates = rates_of(made[0].device)
+    rates = rates_of(outputs[0].device)
     seconds = max(flops / rates.flops, moved / rates.memory) + rates.launch
     return Cost(flops, moved, seconds)
 
@@ -166,10 +166,10 @@ def backward_of(
     outs = [t for t in tensors(result) if t.grad_fn is not None]
     if not outs or not leaves:
         return lambda: None
-    given = [torch.ones_like(t) for t in outs]
+    tangents = [torch.ones_like(t) for t in outs]
 
     def backward() -> object:
         with torch.autograd.set_multithreading_enabled(False):
-            return torch.autograd.grad(outs, leaves, given, allow_unused=True)
+            return torch.autograd.grad(outs, leaves, tangents, allow_unused=True)
 
     return backward

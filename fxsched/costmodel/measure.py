@@ -96,14 +96,14 @@ class Known(NamedTuple):
 
 def known(nodes: Sequence[fx.Node]) -> dict[str, Known]:
     """Nodes of a traced graph with stages, by the names that a Profile has for them."""
-    found = {}
+    profile = {}
     for node in nodes:
         if "work" in node.meta:
             planned = Times.of(node.meta["work"])
             estimated = node.meta.get("estimated", planned)
             key = node.meta["key"]
-            found[key] = Known(node.meta.get("stage"), estimated, planned)
-    return found
+            profile[key] = Known(node.meta.get("stage"), estimated, planned)
+    return profile
 
 
 def fit(nodes: Mapping[str, Known], steps: Sequence[Sequence[Event]]) -> Profile:
@@ -162,8 +162,8 @@ def _kind(node: fx.Node) -> str:
             return value
         return tuple(value.shape), value.stride(), value.dtype, value.requires_grad
 
-    given = fx.map_arg((node.args, node.kwargs), describe)
-    return f"{node.op} {node.target} {given}"
+    values = fx.map_arg((node.args, node.kwargs), describe)
+    return f"{node.op} {node.target} {values}"
 
 
 class _TimedPass:
@@ -177,30 +177,30 @@ class _TimedPass:
         self.values: dict[fx.Node, Any] = {}
 
     def run(self) -> dict[fx.Node, Times]:
-        found = {}
+        seconds = {}
         last = {p: n for n in self.gm.graph.nodes for p in n.all_input_nodes}
         with torch.no_grad():
             for node in self.gm.graph.nodes:
                 if node.op == "placeholder":
-                    self.values[node] = self.given(node)
+                    self.values[node] = self.input_of(node)
                 elif node.op == "get_attr":
                     path = operator.attrgetter(str(node.target))
                     self.values[node] = path(self.gm)
                 elif node.target in (*REGION_ENTERS, *REGION_EXITS):
                     self.region(node)
                 elif node.op != "output":
-                    found[node] = self.call(node)
+                    seconds[node] = self.call(node)
                 for read in node.all_input_nodes:
                     if last[read] is node:
                         del self.values[read]
-        return found
+        return seconds
 
-    def given(self, node: fx.Node) -> Tensor:
+    def input_of(self, node: fx.Node) -> Tensor:
         value: Tensor = self.inputs[node.meta["index"]]
         if node.meta["role"] is Role.BATCH:
             value = ops.rows(value, 0, self.microbatches, node.meta["dim"])
-        kept = node.meta["role"] is Role.PARAMETER
-        return value.detach() if kept else value.detach().clone()
+        is_parameter = node.meta["role"] is Role.PARAMETER
+        return value.detach() if is_parameter else value.detach().clone()
 
     def region(self, node: fx.Node) -> None:
         if node.target is torch._C._set_grad_enabled:
@@ -210,10 +210,10 @@ class _TimedPass:
         self.values[node] = target(*self.arguments(node)[0])
 
     def arguments(self, node: fx.Node) -> tuple[Any, dict[str, Any]]:
-        found: tuple[Any, dict[str, Any]] = fx.map_arg(
+        arguments: tuple[Any, dict[str, Any]] = fx.map_arg(
             (node.args, node.kwargs), self.values.__getitem__
         )
-        return found
+        return arguments
 
     def call(self, node: fx.Node) -> Times:
         run = getattr(self.interpreter, node.op)

@@ -28,7 +28,7 @@ def plan_head(
     notes: Iterable[str],
 ) -> list[str]:
     """A plan but for its programs: a line, notes, the stages and the weights."""
-    kept = [
+    rows = [
         (i, shorten(group.names), _list(group.owners), _list(group.stages))
         for i, group in enumerate(groups)
     ]
@@ -36,7 +36,7 @@ def plan_head(
         f"{schedule}, {len(stages)} stages",
         *notes,
         table(STAGES, _stage_rows(stages)),
-        table("weights|tensors|kept by|read by stages", kept),
+        table("weights|tensors|kept by|read by stages", rows),
     ]
 
 

@@ -206,9 +206,9 @@ def draws(target: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
     """Whether an aten operation draws random numbers; dropout of nothing doesn't."""
     if torch.Tag.nondeterministic_seeded not in getattr(target, "tags", ()):
         return False
-    given = {a.name: a.default_value for a in target._schema.arguments}
-    given |= dict(zip(given, args, strict=False)) | kwargs
-    return given.get("p") != 0 and given.get("dropout_p") != 0
+    arguments = {a.name: a.default_value for a in target._schema.arguments}
+    arguments |= dict(zip(arguments, args, strict=False)) | kwargs
+    return arguments.get("p") != 0 and arguments.get("dropout_p") != 0
 
 
 def is_view(target: Any) -> bool:

@@ -15,8 +15,8 @@ from torch.fx import _lazy_graph_module as lazy
 
 def lazy_module(root: Any, graph: fx.Graph, name: str = "Graph") -> fx.GraphModule:
     """fx.GraphModule(root, graph, name) without its code, which comes when needed."""
-    made: fx.GraphModule = lazy._LazyGraphModule(root, graph, name)
-    return made
+    module: fx.GraphModule = lazy._LazyGraphModule(root, graph, name)
+    return module
 
 
 def all_lazy() -> AbstractContextManager[None]:

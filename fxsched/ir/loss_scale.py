@@ -19,21 +19,21 @@ Scale = Callable[[], float]
 Gradients = Sequence[Tensor | None]
 
 
-def read_scale(given: object) -> Scale | None:
+def read_scale(scaler: object) -> Scale | None:
     """What gives a call's scale, from a GradScaler, a number or a function.
 
     Raises PlanError for anything else.
     """
-    if given is None:
+    if scaler is None:
         return None
-    if is_number(given) and given:
-        number = _checked(given)
+    if is_number(scaler) and scaler:
+        number = _checked(scaler)
         return lambda: number
-    scale = getattr(given, "get_scale", given)
+    scale = getattr(scaler, "get_scale", scaler)
     if not callable(scale):
         raise PlanError(
-            f"backend(loss_scale={given!r}): give the GradScaler, a number above 0, or "
-            "a function that returns one"
+            f"backend(loss_scale={scaler!r}): give the GradScaler, a number above 0, "
+            "or a function that returns one"
         )
     return lambda: _checked(scale())
 

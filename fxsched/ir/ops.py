@@ -36,9 +36,11 @@ def collect(microbatches: int, dim: int | None, *parts: Sequence[Any]) -> Tensor
 
     Raises AssertionError if a microbatch is missing.
     """
-    found = _by_microbatch(parts)
-    assert sorted(found) == list(range(microbatches)), f"collected only {sorted(found)}"
-    ordered = [found[b] for b in range(microbatches)]
+    by_microbatch = _by_microbatch(parts)
+    assert sorted(by_microbatch) == list(range(microbatches)), (
+        f"collected only {sorted(by_microbatch)}"
+    )
+    ordered = [by_microbatch[b] for b in range(microbatches)]
     if len(ordered) == 1:
         return ordered[0].clone()  # B may still need it
     return torch.cat(ordered, 0 if dim is None else dim)
@@ -46,24 +48,24 @@ def collect(microbatches: int, dim: int | None, *parts: Sequence[Any]) -> Tensor
 
 def total(microbatches: int, scale: float, *parts: Sequence[Any]) -> Tensor:
     """The sum of one 0-d tensor per microbatch, in order, each times `scale`."""
-    found = _by_microbatch(parts)
-    result = found[0] * scale
+    by_microbatch = _by_microbatch(parts)
+    result = by_microbatch[0] * scale
     for b in range(1, microbatches):
-        result = result + found[b] * scale
+        result = result + by_microbatch[b] * scale
     return result
 
 
 def fold(how: str, microbatches: int, *parts: Sequence[Any]) -> Tensor:
     """One tensor per microbatch as one: their "mean", "sum", "max" or "min"."""
-    found = _by_microbatch(parts)
-    ordered = [found[b] for b in range(microbatches)]
+    by_microbatch = _by_microbatch(parts)
+    ordered = [by_microbatch[b] for b in range(microbatches)]
     step = {"max": torch.maximum, "min": torch.minimum}.get(how, torch.add)
     result = functools.reduce(step, ordered)
     return result / microbatches if how == "mean" else result
 
 
 def _by_microbatch(parts: Sequence[Sequence[Any]]) -> dict[int, Tensor]:
-    return {b: t for held, made in parts for b, t in zip(held, made, strict=True)}
+    return {b: t for held, tensors in parts for b, t in zip(held, tensors, strict=True)}
 
 
 def bundle(*tensors: Tensor) -> Bundle:
@@ -96,12 +98,12 @@ def accumulate(total: Bundle, gradients: Bundle) -> Bundle:
     return total
 
 
-def reduce(own: int, *sums: Bundle) -> Bundle:
+def reduce(place: int, *sums: Bundle) -> Bundle:
     """The sum of the workers' gradients at the weight worker, in this order, in the
-    place of number `own`, which is its own; the workers need theirs no more."""
+    place of number `place`, which is its own; the workers need theirs no more."""
     total = sums[0]
     for i, other in enumerate(sums[1:], 1):
-        into, new = (other, total) if i == own else (total, other)
+        into, new = (other, total) if i == place else (total, other)
         torch._foreach_add_(list(into), list(new))
         total = into
     return total
@@ -154,8 +156,8 @@ def seeded(target: Callable[..., Any], seed: int, /, *args: Any, **kwargs: Any) 
 
 
 def _cuda_devices(args: Sequence[Any]) -> list[int]:
-    found = {a.get_device() for a in args if isinstance(a, Tensor) and a.is_cuda}
-    return sorted(found)
+    devices = {a.get_device() for a in args if isinstance(a, Tensor) and a.is_cuda}
+    return sorted(devices)
 
 
 def seed(base: int, draw: int, microbatch: int) -> int:

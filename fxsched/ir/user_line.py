@@ -28,10 +28,10 @@ def user_line(stack: str | None) -> UserLine | None:
     """The innermost line of a node's "stack_trace" that is not torch's own, else the
     innermost one; None where nothing is known."""
     frames = FRAME.findall(stack or "")
-    own = [frame for frame in frames if not frame[0].startswith(TORCH)] or frames
-    if not own:
+    outside = [frame for frame in frames if not frame[0].startswith(TORCH)] or frames
+    if not outside:
         return None
-    path, number, function, code = own[-1]
+    path, number, function, code = outside[-1]
     return UserLine(path, int(number), function, code.strip())
 
 

@@ -36,20 +36,20 @@ def find_writes(graph: fx.Graph) -> dict[int, Write]:
     for node in nodes:
         for where in {storage(t) for t in node.meta.get("mutates", ())}:
             writers.setdefault(where, []).append(node)
-    found = {}
+    writes = {}
     for node in graph.find_nodes(op="placeholder"):
         mine = writers.get(storage(node.meta["val"]), [])
         if mine and node.meta["role"] is not Role.BATCH:
             line = str(user_line(mine[0].meta.get("stack_trace")))
-            found[node.meta["index"]] = Write(_how(node, mine, nodes), line)
-    return found
+            writes[node.meta["index"]] = Write(_how(node, mine, nodes), line)
+    return writes
 
 
 def _how(state: fx.Node, writers: list[fx.Node], nodes: list[fx.Node]) -> str | None:
-    own = storage(state.meta["val"])
-    if all(own in map(storage, node.meta.get("learns", ())) for node in writers):
+    memory = storage(state.meta["val"])
+    if all(memory in map(storage, node.meta.get("learns", ())) for node in writers):
         return "mean"
-    touching = [node for node in nodes if touches(node, own)]
+    touching = [node for node in nodes if touches(node, memory)]
     return "sum" if len(writers) == 1 and _adds(state, writers[0], touching) else None
 
 
@@ -64,14 +64,14 @@ def _adds(state: fx.Node, writer: fx.Node, touching: list[fx.Node]) -> bool:
         return touching == [writer] and writer.args[0] is state and _unread(writer)
     if writer.target != "copy_" or not isinstance(writer.args[1], fx.Node):
         return False
-    made = writer.args[1]
-    reads = [arg for arg in made.args if arg is state]
+    value = writer.args[1]
+    reads = [arg for arg in value.args if arg is state]
     return (
-        made.target in ADDS
+        value.target in ADDS
         and len(reads) == 1
-        and not (made.kwargs and made.args[0] is not state)
-        and touching == [made, writer]
-        and _unread(made, writer)
+        and not (value.kwargs and value.args[0] is not state)
+        and touching == [value, writer]
+        and _unread(value, writer)
     )
 
 

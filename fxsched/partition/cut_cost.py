@@ -80,10 +80,10 @@ class Problem:
     @cached_property
     def graph(self) -> nx.DiGraph[int]:
         """Units, with an edge to each reader of what they make."""
-        found: nx.DiGraph[int] = nx.DiGraph()
-        found.add_nodes_from(range(len(self.units)))
-        found.add_edges_from((e.maker, r) for e in self.edges for r in e.readers)
-        return found
+        graph: nx.DiGraph[int] = nx.DiGraph()
+        graph.add_nodes_from(range(len(self.units)))
+        graph.add_edges_from((e.maker, r) for e in self.edges for r in e.readers)
+        return graph
 
     @cached_property
     def near(self) -> list[set[int]]:

@@ -191,10 +191,10 @@ class Search:
         return self.fronts[ideal]
 
     def _readers(self, unit: int) -> int:
-        found = 0
+        mask = 0
         for readers, _ in self.makes[unit]:
-            found |= readers
-        return found
+            mask |= readers
+        return mask
 
     def _exposed(self, ideal: int, larger: int, stage: Sequence[int]) -> float:
         """Seconds of the transfers that a stage takes part in: of each value that it
@@ -258,8 +258,8 @@ class Search:
                 new = stage.after(label, problem.rounds, least)
                 if new.least >= self.bound:
                     continue
-                kept = self._keep(extended.setdefault(k + 1, []), new)
-                if kept and not units_left:
+                is_kept = self._keep(extended.setdefault(k + 1, []), new)
+                if is_kept and not units_left:
                     self._improve(new)
 
     def _keep(self, labels: list[Label], new: Label) -> bool:
@@ -287,10 +287,10 @@ class Search:
 
 
 def _mask(units: Iterator[int] | Sequence[int]) -> int:
-    found = 0
+    mask = 0
     for unit in units:
-        found |= 1 << unit
-    return found
+        mask |= 1 << unit
+    return mask
 
 
 def _units(mask: int) -> Iterator[int]:
@@ -302,8 +302,8 @@ def _units(mask: int) -> Iterator[int]:
 
 def _tails(problem: Problem) -> list[float]:
     """For each unit the seconds of the longest path from its start to the end."""
-    found = [0.0] * len(problem.units)
+    tails = [0.0] * len(problem.units)
     for unit in reversed(list(nx.topological_sort(problem.graph))):
-        after = max((found[r] for r in problem.graph.successors(unit)), default=0.0)
-        found[unit] = problem.units[unit].seconds + after
-    return found
+        after = max((tails[r] for r in problem.graph.successors(unit)), default=0.0)
+        tails[unit] = problem.units[unit].seconds + after
+    return tails

@@ -35,9 +35,9 @@ def best_cut(problem: Problem, stages: int) -> Cut | None:
     order = depth_first(fine)
     best = _even(fine, order, stages)
     bound = predicted(fine, best) if best else float("inf")
-    found = _cut(Search(fine, stages, bound, not small).run(order), len(fine.units))
-    if found is not None:
-        best, bound = found, predicted(fine, found)
+    candidate = _cut(Search(fine, stages, bound, not small).run(order), len(fine.units))
+    if candidate is not None:
+        best, bound = candidate, predicted(fine, candidate)
     coarse, inner = fine, tuple(range(len(fine.units)))
     threshold = fine.seconds / (GRAIN * stages)
     while True:
@@ -47,9 +47,9 @@ def best_cut(problem: Problem, stages: int) -> Cut | None:
             except TooMany:
                 pass
             else:
-                found = _cut(label, len(coarse.units))
-                if found is not None:
-                    best = tuple(found[c] for c in inner)
+                candidate = _cut(label, len(coarse.units))
+                if candidate is not None:
+                    best = tuple(candidate[c] for c in inner)
                 break
         threshold *= 1.5
         size = len(coarse.units)
@@ -134,8 +134,8 @@ def _even(problem: Problem, order: Sequence[int], stages: int) -> Cut | None:
         cut[unit] = stage
         inside += 1
         done += seconds
-    found = tuple(cut)
-    return found if allowed(problem, found) else None
+    assigned = tuple(cut)
+    return assigned if allowed(problem, assigned) else None
 
 
 def allowed(problem: Problem, cut: Cut) -> bool:
@@ -168,10 +168,10 @@ def improve(
             for new in _moves(problem, cut, unit):
                 if tries <= 0 or not allowed(problem, new):
                     continue
-                found = seconds(new)
-                tries -= found < float("inf")
-                if found < best * (1 - 1e-6):
-                    cut, best, moved = new, found, True
+                time = seconds(new)
+                tries -= time < float("inf")
+                if time < best * (1 - 1e-6):
+                    cut, best, moved = new, time, True
                     break
     return cut
 

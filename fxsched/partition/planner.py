@@ -87,15 +87,15 @@ class _Planner:
                 f"{most} at most; use Schedule(stages={most}) or less"
             )
         counts = [wanted] if wanted else self._counts(most)
-        found = [choice for count in counts for choice in self._cuts(count)]
-        if not found:
+        choices = [choice for count in counts for choice in self._cuts(count)]
+        if not choices:
             raise PlanError(
                 f"no cut into {counts[-1]} stages parts what stage_boundary marks; "
                 "give the schedule more stages, or take a mark away"
             )
-        within = [c for c in found if self.limit is None or c.bytes <= self.limit]
+        within = [c for c in choices if self.limit is None or c.bytes <= self.limit]
         if not within:
-            raise self._too_large(found)
+            raise self._too_large(choices)
         within.sort(key=lambda c: c.seconds)
         single = [c for c in within if c.stages <= self.schedule.workers]
         best = [c for c in within if c not in single]
@@ -145,7 +145,7 @@ class _Planner:
     def _cuts(self, count: int) -> list[Choice]:
         """Cuts into so many stages: of equal work, or with short paths where stages
         share workers; and smaller stages where a worker would hold too much."""
-        found: list[Choice] = []
+        choices: list[Choice] = []
         if not self.problem.units:
             return [self._choice(())]
         problem = replace(
@@ -162,10 +162,10 @@ class _Planner:
                 cut = best_cut(replace(problem, floor=floor, limit=limit), count)
                 if cut is None:
                     break
-                found.append(self._choice(number(problem, cut)))
-                if self.limit is None or found[-1].bytes <= self.limit:
+                choices.append(self._choice(number(problem, cut)))
+                if self.limit is None or choices[-1].bytes <= self.limit:
                     break
-        return found
+        return choices
 
     def _limits(self) -> list[float | None]:
         """Limits of a stage to try: the worker's own, then less and less, since a
@@ -213,8 +213,8 @@ class _Planner:
         better = _Planner(self.problem, fixed, self.limit)._choice(cut)
         return better if better.seconds < choice.seconds * (1 - WORTH) else choice
 
-    def _too_large(self, found: Sequence[Choice]) -> PlanError:
-        best = min(found, key=lambda c: c.bytes)
+    def _too_large(self, choices: Sequence[Choice]) -> PlanError:
+        best = min(choices, key=lambda c: c.bytes)
         while True:  # below what the limit allows, how low does it go?
             lower = replace(self, limit=best.bytes * 0.95)
             better = [c for c in lower._cuts(best.stages) if c.bytes < best.bytes]

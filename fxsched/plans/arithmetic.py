@@ -64,9 +64,9 @@ def describe_arithmetic(
     text = hashlib.sha256()
     for line in lines:
         text.update(f"{line.split(WHERE)[0]}\n".encode())
-    own = tuple(f"{_name(each)} {_code(each)}" for each in passes)
+    names = tuple(f"{_name(each)} {_code(each)}" for each in passes)
     packed = zlib.compress("\n".join(lines).encode(), 1)
-    return Arithmetic(text.hexdigest(), own, packed)
+    return Arithmetic(text.hexdigest(), names, packed)
 
 
 def first_difference(one: Arithmetic, other: Arithmetic) -> tuple[str, str]:
@@ -91,8 +91,8 @@ def _graph_lines(gm: fx.GraphModule) -> Iterator[str]:
 
 
 def _line(node: fx.Node, number: dict[fx.Node, str]) -> str:
-    given = [_text(value, number) for value in node.args]
-    given += [f"{key}={_text(value, number)}" for key, value in node.kwargs.items()]
+    arguments = [_text(value, number) for value in node.args]
+    arguments += [f"{key}={_text(value, number)}" for key, value in node.kwargs.items()]
     if node.op == "placeholder":
         value = node.meta.get("val")
         shape = str(Spec.of(value)) if isinstance(value, Tensor) else ""
@@ -100,7 +100,7 @@ def _line(node: fx.Node, number: dict[fx.Node, str]) -> str:
         gradient = getattr(value, "requires_grad", False)
         return f"{number[node]} = input {name} {shape} {gradient}"
     target = node.op if node.op in ("output", "get_attr") else _name(node.target)
-    text = f"{number[node]} = {target}({', '.join(given)})"
+    text = f"{number[node]} = {target}({', '.join(arguments)})"
     return LOCAL.sub("", text).replace("\n", " ") + _place(node)
 
 

@@ -92,8 +92,8 @@ class Plan:
     @cached_property
     def jobs(self) -> tuple[Job, ...]:
         """All jobs in the global order."""
-        own = (line.job for line in self.lines if isinstance(line, Line))
-        return tuple(job for job in own if job is not None)
+        jobs = (line.job for line in self.lines if isinstance(line, Line))
+        return tuple(job for job in jobs if job is not None)
 
     @cached_property
     def placements(self) -> dict[Job, Placement]:

@@ -110,8 +110,8 @@ class Whole:
         """
         if drawn or any(read not in self._early for read in node.all_input_nodes):
             touched = set(map(storage, written))
-            for early, own in list(self._early.items()):
-                if isinstance(own, Tensor) and storage(own) in touched:
+            for early, held in list(self._early.items()):
+                if isinstance(held, Tensor) and storage(held) in touched:
                     del self._early[early]
             return False
         self._early[node] = value

@@ -16,8 +16,8 @@ class Library(Mapping[str, Constructor]):
 
     def __init__(self, constructors: Mapping[str, Constructor]) -> None:
         self._constructors = dict(constructors)
-        own = {make.__name__: name for name, make in constructors.items()}
-        self._names = own | {name: name for name in constructors}
+        names = {make.__name__: name for name, make in constructors.items()}
+        self._names = names | {name: name for name in constructors}
 
     def name(self, text: str) -> str:
         """The name of a schedule as it is listed. Raises PlanError for another text."""

@@ -54,10 +54,10 @@ def graph(workers: int, microbatches: int) -> Schedule:
         least = likely_seconds(best, stages)
         for n in (oldest, _longest_way_first(stages, microbatches)):
             for more in (0, 1):
-                found = placed(worker, n, more)
-                taken = likely_seconds(found, stages)
+                schedule = placed(worker, n, more)
+                taken = likely_seconds(schedule, stages)
                 if taken < least * 0.97:
-                    best, least = found, taken
+                    best, least = schedule, taken
         return best
 
     return Schedule(workers, microbatches, fit=fit, name="graph")
@@ -65,10 +65,10 @@ def graph(workers: int, microbatches: int) -> Schedule:
 
 def _depths(stages: nx.DiGraph[int]) -> dict[int, int]:
     """For each stage, how many stages the longest path from it to the end has."""
-    found: dict[int, int] = {}
+    depths: dict[int, int] = {}
     for s in sorted(stages, reverse=True):
-        found[s] = 1 + max((found[r] for r in stages.successors(s)), default=0)
-    return found
+        depths[s] = 1 + max((depths[r] for r in stages.successors(s)), default=0)
+    return depths
 
 
 def _longest_way_first(stages: nx.DiGraph[int], microbatches: int) -> Priority:
@@ -126,6 +126,6 @@ def _spread(
             tries -= 1
             if tries < 0:
                 return worker
-            if (found := seconds(new)) < best * (1 - 1e-6):
-                worker, best, better = tuple(new), found, True
+            if (time := seconds(new)) < best * (1 - 1e-6):
+                worker, best, better = tuple(new), time, True
     return worker

@@ -109,7 +109,7 @@ def _medians(events: Sequence[Event], schedule: Schedule) -> Callable[[Job], flo
             raise _no_durations(events)
         job, _, start, end = event
         taken.setdefault((job.stage, job.direction), []).append(end - start)
-    times = {kind: median(found) for kind, found in taken.items()}
+    times = {kind: median(seconds) for kind, seconds in taken.items()}
     ran = {d for _, d in times}
     if missing := set(schedule.directions) - ran:
         names = " and ".join(sorted(map(str, missing)))
@@ -134,12 +134,12 @@ def _checked(durations: Callable[[Job], float]) -> Callable[[Job], float]:
 
     def time(job: Job) -> float:
         try:
-            found = durations(job)
+            seconds = durations(job)
         except Exception as error:
             raise raised(f"durations({job})", error, "a Job") from error
-        if not is_number(found):
-            raise _no_time(job, found)
-        return found
+        if not is_number(seconds):
+            raise _no_time(job, seconds)
+        return seconds
 
     return time
 

@@ -185,16 +185,20 @@ def _stages(
     schedule: Schedule, stages: int | nx.DiGraph[int] | None
 ) -> nx.DiGraph[int]:
     """A graph of the stages that simulate may write into."""
-    given = len(stages) if isinstance(stages, nx.DiGraph) else stages
-    if given is not None and not isinstance(stages, nx.DiGraph) and not is_count(given):
+    wanted = len(stages) if isinstance(stages, nx.DiGraph) else stages
+    if (
+        wanted is not None
+        and not isinstance(stages, nx.DiGraph)
+        and not is_count(wanted)
+    ):
         raise PlanError(
-            f"simulate(stages={stages!r}): give an int of 1 or more{too_many(given)}, "
+            f"simulate(stages={stages!r}): give an int of 1 or more{too_many(wanted)}, "
             "or a networkx.DiGraph"
         )
-    if given and schedule.stages not in (None, given):
+    if wanted and schedule.stages not in (None, wanted):
         raise PlanError(
             f"simulate(stages=): {schedule.name or 'the schedule'} is made for "
-            f"{schedule.stages} stages, not {given}; make it for as many"
+            f"{schedule.stages} stages, not {wanted}; make it for as many"
         )
     if isinstance(stages, nx.DiGraph):
         if set(stages) != set(range(len(stages))) or not len(stages):

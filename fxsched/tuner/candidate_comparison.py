@@ -84,7 +84,7 @@ class Comparison:
 
     def _library(self) -> list[Candidate]:
         moves = self.goal.prefetch is not None
-        found, out = [], dict[str, None]()
+        candidates, out = [], dict[str, None]()
         for each in library(
             self.goal.workers, self.goal.microbatches, self.costs.graphs, moves
         ):
@@ -93,9 +93,9 @@ class Comparison:
             if not moves and moves_weights(each.schedule, each.stages):
                 out[each.name] = None
             else:
-                found.append(each)
+                candidates.append(each)
         self.left_out = list(out)
-        return found
+        return candidates
 
     def _problem(
         self, name: str, schedule: Schedule, stages: nx.DiGraph[int]
@@ -117,13 +117,15 @@ class Comparison:
         """Simulates a schedule, and compares it if it comes to an end."""
         schedule, stages = candidate.schedule, candidate.stages
         try:
-            found = simulate(
+            simulation = simulate(
                 schedule, stages, None, self.goal.transfer, self.goal.prefetch
             )
         except PlanError:
             return  # such as a cap that stops it here
-        held = worker_bytes(schedule, found.stages, found.timeline, self.goal.kept)
-        self.rows.append(Row(candidate, found, max(held)))
+        held = worker_bytes(
+            schedule, simulation.stages, simulation.timeline, self.goal.kept
+        )
+        self.rows.append(Row(candidate, simulation, max(held)))
 
     def fits(self, row: Row) -> bool:
         """Whether a candidate is within the memory limit."""

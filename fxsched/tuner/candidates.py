@@ -72,12 +72,12 @@ def _built(
         return
     names = [argument for argument in takes if argument in values]
     for chosen in product(*(values[argument] for argument in names)):
-        given = dict(zip(names, chosen, strict=True))
+        arguments = dict(zip(names, chosen, strict=True))
         try:
-            schedule = make(**given)
+            schedule = make(**arguments)
         except PlanError:
             continue  # parameters that don't suit each other
-        words = _words(given)
+        words = _words(arguments)
         for stages in _stages(schedule, graphs):
             if (words, len(stages)) not in seen:
                 seen.add((words, len(stages)))
@@ -86,9 +86,9 @@ def _built(
                 yield Candidate(name, words, fitted, stages)
 
 
-def _words(given: Mapping[str, object]) -> str:
+def _words(arguments: Mapping[str, object]) -> str:
     said = ("group_size", "servers", "even")
-    return ", ".join(f"{k}={v}" for k, v in given.items() if k in said and v)
+    return ", ".join(f"{k}={v}" for k, v in arguments.items() if k in said and v)
 
 
 def _stages(schedule: Schedule, graphs: Graphs) -> list[nx.DiGraph[int]]:
@@ -125,12 +125,12 @@ def placements(
 ) -> list[Placed]:
     """Those of the candidates, each once, and stages in turns and folded."""
     last = 2 * workers - 1
-    found: dict[tuple[int, tuple[int, ...]], Placed] = {}
+    by_place: dict[tuple[int, tuple[int, ...]], Placed] = {}
 
     def add(name: str, schedule: Schedule, stages: nx.DiGraph[int]) -> None:
         place, every = schedule.place, range(microbatches)
         where = tuple(place(Job(s, b, FORWARD)).compute for s in stages for b in every)
-        found.setdefault((len(stages), where), Placed(name, schedule, stages))
+        by_place.setdefault((len(stages), where), Placed(name, schedule, stages))
 
     for count, stages in graphs.items():
         turns = Schedule(
@@ -142,4 +142,4 @@ def placements(
             add("folded", fold, stages)
     for name, _, schedule, stages in candidates:
         add(f"as in {name}", schedule, stages)
-    return list(found.values())
+    return list(by_place.values())

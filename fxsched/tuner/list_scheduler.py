@@ -76,7 +76,7 @@ class _Filler:
     def _limits(self) -> list[list[float]]:
         """By worker and kind of F, how much may be held when it begins."""
         problem, K = self.problem, self.width
-        found = []
+        limits = []
         on: list[set[int]] = [set() for _ in problem.room]
         for j, worker in enumerate(self.compute):
             if self.takes[j % K]:
@@ -88,8 +88,8 @@ class _Filler:
             for k in sorted(kinds, reverse=True):  # F are numbered by stage
                 line[k] = room * (1 + CLOSE) - later - self.takes[k]
                 later += self.knobs.spare * self.takes[k]
-            found.append(line)
-        return found
+            limits.append(line)
+        return limits
 
     def run(self) -> Orders | None:
         for j, missing in enumerate(self.missing):
@@ -164,8 +164,8 @@ class _Filler:
         self.orders[w].append(j)
         end = self.last[w] = now + self.seconds[k]
         heappush(self.events, (end, j))
-        for far, delay in self.succs[k]:
-            t = j + far
+        for distance, delay in self.succs[k]:
+            t = j + distance
             other = self.compute[t]
             there = end + delay if other != w else end
             self.when[t] = there = max(there, self.when[t])

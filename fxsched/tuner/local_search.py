@@ -139,8 +139,8 @@ class Climber:
         w = random.choice(several)
         order = list(self.orders[w])
         i = random.randrange(len(order))
-        far = random.choice((1, 1, 2, 3, 5, 8)) * random.choice((-1, 1))
-        order.insert(min(max(i + far, 0), len(order) - 1), order.pop(i))
+        distance = random.choice((1, 1, 2, 3, 5, 8)) * random.choice((-1, 1))
+        order.insert(min(max(i + distance, 0), len(order) - 1), order.pop(i))
         if not fits(self.problem, w, order):
             return
         orders = (*self.orders[:w], tuple(order), *self.orders[w + 1 :])
@@ -178,7 +178,7 @@ def pull_weights(
 
     fit: the share of W that a gap must have room for.
     """
-    found = []
+    pulled = []
     width, directions = len(problem.seconds), [d for _, d in problem.jobs.kinds]
     preds = problem.jobs.preds
     for order in orders:
@@ -203,5 +203,5 @@ def pull_weights(
             after.append(j)
             done.add(j)
             now = max(now, times.start[j]) + problem.seconds[j % width]
-        found.append(tuple(after))
-    return tuple(found)
+        pulled.append(tuple(after))
+    return tuple(pulled)

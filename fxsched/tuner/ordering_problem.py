@@ -46,11 +46,11 @@ class OrderingProblem:
     @cached_property
     def succs(self) -> list[list[tuple[int, float]]]:
         """By kind, how far each successor is and what comes there from elsewhere."""
-        found: list[list[tuple[int, float]]] = [[] for _ in self.seconds]
+        succs: list[list[tuple[int, float]]] = [[] for _ in self.seconds]
         for k, before in enumerate(self.jobs.preds):
             for p in before:
-                found[p].append((k - p, self.delays.get((p, k), 0.0)))
-        return found
+                succs[p].append((k - p, self.delays.get((p, k), 0.0)))
+        return succs
 
     @cached_property
     def looped(self) -> bool:
@@ -98,7 +98,7 @@ def _delays(
     """What messages between kinds take; on a link, if no others are under way."""
     if transfer is None:
         return Edges(jobs, stages).seconds
-    found: dict[tuple[int, int], float] = {}
+    delays: dict[tuple[int, int], float] = {}
     for k, before in enumerate(jobs.preds):
         for p in before:
             a, b = sorted((jobs.kinds[p][0], jobs.kinds[k][0]))
@@ -106,7 +106,7 @@ def _delays(
                 continue
             if isinstance(transfer, Link):
                 size = stages.get_edge_data(a, b, {}).get("bytes", 0.0)
-                found[p, k] = size / transfer.bandwidth + transfer.latency
+                delays[p, k] = size / transfer.bandwidth + transfer.latency
             else:
-                found[p, k] = transfer
-    return found
+                delays[p, k] = transfer
+    return delays

@@ -210,11 +210,11 @@ class _Subject:
         refused: PlanError | None = None
         for count in wanted:
             try:
-                found = self.plan(_in_turns(workers, microbatches, count))
+                plan = self.plan(_in_turns(workers, microbatches, count))
             except PlanError as error:
                 refused = refused or error  # such as more stages than it has parts
                 continue
-            self.planned[len(found.stages)] = found
+            self.planned[len(plan.stages)] = plan
         if not self.planned:
             assert refused is not None
             raise refused

@@ -34,10 +34,10 @@ def counts(stages: int | Sequence[int] | None, workers: int, jobs: int) -> list[
     """
     if stages is not None:
         several = isinstance(stages, Iterable) and not isinstance(stages, str)
-        given: list[Any] = list(cast(Any, stages)) if several else [stages]
-        for count in given or [0]:
+        counts: list[Any] = list(cast(Any, stages)) if several else [stages]
+        for count in counts or [0]:
             positive("search", stages=count)
-        return list(map(int, given))
+        return list(map(int, counts))
     every = range(workers, LOOPS * workers + 1, workers)
     return [count for count in every if count == workers or count * jobs <= JOBS]
 
@@ -59,7 +59,7 @@ def of_durations(
             "search: give every direction one time, or a list with a time for each "
             f"stage, of one length; here are {dict(durations)}"
         )
-    found = {}
+    chains = {}
     for count in sizes or wanted:
         share = 1.0 if lists else workers / count
         chain: nx.DiGraph[int] = nx.DiGraph()
@@ -71,8 +71,8 @@ def of_durations(
             if "W" in times:
                 chain.nodes[s]["weight"] = times["W"]
         nx.add_path(chain, range(count))
-        found[count] = chain
-    return Costs(found, bytes=False, edges=False)
+        chains[count] = chain
+    return Costs(chains, bytes=False, edges=False)
 
 
 def _time(times: Any, stage: int) -> float:
@@ -90,9 +90,9 @@ def of_graph(stages: nx.DiGraph[int]) -> Costs:
         )
     if any(a >= b for a, b in stages.edges):
         raise PlanError("search: number the stages in the order of data flow")
-    found = stages.copy()
-    sized = any("held" in data for _, data in found.nodes(data=True))
-    for s, data in found.nodes(data=True):
+    sized_stages = stages.copy()
+    sized = any("held" in data for _, data in sized_stages.nodes(data=True))
+    for s, data in sized_stages.nodes(data=True):
         if "forward" not in data or "backward" not in data:
             raise PlanError(
                 f"search: stage {s} has no `forward` and `backward`; give its node "
@@ -100,4 +100,4 @@ def of_graph(stages: nx.DiGraph[int]) -> Costs:
             )
         data.setdefault("held", 0.0 if sized else 1.0)
         data.setdefault("weights", 0.0)
-    return Costs({len(found): found}, bytes=sized, edges=True)
+    return Costs({len(sized_stages): sized_stages}, bytes=sized, edges=True)
