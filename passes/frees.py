@@ -17,16 +17,16 @@ def free_values(graph: fx.Graph) -> fx.Graph:
     where it is made.
     """
     output = graph.output_node()
-    returned = set(output.all_input_nodes)
+    exempt = set(output.all_input_nodes)
     last: dict[fx.Node, fx.Node] = {}
     for node in graph.nodes:
         if node.target is ops.free:  # a pass of the user's own freed these
-            returned.update(node.all_input_nodes)
+            exempt.update(node.all_input_nodes)
         for read in node.all_input_nodes:
             last[read] = node
     ends: dict[fx.Node, list[fx.Node]] = {}
     for node in graph.nodes:
-        stays = node.op in ("placeholder", "output") or node in returned
+        stays = node.op in ("placeholder", "output") or node in exempt
         if not stays and node.target not in ops.VALUELESS:
             ends.setdefault(last.get(node, node), []).append(node)
     for node, values in ends.items():
