@@ -111,6 +111,31 @@ def _queues(jobs: Jobs, missing: Sequence[int], in_order: bool) -> _Queues:
     return _Queues(ranked, rank, ready, strict)
 
 
+class _Simulation:
+    """What changes while jobs run, beside what doesn't.
+
+    calendar: the future events, a heap by time: of j < N, its end; of -1 - j, a message
+        for j; of -1 - N - x, x told to the network.
+    candidates: workers that may have something new to start.
+    in_flight, parked: by kind and worker of B, how many microbatches are there and, in
+        heaps, the F that wait for one to leave.
+    """
+
+    def __init__(
+        self, jobs: Jobs, caps: _Caps, network: Network | None, in_order: bool
+    ) -> None:
+        self.jobs, self.caps, self.network = jobs, caps, network
+        self.succs, self.missing = _precedence(jobs, network)
+        self.queues = _queues(jobs, self.missing, in_order)
+        self.free = [True] * jobs.workers
+        self.candidates = set(range(jobs.workers))
+        self.in_flight: dict[int, int] = defaultdict(int)
+        self.parked: dict[int, list[int]] = defaultdict(list)
+        self.calendar: list[tuple[float, int]] = []
+        for j, when in network.started(-1, 0.0) if network else ():
+            heappush(self.calendar, (when, -1 - j))
+
+
 def run_jobs(
     jobs: Jobs,
     seconds: Sequence[float],
@@ -126,28 +151,36 @@ def run_jobs(
         of B.
     in_order: a worker runs its jobs strictly by n.
     """
-    # one function, since a call for each of a million events is felt
-    K, W, N = len(jobs.kinds), jobs.workers, len(jobs)
-    compute, more = jobs.compute, jobs.more
-    succs, missing = _precedence(jobs, network)
-    limits, to_holder, releases = _caps(jobs, cap, release)
-    ranked, rank, ready, strict = _queues(jobs, missing, in_order)
-    in_flight: dict[int, int] = defaultdict(int)  # by kind and worker of B
-    parked: dict[int, list[int]] = defaultdict(list)  # heaps of capped F, likewise
-    free = [True] * W
+    simulation = _Simulation(jobs, _caps(jobs, cap, release), network, in_order)
+    order, starts = _run(simulation, seconds)
+    ends = [start + seconds[j] for start, j in zip(starts, order, strict=True)]
+    return Timeline(jobs, order, starts, ends)
+
+
+# What is called once for each time on the clock is a closure, and all else is in line:
+# a call for each of a million events is felt, and so is a look at an attribute.
+
+
+def _run(
+    simulation: _Simulation, seconds: Sequence[float]
+) -> tuple[list[int], list[float]]:
+    """The jobs in the order in which they start, and when."""
+    jobs, network = simulation.jobs, simulation.network
+    K, W, compute = len(jobs.kinds), jobs.workers, jobs.compute
+    calendar, candidates = simulation.calendar, simulation.candidates
+    ranked, _, ready, strict = simulation.queues
+    limits, to_holder, _ = simulation.caps
+    free, in_flight, parked = simulation.free, simulation.in_flight, simulation.parked
+    advance = _bound_events(simulation)
     order: list[int] = []
     starts: list[float] = []
-    # future events by time: j < N, its end; -1 - j, a message for j; -1 - N - x, x told
-    events: list[tuple[float, int]] = []
-    for j, when in network.started(-1, 0.0) if network else ():
-        heappush(events, (when, -1 - j))
-    now, tried = 0.0, set(range(W))  # workers that may have something new to start
+    now = 0.0
     while True:
         # C: each free worker starts its first ready job, but for those that caps park
-        for w in sorted(tried):
+        for w in sorted(candidates) if len(candidates) > 1 else candidates:
             queue = ready[w]
             while queue and free[w]:
-                if in_order and queue[0] != strict[w][-1]:
+                if strict and queue[0] != strict[w][-1]:
                     break
                 r = heappop(queue)
                 j = ranked[r]
@@ -160,63 +193,99 @@ def run_jobs(
                         heappush(parked[place], r)
                         continue
                     in_flight[place] += 1
-                if in_order:
+                if strict:
                     strict[w].pop()
                 free[w] = False
                 order.append(j)
                 starts.append(now)
-                heappush(events, (now + seconds[j], j))
+                heappush(calendar, (now + seconds[j], j))
                 if network:
                     for t, when in network.started(j, now):
-                        heappush(events, (when, -1 - t))
-        if not events:
-            ends = [start + seconds[j] for start, j in zip(starts, order, strict=True)]
-            return Timeline(jobs, order, starts, ends)
-        # A: the clock advances to the next event
-        now = events[0][0]
-        # B: all that is due happens; jobs of which a predecessor or message is there
-        # now are counted down afterwards
-        tried.clear()
-        arrived: list[int] = []
-        while events and events[0][0] == now:
-            j = heappop(events)[1]
+                        heappush(calendar, (when, -1 - t))
+        if not calendar:
+            return order, starts
+        now = advance()
+
+
+def _bound_events(simulation: _Simulation) -> Callable[[], float]:
+    """Phases A and B: the clock advances to the time that is returned; what is due then
+    happens. Jobs that then miss nothing are ready, their workers candidates."""
+    jobs, network, free = simulation.jobs, simulation.network, simulation.free
+    K, W, compute, more = len(jobs.kinds), jobs.workers, jobs.compute, jobs.more
+    ranked, rank, ready, _ = simulation.queues
+    _, to_holder, releases = simulation.caps
+    succs, missing = simulation.succs, simulation.missing
+    in_flight, parked = simulation.in_flight, simulation.parked
+    calendar, candidates = simulation.calendar, simulation.candidates
+    told, send = _messages(simulation)
+
+    def advance() -> float:
+        candidates.clear()
+        now = calendar[0][0]
+        arrived: list[int] = []  # jobs, once for each thing that they waited for
+        while calendar and calendar[0][0] == now:
+            j = heappop(calendar)[1]
             if j < 0:
-                if -1 - j < N:
-                    arrived.append(-1 - j)
-                elif network:
-                    network.told(-1 - j - N, now)
+                told(j, now, arrived)
                 continue
             k = j % K
             w = compute[j]
             free[w] = True
-            tried.add(w)
+            candidates.add(w)
             if releases[k]:
                 b = j + to_holder[k]
                 place = b % K * W + compute[b]
                 in_flight[place] -= 1
                 if parked[place]:
                     r = heappop(parked[place])
-                    w = compute[ranked[r]]
-                    heappush(ready[w], r)
-                    tried.add(w)
+                    heappush(ready[compute[ranked[r]]], r)
+                    candidates.add(compute[ranked[r]])
             if more:
                 arrived += more.get(j, ())
-            if not network:
-                for distance in succs[k]:
-                    arrived.append(j + distance)
+            if network:
+                send(j, now, arrived)
                 continue
-            for t in map(j.__add__, succs[k]):
-                here = compute[t] == compute[j]
-                when = now if here else network.arrival(j, t, now)
-                if when > now:
-                    heappush(events, (when, -1 - t))
-                else:
-                    arrived.append(t)
-            for what, when in network.ended(j, now):
-                heappush(events, (when, -1 - N - what))
+            for distance in succs[k]:
+                arrived.append(j + distance)
         for j in arrived:
             left = missing[j] = missing[j] - 1
             if not left:
                 w = compute[j]
                 heappush(ready[w], rank[j])
-                tried.add(w)
+                if free[w]:
+                    candidates.add(w)
+        return now
+
+    return advance
+
+
+_Messages = Callable[[int, float, list[int]], None]
+
+
+def _messages(simulation: _Simulation) -> tuple[_Messages, _Messages]:
+    """What a message's event does, and what the end of a job sends off; both add jobs
+    for which something has arrived to a list."""
+    jobs, calendar, succs = simulation.jobs, simulation.calendar, simulation.succs
+    K, N, compute = len(jobs.kinds), len(jobs), jobs.compute
+    network = simulation.network or Network()
+    arrival, ended = network.arrival, network.ended
+
+    def told(message: int, now: float, arrived: list[int]) -> None:
+        if -1 - message < N:
+            arrived.append(-1 - message)
+        else:
+            network.told(-1 - message - N, now)
+
+    def send(j: int, now: float, arrived: list[int]) -> None:
+        here = compute[j]
+        for distance in succs[j % K]:
+            t = j + distance
+            when = now if compute[t] == here else arrival(j, t, now)
+            if when > now:
+                heappush(calendar, (when, -1 - t))
+            else:
+                arrived.append(t)
+        for what, when in ended(j, now):
+            heappush(calendar, (when, -1 - N - what))
+
+    return told, send
