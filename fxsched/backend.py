@@ -63,7 +63,7 @@ from .runtime.ranks import Ranks
 from .runtime.step import Step
 from .runtime.step_key import step_key
 from .runtime.workers import Workers, workers_of
-from .state.kept import KEPT
+from .state.ownership import OWNERSHIPS
 
 PLANS = 64  # that a backend keeps
 
@@ -307,8 +307,8 @@ class Backend:
         outputs = step(args, self._said)
         for output, value in zip(step.plan.outputs, outputs, strict=True):
             old = args[output.state or 0] if output.replaced else None
-            if isinstance(old, Tensor) and old in KEPT:
-                KEPT[value] = KEPT[old]
+            if isinstance(old, Tensor) and old in OWNERSHIPS:
+                OWNERSHIPS[value] = OWNERSHIPS[old]
         return outputs if padded is None else padded.trimmed(outputs, step.plan)
 
     def _step(self, gm: fx.GraphModule, args: tuple[Any, ...]) -> Step:

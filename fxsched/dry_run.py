@@ -22,7 +22,7 @@ from .planning import plan_call
 from .plans.plan import Plan
 from .runtime.padding import check_padded
 from .schedules.arguments import positive
-from .state.kept import specs_of, stand_in
+from .state.ownership import specs_of, stand_in
 from .transport.world import from_rank_0
 
 

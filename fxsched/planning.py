@@ -29,7 +29,7 @@ from .runtime.ranks import Ranks
 from .runtime.runnable import Runnable
 from .runtime.step import BeforeCall, Step
 from .runtime.workers import Workers
-from .state.kept import specs_of
+from .state.ownership import specs_of
 
 
 class CallPlan(NamedTuple):

@@ -14,7 +14,7 @@ from torch.nn.utils import clip_grad_norm_  # before any rank gives anything up
 
 import fxsched
 from fxsched import PlanError, Schedule, schedules
-from fxsched.state.kept import is_given_up
+from fxsched.state.ownership import is_given_up
 from fxsched.transport.checksums import digest
 
 B = 4

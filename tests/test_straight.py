@@ -33,7 +33,7 @@ def test_sums_for_the_user_are_sent_to_be_kept() -> None:
     kept, other = [], []
     for program in plan.programs:
         for node in program.graph.find_nodes(op="call_function", target=ops.send):
-            (kept if sent(node).kept else other).append(str(node.args[0]))
+            (kept if sent(node).outlives_step else other).append(str(node.args[0]))
     assert kept == ["gradients_0"] and "gradients_0" not in other and other
 
 

@@ -129,7 +129,9 @@ def test_what_the_user_keeps_is_copied_out_of_its_block(
     here, there = pair
     value = torch.arange(1000.0)
     letters = [
-        Parcel(1, tag, (Spec.of(value + tag),), False, weights=False, kept=True)
+        Parcel(
+            1, tag, (Spec.of(value + tag),), False, weights=False, outlives_step=True
+        )
         for tag in range(4)
     ]
     kept = []

@@ -287,17 +287,17 @@ class _Provenances:
 
     def check_gradients(self) -> None:
         """Each worker's gradient holds what all workers' jobs give, once."""
-        given: dict[int, Counter[Job]] = {}
+        owed: dict[int, Counter[Job]] = {}
         for summary in self.summaries:
-            for group, jobs in summary.made.items():
-                given.setdefault(group, Counter()).update(jobs)
+            for group, jobs in summary.gradients.items():
+                owed.setdefault(group, Counter()).update(jobs)
         for summary in self.summaries:
             for group, origin in summary.returns.items():
-                wanted = given.get(group, Counter())
-                found = self._sum(summary.rank, origin)
-                if found != wanted:
-                    found = found or Counter()
-                    wrong = sorted((wanted - found) + (found - wanted))
+                wanted = owed.get(group, Counter())
+                returned = self._sum(summary.rank, origin)
+                if returned != wanted:
+                    returned = returned or Counter()
+                    wrong = sorted((wanted - returned) + (returned - wanted))
                     raise CheckError(
                         f"worker {summary.rank} gets a gradient of group {group} in "
                         f"which {', '.join(map(str, wrong))} is missing or counted "
@@ -308,12 +308,12 @@ class _Provenances:
         """The jobs whose gradients an origin adds up; None if it isn't such a sum."""
         if (rank, number) not in self.sums:
             origin = self.summaries[rank].origins[number]
-            found = None if origin.adds is None else Counter(origin.adds)
+            jobs = None if origin.adds is None else Counter(origin.adds)
             for tag in origin.added:
                 message = self.messages[tag]
                 more = self._sum(message.source, message.send.origin)
-                found = None if found is None or more is None else found + more
-            self.sums[rank, number] = found
+                jobs = None if jobs is None or more is None else jobs + more
+            self.sums[rank, number] = jobs
         return self.sums[rank, number]
 
 

@@ -84,7 +84,7 @@ class Summary:
     waits: (task, tag) of each message that a task reads; tasks by position.
     uses: received values that jobs read.
     origins: of what it sends and returns.
-    made: for each group, the jobs that give a gradient of it here.
+    gradients: for each group, the jobs that give a gradient of it here.
     returns: the origin of the gradient of each group that it keeps.
     """
 
@@ -96,7 +96,7 @@ class Summary:
     waits: list[tuple[int, int]] = field(default_factory=list)
     uses: list[Use] = field(default_factory=list)
     origins: list[Provenance] = field(default_factory=list)
-    made: dict[int, list[Job]] = field(default_factory=dict)
+    gradients: dict[int, list[Job]] = field(default_factory=dict)
     returns: dict[int, int] = field(default_factory=dict)
 
 
@@ -134,7 +134,7 @@ class _Examination:
         self.nodes = list(program.graph.nodes)
         self.calls = [node for node in self.nodes if "job" in node.meta]
         self.here = [job for job, w in placements.items() if w.compute == rank]
-        self.found = Summary(rank)
+        self.summary = Summary(rank)
         self.positions: dict[str, int] = {}  # of tasks
         self.known: dict[fx.Node, int] = {}  # origins
 
@@ -150,9 +150,9 @@ class _Examination:
             try:
                 check()
             except CheckError as error:
-                self.found.fault = self.found.fault or str(error)
+                self.summary.fault = self.summary.fault or str(error)
         self._ends()
-        return self.found
+        return self.summary
 
     def _jobs(self) -> None:
         ran = Counter(node.meta["job"] for node in self.calls)
@@ -174,39 +174,41 @@ class _Examination:
             job: Job = node.meta["job"]
             if node.target != f"{STAGE[job.direction]}_{job.stage}":
                 misled.append(f"worker {self.rank}: {job} calls {node.target}")
-            kept, wanted = node.args[1], None
+            saved, wanted = node.args[1], None
             if job.direction in KEEPS:
                 wanted = job._replace(direction=KEEPS[job.direction])
             read: list[fx.Node] = []
             fx.map_arg(node.args[1:], read.append)
-            for given in read:
-                value, maker = original(given), wanted if given is kept else None
+            for argument in read:
+                value, maker = original(argument), wanted if argument is saved else None
                 if value.target in RECEIVES:
                     tag: Any = value.kwargs["tag"]
-                    self.found.uses.append(Use(job, value.name, tag, maker))
+                    self.summary.uses.append(Use(job, value.name, tag, maker))
                     continue
                 microbatches, received = _microbatches(value)
                 for tag in received:
-                    self.found.uses.append(Use(job, value.name, tag, None))
+                    self.summary.uses.append(Use(job, value.name, tag, None))
                 others = microbatches - {job.microbatch}
                 if others:
                     mixed.append(other_microbatch(self.rank, job, value.name, others))
                 if maker is not None and _maker(value) != maker:
-                    made = _maker(value)
-                    misled.append(other_maker(self.rank, job, value.name, made, maker))
+                    actual = _maker(value)
+                    misled.append(
+                        other_maker(self.rank, job, value.name, actual, maker)
+                    )
         for fault in mixed + misled:
             raise CheckError(fault)
 
     def _tasks(self) -> None:
         """A task starts once all that it reads is there: what it reads of others here
         must be made by tasks before it."""
-        own = [n for n in self.nodes if n.op.startswith("call")]
-        own = [n for n in own if n.target not in RECEIVES]
-        for node in own:
+        calls = [n for n in self.nodes if n.op.startswith("call")]
+        calls = [n for n in calls if n.target not in RECEIVES]
+        for node in calls:
             self.positions.setdefault(node.meta["task"], len(self.positions))
-        self.found.tasks = list(self.positions)
+        self.summary.tasks = list(self.positions)
         waits: dict[tuple[int, int], None] = {}
-        for node in own:
+        for node in calls:
             if node.target is ops.free:
                 continue
             position = self.positions[node.meta["task"]]
@@ -217,16 +219,16 @@ class _Examination:
                 elif value.op != "placeholder":
                     before = value.meta["task"]
                     if self.positions[before] > position:
-                        self.found.circle = (before, node.meta["task"])
-        self.found.waits = list(waits)
+                        self.summary.circle = (before, node.meta["task"])
+        self.summary.waits = list(waits)
 
     def _lives(self) -> None:
-        made: set[fx.Node] = set()
+        defined: set[fx.Node] = set()
         freed: set[fx.Node] = set()
         for node in self.nodes:
             inputs = node.all_input_nodes
             for value in inputs:
-                if value not in made:
+                if value not in defined:
                     raise CheckError(
                         f"{self._where(node)} reads {value} before it is made"
                     )
@@ -237,10 +239,10 @@ class _Examination:
                     )
             if node.target is ops.free:
                 freed.update(inputs)
-            made.add(node)
-        kept = set(self.program.graph.output_node().all_input_nodes)
+            defined.add(node)
+        returned = set(self.program.graph.output_node().all_input_nodes)
         for node in self.nodes:
-            if node in freed or node in kept or not node.op.startswith("call"):
+            if node in freed or node in returned or not node.op.startswith("call"):
                 continue
             if node.target not in ops.VALUELESS:
                 raise CheckError(f"worker {self.rank} never frees {node}")
@@ -250,12 +252,12 @@ class _Examination:
         gets one; the check of all programs says whether it is the right one."""
         split = any(job.direction is Direction.WEIGHT for job in self.placements)
         gives = Direction.WEIGHT if split else Direction.BACKWARD
-        made = self.found.made
+        gradients = self.summary.gradients
         for node in self.nodes:
             group = node.meta.get("group")
             job = _maker(node) if group is not None else None
             if group is not None and job is not None and job.direction is gives:
-                made.setdefault(group, []).append(job)
+                gradients.setdefault(group, []).append(job)
         trains = any(job.direction is Direction.BACKWARD for job in self.placements)
         returned = result(self.program).get("groups", {})
         lost = []
@@ -269,20 +271,22 @@ class _Examination:
                     "gets no gradient of it"
                 )
             else:
-                self.found.returns[number] = self._origin(value)
+                self.summary.returns[number] = self._origin(value)
         self._all_give(gives)
         if lost:
             raise CheckError(lost[0])
 
     def _all_give(self, gives: Direction) -> None:
-        made = [set(self.found.made.get(i, ())) for i in range(len(self.groups))]
+        givers = [
+            set(self.summary.gradients.get(i, ())) for i in range(len(self.groups))
+        ]
         wanted: dict[int, list[int]] = {}  # groups, by stage
         for number, group in enumerate(self.groups):
             for stage in group.givers:
                 wanted.setdefault(stage, []).append(number)
         for job in self.here:
             for number in wanted.get(job.stage, ()) if job.direction is gives else ():
-                if job not in made[number]:
+                if job not in givers[number]:
                     names = ", ".join(self.groups[number].names[:3])
                     raise CheckError(
                         f"{job} gives no gradient of group {number}: {names}"
@@ -300,21 +304,21 @@ class _Examination:
                 end = End(what, tag, source, task, -1, -1, node.meta["specs"])
             else:
                 continue
-            self.found.ends.append(end)
+            self.summary.ends.append(end)
 
     def _origin(self, value: fx.Node) -> int:
         """The position of a value's origin."""
         if value not in self.known:
-            self.known[value] = len(self.found.origins)
+            self.known[value] = len(self.summary.origins)
             specs: Specs = value.meta["specs"]
             microbatches, received = _microbatches(value)
             source = original(value)
             tag: Any = source.kwargs["tag"] if source.target in RECEIVES else None
             adds, added = _contributions(value)
-            made = tuple(sorted(microbatches))
-            self.found.origins.append(
+            rows = tuple(sorted(microbatches))
+            self.summary.origins.append(
                 Provenance(
-                    specs, tag, _maker(value), made, tuple(received), adds, added
+                    specs, tag, _maker(value), rows, tuple(received), adds, added
                 )
             )
         return self.known[value]
@@ -335,21 +339,21 @@ def _maker(value: fx.Node) -> Job | None:
 
 def _microbatches(value: fx.Node) -> tuple[set[int], list[int]]:
     """The microbatches that a value was made from, and the messages."""
-    found: set[int] = set()
+    microbatches: set[int] = set()
     received: dict[int, None] = {}
     open_ends = [value]
     while open_ends:
         node = open_ends.pop()
         if "job" in node.meta:
-            found.add(node.meta["job"].microbatch)
+            microbatches.add(node.meta["job"].microbatch)
         elif node.target is ops.rows:
-            found.add(arguments(node)[1])
+            microbatches.add(arguments(node)[1])
         elif node.target in RECEIVES:
             tag: Any = node.kwargs["tag"]
             received[tag] = None
         elif node.target is not ops.pause:
             open_ends += node.all_input_nodes
-    return found, list(received)
+    return microbatches, list(received)
 
 
 def _contributions(node: fx.Node) -> tuple[tuple[Job, ...] | None, tuple[int, ...]]:

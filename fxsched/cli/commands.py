@@ -12,7 +12,7 @@ from ..schedules import LIBRARY
 from . import simulate_options
 from .compare_command import lineup
 from .option_types import COUNT, names, schedule
-from .options import arguments, build, given, schedule_option, schedule_options
+from .options import arguments, build, passed_options, schedule_option, schedule_options
 
 
 @click.command()
@@ -28,7 +28,8 @@ def simulate(schedule: str | Schedule, **options: Any) -> None:
     The model is a chain of equal stages; --forward and the like are times of one.
     """
     simulate_options.show(
-        simulate_options.simulate(build(schedule, given(options)), options), options
+        simulate_options.simulate(build(schedule, passed_options(options)), options),
+        options,
     )
 
 
@@ -82,4 +83,4 @@ def train(schedule: str | Schedule, steps: int, device: str, **options: Any) -> 
         workers = options["workers"] or usual["workers"]
         usual["group_size"] = workers if workers % 2 else 2
         options |= {k: v for k, v in usual.items() if k in takes and not options[k]}
-    demo.demo(build(schedule, given(options)), steps, device)
+    demo.demo(build(schedule, passed_options(options)), steps, device)

@@ -10,7 +10,15 @@ from ..draw import tables
 from ..jobs import PlanError
 from ..simulator.simulate import Simulation
 from ..tuner.candidates import moves_weights
-from .options import EVERY, arguments, build_any, check_size, flag, given, usual
+from .options import (
+    EVERY,
+    arguments,
+    build_any,
+    check_size,
+    flag,
+    passed_options,
+    usual,
+)
 from .simulate_options import simulate, transfer
 
 HEADERS = "schedule|stages|step|bubble|span|held|kept|fetched|sent"
@@ -57,7 +65,7 @@ def lineup(names: Sequence[str], options: Mapping[str, Any]) -> str:
     that move weights are ranked with the others if it is said how long that takes.
     Raises PlanError if none can be built, or none takes an option.
     """
-    numbers = given(options)
+    numbers = passed_options(options)
     for argument in numbers:
         if argument not in EVERY and not any(argument in arguments(n) for n in names):
             raise PlanError(f"none of these schedules takes {flag(argument)}")

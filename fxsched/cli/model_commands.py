@@ -12,7 +12,7 @@ from click.core import ParameterSource
 from ..jobs import PlanError, Schedule
 from . import simulate_options
 from .option_types import COUNT, NUMBER, POSITION, dims, file
-from .options import WORKERS, build, given, schedule_option, schedule_options
+from .options import WORKERS, build, passed_options, schedule_option, schedule_options
 
 MODEL = "path/to/model.py:make or package.module:make"
 OBJECTIVES = ("latency", "span")
@@ -146,7 +146,7 @@ def plan(model: str, schedule: str | Schedule, **options: Any) -> None:
     from ..dry_run import plan as make_plan
     from . import user_file
 
-    chosen = build(schedule, given(options))
+    chosen = build(schedule, passed_options(options))
     rank = options["rank"]
     if rank is not None and rank >= chosen.workers:
         raise PlanError(f"--rank {rank}: workers are 0..{chosen.workers - 1}")

@@ -96,7 +96,7 @@ def _default(name: str, parameter: inspect.Parameter) -> str:
     return f"{name} ({parameter.default})"
 
 
-def given(options: Mapping[str, Any]) -> dict[str, Any]:
+def passed_options(options: Mapping[str, Any]) -> dict[str, Any]:
     """The options that were given and are arguments of some schedule."""
     known = {*EVERY, *(k for name in LIBRARY for k in arguments(name))}
     return {k: v for k, v in options.items() if k in known and v is not None}

@@ -67,8 +67,8 @@ def _adding(flat: fx.GraphModule, positions: Sequence[int]) -> fx.Graph:
             new[node] = graph.node_copy(node, new.__getitem__)
         for total in sums.get(node, ()):
             graph.call_function(torch.ops.aten.add_.Tensor, (total, new[node]))
-    kept = (out for i, out in enumerate(outputs) if i not in positions)
-    graph.output(fx.map_arg(tuple(kept), new.__getitem__))
+    returned = (out for i, out in enumerate(outputs) if i not in positions)
+    graph.output(fx.map_arg(tuple(returned), new.__getitem__))
     return graph
 
 

@@ -131,19 +131,19 @@ class PythonSource:
         env: dict[fx.Node, Expression],
     ) -> Expression:
         """A node's call by the name of its function."""
-        given = [text_of(arg) for arg in args]
-        given += [
+        texts = [text_of(arg) for arg in args]
+        texts += [
             f"{k}={text_of(self.express(v, env))}" for k, v in node.kwargs.items()
         ]
-        return self.make(f"{function}({', '.join(given)})")
+        return self.make(f"{function}({', '.join(texts)})")
 
     def stage(self, stage: fx.GraphModule, args: Sequence[Expression]) -> Expression:
         """A stage's call: its flat graphs with bundles taken apart."""
         env: dict[fx.Node, Expression] = {}
-        given = iter(args)
+        values = iter(args)
         for node in stage.graph.nodes:
             if node.op == "placeholder":
-                env[node] = next(given)
+                env[node] = next(values)
             elif node.op == "output":
                 break
             elif node.target is operator.getitem:
@@ -165,33 +165,33 @@ class PythonSource:
         env: dict[fx.Node, Expression],
     ) -> Expression:
         """A microbatch's part of a value, which is parted once for all of them."""
-        given = text_of(env[value])
-        key = (given, microbatches, dim)
+        whole = text_of(env[value])
+        key = (whole, microbatches, dim)
         if key not in self.parts:
-            size = f"{given}.shape[{dim}] // {microbatches}"
-            self.parts[key] = self.make(f"{given}.split({size}, {dim})")
+            size = f"{whole}.shape[{dim}] // {microbatches}"
+            self.parts[key] = self.make(f"{whole}.split({size}, {dim})")
         return f"{self.parts[key]}[{microbatch}]"
 
     def flat(self, flat: Any, args: Sequence[Expression]) -> Expression:
         """The call of a flat graph, without what calling a module costs."""
         if isinstance(flat, fx.GraphModule) and not _hooked(flat):
-            made = tuple(self.variable() for _ in result(flat))
+            results = tuple(self.variable() for _ in result(flat))
             box = self.make("")
             call = FlatCall(
-                len(self.lines) - 1, box, flat, tuple(map(text_of, args)), made
+                len(self.lines) - 1, box, flat, tuple(map(text_of, args)), results
             )
             self.line("")
             self._call(call)
-            return made
-        given = ", ".join(map(text_of, args))
+            return results
+        texts = ", ".join(map(text_of, args))
         count = getattr(flat, "outputs", None)
         if count is None:  # some module of the user's
-            return self.make(f"{self.name(flat)}({given})")
+            return self.make(f"{self.name(flat)}({texts})")
         if id(flat) not in self.known:  # flat.forward is a new object each time
             self.known[id(flat)] = self.name(flat.forward)
-        made = tuple(self.variable() for _ in range(count))
-        self.line(f"{_targets(made)}{self.known[id(flat)]}({given})")
-        return made
+        results = tuple(self.variable() for _ in range(count))
+        self.line(f"{_targets(results)}{self.known[id(flat)]}({texts})")
+        return results
 
     def accumulate(self, total: Expression, new: Expression, alone: bool) -> None:
         """Adds gradients to a sum: in the graph that makes them, if it can.
@@ -199,20 +199,22 @@ class PythonSource:
         alone: whether nothing else reads the gradients, such as a pass of the user's.
         """
         call = self.calls.get(new[0]) if isinstance(new, tuple) and new else None
-        if call is None or not alone or any(name not in call.made for name in new):
+        if call is None or not alone or any(name not in call.results for name in new):
             names = (text_of(total), text_of(new))
             self.line(f"{self.name(torch._foreach_add_)}({', '.join(names)})")
             return
-        added = tuple(call.made.index(name) for name in new)
+        added = tuple(call.results.index(name) for name in new)
         sums = tuple(text_of(item(total, i)) for i in range(len(new)))
         self._call(
-            call._replace(given=(*call.given, *sums), added=(*call.added, *added))
+            call._replace(
+                arguments=(*call.arguments, *sums), added=(*call.added, *added)
+            )
         )
 
     def _call(self, call: FlatCall) -> None:
         """Takes note of a call of a flat graph, in the place of what it was before."""
         self.called[call.line] = call
-        self.calls.update(dict.fromkeys(call.kept, call))
+        self.calls.update(dict.fromkeys(call.variables, call))
 
     def written(self) -> list[tuple[str, str]]:
         """All lines, each letting go of what none after it needs."""
@@ -222,9 +224,9 @@ class PythonSource:
             if key not in runs:
                 runs[key] = runner(call.flat, call.added)
             run = self.name(runs[key])
-            box = f"{call.box} = [{', '.join(call.given)}]"
-            made = f"{_targets(call.kept)}{run}({call.box})"
-            for line, text in enumerate((box, made), call.line):
+            box = f"{call.box} = [{', '.join(call.arguments)}]"
+            call_text = f"{_targets(call.variables)}{run}({call.box})"
+            for line, text in enumerate((box, call_text), call.line):
                 self.lines[line] = (text, self.lines[line][1])
         return let_go(self.lines)
 
@@ -238,14 +240,14 @@ class FlatCall(NamedTuple):
     line: int
     box: str
     flat: fx.GraphModule
-    given: tuple[str, ...]
-    made: tuple[str, ...]
+    arguments: tuple[str, ...]
+    results: tuple[str, ...]
     added: tuple[int, ...] = ()
 
     @property
-    def kept(self) -> list[str]:
+    def variables(self) -> list[str]:
         """The variables that it makes."""
-        return [v for i, v in enumerate(self.made) if i not in self.added]
+        return [v for i, v in enumerate(self.results) if i not in self.added]
 
 
 def _targets(names: Sequence[str]) -> str:
@@ -286,15 +288,15 @@ def text_of(value: Expression) -> str:
 def let_go(lines: Sequence[tuple[str, str]]) -> list[tuple[str, str]]:
     """The same lines; each lets go of the variables that none after it names."""
     seen: set[str] = set()
-    found = []
+    texts = []
     for text, task in reversed(lines):
         last = set(VARIABLE.findall(text)) - seen
         seen |= last
         if last:
             targets = " = ".join(sorted(last))
             text = f"{text}; {targets} = None"
-        found.append((text, task))
-    return found[::-1]
+        texts.append((text, task))
+    return texts[::-1]
 
 
 def compiled(

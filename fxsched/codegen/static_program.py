@@ -81,9 +81,9 @@ class Straight:
             source.line(f"send({value}, {source.parcel(sent(node))})")
         elif node.target is ops.pause:
             self._finish(number)  # what is first read after the pause too
-            made = self._results(arguments(node)[0])
+            results = self._results(arguments(node)[0])
             env[node] = new = source.variable()
-            source.line(f"{new} = yield {made}")
+            source.line(f"{new} = yield {results}")
         elif node.target not in (ops.free, ops.wait):
             env[node] = source.node(node, env, whole=True)
 

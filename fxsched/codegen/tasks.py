@@ -126,4 +126,4 @@ def sent(node: fx.Node) -> Parcel:
     tag: Any = node.kwargs["tag"]
     bundle = weights or value.meta["bundle"]
     whole = original(value).target is ops.reduce
-    return Parcel(to, tag, value.meta["specs"], bundle, weights, kept=whole)
+    return Parcel(to, tag, value.meta["specs"], bundle, weights, outlives_step=whole)

@@ -90,12 +90,12 @@ class Dynamic(Run):
             results = arguments(pause)[0]
         else:
             results = result(self.program.gm)
-        found: dict[str, Any] = fx.map_arg(
+        returned: dict[str, Any] = fx.map_arg(
             results, lambda n: self.values[self.program.slots[n]]
         )
         if self.phase == len(phases):
             self.values = []  # else they would hold what is returned
-        return found
+        return returned
 
     def where(self) -> tuple[int | None, str]:
         """The peer and the job of the first task that waits for a receive."""

@@ -22,8 +22,8 @@ from ..jobs import PlanError
 from ..plans.arithmetic import first_difference
 from ..plans.plan import Plan
 from ..state.clip import guard_torch_clipping
-from ..state.kept import KEPT, Kept, give_up, is_given_up
 from ..state.optimizers import guard_optimizers
+from ..state.ownership import OWNERSHIPS, Ownership, give_up, is_given_up
 from ..transport.processes import MESSAGES, Processes
 from .run import Run
 from .runnable import Runnable
@@ -67,9 +67,9 @@ class Ranks:
     def owners(self, args: Sequence[Any]) -> dict[int, tuple[int, ...]]:
         """Who keeps parameters and buffers since an earlier plan, by position."""
         return {
-            i: KEPT[a].owners
+            i: OWNERSHIPS[a].owners
             for i, a in enumerate(args)
-            if isinstance(a, Tensor) and a in KEPT
+            if isinstance(a, Tensor) and a in OWNERSHIPS
         }
 
     def call(self) -> None:
@@ -204,9 +204,9 @@ class Ranks:
                 if state.role is Role.SHARED:
                     continue
                 tensor = args[state.input]
-                entry = KEPT.get(tensor)
+                entry = OWNERSHIPS.get(tensor)
                 if entry is None:
-                    new[state] = Kept(group.owners, Spec.of(tensor))
+                    new[state] = Ownership(group.owners, Spec.of(tensor))
                 elif entry.owners != group.owners:
                     return False
                 needed = here or state.input in fresh
@@ -218,8 +218,10 @@ class Ranks:
             give_up(name, tensor, values=False)
         return True
 
-    def _settle(self, state: State, tensor: Tensor, entry: Kept, workers: int) -> None:
-        KEPT[tensor] = entry
+    def _settle(
+        self, state: State, tensor: Tensor, entry: Ownership, workers: int
+    ) -> None:
+        OWNERSHIPS[tensor] = entry
         buffer = state.role is Role.BUFFER
         readers = range(workers) if buffer else entry.owners
         self.processes.share(tensor, entry.owners[0], readers)

@@ -16,7 +16,7 @@ from ..clock.timeline import Event
 from ..ir.loss_scale import Gradients
 from ..jobs import PlanError
 from ..plans.plan import Plan
-from ..state.kept import is_given_up
+from ..state.ownership import is_given_up
 from ..transport.endpoints import Aborted, Exchange, ThreadEndpoint
 from .run import Run
 from .runnable import Runnable

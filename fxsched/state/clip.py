@@ -11,7 +11,7 @@ from torch.nn.utils import clip_grad
 
 from ..jobs import PlanError
 from ..transport.processes import everyone
-from .kept import KEPT, first_owner
+from .ownership import OWNERSHIPS, first_owner
 
 Norms = dict[torch.dtype, dict[int, float]]  # by the gradient's type, by position
 
@@ -34,7 +34,7 @@ def clip_grad_norm_(
     calls something else, RuntimeError for a norm that is not finite, if asked to.
     """
     parameters = _parameters(model)
-    if not any(parameter in KEPT for parameter in parameters):
+    if not any(parameter in OWNERSHIPS for parameter in parameters):
         clip: Any = torch.nn.utils.clip_grad_norm_
         total: Tensor = clip(parameters, max_norm, norm_type, error_if_nonfinite)
         return total
@@ -107,7 +107,7 @@ def guard_torch_clipping(workers: int) -> None:
         return
 
     def guarded(parameters: Any, *args: Any, **kwargs: Any) -> None:
-        entries = (KEPT.get(parameter) for parameter in parameters)
+        entries = (OWNERSHIPS.get(parameter) for parameter in parameters)
         if any(each is not None and len(each.owners) < workers for each in entries):
             raise PlanError(
                 "torch.nn.utils.clip_grad_norm_ sees only the gradients of this rank; "

@@ -21,8 +21,8 @@ from ..ir.graphs import Spec, storage
 from ..jobs import PlanError
 from ..transport.checksums import digest
 from ..transport.processes import Processes, everyone
-from .kept import KEPT, exchanged, first_owner, is_given_up
 from .optimizers import parameters_of, unguarded
+from .ownership import OWNERSHIPS, exchanged, first_owner, is_given_up
 
 
 def full_state_dict(model: nn.Module) -> dict[str, Any]:
@@ -38,7 +38,7 @@ def full_state_dict(model: nn.Module) -> dict[str, Any]:
     if tensors:
         processes = everyone("full_state_dict")
         processes.agree(f"full_state_dict of {_what(tensors)}", None)
-        elsewhere = [t for t in tensors if processes.rank not in KEPT[t].owners]
+        elsewhere = [t for t in tensors if processes.rank not in OWNERSHIPS[t].owners]
         values = _gathered(processes, tensors)
     with exchanged(elsewhere, values):
         return _renamed(_copies(module.state_dict(), {storage(v) for v in values}))
@@ -59,7 +59,7 @@ def load_full_state_dict(
     if tensors:
         _agree_on(f"load_full_state_dict into {_what(tensors)}", state)
     given_up = [tensor for tensor in tensors if is_given_up(tensor)]
-    with exchanged(given_up, [_empty(KEPT[tensor].spec) for tensor in given_up]):
+    with exchanged(given_up, [_empty(OWNERSHIPS[tensor].spec) for tensor in given_up]):
         return module.load_state_dict(_named_as_in(module, state), strict)
 
 
@@ -72,7 +72,7 @@ def full_optimizer_state_dict(model: nn.Module, optimizer: Optimizer) -> dict[st
     """
     parameters = _optimized(model, optimizer)
     elsewhere: dict[Tensor, Any] = {}
-    if any(parameter in KEPT for parameter in parameters):
+    if any(parameter in OWNERSHIPS for parameter in parameters):
         states = _states(everyone("full_optimizer_state_dict"), parameters, optimizer)
         elsewhere = {
             parameter: states[i]
@@ -101,7 +101,7 @@ def load_full_optimizer_state_dict(
     load unequal states, or if the optimizer has none of the model's parameters.
     """
     parameters = _optimized(model, optimizer)
-    if any(parameter in KEPT for parameter in parameters):
+    if any(parameter in OWNERSHIPS for parameter in parameters):
         _agree_on(f"load_full_optimizer_state_dict of {_what(parameters)}", state)
     numbers = [n for group in state["param_groups"] for n in group["params"]]
     given_up = {
@@ -127,7 +127,7 @@ def _module(model: nn.Module) -> nn.Module:
 
 def _kept(module: nn.Module) -> list[Tensor]:
     """Parameters and buffers that ranks have between them, each once."""
-    return [t for t in (*module.parameters(), *module.buffers()) if t in KEPT]
+    return [t for t in (*module.parameters(), *module.buffers()) if t in OWNERSHIPS]
 
 
 def _optimized(model: nn.Module, optimizer: Optimizer) -> list[Tensor]:
@@ -143,7 +143,9 @@ def _optimized(model: nn.Module, optimizer: Optimizer) -> list[Tensor]:
 
 
 def _what(tensors: Sequence[Tensor]) -> str:
-    specs = [str(KEPT[t].spec if t in KEPT else Spec.of(t)) for t in tensors]
+    specs = [
+        str(OWNERSHIPS[t].spec if t in OWNERSHIPS else Spec.of(t)) for t in tensors
+    ]
     return f"{len(tensors)} tensors (digest {digest(specs)})"
 
 
@@ -165,7 +167,7 @@ def _gathered(processes: Processes, tensors: Sequence[Tensor]) -> list[Tensor]:
     """The values of those that this rank doesn't keep."""
     values = []
     for tensor in tensors:
-        owners, spec = KEPT[tensor]
+        owners, spec = OWNERSHIPS[tensor]
         others = [r for r in range(processes.workers) if r not in owners]
         if processes.rank in others:
             tensor = _empty(spec)

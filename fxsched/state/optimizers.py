@@ -13,7 +13,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
 from ..jobs import PlanError
-from .kept import is_given_up
+from .ownership import is_given_up
 
 _GUARDS: WeakKeyDictionary[Optimizer, RemovableHandle] = WeakKeyDictionary()
 _hook: RemovableHandle | None = None

@@ -124,22 +124,22 @@ class Control:
     def check_mark(self, rank: int, other: Mark) -> None:
         """Raises PlanError if a rank's mark isn't this rank's of the same call."""
         with self.changed:
-            own = self.marks.get(other.call)
-            if own is None and other.call >= self.calls:
+            mine = self.marks.get(other.call)
+            if mine is None and other.call >= self.calls:
                 self.early[rank, other.call] = other
-        if own is not None and _differ(own, other):
-            raise PlanError(self._apart(rank, other, own))
+        if mine is not None and _differ(mine, other):
+            raise PlanError(self._apart(rank, other, mine))
 
-    def _apart(self, rank: int, other: Mark, own: Mark) -> str:
-        if own.plan == other.plan:
+    def _apart(self, rank: int, other: Mark, mine: Mark) -> str:
+        if mine.plan == other.plan:
             return (
-                f"rank {rank} runs call {own.call} with other inputs than rank "
-                f"{self.rank} ({self.names.get(own.plan)}); pass the same batch to the "
-                "model on every rank, and leave out no call on one of them"
+                f"rank {rank} runs call {mine.call} with other inputs than rank "
+                f"{self.rank} ({self.names.get(mine.plan)}); pass the same batch to "
+                "the model on every rank, and leave out no call on one of them"
             )
         return (
-            f"rank {rank} runs call {own.call} as {self._plan(other.plan)}, rank "
-            f"{self.rank} as {self._plan(own.plan)}; every rank makes the same calls "
+            f"rank {rank} runs call {mine.call} as {self._plan(other.plan)}, rank "
+            f"{self.rank} as {self._plan(mine.plan)}; every rank makes the same calls "
             "of the model in the same order, also to evaluate"
         )
 

@@ -65,9 +65,9 @@ class ProcessEndpoint:
         if (near := self._near(parcel)) is not None:
             near.send(value, parcel, self.mark)
             return
-        given = value if parcel.bundle else (value,)
-        buffers = [given[i].contiguous().resolve_neg() for i in parcel.zero_copy]
-        rest = [t for i, t in enumerate(given) if i not in parcel.zero_copy]
+        tensors = value if parcel.bundle else (value,)
+        buffers = [tensors[i].contiguous().resolve_neg() for i in parcel.zero_copy]
+        rest = [t for i, t in enumerate(tensors) if i not in parcel.zero_copy]
         if rest or not buffers:
             buffer = torch.empty(max(1, parcel.rest.bytes), dtype=torch.uint8)
             parcel.rest.write(parcel.rest.views(buffer), rest)
@@ -104,10 +104,10 @@ class ProcessEndpoint:
             return buffers[0]
         rest = iter(parcel.rest.read(parcel.rest.views(buffers[-1])))
         alone = dict(zip(parcel.zero_copy, buffers, strict=False))
-        found = [
+        tensors = [
             alone[i] if i in alone else next(rest) for i in range(len(parcel.specs))
         ]
-        return tuple(found) if parcel.bundle else found[0]
+        return tuple(tensors) if parcel.bundle else tensors[0]
 
     def watch(self, parcel: Parcel, arrived: queue.SimpleQueue[int]) -> None:
         tag = parcel.tag
@@ -215,8 +215,10 @@ class Processes:
         old = self.control
         text = f"rank {self.rank} has called backend.reset() after call {old.calls}"
         self.fail(ConnectionError(text))
-        own = (old.finished, old.calls, old.plans)
-        finished, calls, plans = zip(*old.meet(f"reset {old.resets}", own), strict=True)
+        counts = (old.finished, old.calls, old.plans)
+        finished, calls, plans = zip(
+            *old.meet(f"reset {old.resets}", counts), strict=True
+        )
         old.resets += 1
         if len(set(finished)) > 1 and not loaded:
             raise PlanError(
@@ -404,18 +406,18 @@ def _look_after(processes: weakref.ref[Processes], ended: threading.Event) -> No
     """Ends waits inside torch.distributed that are in vain."""
     last: Wait | None = None
     while not ended.wait(TICK):
-        own = processes()
-        if own is None:
+        alive = processes()
+        if alive is None:
             return
-        wait = own.wait
+        wait = alive.wait
         if wait is not None and wait is last:
             try:
-                own.control.idle(wait.rank, wait.mark, wait.began, wait.where())
+                alive.control.idle(wait.rank, wait.mark, wait.began, wait.where())
             except Exception as error:  # raised by who waits
-                own.verdict = error
-                own.interrupt()
+                alive.verdict = error
+                alive.interrupt()
         last = wait
-        del own, wait
+        del alive, wait
 
 
 def leave() -> None:

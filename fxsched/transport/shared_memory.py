@@ -94,10 +94,10 @@ class Lent(Block):
 
     def write(self, packing: Packing, value: Any) -> None:
         """Writes a value into the block."""
-        given = (value,) if isinstance(value, Tensor) else value
+        tensors = (value,) if isinstance(value, Tensor) else value
         if packing not in self.views:
             self.views[packing] = packing.views(self.contents)
-        packing.write(self.views[packing], given)
+        packing.write(self.views[packing], tensors)
 
 
 class Neighbour:
@@ -136,7 +136,7 @@ class Neighbour:
         block.write(packing, value)
         try:
             fresh = 0 if descriptor is None else size
-            copied = packing.bytes if parcel.kept else 0
+            copied = packing.bytes if parcel.outlives_step else 0
             note = NOTE.pack(parcel.tag, block.number, fresh, copied, *mark)
             self._tell(note, mark, descriptor)
         finally:
@@ -174,8 +174,8 @@ class Neighbour:
             except BlockingIOError:
                 self.all.wait(self, select.POLLIN, mark, where)
         packing = parcel.packing
-        found = packing.read(packing.views(block.bytes()))
-        return tuple(found) if parcel.bundle else found[0]
+        tensors = packing.read(packing.views(block.bytes()))
+        return tuple(tensors) if parcel.bundle else tensors[0]
 
     def _pop(self, key: tuple[int, int]) -> Block | Copied | None:
         with self.changed:
@@ -302,8 +302,10 @@ class Neighbours(dict[int, Neighbour]):
         poll = select.poll()
         for number in others:
             poll.register(number, select.POLLIN)
-        own = wanted.link.fileno()
-        poll.register(own, event | (select.POLLIN if own in others else 0))
+        descriptor = wanted.link.fileno()
+        poll.register(
+            descriptor, event | (select.POLLIN if descriptor in others else 0)
+        )
         began = time.monotonic()
         due = began + TICK
         while True:
@@ -312,7 +314,7 @@ class Neighbours(dict[int, Neighbour]):
                 self.control.idle(wanted.rank, mark, began, where())
                 due = time.monotonic() + TICK
             for number, state in ready:
-                if number == own and state & ~select.POLLIN | state & event:
+                if number == descriptor and state & ~select.POLLIN | state & event:
                     return
                 try:
                     others[number].read(socket.MSG_DONTWAIT)

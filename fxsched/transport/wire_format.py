@@ -21,7 +21,7 @@ class Parcel:
     """A value on its way: the other worker, a number, and what it looks like.
 
     weights: whether it is a fetch, which has to wait until the receiver has room.
-    kept: whether it is sent to be given to the user, who may keep it for long.
+    outlives_step: whether it is sent to be given to the user, who may keep it for long.
     """
 
     peer: int
@@ -29,7 +29,7 @@ class Parcel:
     specs: Specs
     bundle: bool
     weights: bool
-    kept: bool = False
+    outlives_step: bool = False
 
     @cached_property
     def packing(self) -> Packing:
@@ -101,9 +101,9 @@ class Packing:
             for part in self.parts
         ]
 
-    def write(self, views: Sequence[Tensor], given: Sequence[Tensor]) -> None:
+    def write(self, views: Sequence[Tensor], tensors: Sequence[Tensor]) -> None:
         """Copies tensors to where they should lie."""
-        for view, part, tensor in zip(views, self.parts, given, strict=True):
+        for view, part, tensor in zip(views, self.parts, tensors, strict=True):
             if part.shape != part.spec.shape:
                 for dim, size in enumerate(part.shape):
                     tensor = tensor.narrow(dim, 0, size)
@@ -111,15 +111,15 @@ class Packing:
 
     def read(self, views: Sequence[Tensor]) -> list[Tensor]:
         """The tensors as they were sent, of the same memory where it can be."""
-        found = []
+        tensors = []
         for view, (_, _, shape, stride, spec) in zip(views, self.parts, strict=True):
             tensor = view.to(spec.device)
             if shape != spec.shape:
                 tensor = tensor.expand(spec.shape)
             elif stride != spec.stride and not _overlaps(spec):
                 tensor = spec.empty().copy_(tensor)
-            found.append(tensor)
-        return found
+            tensors.append(tensor)
+        return tensors
 
 
 def _is_dense(shape: Sequence[int], stride: Sequence[int]) -> bool:

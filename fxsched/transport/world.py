@@ -30,17 +30,17 @@ def from_rank_0(make: Callable[[], T]) -> T:
         if not started_by_torchrun():
             return make()
         dist.init_process_group("gloo")
-    found: list[Any] = [None, None]
+    outcome: list[Any] = [None, None]
     dist.barrier()
     try:
-        found[0] = make()
+        outcome[0] = make()
     except Exception as error:
-        found[1] = error
-    dist.broadcast_object_list(found, 0)
-    if found[1] is not None:
-        raise found[1]
-    made: T = found[0]
-    return made
+        outcome[1] = error
+    dist.broadcast_object_list(outcome, 0)
+    if outcome[1] is not None:
+        raise outcome[1]
+    value: T = outcome[0]
+    return value
 
 
 def largest(values: Tensor) -> Tensor:

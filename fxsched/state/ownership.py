@@ -20,7 +20,7 @@ from ..ir.graphs import Spec
 from ..jobs import PlanError
 
 
-class Kept(NamedTuple):
+class Ownership(NamedTuple):
     """Which workers keep a parameter or buffer, and its shape and strides."""
 
     owners: tuple[int, ...]
@@ -28,7 +28,7 @@ class Kept(NamedTuple):
 
 
 # of all models of this process: a model may have several backends, one after another
-KEPT: MutableMapping[Tensor, Kept] = WeakIdKeyDictionary()
+OWNERSHIPS: MutableMapping[Tensor, Ownership] = WeakIdKeyDictionary()
 
 READS = ("detach", "clone", "__deepcopy__", "__reduce_ex__")
 WRITES = ("copy_",)
@@ -42,7 +42,7 @@ def give_up(name: str, tensor: Tensor, values: bool = True) -> None:
     if values:
         nothing = torch.full((), torch.nan).to(tensor)
         tensor.data = nothing.expand(tensor.shape)
-    owner = KEPT[tensor].owners[0]
+    owner = OWNERSHIPS[tensor].owners[0]
     for method in READS + WRITES:
         refusal = MethodType(_refusal(name, owner, method), tensor)
         setattr(tensor, method, refusal)
@@ -55,15 +55,15 @@ def is_given_up(tensor: Tensor) -> bool:
 
 def first_owner(tensor: Tensor) -> int:
     """The rank that speaks for a tensor; rank 0 for one that no program reads."""
-    return KEPT[tensor].owners[0] if tensor in KEPT else 0
+    return OWNERSHIPS[tensor].owners[0] if tensor in OWNERSHIPS else 0
 
 
 def specs_of(values: Sequence[Any]) -> dict[int, Spec]:
     """What tensors among some values are where they are kept, by position."""
     return {
-        i: KEPT[value].spec._replace(dtype=value.dtype, device=value.device)
+        i: OWNERSHIPS[value].spec._replace(dtype=value.dtype, device=value.device)
         for i, value in enumerate(values)
-        if isinstance(value, Tensor) and value in KEPT
+        if isinstance(value, Tensor) and value in OWNERSHIPS
     }
 
 
