@@ -16,8 +16,9 @@ from torch import Tensor, fx, nn
 import fxsched
 from fxsched import CheckError, Job, Placement, Plan, Schedule, schedules
 from fxsched import pipeline as passes_in_order
-from fxsched.checker.check_messages import GRAPH_META, META, check_summaries
+from fxsched.checker.check_messages import check_summaries
 from fxsched.ir import ops
+from fxsched.ir.meta import GRAPH_META, META
 
 
 class Chain(nn.Module):

@@ -37,6 +37,17 @@ def test_a_plan_prints_as_a_summary_that_fits(workers: int) -> None:
     assert f"; {sum(sends)} transfers, " in text
 
 
+@pytest.mark.parametrize("workers", [2, 16])
+def test_what_explains_a_plan_fits(workers: int) -> None:
+    assert widest(plan_of(workers).explain()) <= 100
+
+
+def test_a_plan_is_one_line_in_a_debugger() -> None:
+    text = repr(plan_of(2))
+    assert text.startswith("<Plan 1f1b: 2 workers, 16 microbatches, 2 stages, 64 jobs")
+    assert text.endswith(" sent>") and widest(text) <= 88 and "\n" not in text
+
+
 def test_a_summary_of_many_workers_shows_the_first() -> None:
     plan = fxsched.plan(Chain(16), schedules.ddp(32, 32), *batch(32))
     assert "\n15  " in str(plan) and str(plan).endswith("\nand 16 more")

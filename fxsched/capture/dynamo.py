@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import inspect
+import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import wraps
@@ -266,5 +267,7 @@ def frame_error(error: Unsupported) -> PlanError:
     if not isinstance(raised, ObservedException):
         return not_whole(error.real_stack, error)
     text = str(raised).removeprefix("raised exception ")
+    # before 2.12 Dynamo names its own variable, which says the class alone
+    text = re.sub(r"ExceptionVariable\(<class '([\w.]+)'>\)", r"\1", text)
     where = list(error.real_stack)[-1]
     return PlanError(f"{where.filename}:{where.lineno}: the model raised {text}")

@@ -1,9 +1,9 @@
-"""What is legal: facts that passes may leave on nodes, and a verifier of programs.
+"""A verifier of the programs of all workers.
 
-The verifier reads nothing but finished programs and the schedule's placements. It
-proves that running them cannot deadlock, read what isn't there, or lose a gradient.
-Each program is examined by itself (examine.py), so that ranks need no more than their
-own, and what the programs say of their messages is held against each other here.
+It reads nothing but finished programs and the schedule's placements. It proves that
+running them cannot deadlock, read what isn't there, or lose a gradient. Each program is
+examined by itself (check_program.py), so that ranks need no more than their own, and
+what the programs say of their messages is held against each other here.
 """
 
 from __future__ import annotations
@@ -27,47 +27,7 @@ from .check_program import (
     other_microbatch,
 )
 
-__all__ = ["GRAPH_META", "META", "CheckError", "check_programs", "check_summaries"]
-
-# The keys of node.meta, and what they say. Passes use no others.
-META = {
-    "val": "fake value of a node of the traced graph",
-    "role": "Role of an input of the traced graph",
-    "origin": "Origin of an input of Dynamo's graph",
-    "arguments": "what the caller calls an input of Dynamo's graph",
-    "dim": "dimension along which a batch input is cut",
-    "name": "the user's name of an input",
-    "index": "position of an input in the call",
-    "input": "position of a batch input in the call",
-    "tangent": "the output whose gradient this placeholder is",
-    "module": "module that a node was called in",
-    "work": "Work of a node of the traced graph",
-    "estimated": "its estimated Times, where a profile gave it its work",
-    "key": "name that a node keeps in other traces of the model",
-    "seconds": "estimated or measured seconds of a stage's call",
-    "mutates": "fake tensors that a node writes into",
-    "learns": "of these, running statistics of a normalization",
-    "stack_trace": "the user's line",
-    "recompute": "which call of torch.utils.checkpoint a node is in, if any",
-    "rows": "Rows of a node's value: how it depends on the batch",
-    "stage": "stage of a node",
-    "direction": "Direction of a stage's call",
-    "group": "number of a group of weights, or of the sum of its gradients",
-    "random": "how many draws of random numbers a node makes",
-    "draw": "number of a stage's first draw in the model; None if it makes none",
-    "specs": "shapes of the tensors in a value",
-    "bundle": "whether a value is a tuple of tensors",
-    "worker": "worker that runs a node",
-    "task": "job or other piece of work that a node belongs to",
-    "n": "priority of that task",
-    "job": "job that a call is",
-    "own": "whether a user's pass made the node",
-}
-
-# The keys of gm.meta that passes hand on, and what they say.
-GRAPH_META = {
-    "facts": "Facts of the model",
-}
+__all__ = ["CheckError", "check_programs", "check_summaries"]
 
 
 def check_programs(

@@ -16,9 +16,10 @@ from ..ir.step_ir import TOKEN, Credit, Line, Message, Running, Value, values_in
 from ..jobs import Job, Schedule
 from .palette import clock
 from .program_table import program_table
-from .tables import WIDTH, byte_text, shorten, table
+from .tables import WIDTH, byte_text, ranges, shorten, table
 
 ROWS = 16  # stages, and workers, that a summary shows
+EXPLAINED = 100  # columns of what explains a plan
 
 
 def plan_head(
@@ -48,6 +49,15 @@ def plan_text(head: Sequence[str], programs: Sequence[fx.GraphModule]) -> str:
     return "\n\n".join((summary, *head[1:], *tables))
 
 
+def plan_line(
+    schedule: Schedule, timeline: Timeline, lines: Sequence[Line | Message]
+) -> str:
+    """A plan in a line."""
+    stages = len({stage for stage, _ in timeline.jobs.kinds})
+    sent = byte_text(sum(_sent(schedule.workers, lines)))
+    return f"{schedule}, {stages} stages, {len(timeline)} jobs, {sent} sent"
+
+
 def summary_text(
     schedule: Schedule,
     stages: nx.DiGraph[int],
@@ -69,7 +79,7 @@ def summary_text(
     return "\n\n".join(
         (
             f"{schedule}, {len(stages)} stages",
-            *("\n".join(textwrap.wrap(note, WIDTH)) for note in notes),
+            *(_wrapped([note]) for note in notes),
             f"predicted step: {time.text(step)}, bubble {100 * bubble:.1f} %; "
             f"{messages} transfers, {byte_text(sum(sent))}",
             _first(STAGES, _stage_rows(stages)),
@@ -139,7 +149,8 @@ def _sent(workers: int, lines: Sequence[Line | Message]) -> list[int]:
 
 
 def explain_text(schedule: Schedule, stages: nx.DiGraph[int]) -> str:
-    """The stages with their workers, work and memory; where the step's time goes."""
+    """The stages with their workers, work, memory and what one microbatch sends; where
+    the step's time goes."""
     whole = sum(d["forward"] + d["backward"] for _, d in stages.nodes(data=True)) or 1.0
     rows = []
     for s in sorted(stages):
@@ -153,21 +164,20 @@ def explain_text(schedule: Schedule, stages: nx.DiGraph[int]) -> str:
             (
                 s,
                 shorten(data["modules"]),
-                _list(sorted(workers)),
+                ranges(sorted(workers)),
                 f"{100 * (data['forward'] + data['backward']) / whole:.1f} %",
                 f"{data['forward'] * 1e3:.3g} + {data['backward'] * 1e3:.3g}",
-                f"{data['parameters']:,}",
                 byte_text(data["weights"]),
                 byte_text(data["held"]),
                 _sends(stages, s),
             )
         )
-    headers = "stage|modules|workers|work|F + B ms|parameters|weights|held"
+    headers = "stage|modules|workers|work|F + B ms|weights|held|sends"
     events = run_stages(schedule, stages)
     return "\n\n".join(
         (
             f"{schedule}, {len(stages)} stages",
-            table(f"{headers}|sends per microbatch", rows),
+            table(headers, rows, width=EXPLAINED),
             table("worker|stages|busy|memory", _loads(schedule, stages, events)),
             _limits(schedule, stages, events),
         )
@@ -229,15 +239,20 @@ def _limits(schedule: Schedule, stages: nx.DiGraph[int], events: Timeline) -> st
     limit = f"what limits the step: {worst}; {advice[worst]}"
     if lost[worst] < 0.02 * step:
         limit = "what limits the step: work; every worker is busy nearly all the time"
-    return "\n".join(
+    return _wrapped(
         (
             f"predicted step: {step * 1e3:.3g} ms, of which the workers are busy "
             f"{100 * mean / step:.1f} % (bubble {100 - 100 * mean / step:.1f} %)",
             "idle: "
             + ", ".join(f"{what} {100 * t / step:.1f} %" for what, t in lost.items()),
             limit,
-        )
+        ),
+        EXPLAINED,
     )
+
+
+def _wrapped(lines: Iterable[str], width: int = WIDTH) -> str:
+    return "\n".join(part for line in lines for part in textwrap.wrap(line, width))
 
 
 def _list(numbers: Sequence[int]) -> str:

@@ -1,7 +1,7 @@
 """What fxsched knows about fx graphs: shapes of values, roles of inputs, aliases.
 
 Passes hand each other what they find out of a node in node.meta, whose keys are listed
-in checker.check_messages.META, and of the whole graph in its facts (facts.py).
+in meta.py, and of the whole graph in its facts (facts.py).
 """
 
 from __future__ import annotations

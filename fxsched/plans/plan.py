@@ -107,6 +107,11 @@ class Plan:
         """Whether there are B jobs."""
         return any(job.direction is Direction.BACKWARD for job in self.jobs)
 
+    def __repr__(self) -> str:
+        return (
+            f"<Plan {plan_tables.plan_line(self.schedule, self.timeline, self.lines)}>"
+        )
+
     def __str__(self) -> str:
         """A summary: the stages, and what each worker runs, sends and holds."""
         return plan_tables.summary_text(
@@ -142,7 +147,8 @@ class Plan:
         return plan_tables.plan_head(self.schedule, self.stages, groups, notes)
 
     def explain(self) -> str:
-        """Stages and workers with their work and memory, and what limits the step."""
+        """Stages with their workers, work, memory and what one microbatch sends, workers
+        with theirs, and what limits the step; lines of 100 columns at most."""
         return plan_tables.explain_text(self.schedule, self.stages)
 
     def simulate(

@@ -1,0 +1,41 @@
+"""The keys of node.meta and gm.meta by which passes hand on what they know."""
+
+# Of node.meta, and what they say. Passes use no others.
+META = {
+    "val": "fake value of a node of the traced graph",
+    "role": "Role of an input of the traced graph",
+    "origin": "Origin of an input of Dynamo's graph",
+    "arguments": "what the caller calls an input of Dynamo's graph",
+    "dim": "dimension along which a batch input is cut",
+    "name": "the user's name of an input",
+    "index": "position of an input in the call",
+    "input": "position of a batch input in the call",
+    "tangent": "the output whose gradient this placeholder is",
+    "module": "module that a node was called in",
+    "work": "Work of a node of the traced graph",
+    "estimated": "its estimated Times, where a profile gave it its work",
+    "key": "name that a node keeps in other traces of the model",
+    "seconds": "estimated or measured seconds of a stage's call",
+    "mutates": "fake tensors that a node writes into",
+    "learns": "of these, running statistics of a normalization",
+    "stack_trace": "the user's line",
+    "recompute": "which call of torch.utils.checkpoint a node is in, if any",
+    "rows": "Rows of a node's value: how it depends on the batch",
+    "stage": "stage of a node",
+    "direction": "Direction of a stage's call",
+    "group": "number of a group of weights, or of the sum of its gradients",
+    "random": "how many draws of random numbers a node makes",
+    "draw": "number of a stage's first draw in the model; None if it makes none",
+    "specs": "shapes of the tensors in a value",
+    "bundle": "whether a value is a tuple of tensors",
+    "worker": "worker that runs a node",
+    "task": "job or other piece of work that a node belongs to",
+    "n": "priority of that task",
+    "job": "job that a call is",
+    "own": "whether a user's pass made the node",
+}
+
+# Of gm.meta.
+GRAPH_META = {
+    "facts": "Facts of the model",
+}
