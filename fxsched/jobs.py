@@ -377,7 +377,7 @@ def is_number(value: object, least: float = 0.0) -> bool:
 def raised(call: str, error: Exception, arguments: str) -> PlanError:
     """The error for a function of the user's that raised: which call, what and where.
 
-    given: what it is called with.
+    arguments: what it is called with.
     """
     if isinstance(error, PlanError):
         return error

@@ -147,8 +147,8 @@ class Plan:
         return plan_tables.plan_head(self.schedule, self.stages, groups, notes)
 
     def explain(self) -> str:
-        """Stages with their workers, work, memory and what one microbatch sends, workers
-        with theirs, and what limits the step; lines of 100 columns at most."""
+        """Stages with their workers, work, memory and what one microbatch sends; what
+        each worker runs and holds; what limits the step. Lines of 100 columns."""
         return plan_tables.explain_text(self.schedule, self.stages)
 
     def simulate(
