@@ -57,7 +57,7 @@ from .passes.users import Pass
 from .planning import make_step
 from .plans.plan import Plan
 from .runtime.input_agreement import InputRule
-from .runtime.local_rows import spread
+from .runtime.local_rows import spread_rows
 from .runtime.padding import Padded, check_padded, pad
 from .runtime.ranks import Ranks
 from .runtime.step import Step
@@ -284,7 +284,7 @@ class Backend:
         a batch that divides, if it is to be filled up."""
         request = self.request
         if request.rows == "local" and isinstance(self._workers, Ranks):
-            return spread(gm, args, request, self._workers.rank), None
+            return spread_rows(gm, args, request, self._workers.rank), None
         padded = pad(gm, args, request) if request.ragged == "pad" else None
         return (args if padded is None else padded.args), padded
 

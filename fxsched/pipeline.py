@@ -7,7 +7,7 @@ from dataclasses import replace
 import torch
 from torch import fx
 
-from .costmodel.measure import known
+from .costmodel.measure import known_nodes
 from .ir.facts import facts
 from .ir.graphs import Role, State, tensors
 from .ir.lazy import lazy_module
@@ -79,7 +79,7 @@ def make_plan(gm: fx.GraphModule, request: Request, passes: tuple[Pass, ...]) ->
         step.timeline,
         step.lines,
         _notes(step, request),
-        known(nodes),
+        known_nodes(nodes),
         inputs,
         arithmetic,
         draws=bool(step.draws),

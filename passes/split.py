@@ -259,7 +259,7 @@ def _leaves(user: fx.Node, inside: set[fx.Node]) -> bool:
     return user.op == "output" or ("stage" in user.meta and user not in inside)
 
 
-def owners(request: Request, stage: int) -> tuple[int, ...]:
+def stage_owners(request: Request, stage: int) -> tuple[int, ...]:
     """The workers on which w puts the weights of a stage's jobs."""
     schedule = request.schedule
     return tuple(
@@ -282,7 +282,7 @@ def _group_state(
     one counts once; a buffer by those of all stages that read it; an input that is not
     cut into microbatches is at hand on every worker.
     """
-    owners_of = [owners(request, stage) for stage in range(len(state))]
+    owners_of = [stage_owners(request, stage) for stage in range(len(state))]
     readers: dict[fx.Node, list[int]] = {}
     for stage, nodes in enumerate(state):
         for node in nodes:

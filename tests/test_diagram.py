@@ -18,7 +18,7 @@ from fxsched.clock.timeline import Event
 from fxsched.draw.diagram import Diagram, draw
 from fxsched.draw.palette import clock, palette, ticks
 from fxsched.draw.svg_layout import LEFT, WIDTH
-from fxsched.draw.timeline_arrays import collect, held, spread
+from fxsched.draw.timeline_arrays import bars_of, cell_means, held
 
 GOLDEN = Path(__file__).parent / "golden" / "zb_h1.svg"
 FORWARD, BACKWARD, WEIGHT = Direction
@@ -197,7 +197,7 @@ def test_memory_is_held_from_f_to_release() -> None:
         (BACKWARD, [(0, 1), (1, 2), (3, 1), (4, 0)]),
         (WEIGHT, [(0, 1), (1, 2), (5, 1), (6, 0)]),
     ):
-        [found] = held(collect(events, 1), release)
+        [found] = held(bars_of(events, 1), release)
         assert list(zip(*found, strict=True)) == expected
 
 
@@ -300,9 +300,9 @@ def test_averages_keep_the_sum() -> None:
         Event(Job(0, i, FORWARD), i % 7, s, s + random.uniform(0, 9))
         for i, s in enumerate(start)
     ]
-    found = collect(events, 7, step=(0.0, 100.0))
+    found = bars_of(events, 7, step=(0.0, 100.0))
     for rows, columns in ((7, 33), (3, 1000), (1, 1)):
-        means = spread(found, np.ones((50, 1)), rows, columns)
+        means = cell_means(found, np.ones((50, 1)), rows, columns)
         sharing = np.bincount(np.arange(7) * rows // 7)
         total = (means[:, :, 0].sum(1) * sharing).sum() * 100 / columns
         assert total == pytest.approx(sum(e.end - e.start for e in events))

@@ -12,7 +12,13 @@ from ..schedules import LIBRARY
 from . import simulate_options
 from .compare_command import lineup
 from .option_types import COUNT, names, schedule
-from .options import arguments, build, passed_options, schedule_option, schedule_options
+from .options import (
+    build,
+    constructor_parameters,
+    passed_options,
+    schedule_option,
+    schedule_options,
+)
 
 
 @click.command()
@@ -78,7 +84,7 @@ def train(schedule: str | Schedule, steps: int, device: str, **options: Any) -> 
     from . import demo
 
     if isinstance(schedule, str):
-        takes = arguments(schedule)
+        takes = constructor_parameters(schedule)
         usual = {"workers": int(os.environ.get("WORLD_SIZE", "4")), "microbatches": 8}
         workers = options["workers"] or usual["workers"]
         usual["group_size"] = workers if workers % 2 else 2

@@ -12,9 +12,9 @@ from ..simulator.simulate import Simulation
 from ..tuner.candidates import moves_weights
 from .options import (
     EVERY,
-    arguments,
     build_any,
-    check_size,
+    check_work,
+    constructor_parameters,
     flag,
     passed_options,
     usual,
@@ -67,12 +67,14 @@ def lineup(names: Sequence[str], options: Mapping[str, Any]) -> str:
     """
     numbers = passed_options(options)
     for argument in numbers:
-        if argument not in EVERY and not any(argument in arguments(n) for n in names):
+        if argument not in EVERY and not any(
+            argument in constructor_parameters(n) for n in names
+        ):
             raise PlanError(f"none of these schedules takes {flag(argument)}")
     numbers = {**usual(numbers), **numbers}
     # what is wrong for all schedules is said once
     transfer(options)
-    check_size(numbers)
+    check_work(numbers)
     entries, refused = [], []
     for name in names:
         try:

@@ -65,12 +65,12 @@ def demo(schedule: Schedule, steps: int, device: str) -> None:
     model = TwoTower(config).to(device)
     eager = copy.deepcopy(model)  # a rank soon keeps only its own parameters
     step: Any = torch.compile(model, backend=runner)
-    difference = compare(step, model, eager, batches.draw(), schedule.microbatches)
+    difference = compare_step(step, model, eager, batches.draw(), schedule.microbatches)
     assert runner.plan is not None
     say(f"{runner.plan}\n\n{runner.plan.table(0, jobs=ROWS)}\n")
 
     say(f"accuracy before training: {accuracies(step, batches)}")
-    fit(step, model, batches, steps)
+    run_training(step, model, batches, steps)
     say(f"accuracy after training: {accuracies(step, batches)}")
     plain = TwoTower(config).to(device)
     plain.load_state_dict(full_state_dict(model))  # as a file would hold it
@@ -113,7 +113,7 @@ class Batches:
         return code, doc, label
 
 
-def compare(
+def compare_step(
     step: Model, model: nn.Module, eager: nn.Module, batch: Batch, microbatches: int
 ) -> LargestDifferences:
     """One step both ways from equal parameters, on the same microbatches."""
@@ -142,7 +142,7 @@ def _distance(mine: Tensor, its: Tensor | None) -> float:
     return float((mine - its).abs().max())
 
 
-def fit(step: Model, model: nn.Module, batches: Batches, steps: int) -> None:
+def run_training(step: Model, model: nn.Module, batches: Batches, steps: int) -> None:
     """An ordinary training loop."""
     optimizer = torch.optim.AdamW(
         model.parameters(), lr=LEARNING_RATE, weight_decay=WEIGHT_DECAY

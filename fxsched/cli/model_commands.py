@@ -94,7 +94,7 @@ def _search_for_model(ctx: click.Context, options: Mapping[str, Any]) -> None:
         _save(best, options)
         planned = make_plan(case.model, best, *case.args, **case.kwargs)
     click.echo(f"\n{planned.explain()}")
-    simulate_options.draw(planned.simulate(), options, unit="s")
+    simulate_options.show_pictures(planned.simulate(), options, unit="s")
 
 
 def _save(schedule: Schedule, options: Mapping[str, Any]) -> None:
@@ -169,4 +169,4 @@ def plan(model: str, schedule: str | Schedule, **options: Any) -> None:
         width = shutil.get_terminal_size((88, 24)).columns
         click.echo(planned.table(rank, options["jobs"], width))
         options["text"] = options["text"] or False
-    simulate_options.draw(planned.simulate(), options, unit="s")
+    simulate_options.show_pictures(planned.simulate(), options, unit="s")

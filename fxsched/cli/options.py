@@ -53,7 +53,7 @@ def flag(argument: str) -> str:
 
 
 @cache
-def arguments(name: str) -> dict[str, inspect.Parameter]:
+def constructor_parameters(name: str) -> dict[str, inspect.Parameter]:
     """The arguments of a schedule's constructor that a command line can give."""
     takes = inspect.signature(LIBRARY[name], eval_str=True).parameters
     return {
@@ -65,7 +65,7 @@ def schedule_options(command: Command) -> Command:
     """Adds an option for each argument that some schedule of the library takes."""
     takers: dict[str, dict[str, inspect.Parameter]] = {}
     for name in LIBRARY:
-        for argument, parameter in arguments(name).items():
+        for argument, parameter in constructor_parameters(name).items():
             takers.setdefault(argument, {})[name] = parameter
     takers.setdefault("stages", {})
     copies = click.option("--replicate", type=COUNT, metavar="G", help=REPLICATE)
@@ -98,7 +98,7 @@ def _default(name: str, parameter: inspect.Parameter) -> str:
 
 def passed_options(options: Mapping[str, Any]) -> dict[str, Any]:
     """The options that were given and are arguments of some schedule."""
-    known = {*EVERY, *(k for name in LIBRARY for k in arguments(name))}
+    known = {*EVERY, *(k for name in LIBRARY for k in constructor_parameters(name))}
     return {k: v for k, v in options.items() if k in known and v is not None}
 
 
@@ -118,7 +118,7 @@ def build(name: str | Schedule, options: Mapping[str, Any]) -> Schedule:
         if options:
             raise PlanError(f"{name} is from a file; leave out {flag(min(options))}")
         return name
-    takes = arguments(name)
+    takes = constructor_parameters(name)
     for argument in options:
         if argument not in takes and argument not in EVERY:
             _refuse(name, f"doesn't take {flag(argument)}")
@@ -127,7 +127,7 @@ def build(name: str | Schedule, options: Mapping[str, Any]) -> Schedule:
     missing = [flag(k) for k in needed if k not in values]
     if missing:
         _refuse(name, f"needs {' and '.join(missing)}")
-    check_size(values)
+    check_work(values)
     schedule = LIBRARY[name](**{k: v for k, v in values.items() if k in takes})
     if "stages" in options and "stages" not in takes:
         if schedule.stages not in (None, options["stages"]):
@@ -140,14 +140,14 @@ def build(name: str | Schedule, options: Mapping[str, Any]) -> Schedule:
 def build_any(name: str, options: Mapping[str, Any]) -> Schedule:
     """The same without the options that this schedule doesn't take: they are for
     others. `stages` sets that of a schedule that leaves it open."""
-    takes = {*arguments(name), "replicate"}
+    takes = {*constructor_parameters(name), "replicate"}
     schedule = build(name, {k: v for k, v in options.items() if k in takes})
     if schedule.stages is None:
         schedule = replace(schedule, stages=options.get("stages"))
     return schedule
 
 
-def check_size(values: Mapping[str, Any]) -> None:
+def check_work(values: Mapping[str, Any]) -> None:
     """Raises PlanError for more work than a machine is there for."""
     stages = max(values.get("stages", 1), values.get("workers", 1))
     copies = values.get("microbatches", 1) * values.get("replicate", 1)
@@ -159,5 +159,7 @@ def check_size(values: Mapping[str, Any]) -> None:
 
 
 def _refuse(name: str, what: str) -> NoReturn:
-    takes = ", ".join(map(flag, {**arguments(name), **dict.fromkeys(EVERY)}))
+    takes = ", ".join(
+        map(flag, {**constructor_parameters(name), **dict.fromkeys(EVERY)})
+    )
     raise PlanError(f"{name} {what}; it takes {takes}")

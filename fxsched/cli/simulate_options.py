@@ -133,10 +133,12 @@ def transfer(options: Mapping[str, Any]) -> float | Link:
 def show(simulation: Simulation, options: Mapping[str, Any]) -> None:
     """Prints what a simulated step comes to, with its pictures."""
     click.echo(simulation.table())
-    draw(simulation, options)
+    show_pictures(simulation, options)
 
 
-def draw(simulation: Simulation, options: Mapping[str, Any], unit: str = "") -> None:
+def show_pictures(
+    simulation: Simulation, options: Mapping[str, Any], unit: str = ""
+) -> None:
     """Prints and writes the pictures that were asked for; unit: of the times."""
     width = shutil.get_terminal_size((100, 24)).columns
     text = options["text"]

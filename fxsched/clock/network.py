@@ -12,7 +12,7 @@ from .event_loop import Network
 from .stage_graph import Edges
 from .timeline import Jobs, Timeline
 from .weight_fetches import fetches
-from .worker_stats import owners, sum_root
+from .worker_stats import sum_root, weight_owners
 
 FORWARD, BACKWARD, WEIGHT = Direction
 
@@ -149,7 +149,7 @@ class Transfers(Network):
 
     def _return(self, timeline: Timeline, schedule: Schedule) -> None:
         """Notes the last job of each stage on each worker: its end sends gradients."""
-        self.owners = owners(self.jobs)
+        self.owners = weight_owners(self.jobs)
         lasts: dict[tuple[int, int], int] = {}
         for number in timeline.order:
             stage, d = self.jobs.kinds[number % self.width]

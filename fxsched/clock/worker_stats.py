@@ -44,7 +44,7 @@ class Worker:
     gradients_returned: int
 
 
-def owners(jobs: Jobs) -> dict[int, list[int]]:
+def weight_owners(jobs: Jobs) -> dict[int, list[int]]:
     """The workers that keep the weights of each stage."""
     keepers: dict[int, list[int]] = {}
     width = len(jobs.kinds)
@@ -75,7 +75,7 @@ def worker_records(
         sizes = peaks(timeline, schedule.release, saved)
     numbers, away, fetched, _ = fetches(stages, timeline)
     here = compute[numbers]
-    keepers = owners(jobs)
+    keepers = weight_owners(jobs)
     held = np.bincount([w for each in keepers.values() for w in each], None, count)
     received, sent = _messages(jobs)
     returned = np.zeros(count, int)

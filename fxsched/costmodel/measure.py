@@ -94,7 +94,7 @@ class Known(NamedTuple):
     planned: Times
 
 
-def known(nodes: Sequence[fx.Node]) -> dict[str, Known]:
+def known_nodes(nodes: Sequence[fx.Node]) -> dict[str, Known]:
     """Nodes of a traced graph with stages, by the names that a Profile has for them."""
     profile = {}
     for node in nodes:
@@ -106,7 +106,9 @@ def known(nodes: Sequence[fx.Node]) -> dict[str, Known]:
     return profile
 
 
-def fit(nodes: Mapping[str, Known], steps: Sequence[Sequence[Event]]) -> Profile:
+def fit_profile(
+    nodes: Mapping[str, Known], steps: Sequence[Sequence[Event]]
+) -> Profile:
     """The planned times of nodes, scaled stage by stage so that F and B of a stage take
     what they took in steps, at the median."""
     taken: dict[tuple[int, Direction], list[float]] = {}

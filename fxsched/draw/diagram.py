@@ -12,7 +12,7 @@ from ..clock.timeline import Event
 from ..jobs import Direction, PlanError
 from . import page, svg, text_diagram
 from .palette import Clock, clock
-from .timeline_arrays import Bars, collect
+from .timeline_arrays import Bars, bars_of
 
 FORWARD, BACKWARD, WEIGHT = Direction
 
@@ -104,4 +104,4 @@ def draw(
     step: when the step began and ended; the first start and the last end unless given.
     Raises PlanError for workers that there aren't, and times that don't make sense.
     """
-    return Diagram(collect(events, workers, step), title, release, unit)
+    return Diagram(bars_of(events, workers, step), title, release, unit)

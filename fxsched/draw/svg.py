@@ -22,7 +22,7 @@ from .svg_layout import (
     group,
     tag,
 )
-from .timeline_arrays import Array, Bars, label, spread
+from .timeline_arrays import Array, Bars, cell_means, label
 
 CELLS = 250_000  # that a large timeline is averaged over
 LEVELS = 22  # of red, green and blue that means are rounded to
@@ -151,7 +151,7 @@ def _codes(layout: Layout, colours: Array, columns: int) -> Array:
     bars = layout.bars
     rgb = colours[bars.microbatch, bars.direction]
     values = np.concatenate((rgb, np.ones((len(bars), 1))), 1)
-    means = spread(bars, values, layout.rows, columns)
+    means = cell_means(bars, values, layout.rows, columns)
     idle = np.clip(1 - means[:, :, 3], 0, 1)
     lane = np.array([int(LANE[i : i + 2], 16) for i in (1, 3, 5)])
     mixed = np.rint((means[:, :, :3] + idle[:, :, None] * lane) / LEVEL)

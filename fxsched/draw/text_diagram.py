@@ -8,7 +8,7 @@ from itertools import pairwise
 import numpy as np
 
 from .palette import Clock, palette, ticks
-from .timeline_arrays import Array, Bars, label, spread
+from .timeline_arrays import Array, Bars, cell_means, label
 
 ROWS = 64  # from there on workers share rows
 LEAST = 20  # columns
@@ -76,13 +76,13 @@ class Cells:
             self.ground[row, a:z] = self.colours[b, d]
 
     def _means(self, bars: Bars) -> None:
-        share = spread(bars, np.eye(3)[bars.direction], *self.shape)
+        share = cell_means(bars, np.eye(3)[bars.direction], *self.shape)
         most = share.argmax(2)
         idle = 1 - share.sum(2) > share.max(2)
         self.text = np.where(idle, ".", np.array(list(LETTERS))[most])
         rgb = self.colours[bars.microbatch, bars.direction]
         values = np.concatenate((rgb, np.ones((len(bars), 1))), 1)
-        means = spread(bars, values, *self.shape)
+        means = cell_means(bars, values, *self.shape)
         mixed = np.rint(means[:, :, :3] / np.maximum(means[:, :, 3:], 1e-9))
         self.ground = np.where(idle[:, :, None], -1, mixed.astype(int))
 

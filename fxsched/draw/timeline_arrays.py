@@ -52,7 +52,7 @@ class Bars:
         return [int(d) for d in np.unique(self.direction)]
 
 
-def collect(
+def bars_of(
     events: Sequence[Event],
     workers: int,
     step: tuple[float, float] | None = None,
@@ -102,7 +102,7 @@ def label(bars: Bars, i: int, room: float) -> str:
     return f"{letter}{stage}" if short <= room else ""
 
 
-def spread(bars: Bars, values: Array, rows: int, columns: int) -> Array:
+def cell_means(bars: Bars, values: Array, rows: int, columns: int) -> Array:
     """Means of jobs' values over the cells of a picture, as (rows, columns, values).
 
     A cell is an equal part of the workers high and of the step wide. Idle time is 0.

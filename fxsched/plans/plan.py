@@ -18,7 +18,7 @@ from ..clock.activations import credits
 from ..clock.network import Link
 from ..clock.stage_graph import in_its_order
 from ..clock.timeline import Event, Timeline
-from ..costmodel.measure import Known, Profile, fit
+from ..costmodel.measure import Known, Profile, fit_profile
 from ..draw import plan_tables
 from ..draw.diagram import Diagram
 from ..draw.program_table import program_table
@@ -189,7 +189,7 @@ class Plan:
                     f"this plan, with each of its {len(self.jobs)} jobs once; here are "
                     f"{len(timeline)} events"
                 )
-        return fit(self.nodes, timelines)
+        return fit_profile(self.nodes, timelines)
 
     def compare(self, timeline: Sequence[Event]) -> str:
         """Where the plan and a measured timeline, as backend.timeline, part: the step,

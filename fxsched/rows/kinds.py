@@ -139,7 +139,7 @@ def first_cause(values: Sequence[Rows]) -> Cause | None:
     return next(iter(unsure or causes), None)
 
 
-def known(rule: Rule) -> Rule:
+def where_known(rule: Rule) -> Rule:
     """A rule that is asked only where all arguments are known, some not shared."""
 
     def guarded(call: OpCall) -> Rows | Sequence[Rows]:

@@ -17,7 +17,7 @@ from .compute_rules import (
     trailing,
 )
 from .index_rules import RULES as PICKS
-from .kinds import Effect, Kind, Rule, known
+from .kinds import Effect, Kind, Rule, where_known
 from .layout_rules import RULES as MOVES
 from .loss_rules import losses, nll_loss
 from .product_rules import attention, convolution, distances, multiplied
@@ -125,8 +125,8 @@ RULES: dict[str, Rule] = {
     **{name: rule for rule, names in TABLE for name in names.split()},
     **dict.fromkeys(CASTS, pointwise),
 }
-RULES = {name: known(rule) for name, rule in RULES.items()}
-POINTWISE = known(pointwise)
+RULES = {name: where_known(rule) for name, rule in RULES.items()}
+POINTWISE = where_known(pointwise)
 
 
 @cache

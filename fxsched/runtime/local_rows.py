@@ -94,7 +94,7 @@ def check_local(plan: Plan, schedule: Schedule) -> None:
             )
 
 
-def spread(
+def spread_rows(
     gm: fx.GraphModule, args: tuple[Any, ...], request: Request, rank: int
 ) -> tuple[Any, ...]:
     """A call with a rank's rows in their places in the batch of all ranks; in the
