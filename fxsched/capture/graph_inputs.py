@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, fx
 
 from ..ir.graphs import Spec
+from ..ir.modes import casts
 from .origins import Origin
 
 
@@ -20,11 +21,7 @@ def call_text(gm: fx.GraphModule, inputs: Sequence[Any]) -> str:
         if isinstance(value, Tensor) and origin_of(node).argument
     ]
     modes = ["with gradients" if torch.is_grad_enabled() else "without gradients"]
-    modes += [
-        f"{kind} autocast to {torch.get_autocast_dtype(kind)}"
-        for kind in ("cpu", "cuda")
-        if torch.is_autocast_enabled(kind)
-    ]
+    modes += [f"{kind} autocast to {dtype}" for kind, dtype in casts()]
     return ", ".join(tensors + modes)
 
 

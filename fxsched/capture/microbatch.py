@@ -50,7 +50,7 @@ class Microbatch:
         self.values: dict[fx.Node, Any] = {}
         self.tracker = Tracker(batch.rows, batch.symbols)
         self._costs = AutogradCosts(gm, self.mode)
-        self._interpreter = fx.Interpreter(gm)
+        self._interpreter = self._costs.interpreter
         self._first: dict[int, fx.Node] = {}  # the input that a tensor of state is
         self._count: Counter[str] = Counter()  # nodes, by module and operation
 

@@ -10,12 +10,22 @@ import torch
 DEVICES = ("cpu", "cuda")
 
 
+def casts() -> list[tuple[str, torch.dtype]]:
+    """The kinds of devices that autocast is on for, each with the type that it casts
+    to."""
+    return [
+        (kind, torch.get_autocast_dtype(kind))
+        for kind in DEVICES
+        if torch.is_autocast_enabled(kind)
+    ]
+
+
 @contextmanager
 def modes_after_errors() -> Iterator[None]:
     """After an error inside, gradients and autocast are as they were before: a model's
     regions are entered by one node and left by another, which may never have run."""
     gradients, nested = torch.is_grad_enabled(), _nested()
-    casts = [
+    before = [
         (kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind))
         for kind in DEVICES
     ]
@@ -23,7 +33,7 @@ def modes_after_errors() -> Iterator[None]:
         yield
     except BaseException:
         torch.set_grad_enabled(gradients)
-        for kind, enabled, dtype in casts:
+        for kind, enabled, dtype in before:
             torch.set_autocast_enabled(kind, enabled)
             torch.set_autocast_dtype(kind, dtype)
         for _ in range(_nested() - nested):

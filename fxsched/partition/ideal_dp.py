@@ -260,7 +260,8 @@ class Search:
                     continue
                 is_kept = self._keep(extended.setdefault(k + 1, []), new)
                 if is_kept and not units_left:
-                    self._improve(new)
+                    seconds = problem.rounds * new.slowest + new.longest
+                    self.bound = min(self.bound, seconds)
 
     def _keep(self, labels: list[Label], new: Label) -> bool:
         """Keeps a label unless another beats it, and those that it doesn't beat: the
@@ -272,11 +273,6 @@ class Search:
         if self.quick and len(labels) > FEW:
             labels.remove(max(labels, key=lambda label: label.least))
         return True
-
-    def _improve(self, label: Label) -> None:
-        self.bound = min(
-            self.bound, self.problem.rounds * label.slowest + label.longest
-        )
 
     def _rest(self, ideal: int) -> float:
         """Seconds of the units outside of an ideal."""

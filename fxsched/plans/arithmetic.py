@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, fx
 
 from ..ir.graphs import Spec
+from ..ir.modes import casts
 from ..ir.request import Request
 from ..ir.user_line import user_line
 
@@ -55,11 +56,7 @@ def describe_arithmetic(
         for field in fields(request)
         if field.name not in NOT_COMPARED
     ]
-    lines += [
-        f"autocast {kind} {torch.get_autocast_dtype(kind)}"
-        for kind in ("cpu", "cuda")
-        if torch.is_autocast_enabled(kind)
-    ]
+    lines += [f"autocast {kind} {dtype}" for kind, dtype in casts()]
     lines += _graph_lines(gm)
     text = hashlib.sha256()
     for line in lines:

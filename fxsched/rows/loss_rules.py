@@ -13,12 +13,8 @@ from .kinds import Effect, Kind, OpCall, Rows
 def losses(call: OpCall) -> Rows:
     """Element by element, then reduced as the argument `reduction` says."""
     values = [call.of(tensor) for tensor in call.tensors()]
-    return _by_reduction(call, call.get("reduction", 1), pointwise(_wide(call)), values)
-
-
-def _wide(call: OpCall) -> OpCall:
-    """The call as if it did not reduce."""
-    return call._replace(out=max(call.tensors(), key=Tensor.dim))
+    whole = call._replace(out=max(call.tensors(), key=Tensor.dim))  # not reduced yet
+    return _by_reduction(call, call.get("reduction", 1), pointwise(whole), values)
 
 
 def _by_reduction(

@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from ..ir.modes import casts
+
 
 def step_key(gm: fx.GraphModule, args: Sequence[Any]) -> str:
     """Equal for calls that one step serves: same graph, shapes and modes."""
@@ -19,12 +21,8 @@ def step_key(gm: fx.GraphModule, args: Sequence[Any]) -> str:
     ]
     ids = [id(a) for a in args if isinstance(a, Tensor)]
     same = list(map(ids.index, ids)) if len(set(ids)) < len(ids) else ""
-    casts = [
-        (kind, torch.get_autocast_dtype(kind))
-        for kind in ("cpu", "cuda")
-        if torch.is_autocast_enabled(kind)
-    ]
-    return f"{gm.meta['text']}\n{shapes}{same}\n{torch.is_grad_enabled()} {casts}"
+    modes = f"{torch.is_grad_enabled()} {casts()}"
+    return f"{gm.meta['text']}\n{shapes}{same}\n{modes}"
 
 
 def _strides(tensor: Tensor) -> tuple[int, ...]:

@@ -185,8 +185,9 @@ class _Subject:
         positive("search", workers=workers)
         if microbatches is None:
             most = 2 * workers
-            tensors = [a for a in (*self.args, *self.kwargs.values()) if _has_rows(a)]
-            rows = tensors[0].shape[0] if tensors else most
+            given = (*self.args, *self.kwargs.values())
+            tensors = (a for a in given if isinstance(a, Tensor) and a.dim() > 0)
+            rows = next((tensor.shape[0] for tensor in tensors), most)
             microbatches = max(m for m in range(1, most + 1) if rows % m == 0)
         positive("search", microbatches=microbatches)
         return workers, microbatches
@@ -246,7 +247,3 @@ def _in_turns(workers: int, microbatches: int, count: int) -> Schedule:
         n=oldest_microbatch_first(count),
         in_flight=lambda s: count - s,
     )
-
-
-def _has_rows(value: object) -> bool:
-    return isinstance(value, Tensor) and value.dim() > 0
