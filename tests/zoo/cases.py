@@ -4,18 +4,26 @@ from __future__ import annotations
 
 from .case import Case, Zoo
 from .cases_audio import AUDIO
+from .cases_autograd import AUTOGRAD
+from .cases_control import CONTROL
 from .cases_decoders import DECODERS
 from .cases_encoders import ENCODERS
-from .cases_features import FEATURES
+from .cases_interfaces import INTERFACES
 from .cases_modules import MODULES
 from .cases_multimodal import MULTIMODAL
+from .cases_numbers import NUMBERS
 from .cases_others import DIFFUSERS, TIMM, TORCHVISION
+from .cases_parameters import PARAMETERS
 from .cases_seq2seq import SEQ2SEQ
 from .cases_vision import VISION
 
 GROUPS: tuple[Zoo, ...] = (
     MODULES,
-    FEATURES,
+    PARAMETERS,
+    INTERFACES,
+    AUTOGRAD,
+    NUMBERS,
+    CONTROL,
     DECODERS,
     ENCODERS,
     SEQ2SEQ,
