@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from . import passes, schedules
     from .backend import Backend, backend
-    from .checker.check_messages import CheckError
+    from .checker.summary import CheckError
     from .clock.network import Link
     from .clock.timeline import Event
     from .costmodel.measure import Profile
@@ -81,7 +81,7 @@ __all__ = [
 # them need, takes seconds to import.
 MODULES = {
     "backend": ("Backend", "backend"),
-    "checker.check_messages": ("CheckError",),
+    "checker.summary": ("CheckError",),
     "clock.network": ("Link",),
     "clock.timeline": ("Event",),
     "costmodel.measure": ("Profile",),

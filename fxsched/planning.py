@@ -14,7 +14,7 @@ from .capture.batch import batch_of
 from .capture.graph_inputs import call_text
 from .capture.meta_device import refuse_meta
 from .capture.trace import Traced, trace_microbatch
-from .checker.check_program import CheckError
+from .checker.summary import CheckError
 from .ir.facts import facts
 from .ir.request import LossReduction, Request
 from .options import Options

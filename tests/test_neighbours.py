@@ -17,7 +17,8 @@ from torch import Tensor
 
 from fxsched.ir.graphs import Spec
 from fxsched.transport.control import Control
-from fxsched.transport.shared_memory import HELLO, Neighbours
+from fxsched.transport.host_links import HELLO
+from fxsched.transport.shared_memory import Neighbours
 from fxsched.transport.wire_format import Parcel
 
 VALUE = torch.arange(512.0)

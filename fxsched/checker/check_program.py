@@ -9,95 +9,16 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 from torch import fx
 
 from ..ir import ops
 from ..ir.graphs import Group, Specs, arguments, original, result
 from ..jobs import Direction, Job, Placement
+from .summary import CheckError, End, Provenance, Summary, Use
 
 RECEIVES = (ops.recv, ops.fetch)
-
-
-class CheckError(AssertionError):
-    """A program that must not run: a fault in a pass, fxsched's own or the user's."""
-
-
-class Provenance(NamedTuple):
-    """What a value that leaves a program was made from.
-
-    specs: its shapes.
-    forwards: the tag of the message that it came with, if it is handed on as it is.
-    maker: the job whose result it is a part of, if any.
-    microbatches, received: those that it was made from: of this worker's jobs and rows,
-        and of the messages with these tags.
-    adds: the jobs whose gradients it adds up; None if it is no such sum.
-    added: tags of messages that it adds up as well.
-    """
-
-    specs: Specs
-    forwards: int | None
-    maker: Job | None
-    microbatches: tuple[int, ...]
-    received: tuple[int, ...]
-    adds: tuple[Job, ...] | None
-    added: tuple[int, ...]
-
-
-class End(NamedTuple):
-    """One end of a message.
-
-    what: "send", "recv" or "fetch". other: the worker at the other end. task: whose
-    node it is. position: of the task among the program's, for a send. origin: of what
-    is sent, a position in Summary.origins. specs: what is received.
-    """
-
-    what: str
-    tag: int
-    other: int
-    task: str
-    position: int
-    origin: int
-    specs: Specs
-
-
-class Use(NamedTuple):
-    """A job that reads a received value: the value's name, its message, and, if it is
-    what an earlier job keeps for this one, that job."""
-
-    job: Job
-    name: str
-    tag: int
-    maker: Job | None
-
-
-@dataclass
-class Summary:
-    """What the check of all programs needs to know of one.
-
-    fault: what is wrong with the program by itself.
-    tasks: in their order.
-    circle: two of them that wait for each other.
-    ends: its sends and receives, in their order.
-    waits: (task, tag) of each message that a task reads; tasks by position.
-    uses: received values that jobs read.
-    origins: of what it sends and returns.
-    gradients: for each group, the jobs that give a gradient of it here.
-    returns: the origin of the gradient of each group that it keeps.
-    """
-
-    rank: int
-    fault: str | None = None
-    tasks: list[str] = field(default_factory=list)
-    circle: tuple[str, str] | None = None
-    ends: list[End] = field(default_factory=list)
-    waits: list[tuple[int, int]] = field(default_factory=list)
-    uses: list[Use] = field(default_factory=list)
-    origins: list[Provenance] = field(default_factory=list)
-    gradients: dict[int, list[Job]] = field(default_factory=dict)
-    returns: dict[int, int] = field(default_factory=dict)
 
 
 def examine(

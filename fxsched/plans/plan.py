@@ -13,7 +13,8 @@ import networkx as nx
 from torch import fx
 
 from ..checker.check_messages import check_programs
-from ..checker.check_program import Summary, examine
+from ..checker.check_program import examine
+from ..checker.summary import Summary
 from ..clock.activations import credits
 from ..clock.network import Link
 from ..clock.stage_graph import in_its_order

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ..checker.check_messages import check_summaries
-from ..checker.check_program import Summary
+from ..checker.summary import Summary
 from ..clock.timeline import Event
 from ..ir.graphs import Role, Spec, State
 from ..ir.loss_scale import Gradients, overflowed

@@ -17,8 +17,6 @@ from __future__ import annotations
 
 import array
 import contextlib
-import hmac
-import mmap
 import os
 import queue
 import secrets
@@ -30,74 +28,20 @@ import time
 import weakref
 from bisect import insort
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
-import torch
-from torch import Tensor
-
 from .control import TICK, Control, Mark
-from .wire_format import ALIGNMENT, Packing, Parcel
+from .host_links import HELLO, connected, guests, host_name
+from .memory_blocks import BUSY, FREE, Block, Copied, Lent, block_size
+from .wire_format import ALIGNMENT, Parcel
 
 # tag, block, its bytes if it is new, bytes to copy out, and the mark
 NOTE = struct.Struct("<qqqqqqq")
-HELLO = struct.Struct("<q16s")  # rank, the token of the rank that it connects to
-PEER = struct.Struct("iII")  # process, user and group, as SO_PEERCRED gives them
 DESCRIPTOR = array.array("i").itemsize
 LARGEST = 4  # times what a parcel needs; what is larger waits for larger parcels
-BUSY, FREE = 1, 0  # the first byte of a block; its contents start at ALIGNMENT
 NO_CALL = Mark(0, 0)
 _OPEN: weakref.WeakSet[socket.socket] = weakref.WeakSet()  # links of this process
-
-
-class Block:
-    """Shared memory for one parcel at a time."""
-
-    def __init__(self, number: int, descriptor: int, size: int) -> None:
-        self.number, self.process = number, os.getpid()
-        self.memory = mmap.mmap(descriptor, size)
-        os.close(descriptor)  # the mapping stays
-        self.reader: weakref.ref[memoryview] | None = None
-
-    def bytes(self) -> Tensor:
-        """The contents; once no tensor of them is left, the block is free."""
-        view = memoryview(self.memory)
-        self.reader = weakref.ref(view, self._free)
-        return torch.frombuffer(view, dtype=torch.uint8, offset=ALIGNMENT)
-
-    def _free(self, _: weakref.ref[memoryview]) -> None:
-        if os.getpid() == self.process:  # a fork's copy goes, the tensor is still here
-            self.memory[0] = FREE
-
-
-class Copied:
-    """What was in a block, which is free again."""
-
-    def __init__(self, block: Block, size: int) -> None:
-        self.contents = block.bytes()[:size].clone()
-
-    def bytes(self) -> Tensor:
-        """The block's contents."""
-        return self.contents
-
-
-class Lent(Block):
-    """A block that this rank writes to."""
-
-    def __init__(self, number: int, descriptor: int, size: int) -> None:
-        super().__init__(number, descriptor, size)
-        self.contents = torch.frombuffer(
-            self.memory, dtype=torch.uint8, offset=ALIGNMENT
-        )
-        self.size = size
-        self.views: dict[Packing, list[Tensor]] = {}
-
-    def write(self, packing: Packing, value: Any) -> None:
-        """Writes a value into the block."""
-        tensors = (value,) if isinstance(value, Tensor) else value
-        if packing not in self.views:
-            self.views[packing] = packing.views(self.contents)
-        packing.write(self.views[packing], tensors)
 
 
 class Neighbour:
@@ -122,7 +66,7 @@ class Neighbour:
         if self.reader is None:
             self._catch_up()
         packing = parcel.packing
-        size = _room(packing.bytes + ALIGNMENT)
+        size = block_size(packing.bytes + ALIGNMENT)
         fits = (b for b in self.lent if size <= b.size <= LARGEST * size)
         block = next((b for b in fits if b.memory[0] == FREE), None)
         descriptor = None
@@ -267,7 +211,7 @@ class Neighbours(dict[int, Neighbour]):
         super().__init__()
         self.control = control or Control(rank, 0, 1800.0)
         limit = self.control.limit
-        host = _host()
+        host = host_name()
         if host is None:
             gather(None)
             return
@@ -279,11 +223,11 @@ class Neighbours(dict[int, Neighbour]):
             near = [r for r, each in enumerate(everyone) if each and each[0] == host]
             for other in (r for r in near if r < rank):
                 _, name, secret = everyone[other]
-                link = _connected(name, other, limit)
+                link = connected(name, other, limit)
                 link.send(HELLO.pack(rank, secret))
                 self[other] = Neighbour(other, link, self)
             higher = {r for r in near if r > rank}
-            for other, link in _guests(listener, token, higher, limit):
+            for other, link in guests(listener, token, higher, limit):
                 self[other] = Neighbour(other, link, self)
 
     def wait(
@@ -334,86 +278,3 @@ def _close_all() -> None:
 
 
 os.register_at_fork(after_in_child=_close_all)
-
-
-def _connected(name: bytes, rank: int, limit: float) -> socket.socket:
-    """A link to what another rank listens at."""
-    link = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    _set_limit(link, limit)
-    try:
-        link.connect(name)
-    except BlockingIOError:  # others stand in line there
-        raise TimeoutError(
-            f"fxsched: rank {rank} has not taken a link for {limit:g} s"
-        ) from None
-    _set_limit(link, 0.0)
-    return link
-
-
-def _set_limit(link: socket.socket, seconds: float) -> None:
-    """Bounds how long a link waits to connect or send; 0 for ever."""
-    whole, part = divmod(seconds, 1.0)
-    interval = struct.pack("ll", int(whole), int(part * 1e6))
-    link.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, interval)
-
-
-def _guests(
-    listener: socket.socket, token: bytes, ranks: set[int], limit: float
-) -> Iterator[tuple[int, socket.socket]]:
-    """The links that so many ranks open, each with its rank; others are turned away."""
-    end = time.monotonic() + limit
-    missing = set(ranks)
-    strangers: dict[int, socket.socket] = {}
-    poll = select.poll()
-    poll.register(listener, select.POLLIN)
-    while missing:
-        left = end - time.monotonic()
-        if left <= 0 or not (ready := poll.poll(left * 1000)):
-            raise TimeoutError(
-                f"fxsched: after {limit:g} s ranks {sorted(missing)} have not connected"
-            )
-        for number, _ in ready:
-            if number == listener.fileno():
-                link, _ = listener.accept()
-                strangers[link.fileno()] = link
-                poll.register(link, select.POLLIN)
-                continue
-            link = strangers.pop(number)
-            poll.unregister(link)
-            rank = _introduced(link, token)
-            if rank in missing:
-                missing.remove(rank)
-                yield rank, link
-            else:
-                link.close()
-    for link in strangers.values():
-        link.close()
-
-
-def _introduced(link: socket.socket, token: bytes) -> int | None:
-    """The rank that a peer says to be, if it is of this user and knows the token."""
-    credentials = link.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, PEER.size)
-    try:
-        hello = link.recv(HELLO.size + 1, socket.MSG_DONTWAIT)
-    except ConnectionError:
-        return None
-    if PEER.unpack(credentials)[1] != os.getuid() or len(hello) != HELLO.size:
-        return None
-    rank, secret = HELLO.unpack(hello)
-    return int(rank) if hmac.compare_digest(secret, token) else None
-
-
-def _room(size: int) -> int:
-    """The size of a new block for so many bytes, with room for somewhat larger parcels
-    later: up to a quarter more, which takes no memory until it is written to."""
-    step = max(mmap.PAGESIZE, 1 << size.bit_length() >> 3)
-    return -(-size // step) * step
-
-
-def _host() -> str | None:
-    """The same for ranks that can share memory and sockets; None if none can."""
-    if not hasattr(os, "memfd_create"):
-        return None
-    with open("/proc/sys/kernel/random/boot_id") as file:
-        boot = file.read().strip()
-    return f"{boot} {os.readlink('/proc/self/ns/net')} {os.getuid()}"
