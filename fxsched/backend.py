@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, get_args
 
 from torch import Tensor, fx
+from torch.optim import Optimizer
 
 from .autodiff.activation_checkpoints import inline_checkpoints
 from .capture.caller import Dims
@@ -41,6 +42,7 @@ from .options import (
     Options,
     above_zero,
     check_local_rows,
+    check_updates,
     check_words,
     checked_passes,
     checked_schedule,
@@ -64,6 +66,7 @@ from .runtime.step import Step
 from .runtime.step_key import step_key
 from .runtime.workers import Workers, workers_of
 from .state.ownership import OWNERSHIPS
+from .state.updates import checked_optimizer
 
 PLANS = 64  # that a backend keeps
 
@@ -90,6 +93,9 @@ def backend(
     outputs: Mapping[int | str, OutputReduction] | None = None,
     timeout: float | None = None,
     loss_scale: object = None,
+    optimizer: Optimizer | None = None,
+    clip_grad_norm: float | None = None,
+    skip_nonfinite: bool = False,
 ) -> Backend:
     """A torch.compile backend that runs a model by a schedule.
 
@@ -147,6 +153,16 @@ def backend(
         torch.amp.GradScaler, a number, or a function that returns it, asked in each
         call. backward() then hands over what is scaled so, as scaler.scale(loss) does.
 
+    optimizer: the torch.optim.Optimizer that the program steps: loss = step(x) trains,
+        without backward() and step(); each call is one step, or as many as
+        schedule.update_every makes. The model returns one scalar loss. Learning rates
+        and the like may change between calls; evaluate under torch.no_grad().
+    clip_grad_norm: with optimizer=, the largest norm of all gradients; larger ones are
+        scaled down as torch.nn.utils.clip_grad_norm_ does it, to the same bits under
+        every schedule.
+    skip_nonfinite: with optimizer=, whether updates are skipped where that norm is not
+        finite.
+
     A compiled function that returns one scalar loss runs F and B in the call, and
     loss.backward() adds the finished gradients. One that doesn't runs F in the call
     and B in backward(). Without gradients F runs alone.
@@ -175,7 +191,10 @@ def backend(
         buffers=reductions("buffers", buffers, get_args(BufferReduction)),
         outputs=reductions("outputs", outputs, get_args(OutputReduction)),
         scaled=loss_scale is not None,
+        clip_grad_norm=above_zero("clip_grad_norm", clip_grad_norm, "a norm"),
+        skip_nonfinite=skip_nonfinite,
     )
+    check_updates(request, optimizer)
     return Backend(
         Options(
             request,
@@ -188,6 +207,7 @@ def backend(
             InputRule(check_inputs, source_rank(input_from, schedule.workers)),
             above_zero("timeout", timeout, "seconds"),
             read_scale(loss_scale),
+            checked_optimizer(optimizer),
         )
     )
 

@@ -27,9 +27,10 @@ class PlanError(Exception):
 
 
 class Direction(Enum):
-    """Forward, backward, or weight gradients; `value` is the letter that jobs print
-    with. Where a schedule splits the backward, B makes the gradients of a stage's
-    inputs and W those of its weights; else B makes both and there is no W.
+    """Forward, backward, weight gradients, or update; `value` is the letter that jobs
+    print with. Where a schedule splits the backward, B makes the gradients of a stage's
+    inputs and W those of its weights; else B makes both and there is no W. U is a step
+    of the optimizer, with the gradients since the last one.
 
     Its letter is equal to it, in `d == "B"`, `d in ("B", "W")` and as a key. Any other
     text raises PlanError there, where it would be unequal in silence.
@@ -38,6 +39,7 @@ class Direction(Enum):
     FORWARD = "F"
     BACKWARD = "B"
     WEIGHT = "W"
+    UPDATE = "U"
 
     def __str__(self) -> str:
         return self.value
@@ -45,10 +47,10 @@ class Direction(Enum):
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, str):
             return self is other
-        if other not in ("F", "B", "W"):
+        if other not in ("F", "B", "W", "U"):
             raise PlanError(
-                f"a direction is compared with {other!r}; compare it with 'F', 'B' or "
-                "'W', or with Direction.FORWARD, BACKWARD or WEIGHT"
+                f"a direction is compared with {other!r}; compare it with 'F', 'B', "
+                "'W' or 'U', or with Direction.FORWARD, BACKWARD, WEIGHT or UPDATE"
             )
         return bool(self._value_ == other)
 
@@ -70,12 +72,13 @@ class Job(NamedTuple):
     def parse(text: str) -> Job:
         """The job that prints as `text`.
 
-        Raises PlanError if the text isn't a stage, F, B or W, and a microbatch.
+        Raises PlanError if the text isn't a stage, F, B, W or U, and a microbatch.
         """
-        match = re.fullmatch(r"(\d+)([FBW])(\d+)", text)
+        match = re.fullmatch(r"(\d+)([FBWU])(\d+)", text)
         if match is None:
             raise PlanError(
-                f"{text!r} is not a job: write stage, F, B or W, microbatch, as in 2F0"
+                f"{text!r} is not a job: write stage, F, B, W or U, microbatch, as in "
+                "2F0"
             )
         stage, letter, microbatch = match.groups()
         return Job(int(stage), int(microbatch), Direction(letter))
@@ -93,6 +96,7 @@ CALLED = "(stage, microbatch, direction)"
 Place = Callable[[int, int, Direction], Placement | tuple[int, int]]
 Priority = Callable[[int, int, Direction], int]
 InFlight = int | Callable[[int], int | None] | None
+Updater = Callable[[int, int], int]
 
 
 @dataclass(frozen=True)
@@ -113,6 +117,13 @@ class Schedule:
         own, asked of w and n like the others, those of its weights.
     in_order: workers take their jobs strictly by n, and wait for the next where it
         isn't ready, instead of running another that is.
+    update_every: the program has a step of the optimizer after every so many
+        microbatches, which divide them: a job U of each stage, numbered by the last of
+        its microbatches. None: the program has one, at the end, if the backend has the
+        optimizer; else the loop steps. n is asked for U too.
+    u(s, b): the worker that keeps a stage's optimizer state, gets its gradient and
+        updates it, of the microbatch b that U has; the same for all b of a stage. All
+        that keep its weights get the new ones. None: each of those updates its own.
     fit: gives the schedule for the stages that a model was cut into, for those whose w,
         n and in_flight depend on them; see schedules.graph. Stages are a
         networkx.DiGraph, as fxsched/clock/stage_record.py describes it.
@@ -128,6 +139,8 @@ class Schedule:
     fit: Callable[[nx.DiGraph[int]], Schedule] | None = None
     split_backward: bool = False
     in_order: bool = False
+    update_every: int | None = None
+    u: Updater | None = None
 
     def __post_init__(self) -> None:
         for field in ("workers", "microbatches", "stages"):
@@ -151,6 +164,12 @@ class Schedule:
                     f"Schedule({field}={getattr(self, field)!r}): give a function of "
                     "(stage, microbatch, direction)"
                 )
+        if self.u is not None and not callable(self.u):
+            raise PlanError(
+                f"Schedule(u={self.u!r}): give a function of (stage, microbatch), or "
+                "None"
+            )
+        self._check_update_every()
         for field in ("split_backward", "in_order"):
             if not isinstance(getattr(self, field), bool):
                 raise PlanError(
@@ -164,6 +183,17 @@ class Schedule:
             )
         if cap is not None and not callable(cap):
             object.__setattr__(self, "in_flight", int(cap))
+
+    def _check_update_every(self) -> None:
+        every = self.update_every
+        if every is None:
+            return
+        if not is_count(every) or self.microbatches % every:
+            raise PlanError(
+                f"Schedule(update_every={every!r}): give an int of 1 or more that "
+                f"divides the {self.microbatches} microbatches, or None"
+            )
+        object.__setattr__(self, "update_every", int(every))
 
     def __call__(self, *arguments: Any) -> Callable[..., NoReturn]:
         """What torch.compile(model, backend=schedule) gets: the error that says what to
@@ -208,7 +238,12 @@ class Schedule:
                 f"fit returned {fitted}; return a Schedule with the same workers "
                 f"({self.workers}) and microbatches ({self.microbatches})"
             )
-        return replace(fitted, fit=None)
+        return replace(
+            fitted,
+            fit=None,
+            update_every=fitted.update_every or self.update_every,
+            u=fitted.u or self.u,
+        )
 
     def first(self, microbatches: int) -> Schedule:
         """What is left of it without the jobs of all but the first microbatches.
@@ -222,6 +257,13 @@ class Schedule:
             raise PlanError(
                 f"first(microbatches={microbatches!r}): give an int from 1 to "
                 f"{self.microbatches}"
+            )
+
+        if self.update_every is not None and microbatches % self.update_every:
+            raise PlanError(
+                f"{microbatches} microbatches don't divide into updates of "
+                f"{self.update_every} each; give a batch that does, or another "
+                "update_every"
             )
 
         def fit(stages: nx.DiGraph[int]) -> Schedule:
@@ -294,6 +336,12 @@ class Schedule:
             "in_flight": [self.cap(stage) for stage in stages],
             "jobs": {str(job): [*self.place(job), self.priority(job)] for job in jobs},
         }
+        if self.update_every is not None or self.u is not None:
+            ends = self.updated(self.update_every or self.microbatches)
+            updates = [Job(s, b, Direction.UPDATE) for s in stages for b in ends]
+            record["update_every"] = self.update_every
+            record["updates"] = {str(job): self.priority(job) for job in updates}
+            record["updaters"] = [self.updater(stage) for stage in stages]
         try:
             Path(path).write_text(json.dumps(record) + "\n", "utf-8")
         except OSError as error:
@@ -331,6 +379,39 @@ class Schedule:
         if not is_int(answer):
             raise PlanError(f"n({job}) returned {answer!r}; return an int")
         return int(answer)
+
+    def updated(self, every: int) -> range:
+        """The microbatches that updates are numbered by, one for each `every`."""
+        return range(every - 1, self.microbatches, every)
+
+    def updater(self, stage: int) -> int | None:
+        """The worker that u names for a stage; None without u.
+
+        Raises PlanError if it isn't one worker, the same for all updates.
+        """
+        if self.u is None:
+            return None
+        every = self.update_every or self.microbatches
+        first: Any = None
+        for b in self.updated(every):
+            try:
+                worker = self.u(stage, b)
+            except Exception as error:
+                called = "(stage, microbatch)"
+                raise raised(f"u({stage}, {b})", error, called) from error
+            if not is_int(worker) or not 0 <= worker < self.workers:
+                raise PlanError(
+                    f"u({stage}, {b}) returned {worker!r}; return a worker, "
+                    f"0..{self.workers - 1}"
+                )
+            first = worker if first is None else first
+            if worker != first:
+                raise PlanError(
+                    f"u({stage}, {b}) is {worker}, and u({stage}, {every - 1}) is "
+                    f"{first}; the optimizer's state of a stage stays on one worker: "
+                    "return the same for all microbatches"
+                )
+        return int(first)
 
     def cap(self, stage: int) -> int | None:
         """How many microbatches of `stage` may be in flight on one worker."""

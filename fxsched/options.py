@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any, TypeVar, get_args
 
 from torch import fx
+from torch.optim import Optimizer
 
 from .capture.caller import parts
 from .costmodel.measure import Profile
@@ -61,6 +62,7 @@ class Options:
     inputs: InputRule
     timeout: float | None
     loss_scale: Scale | None
+    optimizer: Optimizer | None
 
 
 def checked_schedule(schedule: object) -> Schedule:
@@ -229,3 +231,28 @@ def compile_options_error(options: Mapping[str, object]) -> PlanError | None:
         f"torch.compile({words}) is for Inductor; leave it out, or take "
         "fxsched.backend(schedule, stage_compiler='inductor') to compile stages with it"
     )
+
+
+def check_updates(request: Request, optimizer: object) -> None:
+    """Raises PlanError for options of updates without an optimizer, and for what does
+    not go with one."""
+    if not isinstance(request.skip_nonfinite, bool):
+        raise PlanError(
+            f"backend(skip_nonfinite={request.skip_nonfinite!r}): give True or False"
+        )
+    if optimizer is not None:
+        if request.scaled:
+            raise PlanError(
+                "backend(optimizer=, loss_scale=): a GradScaler's step is not in the "
+                "program; train in bfloat16, or leave optimizer= out"
+            )
+        return
+    asked = {
+        "clip_grad_norm=": request.clip_grad_norm is not None,
+        "skip_nonfinite=": request.skip_nonfinite,
+    }
+    for name in (name for name, wanted in asked.items() if wanted):
+        raise PlanError(
+            f"{name} is about updates in the program; give it the optimizer too, "
+            "backend(schedule, optimizer=optimizer)"
+        )

@@ -24,6 +24,7 @@ from .passes.share import copy_shared
 from .passes.split import split_stages
 from .passes.transfer import insert_transfers
 from .passes.unroll import unroll_jobs
+from .passes.update import update_weights
 from .passes.users import Pass, run_passes
 from .passes.weights import fetch_weights
 from .plans.arithmetic import describe_arithmetic
@@ -38,6 +39,7 @@ GRAPH_PASSES = (  # rewrite the model's graph; what they find out is in its fact
 STEP_PASSES = (  # fill in the step of all workers
     order_jobs,  # one global order of jobs
     unroll_jobs,  # one line per job, on its worker
+    update_weights,  # steps of the optimizer
     collect_results,  # outputs, sums of gradients, buffers
     fetch_weights,  # weights that are kept elsewhere
     insert_transfers,  # messages
@@ -107,8 +109,8 @@ def _redraws(step: StepIR) -> bool:
     """Plan.redraws."""
     jobs, width = step.jobs, len(step.jobs.kinds)
     return any(
-        jobs.compute[jobs.at[s, d] :: width]
-        != jobs.compute[jobs.at[s, Direction.FORWARD] :: width]
+        jobs.compute[jobs.at[s, d] : jobs.regular : width]
+        != jobs.compute[jobs.at[s, Direction.FORWARD] : jobs.regular : width]
         for s, d in step.draws
         if d is Direction.BACKWARD
     )

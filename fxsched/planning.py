@@ -17,6 +17,7 @@ from .capture.trace import Traced, trace_microbatch
 from .checker.summary import CheckError
 from .ir.facts import facts
 from .ir.request import LossReduction, Request
+from .jobs import PlanError, Schedule
 from .options import Options
 from .passes.users import Pass, pass_name
 from .pipeline import make_plan
@@ -30,6 +31,7 @@ from .runtime.runnable import Runnable
 from .runtime.step import BeforeCall, Step
 from .runtime.workers import Workers
 from .state.ownership import specs_of
+from .state.updates import StageOptimizers, positions_of
 
 
 class CallPlan(NamedTuple):
@@ -63,9 +65,10 @@ def plan_call(
         options.measured.apply(traced.graph)
     request = replace(
         request,
+        updates=_updated(args, options),
         loss_reduction=_loss_reduction(traced, request),
         training=torch.is_grad_enabled(),
-        schedule=request.schedule.first(batch.microbatches),
+        schedule=_with_updates(request.schedule.first(batch.microbatches), options),
         owners=workers.owners(args) if workers else {},
         readers=workers.readers if workers else None,
     )
@@ -73,6 +76,23 @@ def plan_call(
     if request.rows == "local" and isinstance(workers, Ranks):
         check_local(plan, options.request.schedule)
     return CallPlan(plan, traced, request)
+
+
+def _with_updates(schedule: Schedule, options: Options) -> Schedule:
+    """The schedule with one update a call, if there is an optimizer and it says no
+    other; without any where no gradients are wanted."""
+    if not torch.is_grad_enabled():
+        return replace(schedule, update_every=None)
+    if options.optimizer is None or schedule.update_every is not None:
+        return schedule
+    return replace(schedule, update_every=schedule.microbatches)
+
+
+def _updated(args: Sequence[Any], options: Options) -> tuple[int, ...]:
+    """Positions of what the optimizer has."""
+    if options.optimizer is None:
+        return ()
+    return positions_of(options.optimizer, args)
 
 
 def _loss_reduction(traced: Traced, request: Request) -> LossReduction:
@@ -93,6 +113,11 @@ def make_step(
 ) -> Step:
     """Plans and checks a step with the other ranks, and gets its programs ready."""
     refuse_meta(args, "run", "fxsched.plan plans it as it is")
+    if options.request.schedule.update_every and options.optimizer is None:
+        raise PlanError(
+            "Schedule(update_every=) puts updates into the program; give it the "
+            "optimizer, backend(schedule, optimizer=optimizer)"
+        )
     number = workers.meet(call_text(gm, args)) if isinstance(workers, Ranks) else 0
     try:
         call_plan = plan_call(gm, args, options, workers)
@@ -116,7 +141,12 @@ def make_step(
     if plan.schedule.microbatches > 1 and 0 in workers.here:
         watch = RowWatch(gm, traced.graph, traced.rows, plan.loss, request)
     before = BeforeCall(agreement, watch, traced.early)
-    return Step(plan, programs, workers, before, options.loss_scale, options.record)
+    scale, optimizers = options.loss_scale, None
+    if options.optimizer is not None and plan.updates:
+        here = set(workers.here)
+        copies = [len(here.intersection(group.updaters)) for group in plan.groups]
+        optimizers = StageOptimizers(options.optimizer, plan.groups, copies)
+    return Step(plan, programs, workers, before, scale, optimizers, options.record)
 
 
 def _note_passes(error: CheckError, passes: Sequence[Pass]) -> None:

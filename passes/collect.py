@@ -8,8 +8,8 @@ from typing import Any
 
 from torch import fx
 
-from ..clock.worker_stats import sum_root
 from ..ir import ops
+from ..ir.gradient_sums import sum_gradients
 from ..ir.graphs import Output, Specs, dims, result
 from ..ir.request import Request
 from ..ir.step_ir import Line, Made, Running, StepIR
@@ -82,27 +82,17 @@ class _Collection:
         last: dict[int, Line] = {}
         sums: dict[int, list[Running]] = {}
         for key, line in self.step.running.items():
-            if key.what == "gradients":
+            if key.what == "gradients" and self.step.every is None:
                 last[key.group] = line
                 sums.setdefault(key.group, []).append(key)
         after = self._next_jobs(last.values())
         self.reduced: dict[int, Running | Line] = {}
         sums_after: dict[Line, list[Line]] = {}
         for group in sorted(sums):
-            owners = self.groups[group].owners
-            root = sum_root(owners, group)
-            parts = tuple(sorted(sums[group], key=lambda key: key.worker))
-            at_root = Running("gradients", group, root)
-            if parts == (at_root,):
-                self.reduced[group] = at_root
-                continue
-            args = (parts.index(at_root) if at_root in parts else 0, *parts)
-            specs, _ = self.step.specs(parts[0])
-            task, name = f"reduce {group}", f"gradients_{group}"
-            n = last[group].n
-            total = Line(root, task, n, ops.reduce, args, specs, name, group)
-            sums_after.setdefault(after[last[group], root], []).append(total)
+            total, new = sum_gradients(self.step, sums[group], last[group].n)
             self.reduced[group] = total
+            for line in new:
+                sums_after.setdefault(after[last[group], line.worker], []).append(line)
         return sums_after
 
     def _next_jobs(self, lines: Iterable[Line]) -> dict[tuple[Line, int], Line]:
@@ -155,7 +145,7 @@ class _Collection:
             w: {"groups": {}, "inputs": {}} for w in self.workers
         }
         for group, total in sorted(self.reduced.items()):
-            for worker in self.groups[group].owners:
+            for worker in self.groups[group].updaters:
                 results[worker]["groups"][str(group)] = total
         along = {
             str(node.meta["input"]): node.meta["dim"]

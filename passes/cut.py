@@ -76,8 +76,8 @@ class _ProgramWriter:
         for line in self.lines:
             if isinstance(line, Message):
                 self._message(line)
-            elif line.job is not None:
-                self._job(line, line.job)
+            elif line.target is None:
+                self._job(line)
             else:
                 self._line(line)
         results = self.step.results[self.worker]
@@ -95,6 +95,9 @@ class _ProgramWriter:
         if self.request.scaled:
             self.scale = self.graph.placeholder("loss_scale")
             self.scale.meta["specs"] = ()
+        if self.step.every is not None:
+            self.optimizer = self.graph.placeholder("optimizer")
+            self.optimizer.meta["specs"] = ()
         if self.step.draws:
             self.seed = self.graph.placeholder("seed")
             self.seed.meta["specs"] = ()
@@ -117,21 +120,24 @@ class _ProgramWriter:
             bundle=bundle,
             worker=self.worker,
         )
-        if isinstance(message.value, fx.Node):
-            node.meta["group"] = message.value.meta["group"]
+        if message.fetches:
+            node.meta["group"] = _group_of(message)
             self.fetched[message] = node
         else:
             self.env[message.value] = node
 
     def _send(self, message: Message) -> None:
         task = f"serve {message.tag}" if message.fetches else message.task
-        self.graph.create_node(
+        node = self.graph.create_node(
             "call_function",
             ops.send,
             (self.env[message.value],),
             {"to": message.to, "tag": message.tag},
             f"send_{message.tag}",
-        ).meta.update(n=message.n, task=task, worker=self.worker, specs=())
+        )
+        node.meta.update(n=message.n, task=task, worker=self.worker, specs=())
+        if message.fetches and isinstance(message.value, Line):
+            node.meta["group"] = _group_of(message)  # says that it sends weights
 
     def _give(self, value: Value, node: fx.Node) -> None:
         """Notes a value that a line made, and sends it to who reads it elsewhere."""
@@ -142,15 +148,24 @@ class _ProgramWriter:
     def _line(self, line: Line) -> None:
         assert line.target is not None
         args = with_values(line.args, self.env.__getitem__)
+        if line.target is ops.update:
+            args = (self.optimizer, *args)
+        if line.target is ops.renew:
+            (message,) = self.step.fetched[line].values()
+            args = (*args, self.fetched[message])
         where = (line.worker, line.task, line.n)
         node = make(self.graph, line.target, args, line.specs, *where, name=line.name)
         if line.group is not None:
             node.meta["group"] = line.group
+        if line.job is not None:
+            node.meta["job"] = line.job
         if line.target is ops.pause:
             self.pause = node
         self._give(line, node)
 
-    def _job(self, line: Line, job: Job) -> None:
+    def _job(self, line: Line) -> None:
+        job = line.job
+        assert job is not None
         recipe = self.step.recipes[self.step.jobs.at[job.stage, job.direction]]
         where = (line.worker, line.task, line.n)
         if job in self.step.credits:
@@ -190,7 +205,8 @@ class _ProgramWriter:
             return
         what, group = self.step.parts[node]
         new.meta["group"] = group
-        key = Running(what, group, self.worker)
+        number = self.step.round(job.microbatch) if what == "gradients" else 0
+        key = Running(what, group, self.worker, number)
         if what == "gradients" and key in self.env:
             args, name = (self.env[key], new), f"sum_{group}_of_{job}"
             new = make(self.graph, ops.accumulate, args, specs, *where, name=name)
@@ -205,7 +221,9 @@ class _ProgramWriter:
         if job.direction is Direction.FORWARD and written in self.env:
             return self.env[written]
         message = self.step.fetched.get(line, {}).get(group)
-        return self.env[weights] if message is None else self.fetched[message]
+        if message is not None:
+            return self.fetched[message]
+        return self.env[self.step.weights(weights, job, self.worker)]
 
     def _value(self, node: fx.Node, job: Job, where: Where) -> fx.Node:
         b = job.microbatch
@@ -251,3 +269,13 @@ class _ProgramWriter:
         elif output.kind == "whole":
             mean = False
         return 1.0 / self.microbatches if mean else 1.0
+
+
+def _group_of(message: Message) -> int:
+    """The group of weights that a message brings."""
+    if isinstance(message.value, Line):
+        assert message.value.group is not None
+        return message.value.group
+    assert isinstance(message.value, fx.Node)
+    group: int = message.value.meta["group"]
+    return group

@@ -155,7 +155,8 @@ class _Differentiation:
     def _scale(self) -> float:
         if self.request.loss_reduction == "sum":
             return 1.0
-        return 1.0 / self.request.schedule.microbatches
+        schedule = self.request.schedule
+        return 1.0 / (schedule.update_every or schedule.microbatches)
 
     def _tangent(self, position: int, value: fx.Node) -> fx.Node:
         with self.graph.inserting_before(self.calls[0]):

@@ -11,12 +11,13 @@ from ..clock.activations import credits
 from ..clock.event_loop import run_jobs
 from ..clock.stage_graph import Edges, place_jobs
 from ..clock.timeline import Jobs, Kind, Timeline
+from ..clock.updates import StageUpdate, add_updates
 from ..ir.graphs import result
 from ..ir.request import Request
 from ..ir.step_ir import StepIR
 from ..jobs import Direction, PlanError, Schedule
 
-FORWARD, BACKWARD, _ = Direction
+FORWARD, BACKWARD, *_ = Direction
 Cap = Callable[[int], int | None]
 
 
@@ -32,11 +33,19 @@ def order_jobs(step: StepIR, request: Request) -> StepIR:
     cap.
     """
     schedule = request.schedule
+    if step.late and schedule.update_every is not None:
+        raise PlanError(
+            "updates in the program need a model that returns one scalar loss, of "
+            "which B starts; compute the loss in the model, or leave optimizer= and "
+            "update_every= out"
+        )
     calls = _calls(step.graph)
     jobs = place_jobs(schedule, list(calls), _preds(calls))
     jobs = replace(jobs, more=_chain_buffers(step.graph, jobs))
+    jobs = add_updates(schedule, jobs, _updates(step, request))
     ranked = _forward_first(jobs) if step.late else jobs
     seconds = [node.meta["seconds"] for node in calls.values()] * jobs.microbatches
+    seconds += [step.facts.stages.nodes[s]["update"] for s, _ in jobs.updates]
     edges = Edges(jobs, step.facts.stages)
 
     def run(cap: Cap) -> Timeline:
@@ -51,7 +60,25 @@ def order_jobs(step: StepIR, request: Request) -> StepIR:
     timeline = Timeline(jobs, timeline.order, timeline.start, timeline.end)
     room = {} if step.late else credits(schedule, timeline)
     waits = {jobs.job(f): jobs.job(last) for f, last in room.items()}
-    return replace(step, timeline=timeline, credits=waits)
+    every = schedule.update_every if jobs.updates else None
+    return replace(step, timeline=timeline, credits=waits, every=every)
+
+
+def _updates(step: StepIR, request: Request) -> list[StageUpdate]:
+    """Who updates the weights of each stage, last stages first, after whose gradients
+    and before whose reads. All wait for all, if norms of all gradients count."""
+    trained = [group for group in step.facts.groups if any(group.trained)]
+    everyone = {stage for group in trained for stage in group.givers}
+    waits = request.clip_grad_norm is not None or request.skip_nonfinite
+    updates = []
+    for stage in sorted({group.stages[0] for group in trained}, reverse=True):
+        own = [group for group in trained if group.stages[0] == stage]
+        workers = {w for group in own for w in group.updaters}
+        givers = {s for group in own for s in group.givers}
+        readers = {s for group in own for s in group.stages}
+        parts = (workers, everyone if waits else givers, readers)
+        updates.append(StageUpdate(stage, *(tuple(sorted(part)) for part in parts)))
+    return updates
 
 
 def _calls(gm: fx.GraphModule) -> dict[Kind, fx.Node]:
@@ -97,7 +124,7 @@ def _chain_buffers(gm: fx.GraphModule, jobs: Jobs) -> dict[int, list[int]]:
     writers = {node.meta["stage"] for node in result(gm)["state"].values()}
     last: dict[tuple[int, int], int] = {}
     more: dict[int, list[int]] = {}
-    for number, worker in enumerate(jobs.compute):
+    for number, worker in enumerate(jobs.compute[: jobs.regular]):
         stage, direction = jobs.kinds[number % len(jobs.kinds)]
         if direction is FORWARD and stage in writers:
             place = (stage, worker)
@@ -107,18 +134,25 @@ def _chain_buffers(gm: fx.GraphModule, jobs: Jobs) -> dict[int, list[int]]:
     return more
 
 
+def _before(jobs: Jobs, number: int) -> list[int]:
+    """What a job waits for, of its own microbatch; what updates wait for is in more."""
+    if number >= jobs.regular:
+        return []
+    kind = number % len(jobs.kinds)
+    return [number - kind + p for p in jobs.preds[kind]]
+
+
 def _stuck(
     schedule: Schedule, run: Callable[[Cap], Timeline], timeline: Timeline
 ) -> PlanError:
     """What to say of a schedule that stops: the job that waits, and what would work."""
     jobs = timeline.jobs
-    done, width = set(timeline.order), len(jobs.kinds)
+    done = set(timeline.order)
     after = {t for j, more in jobs.more.items() if j not in done for t in more}
     ready = [
         number
         for number in range(len(jobs))
-        if number not in done | after
-        and all(number - number % width + p in done for p in jobs.preds[number % width])
+        if number not in done | after and all(p in done for p in _before(jobs, number))
     ]
     if not run(lambda s: None).complete:
         buffers = " (F of a stage with buffers run in the order of microbatches)"

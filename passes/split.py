@@ -10,10 +10,10 @@ from typing import Any
 
 import networkx as nx
 import torch
-from torch import fx
+from torch import Tensor, fx
 
 from ..clock.stage_record import Edge, Stage
-from ..costmodel.costs import send_seconds
+from ..costmodel.costs import send_seconds, update_seconds
 from ..ir.facts import FACTS, StageFacts, facts
 from ..ir.graphs import (
     REGION_ENTERS,
@@ -176,18 +176,30 @@ def _group_state(
         for node in nodes:
             readers.setdefault(node, []).append(stage)
     written = _written_state(gm)
+    updates = request.schedule.update_every is not None
     by_key: dict[tuple[Any, ...], list[fx.Node]] = {}
     for node, stages in readers.items():
         role, index = node.meta["role"], node.meta["index"]
+        trained = role is Role.PARAMETER and node.meta["val"].requires_grad
+        updater = request.schedule.updater(stages[0]) if trained else None
         if role is Role.SHARED:
             owned = tuple(range(request.schedule.workers))
         elif index in request.owners:
             owned = request.owners[index]
         elif role is Role.PARAMETER:
             owned = owners_of[stages[0]]
+            if updater is not None:
+                owned = tuple(sorted({*owned, updater}))
         else:
             owned = tuple(sorted({w for stage in stages for w in owners_of[stage]}))
-        key = (stages[0], tuple(stages), owned, node in written)
+        if updater is not None and updater not in owned:
+            raise PlanError(
+                f"u({stages[0]}, b) is {updater}, which does not keep "
+                f"{node.meta['name']}: since an earlier plan workers "
+                f"{', '.join(map(str, owned))} do; give the same u to all backends"
+            )
+        apart = -1 if updater is None else updater, trained and updates
+        key = (stages[0], tuple(stages), owned, node in written, *apart)
         by_key.setdefault(key, []).append(node)
     return [
         Group(
@@ -198,8 +210,9 @@ def _group_state(
             stages,
             tuple(n.meta["val"].requires_grad for n in nodes),
             written=is_written,
+            updater=None if updater < 0 else updater,
         )
-        for (_, stages, owned, is_written), nodes in sorted(
+        for (_, stages, owned, is_written, updater, _), nodes in sorted(
             by_key.items(), key=lambda item: item[0]
         )
     ]
@@ -222,6 +235,14 @@ def _send_state(state: list[fx.Node]) -> float:
     return send_seconds(sum(spec.bytes for spec in specs), specs[0].device)
 
 
+def _update_seconds(parameters: list[Tensor]) -> float:
+    """Seconds for a step of the optimizer on those that are trained."""
+    trained = [Spec.of(value) for value in parameters if value.requires_grad]
+    if not trained:
+        return 0.0
+    return update_seconds(sum(spec.bytes for spec in trained), trained[0].device)
+
+
 def _describe(inner: list[StageBuilder]) -> nx.DiGraph[int]:
     """The stages and what is sent between them. A stage that is the first to read a
     parameter counts it."""
@@ -239,6 +260,7 @@ def _describe(inner: list[StageBuilder]) -> nx.DiGraph[int]:
             fetch=_send_state(first),
             weights=sum(Spec.of(n.meta["val"]).bytes for n in first)
             + sum(Spec.of(value).bytes for value in numbers if value.requires_grad),
+            update=_update_seconds(numbers),
             flops=sum(n.meta["work"].flops for n in stage.nodes if "work" in n.meta),
         )
         stages.add_node(number, **data)

@@ -43,7 +43,7 @@ class _Routes:
     """Which workers read what each line makes."""
 
     def __init__(self, step: StepIR) -> None:
-        jobs, self.running = step.jobs, step.running
+        self.step, jobs, self.running = step, step.jobs, step.running
         self.compute, self.width, self.at = jobs.compute, len(jobs.kinds), jobs.at
         self.others = _others(step)
         named = {value.node for value in self.others if isinstance(value, Made)}
@@ -52,7 +52,7 @@ class _Routes:
     def of(self, line: Line) -> Iterator[tuple[Value, Iterable[int]]]:
         """What a line makes that others read, in the order of the line's nodes."""
         job, others = line.job, self.others
-        if job is None:
+        if line.target is not None or job is None:
             if line in others:
                 yield line, others[line]
             return
@@ -64,7 +64,8 @@ class _Routes:
                 readers |= others.get(Made(node, b), set())
             yield Made(node, b), readers
             if part is not None:
-                key = Running(part[0], part[1], line.worker)
+                number = self.step.round(b) if part[0] == "gradients" else 0
+                key = Running(part[0], part[1], line.worker, number)
                 if key in others and self.running[key] is line:
                     yield key, others[key]
         credit = Credit(job)

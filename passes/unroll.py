@@ -9,6 +9,7 @@ from torch import fx
 
 from ..ir.request import Request
 from ..ir.step_ir import Line, Recipe, Running, StepIR
+from ..jobs import Direction
 
 
 def unroll_jobs(step: StepIR, request: Request) -> StepIR:
@@ -31,12 +32,15 @@ def unroll_jobs(step: StepIR, request: Request) -> StepIR:
     jobs, width = step.jobs, len(step.jobs.kinds)
     lines: list[Line] = []
     running: dict[Running, Line] = {}
-    for number in step.order:
-        job, worker = jobs.job(number), jobs.compute[number]
-        line = Line(worker, str(job), jobs.n[number], job=job)
+    for i in step.order:
+        job, worker = jobs.job(i), jobs.compute[i]
+        line = Line(worker, str(job), jobs.n[i], job=job)
         lines.append(line)
-        for what, group in parts[number % width]:
-            key = Running(what, group, worker)
+        if job.direction is Direction.UPDATE:
+            continue
+        for what, group in parts[i % width]:
+            number = step.round(job.microbatch) if what == "gradients" else 0
+            key = Running(what, group, worker, number)
             running.pop(key, None)
             running[key] = line
     return replace(step, lines=lines, running=running)

@@ -13,6 +13,7 @@ from ..clock.weight_fetches import Foreign, foreign_reads
 from ..ir.graphs import arguments
 from ..ir.request import Request
 from ..ir.step_ir import Line, Message, StepIR
+from ..jobs import Job
 
 
 def fetch_weights(step: StepIR, request: Request) -> StepIR:
@@ -25,45 +26,68 @@ def fetch_weights(step: StepIR, request: Request) -> StepIR:
             2F0, weights 2 of message 7                              # worker 0
 
     Weights are asked for request.prefetch jobs ahead (here 1), and kept while the
-    worker's next job reads them too.
+    worker's next job reads them too, if no update came in between. New ones, for the
+    lines of step.renewed too, are sent after the update that makes them.
     """
     ahead, tags = request.prefetch, count()
     at_hand: dict[int, dict[int, Message]] = {}  # what the last job on a worker read
     last: dict[int, deque[Line]] = {}  # the last `ahead` jobs on a worker
     fetched: dict[Line, dict[int, Message]] = {}
     before: dict[Line | Message, list[Message]] = {}
-    for line, foreign in _foreign(step):
+    after: dict[Line | Message, list[Message]] = {}  # updates
+    place = {line: i for i, line in enumerate(step.lines)} if step.updated else {}
+    for line, (source, value) in step.renewed.items():
+        where = (line.task, line.n)
+        message = Message(next(tags), source, line.worker, value, *where, True)
+        before[line] = [message]
+        fetched[line] = {line.group or 0: message}
+    for line, job, foreign in _foreign(step):
         worker, here = line.worker, at_hand.get(line.worker, {})
         earlier = last.setdefault(worker, deque(maxlen=ahead))
         start = step.lines[0] if len(earlier) < ahead else [*earlier, line][0]
         read: dict[int, Message] = {}
         for weights, (_, source, new) in foreign:
-            group = weights.meta["group"]
-            if new:
-                where = (line.task, line.n)
-                message = Message(next(tags), source, worker, weights, *where)
+            group, value = weights.meta["group"], step.weights(weights, job, source)
+            if not new and here[group].value is value:
+                read[group] = here[group]
+                continue
+            where = (line.task, line.n)
+            message = Message(next(tags), source, worker, value, *where, True)
+            if isinstance(value, Line) and place[value] > place[start]:
+                after.setdefault(value, []).append(message)
+            else:
                 before.setdefault(start, []).append(message)
-            read[group] = message if new else here[group]
+            read[group] = message
         if read:
             fetched[line] = read
         at_hand[worker] = read
         earlier.append(line)
-    lines = [each for line in step.lines for each in (*before.get(line, ()), line)]
+    lines = [
+        each
+        for line in step.lines
+        for each in (*before.get(line, ()), line, *after.get(line, ()))
+    ]
     return replace(step, lines=lines, fetched=fetched)
 
 
-def _foreign(step: StepIR) -> Iterator[tuple[Line, list[tuple[fx.Node, Foreign]]]]:
+def _foreign(
+    step: StepIR,
+) -> Iterator[tuple[Line, Job, list[tuple[fx.Node, Foreign]]]]:
     """The jobs' lines, each with the weights that its worker does not have."""
     groups = step.facts.groups
-    lines = [(x, x.job) for x in step.lines if isinstance(x, Line) and x.job]
+    lines = [
+        (line, line.job)
+        for line in step.lines
+        if isinstance(line, Line) and line.job is not None and line.target is None
+    ]
     weights = [_weights(recipe.call) for recipe in step.recipes]
     numbers = [[w.meta["group"] for w in each] for each in weights]
     kinds = [[(g, groups[g].owners) for g in each] for each in numbers]
     order = [step.jobs.number(job) for _, job in lines]
     foreign = foreign_reads(kinds, _writers(step), step.jobs, order)
-    for (line, _), number, reads in zip(lines, order, foreign, strict=True):
+    for (line, job), number, reads in zip(lines, order, foreign, strict=True):
         nodes = weights[number % len(weights)]
-        yield line, [(nodes[each.slot], each) for each in reads]
+        yield line, job, [(nodes[each.slot], each) for each in reads]
 
 
 def _writers(step: StepIR) -> dict[int, list[int]]:

@@ -170,7 +170,7 @@ def test_directions_are_equal_to_their_letters() -> None:
     assert timeline(lambda s, b, d: b + 10 * (d == "B")) == wanted
     assert timeline(lambda s, b, d: b + 10 * (d in ("B", "W"))) == wanted
     assert timeline(lambda s, b, d: b + letters[d]) == wanted  # type: ignore[index]
-    assert {d: str(d) for d in Direction} == {"F": "F", "B": "B", "W": "W"}
+    assert {d: str(d) for d in Direction} == {d: d for d in "FBWU"}
     assert Direction.FORWARD != Direction.BACKWARD and Direction.FORWARD != 0
     assert hash(Job.parse("2F0")) == hash(Job(2, 0, Direction.FORWARD))
 

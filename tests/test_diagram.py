@@ -21,7 +21,7 @@ from fxsched.draw.svg_layout import LEFT, WIDTH
 from fxsched.draw.timeline_arrays import bars_of, cell_means, held
 
 GOLDEN = Path(__file__).parent / "golden" / "zb_h1.svg"
-FORWARD, BACKWARD, WEIGHT = Direction
+FORWARD, BACKWARD, WEIGHT, _ = Direction
 
 
 def split(workers: int, microbatches: int) -> Schedule:

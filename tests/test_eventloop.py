@@ -11,7 +11,7 @@ from fxsched import Direction, Job, PlanError
 from fxsched.clock.event_loop import run_jobs
 from fxsched.clock.timeline import Event, Jobs, Timeline
 
-FORWARD, BACKWARD, WEIGHT = Direction
+FORWARD, BACKWARD, WEIGHT, _ = Direction
 Cap = Callable[[int], int | None]
 
 
@@ -187,5 +187,5 @@ def test_a_job_prints_as_stage_direction_microbatch_and_parses_back() -> None:
 
 
 def test_what_is_no_job_does_not_parse() -> None:
-    with pytest.raises(PlanError, match=r"'2X0' is not a job: write stage, F, B or W"):
+    with pytest.raises(PlanError, match=r"not a job: write stage, F, B, W or U"):
         Job.parse("2X0")

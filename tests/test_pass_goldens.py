@@ -7,6 +7,7 @@ one decides otherwise changes no golden but its own. `--update-golden` writes th
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import pytest
@@ -63,6 +64,11 @@ def elsewhere() -> Schedule:
     return Schedule(2, 1, stages=2, w=lambda s, b, d: (s, 0), n=lambda s, b, d: 0)
 
 
+def updated() -> Schedule:
+    """Two workers with a copy of the weights each, of which worker 1 updates one."""
+    return replace(schedules.ddp(2), stages=2, update_every=2, u=lambda s, b: s)
+
+
 CASES = {
     "assign_stages": Case(),
     "copy_shared": Case(model=Masked),
@@ -70,6 +76,7 @@ CASES = {
     "differentiate_stages": Case(),
     "order_jobs": Case(schedules.one_f_one_b(2, 2)),
     "unroll_jobs": Case(),
+    "update_weights": Case(updated()),
     "collect_results": Case(schedules.ddp(2)),
     "fetch_weights": Case(elsewhere()),
     "insert_transfers": Case(),

@@ -24,7 +24,7 @@ from fxsched.clock.worker_stats import Worker
 
 from . import table1
 
-FORWARD, BACKWARD, WEIGHT = Direction
+FORWARD, BACKWARD, WEIGHT, _ = Direction
 WHOLE = ("ddp", "fsdp", "hsdp", "hybrid", "interleaved")  # equal shares of microbatches
 ONES = {"F": 1, "B": 1, "W": 1}
 # F and B where B is whole; F, B and W where it is split

@@ -19,7 +19,7 @@ from fxsched.transport.endpoints import ThreadEndpoint
 from fxsched.transport.wire_format import Parcel
 from tests.cases import apart, build
 
-FORWARD, BACKWARD, WEIGHT = Direction
+FORWARD, BACKWARD, WEIGHT, _ = Direction
 
 
 def alone(microbatches: int = 1, **options: object) -> Schedule:

@@ -11,7 +11,7 @@ from fxsched import Direction, Job, Schedule, schedules, simulate
 
 from . import table1
 
-FORWARD, BACKWARD, _ = Direction
+FORWARD, BACKWARD, *_ = Direction
 
 
 def test_every_row_of_table_1_holds() -> None:

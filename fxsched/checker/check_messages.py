@@ -17,7 +17,8 @@ from torch import fx
 
 from ..ir.graphs import Group, Specs
 from ..jobs import Job, Placement
-from .check_program import examine, other_maker, other_microbatch
+from .check_program import NO_UPDATES, examine, other_maker, other_microbatch
+from .check_updates import Updates
 from .summary import CheckError, End, Provenance, Summary
 
 
@@ -25,6 +26,7 @@ def check_programs(
     programs: Sequence[fx.GraphModule],
     placements: Mapping[Job, Placement],
     groups: Sequence[Group],
+    updates: Updates = NO_UPDATES,
 ) -> None:
     """Raises CheckError unless the programs are sound.
 
@@ -34,11 +36,13 @@ def check_programs(
     circle, and neither do tasks; a job calls its own stage, and reads values of its own
     microbatch and what its own F saved or B carries; every value is there when it is
     read, and freed once; the gradient of every parameter holds every B (or W) of every
-    microbatch once, and reaches all its owners.
+    microbatch once, and reaches all its owners. Where there are updates: each has the
+    gradients since the one before it, runs once on each worker that it should, in their
+    order, and each job reads the weights that the updates before its microbatch left.
     """
     check_summaries(
         [
-            examine(rank, program, placements, groups)
+            examine(rank, program, placements, groups, updates)
             for rank, program in enumerate(programs)
         ]
     )
@@ -57,6 +61,7 @@ def check_summaries(summaries: Sequence[Summary]) -> None:
     origins.check_uses()
     _check_tasks(summaries, messages)
     origins.check_gradients()
+    origins.check_weights()
 
 
 class Delivery(NamedTuple):
@@ -245,14 +250,38 @@ class _Provenances:
         for summary in self.summaries:
             for group, origin in summary.returns.items():
                 wanted = owed.get(group, Counter())
-                returned = self._sum(summary.rank, origin)
-                if returned != wanted:
-                    returned = returned or Counter()
-                    wrong = sorted((wanted - returned) + (returned - wanted))
+                self._check_sum(summary.rank, group, origin, wanted)
+            for update, group, origin in summary.updates:
+                first = update.microbatch - (summary.every or 1)
+                wanted = Counter(
+                    job
+                    for job in owed.get(group, Counter()).elements()
+                    if first < job.microbatch <= update.microbatch
+                )
+                self._check_sum(summary.rank, group, origin, wanted)
+
+    def _check_sum(
+        self, rank: int, group: int, origin: int, wanted: Counter[Job]
+    ) -> None:
+        """Raises CheckError unless an origin adds up the gradients of these jobs."""
+        total = self._sum(rank, origin)
+        if total != wanted:
+            total = total or Counter()
+            wrong = sorted((wanted - total) + (total - wanted))
+            raise CheckError(
+                f"worker {rank} gets a gradient of group {group} in which "
+                f"{', '.join(map(str, wrong))} is missing or counted twice"
+            )
+
+    def check_weights(self) -> None:
+        """Weights that came with messages are of the version that is wanted."""
+        for summary in self.summaries:
+            for task, group, tag, version in summary.weight_uses:
+                sent = self._origin(tag).weights
+                if sent != (group, version):
                     raise CheckError(
-                        f"worker {summary.rank} gets a gradient of group {group} in "
-                        f"which {', '.join(map(str, wrong))} is missing or counted "
-                        "twice"
+                        f"worker {summary.rank}: {task} wants version {version} of "
+                        f"group {group}, and gets {sent} (group, version)"
                     )
 
     def _sum(self, rank: int, number: int) -> Counter[Job] | None:

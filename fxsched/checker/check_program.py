@@ -16,9 +16,11 @@ from torch import fx
 from ..ir import ops
 from ..ir.graphs import Group, Specs, arguments, original, result
 from ..jobs import Direction, Job, Placement
+from .check_updates import UpdateFault, Updates, WeightReads
 from .summary import CheckError, End, Provenance, Summary, Use
 
 RECEIVES = (ops.recv, ops.fetch)
+NO_UPDATES = Updates()
 
 
 def examine(
@@ -26,9 +28,10 @@ def examine(
     program: fx.GraphModule,
     placements: Mapping[Job, Placement],
     groups: Sequence[Group],
+    updates: Updates = NO_UPDATES,
 ) -> Summary:
     """The summary of a program; summary.fault says if it is not sound by itself."""
-    return _Examination(rank, program, placements, groups).run()
+    return _Examination(rank, program, placements, groups, updates).run()
 
 
 STAGE = {
@@ -49,11 +52,17 @@ class _Examination:
         program: fx.GraphModule,
         placements: Mapping[Job, Placement],
         groups: Sequence[Group],
+        updates: Updates,
     ) -> None:
         self.rank, self.program = rank, program
         self.placements, self.groups = placements, groups
         self.nodes = list(program.graph.nodes)
-        self.calls = [node for node in self.nodes if "job" in node.meta]
+        self.calls = [
+            node
+            for node in self.nodes
+            if "job" in node.meta and node.target is not ops.update
+        ]
+        self.weights = WeightReads(rank, self.nodes, groups, updates)
         self.here = [job for job, w in placements.items() if w.compute == rank]
         self.summary = Summary(rank)
         self.positions: dict[str, int] = {}  # of tasks
@@ -65,6 +74,7 @@ class _Examination:
             self._reads,
             self._lives,
             self._gradients,
+            self._updates,
         )
         self._tasks()
         for check in checks:  # all of them, for the summary is of all
@@ -73,6 +83,7 @@ class _Examination:
             except CheckError as error:
                 self.summary.fault = self.summary.fault or str(error)
         self._ends()
+        self.summary.every = self.weights.all.every
         return self.summary
 
     def _jobs(self) -> None:
@@ -183,7 +194,9 @@ class _Examination:
         returned = result(self.program).get("groups", {})
         lost = []
         for number, group in enumerate(self.groups):
-            if not trains or not any(group.trained) or self.rank not in group.owners:
+            if not trains or not any(group.trained) or self.weights.all.every:
+                continue
+            if self.rank not in group.updaters:
                 continue
             value = returned.get(str(number))
             if value is None:
@@ -196,6 +209,16 @@ class _Examination:
         self._all_give(gives)
         if lost:
             raise CheckError(lost[0])
+
+    def _updates(self) -> None:
+        try:
+            self.weights.check_reads()
+            for job, group, gradients in self.weights.updates():
+                self.summary.updates.append((job, group, self._origin(gradients)))
+        except UpdateFault as fault:
+            raise CheckError(str(fault)) from fault
+        finally:
+            self.summary.weight_uses = self.weights.uses
 
     def _all_give(self, gives: Direction) -> None:
         givers = [
@@ -239,7 +262,14 @@ class _Examination:
             rows = tuple(sorted(microbatches))
             self.summary.origins.append(
                 Provenance(
-                    specs, tag, _maker(value), rows, tuple(received), adds, added
+                    specs,
+                    tag,
+                    _maker(value),
+                    rows,
+                    tuple(received),
+                    adds,
+                    added,
+                    self.weights.of(value),
                 )
             )
         return self.known[value]

@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 from ..ir.graphs import Specs
 from ..jobs import Job
+from .check_updates import WeightUse
 
 
 class CheckError(AssertionError):
@@ -23,6 +24,7 @@ class Provenance(NamedTuple):
         and of the messages with these tags.
     adds: the jobs whose gradients it adds up; None if it is no such sum.
     added: tags of messages that it adds up as well.
+    weights: their group and version, if it is weights that this worker keeps.
     """
 
     specs: Specs
@@ -32,6 +34,7 @@ class Provenance(NamedTuple):
     received: tuple[int, ...]
     adds: tuple[Job, ...] | None
     added: tuple[int, ...]
+    weights: tuple[int, int] | None
 
 
 class End(NamedTuple):
@@ -74,6 +77,9 @@ class Summary:
     origins: of what it sends and returns.
     gradients: for each group, the jobs that give a gradient of it here.
     returns: the origin of the gradient of each group that it keeps.
+    updates: jobs U here, with the group and the origin of its gradient.
+    weight_uses: weights that came with messages.
+    every: for how many microbatches an update is.
     """
 
     rank: int
@@ -86,3 +92,6 @@ class Summary:
     origins: list[Provenance] = field(default_factory=list)
     gradients: dict[int, list[Job]] = field(default_factory=dict)
     returns: dict[int, int] = field(default_factory=dict)
+    updates: list[tuple[Job, int, int]] = field(default_factory=list)
+    weight_uses: list[WeightUse] = field(default_factory=list)
+    every: int | None = None

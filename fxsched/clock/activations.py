@@ -16,7 +16,7 @@ import numpy as np
 from ..jobs import Direction, Job, Schedule
 from .timeline import Jobs, Timeline
 
-FORWARD, BACKWARD, WEIGHT = Direction
+FORWARD, BACKWARD, WEIGHT, _ = Direction
 
 
 class Lifetime(NamedTuple):
@@ -80,6 +80,8 @@ def credits(schedule: Schedule, timeline: Timeline) -> dict[int, int]:
     started: Counter[tuple[int, int]] = Counter()
     credit = {}
     for number in timeline.order:
+        if number >= jobs.regular:
+            continue
         kind = number % width
         stage = jobs.kinds[kind][0]
         place = (stage, jobs.compute[number + distance[kind]])
@@ -115,12 +117,15 @@ def peaks(
     """The most that each worker holds at one time; see allocations. Of what happens at
     one time, what is given back goes before what is taken."""
     jobs, order = timeline.jobs, np.asarray(timeline.order, int)
+    start, end = np.asarray(timeline.start), np.asarray(timeline.end)
+    regular = order < jobs.regular
+    order, start, end = order[regular], start[regular], end[regular]
     change = np.subtract(*allocations(jobs, release, sizes, kept))
     distance = np.asarray(to_holder(jobs, release), int)
     kind = order % len(jobs.kinds)
     counted = change[kind] != 0
     order, kind = order[counted], kind[counted]
-    start, end = np.asarray(timeline.start)[counted], np.asarray(timeline.end)[counted]
+    start, end = start[counted], end[counted]
     holder = np.asarray(jobs.compute, int)[order + distance[kind]]
     taken = change[kind] > 0
     by_time = np.lexsort((taken, np.where(taken, start, end), holder))

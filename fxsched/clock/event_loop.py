@@ -77,7 +77,9 @@ def _precedence(jobs: Jobs, network: Network | None) -> _Precedence:
     for kind, before in enumerate(jobs.preds):
         for p in before:
             succs[p].append(kind - p)
+    succs.append([])  # of updates: jobs.more has theirs
     missing = [len(before) for before in jobs.preds] * jobs.microbatches
+    missing += [0] * len(jobs.updates)
     for more in jobs.more.values():
         for j in more:
             missing[j] += 1
@@ -87,8 +89,8 @@ def _precedence(jobs: Jobs, network: Network | None) -> _Precedence:
 
 
 def _caps(jobs: Jobs, cap: Callable[[int], int | None], release: Direction) -> _Caps:
-    limits: list[int | None] = [None] * len(jobs.kinds)
-    releases = [False] * len(jobs.kinds)
+    limits: list[int | None] = [None] * (len(jobs.kinds) + 1)  # the last of updates
+    releases = [False] * (len(jobs.kinds) + 1)
     for life in lifetimes(jobs, release):
         limit = cap(jobs.kinds[life.forward][0])
         limits[life.forward], releases[life.release] = limit, limit is not None
@@ -166,7 +168,7 @@ def _run(
 ) -> tuple[list[int], list[float]]:
     """The jobs in the order in which they start, and when."""
     jobs, network = simulation.jobs, simulation.network
-    K, W, compute = len(jobs.kinds), jobs.workers, jobs.compute
+    K, W, U, compute = len(jobs.kinds), jobs.workers, jobs.regular, jobs.compute
     calendar, candidates = simulation.calendar, simulation.candidates
     ranked, _, ready, strict = simulation.queues
     limits, to_holder, _ = simulation.caps
@@ -184,7 +186,7 @@ def _run(
                     break
                 r = heappop(queue)
                 j = ranked[r]
-                k = j % K
+                k = j % K if j < U else K
                 limit = limits[k]
                 if limit is not None:
                     b = j + to_holder[k]
@@ -211,7 +213,8 @@ def _bound_events(simulation: _Simulation) -> Callable[[], float]:
     """Phases A and B: the clock advances to the time that is returned; what is due then
     happens. Jobs that then miss nothing are ready, their workers candidates."""
     jobs, network, free = simulation.jobs, simulation.network, simulation.free
-    K, W, compute, more = len(jobs.kinds), jobs.workers, jobs.compute, jobs.more
+    K, W, U = len(jobs.kinds), jobs.workers, jobs.regular
+    compute, more = jobs.compute, jobs.more
     ranked, rank, ready, _ = simulation.queues
     _, to_holder, releases = simulation.caps
     succs, missing = simulation.succs, simulation.missing
@@ -228,7 +231,7 @@ def _bound_events(simulation: _Simulation) -> Callable[[], float]:
             if j < 0:
                 told(j, now, arrived)
                 continue
-            k = j % K
+            k = j % K if j < U else K
             w = compute[j]
             free[w] = True
             candidates.add(w)
@@ -266,7 +269,7 @@ def _messages(simulation: _Simulation) -> tuple[_Messages, _Messages]:
     """What a message's event does, and what the end of a job sends off; both add jobs
     for which something has arrived to a list."""
     jobs, calendar, succs = simulation.jobs, simulation.calendar, simulation.succs
-    K, N, compute = len(jobs.kinds), len(jobs), jobs.compute
+    K, N, U, compute = len(jobs.kinds), len(jobs), jobs.regular, jobs.compute
     network = simulation.network or Network()
     arrival, ended = network.arrival, network.ended
 
@@ -278,7 +281,7 @@ def _messages(simulation: _Simulation) -> tuple[_Messages, _Messages]:
 
     def send(j: int, now: float, arrived: list[int]) -> None:
         here = compute[j]
-        for distance in succs[j % K]:
+        for distance in succs[j % K if j < U else K]:
             t = j + distance
             when = now if compute[t] == here else arrival(j, t, now)
             if when > now:

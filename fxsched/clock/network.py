@@ -10,11 +10,11 @@ import networkx as nx
 from ..jobs import Direction, PlanError, Schedule, is_number
 from .event_loop import Network
 from .stage_graph import Edges
-from .timeline import Jobs, Timeline
+from .timeline import Jobs, Timeline, weight_owners
 from .weight_fetches import fetches
-from .worker_stats import sum_root, weight_owners
+from .worker_stats import sum_root
 
-FORWARD, BACKWARD, WEIGHT = Direction
+FORWARD, BACKWARD, WEIGHT, _ = Direction
 
 
 @dataclass(frozen=True)
@@ -152,6 +152,8 @@ class Transfers(Network):
         self.owners = weight_owners(self.jobs)
         lasts: dict[tuple[int, int], int] = {}
         for number in timeline.order:
+            if number >= self.jobs.regular:
+                continue
             stage, d = self.jobs.kinds[number % self.width]
             if d is schedule.release:
                 lasts[stage, self.jobs.compute[number]] = number

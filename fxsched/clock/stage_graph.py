@@ -11,10 +11,11 @@ import networkx as nx
 from ..jobs import Direction, Job, Placement, PlanError, Schedule
 from .activations import peaks
 from .event_loop import Network, run_jobs
-from .timeline import Jobs, Kind, Timeline
+from .timeline import Jobs, Kind, Timeline, weight_owners
+from .updates import StageUpdate, add_updates
 
 MOST = 20_000_000  # jobs, which take some 10 GB
-FORWARD, BACKWARD, WEIGHT = Direction
+FORWARD, BACKWARD, WEIGHT, _ = Direction
 
 
 def place_jobs(
@@ -109,7 +110,15 @@ def stage_jobs(schedule: Schedule, stages: nx.DiGraph[int]) -> Jobs:
             preds.append([at[s, FORWARD], *readers])
         else:
             preds.append([at[s, BACKWARD]])
-    return place_jobs(schedule, kinds, preds)
+    jobs = place_jobs(schedule, kinds, preds)
+    if schedule.update_every is None:
+        return jobs
+    keepers, updates = weight_owners(jobs), []
+    for s in sorted(back, reverse=True):
+        updater = schedule.updater(s)
+        workers = tuple(keepers[s]) if updater is None else (updater,)
+        updates.append(StageUpdate(s, workers, (s,), (s,)))
+    return add_updates(schedule, jobs, updates)
 
 
 def kind_seconds(stages: nx.DiGraph[int], kinds: Sequence[Kind]) -> list[float]:
@@ -131,9 +140,15 @@ def most_work(jobs: Jobs, seconds: Sequence[float]) -> float:
     seconds: of a job of each kind.
     """
     work, width = [0.0] * jobs.workers, len(seconds)
-    for number, worker in enumerate(jobs.compute):
+    for number, worker in enumerate(jobs.compute[: jobs.regular]):
         work[worker] += seconds[number % width]
     return max(work)
+
+
+def job_seconds(stages: nx.DiGraph[int], jobs: Jobs) -> list[float]:
+    """How long each job takes, by number."""
+    regular = kind_seconds(stages, jobs.kinds) * jobs.microbatches
+    return regular + [stages.nodes[s].get("update", 0.0) for s, _ in jobs.updates]
 
 
 def run_stages(schedule: Schedule, stages: nx.DiGraph[int]) -> Timeline:
@@ -141,7 +156,7 @@ def run_stages(schedule: Schedule, stages: nx.DiGraph[int]) -> Timeline:
     jobs = stage_jobs(schedule, stages)
     return run_jobs(
         jobs,
-        kind_seconds(stages, jobs.kinds) * jobs.microbatches,
+        job_seconds(stages, jobs),
         schedule.cap,
         schedule.release,
         Edges(jobs, stages),

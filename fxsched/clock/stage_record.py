@@ -17,6 +17,7 @@ class Stage(TypedDict, total=False):
     forward, backward: seconds for one microbatch; a stage with `backward` 0 has no B.
     weight: where the backward is split, how much of `backward` W takes (half, if it
         isn't there), and B the rest.
+    update: seconds for a step of the optimizer on its weights (0, if it isn't there).
     held: bytes between F and B.
     weights: bytes of the weights, and their gradients, that no stage before it reads.
     fetch: seconds to send these weights, or their gradients, one way.
@@ -29,6 +30,7 @@ class Stage(TypedDict, total=False):
     forward: float
     backward: float
     weight: float
+    update: float
     held: float
     weights: float
     fetch: float

@@ -34,6 +34,9 @@ class Jobs:
     preds: for each kind, the kinds that it waits for, of the same microbatch.
     weights, compute, n: the workers and the priority of each job.
     more: further successors of jobs, which nothing is sent to.
+    updates: stage and microbatch of the optimizer's steps, whose numbers come after
+        those of all other jobs; one for each worker that takes the step, which
+        `compute` has, as it has their n in `n`. What they wait for is in `more`.
     """
 
     kinds: tuple[Kind, ...]
@@ -44,25 +47,56 @@ class Jobs:
     compute: Sequence[int]
     n: Sequence[int]
     more: Mapping[int, Sequence[int]] = field(default_factory=dict)
+    updates: tuple[tuple[int, int], ...] = ()
 
     def __len__(self) -> int:
         return len(self.compute)
 
     def job(self, number: int) -> Job:
         """The job of a number."""
+        if number >= self.regular:
+            stage, microbatch = self.updates[number - self.regular]
+            return Job(stage, microbatch, Direction.UPDATE)
         microbatch, kind = divmod(number, len(self.kinds))
         stage, direction = self.kinds[kind]
         return Job(stage, microbatch, direction)
+
+    @property
+    def regular(self) -> int:
+        """How many jobs are no updates; their numbers come first."""
+        return self.microbatches * len(self.kinds)
 
     @cached_property
     def at(self) -> dict[Kind, int]:
         """The number of each kind."""
         return {kind: i for i, kind in enumerate(self.kinds)}
 
-    def number(self, job: Job) -> int:
-        """The number of a job: by microbatch, then by kind."""
+    @cached_property
+    def _updates(self) -> dict[tuple[int, int, int], int]:
+        """Numbers of updates, by stage, microbatch and worker."""
+        return {
+            (*update, self.compute[number]): number
+            for number, update in enumerate(self.updates, self.regular)
+        }
+
+    def number(self, job: Job, worker: int | None = None) -> int:
+        """The number of a job: by microbatch, then by kind; of an update, which several
+        workers may run, that of one of them."""
+        if job.direction is Direction.UPDATE:
+            assert worker is not None, f"{job} may run on several workers"
+            return self._updates[job.stage, job.microbatch, worker]
         kind = self.at[job.stage, job.direction]
         return job.microbatch * len(self.kinds) + kind
+
+
+def weight_owners(jobs: Jobs) -> dict[int, list[int]]:
+    """The workers that keep the weights of each stage."""
+    keepers: dict[int, list[int]] = {}
+    width = len(jobs.kinds)
+    for stage in sorted({s for s, _ in jobs.kinds}):
+        kinds = [k for k, (s, _) in enumerate(jobs.kinds) if s == stage]
+        keepers[stage] = sorted({w for k in kinds for w in jobs.weights[k::width]})
+    return keepers
 
 
 class Timeline(Sequence[Event]):

@@ -97,6 +97,7 @@ def _by_worker(jobs: Jobs, order: Sequence[int]) -> tuple[Numbers, Numbers]:
     """Jobs in the order of their workers, then as they come: places in `order`, and
     numbers."""
     numbers = np.asarray(order, np.int64)
+    numbers = numbers[numbers < jobs.regular]
     places = np.argsort(np.asarray(jobs.compute, np.int64)[numbers], kind="stable")
     return places, numbers[places]
 

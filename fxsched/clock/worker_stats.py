@@ -11,7 +11,7 @@ import numpy as np
 
 from ..jobs import Schedule
 from .activations import peaks
-from .timeline import Jobs, Timeline
+from .timeline import Jobs, Timeline, weight_owners
 from .weight_fetches import fetches
 
 
@@ -44,16 +44,6 @@ class Worker:
     gradients_returned: int
 
 
-def weight_owners(jobs: Jobs) -> dict[int, list[int]]:
-    """The workers that keep the weights of each stage."""
-    keepers: dict[int, list[int]] = {}
-    width = len(jobs.kinds)
-    for stage in sorted({s for s, _ in jobs.kinds}):
-        kinds = [k for k, (s, _) in enumerate(jobs.kinds) if s == stage]
-        keepers[stage] = sorted({w for k in kinds for w in jobs.weights[k::width]})
-    return keepers
-
-
 def sum_root(owners: Sequence[int], number: int) -> int:
     """The owner that adds up gradients: of its stages or groups, each in turn."""
     return owners[number % len(owners)]
@@ -82,7 +72,7 @@ def worker_records(
     for k, (stage, d) in enumerate(jobs.kinds):
         if d is schedule.release:
             root = sum_root(keepers[stage], stage)
-            workers = np.unique(compute[k :: len(jobs.kinds)])
+            workers = np.unique(compute[k : jobs.regular : len(jobs.kinds)])
             returned[workers[workers != root]] += 1
     columns = (
         busy.tolist(),
@@ -102,7 +92,7 @@ def _messages(jobs: Jobs) -> tuple[Any, Any]:
     """How many messages between jobs each worker receives and sends: one for each job
     and other worker that reads what it made."""
     width, count = len(jobs.kinds), jobs.workers
-    compute = np.asarray(jobs.compute, int)
+    compute = np.asarray(jobs.compute, int)[: jobs.regular]
     readers: list[list[int]] = [[] for _ in range(width)]
     for k, before in enumerate(jobs.preds):
         for p in before:

@@ -48,6 +48,13 @@ def send_seconds(size: int, device: torch.device) -> float:
     return rates.latency + size / rates.link
 
 
+def update_seconds(size: int, device: torch.device) -> float:
+    """Seconds for a step of AdamW on weights of so many bytes: it reads them, their
+    gradients and two moments, and writes all but the gradients."""
+    rates = rates_of(device)
+    return rates.launch + 7 * size / rates.memory
+
+
 class Cost(NamedTuple):
     """FLOPs, bytes read and written, and estimated seconds."""
 

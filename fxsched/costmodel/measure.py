@@ -19,6 +19,8 @@ from ..ir.graphs import REGION_ENTERS, REGION_EXITS, Role
 from ..jobs import Direction, PlanError
 from .costs import Work, backward_of
 
+FORWARD, BACKWARD, WEIGHT, _ = Direction
+
 
 class Times(NamedTuple):
     """Seconds of F and of B."""
@@ -118,7 +120,10 @@ def fit_profile(
     ratios: dict[int | None, Times] = {None: Times(1.0, 1.0)}
     for stage in {stage for stage, _ in taken}:
         planned = _total(n.planned for n in nodes.values() if n.stage == stage)
-        f, *b = (statistics.median(taken.get((stage, d), [0.0])) for d in Direction)
+        f, *b = (
+            statistics.median(taken.get((stage, d), [0.0]))
+            for d in (FORWARD, BACKWARD, WEIGHT)
+        )
         ratios[stage] = Times(f, sum(b) or planned.backward).over(planned)
     return Profile(
         {key: node.planned.scaled(ratios[node.stage]) for key, node in nodes.items()},

@@ -14,7 +14,7 @@ from . import page, svg, text_diagram
 from .palette import Clock, clock
 from .timeline_arrays import Bars, bars_of
 
-FORWARD, BACKWARD, WEIGHT = Direction
+FORWARD, BACKWARD, WEIGHT, _ = Direction
 
 
 @dataclass(frozen=True, eq=False)

@@ -113,6 +113,7 @@ class Group(NamedTuple):
     trained: for each of them, whether it gets a gradient.
     givers: stages that give gradients.
     written: whether F writes into them.
+    updater: the worker that updates them, if u says.
     """
 
     state: tuple[State, ...]
@@ -121,6 +122,12 @@ class Group(NamedTuple):
     trained: tuple[bool, ...]
     givers: tuple[int, ...] = ()
     written: bool = False
+    updater: int | None = None
+
+    @property
+    def updaters(self) -> tuple[int, ...]:
+        """The workers that update them."""
+        return self.owners if self.updater is None else (self.updater,)
 
     @property
     def names(self) -> tuple[str, ...]:

@@ -10,6 +10,7 @@ runtime carries them out, and calling them outside it is an error.
 from __future__ import annotations
 
 import functools
+import math
 import threading
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -128,6 +129,55 @@ def settle(how: Sequence[str], last: int, before: Bundle, *after: Bundle) -> Bun
     return tuple(result)
 
 
+def norms(gradients: Bundle) -> Tensor:
+    """The norm of each of a group's gradients."""
+    return torch.stack(torch._foreach_norm(list(gradients))).float()
+
+
+def clip_factor(
+    limit: float | None,
+    skips: bool,
+    places: Sequence[tuple[int, int]],
+    *norms: Tensor,
+) -> Tensor:
+    """What gradients are multiplied by, as torch.nn.utils.clip_grad_norm_ does it; NaN
+    if the update is to be skipped.
+
+    limit: of the norm of all gradients; None for 1.
+    skips: whether an update is skipped where that norm is not finite.
+    places: for each parameter, the same under every schedule, which of the `norms` has
+        its own, and where.
+    """
+    norm = torch.linalg.vector_norm(torch.stack([norms[i][k] for i, k in places]))
+    factor = torch.ones_like(norm)
+    if limit is not None:
+        factor = torch.clamp(limit / (norm + 1e-6), max=1.0)
+    return factor.masked_fill(~norm.isfinite(), math.nan) if skips else factor
+
+
+def update(
+    optimizer: Any,
+    group: int,
+    weights: Bundle,
+    gradients: Bundle,
+    factor: Tensor | None,
+) -> Bundle:
+    """The weights of a group after a step of the optimizer, in their old place.
+
+    optimizer: what the runtime gives; see state/updates.py.
+    """
+    optimizer.step(group, gradients, factor)
+    return weights
+
+
+def renew(weights: Bundle, new: Bundle) -> Bundle:
+    """A worker's copy of weights, with what another worker's update made of them."""
+    for mine, value in zip(weights, new, strict=True):
+        if mine.data_ptr() != value.data_ptr():  # threads share them
+            mine.copy_(value)
+    return weights
+
+
 def own_copy(state: Bundle, position: int) -> Tensor:
     """One of a stage's buffers for the user, in memory of its own."""
     return state[position].clone()
@@ -211,4 +261,12 @@ def free(*values: Any) -> None:
 
 
 VALUELESS = (send, wait, free, seed)  # what gives nothing that must be let go
-BUNDLES = (bundle, accumulate, reduce, settle, fetch)  # what gives a bundle
+BUNDLES = (
+    bundle,
+    accumulate,
+    reduce,
+    settle,
+    fetch,
+    update,
+    renew,
+)  # what gives a bundle

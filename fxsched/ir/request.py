@@ -32,6 +32,8 @@ class Request:
     readers: workers that hand outputs to the user; None for all of them.
     most: microbatches of a batch that divides.
     scaled: whether each call has a scale of its own for the loss's gradient.
+    updates: positions in the call of what the optimizer has, in its order; () without
+        one. Whether there are updates, schedule.update_every says.
     Other fields are the options of fxsched.backend, checked.
     """
 
@@ -52,3 +54,6 @@ class Request:
     buffers: dict[str, BufferReduction] = field(default_factory=dict)
     outputs: dict[int | str, OutputReduction] = field(default_factory=dict)
     scaled: bool = False
+    updates: tuple[int, ...] = ()
+    clip_grad_norm: float | None = None
+    skip_nonfinite: bool = False

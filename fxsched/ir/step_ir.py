@@ -35,14 +35,19 @@ class Made(NamedTuple):
 
 class Running(NamedTuple):
     """What a worker's jobs leave of a group: the sum of its "gradients", or the
-    "buffers" that they wrote."""
+    "buffers" that they wrote.
+
+    round: of gradients, how many updates come before the one that they are for.
+    """
 
     what: str
     group: int
     worker: int
+    round: int = 0
 
     def __str__(self) -> str:
-        return f"{self.what}_{self.group} of worker {self.worker}"
+        later = f", round {self.round}" if self.round else ""
+        return f"{self.what}_{self.group} of worker {self.worker}{later}"
 
 
 class Credit(NamedTuple):
@@ -58,7 +63,8 @@ class Credit(NamedTuple):
 class Line:
     """One thing that a worker does; as a value, what it gives.
 
-    target: what it calls; None for a job.
+    target: what it calls; None for F, B and W.
+    job: the job that it is; of an update of several groups, the first of their lines.
     args: values of any kind, and constants.
     """
 
@@ -80,9 +86,10 @@ class Line:
 class Message:
     """A value on its way: a send of one worker and a recv of another.
 
-    value: what is sent; a placeholder, if it is weights.
+    value: what is sent; of weights, a placeholder or the line that updated them.
     task, n: what the send and the recv belong to; weights are asked for by a job, and
         sent by a task of their own.
+    fetches: whether it brings weights.
     """
 
     tag: int
@@ -91,17 +98,13 @@ class Message:
     value: Value
     task: str
     n: int
+    fetches: bool = False
 
     def __str__(self) -> str:
         value = self.value.name if isinstance(self.value, Line) else self.value
         return (
             f"message {self.tag}: {value} from worker {self.source} to worker {self.to}"
         )
-
-    @property
-    def fetches(self) -> bool:
-        """Whether it brings weights."""
-        return isinstance(self.value, fx.Node)
 
 
 Value = Made | Running | Credit | Line | fx.Node
@@ -140,7 +143,12 @@ class StepIR:
     running: the last line on its worker that adds to a sum, or writes buffers, in the
         order of these lines.
     results: what each worker returns, in values.
-    fetched: the messages that bring the weights of a job's line, by group.
+    fetched: the messages that bring the weights of a line, by group.
+    every: how many microbatches an update is for; None if there are none.
+    updated: the weights that jobs read after an update, by group, by how many updates
+        came before, and by the worker that keeps them.
+    renewed: for each line that copies new weights, where it gets them: the worker, and
+        what made them there.
     """
 
     graph: fx.GraphModule
@@ -151,11 +159,23 @@ class StepIR:
     running: Mapping[Running, Line] = field(default_factory=dict)
     results: Mapping[int, dict[str, Any]] = field(default_factory=dict)
     fetched: Mapping[Line, dict[int, Message]] = field(default_factory=dict)
+    every: int | None = None
+    updated: Mapping[tuple[int, int, int], Line] = field(default_factory=dict)
+    renewed: Mapping[Line, tuple[int, Line | fx.Node]] = field(default_factory=dict)
 
     @property
     def facts(self) -> Facts:
         """What is known of the model."""
         return facts(self.graph)
+
+    def round(self, microbatch: int) -> int:
+        """How many updates come before those that a microbatch's gradients are for."""
+        return 0 if self.every is None else microbatch // self.every
+
+    def weights(self, group: fx.Node, job: Job, worker: int) -> fx.Node | Line:
+        """The weights of a group that a job reads from a worker that keeps them."""
+        key = group.meta["group"], self.round(job.microbatch), worker
+        return self.updated.get(key, group) if self.updated else group
 
     @property
     def jobs(self) -> Jobs:

@@ -7,13 +7,14 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any, overload
+from typing import Any, TypeVar, overload
 
 import networkx as nx
 from torch import fx
 
 from ..checker.check_messages import check_programs
 from ..checker.check_program import examine
+from ..checker.check_updates import Updates
 from ..checker.summary import Summary
 from ..clock.activations import credits
 from ..clock.network import Link
@@ -30,6 +31,8 @@ from ..simulator.durations import Durations
 from ..simulator.simulate import Simulation, run_placed
 from ..simulator.timeline_comparison import compare_timelines
 from .arithmetic import Arithmetic
+
+T = TypeVar("T")
 
 
 class Programs(Sequence[fx.GraphModule]):
@@ -98,10 +101,20 @@ class Plan:
 
     @cached_property
     def placements(self) -> dict[Job, Placement]:
-        """w of each job."""
+        """w of each job; see `updates` for U."""
         jobs = self.timeline.jobs
-        pairs = zip(jobs.weights, jobs.compute, strict=True)
+        pairs = zip(jobs.weights, jobs.compute, strict=False)  # updates come after
         return {jobs.job(i): Placement(*pair) for i, pair in enumerate(pairs)}
+
+    @property
+    def updates(self) -> dict[Job, tuple[int, ...]]:
+        """The workers that run each U."""
+        updates: dict[Job, tuple[int, ...]] = {}
+        jobs = self.timeline.jobs
+        for number in range(jobs.regular, len(jobs)):
+            job = jobs.job(number)
+            updates[job] = (*updates.get(job, ()), jobs.compute[number])
+        return updates
 
     @property
     def trains(self) -> bool:
@@ -167,7 +180,12 @@ class Plan:
         fixed = replace(self.schedule, in_order=True, in_flight=None)
         jobs = self.timeline.jobs
         room = {} if self.loss is None else credits(self.schedule, self.timeline)
-        jobs = in_its_order(jobs, [jobs.number(job) for job in self.jobs], room)
+        order = [
+            jobs.number(line.job, line.worker)
+            for line in self.lines
+            if isinstance(line, Line) and line.job is not None
+        ]
+        jobs = in_its_order(jobs, order, room)
         stages = self.stages.copy()
         return run_placed(fixed, stages, jobs, durations, transfer, prefetch)
 
@@ -202,12 +220,19 @@ class Plan:
 
     def check(self) -> None:
         """Raises CheckError unless the programs are sound; see fxsched/checker."""
-        check_programs(self.programs, self.placements, self.groups)
+        check_programs(*self._checked(self.programs))
 
     def examine(self, rank: int) -> Summary:
         """What one worker's program shows by itself, and what the others need to know
         of it, for checker.check_messages.check_summaries."""
-        return examine(rank, self.programs[rank], self.placements, self.groups)
+        return examine(rank, *self._checked(self.programs[rank]))
+
+    def _checked(self, programs: T) -> tuple[T, Any, Any, Updates]:
+        """Programs, and what the checks know of the plan."""
+        updates = Updates(
+            self.schedule.update_every if self.updates else None, self.updates
+        )
+        return programs, self.placements, self.groups, updates
 
     @property
     def digest(self) -> str:

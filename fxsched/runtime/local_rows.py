@@ -81,7 +81,7 @@ def check_local(plan: Plan, schedule: Schedule) -> None:
     microbatches = [
         set(schedule.local_microbatches(r)) for r in range(schedule.workers)
     ]
-    reads = [(plan.placements[job].compute, job.microbatch) for job in plan.jobs]
+    reads = [(w.compute, job.microbatch) for job, w in plan.placements.items()]
     for line in plan.lines:
         if isinstance(line, Line) and line.target is ops.rows:
             reads.append((line.worker, line.args[1]))

@@ -15,6 +15,7 @@ from ..ir.loss_scale import Scale, hand_over, infinite
 from ..plans.plan import Plan
 from ..rows.early_values import Early
 from ..rows.row_warnings import RowWatch
+from ..state.updates import StageOptimizers
 from .input_agreement import Agreement
 from .ranks import Ranks
 from .run import Run
@@ -38,6 +39,7 @@ class Step:
     """A planned step, to call with the inputs of the traced graph.
 
     scale: gives what B starts from.
+    optimizers: step the weights, if the plan has updates.
     events: of the last call, from its start on, if `record`; where B runs in
         backward(), as if that followed at once.
     latest: the runs of that call.
@@ -50,10 +52,12 @@ class Step:
         workers: Threads | Ranks,
         before: BeforeCall,
         scale: Scale | None,
+        optimizers: StageOptimizers | None,
         record: bool,
     ) -> None:
         self.plan, self.programs, self.workers = plan, programs, workers
         self.before, self.scale, self.record = before, scale, record
+        self.optimizers = optimizers
         self.events: tuple[Event, ...] = ()
         self.latest: list[Run] = []
         self.apart: bool | None = None  # whether ranks draw other numbers than rank 0
@@ -71,11 +75,17 @@ class Step:
         leaves = [
             i for i, a in enumerate(args) if isinstance(a, Tensor) and a.requires_grad
         ]
-        function = _InBackward if self.plan.loss is None else _InCall
         tensors = [args[i] for i in leaves]
-        apply: Any = function.apply
+        apply: Any = self._function.apply
         outputs: tuple[Any, ...] = apply(self, inputs, leaves, *tensors)
         return outputs
+
+    @property
+    def _function(self) -> type[torch.autograd.Function]:
+        """Which of the three below a call is."""
+        if self.optimizers is not None:
+            return _Updating
+        return _InBackward if self.plan.loss is None else _InCall
 
     def _inputs(self, args: tuple[Any, ...], said: set[str]) -> tuple[Any, ...]:
         """What to run on: the arguments on which ranks agree, and what is computed for
@@ -111,6 +121,7 @@ class Step:
     def _start(self, args: tuple[Any, ...]) -> list[Run]:
         random = self._draw()
         self.factor = None if self.scale is None else self.scale()
+        optimizers = None if self.optimizers is None else self.optimizers.begin(args)
 
         def inputs(program: fx.GraphModule) -> dict[str, Any]:
             values: dict[str, Any] = {}
@@ -122,6 +133,8 @@ class Step:
                     )
                 elif "input" in node.meta:
                     values[node.name] = args[node.meta["input"]].detach()
+                elif node.name == "optimizer":
+                    values[node.name] = optimizers
                 elif node.name == "loss_scale":
                     values[node.name] = self.factor
                 else:
@@ -271,6 +284,28 @@ class _InCall(torch.autograd.Function):
         if ctx.factor is not None and ctx.step.workers.skips(gradients):
             gradients = infinite(gradients)
         return (None, None, None, *gradients)
+
+
+class _Updating(torch.autograd.Function):
+    """F, B and U in the call; there is nothing left for backward()."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        step: Step,
+        args: tuple[Any, ...],
+        leaves: list[int],
+        *tensors: Tensor,
+    ) -> tuple[Any, ...]:
+        results = step._advance(step._start(args), None)
+        return _mark(ctx, step, step._outputs(args, results))
+
+    @staticmethod
+    def backward(ctx: Any, *tangents: Tensor | None) -> Any:
+        raise RuntimeError(
+            "fxsched: backend(optimizer=) has updated the weights in the call; leave "
+            "out backward() and optimizer.step()"
+        )
 
 
 class _InBackward(torch.autograd.Function):

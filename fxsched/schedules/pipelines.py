@@ -6,7 +6,7 @@ from ..jobs import Direction, Placement, PlanError, Schedule
 from .arguments import positive
 from .orders import forward_first, oldest_microbatch_first
 
-FORWARD, BACKWARD, _ = Direction
+FORWARD, BACKWARD, *_ = Direction
 
 
 def naive(workers: int, microbatches: int = 1) -> Schedule:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from os import PathLike, fspath
 from pathlib import Path
 from typing import Any
 
-from ..jobs import SAVED, Job, Placement, PlanError, Schedule, is_count
+from ..jobs import SAVED, Direction, Job, Placement, PlanError, Schedule, is_count
 
 FIELDS = (
     "fxsched_schedule",
@@ -20,6 +21,7 @@ FIELDS = (
     "in_flight",
     "jobs",
 )
+UPDATES = ("update_every", "updates", "updaters")  # where there are any
 
 
 def load_schedule(path: str | PathLike[str]) -> Schedule:
@@ -50,10 +52,11 @@ def _schedule(record: Any) -> Schedule:
     version = record["fxsched_schedule"]
     if version != SAVED:
         raise PlanError(f"it is of version {version!r}, and this fxsched reads {SAVED}")
-    for field in [*FIELDS, *record]:
-        if field not in record or field not in FIELDS:
+    fields = (*FIELDS, *UPDATES) if set(UPDATES) & record.keys() else FIELDS
+    for field in [*fields, *record]:
+        if field not in record or field not in fields:
             verb = "has" if field in record else "lacks"
-            raise PlanError(f"it {verb} {field!r}; its fields are {', '.join(FIELDS)}")
+            raise PlanError(f"it {verb} {field!r}; its fields are {', '.join(fields)}")
     caps, jobs = _caps(record["in_flight"]), _jobs(record["jobs"])
     loaded = Schedule(
         **{field: record[field] for field in FIELDS[2:7]},
@@ -70,6 +73,33 @@ def _schedule(record: Any) -> Schedule:
         raise PlanError(f"its jobs aren't those of {loaded} and its stages: {odd[0]}")
     for job in jobs:
         loaded.place(job)
+    return _with_updates(loaded, record)
+
+
+def _with_updates(schedule: Schedule, record: dict[str, Any]) -> Schedule:
+    """The schedule with the record's updates; where it has none, n of an update is that
+    of the job before it."""
+    updates, release = _updates(record.get("updates", {})), schedule.release
+    updaters = record.get("updaters")
+
+    def n(s: int, b: int, d: Direction) -> int:
+        job = Job(s, b, d)
+        if d is not Direction.UPDATE:
+            return schedule.n(*job)
+        return updates[job] if job in updates else schedule.n(s, b, release)
+
+    if updaters is None:
+        return replace(schedule, n=n)
+    stages = range(schedule.stages or 0)
+    if not isinstance(updaters, list) or len(updaters) != len(stages):
+        raise PlanError("its updaters must be a list of a worker, or null, by stage")
+    u = None if None in updaters else lambda s, b: updaters[s]
+    loaded = replace(schedule, n=n, u=u, update_every=record["update_every"])
+    ends = loaded.updated(loaded.update_every or loaded.microbatches)
+    if updates.keys() != {Job(s, b, Direction.UPDATE) for s in stages for b in ends}:
+        raise PlanError(f"its updates aren't those of {loaded} and its stages")
+    for stage in stages:
+        loaded.updater(stage)
     return loaded
 
 
@@ -80,6 +110,13 @@ def _caps(record: object) -> dict[int, int]:
     ):
         raise PlanError("its in_flight must be a list of ints of 1 or more, or null")
     return {stage: cap for stage, cap in enumerate(record) if cap is not None}
+
+
+def _updates(record: object) -> dict[Job, int]:
+    """What n says of each update."""
+    if not isinstance(record, dict) or set(map(type, record.values())) - {int}:
+        raise PlanError("its updates must be an object, with an int for each 2U0")
+    return {Job.parse(name): n for name, n in record.items()}
 
 
 def _jobs(record: object) -> dict[Job, list[int]]:

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from ..jobs import Direction, Placement, Schedule
 from .arguments import positive
 
-FORWARD, BACKWARD, WEIGHT = Direction
+FORWARD, BACKWARD, WEIGHT, UPDATE = Direction
 
 
 def zb_h1(workers: int, microbatches: int) -> Schedule:
@@ -73,8 +73,8 @@ def zb_v(workers: int, microbatches: int) -> Schedule:
 
     def n(s: int, b: int, d: Direction) -> int:
         late = s >= workers
-        turns = {FORWARD: 1 - late, BACKWARD: 2 + late, WEIGHT: 4}
-        return turns[d] * microbatches + b
+        turns = {FORWARD: 1 - late, BACKWARD: 2 + late}
+        return turns.get(d, 4) * microbatches + b
 
     return Schedule(
         workers,
@@ -145,8 +145,9 @@ def _repeated(
     end = max(starts.values()) + 6 * microbatches
 
     def n(s: int, b: int, d: Direction) -> int:
-        fills = d is WEIGHT and not in_order
-        return starts[s, d] + 6 * b + fills * end
+        fills = d in (WEIGHT, UPDATE) and not in_order
+        start = starts[s, WEIGHT if d is UPDATE else d]
+        return start + 6 * b + fills * end
 
     return Schedule(
         workers,

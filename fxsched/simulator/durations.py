@@ -8,6 +8,7 @@ from types import MappingProxyType
 
 import networkx as nx
 
+from ..clock import stage_graph
 from ..clock.stage_graph import kind_seconds
 from ..clock.timeline import Event, Jobs, Kind
 from ..jobs import Direction, Job, PlanError, Schedule, is_number, raised
@@ -49,7 +50,7 @@ def job_seconds(
     for number, time in enumerate(seconds):
         if not is_number(time):
             raise _no_time(jobs.job(number), time)
-    return seconds * jobs.microbatches
+    return stage_graph.job_seconds(stages, jobs)
 
 
 def _check_stages(stages: nx.DiGraph[int]) -> None:
@@ -62,10 +63,10 @@ def _check_stages(stages: nx.DiGraph[int]) -> None:
 
 
 def _set_constants(stages: nx.DiGraph[int], durations: Mapping[str, float]) -> None:
-    if not {"F", "B"} <= set(durations) <= {"F", "B", "W"}:
+    if not {"F", "B"} <= set(durations) <= {"F", "B", "W", "U"}:
         raise PlanError(
             f"simulate(durations={dict(durations)}): give times of F, B and, if B is "
-            'split, W, as {"F": 1, "B": 2}'
+            'split, W, and of U, if there is an update, as {"F": 1, "B": 2}'
         )
     for name, time in durations.items():
         if not is_number(time):
@@ -76,6 +77,7 @@ def _set_constants(stages: nx.DiGraph[int], durations: Mapping[str, float]) -> N
     for _, data in stages.nodes(data=True):
         data.pop("weight", None)
         data["forward"], data["backward"] = durations["F"], durations["B"]
+        data["update"] = durations.get("U", 0.0)
         if "W" in durations:
             data["backward"] += durations["W"]
             data["weight"] = durations["W"]

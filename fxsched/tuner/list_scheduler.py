@@ -16,7 +16,7 @@ from ..jobs import Direction
 from .evaluate_order import CLOSE, Orders
 from .ordering_problem import OrderingProblem
 
-FORWARD, BACKWARD, WEIGHT = Direction
+FORWARD, BACKWARD, WEIGHT, _ = Direction
 FIRST = ("late", "oldest", "early", "late of a group", "early of a group")
 
 

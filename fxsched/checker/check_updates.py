@@ -1,0 +1,162 @@
+"""What one worker's program shows of updates, and of the weights that its jobs read.
+
+A group of weights has versions: how many updates of it there have been in the step.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from torch import fx
+
+from ..ir import ops
+from ..ir.graphs import Group, arguments
+from ..jobs import Job
+
+
+class Updates(NamedTuple):
+    """The updates of a step: for how many microbatches each is, and who runs it."""
+
+    every: int | None = None
+    workers: Mapping[Job, tuple[int, ...]] = {}
+
+
+class WeightUse(NamedTuple):
+    """A task that reads weights that came with a message, and their version."""
+
+    task: str
+    group: int
+    tag: int
+    version: int
+
+
+class UpdateFault(Exception):
+    """What is wrong with the updates of a program."""
+
+
+class WeightReads:
+    """The weights that a program's nodes read.
+
+    uses: of those that came with messages, to be held against what was sent.
+    """
+
+    def __init__(
+        self, rank: int, nodes: Sequence[fx.Node], groups: Sequence[Group], all: Updates
+    ) -> None:
+        self.rank, self.nodes, self.groups, self.all = rank, nodes, groups, all
+        self.uses: list[WeightUse] = []
+
+    def version(self, value: fx.Node) -> int | None:
+        """Of weights that this worker keeps; None for other values."""
+        if value.op == "placeholder":
+            return 0 if "group" in value.meta else None
+        if value.target is ops.update:
+            before = self.version(arguments(value)[2])
+            return None if before is None else before + 1
+        if value.target is ops.renew:
+            before = self.version(arguments(value)[0])
+            return None if before is None else before + (self.all.every is not None)
+        return None
+
+    def of(self, value: fx.Node) -> tuple[int, int] | None:
+        """Group and version of weights that this worker keeps."""
+        version = self.version(value)
+        return None if version is None else (value.meta["group"], version)
+
+    def updates(self) -> Iterator[tuple[Job, int, fx.Node]]:
+        """The updates here: job, group, gradients. Raises UpdateFault unless they are
+        those that should be, each of the version before it, once."""
+        wanted = Counter(
+            (job, number)
+            for job, workers in self.all.workers.items()
+            if self.rank in workers
+            for number, group in enumerate(self.groups)
+            if group.stages[0] == job.stage and any(group.trained)
+            if self.rank in group.updaters
+        )
+        every = self.all.every or 1
+        for node in self.nodes:
+            if node.target is not ops.update:
+                continue
+            job = Job.parse(node.meta["task"])
+            group, weights, gradients = arguments(node)[1:4]
+            if not wanted[job, group]:
+                raise UpdateFault(
+                    f"worker {self.rank}: {job} updates group {group} once more than "
+                    "it should"
+                )
+            wanted[job, group] -= 1
+            if self.version(weights) != job.microbatch // every:
+                raise UpdateFault(
+                    f"worker {self.rank}: {job} updates version "
+                    f"{self.version(weights)} of group {group}"
+                )
+            yield job, group, gradients
+        for job, group in wanted.elements():
+            raise UpdateFault(
+                f"worker {self.rank}: {job} does not update group {group}"
+            )
+
+    def check_reads(self) -> None:
+        """Each job reads the weights that the updates before its microbatch left, and
+        no one reads weights that an update, in their place, has changed."""
+        changed: dict[fx.Node, fx.Node] = {}
+        for node in self.nodes:
+            for value in node.all_input_nodes:
+                if value in changed and node.target is not ops.free:
+                    raise UpdateFault(
+                        f"worker {self.rank}: {node.meta.get('task', node)} reads "
+                        f"{value} after {changed[value].meta['task']} changed it"
+                    )
+            if node.op == "call_module" and "job" in node.meta:
+                self._check_job(node)
+            if node.target in (ops.update, ops.renew):
+                own = arguments(node)[2 if node.target is ops.update else 0]
+                changed[own] = node
+            if node.target is ops.renew:
+                self._note(node.meta["task"], arguments(node)[1], self.version(node))
+            stale = node.target is ops.send and self._is_stale(arguments(node)[0])
+            if stale:
+                raise UpdateFault(
+                    f"worker {self.rank}: {node.meta['task']} sends weights that "
+                    "another worker updates, and they were not renewed"
+                )
+
+    def _check_job(self, node: fx.Node) -> None:
+        job: Job = node.meta["job"]
+        for value in node.args[0]:  # type: ignore[union-attr]
+            if not isinstance(value, fx.Node):
+                continue
+            group = value.meta.get("group")
+            if group is None or not self._changes(self.groups[group]):
+                continue
+            wanted = 0
+            if self.all.every is not None:
+                wanted = job.microbatch // self.all.every
+            if value.target is ops.fetch:
+                self._note(str(job), value, wanted)
+            elif self.version(value) != wanted or self._is_stale(value):
+                raise UpdateFault(
+                    f"worker {self.rank}: {job} reads version {self.version(value)} of "
+                    f"group {group}, not {wanted}"
+                )
+
+    def _changes(self, group: Group) -> bool:
+        """Whether updates change a group."""
+        return any(group.trained) or group.updater is not None
+
+    def _note(self, task: str, value: fx.Node, version: int | None) -> None:
+        tag: Any = value.kwargs.get("tag")
+        if value.target is not ops.fetch or version is None:
+            raise UpdateFault(f"worker {self.rank}: {task} reads {value} as weights")
+        self.uses.append(WeightUse(task, value.meta["group"], tag, version))
+
+    def _is_stale(self, value: fx.Node) -> bool:
+        """Whether it is a copy from before the call, of weights that another worker
+        updates between calls."""
+        if value.op != "placeholder" or "group" not in value.meta:
+            return False
+        updater = self.groups[value.meta["group"]].updater
+        return updater not in (None, self.rank) and self.all.every is None

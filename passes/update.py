@@ -1,0 +1,239 @@
+"""Steps the optimizer where U runs, and hands the new weights to all that keep them."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import fx
+
+from ..ir import ops
+from ..ir.gradient_sums import sum_gradients
+from ..ir.graphs import Spec, Specs
+from ..ir.request import Request
+from ..ir.step_ir import Line, Message, Running, StepIR
+from ..jobs import Direction, Job, PlanError
+
+
+def update_weights(step: StepIR, request: Request) -> StepIR:
+    """Replaces each job U by a step of the optimizer for each group of its stage.
+
+    before: 0B1                                                      # worker 1
+            0U1                                                      # worker 0
+    after:  0B1                                                      # worker 1
+            gradients_0 = reduce(0, gradients_0 of worker 0, ..)     # worker 0
+            weights_0_0U1 = update(0, weights_0, gradients_0, None)  # worker 0
+            weights_0_0U1_copy = renew(weights_0)                    # worker 1
+
+    What several workers gave of the gradients is summed first. With clip_grad_norm or
+    skip_nonfinite, the norms of all gradients come before the first update. Workers
+    that keep a copy get the new weights after the update, or, where the loop steps the
+    optimizer on the worker that u names, before the first job that may read them:
+    step.renewed. step.updated has the weights that jobs read then.
+    """
+    if step.every is None:
+        return _renew_copies(step)
+    return _Updates(step, request).run()
+
+
+def _renew_copies(step: StepIR) -> StepIR:
+    """Where the user's loop steps the optimizer, each on the worker that u names: the
+    others' copies are renewed before the first job that may read them."""
+    weights, jobs = _placeholders(step), step.jobs
+    missing = {
+        (number, owner)
+        for number, group in enumerate(step.facts.groups)
+        for owner in group.owners
+        if group.updater not in (None, owner)
+    }
+    updated: dict[tuple[int, int, int], Line] = {}
+    renewed: dict[Line, tuple[int, Line | fx.Node]] = {}
+    lines: list[Line | Message] = []
+    for line in step.lines if missing else ():
+        assert isinstance(line, Line) and line.job is not None, "jobs alone so far"
+        number = jobs.number(line.job)
+        near = {jobs.weights[number], jobs.compute[number]}
+        for group, owner in sorted(missing):
+            keepers = step.facts.groups[group]
+            reads = line.job.stage in keepers.stages
+            if not reads or owner not in near | {keepers.owners[0]}:
+                continue
+            missing.remove((group, owner))
+            node, task = weights[group], f"renew {group}"
+            args, specs, name = (node,), node.meta["specs"], f"{node.name}_new"
+            new = Line(owner, task, line.n, ops.renew, args, specs, name, group)
+            assert keepers.updater is not None
+            renewed[new] = (keepers.updater, node)
+            updated[group, 0, owner] = new
+            lines.append(new)
+        lines.append(line)
+    return replace(step, lines=lines or step.lines, updated=updated, renewed=renewed)
+
+
+def _placeholders(step: StepIR) -> dict[int, fx.Node]:
+    """The inputs of the graph of stages that are weights, by group."""
+    nodes = step.graph.graph.find_nodes(op="placeholder")
+    return {node.meta["group"]: node for node in nodes if "group" in node.meta}
+
+
+class _Updates:
+    def __init__(self, step: StepIR, request: Request) -> None:
+        self.step, self.request, self.groups = step, request, step.facts.groups
+        self.every = step.every or 1
+        self.placeholders = _placeholders(step)
+        self.sums: dict[tuple[int, int], list[Running]] = {}
+        for key in step.running:
+            if key.what == "gradients":
+                self.sums.setdefault((key.group, key.round), []).append(key)
+        self.updated: dict[tuple[int, int, int], Line] = {}
+        self.renewed: dict[Line, tuple[int, Line | fx.Node]] = {}
+        self.gradients: dict[tuple[int, int], Running | Line] = {}
+        self.norms: dict[tuple[int, int], Line] = {}  # of these
+        self.factors: dict[tuple[int, int], Line] = {}  # by round and worker
+        self.lines: list[Line] = []
+
+    def run(self) -> StepIR:
+        self._check()
+        for line in self.step.lines:
+            assert isinstance(line, Line), "messages come later"
+            if line.job is not None and line.job.direction is Direction.UPDATE:
+                self._update(line, line.job)
+            else:
+                self.lines.append(line)
+        return replace(
+            self.step, lines=self.lines, updated=self.updated, renewed=self.renewed
+        )
+
+    def _check(self) -> None:
+        known = set(self.request.updates)
+        for group in self.groups:
+            for state, trained in zip(group.state, group.trained, strict=True):
+                if trained and known and state.input not in known:
+                    raise PlanError(
+                        f"{state.name} gets a gradient, but the optimizer doesn't have "
+                        "it; add it to the optimizer, or freeze it with "
+                        "requires_grad_(False)"
+                    )
+            extra = set(group.stages) - set(group.givers)
+            if any(group.trained) and extra:
+                raise PlanError(
+                    f"stage {min(extra)} reads {group.names[0]} and gives no gradient "
+                    "of it, so that its update would not wait for it; keep what reads "
+                    "it in one stage, with same_stage="
+                )
+
+    def _update(self, line: Line, job: Job) -> None:
+        """The steps of a stage's groups on one worker."""
+        number = job.microbatch // self.every
+        groups = [
+            group
+            for group in self._updated_by(job.stage)
+            if line.worker in self.groups[group].updaters
+        ]
+        gradients = [self._gradients(group, number, line) for group in groups]
+        factor = self._factor(number, line)
+        first: Job | None = job
+        for group, gradient in zip(groups, gradients, strict=True):
+            args = (group, self._weights(group, number, line.worker), gradient, factor)
+            specs, name = (
+                self.placeholders[group].meta["specs"],
+                f"weights_{group}_{job}",
+            )
+            new = self._line(line, ops.update, args, specs, name, group)
+            new.job, first = first, None
+            self.updated[group, number + 1, line.worker] = new
+            if self.groups[group].updater is not None:
+                self._renew(group, number, new)
+
+    def _updated_by(self, stage: int) -> list[int]:
+        """The groups that a stage's U updates: those that it is the first to read."""
+        return [
+            number
+            for number, group in enumerate(self.groups)
+            if group.stages[0] == stage and any(group.trained)
+        ]
+
+    def _weights(self, group: int, number: int, worker: int) -> Line | fx.Node:
+        """A group's weights as the updates before left them."""
+        known = self.updated.get((group, number, worker))
+        return self.placeholders[group] if known is None else known
+
+    def _renew(self, group: int, number: int, new: Line) -> None:
+        """The other workers' copies, after the update of the one that takes it."""
+        for owner in self.groups[group].owners:
+            if owner != new.worker:
+                old = self._weights(group, number, owner)
+                where = Line(owner, f"renew {group} after {new.task}", new.n)
+                name = f"{new.name}_copy"
+                line = self._line(where, ops.renew, (old,), new.specs, name, group)
+                self.renewed[line] = (new.worker, new)
+                self.updated[group, number + 1, owner] = line
+
+    def _gradients(self, group: int, number: int, line: Line) -> Running | Line:
+        """A group's gradients since the last update, summed when first asked for."""
+        key = group, number
+        if key not in self.gradients:
+            total, new = sum_gradients(self.step, self.sums[key], line.n)
+            self.lines += new
+            self.gradients[key] = total
+        return self.gradients[key]
+
+    def _factor(self, number: int, line: Line) -> Line | None:
+        """What gradients are multiplied by on a worker, from the norms of all."""
+        if self.request.clip_grad_norm is None and not self.request.skip_nonfinite:
+            return None
+        key = number, line.worker
+        if key not in self.factors:
+            norms, places = self._norms(number, line)
+            limit, skips = self.request.clip_grad_norm, self.request.skip_nonfinite
+            args = (limit, skips, places, *norms)
+            specs = (Spec((), (), torch.float32, norms[0].specs[0].device),)
+            new = self._line(line, ops.clip_factor, args, specs, f"factor_{line.task}")
+            self.factors[key] = new
+        return self.factors[key]
+
+    def _norms(
+        self, number: int, line: Line
+    ) -> tuple[list[Line], tuple[tuple[int, int], ...]]:
+        """The norms of all groups' gradients, one for each parameter, and where that of
+        each parameter is, in the optimizer's order."""
+        rank = {position: i for i, position in enumerate(self.request.updates)}
+        places: list[tuple[int, int, int]] = []
+        norms: list[Line] = []
+        for number_of, group in enumerate(self.groups):
+            inputs = [
+                s.input for s, t in zip(group.state, group.trained, strict=True) if t
+            ]
+            places += (
+                (rank.get(position, position), len(norms), k)
+                for k, position in enumerate(inputs)
+            )
+            if inputs:
+                norms.append(self._norm(number_of, number, line))
+        return norms, tuple(place[1:] for place in sorted(places))
+
+    def _norm(self, group: int, number: int, line: Line) -> Line:
+        key = group, number
+        if key not in self.norms:
+            gradients = self._gradients(group, number, line)
+            shapes, _ = self.step.specs(gradients)
+            specs = (Spec((len(shapes),), (1,), torch.float32, shapes[0].device),)
+            task, name = f"norms {group} of round {number}", f"norms_{group}"
+            where = Line(gradients.worker, task, line.n)
+            self.norms[key] = self._line(where, ops.norms, (gradients,), specs, name)
+        return self.norms[key]
+
+    def _line(
+        self,
+        where: Line,
+        target: Any,
+        args: tuple[Any, ...],
+        specs: Specs,
+        name: str,
+        group: int | None = None,
+    ) -> Line:
+        """A line on the worker and in the task of another."""
+        new = Line(where.worker, where.task, where.n, target, args, specs, name, group)
+        self.lines.append(new)
+        return new
