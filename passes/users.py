@@ -56,7 +56,7 @@ def encode_transfers(
     encoded: dict[fx.Node, fx.Node] = {}
     for send in graph.find_nodes(op="call_function", target=ops.send):
         (value,) = send.all_input_nodes
-        if value.op == "placeholder":
+        if value.op == "placeholder" or "group" in send.meta:  # weights
             continue
         if value not in encoded:
             with graph.inserting_before(send):

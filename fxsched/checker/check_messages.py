@@ -100,6 +100,14 @@ def _match(summaries: Sequence[Summary]) -> dict[int, Delivery]:
                 f"{_where(rank, recv)} expects {_text(recv.specs)}"
             )
         messages[tag] = Delivery(source, rank, send, recv)
+        if (
+            recv.what == "fetch"
+            and summaries[source].origins[send.origin].weights is None
+        ):
+            raise CheckError(
+                f"{_where(source, send)} sends no weights, but {_where(rank, recv)} "
+                "wants some"
+            )
     for tag, (rank, send) in sends.items():
         if tag not in recvs:
             raise CheckError(f"{_where(rank, send)} has no recv")

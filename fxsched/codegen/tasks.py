@@ -121,7 +121,7 @@ class TaskProgram:
 def sent(node: fx.Node) -> Parcel:
     """What a send node sends."""
     (value,) = arguments(node)
-    weights = value.op == "placeholder"
+    weights = value.op == "placeholder" or "group" in node.meta
     to: Any = node.kwargs["to"]
     tag: Any = node.kwargs["tag"]
     bundle = weights or value.meta["bundle"]
