@@ -338,7 +338,8 @@ class Backend:
         ranks = self._workers
         if isinstance(ranks, Ranks) and not ranks.settle(step.plan, args):
             # another model of the class, whose weights an earlier plan put elsewhere
-            step = self._planned(f"{key}\n{ranks.owners(args)}", gm, args)
+            places = ranks.owners(args), ranks.updaters(args)
+            step = self._planned(f"{key}\n{places}", gm, args)
             assert ranks.settle(step.plan, args), "owners were planned for"
         return step
 

@@ -91,6 +91,7 @@ def make_plan(gm: fx.GraphModule, request: Request, passes: tuple[Pass, ...]) ->
             for node in nodes
             for t in tensors(node.meta.get("val"))
         ),
+        current=bool(request.updates),
     )
 
 

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import fx
+from torch.optim import Optimizer
 
 from .autodiff import inductor
 from .capture.batch import batch_of
@@ -30,6 +31,7 @@ from .runtime.ranks import Ranks
 from .runtime.runnable import Runnable
 from .runtime.step import BeforeCall, Step
 from .runtime.workers import Workers
+from .state.optimizers import guard
 from .state.ownership import specs_of
 from .state.updates import StageOptimizers, positions_of
 
@@ -70,6 +72,7 @@ def plan_call(
         training=torch.is_grad_enabled(),
         schedule=_with_updates(request.schedule.first(batch.microbatches), options),
         owners=workers.owners(args) if workers else {},
+        updaters=workers.updaters(args) if workers else {},
         readers=workers.readers if workers else None,
     )
     plan = make_plan(traced.graph, request, options.passes)
@@ -141,12 +144,27 @@ def make_step(
     if plan.schedule.microbatches > 1 and 0 in workers.here:
         watch = RowWatch(gm, traced.graph, traced.rows, plan.loss, request)
     before = BeforeCall(agreement, watch, traced.early)
-    scale, optimizers = options.loss_scale, None
-    if options.optimizer is not None and plan.updates:
-        here = set(workers.here)
-        copies = [len(here.intersection(group.updaters)) for group in plan.groups]
-        optimizers = StageOptimizers(options.optimizer, plan.groups, copies)
+    scale = options.loss_scale
+    optimizers = _stage_optimizers(plan, args, options.optimizer, workers)
     return Step(plan, programs, workers, before, scale, optimizers, options.record)
+
+
+def _stage_optimizers(
+    plan: Plan, args: Sequence[Any], optimizer: Optimizer | None, workers: Workers
+) -> StageOptimizers | None:
+    """What steps the weights of a plan's stages here, if it has updates."""
+    if optimizer is None or not plan.updates:
+        return None
+    here = set(workers.here)
+    copies = [len(here.intersection(group.updaters)) for group in plan.groups]
+    elsewhere = [
+        args[state.input]
+        for group, copied in zip(plan.groups, copies, strict=True)
+        for state, trained in zip(group.state, group.trained, strict=True)
+        if trained and not copied
+    ]
+    guard(optimizer, elsewhere)
+    return StageOptimizers(optimizer, plan.groups, copies)
 
 
 def _note_passes(error: CheckError, passes: Sequence[Pass]) -> None:

@@ -181,7 +181,9 @@ def _group_state(
     for node, stages in readers.items():
         role, index = node.meta["role"], node.meta["index"]
         trained = role is Role.PARAMETER and node.meta["val"].requires_grad
-        updater = request.schedule.updater(stages[0]) if trained else None
+        updater = request.updaters.get(index)
+        if updater is None and trained:
+            updater = request.schedule.updater(stages[0])
         if role is Role.SHARED:
             owned = tuple(range(request.schedule.workers))
         elif index in request.owners:

@@ -33,7 +33,7 @@ def update_weights(step: StepIR, request: Request) -> StepIR:
     step.renewed. step.updated has the weights that jobs read then.
     """
     if step.every is None:
-        return _renew_copies(step)
+        return step if request.updates else _renew_copies(step)
     return _Updates(step, request).run()
 
 

@@ -17,10 +17,14 @@ from ..jobs import Job
 
 
 class Updates(NamedTuple):
-    """The updates of a step: for how many microbatches each is, and who runs it."""
+    """The updates of a step: for how many microbatches each is, and who runs it.
+
+    current: whether all copies of weights are the newest when a call begins.
+    """
 
     every: int | None = None
     workers: Mapping[Job, tuple[int, ...]] = {}
+    current: bool = False
 
 
 class WeightUse(NamedTuple):
@@ -156,7 +160,7 @@ class WeightReads:
     def _is_stale(self, value: fx.Node) -> bool:
         """Whether it is a copy from before the call, of weights that another worker
         updates between calls."""
-        if value.op != "placeholder" or "group" not in value.meta:
+        if value.op != "placeholder" or "group" not in value.meta or self.all.current:
             return False
         updater = self.groups[value.meta["group"]].updater
         return updater not in (None, self.rank) and self.all.every is None

@@ -171,10 +171,14 @@ def update(
 
 
 def renew(weights: Bundle, new: Bundle) -> Bundle:
-    """A worker's copy of weights, with what another worker's update made of them."""
+    """A worker's copy of weights, with what another worker's update made of them.
+
+    Of two calls without a step between them, the second changes nothing, so autograd
+    does not count it as a change.
+    """
     for mine, value in zip(weights, new, strict=True):
         if mine.data_ptr() != value.data_ptr():  # threads share them
-            mine.copy_(value)
+            mine.data.copy_(value)
     return weights
 
 

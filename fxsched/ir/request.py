@@ -29,6 +29,7 @@ class Request:
     training: whether gradients are wanted.
     owners: workers that keep a parameter or buffer since an earlier plan, by its
         position in the call.
+    updaters: the worker that updates a parameter, where an earlier plan's u said.
     readers: workers that hand outputs to the user; None for all of them.
     most: microbatches of a batch that divides.
     scaled: whether each call has a scale of its own for the loss's gradient.
@@ -43,6 +44,7 @@ class Request:
     loss_reduction: LossReduction = "mean"
     training: bool = True
     owners: dict[int, tuple[int, ...]] = field(default_factory=dict)
+    updaters: dict[int, int] = field(default_factory=dict)
     memory_limit: float | None = None
     same_stage: tuple[tuple[str, ...], ...] = ()
     readers: tuple[int, ...] | None = None

@@ -73,6 +73,8 @@ class Plan:
     draws: whether jobs draw random numbers. redraws: whether B draws those of an F that
         ran on another worker.
     half: whether gradients are computed in float16, where small ones flush to 0.
+    current: whether all copies of weights are the newest when a call begins: programs
+        step the optimizer, and not the user's loop.
     inputs: of the traced graph, those that are no state of the model.
     arithmetic: what the model computes, to compare with other ranks'.
     """
@@ -92,6 +94,7 @@ class Plan:
     draws: bool = False
     redraws: bool = False
     half: bool = False
+    current: bool = False
 
     @cached_property
     def jobs(self) -> tuple[Job, ...]:
@@ -229,9 +232,8 @@ class Plan:
 
     def _checked(self, programs: T) -> tuple[T, Any, Any, Updates]:
         """Programs, and what the checks know of the plan."""
-        updates = Updates(
-            self.schedule.update_every if self.updates else None, self.updates
-        )
+        every = self.schedule.update_every if self.updates else None
+        updates = Updates(every, self.updates, self.current)
         return programs, self.placements, self.groups, updates
 
     @property

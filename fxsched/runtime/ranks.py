@@ -23,7 +23,7 @@ from ..plans.arithmetic import first_difference
 from ..plans.plan import Plan
 from ..state.clip import guard_torch_clipping
 from ..state.optimizers import guard_optimizers
-from ..state.ownership import OWNERSHIPS, Ownership, give_up, is_given_up
+from ..state.ownership import OWNERSHIPS, Ownership, give_up, is_given_up, take_back
 from ..transport.processes import MESSAGES, Processes
 from .run import Run
 from .runnable import Runnable
@@ -71,6 +71,11 @@ class Ranks:
             for i, a in enumerate(args)
             if isinstance(a, Tensor) and a in OWNERSHIPS
         }
+
+    def updaters(self, args: Sequence[Any]) -> dict[int, int]:
+        """Who updates parameters, where an earlier plan's u said, by position."""
+        entries = {i: OWNERSHIPS[args[i]] for i in self.owners(args)}
+        return {i: e.updater for i, e in entries.items() if e.updater is not None}
 
     def call(self) -> None:
         """Counts a call of the backend. Raises PlanError after a failure."""
@@ -193,10 +198,13 @@ class Ranks:
         """Owners start from the first owner's values; other ranks give up storage.
 
         A parameter that this rank doesn't keep becomes one NaN, expanded to its shape.
-        A buffer that others write stays as it was, but is given up as well.
-        False, and nothing is done, if some are kept elsewhere than the plan says.
+        A buffer that others write stays as it was, but is given up as well, and so is a
+        copy of what another rank updates in the user's loop.
+        False, and nothing is done, if some are kept or updated elsewhere than the plan
+        says.
         """
-        new, stale = {}, []
+        new, stale, updated = {}, [], []
+        trains = plan.trains
         fresh = {output.state for output in plan.outputs}  # every rank gets them
         for group in plan.groups:
             here = self.rank in group.owners
@@ -206,30 +214,57 @@ class Ranks:
                 tensor = args[state.input]
                 entry = OWNERSHIPS.get(tensor)
                 if entry is None:
-                    new[state] = Ownership(group.owners, Spec.of(tensor))
+                    entry = Ownership(group.owners, Spec.of(tensor))
+                    new[state] = entry
                 elif entry.owners != group.owners:
                     return False
+                if group.updater is not None or entry.updater is not None:
+                    if entry.updater not in (None, group.updater):
+                        return False
+                    behind = not plan.current and (trains or entry.behind)
+                    if (group.updater, behind) != entry[2:]:
+                        updated.append((state.name, tensor, group.updater, behind))
                 needed = here or state.input in fresh
                 if group.written and not needed and not is_given_up(tensor):
                     stale.append((state.name, tensor))
         for state, entry in new.items():
-            self._settle(state, args[state.input], entry, plan.schedule.workers)
+            self._settle(state, args[state.input], entry)
         for name, tensor in stale:
             give_up(name, tensor, values=False)
+        for name, tensor, updater, behind in updated:
+            self._update(name, tensor, updater, behind)
         return True
 
-    def _settle(
-        self, state: State, tensor: Tensor, entry: Ownership, workers: int
+    def _update(
+        self, name: str, tensor: Tensor, updater: int | None, behind: bool
     ) -> None:
+        """Notes who updates a parameter, and whether the others' copies are behind."""
+        before = OWNERSHIPS[tensor]
+        OWNERSHIPS[tensor] = before._replace(updater=updater, behind=behind)
+        assert updater is not None, "an updater stays"
+        copied = self.rank in before.owners and self.rank != updater
+        if before.behind and not behind:
+            if copied:
+                take_back(tensor)
+            self.processes.share(tensor, updater, before.owners)
+        elif behind and copied:
+            give_up(name, tensor, values=False)
+        self._guard(OWNERSHIPS[tensor])
+
+    def _settle(self, state: State, tensor: Tensor, entry: Ownership) -> None:
         OWNERSHIPS[tensor] = entry
         buffer = state.role is Role.BUFFER
-        readers = range(workers) if buffer else entry.owners
+        readers = range(self.processes.workers) if buffer else entry.owners
         self.processes.share(tensor, entry.owners[0], readers)
         if not buffer and self.rank not in entry.owners:
             give_up(state.name, tensor)
-        if len(entry.owners) < workers:
-            guard_torch_clipping(workers)
-            guard_optimizers()
+        self._guard(entry)
+
+    def _guard(self, entry: Ownership) -> None:
+        """Guards what sees this rank's gradients alone."""
+        if len(entry.updaters) < self.processes.workers:
+            guard_torch_clipping(self.processes.workers)
+            guard_optimizers(self.rank)
 
 
 def _examined(plan: Plan, rank: int) -> Summary:

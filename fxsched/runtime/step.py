@@ -129,7 +129,7 @@ class Step:
                 if "group" in node.meta:
                     group = self.plan.groups[node.meta["group"]]
                     values[node.name] = tuple(
-                        args[each.input].detach() for each in group.state
+                        Tensor.detach(args[each.input]) for each in group.state
                     )
                 elif "input" in node.meta:
                     values[node.name] = args[node.meta["input"]].detach()

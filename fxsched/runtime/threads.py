@@ -72,6 +72,10 @@ class Threads:
             )
         return {}
 
+    def updaters(self, args: Sequence[Any]) -> dict[int, int]:
+        """None: what one worker updates, all have."""
+        return {}
+
     def check(self, plan: Plan) -> None:
         """Raises CheckError unless the programs of all workers are sound."""
         plan.check()

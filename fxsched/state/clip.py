@@ -27,11 +27,12 @@ def clip_grad_norm_(
     model: a module, compiled or not, or parameters, in the same order on every rank.
     max_norm, norm_type, error_if_nonfinite: as for torch.
 
-    Call it on every rank. Each parameter counts once, by its first owner, and norms are
-    put together as torch does it, in the order of the parameters: the norm has the same
-    bits on every rank and under every schedule. Where the process has all gradients
-    (threads, or no fxsched) it is torch's function. Raises PlanError if another rank
-    calls something else, RuntimeError for a norm that is not finite, if asked to.
+    Call it on every rank. Each parameter counts once, by the first rank that updates
+    it, and norms are put together as torch does it, in the order of the parameters: the
+    norm has the same bits on every rank and under every schedule. Where the process has
+    all gradients (threads, or no fxsched) it is torch's function. Raises PlanError if
+    another rank calls something else, RuntimeError for a norm that is not finite, if
+    asked to.
     """
     parameters = _parameters(model)
     if not any(parameter in OWNERSHIPS for parameter in parameters):
@@ -66,7 +67,7 @@ def _parameters(model: nn.Module | Tensor | Iterable[Tensor]) -> list[Tensor]:
 
 @torch.no_grad()
 def _own_norms(parameters: list[Tensor], norm_type: float, rank: int) -> Norms:
-    """Norms of the gradients that this rank is the first to keep."""
+    """Norms of the gradients that this rank speaks for."""
     numbered = [
         (i, parameter.grad)
         for i, parameter in enumerate(parameters)
@@ -97,7 +98,7 @@ def _joined(everyone: list[Norms]) -> list[Tensor]:
 
 
 def guard_torch_clipping(workers: int) -> None:
-    """Makes torch's clip_grad_norm_ refuse parameters that not all ranks keep.
+    """Makes torch's clip_grad_norm_ refuse parameters that not all ranks update.
 
     It would clip by a norm of what is here. All of its names, also those that were
     imported before, end in this one.
@@ -108,7 +109,7 @@ def guard_torch_clipping(workers: int) -> None:
 
     def guarded(parameters: Any, *args: Any, **kwargs: Any) -> None:
         entries = (OWNERSHIPS.get(parameter) for parameter in parameters)
-        if any(each is not None and len(each.owners) < workers for each in entries):
+        if any(each is not None and len(each.updaters) < workers for each in entries):
             raise PlanError(
                 "torch.nn.utils.clip_grad_norm_ sees only the gradients of this rank; "
                 "call fxsched.clip_grad_norm_(model, max_norm) on every rank"

@@ -21,8 +21,8 @@ from ..ir.graphs import Spec, storage
 from ..jobs import PlanError
 from ..transport.checksums import digest
 from ..transport.processes import Processes, everyone
-from .optimizers import parameters_of, unguarded
-from .ownership import OWNERSHIPS, exchanged, first_owner, is_given_up
+from .optimizers import parameters_of, unguarded, updated_elsewhere
+from .ownership import OWNERSHIPS, exchanged, first_owner, is_given_up, is_updated
 
 
 def full_state_dict(model: nn.Module) -> dict[str, Any]:
@@ -38,7 +38,7 @@ def full_state_dict(model: nn.Module) -> dict[str, Any]:
     if tensors:
         processes = everyone("full_state_dict")
         processes.agree(f"full_state_dict of {_what(tensors)}", None)
-        elsewhere = [t for t in tensors if processes.rank not in OWNERSHIPS[t].owners]
+        elsewhere = [t for t in tensors if processes.rank not in OWNERSHIPS[t].newest]
         values = _gathered(processes, tensors)
     with exchanged(elsewhere, values):
         return _renamed(_copies(module.state_dict(), {storage(v) for v in values}))
@@ -67,17 +67,18 @@ def full_optimizer_state_dict(model: nn.Module, optimizer: Optimizer) -> dict[st
     """optimizer.state_dict() as plain PyTorch has it, in copies on the CPU.
 
     Every rank calls it and gets the state of all parameters, each from the first rank
-    that keeps it. Raises PlanError if another rank calls something else, or if the
+    that updates it. Raises PlanError if another rank calls something else, or if the
     optimizer has none of the model's parameters.
     """
     parameters = _optimized(model, optimizer)
     elsewhere: dict[Tensor, Any] = {}
     if any(parameter in OWNERSHIPS for parameter in parameters):
-        states = _states(everyone("full_optimizer_state_dict"), parameters, optimizer)
+        processes = everyone("full_optimizer_state_dict")
+        states = _states(processes, parameters, optimizer)
         elsewhere = {
             parameter: states[i]
             for i, parameter in enumerate(parameters)
-            if is_given_up(parameter) and i in states
+            if not is_updated(parameter, processes.rank) and i in states
         }
     optimizer.state.update(elsewhere)
     try:
@@ -95,21 +96,25 @@ def full_optimizer_state_dict(model: nn.Module, optimizer: Optimizer) -> dict[st
 def load_full_optimizer_state_dict(
     model: nn.Module, optimizer: Optimizer, state: Mapping[str, Any]
 ) -> None:
-    """optimizer.load_state_dict(state); each rank takes what belongs to its parameters.
+    """optimizer.load_state_dict(state); each rank takes what belongs to the parameters
+    that it updates.
 
     state: of the whole optimizer, equal on every rank. Raises PlanError if the ranks
     load unequal states, or if the optimizer has none of the model's parameters.
     """
     parameters = _optimized(model, optimizer)
+    elsewhere: set[Tensor] = set()
     if any(parameter in OWNERSHIPS for parameter in parameters):
         _agree_on(f"load_full_optimizer_state_dict of {_what(parameters)}", state)
+        rank = everyone("load_full_optimizer_state_dict").rank
+        elsewhere.update(updated_elsewhere(optimizer, rank))
     numbers = [n for group in state["param_groups"] for n in group["params"]]
-    given_up = {
+    left_out = {
         number
         for number, parameter in zip(numbers, parameters, strict=False)
-        if is_given_up(parameter)
+        if parameter in elsewhere
     }
-    states = {n: each for n, each in state["state"].items() if n not in given_up}
+    states = {n: each for n, each in state["state"].items() if n not in left_out}
     optimizer.load_state_dict(copy.deepcopy({**state, "state": states}))
 
 
@@ -164,15 +169,15 @@ def _empty(spec: Spec) -> Tensor:
 
 
 def _gathered(processes: Processes, tensors: Sequence[Tensor]) -> list[Tensor]:
-    """The values of those that this rank doesn't keep."""
+    """The newest values of those that this rank doesn't have them of."""
     values = []
     for tensor in tensors:
-        owners, spec = OWNERSHIPS[tensor]
-        others = [r for r in range(processes.workers) if r not in owners]
+        entry = OWNERSHIPS[tensor]
+        others = [r for r in range(processes.workers) if r not in entry.newest]
         if processes.rank in others:
-            tensor = _empty(spec)
+            tensor = _empty(entry.spec)
             values.append(tensor)
-        processes.share(tensor, owners[0], others)
+        processes.share(tensor, entry.newest[0], others)
     return values
 
 

@@ -1,8 +1,8 @@
-"""What an optimizer holds of parameters that a rank gave up: nothing, and says so."""
+"""What an optimizer holds of what other ranks update: nothing, and says so."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -13,7 +13,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
 from ..jobs import PlanError
-from .ownership import is_given_up
+from .ownership import is_updated
 
 _GUARDS: WeakKeyDictionary[Optimizer, RemovableHandle] = WeakKeyDictionary()
 _hook: RemovableHandle | None = None
@@ -24,25 +24,31 @@ def parameters_of(optimizer: Optimizer) -> list[Tensor]:
     return [p for group in optimizer.param_groups for p in group["params"]]
 
 
-def guard_optimizers() -> None:
-    """From their next step on, optimizers with parameters that this rank gave up drop
-    their state and refuse a state_dict() that would lack it."""
+def guard_optimizers(rank: int) -> None:
+    """From their next step on, optimizers with parameters that other ranks than this
+    one update are guarded."""
     global _hook
     if _hook is None:
-        _hook = register_optimizer_step_pre_hook(_before_step)
+
+        def before(optimizer: Optimizer, *_: Any) -> None:
+            if optimizer not in _GUARDS:
+                guard(optimizer, updated_elsewhere(optimizer, rank))
+
+        _hook = register_optimizer_step_pre_hook(before)
 
 
-def _before_step(optimizer: Optimizer, *_: Any) -> None:
-    if optimizer not in _GUARDS and drop(optimizer):
-        _GUARDS[optimizer] = optimizer.register_state_dict_pre_hook(_refuse)
+def updated_elsewhere(optimizer: Optimizer, rank: int) -> list[Tensor]:
+    """Its parameters that a rank doesn't update."""
+    return [p for p in parameters_of(optimizer) if not is_updated(p, rank)]
 
 
-def drop(optimizer: Optimizer) -> bool:
-    """Drops the state of parameters that this rank gave up; whether it has such."""
-    given_up = [p for p in parameters_of(optimizer) if is_given_up(p)]
-    for parameter in given_up:
+def guard(optimizer: Optimizer, elsewhere: Sequence[Tensor]) -> None:
+    """Drops the state of parameters that other ranks update; if there are such, a
+    state_dict(), which would lack it, is refused from now on."""
+    for parameter in elsewhere:
         optimizer.state.pop(parameter, None)
-    return bool(given_up)
+    if elsewhere and optimizer not in _GUARDS:
+        _GUARDS[optimizer] = optimizer.register_state_dict_pre_hook(_refuse)
 
 
 def _refuse(optimizer: Optimizer) -> None:

@@ -2,7 +2,8 @@
 
 A parameter that a rank doesn't keep is one NaN there, expanded to its shape. It refuses
 to be copied, saved or written: torch.save(model.state_dict()) and copy.deepcopy(model)
-are errors that say what to call instead.
+are errors that say what to call instead. So does a copy that is behind, of a parameter
+that the user's loop steps on one rank alone, where the schedule's u says so.
 """
 
 from __future__ import annotations
@@ -21,10 +22,27 @@ from ..jobs import PlanError
 
 
 class Ownership(NamedTuple):
-    """Which workers keep a parameter or buffer, and its shape and strides."""
+    """Which workers keep a parameter or buffer, and its shape and strides.
+
+    updater: the worker that updates it, if u says.
+    behind: whether the other owners' copies are renewed in the next call alone, and not
+        when it is updated.
+    """
 
     owners: tuple[int, ...]
     spec: Spec
+    updater: int | None = None
+    behind: bool = False
+
+    @property
+    def updaters(self) -> tuple[int, ...]:
+        """The workers that update it, and keep the optimizer's state of it."""
+        return self.owners if self.updater is None else (self.updater,)
+
+    @property
+    def newest(self) -> tuple[int, ...]:
+        """The workers that have its newest values between calls."""
+        return self.updaters if self.behind else self.owners
 
 
 # of all models of this process: a model may have several backends, one after another
@@ -37,25 +55,40 @@ WRITES = ("copy_",)
 def give_up(name: str, tensor: Tensor, values: bool = True) -> None:
     """Makes a parameter or buffer refuse: its attributes shadow torch's methods.
 
-    values: whether to let go of them too; those of a buffer are out of date here.
+    values: whether to let go of them too; those of a buffer, or of a copy that another
+        rank updates, are out of date here.
     """
     if values:
         nothing = torch.full((), torch.nan).to(tensor)
         tensor.data = nothing.expand(tensor.shape)
-    owner = OWNERSHIPS[tensor].owners[0]
+    entry = OWNERSHIPS[tensor]
+    what = f"no values of {name}, which rank {entry.owners[0]} keeps"
+    if entry.behind and not values:
+        what = f"old values of {name}, the newest are on rank {entry.updater}"
     for method in READS + WRITES:
-        refusal = MethodType(_refusal(name, owner, method), tensor)
-        setattr(tensor, method, refusal)
+        setattr(tensor, method, MethodType(_refusal(what, method), tensor))
+
+
+def take_back(tensor: Tensor) -> None:
+    """Ends the refusals of a tensor, which has its newest values."""
+    for method in READS + WRITES:
+        vars(tensor).pop(method, None)
 
 
 def is_given_up(tensor: Tensor) -> bool:
-    """Whether this rank has given a tensor up to its owners."""
+    """Whether this rank has given a tensor up to its owners, or to its updater."""
     return READS[0] in vars(tensor)
 
 
 def first_owner(tensor: Tensor) -> int:
-    """The rank that speaks for a tensor; rank 0 for one that no program reads."""
-    return OWNERSHIPS[tensor].owners[0] if tensor in OWNERSHIPS else 0
+    """The rank that speaks for a tensor: the one that updates it, or its first owner;
+    rank 0 for one that no program reads."""
+    return OWNERSHIPS[tensor].updaters[0] if tensor in OWNERSHIPS else 0
+
+
+def is_updated(tensor: Tensor, rank: int) -> bool:
+    """Whether a rank updates a parameter; each those that no program reads."""
+    return tensor not in OWNERSHIPS or rank in OWNERSHIPS[tensor].updaters
 
 
 def specs_of(values: Sequence[Any]) -> dict[int, Spec]:
@@ -75,7 +108,8 @@ def stand_in(value: Any) -> Any:
     return some.requires_grad_(value.requires_grad)
 
 
-def _refusal(name: str, owner: int, method: str) -> Callable[..., Any]:
+def _refusal(what: str, method: str) -> Callable[..., Any]:
+    """what: this rank has instead of the tensor's values."""
     real = getattr(Tensor, method)
     remedy = (
         "load with fxsched.load_full_state_dict(model, state)"
@@ -86,10 +120,7 @@ def _refusal(name: str, owner: int, method: str) -> Callable[..., Any]:
     def refuse(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling():  # a trace reads no values
             return real(tensor, *args, **kwargs)
-        raise PlanError(
-            f"this rank has no values of {name}, which rank {owner} keeps; {remedy}, "
-            "called on every rank"
-        )
+        raise PlanError(f"this rank has {what}; {remedy}, called on every rank")
 
     return refuse
 
@@ -100,8 +131,7 @@ def exchanged(tensors: Sequence[Tensor], values: Sequence[Tensor]) -> Iterator[N
     before = [(tensor.data, dict(vars(tensor))) for tensor in tensors]
     try:
         for tensor, value in zip(tensors, values, strict=True):
-            for method in READS + WRITES:
-                vars(tensor).pop(method, None)
+            take_back(tensor)
             tensor.data = value
         yield
     finally:
