@@ -156,15 +156,14 @@ def _stage_optimizers(
     if optimizer is None or not plan.updates:
         return None
     here = set(workers.here)
-    copies = [len(here.intersection(group.updaters)) for group in plan.groups]
     elsewhere = [
         args[state.input]
-        for group, copied in zip(plan.groups, copies, strict=True)
+        for group in plan.groups
         for state, trained in zip(group.state, group.trained, strict=True)
-        if trained and not copied
+        if trained and here.isdisjoint(group.updaters)
     ]
     guard(optimizer, elsewhere)
-    return StageOptimizers(optimizer, plan.groups, copies)
+    return StageOptimizers(optimizer, plan.groups)
 
 
 def _note_passes(error: CheckError, passes: Sequence[Pass]) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -188,7 +190,7 @@ class _Updates:
             norms, places = self._norms(number, line)
             limit, skips = self.request.clip_grad_norm, self.request.skip_nonfinite
             args = (limit, skips, places, *norms)
-            specs = (Spec((), (), torch.float32, norms[0].specs[0].device),)
+            specs = (_like_all((), [norm.specs[0] for norm in norms]),)
             new = self._line(line, ops.clip_factor, args, specs, f"factor_{line.task}")
             self.factors[key] = new
         return self.factors[key]
@@ -218,7 +220,7 @@ class _Updates:
         if key not in self.norms:
             gradients = self._gradients(group, number, line)
             shapes, _ = self.step.specs(gradients)
-            specs = (Spec((len(shapes),), (1,), torch.float32, shapes[0].device),)
+            specs = (_like_all((len(shapes),), shapes),)
             task, name = f"norms {group} of round {number}", f"norms_{group}"
             where = Line(gradients.worker, task, line.n)
             self.norms[key] = self._line(where, ops.norms, (gradients,), specs, name)
@@ -237,3 +239,9 @@ class _Updates:
         new = Line(where.worker, where.task, where.n, target, args, specs, name, group)
         self.lines.append(new)
         return new
+
+
+def _like_all(shape: tuple[int, ...], specs: Sequence[Spec]) -> Spec:
+    """Of what torch.stack makes of numbers of these types."""
+    dtype = functools.reduce(torch.promote_types, (spec.dtype for spec in specs))
+    return Spec(shape, (1,) * len(shape), dtype, specs[0].device)

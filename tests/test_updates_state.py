@@ -5,7 +5,16 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
+
+import pytest
+import torch
+
+import fxsched
+from fxsched.ir.request import Order
+from tests.cases import anything
+from tests.updates import adamw, batches, build_double, eager
 
 ROOT = Path(__file__).parents[1]
 
@@ -22,3 +31,22 @@ def test_two_ranks_that_update_half_each_save_and_resume_as_one_process() -> Non
     )
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.count("state of updates") == 2, done.stdout
+
+
+@pytest.mark.parametrize("order", ["static", "dynamic"])
+def test_owners_that_share_weights_update_them_once(order: Order) -> None:
+    """A random w puts a stage's weights on workers that run none of its jobs, which may
+    be an update ahead."""
+    model, inputs = build_double("gpt")
+    schedule = replace(anything(3), update_every=2)
+    wanted, reference = eager(model, adamw, inputs, 2)
+    optimizer = adamw(model)
+    backend = fxsched.backend(
+        schedule, transport="threads", order=order, optimizer=optimizer
+    )
+    with backend:
+        step = torch.compile(model, backend=backend)
+        losses = [step(*batch).item() for batch in batches(inputs)]
+    torch.testing.assert_close(losses, wanted, rtol=1e-7, atol=1e-9)
+    found, state = dict(model.state_dict()), dict(reference.state_dict())
+    torch.testing.assert_close(found, state, rtol=1e-7, atol=1e-9)

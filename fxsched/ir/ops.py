@@ -130,8 +130,8 @@ def settle(how: Sequence[str], last: int, before: Bundle, *after: Bundle) -> Bun
 
 
 def norms(gradients: Bundle) -> Tensor:
-    """The norm of each of a group's gradients."""
-    return torch.stack(torch._foreach_norm(list(gradients))).float()
+    """The norm of each of a group's gradients, in their type, as torch clips."""
+    return torch.stack(torch._foreach_norm(list(gradients)))
 
 
 def clip_factor(
@@ -166,7 +166,7 @@ def update(
 
     optimizer: what the runtime gives; see state/updates.py.
     """
-    optimizer.step(group, gradients, factor)
+    optimizer.step(group, weights, gradients, factor)
     return weights
 
 

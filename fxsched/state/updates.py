@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import threading
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
@@ -34,13 +35,23 @@ def checked_optimizer(optimizer: object) -> Optimizer | None:
             f"backend(optimizer={name}): its step runs the model again, by a closure, "
             "which a program can't; leave optimizer= out, and step it in the loop"
         )
-    hooks = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
-    if any(getattr(optimizer, hook) for hook in hooks):
+    if type(optimizer).__module__.startswith("torch.distributed."):
         raise PlanError(
-            f"backend(optimizer={name}): it has hooks around its step, which sees one "
-            "stage at a time here; remove them, or leave optimizer= out"
+            f"backend(optimizer={name}): it spreads its state over ranks itself; give "
+            "the optimizer that it is made of, and a schedule with u(s, b)"
         )
+    _check_hooks(optimizer)
     return optimizer
+
+
+def _check_hooks(optimizer: Optimizer) -> None:
+    """Raises PlanError for an optimizer with hooks around its step."""
+    if optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks:
+        raise PlanError(
+            f"backend(optimizer={type(optimizer).__name__}): it has hooks around its "
+            "step, which sees one stage at a time here; remove them, or leave "
+            "optimizer= out"
+        )
 
 
 def positions_of(optimizer: Optimizer, args: Sequence[Any]) -> tuple[int, ...]:
@@ -67,22 +78,22 @@ class StageOptimizers:
     shares all it has, its state among it, but for the parameters. What the user changes
     between calls, such as learning rates, holds from the next step on.
 
-    copies: how many workers of this process update each group, which share its tensors:
-        the first of their calls takes the step.
+    Workers of one process that keep a group share its tensors: of each update, the
+    first of them takes the step.
     """
 
-    def __init__(
-        self, optimizer: Optimizer, groups: Sequence[Group], copies: Sequence[int]
-    ) -> None:
-        self.optimizer, self.groups, self.copies = optimizer, groups, copies
+    def __init__(self, optimizer: Optimizer, groups: Sequence[Group]) -> None:
+        self.optimizer, self.groups = optimizer, groups
         self.locks = [threading.Lock() for _ in groups]
-        self.calls = [0] * len(groups)
-        self.parameters: list[list[Tensor]] = []
         self.own = [_sharing(optimizer) for _ in groups]
+        self.parameters: list[list[Tensor]] = []
+        self.place: dict[int, int] = {}
+        self.asked: list[Counter[int]] = []
+        self.taken: list[int] = []
 
     def begin(self, args: Sequence[Any]) -> StageOptimizers:
         """Takes the parameters of a call."""
-        self.calls = [0] * len(self.groups)
+        _check_hooks(self.optimizer)
         self.parameters = [
             [
                 args[state.input]
@@ -91,22 +102,61 @@ class StageOptimizers:
             ]
             for group in self.groups
         ]
+        self.place = {
+            id(parameter): number
+            for number, group in enumerate(self.optimizer.param_groups)
+            for parameter in group["params"]
+        }
+        self.asked = [Counter() for _ in self.groups]
+        self.taken = [0] * len(self.groups)
+        self.optimizer._opt_called = True  # type: ignore[attr-defined]  # for LRScheduler.step
         return self
 
     def step(
-        self, group: int, gradients: Sequence[Tensor], factor: Tensor | None
+        self,
+        group: int,
+        weights: Sequence[Tensor],
+        gradients: Sequence[Tensor],
+        factor: Tensor | None,
     ) -> None:
         """A step on a group's parameters in place, with gradients times `factor`; none
-        if that is NaN."""
+        if that is NaN.
+
+        weights: as the worker has them, the same object in all updates of a call.
+        """
         with self.locks[group]:
-            self.calls[group] += 1
-            if (self.calls[group] - 1) % self.copies[group]:
-                return
+            self.asked[group][id(weights)] += 1
+            if self.asked[group][id(weights)] <= self.taken[group]:
+                return  # another worker took it, and may be some updates ahead
+            self.taken[group] += 1
             if factor is not None:
                 if bool(factor.isnan()):
                     return
                 torch._foreach_mul_(list(gradients), factor.to(gradients[0].device))
-            _step(self.own[group], self.optimizer, self.parameters[group], gradients)
+            self._step(self.own[group], self.parameters[group], gradients)
+
+    def _step(
+        self, own: Optimizer, parameters: Sequence[Tensor], gradients: Sequence[Tensor]
+    ) -> None:
+        own.state, own.defaults = self.optimizer.state, self.optimizer.defaults
+        by_group: dict[int, list[Tensor]] = {}
+        for parameter in parameters:
+            if (number := self.place.get(id(parameter))) is not None:
+                by_group.setdefault(number, []).append(parameter)
+        whole = [self.optimizer.param_groups[number] for number in by_group]
+        own.param_groups = [
+            {**group, "params": some}
+            for group, some in zip(whole, by_group.values(), strict=True)
+        ]
+        before = [parameter.grad for parameter in parameters]
+        for parameter, gradient in zip(parameters, gradients, strict=True):
+            parameter.grad = gradient
+        try:
+            own.step()
+        finally:
+            for parameter, old in zip(parameters, before, strict=True):
+                parameter.grad = old
+        _check_groups(own, whole)
 
 
 def _sharing(optimizer: Optimizer) -> Optimizer:
@@ -118,25 +168,14 @@ def _sharing(optimizer: Optimizer) -> Optimizer:
     return own
 
 
-def _step(
-    own: Optimizer,
-    optimizer: Optimizer,
-    parameters: Sequence[Tensor],
-    gradients: Sequence[Tensor],
-) -> None:
-    given = set(map(id, parameters))
-    own.state, own.defaults = optimizer.state, optimizer.defaults
-    restricted = (
-        {**group, "params": [p for p in group["params"] if id(p) in given]}
-        for group in optimizer.param_groups
-    )
-    own.param_groups = [group for group in restricted if group["params"]]
-    before = [parameter.grad for parameter in parameters]
-    for parameter, gradient in zip(parameters, gradients, strict=True):
-        parameter.grad = gradient
-    try:
-        own.step()
-    finally:
-        for parameter, old in zip(parameters, before, strict=True):
-            parameter.grad = old
-    optimizer._opt_called = True  # type: ignore[attr-defined]  # for LRScheduler.step
+def _check_groups(own: Optimizer, whole: Sequence[dict[str, Any]]) -> None:
+    """Raises PlanError if a step wrote into its param_groups, which are copies."""
+    for copied, group in zip(own.param_groups, whole, strict=True):
+        for key, value in copied.items():
+            if key != "params" and value is not group.get(key):
+                raise PlanError(
+                    f"backend(optimizer={type(own).__name__}): its step changes "
+                    f"{key!r} of its param_groups, once for all parameters, and sees "
+                    "one stage at a time here; leave optimizer= out, and step it in "
+                    "the loop"
+                )
