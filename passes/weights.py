@@ -53,7 +53,7 @@ def fetch_weights(step: StepIR, request: Request) -> StepIR:
                 continue
             where = (line.task, line.n)
             message = Message(next(tags), source, worker, value, *where, True)
-            if isinstance(value, Line) and place[value] > place[start]:
+            if isinstance(value, Line) and place[value] >= place[start]:
                 after.setdefault(value, []).append(message)
             else:
                 before.setdefault(start, []).append(message)

@@ -12,8 +12,9 @@ import pytest
 import torch
 
 import fxsched
+from fxsched import schedules
 from fxsched.ir.request import Order
-from tests.cases import anything
+from tests.cases import anything, build
 from tests.updates import adamw, batches, build_double, eager
 
 ROOT = Path(__file__).parents[1]
@@ -50,3 +51,10 @@ def test_owners_that_share_weights_update_them_once(order: Order) -> None:
     torch.testing.assert_close(losses, wanted, rtol=1e-7, atol=1e-9)
     found, state = dict(model.state_dict()), dict(reference.state_dict())
     torch.testing.assert_close(found, state, rtol=1e-7, atol=1e-9)
+
+
+def test_copies_are_renewed_before_they_are_sent() -> None:
+    """Where the loop steps, and a copy of one worker is what others fetch."""
+    model, inputs = build("mlp")
+    schedule = replace(schedules.fsdp(2), stages=2, u=lambda s, b: 1 - s)
+    fxsched.plan(model, schedule, *inputs).check()
