@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from .draw.chrome import write_trace
     from .draw.diagram import Diagram
     from .dry_run import explain, plan, profile
+    from .equality.replay import replay
     from .equality.verify import Verification, verify
     from .ir import ops
     from .ir.boundary import stage_boundary
@@ -69,6 +70,7 @@ __all__ = [
     "passes",
     "plan",
     "profile",
+    "replay",
     "schedules",
     "search",
     "simulate",
@@ -88,6 +90,7 @@ MODULES = {
     "draw.chrome": ("write_trace",),
     "draw.diagram": ("Diagram",),
     "dry_run": ("explain", "plan", "profile"),
+    "equality.replay": ("replay",),
     "equality.verify": ("Verification", "verify"),
     "ir.boundary": ("stage_boundary",),
     "ir.ops": ("ops",),

@@ -97,6 +97,7 @@ Place = Callable[[int, int, Direction], Placement | tuple[int, int]]
 Priority = Callable[[int, int, Direction], int]
 InFlight = int | Callable[[int], int | None] | None
 Updater = Callable[[int, int], int]
+Version = Callable[[int, int, Direction], int]
 
 
 @dataclass(frozen=True)
@@ -124,6 +125,8 @@ class Schedule:
     u(s, b): the worker that keeps a stage's optimizer state, gets its gradient and
         updates it, of the microbatch b that U has; the same for all b of a stage. All
         that keep its weights get the new ones. None: each of those updates its own.
+    version(s, b, d): how many of a call's updates of stage s the weights of a job have
+        seen; at most b // update_every, all those before its own. None: these.
     fit: gives the schedule for the stages that a model was cut into, for those whose w,
         n and in_flight depend on them; see schedules.graph. Stages are a
         networkx.DiGraph, as fxsched/clock/stage_record.py describes it.
@@ -141,6 +144,7 @@ class Schedule:
     in_order: bool = False
     update_every: int | None = None
     u: Updater | None = None
+    version: Version | None = None
 
     def __post_init__(self) -> None:
         for field in ("workers", "microbatches", "stages"):
@@ -168,6 +172,11 @@ class Schedule:
             raise PlanError(
                 f"Schedule(u={self.u!r}): give a function of (stage, microbatch), or "
                 "None"
+            )
+        if self.version is not None and not callable(self.version):
+            raise PlanError(
+                f"Schedule(version={self.version!r}): give a function of (stage, "
+                "microbatch, direction), or None"
             )
         self._check_update_every()
         for field in ("split_backward", "in_order"):
@@ -243,6 +252,7 @@ class Schedule:
             fit=None,
             update_every=fitted.update_every or self.update_every,
             u=fitted.u or self.u,
+            version=fitted.version or self.version,
         )
 
     def first(self, microbatches: int) -> Schedule:
@@ -342,6 +352,8 @@ class Schedule:
             record["update_every"] = self.update_every
             record["updates"] = {str(job): self.priority(job) for job in updates}
             record["updaters"] = [self.updater(stage) for stage in stages]
+        if self.version is not None:
+            record["versions"] = {str(job): self.seen(job) for job in jobs}
         try:
             Path(path).write_text(json.dumps(record) + "\n", "utf-8")
         except OSError as error:
@@ -378,6 +390,26 @@ class Schedule:
             raise raised(f"n({job})", error, CALLED) from error
         if not is_int(answer):
             raise PlanError(f"n({job}) returned {answer!r}; return an int")
+        return int(answer)
+
+    def seen(self, job: Job) -> int:
+        """How many updates of its stage a job's weights have seen, checked.
+
+        Raises PlanError if it isn't an int from 0 to the updates before its own.
+        """
+        most = job.microbatch // self.update_every if self.update_every else 0
+        if self.version is None or not self.update_every:
+            return most
+        try:
+            answer = self.version(*job)
+        except Exception as error:
+            raise raised(f"version({job})", error, CALLED) from error
+        if not is_int(answer) or not 0 <= answer <= most:
+            after = f"{job.stage}U{(most + 1) * self.update_every - 1}"
+            raise PlanError(
+                f"version({job}) returned {answer!r}; return an int from 0 to {most}, "
+                f"for {after} waits for {job}, and only {most} updates come before it"
+            )
         return int(answer)
 
     def updated(self, every: int) -> range:

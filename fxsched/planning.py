@@ -163,7 +163,8 @@ def _stage_optimizers(
         if trained and here.isdisjoint(group.updaters)
     ]
     guard(optimizer, elsewhere)
-    return StageOptimizers(optimizer, plan.groups)
+    shared = len(here) > 1 and plan.schedule.version is not None
+    return StageOptimizers(optimizer, plan.groups, leaves_old=shared)
 
 
 def _note_passes(error: CheckError, passes: Sequence[Pass]) -> None:

@@ -51,7 +51,13 @@ class _ProgramWriter:
     def __init__(self, step: StepIR, request: Request, worker: int) -> None:
         self.step, self.request, self.worker = step, request, worker
         self.microbatches = request.schedule.microbatches
-        self.creditors = set(step.credits.values())
+        self.creditors = set(step.credits.values()) | {
+            value.job
+            for line in step.lines
+            if isinstance(line, Line) and line.target in (ops.update, ops.renew)
+            for value in line.args
+            if isinstance(value, Credit)
+        }
         self.graph = fx.Graph()
         self.env: dict[Value, fx.Node] = {}
         self.parts: dict[tuple[fx.Node, int], fx.Node] = {}  # rows of the batch
@@ -95,6 +101,7 @@ class _ProgramWriter:
         if self.request.scaled:
             self.scale = self.graph.placeholder("loss_scale")
             self.scale.meta["specs"] = ()
+        self.optimizer: fx.Node | None = None
         if self.step.every is not None:
             self.optimizer = self.graph.placeholder("optimizer")
             self.optimizer.meta["specs"] = ()
@@ -148,11 +155,11 @@ class _ProgramWriter:
     def _line(self, line: Line) -> None:
         assert line.target is not None
         args = with_values(line.args, self.env.__getitem__)
-        if line.target is ops.update:
-            args = (self.optimizer, *args)
         if line.target is ops.renew:
             (message,) = self.step.fetched[line].values()
-            args = (*args, self.fetched[message])
+            args = (args[0], self.fetched[message], *args[1:])
+        if line.target in (ops.update, ops.copy, ops.renew):
+            args = (self.optimizer, *args)
         where = (line.worker, line.task, line.n)
         node = make(self.graph, line.target, args, line.specs, *where, name=line.name)
         if line.group is not None:

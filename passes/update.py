@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -10,11 +11,12 @@ from typing import Any
 import torch
 from torch import fx
 
+from ..clock.weight_fetches import source_of
 from ..ir import ops
 from ..ir.gradient_sums import sum_gradients
-from ..ir.graphs import Spec, Specs
+from ..ir.graphs import Spec, Specs, arguments
 from ..ir.request import Request
-from ..ir.step_ir import Line, Message, Running, StepIR
+from ..ir.step_ir import Credit, Line, Message, Running, StepIR, Value
 from ..jobs import Direction, Job, PlanError
 
 
@@ -25,14 +27,15 @@ def update_weights(step: StepIR, request: Request) -> StepIR:
             0U1                                                      # worker 0
     after:  0B1                                                      # worker 1
             gradients_0 = reduce(0, gradients_0 of worker 0, ..)     # worker 0
-            weights_0_0U1 = update(0, weights_0, gradients_0, None)  # worker 0
+            weights_0_0U1 = update(0, 0, weights_0, gradients_0, ..) # worker 0
             weights_0_0U1_copy = renew(weights_0)                    # worker 1
 
     What several workers gave of the gradients is summed first. With clip_grad_norm or
     skip_nonfinite, the norms of all gradients come before the first update. Workers
     that keep a copy get the new weights after the update, or, where the loop steps the
     optimizer on the worker that u names, before the first job that may read them:
-    step.renewed. step.updated has the weights that jobs read then.
+    step.renewed. step.updated has the weights that jobs read then; step.copies those of
+    earlier versions, where request.schedule.version wants them.
     """
     if step.every is None:
         return step if request.updates else _renew_copies(step)
@@ -93,19 +96,92 @@ class _Updates:
         self.gradients: dict[tuple[int, int], Running | Line] = {}
         self.norms: dict[tuple[int, int], Line] = {}  # of these
         self.factors: dict[tuple[int, int], Line] = {}  # by round and worker
+        self.wanted: dict[Line, list[tuple[int, int, int]]] = {}  # copies, by reader
+        self.copied: set[tuple[int, int, int]] = set()  # all of these
+        self.in_place: dict[tuple[int, int, int], list[Credit]] = {}
+        self.copies: dict[tuple[int, int, int], Line] = {}
         self.lines: list[Line] = []
 
     def run(self) -> StepIR:
         self._check()
-        for line in self.step.lines:
-            assert isinstance(line, Line), "messages come later"
-            if line.job is not None and line.job.direction is Direction.UPDATE:
-                self._update(line, line.job)
-            else:
-                self.lines.append(line)
+        jobs = [(line, line.job) for line in self.step.lines if isinstance(line, Line)]
+        self._part_reads([(line, job) for line, job in jobs if job is not None])
+        for line, job in jobs:
+            if job is not None and job.direction is Direction.UPDATE:
+                self._update(line, job)
+                continue
+            for key in self.wanted.get(line, ()):
+                self._copy(key, line)
+            self.lines.append(line)
+        copies = {
+            (key[0], line.job): self.copies[key]
+            for line, keys in self.wanted.items()
+            for key in keys
+            if line.job is not None
+        }
         return replace(
-            self.step, lines=self.lines, updated=self.updated, renewed=self.renewed
+            self.step,
+            lines=self.lines,
+            updated=self.updated,
+            copies=copies,
+            renewed=self.renewed,
         )
+
+    def _part_reads(self, jobs: list[tuple[Line, Job]]) -> None:
+        """Parts the reads of versions that are not the newest which a job could have
+        seen: those on the worker that keeps them, before the update that takes their
+        place, go on in place, and that update waits for them; the others read copies.
+        """
+        live: Counter[tuple[int, int]] = Counter()  # by group and worker
+        for line, job in jobs:
+            if job.direction is Direction.UPDATE:
+                for group in self._updated_by(job.stage):
+                    keepers = self.groups[group]
+                    if line.worker in keepers.updaters:
+                        spread = keepers.updater is not None
+                        for owner in keepers.owners if spread else (line.worker,):
+                            live[group, owner] += 1
+                continue
+            for key in self._stale(job):
+                group, version, source = key
+                if source == line.worker and live[group, source] == version:
+                    self.in_place.setdefault(key, []).append(Credit(job))
+                else:
+                    self.wanted.setdefault(line, []).append(key)
+        self.copied = {key for keys in self.wanted.values() for key in keys}
+
+    def _stale(self, job: Job) -> list[tuple[int, int, int]]:
+        """What a job reads of versions before the newest that it could have seen:
+        group, version, and the worker that it comes from."""
+        version = self.step.version(job)
+        if version == job.microbatch // self.every:
+            return []
+        jobs = self.step.jobs
+        number = jobs.number(job)
+        call = self.step.recipes[number % len(jobs.kinds)].call
+        where = jobs.weights[number], jobs.compute[number]
+        groups = (w.meta["group"] for w in arguments(call)[0] if w.op == "placeholder")
+        return [
+            (group, version, source_of(self.groups[group].owners, *where))
+            for group in groups
+            if any(self.groups[group].trained)
+        ]
+
+    def _before(self, key: tuple[int, int, int], line: Line) -> tuple[Value, ...]:
+        """What comes before new weights take a version's place: a copy of it for those
+        that read it later, and the jobs that read it there."""
+        copies = (self._copy(key, line),) if key in self.copied else ()
+        return (*copies, *self.in_place.get(key, ()))
+
+    def _copy(self, key: tuple[int, int, int], before: Line) -> Line:
+        """The copy of a version, made before the first job that reads it."""
+        if key not in self.copies:
+            group, version, worker = key
+            where = Line(worker, f"copy {group} v{version}", before.n)
+            args, name = (self._weights(*key),), f"weights_{group}_v{version}"
+            specs = self.placeholders[group].meta["specs"]
+            self.copies[key] = self._line(where, ops.copy, args, specs, name, group)
+        return self.copies[key]
 
     def _check(self) -> None:
         known = set(self.request.updates)
@@ -134,10 +210,12 @@ class _Updates:
             if line.worker in self.groups[group].updaters
         ]
         gradients = [self._gradients(group, number, line) for group in groups]
-        factor = self._factor(number, line)
+        waits = [self._before((group, number, line.worker), line) for group in groups]
+        factor = self._factor(number, line)  # from here on it is the task of U
         first: Job | None = job
-        for group, gradient in zip(groups, gradients, strict=True):
-            args = (group, self._weights(group, number, line.worker), gradient, factor)
+        for group, gradient, before in zip(groups, gradients, waits, strict=True):
+            weights = self._weights(group, number, line.worker)
+            args = (group, number, weights, gradient, factor, *before)
             specs, name = (
                 self.placeholders[group].meta["specs"],
                 f"weights_{group}_{job}",
@@ -167,8 +245,9 @@ class _Updates:
             if owner != new.worker:
                 old = self._weights(group, number, owner)
                 where = Line(owner, f"renew {group} after {new.task}", new.n)
-                name = f"{new.name}_copy"
-                line = self._line(where, ops.renew, (old,), new.specs, name, group)
+                before = self._before((group, number, owner), where)
+                args, name = (old, *before), f"{new.name}_copy"
+                line = self._line(where, ops.renew, args, new.specs, name, group)
                 self.renewed[line] = (new.worker, new)
                 self.updated[group, number + 1, owner] = line
 

@@ -55,7 +55,7 @@ def test_every_schedule_of_the_library_runs_its_first_microbatches(
     schedule: Schedule,
 ) -> None:
     whole = fxsched.simulate(schedule)
-    for count in (1, 3, 5):
+    for count in (1, 3, 5) if schedule.update_every in (None, 1) else (4,):
         part = fxsched.simulate(schedule.first(count))
         jobs = {e.job for e in whole.timeline if e.job.microbatch < count}
         assert {e.job for e in part.timeline} == jobs

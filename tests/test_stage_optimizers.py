@@ -103,7 +103,7 @@ def staged(stages: StageOptimizers, parameters: list[nn.Parameter], step: int) -
     with torch.no_grad():
         for stage in order:
             own = new[EACH * stage : EACH * stage + EACH - 1]
-            begun.step(stage, (), [g for g in own if g is not None], None)
+            begun.step(stage, 0, [g for g in own if g is not None], None)
 
 
 def same(one: Any, other: Any) -> None:
@@ -115,7 +115,7 @@ def test_stage_by_stage_has_the_bits_of_one_step(name: str, options: Options) ->
     mine, its = build(), build()
     fresh = copy.deepcopy(options)
     optimizer, reference = grouped(mine, name, options), grouped(its, name, fresh)
-    stages = StageOptimizers(optimizer, groups())
+    stages = StageOptimizers(optimizer, groups(), leaves_old=False)
     both = optimizer, reference
     schedulers = [torch.optim.lr_scheduler.ExponentialLR(each, 0.9) for each in both]
     for step in range(6):
@@ -142,20 +142,10 @@ def test_workers_that_share_tensors_step_once() -> None:
     """Though one of them is two updates ahead of the others."""
     mine, its = build(), build()
     optimizer, reference = (grouped(p, "SGD", {"momentum": 0.9}) for p in (mine, its))
-    begun = StageOptimizers(optimizer, groups()).begin(mine)
-    workers = [tuple(p.detach() for p in mine[:EACH]) for _ in range(3)]
-    for worker, step in (
-        (0, 0),
-        (0, 1),
-        (1, 0),
-        (2, 0),
-        (1, 1),
-        (1, 2),
-        (0, 2),
-        (2, 1),
-    ):
+    begun = StageOptimizers(optimizer, groups(), leaves_old=False).begin(mine)
+    for step in (0, 1, 0, 0, 1, 2, 2, 1):  # of three workers
         own = [g for g in gradients(step)[:EACH] if g is not None]
-        begun.step(0, workers[worker], own, None)
+        begun.step(0, step, own, None)
     for step in range(3):
         own_step(reference, its, step)
     same(mine[:EACH], its[:EACH])
@@ -172,7 +162,7 @@ class Counting(torch.optim.SGD):
 
 def test_a_step_that_counts_in_its_groups_is_refused() -> None:
     parameters = build()
-    stages = StageOptimizers(Counting(parameters), groups())
+    stages = StageOptimizers(Counting(parameters), groups(), leaves_old=False)
     with pytest.raises(PlanError, match="changes 'steps' of its param_groups"):
         staged(stages, parameters, 0)
 

@@ -6,7 +6,7 @@ A group of weights has versions: how many updates of it there have been in the s
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from torch import fx
@@ -15,25 +15,31 @@ from ..ir import ops
 from ..ir.graphs import Group, arguments
 from ..jobs import Job
 
+OWN = {ops.update: 3, ops.renew: 1}  # the argument in whose place new weights are
+
 
 class Updates(NamedTuple):
-    """The updates of a step: for how many microbatches each is, and who runs it.
+    """The updates of a step: for how many microbatches each is, who runs it, and how
+    many of them the weights of a job have seen, by the user's version.
 
     current: whether all copies of weights are the newest when a call begins.
     """
 
     every: int | None = None
     workers: Mapping[Job, tuple[int, ...]] = {}
+    seen: Callable[[Job], int] = lambda job: 0
     current: bool = False
 
 
 class WeightUse(NamedTuple):
-    """A task that reads weights that came with a message, and their version."""
+    """A task that reads weights that came with a message, their version, and whether
+    newer ones may be in their place meanwhile."""
 
     task: str
     group: int
     tag: int
     version: int
+    stale: bool
 
 
 class UpdateFault(Exception):
@@ -56,18 +62,18 @@ class WeightReads:
         """Of weights that this worker keeps; None for other values."""
         if value.op == "placeholder":
             return 0 if "group" in value.meta else None
-        if value.target is ops.update:
-            before = self.version(arguments(value)[2])
-            return None if before is None else before + 1
-        if value.target is ops.renew:
-            before = self.version(arguments(value)[0])
+        if value.target is ops.copy:
+            return self.version(arguments(value)[1])
+        if value.target in OWN:
+            before = self.version(arguments(value)[OWN[value.target]])
             return None if before is None else before + (self.all.every is not None)
         return None
 
-    def of(self, value: fx.Node) -> tuple[int, int] | None:
-        """Group and version of weights that this worker keeps."""
-        version = self.version(value)
-        return None if version is None else (value.meta["group"], version)
+    def of(self, value: fx.Node) -> tuple[int, int, bool] | None:
+        """Group and version of weights that this worker keeps, and whether it is a copy
+        that stays as it is."""
+        version, copied = self.version(value), value.target is ops.copy
+        return None if version is None else (value.meta["group"], version, copied)
 
     def updates(self) -> Iterator[tuple[Job, int, fx.Node]]:
         """The updates here: job, group, gradients. Raises UpdateFault unless they are
@@ -85,7 +91,7 @@ class WeightReads:
             if node.target is not ops.update:
                 continue
             job = Job.parse(node.meta["task"])
-            group, weights, gradients = arguments(node)[1:4]
+            group, _, weights, gradients = arguments(node)[1:5]
             if not wanted[job, group]:
                 raise UpdateFault(
                     f"worker {self.rank}: {job} updates group {group} once more than "
@@ -116,11 +122,11 @@ class WeightReads:
                     )
             if node.op == "call_module" and "job" in node.meta:
                 self._check_job(node)
-            if node.target in (ops.update, ops.renew):
-                own = arguments(node)[2 if node.target is ops.update else 0]
-                changed[own] = node
+            if node.target in OWN:
+                changed[arguments(node)[OWN[node.target]]] = node
             if node.target is ops.renew:
-                self._note(node.meta["task"], arguments(node)[1], self.version(node))
+                new, version = arguments(node)[2], self.version(node)
+                self._note(node.meta["task"], new, version, stale=False)
             stale = node.target is ops.send and self._is_stale(arguments(node)[0])
             if stale:
                 raise UpdateFault(
@@ -136,26 +142,43 @@ class WeightReads:
             group = value.meta.get("group")
             if group is None or not self._changes(self.groups[group]):
                 continue
-            wanted = 0
-            if self.all.every is not None:
-                wanted = job.microbatch // self.all.every
+            wanted = self.all.seen(job)
+            stale = wanted != job.microbatch // (self.all.every or job.microbatch + 1)
             if value.target is ops.fetch:
-                self._note(str(job), value, wanted)
+                self._note(str(job), value, wanted, stale)
             elif self.version(value) != wanted or self._is_stale(value):
                 raise UpdateFault(
                     f"worker {self.rank}: {job} reads version {self.version(value)} of "
                     f"group {group}, not {wanted}"
+                )
+            elif stale and not self._waits(value, node):
+                raise UpdateFault(
+                    f"worker {self.rank}: {job} reads version {wanted} of group "
+                    f"{group} in a place where an update puts the next one without "
+                    "waiting for it"
                 )
 
     def _changes(self, group: Group) -> bool:
         """Whether updates change a group."""
         return any(group.trained) or group.updater is not None
 
-    def _note(self, task: str, value: fx.Node, version: int | None) -> None:
+    def _waits(self, weights: fx.Node, call: fx.Node) -> bool:
+        """Whether what puts new weights in the place of these waits for a job."""
+        if weights.target is ops.copy:
+            return True
+        return all(
+            any(v.target is ops.credit and call in v.args for v in user.all_input_nodes)
+            for user in weights.users
+            if user.target in OWN and arguments(user)[OWN[user.target]] is weights
+        )
+
+    def _note(
+        self, task: str, value: fx.Node, version: int | None, stale: bool
+    ) -> None:
         tag: Any = value.kwargs.get("tag")
         if value.target is not ops.fetch or version is None:
             raise UpdateFault(f"worker {self.rank}: {task} reads {value} as weights")
-        self.uses.append(WeightUse(task, value.meta["group"], tag, version))
+        self.uses.append(WeightUse(task, value.meta["group"], tag, version, stale))
 
     def _is_stale(self, value: fx.Node) -> bool:
         """Whether it is a copy from before the call, of weights that another worker

@@ -24,7 +24,8 @@ class Provenance(NamedTuple):
         and of the messages with these tags.
     adds: the jobs whose gradients it adds up; None if it is no such sum.
     added: tags of messages that it adds up as well.
-    weights: their group and version, if it is weights that this worker keeps.
+    weights: their group, their version, and whether they stay as they are, if it is
+        weights that this worker keeps.
     """
 
     specs: Specs
@@ -34,7 +35,7 @@ class Provenance(NamedTuple):
     received: tuple[int, ...]
     adds: tuple[Job, ...] | None
     added: tuple[int, ...]
-    weights: tuple[int, int] | None
+    weights: tuple[int, int, bool] | None
 
 
 class End(NamedTuple):

@@ -8,7 +8,7 @@ from typing import Any
 import click
 
 from ..jobs import Schedule
-from ..schedules import LIBRARY
+from ..schedules import LIBRARY, STALE
 from . import simulate_options
 from .compare_command import lineup
 from .option_types import COUNT, names, schedule
@@ -19,6 +19,8 @@ from .options import (
     schedule_option,
     schedule_options,
 )
+
+SYNCHRONOUS = tuple(name for name in LIBRARY if name not in STALE)
 
 
 @click.command()
@@ -44,7 +46,8 @@ def simulate(schedule: str | Schedule, **options: Any) -> None:
     "--schedules",
     type=names,
     metavar="NAMES",
-    help="which, with commas between  [default: all that can be built]",
+    help="which, with commas between  [default: all that can be built, but for those "
+    "that train with stale weights]",
 )
 @schedule_options
 @simulate_options.time_options
@@ -59,7 +62,7 @@ def compare(schedules: tuple[str, ...] | None, **options: Any) -> None:
     in stages of that size. Weights fetched and messages sent are those of all workers;
     span is the bubble of steps that follow each other without a gap.
     """
-    click.echo(lineup(schedules or tuple(LIBRARY), options))
+    click.echo(lineup(schedules or SYNCHRONOUS, options))
 
 
 @click.command(name="demo")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -26,7 +26,8 @@ class StageUpdate(NamedTuple):
 
 def add_updates(schedule: Schedule, jobs: Jobs, stages: Sequence[StageUpdate]) -> Jobs:
     """The jobs with an update of each of these stages every schedule.update_every
-    microbatches, after the gradients of all of them, and before the next F that reads.
+    microbatches, after the gradients of all of them and the update before it, and
+    before the jobs whose weights have seen it.
 
     n says when, but an update is never before what it waits for.
     """
@@ -36,32 +37,49 @@ def add_updates(schedule: Schedule, jobs: Jobs, stages: Sequence[StageUpdate]) -
     compute, n = list(jobs.compute), list(jobs.n)
     more = {number: list(after) for number, after in jobs.more.items()}
     updates: list[tuple[int, int]] = []
+    together = sum(len(stage.workers) for stage in stages)  # updates of one round
     for last in schedule.updated(every):
-        own, coming = (
-            range(last - every + 1, last + 1),
-            range(last + 1, last + every + 1),
-        )
-        for stage, workers, givers, readers in stages:
+        own = range(last - every + 1, last + 1)
+        for stage, workers, givers, _ in stages:
             kinds = [_release(jobs, schedule, giver) for giver in givers]
             before = [b * width + kind for b in own for kind in kinds]
             rank = schedule.priority(Job(stage, last, Direction.UPDATE))
             rank = max([rank, *(n[number] for number in before)])
-            first = len(compute)
             for worker in workers:
+                earlier = len(compute) - together  # the same worker's last one
+                if earlier >= jobs.regular:
+                    more.setdefault(earlier, []).append(len(compute))
                 for number in before:
                     more.setdefault(number, []).append(len(compute))
                 compute.append(worker)
                 n.append(rank)
                 updates.append((stage, last))
-            if last == schedule.microbatches - 1:
-                continue
-            for reader in readers:
-                for b in coming:
-                    number = b * width + jobs.at[reader, Direction.FORWARD]
-                    keeper = jobs.weights[number]
-                    copy = workers.index(keeper) if keeper in workers else 0
-                    more.setdefault(first + copy, []).append(number)
+    for update, number in _reads(schedule, jobs, stages):
+        more.setdefault(jobs.regular + update, []).append(number)
     return replace(jobs, compute=compute, n=n, more=more, updates=tuple(updates))
+
+
+def _reads(
+    schedule: Schedule, jobs: Jobs, stages: Sequence[StageUpdate]
+) -> Iterator[tuple[int, int]]:
+    """The updates that jobs wait for, by their places among the updates, and the jobs:
+    each F, and each later job of a microbatch whose weights have seen more."""
+    ahead = [len(stage.workers) for stage in stages]
+    first = [sum(ahead[:i]) for i in range(len(stages))]
+    reads = [[i for i, u in enumerate(stages) if s in u.readers] for s, _ in jobs.kinds]
+    for b in range(jobs.microbatches):
+        seen: dict[int, int] = {}  # by stage, the most so far
+        for kind, (s, d) in enumerate(jobs.kinds):
+            version = schedule.seen(Job(s, b, d)) if reads[kind] else 0
+            if version <= seen.get(s, 0):
+                continue
+            seen[s] = version
+            number = b * len(jobs.kinds) + kind
+            keeper = jobs.weights[number]
+            for i in reads[kind]:
+                workers = stages[i].workers
+                copy = workers.index(keeper) if keeper in workers else 0
+                yield (version - 1) * sum(ahead) + first[i] + copy, number
 
 
 def _release(jobs: Jobs, schedule: Schedule, stage: int) -> int:

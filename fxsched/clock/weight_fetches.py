@@ -49,6 +49,14 @@ class Foreign(NamedTuple):
     new: bool
 
 
+def source_of(owners: Sequence[int], keeper: int, here: int) -> int:
+    """The worker that serves a group of weights to one job.
+
+    keeper: where w puts the job's weights. here: where it runs.
+    """
+    return next((w for w in (keeper, here) if w in owners), owners[0])
+
+
 def foreign_reads(
     groups: Sequence[Groups],
     writers: Mapping[int, Sequence[int]],

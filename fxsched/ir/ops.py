@@ -158,24 +158,38 @@ def clip_factor(
 def update(
     optimizer: Any,
     group: int,
+    number: int,
     weights: Bundle,
     gradients: Bundle,
     factor: Tensor | None,
+    *before: Any,
 ) -> Bundle:
     """The weights of a group after a step of the optimizer, in their old place.
 
     optimizer: what the runtime gives; see state/updates.py.
+    number: how many steps on this group come before it in the call.
+    before: copies of the weights before it, and credits of jobs that read them.
     """
-    optimizer.step(group, weights, gradients, factor)
-    return weights
+    new: Bundle | None = optimizer.step(group, number, gradients, factor)
+    return weights if new is None else new
 
 
-def renew(weights: Bundle, new: Bundle) -> Bundle:
+def copy(optimizer: Any, weights: Bundle) -> Bundle:
+    """Weights that stay as they are while updates go on."""
+    if optimizer.leaves_old:
+        return weights
+    return tuple(weight.clone() for weight in weights)
+
+
+def renew(optimizer: Any, weights: Bundle, new: Bundle, *before: Any) -> Bundle:
     """A worker's copy of weights, with what another worker's update made of them.
 
+    optimizer: None where the loop steps it. before: as for update.
     Of two calls without a step between them, the second changes nothing, so autograd
     does not count it as a change.
     """
+    if optimizer is not None and optimizer.leaves_old:
+        return new
     for mine, value in zip(weights, new, strict=True):
         if mine.data_ptr() != value.data_ptr():  # threads share them
             mine.data.copy_(value)
@@ -273,4 +287,5 @@ BUNDLES = (
     fetch,
     update,
     renew,
+    copy,
 )  # what gives a bundle

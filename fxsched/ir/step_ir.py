@@ -147,6 +147,8 @@ class StepIR:
     every: how many microbatches an update is for; None if there are none.
     updated: the weights that jobs read after an update, by group, by how many updates
         came before, and by the worker that keeps them.
+    copies: by group and job, what a job reads of a version in whose place a newer one
+        may be by then.
     renewed: for each line that copies new weights, where it gets them: the worker, and
         what made them there.
     """
@@ -161,6 +163,7 @@ class StepIR:
     fetched: Mapping[Line, dict[int, Message]] = field(default_factory=dict)
     every: int | None = None
     updated: Mapping[tuple[int, int, int], Line] = field(default_factory=dict)
+    copies: Mapping[tuple[int, Job], Line] = field(default_factory=dict)
     renewed: Mapping[Line, tuple[int, Line | fx.Node]] = field(default_factory=dict)
 
     @property
@@ -174,8 +177,18 @@ class StepIR:
 
     def weights(self, group: fx.Node, job: Job, worker: int) -> fx.Node | Line:
         """The weights of a group that a job reads from a worker that keeps them."""
-        key = group.meta["group"], self.round(job.microbatch), worker
-        return self.updated.get(key, group) if self.updated else group
+        if not self.updated:
+            return group
+        number = group.meta["group"]
+        copied = self.copies.get((number, job))
+        if copied is not None:
+            return copied
+        return self.updated.get((number, self.version(job), worker), group)
+
+    def version(self, job: Job) -> int:
+        """How many updates the weights of a job have seen."""
+        schedule = self.facts.schedule
+        return 0 if schedule is None else schedule.seen(job)
 
     @property
     def jobs(self) -> Jobs:

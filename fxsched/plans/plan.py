@@ -119,6 +119,11 @@ class Plan:
             updates[job] = (*updates.get(job, ()), jobs.compute[number])
         return updates
 
+    @cached_property
+    def versions(self) -> dict[Job, int]:
+        """How many of a call's updates the weights of each F, B and W have seen."""
+        return {job: self.schedule.seen(job) for job in self.placements}
+
     @property
     def trains(self) -> bool:
         """Whether there are B jobs."""
@@ -232,8 +237,10 @@ class Plan:
 
     def _checked(self, programs: T) -> tuple[T, Any, Any, Updates]:
         """Programs, and what the checks know of the plan."""
-        every = self.schedule.update_every if self.updates else None
-        updates = Updates(every, self.updates, self.current)
+        updates = Updates(current=self.current)
+        if self.updates:
+            every, seen = self.schedule.update_every, self.schedule.seen
+            updates = Updates(every, self.updates, seen, self.current)
         return programs, self.placements, self.groups, updates
 
     @property

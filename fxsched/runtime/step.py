@@ -297,7 +297,11 @@ class _Updating(torch.autograd.Function):
         leaves: list[int],
         *tensors: Tensor,
     ) -> tuple[Any, ...]:
-        results = step._advance(step._start(args), None)
+        assert step.optimizers is not None, "a plan with updates has an optimizer"
+        try:
+            results = step._advance(step._start(args), None)
+        finally:
+            step.optimizers.end()
         return _mark(ctx, step, step._outputs(args, results))
 
     @staticmethod

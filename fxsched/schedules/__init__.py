@@ -21,6 +21,7 @@ from .orders import (
 )
 from .pipelines import cuckoo, folded, gpipe, naive, one_f_one_b, overflow
 from .servers import hybrid, parameter_server, sharded_parameter_server
+from .stale import pipedream, pipedream_2bw, stale_by_one
 from .zero_bubble import v_half, v_min, zb_h1, zb_h2, zb_v
 
 LIBRARY = Library(
@@ -48,11 +49,17 @@ LIBRARY = Library(
         "v_half": v_half,
         "v_min": v_min,
         "graph": graph,
+        "pipedream": pipedream,
+        "pipedream_2bw": pipedream_2bw,
+        "stale_by_one": stale_by_one,
     }
 )
 
+STALE = ("pipedream", "pipedream_2bw", "stale_by_one")  # not equal to eager training
+
 __all__ = [
     "LIBRARY",
+    "STALE",
     "cuckoo",
     "ddp",
     "folded",
@@ -73,9 +80,12 @@ __all__ = [
     "one_f_one_b",
     "overflow",
     "parameter_server",
+    "pipedream",
+    "pipedream_2bw",
     "replicate",
     "sharded_parameter_server",
     "stage_first",
+    "stale_by_one",
     "v_half",
     "v_min",
     "zb_h1",

@@ -69,7 +69,7 @@ def replicate(schedule: Schedule, groups: int) -> Schedule:
     if not isinstance(schedule, Schedule):
         raise PlanError(f"replicate(schedule={schedule!r}): give a Schedule")
     positive("replicate", groups=groups)
-    fit = schedule.fit
+    fit, every, version = schedule.fit, schedule.update_every, schedule.version
 
     def w(s: int, b: int, d: Direction) -> Placement:
         first = b % groups * schedule.workers
@@ -86,5 +86,7 @@ def replicate(schedule: Schedule, groups: int) -> Schedule:
         w=w,
         n=lambda s, b, d: schedule.n(s, b // groups, d),
         fit=None if fit is None else fit_copies,
+        update_every=every and every * groups,
+        version=version and (lambda s, b, d: version(s, b // groups, d)),
         name=f"{groups} x {schedule.name or 'schedule'}",
     )

@@ -52,7 +52,8 @@ def _schedule(record: Any) -> Schedule:
     version = record["fxsched_schedule"]
     if version != SAVED:
         raise PlanError(f"it is of version {version!r}, and this fxsched reads {SAVED}")
-    fields = (*FIELDS, *UPDATES) if set(UPDATES) & record.keys() else FIELDS
+    fields = FIELDS + (UPDATES if set(UPDATES) & record.keys() else ())
+    fields += ("versions",) * ("versions" in record)
     for field in [*fields, *record]:
         if field not in record or field not in fields:
             verb = "has" if field in record else "lacks"
@@ -79,7 +80,7 @@ def _schedule(record: Any) -> Schedule:
 def _with_updates(schedule: Schedule, record: dict[str, Any]) -> Schedule:
     """The schedule with the record's updates; where it has none, n of an update is that
     of the job before it."""
-    updates, release = _updates(record.get("updates", {})), schedule.release
+    updates, release = _numbers("updates", record.get("updates", {})), schedule.release
     updaters = record.get("updaters")
 
     def n(s: int, b: int, d: Direction) -> int:
@@ -100,6 +101,18 @@ def _with_updates(schedule: Schedule, record: dict[str, Any]) -> Schedule:
         raise PlanError(f"its updates aren't those of {loaded} and its stages")
     for stage in stages:
         loaded.updater(stage)
+    return (
+        _with_versions(loaded, record["versions"]) if "versions" in record else loaded
+    )
+
+
+def _with_versions(schedule: Schedule, record: object) -> Schedule:
+    """The schedule with what its jobs' weights have seen."""
+    versions = _numbers("versions", record)
+    loaded = replace(schedule, version=lambda s, b, d: versions[Job(s, b, d)])
+    every, stages = range(schedule.microbatches), range(schedule.stages or 0)
+    for job in (Job(s, b, d) for s in stages for b in every for d in loaded.directions):
+        loaded.seen(job)
     return loaded
 
 
@@ -112,10 +125,10 @@ def _caps(record: object) -> dict[int, int]:
     return {stage: cap for stage, cap in enumerate(record) if cap is not None}
 
 
-def _updates(record: object) -> dict[Job, int]:
-    """What n says of each update."""
+def _numbers(field: str, record: object) -> dict[Job, int]:
+    """A number for each of some jobs."""
     if not isinstance(record, dict) or set(map(type, record.values())) - {int}:
-        raise PlanError("its updates must be an object, with an int for each 2U0")
+        raise PlanError(f"its {field} must be an object, with an int for each job")
     return {Job.parse(name): n for name, n in record.items()}
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 import threading
-from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
@@ -13,6 +12,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from ..ir.graphs import Group
+from ..ir.ops import Bundle
 from ..jobs import PlanError
 
 
@@ -78,62 +78,72 @@ class StageOptimizers:
     shares all it has, its state among it, but for the parameters. What the user changes
     between calls, such as learning rates, holds from the next step on.
 
+    leaves_old: whether a step leaves the weights before it as they are, and makes new
+        ones: where workers of one process share them, and read several versions.
+
     Workers of one process that keep a group share its tensors: of each update, the
     first of them takes the step.
     """
 
-    def __init__(self, optimizer: Optimizer, groups: Sequence[Group]) -> None:
-        self.optimizer, self.groups = optimizer, groups
+    def __init__(
+        self, optimizer: Optimizer, groups: Sequence[Group], leaves_old: bool
+    ) -> None:
+        self.optimizer, self.groups, self.leaves_old = optimizer, groups, leaves_old
         self.locks = [threading.Lock() for _ in groups]
         self.own = [_sharing(optimizer) for _ in groups]
-        self.parameters: list[list[Tensor]] = []
-        self.place: dict[int, int] = {}
-        self.asked: list[Counter[int]] = []
-        self.taken: list[int] = []
+        self.args: Sequence[Any] = ()
+        self.place: dict[int, int] = {}  # of parameters, in the optimizer's groups
+        self.before: list[Tensor] = []  # where weights were before the call
+        self.versions: list[list[Bundle]] = []  # by group, after each step
 
     def begin(self, args: Sequence[Any]) -> StageOptimizers:
         """Takes the parameters of a call."""
         _check_hooks(self.optimizer)
-        self.parameters = [
-            [
-                args[state.input]
-                for state, trained in zip(group.state, group.trained, strict=True)
-                if trained
-            ]
-            for group in self.groups
-        ]
+        self.args, self.versions = args, [[] for _ in self.groups]
+        self.before = [args[i].data for i in self._all()] if self.leaves_old else []
         self.place = {
             id(parameter): number
             for number, group in enumerate(self.optimizer.param_groups)
             for parameter in group["params"]
         }
-        self.asked = [Counter() for _ in self.groups]
-        self.taken = [0] * len(self.groups)
         self.optimizer._opt_called = True  # type: ignore[attr-defined]  # for LRScheduler.step
         return self
+
+    def end(self) -> None:
+        """Lets go of the parameters, with their values where they were before."""
+        for i, place in zip(self._all(), self.before, strict=bool(self.before)):
+            place.copy_(self.args[i].data)
+            self.args[i].data = place
+        self.args, self.before, self.versions = (), [], []
 
     def step(
         self,
         group: int,
-        weights: Sequence[Tensor],
+        number: int,
         gradients: Sequence[Tensor],
         factor: Tensor | None,
-    ) -> None:
-        """A step on a group's parameters in place, with gradients times `factor`; none
-        if that is NaN.
-
-        weights: as the worker has them, the same object in all updates of a call.
-        """
+    ) -> Bundle | None:
+        """The group's step of this number in a call, with gradients times `factor`;
+        none if that is NaN. The new weights, if they aren't in the place of the old."""
         with self.locks[group]:
-            self.asked[group][id(weights)] += 1
-            if self.asked[group][id(weights)] <= self.taken[group]:
-                return  # another worker took it, and may be some updates ahead
-            self.taken[group] += 1
-            if factor is not None:
-                if bool(factor.isnan()):
-                    return
-                torch._foreach_mul_(list(gradients), factor.to(gradients[0].device))
-            self._step(self.own[group], self.parameters[group], gradients)
+            done = self.versions[group]
+            if number == len(done):
+                self._take(group, gradients, factor)
+                done.append(self._bundle(group) if self.leaves_old else ())
+            return done[number] if self.leaves_old else None
+
+    def _take(
+        self, group: int, gradients: Sequence[Tensor], factor: Tensor | None
+    ) -> None:
+        if factor is not None:
+            if bool(factor.isnan()):
+                return
+            torch._foreach_mul_(list(gradients), factor.to(gradients[0].device))
+        parameters = [self.args[i] for i in _trained(self.groups[group])]
+        if self.leaves_old:
+            for parameter in parameters:
+                parameter.data = parameter.data.clone()
+        self._step(self.own[group], parameters, gradients)
 
     def _step(
         self, own: Optimizer, parameters: Sequence[Tensor], gradients: Sequence[Tensor]
@@ -157,6 +167,19 @@ class StageOptimizers:
             for parameter, old in zip(parameters, before, strict=True):
                 parameter.grad = old
         _check_groups(own, whole)
+
+    def _bundle(self, group: int) -> Bundle:
+        state = self.groups[group].state
+        return tuple(self.args[each.input].detach() for each in state)
+
+    def _all(self) -> list[int]:
+        return [i for group in self.groups for i in _trained(group)]
+
+
+def _trained(group: Group) -> list[int]:
+    """Positions in the call of what a group has that gets gradients."""
+    pairs = zip(group.state, group.trained, strict=True)
+    return [state.input for state, trained in pairs if trained]
 
 
 def _sharing(optimizer: Optimizer) -> Optimizer:

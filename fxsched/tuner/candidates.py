@@ -11,7 +11,7 @@ from typing import NamedTuple
 import networkx as nx
 
 from ..jobs import Direction, Job, Placement, PlanError, Schedule
-from ..schedules import LIBRARY, replicate
+from ..schedules import LIBRARY, STALE, replicate
 
 FORWARD = Direction.FORWARD
 Graphs = Mapping[int, "nx.DiGraph[int]"]  # by how many stages they have
@@ -26,22 +26,26 @@ class Candidate(NamedTuple):
     stages: nx.DiGraph[int]
 
 
+SYNCHRONOUS = [name for name in LIBRARY if name not in STALE]
+
+
 def library(
     workers: int, microbatches: int, graphs: Graphs, copies: bool
 ) -> Iterator[Candidate]:
-    """Every schedule of the library with every parameter that suits.
+    """Every schedule of the library with every parameter that suits, but for those that
+    train with stale weights, which are another way to train.
 
     graphs: the stages that are compared, by their number.
     copies: whether to compare copies of pipelines side by side (replicate) too.
     """
-    for name in LIBRARY:
+    for name in SYNCHRONOUS:
         yield from _built(name, workers, microbatches, graphs)
     if not copies:
         return
     for groups in range(2, workers):
         if workers % groups or microbatches % groups:
             continue
-        for name in LIBRARY:
+        for name in SYNCHRONOUS:
             size = workers // groups, microbatches // groups
             for inner in _built(name, *size, graphs):
                 if moves_weights(inner.schedule, inner.stages):

@@ -1,0 +1,101 @@
+"""Random plans with updates, run and held against their replay in plain PyTorch.
+
+python -m tests.fuzz_updates --plans 200 --seed 0
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import random
+
+import torch
+from torch.testing import assert_close
+
+import fxsched
+from fxsched import Direction, Placement, Schedule
+from tests.updates import OPTIMIZERS, TOLERANCE, batches, build_double
+
+STAGES = 3
+MOST = 4  # microbatches of an update
+
+
+def random_schedule(seed: int) -> Schedule:
+    """Any w and n, any number of microbatches to an update, any versions that there can
+    be, and u for half of them."""
+    draw = random.Random(seed)
+    workers, every = draw.randint(1, 4), draw.randint(1, MOST)
+    microbatches = every * draw.randint(1, 8 // every)
+    numbers = [
+        (s, b, d) for s in range(STAGES) for b in range(microbatches) for d in Direction
+    ]
+    places = {
+        job: Placement(draw.randrange(workers), draw.randrange(workers))
+        for job in numbers
+    }
+    order = {job: draw.randrange(50) for job in numbers}
+    forward = {
+        (s, b): max(0, b // every - draw.randint(0, 2))
+        for s in range(STAGES)
+        for b in range(microbatches)
+    }
+    newer = draw.random() < 0.3  # B on newer weights than F
+    updaters = [draw.randrange(workers) for _ in range(STAGES)]
+
+    def version(s: int, b: int, d: Direction) -> int:
+        return b // every if newer and d in ("B", "W") else forward[s, b]
+
+    return Schedule(
+        workers,
+        microbatches,
+        stages=STAGES,
+        w=lambda s, b, d: places[s, b, d],
+        n=lambda s, b, d: order[s, b, d],
+        update_every=every,
+        u=(lambda s, b: updaters[s]) if draw.random() < 0.5 else None,
+        version=version if draw.random() < 0.8 else None,
+        split_backward=draw.random() < 0.3,
+        name=f"random {seed}",
+    )
+
+
+def check(seed: int) -> None:
+    """Two calls of a random plan end with the parameters of its replay."""
+    schedule, draw = random_schedule(seed), random.Random(seed)
+    model, inputs = build_double("mlp")
+    inputs = tuple(torch.cat([x] * 3)[: 3 * schedule.microbatches] for x in inputs)
+    made = list(OPTIMIZERS.values())[draw.randrange(len(OPTIMIZERS))]
+    clip = draw.choice((None, 0.1))
+    mine = copy.deepcopy(model)
+    backend = fxsched.backend(
+        schedule,
+        transport="threads",
+        order=draw.choice(("static", "dynamic")),
+        prefetch=draw.randint(0, 2),
+        optimizer=made(mine),
+        clip_grad_norm=clip,
+    )
+    step = torch.compile(mine, backend=backend)
+    rows = list(batches(inputs, 2))
+    losses = [step(*batch).item() for batch in rows]
+    assert backend.plan is not None
+    wanted = fxsched.replay(backend.plan, model, made(model), rows, clip)
+    backend.close()
+    assert_close(losses, wanted, **TOLERANCE)
+    state, others = dict(mine.state_dict()), dict(model.state_dict())
+    assert_close(state, others, **TOLERANCE)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--plans", type=int, default=200)
+    parser.add_argument("--seed", type=int, default=0)
+    options = parser.parse_args()
+    for seed in range(options.seed, options.seed + options.plans):
+        torch._dynamo.reset()
+        check(seed)
+        print(f"plan {seed}: equal to its replay", flush=True)
+
+
+if __name__ == "__main__":
+    main()

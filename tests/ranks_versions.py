@@ -1,0 +1,70 @@
+"""What each rank of tests/test_versions.py does: python -m tests.ranks_versions."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from dataclasses import replace
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.testing import assert_close
+
+import fxsched
+from fxsched import Plan, Schedule, schedules
+from tests.updates import TOLERANCE, adamw, build_double
+
+
+def late(schedule: Schedule, every: int) -> Schedule:
+    """Any schedule, one update late."""
+    return replace(
+        schedule, update_every=every, version=lambda s, b, d: max(0, b // every - 1)
+    )
+
+
+SCHEDULES: dict[str, Callable[[], Schedule]] = {
+    "pipedream": lambda: schedules.pipedream(4, 8),
+    "pipedream_2bw": lambda: schedules.pipedream_2bw(4, 8),
+    "stale_by_one": lambda: schedules.stale_by_one(2, 8),
+    "ddp": lambda: late(schedules.ddp(4, 8), 4),
+    "fsdp": lambda: late(schedules.fsdp(2, 8), 2),
+    "owners": lambda: replace(late(schedules.ddp(2, 8), 2), u=lambda s, b: s % 2),
+}
+
+
+def rows(inputs: tuple[Tensor, ...], schedule: Schedule) -> list[tuple[Tensor, ...]]:
+    """Batches for twenty updates or more."""
+    assert schedule.update_every is not None
+    updates = schedule.microbatches // schedule.update_every
+    calls = -(-20 // updates)
+    return [tuple(x.roll(call, 0) for x in inputs) for call in range(calls)]
+
+
+def replayed(
+    plan: Plan, model: nn.Module, batches: list[tuple[Tensor, ...]]
+) -> list[float]:
+    return fxsched.replay(plan, model, adamw(model), batches)
+
+
+def main() -> None:
+    for name in ("stale_by_one", "fsdp", "owners"):
+        model, inputs = build_double("mlp")
+        mine, schedule = copy.deepcopy(model), SCHEDULES[name]()
+        backend = fxsched.backend(schedule, optimizer=adamw(mine))
+        step = torch.compile(mine, backend=backend)
+        batches = rows(inputs, schedule)
+        losses = [step(*batch).item() for batch in batches]
+        assert backend.plan is not None
+        assert_close(losses, replayed(backend.plan, model, batches), **TOLERANCE)
+        wanted = dict(model.state_dict())
+        assert_close(fxsched.full_state_dict(mine), wanted, **TOLERANCE)
+        print(f"rank {dist.get_rank()}: {name} equal to the replay", flush=True)
+        backend.close()
+
+
+if __name__ == "__main__":
+    dist.init_process_group("gloo")
+    main()
+    dist.barrier()
+    dist.destroy_process_group()

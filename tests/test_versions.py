@@ -1,0 +1,223 @@
+"""Weights of earlier versions: equal to a replay in plain PyTorch, proven before."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import fx
+from torch.testing import assert_close
+
+import fxsched
+from fxsched import CheckError, Plan, PlanError, Schedule, load_schedule, schedules
+from fxsched.ir import ops
+from tests.fuzz_updates import check
+from tests.ranks_versions import SCHEDULES, replayed, rows
+from tests.test_check import copied
+from tests.updates import TOLERANCE, adamw, build_double
+
+ROOT = Path(__file__).parents[1]
+
+
+@pytest.mark.parametrize("order", ["static", "dynamic"])
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_twenty_updates_equal_their_replay(name: str, order: Any) -> None:
+    schedule = SCHEDULES[name]()
+    model, inputs = build_double("mlp")
+    mine = copy.deepcopy(model)
+    backend = fxsched.backend(
+        schedule, transport="threads", order=order, optimizer=adamw(mine)
+    )
+    step = torch.compile(mine, backend=backend)
+    batches = rows(inputs, schedule)
+    losses = [step(*batch).item() for batch in batches]
+    assert backend.plan is not None
+    assert_close(losses, replayed(backend.plan, model, batches), **TOLERANCE)
+    state, wanted = dict(mine.state_dict()), dict(model.state_dict())
+    assert_close(state, wanted, **TOLERANCE)
+    backend.close()
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_random_plans_equal_their_replay(seed: int) -> None:
+    check(seed)
+
+
+def test_ranks_equal_the_replay() -> None:
+    command = [
+        *(sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"),
+        *("--rdzv-backend", "c10d", "--rdzv-endpoint", "127.0.0.1:0"),
+        *("-m", "tests.ranks_versions"),
+    ]
+    environment = os.environ | {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=400
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.count("equal to the replay") == 2 * 3, done.stdout
+
+
+@pytest.mark.parametrize("workers", [4, 8])
+def test_the_bubble_of_a_stale_pipeline_is_paid_once_a_call(workers: int) -> None:
+    """Filling and draining take (W - 1) (F + B), however many updates come between."""
+    for make in (schedules.stale_by_one, schedules.pipedream_2bw, schedules.pipedream):
+        ran = fxsched.simulate(make(workers, 64 * workers))
+        assert ran.latency == 3 * (64 * workers + workers - 1)
+    drained = replace(
+        schedules.one_f_one_b(workers, 64 * workers), update_every=workers
+    )
+    assert fxsched.simulate(drained).latency == 64 * 3 * (2 * workers - 1)
+
+
+def alive(plan: Plan, worker: int) -> int:
+    """The most versions of one group that a program holds at a time."""
+    versions, most = {0}, 1
+    for node in plan.programs[worker].graph.nodes:
+        if node.target is ops.copy:
+            versions.add(node)
+        elif node.target is ops.free:
+            versions -= set(node.all_input_nodes)
+        most = max(most, len(versions))
+    return most
+
+
+@pytest.mark.parametrize("name", ["pipedream_2bw", "stale_by_one"])
+def test_two_copies_of_the_weights_at_most(name: str) -> None:
+    model, inputs = build_double("mlp")
+    schedule = schedules.LIBRARY[name](4, 32)
+    plan = fxsched.plan(model, schedule, *(torch.cat([x] * 4) for x in inputs))
+    assert [alive(plan, worker) for worker in range(4)] == [2, 2, 2, 2]
+
+
+def test_stashing_keeps_a_version_for_each_microbatch_in_flight() -> None:
+    model, inputs = build_double("mlp")
+    schedule = schedules.pipedream(4, 8)
+    plan = fxsched.plan(model, schedule, *inputs)
+    assert [alive(plan, worker) for worker in range(4)] == [4, 3, 2, 1]
+
+
+def odd(version: object) -> Schedule:
+    return replace(
+        schedules.gpipe(2, 4),
+        update_every=2,
+        version=version,  # type: ignore[arg-type]
+    )
+
+
+@pytest.mark.parametrize(
+    ("version", "message"),
+    [
+        (lambda s, b, d: 2, r"version\(0F0\) returned 2; return an int from 0 to 0"),
+        (lambda s, b, d: -1, r"version\(0F0\) returned -1; return an int from 0"),
+        (lambda s, b, d: 0.5, r"version\(0F0\) returned 0\.5; return an int"),
+        (lambda s, b, d: [][b], r"version\(0F0\) raised IndexError: .*called with"),
+    ],
+)
+def test_a_version_that_cannot_be_is_an_error(
+    version: Callable[..., Any], message: str
+) -> None:
+    with pytest.raises(PlanError, match=message):
+        fxsched.simulate(odd(version))
+
+
+def test_a_version_is_a_function() -> None:
+    with pytest.raises(PlanError, match=r"Schedule\(version=3\): give a function"):
+        odd(3)
+
+
+def test_a_stale_schedule_is_saved_with_its_versions(tmp_path: Path) -> None:
+    schedule = schedules.pipedream_2bw(2, 8)
+    schedule.save(tmp_path / "s.json")
+    loaded = load_schedule(tmp_path / "s.json")
+    plans = [
+        fxsched.plan(*build_double("mlp")[:1], each, *build_double("mlp")[1])
+        for each in (schedule, loaded)
+    ]
+    assert plans[0].versions == plans[1].versions
+    assert plans[0].jobs == plans[1].jobs
+
+
+@functools.cache
+def late() -> Plan:
+    """Two stages, one update late."""
+    model, inputs = build_double("mlp")
+    return fxsched.plan(model, schedules.stale_by_one(2, 8), *inputs)
+
+
+def calls(program: fx.GraphModule, target: object) -> list[fx.Node]:
+    return program.graph.find_nodes(op="call_function", target=target)
+
+
+def job(program: fx.GraphModule, name: str) -> fx.Node:
+    return next(n for n in program.graph.nodes if n.name == f"job_{name}")
+
+
+def dropped_early(program: fx.GraphModule) -> None:
+    """A copy is freed before its last reader."""
+    value = calls(program, ops.copy)[0]
+    reader = next(user for user in value.users if user.op == "call_module")
+    with program.graph.inserting_before(reader):
+        free = program.graph.call_function(ops.free, (value,))
+    free.meta.update({k: reader.meta[k] for k in ("worker", "task", "n")}, specs=())
+
+
+def read_late(program: fx.GraphModule) -> None:
+    """A job reads weights of another version than its own."""
+    node = job(program, "0B2")
+    (weights,) = node.args[0]  # type: ignore[misc, union-attr]
+    (newer,) = (n for n in calls(program, ops.update) if n.meta["task"] == "0U1")
+    node.replace_input_with(weights, newer)
+
+
+def read_in_place(program: fx.GraphModule) -> None:
+    """A job reads its version where the next update changes it."""
+    value = calls(program, ops.copy)[0]
+    reader = next(user for user in value.users if user.op == "call_module")
+    reader.replace_input_with(value, value.args[1])
+
+
+def before_its_last_gradient(program: fx.GraphModule) -> None:
+    """The sum that an update takes has one gradient twice, another not at all."""
+    total = calls(program, ops.update)[0].args[4]
+    assert isinstance(total, fx.Node) and total.target is ops.accumulate
+    total.args = (total.args[1], total.args[1])
+
+
+def two_at_once(program: fx.GraphModule) -> None:
+    """One update twice."""
+    update = calls(program, ops.update)[0]
+    with program.graph.inserting_after(update):
+        again = program.graph.node_copy(update)
+    again.meta = dict(update.meta)
+    with program.graph.inserting_after(again):
+        free = program.graph.call_function(ops.free, (again,))
+    free.meta.update({k: update.meta[k] for k in ("worker", "task", "n")}, specs=())
+
+
+FAULTS = {
+    dropped_early: "after its free",
+    read_late: r"0B2 reads version 1 of group 0, not 0",
+    read_in_place: r"in a place where an update|after 0U\d changed it",
+    before_its_last_gradient: "is missing or counted twice",
+    two_at_once: r"updates group 0 once more|after 0U1 changed it",
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.__name__)
+def test_finds_what_is_wrong_with_updates(
+    fault: Callable[[fx.GraphModule], None],
+) -> None:
+    plan = copied(late())
+    plan.check()
+    fault(plan.programs[0])
+    with pytest.raises(CheckError, match=FAULTS[fault]):
+        plan.check()
