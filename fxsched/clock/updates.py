@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 from ..jobs import Direction, Job, Schedule
 from .timeline import Jobs
+from .weight_fetches import source_of
 
 
 class StageUpdate(NamedTuple):
@@ -63,23 +64,22 @@ def _reads(
     schedule: Schedule, jobs: Jobs, stages: Sequence[StageUpdate]
 ) -> Iterator[tuple[int, int]]:
     """The updates that jobs wait for, by their places among the updates, and the jobs:
-    each F, and each later job of a microbatch whose weights have seen more."""
+    the first of a microbatch that reads what a worker's update made."""
     ahead = [len(stage.workers) for stage in stages]
     first = [sum(ahead[:i]) for i in range(len(stages))]
     reads = [[i for i, u in enumerate(stages) if s in u.readers] for s, _ in jobs.kinds]
     for b in range(jobs.microbatches):
-        seen: dict[int, int] = {}  # by stage, the most so far
+        seen: dict[tuple[int, int], int] = {}  # by stage and update, the most so far
         for kind, (s, d) in enumerate(jobs.kinds):
             version = schedule.seen(Job(s, b, d)) if reads[kind] else 0
-            if version <= seen.get(s, 0):
-                continue
-            seen[s] = version
             number = b * len(jobs.kinds) + kind
-            keeper = jobs.weights[number]
             for i in reads[kind]:
-                workers = stages[i].workers
-                copy = workers.index(keeper) if keeper in workers else 0
-                yield (version - 1) * sum(ahead) + first[i] + copy, number
+                here = jobs.weights[number], jobs.compute[number]
+                source = source_of(stages[i].workers, *here)
+                update = first[i] + stages[i].workers.index(source)
+                if version > seen.get((s, update), 0):
+                    seen[s, update] = version
+                    yield (version - 1) * sum(ahead) + update, number
 
 
 def _release(jobs: Jobs, schedule: Schedule, stage: int) -> int:
