@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import os
 import subprocess
 import sys
@@ -58,3 +59,20 @@ def test_copies_are_renewed_before_they_are_sent() -> None:
     model, inputs = build("mlp")
     schedule = replace(schedules.fsdp(2), stages=2, u=lambda s, b: 1 - s)
     fxsched.plan(model, schedule, *inputs).check()
+
+
+def test_what_an_unchanged_loop_does_besides_is_harmless_or_refused() -> None:
+    model, inputs = build("mlp")
+    optimizer = adamw(model)
+    backend = fxsched.backend(
+        schedules.gpipe(2, 4), transport="threads", optimizer=optimizer
+    )
+    with backend:
+        loss = torch.compile(model, backend=backend)(*inputs)
+        before = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
+        optimizer.zero_grad()
+        optimizer.step()
+        with pytest.raises(RuntimeError, match=r"leave out backward\(\) and optim"):
+            loss.backward()
+        after = model.state_dict(), optimizer.state_dict()
+        torch.testing.assert_close(after, before, rtol=0, atol=0)

@@ -124,7 +124,7 @@ class Plan:
         """How many of a call's updates the weights of each F, B and W have seen."""
         return {job: self.schedule.seen(job) for job in self.placements}
 
-    @property
+    @cached_property
     def trains(self) -> bool:
         """Whether there are B jobs."""
         return any(job.direction is Direction.BACKWARD for job in self.jobs)
