@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from .checker.summary import CheckError
     from .clock.network import Link
     from .clock.timeline import Event
+    from .convergence.stability import Stability, stability
     from .costmodel.measure import Profile
     from .draw.chrome import write_trace
     from .draw.diagram import Diagram
@@ -57,6 +58,7 @@ __all__ = [
     "RowsWarning",
     "Schedule",
     "Simulation",
+    "Stability",
     "Verification",
     "backend",
     "clip_grad_norm_",
@@ -74,6 +76,7 @@ __all__ = [
     "schedules",
     "search",
     "simulate",
+    "stability",
     "stage_boundary",
     "verify",
     "write_trace",
@@ -86,6 +89,7 @@ MODULES = {
     "checker.summary": ("CheckError",),
     "clock.network": ("Link",),
     "clock.timeline": ("Event",),
+    "convergence.stability": ("Stability", "stability"),
     "costmodel.measure": ("Profile",),
     "draw.chrome": ("write_trace",),
     "draw.diagram": ("Diagram",),

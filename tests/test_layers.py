@@ -27,6 +27,7 @@ KEEPERS: dict[str, tuple[str, ...]] = {
         "cli.model_commands",
         "cli.simulate_options",
         "cli.option_types",
+        "cli.stability_command",
     ),
 }
 

@@ -11,7 +11,7 @@ from typing import Any
 import click
 
 from ..jobs import PlanError
-from . import commands, model_commands
+from . import commands, model_commands, stability_command
 
 
 class CommandGroup(click.Group):
@@ -44,6 +44,7 @@ for command in (
     commands.compare,
     model_commands.search,
     model_commands.plan,
+    stability_command.stability,
     commands.train,
 ):
     group.add_command(command)

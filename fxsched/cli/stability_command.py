@@ -1,0 +1,107 @@
+"""The command about stale training: regions of stability on a quadratic."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from ..draw.curves import curves
+from ..draw.tables import table
+from .option_types import NUMBER, POSITION, file
+
+if TYPE_CHECKING:
+    from ..convergence.stability import Stability
+
+METHODS = ("sgd", "momentum", "nesterov", "stale_sgd", "pipemare")
+TOP = 1.5  # the largest spectral radius that is drawn
+
+
+def counts(text: str) -> tuple[int, ...]:
+    """Numbers from 0 on with commas between."""
+    parts = [part.strip() for part in text.split(",")]
+    if not all(part.isdecimal() for part in parts):
+        raise click.BadParameter(f"{text!r} is not numbers such as 0,1,4")
+    return tuple(dict.fromkeys(map(int, parts)))
+
+
+@click.command()
+@click.option("--method", type=click.Choice(METHODS), required=True)
+@click.option(
+    "--staleness",
+    type=counts,
+    metavar="K,..",
+    default="0,1,2,4",
+    help="updates that gradients are late; of pipemare those of F",
+)
+@click.option("--beta", type=NUMBER, default=0.9, help="of momentum and nesterov")
+@click.option(
+    "--backward", type=POSITION, default=0, help="of pipemare: how late B's weights are"
+)
+@click.option(
+    "--sensitivity",
+    type=NUMBER,
+    default=1.0,
+    help="of pipemare: of gradients to weights that F and B do not share, in lambdas",
+)
+@click.option(
+    "--correction",
+    type=NUMBER,
+    default=0.135,
+    help="of pipemare: D of the discrepancy correction",
+)
+@click.option("--uncorrected", is_flag=True, help="of pipemare: without it")
+@click.option(
+    "--exponent",
+    type=NUMBER,
+    default=0.0,
+    help="of pipemare: the rate is lr / staleness^exponent",
+)
+@click.option("--upper", type=NUMBER, default=4.0, help="the largest lr * lambda tried")
+@click.option("--svg", type=file, metavar="FILE", help="write the curves")
+def stability(
+    method: str,
+    staleness: tuple[int, ...],
+    svg: Path | None,
+    uncorrected: bool,
+    **options: Any,
+) -> None:
+    """How large a learning rate stale gradients allow, on a quadratic.
+
+    By lr * lambda, the learning rate times the curvature: where training is stable,
+    and where it converges fastest. The spectral radius is the factor by which the error
+    changes with each update.
+    """
+    from ..convergence.stability import stability as analyse
+
+    if uncorrected:
+        options["correction"] = None
+    records = [analyse(method, k, **options) for k in staleness]
+    rows = [
+        (r.staleness, _bound(r, options["upper"]), f"{r.best:.4g}", f"{r.rate:.4f}")
+        for r in records
+    ]
+    click.echo(table("staleness|stable below|fastest at|spectral radius", rows, "r"))
+    if svg is not None:
+        svg.write_text(_picture(records), encoding="utf-8")
+
+
+def _bound(record: Stability, upper: float) -> str:
+    return f"all to {upper:g}" if record.bound is None else f"{record.bound:.4g}"
+
+
+def _picture(records: list[Stability]) -> str:
+    """A curve for each staleness; the axis ends soon after all have left the region."""
+    ends = [record.bound or record.lr_lambda[-1] for record in records]
+    end = min(1.25 * max(ends), records[0].lr_lambda[-1])
+    named = {
+        f"staleness {record.staleness}": [
+            (x, y)
+            for x, y in zip(record.lr_lambda, record.radius, strict=True)
+            if x <= end
+        ]
+        for record in records
+    }
+    title = f"{records[0].method}: spectral radius of an update on a quadratic"
+    return curves(named, title, ("lr * lambda", "spectral radius"), 1.0, TOP)

@@ -1,0 +1,133 @@
+"""Regions of stability: how large lr * lambda may be, and which converges fastest."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from ..jobs import PlanError
+from .recurrence import CORRECTION, Method, spectral_radius
+
+STALENESS = {"sgd": 0, "momentum": 0, "nesterov": 0, "stale_sgd": 1, "pipemare": 1}
+LEAST, POINTS = 1e-6, 600  # of lr * lambda: where the search begins, points it tries
+EQUAL = 1e-7  # radii that differ by less are one: momentum's least is a plateau
+
+
+@dataclass(frozen=True)
+class Stability:
+    """A method on a quadratic, by lr * lambda: learning rate times curvature.
+
+    bound: up to which it is stable; None where it still is at the end of the range.
+    best, rate: where the spectral radius is least, and that radius.
+    lr_lambda, radius: the curve.
+    """
+
+    method: str
+    staleness: int
+    bound: float | None
+    best: float
+    rate: float
+    lr_lambda: tuple[float, ...]
+    radius: tuple[float, ...]
+
+
+def stability(
+    method: str,
+    staleness: int | None = None,
+    *,
+    beta: float = 0.9,
+    backward: int = 0,
+    sensitivity: float = 1.0,
+    correction: float | None = CORRECTION,
+    exponent: float = 0.0,
+    upper: float = 4.0,
+    lr_lambda: Sequence[float] | None = None,
+) -> Stability:
+    """How training whose gradients are stale converges on the loss lambda w^2 / 2.
+
+    The spectral radius of the matrix of an update, as in Idle Speculations on Pipeline
+    Parallelism: the error's factor per update in the long run, stable below 1.
+
+    method: sgd, momentum, nesterov (as torch.optim.SGD has them), stale_sgd (sgd whose
+    staleness is 1 unless told) or pipemare (Yang et al. 2019).
+    staleness: updates between the weights of a gradient and those it is applied to;
+    of pipemare that of F's weights (tau_fwd).
+    beta: of momentum and nesterov.
+    backward: of pipemare, staleness of B's weights (tau_bkwd).
+    sensitivity: of pipemare, how a gradient depends on the difference of the weights of
+    F and B, in units of lambda (Delta / lambda).
+    correction: of pipemare, D of the discrepancy correction, from 0 to 1, whose
+    velocity decays by D^(1 / (staleness - backward)); None corrects nothing.
+    exponent: of pipemare, p of the rate lr / staleness^p: 1 as training starts, 0
+    once that is annealed. lr_lambda is of lr itself.
+    upper: the end of the range of lr * lambda, which begins at 0.
+    lr_lambda: points of the curve; 400 of the range if None.
+    """
+    if method not in STALENESS:
+        raise PlanError(f"method {method!r} is none of {', '.join(STALENESS)}")
+    forward = STALENESS[method] if staleness is None else staleness
+    if forward < 0 or not 0 < upper < math.inf:
+        raise PlanError(f"staleness {forward} and upper {upper:g}: 0 or more, above 0")
+    if method == "pipemare":
+        _check(forward, backward, correction)
+        update = Method(
+            forward, backward, 0.0, False, sensitivity, correction, exponent
+        )
+    else:
+        update = Method(forward, forward, _beta(method, beta), method == "nesterov")
+    bound = _bound(update, upper)
+    best, rate = _fastest(update, bound or upper)
+    points = [upper * i / 400 for i in range(401)] if lr_lambda is None else lr_lambda
+    radius = spectral_radius(update, torch.tensor(points, dtype=torch.float64))
+    curve = tuple(map(float, points)), tuple(radius.tolist())
+    return Stability(method, forward, bound, best, rate, *curve)
+
+
+def _check(forward: int, backward: int, correction: float | None) -> None:
+    if not 0 <= backward <= forward:
+        raise PlanError(
+            f"backward is {backward}, but B's weights are 0 to {forward} updates old: "
+            "no older than F's"
+        )
+    if correction is not None and not 0 <= correction < 1:
+        raise PlanError(f"correction is {correction:g}, not from 0 to 1")
+
+
+def _beta(method: str, beta: float) -> float:
+    if not 0 <= beta < 1:
+        raise PlanError(f"beta is {beta:g}, not from 0 to 1")
+    return beta if method in ("momentum", "nesterov") else 0.0
+
+
+def _bound(update: Method, upper: float) -> float | None:
+    """Where the radius first reaches 1: bisection where a grid shows it."""
+    grid = torch.logspace(
+        math.log10(LEAST * upper), math.log10(upper), POINTS, dtype=torch.float64
+    )
+    unstable = (spectral_radius(update, grid) >= 1).nonzero()
+    if not len(unstable):
+        return None
+    first = int(unstable[0])
+    low, high = float(grid[first - 1]) if first else 0.0, float(grid[first])
+    for _ in range(50):
+        middle = (low + high) / 2
+        radius = spectral_radius(update, torch.tensor([middle], dtype=torch.float64))
+        low, high = (middle, high) if float(radius) < 1 else (low, middle)
+    return low
+
+
+def _fastest(update: Method, bound: float) -> tuple[float, float]:
+    """The least radius up to bound, where lr * lambda is least of those that have it:
+    a grid, and finer ones around its least.
+    """
+    low, high = 0.0, bound
+    for _ in range(8):
+        grid = torch.linspace(low, high, POINTS, dtype=torch.float64)
+        radius = spectral_radius(update, grid)
+        least = int((radius <= radius.min() + EQUAL).nonzero()[0])
+        low = float(grid[max(least - 2, 0)])
+        high = float(grid[min(least + 2, POINTS - 1)])
+    return float(grid[least]), float(radius[least])
