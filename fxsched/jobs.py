@@ -128,8 +128,9 @@ class Schedule:
     version(s, b, d): how many of a call's updates of stage s the weights of a job have
         seen; at most b // update_every, all those before its own. None: these.
     fit: gives the schedule for the stages that a model was cut into, for those whose w,
-        n and in_flight depend on them; see schedules.graph. Stages are a
-        networkx.DiGraph, as fxsched/clock/stage_record.py describes it.
+        n, in_flight or u depend on them; see schedules.graph. Stages are a
+        networkx.DiGraph, as fxsched/clock/stage_record.py describes it. Where w is
+        given too, jobs run where that says.
     """
 
     workers: int
@@ -230,6 +231,11 @@ class Schedule:
         """The job that lets go of a stage's activations: B, or W if it is split off."""
         return self.directions[-1]
 
+    @property
+    def is_open(self) -> bool:
+        """Whether where jobs run waits for the stages: fit is given, and w is not."""
+        return self.fit is not None and self.w is Schedule.w
+
     def fitted(self, stages: nx.DiGraph[int]) -> Schedule:
         """What fit gives for these stages, checked; without fit, this schedule."""
         if self.fit is None:
@@ -285,14 +291,14 @@ class Schedule:
 
     def local_microbatches(self, rank: int) -> tuple[int, ...]:
         """Microbatches of which a worker runs a job, of any stage and direction: all of
-        them, where that depends on the stages of a model (`fit`).
+        them, where that depends on the stages of a model (`fit` without w).
 
         Where `stages` is None, w is asked for the first PROBED.
         """
         if not is_int(rank) or not 0 <= rank < self.workers:
             raise PlanError(f"rank {rank!r}: workers are 0..{self.workers - 1}")
         every = range(self.microbatches)
-        if self.fit is not None:
+        if self.is_open:
             return tuple(every)
         stages = range(self.stages or max(PROBED, 2 * self.workers))
         return tuple(

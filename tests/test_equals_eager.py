@@ -69,6 +69,8 @@ def test_threads_in_dynamic_order_equal_eager(schedule: str) -> None:
 # The rest of the library, on four workers; below 6 microbatches cuckoo moves nothing.
 LIBRARY = {
     "hsdp": {"group_size": 2, "microbatches": 4},
+    "zero1": {},
+    "zero2": {"microbatches": 8},
     "hybrid": {"group_size": 2, "microbatches": 4},
     "parameter_server": {"workers": 3, "microbatches": 4},
     "sharded_parameter_server": {"microbatches": 4},

@@ -25,7 +25,8 @@ from fxsched.clock.worker_stats import Worker
 from . import table1
 
 FORWARD, BACKWARD, WEIGHT, _ = Direction
-WHOLE = ("ddp", "fsdp", "hsdp", "hybrid", "interleaved")  # equal shares of microbatches
+# equal shares of microbatches
+WHOLE = ("ddp", "fsdp", "hsdp", "zero1", "zero2", "hybrid", "interleaved")
 ONES = {"F": 1, "B": 1, "W": 1}
 # F and B where B is whole; F, B and W where it is split
 TIMES = (((1, 2), (1, 1, 1)), ((2, 1), (1, 3, 0.5)), ((0.5, 0.5), (0.3, 1, 2)))
@@ -66,8 +67,11 @@ def kept(ran: Simulation) -> list[int]:
 
 
 def inside(ran: Simulation) -> list[Worker]:
-    """The workers without the gradients that copies send to each other."""
-    return [replace(worker, gradients_returned=0) for worker in ran.workers]
+    """The workers without what copies send to each other: gradients, new weights."""
+    return [
+        replace(worker, gradients_returned=0, weights_renewed=0)
+        for worker in ran.workers
+    ]
 
 
 def every(name: str) -> Iterator[Schedule]:
@@ -129,6 +133,47 @@ def test_hsdp_shards_inside_groups_and_replicates_across() -> None:
     assert [w.weight_transmissions for w in ran.workers] == [12] * 8
     workers = {schedules.hsdp(8, 4).w(s, 5, FORWARD) for s in range(8)}
     assert workers == {(w, 6) for w in range(4, 8)}  # microbatch 5: group 1, there 2
+
+
+@pytest.mark.parametrize("name", ["zero1", "zero2"])
+def test_zero_deals_out_stages_in_turns_or_by_their_bytes(name: str) -> None:
+    schedule = library(name, 4, 1)
+    assert [schedule.updater(s) for s in range(6)] == [0, 1, 2, 3, 0, 1]
+    sizes = (2, 9, 1, 5, 3, 4)
+    stages: nx.DiGraph[int] = nx.path_graph(6, nx.DiGraph)
+    nx.set_node_attributes(stages, dict(enumerate(sizes)), "weights")
+    fitted = schedule.fitted(stages)
+    # 9, 5, 4, 3 to workers 0 to 3, then 2 and 1 to those that have least
+    assert [fitted.updater(s) for s in range(6)] == [3, 0, 2, 1, 3, 2]
+
+
+@pytest.mark.parametrize("name", ["zero1", "zero2"])
+def test_zero_has_as_much_to_send_as_ddp(name: str) -> None:
+    stages: nx.DiGraph[int] = nx.path_graph(8, nx.DiGraph)
+    nx.set_node_attributes(stages, 40, "weights")
+    ddp, zero = (
+        simulate(replace(make(4, 8), update_every=every), stages)
+        for make, every in ((schedules.ddp, None), (schedules.LIBRARY[name], 8))
+    )
+    # of each stage 3 sums come to one worker, and from it go 3 totals, or new weights
+    assert [w.parameter_bytes for w in ddp.workers] == [2 * 3 * 20 + 6 * 20] * 4
+    assert [w.parameter_bytes for w in zero.workers] == [2 * 3 * 20 + 6 * 20] * 4
+    assert [w.gradients_returned for w in zero.workers] == [6] * 4
+    assert [w.weights_renewed for w in zero.workers] == [6] * 4
+    assert [w.weights_renewed for w in ddp.workers] == [0] * 4
+
+
+def order_of(schedule: Schedule, worker: int) -> str:
+    """A worker's jobs in three stages, with a step of the optimizer at the end."""
+    every = replace(schedule, update_every=schedule.microbatches)
+    ran = simulate(every, 3)
+    return " ".join(str(e.job) for e in ran.timeline if e.worker == worker)
+
+
+def test_zero1_updates_in_the_end_and_zero2_as_soon_as_a_stage_is_done() -> None:
+    zero1, zero2 = (make(2, 2) for make in (schedules.zero1, schedules.zero2))
+    assert order_of(zero1, 0) == "0F0 1F0 2F0 2B0 1B0 0B0 2U1 0U1"
+    assert order_of(zero2, 0) == "0F0 1F0 2F0 2B0 2U1 1B0 0B0 0U1"
 
 
 def test_hybrid_serves_across_groups_and_replicates_inside() -> None:
@@ -372,6 +417,26 @@ def test_replicas_of_replicas() -> None:
     )
 
 
+@pytest.mark.parametrize("zero", [1, 2])
+def test_replicas_share_the_optimizer_of_a_worker_of_the_pipeline(zero: int) -> None:
+    copies = schedules.replicate(schedules.interleaved(2, 4), 2, zero)
+    # stages 0 and 2 are on workers 0 and 2, stages 1 and 3 on workers 1 and 3
+    assert [copies.updater(s) for s in range(4)] == [0, 1, 2, 3]
+    stages: nx.DiGraph[int] = nx.path_graph(4, nx.DiGraph)
+    nx.set_node_attributes(stages, {0: 1, 1: 1, 2: 2, 3: 2}, "weights")
+    assert [copies.fitted(stages).updater(s) for s in range(4)] == [2, 3, 0, 1]
+    last = copies.n(0, 7, Direction.UPDATE)
+    assert (last > 1 << 59) is (zero == 1)
+
+
+def test_rows_of_workers_that_share_the_optimizer_are_those_of_ddp() -> None:
+    schedule = schedules.zero2(4, 8)
+    assert schedule.local_microbatches(1) == (1, 5)
+    assert schedules.graph(4, 8).local_microbatches(1) == tuple(range(8))
+    copies = schedules.replicate(schedules.graph(2, 4), 2, zero=1)
+    assert copies.local_microbatches(1) == tuple(range(8))
+
+
 def test_a_worker_outside_its_copy_is_an_error() -> None:
     beyond = Schedule(2, 2, w=lambda s, b, d: (0, 2))
     with pytest.raises(PlanError, match=r"runs on worker 2, but workers are 0\.\.1"):
@@ -475,6 +540,10 @@ def test_oldest_stage_first_follows_what_made_a_job_ready() -> None:
         (
             lambda: schedules.replicate(schedules.ddp(2), 0),
             r"replicate\(groups=0\): give an int of 1 or more",
+        ),
+        (
+            lambda: schedules.replicate(schedules.ddp(2), 2, zero=3),
+            r"replicate\(zero=3\): give None or 1 or 2",
         ),
         (
             lambda: schedules.replicate("ddp", 2),  # type: ignore[arg-type]

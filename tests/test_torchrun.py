@@ -15,13 +15,15 @@ from tests.ranks import EVERY_RANK
 ROOT = Path(__file__).parents[1]
 
 
-def torchrun(processes: int, *arguments: str) -> subprocess.CompletedProcess[str]:
-    """Runs tests/ranks.py on loopback; its output holds what the ranks print."""
+def torchrun(
+    processes: int, *arguments: str, module: str = "tests.ranks"
+) -> subprocess.CompletedProcess[str]:
+    """Runs a module of ranks on loopback; its output holds what the ranks print."""
     command = [
         *(sys.executable, "-m", "torch.distributed.run"),
         *("--nproc-per-node", str(processes)),
         *("--rdzv-backend", "c10d", "--rdzv-endpoint", "127.0.0.1:0"),
-        *("-m", "tests.ranks", *arguments),
+        *("-m", module, *arguments),
     ]
     environment = os.environ | {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
     return subprocess.run(

@@ -62,9 +62,19 @@ def placed(seed: int, workers: int = 4) -> Schedule:
     return replace(spread(anything(seed, workers), seed), update_every=2)
 
 
+def copied(zero: int) -> Schedule:
+    """Two pipelines whose stages share the optimizer."""
+    inside = schedules.one_f_one_b(2, MICROBATCHES // 2)
+    return schedules.replicate(inside, 2, zero)
+
+
 SCHEDULES: dict[str, Callable[[], Schedule]] = {
     "ddp": lambda: schedules.ddp(4),
     "fsdp": lambda: schedules.fsdp(4),
+    "zero1": lambda: schedules.zero1(4),
+    "zero2": lambda: schedules.zero2(4),
+    "copies of zero1": lambda: copied(1),
+    "copies of zero2": lambda: copied(2),
     "one_f_one_b": lambda: schedules.one_f_one_b(4, MICROBATCHES),
     "interleaved": lambda: schedules.interleaved(2, MICROBATCHES),
     "zb_h1": lambda: schedules.zb_h1(4, MICROBATCHES),

@@ -55,7 +55,7 @@ def to_holder(jobs: Jobs, release: Direction) -> list[int]:
 
 def most_in_flight(schedule: Schedule, stage: int) -> int:
     """Microbatches of a stage that one worker holds at most, whenever its jobs run."""
-    if schedule.fit is not None:
+    if schedule.is_open:
         return schedule.microbatches
     holders = Counter(
         schedule.place(Job(stage, b, BACKWARD)).compute

@@ -10,9 +10,9 @@ import networkx as nx
 from ..jobs import Direction, PlanError, Schedule, is_number
 from .event_loop import Network
 from .stage_graph import Edges
-from .timeline import Jobs, Timeline, weight_owners
+from .timeline import Jobs, Timeline
 from .weight_fetches import fetches
-from .worker_stats import sum_root
+from .weight_traffic import stage_keepers, weight_size
 
 FORWARD, BACKWARD, WEIGHT, _ = Direction
 
@@ -76,7 +76,7 @@ class Transfers(Network):
         if timeline is not None:
             self.ends = dict(zip(timeline.order, timeline.end, strict=True))
             self.starts = dict(zip(timeline.order, timeline.start, strict=True))
-            self._fetch(timeline, prefetch)
+            self._fetch(schedule, timeline, prefetch)
             self._return(timeline, schedule)
 
     def _check(self) -> None:
@@ -116,14 +116,13 @@ class Transfers(Network):
         return self.sent[key]
 
     def _weights(self, stage: int) -> float:
-        data = self.stages.nodes[stage]
         if self.transfer is None:
-            return float(data.get("fetch", 0.0))
-        return float(data.get("weights", 0.0)) / 2
+            return float(self.stages.nodes[stage].get("fetch", 0.0))
+        return weight_size(self.stages, stage)
 
-    def _fetch(self, timeline: Timeline, prefetch: int) -> None:
+    def _fetch(self, schedule: Schedule, timeline: Timeline, prefetch: int) -> None:
         """Notes which jobs' starts or ends set off which fetches."""
-        numbers, _, fetched, origin = fetches(self.stages, timeline)
+        numbers, _, fetched, origin = fetches(schedule, self.stages, timeline)
         self.origin = dict(zip(numbers.tolist(), origin.tolist(), strict=True))
         line: list[int] = []  # jobs of the worker so far
         worker = -1
@@ -149,7 +148,7 @@ class Transfers(Network):
 
     def _return(self, timeline: Timeline, schedule: Schedule) -> None:
         """Notes the last job of each stage on each worker: its end sends gradients."""
-        self.owners = weight_owners(self.jobs)
+        self.keepers = stage_keepers(schedule, self.jobs)
         lasts: dict[tuple[int, int], int] = {}
         for number in timeline.order:
             if number >= self.jobs.regular:
@@ -167,23 +166,21 @@ class Transfers(Network):
         if number not in self.last:
             return
         stage = self.last[number]
-        worker, root = self.jobs.compute[number], self._root(stage)
+        worker, root = self.jobs.compute[number], self.keepers[stage].root
         there = now
         if worker != root:
             there = self._send(worker, root, self._weights(stage), now)
         yield stage, there
 
     def told(self, what: int, now: float) -> None:
-        """A sum of gradients is there; the last one goes on to the other owners."""
+        """A sum of gradients is there; after the last one the total, or new weights, go
+        to the other owners."""
         self.missing[what] -= 1
         self.returned = max(self.returned, now)
         if not self.missing[what]:
-            root, size = self._root(what), self._weights(what)
-            for owner in self.owners[what]:
+            size = self._weights(what)
+            owners, root, _ = self.keepers[what]
+            for owner in owners:
                 if owner != root:
                     there = self._send(root, owner, size, now)
                     self.returned = max(self.returned, there)
-
-    def _root(self, stage: int) -> int:
-        """The owner of a stage's weights that adds up their gradients."""
-        return sum_root(self.owners[stage], stage)

@@ -16,7 +16,7 @@ import networkx as nx
 import numpy as np
 from numpy.typing import NDArray
 
-from ..jobs import Direction
+from ..jobs import Direction, Schedule
 from .timeline import Jobs, Timeline
 
 Numbers: TypeAlias = NDArray[np.int64]
@@ -160,7 +160,7 @@ def _fetched(read: Read, columns: Sequence[Read], here: Numbers) -> Flags:
 
 
 def fetches(
-    stages: nx.DiGraph[int], timeline: Timeline
+    schedule: Schedule, stages: nx.DiGraph[int], timeline: Timeline
 ) -> tuple[Numbers, Flags, Numbers, Numbers]:
     """The jobs of worker 0 in their order, then those of worker 1 and so on; whether
     each reads weights kept elsewhere; how many groups of them it has to fetch; and from
@@ -169,14 +169,24 @@ def fetches(
     _, numbers = _by_worker(jobs, timeline.order)
     here = np.asarray(jobs.compute, np.int64)[numbers]
     columns = _reads([_groups(stages, s, d) for s, d in jobs.kinds], jobs, numbers)
+    updated = _updated(schedule, jobs, numbers)
     away, count = np.zeros(len(numbers), bool), np.zeros(len(numbers), np.int64)
     origin = np.asarray(jobs.weights, np.int64)[numbers]
     for read in columns:
-        new = _fetched(read, columns, here)
+        new = _fetched(read, columns, here) | (read.foreign & updated)
         away |= read.foreign
         origin[new] = read.source[new]
         count += new
     return numbers, away, count, origin
+
+
+def _updated(schedule: Schedule, jobs: Jobs, numbers: Numbers) -> Flags:
+    """Whether jobs read other versions of weights than the jobs before them."""
+    every = schedule.update_every or jobs.microbatches
+    seen = numbers // (len(jobs.kinds) * every)
+    if schedule.version is not None:
+        seen = np.array([schedule.seen(jobs.job(i)) for i in numbers.tolist()], int)
+    return np.asarray(np.diff(seen, prepend=seen[:1]) != 0)
 
 
 def _groups(stages: nx.DiGraph[int], stage: int, direction: Direction) -> Groups:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,8 +10,9 @@ import numpy as np
 
 from ..jobs import Schedule
 from .activations import peaks
-from .timeline import Jobs, Timeline, weight_owners
+from .timeline import Jobs, Timeline
 from .weight_fetches import fetches
+from .weight_traffic import count_traffic, stage_keepers, weight_size
 
 
 @dataclass(frozen=True)
@@ -31,6 +31,9 @@ class Worker:
     activations_received, activations_sent: what jobs made for jobs on another worker,
         one for each job and worker: outputs of F, gradients of B, what F saved for B.
     gradients_returned: sums of weight gradients sent to the worker that adds them up.
+    weights_renewed: weights kept here that come new from the worker that u names.
+    parameter_bytes: bytes of weights and of their gradients that come here, where the
+        stages say what they take.
     """
 
     busy: float
@@ -42,11 +45,8 @@ class Worker:
     activations_received: int
     activations_sent: int
     gradients_returned: int
-
-
-def sum_root(owners: Sequence[int], number: int) -> int:
-    """The owner that adds up gradients: of its stages or groups, each in turn."""
-    return owners[number % len(owners)]
+    weights_renewed: int
+    parameter_bytes: int | None
 
 
 def worker_records(
@@ -63,17 +63,19 @@ def worker_records(
     if all("held" in data for _, data in stages.nodes(data=True)):
         saved = [stages.nodes[s]["held"] for s, _ in jobs.kinds]
         sizes = peaks(timeline, schedule.release, saved)
-    numbers, away, fetched, _ = fetches(stages, timeline)
+    numbers, away, fetched, _ = fetches(schedule, stages, timeline)
     here = compute[numbers]
-    keepers = weight_owners(jobs)
-    held = np.bincount([w for each in keepers.values() for w in each], None, count)
+    keepers = stage_keepers(schedule, jobs)
+    owners = [w for each in keepers.values() for w in each.owners]
+    held = np.bincount(owners, None, count)
     received, sent = _messages(jobs)
-    returned = np.zeros(count, int)
-    for k, (stage, d) in enumerate(jobs.kinds):
-        if d is schedule.release:
-            root = sum_root(keepers[stage], stage)
-            workers = np.unique(compute[k : jobs.regular : len(jobs.kinds)])
-            returned[workers[workers != root]] += 1
+    traffic = count_traffic(schedule, stages, jobs, keepers)
+    parameters: list[int] | list[None] = [None] * count
+    if all("weights" in data for _, data in stages.nodes(data=True)):
+        sizes_of = np.array([weight_size(stages, s) for s, _ in jobs.kinds])
+        brought = (fetched > 0) * sizes_of[numbers % len(jobs.kinds)]
+        came = np.bincount(here, brought, count) + traffic.received
+        parameters = came.astype(int).tolist()
     columns = (
         busy.tolist(),
         map(int, ones),
@@ -83,7 +85,9 @@ def worker_records(
         np.bincount(here[away], None, count).tolist(),
         received.tolist(),
         sent.tolist(),
-        returned.tolist(),
+        traffic.returned.tolist(),
+        traffic.renewed.tolist(),
+        parameters,
     )
     return tuple(Worker(*row) for row in zip(*columns, strict=True))
 

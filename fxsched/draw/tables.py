@@ -52,12 +52,9 @@ def _cut(text: str, limit: int) -> str:
 
 def worker_table(workers: Sequence[Worker], latency: float) -> str:
     """A row for each worker of a simulated step; equal ones share a row."""
-    same: dict[Worker, list[int]] = {}
+    same: dict[tuple[str, ...], list[int]] = {}
     for number, record in enumerate(workers):
-        same.setdefault(record, []).append(number)
-    rows = [
-        (
-            ranges(numbers),
+        row = (
             f"{100 * record.busy / (latency or 1.0):.1f} %",
             f"{record.peak_activations}",
             "" if record.peak_bytes is None else byte_text(record.peak_bytes),
@@ -67,8 +64,8 @@ def worker_table(workers: Sequence[Worker], latency: float) -> str:
             f"{record.activations_sent}",
             f"{record.gradients_returned}",
         )
-        for record, numbers in same.items()
-    ]
+        same.setdefault(row, []).append(number)
+    rows = [(ranges(numbers), *row) for row, numbers in same.items()]
     headers = "workers|busy|activations|bytes|weights|fetches|received|sent|returned"
     used = [i for i in range(9) if any(row[i] for row in rows)]
     shown = "|".join(headers.split("|")[i] for i in used)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ..clock.worker_stats import sum_root
+from ..clock.weight_traffic import sum_root
 from . import ops
 from .graphs import Group
 from .step_ir import Line, Running, StepIR

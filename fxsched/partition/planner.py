@@ -110,7 +110,7 @@ class _Planner:
         """Multiples of the workers, as far as w and n know so many stages; one, the
         least from FLAT on, where w does not look at the stage."""
         workers = self.schedule.workers
-        if self.schedule.fit is None:
+        if not self.schedule.is_open:
             places = {
                 tuple(
                     self.schedule.place(Job(s, b, Direction.FORWARD)).compute
@@ -128,7 +128,7 @@ class _Planner:
 
     def _knows(self, count: int) -> bool:
         """Whether w and n, which may be tables, have entries for so many stages."""
-        if self.schedule.fit is not None:
+        if self.schedule.is_open:
             return True
         every = range(min(2, self.schedule.microbatches))
         jobs = [Job(count - 1, b, d) for b in every for d in self.schedule.directions]
@@ -155,7 +155,7 @@ class _Planner:
         )
         floors = [0.0]
         workers = self.schedule.workers
-        if self.schedule.fit is not None and workers < count <= 2 * workers:
+        if self.schedule.is_open and workers < count <= 2 * workers:
             floors.append(self.problem.seconds / workers)
         for floor in floors:
             for limit in self._limits():
@@ -176,7 +176,7 @@ class _Planner:
 
     def _rounds(self, count: int) -> float:
         """F jobs of the worker that has most of them, less one."""
-        if self.schedule.fit is not None:
+        if self.schedule.is_open:
             jobs = self.schedule.microbatches * count / self.schedule.workers
             return max(jobs, self.schedule.microbatches) - 1
         placed = [
@@ -210,7 +210,8 @@ class _Planner:
             return float("inf") if most > (self.limit or 0.0) else step_seconds(events)
 
         cut = improve(self.problem, choice.cut, seconds, SIMULATED // len(jobs))
-        better = _Planner(self.problem, fixed, self.limit)._choice(cut)
+        again = replace(self, schedule=fixed) if self.schedule.is_open else self
+        better = again._choice(cut)
         return better if better.seconds < choice.seconds * (1 - WORTH) else choice
 
     def _too_large(self, choices: Sequence[Choice]) -> PlanError:

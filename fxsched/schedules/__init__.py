@@ -10,7 +10,7 @@ Imports: clock, jobs.
 from __future__ import annotations
 
 from .by_name import Library
-from .data_parallel import ddp, fsdp, hsdp, replicate
+from .data_parallel import ddp, fsdp, hsdp, replicate, zero1, zero2
 from .graph_schedule import graph
 from .looped import fslpp, interleaved, looped_bfs, looped_dfs, lpp
 from .orders import (
@@ -29,6 +29,8 @@ LIBRARY = Library(
         "ddp": ddp,
         "fsdp": fsdp,
         "hsdp": hsdp,
+        "zero1": zero1,
+        "zero2": zero2,
         "hybrid": hybrid,
         "parameter_server": parameter_server,
         "sharded_parameter_server": sharded_parameter_server,
@@ -91,4 +93,6 @@ __all__ = [
     "zb_h1",
     "zb_h2",
     "zb_v",
+    "zero1",
+    "zero2",
 ]

@@ -20,7 +20,8 @@ def positive(name: str, **counts: object) -> None:
 
 def one_of(call: str, argument: str, value: object, allowed: Sequence[object]) -> None:
     """Raises PlanError, with the nearest name, for a value that isn't allowed."""
-    if (value is None or isinstance(value, str)) and value in allowed:
+    plain = value is None or isinstance(value, str | int)
+    if plain and not isinstance(value, bool) and value in allowed:
         return
     names = [name for name in allowed if isinstance(name, str)]
     near = difflib.get_close_matches(str(value).lower(), names, 1)

@@ -7,8 +7,11 @@ from dataclasses import replace
 import networkx as nx
 
 from ..jobs import Direction, Job, Placement, PlanError, Schedule
-from .arguments import equal_shares, groups, positive
+from .arguments import equal_shares, groups, one_of, positive
 from .orders import microbatch_first
+from .sharded_optimizer import share_optimizer
+
+STAGES = 1 << 20  # above all numbers of stages
 
 
 def ddp(workers: int, microbatches: int | None = None) -> Schedule:
@@ -55,7 +58,46 @@ def hsdp(workers: int, group_size: int, microbatches: int | None = None) -> Sche
     return replace(replicate(inside, count), name="hsdp")
 
 
-def replicate(schedule: Schedule, groups: int) -> Schedule:
+def zero1(workers: int, microbatches: int | None = None) -> Schedule:
+    """As ddp, with the optimizer's state of each stage on one worker:
+    w = (b mod W, b mod W), u = s mod W, n(s, b, U) above all others.
+
+    Once a model is cut into stages, u deals out their bytes: the largest stage to the
+    worker that has least so far, then the next. It takes W stages or more for each
+    worker to have some; where their number is left open the planner makes it a
+    multiple of W, as for ddp.
+
+    ZeRO stage 1 (Rajbhandari et al. 2020, arXiv 1910.02054) keeps all gradients until
+    the step. Here a worker's sums leave and are freed after its own last B of a stage
+    in any case, and it costs no message more. What zero1 keeps, where the optimizer is
+    in the program, is what the worker that u names has been sent: U comes after all F
+    and B. Where the loop steps, zero1 and zero2 differ in nothing.
+    """
+    return _zero("zero1", workers, microbatches, 1)
+
+
+def zero2(workers: int, microbatches: int | None = None) -> Schedule:
+    """As zero1, with the update of a stage as soon as its own last B is done:
+    n(s, b, U) = n(s, b, B), below those of all B to come.
+
+    Its gradients are summed, used and freed while earlier stages still run B. ZeRO
+    stage 2 (Rajbhandari et al. 2020, arXiv 1910.02054); fsdp is stage 3.
+    """
+    return _zero("zero2", workers, microbatches, 2)
+
+
+def _zero(name: str, workers: int, microbatches: int | None, zero: int) -> Schedule:
+    def n(s: int, b: int, d: Direction) -> int:
+        """By turns of all workers, then data flow: U comes before B of other stages."""
+        place = s if d is Direction.FORWARD else STAGES - 1 - s
+        return STAGES * (b // workers) + place
+
+    microbatches = equal_shares(name, workers, microbatches)
+    replicas = replace(ddp(workers, microbatches), n=n, name=name)
+    return share_optimizer(replicas, zero)
+
+
+def replicate(schedule: Schedule, groups: int, zero: int | None = None) -> Schedule:
     """Any schedule, data-parallel: `groups` copies of it, each on workers and on
     microbatches of its own.
 
@@ -64,11 +106,18 @@ def replicate(schedule: Schedule, groups: int) -> Schedule:
     out, and is number b // groups there; n, caps and the rest stay those of the
     schedule. A step takes as long as that of one copy.
 
-    Raises PlanError if it isn't a schedule, or groups not an int of 1 or more.
+    zero: None, or 1 or 2 for copies of a stage that share its optimizer's state, as in
+        zero1 and zero2: u deals out the stages that a worker keeps, the largest first,
+        between it and those in its place in other groups (Rajbhandari et al. 2020,
+        arXiv 1910.02054). A worker has a share of its own where it keeps as many stages
+        as there are groups, or more. None leaves u as the schedule has it.
+    Raises PlanError if it isn't a schedule, groups not an int of 1 or more, or for
+    another zero.
     """
     if not isinstance(schedule, Schedule):
         raise PlanError(f"replicate(schedule={schedule!r}): give a Schedule")
     positive("replicate", groups=groups)
+    one_of("replicate", "zero", zero, (None, 1, 2))
     fit, every, version = schedule.fit, schedule.update_every, schedule.version
 
     def w(s: int, b: int, d: Direction) -> Placement:
@@ -79,14 +128,15 @@ def replicate(schedule: Schedule, groups: int) -> Schedule:
     def fit_copies(stages: nx.DiGraph[int]) -> Schedule:
         return replicate(schedule.fitted(stages), groups)
 
-    return replace(
+    copies = replace(
         schedule,
         workers=schedule.workers * groups,
         microbatches=schedule.microbatches * groups,
-        w=w,
+        w=schedule.w if schedule.is_open else w,
         n=lambda s, b, d: schedule.n(s, b // groups, d),
         fit=None if fit is None else fit_copies,
         update_every=every and every * groups,
         version=version and (lambda s, b, d: version(s, b // groups, d)),
         name=f"{groups} x {schedule.name or 'schedule'}",
     )
+    return copies if zero is None else share_optimizer(copies, zero)

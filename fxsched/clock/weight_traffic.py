@@ -1,0 +1,90 @@
+"""Gradients on their way to who updates the weights, and what comes back from there."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import networkx as nx
+import numpy as np
+
+from ..jobs import Schedule
+from .timeline import Jobs, weight_owners
+from .weight_fetches import Numbers
+
+
+class Keepers(NamedTuple):
+    """Who keeps a stage's weights: w's workers and u's. root: the one of them that adds
+    up the gradients; `updates` if it alone updates the weights."""
+
+    owners: list[int]
+    root: int
+    updates: bool = False
+
+
+class Traffic(NamedTuple):
+    """What moves between jobs and updates, by worker: sums of gradients that it sends
+    to roots, new weights that it gets from them, and bytes of both, and of totals that
+    roots send to those who update copies of their own, that come to it."""
+
+    returned: Numbers
+    renewed: Numbers
+    received: Numbers
+
+
+def sum_root(owners: list[int] | tuple[int, ...], number: int) -> int:
+    """The owner that adds up gradients: of its stages or groups, each in turn."""
+    return owners[number % len(owners)]
+
+
+def stage_keepers(schedule: Schedule, jobs: Jobs) -> dict[int, Keepers]:
+    """Who keeps the weights of each stage."""
+    keepers = {}
+    for stage, owners in weight_owners(jobs).items():
+        trained = (stage, schedule.release) in jobs.at
+        updater = schedule.updater(stage) if trained else None
+        if updater is None:
+            keepers[stage] = Keepers(owners, sum_root(owners, stage))
+        else:
+            owners = sorted({*owners, updater})
+            keepers[stage] = Keepers(owners, updater, True)
+    return keepers
+
+
+def weight_size(stages: nx.DiGraph[int], stage: int) -> float:
+    """Bytes of a stage's weights, or of their gradients."""
+    return float(stages.nodes[stage].get("weights", 0.0)) / 2
+
+
+def count_traffic(
+    schedule: Schedule,
+    stages: nx.DiGraph[int],
+    jobs: Jobs,
+    keepers: dict[int, Keepers],
+) -> Traffic:
+    """Of a step with all its updates, or with that of the loop after it."""
+    count = schedule.workers
+    returned, renewed = np.zeros(count, int), np.zeros(count, int)
+    received = np.zeros(count, int)
+    for stage, givers in _givers(schedule, jobs):
+        owners, root, updates = keepers[stage]
+        size = int(weight_size(stages, stage))
+        returned[givers] += 1
+        returned[root] -= root in givers
+        received[root] += size * int((givers != root).sum())
+        others = [owner for owner in owners if owner != root]
+        received[others] += size
+        renewed[others] += updates
+    return Traffic(returned, renewed, received)
+
+
+def _givers(schedule: Schedule, jobs: Jobs) -> Iterator[tuple[int, Numbers]]:
+    """The stages, and the workers that give gradients, of each of the updates."""
+    every, width = schedule.update_every or jobs.microbatches, len(jobs.kinds)
+    compute = np.asarray(jobs.compute, int)
+    for k, (stage, d) in enumerate(jobs.kinds):
+        if d is not schedule.release:
+            continue
+        column = compute[k : jobs.regular : width]
+        for first in range(0, jobs.microbatches, every):
+            yield stage, np.unique(column[first : first + every])
