@@ -95,7 +95,8 @@ def library(name: str) -> fxsched.Schedule:
 
 def test_every_schedule_of_the_library_is_run() -> None:
     known = {"1f1b" if name == "one_f_one_b" else name for name in SCHEDULES}
-    assert set(fxsched.schedules.LIBRARY) == set(LIBRARY) | known - {"random", "apart"}
+    equal = set(fxsched.schedules.LIBRARY) - set(fxsched.schedules.STALE)
+    assert equal == set(LIBRARY) | known - {"random", "apart"}
 
 
 @pytest.mark.parametrize("schedule", LIBRARY)
