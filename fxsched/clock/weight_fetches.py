@@ -173,16 +173,21 @@ def fetches(
     away, count = np.zeros(len(numbers), bool), np.zeros(len(numbers), np.int64)
     origin = np.asarray(jobs.weights, np.int64)[numbers]
     for read in columns:
-        new = _fetched(read, columns, here) | (read.foreign & updated)
+        new = _fetched(read, columns, here)
+        if updated is not None:
+            new |= read.foreign & updated
         away |= read.foreign
         origin[new] = read.source[new]
         count += new
     return numbers, away, count, origin
 
 
-def _updated(schedule: Schedule, jobs: Jobs, numbers: Numbers) -> Flags:
-    """Whether jobs read other versions of weights than the jobs before them."""
+def _updated(schedule: Schedule, jobs: Jobs, numbers: Numbers) -> Flags | None:
+    """Whether jobs read other versions of weights than the jobs before them; None, if a
+    call has one."""
     every = schedule.update_every or jobs.microbatches
+    if every == jobs.microbatches:
+        return None
     seen = numbers // (len(jobs.kinds) * every)
     if schedule.version is not None:
         seen = np.array([schedule.seen(jobs.job(i)) for i in numbers.tolist()], int)

@@ -6,11 +6,9 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 import networkx as nx
-import numpy as np
 
 from ..jobs import Schedule
 from .timeline import Jobs, weight_owners
-from .weight_fetches import Numbers
 
 
 class Keepers(NamedTuple):
@@ -27,9 +25,9 @@ class Traffic(NamedTuple):
     to roots, new weights that it gets from them, and bytes of both, and of totals that
     roots send to those who update copies of their own, that come to it."""
 
-    returned: Numbers
-    renewed: Numbers
-    received: Numbers
+    returned: list[int]
+    renewed: list[int]
+    received: list[int]
 
 
 def sum_root(owners: list[int] | tuple[int, ...], number: int) -> int:
@@ -64,27 +62,27 @@ def count_traffic(
 ) -> Traffic:
     """Of a step with all its updates, or with that of the loop after it."""
     count = schedule.workers
-    returned, renewed = np.zeros(count, int), np.zeros(count, int)
-    received = np.zeros(count, int)
+    returned, renewed, received = [0] * count, [0] * count, [0] * count
     for stage, givers in _givers(schedule, jobs):
         owners, root, updates = keepers[stage]
         size = int(weight_size(stages, stage))
-        returned[givers] += 1
-        returned[root] -= root in givers
-        received[root] += size * int((givers != root).sum())
-        others = [owner for owner in owners if owner != root]
-        received[others] += size
-        renewed[others] += updates
+        for worker in givers:
+            if worker != root:
+                returned[worker] += 1
+                received[root] += size
+        for owner in owners:
+            if owner != root:
+                renewed[owner] += updates
+                received[owner] += size
     return Traffic(returned, renewed, received)
 
 
-def _givers(schedule: Schedule, jobs: Jobs) -> Iterator[tuple[int, Numbers]]:
+def _givers(schedule: Schedule, jobs: Jobs) -> Iterator[tuple[int, set[int]]]:
     """The stages, and the workers that give gradients, of each of the updates."""
     every, width = schedule.update_every or jobs.microbatches, len(jobs.kinds)
-    compute = np.asarray(jobs.compute, int)
     for k, (stage, d) in enumerate(jobs.kinds):
         if d is not schedule.release:
             continue
-        column = compute[k : jobs.regular : width]
+        column = jobs.compute[k : jobs.regular : width]
         for first in range(0, jobs.microbatches, every):
-            yield stage, np.unique(column[first : first + every])
+            yield stage, set(column[first : first + every])

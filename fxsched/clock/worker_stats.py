@@ -74,7 +74,7 @@ def worker_records(
     if all("weights" in data for _, data in stages.nodes(data=True)):
         sizes_of = np.array([weight_size(stages, s) for s, _ in jobs.kinds])
         brought = (fetched > 0) * sizes_of[numbers % len(jobs.kinds)]
-        came = np.bincount(here, brought, count) + traffic.received
+        came = np.bincount(here, brought, count) + np.array(traffic.received)
         parameters = came.astype(int).tolist()
     columns = (
         busy.tolist(),
@@ -85,8 +85,8 @@ def worker_records(
         np.bincount(here[away], None, count).tolist(),
         received.tolist(),
         sent.tolist(),
-        traffic.returned.tolist(),
-        traffic.renewed.tolist(),
+        traffic.returned,
+        traffic.renewed,
         parameters,
     )
     return tuple(Worker(*row) for row in zip(*columns, strict=True))
