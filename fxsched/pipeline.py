@@ -20,6 +20,7 @@ from .passes.differentiate import differentiate_stages
 from .passes.frees import free_values
 from .passes.order import order_jobs
 from .passes.partition import assign_stages
+from .passes.renew import renew_copies
 from .passes.share import copy_shared
 from .passes.split import split_stages
 from .passes.transfer import insert_transfers
@@ -39,6 +40,7 @@ GRAPH_PASSES = (  # rewrite the model's graph; what they find out is in its fact
 STEP_PASSES = (  # fill in the step of all workers
     order_jobs,  # one global order of jobs
     unroll_jobs,  # one line per job, on its worker
+    renew_copies,  # of weights that the loop steps on one worker
     update_weights,  # steps of the optimizer
     collect_results,  # outputs, sums of gradients, buffers
     fetch_weights,  # weights that are kept elsewhere

@@ -16,7 +16,7 @@ from ..ir import ops
 from ..ir.gradient_sums import sum_gradients
 from ..ir.graphs import Spec, Specs, arguments
 from ..ir.request import Request
-from ..ir.step_ir import Credit, Line, Message, Running, StepIR, Value
+from ..ir.step_ir import Credit, Line, Running, StepIR, Value
 from ..jobs import Direction, Job, PlanError
 
 
@@ -32,61 +32,20 @@ def update_weights(step: StepIR, request: Request) -> StepIR:
 
     What several workers gave of the gradients is summed first. With clip_grad_norm or
     skip_nonfinite, the norms of all gradients come before the first update. Workers
-    that keep a copy get the new weights after the update, or, where the loop steps the
-    optimizer on the worker that u names, before the first job that may read them:
-    step.renewed. step.updated has the weights that jobs read then; step.copies those of
-    earlier versions, where request.schedule.version wants them.
+    that keep a copy get the new weights after the update: step.renewed. step.updated
+    has the weights that jobs read then; step.copies those of earlier versions, where
+    request.schedule.version wants them.
     """
     if step.every is None:
-        return step if request.updates else _renew_copies(step)
+        return step
     return _Updates(step, request).run()
-
-
-def _renew_copies(step: StepIR) -> StepIR:
-    """Where the user's loop steps the optimizer, each on the worker that u names: the
-    others' copies are renewed before the first job that may read them."""
-    weights, jobs = _placeholders(step), step.jobs
-    missing = {
-        (number, owner)
-        for number, group in enumerate(step.facts.groups)
-        for owner in group.owners
-        if group.updater not in (None, owner)
-    }
-    updated: dict[tuple[int, int, int], Line] = {}
-    renewed: dict[Line, tuple[int, Line | fx.Node]] = {}
-    lines: list[Line | Message] = []
-    for line in step.lines if missing else ():
-        assert isinstance(line, Line) and line.job is not None, "jobs alone so far"
-        number = jobs.number(line.job)
-        near = {jobs.weights[number], jobs.compute[number]}
-        for group, owner in sorted(missing):
-            keepers = step.facts.groups[group]
-            reads = line.job.stage in keepers.stages
-            if not reads or owner not in near | {keepers.owners[0]}:
-                continue
-            missing.remove((group, owner))
-            node, task = weights[group], f"renew {group}"
-            args, specs, name = (node,), node.meta["specs"], f"{node.name}_new"
-            new = Line(owner, task, line.n, ops.renew, args, specs, name, group)
-            assert keepers.updater is not None
-            renewed[new] = (keepers.updater, node)
-            updated[group, 0, owner] = new
-            lines.append(new)
-        lines.append(line)
-    return replace(step, lines=lines or step.lines, updated=updated, renewed=renewed)
-
-
-def _placeholders(step: StepIR) -> dict[int, fx.Node]:
-    """The inputs of the graph of stages that are weights, by group."""
-    nodes = step.graph.graph.find_nodes(op="placeholder")
-    return {node.meta["group"]: node for node in nodes if "group" in node.meta}
 
 
 class _Updates:
     def __init__(self, step: StepIR, request: Request) -> None:
         self.step, self.request, self.groups = step, request, step.facts.groups
         self.every = step.every or 1
-        self.placeholders = _placeholders(step)
+        self.placeholders = step.weight_inputs
         self.sums: dict[tuple[int, int], list[Running]] = {}
         for key in step.running:
             if key.what == "gradients":

@@ -76,6 +76,7 @@ CASES = {
     "differentiate_stages": Case(),
     "order_jobs": Case(schedules.one_f_one_b(2, 2)),
     "unroll_jobs": Case(),
+    "renew_copies": Case(replace(updated(), update_every=None)),
     "update_weights": Case(updated()),
     "collect_results": Case(schedules.ddp(2)),
     "fetch_weights": Case(elsewhere()),

@@ -185,6 +185,12 @@ class StepIR:
             return copied
         return self.updated.get((number, self.version(job), worker), group)
 
+    @property
+    def weight_inputs(self) -> dict[int, fx.Node]:
+        """The inputs of the graph of stages that are weights, by group."""
+        nodes = self.graph.graph.find_nodes(op="placeholder")
+        return {node.meta["group"]: node for node in nodes if "group" in node.meta}
+
     def version(self, job: Job) -> int:
         """How many updates the weights of a job have seen."""
         schedule = self.facts.schedule

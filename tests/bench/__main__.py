@@ -25,6 +25,7 @@ from . import (
     search,
     simulate,
     sleep,
+    stale,
 )
 
 ROOT = Path(__file__).parents[2]
@@ -71,6 +72,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     _add_simulate(commands.add_parser("simulate", help=_first(simulate.__doc__)))
     _add_search(commands.add_parser("search", help=_first(search.__doc__)))
     _add_sleep(commands.add_parser("sleep", help=_first(sleep.__doc__)))
+    _add_stale(commands.add_parser("stale", help=_first(stale.__doc__)))
     options = parser.parse_args(arguments)
     if "check" in options:
         options.check(options, parser)
@@ -235,6 +237,13 @@ def launch(workers: int, arguments: Sequence[str]) -> int:
         *("-m", "tests.bench", *arguments),
     ]
     return subprocess.run(command, cwd=ROOT, env=os.environ | ENVIRONMENT).returncode
+
+
+def _add_stale(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--workers", type=int, nargs="+", default=[4, 8], dest="workers_each"
+    )
+    parser.set_defaults(run=stale.run, workers=0)
 
 
 def main() -> int:
