@@ -7,6 +7,7 @@ import re
 import time
 import xml.etree.ElementTree as ET
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -111,9 +112,23 @@ def test_bars_are_coloured_by_microbatch_and_direction() -> None:
 
 def test_directions_differ_in_grey() -> None:
     grey = palette(40) @ np.array([0.2126, 0.7152, 0.0722])
-    forward, backward, weight = grey.min(0)
-    assert forward > weight + 25 > grey[:, 2].min() > backward + 25
+    forward, backward, weight, update = grey.min(0)
+    assert forward > weight + 25 > grey[:, 2].min() > backward + 25 > update + 50
     assert grey[:, 0].min() > grey[:, 2].max() > grey[:, 1].max()
+    assert backward > grey[:, 3].max()
+
+
+def test_updates_have_a_colour_and_a_letter_where_there_are_any() -> None:
+    plain = schedules.one_f_one_b(4, 8)
+    times = {"F": 1, "B": 2, "U": 1}
+    updated = simulate(replace(plain, update_every=4), durations=times).diagram()
+    assert {"0U3", "3U7"} <= set(bars(updated)) and "3U7" in texts(updated, "labels")
+    assert "U update" in texts(updated, "legend")
+    assert "0B3 U-" in updated.text(100)
+    assert {len(row) for row in page_data(updated)["palette"]} == {4}
+    without = simulate(plain).diagram()
+    assert "U update" not in texts(without, "legend")
+    assert {len(row) for row in page_data(without)["palette"]} == {3}
 
 
 def test_labels_name_the_job_where_there_is_room() -> None:

@@ -16,6 +16,7 @@ LOOKS = {
     Direction.FORWARD: ("forward", "thread_state_runnable"),
     Direction.BACKWARD: ("backward", "thread_state_running"),
     Direction.WEIGHT: ("weights", "thread_state_iowait"),
+    Direction.UPDATE: ("update", "rail_response"),
 }
 
 

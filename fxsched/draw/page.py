@@ -9,7 +9,7 @@ from importlib.resources import files
 
 from ..jobs import Direction
 from .palette import Clock, hexadecimal, palette
-from .timeline_arrays import Array, Bars, held
+from .timeline_arrays import LETTERS, Array, Bars, held
 
 
 def render(
@@ -20,6 +20,8 @@ def render(
     Its <script id="data"> is JSON: columns of jobs, sorted by worker and start, and
     what each worker holds over time.
     """
+    shown = max([2, *bars.directions]) + 1  # U only where it is
+    colours = palette(bars.microbatches)[:, :shown]
     data = {
         "title": title,
         "summary": summary,
@@ -28,10 +30,10 @@ def render(
         "workers": bars.workers,
         "span": bars.span,
         "release": str(release),
-        "palette": [list(map(hexadecimal, row)) for row in palette(bars.microbatches)],
+        "palette": [list(map(hexadecimal, row)) for row in colours],
         "stage": bars.stage.tolist(),
         "microbatch": bars.microbatch.tolist(),
-        "direction": "".join("FBW"[d] for d in bars.direction),
+        "direction": "".join(LETTERS[d] for d in bars.direction),
         "worker": bars.worker.tolist(),
         "start": _short(bars.start),
         "end": _short(bars.end),

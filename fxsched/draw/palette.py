@@ -9,9 +9,9 @@ import numpy as np
 
 from .timeline_arrays import Array
 
-# Lightness and chroma (OKLCH) of F, B and W: they differ in grey too.
-LIGHTNESS = np.array([0.87, 0.56, 0.73])
-CHROMA = np.array([0.075, 0.145, 0.045])
+# Lightness and chroma (OKLCH) of F, B, W and U: they differ in grey too.
+LIGHTNESS = np.array([0.87, 0.56, 0.73, 0.36])
+CHROMA = np.array([0.075, 0.145, 0.045, 0.05])
 # Hues of the first and the last microbatch.
 HUES = (250.0, 585.0)
 # Of so many microbatches odd ones are darker, as hues of neighbours are much alike. Of

@@ -22,11 +22,12 @@ from .svg_layout import (
     group,
     tag,
 )
-from .timeline_arrays import Array, Bars, cell_means, label
+from .timeline_arrays import LETTERS, Array, Bars, cell_means, label
 
 CELLS = 250_000  # that a large timeline is averaged over
 LEVELS = 22  # of red, green and blue that means are rounded to
 LEVEL = 12
+DARK = (1, 3)  # B and U, whose labels are light
 
 
 def render(bars: Bars, title: str, summary: str, clock: Clock) -> str:
@@ -84,7 +85,7 @@ def _bars(layout: Layout, colours: Array, clock: Clock) -> Iterator[str]:
             "labels",
             filter(None, (_label(layout, i) for i in jobs.tolist())),
             font_size=layout.size,
-            fill=PAPER if d == 1 else INK,
+            fill=PAPER if d in DARK else INK,
             text_anchor="middle",
             pointer_events="none",
         )
@@ -100,7 +101,7 @@ def _place(layout: Layout, i: int) -> tuple[float, float]:
 def _bar(layout: Layout, i: int, clock: Clock) -> str:
     bars = layout.bars
     x, width = _place(layout, i)
-    name = f"{bars.stage[i]}{'FBW'[bars.direction[i]]}{bars.microbatch[i]}"
+    name = f"{bars.stage[i]}{LETTERS[bars.direction[i]]}{bars.microbatch[i]}"
     times = f"{clock.text(bars.start[i])} to {clock.text(bars.end[i])}"
     hint = tag("title", f"{name}, worker {bars.worker[i]}, {times}")
     y, height = layout.y(int(bars.worker[i])), layout.row - layout.gap

@@ -19,7 +19,7 @@ HEIGHT = 900
 LEFT, RIGHT, TOP, BOTTOM = 58, 18, 66, 40
 CHARACTER = 0.58  # its width, in font sizes
 INK, FAINT, LANE, PAPER = "#1f2328", "#59636e", "#f1f3f5", "#ffffff"
-NAMES = ("F forward", "B backward", "W weights")
+NAMES = ("F forward", "B backward", "W weights", "U update")
 
 
 @dataclass(frozen=True, eq=False)

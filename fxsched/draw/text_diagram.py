@@ -8,11 +8,10 @@ from itertools import pairwise
 import numpy as np
 
 from .palette import Clock, palette, ticks
-from .timeline_arrays import Array, Bars, cell_means, label
+from .timeline_arrays import LETTERS, Array, Bars, cell_means, label
 
 ROWS = 64  # from there on workers share rows
 LEAST = 20  # columns
-LETTERS = "FBW"
 
 
 def render(bars: Bars, heading: str, clock: Clock, width: int, color: bool) -> str:
@@ -76,7 +75,7 @@ class Cells:
             self.ground[row, a:z] = self.colours[b, d]
 
     def _means(self, bars: Bars) -> None:
-        share = cell_means(bars, np.eye(3)[bars.direction], *self.shape)
+        share = cell_means(bars, np.eye(len(LETTERS))[bars.direction], *self.shape)
         most = share.argmax(2)
         idle = 1 - share.sum(2) > share.max(2)
         self.text = np.where(idle, ".", np.array(list(LETTERS))[most])

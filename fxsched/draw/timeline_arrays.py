@@ -13,13 +13,14 @@ from ..clock.timeline import Event
 from ..jobs import Direction, PlanError
 
 Array = np.ndarray[Any, np.dtype[Any]]
+LETTERS = "".join(map(str, Direction))
 
 
 @dataclass(frozen=True, eq=False)
 class Bars:
     """Jobs that ran, as arrays of one length, sorted by worker, then start.
 
-    direction: 0 for F, 1 for B, 2 for W.
+    direction: positions in LETTERS: 0 for F, 1 for B, 2 for W, 3 for U.
     start, end: from the beginning of the step, which takes `span`.
     """
 
@@ -95,7 +96,7 @@ def label(bars: Bars, i: int, room: float) -> str:
 
     Fits what the longest of such labels would: no row has some of each kind.
     """
-    stage, letter = bars.stage[i], "FBW"[bars.direction[i]]
+    stage, letter = bars.stage[i], LETTERS[bars.direction[i]]
     short = 1 + len(str(bars.stage.max()))
     if short + len(str(bars.microbatch.max())) <= room:
         return f"{stage}{letter}{bars.microbatch[i]}"
