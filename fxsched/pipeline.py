@@ -98,6 +98,26 @@ def make_plan(gm: fx.GraphModule, request: Request, passes: tuple[Pass, ...]) ->
 
 
 def _notes(step: StepIR, request: Request) -> tuple[str, ...]:
+    """Updates, if there are any; what the user asked for and does not get."""
+    return (*_updates(step), *_unmet(step, request))
+
+
+def _updates(step: StepIR) -> tuple[str, ...]:
+    """How often the optimizer steps, and on which workers."""
+    jobs = step.jobs
+    stages: dict[int, set[int]] = {}  # by worker
+    for number, (stage, _) in enumerate(jobs.updates, jobs.regular):
+        stages.setdefault(jobs.compute[number], set()).add(stage)
+    if not stages:
+        return ()
+    where = ", ".join(
+        f"{'+'.join(map(str, sorted(stages[worker])))} on {worker}"
+        for worker in sorted(stages)
+    )
+    return (f"updates every {step.every} microbatches; of stages on workers: {where}",)
+
+
+def _unmet(step: StepIR, request: Request) -> tuple[str, ...]:
     """What the user asked for and does not get."""
     trains = any(direction is Direction.BACKWARD for _, direction in step.jobs.kinds)
     if not (trains and step.late) or request.schedule.in_flight is None:

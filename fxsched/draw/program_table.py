@@ -11,6 +11,8 @@ from ..ir import ops
 from ..ir.graphs import Spec
 from .tables import byte_text, shorten, table
 
+# What makes weights, and the argument that is the weights before it.
+MADE: dict[Any, int] = {ops.update: 3, ops.renew: 1, ops.copy: 1}
 HEADERS = "#|job|n|waits for|weights|sends|frees"
 
 
@@ -56,7 +58,13 @@ def _cells(nodes: list[fx.Node], seen: set[fx.Node], sizes: bool) -> list[Any]:
     task, n = nodes[0].meta["task"], nodes[0].meta["n"]
     waits, weights = _reads(nodes, seen)
     sends = [node for node in nodes if node.target is ops.send]
-    freed = [v for n in nodes if n.target is ops.free for v in n.all_input_nodes]
+    freed = [
+        value
+        for node in nodes
+        if node.target is ops.free
+        for value in node.all_input_nodes
+        if value.target not in (ops.update, ops.renew)  # in the place of the old
+    ]
     return [
         task,
         n,
@@ -87,9 +95,21 @@ def _reads(nodes: list[fx.Node], seen: set[fx.Node]) -> tuple[list[str], list[st
             weights.append(f"{value.meta['group']} from {value.kwargs['source']}")
         elif "group" in value.meta and value.op == "placeholder":
             weights.append(f"{value.meta['group']} here")
+        elif value.target in MADE:
+            weights.append(f"{value.meta['group']} v{_version(value)} here")
         elif maker != task:
             waits.append(f"{maker} here")
     return waits, weights
+
+
+def _version(weights: fx.Node) -> int:
+    """How many updates of a call weights that a worker keeps have seen."""
+    if weights.target not in MADE:
+        return 0
+    before = weights.args[MADE[weights.target]]
+    assert isinstance(before, fx.Node)
+    changes = weights.target is not ops.copy and weights.args[0] is not None
+    return _version(before) + changes
 
 
 def _sent(sends: Sequence[fx.Node]) -> str:

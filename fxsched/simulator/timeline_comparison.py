@@ -11,7 +11,7 @@ from typing import NamedTuple
 from ..clock.timeline import Event
 from ..draw import tables
 from ..draw.palette import Clock, clock
-from ..jobs import Job, PlanError
+from ..jobs import Direction, Job, PlanError
 
 ROWS, KINDS = 5, 8  # of a table, and of that of durations, at most
 
@@ -34,25 +34,37 @@ class Deviation(NamedTuple):
         return a, b, ratio
 
 
+Key = tuple[Job, int | None]
+
+
+def _key(event: Event) -> Key:
+    """What tells the jobs of a step apart: several workers may run one U."""
+    updates = event.job.direction is Direction.UPDATE
+    return event.job, event.worker if updates else None
+
+
 class Timing:
     """A timeline by worker, and how long each worker waited before each job."""
 
     def __init__(self, events: Sequence[Event], name: str) -> None:
-        self.events = {event.job: event for event in events}
+        self.events = {_key(event): event for event in events}
         if len(self.events) < len(events):
-            counts = Counter(event.job for event in events)
-            twice = next(job for job, count in counts.items() if count > 1)
+            counts = Counter(map(_key, events))
+            twice = next(key for key, count in counts.items() if count > 1)[0]
             raise PlanError(f"{name}: {twice} ran twice; give the events of one step")
         self.begin = min((event.start for event in events), default=0.0)
         self.step = max((event.end for event in events), default=0.0) - self.begin
         self.order: dict[int, list[Job]] = {}
-        self.wait: dict[Job, float] = {}
+        self.wait: dict[Key, float] = {}
         free: dict[int, float] = {}
-        for job, worker, start, end in sorted(events, key=lambda e: (e.start, e.end)):
+        for event in sorted(events, key=lambda e: (e.start, e.end)):
+            job, worker, start, end = event
             self.order.setdefault(worker, []).append(job)
             before = free.get(worker, self.begin)
             wait = start - before
-            self.wait[job] = wait if wait > 1e-9 * self.step else 0.0  # but rounding
+            self.wait[_key(event)] = (
+                wait if wait > 1e-9 * self.step else 0.0
+            )  # but rounding
             free[worker] = max(end, before)
 
 
@@ -88,14 +100,15 @@ def _check(a: Timing, b: Timing) -> None:
         (b, a, "measured|predicted"),
     ):
         has, lacks = names.split("|")
-        for job in one.events:
-            if job not in other.events:
+        for key in one.events:
+            if key not in other.events:
+                job = key[0]
                 raise PlanError(
                     f"{job} is in the {has} timeline and not in the {lacks} one; "
                     "compare timelines of the same jobs"
                 )
-    for job, event in a.events.items():
-        other_worker = b.events[job].worker
+    for (job, _), event in a.events.items():
+        other_worker = b.events[_key(event)].worker
         if event.worker != other_worker:
             raise PlanError(
                 f"{job} is predicted on worker {event.worker} and was measured on "
@@ -148,16 +161,16 @@ def _durations(a: Timing, b: Timing, time: Clock) -> str:
 
 def _waits(a: Timing, b: Timing, time: Clock) -> str:
     """How long a worker is idle before a job, where that differs most."""
-    more = {job: b.wait[job] - a.wait[job] for job in a.events}
-    shown = sorted(more, key=lambda job: -abs(more[job]))[:ROWS]
+    more = {key: b.wait[key] - a.wait[key] for key in a.events}
+    shown = sorted(more, key=lambda key: -abs(more[key]))[:ROWS]
     rows = [
         (
-            a.events[job].worker,
-            job,
-            *Deviation(a.wait[job], b.wait[job]).cells(time)[:2],
+            a.events[key].worker,
+            key[0],
+            *Deviation(a.wait[key], b.wait[key]).cells(time)[:2],
         )
-        for job in shown
-        if abs(more[job]) > 1e-9 * b.step
+        for key in shown
+        if abs(more[key]) > 1e-9 * b.step
     ]
     if not rows:
         return "waits between jobs: the same"
