@@ -240,6 +240,14 @@ def check_updates(request: Request, optimizer: object) -> None:
         raise PlanError(
             f"backend(skip_nonfinite={request.skip_nonfinite!r}): give True or False"
         )
+    schedule = request.schedule
+    parted = schedule.update_every not in (None, schedule.microbatches)
+    if parted and request.loss_reduction == "weighted":
+        raise PlanError(
+            "backend(loss_reduction='weighted') weighs rows over the whole batch, and "
+            f"an update every {schedule.update_every} microbatches sees only its own; "
+            "take update_every=None, or another loss_reduction"
+        )
     if optimizer is not None:
         if request.scaled:
             raise PlanError(

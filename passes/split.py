@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -164,12 +164,7 @@ def stage_owners(request: Request, stage: int) -> tuple[int, ...]:
 def _group_state(
     gm: fx.GraphModule, state: list[list[fx.Node]], request: Request
 ) -> list[Group]:
-    """Groups of state with the same owners, readers and fate.
-
-    A parameter is kept by the owners of the first stage that reads it, so that a tied
-    one counts once; a buffer by those of all stages that read it; an input that is not
-    cut into microbatches is at hand on every worker.
-    """
+    """Groups of state with the same owners, readers and fate."""
     owners_of = [stage_owners(request, stage) for stage in range(len(state))]
     readers: dict[fx.Node, list[int]] = {}
     for stage, nodes in enumerate(state):
@@ -179,28 +174,9 @@ def _group_state(
     updates = request.schedule.update_every is not None
     by_key: dict[tuple[Any, ...], list[fx.Node]] = {}
     for node, stages in readers.items():
-        role, index = node.meta["role"], node.meta["index"]
-        trained = role is Role.PARAMETER and node.meta["val"].requires_grad
-        updater = request.updaters.get(index)
-        if updater is None and trained:
-            updater = request.schedule.updater(stages[0])
-        if role is Role.SHARED:
-            owned = tuple(range(request.schedule.workers))
-        elif index in request.owners:
-            owned = request.owners[index]
-        elif role is Role.PARAMETER:
-            owned = owners_of[stages[0]]
-            if updater is not None:
-                owned = tuple(sorted({*owned, updater}))
-        else:
-            owned = tuple(sorted({w for stage in stages for w in owners_of[stage]}))
-        if updater is not None and updater not in owned:
-            raise PlanError(
-                f"u({stages[0]}, b) is {updater}, which does not keep "
-                f"{node.meta['name']}: since an earlier plan workers "
-                f"{', '.join(map(str, owned))} do; give the same u to all backends"
-            )
-        apart = -1 if updater is None else updater, trained and updates
+        owned, updater = _keepers(node, stages, owners_of, request)
+        trained = updates and node.meta["val"].requires_grad
+        apart = -1 if updater is None else updater, trained
         key = (stages[0], tuple(stages), owned, node in written, *apart)
         by_key.setdefault(key, []).append(node)
     return [
@@ -218,6 +194,42 @@ def _group_state(
             by_key.items(), key=lambda item: item[0]
         )
     ]
+
+
+def _keepers(
+    node: fx.Node,
+    stages: Sequence[int],
+    owners_of: Sequence[tuple[int, ...]],
+    request: Request,
+) -> tuple[tuple[int, ...], int | None]:
+    """The workers that keep a tensor of the state, and the one that updates it, if u
+    says.
+
+    A parameter is kept by the owners of the first stage that reads it, so that a tied
+    one counts once, and by who updates it; a buffer by those of all stages that read
+    it; an input that is not cut into microbatches is at hand on every worker.
+    """
+    role, index = node.meta["role"], node.meta["index"]
+    updater = request.updaters.get(index)
+    if updater is None and role is Role.PARAMETER and node.meta["val"].requires_grad:
+        updater = request.schedule.updater(stages[0])
+    if role is Role.SHARED:
+        owned = tuple(range(request.schedule.workers))
+    elif index in request.owners:
+        owned = request.owners[index]
+    elif role is Role.PARAMETER:
+        owned = owners_of[stages[0]]
+        if updater is not None:
+            owned = tuple(sorted({*owned, updater}))
+    else:
+        owned = tuple(sorted({w for stage in stages for w in owners_of[stage]}))
+    if updater is not None and updater not in owned:
+        raise PlanError(
+            f"u({stages[0]}, b) is {updater}, which does not keep "
+            f"{node.meta['name']}: since an earlier plan workers "
+            f"{', '.join(map(str, owned))} do; give the same u to all backends"
+        )
+    return owned, updater
 
 
 def _written_state(gm: fx.GraphModule) -> set[fx.Node]:

@@ -30,17 +30,14 @@ def fetch_weights(step: StepIR, request: Request) -> StepIR:
     lines of step.renewed too, are sent after the update that makes them.
     """
     ahead, tags = request.prefetch, count()
+    fetched = _renewals(step, tags)
     at_hand: dict[int, dict[int, Message]] = {}  # what the last job on a worker read
     last: dict[int, deque[Line]] = {}  # the last `ahead` jobs on a worker
-    fetched: dict[Line, dict[int, Message]] = {}
-    before: dict[Line | Message, list[Message]] = {}
+    before: dict[Line | Message, list[Message]] = {
+        line: list(messages.values()) for line, messages in fetched.items()
+    }
     after: dict[Line | Message, list[Message]] = {}  # updates
     place = {line: i for i, line in enumerate(step.lines)} if step.updated else {}
-    for line, (source, value) in step.renewed.items():
-        where = (line.task, line.n)
-        message = Message(next(tags), source, line.worker, value, *where, True)
-        before[line] = [message]
-        fetched[line] = {line.group or 0: message}
     for line, job, foreign in _foreign(step):
         worker, here = line.worker, at_hand.get(line.worker, {})
         earlier = last.setdefault(worker, deque(maxlen=ahead))
@@ -68,6 +65,17 @@ def fetch_weights(step: StepIR, request: Request) -> StepIR:
         for each in (*before.get(line, ()), line, *after.get(line, ()))
     ]
     return replace(step, lines=lines, fetched=fetched)
+
+
+def _renewals(step: StepIR, tags: Iterator[int]) -> dict[Line, dict[int, Message]]:
+    """The messages that bring new weights to copies, by line and group."""
+    fetched: dict[Line, dict[int, Message]] = {}
+    for line, (source, value) in step.renewed.items():
+        assert line.group is not None, "weights are of a group"
+        where = (line.task, line.n)
+        message = Message(next(tags), source, line.worker, value, *where, True)
+        fetched[line] = {line.group: message}
+    return fetched
 
 
 def _foreign(

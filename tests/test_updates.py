@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ from torch import Tensor, nn
 from torch.testing import assert_close
 
 import fxsched
-from fxsched import Schedule
+from fxsched import PlanError, Schedule, schedules
 from tests.cases import MICROBATCHES
 from tests.updates import (
     OPTIMIZERS,
@@ -62,3 +63,46 @@ def test_equals_the_plain_loop(name: str, schedule: str) -> None:
         trained(model, made, inputs, optimizer),
         eager(model, optimizer, inputs, every),
     )
+
+
+def test_a_weighted_loss_is_of_one_update() -> None:
+    schedule = replace(schedules.gpipe(2, 4), update_every=2)
+    with pytest.raises(PlanError, match="weighs rows over the whole batch"):
+        fxsched.backend(schedule, loss_reduction="weighted")
+
+
+def test_updates_need_an_optimizer() -> None:
+    schedule = replace(schedules.gpipe(2, 4), update_every=2)
+    model, inputs = build_double("mlp")
+    step = torch.compile(model, backend=fxsched.backend(schedule, transport="threads"))
+    with pytest.raises(PlanError, match=r"give it the optimizer, backend\(schedule"):
+        step(*inputs)
+    with pytest.raises(PlanError, match=r"clip_grad_norm= is about updates"):
+        fxsched.backend(schedule, clip_grad_norm=1.0)
+
+
+@pytest.mark.parametrize("every", [3, 0, -1, True, 2.0])
+def test_an_update_is_for_a_part_of_the_microbatches(every: Any) -> None:
+    with pytest.raises(PlanError, match=r"divides the 4 microbatches, or None"):
+        replace(schedules.gpipe(2, 4), update_every=every)
+
+
+@pytest.mark.parametrize(
+    ("u", "message"),
+    [
+        (lambda s, b: 7, r"u\(\d, 3\) returned 7; return a worker, 0\.\.1"),
+        (lambda s, b: "a", r"u\(\d, 3\) returned 'a'; return a worker"),
+        (lambda s, b: [][b], r"u\(\d, 3\) raised IndexError"),
+    ],
+)
+def test_u_names_a_worker(u: Any, message: str) -> None:
+    model, inputs = build_double("mlp")
+    with pytest.raises(PlanError, match=message):
+        fxsched.plan(model, replace(schedules.gpipe(2, 4), u=u), *inputs)
+
+
+def test_the_state_of_a_stage_stays_on_one_worker() -> None:
+    schedule = replace(schedules.gpipe(2, 4), update_every=2, u=lambda s, b: b // 2)
+    model, inputs = build_double("mlp")
+    with pytest.raises(PlanError, match="stays on one worker: return the same"):
+        fxsched.plan(model, schedule, *inputs)

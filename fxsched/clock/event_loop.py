@@ -213,11 +213,10 @@ def _bound_events(simulation: _Simulation) -> Callable[[], float]:
     """Phases A and B: the clock advances to the time that is returned; what is due then
     happens. Jobs that then miss nothing are ready, their workers candidates."""
     jobs, network, free = simulation.jobs, simulation.network, simulation.free
-    K, W, U = len(jobs.kinds), jobs.workers, jobs.regular
-    compute, more = jobs.compute, jobs.more
+    K, W, U, compute = len(jobs.kinds), jobs.workers, jobs.regular, jobs.compute
     ranked, rank, ready, _ = simulation.queues
     _, to_holder, releases = simulation.caps
-    succs, missing = simulation.succs, simulation.missing
+    succs, missing, more = simulation.succs, simulation.missing, jobs.more
     in_flight, parked = simulation.in_flight, simulation.parked
     calendar, candidates = simulation.calendar, simulation.candidates
     told, send = _messages(simulation)

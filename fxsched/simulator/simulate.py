@@ -178,6 +178,8 @@ def _stopped(schedule: Schedule, timeline: Timeline) -> PlanError:
     return PlanError(
         f"in_flight or in_order stops {schedule}: {jobs.job(waiting)} never runs; "
         "allow more microbatches in flight, or give n the order of data flow"
+        + ", in which updates too come before the jobs that wait for them"
+        * bool(jobs.updates)
     )
 
 
