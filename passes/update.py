@@ -199,16 +199,23 @@ class _Updates:
         return self.placeholders[group] if known is None else known
 
     def _renew(self, group: int, number: int, new: Line) -> None:
-        """The other workers' copies, after the update of the one that takes it."""
-        for owner in self.groups[group].owners:
-            if owner != new.worker:
-                old = self._weights(group, number, owner)
-                where = Line(owner, f"renew {group} after {new.task}", new.n)
-                before = self._before((group, number, owner), where)
-                args, name = (old, *before), f"{new.name}_copy"
-                line = self._line(where, ops.renew, args, new.specs, name, group)
-                self.renewed[line] = (new.worker, new)
-                self.updated[group, number + 1, owner] = line
+        """The other workers' copies, after the update of the one that takes it. Where
+        jobs read earlier versions, the next update doesn't wait until these are there,
+        so that they are sent from a copy."""
+        others = [w for w in self.groups[group].owners if w != new.worker]
+        sent = new
+        if others and self.request.schedule.version is not None:
+            where = Line(new.worker, f"copy {group} after {new.task}", new.n)
+            name = f"{new.name}_sent"
+            sent = self._line(where, ops.copy, (new,), new.specs, name, group)
+        for owner in others:
+            old = self._weights(group, number, owner)
+            where = Line(owner, f"renew {group} after {new.task}", new.n)
+            before = self._before((group, number, owner), where)
+            args, name = (old, *before), f"{new.name}_copy"
+            line = self._line(where, ops.renew, args, new.specs, name, group)
+            self.renewed[line] = (new.worker, sent)
+            self.updated[group, number + 1, owner] = line
 
     def _gradients(self, group: int, number: int, line: Line) -> Running | Line:
         """A group's gradients since the last update, summed when first asked for."""

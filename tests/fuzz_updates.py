@@ -1,19 +1,24 @@
 """Random plans with updates, run and held against their replay in plain PyTorch.
 
 python -m tests.fuzz_updates --plans 200 --seed 0
+torchrun --nproc-per-node 2 -m tests.fuzz_updates --plans 200
+Under torchrun those plans run that have as many workers as there are ranks.
 """
 
 from __future__ import annotations
 
 import argparse
 import copy
+import os
 import random
 
 import torch
+import torch.distributed as dist
 from torch.testing import assert_close
 
 import fxsched
 from fxsched import Direction, Placement, Schedule
+from fxsched.ir.request import Transport
 from tests.updates import OPTIMIZERS, TOLERANCE, batches, build_double
 
 STAGES = 3
@@ -59,7 +64,7 @@ def random_schedule(seed: int) -> Schedule:
     )
 
 
-def check(seed: int) -> None:
+def check(seed: int, transport: Transport | None = "threads") -> None:
     """Two calls of a random plan end with the parameters of its replay."""
     schedule, draw = random_schedule(seed), random.Random(seed)
     model, inputs = build_double("mlp")
@@ -69,7 +74,7 @@ def check(seed: int) -> None:
     mine = copy.deepcopy(model)
     backend = fxsched.backend(
         schedule,
-        transport="threads",
+        transport=transport,
         order=draw.choice(("static", "dynamic")),
         prefetch=draw.randint(0, 2),
         optimizer=made(mine),
@@ -80,10 +85,10 @@ def check(seed: int) -> None:
     losses = [step(*batch).item() for batch in rows]
     assert backend.plan is not None
     wanted = fxsched.replay(backend.plan, model, made(model), rows, clip)
-    backend.close()
     assert_close(losses, wanted, **TOLERANCE)
-    state, others = dict(mine.state_dict()), dict(model.state_dict())
-    assert_close(state, others, **TOLERANCE)
+    state, others = fxsched.full_state_dict(mine), dict(model.state_dict())
+    assert_close(dict(state), others, **TOLERANCE)
+    backend.close()
 
 
 def main() -> None:
@@ -91,10 +96,18 @@ def main() -> None:
     parser.add_argument("--plans", type=int, default=200)
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
+    ranks = "TORCHELASTIC_RUN_ID" in os.environ
+    if ranks:
+        dist.init_process_group("gloo")
     for seed in range(options.seed, options.seed + options.plans):
+        if ranks and random_schedule(seed).workers != dist.get_world_size():
+            continue
         torch._dynamo.reset()
-        check(seed)
+        check(seed, None if ranks else "threads")
         print(f"plan {seed}: equal to its replay", flush=True)
+    if ranks:
+        dist.barrier()
+        dist.destroy_process_group()
 
 
 if __name__ == "__main__":

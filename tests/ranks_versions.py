@@ -13,6 +13,7 @@ from torch.testing import assert_close
 
 import fxsched
 from fxsched import Plan, Schedule, schedules
+from tests.fuzz_updates import check, random_schedule
 from tests.updates import TOLERANCE, adamw, build_double
 
 
@@ -31,6 +32,9 @@ SCHEDULES: dict[str, Callable[[], Schedule]] = {
     "fsdp": lambda: late(schedules.fsdp(2, 8), 2),
     "owners": lambda: replace(late(schedules.ddp(2, 8), 2), u=lambda s, b: s % 2),
 }
+
+
+RANDOM = [seed for seed in range(20) if random_schedule(seed).workers == 2][:3]
 
 
 def rows(inputs: tuple[Tensor, ...], schedule: Schedule) -> list[tuple[Tensor, ...]]:
@@ -61,6 +65,9 @@ def main() -> None:
         assert_close(fxsched.full_state_dict(mine), wanted, **TOLERANCE)
         print(f"rank {dist.get_rank()}: {name} equal to the replay", flush=True)
         backend.close()
+    for seed in RANDOM:
+        check(seed, None)
+        print(f"rank {dist.get_rank()}: {seed} equal to the replay", flush=True)
 
 
 if __name__ == "__main__":

@@ -63,7 +63,7 @@ def test_ranks_equal_the_replay() -> None:
         command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=400
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    assert done.stdout.count("equal to the replay") == 2 * 3, done.stdout
+    assert done.stdout.count("equal to the replay") == 2 * 6, done.stdout
 
 
 @pytest.mark.parametrize("workers", [4, 8])

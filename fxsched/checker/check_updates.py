@@ -22,12 +22,14 @@ class Updates(NamedTuple):
     """The updates of a step: for how many microbatches each is, who runs it, and how
     many of them the weights of a job have seen, by the user's version.
 
+    stale: whether jobs may read earlier versions than the newest before their update.
     current: whether all copies of weights are the newest when a call begins.
     """
 
     every: int | None = None
     workers: Mapping[Job, tuple[int, ...]] = {}
     seen: Callable[[Job], int] = lambda job: 0
+    stale: bool = False
     current: bool = False
 
 
@@ -126,7 +128,7 @@ class WeightReads:
                 changed[arguments(node)[OWN[node.target]]] = node
             if node.target is ops.renew:
                 new, version = arguments(node)[2], self.version(node)
-                self._note(node.meta["task"], new, version, stale=False)
+                self._note(node.meta["task"], new, version, self.all.stale)
             stale = node.target is ops.send and self._is_stale(arguments(node)[0])
             if stale:
                 raise UpdateFault(

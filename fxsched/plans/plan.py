@@ -240,7 +240,8 @@ class Plan:
         updates = Updates(current=self.current)
         if self.updates:
             every, seen = self.schedule.update_every, self.schedule.seen
-            updates = Updates(every, self.updates, seen, self.current)
+            stale = self.schedule.version is not None
+            updates = Updates(every, self.updates, seen, stale, self.current)
         return programs, self.placements, self.groups, updates
 
     @property
