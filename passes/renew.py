@@ -6,6 +6,7 @@ from dataclasses import replace
 
 from torch import fx
 
+from ..clock.weight_fetches import source_of
 from ..ir import ops
 from ..ir.request import Request
 from ..ir.step_ir import Line, Message, StepIR
@@ -37,11 +38,11 @@ def renew_copies(step: StepIR, request: Request) -> StepIR:
     for line in step.lines if missing else ():
         assert isinstance(line, Line) and line.job is not None, "jobs alone so far"
         number = jobs.number(line.job)
-        near = {jobs.weights[number], jobs.compute[number]}
+        here = jobs.weights[number], jobs.compute[number]
         for group, owner in sorted(missing):
             keepers = step.facts.groups[group]
             reads = line.job.stage in keepers.stages
-            if not reads or owner not in near | {keepers.owners[0]}:
+            if not reads or owner != source_of(keepers.owners, *here):
                 continue
             missing.remove((group, owner))
             node, task = weights[group], f"renew {group}"

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from html import escape
 
 from .palette import hexadecimal, palette, ticks
-from .svg_layout import FAINT, INK, LANE, LEFT, PAPER, RIGHT, TOP, group, tag
+from .svg_layout import FAINT, INK, LANE, LEFT, PAPER, RIGHT, TOP, document, group, tag
 
 WIDTH, HEIGHT, BOTTOM = 620.0, 320.0, 44.0
 LIMIT = "#d1242f"
@@ -49,17 +49,7 @@ def curves(
         group("legend", _legend(named, colours), font_size=11, fill=FAINT),
         "",
     )
-    picture = tag(
-        "svg",
-        "\n".join(parts),
-        xmlns="http://www.w3.org/2000/svg",
-        width=width,
-        height=height,
-        viewBox=f"0 0 {width:g} {height:g}",
-        role="img",
-        font_family="Helvetica, Arial, sans-serif",
-    )
-    return picture + "\n"
+    return document(parts, width, height)
 
 
 def _y(value: float, top: float) -> float:

@@ -19,6 +19,7 @@ from .svg_layout import (
     TOP,
     Layout,
     around,
+    document,
     group,
     tag,
 )
@@ -57,17 +58,7 @@ def render(bars: Bars, title: str, summary: str, clock: Clock) -> str:
         after,
         "",
     )
-    picture = tag(
-        "svg",
-        "\n".join(parts),
-        xmlns="http://www.w3.org/2000/svg",
-        width=width,
-        height=height,
-        viewBox=f"0 0 {width:g} {height:g}",
-        role="img",
-        font_family="Helvetica, Arial, sans-serif",
-    )
-    return picture + "\n"
+    return document(parts, width, height)
 
 
 def _bars(layout: Layout, colours: Array, clock: Clock) -> Iterator[str]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from html import escape
@@ -100,6 +100,21 @@ def group(name: str, parts: Iterator[str], **attributes: object) -> str:
     """Elements with attributes in common, a line each."""
     lines = "\n".join(("", *parts, ""))
     return tag("g", lines, **{"class": name}, **attributes)
+
+
+def document(parts: Iterable[str], width: float, height: float) -> str:
+    """A picture of its parts, as a file."""
+    picture = tag(
+        "svg",
+        "\n".join(parts),
+        xmlns="http://www.w3.org/2000/svg",
+        width=width,
+        height=height,
+        viewBox=f"0 0 {width:g} {height:g}",
+        role="img",
+        font_family="Helvetica, Arial, sans-serif",
+    )
+    return picture + "\n"
 
 
 def around(layout: Layout, colours: Array, clock: Clock) -> tuple[str, str]:
