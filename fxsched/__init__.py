@@ -25,7 +25,8 @@ if TYPE_CHECKING:
     from .equality.verify import Verification, verify
     from .ir import ops
     from .ir.boundary import stage_boundary
-    from .jobs import Direction, Job, Placement, PlanError, Schedule
+    from .jobs.job import Direction, Job, Placement, PlanError
+    from .jobs.schedule import Schedule
     from .plans.plan import Plan
     from .rows.row_warnings import RowsWarning
     from .runtime.local_rows import LocalSampler
@@ -98,7 +99,8 @@ MODULES = {
     "equality.verify": ("Verification", "verify"),
     "ir.boundary": ("stage_boundary",),
     "ir.ops": ("ops",),
-    "jobs": ("Direction", "Job", "Placement", "PlanError", "Schedule"),
+    "jobs.job": ("Direction", "Job", "Placement", "PlanError"),
+    "jobs.schedule": ("Schedule",),
     "passes": ("passes",),
     "plans.plan": ("Plan",),
     "rows.row_warnings": ("RowsWarning",),

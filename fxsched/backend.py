@@ -37,7 +37,8 @@ from .ir.request import (
     StageCompiler,
     Transport,
 )
-from .jobs import PlanError, Schedule
+from .jobs.job import PlanError
+from .jobs.schedule import Schedule
 from .options import (
     Options,
     above_zero,

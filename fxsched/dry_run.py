@@ -16,7 +16,8 @@ from .capture.trace import Traced, trace_microbatch
 from .costmodel.measure import Profile, measure
 from .ir.modes import modes_after_errors
 from .ir.request import BufferReduction, Carry, OutputReduction, Ragged
-from .jobs import PlanError, Schedule
+from .jobs.job import PlanError
+from .jobs.schedule import Schedule
 from .passes.users import Pass
 from .planning import plan_call
 from .plans.plan import Plan

@@ -23,7 +23,9 @@ from .ir.request import (
     StageCompiler,
     Transport,
 )
-from .jobs import PlanError, Schedule, is_int, is_number
+from .jobs.job import PlanError
+from .jobs.schedule import Schedule
+from .jobs.user_values import is_int, is_number
 from .passes.users import Pass
 from .runtime.input_agreement import InputRule
 from .schedules.arguments import one_of

@@ -13,7 +13,7 @@ from .ir.graphs import Role, State, tensors
 from .ir.lazy import lazy_module
 from .ir.request import Request
 from .ir.step_ir import StepIR
-from .jobs import Direction
+from .jobs.job import Direction
 from .passes.collect import collect_results
 from .passes.cut import cut_program
 from .passes.differentiate import differentiate_stages

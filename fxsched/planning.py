@@ -18,7 +18,8 @@ from .capture.trace import Traced, trace_microbatch
 from .checker.summary import CheckError
 from .ir.facts import facts
 from .ir.request import LossReduction, Request
-from .jobs import PlanError, Schedule
+from .jobs.job import PlanError
+from .jobs.schedule import Schedule
 from .options import Options
 from .passes.users import Pass, pass_name
 from .pipeline import make_plan

@@ -14,7 +14,7 @@ from ..ir.graphs import Output, Specs, dims, result
 from ..ir.request import Request
 from ..ir.step_ir import Line, Made, Running, StepIR
 from ..ir.writes import Write
-from ..jobs import Direction, PlanError
+from ..jobs.job import Direction, PlanError
 
 Parts = list[tuple[tuple[int, ...], Line]]  # microbatches, and their bundle
 

@@ -21,7 +21,7 @@ from ..ir.step_ir import (
     Value,
     with_values,
 )
-from ..jobs import Direction, Job
+from ..jobs.job import Direction, Job
 
 Where = tuple[int, str, int]  # worker, task, n
 

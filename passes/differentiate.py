@@ -25,7 +25,7 @@ from ..ir.facts import FACTS, facts, stage_facts
 from ..ir.graphs import arguments, result
 from ..ir.lazy import write_code
 from ..ir.request import Request
-from ..jobs import Direction
+from ..jobs.job import Direction
 
 
 def differentiate_stages(gm: fx.GraphModule, request: Request) -> fx.GraphModule:

@@ -15,7 +15,8 @@ from ..clock.updates import StageUpdate, add_updates
 from ..ir.graphs import result
 from ..ir.request import Request
 from ..ir.step_ir import StepIR
-from ..jobs import Direction, PlanError, Schedule
+from ..jobs.job import Direction, PlanError
+from ..jobs.schedule import Schedule
 
 FORWARD, BACKWARD, *_ = Direction
 Cap = Callable[[int], int | None]

@@ -24,7 +24,7 @@ from ..ir.graphs import (
 )
 from ..ir.request import Request
 from ..ir.user_line import user_line
-from ..jobs import PlanError
+from ..jobs.job import PlanError
 from ..partition.cut_cost import Cut, Hyperedge, Problem, Unit
 from ..partition.planner import choose_cut, stage_graph
 

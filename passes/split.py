@@ -29,7 +29,7 @@ from ..ir.graphs import (
 )
 from ..ir.lazy import lazy_module
 from ..ir.request import Request
-from ..jobs import Job, PlanError
+from ..jobs.job import Job, PlanError
 from .stage_builder import StageBuilder
 
 

@@ -9,7 +9,7 @@ from torch import fx
 
 from ..ir.request import Request
 from ..ir.step_ir import Line, Recipe, Running, StepIR
-from ..jobs import Direction
+from ..jobs.job import Direction
 
 
 def unroll_jobs(step: StepIR, request: Request) -> StepIR:

@@ -17,7 +17,7 @@ from ..ir.gradient_sums import sum_gradients
 from ..ir.graphs import Spec, Specs, arguments
 from ..ir.request import Request
 from ..ir.step_ir import Credit, Line, Running, StepIR, Value
-from ..jobs import Direction, Job, PlanError
+from ..jobs.job import Direction, Job, PlanError
 
 
 def update_weights(step: StepIR, request: Request) -> StepIR:

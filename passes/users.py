@@ -13,7 +13,7 @@ from ..ir import ops
 from ..ir.graphs import Spec, Specs, tensors
 from ..ir.lazy import lazy_module
 from ..ir.request import Request
-from ..jobs import PlanError
+from ..jobs.job import PlanError
 
 Pass = Callable[[fx.GraphModule, Request], fx.GraphModule]
 PLACE = ("worker", "task", "n")

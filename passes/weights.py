@@ -13,7 +13,7 @@ from ..clock.weight_fetches import Foreign, foreign_reads
 from ..ir.graphs import arguments
 from ..ir.request import Request
 from ..ir.step_ir import Line, Message, StepIR
-from ..jobs import Job
+from ..jobs.job import Job
 
 
 def fetch_weights(step: StepIR, request: Request) -> StepIR:

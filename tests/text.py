@@ -11,7 +11,7 @@ from torch import fx
 from fxsched.ir.facts import facts
 from fxsched.ir.graphs import Role, Spec
 from fxsched.ir.step_ir import Line, Message, StepIR
-from fxsched.jobs import Placement
+from fxsched.jobs.job import Placement
 
 
 def stage_count_text(gm: fx.GraphModule) -> list[str]:

@@ -8,7 +8,7 @@ import torch
 from torch import fx
 
 from ..ir.graphs import Spec, base, draws
-from ..jobs import PlanError
+from ..jobs.job import PlanError
 from .activation_checkpoints import is_forward, recomputed
 
 What = Literal["state", "input", "output", "tangent", "saved", "carried"]

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, fx
 
 from ..ir.request import Request
-from ..jobs import PlanError
+from ..jobs.job import PlanError
 from .graph_inputs import placeholders, symbol_of
 from .samples import BatchInput, check_names, names_of, samples_of, user_tensors
 

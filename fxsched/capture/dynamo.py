@@ -30,7 +30,7 @@ from torch._dynamo.symbolic_convert import InstructionTranslator
 
 from ..ir.lazy import lazy_module
 from ..ir.request import Request
-from ..jobs import PlanError
+from ..jobs.job import PlanError
 from .caller import Argument, Call, owner_of, read_call
 from .graph_breaks import not_whole
 from .graph_inputs import origin_of, placeholders

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from ..jobs import PlanError
+from ..jobs.job import PlanError
 
 
 def graph_break(gm: fx.GraphModule) -> PlanError | None:

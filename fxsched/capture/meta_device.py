@@ -14,7 +14,7 @@ from torch import Tensor, fx
 
 from ..ir.graphs import Spec
 from ..ir.lazy import lazy_module
-from ..jobs import PlanError
+from ..jobs.job import PlanError
 
 CPU = torch.device("cpu")
 

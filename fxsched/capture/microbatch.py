@@ -16,7 +16,7 @@ from torch._subclasses import FakeTensorMode
 
 from ..costmodel.costs import Work
 from ..ir.graphs import REGION_ENTERS, REGION_EXITS, Role, Spec, storage
-from ..jobs import PlanError
+from ..jobs.job import PlanError
 from ..rows.early_values import Early
 from ..rows.kinds import Kind, Rows
 from ..rows.tracker import Tracker

@@ -14,7 +14,7 @@ from torch import Tensor, fx
 
 from ..ir.graphs import Output, storage, tensors
 from ..ir.request import OutputReduction
-from ..jobs import PlanError
+from ..jobs.job import PlanError
 from ..rows.kinds import Kind, Rows
 from .batch import Batch
 

@@ -7,7 +7,7 @@ from torch import Tensor, fx
 from torch._ops import HigherOrderOperator
 
 from ..ir.user_line import user_line
-from ..jobs import PlanError
+from ..jobs.job import PlanError
 
 # Nodes that open a transform of torch.func; what follows runs inside it.
 TRANSFORMS = {

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, fx
 
 from ..ir.request import Request
-from ..jobs import PlanError
+from ..jobs.job import PlanError
 from .caller import Argument, Call, Dims, parts
 from .graph_inputs import origin_of, placeholders
 

@@ -8,7 +8,7 @@ from torch import Tensor, fx
 
 from ..ir.graphs import Output, Role, Spec, storage, written_storages
 from ..ir.user_line import user_line
-from ..jobs import PlanError
+from ..jobs.job import PlanError
 from .graph_inputs import origin_of, placeholders
 from .microbatch import Microbatch
 from .returns import Returned

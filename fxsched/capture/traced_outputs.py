@@ -9,7 +9,7 @@ from torch import Tensor, fx
 
 from ..ir.graphs import Output, Role, storage, written_storages
 from ..ir.user_line import user_line
-from ..jobs import PlanError
+from ..jobs.job import PlanError
 from .microbatch import Microbatch
 from .origins import plain
 from .outputs import TracedOutput, decide, describe, origins_of

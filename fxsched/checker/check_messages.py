@@ -16,7 +16,7 @@ from typing import NamedTuple
 from torch import fx
 
 from ..ir.graphs import Group, Specs
-from ..jobs import Job, Placement
+from ..jobs.job import Job, Placement
 from .check_program import NO_UPDATES, examine, other_maker, other_microbatch
 from .check_updates import Updates
 from .summary import CheckError, End, Provenance, Summary

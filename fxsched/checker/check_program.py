@@ -15,7 +15,7 @@ from torch import fx
 
 from ..ir import ops
 from ..ir.graphs import Group, Specs, arguments, original, result
-from ..jobs import Direction, Job, Placement
+from ..jobs.job import Direction, Job, Placement
 from .check_updates import UpdateFault, Updates, WeightReads
 from .summary import CheckError, End, Provenance, Summary, Use
 

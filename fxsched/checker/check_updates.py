@@ -13,7 +13,7 @@ from torch import fx
 
 from ..ir import ops
 from ..ir.graphs import Group, arguments
-from ..jobs import Job
+from ..jobs.job import Job
 
 OWN = {ops.update: 3, ops.renew: 1}  # the argument in whose place new weights are
 

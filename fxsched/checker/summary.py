@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from ..ir.graphs import Specs
-from ..jobs import Job
+from ..jobs.job import Job
 from .check_updates import WeightUse
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import click
 
-from ..jobs import Schedule
+from ..jobs.schedule import Schedule
 from ..schedules import LIBRARY, STALE
 from . import simulate_options
 from .compare_command import lineup

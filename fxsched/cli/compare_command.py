@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 from ..draw import tables
-from ..jobs import PlanError
+from ..jobs.job import PlanError
 from ..simulator.simulate import Simulation
 from ..tuner.candidates import moves_weights
 from .options import (

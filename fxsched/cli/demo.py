@@ -16,7 +16,8 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 from ..backend import backend
-from ..jobs import PlanError, Schedule
+from ..jobs.job import PlanError
+from ..jobs.schedule import Schedule
 from ..models import docstrings
 from ..models.two_tower import TwoTower, TwoTowerConfig
 from ..state.full_state import full_state_dict

@@ -10,7 +10,7 @@ from typing import Any
 
 import click
 
-from ..jobs import PlanError
+from ..jobs.job import PlanError
 from . import commands, model_commands, stability_command
 
 

@@ -9,7 +9,8 @@ from typing import Any
 import click
 from click.core import ParameterSource
 
-from ..jobs import PlanError, Schedule
+from ..jobs.job import PlanError
+from ..jobs.schedule import Schedule
 from . import simulate_options
 from .option_types import COUNT, NUMBER, POSITION, dims, file
 from .options import WORKERS, build, passed_options, schedule_option, schedule_options

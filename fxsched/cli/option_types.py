@@ -6,7 +6,7 @@ from pathlib import Path
 
 import click
 
-from ..jobs import Schedule
+from ..jobs.schedule import Schedule
 from ..schedules import LIBRARY
 from ..schedules.saved import load_schedule
 

@@ -10,7 +10,8 @@ from typing import Any, NoReturn, TypeVar
 
 import click
 
-from ..jobs import PlanError, Schedule
+from ..jobs.job import PlanError
+from ..jobs.schedule import Schedule
 from ..schedules import LIBRARY, replicate
 from .option_types import COUNT, NUMBER, schedule
 

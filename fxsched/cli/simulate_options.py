@@ -15,7 +15,8 @@ import networkx as nx
 
 from ..clock.network import Link
 from ..draw import chrome
-from ..jobs import PlanError, Schedule
+from ..jobs.job import PlanError
+from ..jobs.schedule import Schedule
 from ..simulator.simulate import Simulation
 from ..simulator.simulate import simulate as run
 from .option_types import NUMBER, POSITION, file

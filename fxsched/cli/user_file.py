@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from ..dry_run import plan
-from ..jobs import PlanError
+from ..jobs.job import PlanError
 
 SAY = "return (model, inputs), inputs a tuple, a dict of keyword arguments or a tensor"
 

@@ -13,7 +13,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ..jobs import Direction, Job, Schedule
+from ..jobs.job import Direction, Job
+from ..jobs.schedule import Schedule
 from .timeline import Jobs, Timeline
 
 FORWARD, BACKWARD, WEIGHT, _ = Direction

@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterable, Sequence
 from heapq import heappop, heappush
 from typing import NamedTuple
 
-from ..jobs import Direction
+from ..jobs.job import Direction
 from .activations import lifetimes, to_holder
 from .timeline import Jobs, Timeline
 

@@ -7,7 +7,9 @@ from dataclasses import dataclass
 
 import networkx as nx
 
-from ..jobs import Direction, PlanError, Schedule, is_number
+from ..jobs.job import Direction, PlanError
+from ..jobs.schedule import Schedule
+from ..jobs.user_values import is_number
 from .event_loop import Network
 from .stage_graph import Edges
 from .timeline import Jobs, Timeline

@@ -8,7 +8,8 @@ from typing import Any
 
 import networkx as nx
 
-from ..jobs import Direction, Job, Placement, PlanError, Schedule
+from ..jobs.job import Direction, Job, Placement, PlanError
+from ..jobs.schedule import Schedule
 from .activations import peaks
 from .event_loop import Network, run_jobs
 from .timeline import Jobs, Kind, Timeline, weight_owners

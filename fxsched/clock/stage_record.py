@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import TypedDict
 
-from ..jobs import Direction
+from ..jobs.job import Direction
 
 
 class Stage(TypedDict, total=False):

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import NamedTuple, overload
 
-from ..jobs import Direction, Job
+from ..jobs.job import Direction, Job
 
 Kind = tuple[int, Direction]
 

@@ -6,7 +6,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
-from ..jobs import Direction, Job, Schedule
+from ..jobs.job import Direction, Job
+from ..jobs.schedule import Schedule
 from .timeline import Jobs
 from .weight_fetches import source_of
 

@@ -16,7 +16,8 @@ import networkx as nx
 import numpy as np
 from numpy.typing import NDArray
 
-from ..jobs import Direction, Schedule
+from ..jobs.job import Direction
+from ..jobs.schedule import Schedule
 from .timeline import Jobs, Timeline
 
 Numbers: TypeAlias = NDArray[np.int64]

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import networkx as nx
 
-from ..jobs import Schedule
+from ..jobs.schedule import Schedule
 from .timeline import Jobs, weight_owners
 
 

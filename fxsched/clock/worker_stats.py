@@ -8,7 +8,7 @@ from typing import Any
 import networkx as nx
 import numpy as np
 
-from ..jobs import Schedule
+from ..jobs.schedule import Schedule
 from .activations import peaks
 from .timeline import Jobs, Timeline
 from .weight_fetches import fetches

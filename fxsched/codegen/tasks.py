@@ -14,7 +14,7 @@ from torch import fx
 
 from ..ir import ops
 from ..ir.graphs import arguments, original
-from ..jobs import Job
+from ..jobs.job import Job
 from ..transport.wire_format import Parcel
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
-from ..jobs import PlanError
+from ..jobs.job import PlanError
 from .recurrence import CORRECTION, Method, spectral_radius
 
 STALENESS = {"sgd": 0, "momentum": 0, "nesterov": 0, "stale_sgd": 1, "pipemare": 1}

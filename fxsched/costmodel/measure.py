@@ -16,7 +16,7 @@ from torch import Tensor, fx
 from ..clock.timeline import Event
 from ..ir import ops
 from ..ir.graphs import REGION_ENTERS, REGION_EXITS, Role
-from ..jobs import Direction, PlanError
+from ..jobs.job import Direction, PlanError
 from .costs import Work, backward_of
 
 FORWARD, BACKWARD, WEIGHT, _ = Direction

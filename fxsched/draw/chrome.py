@@ -9,7 +9,8 @@ from os import PathLike, fspath
 from typing import Any
 
 from ..clock.timeline import Event
-from ..jobs import Direction, PlanError, is_number
+from ..jobs.job import Direction, PlanError
+from ..jobs.user_values import is_number
 
 # Category and chrome://tracing's name of a colour; Perfetto colours by the job's name.
 LOOKS = {

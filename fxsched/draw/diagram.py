@@ -9,7 +9,7 @@ from os import PathLike
 from pathlib import Path
 
 from ..clock.timeline import Event
-from ..jobs import Direction, PlanError
+from ..jobs.job import Direction, PlanError
 from . import page, svg, text_diagram
 from .palette import Clock, clock
 from .timeline_arrays import Bars, bars_of

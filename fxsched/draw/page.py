@@ -7,7 +7,7 @@ import re
 from html import escape
 from importlib.resources import files
 
-from ..jobs import Direction
+from ..jobs.job import Direction
 from .palette import Clock, hexadecimal, palette
 from .timeline_arrays import LETTERS, Array, Bars, held
 

@@ -13,7 +13,8 @@ from ..clock.timeline import Timeline
 from ..ir import ops
 from ..ir.graphs import Group, Specs
 from ..ir.step_ir import TOKEN, Credit, Line, Message, Running, Value, values_in
-from ..jobs import Job, Schedule
+from ..jobs.job import Job
+from ..jobs.schedule import Schedule
 from .palette import clock
 from .program_table import program_table
 from .tables import WIDTH, byte_text, ranges, shorten, table

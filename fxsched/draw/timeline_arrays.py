@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ..clock.timeline import Event
-from ..jobs import Direction, PlanError
+from ..jobs.job import Direction, PlanError
 
 Array = np.ndarray[Any, np.dtype[Any]]
 LETTERS = "".join(map(str, Direction))

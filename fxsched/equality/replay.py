@@ -13,7 +13,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ..jobs import Direction, Job, PlanError
+from ..jobs.job import Direction, Job, PlanError
 from ..plans.plan import Plan
 
 Batch = Tensor | Sequence[Any] | Mapping[str, Any]

@@ -18,7 +18,8 @@ from ..capture.batch import Batch, batch_of
 from ..draw import tables
 from ..ir.modes import modes_after_errors
 from ..ir.user_line import line_of
-from ..jobs import PlanError, Schedule
+from ..jobs.job import PlanError
+from ..jobs.schedule import Schedule
 from ..planning import plan_call
 from ..rows.row_warnings import RowsWarning
 from ..runtime.step import Step

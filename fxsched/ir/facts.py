@@ -9,7 +9,7 @@ from typing import Any
 import networkx as nx
 from torch import fx
 
-from ..jobs import Schedule
+from ..jobs.schedule import Schedule
 from .graphs import Group, Output
 from .writes import Write
 

@@ -13,7 +13,8 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from ..jobs import PlanError, is_number
+from ..jobs.job import PlanError
+from ..jobs.user_values import is_number
 
 Scale = Callable[[], float]
 Gradients = Sequence[Tensor | None]

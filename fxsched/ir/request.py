@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
-from ..jobs import Schedule
+from ..jobs.schedule import Schedule
 
 # The options of fxsched.backend that are words, and all words that each may be.
 Order = Literal["static", "dynamic"]

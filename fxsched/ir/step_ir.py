@@ -17,7 +17,7 @@ import torch
 from torch import fx
 
 from ..clock.timeline import Jobs, Kind, Timeline
-from ..jobs import Direction, Job
+from ..jobs.job import Direction, Job
 from . import ops
 from .facts import Facts, facts
 from .graphs import Spec, Specs

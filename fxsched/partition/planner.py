@@ -23,7 +23,8 @@ from ..clock.stage_graph import (
     step_seconds,
     worker_bytes,
 )
-from ..jobs import Direction, Job, PlanError, Schedule
+from ..jobs.job import Direction, Job, PlanError
+from ..jobs.schedule import Schedule
 from .cut_cost import Cut, Problem
 from .partitioner import best_cut, improve
 

@@ -26,7 +26,9 @@ from ..draw.diagram import Diagram
 from ..draw.program_table import program_table
 from ..ir.graphs import Group, Output, State
 from ..ir.step_ir import Line, Message
-from ..jobs import Direction, Job, Placement, PlanError, Schedule, is_count, is_int
+from ..jobs.job import Direction, Job, Placement, PlanError
+from ..jobs.schedule import Schedule
+from ..jobs.user_values import is_count, is_int
 from ..simulator.durations import Durations
 from ..simulator.simulate import Simulation, run_placed
 from ..simulator.timeline_comparison import compare_timelines

@@ -26,7 +26,7 @@ from ..ir.graphs import storage
 from ..ir.lazy import lazy_module
 from ..ir.request import LossReduction
 from ..ir.user_line import line_of
-from ..jobs import PlanError
+from ..jobs.job import PlanError
 from .kinds import Kind, Rows
 from .tracker import Tracker
 

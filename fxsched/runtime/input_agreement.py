@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ..ir.graphs import Role, State
 from ..ir.request import CheckInputs
-from ..jobs import PlanError
+from ..jobs.job import PlanError
 from ..transport.checksums import digest
 from ..transport.processes import Processes
 

@@ -14,7 +14,8 @@ from ..capture.samples import BatchInput, samples_of
 from ..ir import ops
 from ..ir.request import Request
 from ..ir.step_ir import Line
-from ..jobs import PlanError, Schedule
+from ..jobs.job import PlanError
+from ..jobs.schedule import Schedule
 from ..plans.plan import Plan
 from ..transport.world import own_rank
 

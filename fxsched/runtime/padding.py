@@ -13,7 +13,7 @@ from ..capture.samples import BatchInput, samples_of
 from ..ir.graphs import result
 from ..ir.request import Request
 from ..ir.step_ir import Line
-from ..jobs import PlanError
+from ..jobs.job import PlanError
 from ..plans.plan import Plan
 
 

@@ -18,7 +18,7 @@ from ..clock.timeline import Event
 from ..ir.graphs import Role, Spec, State
 from ..ir.loss_scale import Gradients, overflowed
 from ..ir.step_ir import Message
-from ..jobs import PlanError
+from ..jobs.job import PlanError
 from ..plans.arithmetic import first_difference
 from ..plans.plan import Plan
 from ..state.clip import guard_torch_clipping

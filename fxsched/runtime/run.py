@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ..clock.timeline import Event
-from ..jobs import Job
+from ..jobs.job import Job
 from ..transport.endpoints import Endpoint
 
 

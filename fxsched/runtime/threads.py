@@ -14,7 +14,7 @@ from torch import Tensor, fx
 
 from ..clock.timeline import Event
 from ..ir.loss_scale import Gradients
-from ..jobs import PlanError
+from ..jobs.job import PlanError
 from ..plans.plan import Plan
 from ..state.ownership import is_given_up
 from ..transport.endpoints import Aborted, Exchange, ThreadEndpoint

@@ -5,7 +5,8 @@ from __future__ import annotations
 import difflib
 from collections.abc import Sequence
 
-from ..jobs import PlanError, is_count, too_many
+from ..jobs.job import PlanError
+from ..jobs.user_values import is_count, too_many
 
 
 def positive(name: str, **counts: object) -> None:

@@ -6,7 +6,8 @@ from dataclasses import replace
 
 import networkx as nx
 
-from ..jobs import Direction, Job, Placement, PlanError, Schedule
+from ..jobs.job import Direction, Job, Placement, PlanError
+from ..jobs.schedule import Schedule
 from .arguments import equal_shares, groups, one_of, positive
 from .orders import microbatch_first
 from .sharded_optimizer import share_optimizer

@@ -7,7 +7,9 @@ from collections.abc import Callable, Sequence
 import networkx as nx
 
 from ..clock.stage_graph import likely_seconds, run_stages, step_seconds
-from ..jobs import Direction, Placement, Priority, Schedule
+from ..jobs.answers import Priority
+from ..jobs.job import Direction, Placement
+from ..jobs.schedule import Schedule
 from .arguments import positive
 from .orders import oldest_microbatch_first
 

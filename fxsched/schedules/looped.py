@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from ..jobs import Direction, Placement, Schedule
+from ..jobs.job import Direction, Placement
+from ..jobs.schedule import Schedule
 from .arguments import equal_shares, groups, loops, positive
 from .orders import oldest_microbatch_first
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from ..jobs import Direction, Priority
+from ..jobs.answers import Priority
+from ..jobs.job import Direction
 
 FORWARD = Direction.FORWARD
 

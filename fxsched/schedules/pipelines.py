@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from ..jobs import Direction, Placement, PlanError, Schedule
+from ..jobs.job import Direction, Placement, PlanError
+from ..jobs.schedule import Schedule
 from .arguments import positive
 from .orders import forward_first, oldest_microbatch_first
 

@@ -8,7 +8,9 @@ from os import PathLike, fspath
 from pathlib import Path
 from typing import Any
 
-from ..jobs import SAVED, Direction, Job, Placement, PlanError, Schedule, is_count
+from ..jobs.job import Direction, Job, Placement, PlanError
+from ..jobs.schedule import SAVED, Schedule
+from ..jobs.user_values import is_count
 
 FIELDS = (
     "fxsched_schedule",

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from ..jobs import Placement, PlanError, Schedule
+from ..jobs.job import Placement, PlanError
+from ..jobs.schedule import Schedule
 from .arguments import equal_shares, groups, positive
 from .orders import microbatch_first
 

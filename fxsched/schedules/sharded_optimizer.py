@@ -8,7 +8,8 @@ from functools import cache
 
 import networkx as nx
 
-from ..jobs import Direction, Job, Schedule
+from ..jobs.job import Direction, Job
+from ..jobs.schedule import Schedule
 
 LAST = 1 << 60  # above all n
 

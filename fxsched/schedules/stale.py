@@ -8,7 +8,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from ..jobs import Direction, PlanError, Schedule, is_count
+from ..jobs.job import Direction, PlanError
+from ..jobs.schedule import Schedule
+from ..jobs.user_values import is_count
 from .arguments import positive
 from .pipelines import one_f_one_b
 

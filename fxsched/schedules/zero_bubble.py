@@ -7,7 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from ..jobs import Direction, Placement, Schedule
+from ..jobs.job import Direction, Placement
+from ..jobs.schedule import Schedule
 from .arguments import positive
 
 FORWARD, BACKWARD, WEIGHT, UPDATE = Direction

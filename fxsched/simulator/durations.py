@@ -11,7 +11,9 @@ import networkx as nx
 from ..clock import stage_graph
 from ..clock.stage_graph import kind_seconds
 from ..clock.timeline import Event, Jobs, Kind
-from ..jobs import Direction, Job, PlanError, Schedule, is_number, raised
+from ..jobs.job import Direction, Job, PlanError
+from ..jobs.schedule import Schedule
+from ..jobs.user_values import is_number, raised
 
 FORWARD = Direction.FORWARD
 Durations = Mapping[str, float] | Callable[[Job], float] | Sequence[Event] | None

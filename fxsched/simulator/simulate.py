@@ -21,7 +21,9 @@ from ..clock.timeline import Jobs, Timeline
 from ..clock.worker_stats import Worker, worker_records
 from ..draw import tables
 from ..draw.diagram import Diagram, draw
-from ..jobs import PlanError, Schedule, is_count, is_int, too_many
+from ..jobs.job import PlanError
+from ..jobs.schedule import Schedule
+from ..jobs.user_values import is_count, is_int, too_many
 from .durations import UNITS, Durations, job_seconds, set_durations
 
 

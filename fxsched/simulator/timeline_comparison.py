@@ -11,7 +11,7 @@ from typing import NamedTuple
 from ..clock.timeline import Event
 from ..draw import tables
 from ..draw.palette import Clock, clock
-from ..jobs import Direction, Job, PlanError
+from ..jobs.job import Direction, Job, PlanError
 
 ROWS, KINDS = 5, 8  # of a table, and of that of durations, at most
 

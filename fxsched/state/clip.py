@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import clip_grad
 
-from ..jobs import PlanError
+from ..jobs.job import PlanError
 from ..transport.processes import everyone
 from .ownership import OWNERSHIPS, first_owner
 

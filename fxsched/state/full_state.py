@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ..ir.graphs import Spec, storage
-from ..jobs import PlanError
+from ..jobs.job import PlanError
 from ..transport.checksums import digest
 from ..transport.processes import Processes, everyone
 from .optimizers import parameters_of, unguarded, updated_elsewhere

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
 from ..ir.graphs import Spec
-from ..jobs import PlanError
+from ..jobs.job import PlanError
 
 
 class Ownership(NamedTuple):

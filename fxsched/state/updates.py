@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 
 from ..ir.graphs import Group
 from ..ir.ops import Bundle
-from ..jobs import PlanError
+from ..jobs.job import PlanError
 
 
 def checked_optimizer(optimizer: object) -> Optimizer | None:

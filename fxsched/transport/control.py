@@ -26,7 +26,7 @@ import time
 from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol
 
-from ..jobs import PlanError
+from ..jobs.job import PlanError
 
 TICK = 0.5  # seconds
 LONG = 10.0  # seconds of waiting that a line on stderr tells of

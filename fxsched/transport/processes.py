@@ -26,7 +26,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import distributed_c10d as c10d
 
-from ..jobs import PlanError
+from ..jobs.job import PlanError
 from .control import TICK, Control, Mark
 from .endpoints import Where
 from .helper_threads import Helpers

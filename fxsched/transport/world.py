@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.distributed import distributed_c10d as c10d
 
 from ..ir.request import Transport
-from ..jobs import PlanError
+from ..jobs.job import PlanError
 
 T = TypeVar("T")
 

@@ -12,7 +12,8 @@ import networkx as nx
 
 from ..clock.stage_graph import worker_bytes
 from ..draw import tables
-from ..jobs import PlanError, Schedule
+from ..jobs.job import PlanError
+from ..jobs.schedule import Schedule
 from ..schedules.orders import oldest_microbatch_first
 from ..simulator.simulate import Simulation, simulate
 from .candidates import Candidate, library, moves_weights, placements

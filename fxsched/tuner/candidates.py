@@ -10,7 +10,8 @@ from typing import NamedTuple
 
 import networkx as nx
 
-from ..jobs import Direction, Job, Placement, PlanError, Schedule
+from ..jobs.job import Direction, Job, Placement, PlanError
+from ..jobs.schedule import Schedule
 from ..schedules import LIBRARY, STALE, replicate
 
 FORWARD = Direction.FORWARD

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from ..clock.activations import lifetimes
-from ..jobs import Direction
+from ..jobs.job import Direction
 from .ordering_problem import OrderingProblem
 
 CLOSE = 1e-9  # of a worker's room: what sums of sizes may be off by

@@ -12,7 +12,7 @@ from heapq import heappop, heappush
 from math import inf
 from typing import NamedTuple
 
-from ..jobs import Direction
+from ..jobs.job import Direction
 from .evaluate_order import CLOSE, Orders
 from .ordering_problem import OrderingProblem
 

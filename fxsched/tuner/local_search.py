@@ -8,7 +8,7 @@ from math import inf
 from random import Random
 from typing import Any
 
-from ..jobs import Direction
+from ..jobs.job import Direction
 from .evaluate_order import JobTimes, Orders, fits, length, replay
 from .list_scheduler import FIRST, Knobs, fill
 from .ordering_problem import OrderingProblem

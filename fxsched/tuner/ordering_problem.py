@@ -18,7 +18,7 @@ from ..clock.stage_graph import (
     weight_bytes,
 )
 from ..clock.timeline import Jobs
-from ..jobs import Schedule
+from ..jobs.schedule import Schedule
 
 Transfer = float | Link | None
 

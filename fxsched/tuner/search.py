@@ -14,7 +14,9 @@ from tqdm import tqdm
 
 from ..clock.network import check_transfer
 from ..dry_run import plan
-from ..jobs import Placement, PlanError, Schedule, is_int, is_number
+from ..jobs.job import Placement, PlanError
+from ..jobs.schedule import Schedule
+from ..jobs.user_values import is_int, is_number
 from ..plans.plan import Plan
 from ..schedules.arguments import one_of, positive
 from ..schedules.orders import oldest_microbatch_first

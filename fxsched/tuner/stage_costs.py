@@ -8,7 +8,7 @@ from typing import Any, NamedTuple, cast
 
 import networkx as nx
 
-from ..jobs import PlanError
+from ..jobs.job import PlanError
 from ..schedules.arguments import positive
 
 LOOPS = 4  # stages a worker, at most

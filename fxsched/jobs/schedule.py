@@ -1,103 +1,35 @@
-"""The words of fxsched: jobs, where they are placed, in which order, and a schedule."""
+"""A schedule: where every job runs (w), and which goes first (n)."""
 
 from __future__ import annotations
 
 import json
-import operator
-import re
-import traceback
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from enum import Enum
 from math import inf
-from numbers import Real
 from os import PathLike
 from pathlib import Path
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NoReturn
 
 import networkx as nx
 
+from . import answers
+from .answers import Cap, Place, Priority, Updater, Version
+from .job import Direction, Job, Placement, PlanError
+from .user_values import is_count, is_int, raised, too_many
+
 SAVED = 1  # version of the files that Schedule.save writes
 PROBED = 8  # stages of a schedule that leaves their number to the planner
-LARGEST = 100_000  # workers, microbatches or stages
 
+InFlight = int | Cap | None
 
-class PlanError(Exception):
-    """Something the user asked for that cannot be planned; the message says what."""
-
-
-class Direction(Enum):
-    """Forward, backward, weight gradients, or update; `value` is the letter that jobs
-    print with. Where a schedule splits the backward, B makes the gradients of a stage's
-    inputs and W those of its weights; else B makes both and there is no W. U is a step
-    of the optimizer, with the gradients since the last one.
-
-    Its letter is equal to it, in `d == "B"`, `d in ("B", "W")` and as a key. Any other
-    text raises PlanError there, where it would be unequal in silence.
-    """
-
-    FORWARD = "F"
-    BACKWARD = "B"
-    WEIGHT = "W"
-    UPDATE = "U"
-
-    def __str__(self) -> str:
-        return self.value
-
-    def __eq__(self, other: object) -> bool:
-        if not isinstance(other, str):
-            return self is other
-        if other not in ("F", "B", "W", "U"):
-            raise PlanError(
-                f"a direction is compared with {other!r}; compare it with 'F', 'B', "
-                "'W' or 'U', or with Direction.FORWARD, BACKWARD, WEIGHT or UPDATE"
-            )
-        return bool(self._value_ == other)
-
-    def __hash__(self) -> int:
-        return hash(self._value_)
-
-
-class Job(NamedTuple):
-    """The work of one stage on one microbatch in one direction; prints as `2F0`."""
-
-    stage: int
-    microbatch: int
-    direction: Direction
-
-    def __str__(self) -> str:
-        return f"{self.stage}{self.direction.value}{self.microbatch}"
-
-    @staticmethod
-    def parse(text: str) -> Job:
-        """The job that prints as `text`.
-
-        Raises PlanError if the text isn't a stage, F, B, W or U, and a microbatch.
-        """
-        match = re.fullmatch(r"(\d+)([FBWU])(\d+)", text)
-        if match is None:
-            raise PlanError(
-                f"{text!r} is not a job: write stage, F, B, W or U, microbatch, as in "
-                "2F0"
-            )
-        stage, letter, microbatch = match.groups()
-        return Job(int(stage), int(microbatch), Direction(letter))
-
-
-class Placement(NamedTuple):
-    """The worker that keeps the weights of a job and the worker that runs it."""
-
-    weights: int
-    compute: int
-
-
-CALLED = "(stage, microbatch, direction)"
-
-Place = Callable[[int, int, Direction], Placement | tuple[int, int]]
-Priority = Callable[[int, int, Direction], int]
-InFlight = int | Callable[[int], int | None] | None
-Updater = Callable[[int, int], int]
-Version = Callable[[int, int, Direction], int]
+# What functions of a schedule are called with.
+CALLED = {
+    "w": answers.CALLED,
+    "n": answers.CALLED,
+    "fit": "the stages that returns a Schedule",
+    "u": "(stage, microbatch)",
+    "version": answers.CALLED,
+}
 
 
 @dataclass(frozen=True)
@@ -158,27 +90,14 @@ class Schedule:
                     f"{too_many(count)}"
                 )
             object.__setattr__(self, field, int(count))  # numpy's ints too
-        if self.fit is not None and not callable(self.fit):
-            raise PlanError(
-                f"Schedule(fit={self.fit!r}): give a function of the stages that "
-                "returns a Schedule"
-            )
-        for field in ("w", "n"):
-            if not callable(getattr(self, field)):
+        for field, called in CALLED.items():
+            function = getattr(self, field)
+            optional = getattr(Schedule, field) is None
+            if not callable(function) and not (optional and function is None):
                 raise PlanError(
-                    f"Schedule({field}={getattr(self, field)!r}): give a function of "
-                    "(stage, microbatch, direction)"
+                    f"Schedule({field}={function!r}): give a function of {called}"
+                    f"{', or None' if optional else ''}"
                 )
-        if self.u is not None and not callable(self.u):
-            raise PlanError(
-                f"Schedule(u={self.u!r}): give a function of (stage, microbatch), or "
-                "None"
-            )
-        if self.version is not None and not callable(self.version):
-            raise PlanError(
-                f"Schedule(version={self.version!r}): give a function of (stage, "
-                "microbatch, direction), or None"
-            )
         self._check_update_every()
         for field in ("split_backward", "in_order"):
             if not isinstance(getattr(self, field), bool):
@@ -367,56 +286,23 @@ class Schedule:
 
     def place(self, job: Job) -> Placement:
         """w of a job, checked. Raises PlanError if it isn't two workers in range."""
-        try:
-            answer = self.w(*job)
-        except Exception as error:
-            raise raised(f"w({job})", error, CALLED) from error
-        if not isinstance(answer, tuple) or len(answer) != 2:
-            raise PlanError(
-                f"w({job}) returned {answer!r}; return Placement(weights, compute) or "
-                "a pair (weight worker, compute worker)"
-            )
-        for verb, worker in zip(("puts its weights", "runs"), answer, strict=True):
-            if not is_int(worker):
-                raise PlanError(
-                    f"w({job}) {verb} on worker {worker!r}, which is not an int"
-                )
-            if not 0 <= worker < self.workers:
-                raise PlanError(
-                    f"w({job}) {verb} on worker {worker}, but workers are "
-                    f"0..{self.workers - 1}"
-                )
-        return Placement(int(answer[0]), int(answer[1]))
+        return answers.placement(self.w, job, self.workers)
 
     def priority(self, job: Job) -> int:
         """n of a job, checked. Raises PlanError if it isn't an int."""
-        try:
-            answer = self.n(*job)
-        except Exception as error:
-            raise raised(f"n({job})", error, CALLED) from error
-        if not is_int(answer):
-            raise PlanError(f"n({job}) returned {answer!r}; return an int")
-        return int(answer)
+        return answers.priority(self.n, job)
 
     def seen(self, job: Job) -> int:
         """How many updates of its stage a job's weights have seen, checked.
 
         Raises PlanError if it isn't an int from 0 to the updates before its own.
         """
-        most = job.microbatch // self.update_every if self.update_every else 0
-        if self.version is None or not self.update_every:
-            return most
-        try:
-            answer = self.version(*job)
-        except Exception as error:
-            raise raised(f"version({job})", error, CALLED) from error
-        if not is_int(answer) or not 0 <= answer <= most:
-            after = f"{job.stage}U{(most + 1) * self.update_every - 1}"
-            raise PlanError(
-                f"version({job}) returned {answer!r}; return an int from 0 to {most}, "
-                f"for {after} waits for {job}, and only {most} updates come before it"
-            )
-        return int(answer)
+        every = self.update_every
+        if not every:
+            return 0
+        if self.version is None:
+            return job.microbatch // every
+        return answers.version(self.version, job, every)
 
     def updated(self, every: int) -> range:
         """The microbatches that updates are numbered by, one for each `every`."""
@@ -429,80 +315,11 @@ class Schedule:
         """
         if self.u is None:
             return None
-        every = self.update_every or self.microbatches
-        first: Any = None
-        for b in self.updated(every):
-            try:
-                worker = self.u(stage, b)
-            except Exception as error:
-                called = "(stage, microbatch)"
-                raise raised(f"u({stage}, {b})", error, called) from error
-            if not is_int(worker) or not 0 <= worker < self.workers:
-                raise PlanError(
-                    f"u({stage}, {b}) returned {worker!r}; return a worker, "
-                    f"0..{self.workers - 1}"
-                )
-            first = worker if first is None else first
-            if worker != first:
-                raise PlanError(
-                    f"u({stage}, {b}) is {worker}, and u({stage}, {every - 1}) is "
-                    f"{first}; the optimizer's state of a stage stays on one worker: "
-                    "return the same for all microbatches"
-                )
-        return int(first)
+        ends = self.updated(self.update_every or self.microbatches)
+        return answers.updater(self.u, stage, ends, self.workers)
 
     def cap(self, stage: int) -> int | None:
         """How many microbatches of `stage` may be in flight on one worker."""
         if not callable(self.in_flight):
             return self.in_flight
-        try:
-            answer = self.in_flight(stage)
-        except Exception as error:
-            called = "the number of a stage"
-            raise raised(f"in_flight({stage})", error, called) from error
-        if answer is not None and not is_int(answer):
-            raise PlanError(
-                f"in_flight({stage}) returned {answer!r}; return None or an int"
-            )
-        return answer
-
-
-def is_int(value: object) -> bool:
-    """Whether a user's number is an int (numpy's too), but not a bool."""
-    try:
-        operator.index(value)  # type: ignore[arg-type]  # refuses most arrays
-    except (TypeError, ValueError, RuntimeError):
-        return False
-    return not isinstance(value, bool)
-
-
-def is_count(value: object, most: float = LARGEST) -> bool:
-    """Whether a user's number is an int of 1 or more, and no more than `most`."""
-    return is_int(value) and 1 <= operator.index(value) <= most  # type: ignore[arg-type]
-
-
-def too_many(value: object) -> str:
-    """What to add to an error about a count: the most there can be."""
-    return f", {LARGEST:,} at most" if is_count(value, inf) else ""
-
-
-def is_number(value: object, least: float = 0.0) -> bool:
-    """Whether a user's number is one (not an array, nor True), finite, and not below
-    `least`."""
-    real = isinstance(value, Real) and not isinstance(value, bool)
-    return real and least <= float(value) < inf  # type: ignore[arg-type]
-
-
-def raised(call: str, error: Exception, arguments: str) -> PlanError:
-    """The error for a function of the user's that raised: which call, what and where.
-
-    arguments: what it is called with.
-    """
-    if isinstance(error, PlanError):
-        return error
-    frames = traceback.extract_tb(error.__traceback__)[1:]
-    where = f" at {frames[-1].filename}:{frames[-1].lineno}" if frames else ""
-    return PlanError(
-        f"{call} raised {type(error).__name__}: {error}{where}; it is called with "
-        f"{arguments}"
-    )
+        return answers.cap(self.in_flight, stage)

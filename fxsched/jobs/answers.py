@@ -1,0 +1,115 @@
+"""What the functions of a schedule answer, checked."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from .job import Direction, Job, Placement, PlanError
+from .user_values import is_int, raised
+
+CALLED = "(stage, microbatch, direction)"
+
+Place = Callable[[int, int, Direction], Placement | tuple[int, int]]
+Priority = Callable[[int, int, Direction], int]
+Cap = Callable[[int], int | None]
+Updater = Callable[[int, int], int]
+Version = Callable[[int, int, Direction], int]
+
+
+def placement(w: Place, job: Job, workers: int) -> Placement:
+    """w of a job. Raises PlanError if it isn't two of the workers."""
+    try:
+        answer: Any = w(*job)
+    except Exception as error:
+        raise raised(f"w({job})", error, CALLED) from error
+    if not isinstance(answer, tuple) or len(answer) != 2:
+        raise PlanError(
+            f"w({job}) returned {answer!r}; return Placement(weights, compute) or "
+            "a pair (weight worker, compute worker)"
+        )
+    for verb, worker in zip(("puts its weights", "runs"), answer, strict=True):
+        if not is_int(worker):
+            raise PlanError(
+                f"w({job}) {verb} on worker {worker!r}, which is not an int"
+            )
+        if not 0 <= worker < workers:
+            raise PlanError(
+                f"w({job}) {verb} on worker {worker}, but workers are 0..{workers - 1}"
+            )
+    return Placement(int(answer[0]), int(answer[1]))
+
+
+def priority(n: Priority, job: Job) -> int:
+    """n of a job. Raises PlanError if it isn't an int."""
+    try:
+        answer = n(*job)
+    except Exception as error:
+        raise raised(f"n({job})", error, CALLED) from error
+    if not is_int(answer):
+        raise PlanError(f"n({job}) returned {answer!r}; return an int")
+    return int(answer)
+
+
+def version(function: Version, job: Job, every: int) -> int:
+    """How many updates, one for `every` microbatches, a job's weights have seen.
+
+    Raises PlanError if it isn't an int from 0 to the updates before its own.
+    """
+    most = job.microbatch // every
+    try:
+        answer = function(*job)
+    except Exception as error:
+        raise raised(f"version({job})", error, CALLED) from error
+    if not is_int(answer) or not 0 <= answer <= most:
+        after = f"{job.stage}U{(most + 1) * every - 1}"
+        raise PlanError(
+            f"version({job}) returned {answer!r}; return an int from 0 to {most}, "
+            f"for {after} waits for {job}, and only {most} updates come before it"
+        )
+    return int(answer)
+
+
+def updater(u: Updater, stage: int, ends: Sequence[int], workers: int) -> int:
+    """The worker that u names for a stage, whose updates have the numbers `ends`.
+
+    Raises PlanError if it isn't one of the workers, the same for all updates.
+    """
+    asked = [_updater(u, stage, b, workers) for b in ends]
+    for b, worker in zip(ends, asked, strict=True):
+        if worker != asked[0]:
+            raise PlanError(
+                f"u({stage}, {b}) is {worker}, and u({stage}, {ends[0]}) is "
+                f"{asked[0]}; the optimizer's state of a stage stays on one worker: "
+                "return the same for all microbatches"
+            )
+    return asked[0]
+
+
+def _updater(u: Updater, stage: int, b: int, workers: int) -> int:
+    try:
+        worker = u(stage, b)
+    except Exception as error:
+        raise raised(f"u({stage}, {b})", error, "(stage, microbatch)") from error
+    if not is_int(worker) or not 0 <= worker < workers:
+        raise PlanError(
+            f"u({stage}, {b}) returned {worker!r}; return a worker, 0..{workers - 1}"
+        )
+    return int(worker)
+
+
+def cap(in_flight: Cap, stage: int) -> int | None:
+    """How many microbatches of a stage may be in flight on one worker.
+
+    Raises PlanError if it is neither None nor an int.
+    """
+    try:
+        answer = in_flight(stage)
+    except Exception as error:
+        called = "the number of a stage"
+        raise raised(f"in_flight({stage})", error, called) from error
+    if answer is not None and not is_int(answer):
+        raise PlanError(
+            f"in_flight({stage}) returned {answer!r}; return None or an int"
+        )
+    return answer

@@ -1,0 +1,53 @@
+"""Whether what a user gives is a number, and errors of functions of theirs."""
+
+from __future__ import annotations
+
+import operator
+import traceback
+from math import inf
+from numbers import Real
+
+from .job import PlanError
+
+LARGEST = 100_000  # workers, microbatches or stages
+
+
+def is_int(value: object) -> bool:
+    """Whether a user's number is an int (numpy's too), but not a bool."""
+    try:
+        operator.index(value)  # type: ignore[arg-type]  # refuses most arrays
+    except (TypeError, ValueError, RuntimeError):
+        return False
+    return not isinstance(value, bool)
+
+
+def is_count(value: object, most: float = LARGEST) -> bool:
+    """Whether a user's number is an int of 1 or more, and no more than `most`."""
+    return is_int(value) and 1 <= operator.index(value) <= most  # type: ignore[arg-type]
+
+
+def too_many(value: object) -> str:
+    """What to add to an error about a count: the most there can be."""
+    return f", {LARGEST:,} at most" if is_count(value, inf) else ""
+
+
+def is_number(value: object, least: float = 0.0) -> bool:
+    """Whether a user's number is one (not an array, nor True), finite, and not below
+    `least`."""
+    real = isinstance(value, Real) and not isinstance(value, bool)
+    return real and least <= float(value) < inf  # type: ignore[arg-type]
+
+
+def raised(call: str, error: Exception, arguments: str) -> PlanError:
+    """The error for a function of the user's that raised: which call, what and where.
+
+    arguments: what it is called with.
+    """
+    if isinstance(error, PlanError):
+        return error
+    frames = traceback.extract_tb(error.__traceback__)[1:]
+    where = f" at {frames[-1].filename}:{frames[-1].lineno}" if frames else ""
+    return PlanError(
+        f"{call} raised {type(error).__name__}: {error}{where}; it is called with "
+        f"{arguments}"
+    )
