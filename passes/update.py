@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-import functools
 from collections import Counter
-from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-import torch
 from torch import fx
 
 from ..clock.weight_fetches import source_of
 from ..ir import ops
-from ..ir.gradient_sums import sum_gradients
-from ..ir.graphs import Spec, Specs, arguments
+from ..ir.graphs import Specs, arguments
 from ..ir.request import Request
-from ..ir.step_ir import Credit, Line, Running, StepIR, Value
-from ..jobs.job import Direction, Job, PlanError
+from ..ir.step_ir import Credit, Line, Message, StepIR, Value
+from ..ir.update_inputs import UpdateInputs, check_trained
+from ..jobs.job import Direction, Job
 
 
 def update_weights(step: StepIR, request: Request) -> StepIR:
@@ -46,23 +43,17 @@ class _Updates:
         self.step, self.request, self.groups = step, request, step.facts.groups
         self.every = step.every or 1
         self.placeholders = step.weight_inputs
-        self.sums: dict[tuple[int, int], list[Running]] = {}
-        for key in step.running:
-            if key.what == "gradients":
-                self.sums.setdefault((key.group, key.round), []).append(key)
         self.updated: dict[tuple[int, int, int], Line] = {}
         self.renewed: dict[Line, tuple[int, Line | fx.Node]] = {}
-        self.gradients: dict[tuple[int, int], Running | Line] = {}
-        self.norms: dict[tuple[int, int], Line] = {}  # of these
-        self.factors: dict[tuple[int, int], Line] = {}  # by round and worker
         self.wanted: dict[Line, list[tuple[int, int, int]]] = {}  # copies, by reader
         self.copied: set[tuple[int, int, int]] = set()  # all of these
         self.in_place: dict[tuple[int, int, int], list[Credit]] = {}
         self.copies: dict[tuple[int, int, int], Line] = {}
-        self.lines: list[Line] = []
+        self.lines: list[Line | Message] = []
+        self.inputs = UpdateInputs(step, request, self.lines)
 
     def run(self) -> StepIR:
-        self._check()
+        check_trained(self.groups, self.request)
         jobs = [(line, line.job) for line in self.step.lines if isinstance(line, Line)]
         self._part_reads([(line, job) for line, job in jobs if job is not None])
         for line, job in jobs:
@@ -142,24 +133,6 @@ class _Updates:
             self.copies[key] = self._line(where, ops.copy, args, specs, name, group)
         return self.copies[key]
 
-    def _check(self) -> None:
-        known = set(self.request.updates)
-        for group in self.groups:
-            for state, trained in zip(group.state, group.trained, strict=True):
-                if trained and known and state.input not in known:
-                    raise PlanError(
-                        f"{state.name} gets a gradient, but the optimizer doesn't have "
-                        "it; add it to the optimizer, or freeze it with "
-                        "requires_grad_(False)"
-                    )
-            extra = set(group.stages) - set(group.givers)
-            if any(group.trained) and extra:
-                raise PlanError(
-                    f"stage {min(extra)} reads {group.names[0]} and gives no gradient "
-                    "of it, so that its update would not wait for it; keep what reads "
-                    "it in one stage, with same_stage="
-                )
-
     def _update(self, line: Line, job: Job) -> None:
         """The steps of a stage's groups on one worker."""
         number = job.microbatch // self.every
@@ -168,9 +141,9 @@ class _Updates:
             for group in self._updated_by(job.stage)
             if line.worker in self.groups[group].updaters
         ]
-        gradients = [self._gradients(group, number, line) for group in groups]
+        gradients = [self.inputs.gradients(group, number, line.n) for group in groups]
         waits = [self._before((group, number, line.worker), line) for group in groups]
-        factor = self._factor(number, line)  # from here on it is the task of U
+        factor = self.inputs.factor(number, line)  # from here on it is the task of U
         first: Job | None = job
         for group, gradient, before in zip(groups, gradients, waits, strict=True):
             weights = self._weights(group, number, line.worker)
@@ -217,60 +190,6 @@ class _Updates:
             self.renewed[line] = (new.worker, sent)
             self.updated[group, number + 1, owner] = line
 
-    def _gradients(self, group: int, number: int, line: Line) -> Running | Line:
-        """A group's gradients since the last update, summed when first asked for."""
-        key = group, number
-        if key not in self.gradients:
-            total, new = sum_gradients(self.step, self.sums[key], line.n)
-            self.lines += new
-            self.gradients[key] = total
-        return self.gradients[key]
-
-    def _factor(self, number: int, line: Line) -> Line | None:
-        """What gradients are multiplied by on a worker, from the norms of all."""
-        if self.request.clip_grad_norm is None and not self.request.skip_nonfinite:
-            return None
-        key = number, line.worker
-        if key not in self.factors:
-            norms, places = self._norms(number, line)
-            limit, skips = self.request.clip_grad_norm, self.request.skip_nonfinite
-            args = (limit, skips, places, *norms)
-            specs = (_like_all((), [norm.specs[0] for norm in norms]),)
-            new = self._line(line, ops.clip_factor, args, specs, f"factor_{line.task}")
-            self.factors[key] = new
-        return self.factors[key]
-
-    def _norms(
-        self, number: int, line: Line
-    ) -> tuple[list[Line], tuple[tuple[int, int], ...]]:
-        """The norms of all groups' gradients, one for each parameter, and where that of
-        each parameter is, in the optimizer's order."""
-        rank = {position: i for i, position in enumerate(self.request.updates)}
-        places: list[tuple[int, int, int]] = []
-        norms: list[Line] = []
-        for number_of, group in enumerate(self.groups):
-            inputs = [
-                s.input for s, t in zip(group.state, group.trained, strict=True) if t
-            ]
-            places += (
-                (rank.get(position, position), len(norms), k)
-                for k, position in enumerate(inputs)
-            )
-            if inputs:
-                norms.append(self._norm(number_of, number, line))
-        return norms, tuple(place[1:] for place in sorted(places))
-
-    def _norm(self, group: int, number: int, line: Line) -> Line:
-        key = group, number
-        if key not in self.norms:
-            gradients = self._gradients(group, number, line)
-            shapes, _ = self.step.specs(gradients)
-            specs = (_like_all((len(shapes),), shapes),)
-            task, name = f"norms {group} of round {number}", f"norms_{group}"
-            where = Line(gradients.worker, task, line.n)
-            self.norms[key] = self._line(where, ops.norms, (gradients,), specs, name)
-        return self.norms[key]
-
     def _line(
         self,
         where: Line,
@@ -284,9 +203,3 @@ class _Updates:
         new = Line(where.worker, where.task, where.n, target, args, specs, name, group)
         self.lines.append(new)
         return new
-
-
-def _like_all(shape: tuple[int, ...], specs: Sequence[Spec]) -> Spec:
-    """Of what torch.stack makes of numbers of these types."""
-    dtype = functools.reduce(torch.promote_types, (spec.dtype for spec in specs))
-    return Spec(shape, (1,) * len(shape), dtype, specs[0].device)
