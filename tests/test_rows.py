@@ -120,6 +120,11 @@ KINDS: dict[str, tuple[Kind, Callable[..., Any], tuple[Tensor, ...]]] = {
         (FEATURES,),
     ),
     "time first": (Kind.MEAN, time_first, (SEQUENCES,)),
+    "rolled features": (
+        Kind.MEAN,
+        lambda s, x: (s.linear(x) * x.roll(1, -1)).mean(),
+        (FEATURES,),
+    ),
     "instance norm": (
         Kind.MEAN,
         lambda s, x: F.instance_norm(s.linear(x)).pow(2).mean(),
@@ -162,6 +167,11 @@ MIXED: dict[str, tuple[Effect, Callable[..., Any], tuple[Tensor, ...]]] = {
     "flipped": (
         Effect.ORDER,
         lambda s, x: (s.linear(x) * x.flip(0)).mean(),
+        (FEATURES,),
+    ),
+    "rolled through all elements": (
+        Effect.ORDER,
+        lambda s, x: (s.linear(x) * x.roll(1)).mean(),
         (FEATURES,),
     ),
     "maximum": (Effect.REDUCTION, lambda s, x: s.linear(x).amax(0).sum(), (FEATURES,)),

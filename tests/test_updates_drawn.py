@@ -33,6 +33,12 @@ def test_a_summary_says_who_updates_what() -> None:
     assert "of stages on workers: 0 on 0, 1 on 1" in str(plan)
 
 
+def test_a_text_diagram_marks_updates_that_take_no_time() -> None:
+    found = fxsched.simulate(schedules.pipedream(2, 4))
+    lines = found.diagram().text(60, color=False).splitlines()[2:4]
+    assert [line.count("U") for line in lines] == [4, 4]
+
+
 def test_a_step_in_which_several_workers_run_one_update_is_compared() -> None:
     model = Chain()
     backend = fxsched.backend(

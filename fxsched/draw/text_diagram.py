@@ -12,6 +12,7 @@ from .timeline_arrays import LETTERS, Array, Bars, cell_means, label
 
 ROWS = 64  # from there on workers share rows
 LEAST = 20  # columns
+IDLE, UPDATE = ".", LETTERS.index("U")
 
 
 def render(bars: Bars, heading: str, clock: Clock, width: int, color: bool) -> str:
@@ -52,7 +53,7 @@ class Cells:
 
     def __init__(self, bars: Bars, rows: int, columns: int) -> None:
         self.shape = rows, columns
-        self.text = np.full((rows, columns), ".")
+        self.text = np.full((rows, columns), IDLE)
         self.ground = np.full((rows, columns, 3), -1)
         self.colours = palette(bars.microbatches)
         times = bars.end - bars.start
@@ -73,12 +74,23 @@ class Cells:
                 text = text[:-1] + " "  # apart from the next one
             self.text[row, a:z] = list(text)
             self.ground[row, a:z] = self.colours[b, d]
+        for i in np.flatnonzero(bars.direction == UPDATE).tolist():
+            if first[i] == last[i]:
+                self._mark(bars, i, first[i])
+
+    def _mark(self, bars: Bars, i: int, at: int) -> None:
+        """The letter of an update that is shorter than a character: where it is idle,
+        or over the last character of the job before."""
+        row, b, d = bars.worker[i], bars.microbatch[i], bars.direction[i]
+        if at == self.shape[1] or (at and self.text[row, at] != IDLE):
+            at -= 1
+        self.text[row, at], self.ground[row, at] = LETTERS[d], self.colours[b, d]
 
     def _means(self, bars: Bars) -> None:
         share = cell_means(bars, np.eye(len(LETTERS))[bars.direction], *self.shape)
         most = share.argmax(2)
         idle = 1 - share.sum(2) > share.max(2)
-        self.text = np.where(idle, ".", np.array(list(LETTERS))[most])
+        self.text = np.where(idle, IDLE, np.array(list(LETTERS))[most])
         rgb = self.colours[bars.microbatch, bars.direction]
         values = np.concatenate((rgb, np.ones((len(bars), 1))), 1)
         means = cell_means(bars, values, *self.shape)

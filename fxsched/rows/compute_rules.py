@@ -92,14 +92,13 @@ def _dims(call: OpCall, count: int) -> set[int]:
 
 
 def along(call: OpCall) -> Rows:
-    """softmax, sort, cumsum: along dimensions that stay."""
+    """softmax, sort, cumsum: along dimensions that stay; roll without any goes through
+    all elements."""
     tensor = call.args[0]
     rows = call.of(tensor)
     if rows.reduced:
         return Rows(Kind.OTHER, cause=call.mixed(Effect.FUNCTION, rows))
-    dims = call.get("dim", call.get("dims", -1))
-    count = tensor.dim()
-    if rows.dim in {d % count for d in ([dims] if isinstance(dims, int) else dims)}:
+    if rows.dim in _dims(call, tensor.dim()):
         return rows._replace(cause=call.mixed(Effect.ORDER, rows))
     return rows
 
