@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch.optim import Optimizer
 
 from .backend import Backend, backend
 from .capture.batch import batch_of
@@ -41,6 +42,9 @@ def plan(
     ragged: Ragged = "error",
     buffers: Mapping[str, BufferReduction] | None = None,
     outputs: Mapping[int | str, OutputReduction] | None = None,
+    optimizer: Optimizer | None = None,
+    clip_grad_norm: float | None = None,
+    skip_nonfinite: bool = False,
     **kwargs: Any,
 ) -> Plan:
     """The plan of model(*args, **kwargs) by a schedule, without running anything.
@@ -63,6 +67,9 @@ def plan(
         ragged=ragged,
         buffers=buffers,
         outputs=outputs,
+        optimizer=optimizer,
+        clip_grad_norm=clip_grad_norm,
+        skip_nonfinite=skip_nonfinite,
     )
     try:
         torch.compile(model, backend=_PlanOnly(checked.options))(*args, **kwargs)

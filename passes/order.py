@@ -11,7 +11,7 @@ from ..clock.activations import credits
 from ..clock.event_loop import run_jobs
 from ..clock.stage_graph import Edges, place_jobs
 from ..clock.timeline import Jobs, Kind, Timeline
-from ..clock.updates import StageUpdate, add_updates
+from ..clock.updates import StageUpdate, add_updates, stopped_by_order
 from ..ir.graphs import result
 from ..ir.request import Request
 from ..ir.step_ir import StepIR
@@ -156,6 +156,8 @@ def _stuck(
         if number not in done | after and all(p in done for p in _before(jobs, number))
     ]
     if not run(lambda s: None).complete:
+        if error := stopped_by_order(schedule, jobs, ready[0]):
+            return error
         buffers = " (F of a stage with buffers run in the order of microbatches)"
         return PlanError(
             f"in_order stops the schedule: {jobs.job(ready[0])} is ready, but its "

@@ -67,6 +67,20 @@ def three():
     return Chain(), torch.randn(8, 4), torch.randn(8, 4)
 
 
+def four():
+    return Chain(), torch.randn(8, 4), torch.randn(8, 4), None
+
+
+def trained():
+    model = Chain()
+    inputs = torch.randn(8, 4), torch.randn(8, 4)
+    return model, inputs, torch.optim.SGD(model.parameters())
+
+
+def wrong():
+    return *make(), torch.optim.SGD([torch.zeros(1, requires_grad=True)])
+
+
 def tensor_first():
     return torch.randn(3), ()
 
@@ -384,6 +398,16 @@ def test_plan_prints_so_many_jobs_of_a_rank(
         ("search --model a.py:b --forward 2", r"--forward doesn't go with --model"),
         ("search --model none.py:make", r"there is no file 'none.py'.*"),
         ("plan", r"Missing argument 'MODEL'\."),
+        (
+            "simulate --schedule 1f1b --microbatches 4 --update-every 3",
+            r"1f1b has 4 microbatches, not a multiple of --update-every 3; it takes ",
+        ),
+        (
+            "simulate --schedule pipedream --microbatches 4 --update-every 2",
+            r"pipedream has an update every 1 microbatches; it takes ",
+        ),
+        ("simulate --schedule 1f1b --update 1", r"no updates; give --update-every too"),
+        ("simulate --schedule 1f1b --zero 1", r"--zero needs --replicate; it takes"),
     ],
 )
 def test_a_wrong_option_is_one_line(
@@ -394,6 +418,27 @@ def test_a_wrong_option_is_one_line(
     printed = capsys.readouterr()
     assert (stopped.value.code, printed.out) == (2, "")
     assert re.fullmatch(rf"python -m fxsched.*: error: .*{message}.*\n", printed.err)
+
+
+def test_updates_are_simulated_and_compared(capsys: pytest.CaptureFixture[str]) -> None:
+    common = "--workers 2 --microbatches 4 --update-every 2 --update 0.5 --replicate 2"
+    text = output(f"simulate --schedule 1f1b {common} --zero 1", capsys)
+    assert re.search(r"returned +updates +renewed\n", text)
+    rows = [line.split()[-3:] for line in text.splitlines()[4:8]]
+    assert rows == [["0", "2", "0"]] * 2 + [["2", "0", "2"]] * 2
+    names = "--schedules 1f1b,stale_by_one --workers 2 --microbatches 8"
+    plain, often = (
+        re.search(r"\n1f1b +2 +(\S+)", output(f"compare {names} {more}", capsys))
+        for more in ("", "--update-every 2")
+    )
+    assert plain and often and float(plain[1]) < float(often[1])
+
+
+def test_a_file_with_an_optimizer_plans_its_updates(
+    model: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = output("plan model.py:trained --schedule 1f1b --workers 2", capsys)
+    assert text.startswith("updates every 4 microbatches; of stages on workers: 0 on 0")
 
 
 @pytest.mark.parametrize(
@@ -408,7 +453,9 @@ def test_a_wrong_option_is_one_line(
         ("model.py:takes", r".*takes\(\) is called without arguments: .*'size'"),
         ("model.py:fails", r"\S+model.py:\d+: fails\(\) raised ValueError: no luck"),
         ("model.py:leaves", r"\S+model.py:\d+: leaves\(\) raised SystemExit: bye"),
-        ("model.py:three", r"three\(\) returned tuple of 3; return \(model, inputs\)"),
+        ("model.py:three", r"three\(\) returned Tensor as the optimizer; return \(mo"),
+        ("model.py:four", r"four\(\) returned tuple of 4; return \(model, inputs\)"),
+        ("model.py:wrong", r".*optimizer=\): it has none of the model's parameters"),
         ("model.py:tensor_first", r".* returned Tensor as the model; return \(model"),
         ("model.py:number", r"number\(\) returned int as the inputs; return \(model"),
         ("model.py:clash", r".* 'stages', which is also one of fxsched.plan; give"),

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import pytest
 import torch
 
 import fxsched
-from fxsched import Schedule, schedules
+from fxsched import PlanError, Schedule, schedules
 from tests.test_check import Chain
 
 
@@ -21,7 +22,7 @@ def test_a_table_says_which_version_a_job_reads() -> None:
     rows = {line.split()[1]: line for line in plan.table(1).splitlines()[3:]}
     assert rows["1F0"].endswith(" 1 here") and " 1 v0 here " in rows["1B2"]
     assert rows["1F4"].endswith(" 1 v1 here")
-    assert " 1B1 here " in rows["1U1"]
+    assert " 1B1 here " in rows["1U1"] and " v0 " not in rows["1U1"]
 
 
 def test_a_summary_says_who_updates_what() -> None:
@@ -31,6 +32,16 @@ def test_a_summary_says_who_updates_what() -> None:
     spread = replace(twice(), u=lambda s, b: s)
     plan = fxsched.plan(Chain(), spread, torch.ones(4, 3))
     assert "of stages on workers: 0 on 0, 1 on 1" in str(plan)
+
+
+def test_an_order_that_goes_past_an_update_says_what_to_do() -> None:
+    strict = replace(schedules.zb_h1(2, 4), update_every=2)
+    message = r"in_order stops zb_h1.* never runs.*replace\(schedule, in_order=False"
+    with pytest.raises(PlanError, match=message):
+        fxsched.simulate(strict)
+    with pytest.raises(PlanError, match=message):
+        fxsched.plan(Chain(), strict, torch.ones(4, 3))
+    assert fxsched.simulate(replace(strict, in_order=False)).latency
 
 
 def test_a_text_diagram_marks_updates_that_take_no_time() -> None:

@@ -7,6 +7,7 @@ from typing import Any
 
 import click
 
+from ..jobs.job import PlanError
 from ..jobs.schedule import Schedule
 from ..schedules import LIBRARY, STALE
 from . import simulate_options
@@ -27,6 +28,7 @@ SYNCHRONOUS = tuple(name for name in LIBRARY if name not in STALE)
 @schedule_option
 @schedule_options
 @simulate_options.time_options
+@simulate_options.update_option
 @simulate_options.link_options
 @simulate_options.prefetch_option
 @simulate_options.picture_options
@@ -35,10 +37,12 @@ def simulate(schedule: str | Schedule, **options: Any) -> None:
 
     The model is a chain of equal stages; --forward and the like are times of one.
     """
-    simulate_options.show(
-        simulate_options.simulate(build(schedule, passed_options(options)), options),
-        options,
-    )
+    chosen = build(schedule, passed_options(options))
+    if options["update"] is not None and chosen.update_every is None:
+        raise PlanError(
+            f"--update: {chosen.name} has no updates; give --update-every too"
+        )
+    simulate_options.show(simulate_options.simulate(chosen, options), options)
 
 
 @click.command()
@@ -51,6 +55,7 @@ def simulate(schedule: str | Schedule, **options: Any) -> None:
 )
 @schedule_options
 @simulate_options.time_options
+@simulate_options.update_option
 @simulate_options.link_options
 @simulate_options.prefetch_option
 def compare(schedules: tuple[str, ...] | None, **options: Any) -> None:

@@ -93,7 +93,9 @@ def _search_for_model(ctx: click.Context, options: Mapping[str, Any]) -> None:
             case.model, **chosen, args=case.args, kwargs=case.kwargs
         )
         _save(best, options)
-        planned = make_plan(case.model, best, *case.args, **case.kwargs)
+        planned = make_plan(
+            case.model, best, *case.args, optimizer=case.optimizer, **case.kwargs
+        )
     click.echo(f"\n{planned.explain()}")
     simulate_options.show_pictures(planned.simulate(), options, unit="s")
 
@@ -141,8 +143,9 @@ def plan(model: str, schedule: str | Schedule, **options: Any) -> None:
     """The plan of your model: stages, workers, and what limits the step.
 
     MODEL is path/to/model.py:make or package.module:make. make() returns (model,
-    inputs): inputs are a tuple, a dict of keyword arguments, or one tensor. Nothing
-    runs, and one process plans for any number of workers.
+    inputs): inputs are a tuple, a dict of keyword arguments, or one tensor; or (model,
+    inputs, optimizer), whose steps are then part of the plan. Nothing runs, and one
+    process plans for any number of workers.
     """
     from ..dry_run import plan as make_plan
     from . import user_file
@@ -162,6 +165,7 @@ def plan(model: str, schedule: str | Schedule, **options: Any) -> None:
             carry=options["carry"],
             memory_limit=options["memory_limit"],
             batch_dims=options["batch_dims"],
+            optimizer=case.optimizer,
             **case.kwargs,
         )
     if rank is None:

@@ -12,7 +12,7 @@ import click
 
 from ..jobs.job import PlanError
 from ..jobs.schedule import Schedule
-from ..schedules import LIBRARY, replicate
+from ..schedules import LIBRARY, STALE, replicate
 from .option_types import COUNT, NUMBER, schedule
 
 Command = TypeVar("Command", bound=Callable[..., Any])
@@ -37,7 +37,13 @@ REPLICATE = (
     "G copies of the schedule, data-parallel, each with as many workers and "
     "microbatches of its own"
 )
-EVERY = ("stages", "replicate")  # what every schedule of the library can be given
+UPDATE_EVERY = (
+    "a step of the optimizer every K microbatches (of each copy), in the program  "
+    "[default: the schedule's own number, or none]"
+)
+ZERO = "with --replicate: copies share the optimizer's state, as zero1 and zero2 do"
+# what every schedule of the library can be given
+EVERY = ("stages", "update_every", "replicate", "zero")
 
 schedule_option = click.option(
     "--schedule",
@@ -69,11 +75,19 @@ def schedule_options(command: Command) -> Command:
         for argument, parameter in constructor_parameters(name).items():
             takers.setdefault(argument, {})[name] = parameter
     takers.setdefault("stages", {})
+    stages = click.Choice(("1", "2"))
+    command = click.option("--zero", type=stages, callback=_int, help=ZERO)(command)
     copies = click.option("--replicate", type=COUNT, metavar="G", help=REPLICATE)
     command = copies(command)
+    every = click.option("--update-every", type=COUNT, metavar="K", help=UPDATE_EVERY)
+    command = every(command)
     for argument, by_schedule in reversed(takers.items()):
         command = _option(argument, by_schedule)(command)
     return command
+
+
+def _int(ctx: click.Context, option: click.Parameter, value: str | None) -> int | None:
+    return None if value is None else int(value)
 
 
 def _option(
@@ -134,14 +148,33 @@ def build(name: str | Schedule, options: Mapping[str, Any]) -> Schedule:
         if schedule.stages not in (None, options["stages"]):
             _refuse(name, f"makes {schedule.stages} stages of these workers")
         schedule = replace(schedule, stages=options["stages"])
-    copies = options.get("replicate", 1)
-    return schedule if copies == 1 else replicate(schedule, copies)
+    if "update_every" in options:
+        schedule = _updating(schedule, options["update_every"], name)
+    copies, zero = options.get("replicate", 1), options.get("zero")
+    if zero is not None and copies == 1:
+        _refuse(name, "has no copies that could share; --zero needs --replicate")
+    return schedule if copies == 1 else replicate(schedule, copies, zero)
+
+
+def _updating(schedule: Schedule, every: int, name: str) -> Schedule:
+    """The schedule with updates that often."""
+    if schedule.update_every not in (None, every):
+        _refuse(name, f"has an update every {schedule.update_every} microbatches")
+    if schedule.microbatches % every:
+        _refuse(
+            name,
+            f"has {schedule.microbatches} microbatches, not a multiple of "
+            f"--update-every {every}",
+        )
+    return replace(schedule, update_every=every)
 
 
 def build_any(name: str, options: Mapping[str, Any]) -> Schedule:
     """The same without the options that this schedule doesn't take: they are for
     others. `stages` sets that of a schedule that leaves it open."""
-    takes = {*constructor_parameters(name), "replicate"}
+    takes = {*constructor_parameters(name), "replicate", "zero"}
+    if name not in STALE:  # those say themselves when they update
+        takes.add("update_every")
     schedule = build(name, {k: v for k, v in options.items() if k in takes})
     if schedule.stages is None:
         schedule = replace(schedule, stages=options.get("stages"))

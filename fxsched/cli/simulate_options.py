@@ -48,6 +48,9 @@ time_options = _all_of(
         "--transfer", type=NUMBER, default=0.0, help="time of a message between workers"
     ),
 )
+update_option = click.option(
+    "--update", type=NUMBER, help="time of U, a step of the optimizer  [default: 0]"
+)
 link_options = _all_of(
     click.option(
         "--bandwidth",
@@ -79,8 +82,9 @@ picture_options = _all_of(
 
 
 def durations(options: Mapping[str, Any]) -> dict[str, float]:
-    """Of F, B and, if it is given, W."""
-    times = {"F": options["forward"], "B": options["backward"], "W": options["weight"]}
+    """Of F, B and, if they are given, W and U."""
+    times = {"F": options["forward"], "B": options["backward"]}
+    times |= {"W": options["weight"], "U": options.get("update")}
     return {kind: time for kind, time in times.items() if time is not None}
 
 

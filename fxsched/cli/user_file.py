@@ -1,4 +1,5 @@
-"""Models out of a user's file: `path/to/model.py:make` gives a model and its inputs."""
+"""Models out of a user's file: `path/to/model.py:make` gives a model and its inputs,
+and its optimizer, if the program is to have it."""
 
 from __future__ import annotations
 
@@ -18,20 +19,25 @@ from types import ModuleType
 from typing import Any, NamedTuple
 
 from torch import Tensor
+from torch.optim import Optimizer
 
 from ..dry_run import plan
 from ..jobs.job import PlanError
 
-SAY = "return (model, inputs), inputs a tuple, a dict of keyword arguments or a tensor"
+SAY = (
+    "return (model, inputs), inputs a tuple, a dict of keyword arguments or a tensor, "
+    "or (model, inputs, optimizer)"
+)
 
 
 class Case(NamedTuple):
-    """A model, what it is called with, and where it was found."""
+    """A model, what it is called with, where it was found, and what steps it."""
 
     model: Callable[..., Any]
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     file: str
+    optimizer: Optimizer | None
 
 
 def load(text: str) -> Case:
@@ -118,16 +124,19 @@ def _functions(module: ModuleType) -> list[str]:
 
 
 def _case(result: Any, name: str, file: str) -> Case:
-    if not isinstance(result, tuple) or len(result) != 2:
+    if not isinstance(result, tuple) or len(result) not in (2, 3):
         count = f" of {len(result)}" if isinstance(result, tuple) else ""
         raise PlanError(f"{name}() returned {type(result).__name__}{count}; {SAY}")
-    model, inputs = result
+    model, inputs, optimizer = result if len(result) == 3 else (*result, None)
+    if not (optimizer is None or isinstance(optimizer, Optimizer)):
+        kind = type(optimizer).__name__
+        raise PlanError(f"{name}() returned {kind} as the optimizer; {SAY}")
     if not callable(model):
         raise PlanError(f"{name}() returned {type(model).__name__} as the model; {SAY}")
     if isinstance(inputs, Tensor):
-        return Case(model, (inputs,), {}, file)
+        return Case(model, (inputs,), {}, file, optimizer)
     if isinstance(inputs, (tuple, list)):
-        return Case(model, tuple(inputs), {}, file)
+        return Case(model, tuple(inputs), {}, file, optimizer)
     if not isinstance(inputs, Mapping) or not all(isinstance(k, str) for k in inputs):
         raise PlanError(
             f"{name}() returned {type(inputs).__name__} as the inputs; {SAY}"
@@ -138,7 +147,7 @@ def _case(result: Any, name: str, file: str) -> Case:
             f"{name}() returned the keyword argument {taken[0]!r}, which is also one "
             "of fxsched.plan; give the inputs as a tuple"
         )
-    return Case(model, (), dict(inputs), file)
+    return Case(model, (), dict(inputs), file, optimizer)
 
 
 @contextmanager

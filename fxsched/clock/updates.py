@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
-from ..jobs.job import Direction, Job
+from ..jobs.job import Direction, Job, PlanError
 from ..jobs.schedule import Schedule
 from .timeline import Jobs
 from .weight_fetches import source_of
@@ -81,6 +81,19 @@ def _reads(
                 if version > seen.get((s, update), 0):
                     seen[s, update] = version
                     yield (version - 1) * sum(ahead) + update, number
+
+
+def stopped_by_order(schedule: Schedule, jobs: Jobs, number: int) -> PlanError | None:
+    """What to say of a job that never runs, where workers take theirs strictly by n,
+    which was made without updates between them; None for other schedules."""
+    if not schedule.in_order or len({b for _, b in jobs.updates}) < 2:
+        return None
+    return PlanError(
+        f"in_order stops {schedule}: {jobs.job(number)} never runs, for its worker's "
+        "next job by n waits for it, or for an update after it; give n an order in "
+        "which that comes later, dataclasses.replace(schedule, in_order=False), or "
+        "update_every=None for one update a call"
+    )
 
 
 def _release(jobs: Jobs, schedule: Schedule, stage: int) -> int:

@@ -31,6 +31,7 @@ class Worker:
     activations_received, activations_sent: what jobs made for jobs on another worker,
         one for each job and worker: outputs of F, gradients of B, what F saved for B.
     gradients_returned: sums of weight gradients sent to the worker that adds them up.
+    updates: steps of the optimizer that it takes, one for each stage.
     weights_renewed: weights kept here that come new from the worker that u names.
     parameter_bytes: bytes of weights and of their gradients that come here, where the
         stages say what they take.
@@ -45,6 +46,7 @@ class Worker:
     activations_received: int
     activations_sent: int
     gradients_returned: int
+    updates: int
     weights_renewed: int
     parameter_bytes: int | None
 
@@ -86,6 +88,7 @@ def worker_records(
         received.tolist(),
         sent.tolist(),
         traffic.returned,
+        np.bincount(compute[jobs.regular :], None, count).tolist(),
         traffic.renewed,
         parameters,
     )

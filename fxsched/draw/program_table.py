@@ -13,6 +13,7 @@ from .tables import byte_text, shorten, table
 
 # What makes weights, and the argument that is the weights before it.
 MADE: dict[Any, int] = {ops.update: 3, ops.renew: 1, ops.copy: 1}
+LONG = 10**12
 HEADERS = "#|job|n|waits for|weights|sends|frees"
 
 
@@ -67,7 +68,7 @@ def _cells(nodes: list[fx.Node], seen: set[fx.Node], sizes: bool) -> list[Any]:
     ]
     return [
         task,
-        n,
+        n if abs(n) < LONG else f"{n:.0e}",  # an update after all else
         shorten(list(dict.fromkeys(waits))),
         ", ".join(dict.fromkeys(weights)),
         _sent_bytes(sends) if sizes else _sent(sends),
@@ -82,7 +83,7 @@ def _reads(nodes: list[fx.Node], seen: set[fx.Node]) -> tuple[list[str], list[st
     """
     task, inside = nodes[0].meta["task"], set(nodes)
     readers = [node for node in nodes if node.target is not ops.free]
-    values = dict.fromkeys(v for node in readers for v in node.all_input_nodes)
+    values = dict.fromkeys(v for node in readers for v in _inputs(node))
     waits, weights = [], []
     for value in values:
         if value in inside or value in seen:
@@ -100,6 +101,14 @@ def _reads(nodes: list[fx.Node], seen: set[fx.Node]) -> tuple[list[str], list[st
         elif maker != task:
             waits.append(f"{maker} here")
     return waits, weights
+
+
+def _inputs(node: fx.Node) -> list[fx.Node]:
+    """What a node reads; new weights only come after copies of the old."""
+    if node.target not in MADE:
+        return node.all_input_nodes
+    old = node.args[MADE[node.target]]
+    return [v for v in node.all_input_nodes if v is old or v.target is not ops.copy]
 
 
 def _version(weights: fx.Node) -> int:

@@ -53,6 +53,8 @@ def _cut(text: str, limit: int) -> str:
 def worker_table(workers: Sequence[Worker], latency: float) -> str:
     """A row for each worker of a simulated step; equal ones share a row."""
     same: dict[tuple[str, ...], list[int]] = {}
+    updated = any(record.updates for record in workers)
+    renewed = any(record.weights_renewed for record in workers)
     for number, record in enumerate(workers):
         row = (
             f"{100 * record.busy / (latency or 1.0):.1f} %",
@@ -63,11 +65,16 @@ def worker_table(workers: Sequence[Worker], latency: float) -> str:
             f"{record.activations_received}",
             f"{record.activations_sent}",
             f"{record.gradients_returned}",
+            f"{record.updates}" if updated else "",
+            f"{record.weights_renewed}" if renewed else "",
         )
         same.setdefault(row, []).append(number)
     rows = [(ranges(numbers), *row) for row, numbers in same.items()]
-    headers = "workers|busy|activations|bytes|weights|fetches|received|sent|returned"
-    used = [i for i in range(9) if any(row[i] for row in rows)]
+    headers = (
+        "workers|busy|activations|bytes|weights|fetches|received|sent|returned|"
+        "updates|renewed"
+    )
+    used = [i for i in range(11) if any(row[i] for row in rows)]
     shown = "|".join(headers.split("|")[i] for i in used)
     return table(shown, [[row[i] for i in used] for row in rows], "r")
 

@@ -18,6 +18,7 @@ from ..clock.stage_graph import (
     stage_jobs,
 )
 from ..clock.timeline import Jobs, Timeline
+from ..clock.updates import stopped_by_order
 from ..clock.worker_stats import Worker, worker_records
 from ..draw import tables
 from ..draw.diagram import Diagram, draw
@@ -177,6 +178,8 @@ def _check_transfers(transfer: object, prefetch: int | None) -> None:
 def _stopped(schedule: Schedule, timeline: Timeline) -> PlanError:
     ran, jobs = set(timeline.order), timeline.jobs
     waiting = next(number for number in range(len(jobs)) if number not in ran)
+    if error := stopped_by_order(schedule, jobs, waiting):
+        return error
     return PlanError(
         f"in_flight or in_order stops {schedule}: {jobs.job(waiting)} never runs; "
         "allow more microbatches in flight, or give n the order of data flow"
