@@ -26,6 +26,7 @@ from . import (
     simulate,
     sleep,
     stale,
+    updates,
 )
 
 ROOT = Path(__file__).parents[2]
@@ -73,6 +74,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     _add_search(commands.add_parser("search", help=_first(search.__doc__)))
     _add_sleep(commands.add_parser("sleep", help=_first(sleep.__doc__)))
     _add_stale(commands.add_parser("stale", help=_first(stale.__doc__)))
+    _add_updates(commands.add_parser("updates", help=_first(updates.__doc__)))
     options = parser.parse_args(arguments)
     if "check" in options:
         options.check(options, parser)
@@ -244,6 +246,16 @@ def _add_stale(parser: argparse.ArgumentParser) -> None:
         "--workers", type=int, nargs="+", default=[4, 8], dest="workers_each"
     )
     parser.set_defaults(run=stale.run, workers=0)
+
+
+def _add_updates(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    _add_language(parser)
+    names = list(updates.RIVALS)
+    add("--only", nargs="+", choices=names, default=names, metavar="NAME")
+    add("--steps", type=int, default=20, help="of each contestant (20)")
+    add("--tries", type=int, default=4, help="splits that the peer tries (4)")
+    parser.set_defaults(run=updates.run, compiled=False)
 
 
 def main() -> int:

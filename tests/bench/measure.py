@@ -76,17 +76,17 @@ def check(contestant: Contestant, wanted: dict[str, Tensor]) -> None:
     dist.all_gather_object(everyone, errors)
     missing = set(wanted) - {name for each in everyone for name in each}
     if missing:
-        _fail(
+        fail(
             f"{contestant.name}: no rank has a gradient of {', '.join(sorted(missing))}"
         )
     contestant.error, name = max((e, n) for each in everyone for n, e in each.items())
     if contestant.error > TOLERANCE:
-        _fail(
+        fail(
             f"{contestant.name}: the gradient of {name} is off eager's by "
             f"{contestant.error:.1e} of its largest entry; {TOLERANCE} is allowed"
         )
 
 
-def _fail(message: str) -> NoReturn:
+def fail(message: str) -> NoReturn:
     """Every rank comes here; the first one says why."""
     raise SystemExit(1 if dist.get_rank() else message)
