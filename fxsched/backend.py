@@ -59,6 +59,7 @@ from .options import (
 from .passes.users import Pass
 from .planning import make_step
 from .plans.plan import Plan
+from .runtime.autograd_call import call_step
 from .runtime.input_agreement import InputRule
 from .runtime.local_rows import spread_rows
 from .runtime.padding import Padded, check_padded, pad
@@ -325,7 +326,7 @@ class Backend:
             check_padded(gm, step.plan)
         if self._last is None or step.plan.trains or not self._last.plan.trains:
             self._last, self.plan = step, step.plan
-        outputs = step(args, self._said)
+        outputs = call_step(step, args, self._said)
         for output, value in zip(step.plan.outputs, outputs, strict=True):
             old = args[output.state or 0] if output.replaced else None
             if isinstance(old, Tensor) and old in OWNERSHIPS:

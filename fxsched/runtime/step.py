@@ -1,9 +1,8 @@
-"""One call of the compiled function: inputs in, programs run, results to autograd."""
+"""One call of the compiled function: inputs in, programs run, results out."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from functools import wraps
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -11,7 +10,7 @@ from torch import Tensor, fx
 
 from ..clock.timeline import Event
 from ..ir import ops
-from ..ir.loss_scale import Scale, hand_over, infinite
+from ..ir.loss_scale import Scale
 from ..plans.plan import Plan
 from ..rows.early_values import Early
 from ..rows.row_warnings import RowWatch
@@ -36,7 +35,7 @@ class BeforeCall(NamedTuple):
 
 
 class Step:
-    """A planned step, to call with the inputs of the traced graph.
+    """A planned step; see autograd_call.
 
     scale: gives what B starts from.
     optimizers: step the weights, if the plan has updates.
@@ -63,31 +62,7 @@ class Step:
         self.apart: bool | None = None  # whether ranks draw other numbers than rank 0
         self.factor: float | None = None  # what it gave in the last call
 
-    def __call__(self, args: tuple[Any, ...], said: set[str]) -> Sequence[Any]:
-        """Runs the programs on `args`, which get the gradients.
-
-        said: what was warned of; what this call warns of is added.
-        """
-        inputs = self._inputs(args, said)
-        if not self.plan.trains:
-            results = self._advance(self._start(inputs), None)
-            return self._outputs(inputs, results)
-        leaves = [
-            i for i, a in enumerate(args) if isinstance(a, Tensor) and a.requires_grad
-        ]
-        tensors = [args[i] for i in leaves]
-        apply: Any = self._function.apply
-        outputs: tuple[Any, ...] = apply(self, inputs, leaves, *tensors)
-        return outputs
-
-    @property
-    def _function(self) -> type[torch.autograd.Function]:
-        """Which of the three below a call is."""
-        if self.optimizers is not None:
-            return _Updating
-        return _InBackward if self.plan.loss is None else _InCall
-
-    def _inputs(self, args: tuple[Any, ...], said: set[str]) -> tuple[Any, ...]:
+    def inputs(self, args: tuple[Any, ...], said: set[str]) -> tuple[Any, ...]:
         """What to run on: the arguments on which ranks agree, and what is computed for
         the whole batch beforehand."""
         agreement, watch, early = self.before
@@ -118,12 +93,13 @@ class Step:
             self.apart = self.workers.differ(number) or self.plan.redraws
         return self.workers.first(number) if self.apart else number
 
-    def _start(self, args: tuple[Any, ...]) -> list[Run]:
+    def start(self, args: tuple[Any, ...]) -> list[Run]:
+        """The runs of the programs here, on `args`; nothing has run yet."""
         random = self._draw()
         self.factor = None if self.scale is None else self.scale()
         optimizers = None if self.optimizers is None else self.optimizers.begin(args)
 
-        def inputs(program: fx.GraphModule) -> dict[str, Any]:
+        def placeholders(program: fx.GraphModule) -> dict[str, Any]:
             values: dict[str, Any] = {}
             for node in program.graph.find_nodes(op="placeholder"):
                 if "group" in node.meta:
@@ -142,13 +118,14 @@ class Step:
             return values
 
         self.events = ()
-        self.latest = self.workers.start(self.programs, inputs)
+        self.latest = self.workers.start(self.programs, placeholders)
         return self.latest
 
-    def _advance(
+    def advance(
         self, runs: list[Run], tangents: dict[int, Tensor] | None
     ) -> dict[str, Any]:
-        """The results of the workers here, as one."""
+        """Runs them up to their end, or to where they wait for the gradients that
+        backward() gets; the results of the workers here, as one."""
         merged: dict[str, Any]
         merged = {"outputs": (), "state": {}, "groups": {}, "inputs": {}}
         begin = self.workers.together() if self.record else 0.0
@@ -177,7 +154,7 @@ class Step:
         if runs is self.latest:  # a call before it may run its backward() now
             self.events += tuple(new)
 
-    def _outputs(
+    def outputs(
         self, args: tuple[Any, ...], results: dict[str, Any]
     ) -> tuple[Any, ...]:
         """Writes new buffers to the model; gives the outputs."""
@@ -199,7 +176,7 @@ class Step:
                     outputs[position] = Tensor.copy_(tensor, outputs[position])
         return tuple(outputs)
 
-    def _gradients(
+    def gradients(
         self, results: dict[str, Any], leaves: Sequence[int]
     ) -> list[Tensor | None]:
         """The gradient of each leaf; None for those that other workers keep."""
@@ -212,159 +189,3 @@ class Step:
             wanted = [s.input for s, t in zip(state, trained, strict=True) if t]
             gradient_of.update(zip(wanted, gradients, strict=True))
         return [gradient_of.get(i) for i in leaves]
-
-
-def _mark(ctx: Any, step: Step, outputs: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Outputs that got no gradient in the traced model get none here."""
-    ctx.set_materialize_grads(False)
-    ctx.mark_non_differentiable(
-        *(
-            value
-            for value, output in zip(outputs, step.plan.outputs, strict=True)
-            if isinstance(value, Tensor) and not output.differentiable
-        )
-    )
-    return outputs
-
-
-def _first_order(backward: Callable[..., Any]) -> Callable[..., Any]:
-    """A backward() that refuses to be differentiated, instead of giving a gradient
-    that loses the second one in silence."""
-
-    @wraps(backward)
-    def guarded(ctx: Any, *gradients: Tensor | None) -> Any:
-        if torch.is_grad_enabled():
-            raise RuntimeError(
-                "fxsched: create_graph=True asks for a gradient that can be "
-                "differentiated again, and the B of a plan gives none; for a gradient "
-                "penalty or a Hessian, call the model itself, not what torch.compile "
-                "made of it, and add what that gives to .grad"
-            )
-        with torch.no_grad():
-            return backward(ctx, *gradients)
-
-    return guarded
-
-
-class _InCall(torch.autograd.Function):
-    """F and B in the call; backward() hands over the finished gradients."""
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        step: Step,
-        args: tuple[Any, ...],
-        leaves: list[int],
-        *tensors: Tensor,
-    ) -> tuple[Any, ...]:
-        results = step._advance(step._start(args), None)
-        ctx.loss, ctx.gradients = step.plan.loss, step._gradients(results, leaves)
-        ctx.names = [output.name for output in step.plan.outputs]
-        ctx.step, ctx.factor = step, step.factor
-        return _mark(ctx, step, step._outputs(args, results))
-
-    @staticmethod
-    @_first_order
-    def backward(ctx: Any, *tangents: Tensor | None) -> tuple[Tensor | None, ...]:
-        for position, gradient in enumerate(tangents):
-            if gradient is not None and position != ctx.loss:
-                raise RuntimeError(
-                    f"fxsched: output {ctx.names[position]!r} got a gradient, but B "
-                    f"already ran in the call, from output {ctx.names[ctx.loss]!r}, "
-                    "the loss; compute all of the loss in the model, or return no "
-                    "scalar: then B runs in backward()"
-                )
-        gradients, ctx.gradients = ctx.gradients, None
-        _once(gradients)
-        incoming = tangents[ctx.loss]
-        if incoming is None:
-            return (None,) * (3 + len(gradients))
-        half = ctx.step.plan.half
-        gradients = hand_over(gradients, incoming, ctx.factor, half)
-        if ctx.factor is not None and ctx.step.workers.skips(gradients):
-            gradients = infinite(gradients)
-        return (None, None, None, *gradients)
-
-
-class _Updating(torch.autograd.Function):
-    """F, B and U in the call; there is nothing left for backward()."""
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        step: Step,
-        args: tuple[Any, ...],
-        leaves: list[int],
-        *tensors: Tensor,
-    ) -> tuple[Any, ...]:
-        assert step.optimizers is not None, "a plan with updates has an optimizer"
-        try:
-            results = step._advance(step._start(args), None)
-        finally:
-            step.optimizers.end()
-        return _mark(ctx, step, step._outputs(args, results))
-
-    @staticmethod
-    def backward(ctx: Any, *tangents: Tensor | None) -> Any:
-        raise RuntimeError(
-            "fxsched: backend(optimizer=) has updated the weights in the call; leave "
-            "out backward() and optimizer.step()"
-        )
-
-
-class _InBackward(torch.autograd.Function):
-    """F in the call, B in backward()."""
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        step: Step,
-        args: tuple[Any, ...],
-        leaves: list[int],
-        *tensors: Tensor,
-    ) -> tuple[Any, ...]:
-        ctx.step, ctx.runs, ctx.leaves = step, step._start(args), leaves
-        ctx.versions = [(tensor, tensor._version) for tensor in tensors]
-        outputs = step._outputs(args, step._advance(ctx.runs, None))
-        ctx.like = {
-            i: (value.shape, value.dtype, value.device)
-            for i, (value, output) in enumerate(
-                zip(outputs, step.plan.outputs, strict=True)
-            )
-            if output.takes_gradient
-        }
-        return _mark(ctx, step, outputs)
-
-    @staticmethod
-    @_first_order
-    def backward(ctx: Any, *incoming: Tensor | None) -> tuple[Tensor | None, ...]:
-        runs, ctx.runs = ctx.runs, None
-        _once(runs)
-        if any(tensor._version != version for tensor, version in ctx.versions):
-            raise RuntimeError(
-                "fxsched: a parameter or input was changed in place between the call "
-                "and its backward(); call optimizer.step() after backward()"
-            )
-        for gradient, output in zip(incoming, ctx.step.plan.outputs, strict=True):
-            if gradient is not None and not output.takes_gradient:
-                raise RuntimeError(
-                    f"fxsched: output {output.name!r} got a gradient, but it is the "
-                    f"{output.how} of the microbatches, and none of them is known as "
-                    "the one that it came from; detach() it, or compute it outside of "
-                    "the model from an output with one row for each sample"
-                )
-        tangents = {}
-        for i, (shape, dtype, device) in ctx.like.items():
-            gradient = incoming[i]
-            if gradient is None:
-                gradient = torch.zeros(shape, dtype=dtype, device=device)
-            tangents[i] = gradient.contiguous()
-        results = ctx.step._advance(runs, tangents)
-        return (None, None, None, *ctx.step._gradients(results, ctx.leaves))
-
-
-def _once(value: object) -> None:
-    if value is None:
-        raise RuntimeError(
-            "fxsched: backward() a second time through one step; call the model again"
-        )

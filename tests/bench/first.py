@@ -34,7 +34,7 @@ PARTS = {
     "check": ("plans.plan.Plan.check",),
     "Inductor": ("autodiff.inductor.compile_stages",),
     "codegen": ("planning.Runnable",),
-    "step": ("runtime.step.Step.__call__",),
+    "step": ("backend.call_step",),
     "passes": ("pipeline.cut_program", "pipeline.free_values"),
 }
 # The passes that count as a part of their own.

@@ -1,0 +1,193 @@
+"""A call of the compiled function as autograd sees it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import wraps
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..ir.loss_scale import hand_over, infinite
+from .step import Step
+
+
+def call_step(step: Step, args: tuple[Any, ...], said: set[str]) -> Sequence[Any]:
+    """Runs a step on the inputs of the traced graph, which get the gradients.
+
+    said: what was warned of; what this call warns of is added.
+    """
+    inputs = step.inputs(args, said)
+    if not step.plan.trains:
+        return step.outputs(inputs, step.advance(step.start(inputs), None))
+    leaves = [
+        i for i, a in enumerate(args) if isinstance(a, Tensor) and a.requires_grad
+    ]
+    tensors = [args[i] for i in leaves]
+    apply: Any = _function(step).apply
+    outputs: tuple[Any, ...] = apply(step, inputs, leaves, *tensors)
+    return outputs
+
+
+def _function(step: Step) -> type[torch.autograd.Function]:
+    """Which of the three below a call is."""
+    if step.optimizers is not None:
+        return _Updating
+    return _InBackward if step.plan.loss is None else _InCall
+
+
+def _mark(ctx: Any, step: Step, outputs: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Outputs that got no gradient in the traced model get none here."""
+    ctx.set_materialize_grads(False)
+    ctx.mark_non_differentiable(
+        *(
+            value
+            for value, output in zip(outputs, step.plan.outputs, strict=True)
+            if isinstance(value, Tensor) and not output.differentiable
+        )
+    )
+    return outputs
+
+
+def _first_order(backward: Callable[..., Any]) -> Callable[..., Any]:
+    """A backward() that refuses to be differentiated, instead of giving a gradient
+    that loses the second one in silence."""
+
+    @wraps(backward)
+    def guarded(ctx: Any, *gradients: Tensor | None) -> Any:
+        if torch.is_grad_enabled():
+            raise RuntimeError(
+                "fxsched: create_graph=True asks for a gradient that can be "
+                "differentiated again, and the B of a plan gives none; for a gradient "
+                "penalty or a Hessian, call the model itself, not what torch.compile "
+                "made of it, and add what that gives to .grad"
+            )
+        with torch.no_grad():
+            return backward(ctx, *gradients)
+
+    return guarded
+
+
+class _InCall(torch.autograd.Function):
+    """F and B in the call; backward() hands over the finished gradients."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        step: Step,
+        args: tuple[Any, ...],
+        leaves: list[int],
+        *tensors: Tensor,
+    ) -> tuple[Any, ...]:
+        results = step.advance(step.start(args), None)
+        ctx.loss, ctx.gradients = step.plan.loss, step.gradients(results, leaves)
+        ctx.names = [output.name for output in step.plan.outputs]
+        ctx.step, ctx.factor = step, step.factor
+        return _mark(ctx, step, step.outputs(args, results))
+
+    @staticmethod
+    @_first_order
+    def backward(ctx: Any, *tangents: Tensor | None) -> tuple[Tensor | None, ...]:
+        for position, gradient in enumerate(tangents):
+            if gradient is not None and position != ctx.loss:
+                raise RuntimeError(
+                    f"fxsched: output {ctx.names[position]!r} got a gradient, but B "
+                    f"already ran in the call, from output {ctx.names[ctx.loss]!r}, "
+                    "the loss; compute all of the loss in the model, or return no "
+                    "scalar: then B runs in backward()"
+                )
+        gradients, ctx.gradients = ctx.gradients, None
+        _once(gradients)
+        incoming = tangents[ctx.loss]
+        if incoming is None:
+            return (None,) * (3 + len(gradients))
+        half = ctx.step.plan.half
+        gradients = hand_over(gradients, incoming, ctx.factor, half)
+        if ctx.factor is not None and ctx.step.workers.skips(gradients):
+            gradients = infinite(gradients)
+        return (None, None, None, *gradients)
+
+
+class _Updating(torch.autograd.Function):
+    """F, B and U in the call; there is nothing left for backward()."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        step: Step,
+        args: tuple[Any, ...],
+        leaves: list[int],
+        *tensors: Tensor,
+    ) -> tuple[Any, ...]:
+        assert step.optimizers is not None, "a plan with updates has an optimizer"
+        try:
+            results = step.advance(step.start(args), None)
+        finally:
+            step.optimizers.end()
+        return _mark(ctx, step, step.outputs(args, results))
+
+    @staticmethod
+    def backward(ctx: Any, *tangents: Tensor | None) -> Any:
+        raise RuntimeError(
+            "fxsched: backend(optimizer=) has updated the weights in the call; leave "
+            "out backward() and optimizer.step()"
+        )
+
+
+class _InBackward(torch.autograd.Function):
+    """F in the call, B in backward()."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        step: Step,
+        args: tuple[Any, ...],
+        leaves: list[int],
+        *tensors: Tensor,
+    ) -> tuple[Any, ...]:
+        ctx.step, ctx.runs, ctx.leaves = step, step.start(args), leaves
+        ctx.versions = [(tensor, tensor._version) for tensor in tensors]
+        outputs = step.outputs(args, step.advance(ctx.runs, None))
+        ctx.like = {
+            i: (value.shape, value.dtype, value.device)
+            for i, (value, output) in enumerate(
+                zip(outputs, step.plan.outputs, strict=True)
+            )
+            if output.takes_gradient
+        }
+        return _mark(ctx, step, outputs)
+
+    @staticmethod
+    @_first_order
+    def backward(ctx: Any, *incoming: Tensor | None) -> tuple[Tensor | None, ...]:
+        runs, ctx.runs = ctx.runs, None
+        _once(runs)
+        if any(tensor._version != version for tensor, version in ctx.versions):
+            raise RuntimeError(
+                "fxsched: a parameter or input was changed in place between the call "
+                "and its backward(); call optimizer.step() after backward()"
+            )
+        for gradient, output in zip(incoming, ctx.step.plan.outputs, strict=True):
+            if gradient is not None and not output.takes_gradient:
+                raise RuntimeError(
+                    f"fxsched: output {output.name!r} got a gradient, but it is the "
+                    f"{output.how} of the microbatches, and none of them is known as "
+                    "the one that it came from; detach() it, or compute it outside of "
+                    "the model from an output with one row for each sample"
+                )
+        tangents = {}
+        for i, (shape, dtype, device) in ctx.like.items():
+            gradient = incoming[i]
+            if gradient is None:
+                gradient = torch.zeros(shape, dtype=dtype, device=device)
+            tangents[i] = gradient.contiguous()
+        results = ctx.step.advance(runs, tangents)
+        return (None, None, None, *ctx.step.gradients(results, ctx.leaves))
+
+
+def _once(value: object) -> None:
+    if value is None:
+        raise RuntimeError(
+            "fxsched: backward() a second time through one step; call the model again"
+        )
