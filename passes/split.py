@@ -257,6 +257,23 @@ def _update_seconds(parameters: list[Tensor]) -> float:
     return update_seconds(sum(spec.bytes for spec in trained), trained[0].device)
 
 
+def _kept_bytes(state: list[fx.Node]) -> int:
+    """Bytes of weights, and of their gradients."""
+    values = [n.meta["val"] for n in state]
+    trained = [
+        n.meta["val"]
+        for n in state
+        if n.meta["role"] is Role.PARAMETER and n.meta["val"].requires_grad
+    ]
+    return sum(Spec.of(value).bytes for value in (*values, *trained))
+
+
+def _is_table(node: fx.Node) -> bool:
+    """Whether embeddings alone read a weight, some rows at a time."""
+    names = [getattr(user.target, "__name__", str(user.target)) for user in node.users]
+    return bool(names) and all("embedding" in name for name in names)
+
+
 def _describe(inner: list[StageBuilder]) -> nx.DiGraph[int]:
     """The stages and what is sent between them. A stage that is the first to read a
     parameter counts it."""
@@ -272,8 +289,8 @@ def _describe(inner: list[StageBuilder]) -> nx.DiGraph[int]:
             modules=_modules(stage.nodes, everywhere),
             parameters=sum(value.numel() for value in numbers),
             fetch=_send_state(first),
-            weights=sum(Spec.of(n.meta["val"]).bytes for n in first)
-            + sum(Spec.of(value).bytes for value in numbers if value.requires_grad),
+            weights=_kept_bytes(first),
+            tables=_kept_bytes([n for n in first if _is_table(n)]),
             update=_update_seconds(numbers),
             flops=sum(n.meta["work"].flops for n in stage.nodes if "work" in n.meta),
         )

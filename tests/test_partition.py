@@ -473,3 +473,28 @@ def test_fit_must_return_a_schedule_of_the_same_size(answer: Any) -> None:
 def test_fit_must_be_a_function() -> None:
     with pytest.raises(PlanError, match=r"fit=3.*function of the stages"):
         Schedule(2, 4, fit=3)  # type: ignore[arg-type]
+
+
+class Tabled(nn.Module):
+    """An embedding table, a layer, and a table that a layer reads too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.layer = nn.Embedding(50, 8), nn.Linear(8, 8)
+        self.tied = nn.Embedding(50, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.layer(self.table(x)) + self.tied(x)
+        return nn.functional.linear(hidden, self.tied.weight).mean()
+
+
+def test_hybrid_serves_the_stages_of_embedding_tables() -> None:
+    """A table that other layers read has a dense gradient, and replicas."""
+    schedule = schedules.hybrid(3, 4, servers=1)
+    model, x = Tabled(), torch.arange(8).reshape(8, 1)
+    plan = fxsched.plan(model, schedule, x, stages=["table", "layer", "tied"])
+    owners = {
+        state.name: group.owners for group in plan.groups for state in group.state
+    }
+    assert owners["table.weight"] == (2,)
+    assert owners["layer.weight"] == owners["tied.weight"] == (0, 1)

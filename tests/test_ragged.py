@@ -39,7 +39,7 @@ class Chain(nn.Module):
 
 def library() -> list[Schedule]:
     """All schedules of the library, with as few arguments as they take."""
-    more = {"hsdp": 2, "hybrid": 2, "lpp": 2, "fslpp": 2}
+    more = {"hsdp": 2, "sharded_groups": 2, "lpp": 2, "fslpp": 2}
     servers = ("parameter_server", "sharded_parameter_server")
     found = []
     for name, make in schedules.LIBRARY.items():

@@ -26,7 +26,16 @@ from . import table1
 
 FORWARD, BACKWARD, WEIGHT, _ = Direction
 # equal shares of microbatches
-WHOLE = ("ddp", "fsdp", "hsdp", "zero1", "zero2", "hybrid", "interleaved")
+WHOLE = (
+    "ddp",
+    "fsdp",
+    "hsdp",
+    "zero1",
+    "zero2",
+    "sharded_groups",
+    "hybrid",
+    "interleaved",
+)
 ONES = {"F": 1, "B": 1, "W": 1}
 # F and B where B is whole; F, B and W where it is split
 TIMES = (((1, 2), (1, 1, 1)), ((2, 1), (1, 3, 0.5)), ((0.5, 0.5), (0.3, 1, 2)))
@@ -115,7 +124,7 @@ def test_a_schedule_says_its_name_and_how_it_is_called(name: str) -> None:
     takes = inspect.signature(schedules.LIBRARY[name]).parameters
     assert next(iter(takes)) == "workers" and "microbatches" in takes
     known = {"workers", "microbatches", "group_size", "stages", "servers"}
-    assert set(takes) <= known | {"held", "even", "ahead", "every"}
+    assert set(takes) <= known | {"held", "even", "ahead", "every", "sparse"}
 
 
 # -- whole microbatches on a worker ---------------------------------------------------
@@ -176,19 +185,33 @@ def test_zero1_updates_in_the_end_and_zero2_as_soon_as_a_stage_is_done() -> None
     assert order_of(zero2, 0) == "0F0 1F0 2F0 2B0 2U1 1B0 0B0 0U1"
 
 
-def test_hybrid_serves_across_groups_and_replicates_inside() -> None:
-    schedule = schedules.hybrid(8, 4)
+def test_sharded_groups_serve_across_groups_and_replicate_inside() -> None:
+    schedule = schedules.sharded_groups(8, 4)
     ran = simulate(schedule, stages=8)
     assert kept(ran) == [4] * 8
     assert [w.weight_transmissions for w in ran.workers] == [8] * 8
     assert schedule.w(1, 2, FORWARD) == Placement(weights=6, compute=2)
 
 
-def test_hybrid_lies_between_fsdp_and_ddp() -> None:
+def test_sharded_groups_lie_between_fsdp_and_ddp() -> None:
     jobs = [(s, b, FORWARD) for s in range(9) for b in range(4)]
-    sharded, replicas = schedules.hybrid(4, 1), schedules.hybrid(4, 4)
+    sharded, replicas = schedules.sharded_groups(4, 1), schedules.sharded_groups(4, 4)
     assert [sharded.w(*job) for job in jobs] == [schedules.fsdp(4).w(*j) for j in jobs]
     assert [replicas.w(*job) for job in jobs] == [schedules.ddp(4).w(*j) for j in jobs]
+
+
+def test_hybrid_keeps_sparse_stages_on_servers_and_the_rest_on_trainers() -> None:
+    with_servers = schedules.hybrid(5, sparse=(0, 3), servers=2)
+    assert with_servers.w(0, 4, FORWARD) == Placement(weights=3, compute=1)
+    assert with_servers.w(3, 4, FORWARD) == Placement(weights=4, compute=1)
+    assert with_servers.w(1, 4, FORWARD) == Placement(weights=1, compute=1)
+    by_trainers = schedules.hybrid(2, 4, sparse=(1, 2))
+    assert [by_trainers.w(s, 3, FORWARD).weights for s in range(4)] == [1, 0, 1, 1]
+    ran = simulate(schedules.hybrid(4, sparse=(0,)), stages=6)
+    assert [w.weight_transmissions for w in ran.workers] == [0, 2, 2, 2]
+    jobs = [(s, b, FORWARD) for s in range(9) for b in range(4)]
+    dense = schedules.hybrid(4, sparse=())
+    assert [dense.w(*job) for job in jobs] == [schedules.ddp(4).w(*j) for j in jobs]
 
 
 @pytest.mark.parametrize(
@@ -463,10 +486,18 @@ def test_oldest_stage_first_follows_what_made_a_job_ready() -> None:
         (lambda: schedules.hsdp(6, 4), r"hsdp\(workers=6, group_size=4\): the workers"),
         (lambda: schedules.hsdp(4, 2, 6), r"hsdp\(workers=4, microbatches=6\): give a"),
         (
-            lambda: schedules.hybrid(4, 3),
-            r"hybrid\(workers=4, group_size=3\): the work",
+            lambda: schedules.sharded_groups(4, 3),
+            r"sharded_groups\(workers=4, group_size=3\): the work",
         ),
-        (lambda: schedules.hybrid(4, 2, 3), r"hybrid\(workers=4, microbatches=3\): "),
+        (
+            lambda: schedules.sharded_groups(4, 2, 3),
+            r"sharded_groups\(workers=4, microbatches=3\): ",
+        ),
+        (
+            lambda: schedules.hybrid(2, servers=2),
+            r"hybrid\(workers=2, servers=2\): ser",
+        ),
+        (lambda: schedules.hybrid(2, sparse=0), r"hybrid\(sparse=0\): give numbers of"),
         (
             lambda: schedules.parameter_server(1),
             r"parameter_server\(workers=1, servers=1\): servers run no jobs, so",

@@ -20,6 +20,7 @@ class Stage(TypedDict, total=False):
     update: seconds for a step of the optimizer on its weights (0, if it isn't there).
     held: bytes between F and B.
     weights: bytes of the weights, and their gradients, that no stage before it reads.
+    tables: those of embedding tables that nothing else reads.
     fetch: seconds to send these weights, or their gradients, one way.
     reads: the directions whose jobs read weights (F and B, if it isn't there).
     groups: numbers of the groups of weights that they read, each with the workers that
@@ -33,6 +34,7 @@ class Stage(TypedDict, total=False):
     update: float
     held: float
     weights: float
+    tables: float
     fetch: float
     reads: tuple[Direction, ...]
     groups: tuple[tuple[int, tuple[int, ...]], ...]

@@ -20,7 +20,12 @@ from .orders import (
     stage_first,
 )
 from .pipelines import cuckoo, folded, gpipe, naive, one_f_one_b, overflow
-from .servers import hybrid, parameter_server, sharded_parameter_server
+from .servers import (
+    hybrid,
+    parameter_server,
+    sharded_groups,
+    sharded_parameter_server,
+)
 from .stale import pipedream, pipedream_2bw, stale_by_one
 from .zero_bubble import v_half, v_min, zb_h1, zb_h2, zb_v
 
@@ -31,6 +36,7 @@ LIBRARY = Library(
         "hsdp": hsdp,
         "zero1": zero1,
         "zero2": zero2,
+        "sharded_groups": sharded_groups,
         "hybrid": hybrid,
         "parameter_server": parameter_server,
         "sharded_parameter_server": sharded_parameter_server,
@@ -85,6 +91,7 @@ __all__ = [
     "pipedream",
     "pipedream_2bw",
     "replicate",
+    "sharded_groups",
     "sharded_parameter_server",
     "stage_first",
     "stale_by_one",

@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import replace
+
+import networkx as nx
+
 from ..jobs.job import Placement, PlanError
 from ..jobs.schedule import Schedule
+from ..jobs.user_values import is_int
 from .arguments import equal_shares, groups, positive
 from .orders import microbatch_first
 
@@ -32,7 +38,9 @@ def sharded_parameter_server(
     return _served("sharded_parameter_server", workers, microbatches, servers)
 
 
-def hybrid(workers: int, group_size: int, microbatches: int | None = None) -> Schedule:
+def sharded_groups(
+    workers: int, group_size: int, microbatches: int | None = None
+) -> Schedule:
     """Each group of R workers serves its share of the stages to the other groups, and
     inside it each worker has a replica: w = (R (s mod G) + c mod R, c), c = b mod W.
 
@@ -41,20 +49,105 @@ def hybrid(workers: int, group_size: int, microbatches: int | None = None) -> Sc
     clients. G = W is fsdp, G = 1 is ddp. A worker's share is as in parameter servers
     that are trainers too (Li et al. 2014).
     """
-    count = groups("hybrid", workers, group_size)
-    microbatches = equal_shares("hybrid", workers, microbatches)
+    count = groups("sharded_groups", workers, group_size)
+    microbatches = equal_shares("sharded_groups", workers, microbatches)
 
     def w(s: int, b: int, d: object) -> Placement:
         compute = b % workers
         return Placement(group_size * (s % count) + compute % group_size, compute)
 
-    return Schedule(workers, microbatches, w=w, n=microbatch_first, name="hybrid")
+    return Schedule(
+        workers, microbatches, w=w, n=microbatch_first, name="sharded_groups"
+    )
+
+
+def hybrid(
+    workers: int,
+    microbatches: int | None = None,
+    sparse: Sequence[int] | None = None,
+    servers: int = 0,
+) -> Schedule:
+    """Stages of embedding tables through servers, all others replicas, whose gradients
+    are averaged all to all: with T trainers, w = (b mod T, b mod T), and for the i-th
+    sparse stage w = (i mod T, b mod T), or (T + i mod servers, b mod T).
+
+    sparse: numbers of stages; () is ddp. None takes those whose weights are for the
+        most part tables that embeddings alone read, once a model is cut, and stage 0
+        where there is no model.
+    servers: workers, the last ones, that keep sparse stages and run nothing; 0 for
+        trainers that keep them too, as servers share their trainers' machines there.
+
+    The placement is by stage: backend(stages=) names cuts that part tables from the
+    rest. A table's weights and gradients are sent whole, as embeddings with sparse=True
+    are refused. Herring (Thangakrishnan et al. 2020, SC 20); which of the two ways
+    a variable goes by its sparsity: Parallax (Kim et al. 2019, arXiv 1808.02621).
+    """
+    trainers, microbatches = _trainers("hybrid", workers, microbatches, servers)
+    numbers = _stage_numbers(sparse)
+
+    def built(numbers: Sequence[int]) -> Schedule:
+        def w(s: int, b: int, d: object) -> Placement:
+            trainer = b % trainers
+            if s not in numbers:
+                return Placement(trainer, trainer)
+            i = numbers.index(s)
+            return Placement(
+                trainers + i % servers if servers else i % trainers, trainer
+            )
+
+        return Schedule(workers, microbatches, w=w, n=microbatch_first, name="hybrid")
+
+    if numbers is not None:
+        return built(numbers)
+    return replace(built((0,)), fit=lambda stages: built(_tables(stages)))
+
+
+def _tables(stages: nx.DiGraph[int]) -> tuple[int, ...]:
+    """The stages whose weights are for the most part tables; stage 0 where nothing is
+    said of any."""
+    data = stages.nodes
+    if not any("tables" in data[s] for s in stages):
+        return (0,)
+    return tuple(
+        s for s in sorted(stages) if data[s]["tables"] > data[s]["weights"] / 2
+    )
+
+
+def _stage_numbers(sparse: object) -> Sequence[int] | None:
+    if sparse is None:
+        return None
+    if not isinstance(sparse, tuple | list | range) or not all(
+        is_int(s) and s >= 0 for s in sparse
+    ):
+        raise PlanError(
+            f"hybrid(sparse={sparse!r}): give numbers of stages, as in (0, 2), or None "
+            "for those of embedding tables"
+        )
+    return tuple(int(s) for s in sparse)
 
 
 def _served(
     name: str, workers: int, microbatches: int | None, servers: int
 ) -> Schedule:
-    positive(name, workers=workers, servers=servers)
+    positive(name, servers=servers)
+    trainers, microbatches = _trainers(name, workers, microbatches, servers)
+    return Schedule(
+        workers,
+        microbatches,
+        w=lambda s, b, d: Placement(trainers + s % servers, b % trainers),
+        n=microbatch_first,
+        name=name,
+    )
+
+
+def _trainers(
+    name: str, workers: int, microbatches: int | None, servers: int
+) -> tuple[int, int]:
+    """How many workers train, and the microbatches, one for each of them unless
+    given."""
+    positive(name, workers=workers)
+    if servers:
+        positive(name, servers=servers)
     trainers = workers - servers
     if trainers < 1:
         raise PlanError(
@@ -70,10 +163,4 @@ def _served(
             f"servers={servers}): {trainers} workers train; give a multiple of that "
             "many microbatches"
         )
-    return Schedule(
-        workers,
-        microbatches,
-        w=lambda s, b, d: Placement(trainers + s % servers, b % trainers),
-        n=microbatch_first,
-        name=name,
-    )
+    return trainers, microbatches

@@ -50,7 +50,7 @@ def library(
             size = workers // groups, microbatches // groups
             for inner in _built(name, *size, graphs):
                 if moves_weights(inner.schedule, inner.stages):
-                    continue  # more of what hsdp and hybrid are
+                    continue  # more of what hsdp and sharded_groups are
                 copied = replicate(inner.schedule, groups)
                 words = ", ".join(filter(None, (f"groups={groups}", inner.parameters)))
                 yield inner._replace(
