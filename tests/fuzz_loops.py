@@ -11,12 +11,10 @@ from __future__ import annotations
 
 import argparse
 import os
-import subprocess
 import sys
 import time
 import traceback
 from collections import Counter
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -25,6 +23,7 @@ from fxsched import PlanError
 
 from .loops import compare, random_loop
 from .test_random_plans import within
+from .torchrun import again_on_ranks
 
 LIMIT = 300  # seconds of a loop
 
@@ -78,20 +77,6 @@ def run(loops: int, first: int, ranks: int) -> int:
     return int(kinds["failed"] > 0)
 
 
-def torchrun(ranks: int) -> int:
-    """This command once more, on ranks."""
-    command = [
-        *(sys.executable, "-m", "torch.distributed.run"),
-        *("--nproc-per-node", str(ranks)),
-        *("--rdzv-backend", "c10d", "--rdzv-endpoint", "127.0.0.1:0"),
-        *("-m", "tests.fuzz_loops", *sys.argv[1:]),
-    ]
-    environment = {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"} | os.environ
-    return subprocess.run(
-        command, cwd=Path(__file__).parents[1], env=environment
-    ).returncode
-
-
 def main() -> int:
     """Parses the command line; starts ranks unless it is one."""
     parser = argparse.ArgumentParser(
@@ -103,7 +88,7 @@ def main() -> int:
     parser.add_argument("-v", action="store_true", help="with tracebacks")
     options = parser.parse_args()
     if options.ranks and "RANK" not in os.environ:
-        return torchrun(options.ranks)
+        return again_on_ranks(options.ranks, "tests.fuzz_loops")
     torch.set_num_threads(1)
     if options.ranks:
         dist.init_process_group("gloo")

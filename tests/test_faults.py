@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import re
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -14,23 +10,13 @@ import torch
 import fxsched
 from fxsched import PlanError, schedules
 from tests.ranks_faults import Words
-
-ROOT = Path(__file__).parents[1]
+from tests.torchrun import torchrun
 
 
 @pytest.fixture(scope="module")
 def said() -> dict[tuple[int, str], str]:
     """What each rank of tests/ranks_faults.py says of each case."""
-    command = [
-        *(sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"),
-        *("--rdzv-backend", "c10d", "--rdzv-endpoint", "127.0.0.1:0"),
-        *("-m", "tests.ranks_faults"),
-    ]
-    environment = os.environ | {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=200
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
+    done = torchrun(2, "tests.ranks_faults")
     assert "fxsched: rank 1 waits 1 s for rank 0 at call 14, job 1F0" in done.stderr
     lines = re.split(r"^rank (\d): ([^:\n]*): ", done.stdout, flags=re.MULTILINE)
     return {

@@ -4,12 +4,8 @@ model reaches them, and names are for people."""
 from __future__ import annotations
 
 import copy
-import os
 import re
-import subprocess
-import sys
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,6 +15,7 @@ from torch import Tensor, nn
 
 import fxsched
 from fxsched import Schedule, schedules
+from tests.torchrun import torchrun
 
 SCHEDULES = pytest.mark.parametrize(
     "schedule",
@@ -406,17 +403,7 @@ def test_a_model_without_parameters(schedule: Schedule, mean: bool) -> None:
 
 
 def test_ranks() -> None:
-    command = [
-        *(sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"),
-        *("--rdzv-backend", "c10d", "--rdzv-endpoint", "127.0.0.1:0"),
-        *("-m", "tests.ranks_identity"),
-    ]
-    environment = os.environ | {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
-    root = Path(__file__).parents[1]
-    done = subprocess.run(
-        command, cwd=root, env=environment, capture_output=True, text=True, timeout=200
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
+    done = torchrun(2, "tests.ranks_identity")
     counts: dict[str, int] = {}
     for case, count in re.findall(r"^rank \d: (\w+): (\d+)$", done.stdout, re.M):
         counts[case] = counts.get(case, 0) + int(count)

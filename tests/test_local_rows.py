@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,8 +9,7 @@ import torch
 
 import fxsched
 from fxsched import LocalSampler, PlanError, Schedule, schedules
-
-ROOT = Path(__file__).parents[1]
+from tests.torchrun import torchrun
 
 
 @pytest.mark.parametrize(
@@ -101,13 +96,4 @@ def test_in_one_process_it_is_the_whole_batch() -> None:
 
 
 def test_ranks_with_rows_of_their_own_train_as_with_all() -> None:
-    command = [
-        *(sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"),
-        *("--rdzv-backend", "c10d", "--rdzv-endpoint", "127.0.0.1:0"),
-        *("-m", "tests.ranks_local"),
-    ]
-    environment = os.environ | {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=200
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
+    torchrun(2, "tests.ranks_local")

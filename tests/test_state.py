@@ -3,10 +3,6 @@
 from __future__ import annotations
 
 import copy
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -15,21 +11,11 @@ from torch import nn
 import fxsched
 from fxsched import PlanError, schedules
 from tests.ranks_state import Tied, batch, build, eager, planned
-
-ROOT = Path(__file__).parents[1]
+from tests.torchrun import torchrun
 
 
 def test_two_ranks_clip_save_and_resume_as_one_process() -> None:
-    command = [
-        *(sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"),
-        *("--rdzv-backend", "c10d", "--rdzv-endpoint", "127.0.0.1:0"),
-        *("-m", "tests.ranks_state"),
-    ]
-    environment = os.environ | {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=400
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
+    done = torchrun(2, "tests.ranks_state")
     assert done.stdout.count("whole state") == 2, done.stdout
 
 

@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import copy
 import functools
-import os
-import subprocess
-import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -23,9 +20,8 @@ from fxsched.ir import ops
 from tests.fuzz_updates import check
 from tests.ranks_versions import SCHEDULES, replayed, rows
 from tests.test_check import copied
+from tests.torchrun import torchrun
 from tests.updates import TOLERANCE, adamw, build_double
-
-ROOT = Path(__file__).parents[1]
 
 
 @pytest.mark.parametrize("order", ["static", "dynamic"])
@@ -53,16 +49,7 @@ def test_random_plans_equal_their_replay(seed: int) -> None:
 
 
 def test_ranks_equal_the_replay() -> None:
-    command = [
-        *(sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"),
-        *("--rdzv-backend", "c10d", "--rdzv-endpoint", "127.0.0.1:0"),
-        *("-m", "tests.ranks_versions"),
-    ]
-    environment = os.environ | {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=400
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
+    done = torchrun(2, "tests.ranks_versions")
     assert done.stdout.count("equal to the replay") == 2 * 6, done.stdout
 
 

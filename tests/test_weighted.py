@@ -3,10 +3,6 @@
 from __future__ import annotations
 
 import copy
-import os
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,6 +14,7 @@ from torch.testing import assert_close
 import fxsched
 from fxsched import PlanError, Schedule, schedules
 from tests.cases import anything
+from tests.torchrun import torchrun
 from tests.weighted import (
     IGNORED,
     LOSSES,
@@ -154,18 +151,5 @@ def test_what_no_weights_make_exact_is_refused() -> None:
 
 
 def test_two_ranks() -> None:
-    command = [
-        *(sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"),
-        *("--rdzv-backend", "c10d", "--rdzv-endpoint", "127.0.0.1:0"),
-        *("-m", "tests.ranks_losses"),
-    ]
-    done = subprocess.run(
-        command,
-        cwd=Path(__file__).parents[1],
-        env=os.environ | {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
+    done = torchrun(2, "tests.ranks_losses")
     assert done.stdout.count("equal to eager") == 4, done.stdout

@@ -10,7 +10,7 @@ import pytest
 
 import fxsched
 from fxsched import Plan, Schedule, schedules
-from tests.test_torchrun import torchrun
+from tests.torchrun import torchrun
 from tests.updates import copied
 from tests.zero import even, most_gradients, parameters_received
 
@@ -79,7 +79,6 @@ def test_each_worker_has_a_share_of_the_parameters() -> None:
 
 
 def test_ranks_equal_the_plain_loop_and_share_the_optimizer() -> None:
-    done = torchrun(4, module="tests.ranks_updates")
-    assert done.returncode == 0, done.stdout + done.stderr
+    done = torchrun(4, "tests.ranks_updates")
     assert done.stdout.count("equal to the plain loop") == 4 * 12, done.stdout
     assert done.stdout.count("a fourth of the optimizer") == 4 * 2, done.stdout

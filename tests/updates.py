@@ -62,27 +62,33 @@ def placed(seed: int, workers: int = 4) -> Schedule:
     return replace(spread(anything(seed, workers), seed), update_every=2)
 
 
-def copied(zero: int) -> Schedule:
+def copied(zero: int, workers: int = 4) -> Schedule:
     """Two pipelines whose stages share the optimizer."""
-    inside = schedules.one_f_one_b(2, MICROBATCHES // 2)
+    inside = schedules.one_f_one_b(workers // 2, MICROBATCHES // 2)
     return schedules.replicate(inside, 2, zero)
 
 
-SCHEDULES: dict[str, Callable[[], Schedule]] = {
-    "ddp": lambda: schedules.ddp(4),
-    "fsdp": lambda: schedules.fsdp(4),
-    "zero1": lambda: schedules.zero1(4),
-    "zero2": lambda: schedules.zero2(4),
-    "copies of zero1": lambda: copied(1),
-    "copies of zero2": lambda: copied(2),
-    "one_f_one_b": lambda: schedules.one_f_one_b(4, MICROBATCHES),
-    "interleaved": lambda: schedules.interleaved(2, MICROBATCHES),
-    "zb_h1": lambda: schedules.zb_h1(4, MICROBATCHES),
-    "graph": lambda: schedules.graph(4, MICROBATCHES),
-    "spread": lambda: spread(schedules.ddp(4)),
-    "twice": lambda: replace(schedules.one_f_one_b(2, MICROBATCHES), update_every=2),
-    "placed": lambda: placed(3),
-}
+def synchronous(workers: int) -> dict[str, Callable[[], Schedule]]:
+    """Schedules whose jobs all read the weights of the updates before."""
+    count, line = MICROBATCHES, schedules.one_f_one_b(workers, MICROBATCHES)
+    return {
+        "ddp": lambda: schedules.ddp(workers),
+        "fsdp": lambda: schedules.fsdp(workers),
+        "zero1": lambda: schedules.zero1(workers),
+        "zero2": lambda: schedules.zero2(workers),
+        "copies of zero1": lambda: copied(1, workers),
+        "copies of zero2": lambda: copied(2, workers),
+        "one_f_one_b": lambda: line,
+        "interleaved": lambda: schedules.interleaved(workers, count),
+        "zb_h1": lambda: schedules.zb_h1(workers, count),
+        "graph": lambda: schedules.graph(workers, count),
+        "spread": lambda: spread(schedules.ddp(workers)),
+        "twice": lambda: replace(line, update_every=2),
+        "placed": lambda: placed(3, workers),
+    }
+
+
+SCHEDULES = synchronous(4)
 
 
 def batches(inputs: tuple[Tensor, ...], calls: int = CALLS) -> Iterator[Any]:

@@ -1,0 +1,113 @@
+"""Every synchronous way to train: python -m tests.train_all [--ranks 2 | 4].
+
+Four models under each schedule of tests/updates.py and each optimizer, stepped by the
+program and, where the schedule leaves that to it, by the loop: losses and parameters
+after some calls equal those of eager PyTorch. On threads, or on ranks of torchrun.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import os
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.testing import assert_close
+
+import fxsched
+from fxsched import Schedule
+
+from .cases import MICROBATCHES
+from .torchrun import again_on_ranks
+from .updates import (
+    OPTIMIZERS,
+    Made,
+    batches,
+    build_double,
+    eager,
+    synchronous,
+)
+
+MODELS = ("mlp", "gpt", "two_tower", "unet")
+LOOP = "loop"  # who steps
+PROGRAM = "program"
+# An optimizer divides gradients by their size, also those that are 0 but for rounding.
+NEAR: dict[str, Any] = {"rtol": 1e-7, "atol": 1e-8}
+Inputs = tuple[Tensor, ...]
+
+
+def train(
+    model: nn.Module, schedule: Schedule, inputs: Inputs, made: Made, who: str
+) -> tuple[list[float], dict[str, Tensor]]:
+    """Losses of the calls, and, on rank 0, the model's state after them."""
+    optimizer = made(model)
+    transport = "distributed" if dist.is_initialized() else "threads"
+    in_program = optimizer if who == PROGRAM else None
+    backend = fxsched.backend(schedule, transport=transport, optimizer=in_program)
+    step = torch.compile(model, backend=backend)
+    losses = []
+    for batch in batches(inputs):
+        loss = step(*batch)
+        if who == LOOP:
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        losses.append(loss.item())
+    state = fxsched.full_state_dict(model)
+    backend.close()
+    return losses, dict(state)
+
+
+def compare(
+    model: nn.Module, schedule: Schedule, inputs: Inputs, made: Made, who: str
+) -> None:
+    """Raises AssertionError unless losses and parameters are the plain loop's."""
+    every = schedule.update_every or MICROBATCHES
+    wanted, reference = eager(model, made, inputs, every)
+    losses, state = train(copy.deepcopy(model), schedule, inputs, made, who)
+    assert_close(losses, wanted, **NEAR)
+    if not dist.is_initialized() or dist.get_rank() == 0:
+        assert_close(state, dict(reference.state_dict()), **NEAR)
+
+
+def run(models: Sequence[str], ranks: int) -> int:
+    cases = 0
+    for name in models:
+        for schedule, build in synchronous(ranks or 4).items():
+            model, inputs = build_double(name)
+            for optimizer, made in OPTIMIZERS.items():
+                for who in (PROGRAM, LOOP):
+                    if who == LOOP and build().update_every:
+                        continue
+                    torch._dynamo.reset()
+                    print(f"{name}, {schedule}, {optimizer}, {who}", flush=True)
+                    compare(model, build(), inputs, made, who)
+                    cases += 1
+    return cases
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--ranks", type=int, default=0, help="processes; 0 is threads")
+    parser.add_argument("--models", nargs="+", choices=MODELS, default=MODELS)
+    options = parser.parse_args()
+    if options.ranks and "RANK" not in os.environ:
+        return again_on_ranks(options.ranks, "tests.train_all")
+    torch.set_num_threads(1)
+    if options.ranks:
+        dist.init_process_group("gloo")
+    cases = run(options.models, options.ranks)
+    print(f"{cases} cases equal the plain loop")
+    if options.ranks:
+        dist.barrier()
+        dist.destroy_process_group()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
