@@ -15,10 +15,12 @@ from torch.testing import assert_close
 import fxsched
 from fxsched import PlanError, Schedule, schedules
 from tests.cases import MICROBATCHES
+from tests.train_all import LOOP, compare
 from tests.updates import (
     OPTIMIZERS,
     SCHEDULES,
     TOLERANCE,
+    adamw,
     batches,
     build_double,
     eager,
@@ -63,6 +65,15 @@ def test_equals_the_plain_loop(name: str, schedule: str) -> None:
         trained(model, made, inputs, optimizer),
         eager(model, optimizer, inputs, every),
     )
+
+
+@pytest.mark.parametrize(
+    ("name", "schedule"),
+    [("gpt", "fsdp"), ("two_tower", "spread"), ("unet", "zb_h1"), ("gpt", "zero2")],
+)
+def test_the_loop_steps_as_the_plain_one(name: str, schedule: str) -> None:
+    model, inputs = build_double(name)
+    compare(model, SCHEDULES[schedule](), inputs, adamw, LOOP)
 
 
 def test_a_weighted_loss_is_of_one_update() -> None:

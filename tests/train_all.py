@@ -46,9 +46,11 @@ def train(
 ) -> tuple[list[float], dict[str, Tensor]]:
     """Losses of the calls, and, on rank 0, the model's state after them."""
     optimizer = made(model)
-    transport = "distributed" if dist.is_initialized() else "threads"
-    in_program = optimizer if who == PROGRAM else None
-    backend = fxsched.backend(schedule, transport=transport, optimizer=in_program)
+    backend = fxsched.backend(
+        schedule,
+        transport="distributed" if dist.is_initialized() else "threads",
+        optimizer=optimizer if who == PROGRAM else None,
+    )
     step = torch.compile(model, backend=backend)
     losses = []
     for batch in batches(inputs):
