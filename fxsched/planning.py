@@ -32,6 +32,7 @@ from .runtime.ranks import Ranks
 from .runtime.runnable import Runnable
 from .runtime.step import BeforeCall, Step
 from .runtime.workers import Workers
+from .state.corrections import Corrections
 from .state.optimizers import guard
 from .state.ownership import specs_of
 from .state.updates import StageOptimizers, positions_of
@@ -86,7 +87,7 @@ def _with_updates(schedule: Schedule, options: Options) -> Schedule:
     """The schedule with one update a call, if there is an optimizer and it says no
     other; without any where no gradients are wanted."""
     if not torch.is_grad_enabled():
-        return replace(schedule, update_every=None)
+        return replace(schedule, update_every=None, rate=None, drift=None)
     if options.optimizer is None or schedule.update_every is not None:
         return schedule
     return replace(schedule, update_every=schedule.microbatches)
@@ -164,8 +165,11 @@ def _stage_optimizers(
         if trained and here.isdisjoint(group.updaters)
     ]
     guard(optimizer, elsewhere)
-    shared = len(here) > 1 and plan.schedule.version is not None
-    return StageOptimizers(optimizer, plan.groups, leaves_old=shared)
+    schedule = plan.schedule
+    stale = schedule.version is not None or schedule.drift is not None
+    shared = len(here) > 1 and stale
+    corrections = Corrections(schedule, plan.groups)
+    return StageOptimizers(optimizer, plan.groups, shared, corrections)
 
 
 def _note_passes(error: CheckError, passes: Sequence[Pass]) -> None:

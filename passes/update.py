@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import fx
 
@@ -14,7 +14,7 @@ from ..ir.graphs import Specs, arguments
 from ..ir.request import Request
 from ..ir.step_ir import Credit, Line, Message, StepIR, Value
 from ..ir.update_inputs import UpdateInputs, check_trained
-from ..jobs.job import Direction, Job
+from ..jobs.job import Direction, Job, PlanError
 
 
 def update_weights(step: StepIR, request: Request) -> StepIR:
@@ -31,11 +31,26 @@ def update_weights(step: StepIR, request: Request) -> StepIR:
     skip_nonfinite, the norms of all gradients come before the first update. Workers
     that keep a copy get the new weights after the update: step.renewed. step.updated
     has the weights that jobs read then; step.copies those of earlier versions, where
-    request.schedule.version wants them.
+    request.schedule.version wants them, and those that schedule.drift corrects.
     """
     if step.every is None:
         return step
     return _Updates(step, request).run()
+
+
+class Kept(NamedTuple):
+    """Weights after so many updates, and a worker that keeps them then."""
+
+    group: int
+    version: int
+    worker: int
+
+
+class Copied(NamedTuple):
+    """A copy of weights, so many velocities away from them."""
+
+    kept: Kept
+    gap: float
 
 
 class _Updates:
@@ -45,10 +60,10 @@ class _Updates:
         self.placeholders = step.weight_inputs
         self.updated: dict[tuple[int, int, int], Line] = {}
         self.renewed: dict[Line, tuple[int, Line | fx.Node]] = {}
-        self.wanted: dict[Line, list[tuple[int, int, int]]] = {}  # copies, by reader
-        self.copied: set[tuple[int, int, int]] = set()  # all of these
-        self.in_place: dict[tuple[int, int, int], list[Credit]] = {}
-        self.copies: dict[tuple[int, int, int], Line] = {}
+        self.wanted: dict[Line, list[Copied]] = {}  # by reader
+        self.copied: dict[Kept, list[Copied]] = {}  # all of these
+        self.in_place: dict[Kept, list[Credit]] = {}
+        self.copies: dict[Copied, Line] = {}
         self.lines: list[Line | Message] = []
         self.inputs = UpdateInputs(step, request, self.lines)
 
@@ -64,7 +79,7 @@ class _Updates:
                 self._copy(key, line)
             self.lines.append(line)
         copies = {
-            (key[0], line.job): self.copies[key]
+            (key.kept.group, line.job): self.copies[key]
             for line, keys in self.wanted.items()
             for key in keys
             if line.job is not None
@@ -92,19 +107,21 @@ class _Updates:
                         for owner in keepers.owners if spread else (line.worker,):
                             live[group, owner] += 1
                 continue
-            for key in self._stale(job):
-                group, version, source = key
-                if source == line.worker and live[group, source] == version:
-                    self.in_place.setdefault(key, []).append(Credit(job))
+            gap = self.request.schedule.gap(job)
+            for kept in self._stale(job, gap):
+                here = kept.worker == line.worker
+                if here and not gap and live[kept.group, kept.worker] == kept.version:
+                    self.in_place.setdefault(kept, []).append(Credit(job))
                 else:
-                    self.wanted.setdefault(line, []).append(key)
-        self.copied = {key for keys in self.wanted.values() for key in keys}
+                    self.wanted.setdefault(line, []).append(Copied(kept, gap))
+        for key in dict.fromkeys(key for keys in self.wanted.values() for key in keys):
+            self.copied.setdefault(key.kept, []).append(key)
 
-    def _stale(self, job: Job) -> list[tuple[int, int, int]]:
-        """What a job reads of versions before the newest that it could have seen:
-        group, version, and the worker that it comes from."""
+    def _stale(self, job: Job, gap: float) -> list[Kept]:
+        """What a job reads of versions before the newest that it could have seen, or
+        away from its weights."""
         version = self.step.version(job)
-        if version == job.microbatch // self.every:
+        if version == job.microbatch // self.every and not gap:
             return []
         jobs = self.step.jobs
         number = jobs.number(job)
@@ -112,26 +129,43 @@ class _Updates:
         where = jobs.weights[number], jobs.compute[number]
         groups = (w.meta["group"] for w in arguments(call)[0] if w.op == "placeholder")
         return [
-            (group, version, source_of(self.groups[group].owners, *where))
+            Kept(group, version, source_of(self.groups[group].owners, *where))
             for group in groups
             if any(self.groups[group].trained)
         ]
 
-    def _before(self, key: tuple[int, int, int], line: Line) -> tuple[Value, ...]:
-        """What comes before new weights take a version's place: a copy of it for those
+    def _before(self, kept: Kept, line: Line) -> tuple[Value, ...]:
+        """What comes before new weights take a version's place: copies of it for those
         that read it later, and the jobs that read it there."""
-        copies = (self._copy(key, line),) if key in self.copied else ()
-        return (*copies, *self.in_place.get(key, ()))
+        copies = [self._copy(key, line) for key in self.copied.get(kept, ())]
+        return (*copies, *self.in_place.get(kept, ()))
 
-    def _copy(self, key: tuple[int, int, int], before: Line) -> Line:
+    def _copy(self, key: Copied, before: Line) -> Line:
         """The copy of a version, made before the first job that reads it."""
         if key not in self.copies:
-            group, version, worker = key
-            where = Line(worker, f"copy {group} v{version}", before.n)
-            args, name = (self._weights(*key),), f"weights_{group}_v{version}"
+            (group, version, worker), gap = key
+            verb: str = "copy"
+            target: Any = ops.copy
+            args: tuple[Any, ...] = (self._weights(*key.kept),)
+            if gap:
+                self._check_corrected(group, worker)
+                verb, target = "correct", ops.correct
+                args = (group, version, gap, *args)
+            where = Line(worker, f"{verb} {group} v{version}", before.n)
+            name = f"weights_{group}_v{version}{'_corrected' if gap else ''}"
             specs = self.placeholders[group].meta["specs"]
-            self.copies[key] = self._line(where, ops.copy, args, specs, name, group)
+            self.copies[key] = self._line(where, target, args, specs, name, group)
         return self.copies[key]
+
+    def _check_corrected(self, number: int, worker: int) -> None:
+        """Raises PlanError where weights are not kept by who knows their velocity."""
+        group = self.groups[number]
+        if worker not in group.updaters:
+            raise PlanError(
+                f"drift({group.stages[0]}): B reads {group.names[0]} from worker "
+                f"{worker}, and its velocity is with worker {group.updaters[0]}, which "
+                "u names; leave out u (or zero= of replicate), or drift"
+            )
 
     def _update(self, line: Line, job: Job) -> None:
         """The steps of a stage's groups on one worker."""
@@ -142,7 +176,9 @@ class _Updates:
             if line.worker in self.groups[group].updaters
         ]
         gradients = [self.inputs.gradients(group, number, line.n) for group in groups]
-        waits = [self._before((group, number, line.worker), line) for group in groups]
+        waits = [
+            self._before(Kept(group, number, line.worker), line) for group in groups
+        ]
         factor = self.inputs.factor(number, line)  # from here on it is the task of U
         first: Job | None = job
         for group, gradient, before in zip(groups, gradients, waits, strict=True):
@@ -184,7 +220,7 @@ class _Updates:
         for owner in others:
             old = self._weights(group, number, owner)
             where = Line(owner, f"renew {group} after {new.task}", new.n)
-            before = self._before((group, number, owner), where)
+            before = self._before(Kept(group, number, owner), where)
             args, name = (old, *before), f"{new.name}_copy"
             line = self._line(where, ops.renew, args, new.specs, name, group)
             self.renewed[line] = (new.worker, sent)

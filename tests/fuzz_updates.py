@@ -27,7 +27,7 @@ MOST = 4  # microbatches of an update
 
 def random_schedule(seed: int) -> Schedule:
     """Any w and n, any number of microbatches to an update, any versions that there can
-    be, and u for half of them."""
+    be, u for half of them, rates and drifts for some."""
     draw = random.Random(seed)
     workers, every = draw.randint(1, 4), draw.randint(1, MOST)
     microbatches = every * draw.randint(1, 8 // every)
@@ -46,6 +46,17 @@ def random_schedule(seed: int) -> Schedule:
     }
     newer = draw.random() < 0.3  # B on newer weights than F
     updaters = [draw.randrange(workers) for _ in range(STAGES)]
+    spread, versions = draw.random() < 0.5, draw.random() < 0.8
+    split = draw.random() < 0.3
+    rates = [
+        draw.choice((None, (draw.uniform(1, 4), draw.randint(1, 6))))
+        for _ in range(STAGES)
+    ]
+    drifts = [
+        draw.choice((None, (draw.uniform(0.5, 3), draw.uniform(0.1, 0.9))))
+        for _ in range(STAGES)
+    ]
+    slow, drifting = draw.random() < 0.4, draw.random() < 0.4 and not spread
 
     def version(s: int, b: int, d: Direction) -> int:
         return b // every if newer and d in ("B", "W") else forward[s, b]
@@ -57,9 +68,11 @@ def random_schedule(seed: int) -> Schedule:
         w=lambda s, b, d: places[s, b, d],
         n=lambda s, b, d: order[s, b, d],
         update_every=every,
-        u=(lambda s, b: updaters[s]) if draw.random() < 0.5 else None,
-        version=version if draw.random() < 0.8 else None,
-        split_backward=draw.random() < 0.3,
+        u=(lambda s, b: updaters[s]) if spread else None,
+        version=version if versions else None,
+        split_backward=split,
+        rate=rates.__getitem__ if slow else None,
+        drift=drifts.__getitem__ if drifting else None,
         name=f"random {seed}",
     )
 

@@ -28,6 +28,8 @@ SCHEDULES: dict[str, Callable[[], Schedule]] = {
     "pipedream": lambda: schedules.pipedream(4, 8),
     "pipedream_2bw": lambda: schedules.pipedream_2bw(4, 8),
     "stale_by_one": lambda: schedules.stale_by_one(2, 8),
+    "pipemare": lambda: schedules.pipemare(4, 8, annealed=12),
+    "pipemare of 2": lambda: schedules.pipemare(2, 8, annealed=12, every=2),
     "ddp": lambda: late(schedules.ddp(4, 8), 4),
     "fsdp": lambda: late(schedules.fsdp(2, 8), 2),
     "owners": lambda: replace(late(schedules.ddp(2, 8), 2), u=lambda s, b: s % 2),

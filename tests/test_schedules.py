@@ -124,7 +124,8 @@ def test_a_schedule_says_its_name_and_how_it_is_called(name: str) -> None:
     takes = inspect.signature(schedules.LIBRARY[name]).parameters
     assert next(iter(takes)) == "workers" and "microbatches" in takes
     known = {"workers", "microbatches", "group_size", "stages", "servers"}
-    assert set(takes) <= known | {"held", "even", "ahead", "every", "sparse"}
+    known |= {"held", "even", "ahead", "every", "sparse", "annealed", "correction"}
+    assert set(takes) <= known
 
 
 # -- whole microbatches on a worker ---------------------------------------------------

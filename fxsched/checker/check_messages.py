@@ -284,13 +284,13 @@ class _Provenances:
     def check_weights(self) -> None:
         """Weights that came with messages are of the version that is wanted."""
         for summary in self.summaries:
-            for task, group, tag, version, stale in summary.weight_uses:
+            for task, group, tag, version, stale, gap in summary.weight_uses:
                 sent = self._origin(tag).weights
-                if sent not in ((group, version, True), (group, version, stale)):
+                wanted = [(group, version, copied, gap) for copied in (True, stale)]
+                if sent not in wanted:
                     raise CheckError(
                         f"worker {summary.rank}: {task} wants version {version} of "
-                        f"group {group}, and gets {sent}: group, version, and whether "
-                        "updates leave it as it is"
+                        f"group {group}, {gap:g} velocities away, and gets {sent}"
                     )
 
     def _sum(self, rank: int, number: int) -> Counter[Job] | None:

@@ -16,12 +16,14 @@ from ..ir.graphs import Group, arguments
 from ..jobs.job import Job
 
 OWN = {ops.update: 3, ops.renew: 1}  # the argument in whose place new weights are
+COPIES = {ops.copy: 1, ops.correct: 4}  # the argument that is the weights
 
 
 class Updates(NamedTuple):
     """The updates of a step: for how many microbatches each is, who runs it, and how
     many of them the weights of a job have seen, by the user's version.
 
+    gap: of a job, how many velocities it reads away from its version of weights.
     stale: whether jobs may read earlier versions than the newest before their update.
     current: whether all copies of weights are the newest when a call begins.
     """
@@ -31,17 +33,30 @@ class Updates(NamedTuple):
     seen: Callable[[Job], int] = lambda job: 0
     stale: bool = False
     current: bool = False
+    gap: Callable[[Job], float] = lambda job: 0.0
+
+
+class Weights(NamedTuple):
+    """A group's weights that a worker keeps: their version, whether they are a copy
+    that stays as it is, and how many velocities away from the weights that is."""
+
+    group: int
+    version: int
+    copied: bool
+    gap: float
 
 
 class WeightUse(NamedTuple):
-    """A task that reads weights that came with a message, their version, and whether
-    newer ones may be in their place meanwhile."""
+    """A task that reads weights that came with a message, their version, whether newer
+    ones may be in their place meanwhile, and how many velocities away they should be.
+    """
 
     task: str
     group: int
     tag: int
     version: int
     stale: bool
+    gap: float
 
 
 class UpdateFault(Exception):
@@ -64,18 +79,32 @@ class WeightReads:
         """Of weights that this worker keeps; None for other values."""
         if value.op == "placeholder":
             return 0 if "group" in value.meta else None
-        if value.target is ops.copy:
-            return self.version(arguments(value)[1])
+        if value.target in COPIES:
+            return self.version(arguments(value)[COPIES[value.target]])
         if value.target in OWN:
             before = self.version(arguments(value)[OWN[value.target]])
             return None if before is None else before + (self.all.every is not None)
         return None
 
-    def of(self, value: fx.Node) -> tuple[int, int, bool] | None:
-        """Group and version of weights that this worker keeps, and whether it is a copy
-        that stays as it is."""
-        version, copied = self.version(value), value.target is ops.copy
-        return None if version is None else (value.meta["group"], version, copied)
+    def of(self, value: fx.Node) -> Weights | None:
+        """What weights a value is, if it is any that this worker keeps."""
+        version, copied = self.version(value), value.target in COPIES
+        if version is None:
+            return None
+        return Weights(value.meta["group"], version, copied, self._gap(value))
+
+    def _gap(self, value: fx.Node) -> float:
+        """How many velocities weights here are away from their version."""
+        if value.target is not ops.correct:
+            return 0.0
+        group, version, gap, weights = arguments(value)[1:5]
+        if group != value.meta["group"] or version != self.version(weights):
+            raise UpdateFault(
+                f"worker {self.rank}: {value.meta['task']} takes the velocity of "
+                f"version {version} of group {group} from version "
+                f"{self.version(weights)} of group {value.meta['group']}"
+            )
+        return float(gap) + self._gap(weights)
 
     def updates(self) -> Iterator[tuple[Job, int, fx.Node]]:
         """The updates here: job, group, gradients. Raises UpdateFault unless they are
@@ -128,7 +157,7 @@ class WeightReads:
                 changed[arguments(node)[OWN[node.target]]] = node
             if node.target is ops.renew:
                 new, version = arguments(node)[2], self.version(node)
-                self._note(node.meta["task"], new, version, self.all.stale)
+                self._note(node.meta["task"], new, version, self.all.stale, 0.0)
             stale = node.target is ops.send and self._is_stale(arguments(node)[0])
             if stale:
                 raise UpdateFault(
@@ -144,10 +173,17 @@ class WeightReads:
             group = value.meta.get("group")
             if group is None or not self._changes(self.groups[group]):
                 continue
-            wanted = self.all.seen(job)
+            wanted, gap = self.all.seen(job), self.all.gap(job)
             stale = wanted != job.microbatch // (self.all.every or job.microbatch + 1)
+            gap = gap if any(self.groups[group].trained) else 0.0
             if value.target is ops.fetch:
-                self._note(str(job), value, wanted, stale)
+                self._note(str(job), value, wanted, stale, gap)
+            elif self._gap(value) != gap:
+                raise UpdateFault(
+                    f"worker {self.rank}: {job} reads group {group} "
+                    f"{self._gap(value):g} velocities away from its version, not "
+                    f"{gap:g}"
+                )
             elif self.version(value) != wanted or self._is_stale(value):
                 raise UpdateFault(
                     f"worker {self.rank}: {job} reads version {self.version(value)} of "
@@ -166,7 +202,7 @@ class WeightReads:
 
     def _waits(self, weights: fx.Node, call: fx.Node) -> bool:
         """Whether what puts new weights in the place of these waits for a job."""
-        if weights.target is ops.copy:
+        if weights.target in COPIES:
             return True
         return all(
             any(v.target is ops.credit and call in v.args for v in user.all_input_nodes)
@@ -175,12 +211,18 @@ class WeightReads:
         )
 
     def _note(
-        self, task: str, value: fx.Node, version: int | None, stale: bool
+        self,
+        task: str,
+        value: fx.Node,
+        version: int | None,
+        stale: bool,
+        gap: float,
     ) -> None:
         tag: Any = value.kwargs.get("tag")
         if value.target is not ops.fetch or version is None:
             raise UpdateFault(f"worker {self.rank}: {task} reads {value} as weights")
-        self.uses.append(WeightUse(task, value.meta["group"], tag, version, stale))
+        group = value.meta["group"]
+        self.uses.append(WeightUse(task, group, tag, version, stale, gap))
 
     def _is_stale(self, value: fx.Node) -> bool:
         """Whether it is a copy from before the call, of weights that another worker

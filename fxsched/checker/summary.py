@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from ..ir.graphs import Specs
 from ..jobs.job import Job
-from .check_updates import WeightUse
+from .check_updates import Weights, WeightUse
 
 
 class CheckError(AssertionError):
@@ -24,8 +24,7 @@ class Provenance(NamedTuple):
         and of the messages with these tags.
     adds: the jobs whose gradients it adds up; None if it is no such sum.
     added: tags of messages that it adds up as well.
-    weights: their group, their version, and whether they stay as they are, if it is
-        weights that this worker keeps.
+    weights: which ones, if it is weights that this worker keeps.
     """
 
     specs: Specs
@@ -35,7 +34,7 @@ class Provenance(NamedTuple):
     received: tuple[int, ...]
     adds: tuple[Job, ...] | None
     added: tuple[int, ...]
-    weights: tuple[int, int, bool] | None
+    weights: Weights | None
 
 
 class End(NamedTuple):

@@ -187,12 +187,16 @@ def _updated(schedule: Schedule, jobs: Jobs, numbers: Numbers) -> Flags | None:
     """Whether jobs read other versions of weights than the jobs before them; None, if a
     call has one."""
     every = schedule.update_every or jobs.microbatches
-    if every == jobs.microbatches:
+    if every == jobs.microbatches and schedule.drift is None:
         return None
     seen = numbers // (len(jobs.kinds) * every)
     if schedule.version is not None:
         seen = np.array([schedule.seen(jobs.job(i)) for i in numbers.tolist()], int)
-    return np.asarray(np.diff(seen, prepend=seen[:1]) != 0)
+    other = np.asarray(np.diff(seen, prepend=seen[:1]) != 0)
+    if schedule.drift is not None:
+        gaps = np.array([schedule.gap(jobs.job(i)) for i in numbers.tolist()])
+        other |= np.diff(gaps, prepend=gaps[:1]) != 0
+    return other
 
 
 def _groups(stages: nx.DiGraph[int], stage: int, direction: Direction) -> Groups:

@@ -12,7 +12,7 @@ from ..ir.graphs import Spec
 from .tables import byte_text, shorten, table
 
 # What makes weights, and the argument that is the weights before it.
-MADE: dict[Any, int] = {ops.update: 3, ops.renew: 1, ops.copy: 1}
+MADE: dict[Any, int] = {ops.update: 3, ops.renew: 1, ops.copy: 1, ops.correct: 4}
 LONG = 10**12
 HEADERS = "#|job|n|waits for|weights|sends|frees"
 
@@ -97,7 +97,9 @@ def _reads(nodes: list[fx.Node], seen: set[fx.Node]) -> tuple[list[str], list[st
         elif "group" in value.meta and value.op == "placeholder":
             weights.append(f"{value.meta['group']} here")
         elif value.target in MADE:
-            weights.append(f"{value.meta['group']} v{_version(value)} here")
+            corrected = " corrected" if value.target is ops.correct else ""
+            version = f"v{_version(value)}{corrected}"
+            weights.append(f"{value.meta['group']} {version} here")
         elif maker != task:
             waits.append(f"{maker} here")
     return waits, weights
@@ -117,7 +119,8 @@ def _version(weights: fx.Node) -> int:
         return 0
     before = weights.args[MADE[weights.target]]
     assert isinstance(before, fx.Node)
-    changes = weights.target is not ops.copy and weights.args[0] is not None
+    copied = weights.target in (ops.copy, ops.correct)
+    changes = not copied and weights.args[0] is not None
     return _version(before) + changes
 
 

@@ -7,9 +7,11 @@ are PyTorch's.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -37,7 +39,9 @@ def replay(
     clip_grad_norm: as given to the backend.
 
     F of a microbatch runs on the weights of its F jobs, backward() on those of its B
-    jobs, and the optimizer steps the newest. Raises PlanError for a plan without
+    jobs, and the optimizer steps the newest, by the rates that schedule.rate names;
+    weights of B are away from theirs by schedule.drift. Counts and velocities start
+    at 0: the optimizer is a new one. Raises PlanError for a plan without
     updates, and where a parameter is read by two stages at different versions, which
     one run of the model can't do.
     """
@@ -51,13 +55,15 @@ def replay(
 class _Weights:
     """The parameters of a model, in all versions of a call.
 
-    history: by name, the values after each update.
+    history: by name, the values after each update of a call, and the velocity then.
+    updates: how many there were in all calls.
     """
 
     def __init__(self, plan: Plan, model: nn.Module) -> None:
         self.plan, self.model = plan, model
         self.parameters = dict(model.named_parameters())
-        self.history: dict[str, list[Tensor]] = {}
+        self.history: dict[str, list[tuple[Tensor, Tensor]]] = {}
+        self.updates = 0
         self.readers = {
             state.name: group.stages
             for group in plan.groups
@@ -75,9 +81,11 @@ class _Weights:
         self, batch: Batch, optimizer: Optimizer, every: int, clip: float | None
     ) -> float:
         """One call of the plan."""
-        self.history = {
-            name: [self.parameters[name].detach().clone()] for name in self.readers
-        }
+        for name in self.readers:
+            value = self.parameters[name].detach().clone()
+            past = self.history.get(name)
+            velocity = past[-1][1] if past else torch.zeros_like(value)
+            self.history[name] = [(value, velocity)]
         microbatches, total = self.plan.schedule.microbatches, 0.0
         for b in range(microbatches):
             self._put(b, Direction.FORWARD)
@@ -95,14 +103,29 @@ class _Weights:
         versions = self.plan.versions
         for name, stages in self.readers.items():
             jobs = [Job(stage, microbatch, direction) for stage in stages]
-            wanted = {versions[job] for job in jobs if job in versions}
+            wanted = {
+                (versions[job], self._gap(job)) for job in jobs if job in versions
+            }
             if len(wanted) > 1:
                 raise PlanError(
                     f"replay: {name} is read by {jobs[0]} and {jobs[-1]} at versions "
-                    f"{sorted(wanted)}; the model has it once"
+                    f"{sorted(version for version, _ in wanted)}, or by other drifts; "
+                    "the model has it once"
                 )
-            for version in wanted:
-                self._set(name, self.history[name][version])
+            for version, gap in wanted:
+                value, velocity = self.history[name][version]
+                self._set(name, value - gap * velocity if gap else value)
+
+    def _gap(self, job: Job) -> float:
+        drift = self.plan.schedule.drift
+        pair = None if drift is None else drift(job.stage)
+        return 0.0 if pair is None or job.direction == "F" else pair[0]
+
+    def _decay(self, name: str) -> float:
+        """Of a parameter's velocity, by the first of its stages that drifts."""
+        drift = self.plan.schedule.drift
+        pairs = [] if drift is None else [drift(stage) for stage in self.readers[name]]
+        return next((pair[1] for pair in pairs if pair is not None), 0.0)
 
     def _set(self, name: str, value: Tensor) -> None:
         """In the parameter's memory, which views that autograd saved share, and without
@@ -112,13 +135,46 @@ class _Weights:
     def _update(self, optimizer: Optimizer, clip: float | None) -> None:
         """Steps the newest weights."""
         for name, values in self.history.items():
-            self._set(name, values[-1])
+            self._set(name, values[-1][0])
         if clip is not None:
             nn.utils.clip_grad_norm_(self.model.parameters(), clip)
-        optimizer.step()
+        with self._rescheduled(optimizer):
+            optimizer.step()
         optimizer.zero_grad()
+        self.updates += 1
         for name, values in self.history.items():
-            values.append(self.parameters[name].detach().clone())
+            new, decay = self.parameters[name].detach().clone(), self._decay(name)
+            old, velocity = values[-1]
+            values.append((new, decay * velocity + (1 - decay) * (new - old)))
+
+    @contextmanager
+    def _rescheduled(self, optimizer: Optimizer) -> Iterator[None]:
+        """Each parameter in a group of its own, with the learning rate of its stage."""
+        rate = self.plan.schedule.rate
+        if rate is None:
+            yield
+            return
+        stages = {id(self.parameters[n]): each[0] for n, each in self.readers.items()}
+        groups = optimizer.param_groups
+        optimizer.param_groups = [
+            {**group, "params": [p], "lr": group["lr"] / self._divisor(stages[id(p)])}
+            for group in groups
+            for p in group["params"]
+            if id(p) in stages
+        ]
+        try:
+            yield
+        finally:
+            optimizer.param_groups = groups
+
+    def _divisor(self, stage: int) -> float:
+        """PipeMare's T1: tau^p, p = 1 - min(k / K, 1)."""
+        rate = self.plan.schedule.rate
+        pair = None if rate is None else rate(stage)
+        if pair is None:
+            return 1.0
+        delay, annealed = pair
+        return float(delay ** (1 - min(self.updates / annealed, 1)))
 
 
 def _part(

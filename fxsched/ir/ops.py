@@ -181,6 +181,15 @@ def copy(optimizer: Any, weights: Bundle) -> Bundle:
     return tuple(weight.clone() for weight in weights)
 
 
+def correct(
+    optimizer: Any, group: int, number: int, gap: float, weights: Bundle
+) -> Bundle:
+    """A copy of the weights of a group after `number` updates of the call, less `gap`
+    times their velocity then."""
+    corrected: Bundle = optimizer.corrected(group, number, gap, weights)
+    return corrected
+
+
 def renew(optimizer: Any, weights: Bundle, new: Bundle, *before: Any) -> Bundle:
     """A worker's copy of weights, with what another worker's update made of them.
 
@@ -288,4 +297,5 @@ BUNDLES = (
     update,
     renew,
     copy,
+    correct,
 )  # what gives a bundle

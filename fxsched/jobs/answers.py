@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from math import inf
+from typing import Any, NamedTuple
 
 from .job import Direction, Job, Placement, PlanError
-from .user_values import is_int, raised
+from .user_values import is_count, is_int, is_number, raised
 
 CALLED = "(stage, microbatch, direction)"
 
@@ -15,6 +16,30 @@ Priority = Callable[[int, int, Direction], int]
 Cap = Callable[[int], int | None]
 Updater = Callable[[int, int], int]
 Version = Callable[[int, int, Direction], int]
+
+
+class Rate(NamedTuple):
+    """How a stage's learning rates begin: update k takes them divided by
+    delay ** (1 - min(k / annealed, 1))."""
+
+    delay: float
+    annealed: int
+
+    def factor(self, update: int) -> float:
+        """What learning rates are multiplied by, for an update counted from 0."""
+        return float(self.delay ** (min(update / self.annealed, 1) - 1))
+
+
+class Drift(NamedTuple):
+    """B and W of a stage read weights less `gap` times their velocity, the average of
+    the changes of all updates, by which each weighs `decay` times the next."""
+
+    gap: float
+    decay: float
+
+
+Rates = Callable[[int], Rate | tuple[float, int] | None]
+Drifts = Callable[[int], Drift | tuple[float, float] | None]
 
 
 def placement(w: Place, job: Job, workers: int) -> Placement:
@@ -112,4 +137,48 @@ def cap(in_flight: Cap, stage: int) -> int | None:
         raise PlanError(
             f"in_flight({stage}) returned {answer!r}; return None or an int"
         )
+    return answer
+
+
+def rate(function: Rates, stage: int) -> Rate | None:
+    """How the learning rates of a stage begin.
+
+    Raises PlanError if it isn't a delay above 0 and a number of updates, or None.
+    """
+    answer = _pair(function, "rate", stage)
+    if answer is None:
+        return None
+    delay, annealed = answer
+    if not is_number(delay) or not delay or not is_count(annealed, inf):
+        raise PlanError(
+            f"rate({stage}) returned {answer!r}; return a delay above 0 and the number "
+            "of updates until learning rates are whole, 1 or more, or None"
+        )
+    return Rate(float(delay), int(annealed))
+
+
+def drift(function: Drifts, stage: int) -> Drift | None:
+    """How far B reads a stage's weights from where they are.
+
+    Raises PlanError if it isn't a gap above 0 and a decay between 0 and 1, or None.
+    """
+    answer = _pair(function, "drift", stage)
+    if answer is None:
+        return None
+    gap, decay = answer
+    if not (is_number(gap) and gap and is_number(decay) and 0 < decay < 1):
+        raise PlanError(
+            f"drift({stage}) returned {answer!r}; return a gap in updates, above 0, "
+            "and a decay between 0 and 1, or None"
+        )
+    return Drift(float(gap), float(decay))
+
+
+def _pair(function: Callable[[int], Any], name: str, stage: int) -> Any:
+    try:
+        answer = function(stage)
+    except Exception as error:
+        raise raised(f"{name}({stage})", error, "the number of a stage") from error
+    if answer is not None and (not isinstance(answer, tuple) or len(answer) != 2):
+        raise PlanError(f"{name}({stage}) returned {answer!r}; return a pair, or None")
     return answer

@@ -13,7 +13,17 @@ from typing import Any, NoReturn
 import networkx as nx
 
 from . import answers
-from .answers import Cap, Place, Priority, Updater, Version
+from .answers import (
+    Cap,
+    Drift,
+    Drifts,
+    Place,
+    Priority,
+    Rate,
+    Rates,
+    Updater,
+    Version,
+)
 from .job import Direction, Job, Placement, PlanError
 from .user_values import is_count, is_int, raised, too_many
 
@@ -29,6 +39,8 @@ CALLED = {
     "fit": "the stages that returns a Schedule",
     "u": "(stage, microbatch)",
     "version": answers.CALLED,
+    "rate": "the number of a stage",
+    "drift": "the number of a stage",
 }
 
 
@@ -59,6 +71,13 @@ class Schedule:
         that keep its weights get the new ones. None: each of those updates its own.
     version(s, b, d): how many of a call's updates of stage s the weights of a job have
         seen; at most b // update_every, all those before its own. None: these.
+    rate(s): a pair (delay, annealed): the optimizer's learning rates at update k of a
+        stage, counted over all calls, are divided by
+        delay ** (1 - min(k / annealed, 1)). None: they are as they are.
+    drift(s): a pair (gap, decay): B and W of a stage read weights less gap times their
+        velocity, which an update, of all calls, makes
+        decay * velocity + (1 - decay) * (weights after it - weights before it).
+        None: they read what version says.
     fit: gives the schedule for the stages that a model was cut into, for those whose w,
         n, in_flight or u depend on them; see schedules.graph. Stages are a
         networkx.DiGraph, as fxsched/clock/stage_record.py describes it. Where w is
@@ -78,6 +97,8 @@ class Schedule:
     update_every: int | None = None
     u: Updater | None = None
     version: Version | None = None
+    rate: Rates | None = None
+    drift: Drifts | None = None
 
     def __post_init__(self) -> None:
         for field in ("workers", "microbatches", "stages"):
@@ -116,6 +137,12 @@ class Schedule:
     def _check_update_every(self) -> None:
         every = self.update_every
         if every is None:
+            for field in ("rate", "drift"):
+                if getattr(self, field) is not None:
+                    raise PlanError(
+                        f"Schedule({field}=) is about updates in the program; give "
+                        "update_every= too"
+                    )
             return
         if not is_count(every) or self.microbatches % every:
             raise PlanError(
@@ -178,6 +205,8 @@ class Schedule:
             update_every=fitted.update_every or self.update_every,
             u=fitted.u or self.u,
             version=fitted.version or self.version,
+            rate=fitted.rate or self.rate,
+            drift=fitted.drift or self.drift,
         )
 
     def first(self, microbatches: int) -> Schedule:
@@ -279,6 +308,10 @@ class Schedule:
             record["updaters"] = [self.updater(stage) for stage in stages]
         if self.version is not None:
             record["versions"] = {str(job): self.seen(job) for job in jobs}
+        if self.rate is not None:
+            record["rates"] = [self.stage_rate(stage) for stage in stages]
+        if self.drift is not None:
+            record["drifts"] = [self.stage_drift(stage) for stage in stages]
         try:
             Path(path).write_text(json.dumps(record) + "\n", "utf-8")
         except OSError as error:
@@ -317,6 +350,21 @@ class Schedule:
             return None
         ends = self.updated(self.update_every or self.microbatches)
         return answers.updater(self.u, stage, ends, self.workers)
+
+    def stage_rate(self, stage: int) -> Rate | None:
+        """How a stage's learning rates begin, checked."""
+        return None if self.rate is None else answers.rate(self.rate, stage)
+
+    def stage_drift(self, stage: int) -> Drift | None:
+        """How far B and W read from a stage's weights, checked."""
+        return None if self.drift is None else answers.drift(self.drift, stage)
+
+    def gap(self, job: Job) -> float:
+        """How many velocities a job reads away from the weights of its version."""
+        if self.drift is None or job.direction is Direction.FORWARD:
+            return 0.0
+        drift = self.stage_drift(job.stage)
+        return 0.0 if drift is None else drift.gap
 
     def cap(self, stage: int) -> int | None:
         """How many microbatches of `stage` may be in flight on one worker."""

@@ -243,7 +243,8 @@ class Plan:
         if self.updates:
             every, seen = self.schedule.update_every, self.schedule.seen
             stale = self.schedule.version is not None
-            updates = Updates(every, self.updates, seen, stale, self.current)
+            gap = self.schedule.gap
+            updates = Updates(every, self.updates, seen, stale, self.current, gap)
         return programs, self.placements, self.groups, updates
 
     @property

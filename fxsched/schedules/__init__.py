@@ -26,7 +26,7 @@ from .servers import (
     sharded_groups,
     sharded_parameter_server,
 )
-from .stale import pipedream, pipedream_2bw, stale_by_one
+from .stale import pipedream, pipedream_2bw, pipemare, stale_by_one
 from .zero_bubble import v_half, v_min, zb_h1, zb_h2, zb_v
 
 LIBRARY = Library(
@@ -60,10 +60,12 @@ LIBRARY = Library(
         "pipedream": pipedream,
         "pipedream_2bw": pipedream_2bw,
         "stale_by_one": stale_by_one,
+        "pipemare": pipemare,
     }
 )
 
-STALE = ("pipedream", "pipedream_2bw", "stale_by_one")  # not equal to eager training
+# Not equal to eager training.
+STALE = ("pipedream", "pipedream_2bw", "stale_by_one", "pipemare")
 
 __all__ = [
     "LIBRARY",
@@ -90,6 +92,7 @@ __all__ = [
     "parameter_server",
     "pipedream",
     "pipedream_2bw",
+    "pipemare",
     "replicate",
     "sharded_groups",
     "sharded_parameter_server",

@@ -24,6 +24,8 @@ FIELDS = (
     "jobs",
 )
 UPDATES = ("update_every", "updates", "updaters")  # where there are any
+PAIRS = {"rate": "rates", "drift": "drifts"}  # a schedule's fields, and a file's
+SOME = ("versions", *PAIRS.values())
 
 
 def load_schedule(path: str | PathLike[str]) -> Schedule:
@@ -55,7 +57,7 @@ def _schedule(record: Any) -> Schedule:
     if version != SAVED:
         raise PlanError(f"it is of version {version!r}, and this fxsched reads {SAVED}")
     fields = FIELDS + (UPDATES if set(UPDATES) & record.keys() else ())
-    fields += ("versions",) * ("versions" in record)
+    fields += tuple(field for field in SOME if field in record)
     for field in [*fields, *record]:
         if field not in record or field not in fields:
             verb = "has" if field in record else "lacks"
@@ -103,9 +105,27 @@ def _with_updates(schedule: Schedule, record: dict[str, Any]) -> Schedule:
         raise PlanError(f"its updates aren't those of {loaded} and its stages")
     for stage in stages:
         loaded.updater(stage)
-    return (
-        _with_versions(loaded, record["versions"]) if "versions" in record else loaded
-    )
+    if "versions" in record:
+        loaded = _with_versions(loaded, record["versions"])
+    return _with_pairs(loaded, record)
+
+
+def _with_pairs(schedule: Schedule, record: dict[str, Any]) -> Schedule:
+    """The schedule with what its stages do to learning rates, and to weights of B."""
+    pairs: dict[str, Any] = {}
+    for field, name in PAIRS.items():
+        if name not in record:
+            continue
+        stages = record[name]
+        if not isinstance(stages, list) or len(stages) != schedule.stages:
+            raise PlanError(f"its {name} must be a list of a pair, or null, by stage")
+        answers = [tuple(each) if isinstance(each, list) else each for each in stages]
+        pairs[field] = answers.__getitem__
+    loaded = replace(schedule, **pairs)
+    for stage in range(schedule.stages or 0):
+        loaded.stage_rate(stage)
+        loaded.stage_drift(stage)
+    return loaded
 
 
 def _with_versions(schedule: Schedule, record: object) -> Schedule:

@@ -7,10 +7,11 @@ What a job may read is version(s, b, d); all else is that of 1f1b.
 from __future__ import annotations
 
 from dataclasses import replace
+from math import inf
 
 from ..jobs.job import Direction, PlanError
 from ..jobs.schedule import Schedule
-from ..jobs.user_values import is_count
+from ..jobs.user_values import is_count, is_number
 from .arguments import positive
 from .pipelines import one_f_one_b
 
@@ -55,6 +56,70 @@ def stale_by_one(workers: int, microbatches: int) -> Schedule:
     reads the version before it, the only one that is kept.
     """
     return _one_late("stale_by_one", workers, microbatches, workers)
+
+
+def pipemare(
+    workers: int,
+    microbatches: int,
+    annealed: int = 1000,
+    correction: float | None = 0.135,
+    every: int = 1,
+) -> Schedule:
+    """1f1b in which F and B each read the newest weights that there are when it runs,
+    and nothing is stashed: version = max(0, (b + 1 - (W - s)) // every) for F and
+    b // every for B. F of stage s is tau = (W - 1 - s) / every updates older than B.
+
+    T1, rescheduled rates: update k of a stage takes its learning rates divided by
+    max(tau, 1) ** (1 - min(k / annealed, 1)).
+    T2, corrected discrepancy: B reads weights less tau times their velocity, which
+    decays by correction ** (1 / tau); None corrects nothing.
+    T3 is the user's: some epochs by a synchronous schedule first, 1f1b on as many
+    workers, with the same model and optimizer.
+
+    annealed: updates until learning rates are whole; the paper's K.
+    correction: the paper's D, about e^-2. every: microbatches to an update.
+    Velocities and counts of updates are in the optimizer's state, and start at 0. The
+    paper's stages take an F and a B at a time, so that its tau is
+    (2 (W - 1 - s) + 1) / every; that of 1f1b, which alternates them, is above.
+    PipeMare (Yang et al. 2021, arXiv 1910.05124).
+    """
+    positive("pipemare", workers=workers, microbatches=microbatches)
+    if not is_count(annealed, inf):
+        raise PlanError(
+            f"pipemare(annealed={annealed!r}): give a number of updates, 1 or more"
+        )
+    if not is_count(every) or microbatches % every:
+        raise PlanError(
+            f"pipemare(microbatches={microbatches}, every={every!r}): give an every "
+            "that divides the microbatches"
+        )
+    if correction is not None and not (is_number(correction) and 0 < correction < 1):
+        raise PlanError(
+            f"pipemare(correction={correction!r}): give a number between 0 and 1, or "
+            "None"
+        )
+
+    def tau(s: int) -> float:
+        return max(workers - 1 - s, 0) / every
+
+    def version(s: int, b: int, d: Direction) -> int:
+        if d is Direction.FORWARD:
+            return max(0, (b + 1 - (workers - s)) // every)
+        return b // every
+
+    def drift(s: int) -> tuple[float, float] | None:
+        if correction is None or not tau(s):
+            return None
+        return tau(s), correction ** (1 / tau(s))
+
+    return replace(
+        one_f_one_b(workers, microbatches),
+        update_every=every,
+        version=version,
+        rate=lambda s: (max(tau(s), 1.0), annealed),
+        drift=drift,
+        name="pipemare",
+    )
 
 
 def _one_late(

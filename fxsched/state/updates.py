@@ -14,6 +14,9 @@ from torch.optim import Optimizer
 from ..ir.graphs import Group
 from ..ir.ops import Bundle
 from ..jobs.job import PlanError
+from .corrections import VELOCITY, Corrections, with_rate
+
+Velocities = tuple[Tensor | None, ...]
 
 
 def checked_optimizer(optimizer: object) -> Optimizer | None:
@@ -83,11 +86,18 @@ class StageOptimizers:
 
     Workers of one process that keep a group share its tensors: of each update, the
     first of them takes the step.
+
+    corrections: of learning rates, and what velocities are of.
     """
 
     def __init__(
-        self, optimizer: Optimizer, groups: Sequence[Group], leaves_old: bool
+        self,
+        optimizer: Optimizer,
+        groups: Sequence[Group],
+        leaves_old: bool,
+        corrections: Corrections,
     ) -> None:
+        self.corrections = corrections
         self.optimizer, self.groups, self.leaves_old = optimizer, groups, leaves_old
         self.locks = [threading.Lock() for _ in groups]
         self.own = [_sharing(optimizer) for _ in groups]
@@ -95,6 +105,7 @@ class StageOptimizers:
         self.place: dict[int, int] = {}  # of parameters, in the optimizer's groups
         self.before: list[Tensor] = []  # where weights were before the call
         self.versions: list[list[Bundle]] = []  # by group, after each step
+        self.velocities: list[list[Velocities]] = []  # by group, and version if kept
 
     def begin(self, args: Sequence[Any]) -> StageOptimizers:
         """Takes the parameters of a call."""
@@ -106,6 +117,7 @@ class StageOptimizers:
             for number, group in enumerate(self.optimizer.param_groups)
             for parameter in group["params"]
         }
+        self.velocities = [[self._velocities(i)] for i in range(len(self.groups))]
         self.optimizer._opt_called = True  # type: ignore[attr-defined]  # for LRScheduler.step
         return self
 
@@ -114,7 +126,7 @@ class StageOptimizers:
         for i, place in zip(self._all(), self.before, strict=bool(self.before)):
             place.copy_(self.args[i].data)
             self.args[i].data = place
-        self.args, self.before, self.versions = (), [], []
+        self.args, self.before, self.versions, self.velocities = (), [], [], []
 
     def step(
         self,
@@ -130,7 +142,22 @@ class StageOptimizers:
             if number == len(done):
                 self._take(group, gradients, factor)
                 done.append(self._bundle(group) if self.leaves_old else ())
+                if self.corrections.drifts[group] is not None:
+                    kept = self.velocities[group] if self.leaves_old else []
+                    self.velocities[group] = [*kept, self._velocities(group)]
             return done[number] if self.leaves_old else None
+
+    def corrected(
+        self, group: int, number: int, gap: float, weights: Sequence[Tensor]
+    ) -> Bundle:
+        """The group's weights before its step of this number in a call, less `gap`
+        times their velocity."""
+        with self.locks[group]:
+            velocities = self.velocities[group][number if self.leaves_old else -1]
+        return tuple(
+            weight.clone() if velocity is None else weight.sub(velocity, alpha=gap)
+            for weight, velocity in zip(weights, velocities, strict=True)
+        )
 
     def _take(
         self, group: int, gradients: Sequence[Tensor], factor: Tensor | None
@@ -140,20 +167,29 @@ class StageOptimizers:
                 return
             torch._foreach_mul_(list(gradients), factor.to(gradients[0].device))
         parameters = [self.args[i] for i in _trained(self.groups[group])]
+        before = self.corrections.values(group, parameters)
         if self.leaves_old:
             for parameter in parameters:
                 parameter.data = parameter.data.clone()
-        self._step(self.own[group], parameters, gradients)
+        state = self.optimizer.state
+        rate = self.corrections.factor(group, state.get(parameters[0], {}))
+        self._step(self.own[group], parameters, gradients, rate)
+        self.corrections.note(group, state, parameters, before)
 
     def _step(
-        self, own: Optimizer, parameters: Sequence[Tensor], gradients: Sequence[Tensor]
+        self,
+        own: Optimizer,
+        parameters: Sequence[Tensor],
+        gradients: Sequence[Tensor],
+        rate: float | None,
     ) -> None:
         own.state, own.defaults = self.optimizer.state, self.optimizer.defaults
         by_group: dict[int, list[Tensor]] = {}
         for parameter in parameters:
             if (number := self.place.get(id(parameter))) is not None:
                 by_group.setdefault(number, []).append(parameter)
-        whole = [self.optimizer.param_groups[number] for number in by_group]
+        groups = self.optimizer.param_groups
+        whole = [with_rate(groups[number], rate) for number in by_group]
         own.param_groups = [
             {**group, "params": some}
             for group, some in zip(whole, by_group.values(), strict=True)
@@ -171,6 +207,16 @@ class StageOptimizers:
     def _bundle(self, group: int) -> Bundle:
         state = self.groups[group].state
         return tuple(self.args[each.input].detach() for each in state)
+
+    def _velocities(self, group: int) -> Velocities:
+        """Of what a group has; None where there are none yet."""
+        if self.corrections.drifts[group] is None:
+            return ()
+        states = [
+            self.optimizer.state.get(self.args[each.input], {})
+            for each in self.groups[group].state
+        ]
+        return tuple(state.get(VELOCITY) for state in states)
 
     def _all(self) -> list[int]:
         return [i for group in self.groups for i in _trained(group)]
