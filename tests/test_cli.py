@@ -10,10 +10,13 @@ from pathlib import Path
 import pytest
 import torch
 
+from fxsched import schedules
+from fxsched.cli import demo_task
 from fxsched.cli import main as cli
 
 ROOT = Path(__file__).parent.parent
 DEMO = "-m fxsched demo --schedule 1f1b --workers 2 --microbatches 2 --steps 2"
+STALE = "-m fxsched demo --schedule stale_by_one --workers 2 --microbatches 4 --steps 4"
 TORCHRUN = (
     "-m torch.distributed.run --nproc-per-node 2 --rdzv-backend c10d "
     "--rdzv-endpoint 127.0.0.1:0 "
@@ -35,7 +38,11 @@ def start(command: str) -> subprocess.Popen[str]:
 @pytest.fixture(scope="module")
 def printed() -> Iterator[dict[str, str]]:
     """What the demo prints, by transport."""
-    runs = {"threads": start(DEMO), "torchrun": start(TORCHRUN + DEMO)}
+    runs = {
+        "threads": start(DEMO),
+        "torchrun": start(TORCHRUN + DEMO),
+        "stale": start(STALE),
+    }
     try:
         found = {}
         for transport, run in runs.items():
@@ -91,6 +98,32 @@ def test_differs_from_eager_by_rounding_only(
     assert max(map(float, found[0])) < 1e-5
 
 
+def test_a_stale_demo_lowers_the_rate_and_equals_its_replay(
+    printed: dict[str, str],
+) -> None:
+    text = printed["stale"]
+    line = "learning rate 0.0005, for gradients that are up to 1 updates late"
+    assert line in text and "updates every 2 microbatches" in text
+    assert len(re.findall(r"^step +\d+: ", text, re.M)) == 1
+    ((loss, parameters),) = re.findall(r"loss (\S+), parameters (\S+)", text)
+    assert float(loss) < 1e-5 and float(parameters) < 1e-5
+
+
+def test_rates_shrink_with_what_is_stable() -> None:
+    late = [
+        demo_task.staleness(schedule)
+        for schedule in (
+            schedules.one_f_one_b(4, 8),
+            schedules.zero1(4, 8),
+            schedules.pipedream_2bw(4, 16, 8),
+            schedules.pipedream(4, 8),
+        )
+    ]
+    assert late == [0, 0, 1, 3]
+    shares = [demo_task.stable_share(each) for each in (0, 1, 2)]
+    assert shares == pytest.approx([1, 1 / 2, (5**0.5 - 1) / 4])  # Idle Speculations
+
+
 def test_torchrun_prints_the_same_losses_as_threads(printed: dict[str, str]) -> None:
     threads, ranks = (
         numbers(r"step +\d+: loss (\S+)", printed[t]) for t in ("threads", "torchrun")
@@ -107,6 +140,10 @@ def test_torchrun_prints_the_same_losses_as_threads(printed: dict[str, str]) -> 
         ("demo --steps 0", r"'--steps': 0 is not in the range x>=1\."),
         ("demo --workers two", r"'--workers': 'two' is not a valid integer range\."),
         ("demo --schedule ddp --workers 3", r"workers=3.*give a multiple of workers"),
+        (
+            "demo --schedule stale_by_one --workers 3",
+            r"stale_by_one: an update every 3 microbatches: a batch of 64 doesn't ",
+        ),
         ("demo --microbatches 7", r"batch of 64 doesn't divide.*give 1, 2, 4, 8"),
         ("demo --device tpu", r"'tpu' is not one of 'cpu', 'cuda'\."),
     ],

@@ -154,6 +154,37 @@ def test_the_step_ends_when_gradients_are_back() -> None:
     assert [w.gradients_returned for w in found.workers] == [1, 1]
 
 
+UPDATING: dict[str, tuple[Schedule, float, dict[str, list[float]]]] = {
+    # U waits for the sum from the other worker, and F there for the new weights
+    "zero2": (
+        schedules.zero2(2, 4),
+        21,
+        {"1U1": [5], "0U1": [9], "0F2": [10], "0F3": [11]},
+    ),
+    # each adds up one stage, and sends the other worker the total
+    "ddp": (schedules.ddp(2, 4), 18, {"1U1": [6, 6], "0U1": [7, 8], "0F3": [9]}),
+    # U waits for the sum, and the worker that fetches the weights for U
+    "fsdp": (
+        schedules.fsdp(2, 4),
+        18,
+        {"0U1": [8], "1U1": [7], "0F2": [9], "0F3": [10]},
+    ),
+}
+
+
+@pytest.mark.parametrize("name", UPDATING)
+def test_sums_reach_updates_and_new_weights_those_who_read_them(name: str) -> None:
+    schedule, latency, starts = UPDATING[name]
+    schedule = replace(schedule, stages=2, update_every=2)
+    times = {"F": 1, "B": 2, "U": 1}
+    free = simulate(schedule, None, times, 1)
+    found = simulate(schedule, None, times, 1, prefetch=1)
+    assert free.latency < found.latency == latency
+    for job, expected in starts.items():
+        events = [e for e in found.timeline if str(e.job) == job]
+        assert [e.start for e in sorted(events, key=lambda e: e.worker)] == expected
+
+
 def test_weights_stay_while_the_next_job_reads_them_too() -> None:
     found = simulate(schedules.fsdp(2), stages=1)
     assert [w.weight_fetches for w in found.workers] == [0, 1]

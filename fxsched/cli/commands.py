@@ -12,7 +12,7 @@ from ..jobs.schedule import Schedule
 from ..schedules import LIBRARY, STALE
 from . import simulate_options
 from .compare_command import lineup
-from .option_types import COUNT, names, schedule
+from .option_types import COUNT, NUMBER, POSITION, names, schedule
 from .options import (
     build,
     constructor_parameters,
@@ -21,6 +21,7 @@ from .options import (
     schedule_options,
 )
 
+UPDATES = 8  # in a call of the demo
 SYNCHRONOUS = tuple(name for name in LIBRARY if name not in STALE)
 
 
@@ -81,20 +82,45 @@ def compare(schedules: tuple[str, ...] | None, **options: Any) -> None:
 @schedule_options
 @click.option("--steps", type=COUNT, default=160, help="of the optimizer")
 @click.option(
+    "--learning-rate",
+    type=NUMBER,
+    help="[default: 0.001, or as much of it as `stability` allows stale gradients]",
+)
+@click.option("--seed", type=POSITION, default=0, help="of the model and the batches")
+@click.option(
     "--device", type=click.Choice(("cpu", "cuda")), default="cpu", help="of the model"
 )
-def train(schedule: str | Schedule, steps: int, device: str, **options: Any) -> None:
+def train(schedule: str | Schedule, **options: Any) -> None:
     """Train two transformer encoders by a schedule.
 
     They tell whether a docstring belongs to a function, on Python's own source.
     Workers are threads, or ranks under torchrun --nproc-per-node W -m fxsched demo.
+    A schedule with updates of its own has 8 of them in a call.
     """
     from . import demo
 
-    if isinstance(schedule, str):
-        takes = constructor_parameters(schedule)
-        usual = {"workers": int(os.environ.get("WORLD_SIZE", "4")), "microbatches": 8}
-        workers = options["workers"] or usual["workers"]
-        usual["group_size"] = workers if workers % 2 else 2
-        options |= {k: v for k, v in usual.items() if k in takes and not options[k]}
-    demo.demo(build(schedule, passed_options(options)), steps, device)
+    chosen = build(schedule, passed_options(_usual_of_demo(schedule, options)))
+    demo.demo(
+        chosen,
+        options["steps"],
+        options["device"],
+        options["learning_rate"],
+        options["seed"],
+    )
+
+
+def _usual_of_demo(name: str | Schedule, options: dict[str, Any]) -> dict[str, Any]:
+    """The options, and what the demo takes for those that weren't given."""
+    if isinstance(name, Schedule):
+        return options
+    takes = constructor_parameters(name)
+    workers = options["workers"] or int(os.environ.get("WORLD_SIZE", "4"))
+    usual = {"workers": workers, "group_size": workers if workers % 2 else 2}
+    usual = {k: v for k, v in usual.items() if k in takes and not options[k]}
+    if name in STALE and not options["microbatches"]:
+        every = (options["every"] if "every" in takes else None) or workers
+        own = build(name, passed_options(options | usual | {"microbatches": every}))
+        usual["microbatches"] = UPDATES * (own.update_every or every)
+    elif "microbatches" in takes and not options["microbatches"]:
+        usual["microbatches"] = 8
+    return options | usual

@@ -8,178 +8,130 @@ from __future__ import annotations
 import copy
 import os
 import time
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 from tqdm import tqdm
 
-from ..backend import backend
+from ..equality.replay import replay
 from ..jobs.job import PlanError
 from ..jobs.schedule import Schedule
-from ..models import docstrings
-from ..models.two_tower import TwoTower, TwoTowerConfig
+from ..models.two_tower import TwoTower
 from ..state.full_state import full_state_dict
+from ..state.ownership import is_given_up
 from ..transport import processes, world
+from .demo_task import SEED, Task, accuracies, adamw, check
 
-BATCH = 64
 ROWS = 12  # of a worker's program, that are shown
-LEARNING_RATE, WEIGHT_DECAY, WARM_UP = 1e-3, 0.01, 20
-SEED = 0  # every rank builds the same model and draws the same batches
-
-Batch = tuple[Tensor, Tensor, Tensor]  # code, doc, label
-Model = Callable[..., Tensor]
 
 
 class LargestDifferences(NamedTuple):
-    """The largest absolute differences from eager PyTorch."""
+    """The largest absolute differences from eager PyTorch.
+
+    what: the tensors: gradients, or parameters after the updates of a call.
+    """
 
     loss: float
-    gradients: float
+    tensors: float
+    what: str
+
+    def __str__(self) -> str:
+        return f"loss {self.loss:.1e}, {self.what} {self.tensors:.1e}"
 
 
-def check(microbatches: int, device: str) -> None:
-    """Raises PlanError, before data are read, for what the demo cannot do."""
-    if device == "cuda" and not torch.cuda.is_available():
-        raise PlanError("--device cuda: torch finds no GPU here; give --device cpu")
-    if BATCH % microbatches:
-        raise PlanError(
-            f"--microbatches {microbatches}: a batch of {BATCH} doesn't divide "
-            "into as many; give 1, 2, 4, 8, 16, 32 or 64"
-        )
-
-
-def demo(schedule: Schedule, steps: int, device: str) -> None:
+def demo(
+    schedule: Schedule,
+    steps: int,
+    device: str,
+    learning_rate: float | None = None,
+    seed: int = SEED,
+) -> None:
     """Compares one step with eager, trains, and tells how well the model does.
 
     Raises PlanError for what cannot be planned.
     """
     began = time.perf_counter()
-    check(schedule.microbatches, device)
-    runner = backend(schedule)
-    batches = Batches(docstrings.load(), device)
-    say(f"data: {batches}\n")
-
-    torch.manual_seed(SEED)
-    config = TwoTowerConfig(vocabulary=len(batches.data.words))
-    model = TwoTower(config).to(device)
-    eager = copy.deepcopy(model)  # a rank soon keeps only its own parameters
-    step: Any = torch.compile(model, backend=runner)
-    difference = compare_step(step, model, eager, batches.draw(), schedule.microbatches)
-    assert runner.plan is not None
-    say(f"{runner.plan}\n\n{runner.plan.table(0, jobs=ROWS)}\n")
-
-    say(f"accuracy before training: {accuracies(step, batches)}")
-    run_training(step, model, batches, steps)
-    say(f"accuracy after training: {accuracies(step, batches)}")
-    plain = TwoTower(config).to(device)
-    plain.load_state_dict(full_state_dict(model))  # as a file would hold it
-    say(f"its state in plain PyTorch: {accuracies(plain, batches)}")
-    say(
-        f"largest difference from eager: loss {difference.loss:.1e}, "
-        f"gradients {difference.gradients:.1e}"
-    )
+    check(schedule, device)
+    task = Task(schedule, steps, device, learning_rate, seed)
+    say(f"data: {task.batches}\n{task.rates}\n")
+    eager = copy.deepcopy(task.model)  # a rank soon keeps only its own parameters
+    if task.inside:
+        say(f"accuracy before training: {accuracies(task.step, task.batches)}")
+    difference = compare_call(task, eager) if task.inside else compare_step(task, eager)
+    assert task.runner.plan is not None
+    say(f"{task.runner.plan}\n\n{task.runner.plan.table(0, jobs=ROWS)}\n")
+    if not task.inside:
+        say(f"accuracy before training: {accuracies(task.step, task.batches)}")
+    run_training(task)
+    say(f"accuracy after training: {accuracies(task.step, task.batches)}")
+    plain = TwoTower(task.config).to(device)
+    plain.load_state_dict(full_state_dict(task.model))  # as a file would hold it
+    say(f"its state in plain PyTorch: {accuracies(plain, task.batches)}")
+    say(f"largest difference from eager: {difference}")
     say(f"{time.perf_counter() - began:.0f} seconds")
     processes.leave()
 
 
-class Batches:
-    """What to train on and what to judge, the same on every rank, on a device."""
-
-    def __init__(self, data: docstrings.Data, device: str) -> None:
-        self.data, self.device = data, device
-        self.generator = torch.Generator().manual_seed(SEED)
-        every = max(1, len(data.train_code) // len(data.held_out_code))
-        train = data.train_code[::every], data.train_doc[::every]
-        held_out = data.held_out_code, data.held_out_doc
-        self.judged = {
-            "train": self._to_device(docstrings.pairs(*train, SEED)),
-            "held-out": self._to_device(docstrings.pairs(*held_out, SEED)),
-        }
-
-    def __str__(self) -> str:
-        return (
-            f"{len(self.data.train_code):,} functions of Python's standard library and "
-            f"their docstrings, {len(self.data.held_out_code):,} more held out"
-        )
-
-    def draw(self) -> Batch:
-        """The next batch to train on."""
-        pairs = self.data.train_code, self.data.train_doc
-        return self._to_device(docstrings.batch(*pairs, BATCH, self.generator))
-
-    def _to_device(self, batch: Batch) -> Batch:
-        code, doc, label = (tensor.to(self.device) for tensor in batch)
-        return code, doc, label
-
-
-def compare_step(
-    step: Model, model: nn.Module, eager: nn.Module, batch: Batch, microbatches: int
-) -> LargestDifferences:
+def compare_step(task: Task, eager: nn.Module) -> LargestDifferences:
     """One step both ways from equal parameters, on the same microbatches."""
-    loss = step(*batch)
-    loss.backward()  # type: ignore[no-untyped-call]
+    batch, microbatches = task.batches.draw(), task.schedule.microbatches
+    loss = task.step(*batch)
+    loss.backward()
     expected = torch.zeros_like(loss)
     for part in zip(*(tensor.chunk(microbatches) for tensor in batch), strict=True):
         part_loss = eager(*part) / microbatches
         part_loss.backward()
         expected += part_loss.detach()
-    gradients = torch.tensor(
+    pairs = zip(task.model.parameters(), eager.parameters(), strict=True)
+    gradients = _largest([_distance(mine.grad, its.grad) for mine, its in pairs])
+    task.model.zero_grad()
+    return LargestDifferences(abs((loss - expected).item()), gradients, "gradients")
+
+
+def compare_call(task: Task, eager: nn.Module) -> LargestDifferences | str:
+    """The first call of training, and its replay: each job on the same versions of the
+    weights, in plain PyTorch."""
+    optimizer = adamw(eager, task.optimizer.param_groups[0]["lr"])
+    batch = task.batches.draw()
+    loss = task.train(batch)
+    assert task.runner.plan is not None
+    try:
+        (expected,) = replay(task.runner.plan, eager, optimizer, [batch])
+    except PlanError as error:
+        return f"not known, {error}"
+    pairs = zip(task.model.parameters(), eager.parameters(), strict=True)
+    parameters = _largest(
         [
-            -1.0 if mine.grad is None else _distance(mine.grad, its.grad)
-            for mine, its in zip(model.parameters(), eager.parameters(), strict=True)
+            _distance(None if is_given_up(mine) else mine.detach(), its.detach())
+            for mine, its in pairs
         ]
-    ).nan_to_num(torch.inf)
-    # each gradient is on the ranks that keep its parameter
-    gradients = world.largest(gradients)
-    assert gradients.min() >= 0, "a parameter got no gradient on any worker"
-    model.zero_grad()
-    return LargestDifferences(abs((loss - expected).item()), gradients.max().item())
-
-
-def _distance(mine: Tensor, its: Tensor | None) -> float:
-    assert its is not None, "eager has no gradient here"
-    return float((mine - its).abs().max())
-
-
-def run_training(step: Model, model: nn.Module, batches: Batches, steps: int) -> None:
-    """An ordinary training loop."""
-    optimizer = torch.optim.AdamW(
-        model.parameters(), lr=LEARNING_RATE, weight_decay=WEIGHT_DECAY
     )
-    rate = torch.optim.lr_scheduler.LambdaLR(
-        optimizer, lambda i: min((i + 1) / WARM_UP, max(0.02, 1 - i / steps))
-    )
-    every = max(1, steps // 8)
-    bar = tqdm(range(1, steps + 1), "train", disable=not speaks())
-    for i in bar:
-        loss = step(*batches.draw())
-        loss.backward()  # type: ignore[no-untyped-call]
-        optimizer.step()
-        rate.step()
-        optimizer.zero_grad()
-        bar.set_postfix(loss=f"{loss.item():.4f}")
-        if i in (1, steps) or i % every == 0:
-            say(f"step {i:4}: loss {loss.item():.6f}")
+    return LargestDifferences(abs(loss - expected), parameters, "parameters")
 
 
-def accuracies(step: Model, batches: Batches) -> str:
-    """The accuracy on each set of pairs, as text."""
-    shares = [f"{k} {accuracy(step, v):.3f}" for k, v in batches.judged.items()]
-    return f"{', '.join(shares)} (chance 0.500)"
+def _distance(mine: Tensor | None, its: Tensor | None) -> float:
+    """The largest; -1 where this rank has nothing."""
+    assert its is not None, "eager has nothing here"
+    return -1.0 if mine is None else float((mine - its).abs().max())
 
 
-@torch.no_grad()
-def accuracy(step: Model, pairs: Batch) -> float:
-    """The share of pairs that the model judges right, in batches of one size."""
-    code, doc, label = pairs
-    right = 0
-    for first in range(0, len(label), BATCH):
-        rows = torch.arange(first, first + BATCH, device=label.device) % len(label)
-        hits = (step(code[rows], doc[rows]) > 0) == (label[rows] > 0.5)
-        right += int(hits[: len(label) - first].sum())  # the rest wrapped around
-    return right / len(label)
+def _largest(distances: list[float]) -> float:
+    """Of all parameters, each of which some rank has."""
+    largest = world.largest(torch.tensor(distances).nan_to_num(torch.inf))
+    assert largest.min() >= 0, "no worker has a parameter"
+    return float(largest.max())
+
+
+def run_training(task: Task) -> None:
+    """An ordinary training loop, of the calls that are left."""
+    every = max(1, task.calls // 8)
+    bar = tqdm(range(task.calls - task.done), "train", disable=not speaks())
+    for _ in bar:
+        loss = task.train(task.batches.draw())
+        bar.set_postfix(loss=f"{loss:.4f}")
+        if task.done in (1, task.calls) or task.done % every == 0:
+            say(f"step {task.done * task.updates:4}: loss {loss:.6f}")
 
 
 def speaks() -> bool:

@@ -42,8 +42,10 @@ class Network:
         """What to tell this network of, and when, after a job's end."""
         return ()
 
-    def told(self, what: int, now: float) -> None:
-        """What it asked for with `ended`."""
+    def told(self, what: int, now: float) -> Iterable[tuple[int, float]]:
+        """What it asked for with `ended`; gives jobs that wait for it, and its arrival
+        there. `waiting` has each of them."""
+        return ()
 
     waiting: Sequence[int] = ()  # jobs that something must arrive for
 
@@ -276,7 +278,8 @@ def _messages(simulation: _Simulation) -> tuple[_Messages, _Messages]:
         if -1 - message < N:
             arrived.append(-1 - message)
         else:
-            network.told(-1 - message - N, now)
+            for j, when in network.told(-1 - message - N, now):
+                heappush(calendar, (when, -1 - j))
 
     def send(j: int, now: float, arrived: list[int]) -> None:
         here = compute[j]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 import networkx as nx
@@ -13,6 +13,7 @@ from ..jobs.user_values import is_number
 from .event_loop import Network
 from .stage_graph import Edges
 from .timeline import Jobs, Timeline
+from .update_messages import Renewal, Sum, gradient_sums, renewals
 from .weight_fetches import fetches
 from .weight_traffic import stage_keepers, weight_size
 
@@ -52,7 +53,8 @@ class Transfers(Network):
     None, the `seconds` of edges and the `fetch` of stages.
 
     With a timeline, weights are fetched in its order, `prefetch` jobs ahead of need,
-    and gradients are returned.
+    and gradients are returned: updates wait for these, and jobs that read what updates
+    make, from a copy or by a fetch, wait for that.
     """
 
     def __init__(
@@ -72,7 +74,11 @@ class Transfers(Network):
         self.returned = 0.0
         self.asked: dict[int, list[tuple[int, bool]]] = {}  # by what sets it off
         self.waiting: list[int] = []
-        self.last: dict[int, int] = {}  # stage, of a worker's last job of it
+        self.notes: list[Sum | Renewal] = []  # what `told` is told of, by place
+        self.last: dict[int, int] = {}  # places of sums, by the jobs that end them
+        self.new: dict[int, list[int]] = {}  # of renewals, by their updates
+        # when what is fetched after an update was new, or asked for: the first of both
+        self.first: dict[int, float | None] = {}
         if isinstance(transfer, Link):
             self._check()
         if timeline is not None:
@@ -144,45 +150,72 @@ class Transfers(Network):
             when = now
             if at_end and number >= 0:
                 when += self.ends[number] - self.starts[number]
-            stage = self.jobs.kinds[wanted % self.width][0]
-            source, to = self.origin[wanted], self.jobs.compute[wanted]
-            yield wanted, self._send(source, to, self._weights(stage), when)
+            yield from self._ask(wanted, when)
+
+    def _ask(self, wanted: int, when: float) -> Iterator[tuple[int, float]]:
+        """Sends weights that a job fetches; after an update, at the later of two."""
+        if wanted in self.first:
+            first = self.first[wanted]
+            if first is None:
+                self.first[wanted] = when
+                return
+            when = max(first, when)
+        stage = self.jobs.kinds[wanted % self.width][0]
+        source, to = self.origin[wanted], self.jobs.compute[wanted]
+        yield wanted, self._send(source, to, self._weights(stage), when)
 
     def _return(self, timeline: Timeline, schedule: Schedule) -> None:
-        """Notes the last job of each stage on each worker: its end sends gradients."""
+        """Notes the last job of each stage on each worker before an update, whose end
+        sends gradients, and what becomes of the weights that updates make."""
         self.keepers = stage_keepers(schedule, self.jobs)
-        lasts: dict[tuple[int, int], int] = {}
-        for number in timeline.order:
-            if number >= self.jobs.regular:
-                continue
-            stage, d = self.jobs.kinds[number % self.width]
-            if d is schedule.release:
-                lasts[stage, self.jobs.compute[number]] = number
-        self.missing: dict[int, int] = {}
-        for (stage, _), number in lasts.items():
-            self.last[number] = stage
-            self.missing[stage] = self.missing.get(stage, 0) + 1
+        sums, self.last = gradient_sums(schedule, timeline, self.jobs)
+        self.notes += sums
+        fetched = {number: self.origin[number] for number in self.waiting}
+        for renewal in renewals(self.jobs, self.keepers, fetched):
+            self.new.setdefault(renewal.update, []).append(len(self.notes))
+            self.first |= dict.fromkeys(renewal.fetched)
+            self.notes.append(renewal)
+        self.waiting += [number for note in self.notes for number in note.frees]
 
     def ended(self, number: int, now: float) -> Iterable[tuple[int, float]]:
-        """What a job's end sends: jobs that its gradients free, and when."""
-        if number not in self.last:
-            return
-        stage = self.last[number]
-        worker, root = self.jobs.compute[number], self.keepers[stage].root
-        there = now
-        if worker != root:
-            there = self._send(worker, root, self._weights(stage), now)
-        yield stage, there
+        """What a job's end sends: places of notes, and when it is there."""
+        here = self.jobs.compute[number]
+        if number in self.last:
+            place = self.last[number]
+            stage = self.notes[place].stage
+            root = self.keepers[stage].root
+            yield place, self._weights_to(here, root, stage, now)
+        for place in self.new.get(number, ()):
+            note = self.notes[place]
+            assert isinstance(note, Renewal)
+            yield place, self._weights_to(here, note.owner, note.stage, now)
 
-    def told(self, what: int, now: float) -> None:
-        """A sum of gradients is there; after the last one the total, or new weights, go
-        to the other owners."""
-        self.missing[what] -= 1
+    def _weights_to(self, source: int, to: int, stage: int, now: float) -> float:
+        """When a stage's weights, or gradients of them, are there."""
+        if source == to:
+            return now
+        return self._send(source, to, self._weights(stage), now)
+
+    def told(self, what: int, now: float) -> Iterable[tuple[int, float]]:
+        """A sum of gradients, or new weights, are there; gives the jobs that this
+        frees, and when."""
         self.returned = max(self.returned, now)
-        if not self.missing[what]:
-            size = self._weights(what)
-            owners, root, _ = self.keepers[what]
-            for owner in owners:
-                if owner != root:
-                    there = self._send(root, owner, size, now)
-                    self.returned = max(self.returned, there)
+        note = self.notes[what]
+        if isinstance(note, Sum):
+            note.missing -= 1
+            return () if note.missing else self._total(note, now)
+        asked = (each for job in note.fetched for each in self._ask(job, now))
+        return [*((job, now) for job in note.frees), *asked]
+
+    def _total(self, note: Sum, now: float) -> list[tuple[int, float]]:
+        """The total goes to the updates that wait for it, or, if the loop has these, to
+        the other owners, as new weights do."""
+        owners, root, alone = self.keepers[note.stage]
+        workers = [self.jobs.compute[update] for update in note.frees]
+        first = [] if alone and workers else owners  # they get what the update makes
+        there = {
+            worker: self._weights_to(root, worker, note.stage, now)
+            for worker in dict.fromkeys([*first, *workers])
+        }
+        self.returned = max(self.returned, *there.values())
+        return [(j, there[w]) for j, w in zip(note.frees, workers, strict=True)]

@@ -97,9 +97,10 @@ def _reads(nodes: list[fx.Node], seen: set[fx.Node]) -> tuple[list[str], list[st
         elif "group" in value.meta and value.op == "placeholder":
             weights.append(f"{value.meta['group']} here")
         elif value.target in MADE:
+            version, kept = _version(value), value.target is not ops.renew
+            shown = f" v{version}" if version or kept else ""  # else the loop's own
             corrected = " corrected" if value.target is ops.correct else ""
-            version = f"v{_version(value)}{corrected}"
-            weights.append(f"{value.meta['group']} {version} here")
+            weights.append(f"{value.meta['group']}{shown}{corrected} here")
         elif maker != task:
             waits.append(f"{maker} here")
     return waits, weights

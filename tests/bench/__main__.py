@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from . import (
+    converge,
     dag,
     first,
     gloo,
@@ -64,6 +65,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     add("--plan", action="store_true", help="print fxsched's plans too")
     add("--json", type=Path, metavar="F", help="write the results to a file as well")
     towers.set_defaults(check=_check_dag, run=dag.run)
+    _add_converge(commands.add_parser("converge", help=_first(converge.__doc__)))
     _add_first(commands.add_parser("first", help=_first(first.__doc__)))
     _add_overhead(commands.add_parser("overhead", help=_first(overhead.__doc__)))
     _add_peers(commands.add_parser("peers", help=_first(race.__doc__)))
@@ -85,6 +87,14 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
 
 def _first(text: str | None) -> str:
     return (text or "").split("\n")[0].rstrip(".")
+
+
+def _add_converge(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("--workers", type=int, default=4, dest="pipeline", metavar="W", help="(4)")
+    add("--steps", type=int, default=160, help="of the optimizer (160)")
+    add("--seeds", type=int, default=3, help="of model and batches (3)")
+    parser.set_defaults(run=converge.run, workers=0)
 
 
 def _add_first(parser: argparse.ArgumentParser) -> None:
