@@ -1,4 +1,7 @@
-"""What each rank of tests/test_versions.py does: python -m tests.ranks_versions."""
+"""What each rank of tests/test_versions.py does: python -m tests.ranks_versions.
+
+On 2 ranks or 4, the stale schedules of as many workers.
+"""
 
 from __future__ import annotations
 
@@ -53,23 +56,70 @@ def replayed(
     return fxsched.replay(plan, model, adamw(model), batches)
 
 
-def main() -> None:
-    for name in ("stale_by_one", "fsdp", "owners"):
-        model, inputs = build_double("mlp")
-        mine, schedule = copy.deepcopy(model), SCHEDULES[name]()
-        backend = fxsched.backend(schedule, optimizer=adamw(mine))
+PIPELINES = ("pipedream", "pipedream_2bw", "stale_by_one", "pipemare")
+
+
+def pipeline(name: str, workers: int) -> Schedule:
+    options = {"annealed": 12} if name == "pipemare" else {}
+    return schedules.LIBRARY[name](workers, 8, **options)
+
+
+def held_to_replay(name: str, schedule: Schedule) -> None:
+    model, inputs = build_double("mlp")
+    mine = copy.deepcopy(model)
+    backend = fxsched.backend(schedule, optimizer=adamw(mine))
+    step = torch.compile(mine, backend=backend)
+    batches = rows(inputs, schedule)
+    losses = [step(*batch).item() for batch in batches]
+    assert backend.plan is not None
+    assert_close(losses, replayed(backend.plan, model, batches), **TOLERANCE)
+    wanted = dict(model.state_dict())
+    assert_close(fxsched.full_state_dict(mine), wanted, **TOLERANCE)
+    backend.close()
+
+
+def resume() -> None:
+    """A schedule with velocities goes on in another model and optimizer, which load the
+    state of all ranks."""
+    model, inputs = build_double("mlp")
+    schedule = pipeline("pipemare", dist.get_world_size())
+    batches = rows(inputs, schedule)
+    first, second = copy.deepcopy(model), copy.deepcopy(model)
+    optimizers = adamw(first), adamw(second)
+    for mine, optimizer, half in (
+        (first, optimizers[0], batches[:1]),
+        (second, optimizers[1], batches[1:]),
+    ):
+        if mine is second:
+            fxsched.load_full_state_dict(mine, fxsched.full_state_dict(first))
+            state = fxsched.full_optimizer_state_dict(first, optimizers[0])
+            counts = {each["fxsched_updates"] for each in state["state"].values()}
+            assert counts == {8}, counts
+            fxsched.load_full_optimizer_state_dict(mine, optimizer, state)
+        backend = fxsched.backend(schedule, optimizer=optimizer)
         step = torch.compile(mine, backend=backend)
-        batches = rows(inputs, schedule)
-        losses = [step(*batch).item() for batch in batches]
+        for batch in half:
+            step(*batch)
         assert backend.plan is not None
-        assert_close(losses, replayed(backend.plan, model, batches), **TOLERANCE)
-        wanted = dict(model.state_dict())
-        assert_close(fxsched.full_state_dict(mine), wanted, **TOLERANCE)
-        print(f"rank {dist.get_rank()}: {name} equal to the replay", flush=True)
-        backend.close()
-    for seed in RANDOM:
+        plan = backend.plan
+    replayed(plan, model, batches)
+    wanted = dict(model.state_dict())
+    assert_close(fxsched.full_state_dict(second), wanted, **TOLERANCE)
+
+
+def main() -> None:
+    workers, rank = dist.get_world_size(), dist.get_rank()
+    for name in PIPELINES:
+        held_to_replay(name, pipeline(name, workers))
+        print(f"rank {rank}: {name} equal to the replay", flush=True)
+    resume()
+    print(f"rank {rank}: resumed, equal to the replay", flush=True)
+    for name in ("fsdp", "owners") if workers == 2 else ():
+        held_to_replay(name, SCHEDULES[name]())
+        print(f"rank {rank}: {name} equal to the replay", flush=True)
+    for seed in RANDOM if workers == 2 else ():
         check(seed, None)
-        print(f"rank {dist.get_rank()}: {seed} equal to the replay", flush=True)
+        print(f"rank {rank}: {seed} equal to the replay", flush=True)
 
 
 if __name__ == "__main__":

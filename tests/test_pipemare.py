@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import math
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -82,6 +83,13 @@ def test_no_version_is_stashed() -> None:
     assert [ops.correct in each for each in targets] == [True, True, False]
     assert not any(ops.copy in each for each in targets)
     assert "0 v1 corrected here" in late().table(0, width=None)
+
+
+def test_a_plan_says_what_it_corrects() -> None:
+    told = late().explain()
+    assert re.search(r"0 +lr / 2 at first, lr from update 12 on +weights - 2 vel", told)
+    assert re.search(r"1 +lr +weights - 1 velocity, decay 0\.135\n", told)
+    assert re.search(r"2 +lr +weights\n", told)
 
 
 def corrected(program: fx.GraphModule) -> fx.Node:

@@ -92,6 +92,25 @@ def test_pipemare_without_sensitivity_is_stale_sgd() -> None:
     )
 
 
+@pytest.mark.parametrize(
+    ("correction", "order"), [(None, 2), (0.3, 3), ((1 - 2 / 10) ** 9, 4)]
+)
+def test_the_correction_hides_the_discrepancy(
+    correction: float | None, order: int
+) -> None:
+    """Sensitivity moves the slow root by lr^2, by lr^3 where B is corrected, by lr^4
+    where gamma = 1 - 2 / (k + 1), so that D = gamma^k goes to e^-2 as k grows."""
+    lr = 2e-3
+    slow, alike = (
+        fxsched.stability(
+            "pipemare", 9, sensitivity=s, correction=correction, lr_lambda=[lr, 2 * lr]
+        ).radius
+        for s in (1.0, 0.0)
+    )
+    once, twice = (abs(a - b) for a, b in zip(slow, alike, strict=True))
+    assert math.log2(twice / once) == pytest.approx(order, abs=0.2)
+
+
 def test_the_rescheduled_rate_is_divided() -> None:
     late, early = (
         fxsched.stability("pipemare", 3, exponent=p).bound or 0.0 for p in (0.0, 1.0)

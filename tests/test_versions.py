@@ -48,9 +48,10 @@ def test_random_plans_equal_their_replay(seed: int) -> None:
     check(seed)
 
 
-def test_ranks_equal_the_replay() -> None:
-    done = torchrun(2, "tests.ranks_versions")
-    assert done.stdout.count("equal to the replay") == 2 * 6, done.stdout
+@pytest.mark.parametrize(("ranks", "plans"), [(2, 10), (4, 5)])
+def test_ranks_equal_the_replay(ranks: int, plans: int) -> None:
+    done = torchrun(ranks, "tests.ranks_versions")
+    assert done.stdout.count("equal to the replay") == ranks * plans, done.stdout
 
 
 @pytest.mark.parametrize("workers", [4, 8])

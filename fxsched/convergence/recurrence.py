@@ -93,6 +93,10 @@ def _pipemare(method: Method) -> tuple[torch.Tensor, torch.Tensor]:
         lr = base / f^p                                         T1, exponent p
 
     p goes from 1 to 0 as training goes on: 1 - min(update / annealed updates, 1).
+
+    To first order in z - 1, where z is the slow root, u and v are alike for any D: the
+    velocity is (z - 1) / z times w. To second order too if gamma = 1 - 2 / (f - b + 1),
+    whose D goes to e^-2 as f - b grows.
     """
     lag = method.forward - method.backward
     constant = _shift(method)

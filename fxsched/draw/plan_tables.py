@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import networkx as nx
 from torch import fx
@@ -179,10 +179,27 @@ def explain_text(schedule: Schedule, stages: nx.DiGraph[int]) -> str:
         (
             f"{schedule}, {len(stages)} stages",
             table(headers, rows, width=EXPLAINED),
+            *_corrections(schedule, stages),
             table("worker|stages|busy|memory", _loads(schedule, stages, events)),
             _limits(schedule, stages, events),
         )
     )
+
+
+def _corrections(schedule: Schedule, stages: nx.DiGraph[int]) -> Iterator[str]:
+    """What rate and drift do to each stage, if the schedule has them."""
+    if schedule.rate is None and schedule.drift is None:
+        return
+    rows = []
+    for s in sorted(stages):
+        rate, drift = schedule.stage_rate(s), schedule.stage_drift(s)
+        rates, reads = "lr", "weights"
+        if rate is not None and rate.delay != 1:
+            rates = f"lr / {rate.delay:g} at first, lr from update {rate.annealed} on"
+        if drift is not None:
+            reads = f"weights - {drift.gap:g} velocity, decay {drift.decay:.4g}"
+        rows.append((s, rates, reads))
+    yield table("stage|learning rates|B reads", rows, width=EXPLAINED)
 
 
 def _loads(
