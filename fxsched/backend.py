@@ -37,7 +37,7 @@ from .ir.request import (
     StageCompiler,
     Transport,
 )
-from .jobs.job import PlanError
+from .jobs.job import Job, PlanError
 from .jobs.schedule import Schedule
 from .options import (
     Options,
@@ -195,13 +195,13 @@ def backend(
         scaled=loss_scale is not None,
         clip_grad_norm=above_zero("clip_grad_norm", clip_grad_norm, "a norm"),
         skip_nonfinite=skip_nonfinite,
+        order=order,
     )
     check_updates(request, optimizer)
     return Backend(
         Options(
             request,
             transport,
-            order,
             stage_compiler,
             checked_passes(passes),
             measured_profile(profile),
@@ -231,6 +231,7 @@ class Backend:
         self._last: Step | None = None
         self._workers: Workers | None = None
         self._events: tuple[Event, ...] | None = None  # once it is closed
+        self._arrivals: tuple[Job, ...] = ()  # then too
         self._served: weakref.WeakSet[Any] = weakref.WeakSet()
         self._steps: dict[str, Step] = {}  # the last one to be called is the last
         self._said: set[str] = set()  # what was warned of
@@ -274,7 +275,8 @@ class Backend:
     def _rest(self) -> None:
         self._steps.clear()
         if self._last is not None:
-            self._events, self._last = self._last.events, None
+            self._events, self._arrivals = self._last.events, self._last.arrivals
+            self._last = None
 
     def __call__(
         self, gm: fx.GraphModule, inputs: Sequence[Any], **options: Any
@@ -393,6 +395,24 @@ class Backend:
         if self._last is None and self._events is None:
             raise PlanError("there is no timeline before the first call")
         return self._events or () if self._last is None else self._last.events
+
+    @property
+    def arrivals(self) -> tuple[Job, ...]:
+        """The reads and updates of weights in the call that `plan` is of, where updates
+        are in order of arrival (Schedule(ahead=), order="dynamic"): 0F3 where stage 0
+        is read for microbatch 3, 0U3 where it takes that one's gradient. Those of a
+        stage are in the order in which they came; fxsched.replay takes them.
+
+        Raises PlanError where updates are in the planned order, and before a call.
+        """
+        if self.plan is None:
+            raise PlanError("there are no arrivals before the first call")
+        if not self.plan.by_arrival:
+            raise PlanError(
+                "there are no arrivals: updates are in the planned order; use "
+                "backend(schedule, order='dynamic') and a schedule with ahead="
+            )
+        return self._arrivals if self._last is None else self._last.arrivals
 
 
 def _leave(backend: weakref.ref[Backend]) -> None:

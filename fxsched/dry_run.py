@@ -16,7 +16,7 @@ from .capture.meta_device import refuse_meta
 from .capture.trace import Traced, trace_microbatch
 from .costmodel.measure import Profile, measure
 from .ir.modes import modes_after_errors
-from .ir.request import BufferReduction, Carry, OutputReduction, Ragged
+from .ir.request import BufferReduction, Carry, Order, OutputReduction, Ragged
 from .jobs.job import PlanError
 from .jobs.schedule import Schedule
 from .passes.users import Pass
@@ -45,6 +45,7 @@ def plan(
     optimizer: Optimizer | None = None,
     clip_grad_norm: float | None = None,
     skip_nonfinite: bool = False,
+    order: Order = "static",
     **kwargs: Any,
 ) -> Plan:
     """The plan of model(*args, **kwargs) by a schedule, without running anything.
@@ -70,6 +71,7 @@ def plan(
         optimizer=optimizer,
         clip_grad_norm=clip_grad_norm,
         skip_nonfinite=skip_nonfinite,
+        order=order,
     )
     try:
         torch.compile(model, backend=_PlanOnly(checked.options))(*args, **kwargs)

@@ -56,7 +56,6 @@ class Options:
 
     request: Request
     transport: Transport | None
-    order: Order
     stage_compiler: StageCompiler
     passes: tuple[Pass, ...]
     measured: Profile | None

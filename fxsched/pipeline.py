@@ -7,6 +7,7 @@ from dataclasses import replace
 import torch
 from torch import fx
 
+from .clock.arrivals import ahead_text
 from .costmodel.measure import known_nodes
 from .ir.facts import facts
 from .ir.graphs import Role, State, tensors
@@ -14,6 +15,7 @@ from .ir.lazy import lazy_module
 from .ir.request import Request
 from .ir.step_ir import StepIR
 from .jobs.job import Direction
+from .passes.arrivals import update_on_arrival
 from .passes.collect import collect_results
 from .passes.cut import cut_program
 from .passes.differentiate import differentiate_stages
@@ -41,7 +43,8 @@ STEP_PASSES = (  # fill in the step of all workers
     order_jobs,  # one global order of jobs
     unroll_jobs,  # one line per job, on its worker
     renew_copies,  # of weights that the loop steps on one worker
-    update_weights,  # steps of the optimizer
+    update_on_arrival,  # steps of the optimizer, as gradients come
+    update_weights,  # the same, in the planned order
     collect_results,  # outputs, sums of gradients, buffers
     fetch_weights,  # weights that are kept elsewhere
     insert_transfers,  # messages
@@ -94,15 +97,16 @@ def make_plan(gm: fx.GraphModule, request: Request, passes: tuple[Pass, ...]) ->
             for t in tensors(node.meta.get("val"))
         ),
         current=bool(request.updates),
+        by_arrival=request.by_arrival and step.every is not None,
     )
 
 
 def _notes(step: StepIR, request: Request) -> tuple[str, ...]:
     """Updates, if there are any; what the user asked for and does not get."""
-    return (*_updates(step), *_unmet(step, request))
+    return (*_updates(step, request), *_unmet(step, request))
 
 
-def _updates(step: StepIR) -> tuple[str, ...]:
+def _updates(step: StepIR, request: Request) -> tuple[str, ...]:
     """How often the optimizer steps, and on which workers."""
     jobs = step.jobs
     stages: dict[int, set[int]] = {}  # by worker
@@ -114,7 +118,10 @@ def _updates(step: StepIR) -> tuple[str, ...]:
         f"{'+'.join(map(str, sorted(stages[worker])))} on {worker}"
         for worker in sorted(stages)
     )
-    return (f"updates every {step.every} microbatches; of stages on workers: {where}",)
+    every = f"every {step.every} microbatches"
+    if request.by_arrival:
+        every = f"of each microbatch, {ahead_text(request.schedule.ahead)}"
+    return (f"updates {every}; of stages on workers: {where}",)
 
 
 def _unmet(step: StepIR, request: Request) -> tuple[str, ...]:

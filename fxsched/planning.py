@@ -87,7 +87,7 @@ def _with_updates(schedule: Schedule, options: Options) -> Schedule:
     """The schedule with one update a call, if there is an optimizer and it says no
     other; without any where no gradients are wanted."""
     if not torch.is_grad_enabled():
-        return replace(schedule, update_every=None, rate=None, drift=None)
+        return replace(schedule, update_every=None, ahead=0, rate=None, drift=None)
     if options.optimizer is None or schedule.update_every is not None:
         return schedule
     return replace(schedule, update_every=schedule.microbatches)
@@ -167,7 +167,7 @@ def _stage_optimizers(
     guard(optimizer, elsewhere)
     schedule = plan.schedule
     stale = schedule.version is not None or schedule.drift is not None
-    shared = len(here) > 1 and stale
+    shared = len(here) > 1 and stale and not plan.by_arrival
     corrections = Corrections(schedule, plan.groups)
     return StageOptimizers(optimizer, plan.groups, shared, corrections)
 
@@ -186,7 +186,7 @@ def _programs(plan: Plan, options: Options, workers: Workers) -> dict[int, Runna
     """The programs of the workers here, ready to run."""
     if options.stage_compiler == "inductor":
         inductor.compile_stages([plan.programs[worker] for worker in workers.here])
-    order = "static" if plan.schedule.in_order else options.order
+    order = "static" if plan.schedule.in_order else options.request.order
     prefetch = options.request.prefetch
     return {
         worker: Runnable(plan.programs[worker], order, options.record, prefetch)

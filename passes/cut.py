@@ -23,6 +23,7 @@ from ..ir.step_ir import (
 )
 from ..jobs.job import Direction, Job
 
+OPTIMIZED = (ops.update, ops.copy, ops.correct, ops.renew, ops.note)
 Where = tuple[int, str, int]  # worker, task, n
 
 
@@ -158,7 +159,7 @@ class _ProgramWriter:
         if line.target is ops.renew:
             (message,) = self.step.fetched[line].values()
             args = (args[0], self.fetched[message], *args[1:])
-        if line.target in (ops.update, ops.copy, ops.correct, ops.renew):
+        if line.target in OPTIMIZED:
             args = (self.optimizer, *args)
         where = (line.worker, line.task, line.n)
         node = make(self.graph, line.target, args, line.specs, *where, name=line.name)

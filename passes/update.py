@@ -33,7 +33,7 @@ def update_weights(step: StepIR, request: Request) -> StepIR:
     has the weights that jobs read then; step.copies those of earlier versions, where
     request.schedule.version wants them, and those that schedule.drift corrects.
     """
-    if step.every is None:
+    if step.every is None or request.by_arrival:
         return step
     return _Updates(step, request).run()
 

@@ -37,7 +37,11 @@ def fetch_weights(step: StepIR, request: Request) -> StepIR:
         line: list(messages.values()) for line, messages in fetched.items()
     }
     after: dict[Line | Message, list[Message]] = {}  # updates
-    place = {line: i for i, line in enumerate(step.lines)} if step.updated else {}
+    place = (
+        {line: i for i, line in enumerate(step.lines)}
+        if step.updated or step.copies
+        else {}
+    )
     for line, job, foreign in _foreign(step):
         worker, here = line.worker, at_hand.get(line.worker, {})
         earlier = last.setdefault(worker, deque(maxlen=ahead))

@@ -16,6 +16,7 @@ from torch import Tensor, fx, nn
 
 import fxsched
 from fxsched import Schedule, pipeline, schedules
+from fxsched.ir.request import Order
 from fxsched.ir.step_ir import StepIR
 from tests.text import (
     graph_text,
@@ -57,6 +58,7 @@ class Case(NamedTuple):
 
     schedule: Schedule = schedules.gpipe(2, 1)
     model: type[nn.Module] = Chain
+    order: Order = "static"
 
 
 def elsewhere() -> Schedule:
@@ -69,6 +71,11 @@ def updated() -> Schedule:
     return replace(schedules.ddp(2), stages=2, update_every=2, u=lambda s, b: s)
 
 
+def served() -> Schedule:
+    """Worker 2 keeps the weights, and updates them as gradients come."""
+    return replace(schedules.parameter_server(3, 4, asynchronous=True), stages=2)
+
+
 CASES = {
     "assign_stages": Case(),
     "copy_shared": Case(model=Masked),
@@ -77,6 +84,7 @@ CASES = {
     "order_jobs": Case(schedules.one_f_one_b(2, 2)),
     "unroll_jobs": Case(),
     "renew_copies": Case(replace(updated(), update_every=None)),
+    "update_on_arrival": Case(served(), order="dynamic"),
     "update_weights": Case(updated()),
     "collect_results": Case(schedules.ddp(2)),
     "fetch_weights": Case(elsewhere()),
@@ -113,7 +121,9 @@ def test_a_pass_does_what_its_docstring_shows(
     for each in (pipeline.cut_program, pipeline.free_values):
         monkeypatch.setattr(pipeline, each.__name__, shown(each))
     case = CASES[name]
-    plan = fxsched.plan(case.model(), case.schedule, torch.ones(4, 2), stages=["b"])
+    plan = fxsched.plan(
+        case.model(), case.schedule, torch.ones(4, 2), stages=["b"], order=case.order
+    )
     assert plan.programs[0]
     before, after = seen
     golden(name, f"before:\n\n{before}\n\nafter:\n\n{after}")

@@ -16,6 +16,7 @@ from torch import fx
 from ..ir import ops
 from ..ir.graphs import Group, Specs, arguments, original, result
 from ..jobs.job import Direction, Job, Placement
+from .check_arrivals import ArrivalReads
 from .check_updates import UpdateFault, Updates, WeightReads
 from .summary import CheckError, End, Provenance, Summary, Use
 
@@ -62,7 +63,11 @@ class _Examination:
             for node in self.nodes
             if "job" in node.meta and node.target is not ops.update
         ]
-        self.weights = WeightReads(rank, self.nodes, groups, updates)
+        self.weights: WeightReads | ArrivalReads
+        if updates.ahead:
+            self.weights = ArrivalReads(rank, self.nodes, groups, updates, placements)
+        else:
+            self.weights = WeightReads(rank, self.nodes, groups, updates)
         self.here = [job for job, w in placements.items() if w.compute == rank]
         self.summary = Summary(rank)
         self.positions: dict[str, int] = {}  # of tasks

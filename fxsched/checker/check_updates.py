@@ -26,6 +26,8 @@ class Updates(NamedTuple):
     gap: of a job, how many velocities it reads away from its version of weights.
     stale: whether jobs may read earlier versions than the newest before their update.
     current: whether all copies of weights are the newest when a call begins.
+    ahead: where updates are in order of arrival, how many more one worker may have
+        given than another; 0 where they are in the planned order.
     """
 
     every: int | None = None
@@ -34,6 +36,7 @@ class Updates(NamedTuple):
     stale: bool = False
     current: bool = False
     gap: Callable[[Job], float] = lambda job: 0.0
+    ahead: float = 0
 
 
 class Weights(NamedTuple):

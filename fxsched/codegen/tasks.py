@@ -33,25 +33,31 @@ class Task:
 
 @dataclass(frozen=True)
 class Receive:
-    """A value that another worker sends: its place among those, and its slot."""
+    """A value that another worker sends: its place among those, and its slot.
+
+    lane: receives of one hold up each other; where updates are in order of arrival,
+        each sender has one.
+    """
 
     parcel: Parcel
     position: int
     slot: int
     phase: int
+    lane: int
 
 
 class TaskProgram:
     """A worker's fx program, read once: its tasks, by phase, and what it receives.
 
-    receives: in the program's order. fetches: those of weights, each task's together,
-        in the order of the tasks that need them first.
+    receives: in the program's order. lanes: the same, by lane. fetches: those of
+        weights, each task's together, in the order of the tasks that need them first.
     """
 
     def __init__(self, gm: fx.GraphModule) -> None:
         self.gm = gm
         self.slots = {node: i for i, node in enumerate(gm.graph.nodes)}
         self.receives: list[Receive] = []
+        self.lanes: dict[int, list[Receive]] = {}
         self.phases: list[list[Task]] = [[]]
         self._read()
         self.receive_at = {receive.slot: receive for receive in self.receives}
@@ -60,6 +66,7 @@ class TaskProgram:
 
     def _read(self) -> None:
         tasks: dict[tuple[int, str], Task] = {}
+        notes = self.gm.graph.find_nodes(op="call_function", target=ops.note)
         for node in self.gm.graph.nodes:
             phase = len(self.phases) - 1
             if node.op in ("placeholder", "output"):
@@ -73,7 +80,10 @@ class TaskProgram:
                     node.target is ops.fetch,
                 )
                 position = len(self.receives)
-                self.receives.append(Receive(parcel, position, self.slots[node], phase))
+                lane = parcel.peer if notes else 0
+                receive = Receive(parcel, position, self.slots[node], phase, lane)
+                self.receives.append(receive)
+                self.lanes.setdefault(lane, []).append(receive)
                 continue
             name = node.meta["task"]
             if (phase, name) not in tasks:

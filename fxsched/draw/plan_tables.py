@@ -8,6 +8,7 @@ from collections.abc import Iterable, Iterator, Sequence
 import networkx as nx
 from torch import fx
 
+from ..clock.arrivals import ahead_text
 from ..clock.stage_graph import run_stages, step_seconds, worker_bytes
 from ..clock.timeline import Timeline
 from ..ir import ops
@@ -178,6 +179,7 @@ def explain_text(schedule: Schedule, stages: nx.DiGraph[int]) -> str:
     return "\n\n".join(
         (
             f"{schedule}, {len(stages)} stages",
+            *_arrivals(schedule),
             table(headers, rows, width=EXPLAINED),
             *_corrections(schedule, stages),
             table("worker|stages|busy|memory", _loads(schedule, stages, events)),
@@ -200,6 +202,17 @@ def _corrections(schedule: Schedule, stages: nx.DiGraph[int]) -> Iterator[str]:
             reads = f"weights - {drift.gap:g} velocity, decay {drift.decay:.4g}"
         rows.append((s, rates, reads))
     yield table("stage|learning rates|B reads", rows, width=EXPLAINED)
+
+
+def _arrivals(schedule: Schedule) -> tuple[str, ...]:
+    """That order="dynamic" has updates in another order than is shown."""
+    if not schedule.ahead:
+        return ()
+    text = (
+        f"updates are of one microbatch each: under order='dynamic' "
+        f"{ahead_text(schedule.ahead)}; here, and under 'static', in the planned order"
+    )
+    return (textwrap.fill(text, EXPLAINED),)
 
 
 def _loads(

@@ -96,6 +96,10 @@ def _reads(nodes: list[fx.Node], seen: set[fx.Node]) -> tuple[list[str], list[st
             weights.append(f"{value.meta['group']} from {value.kwargs['source']}")
         elif "group" in value.meta and value.op == "placeholder":
             weights.append(f"{value.meta['group']} here")
+        elif value.target is ops.update and value.args[2] is None:
+            waits.append(f"{maker} here")  # it comes when it comes
+        elif value.target is ops.copy and maker.startswith("read "):
+            weights.append(f"{value.meta['group']} as {maker}")
         elif value.target in MADE:
             version, kept = _version(value), value.target is not ops.renew
             shown = f" v{version}" if version or kept else ""  # else the loop's own

@@ -7,9 +7,8 @@ are PyTorch's.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -17,8 +16,8 @@ from torch.optim import Optimizer
 
 from ..jobs.job import Direction, Job, PlanError
 from ..plans.plan import Plan
-
-Batch = Tensor | Sequence[Any] | Mapping[str, Any]
+from .microbatches import Batch, microbatch_of
+from .replay_arrivals import ArrivalReplay
 
 
 def replay(
@@ -27,6 +26,7 @@ def replay(
     optimizer: Optimizer,
     batches: Iterable[Batch],
     clip_grad_norm: float | None = None,
+    arrivals: Sequence[Sequence[Job]] | None = None,
 ) -> list[float]:
     """Trains the model as the plan does, each job on the weights that plan.versions
     names; gives the loss of each batch.
@@ -37,6 +37,9 @@ def replay(
     batches: of each call, the arguments: a tensor, several, or a dict by name. Tensors
         are cut along dimension 0 into the plan's microbatches.
     clip_grad_norm: as given to the backend.
+    arrivals: where updates were in order of arrival, backend.arrivals of each call: a
+        job reads what the updates before its read left, and each update steps its
+        stage in that order. None for the planned order.
 
     F of a microbatch runs on the weights of its F jobs, backward() on those of its B
     jobs, and the optimizer steps the newest, by the rates that schedule.rate names;
@@ -49,7 +52,37 @@ def replay(
     if every is None or not plan.updates:
         raise PlanError("replay: the plan has no updates; plan with optimizer=")
     weights = _Weights(plan, model)
+    if arrivals is not None:
+        return _arrived(plan, weights, optimizer, batches, clip_grad_norm, arrivals)
     return [weights.train(batch, optimizer, every, clip_grad_norm) for batch in batches]
+
+
+def _arrived(
+    plan: Plan,
+    weights: _Weights,
+    optimizer: Optimizer,
+    batches: Iterable[Batch],
+    clip: float | None,
+    arrivals: Sequence[Sequence[Job]],
+) -> list[float]:
+    """The losses of calls whose updates were in these orders."""
+    if not plan.by_arrival:
+        raise PlanError(
+            "replay(arrivals=): the plan's updates are in the planned order; leave "
+            "arrivals= out"
+        )
+    calls = list(batches)
+    if len(calls) != len(arrivals):
+        raise PlanError(
+            f"replay: {len(calls)} batches and arrivals of {len(arrivals)} calls; give "
+            "backend.arrivals of each call"
+        )
+    names: dict[int, list[str]] = {}
+    for name, stages in weights.readers.items():
+        names.setdefault(stages[0], []).append(name)
+    replayed = ArrivalReplay(weights.model, names, plan.schedule.microbatches)
+    pairs = zip(calls, arrivals, strict=True)
+    return [replayed.train(batch, optimizer, order, clip) for batch, order in pairs]
 
 
 class _Weights:
@@ -89,7 +122,7 @@ class _Weights:
         microbatches, total = self.plan.schedule.microbatches, 0.0
         for b in range(microbatches):
             self._put(b, Direction.FORWARD)
-            args, kwargs = _part(batch, b, microbatches)
+            args, kwargs = microbatch_of(batch, b, microbatches)
             loss = self.model(*args, **kwargs)
             self._put(b, Direction.BACKWARD)
             (loss / every).backward()
@@ -175,19 +208,3 @@ class _Weights:
             return 1.0
         delay, annealed = pair
         return float(delay ** (1 - min(self.updates / annealed, 1)))
-
-
-def _part(
-    batch: Batch, microbatch: int, microbatches: int
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """A microbatch's arguments."""
-
-    def cut(value: Any) -> Any:
-        if not isinstance(value, Tensor) or not value.dim():
-            return value
-        return value.chunk(microbatches)[microbatch]
-
-    if isinstance(batch, Mapping):
-        return (), {name: cut(value) for name, value in batch.items()}
-    values = (batch,) if isinstance(batch, Tensor) else batch
-    return tuple(map(cut, values)), {}

@@ -158,7 +158,7 @@ def clip_factor(
 def update(
     optimizer: Any,
     group: int,
-    number: int,
+    number: int | None,
     weights: Bundle,
     gradients: Bundle,
     factor: Tensor | None,
@@ -167,15 +167,20 @@ def update(
     """The weights of a group after a step of the optimizer, in their old place.
 
     optimizer: what the runtime gives; see state/updates.py.
-    number: how many steps on this group come before it in the call.
-    before: copies of the weights before it, and credits of jobs that read them.
+    number: how many steps on this group come before it in the call; None where that
+        is as they arrive.
+    before: copies of the weights before it, and credits of jobs that read them; or
+        updates.
     """
     new: Bundle | None = optimizer.step(group, number, gradients, factor)
     return weights if new is None else new
 
 
-def copy(optimizer: Any, weights: Bundle) -> Bundle:
-    """Weights that stay as they are while updates go on."""
+def copy(optimizer: Any, weights: Bundle, *before: Any) -> Bundle:
+    """Weights that stay as they are while updates go on.
+
+    before: what it waits for, where these are in order of arrival.
+    """
     if optimizer.leaves_old:
         return weights
     return tuple(weight.clone() for weight in weights)
@@ -188,6 +193,12 @@ def correct(
     times their velocity then."""
     corrected: Bundle = optimizer.corrected(group, number, gap, weights)
     return corrected
+
+
+def note(optimizer: Any, job: str) -> None:
+    """Notes that the weights of a stage are read for its F, or updated, here and now,
+    where updates are in order of arrival."""
+    optimizer.note(job)
 
 
 def renew(optimizer: Any, weights: Bundle, new: Bundle, *before: Any) -> Bundle:
@@ -287,7 +298,7 @@ def free(*values: Any) -> None:
     """Lets go of values after their last use on this worker."""
 
 
-VALUELESS = (send, wait, free, seed)  # what gives nothing that must be let go
+VALUELESS = (send, wait, free, seed, note)  # what gives nothing that must be let go
 BUNDLES = (
     bundle,
     accumulate,

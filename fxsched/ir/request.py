@@ -59,3 +59,10 @@ class Request:
     updates: tuple[int, ...] = ()
     clip_grad_norm: float | None = None
     skip_nonfinite: bool = False
+    order: Order = "static"
+
+    @property
+    def by_arrival(self) -> bool:
+        """Whether updates are in order of arrival."""
+        dynamic = self.order == "dynamic" and not self.schedule.in_order
+        return dynamic and self.schedule.ahead > 0

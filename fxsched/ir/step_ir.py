@@ -177,7 +177,7 @@ class StepIR:
 
     def weights(self, group: fx.Node, job: Job, worker: int) -> fx.Node | Line:
         """The weights of a group that a job reads from a worker that keeps them."""
-        if not self.updated:
+        if not self.updated and not self.copies:
             return group
         number = group.meta["group"]
         copied = self.copies.get((number, job))

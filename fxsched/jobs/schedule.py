@@ -78,6 +78,11 @@ class Schedule:
         velocity, which an update, of all calls, makes
         decay * velocity + (1 - decay) * (weights after it - weights before it).
         None: they read what version says.
+    ahead: where updates are in order of arrival, as backend(order="dynamic") makes
+        them: how many more of a stage's a worker may have given than the slowest;
+        math.inf for no bound. Then a job waits for no updates but for the one that
+        version names, number version(s, b, d), and takes what others there are. It
+        takes update_every=1. 0: updates are in the planned order.
     fit: gives the schedule for the stages that a model was cut into, for those whose w,
         n, in_flight or u depend on them; see schedules.graph. Stages are a
         networkx.DiGraph, as fxsched/clock/stage_record.py describes it. Where w is
@@ -99,6 +104,7 @@ class Schedule:
     version: Version | None = None
     rate: Rates | None = None
     drift: Drifts | None = None
+    ahead: float = 0
 
     def __post_init__(self) -> None:
         for field in ("workers", "microbatches", "stages"):
@@ -120,6 +126,7 @@ class Schedule:
                     f"{', or None' if optional else ''}"
                 )
         self._check_update_every()
+        self._check_ahead()
         for field in ("split_backward", "in_order"):
             if not isinstance(getattr(self, field), bool):
                 raise PlanError(
@@ -150,6 +157,22 @@ class Schedule:
                 f"divides the {self.microbatches} microbatches, or None"
             )
         object.__setattr__(self, "update_every", int(every))
+
+    def _check_ahead(self) -> None:
+        if self.ahead != inf and not (is_int(self.ahead) and self.ahead >= 0):
+            raise PlanError(
+                f"Schedule(ahead={self.ahead!r}): give an int of 0 or more, or math.inf"
+            )
+        if self.ahead and self.update_every != 1:
+            raise PlanError(
+                f"Schedule(ahead={self.ahead}, update_every={self.update_every}): in "
+                "order of arrival an update is of one microbatch; give update_every=1"
+            )
+        if self.ahead and (self.rate is not None or self.drift is not None):
+            raise PlanError(
+                f"Schedule(ahead={self.ahead}) doesn't go with rate= or drift=, which "
+                "are about how late planned updates are"
+            )
 
     def __call__(self, *arguments: Any) -> Callable[..., NoReturn]:
         """What torch.compile(model, backend=schedule) gets: the error that says what to
@@ -207,6 +230,7 @@ class Schedule:
             version=fitted.version or self.version,
             rate=fitted.rate or self.rate,
             drift=fitted.drift or self.drift,
+            ahead=fitted.ahead or self.ahead,
         )
 
     def first(self, microbatches: int) -> Schedule:
@@ -312,6 +336,8 @@ class Schedule:
             record["rates"] = [self.stage_rate(stage) for stage in stages]
         if self.drift is not None:
             record["drifts"] = [self.stage_drift(stage) for stage in stages]
+        if self.ahead:
+            record["ahead"] = None if self.ahead == inf else int(self.ahead)
         try:
             Path(path).write_text(json.dumps(record) + "\n", "utf-8")
         except OSError as error:

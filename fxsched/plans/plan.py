@@ -77,6 +77,7 @@ class Plan:
     half: whether gradients are computed in float16, where small ones flush to 0.
     current: whether all copies of weights are the newest when a call begins: programs
         step the optimizer, and not the user's loop.
+    by_arrival: whether updates are in order of arrival; versions are as planned then.
     inputs: of the traced graph, those that are no state of the model.
     arithmetic: what the model computes, to compare with other ranks'.
     """
@@ -97,6 +98,7 @@ class Plan:
     redraws: bool = False
     half: bool = False
     current: bool = False
+    by_arrival: bool = False
 
     @cached_property
     def jobs(self) -> tuple[Job, ...]:
@@ -133,7 +135,8 @@ class Plan:
 
     def __repr__(self) -> str:
         return (
-            f"<Plan {plan_tables.plan_line(self.schedule, self.timeline, self.lines)}>"
+            f"<Plan {plan_tables.plan_line(self.schedule, self.timeline, self.lines)}"
+            f"{', updates in order of arrival' * self.by_arrival}>"
         )
 
     def __str__(self) -> str:
@@ -243,8 +246,13 @@ class Plan:
         if self.updates:
             every, seen = self.schedule.update_every, self.schedule.seen
             stale = self.schedule.version is not None
-            gap = self.schedule.gap
-            updates = Updates(every, self.updates, seen, stale, self.current, gap)
+            gap, ahead = (
+                self.schedule.gap,
+                self.schedule.ahead if self.by_arrival else 0,
+            )
+            updates = Updates(
+                every, self.updates, seen, stale, self.current, gap, ahead
+            )
         return programs, self.placements, self.groups, updates
 
     @property

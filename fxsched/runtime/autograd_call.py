@@ -123,6 +123,7 @@ class _Updating(torch.autograd.Function):
         assert step.optimizers is not None, "a plan with updates has an optimizer"
         try:
             results = step.advance(step.start(args), None)
+            step.note_arrivals()
         finally:
             step.optimizers.end()
         return _mark(ctx, step, step.outputs(args, results))

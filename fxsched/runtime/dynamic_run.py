@@ -69,8 +69,9 @@ class Dynamic(Run):
         for node in self.program.gm.graph.find_nodes(op="placeholder"):
             self.values[self.program.slots[node]] = inputs[node.name]
         self.phase = 0
-        self.asked = self.fetched = 0  # receives, and tasks' fetches, posted so far
-        self.posted = 0  # receives on their way
+        self.asked = dict.fromkeys(self.program.lanes, 0)  # receives posted so far
+        self.posted = dict.fromkeys(self.program.lanes, 0)  # receives on their way
+        self.fetched = 0  # tasks' fetches posted so far
         self.room = 1 + runnable.prefetch  # tasks' fetches that may be here
         self.held: dict[int, int] = {}  # weights on their way or here: slot to batch
         self.readers = dict(runnable.readers)
@@ -117,14 +118,15 @@ class Dynamic(Run):
 
     def _ask(self, most: int, arrived: queue.SimpleQueue[int]) -> None:
         """Posts receives of this phase in the program's order, so that at most so many
-        are on their way; fetches while there is room for weights."""
-        while self.asked < len(self.receives) and self.posted < most:
-            receive = self.receives[self.asked]
-            if receive.phase != self.phase:
-                break
-            if not receive.parcel.weights:
-                self._post(receive, arrived)
-            self.asked += 1
+        of a lane are on their way; fetches while there is room for weights."""
+        for lane, receives in self.program.lanes.items():
+            while self.asked[lane] < len(receives) and self.posted[lane] < most:
+                receive = receives[self.asked[lane]]
+                if receive.phase != self.phase:
+                    break
+                if not receive.parcel.weights:
+                    self._post(receive, arrived)
+                self.asked[lane] += 1
         batches = self.program.fetches
         while self.fetched < len(batches) and self.room:
             batch = batches[self.fetched]
@@ -137,7 +139,7 @@ class Dynamic(Run):
             self.fetched += 1
 
     def _post(self, receive: Receive, arrived: queue.SimpleQueue[int]) -> None:
-        self.posted += 1
+        self.posted[receive.lane] += 1
         self.endpoint.expect(receive.parcel)
         self.endpoint.watch(receive.parcel, arrived)
 
@@ -177,7 +179,7 @@ class Dynamic(Run):
                 del self.coming[receive.slot]
                 there([receive.slot])
                 incoming -= 1
-                self.posted -= 1
+                self.posted[receive.lane] -= 1
                 self._ask(WATCHERS, arrived)
             else:
                 task = tasks[heapq.heappop(ready)[1]]

@@ -7,14 +7,13 @@ import time
 import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from ..checker.check_messages import check_summaries
 from ..checker.summary import Summary
-from ..clock.timeline import Event
 from ..ir.graphs import Role, Spec, State
 from ..ir.loss_scale import Gradients, overflowed
 from ..ir.step_ir import Message
@@ -28,6 +27,8 @@ from ..transport.processes import MESSAGES, Processes
 from .run import Run
 from .runnable import Runnable
 from .threads import Inputs, Tangents
+
+T = TypeVar("T")
 
 
 class Ranks:
@@ -139,8 +140,8 @@ class Ranks:
         near = len(self.processes.neighbours) + 1 == len(times)
         return max(times) if near else time.perf_counter()
 
-    def gather(self, events: list[Event]) -> list[Event]:
-        """The events of all workers."""
+    def gather(self, events: list[T]) -> list[T]:
+        """The events, or the like, of all workers."""
         return [event for of_rank in self.processes.all(events) for event in of_rank]
 
     def check(self, plan: Plan | Exception) -> None:

@@ -11,6 +11,7 @@ from torch import Tensor, fx
 from ..clock.timeline import Event
 from ..ir import ops
 from ..ir.loss_scale import Scale
+from ..jobs.job import Job
 from ..plans.plan import Plan
 from ..rows.early_values import Early
 from ..rows.row_warnings import RowWatch
@@ -42,6 +43,8 @@ class Step:
     events: of the last call, from its start on, if `record`; where B runs in
         backward(), as if that followed at once.
     latest: the runs of that call.
+    arrivals: reads and updates of weights in that call, each worker's as they came,
+        where they are in order of arrival.
     """
 
     def __init__(
@@ -58,6 +61,7 @@ class Step:
         self.before, self.scale, self.record = before, scale, record
         self.optimizers = optimizers
         self.events: tuple[Event, ...] = ()
+        self.arrivals: tuple[Job, ...] = ()
         self.latest: list[Run] = []
         self.apart: bool | None = None  # whether ranks draw other numbers than rank 0
         self.factor: float | None = None  # what it gave in the last call
@@ -139,6 +143,11 @@ class Step:
                 else:
                     merged[key] = merged[key] or value
         return merged
+
+    def note_arrivals(self) -> None:
+        """Takes the order in which this call's updates came, of all workers."""
+        if self.plan.by_arrival and self.optimizers is not None:
+            self.arrivals = tuple(self.workers.gather(self.optimizers.arrivals))
 
     def _record(self, runs: list[Run], begin: float) -> None:
         """Adds what ran since `begin` to the events, on one clock for all workers."""

@@ -7,12 +7,11 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, fx
 
-from ..clock.timeline import Event
 from ..ir.loss_scale import Gradients
 from ..jobs.job import PlanError
 from ..plans.plan import Plan
@@ -21,6 +20,7 @@ from ..transport.endpoints import Aborted, Exchange, ThreadEndpoint
 from .run import Run
 from .runnable import Runnable
 
+T = TypeVar("T")
 Tangents = dict[int, Tensor] | None
 Inputs = Callable[[fx.GraphModule], dict[str, Any]]
 THREADS = 4096  # workers of one process
@@ -125,6 +125,6 @@ class Threads:
         """The time, on the clock of the events."""
         return time.perf_counter()
 
-    def gather(self, events: list[Event]) -> list[Event]:
-        """The events of all workers."""
+    def gather(self, events: list[T]) -> list[T]:
+        """The events, or the like, of all workers."""
         return events

@@ -119,6 +119,12 @@ def replicate(schedule: Schedule, groups: int, zero: int | None = None) -> Sched
         raise PlanError(f"replicate(schedule={schedule!r}): give a Schedule")
     positive("replicate", groups=groups)
     one_of("replicate", "zero", zero, (None, 1, 2))
+    if schedule.ahead:
+        raise PlanError(
+            f"replicate: {schedule.name or 'the schedule'} updates in order of arrival "
+            f"(ahead={schedule.ahead}), which copies of its weights would each do in "
+            "another; give it more workers instead"
+        )
     fit, every, version = schedule.fit, schedule.update_every, schedule.version
 
     def w(s: int, b: int, d: Direction) -> Placement:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from math import inf
 from os import PathLike, fspath
 from pathlib import Path
 from typing import Any
@@ -25,7 +26,7 @@ FIELDS = (
 )
 UPDATES = ("update_every", "updates", "updaters")  # where there are any
 PAIRS = {"rate": "rates", "drift": "drifts"}  # a schedule's fields, and a file's
-SOME = ("versions", *PAIRS.values())
+SOME = ("versions", "ahead", *PAIRS.values())
 
 
 def load_schedule(path: str | PathLike[str]) -> Schedule:
@@ -78,7 +79,11 @@ def _schedule(record: Any) -> Schedule:
         raise PlanError(f"its jobs aren't those of {loaded} and its stages: {odd[0]}")
     for job in jobs:
         loaded.place(job)
-    return _with_updates(loaded, record)
+    loaded = _with_updates(loaded, record)
+    if "ahead" in record:  # null: no bound
+        bound = record["ahead"]
+        loaded = replace(loaded, ahead=inf if bound is None else bound)
+    return loaded
 
 
 def _with_updates(schedule: Schedule, record: dict[str, Any]) -> Schedule:

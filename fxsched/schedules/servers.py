@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from math import inf
 
 import networkx as nx
 
@@ -15,7 +16,11 @@ from .orders import microbatch_first
 
 
 def parameter_server(
-    workers: int, microbatches: int | None = None, servers: int = 1
+    workers: int,
+    microbatches: int | None = None,
+    servers: int = 1,
+    asynchronous: bool = False,
+    staleness: int | None = None,
 ) -> Schedule:
     """The last workers keep the weights and run nothing; the others run whole
     microbatches: w = (T + s mod servers, b mod T), where T is how many others.
@@ -23,19 +28,34 @@ def parameter_server(
     A trainer fetches a stage's weights for every job and returns their gradients. One
     microbatch a trainer unless given. DistBelief (Dean et al. 2012); Li et al. 2014,
     Scaling distributed machine learning with the parameter server.
+
+    asynchronous: each microbatch is an update of its own, of weights that have seen
+        the trainer's last: update_every 1, version = max(0, b + 1 - T). Under
+        order="dynamic" servers update in order of arrival, and trainers read what they
+        find; "static", and fxsched.simulate, take the planned order.
+    staleness: how many updates a trainer may at most be ahead of the slowest, then;
+        None for any number (Downpour SGD, Dean et al. 2012); 1 or more for
+        stale-synchronous parallel (Ho et al. 2013); 0 is synchronous: update_every T,
+        an update of the gradients of a round of all trainers.
     """
-    return _served("parameter_server", workers, microbatches, servers)
+    schedule = _served("parameter_server", workers, microbatches, servers)
+    return _updating(schedule, servers, asynchronous, staleness)
 
 
 def sharded_parameter_server(
-    workers: int, microbatches: int | None = None, servers: int = 2
+    workers: int,
+    microbatches: int | None = None,
+    servers: int = 2,
+    asynchronous: bool = False,
+    staleness: int | None = None,
 ) -> Schedule:
     """parameter_server with the stages dealt out to several servers, which share the
     traffic that one would have alone. Two servers unless given.
 
     Li et al. 2014, Scaling distributed machine learning with the parameter server.
     """
-    return _served("sharded_parameter_server", workers, microbatches, servers)
+    schedule = _served("sharded_parameter_server", workers, microbatches, servers)
+    return _updating(schedule, servers, asynchronous, staleness)
 
 
 def sharded_groups(
@@ -164,3 +184,32 @@ def _trainers(
             "many microbatches"
         )
     return trainers, microbatches
+
+
+def _updating(
+    schedule: Schedule, servers: int, asynchronous: bool, staleness: int | None
+) -> Schedule:
+    """A parameter server with updates of single microbatches, if asynchronous."""
+    name, trainers = schedule.name, schedule.workers - servers
+    if not isinstance(asynchronous, bool):
+        raise PlanError(f"{name}(asynchronous={asynchronous!r}): give True or False")
+    if staleness is not None and not (is_int(staleness) and staleness >= 0):
+        raise PlanError(
+            f"{name}(staleness={staleness!r}): give an int of 0 or more, or None for "
+            "any number of updates"
+        )
+    if not asynchronous:
+        if staleness is not None:
+            raise PlanError(
+                f"{name}(staleness={staleness}) is about asynchronous updates; give "
+                "asynchronous=True too"
+            )
+        return schedule
+    if staleness == 0:
+        return replace(schedule, update_every=trainers)
+    return replace(
+        schedule,
+        update_every=1,
+        version=lambda s, b, d: max(0, b + 1 - trainers),
+        ahead=inf if staleness is None else staleness,
+    )

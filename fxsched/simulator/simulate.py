@@ -118,7 +118,9 @@ def simulate(
         else how many jobs ahead of need a worker asks for weights. They take
         `transfer`, on a Link half of a stage's `weights`, which count gradients too,
         or, if transfer is None, the stage's `fetch`.
-    Raises PlanError for what cannot be simulated, and for a cap that stops all.
+    Updates are in the planned order, where backend(order="dynamic") would have them in
+    order of arrival too. Raises PlanError for what cannot be simulated, and for a cap
+    that stops all.
     """
     if not isinstance(schedule, Schedule):
         raise PlanError(

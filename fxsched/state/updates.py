@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 
 from ..ir.graphs import Group
 from ..ir.ops import Bundle
-from ..jobs.job import PlanError
+from ..jobs.job import Job, PlanError
 from .corrections import VELOCITY, Corrections, with_rate
 
 Velocities = tuple[Tensor | None, ...]
@@ -106,11 +106,13 @@ class StageOptimizers:
         self.before: list[Tensor] = []  # where weights were before the call
         self.versions: list[list[Bundle]] = []  # by group, after each step
         self.velocities: list[list[Velocities]] = []  # by group, and version if kept
+        self.arrivals: list[Job] = []  # of the last call
 
     def begin(self, args: Sequence[Any]) -> StageOptimizers:
         """Takes the parameters of a call."""
         _check_hooks(self.optimizer)
         self.args, self.versions = args, [[] for _ in self.groups]
+        self.arrivals = []
         self.before = [args[i].data for i in self._all()] if self.leaves_old else []
         self.place = {
             id(parameter): number
@@ -131,13 +133,19 @@ class StageOptimizers:
     def step(
         self,
         group: int,
-        number: int,
+        number: int | None,
         gradients: Sequence[Tensor],
         factor: Tensor | None,
     ) -> Bundle | None:
         """The group's step of this number in a call, with gradients times `factor`;
-        none if that is NaN. The new weights, if they aren't in the place of the old."""
+        none if that is NaN. The new weights, if they aren't in the place of the old.
+
+        number: None for a step that comes when it comes.
+        """
         with self.locks[group]:
+            if number is None:
+                self._take(group, gradients, factor)
+                return None
             done = self.versions[group]
             if number == len(done):
                 self._take(group, gradients, factor)
@@ -158,6 +166,10 @@ class StageOptimizers:
             weight.clone() if velocity is None else weight.sub(velocity, alpha=gap)
             for weight, velocity in zip(weights, velocities, strict=True)
         )
+
+    def note(self, job: str) -> None:
+        """Notes a read or an update of a stage's weights, as they come."""
+        self.arrivals.append(Job.parse(job))
 
     def _take(
         self, group: int, gradients: Sequence[Tensor], factor: Tensor | None
