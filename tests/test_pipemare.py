@@ -59,6 +59,20 @@ def test_saved_and_loaded_half_way_equals_an_uninterrupted_run(name: str) -> Non
     assert any("fxsched_velocity" in each for each in state["state"].values())
 
 
+def test_a_skipped_update_is_not_counted() -> None:
+    model, inputs = build_double("mlp")
+    optimizer = adamw(model)
+    with fxsched.backend(
+        pipemare(), transport="threads", optimizer=optimizer, skip_nonfinite=True
+    ) as backend:
+        step = torch.compile(model, backend=backend)
+        step(inputs[0] * math.inf, *inputs[1:])
+        assert not optimizer.state
+        step(*inputs)
+    counts = {each["fxsched_updates"] for each in optimizer.state.values()}
+    assert counts == {4}
+
+
 @functools.cache
 def late() -> Plan:
     model, inputs = build_double("mlp")
