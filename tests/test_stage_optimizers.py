@@ -12,8 +12,10 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from fxsched import PlanError
+import fxsched
+from fxsched import PlanError, Schedule
 from fxsched.ir.graphs import Group, Role, State
+from fxsched.state.corrections import Corrections
 from fxsched.state.updates import StageOptimizers, checked_optimizer
 
 Options = dict[str, Any]
@@ -61,6 +63,11 @@ STAGES, EACH = 4, 3  # the last of a stage has no gradient
 def build() -> list[nn.Parameter]:
     torch.manual_seed(0)
     return [nn.Parameter(torch.randn(4, 5)) for _ in range(STAGES * EACH)]
+
+
+def in_stages(optimizer: Optimizer) -> StageOptimizers:
+    corrections = Corrections(Schedule(1, 1), groups())
+    return StageOptimizers(optimizer, groups(), False, corrections)
 
 
 def groups() -> list[Group]:
@@ -115,7 +122,7 @@ def test_stage_by_stage_has_the_bits_of_one_step(name: str, options: Options) ->
     mine, its = build(), build()
     fresh = copy.deepcopy(options)
     optimizer, reference = grouped(mine, name, options), grouped(its, name, fresh)
-    stages = StageOptimizers(optimizer, groups(), leaves_old=False)
+    stages = in_stages(optimizer)
     both = optimizer, reference
     schedulers = [torch.optim.lr_scheduler.ExponentialLR(each, 0.9) for each in both]
     for step in range(6):
@@ -142,7 +149,7 @@ def test_workers_that_share_tensors_step_once() -> None:
     """Though one of them is two updates ahead of the others."""
     mine, its = build(), build()
     optimizer, reference = (grouped(p, "SGD", {"momentum": 0.9}) for p in (mine, its))
-    begun = StageOptimizers(optimizer, groups(), leaves_old=False).begin(mine)
+    begun = in_stages(optimizer).begin(mine)
     for step in (0, 1, 0, 0, 1, 2, 2, 1):  # of three workers
         own = [g for g in gradients(step)[:EACH] if g is not None]
         begun.step(0, step, own, None)
@@ -162,7 +169,7 @@ class Counting(torch.optim.SGD):
 
 def test_a_step_that_counts_in_its_groups_is_refused() -> None:
     parameters = build()
-    stages = StageOptimizers(Counting(parameters), groups(), leaves_old=False)
+    stages = in_stages(Counting(parameters))
     with pytest.raises(PlanError, match="changes 'steps' of its param_groups"):
         staged(stages, parameters, 0)
 
@@ -176,3 +183,15 @@ def test_a_step_that_cannot_be_taken_in_stages_is_refused() -> None:
         checked_optimizer(optimizer)
     with pytest.raises(PlanError, match=r"give the torch.optim.Optimizer"):
         checked_optimizer("adam")
+
+
+@pytest.mark.parametrize("clip", [nn.utils.clip_grad_norm_, fxsched.clip_grad_norm_])
+def test_clipping_what_the_program_has_stepped_is_refused(clip: Any) -> None:
+    parameters = build()
+    assert float(clip(parameters, 0.1)) == 0.0  # torch's, of no gradients
+    in_stages(torch.optim.SGD(parameters))
+    message = r"the program has stepped.*optimizer=optimizer, clip_grad_norm=max_norm"
+    with pytest.raises(PlanError, match=message):
+        clip(parameters, 0.1)
+    parameters[0].grad = torch.ones_like(parameters[0])  # another loop's
+    assert clip(parameters, 0.1) > 0 and parameters[0].grad.norm() < 0.11

@@ -10,6 +10,7 @@ from torch import nn
 
 import fxsched
 from fxsched import PlanError, schedules
+from fxsched.state import clip
 from tests.ranks_state import Tied, batch, build, eager, planned
 from tests.torchrun import torchrun
 
@@ -31,6 +32,20 @@ def test_clipping_in_one_process_is_torchs(norm_type: float) -> None:
     assert torch.equal(fxsched.clip_grad_norm_(compiled, 0.1, norm_type), wanted)
     for mine, its in zip(model.parameters(), other.parameters(), strict=True):
         assert its.grad is None or torch.equal(mine.grad, its.grad)
+
+
+@pytest.mark.parametrize("norm_type", [2.0, 1.0, 3.0, float("inf")])
+def test_norms_of_several_types_come_together_as_torchs_do(norm_type: float) -> None:
+    types = torch.float32, torch.bfloat16, torch.float64, torch.float16
+    kinds = torch.randint(4, (40,), generator=torch.Generator().manual_seed(1)).tolist()
+    gradients = [torch.randn(5).to(types[kind]) for kind in kinds]
+    norms = [float(g) for g in torch._foreach_norm(gradients, norm_type)]
+    ranks: list[clip.Norms] = [{}, {}, {}]
+    for i, gradient in enumerate(gradients):
+        ranks[i * i % 3].setdefault(gradient.dtype, {})[i] = norms[i]
+    wanted = nn.utils.get_total_norm(gradients, norm_type)
+    found = nn.utils.get_total_norm(clip._joined(ranks), norm_type)
+    assert torch.equal(found, wanted) and found.dtype is wanted.dtype
 
 
 def test_the_state_of_one_process_is_a_copy_with_plain_names() -> None:

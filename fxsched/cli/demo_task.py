@@ -101,7 +101,9 @@ class Rates:
     def __init__(
         self, schedule: Schedule, learning_rate: float | None, steps: int
     ) -> None:
-        self.late, self.steps = staleness(schedule), steps
+        # a schedule with rates of its own, as PipeMare has, lowers them itself
+        self.late = 0 if schedule.rate is not None else staleness(schedule)
+        self.steps = steps
         self.learning_rate = learning_rate or LEARNING_RATE * stable_share(self.late)
 
     def share(self, step: float) -> float:

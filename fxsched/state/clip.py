@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, MutableMapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.utils import clip_grad
+from torch.utils.weak import WeakIdKeyDictionary
 
 from ..jobs.job import PlanError
 from ..transport.processes import everyone
 from .ownership import OWNERSHIPS, first_owner
 
 Norms = dict[torch.dtype, dict[int, float]]  # by the gradient's type, by position
+
+# parameters that a program steps, in the call
+STEPPED: MutableMapping[Tensor, None] = WeakIdKeyDictionary()
 
 
 def clip_grad_norm_(
@@ -31,10 +35,11 @@ def clip_grad_norm_(
     it, and norms are put together as torch does it, in the order of the parameters: the
     norm has the same bits on every rank and under every schedule. Where the process has
     all gradients (threads, or no fxsched) it is torch's function. Raises PlanError if
-    another rank calls something else, RuntimeError for a norm that is not finite, if
-    asked to.
+    another rank calls something else, or the program has stepped the optimizer already;
+    RuntimeError for a norm that is not finite, if asked to.
     """
     parameters = _parameters(model)
+    _check_gradients(parameters)
     if not any(parameter in OWNERSHIPS for parameter in parameters):
         clip: Any = torch.nn.utils.clip_grad_norm_
         total: Tensor = clip(parameters, max_norm, norm_type, error_if_nonfinite)
@@ -43,9 +48,8 @@ def clip_grad_norm_(
     processes = everyone("clip_grad_norm_")
     own_norms = _own_norms(parameters, float(norm_type), processes.rank)
     norms = _joined(processes.agree(call, own_norms))
-    total = torch.tensor(0.0)
-    if norms:
-        total = torch.linalg.vector_norm(torch.stack(norms), float(norm_type))
+    # a number is its own norm
+    total = torch.nn.utils.get_total_norm(norms, float(norm_type))
     if error_if_nonfinite and not total.isfinite():
         raise RuntimeError(
             f"the norm of order {norm_type} of the gradients is {total.item()}, so "
@@ -84,37 +88,62 @@ def _own_norms(parameters: list[Tensor], norm_type: float, rank: int) -> Norms:
 
 
 def _joined(everyone: list[Norms]) -> list[Tensor]:
-    """All norms in the order of the parameters, those of one type after another."""
-    by_type: Norms = {}
-    for norms in everyone:
-        for dtype, values in norms.items():
-            by_type.setdefault(dtype, {}).update(values)
-    first = sorted(by_type, key=lambda dtype: min(by_type[dtype]))
-    return [
-        torch.tensor(by_type[dtype][i], dtype=dtype)
-        for dtype in first
-        for i in sorted(by_type[dtype])
-    ]
+    """All norms in the order of the parameters, in their types."""
+    by_position = {
+        i: torch.tensor(value, dtype=dtype)
+        for norms in everyone
+        for dtype, values in norms.items()
+        for i, value in values.items()
+    }
+    return [by_position[i] for i in sorted(by_position)]
+
+
+def note_stepped(parameters: Iterable[Tensor]) -> None:
+    """From now on torch's clip_grad_norm_ refuses these where they have no gradients:
+    what it should clip is gone, for the program has stepped the optimizer."""
+    STEPPED.update(dict.fromkeys(parameters))
+    _guard("stepped", _check_gradients)
+
+
+def _check_gradients(parameters: Sequence[Tensor]) -> None:
+    if any(p.grad is not None for p in parameters):
+        return
+    if any(parameter in STEPPED for parameter in parameters):
+        raise PlanError(
+            "clip_grad_norm_ has no gradients to clip: the program has stepped the "
+            "optimizer in the call; leave it out, and give fxsched.backend(schedule, "
+            "optimizer=optimizer, clip_grad_norm=max_norm)"
+        )
 
 
 def guard_torch_clipping(workers: int) -> None:
     """Makes torch's clip_grad_norm_ refuse parameters that not all ranks update.
 
-    It would clip by a norm of what is here. All of its names, also those that were
-    imported before, end in this one.
+    It would clip by a norm of what is here.
     """
-    real: Any = clip_grad._clip_grads_with_norm_
-    if hasattr(real, "guarded"):
-        return
 
-    def guarded(parameters: Any, *args: Any, **kwargs: Any) -> None:
+    def check(parameters: Sequence[Tensor]) -> None:
         entries = (OWNERSHIPS.get(parameter) for parameter in parameters)
         if any(each is not None and len(each.updaters) < workers for each in entries):
             raise PlanError(
                 "torch.nn.utils.clip_grad_norm_ sees only the gradients of this rank; "
                 "call fxsched.clip_grad_norm_(model, max_norm) on every rank"
             )
+
+    _guard("ranks", check)
+
+
+def _guard(name: str, check: Callable[[Sequence[Tensor]], None]) -> None:
+    """Checks the parameters that torch's clip_grad_norm_ is called with. All of its
+    names, also those that were imported before, end in this one."""
+    real: Any = clip_grad._clip_grads_with_norm_
+    names = getattr(real, "guards", ())
+    if name in names:
+        return
+
+    def guarded(parameters: Any, *args: Any, **kwargs: Any) -> None:
+        check(parameters)
         real(parameters, *args, **kwargs)
 
-    guarded.guarded = True  # type: ignore[attr-defined]
+    guarded.guards = (*names, name)  # type: ignore[attr-defined]
     clip_grad._clip_grads_with_norm_ = guarded

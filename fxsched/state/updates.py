@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 from ..ir.graphs import Group
 from ..ir.ops import Bundle
 from ..jobs.job import Job, PlanError
+from .clip import note_stepped
 from .corrections import VELOCITY, Corrections, with_rate
 
 Velocities = tuple[Tensor | None, ...]
@@ -98,6 +99,7 @@ class StageOptimizers:
         corrections: Corrections,
     ) -> None:
         self.corrections = corrections
+        note_stepped(p for group in optimizer.param_groups for p in group["params"])
         self.optimizer, self.groups, self.leaves_old = optimizer, groups, leaves_old
         self.locks = [threading.Lock() for _ in groups]
         self.own = [_sharing(optimizer) for _ in groups]
