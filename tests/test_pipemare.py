@@ -164,6 +164,23 @@ def test_rates_and_drifts_are_saved(tmp_path: Path) -> None:
     ]
 
 
+@pytest.mark.parametrize("every", [2, 4])
+def test_corrected_weights_are_fetched_as_often_as_simulated(every: int) -> None:
+    model, inputs = build_double("mlp")
+    schedule = replace(
+        schedules.fsdp(2, 4),
+        update_every=every,
+        drift=lambda s: (2.0, 0.5) if s % 2 else None,
+    )
+    plan = fxsched.plan(model, schedule, *inputs)
+    fetched = [
+        len(program.graph.find_nodes(op="call_function", target=ops.fetch))
+        for program in plan.programs
+    ]
+    workers = plan.simulate(prefetch=1).workers
+    assert fetched == [worker.weight_fetches for worker in workers]
+
+
 def test_copies_of_it_keep_their_own_velocities() -> None:
     model, inputs = build_double("mlp")
     schedule = schedules.replicate(schedules.pipemare(2, 4, annealed=5), 2)
