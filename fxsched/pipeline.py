@@ -121,7 +121,11 @@ def _updates(step: StepIR, request: Request) -> tuple[str, ...]:
     every = f"every {step.every} microbatches"
     if request.by_arrival:
         every = f"of each microbatch, {ahead_text(request.schedule.ahead)}"
-    return (f"updates {every}; of stages on workers: {where}",)
+    line, schedule = f"updates {every}; of stages on workers: {where}", request.schedule
+    if schedule.average_every is None:
+        return (line,)
+    how = "" if schedule.elastic is None else f", elastic by {schedule.elastic:g}"
+    return (line, f"replicas averaged every {schedule.average_every} updates{how}")
 
 
 def _unmet(step: StepIR, request: Request) -> tuple[str, ...]:

@@ -17,6 +17,7 @@ from .capture.meta_device import refuse_meta
 from .capture.trace import Traced, trace_microbatch
 from .checker.summary import CheckError
 from .ir.facts import facts
+from .ir.graphs import Specs
 from .ir.request import LossReduction, Request
 from .jobs.job import PlanError
 from .jobs.schedule import Schedule
@@ -35,6 +36,7 @@ from .runtime.workers import Workers
 from .state.corrections import Corrections
 from .state.optimizers import guard
 from .state.ownership import specs_of
+from .state.replicas import ReplicaOptimizers, moment_specs
 from .state.updates import StageOptimizers, positions_of
 
 
@@ -70,6 +72,7 @@ def plan_call(
     request = replace(
         request,
         updates=_updated(args, options),
+        moments=_moments(args, options),
         loss_reduction=_loss_reduction(traced, request),
         training=torch.is_grad_enabled(),
         schedule=_with_updates(request.schedule.first(batch.microbatches), options),
@@ -87,7 +90,15 @@ def _with_updates(schedule: Schedule, options: Options) -> Schedule:
     """The schedule with one update a call, if there is an optimizer and it says no
     other; without any where no gradients are wanted."""
     if not torch.is_grad_enabled():
-        return replace(schedule, update_every=None, ahead=0, rate=None, drift=None)
+        return replace(
+            schedule,
+            update_every=None,
+            ahead=0,
+            rate=None,
+            drift=None,
+            average_every=None,
+            elastic=None,
+        )
     if options.optimizer is None or schedule.update_every is not None:
         return schedule
     return replace(schedule, update_every=schedule.microbatches)
@@ -98,6 +109,14 @@ def _updated(args: Sequence[Any], options: Options) -> tuple[int, ...]:
     if options.optimizer is None:
         return ()
     return positions_of(options.optimizer, args)
+
+
+def _moments(args: Sequence[Any], options: Options) -> dict[int, Specs]:
+    """Shapes of what the optimizer keeps of what it has, if that is averaged."""
+    averaged = options.request.schedule.average_every is not None
+    if options.optimizer is None or not averaged or not torch.is_grad_enabled():
+        return {}
+    return moment_specs(options.optimizer, args)
 
 
 def _loss_reduction(traced: Traced, request: Request) -> LossReduction:
@@ -147,14 +166,18 @@ def make_step(
         watch = RowWatch(gm, traced.graph, traced.rows, plan.loss, request)
     before = BeforeCall(agreement, watch, traced.early)
     scale = options.loss_scale
-    optimizers = _stage_optimizers(plan, args, options.optimizer, workers)
+    optimizers = _stage_optimizers(call_plan, args, options.optimizer, workers)
     return Step(plan, programs, workers, before, scale, optimizers, options.record)
 
 
 def _stage_optimizers(
-    plan: Plan, args: Sequence[Any], optimizer: Optimizer | None, workers: Workers
+    call_plan: CallPlan,
+    args: Sequence[Any],
+    optimizer: Optimizer | None,
+    workers: Workers,
 ) -> StageOptimizers | None:
     """What steps the weights of a plan's stages here, if it has updates."""
+    plan = call_plan.plan
     if optimizer is None or not plan.updates:
         return None
     here = set(workers.here)
@@ -166,9 +189,12 @@ def _stage_optimizers(
     ]
     guard(optimizer, elsewhere)
     schedule = plan.schedule
+    corrections = Corrections(schedule, plan.groups)
+    if schedule.average_every is not None:
+        moments = call_plan.request.moments
+        return ReplicaOptimizers(optimizer, plan.groups, corrections, moments, here)
     stale = schedule.version is not None or schedule.drift is not None
     shared = len(here) > 1 and stale and not plan.by_arrival
-    corrections = Corrections(schedule, plan.groups)
     return StageOptimizers(optimizer, plan.groups, shared, corrections)
 
 

@@ -23,7 +23,10 @@ from ..ir.step_ir import (
 )
 from ..jobs.job import Direction, Job
 
-OPTIMIZED = (ops.update, ops.copy, ops.correct, ops.renew, ops.note)
+# ops that the worker's optimizer carries out
+STEPS = (ops.update, ops.copy, ops.correct, ops.renew, ops.note)
+OPTIMIZED = (*STEPS, ops.replica, ops.take)
+
 Where = tuple[int, str, int]  # worker, task, n
 
 

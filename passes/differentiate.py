@@ -25,7 +25,7 @@ from ..ir.facts import FACTS, facts, stage_facts
 from ..ir.graphs import arguments, result
 from ..ir.lazy import write_code
 from ..ir.request import Request
-from ..jobs.job import Direction
+from ..jobs.job import Direction, PlanError
 
 
 def differentiate_stages(gm: fx.GraphModule, request: Request) -> fx.GraphModule:
@@ -156,7 +156,26 @@ class _Differentiation:
         if self.request.loss_reduction == "sum":
             return 1.0
         schedule = self.request.schedule
-        return 1.0 / (schedule.update_every or schedule.microbatches)
+        return self._replicas() / (schedule.update_every or schedule.microbatches)
+
+    def _replicas(self) -> int:
+        """Among how many workers an update's microbatches are dealt out; 1 where all
+        have its gradients."""
+        if self.request.schedule.average_every is None:
+            return 1
+        counts = {
+            len(group.owners): group
+            for group in self.facts.groups
+            if any(group.trained)
+        }
+        if len(counts) > 1:
+            few, many = (counts[count] for count in (min(counts), max(counts)))
+            raise PlanError(
+                f"average_every: workers {few.owners} keep {few.names[0]}, and workers "
+                f"{many.owners} {many.names[0]}; the mean over a replica's own "
+                "microbatches needs as many replicas of all weights"
+            )
+        return next(iter(counts), 1)
 
     def _tangent(self, position: int, value: fx.Node) -> fx.Node:
         with self.graph.inserting_before(self.calls[0]):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -21,6 +21,7 @@ from ..ir.graphs import (
     Group,
     Role,
     Spec,
+    Specs,
     State,
     module_prefixes,
     result,
@@ -47,6 +48,8 @@ def split_stages(gm: fx.GraphModule, request: Request) -> fx.GraphModule:
     inner = [StageBuilder(gm, nodes) for nodes in _by_stage(gm)]
     groups = _group_state(gm, [stage.state for stage in inner], request)
     stages = _describe(inner)
+    if request.moments:
+        _describe_moments(stages, inner, request.moments)
     calls = _Calls(gm, groups)
     for number, stage in enumerate(inner):
         calls.add(number, stage)
@@ -309,6 +312,18 @@ def _describe(inner: list[StageBuilder]) -> nx.DiGraph[int]:
     if not nx.is_directed_acyclic_graph(stages):
         raise PlanError("the stages read each other in a circle; name other stages")
     return stages
+
+
+def _describe_moments(
+    stages: nx.DiGraph[int], inner: list[StageBuilder], moments: Mapping[int, Specs]
+) -> None:
+    """What the optimizer keeps of each stage's weights, and averages with them."""
+    seen: set[fx.Node] = set()
+    for number, stage in enumerate(inner):
+        fresh = [node.meta["index"] for node in stage.state if node not in seen]
+        seen.update(stage.state)
+        specs = [spec for index in fresh for spec in moments.get(index, ())]
+        stages.nodes[number]["moments"] = sum(spec.bytes for spec in specs)
 
 
 def _modules(nodes: list[fx.Node], everywhere: Counter[str]) -> list[str]:

@@ -12,9 +12,10 @@ from ..clock.weight_fetches import source_of
 from ..ir import ops
 from ..ir.graphs import Specs, arguments
 from ..ir.request import Request
-from ..ir.step_ir import Credit, Line, Message, StepIR, Value
+from ..ir.step_ir import Credit, Line, Message, Running, StepIR, Value
 from ..ir.update_inputs import UpdateInputs, check_trained
 from ..jobs.job import Direction, Job, PlanError
+from .averages import averages_of
 
 
 def update_weights(step: StepIR, request: Request) -> StepIR:
@@ -31,7 +32,9 @@ def update_weights(step: StepIR, request: Request) -> StepIR:
     skip_nonfinite, the norms of all gradients come before the first update. Workers
     that keep a copy get the new weights after the update: step.renewed. step.updated
     has the weights that jobs read then; step.copies those of earlier versions, where
-    request.schedule.version wants them, and those that schedule.drift corrects.
+    request.schedule.version wants them, and those that schedule.drift corrects. With
+    request.schedule.average_every each worker updates a replica of its own; see
+    averages.py.
     """
     if step.every is None or request.by_arrival:
         return step
@@ -66,6 +69,7 @@ class _Updates:
         self.copies: dict[Copied, Line] = {}
         self.lines: list[Line | Message] = []
         self.inputs = UpdateInputs(step, request, self.lines)
+        self.averages = averages_of(step, request, self.lines)
 
     def run(self) -> StepIR:
         check_trained(self.groups, self.request)
@@ -175,7 +179,7 @@ class _Updates:
             for group in self._updated_by(job.stage)
             if line.worker in self.groups[group].updaters
         ]
-        gradients = [self.inputs.gradients(group, number, line.n) for group in groups]
+        gradients = [self._gradients(group, number, line) for group in groups]
         waits = [
             self._before(Kept(group, number, line.worker), line) for group in groups
         ]
@@ -191,8 +195,19 @@ class _Updates:
             new = self._line(line, ops.update, args, specs, name, group)
             new.job, first = first, None
             self.updated[group, number + 1, line.worker] = new
+            if self.averages is not None:
+                for taken in self.averages.end(group, number, new):
+                    self.updated[group, number + 1, taken.worker] = taken
             if self.groups[group].updater is not None:
                 self._renew(group, number, new)
+
+    def _gradients(self, group: int, number: int, line: Line) -> Running | Line:
+        """What an update takes: the sum of all workers' gradients, or, of a replica,
+        those of its own."""
+        if self.averages is None:
+            return self.inputs.gradients(group, number, line.n)
+        self.averages.begin(group, line)
+        return Running("gradients", group, line.worker, number)
 
     def _updated_by(self, stage: int) -> list[int]:
         """The groups that a stage's U updates: those that it is the first to read."""

@@ -44,6 +44,8 @@ def library() -> list[Schedule]:
     found = []
     for name, make in schedules.LIBRARY.items():
         sizes = SIZES | ({"group_size": more[name]} if name in more else {})
+        if name == "local_sgd":
+            sizes["every"] = 1
         if name in servers:
             sizes["microbatches"] = 6
         found.append(make(**sizes))

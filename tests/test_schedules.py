@@ -34,6 +34,7 @@ WHOLE = (
     "zero2",
     "sharded_groups",
     "hybrid",
+    "local_sgd",
     "interleaved",
 )
 ONES = {"F": 1, "B": 1, "W": 1}
@@ -53,6 +54,8 @@ def library(name: str, workers: int, microbatches: int) -> Schedule:
         given["workers"] += 1
     if name in ("pipedream_2bw", "stale_by_one"):
         given["microbatches"] *= workers
+    if name == "local_sgd":
+        given["every"] = 1
     if "group_size" in inspect.signature(make).parameters:
         given["group_size"] = workers if workers % 2 else workers // 2
     return make(**given)
@@ -125,7 +128,7 @@ def test_a_schedule_says_its_name_and_how_it_is_called(name: str) -> None:
     assert next(iter(takes)) == "workers" and "microbatches" in takes
     known = {"workers", "microbatches", "group_size", "stages", "servers"}
     known |= {"held", "even", "ahead", "every", "sparse", "annealed", "correction"}
-    known |= {"asynchronous", "staleness"}
+    known |= {"asynchronous", "staleness", "elastic"}
     assert set(takes) <= known
 
 

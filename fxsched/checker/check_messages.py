@@ -17,6 +17,7 @@ from torch import fx
 
 from ..ir.graphs import Group, Specs
 from ..jobs.job import Job, Placement
+from .check_averages import Part, Source, average_fault
 from .check_program import NO_UPDATES, examine, other_maker, other_microbatch
 from .check_updates import Updates
 from .summary import CheckError, End, Provenance, Summary
@@ -62,6 +63,7 @@ def check_summaries(summaries: Sequence[Summary]) -> None:
     _check_tasks(summaries, messages)
     origins.check_gradients()
     origins.check_weights()
+    origins.check_averages()
 
 
 class Delivery(NamedTuple):
@@ -261,9 +263,12 @@ class _Provenances:
                 self._check_sum(summary.rank, group, origin, wanted)
             for update, group, origin in summary.updates:
                 first = update.microbatch - (summary.every or 1)
+                given = owed.get(group, Counter())
+                if summary.alone:
+                    given = Counter(summary.gradients.get(group, ()))
                 wanted = Counter(
                     job
-                    for job in owed.get(group, Counter()).elements()
+                    for job in given.elements()
                     if first < job.microbatch <= update.microbatch
                 )
                 self._check_sum(summary.rank, group, origin, wanted)
@@ -280,6 +285,21 @@ class _Provenances:
                 f"worker {rank} gets a gradient of group {group} in which "
                 f"{', '.join(map(str, wrong))} is missing or counted twice"
             )
+
+    def check_averages(self) -> None:
+        """Each average is of all replicas, at the same version, each once."""
+        for summary in self.summaries:
+            here = summary.rank
+
+            def resolve(source: Source | None) -> tuple[int, Part | None]:
+                if not isinstance(source, int):
+                    return here, source  # noqa: B023  # called at once
+                return self.messages[source].source, self._origin(source).part
+
+            for each in summary.averaged:
+                fault = average_fault(here, each, resolve)
+                if fault is not None:
+                    raise CheckError(fault)
 
     def check_weights(self) -> None:
         """Weights that came with messages are of the version that is wanted."""

@@ -17,6 +17,7 @@ from ..ir import ops
 from ..ir.graphs import Group, Specs, arguments, original, result
 from ..jobs.job import Direction, Job, Placement
 from .check_arrivals import ArrivalReads
+from .check_averages import AverageReads
 from .check_updates import UpdateFault, Updates, WeightReads
 from .summary import CheckError, End, Provenance, Summary, Use
 
@@ -63,11 +64,11 @@ class _Examination:
             for node in self.nodes
             if "job" in node.meta and node.target is not ops.update
         ]
-        self.weights: WeightReads | ArrivalReads
+        planned = WeightReads(rank, self.nodes, groups, updates)
+        self.averages = AverageReads(planned, self.nodes)
+        self.weights: WeightReads | ArrivalReads = planned
         if updates.ahead:
             self.weights = ArrivalReads(rank, self.nodes, groups, updates, placements)
-        else:
-            self.weights = WeightReads(rank, self.nodes, groups, updates)
         self.here = [job for job, w in placements.items() if w.compute == rank]
         self.summary = Summary(rank)
         self.positions: dict[str, int] = {}  # of tasks
@@ -89,6 +90,7 @@ class _Examination:
                 self.summary.fault = self.summary.fault or str(error)
         self._ends()
         self.summary.every = self.weights.all.every
+        self.summary.alone = self.weights.all.average_every is not None
         return self.summary
 
     def _jobs(self) -> None:
@@ -220,6 +222,7 @@ class _Examination:
             self.weights.check_reads()
             for job, group, gradients in self.weights.updates():
                 self.summary.updates.append((job, group, self._origin(gradients)))
+            self.summary.averaged += self.averages.averaged()
         except UpdateFault as fault:
             raise CheckError(str(fault)) from fault
         finally:
@@ -275,6 +278,7 @@ class _Examination:
                     adds,
                     added,
                     self.weights.of(value),
+                    self.averages.part(value),
                 )
             )
         return self.known[value]

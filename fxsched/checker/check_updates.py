@@ -15,7 +15,8 @@ from ..ir import ops
 from ..ir.graphs import Group, arguments
 from ..jobs.job import Job
 
-OWN = {ops.update: 3, ops.renew: 1}  # the argument in whose place new weights are
+# the argument in whose place new weights are
+OWN = {ops.update: 3, ops.renew: 1, ops.take: 3}
 COPIES = {ops.copy: 1, ops.correct: 4}  # the argument that is the weights
 
 
@@ -28,6 +29,9 @@ class Updates(NamedTuple):
     current: whether all copies of weights are the newest when a call begins.
     ahead: where updates are in order of arrival, how many more one worker may have
         given than another; 0 where they are in the planned order.
+    average_every: after how many of its own updates a worker's replica is averaged with
+        the others. elastic: whether around a centre. updates: how many a call
+        has.
     """
 
     every: int | None = None
@@ -37,6 +41,9 @@ class Updates(NamedTuple):
     current: bool = False
     gap: Callable[[Job], float] = lambda job: 0.0
     ahead: float = 0
+    average_every: int | None = None
+    elastic: bool = False
+    updates: int = 0
 
 
 class Weights(NamedTuple):
@@ -86,7 +93,8 @@ class WeightReads:
             return self.version(arguments(value)[COPIES[value.target]])
         if value.target in OWN:
             before = self.version(arguments(value)[OWN[value.target]])
-            return None if before is None else before + (self.all.every is not None)
+            steps = self.all.every is not None and value.target is not ops.take
+            return None if before is None else before + steps
         return None
 
     def of(self, value: fx.Node) -> Weights | None:
@@ -137,6 +145,7 @@ class WeightReads:
                     f"worker {self.rank}: {job} updates version "
                     f"{self.version(weights)} of group {group}"
                 )
+            self._check_averaged(weights, str(job))
             yield job, group, gradients
         for job, group in wanted.elements():
             raise UpdateFault(
@@ -192,12 +201,24 @@ class WeightReads:
                     f"worker {self.rank}: {job} reads version {self.version(value)} of "
                     f"group {group}, not {wanted}"
                 )
-            elif stale and not self._waits(value, node):
+            self._check_averaged(value, str(job))
+            if value.target is not ops.fetch and stale and not self._waits(value, node):
                 raise UpdateFault(
                     f"worker {self.rank}: {job} reads version {wanted} of group "
                     f"{group} in a place where an update puts the next one without "
                     "waiting for it"
                 )
+
+    def _check_averaged(self, weights: fx.Node, reader: str) -> None:
+        """Where replicas are averaged, no one reads weights that should be."""
+        every, version = self.all.average_every, self.version(weights)
+        if every is None or not version or version % every:
+            return
+        if weights.target is not ops.take:
+            raise UpdateFault(
+                f"worker {self.rank}: {reader} reads its replica of group "
+                f"{weights.meta['group']} after {version} updates, not the average"
+            )
 
     def _changes(self, group: Group) -> bool:
         """Whether updates change a group."""

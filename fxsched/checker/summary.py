@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 from ..ir.graphs import Specs
 from ..jobs.job import Job
+from .check_averages import Averaged, Part
 from .check_updates import Weights, WeightUse
 
 
@@ -25,6 +26,7 @@ class Provenance(NamedTuple):
     adds: the jobs whose gradients it adds up; None if it is no such sum.
     added: tags of messages that it adds up as well.
     weights: which ones, if it is weights that this worker keeps.
+    part: a replica of weights, or an average, if it is one.
     """
 
     specs: Specs
@@ -35,6 +37,7 @@ class Provenance(NamedTuple):
     adds: tuple[Job, ...] | None
     added: tuple[int, ...]
     weights: Weights | None
+    part: Part | None
 
 
 class End(NamedTuple):
@@ -79,7 +82,9 @@ class Summary:
     returns: the origin of the gradient of each group that it keeps.
     updates: jobs U here, with the group and the origin of its gradient.
     weight_uses: weights that came with messages.
-    every: for how many microbatches an update is.
+    every: for how many microbatches an update is. alone: whether it is with the
+        worker's own gradients.
+    averaged: averages of replicas that it makes, or takes.
     """
 
     rank: int
@@ -95,3 +100,5 @@ class Summary:
     updates: list[tuple[Job, int, int]] = field(default_factory=list)
     weight_uses: list[WeightUse] = field(default_factory=list)
     every: int | None = None
+    alone: bool = False
+    averaged: list[Averaged] = field(default_factory=list)

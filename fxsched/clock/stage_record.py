@@ -21,6 +21,8 @@ class Stage(TypedDict, total=False):
     held: bytes between F and B.
     weights: bytes of the weights, and their gradients, that no stage before it reads.
     tables: those of embedding tables that nothing else reads.
+    moments: bytes of what the optimizer keeps and averages with the weights, where
+        replicas are averaged.
     fetch: seconds to send these weights, or their gradients, one way.
     reads: the directions whose jobs read weights (F and B, if it isn't there).
     groups: numbers of the groups of weights that they read, each with the workers that
@@ -35,6 +37,7 @@ class Stage(TypedDict, total=False):
     held: float
     weights: float
     tables: float
+    moments: float
     fetch: float
     reads: tuple[Direction, ...]
     groups: tuple[tuple[int, tuple[int, ...]], ...]

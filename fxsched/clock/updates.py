@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 from ..jobs.job import Direction, Job, PlanError
 from ..jobs.schedule import Schedule
+from .replicas import check_replicas
 from .timeline import Jobs
 from .weight_fetches import source_of
 
@@ -29,13 +30,17 @@ class StageUpdate(NamedTuple):
 def add_updates(schedule: Schedule, jobs: Jobs, stages: Sequence[StageUpdate]) -> Jobs:
     """The jobs with an update of each of these stages every schedule.update_every
     microbatches, after the gradients of all of them and the update before it, and
-    before the jobs whose weights have seen it.
+    before the jobs whose weights have seen it. That of a replica waits for its own
+    microbatches, and jobs that read an average for all replicas.
 
     n says when, but an update is never before what it waits for.
     """
     every, width = schedule.update_every, len(jobs.kinds)
     if every is None or not stages:
         return jobs
+    alone = schedule.average_every is not None
+    for each in stages if alone else ():
+        check_replicas(schedule, jobs, each.workers, each.readers)
     compute, n = list(jobs.compute), list(jobs.n)
     more = {number: list(after) for number, after in jobs.more.items()}
     updates: list[tuple[int, int]] = []
@@ -52,6 +57,8 @@ def add_updates(schedule: Schedule, jobs: Jobs, stages: Sequence[StageUpdate]) -
                 if earlier >= jobs.regular:
                     more.setdefault(earlier, []).append(len(compute))
                 for number in before:
+                    if alone and compute[number] != worker:
+                        continue
                     more.setdefault(number, []).append(len(compute))
                 compute.append(worker)
                 n.append(rank)
@@ -77,10 +84,12 @@ def _reads(
             for i in reads[kind]:
                 here = jobs.weights[number], jobs.compute[number]
                 source = source_of(stages[i].workers, *here)
-                update = first[i] + stages[i].workers.index(source)
-                if version > seen.get((s, update), 0):
-                    seen[s, update] = version
-                    yield (version - 1) * sum(ahead) + update, number
+                averaged = version and schedule.averages(version)
+                for worker in stages[i].workers if averaged else (source,):
+                    update = first[i] + stages[i].workers.index(worker)
+                    if version > seen.get((s, update), 0):
+                        seen[s, update] = version
+                        yield (version - 1) * sum(ahead) + update, number
 
 
 def stopped_by_order(schedule: Schedule, jobs: Jobs, number: int) -> PlanError | None:

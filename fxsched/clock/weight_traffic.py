@@ -22,8 +22,9 @@ class Keepers(NamedTuple):
 
 class Traffic(NamedTuple):
     """What moves between jobs and updates, by worker: sums of gradients that it sends
-    to roots, new weights that it gets from them, and bytes of both, and of totals that
-    roots send to those who update copies of their own, that come to it."""
+    to roots, new weights that it gets from them, and bytes of both, of totals that
+    roots send to those who update copies of their own, and of replicas to be averaged,
+    that come to it."""
 
     returned: list[int]
     renewed: list[int]
@@ -63,6 +64,8 @@ def count_traffic(
     """Of a step with all its updates, or with that of the loop after it."""
     count = schedule.workers
     returned, renewed, received = [0] * count, [0] * count, [0] * count
+    if schedule.average_every is not None:
+        return _averages(schedule, stages, jobs, keepers)
     for stage, givers in _givers(schedule, jobs):
         owners, root, updates = keepers[stage]
         size = int(weight_size(stages, stage))
@@ -75,6 +78,31 @@ def count_traffic(
                 renewed[owner] += updates
                 received[owner] += size
     return Traffic(returned, renewed, received)
+
+
+def _averages(
+    schedule: Schedule,
+    stages: nx.DiGraph[int],
+    jobs: Jobs,
+    keepers: dict[int, Keepers],
+) -> Traffic:
+    """What averages move: each replica goes to the root, and the mean comes back. With
+    `elastic`, what the optimizer keeps is with them at the end of the call alone."""
+    every = (schedule.update_every or 1) * (schedule.average_every or 1)
+    times, count = jobs.microbatches // every, schedule.workers
+    renewed, received = [0] * count, [0] * count
+    for stage, (owners, root, _) in keepers.items():
+        if (stage, schedule.release) not in jobs.at:
+            continue
+        moments = stages.nodes[stage].get("moments", 0.0)
+        moments *= times if schedule.elastic is None else 1
+        size = int(times * weight_size(stages, stage) + moments)
+        for owner in owners:
+            if owner != root:
+                renewed[owner] += times
+                received[owner] += size
+                received[root] += size
+    return Traffic([0] * count, renewed, received)
 
 
 def _givers(schedule: Schedule, jobs: Jobs) -> Iterator[tuple[int, set[int]]]:

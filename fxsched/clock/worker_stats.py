@@ -32,7 +32,8 @@ class Worker:
         one for each job and worker: outputs of F, gradients of B, what F saved for B.
     gradients_returned: sums of weight gradients sent to the worker that adds them up.
     updates: steps of the optimizer that it takes, one for each stage.
-    weights_renewed: weights kept here that come new from the worker that u names.
+    weights_renewed: weights kept here that come new from the worker that u names, or
+        from the one that averages replicas.
     parameter_bytes: bytes of weights and of their gradients that come here, where the
         stages say what they take.
     """

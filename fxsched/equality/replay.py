@@ -18,6 +18,7 @@ from ..jobs.job import Direction, Job, PlanError
 from ..plans.plan import Plan
 from .microbatches import Batch, microbatch_of
 from .replay_arrivals import ArrivalReplay
+from .replay_replicas import Replicas
 
 
 def replay(
@@ -51,6 +52,9 @@ def replay(
     every = plan.schedule.update_every
     if every is None or not plan.updates:
         raise PlanError("replay: the plan has no updates; plan with optimizer=")
+    if plan.schedule.average_every is not None:
+        replicas = Replicas(plan, model, optimizer)
+        return [replicas.train(batch) for batch in batches]
     weights = _Weights(plan, model)
     if arrivals is not None:
         return _arrived(plan, weights, optimizer, batches, clip_grad_norm, arrivals)

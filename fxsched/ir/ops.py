@@ -216,6 +216,52 @@ def renew(optimizer: Any, weights: Bundle, new: Bundle, *before: Any) -> Bundle:
     return weights
 
 
+def replica(
+    optimizer: Any, group: int, moments: bool, copied: bool, weights: Bundle
+) -> Bundle:
+    """A worker's own weights of a group, those that are trained, after its own steps.
+
+    moments: whether what its optimizer has of them is with them. copied: whether they
+    stay as they are while steps go on.
+    """
+    values: Bundle = optimizer.replica(group, moments)
+    return tuple(value.clone() for value in values) if copied else values
+
+
+def average(elastic: float | None, centre: Bundle | None, *replicas: Bundle) -> Bundle:
+    """The mean of what workers have, added up in their order; of weights, where there
+    is a centre, that centre moved by `elastic` towards each of them, as they are."""
+    sums = [
+        functools.reduce(torch.add, values) for values in zip(*replicas, strict=True)
+    ]
+    count = len(replicas)
+    means = [value / count for value in sums]
+    if elastic is not None and centre is not None:
+        pairs = list(zip(centre, sums, strict=False))  # moments follow weights
+        moved = [old + elastic * (total - count * old) for old, total in pairs]
+        means[: len(moved)] = moved
+    return tuple(means)
+
+
+def take(
+    optimizer: Any,
+    group: int,
+    elastic: float | None,
+    weights: Bundle,
+    new: Bundle,
+    centre: Bundle | None,
+) -> Bundle:
+    """A worker's own weights with an average in their place; elastic: or moved by that
+    much towards the centre that was there before."""
+    values: Bundle = new
+    if elastic is not None and centre is not None:
+        own: Bundle = optimizer.replica(group, False)
+        pairs = zip(own, centre, strict=True)
+        values = tuple(mine - elastic * (mine - old) for mine, old in pairs)
+    optimizer.take(group, values)
+    return weights
+
+
 def own_copy(state: Bundle, position: int) -> Tensor:
     """One of a stage's buffers for the user, in memory of its own."""
     return state[position].clone()
@@ -309,4 +355,7 @@ BUNDLES = (
     renew,
     copy,
     correct,
+    replica,
+    average,
+    take,
 )  # what gives a bundle

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from ..jobs.schedule import Schedule
+from .graphs import Specs
 
 # The options of fxsched.backend that are words, and all words that each may be.
 Order = Literal["static", "dynamic"]
@@ -35,6 +36,8 @@ class Request:
     scaled: whether each call has a scale of its own for the loss's gradient.
     updates: positions in the call of what the optimizer has, in its order; () without
         one. Whether there are updates, schedule.update_every says.
+    moments: shapes of what the optimizer keeps of each of these and is averaged with
+        it, by position, where schedule.average_every makes replicas.
     Other fields are the options of fxsched.backend, checked.
     """
 
@@ -57,6 +60,7 @@ class Request:
     outputs: dict[int | str, OutputReduction] = field(default_factory=dict)
     scaled: bool = False
     updates: tuple[int, ...] = ()
+    moments: Mapping[int, Specs] = field(default_factory=dict)
     clip_grad_norm: float | None = None
     skip_nonfinite: bool = False
     order: Order = "static"

@@ -24,6 +24,7 @@ from .answers import (
     Updater,
     Version,
 )
+from .averaging import check_averaging
 from .job import Direction, Job, Placement, PlanError
 from .user_values import is_count, is_int, raised, too_many
 
@@ -83,6 +84,12 @@ class Schedule:
         math.inf for no bound. Then a job waits for no updates but for the one that
         version names, number version(s, b, d), and takes what others there are. It
         takes update_every=1. 0: updates are in the planned order.
+    average_every: workers that keep a stage's weights are replicas, each of which takes
+        its steps with the gradients of its own microbatches alone, and after so many of
+        them all are averaged, and so is the optimizer's state; a call ends with that.
+    elastic: how far replicas and their centre go towards each other where they would be
+        averaged: x -= elastic (x - centre), centre += elastic sum(x - centre). All are
+        the centre at the end of a call, and the optimizer's state is averaged there.
     fit: gives the schedule for the stages that a model was cut into, for those whose w,
         n, in_flight or u depend on them; see schedules.graph. Stages are a
         networkx.DiGraph, as fxsched/clock/stage_record.py describes it. Where w is
@@ -105,6 +112,8 @@ class Schedule:
     rate: Rates | None = None
     drift: Drifts | None = None
     ahead: float = 0
+    average_every: int | None = None
+    elastic: float | None = None
 
     def __post_init__(self) -> None:
         for field in ("workers", "microbatches", "stages"):
@@ -127,6 +136,7 @@ class Schedule:
                 )
         self._check_update_every()
         self._check_ahead()
+        check_averaging(self)
         for field in ("split_backward", "in_order"):
             if not isinstance(getattr(self, field), bool):
                 raise PlanError(
@@ -231,6 +241,8 @@ class Schedule:
             rate=fitted.rate or self.rate,
             drift=fitted.drift or self.drift,
             ahead=fitted.ahead or self.ahead,
+            average_every=fitted.average_every or self.average_every,
+            elastic=fitted.elastic or self.elastic,
         )
 
     def first(self, microbatches: int) -> Schedule:
@@ -330,6 +342,9 @@ class Schedule:
             record["update_every"] = self.update_every
             record["updates"] = {str(job): self.priority(job) for job in updates}
             record["updaters"] = [self.updater(stage) for stage in stages]
+        if self.average_every is not None:
+            record["average_every"] = self.average_every
+            record["elastic"] = self.elastic
         if self.version is not None:
             record["versions"] = {str(job): self.seen(job) for job in jobs}
         if self.rate is not None:
@@ -362,6 +377,10 @@ class Schedule:
         if self.version is None:
             return job.microbatch // every
         return answers.version(self.version, job, every)
+
+    def averages(self, updates: int) -> bool:
+        """Whether replicas are averaged after so many updates of a call."""
+        return self.average_every is not None and updates % self.average_every == 0
 
     def updated(self, every: int) -> range:
         """The microbatches that updates are numbered by, one for each `every`."""

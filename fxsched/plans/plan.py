@@ -246,12 +246,18 @@ class Plan:
         if self.updates:
             every, seen = self.schedule.update_every, self.schedule.seen
             stale = self.schedule.version is not None
-            gap, ahead = (
-                self.schedule.gap,
-                self.schedule.ahead if self.by_arrival else 0,
-            )
+            ahead = self.schedule.ahead if self.by_arrival else 0
             updates = Updates(
-                every, self.updates, seen, stale, self.current, gap, ahead
+                every,
+                self.updates,
+                seen,
+                stale,
+                self.current,
+                self.schedule.gap,
+                ahead,
+                self.schedule.average_every,
+                self.schedule.elastic is not None,
+                len({job.microbatch for job in self.updates}),
             )
         return programs, self.placements, self.groups, updates
 

@@ -89,7 +89,7 @@ class Ranks:
         (mine,) = programs.values()
         with self.guarded():
             endpoint = self.processes.endpoint()
-        run = mine.begin(self.rank, inputs(mine.program.gm), endpoint)
+        run = mine.begin(self.rank, inputs(self.rank, mine.program.gm), endpoint)
         reference = weakref.ref(run)  # the run holds the endpoint
         endpoint.where = lambda: run.where()[1] if (run := reference()) else ""
         return [run]

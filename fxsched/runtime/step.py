@@ -103,18 +103,20 @@ class Step:
         self.factor = None if self.scale is None else self.scale()
         optimizers = None if self.optimizers is None else self.optimizers.begin(args)
 
-        def placeholders(program: fx.GraphModule) -> dict[str, Any]:
+        def placeholders(worker: int, program: fx.GraphModule) -> dict[str, Any]:
             values: dict[str, Any] = {}
+            own = None if optimizers is None else optimizers.of(worker)
+            weights = args if own is None else own.args
             for node in program.graph.find_nodes(op="placeholder"):
                 if "group" in node.meta:
                     group = self.plan.groups[node.meta["group"]]
                     values[node.name] = tuple(
-                        Tensor.detach(args[each.input]) for each in group.state
+                        Tensor.detach(weights[each.input]) for each in group.state
                     )
                 elif "input" in node.meta:
                     values[node.name] = args[node.meta["input"]].detach()
                 elif node.name == "optimizer":
-                    values[node.name] = optimizers
+                    values[node.name] = own
                 elif node.name == "loss_scale":
                     values[node.name] = self.factor
                 else:

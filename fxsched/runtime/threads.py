@@ -22,7 +22,7 @@ from .runnable import Runnable
 
 T = TypeVar("T")
 Tangents = dict[int, Tensor] | None
-Inputs = Callable[[fx.GraphModule], dict[str, Any]]
+Inputs = Callable[[int, fx.GraphModule], dict[str, Any]]  # of a worker's program
 THREADS = 4096  # workers of one process
 
 
@@ -88,7 +88,9 @@ class Threads:
         """A run of each worker's program, begun."""
         exchange = Exchange()
         return [
-            each.begin(worker, inputs(each.program.gm), ThreadEndpoint(exchange))
+            each.begin(
+                worker, inputs(worker, each.program.gm), ThreadEndpoint(exchange)
+            )
             for worker, each in programs.items()
         ]
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 from .by_name import Library
 from .data_parallel import ddp, fsdp, hsdp, replicate, zero1, zero2
 from .graph_schedule import graph
+from .local_sgd import local_sgd
 from .looped import fslpp, interleaved, looped_bfs, looped_dfs, lpp
 from .orders import (
     forward_first,
@@ -57,6 +58,7 @@ LIBRARY = Library(
         "v_half": v_half,
         "v_min": v_min,
         "graph": graph,
+        "local_sgd": local_sgd,
         "pipedream": pipedream,
         "pipedream_2bw": pipedream_2bw,
         "stale_by_one": stale_by_one,
@@ -65,7 +67,7 @@ LIBRARY = Library(
 )
 
 # Not equal to eager training.
-STALE = ("pipedream", "pipedream_2bw", "stale_by_one", "pipemare")
+STALE = ("local_sgd", "pipedream", "pipedream_2bw", "stale_by_one", "pipemare")
 
 __all__ = [
     "LIBRARY",
@@ -81,6 +83,7 @@ __all__ = [
     "hsdp",
     "hybrid",
     "interleaved",
+    "local_sgd",
     "looped_bfs",
     "looped_dfs",
     "lpp",

@@ -26,7 +26,7 @@ FIELDS = (
 )
 UPDATES = ("update_every", "updates", "updaters")  # where there are any
 PAIRS = {"rate": "rates", "drift": "drifts"}  # a schedule's fields, and a file's
-SOME = ("versions", "ahead", *PAIRS.values())
+SOME = ("versions", "ahead", "average_every", "elastic", *PAIRS.values())
 
 
 def load_schedule(path: str | PathLike[str]) -> Schedule:
@@ -99,12 +99,21 @@ def _with_updates(schedule: Schedule, record: dict[str, Any]) -> Schedule:
         return updates[job] if job in updates else schedule.n(s, b, release)
 
     if updaters is None:
+        if "average_every" in record:
+            raise PlanError("it has 'average_every' without updates")
         return replace(schedule, n=n)
     stages = range(schedule.stages or 0)
     if not isinstance(updaters, list) or len(updaters) != len(stages):
         raise PlanError("its updaters must be a list of a worker, or null, by stage")
     u = None if None in updaters else lambda s, b: updaters[s]
-    loaded = replace(schedule, n=n, u=u, update_every=record["update_every"])
+    loaded = replace(
+        schedule,
+        n=n,
+        u=u,
+        update_every=record["update_every"],
+        average_every=record.get("average_every"),
+        elastic=record.get("elastic"),
+    )
     ends = loaded.updated(loaded.update_every or loaded.microbatches)
     if updates.keys() != {Job(s, b, Direction.UPDATE) for s in stages for b in ends}:
         raise PlanError(f"its updates aren't those of {loaded} and its stages")

@@ -102,7 +102,7 @@ class StageOptimizers:
         note_stepped(p for group in optimizer.param_groups for p in group["params"])
         self.optimizer, self.groups, self.leaves_old = optimizer, groups, leaves_old
         self.locks = [threading.Lock() for _ in groups]
-        self.own = [_sharing(optimizer) for _ in groups]
+        self.own = [sharing(optimizer) for _ in groups]
         self.args: Sequence[Any] = ()
         self.place: dict[int, int] = {}  # of parameters, in the optimizer's groups
         self.before: list[Tensor] = []  # where weights were before the call
@@ -123,6 +123,10 @@ class StageOptimizers:
         }
         self.velocities = [[self._velocities(i)] for i in range(len(self.groups))]
         self.optimizer._opt_called = True  # type: ignore[attr-defined]  # for LRScheduler.step
+        return self
+
+    def of(self, worker: int) -> StageOptimizers:
+        """What steps one worker's weights: they are the same for all."""
         return self
 
     def end(self) -> None:
@@ -180,7 +184,7 @@ class StageOptimizers:
             if bool(factor.isnan()):
                 return
             torch._foreach_mul_(list(gradients), factor.to(gradients[0].device))
-        parameters = [self.args[i] for i in _trained(self.groups[group])]
+        parameters = [self.args[i] for i in trained_inputs(self.groups[group])]
         before = self.corrections.values(group, parameters)
         if self.leaves_old:
             for parameter in parameters:
@@ -233,16 +237,16 @@ class StageOptimizers:
         return tuple(state.get(VELOCITY) for state in states)
 
     def _all(self) -> list[int]:
-        return [i for group in self.groups for i in _trained(group)]
+        return [i for group in self.groups for i in trained_inputs(group)]
 
 
-def _trained(group: Group) -> list[int]:
+def trained_inputs(group: Group) -> list[int]:
     """Positions in the call of what a group has that gets gradients."""
     pairs = zip(group.state, group.trained, strict=True)
     return [state.input for state, trained in pairs if trained]
 
 
-def _sharing(optimizer: Optimizer) -> Optimizer:
+def sharing(optimizer: Optimizer) -> Optimizer:
     """An optimizer of the same class, with the same attributes; the step is the class's
     own, not what a scheduler or a hook put around it."""
     own: Optimizer = object.__new__(type(optimizer))

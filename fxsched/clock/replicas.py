@@ -1,0 +1,46 @@
+"""Replicas of weights that take steps of their own: which jobs are whose."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+
+from ..jobs.job import PlanError
+from ..jobs.schedule import Schedule
+from .timeline import Jobs
+
+
+def check_replicas(
+    schedule: Schedule, jobs: Jobs, owners: Sequence[int], readers: Sequence[int]
+) -> None:
+    """Raises PlanError unless each microbatch has one replica of some weights, on the
+    worker that runs all jobs which read them, and all have as many in each round.
+
+    owners: the workers that keep the weights. readers: stages that read them.
+    """
+    every, width = schedule.update_every or jobs.microbatches, len(jobs.kinds)
+    kinds = [k for k, (s, _) in enumerate(jobs.kinds) if s in readers]
+    for first in range(0, jobs.microbatches, every):
+        own: Counter[int] = Counter()
+        for b in range(first, first + every):
+            numbers = [b * width + kind for kind in kinds]
+            workers = {jobs.compute[i] for i in numbers}
+            places = workers | {jobs.weights[i] for i in numbers}
+            if len(places) > 1 or not places <= set(owners):
+                raise PlanError(
+                    f"average_every: {jobs.job(numbers[0])} and other jobs of its "
+                    f"microbatch that read its weights are on workers "
+                    f"{sorted(places)}; a replica is one worker's, which keeps the "
+                    "weights and runs the jobs: give such a w, or stages that share no "
+                    "weights (same_stage=)"
+                )
+            own.update(places)
+        share = every / len(owners)
+        for worker in owners:
+            if own[worker] != share:
+                raise PlanError(
+                    f"average_every: worker {worker} keeps stage {readers[0]} and has "
+                    f"{own[worker]} of microbatches {first}..{first + every - 1}, an "
+                    f"update's on {len(owners)} workers; give each as many of them, "
+                    "and update_every a multiple of the workers"
+                )

@@ -1,0 +1,143 @@
+"""Averages replicas of weights that have taken steps of their own."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from ..clock.replicas import check_replicas
+from ..clock.weight_traffic import sum_root
+from ..ir import ops
+from ..ir.graphs import Group, Specs
+from ..ir.request import Request
+from ..ir.step_ir import Line, Message, StepIR
+from ..jobs.job import PlanError
+
+
+class Averages:
+    """Makes the lines that average the replicas of a group, where it is time.
+
+    before: weights_0_0U3 = update(0, 0, weights_0, ..)              # worker 0
+            weights_0_0U3 = update(0, 0, weights_0, ..)              # worker 1
+    after:  own_0_0U3 = replica(0, True, False, weights_0_0U3)       # worker 0
+            own_0_0U3 = replica(0, True, False, weights_0_0U3)       # worker 1
+            mean_0_0U3 = average(None, None, own_0_0U3, own_0_0U3)   # worker 0
+            weights_0_mean = take(0, None, weights_0_0U3, mean, ..)  # worker 0
+            weights_0_mean = take(0, None, weights_0_0U3, mean, ..)  # worker 1
+
+    lines: where they go.
+    """
+
+    def __init__(
+        self, step: StepIR, request: Request, lines: list[Line | Message]
+    ) -> None:
+        self.step, self.request, self.lines = step, request, lines
+        self.schedule = request.schedule
+        self.updates = self.schedule.microbatches // (step.every or 1)
+        self.placeholders = step.weight_inputs
+        self.replicas: dict[int, list[Line]] = {}  # by group, of this round
+        self.centres: dict[tuple[int, int], Line] = {}  # by group and worker
+
+    def check(self) -> None:
+        """Raises PlanError for groups that aren't replicas, and for norms of all
+        gradients, of which each replica has its own."""
+        if self.request.clip_grad_norm is not None or self.request.skip_nonfinite:
+            raise PlanError(
+                "clip_grad_norm and skip_nonfinite go by one norm of all gradients, "
+                "and with average_every each replica has its own; leave them out"
+            )
+        for group in self.step.facts.groups:
+            if any(group.trained):
+                jobs, readers = self.step.jobs, group.stages
+                check_replicas(self.schedule, jobs, group.owners, readers)
+
+    def begin(self, group: int, line: Line) -> None:
+        """Before a worker's first update: it keeps the centre, where there is one."""
+        key = group, line.worker
+        if self.schedule.elastic is None or key in self.centres:
+            return
+        weights = self.placeholders[group]
+        args = (group, False, True, weights)
+        self.centres[key] = self._line(
+            line, ops.replica, args, self._specs(group, False), f"centre_{group}", group
+        )
+
+    def end(self, group: int, number: int, new: Line) -> list[Line]:
+        """After a worker's update of this number: the weights that are in the place of
+        all replicas, once the last of these is updated."""
+        if not self.schedule.averages(number + 1):
+            return []
+        elastic, last = self.schedule.elastic, number + 1 == self.updates
+        moments = last or elastic is None
+        specs, name = self._specs(group, moments), f"own_{new.name}"
+        args = (group, moments, False, new)
+        replica = self._line(new, ops.replica, args, specs, name, group)
+        owners = self.step.facts.groups[group].owners
+        replicas = self.replicas.setdefault(group, [])
+        replicas.append(replica)
+        if len(replicas) < len(owners):
+            return []
+        del self.replicas[group]
+        replicas.sort(key=lambda each: each.worker)
+        root = sum_root(owners, group)
+        where = Line(root, f"average {group} after {new.task}", new.n)
+        means = (elastic, self.centres.get((group, root)), *replicas)
+        name = f"mean_{new.name}"
+        mean = self._line(where, ops.average, means, specs, name, group)
+        step = None if last else elastic
+        return [self._take(group, step, each, mean, new) for each in replicas]
+
+    def _take(
+        self, group: int, elastic: float | None, own: Line, mean: Line, new: Line
+    ) -> Line:
+        """An average in the place of one replica, which makes it the new centre."""
+        centre = None if elastic is None else self.centres[group, own.worker]
+        weights = own.args[-1]
+        where = Line(own.worker, f"take {group} after {new.task}", new.n)
+        args = (group, elastic, weights, mean, centre)
+        name = f"{weights.name}_mean"
+        if elastic is not None:
+            self.centres[group, own.worker] = mean
+        return self._line(where, ops.take, args, weights.specs, name, group)
+
+    def _specs(self, group: int, moments: bool) -> Specs:
+        """Of what is trained of a group, and of what the optimizer has of it."""
+        keeps: Group = self.step.facts.groups[group]
+        specs = self.placeholders[group].meta["specs"]
+        triples = list(zip(specs, keeps.state, keeps.trained, strict=True))
+        weights = [spec for spec, _, trained in triples if trained]
+        known = self.request.moments
+        more: Sequence[Any] = [
+            spec
+            for _, state, trained in triples
+            if trained and moments
+            for spec in known.get(state.input, ())
+        ]
+        return (*weights, *more)
+
+    def _line(
+        self,
+        where: Line,
+        target: Any,
+        args: tuple[Any, ...],
+        specs: Specs,
+        name: str,
+        group: int,
+    ) -> Line:
+        new = Line(where.worker, where.task, where.n, target, args, specs, name, group)
+        self.lines.append(new)
+        return new
+
+
+def averages_of(
+    step: StepIR, request: Request, lines: list[Line | Message]
+) -> Averages | None:
+    """What averages the replicas of a step; None where all take the same steps.
+
+    Raises PlanError for what can't be averaged.
+    """
+    if request.schedule.average_every is None:
+        return None
+    averages = Averages(step, request, lines)
+    averages.check()
+    return averages
