@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 from dataclasses import replace
 
 import pytest
@@ -68,3 +69,6 @@ def test_a_step_in_which_several_workers_run_one_update_is_compared() -> None:
     ]
     measured = backend.plan.simulate(backend.timeline)
     assert len(measured.timeline) == len(backend.timeline)
+    took = [e.end - e.start for e in updates if e.job.stage == 0]
+    (timed,) = {e.end - e.start for e in measured.timeline if str(e.job) == "0U1"}
+    assert timed == pytest.approx(statistics.median(took), abs=1e-9)

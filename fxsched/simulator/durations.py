@@ -101,6 +101,9 @@ def _set_times(
             data["backward"], data["weight"] = sum(later), later[-1]
             if data["backward"] != 0:
                 break
+        if schedule.update_every is not None:
+            last = schedule.update_every - 1
+            data["update"] = times(Job(s, last, Direction.UPDATE))
 
 
 def _medians(events: Sequence[Event], schedule: Schedule) -> Callable[[Job], float]:

@@ -139,6 +139,7 @@ def _add_predict(parser: argparse.ArgumentParser) -> None:
     _add_language(parser)
     names = ["ddp", "gpipe", "1f1b", "interleaved", "zb_h1"]
     add("--schedules", nargs="+", default=names, help=f"({' '.join(names)})")
+    add("--optimizer", action="store_true", help="AdamW, in the program")
     add("--steps", type=int, default=20, help="of each schedule (20)")
     add("--json", type=Path, metavar="F", help="write the results to a file as well")
     parser.set_defaults(run=predict.run)

@@ -45,7 +45,10 @@ def run(options: argparse.Namespace) -> int:
         for record in (True, False):
             torch.manual_seed(0)
             model = GPT(config)
-            made = fxsched.backend(schedule, profile=profile)
+            inside = None
+            if options.optimizer:
+                inside = torch.optim.AdamW(model.parameters(), lr=1e-4)
+            made = fxsched.backend(schedule, profile=profile, optimizer=inside)
             backend = fxsched.Backend(replace(made.options, record=record))
             racers.append(Racer(name, model, backend, (tokens, target)))
     race(racers, options.steps)
@@ -94,7 +97,9 @@ def race(racers: list[Racer], rounds: int) -> None:
             clear(each.model)
             dist.barrier()
             start = time.perf_counter()
-            each.step(*each.batch).backward()
+            loss = each.step(*each.batch)
+            if each.backend.options.optimizer is None:
+                loss.backward()
             if number < 0:
                 continue
             each.seconds.append(time.perf_counter() - start)
