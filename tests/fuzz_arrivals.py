@@ -4,6 +4,9 @@ python -m tests.fuzz_arrivals --runs 100
 torchrun --nproc-per-node 4 -m tests.fuzz_arrivals --runs 100
 A run is a call whose jobs sleep as drawn, one of the workers much longer than others.
 Prints how far ahead of the slowest a worker was in any, with each bound and without.
+
+python -m tests.fuzz_arrivals --runs 0 --plans 100
+Random plans whose updates are in order of arrival, each against its replay.
 """
 
 from __future__ import annotations
@@ -15,6 +18,7 @@ import random
 import time
 from collections import Counter
 from collections.abc import Sequence
+from math import inf
 from typing import Any
 
 import torch
@@ -23,9 +27,10 @@ from torch import Tensor, fx
 from torch.testing import assert_close
 
 import fxsched
-from fxsched import Direction, Job, schedules
+from fxsched import Direction, Job, Placement, Schedule, schedules
 from fxsched.ir.request import Transport
 from fxsched.passes.users import Pass
+from tests.arrivals import check as equals_replay
 from tests.updates import TOLERANCE, adamw, build_double
 
 TRAINERS, ROUNDS = 3, 6
@@ -113,14 +118,58 @@ def check(
     return [lead(each) for each in arrivals]
 
 
+def random_schedule(seed: int) -> Schedule:
+    """Any w with one worker that keeps each stage, and any n; microbatches in turns."""
+    draw = random.Random(seed)
+    workers, turns = draw.randint(1, 4), draw.randint(1, 3)
+    keepers = [draw.randrange(workers) for _ in range(3)]
+    places = {
+        (s, turn, d): draw.randrange(workers)
+        for s in range(3)
+        for turn in range(turns)
+        for d in Direction
+    }
+    order = {(s, d): draw.randrange(50) for s in range(3) for d in Direction}
+    return Schedule(
+        workers,
+        turns * draw.randint(1, 4),
+        stages=3,
+        w=lambda s, b, d: Placement(keepers[s], places[s, b % turns, d]),
+        n=lambda s, b, d: order[s, d] + 10 * b,
+        in_flight=draw.choice((None, 2)),
+        split_backward=draw.random() < 0.3,
+        update_every=1,
+        version=lambda s, b, d: max(0, b + 1 - turns),
+        ahead=draw.choice((2 * turns, inf)),
+        name=f"random {seed}",
+    )
+
+
+def check_plan(seed: int) -> None:
+    """Some calls of a random plan end with the parameters of their replay."""
+    draw = random.Random(seed)
+    equals_replay(
+        random_schedule(seed),
+        draw.choice(("mlp", "gpt")),
+        prefetch=draw.randint(0, 2),
+        clip_grad_norm=draw.choice((None, 0.1)),
+        carry=draw.choice(("saved", "recompute")),
+    )
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--runs", type=int, default=100)
+    parser.add_argument("--plans", type=int, default=0)
     options = parser.parse_args()
+    for seed in range(options.plans):
+        torch._dynamo.reset()
+        check_plan(seed)
+        print(f"plan {seed}: equal to its replay", flush=True)
     ranks = "TORCHELASTIC_RUN_ID" in os.environ
     if ranks:
         dist.init_process_group("gloo")
-    for staleness in (None, 1, 2, 3):
+    for staleness in (None, 1, 2, 3) if options.runs else ():
         torch._dynamo.reset()
         leads = check(staleness, options.runs, over=None if ranks else "threads")
         if not ranks or not dist.get_rank():

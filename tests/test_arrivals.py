@@ -98,6 +98,11 @@ def test_twenty_updates_equal_the_replay(case: str) -> None:
     check(schedule, name, order=order, **options)
 
 
+@pytest.mark.parametrize("seed", [0, 1, 23])  # 23: tied weights, no prefetch
+def test_random_plans_equal_the_replay(seed: int) -> None:
+    fuzz_arrivals.check_plan(seed)
+
+
 def test_servers_on_ranks_equal_the_replay() -> None:
     done = torchrun(4, "tests.ranks_arrivals")
     assert done.stdout.count("equal to the replay") == 2 * 4, done.stdout

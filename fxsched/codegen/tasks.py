@@ -50,7 +50,8 @@ class TaskProgram:
     """A worker's fx program, read once: its tasks, by phase, and what it receives.
 
     receives: in the program's order. lanes: the same, by lane. fetches: those of
-        weights, each task's together, in the order of the tasks that need them first.
+        weights, each task's together, in the order of the tasks that need them first,
+        which are the fetchers.
     """
 
     def __init__(self, gm: fx.GraphModule) -> None:
@@ -62,6 +63,7 @@ class TaskProgram:
         self._read()
         self.receive_at = {receive.slot: receive for receive in self.receives}
         self.fetches: list[list[Receive]] = []
+        self.fetchers: list[Task] = []
         self._order_fetches()
 
     def _read(self) -> None:
@@ -113,6 +115,7 @@ class TaskProgram:
             ]
             if new:
                 self.fetches.append(new)
+                self.fetchers.append(task)
                 seen.update(receive.slot for receive in new)
 
     def _link(self, task: Task) -> None:

@@ -72,7 +72,6 @@ class Dynamic(Run):
         self.asked = dict.fromkeys(self.program.lanes, 0)  # receives posted so far
         self.posted = dict.fromkeys(self.program.lanes, 0)  # receives on their way
         self.fetched = 0  # tasks' fetches posted so far
-        self.room = 1 + runnable.prefetch  # tasks' fetches that may be here
         self.held: dict[int, int] = {}  # weights on their way or here: slot to batch
         self.readers = dict(runnable.readers)
         self.coming = dict(self.program.receive_at)  # not received yet, by slot
@@ -128,15 +127,23 @@ class Dynamic(Run):
                     self._post(receive, arrived)
                 self.asked[lane] += 1
         batches = self.program.fetches
-        while self.fetched < len(batches) and self.room:
+        while self.fetched < len(batches) and self._has_room():
             batch = batches[self.fetched]
             if batch[0].phase != self.phase:
                 break
             for receive in batch:
                 self.held[receive.slot] = self.fetched
                 self._post(receive, arrived)
-            self.room -= 1
             self.fetched += 1
+
+    def _has_room(self) -> bool:
+        """Whether the next tasks' fetches may be posted: whether those of no more than
+        `prefetch` others are here, besides what that task reads too."""
+        if not self.held:
+            return True
+        needs = self.program.fetchers[self.fetched].needs
+        others = {batch for slot, batch in self.held.items() if slot not in needs}
+        return len(others) <= self.runnable.prefetch
 
     def _post(self, receive: Receive, arrived: queue.SimpleQueue[int]) -> None:
         self.posted[receive.lane] += 1
@@ -204,18 +211,17 @@ class Dynamic(Run):
         return missing, waiting
 
     def _release(self, task: Task) -> bool:
-        """Lets go of what none of the tasks after this reads; whether there is room for
-        more weights now."""
+        """Lets go of what none of the tasks after this reads; whether there may be room
+        for more weights now."""
         if task.pause is not None:  # its values are about to be handed out
             return False
-        before = self.room
+        before = len(self.held)
         for slot in task.needs:
             self.readers[slot] -= 1
             if not self.readers[slot]:
                 self.values[slot] = None
-                batch = self.held.pop(slot, None)
-                self.room += batch is not None and batch not in self.held.values()
+                self.held.pop(slot, None)
         for slot in task.makes:
             if not self.readers.get(slot):
                 self.values[slot] = None
-        return self.room > before
+        return len(self.held) < before
