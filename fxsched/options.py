@@ -243,6 +243,7 @@ def check_updates(request: Request, optimizer: object) -> None:
         )
     schedule = request.schedule
     parted = schedule.update_every not in (None, schedule.microbatches)
+    parted |= schedule.average_every is not None
     if parted and request.loss_reduction == "weighted":
         raise PlanError(
             "backend(loss_reduction='weighted') weighs rows over the whole batch, and "

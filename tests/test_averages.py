@@ -201,6 +201,17 @@ def test_norms_of_all_gradients_are_refused() -> None:
         torch.compile(model, backend=backend)(*inputs)
 
 
+def test_a_weighted_loss_is_refused() -> None:
+    """Its weights are of the whole batch, and a replica has a part."""
+    model, _ = build_double("mlp")
+    with pytest.raises(PlanError, match=r"sees only its own"):
+        fxsched.backend(
+            schedules.local_sgd(2, 1),
+            optimizer=adamw(model),
+            loss_reduction="weighted",
+        )
+
+
 @functools.cache
 def planned(elastic: float | None = None) -> Plan:
     model, inputs = build_double("mlp")
