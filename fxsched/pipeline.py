@@ -14,6 +14,7 @@ from .ir.graphs import Role, State, tensors
 from .ir.lazy import lazy_module
 from .ir.request import Request
 from .ir.step_ir import StepIR
+from .ir.weight_sizes import weight_groups
 from .jobs.job import Direction
 from .passes.arrivals import update_on_arrival
 from .passes.collect import collect_results
@@ -98,6 +99,9 @@ def make_plan(gm: fx.GraphModule, request: Request, passes: tuple[Pass, ...]) ->
         ),
         current=bool(request.updates),
         by_arrival=request.by_arrival and step.every is not None,
+        weights=weight_groups(step, request.state_bytes),
+        prefetch=request.prefetch,
+        knows_state=bool(request.state_bytes),
     )
 
 

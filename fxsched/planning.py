@@ -34,6 +34,7 @@ from .runtime.runnable import Runnable
 from .runtime.step import BeforeCall, Step
 from .runtime.workers import Workers
 from .state.corrections import Corrections
+from .state.optimizer_bytes import state_bytes
 from .state.optimizers import guard
 from .state.ownership import specs_of
 from .state.replicas import ReplicaOptimizers, moment_specs
@@ -73,6 +74,7 @@ def plan_call(
         request,
         updates=_updated(args, options),
         moments=_moments(args, options),
+        state_bytes=state_bytes(options.optimizer, args),
         loss_reduction=_loss_reduction(traced, request),
         training=torch.is_grad_enabled(),
         schedule=_with_updates(request.schedule.first(batch.microbatches), options),

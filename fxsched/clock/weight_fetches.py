@@ -169,7 +169,7 @@ def fetches(
     jobs = timeline.jobs
     _, numbers = _by_worker(jobs, timeline.order)
     here = np.asarray(jobs.compute, np.int64)[numbers]
-    columns = _reads([_groups(stages, s, d) for s, d in jobs.kinds], jobs, numbers)
+    columns = _reads([groups_read(stages, s, d) for s, d in jobs.kinds], jobs, numbers)
     updated = _updated(schedule, jobs, numbers)
     away, count = np.zeros(len(numbers), bool), np.zeros(len(numbers), np.int64)
     origin = np.asarray(jobs.weights, np.int64)[numbers]
@@ -199,7 +199,7 @@ def _updated(schedule: Schedule, jobs: Jobs, numbers: Numbers) -> Flags | None:
     return other
 
 
-def _groups(stages: nx.DiGraph[int], stage: int, direction: Direction) -> Groups:
+def groups_read(stages: nx.DiGraph[int], stage: int, direction: Direction) -> Groups:
     """The groups that a stage's jobs read; its own weights, where nothing says so."""
     data = stages.nodes[stage]
     if direction not in data.get("reads", (Direction.FORWARD, Direction.BACKWARD)):

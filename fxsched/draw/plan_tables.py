@@ -16,11 +16,11 @@ from ..ir.graphs import Group, Specs
 from ..ir.step_ir import TOKEN, Credit, Line, Message, Running, Value, values_in
 from ..jobs.job import Job
 from ..jobs.schedule import Schedule
+from .memory_table import WorkerMemory, memory_tables
 from .palette import clock
 from .program_table import program_table
-from .tables import WIDTH, byte_text, ranges, shorten, table
+from .tables import WIDTH, byte_text, first_rows, ranges, shorten, table
 
-ROWS = 16  # stages, and workers, that a summary shows
 EXPLAINED = 100  # columns of what explains a plan
 
 
@@ -66,6 +66,7 @@ def summary_text(
     timeline: Timeline,
     lines: Sequence[Line | Message],
     notes: Iterable[str],
+    memory: WorkerMemory | None = None,
 ) -> str:
     """The stages, and what each worker does, sends and holds, in lines of 88 columns.
 
@@ -76,7 +77,7 @@ def summary_text(
     bubble = 1 - sum(busy) / len(busy) / (step or 1.0)
     sent = _sent(schedule.workers, lines)
     messages = sum(isinstance(line, Message) for line in lines)
-    loads = zip(_loads(schedule, stages, timeline), sent, strict=True)
+    loads = zip(_loads(schedule, stages, timeline, memory), sent, strict=True)
     rows = [(*load[:-1], byte_text(size), load[-1]) for load, size in loads]
     return "\n\n".join(
         (
@@ -84,19 +85,14 @@ def summary_text(
             *(_wrapped([note]) for note in notes),
             f"predicted step: {time.text(step)}, bubble {100 * bubble:.1f} %; "
             f"{messages} transfers, {byte_text(sum(sent))}",
-            _first(STAGES, _stage_rows(stages)),
-            _first("worker|stages|busy|sends|memory", rows),
+            first_rows(STAGES, _stage_rows(stages)),
+            first_rows("worker|stages|busy|sends|memory", rows),
+            *memory_tables(memory),
         )
     )
 
 
 STAGES = "stage|modules|parameters|FLOPs|sends per microbatch"
-
-
-def _first(headers: str, rows: Sequence[Sequence[object]]) -> str:
-    """A table of the first rows, which fits."""
-    more = f"\nand {len(rows) - ROWS} more" if len(rows) > ROWS else ""
-    return table(headers, rows[:ROWS], width=WIDTH) + more
 
 
 def _stage_rows(stages: nx.DiGraph[int]) -> list[tuple[object, ...]]:
@@ -150,7 +146,9 @@ def _sent(workers: int, lines: Sequence[Line | Message]) -> list[int]:
     return sent
 
 
-def explain_text(schedule: Schedule, stages: nx.DiGraph[int]) -> str:
+def explain_text(
+    schedule: Schedule, stages: nx.DiGraph[int], memory: WorkerMemory | None = None
+) -> str:
     """The stages with their workers, work, memory and what one microbatch sends; where
     the step's time goes."""
     whole = sum(d["forward"] + d["backward"] for _, d in stages.nodes(data=True)) or 1.0
@@ -182,7 +180,10 @@ def explain_text(schedule: Schedule, stages: nx.DiGraph[int]) -> str:
             *_arrivals(schedule),
             table(headers, rows, width=EXPLAINED),
             *_corrections(schedule, stages),
-            table("worker|stages|busy|memory", _loads(schedule, stages, events)),
+            table(
+                "worker|stages|busy|memory", _loads(schedule, stages, events, memory)
+            ),
+            *memory_tables(memory),
             _limits(schedule, stages, events),
         )
     )
@@ -216,12 +217,18 @@ def _arrivals(schedule: Schedule) -> tuple[str, ...]:
 
 
 def _loads(
-    schedule: Schedule, stages: nx.DiGraph[int], timeline: Timeline
+    schedule: Schedule,
+    stages: nx.DiGraph[int],
+    timeline: Timeline,
+    memory: WorkerMemory | None,
 ) -> list[tuple[object, ...]]:
     """What each worker runs, how busy it is, and what it holds."""
     step = step_seconds(timeline) or 1.0
     busy = _busy(schedule, timeline)
-    memory = worker_bytes(schedule, stages, timeline)
+    if memory is None:
+        held = worker_bytes(schedule, stages, timeline)
+    else:
+        held = [peak.at_once.total for peak in memory.peaks]
     run: list[set[int]] = [set() for _ in range(schedule.workers)]
     for event in timeline:
         run[event.worker].add(event.job.stage)
@@ -230,7 +237,7 @@ def _loads(
             w,
             shorten([str(s) for s in sorted(run[w])]),
             f"{100 * busy[w] / step:.1f} %",
-            byte_text(memory[w]),
+            byte_text(held[w]),
         )
         for w in range(schedule.workers)
     ]

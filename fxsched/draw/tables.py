@@ -10,6 +10,7 @@ from ..clock.worker_stats import Worker
 
 SIDES = {"l": "left", "r": "right"}
 WIDTH = 88  # of what is printed unless asked otherwise
+ROWS = 16  # of stages, and of workers, that a summary shows
 LEAST = 8  # characters that a cell keeps where a table is made to fit
 
 
@@ -31,6 +32,12 @@ def table(
         cells = [[_cut(cell, limit) for cell in row] for row in cells]
     sides = [SIDES[side] for side in align.ljust(len(names), align[-1])]
     return tabulate(cells, names, disable_numparse=True, colalign=sides[: len(names)])
+
+
+def first_rows(headers: str, rows: Sequence[Sequence[object]]) -> str:
+    """A table of the first ROWS rows, in lines of WIDTH."""
+    more = f"\nand {len(rows) - ROWS} more" if len(rows) > ROWS else ""
+    return table(headers, rows[:ROWS], width=WIDTH) + more
 
 
 def _limit(names: Sequence[str], cells: Sequence[Sequence[str]], width: int) -> int:

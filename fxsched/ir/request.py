@@ -38,6 +38,7 @@ class Request:
         one. Whether there are updates, schedule.update_every says.
     moments: shapes of what the optimizer keeps of each of these and is averaged with
         it, by position, where schedule.average_every makes replicas.
+    state_bytes: of the optimizer's state of these, by position; {} where not known.
     Other fields are the options of fxsched.backend, checked.
     """
 
@@ -61,6 +62,7 @@ class Request:
     scaled: bool = False
     updates: tuple[int, ...] = ()
     moments: Mapping[int, Specs] = field(default_factory=dict)
+    state_bytes: Mapping[int, int] = field(default_factory=dict)
     clip_grad_norm: float | None = None
     skip_nonfinite: bool = False
     order: Order = "static"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, TypeVar, overload
@@ -17,12 +17,15 @@ from ..checker.check_program import examine
 from ..checker.check_updates import Updates
 from ..checker.summary import Summary
 from ..clock.activations import credits
+from ..clock.memory import Peaks, worker_memory
 from ..clock.network import Link
 from ..clock.stage_graph import in_its_order
 from ..clock.timeline import Event, Timeline
+from ..clock.weight_groups import WeightGroup
 from ..costmodel.measure import Known, Profile, fit_profile
 from ..draw import plan_tables
 from ..draw.diagram import Diagram
+from ..draw.memory_table import WorkerMemory
 from ..draw.program_table import program_table
 from ..ir.graphs import Group, Output, State
 from ..ir.step_ir import Line, Message
@@ -80,6 +83,9 @@ class Plan:
     by_arrival: whether updates are in order of arrival; versions are as planned then.
     inputs: of the traced graph, those that are no state of the model.
     arithmetic: what the model computes, to compare with other ranks'.
+    weights: bytes of the groups, by number.
+    prefetch: as the backend's.
+    knows_state: whether these have bytes of the optimizer's state.
     """
 
     schedule: Schedule
@@ -99,12 +105,14 @@ class Plan:
     half: bool = False
     current: bool = False
     by_arrival: bool = False
+    weights: Mapping[int, WeightGroup] = field(default_factory=dict)
+    prefetch: int = 1
+    knows_state: bool = False
 
     @cached_property
     def jobs(self) -> tuple[Job, ...]:
         """All jobs in the global order."""
-        jobs = (line.job for line in self.lines if isinstance(line, Line))
-        return tuple(job for job in jobs if job is not None)
+        return tuple(job for job, _ in self._order)
 
     @cached_property
     def placements(self) -> dict[Job, Placement]:
@@ -129,6 +137,28 @@ class Plan:
         return {job: self.schedule.seen(job) for job in self.placements}
 
     @cached_property
+    def memory(self) -> list[Peaks]:
+        """The most bytes that each worker holds in a step, by kind. What one job needs
+        while it runs comes on top, and what replicas send to be averaged."""
+        jobs = self.timeline.jobs
+        order = [jobs.number(job, worker) for job, worker in self._order]
+        ran = Timeline(jobs, order, (), ())
+        groups, ahead = self.weights, self.prefetch
+        return worker_memory(self.schedule, self.stages, ran, groups, ahead)
+
+    @property
+    def _memory(self) -> WorkerMemory | None:
+        """What tables say of memory by kind, where there are updates."""
+        return WorkerMemory(self.memory, self.knows_state) if self.updates else None
+
+    @property
+    def _order(self) -> Iterator[tuple[Job, int]]:
+        """All jobs in the global order, with workers."""
+        for line in self.lines:
+            if isinstance(line, Line) and line.job is not None:
+                yield line.job, line.worker
+
+    @cached_property
     def trains(self) -> bool:
         """Whether there are B jobs."""
         return any(job.direction is Direction.BACKWARD for job in self.jobs)
@@ -141,9 +171,8 @@ class Plan:
 
     def __str__(self) -> str:
         """A summary: the stages, and what each worker runs, sends and holds."""
-        return plan_tables.summary_text(
-            self.schedule, self.stages, self.timeline, self.lines, self.notes
-        )
+        parts = self.schedule, self.stages, self.timeline, self.lines, self.notes
+        return plan_tables.summary_text(*parts, self._memory)
 
     def table(self, rank: int, jobs: int | None = None, width: int | None = 88) -> str:
         """The program of one worker: a row for each job and each piece of transfer.
@@ -176,7 +205,7 @@ class Plan:
     def explain(self) -> str:
         """Stages with their workers, work, memory and what one microbatch sends; what
         each worker runs and holds; what limits the step. Lines of 100 columns."""
-        return plan_tables.explain_text(self.schedule, self.stages)
+        return plan_tables.explain_text(self.schedule, self.stages, self._memory)
 
     def simulate(
         self,
@@ -193,11 +222,7 @@ class Plan:
         fixed = replace(self.schedule, in_order=True, in_flight=None)
         jobs = self.timeline.jobs
         room = {} if self.loss is None else credits(self.schedule, self.timeline)
-        order = [
-            jobs.number(line.job, line.worker)
-            for line in self.lines
-            if isinstance(line, Line) and line.job is not None
-        ]
+        order = [jobs.number(job, worker) for job, worker in self._order]
         jobs = in_its_order(jobs, order, room)
         stages = self.stages.copy()
         return run_placed(fixed, stages, jobs, durations, transfer, prefetch)

@@ -1,0 +1,90 @@
+"""What a program holds of weights and gradients, counted on its nodes alone."""
+
+from __future__ import annotations
+
+from collections import Counter
+from math import prod
+
+from torch import fx
+
+from fxsched.ir import ops
+
+IN_PLACE = {ops.accumulate: 0, ops.update: 3, ops.renew: 1}  # where results go
+COPIES = (ops.copy, ops.correct)
+
+
+def most_held(program: fx.GraphModule) -> Counter[str]:
+    """The most bytes of each kind that are alive after any task's work, by walking the
+    program; memory is what a value is made in, whatever names it has."""
+    held: dict[fx.Node, tuple[str, int]] = {}
+    home: dict[fx.Node, fx.Node] = {}  # whose memory a value is in
+    names: Counter[fx.Node] = Counter()  # values alive in some memory
+    most: Counter[str] = Counter()
+
+    def note() -> None:
+        now: Counter[str] = Counter()
+        for kind, size in held.values():
+            now[kind] += size
+        most.update({kind: max(size - most[kind], 0) for kind, size in now.items()})
+
+    for node in program.graph.nodes:
+        if node.target is ops.free:
+            note()
+            for value in node.all_input_nodes:
+                if value in home:
+                    names[home[value]] -= 1
+                    if not names[home[value]]:
+                        held.pop(home[value], None)
+            continue
+        # a job makes all its gradients, though they are named one after the other
+        for value in (node, *node.users) if node.op == "call_module" else (node,):
+            kind = _kind(value)
+            if kind is None or value in home:
+                continue
+            home[value] = _home(value, home)
+            names[home[value]] += 1
+            if home[value] is value:
+                held[value] = kind, _bytes(value)
+    note()
+    return most
+
+
+def _home(node: fx.Node, home: dict[fx.Node, fx.Node]) -> fx.Node:
+    """The value in whose memory a node's result is."""
+    if node.target is ops.reduce:
+        place, *sums = node.args
+        return home[sums[place]]  # type: ignore[index]
+    if node.target in IN_PLACE:
+        return home[node.args[IN_PLACE[node.target]]]  # type: ignore[index]
+    return node
+
+
+def _kind(node: fx.Node) -> str | None:
+    if node.op == "placeholder":
+        return "weights" if "group" in node.meta else None
+    if node.target is ops.fetch:
+        return "fetched"
+    if node.target in COPIES:
+        return "versions"
+    if node.target in (ops.update, ops.renew):
+        return "weights"
+    if node.target in ops.VALUELESS:
+        return None
+    if node.target in (ops.accumulate, ops.reduce) or _is_sum(node):
+        return "gradients"
+    return None
+
+
+def _is_sum(node: fx.Node) -> bool:
+    """Whether it is what a job gives, or another worker sends, of gradients; what is
+    added to a sum is so as it is made."""
+    if node.target is ops.recv:
+        readers = {u.target for u in node.users} | {u.op for u in node.users}
+        into = {ops.reduce, ops.update, ops.norms, "output"}
+        return bool(node.meta["bundle"]) and bool(readers & into)
+    added = (u for u in node.users if u.target is ops.accumulate and u.args[1] is node)
+    return node.op == "call_function" and "group" in node.meta and not any(added)
+
+
+def _bytes(node: fx.Node) -> int:
+    return sum(prod(s.shape) * s.dtype.itemsize for s in node.meta["specs"])

@@ -1,0 +1,117 @@
+"""What workers hold: counted from jobs, from programs' nodes, and on real state."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import replace
+from functools import cache
+
+import pytest
+import torch
+
+import fxsched
+from fxsched import Plan, Schedule, schedules
+from fxsched.clock.memory import Memory
+from fxsched.state.optimizer_bytes import state_bytes
+from tests.cases import build
+from tests.program_memory import most_held
+from tests.updates import OPTIMIZERS
+
+SCHEDULES: dict[str, Callable[[], Schedule]] = {
+    "ddp": lambda: schedules.ddp(2, 4),
+    "fsdp": lambda: schedules.fsdp(2, 4),
+    "1f1b": lambda: schedules.one_f_one_b(2, 4),
+    "zero1": lambda: schedules.zero1(2, 4),
+    "zero2": lambda: schedules.zero2(2, 4),
+    "pipedream": lambda: schedules.pipedream(2, 4),
+    "pipedream_2bw": lambda: schedules.pipedream_2bw(2, 4),
+    "stale_by_one": lambda: schedules.stale_by_one(2, 4),
+    "pipemare": lambda: schedules.pipemare(2, 4),
+}
+KINDS = ("weights", "versions", "fetched", "gradients")
+
+
+@cache
+def planned(name: str, model: str, updates: bool) -> Plan:
+    schedule = SCHEDULES[name]()
+    if updates and schedule.update_every is None:
+        schedule = replace(schedule, update_every=schedule.microbatches)
+    module, inputs = build(model)
+    return fxsched.plan(module, schedule, *inputs)
+
+
+CASES = [
+    *((name, model, True) for name in SCHEDULES for model in ("mlp", "gpt")),
+    *((name, "mlp", False) for name in ("ddp", "fsdp", "1f1b", "zero1", "zero2")),
+]
+
+
+@pytest.mark.parametrize(("name", "model", "updates"), CASES)
+def test_what_programs_hold_is_as_counted(name: str, model: str, updates: bool) -> None:
+    plan = planned(name, model, updates)
+    counted = [[getattr(p.each, kind) for kind in KINDS] for p in plan.memory]
+    programs = [most_held(program) for program in plan.programs]
+    assert counted == [[most[kind] for kind in KINDS] for most in programs]
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_the_state_of_an_optimizer_is_known_before_its_first_step(
+    optimizer: str,
+) -> None:
+    model, _ = build("mlp")
+    made = OPTIMIZERS[optimizer](model)
+    parameters = list(model.parameters())
+    before = [p.detach().clone() for p in parameters]
+    found = state_bytes(made, parameters)
+    assert not made.state
+    assert all(map(torch.equal, before, parameters))
+    for parameter in parameters:
+        parameter.grad = torch.ones_like(parameter)
+    made.step()
+    assert [found[i] for i in range(len(parameters))] == [
+        sum(value.nbytes for value in made.state[p].values() if value is not None)
+        for p in parameters
+    ]
+
+
+def test_a_state_that_cannot_be_found_out_is_not_known() -> None:
+    class Stubborn(torch.optim.SGD):
+        def step(self, closure: object = None) -> None:  # type: ignore[override]
+            raise RuntimeError("not now")
+
+    model, _ = build("mlp")
+    parameters = list(model.parameters())
+    assert state_bytes(Stubborn(parameters, lr=0.1), parameters) == {}
+
+
+def test_tables_say_what_workers_hold_where_there_are_updates() -> None:
+    plan = planned("pipedream", "mlp", True)
+    for text in (str(plan), plan.explain()):
+        assert re.search(
+            "^worker +weights +versions +gradients +activations +tog", text, re.M
+        )
+        assert "without the optimizer's state: give the plan optimizer=" in text
+    assert "together" not in str(planned("1f1b", "mlp", False))
+
+
+def test_replicas_keep_their_own_gradients() -> None:
+    model, inputs = build("mlp")
+    plan = fxsched.plan(model, schedules.local_sgd(2, 4), *inputs)
+    whole = sum(p.nbytes for p in model.parameters())
+    assert [p.each.gradients for p in plan.memory] == [whole, whole]
+
+
+def test_zero_shares_the_state_and_frees_gradients() -> None:
+    model, inputs = build("mlp")
+    adamw = torch.optim.AdamW(model.parameters())
+
+    def most(schedule: Schedule) -> Memory:
+        plan = fxsched.plan(model, schedule, *inputs, optimizer=adamw)
+        return max((p.each for p in plan.memory), key=lambda m: m.state)
+
+    ddp, zero1 = most(schedules.ddp(2, 4)), most(schedules.zero1(2, 4))
+    assert ddp.state == sum(
+        2 * p.nbytes + 4 for p in model.parameters() if p.requires_grad
+    )
+    assert 0.45 * ddp.state < zero1.state < 0.75 * ddp.state
