@@ -12,7 +12,6 @@ import copy
 import os
 import sys
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -26,6 +25,7 @@ from .cases import MICROBATCHES
 from .torchrun import again_on_ranks
 from .updates import (
     OPTIMIZERS,
+    TOLERANCE,
     Made,
     batches,
     build_double,
@@ -36,8 +36,6 @@ from .updates import (
 MODELS = ("mlp", "gpt", "two_tower", "unet")
 LOOP = "loop"  # who steps
 PROGRAM = "program"
-# An optimizer divides gradients by their size, also those that are 0 but for rounding.
-NEAR: dict[str, Any] = {"rtol": 1e-7, "atol": 1e-8}
 Inputs = tuple[Tensor, ...]
 
 
@@ -72,9 +70,9 @@ def compare(
     every = schedule.update_every or MICROBATCHES
     wanted, reference = eager(model, made, inputs, every)
     losses, state = train(copy.deepcopy(model), schedule, inputs, made, who)
-    assert_close(losses, wanted, **NEAR)
+    assert_close(losses, wanted, **TOLERANCE)
     if not dist.is_initialized() or dist.get_rank() == 0:
-        assert_close(state, dict(reference.state_dict()), **NEAR)
+        assert_close(state, dict(reference.state_dict()), **TOLERANCE)
 
 
 def run(models: Sequence[str], ranks: int) -> int:

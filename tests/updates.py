@@ -16,7 +16,8 @@ from fxsched import Schedule, schedules
 from tests.cases import MICROBATCHES, anything, build
 
 CALLS = 5
-TOLERANCE = {"rtol": 1e-7, "atol": 1e-9}
+# An optimizer divides gradients by their size, also those that are 0 but for rounding.
+TOLERANCE: dict[str, Any] = {"rtol": 1e-7, "atol": 1e-8}
 Made = Callable[[nn.Module], Optimizer]
 
 
