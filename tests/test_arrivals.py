@@ -309,7 +309,7 @@ REFUSED: dict[str, tuple[Callable[[], object], str]] = {
     ),
     "corrections": (
         lambda: replace(server(), rate=lambda s: (2.0, 10)),
-        r"Schedule\(ahead=inf\) doesn't go with rate= or drift=, which",
+        r"Schedule\(ahead=inf\) doesn't go with rate=, drift= or average_",
     ),
     "copies": (
         lambda: schedules.replicate(server(), 2),

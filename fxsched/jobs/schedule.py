@@ -178,10 +178,11 @@ class Schedule:
                 f"Schedule(ahead={self.ahead}, update_every={self.update_every}): in "
                 "order of arrival an update is of one microbatch; give update_every=1"
             )
-        if self.ahead and (self.rate is not None or self.drift is not None):
+        planned = (self.rate, self.drift, self.average_every)
+        if self.ahead and any(each is not None for each in planned):
             raise PlanError(
-                f"Schedule(ahead={self.ahead}) doesn't go with rate= or drift=, which "
-                "are about how late planned updates are"
+                f"Schedule(ahead={self.ahead}) doesn't go with rate=, drift= or "
+                "average_every=, which are about updates in the planned order"
             )
 
     def __call__(self, *arguments: Any) -> Callable[..., NoReturn]:
