@@ -67,6 +67,7 @@ class _Updates:
         self.copied: dict[Kept, list[Copied]] = {}  # all of these
         self.in_place: dict[Kept, list[Credit]] = {}
         self.copies: dict[Copied, Line] = {}
+        self.sent: dict[Kept, list[Line]] = {}  # copies that others' are renewed from
         self.lines: list[Line | Message] = []
         self.inputs = UpdateInputs(step, request, self.lines)
         self.averages = averages_of(step, request, self.lines)
@@ -140,8 +141,9 @@ class _Updates:
 
     def _before(self, kept: Kept, line: Line) -> tuple[Value, ...]:
         """What comes before new weights take a version's place: copies of it for those
-        that read it later, and the jobs that read it there."""
+        that read it later or get it sent, and the jobs that read it there."""
         copies = [self._copy(key, line) for key in self.copied.get(kept, ())]
+        copies += self.sent.get(kept, ())
         return (*copies, *self.in_place.get(kept, ()))
 
     def _copy(self, key: Copied, before: Line) -> Line:
@@ -232,6 +234,7 @@ class _Updates:
             where = Line(new.worker, f"copy {group} after {new.task}", new.n)
             name = f"{new.name}_sent"
             sent = self._line(where, ops.copy, (new,), new.specs, name, group)
+            self.sent[Kept(group, number + 1, new.worker)] = [sent]
         for owner in others:
             old = self._weights(group, number, owner)
             where = Line(owner, f"renew {group} after {new.task}", new.n)

@@ -93,6 +93,20 @@ def test_stashing_keeps_a_version_for_each_microbatch_in_flight() -> None:
     assert [alive(plan, worker) for worker in range(4)] == [4, 3, 2, 1]
 
 
+def test_an_update_waits_for_the_copy_that_others_are_renewed_from() -> None:
+    """Else it may change what is not copied yet, where tasks run as they come."""
+    model, inputs = build_double("mlp")
+    plan = copied(fxsched.plan(model, SCHEDULES["owners"](), *inputs))
+    plan.check()
+    updates = calls(plan.programs[0], ops.update)
+    update = next(n for n in updates if any("_sent" in str(each) for each in n.args))
+    update.args = tuple(each for each in update.args if "_sent" not in str(each))
+    with pytest.raises(
+        CheckError, match=r"changes weights_\w+ without waiting for copy"
+    ):
+        plan.check()
+
+
 def odd(version: object) -> Schedule:
     return replace(
         schedules.gpipe(2, 4),
@@ -191,7 +205,15 @@ def two_at_once(program: fx.GraphModule) -> None:
     free.meta.update({k: update.meta[k] for k in ("worker", "task", "n")}, specs=())
 
 
+def before_a_copy(program: fx.GraphModule) -> None:
+    """An update doesn't wait for the copy of what it changes."""
+    value = calls(program, ops.copy)[0]
+    update = next(user for user in value.users if user.target is ops.update)
+    update.args = tuple(each for each in update.args if each is not value)
+
+
 FAULTS = {
+    before_a_copy: r"0U\d changes weights_0\w* without waiting for copy 0 v\d",
     dropped_early: "after its free",
     read_late: r"0B2 reads version 1 of group 0, not 0",
     read_in_place: r"in a place where an update|after 0U\d changed it",

@@ -17,7 +17,7 @@ from ..jobs.job import Job
 
 # the argument in whose place new weights are
 OWN = {ops.update: 3, ops.renew: 1, ops.take: 3}
-COPIES = {ops.copy: 1, ops.correct: 4}  # the argument that is the weights
+COPIES: dict[Any, int] = {ops.copy: 1, ops.correct: 4}  # the weights
 
 
 class Updates(NamedTuple):
@@ -165,6 +165,8 @@ class WeightReads:
                     )
             if node.op == "call_module" and "job" in node.meta:
                 self._check_job(node)
+            if node.target in COPIES:
+                self._check_copy(node)
             if node.target in OWN:
                 changed[arguments(node)[OWN[node.target]]] = node
             if node.target is ops.renew:
@@ -175,6 +177,18 @@ class WeightReads:
                 raise UpdateFault(
                     f"worker {self.rank}: {node.meta['task']} sends weights that "
                     "another worker updates, and they were not renewed"
+                )
+
+    def _check_copy(self, node: fx.Node) -> None:
+        """What puts new weights in the place of those that are copied waits for that,
+        in any order of tasks."""
+        weights = arguments(node)[COPIES[node.target]]
+        for user in weights.users:
+            replaces = user.target in OWN and arguments(user)[OWN[user.target]]
+            if replaces is weights and node not in user.all_input_nodes:
+                raise UpdateFault(
+                    f"worker {self.rank}: {user.meta['task']} changes {weights} "
+                    f"without waiting for {node.meta['task']}"
                 )
 
     def _check_job(self, node: fx.Node) -> None:
