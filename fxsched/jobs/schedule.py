@@ -24,25 +24,14 @@ from .answers import (
     Updater,
     Version,
 )
-from .averaging import check_averaging
+from .fields import checked_fields
 from .job import Direction, Job, Placement, PlanError
-from .user_values import is_count, is_int, raised, too_many
+from .user_values import is_int, raised
 
 SAVED = 1  # version of the files that Schedule.save writes
 PROBED = 8  # stages of a schedule that leaves their number to the planner
 
 InFlight = int | Cap | None
-
-# What functions of a schedule are called with.
-CALLED = {
-    "w": answers.CALLED,
-    "n": answers.CALLED,
-    "fit": "the stages that returns a Schedule",
-    "u": "(stage, microbatch)",
-    "version": answers.CALLED,
-    "rate": "the number of a stage",
-    "drift": "the number of a stage",
-}
 
 
 @dataclass(frozen=True)
@@ -116,74 +105,8 @@ class Schedule:
     elastic: float | None = None
 
     def __post_init__(self) -> None:
-        for field in ("workers", "microbatches", "stages"):
-            count = getattr(self, field)
-            if field == "stages" and count is None:
-                continue
-            if not is_count(count):
-                raise PlanError(
-                    f"Schedule({field}={count!r}): give an int of 1 or more"
-                    f"{too_many(count)}"
-                )
-            object.__setattr__(self, field, int(count))  # numpy's ints too
-        for field, called in CALLED.items():
-            function = getattr(self, field)
-            optional = getattr(Schedule, field) is None
-            if not callable(function) and not (optional and function is None):
-                raise PlanError(
-                    f"Schedule({field}={function!r}): give a function of {called}"
-                    f"{', or None' if optional else ''}"
-                )
-        self._check_update_every()
-        self._check_ahead()
-        check_averaging(self)
-        for field in ("split_backward", "in_order"):
-            if not isinstance(getattr(self, field), bool):
-                raise PlanError(
-                    f"Schedule({field}={getattr(self, field)!r}): give True or False"
-                )
-        cap = self.in_flight
-        if cap is not None and not callable(cap) and not is_count(cap, inf):
-            raise PlanError(
-                f"Schedule(in_flight={cap!r}): give None, an int of 1 or more, or a "
-                "function of the stage"
-            )
-        if cap is not None and not callable(cap):
-            object.__setattr__(self, "in_flight", int(cap))
-
-    def _check_update_every(self) -> None:
-        every = self.update_every
-        if every is None:
-            for field in ("rate", "drift"):
-                if getattr(self, field) is not None:
-                    raise PlanError(
-                        f"Schedule({field}=) is about updates in the program; give "
-                        "update_every= too"
-                    )
-            return
-        if not is_count(every) or self.microbatches % every:
-            raise PlanError(
-                f"Schedule(update_every={every!r}): give an int of 1 or more that "
-                f"divides the {self.microbatches} microbatches, or None"
-            )
-        object.__setattr__(self, "update_every", int(every))
-
-    def _check_ahead(self) -> None:
-        if self.ahead != inf and not (is_int(self.ahead) and self.ahead >= 0):
-            raise PlanError(
-                f"Schedule(ahead={self.ahead!r}): give an int of 0 or more, or math.inf"
-            )
-        if self.ahead and self.update_every != 1:
-            raise PlanError(
-                f"Schedule(ahead={self.ahead}, update_every={self.update_every}): in "
-                "order of arrival an update is of one microbatch; give update_every=1"
-            )
-        planned = (self.rate, self.drift, self.average_every)
-        if self.ahead and any(each is not None for each in planned):
-            raise PlanError(
-                f"Schedule(ahead={self.ahead}) doesn't go with rate=, drift= or "
-                "average_every=, which are about updates in the planned order"
-            )
+        for field, number in checked_fields(vars(self)).items():
+            object.__setattr__(self, field, number)
 
     def __call__(self, *arguments: Any) -> Callable[..., NoReturn]:
         """What torch.compile(model, backend=schedule) gets: the error that says what to
