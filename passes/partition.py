@@ -50,7 +50,7 @@ def assign_stages(gm: fx.GraphModule, request: Request) -> fx.GraphModule:
     if len(blocks) < (request.schedule.stages or 1):  # nothing but cheap values
         shared = set()
         blocks = _used(gm, _blocks(gm, request, shared))
-    problem = _problem(blocks)
+    problem = _problem(blocks, request)
     if request.stages == "auto":
         choice = choose_cut(problem, request.schedule, request.memory_limit)
         cut, schedule = choice.cut, choice.schedule
@@ -199,7 +199,7 @@ def _writes_buffer(block: Block) -> bool:
     return any(storage(t) in inputs for n in block for t in n.meta["mutates"])
 
 
-def _problem(blocks: list[Block]) -> Problem:
+def _problem(blocks: list[Block], request: Request) -> Problem:
     """Blocks as units, what they make for others as hyperedges."""
     of = {node: i for i, block in enumerate(blocks) for node in block}
     known: set[fx.Node] = set()  # state that is counted already
@@ -213,7 +213,9 @@ def _problem(blocks: list[Block]) -> Problem:
                 sum(w.forward for w in work),
                 sum(w.backward for w in work),
                 sum(w.held for w in work),
-                sum(map(_state_bytes, state)),
+                sum(map(_weight_bytes, state)),
+                sum(map(_gradient_bytes, state)),
+                sum(request.state_bytes.get(p.meta["index"], 0) for p in state),
             )
         )
         for node in block:
@@ -231,10 +233,14 @@ def _is_state(node: fx.Node) -> bool:
     return node.meta.get("role") in (Role.PARAMETER, Role.BUFFER)
 
 
-def _state_bytes(node: fx.Node) -> int:
+def _weight_bytes(node: fx.Node) -> int:
     """Bytes of a weight and its gradient, or of a buffer."""
+    return int(node.meta["val"].nbytes) + _gradient_bytes(node)
+
+
+def _gradient_bytes(node: fx.Node) -> int:
     value = node.meta["val"]
-    return int(value.nbytes * (1 + value.requires_grad))
+    return int(value.nbytes * value.requires_grad)
 
 
 def _inside(nodes: Sequence[fx.Node], name: str, option: str) -> list[fx.Node]:

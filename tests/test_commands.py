@@ -389,6 +389,10 @@ def test_plan_prints_so_many_jobs_of_a_rank(
             r"99999 stages \(or workers\) of .* too many; give",
         ),
         ("compare --bandwidth 1 --weight-bytes 1", r"--weight-bytes needs --prefetch"),
+        (
+            "simulate --schedule gpipe --state 2",
+            r"--state is .*give --weight-bytes",
+        ),
         ("search --effort 0", r"search\(effort=0.0\): give a number above 0"),
         (
             "search --objective spam",
@@ -418,6 +422,14 @@ def test_a_wrong_option_is_one_line(
     printed = capsys.readouterr()
     assert (stopped.value.code, printed.out) == (2, "")
     assert re.fullmatch(rf"python -m fxsched.*: error: .*{message}.*\n", printed.err)
+
+
+def test_simulate_shows_what_workers_hold(capsys: pytest.CaptureFixture[str]) -> None:
+    command = "simulate --schedule pipedream --workers 2 --microbatches 4 --no-text"
+    sizes = "--weight-bytes 1024 --activation-bytes 512 --state 2"
+    printed = output(f"{command} {sizes}", capsys)
+    assert "worker    weights    versions    gradients    state    activ" in printed
+    assert "0         1.0 KiB    1.0 KiB     1.0 KiB      2.0 KiB  1.0 KiB" in printed
 
 
 def test_updates_are_simulated_and_compared(capsys: pytest.CaptureFixture[str]) -> None:

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
 
+import networkx as nx
 import pytest
 import torch
 
@@ -115,3 +116,31 @@ def test_zero_shares_the_state_and_frees_gradients() -> None:
         2 * p.nbytes + 4 for p in model.parameters() if p.requires_grad
     )
     assert 0.45 * ddp.state < zero1.state < 0.75 * ddp.state
+
+
+def test_a_limit_is_of_all_kinds() -> None:
+    model, inputs = build("gpt")
+    adamw = torch.optim.AdamW(model.parameters())
+    schedule = schedules.one_f_one_b(2, 4)
+    plan = fxsched.plan(model, schedule, *inputs, optimizer=adamw)
+    most = max(p.at_once.total for p in plan.memory)
+    without = sum(plan.memory[0].at_once[:4]) + plan.memory[0].at_once.activations
+    assert without < 0.8 * most
+    enough = {"optimizer": adamw, "memory_limit": 1.001 * most}
+    fits = fxsched.plan(model, schedule, *inputs, **enough)
+    assert max(p.at_once.total for p in fits.memory) <= 1.001 * most
+    with pytest.raises(fxsched.PlanError, match=r"\(weights \d+, .*state \d+, activ"):
+        fxsched.plan(model, schedule, *inputs, optimizer=adamw, memory_limit=most / 4)
+
+
+def test_a_simulated_step_says_what_stages_hold() -> None:
+    stages = nx.path_graph(2, create_using=nx.DiGraph)
+    for number in stages:
+        stages.nodes[number].update(weights=20.0, held=3.0, state=40.0)
+    held = fxsched.simulate(schedules.one_f_one_b(2, 4), stages).memory
+    assert [p.at_once for p in held] == [
+        Memory(10.0, 0.0, 0.0, 10.0, 40.0, 6.0),
+        Memory(10.0, 0.0, 0.0, 10.0, 40.0, 3.0),
+    ]
+    stale = fxsched.simulate(schedules.pipedream(2, 4), stages).memory
+    assert [p.each.versions for p in stale] == [10.0, 0.0]

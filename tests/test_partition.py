@@ -17,6 +17,7 @@ from torch import Tensor, fx, nn
 import fxsched
 from fxsched import PlanError, Schedule, schedules
 from fxsched.clock.stage_graph import run_stages, worker_bytes
+from fxsched.ir.request import Request
 from fxsched.models.gpt import GPT, GPTConfig
 from fxsched.models.three_encoder import ThreeEncoder, ThreeEncoderConfig
 from fxsched.partition.cut_cost import Problem
@@ -113,8 +114,8 @@ def capture(
     """What the planner is given for a model: units, and the nodes in each."""
     found: list[Any] = []
 
-    def problem(blocks: list[list[fx.Node]]) -> Problem:
-        found.extend([original(blocks), blocks])
+    def problem(blocks: list[list[fx.Node]], request: Request) -> Problem:
+        found.extend([original(blocks, request), blocks])
         raise Captured
 
     original = partition._problem

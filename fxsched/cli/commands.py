@@ -31,6 +31,7 @@ SYNCHRONOUS = tuple(name for name in LIBRARY if name not in STALE)
 @simulate_options.time_options
 @simulate_options.update_option
 @simulate_options.link_options
+@simulate_options.memory_options
 @simulate_options.prefetch_option
 @simulate_options.picture_options
 def simulate(schedule: str | Schedule, **options: Any) -> None:

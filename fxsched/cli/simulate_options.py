@@ -15,6 +15,7 @@ import networkx as nx
 
 from ..clock.network import Link
 from ..draw import chrome
+from ..draw.memory_table import WorkerMemory, memory_tables
 from ..jobs.job import PlanError
 from ..jobs.schedule import Schedule
 from ..simulator.simulate import Simulation
@@ -62,6 +63,19 @@ link_options = _all_of(
     click.option("--message-bytes", type=NUMBER, help="of each message between stages"),
     click.option("--weight-bytes", type=NUMBER, help="of the weights of each stage"),
 )
+memory_options = _all_of(
+    click.option(
+        "--activation-bytes",
+        type=NUMBER,
+        help="of a stage and microbatch, from F to B; shows what workers hold",
+    ),
+    click.option(
+        "--state",
+        type=NUMBER,
+        help="bytes of the optimizer's state for each of --weight-bytes: 2 for Adam, 1 "
+        "for SGD with momentum; shows what workers hold",
+    ),
+)
 prefetch_option = click.option(
     "--prefetch",
     type=POSITION,
@@ -105,24 +119,38 @@ def simulate(
 
 
 def _chain(count: int, options: Mapping[str, Any], scale: float) -> nx.DiGraph[int]:
+    weights = scale * (options.get("weight_bytes") or 0.0)
+    sizes = {
+        "weights": 2 * weights,  # and their gradients
+        "held": scale * (options.get("activation_bytes") or 0.0),
+        "state": weights * (options.get("state") or 0.0),
+    }
     stages: nx.DiGraph[int] = nx.DiGraph()
-    stages.add_nodes_from(range(count))
+    stages.add_nodes_from(range(count), **{k: v for k, v in sizes.items() if v})
     nx.add_path(stages, range(count), bytes=options.get("message_bytes") or 0.0)
-    if options.get("weight_bytes"):
-        # of gradients too
-        weights = 2 * scale * options["weight_bytes"]
-        nx.set_node_attributes(stages, weights, "weights")
     return stages
+
+
+def shows_memory(options: Mapping[str, Any]) -> bool:
+    """Whether what workers hold is asked for."""
+    wanted = ("activation_bytes", "state")
+    return any(options.get(name) is not None for name in wanted)
 
 
 def transfer(options: Mapping[str, Any]) -> float | Link:
     """How long messages take. Raises PlanError for options that don't go together."""
     bandwidth = options.get("bandwidth")
-    if options.get("weight_bytes") is not None and options["prefetch"] is None:
-        raise PlanError("--weight-bytes needs --prefetch: else fetching takes no time")
+    weights, memory = options.get("weight_bytes") is not None, shows_memory(options)
+    if options.get("state") is not None and not weights:
+        raise PlanError("--state is for each byte of weights; give --weight-bytes")
+    if weights and options["prefetch"] is None and not memory:
+        held = "; or --state, to see what workers hold" if "state" in options else ""
+        raise PlanError(
+            f"--weight-bytes needs --prefetch: else fetching takes no time{held}"
+        )
     if bandwidth is None:
         for name in ("latency", "message_bytes", "weight_bytes"):
-            if options.get(name) is not None:
+            if options.get(name) is not None and not (memory and name[0] == "w"):
                 raise PlanError(f"{flag(name)} needs --bandwidth")
         if options["prefetch"] is not None and not options["transfer"]:
             link = " or --bandwidth" if "bandwidth" in options else ""
@@ -138,6 +166,9 @@ def transfer(options: Mapping[str, Any]) -> float | Link:
 def show(simulation: Simulation, options: Mapping[str, Any]) -> None:
     """Prints what a simulated step comes to, with its pictures."""
     click.echo(simulation.table())
+    if shows_memory(options):
+        memory = WorkerMemory(simulation.memory, knows_state=True)
+        click.echo("\n" + "\n".join(memory_tables(memory)))
     show_pictures(simulation, options)
 
 

@@ -25,6 +25,7 @@ import numpy as np
 
 from ..jobs.schedule import Schedule
 from .memory_changes import Change, StepChanges
+from .stage_graph import worker_bytes
 from .timeline import Timeline
 from .weight_groups import WeightGroup, groups_of_kinds, stage_weights
 
@@ -88,6 +89,18 @@ def worker_memory(
         step.activations(held, kept),
     )
     return _peaks(jobs.workers, list(changes))
+
+
+def held_memory(
+    schedule: Schedule, stages: nx.DiGraph[int], timeline: Timeline, kept: float = 1.0
+) -> list[Memory]:
+    """What each worker holds when that is most, by kind where there are updates; else
+    weights with their gradients, which then stay, and activations."""
+    if schedule.update_every is None:
+        held = worker_bytes(schedule, stages, timeline, kept)
+        return [Memory(weights=size) for size in held]
+    found = worker_memory(schedule, stages, timeline, kept=kept)
+    return [peaks.at_once for peaks in found]
 
 
 def _peaks(workers: int, changes: list[Change]) -> list[Peaks]:

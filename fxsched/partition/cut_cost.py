@@ -34,6 +34,8 @@ class Unit(NamedTuple):
     backward: float
     held: int = 0  # bytes between F and B
     weights: int = 0  # bytes of weights and their gradients
+    gradients: int = 0  # of these
+    state: int = 0  # bytes of the optimizer's state of the weights
 
     @property
     def seconds(self) -> float:
@@ -65,8 +67,8 @@ class Problem:
     rounds: jobs of one direction that the busiest worker runs, less one.
     floor: seconds up to which no stage counts as slow, since others share its worker.
     apart: pairs of units that may not share a stage.
-    limit: bytes that a stage may take, in_flight[k] times what is held and its weights,
-        for the k-th stage; None for no limit.
+    limit: bytes that a stage may take, in_flight[k] times what is held, its weights and
+        what the optimizer keeps of them, for the k-th stage; None for no limit.
     """
 
     units: tuple[Unit, ...]
@@ -98,8 +100,8 @@ class Problem:
 
     def memory(self, members: Sequence[int], k: int) -> float:
         """Bytes of the k-th stage, if it has these units."""
-        count = self.in_flight[k]
-        return sum(self.units[u].weights + count * self.units[u].held for u in members)
+        units, count = [self.units[u] for u in members], self.in_flight[k]
+        return sum(u.weights + u.state + count * u.held for u in units)
 
 
 def predicted(problem: Problem, stages: Cut) -> float:

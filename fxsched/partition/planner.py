@@ -14,6 +14,7 @@ from typing import NamedTuple
 import networkx as nx
 
 from ..clock.activations import most_in_flight
+from ..clock.memory import Memory, held_memory
 from ..clock.stage_graph import (
     kind_seconds,
     likely_seconds,
@@ -21,11 +22,11 @@ from ..clock.stage_graph import (
     run_stages,
     stage_jobs,
     step_seconds,
-    worker_bytes,
 )
+from ..clock.timeline import Timeline
 from ..jobs.job import Direction, Job, PlanError
 from ..jobs.schedule import Schedule
-from .cut_cost import Cut, Problem
+from .cut_cost import Cut, Problem, Unit
 from .partitioner import best_cut, improve
 
 # A schedule that leaves the number of stages open gets up to so many a worker; a few
@@ -53,7 +54,12 @@ class Choice(NamedTuple):
     cut: Cut
     schedule: Schedule
     seconds: float
-    bytes: float  # of the worker that holds the most
+    memory: Memory  # of the worker that holds the most
+
+    @property
+    def bytes(self) -> float:
+        """Of that worker."""
+        return self.memory.total
 
     @property
     def stages(self) -> int:
@@ -191,8 +197,18 @@ class _Planner:
         stages = stage_graph(self.problem, cut)
         schedule = self.schedule.fitted(stages)
         events = run_stages(schedule, stages)
-        most = max(worker_bytes(schedule, stages, events))
-        return Choice(cut, schedule, likely_seconds(schedule, stages), most)
+        seconds = likely_seconds(schedule, stages)
+        return Choice(cut, schedule, seconds, self._most(schedule, stages, events))
+
+    def _most(
+        self, schedule: Schedule, stages: nx.DiGraph[int], events: Timeline
+    ) -> Memory:
+        """What the worker that holds the most holds, where that matters."""
+        if self.limit is None:
+            return Memory()
+        return max(
+            held_memory(schedule, stages, events), key=lambda memory: memory.total
+        )
 
     def _improved(self, choice: Choice) -> Choice:
         """The choice after moving units, if simulation says it's worth it."""
@@ -207,7 +223,7 @@ class _Planner:
             if most_work(jobs, kind_seconds(stages, jobs.kinds)) > most_seconds:
                 return float("inf")
             events = run_stages(fixed, stages)
-            most = max(worker_bytes(fixed, stages, events)) if self.limit else 0.0
+            most = self._most(fixed, stages, events).total
             return float("inf") if most > (self.limit or 0.0) else step_seconds(events)
 
         cut = improve(self.problem, choice.cut, seconds, SIMULATED // len(jobs))
@@ -225,9 +241,19 @@ class _Planner:
             best = min(better, key=lambda c: c.bytes)
         return PlanError(
             f"memory_limit={self.limit:.0f}: no cut keeps every worker within it; the "
-            f"best found holds {best.bytes:.0f} bytes, in {best.stages} stages; raise "
-            "the limit, use more workers or stages, smaller microbatches, or in_flight"
+            f"best found holds {best.bytes:.0f} bytes, in {best.stages} stages"
+            f"{_kinds(best)}; raise the limit, use more workers or stages, smaller "
+            "microbatches, or in_flight"
         )
+
+
+def _kinds(choice: Choice) -> str:
+    """What takes how many bytes, where kinds are counted apart."""
+    if choice.schedule.update_every is None:
+        return ""
+    kinds = choice.memory._asdict().items()
+    sizes = ", ".join(f"{kind} {size:.0f}" for kind, size in kinds if size)
+    return f" ({sizes})"
 
 
 def number(problem: Problem, cut: Cut) -> Cut:
@@ -249,7 +275,7 @@ def stage_graph(problem: Problem, cut: Cut) -> nx.DiGraph[int]:
     """The stages of a cut as clock.stage_graph wants them."""
     stages: nx.DiGraph[int] = nx.DiGraph()
     for stage in range(max(cut, default=-1) + 1):
-        stages.add_node(stage, forward=0.0, backward=0.0, held=0, weights=0)
+        stages.add_node(stage, **dict.fromkeys(Unit._fields, 0))
     for unit, stage in zip(problem.units, cut, strict=True):
         data = stages.nodes[stage]
         for name, amount in unit._asdict().items():

@@ -10,6 +10,7 @@ import numpy as np
 
 from ..clock.activations import credits
 from ..clock.event_loop import Network, run_jobs
+from ..clock.memory import Peaks, worker_memory
 from ..clock.network import Link, Transfers, check_transfer
 from ..clock.stage_graph import (
     Edges,
@@ -73,6 +74,13 @@ class Simulation:
         np.minimum.at(first, compute, self.timeline.start)
         np.maximum.at(last, compute, self.timeline.end)
         return float(max((last - first).max(), 0.0))
+
+    @cached_property
+    def memory(self) -> list[Peaks]:
+        """The most bytes that each worker holds, by kind, of stages that say what they
+        take: `weights` with their gradients, `held`, `state` of the optimizer. Weights
+        that others keep come one job ahead, unless the plan says otherwise."""
+        return worker_memory(self.schedule, self.stages, self.timeline)
 
     def diagram(self, unit: str = "") -> Diagram:
         """A picture of the timeline: print it, or save it as .svg, .html or .txt.

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import networkx as nx
 
-from ..clock.stage_graph import worker_bytes
+from ..clock.memory import held_memory
 from ..draw import tables
 from ..jobs.job import PlanError
 from ..jobs.schedule import Schedule
@@ -123,10 +123,11 @@ class Comparison:
             )
         except PlanError:
             return  # such as a cap that stops it here
-        held = worker_bytes(
+        held = held_memory(
             schedule, simulation.stages, simulation.timeline, self.goal.kept
         )
-        self.rows.append(Row(candidate, simulation, max(held)))
+        most = max(memory.total for memory in held)
+        self.rows.append(Row(candidate, simulation, most))
 
     def fits(self, row: Row) -> bool:
         """Whether a candidate is within the memory limit."""

@@ -162,6 +162,7 @@ def _add_memory(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     _add_language(parser)
     add("--compiled", action="store_true", help="with Inductor, peers too")
+    add("--adamw", action="store_true", help="with the optimizer, peers too")
     add("--only", nargs="+", choices=memory.NAMES, default=memory.NAMES, metavar="NAME")
     add("--steps", type=int, default=4, help="of each contestant, after the first (4)")
     add("--json", type=Path, metavar="F", help="write the results to a file as well")

@@ -41,6 +41,8 @@ SCHEDULES: Mapping[str, Callable[[int, int], Schedule]] = MappingProxyType(
         "ddp": schedules.ddp,
         "zero1": schedules.zero1,
         "zero2": schedules.zero2,
+        "pipedream": schedules.pipedream,
+        "pipedream_2bw": schedules.pipedream_2bw,
     }
 )
 RIVALS = MappingProxyType(
@@ -56,10 +58,12 @@ RIVALS = MappingProxyType(
 
 @dataclass
 class Trainer:
-    """A contestant, and the names of the parameters that are right on this rank."""
+    """A contestant, the names of the parameters that are right on this rank, and the
+    backend, if it is fxsched's."""
 
     contestant: Contestant
     names: Callable[[], Iterable[str]]
+    backend: fxsched.Backend | None = None
 
 
 def adamw(parameters: Iterable[nn.Parameter]) -> torch.optim.AdamW:
@@ -79,7 +83,8 @@ def ours(
         groups = [group for group in backend.plan.groups if rank in group.owners]
         return {name for group in groups for name in group.names}
 
-    return Trainer(Contestant(name, model, lambda: compiled(*setup.inputs)), names)
+    contestant = Contestant(name, model, lambda: compiled(*setup.inputs))
+    return Trainer(contestant, names, backend)
 
 
 def pipeline(setup: Setup, cuts: Sequence[int]) -> Trainer:
