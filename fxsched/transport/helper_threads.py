@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import queue
 import threading
+import time
 from collections.abc import Callable
 
 
@@ -12,17 +13,20 @@ class Helpers:
 
     def __init__(self) -> None:
         self.waits: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        self.threads = self.waiting = 0
+        self.threads: list[threading.Thread] = []
+        self.waiting = 0
         self.changed = threading.Lock()
 
     def call(self, wait: Callable[[], None]) -> None:
         """Calls what waits for something, in a thread that nothing else waits in."""
         with self.changed:
             self.waiting += 1
-            if self.waiting > self.threads:  # a daemon: a rank that fails exits anyway
-                self.threads += 1
-                name = f"fxsched waits {self.threads}"
-                threading.Thread(None, self._call, name, daemon=True).start()
+            if self.waiting > len(self.threads):
+                name = f"fxsched waits {len(self.threads) + 1}"
+                # a daemon: a rank that fails exits anyway
+                thread = threading.Thread(None, self._call, name, daemon=True)
+                self.threads.append(thread)
+                thread.start()
         self.waits.put(wait)
 
     def _call(self) -> None:
@@ -33,8 +37,16 @@ class Helpers:
                 self.waiting -= 1
 
     def close(self) -> None:
-        """Ends the threads, each once its wait is over."""
+        """Ends the threads, each once its wait is over; nothing waits here any more."""
         with self.changed:
-            for _ in range(self.threads):
+            for _ in self.threads:
                 self.waits.put(None)
-            self.threads = 0
+
+    def end(self, seconds: float) -> None:
+        """Ends them before Python does, which aborts the process where one is inside
+        torch.distributed; waits at most so long for those whose wait is not over."""
+        self.close()
+        due = time.monotonic() + seconds
+        for thread in self.threads:
+            if thread is not threading.current_thread():
+                thread.join(max(due - time.monotonic(), 0.0))

@@ -180,7 +180,7 @@ class Processes:
         self.verdict: Exception | None = None  # of the thread that looks after waits
         self.closed = threading.Event()
         self._connect((0, 0))
-        weakref.finalize(self, self.helpers.close)
+        weakref.finalize(self, self.helpers.end, 2 * TICK)
         self.ended = threading.Event()
         args = (weakref.ref(self), self.ended)
         watcher = threading.Thread(
