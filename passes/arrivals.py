@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import Any
 
 from ..clock.arrivals import update_rounds
 from ..ir import ops
-from ..ir.graphs import Specs, arguments
+from ..ir.graphs import arguments
 from ..ir.request import Request
 from ..ir.step_ir import Line, Message, StepIR
-from ..ir.update_inputs import UpdateInputs, check_trained
+from ..ir.update_inputs import UpdateInputs, add_line, check_trained
 from ..jobs.job import Direction, Job, PlanError
 
 
@@ -122,7 +121,7 @@ class _Arrivals:
         weights = self.placeholders[group]
         args, specs = (weights, *before), weights.meta["specs"]
         name = f"weights_{group}_of_{microbatch}"
-        return self._line(where, ops.copy, args, specs, name, group)
+        return add_line(self.lines, where, ops.copy, args, specs, name, group)
 
     def _check_version(self, stage: int, job: Job) -> None:
         read = Job(stage, job.microbatch, Direction.FORWARD)
@@ -147,7 +146,7 @@ class _Arrivals:
             weights = self.placeholders[group]
             args = (group, None, weights, gradient, factor, *before)
             name, specs = f"weights_{group}_{job}", weights.meta["specs"]
-            new = self._line(line, ops.update, args, specs, name, group)
+            new = add_line(self.lines, line, ops.update, args, specs, name, group)
             if (stage, b) not in self.updates:
                 new.job = job
                 self.updates[stage, b] = new
@@ -167,18 +166,4 @@ class _Arrivals:
         return update
 
     def _note(self, where: Line, job: Job) -> None:
-        self._line(where, ops.note, (str(job),), (), f"note_{job}")
-
-    def _line(
-        self,
-        where: Line,
-        target: Any,
-        args: tuple[Any, ...],
-        specs: Specs,
-        name: str,
-        group: int | None = None,
-    ) -> Line:
-        """A line on the worker and in the task of another."""
-        new = Line(where.worker, where.task, where.n, target, args, specs, name, group)
-        self.lines.append(new)
-        return new
+        add_line(self.lines, where, ops.note, (str(job),), (), f"note_{job}")

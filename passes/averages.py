@@ -11,6 +11,7 @@ from ..ir import ops
 from ..ir.graphs import Group, Specs
 from ..ir.request import Request
 from ..ir.step_ir import Line, Message, StepIR
+from ..ir.update_inputs import add_line
 from ..jobs.job import PlanError
 
 
@@ -58,8 +59,14 @@ class Averages:
             return
         weights = self.placeholders[group]
         args = (group, False, True, weights)
-        self.centres[key] = self._line(
-            line, ops.replica, args, self._specs(group, False), f"centre_{group}", group
+        self.centres[key] = add_line(
+            self.lines,
+            line,
+            ops.replica,
+            args,
+            self._specs(group, False),
+            f"centre_{group}",
+            group,
         )
 
     def end(self, group: int, number: int, new: Line) -> list[Line]:
@@ -71,7 +78,7 @@ class Averages:
         moments = last or elastic is None
         specs, name = self._specs(group, moments), f"own_{new.name}"
         args = (group, moments, False, new)
-        replica = self._line(new, ops.replica, args, specs, name, group)
+        replica = add_line(self.lines, new, ops.replica, args, specs, name, group)
         owners = self.step.facts.groups[group].owners
         replicas = self.replicas.setdefault(group, [])
         replicas.append(replica)
@@ -83,7 +90,7 @@ class Averages:
         where = Line(root, f"average {group} after {new.task}", new.n)
         means = (elastic, self.centres.get((group, root)), *replicas)
         name = f"mean_{new.name}"
-        mean = self._line(where, ops.average, means, specs, name, group)
+        mean = add_line(self.lines, where, ops.average, means, specs, name, group)
         step = None if last else elastic
         return [self._take(group, step, each, mean, new) for each in replicas]
 
@@ -98,7 +105,7 @@ class Averages:
         name = f"{weights.name}_mean"
         if elastic is not None:
             self.centres[group, own.worker] = mean
-        return self._line(where, ops.take, args, weights.specs, name, group)
+        return add_line(self.lines, where, ops.take, args, weights.specs, name, group)
 
     def _specs(self, group: int, moments: bool) -> Specs:
         """Of what is trained of a group, and of what the optimizer has of it."""
@@ -114,19 +121,6 @@ class Averages:
             for spec in known.get(state.input, ())
         ]
         return (*weights, *more)
-
-    def _line(
-        self,
-        where: Line,
-        target: Any,
-        args: tuple[Any, ...],
-        specs: Specs,
-        name: str,
-        group: int,
-    ) -> Line:
-        new = Line(where.worker, where.task, where.n, target, args, specs, name, group)
-        self.lines.append(new)
-        return new
 
 
 def averages_of(

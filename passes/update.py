@@ -10,10 +10,10 @@ from torch import fx
 
 from ..clock.weight_fetches import source_of
 from ..ir import ops
-from ..ir.graphs import Specs, arguments
+from ..ir.graphs import arguments
 from ..ir.request import Request
 from ..ir.step_ir import Credit, Line, Message, Running, StepIR, Value
-from ..ir.update_inputs import UpdateInputs, check_trained
+from ..ir.update_inputs import UpdateInputs, add_line, check_trained
 from ..jobs.job import Direction, Job, PlanError
 from .averages import averages_of
 
@@ -160,7 +160,9 @@ class _Updates:
             where = Line(worker, f"{verb} {group} v{version}", before.n)
             name = f"weights_{group}_v{version}{'_corrected' if gap else ''}"
             specs = self.placeholders[group].meta["specs"]
-            self.copies[key] = self._line(where, target, args, specs, name, group)
+            self.copies[key] = add_line(
+                self.lines, where, target, args, specs, name, group
+            )
         return self.copies[key]
 
     def _check_corrected(self, number: int, worker: int) -> None:
@@ -194,7 +196,7 @@ class _Updates:
                 self.placeholders[group].meta["specs"],
                 f"weights_{group}_{job}",
             )
-            new = self._line(line, ops.update, args, specs, name, group)
+            new = add_line(self.lines, line, ops.update, args, specs, name, group)
             new.job, first = first, None
             self.updated[group, number + 1, line.worker] = new
             if self.averages is not None:
@@ -233,27 +235,13 @@ class _Updates:
         if others and self.request.schedule.version is not None:
             where = Line(new.worker, f"copy {group} after {new.task}", new.n)
             name = f"{new.name}_sent"
-            sent = self._line(where, ops.copy, (new,), new.specs, name, group)
+            sent = add_line(self.lines, where, ops.copy, (new,), new.specs, name, group)
             self.sent[Kept(group, number + 1, new.worker)] = [sent]
         for owner in others:
             old = self._weights(group, number, owner)
             where = Line(owner, f"renew {group} after {new.task}", new.n)
             before = self._before(Kept(group, number, owner), where)
             args, name = (old, *before), f"{new.name}_copy"
-            line = self._line(where, ops.renew, args, new.specs, name, group)
+            line = add_line(self.lines, where, ops.renew, args, new.specs, name, group)
             self.renewed[line] = (new.worker, sent)
             self.updated[group, number + 1, owner] = line
-
-    def _line(
-        self,
-        where: Line,
-        target: Any,
-        args: tuple[Any, ...],
-        specs: Specs,
-        name: str,
-        group: int | None = None,
-    ) -> Line:
-        """A line on the worker and in the task of another."""
-        new = Line(where.worker, where.task, where.n, target, args, specs, name, group)
-        self.lines.append(new)
-        return new

@@ -8,7 +8,7 @@ import networkx as nx
 import pytest
 
 from fxsched import Direction, Job, Placement, PlanError, Schedule, schedules, simulate
-from tests.library import held, inside, kept, library
+from tests.simulated import held, inside, kept, library
 
 FORWARD, BACKWARD, _, _ = Direction
 

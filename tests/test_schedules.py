@@ -21,7 +21,7 @@ from fxsched import (
 )
 
 from . import table1
-from .library import held, inside, kept, library, run, stages_of
+from .simulated import held, inside, kept, library, run, stages_of
 
 FORWARD, BACKWARD, WEIGHT, _ = Direction
 ONES = {"F": 1, "B": 1, "W": 1}

@@ -4,7 +4,7 @@ which comes of the norms of all."""
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -12,9 +12,24 @@ import torch
 from ..jobs.job import PlanError
 from . import ops
 from .gradient_sums import sum_gradients
-from .graphs import Group, Spec
+from .graphs import Group, Spec, Specs
 from .request import Request
 from .step_ir import Line, Message, Running, StepIR
+
+
+def add_line(
+    lines: list[Line | Message],
+    where: Line,
+    target: Callable[..., Any],
+    args: tuple[Any, ...],
+    specs: Specs,
+    name: str,
+    group: int | None = None,
+) -> Line:
+    """A line on the worker and in the task of another, after all there are."""
+    new = Line(where.worker, where.task, where.n, target, args, specs, name, group)
+    lines.append(new)
+    return new
 
 
 def check_trained(groups: Sequence[Group], request: Request) -> None:
@@ -76,7 +91,9 @@ class UpdateInputs:
             args = (limit, skips, places, *norms)
             spec = _like_all((), [norm.specs[0] for norm in norms])
             name = f"factor_{line.task}"
-            self.factors[key] = self._line(line, ops.clip_factor, args, spec, name)
+            self.factors[key] = add_line(
+                self.lines, line, ops.clip_factor, args, (spec,), name
+            )
         return self.factors[key]
 
     def _norms(
@@ -107,16 +124,10 @@ class UpdateInputs:
             spec = _like_all((len(shapes),), shapes)
             task, name = f"norms {group} of round {number}", f"norms_{group}"
             where = Line(gradients.worker, task, line.n)
-            self.norms[key] = self._line(where, ops.norms, (gradients,), spec, name)
+            self.norms[key] = add_line(
+                self.lines, where, ops.norms, (gradients,), (spec,), name
+            )
         return self.norms[key]
-
-    def _line(
-        self, where: Line, target: Any, args: tuple[Any, ...], spec: Spec, name: str
-    ) -> Line:
-        """A line on the worker and in the task of another."""
-        new = Line(where.worker, where.task, where.n, target, args, (spec,), name)
-        self.lines.append(new)
-        return new
 
 
 def _like_all(shape: tuple[int, ...], specs: Sequence[Spec]) -> Spec:
