@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 
 from torch import fx
 
 from ..ir import ops
-from ..ir.gradient_sums import sum_gradients
+from ..ir.gradient_sums import next_jobs, sum_gradients
 from ..ir.graphs import Output, Specs, dims, result
 from ..ir.request import Request
 from ..ir.step_ir import Line, Made, Running, StepIR
@@ -85,7 +84,7 @@ class _Collection:
             if key.what == "gradients" and self.step.every is None:
                 last[key.group] = line
                 sums.setdefault(key.group, []).append(key)
-        after = self._next_jobs(last.values())
+        after = next_jobs(self.lines, last.values(), self.workers)
         self.reduced: dict[int, Running | Line] = {}
         sums_after: dict[Line, list[Line]] = {}
         for group in sorted(sums):
@@ -94,19 +93,6 @@ class _Collection:
             for line in new:
                 sums_after.setdefault(after[last[group], line.worker], []).append(line)
         return sums_after
-
-    def _next_jobs(self, lines: Iterable[Line]) -> dict[tuple[Line, int], Line]:
-        """For each of these lines and each worker, the worker's next job; the line
-        itself, if there is none."""
-        wanted = set(lines)
-        coming: dict[int, Line] = {}
-        next_jobs = {}
-        for line in reversed(self.lines):
-            if line in wanted:
-                next_jobs.update({(line, w): coming.get(w, line) for w in self.workers})
-            if line.job is not None:
-                coming[line.worker] = line
-        return next_jobs
 
     def _of_call(self) -> dict[int, dict[str, Any]]:
         """Outputs on the workers that hand them out, buffers on their owners."""

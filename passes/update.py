@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -10,6 +11,7 @@ from torch import fx
 
 from ..clock.weight_fetches import source_of
 from ..ir import ops
+from ..ir.gradient_sums import next_jobs, root_of
 from ..ir.graphs import arguments
 from ..ir.request import Request
 from ..ir.step_ir import Credit, Line, Message, Running, StepIR, Value
@@ -56,6 +58,15 @@ class Copied(NamedTuple):
     gap: float
 
 
+class Renewal(NamedTuple):
+    """A group whose copy on one worker is to be renewed after an update."""
+
+    group: int
+    number: int
+    new: Line
+    sent: Line
+
+
 class _Updates:
     def __init__(self, step: StepIR, request: Request) -> None:
         self.step, self.request, self.groups = step, request, step.facts.groups
@@ -69,6 +80,7 @@ class _Updates:
         self.copies: dict[Copied, Line] = {}
         self.sent: dict[Kept, list[Line]] = {}  # copies that others' are renewed from
         self.lines: list[Line | Message] = []
+        self.waiting: dict[int, list[Renewal]] = {}  # by the worker that renews
         self.inputs = UpdateInputs(step, request, self.lines)
         self.averages = averages_of(step, request, self.lines)
 
@@ -76,13 +88,20 @@ class _Updates:
         check_trained(self.groups, self.request)
         jobs = [(line, line.job) for line in self.step.lines if isinstance(line, Line)]
         self._part_reads([(line, job) for line, job in jobs if job is not None])
+        sums = self._sums_after([line for line, _ in jobs])
         for line, job in jobs:
             if job is not None and job.direction is Direction.UPDATE:
+                behind = self.waiting.pop(line.worker, [])
                 self._update(line, job)
-                continue
-            for key in self.wanted.get(line, ()):
-                self._copy(key, line)
-            self.lines.append(line)
+                self._renew_copies(line.worker, behind)
+            else:
+                self._renew_waiting()
+                for key in self.wanted.get(line, ()):
+                    self._copy(key, line)
+                self.lines.append(line)
+            for group, number, n in sums.get(line, ()):
+                self.inputs.gradients(group, number, n)
+        self._renew_waiting()
         copies = {
             (key.kept.group, line.job): self.copies[key]
             for line, keys in self.wanted.items()
@@ -96,6 +115,26 @@ class _Updates:
             copies=copies,
             renewed=self.renewed,
         )
+
+    def _sums_after(self, lines: list[Line]) -> dict[Line, list[tuple[int, int, int]]]:
+        """Which groups' gradients are summed after a line, of which round and with
+        which n: by the root's next job once all are there, so that none of what other
+        workers sent stays until U."""
+        if self.averages is not None:
+            return {}
+        place = {line: i for i, line in enumerate(lines)}
+        last: dict[tuple[int, int], Line] = {}
+        for key, line in self.step.running.items():
+            if key.what == "gradients":
+                of = key.group, key.round
+                last[of] = max(last.get(of, line), line, key=place.__getitem__)
+        workers = range(self.request.schedule.workers)
+        after = next_jobs(lines, last.values(), workers)
+        sums: dict[Line, list[tuple[int, int, int]]] = {}
+        for (group, number), line in sorted(last.items(), key=lambda item: item[0]):
+            root = root_of(self.groups[group], group)
+            sums.setdefault(after[line, root], []).append((group, number, line.n))
+        return sums
 
     def _part_reads(self, jobs: list[tuple[Line, Job]]) -> None:
         """Parts the reads of versions that are not the newest which a job could have
@@ -227,9 +266,9 @@ class _Updates:
         return self.placeholders[group] if known is None else known
 
     def _renew(self, group: int, number: int, new: Line) -> None:
-        """The other workers' copies, after the update of the one that takes it. Where
-        jobs read earlier versions, the next update doesn't wait until these are there,
-        so that they are sent from a copy."""
+        """Notes that the other workers' copies are behind the update of the one that
+        takes it. Where jobs read earlier versions, the next update doesn't wait until
+        these are there, so that they are sent from a copy."""
         others = [w for w in self.groups[group].owners if w != new.worker]
         sent = new
         if others and self.request.schedule.version is not None:
@@ -238,6 +277,15 @@ class _Updates:
             sent = add_line(self.lines, where, ops.copy, (new,), new.specs, name, group)
             self.sent[Kept(group, number + 1, new.worker)] = [sent]
         for owner in others:
+            self.waiting.setdefault(owner, []).append(Renewal(group, number, new, sent))
+
+    def _renew_waiting(self) -> None:
+        """Renews all copies that are behind."""
+        for owner in sorted(self.waiting):
+            self._renew_copies(owner, self.waiting.pop(owner))
+
+    def _renew_copies(self, owner: int, renewals: Iterable[Renewal]) -> None:
+        for group, number, new, sent in renewals:
             old = self._weights(group, number, owner)
             where = Line(owner, f"renew {group} after {new.task}", new.n)
             before = self._before(Kept(group, number, owner), where)

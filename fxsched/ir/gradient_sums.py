@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from ..clock.weight_traffic import sum_root
 from . import ops
@@ -35,3 +35,19 @@ def sum_gradients(
     task = f"reduce {group}" + f" of round {number}" * (step.every is not None)
     line = Line(root, task, n, ops.reduce, args, specs, f"gradients_{group}", group)
     return line, [line]
+
+
+def next_jobs(
+    lines: Sequence[Line], wanted: Iterable[Line], workers: Iterable[int]
+) -> dict[tuple[Line, int], Line]:
+    """For each wanted line and each worker, the worker's next job; the line itself, if
+    there is none."""
+    starts, workers = set(wanted), tuple(workers)
+    coming: dict[int, Line] = {}
+    following = {}
+    for line in reversed(lines):
+        if line in starts:
+            following.update({(line, w): coming.get(w, line) for w in workers})
+        if line.job is not None:
+            coming[line.worker] = line
+    return following
