@@ -9,7 +9,7 @@ from torch import fx
 
 from ..clock.activations import credits
 from ..clock.event_loop import run_jobs
-from ..clock.stage_graph import Edges, place_jobs
+from ..clock.stage_graph import Edges, joint_stages, place_jobs
 from ..clock.timeline import Jobs, Kind, Timeline
 from ..clock.updates import StageUpdate, add_updates, stopped_by_order
 from ..ir.graphs import result
@@ -41,7 +41,8 @@ def order_jobs(step: StepIR, request: Request) -> StepIR:
             "update_every= out"
         )
     calls = _calls(step.graph)
-    jobs = place_jobs(schedule, list(calls), _preds(calls))
+    joint = joint_stages(step.facts.stages)
+    jobs = place_jobs(schedule, list(calls), _preds(calls), joint)
     jobs = replace(jobs, more=_chain_buffers(step.graph, jobs))
     jobs = add_updates(schedule, jobs, _updates(step, request))
     ranked = _forward_first(jobs) if step.late else jobs
@@ -127,20 +128,12 @@ def _chain_buffers(gm: fx.GraphModule, jobs: Jobs) -> dict[int, list[int]]:
     more: dict[int, list[int]] = {}
     for number, worker in enumerate(jobs.compute[: jobs.regular]):
         stage, direction = jobs.kinds[number % len(jobs.kinds)]
-        if direction is FORWARD and stage in writers:
+        if direction is FORWARD and stage in writers and not jobs.unused(number):
             place = (stage, worker)
             if place in last:
                 more[last[place]] = [number]
             last[place] = number
     return more
-
-
-def _before(jobs: Jobs, number: int) -> list[int]:
-    """What a job waits for, of its own microbatch; what updates wait for is in more."""
-    if number >= jobs.regular:
-        return []
-    kind = number % len(jobs.kinds)
-    return [number - kind + p for p in jobs.preds[kind]]
 
 
 def _stuck(
@@ -153,7 +146,9 @@ def _stuck(
     ready = [
         number
         for number in range(len(jobs))
-        if number not in done | after and all(p in done for p in _before(jobs, number))
+        if number not in done | after
+        and not jobs.unused(number)
+        and all(p in done for p in jobs.before(number))
     ]
     if not run(lambda s: None).complete:
         if error := stopped_by_order(schedule, jobs, ready[0]):

@@ -14,7 +14,7 @@ start ready jobs.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from heapq import heappop, heappush
 from typing import NamedTuple
 
@@ -53,7 +53,7 @@ class Network:
 class _Precedence(NamedTuple):
     """What jobs wait for."""
 
-    succs: list[list[int]]  # by kind: how far it is to each successor
+    succs: list[list[int]]  # by kind: how far it is to successors of its microbatch
     missing: list[int]  # by job: how many predecessors and messages are to come
 
 
@@ -78,10 +78,14 @@ def _precedence(jobs: Jobs, network: Network | None) -> _Precedence:
     succs: list[list[int]] = [[] for _ in jobs.kinds]
     for kind, before in enumerate(jobs.preds):
         for p in before:
-            succs[p].append(kind - p)
+            if jobs.joint.isdisjoint((kind, p)):  # jobs.met has the others
+                succs[p].append(kind - p)
     succs.append([])  # of updates: jobs.more has theirs
     missing = [len(before) for before in jobs.preds] * jobs.microbatches
     missing += [0] * len(jobs.updates)
+    for kind in jobs.joint:
+        missing[kind : jobs.regular : len(jobs.kinds)] = [1] * jobs.microbatches
+        missing[kind] = len(jobs.before(kind))  # unused numbers wait for ever
     for more in jobs.more.values():
         for j in more:
             missing[j] += 1
@@ -108,11 +112,20 @@ def _queues(jobs: Jobs, missing: Sequence[int], in_order: bool) -> _Queues:
         rank[j] = r
         if not missing[j]:
             ready[jobs.compute[j]].append(r)  # in rising order, which is a heap
-        if in_order:
+        if in_order and not (jobs.joint and jobs.unused(j)):
             strict[jobs.compute[j]].append(r)
     for line in strict:
         line.reverse()
     return _Queues(ranked, rank, ready, strict)
+
+
+def _joined(
+    one: Mapping[int, Sequence[int]], other: Mapping[int, Sequence[int]]
+) -> Mapping[int, Sequence[int]]:
+    if not other:
+        return one
+    keys = one.keys() | other.keys()
+    return {key: [*one.get(key, ()), *other.get(key, ())] for key in sorted(keys)}
 
 
 class _Simulation:
@@ -129,6 +142,7 @@ class _Simulation:
         self, jobs: Jobs, caps: _Caps, network: Network | None, in_order: bool
     ) -> None:
         self.jobs, self.caps, self.network = jobs, caps, network
+        self.more = jobs.more if network else _joined(jobs.more, jobs.met)
         self.succs, self.missing = _precedence(jobs, network)
         self.queues = _queues(jobs, self.missing, in_order)
         self.free = [True] * jobs.workers
@@ -218,7 +232,7 @@ def _bound_events(simulation: _Simulation) -> Callable[[], float]:
     K, W, U, compute = len(jobs.kinds), jobs.workers, jobs.regular, jobs.compute
     ranked, rank, ready, _ = simulation.queues
     _, to_holder, releases = simulation.caps
-    succs, missing, more = simulation.succs, simulation.missing, jobs.more
+    succs, missing, more = simulation.succs, simulation.missing, simulation.more
     in_flight, parked = simulation.in_flight, simulation.parked
     calendar, candidates = simulation.calendar, simulation.candidates
     told, send = _messages(simulation)
@@ -272,7 +286,7 @@ def _messages(simulation: _Simulation) -> tuple[_Messages, _Messages]:
     jobs, calendar, succs = simulation.jobs, simulation.calendar, simulation.succs
     K, N, U, compute = len(jobs.kinds), len(jobs), jobs.regular, jobs.compute
     network = simulation.network or Network()
-    arrival, ended = network.arrival, network.ended
+    arrival, ended, met = network.arrival, network.ended, jobs.met
 
     def told(message: int, now: float, arrived: list[int]) -> None:
         if -1 - message < N:
@@ -283,8 +297,10 @@ def _messages(simulation: _Simulation) -> tuple[_Messages, _Messages]:
 
     def send(j: int, now: float, arrived: list[int]) -> None:
         here = compute[j]
-        for distance in succs[j % K if j < U else K]:
-            t = j + distance
+        after = [j + distance for distance in succs[j % K if j < U else K]]
+        if met:
+            after += met.get(j, ())
+        for t in after:
             when = now if compute[t] == here else arrival(j, t, now)
             if when > now:
                 heappush(calendar, (when, -1 - t))

@@ -113,7 +113,8 @@ class Transfers(Network):
         compute = self.jobs.compute
         source, to = compute[maker], compute[reader]
         (a, d), (b, _) = (self.jobs.kinds[i % self.width] for i in (maker, reader))
-        key = (maker, -1 - to if d is FORWARD and a != b else reader)
+        once = d is FORWARD and a != b and maker % self.width not in self.jobs.joint
+        key = (maker, -1 - to if once else reader)
         if key not in self.sent:
             if a == b:
                 size = self.stages.nodes[a].get("held", 0.0)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -23,11 +23,16 @@ def place_jobs(
     schedule: Schedule,
     kinds: Sequence[Kind],
     preds: Sequence[Sequence[int]],
+    joint: Container[int] = (),
 ) -> Jobs:
     """All jobs, numbered, with w and n asked once for each, and checked.
 
-    kinds, preds: those of one microbatch; see Jobs.
+    kinds, preds: those of one microbatch; see Jobs. joint: the joint stages. Of theirs,
+    w is asked with microbatch 0, and n with the last for F and 0 for the others.
     """
+    alone = frozenset(k for k, (s, _) in enumerate(kinds) if s in joint)
+    if alone:
+        schedule = _asked_once(schedule, {kinds[k][0] for k in alone})
     n, every = schedule.n, range(schedule.microbatches)
     priorities: list[Any]
     check_size(schedule, len(kinds))
@@ -46,7 +51,23 @@ def place_jobs(
         weights,
         compute,
         priorities,
+        joint=alone,
     )
+
+
+def _asked_once(schedule: Schedule, joint: Container[int]) -> Schedule:
+    """The schedule, whose w and n say the same of all microbatches of joint stages."""
+    last = schedule.microbatches - 1
+
+    def w(s: int, b: int, d: Direction) -> Placement | tuple[int, int]:
+        return schedule.w(s, 0 if s in joint else b, d)
+
+    def n(s: int, b: int, d: Direction) -> int:
+        if s in joint and d is not Direction.UPDATE:
+            b = last if d is FORWARD else 0
+        return schedule.n(s, b, d)
+
+    return replace(schedule, w=w, n=n)
 
 
 def check_size(schedule: Schedule, kinds: int) -> None:
@@ -95,6 +116,11 @@ def _placed_at_once(
     return (weights, compute) if fits else None
 
 
+def joint_stages(stages: nx.DiGraph[int]) -> frozenset[int]:
+    """The stages that run once, on all rows of the batch."""
+    return frozenset(s for s, joint in stages.nodes(data="joint") if joint)
+
+
 def stage_jobs(schedule: Schedule, stages: nx.DiGraph[int]) -> Jobs:
     """All jobs of a schedule on these stages."""
     back = {s for s, data in stages.nodes(data=True) if data["backward"] != 0}
@@ -111,7 +137,7 @@ def stage_jobs(schedule: Schedule, stages: nx.DiGraph[int]) -> Jobs:
             preds.append([at[s, FORWARD], *readers])
         else:
             preds.append([at[s, BACKWARD]])
-    jobs = place_jobs(schedule, kinds, preds)
+    jobs = place_jobs(schedule, kinds, preds, joint_stages(stages))
     if schedule.update_every is None:
         return jobs
     keepers, updates = weight_owners(jobs), []
@@ -142,7 +168,8 @@ def most_work(jobs: Jobs, seconds: Sequence[float]) -> float:
     """
     work, width = [0.0] * jobs.workers, len(seconds)
     for number, worker in enumerate(jobs.compute[: jobs.regular]):
-        work[worker] += seconds[number % width]
+        if not (jobs.joint and jobs.unused(number)):
+            work[worker] += seconds[number % width]
     return max(work)
 
 

@@ -27,6 +27,9 @@ class Stage(TypedDict, total=False):
     reads: the directions whose jobs read weights (F and B, if it isn't there).
     groups: numbers of the groups of weights that they read, each with the workers that
         keep it (one of the stage's own, where w says, if it isn't there).
+    joint: whether rows of different microbatches meet in it: it has one job a direction
+        (`3F*`), on all rows of the batch. Then forward, backward, held and flops are
+        of the whole batch, not of a microbatch; what its edges say is of one still.
     modules: names. parameters: numbers in them. flops: of one microbatch's F.
     """
 
@@ -41,6 +44,7 @@ class Stage(TypedDict, total=False):
     fetch: float
     reads: tuple[Direction, ...]
     groups: tuple[tuple[int, tuple[int, ...]], ...]
+    joint: bool
     modules: list[str]
     parameters: int
     flops: float

@@ -1,7 +1,8 @@
 """The jobs of a step by number, and the timeline of those that ran.
 
 Jobs are numbers: those of microbatch b are b * K to b * K + K - 1, where K is how many
-kinds of jobs, (stage, direction), a microbatch has. That makes millions cheap.
+kinds of jobs, (stage, direction), a microbatch has. That makes millions cheap. Kinds of
+joint stages have one job, that of microbatch 0; the numbers of the others stay unused.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import NamedTuple, overload
 
-from ..jobs.job import Direction, Job
+from ..jobs.job import ALL_ROWS, Direction, Job
 
 Kind = tuple[int, Direction]
 
@@ -31,12 +32,15 @@ class Jobs:
 
     kinds: stage and direction of the jobs of one microbatch, in an order that breaks
         ties of n; a microbatch's jobs come before those of the next.
-    preds: for each kind, the kinds that it waits for, of the same microbatch.
-    weights, compute, n: the workers and the priority of each job.
+    preds: for each kind, the kinds that it waits for, of the same microbatch; of joint
+        kinds the one job that there is, and they wait for those of all microbatches.
+    weights, compute, n: the workers and the priority of each job. Unused numbers have
+        those of the job that there is.
     more: further successors of jobs, which nothing is sent to.
     updates: stage and microbatch of the optimizer's steps, whose numbers come after
         those of all other jobs; one for each worker that takes the step, which
         `compute` has, as it has their n in `n`. What they wait for is in `more`.
+    joint: the kinds that have one job, on all rows.
     """
 
     kinds: tuple[Kind, ...]
@@ -48,9 +52,21 @@ class Jobs:
     n: Sequence[int]
     more: Mapping[int, Sequence[int]] = field(default_factory=dict)
     updates: tuple[tuple[int, int], ...] = ()
+    joint: frozenset[int] = frozenset()
 
     def __len__(self) -> int:
+        """How many numbers there are."""
         return len(self.compute)
+
+    @property
+    def count(self) -> int:
+        """How many jobs there are."""
+        return len(self.compute) - len(self.joint) * (self.microbatches - 1)
+
+    def unused(self, number: int) -> bool:
+        """Whether a number has no job."""
+        width = len(self.kinds)
+        return width <= number < self.regular and number % width in self.joint
 
     def job(self, number: int) -> Job:
         """The job of a number."""
@@ -59,12 +75,45 @@ class Jobs:
             return Job(stage, microbatch, Direction.UPDATE)
         microbatch, kind = divmod(number, len(self.kinds))
         stage, direction = self.kinds[kind]
+        if kind in self.joint:
+            return Job(stage, ALL_ROWS, direction)
         return Job(stage, microbatch, direction)
 
     @property
     def regular(self) -> int:
         """How many jobs are no updates; their numbers come first."""
         return self.microbatches * len(self.kinds)
+
+    def before(self, number: int) -> list[int]:
+        """The numbers that a job waits for by its kind's preds."""
+        width = len(self.kinds)
+        if number >= self.regular:
+            return []
+        first = number - number % width
+        numbers: list[int] = []
+        for p in self.preds[number % width]:
+            if p in self.joint:
+                numbers.append(p)
+            elif number % width in self.joint:
+                numbers += range(p, self.regular, width)
+            else:
+                numbers.append(first + p)
+        return numbers
+
+    @cached_property
+    def met(self) -> dict[int, list[int]]:
+        """Successors, by preds, of jobs that are joint or that joint ones wait for."""
+        after: dict[int, list[int]] = {}
+        width = len(self.kinds)
+        for kind, before in enumerate(self.preds) if self.joint else ():
+            alone = kind in self.joint
+            if not alone and self.joint.isdisjoint(before):
+                continue
+            for number in (kind,) if alone else range(kind, self.regular, width):
+                for p in self.before(number):
+                    if alone or p in self.joint:
+                        after.setdefault(p, []).append(number)
+        return after
 
     @cached_property
     def at(self) -> dict[Kind, int]:
@@ -134,4 +183,4 @@ class Timeline(Sequence[Event]):
     @property
     def complete(self) -> bool:
         """Whether all jobs ran; a cap may stop them."""
-        return len(self.order) == len(self.jobs)
+        return len(self.order) == self.jobs.count

@@ -50,6 +50,8 @@ def add_updates(schedule: Schedule, jobs: Jobs, stages: Sequence[StageUpdate]) -
         for stage, workers, givers, _ in stages:
             kinds = [_release(jobs, schedule, giver) for giver in givers]
             before = [b * width + kind for b in own for kind in kinds]
+            if jobs.joint:
+                before = [number for number in before if not jobs.unused(number)]
             rank = schedule.priority(Job(stage, last, Direction.UPDATE))
             rank = max([rank, *(n[number] for number in before)])
             for worker in workers:
@@ -81,7 +83,7 @@ def _reads(
         for kind, (s, d) in enumerate(jobs.kinds):
             version = schedule.seen(Job(s, b, d)) if reads[kind] else 0
             number = b * len(jobs.kinds) + kind
-            for i in reads[kind]:
+            for i in reads[kind] if not (b and kind in jobs.joint) else ():
                 here = jobs.weights[number], jobs.compute[number]
                 source = source_of(stages[i].workers, *here)
                 averaged = version and schedule.averages(version)

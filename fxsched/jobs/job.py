@@ -43,29 +43,47 @@ class Direction(Enum):
         return hash(self._value_)
 
 
+class _AllRows(int):
+    """Of a job that runs once, on the rows of all microbatches: 0 to w and tables,
+    and prints as `*`."""
+
+    def __str__(self) -> str:
+        return "*"
+
+
+ALL_ROWS = _AllRows(0)
+
+
 class Job(NamedTuple):
-    """The work of one stage on one microbatch in one direction; prints as `2F0`."""
+    """The work of one stage on one microbatch in one direction; prints as `2F0`.
+
+    A joint stage has one job a direction, on all rows: its microbatch is ALL_ROWS,
+    which is equal to 0, and it prints as `2F*`.
+    """
 
     stage: int
     microbatch: int
     direction: Direction
 
     def __str__(self) -> str:
-        return f"{self.stage}{self.direction.value}{self.microbatch}"
+        return f"{self.stage}{self.direction.value}{self.microbatch!s}"
 
     @staticmethod
     def parse(text: str) -> Job:
         """The job that prints as `text`.
 
-        Raises PlanError if the text isn't a stage, F, B, W or U, and a microbatch.
+        Raises PlanError if the text isn't a stage, F, B, W or U, and a microbatch, or
+        `*` for all of them.
         """
-        match = re.fullmatch(r"(\d+)([FBWU])(\d+)", text)
+        match = re.fullmatch(r"(\d+)(?:([FBWU])(\d+)|([FBW])\*)", text)
         if match is None:
             raise PlanError(
                 f"{text!r} is not a job: write stage, F, B, W or U, microbatch, as in "
                 "2F0"
             )
-        stage, letter, microbatch = match.groups()
+        stage, letter, microbatch, joint = match.groups()
+        if joint:
+            return Job(int(stage), ALL_ROWS, Direction(joint))
         return Job(int(stage), int(microbatch), Direction(letter))
 
 

@@ -1,0 +1,179 @@
+"""Stages where rows of microbatches meet: one job a direction, on all rows."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Collection, Iterator
+
+import networkx as nx
+import pytest
+
+import fxsched
+from fxsched import Direction, Job, Schedule
+from fxsched.clock.stage_graph import stage_jobs
+from fxsched.jobs.job import ALL_ROWS
+from fxsched.simulator.simulate import Simulation
+
+FORWARD, BACKWARD, WEIGHT, _ = Direction
+
+
+def graph(
+    edges: Collection[tuple[int, int]],
+    joint: Collection[int],
+    frozen: Collection[int] = (),
+) -> nx.DiGraph[int]:
+    """Stages whose F takes 1 and B 2, of joint ones 3 and 6; frozen ones have no B."""
+    stages: nx.DiGraph[int] = nx.DiGraph()
+    stages.add_nodes_from(range(1 + max((b for _, b in edges), default=0)))
+    stages.add_edges_from(edges, seconds=0.0)
+    for s, data in stages.nodes(data=True):
+        work = 3.0 if s in joint else 1.0
+        data.update(forward=work, backward=0.0 if s in frozen else 2 * work)
+        data["joint"] = s in joint
+    return stages
+
+
+def waits(
+    stages: nx.DiGraph[int], microbatches: int, split: bool
+) -> Iterator[tuple[tuple[int, int, str], tuple[int, int, str]]]:
+    """What is said of joint stages, job by job: pairs of a job and one after it."""
+    joint = {s for s, data in stages.nodes(data=True) if data["joint"]}
+    back = {s for s, data in stages.nodes(data=True) if data["backward"]}
+    for b in range(microbatches):
+
+        def of(s: int, d: str, b: int = b) -> tuple[int, int, str]:
+            return (s, 0 if s in joint else b, d)
+
+        for reads, s in stages.edges:
+            yield of(reads, "F"), of(s, "F")
+            if reads in back and s in back:
+                yield of(s, "B"), of(reads, "B")
+        for s in back:
+            yield of(s, "F"), of(s, "B")
+            if split:
+                yield of(s, "B"), of(s, "W")
+
+
+def check(result: Simulation, stages: nx.DiGraph[int]) -> None:
+    """Each job once, joint ones once for all microbatches, after what they wait for."""
+    joint = {s for s, data in stages.nodes(data=True) if data["joint"]}
+    schedule = result.schedule
+    times = {
+        (e.job.stage, e.job.microbatch, e.job.direction.value): (e.start, e.end)
+        for e in result.timeline
+    }
+    assert len(times) == len(result.timeline)
+    assert set(times) == {
+        (s, b, d.value)
+        for s in stages
+        for b in range(1 if s in joint else schedule.microbatches)
+        for d in schedule.directions
+        if d is FORWARD or stages.nodes[s]["backward"]
+    }
+    for before, after in waits(stages, schedule.microbatches, schedule.split_backward):
+        assert times[before][1] <= times[after][0], (before, after)
+
+
+# 0 and 1 are encoders, 2 their loss over all pairs
+TOWERS = [(0, 2), (1, 2)]
+ENDS = {
+    "at the end": (TOWERS, {2}),
+    "in the middle": ([(0, 1), (1, 2), (2, 3)], {1}),
+    "one after the other": ([(0, 1), (1, 2), (2, 3)], {1, 2}),
+    "two, microbatches between": ([(0, 1), (1, 2), (2, 3), (0, 3)], {1, 3}),
+    "first": ([(0, 1), (1, 2)], {0}),
+    "alone": ([], {0}),
+    "all": (TOWERS, {0, 1, 2}),
+}
+
+
+@pytest.mark.parametrize("case", ENDS)
+@pytest.mark.parametrize("split", [False, True])
+def test_a_joint_job_waits_for_all_microbatches_and_they_for_it(
+    case: str, split: bool
+) -> None:
+    edges, joint = ENDS[case]
+    stages = graph(edges, joint)
+    schedule = Schedule(
+        2, 3, w=lambda s, b, d: (s % 2, (s + b) % 2), split_backward=split
+    )
+    for transfer in (0.0, 0.5, None):
+        check(fxsched.simulate(schedule, stages, None, transfer), stages)
+
+
+def drawn(draw: random.Random, count: int) -> Schedule:
+    """Random w and n of so many stages."""
+    workers, batch = draw.randint(1, 3), draw.randint(1, 4)
+    places = [[draw.randrange(workers) for _ in range(batch)] for _ in range(count)]
+    ranks = [draw.sample(range(99), 3 * batch) for _ in range(count)]
+    return Schedule(
+        workers,
+        batch,
+        w=lambda s, b, d: (places[s][b], places[s][b]),
+        n=lambda s, b, d: ranks[s][3 * b + "FBW".index(d.value)],
+        split_backward=draw.random() < 0.5,
+    )
+
+
+def test_random_graphs_with_joint_stages_wait_as_the_graph_says() -> None:
+    draw = random.Random(3)
+    for _ in range(150):
+        count = draw.randint(2, 7)
+        edges = [(a, b) for b in range(count) for a in range(b) if draw.random() < 0.4]
+        joint = {s for s in range(count) if draw.random() < 0.4}
+        stages = graph([*edges, (count - 2, count - 1)], joint)
+        transfer = draw.choice([0.0, 0.25, None])
+        check(fxsched.simulate(drawn(draw, count), stages, None, transfer), stages)
+
+
+def test_joint_jobs_print_with_a_star_and_are_microbatch_0() -> None:
+    job = Job.parse("3F*")
+    assert str(job) == "3F*" and job.microbatch is ALL_ROWS
+    assert job == Job(3, 0, FORWARD) == Job.parse("3F0")
+    timeline = fxsched.simulate(
+        Schedule(1, 2), graph(*ENDS["at the end"]), None
+    ).timeline
+    assert [str(event.job) for event in timeline].count("2F*") == 1
+    with pytest.raises(fxsched.PlanError, match=r"'3U\*' is not a job"):
+        Job.parse("3U*")
+
+
+def test_w_is_asked_with_microbatch_0_and_n_with_the_last_for_f() -> None:
+    asked: set[tuple[str, int, int, str]] = set()
+
+    def w(s: int, b: int, d: Direction) -> tuple[int, int]:
+        asked.add(("w", s, b, d.value))
+        return 0, 0
+
+    def n(s: int, b: int, d: Direction) -> int:
+        asked.add(("n", s, b, d.value))
+        return 0
+
+    schedule = Schedule(1, 3, w=w, n=n, split_backward=True)
+    jobs = stage_jobs(schedule, graph(*ENDS["at the end"]))
+    assert {each for each in asked if each[1] == 2} == {
+        *(("w", 2, 0, d) for d in "FBW"),
+        ("n", 2, 2, "F"),
+        ("n", 2, 0, "B"),
+        ("n", 2, 0, "W"),
+    }
+    assert jobs.count == 2 * 3 * 3 + 3
+
+
+def test_each_microbatch_sends_a_message_into_a_joint_job_and_out_of_it() -> None:
+    stages = graph([(0, 1), (1, 2)], {1})
+    schedule = Schedule(3, 4, w=lambda s, b, d: (s, s))
+    workers = fxsched.simulate(schedule, stages, None).workers
+    assert [(w.activations_received, w.activations_sent) for w in workers] == [
+        (4, 4),
+        (8, 8),
+        (4, 4),
+    ]
+    link = fxsched.Link(bandwidth=1.0)
+    for a, b in stages.edges:
+        stages.edges[a, b]["bytes"] = 5.0
+    result = fxsched.simulate(schedule, stages, None, link)
+    starts = {str(e.job): e.start for e in result.timeline}
+    assert starts["1F*"] == 1 + 4 * 5  # the link is busy from the first end on
+    first = starts["1F*"] + 3
+    assert [starts[f"2F{b}"] for b in range(4)] == [first + 5 * k for k in (1, 2, 3, 4)]
