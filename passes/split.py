@@ -47,7 +47,7 @@ def split_stages(gm: fx.GraphModule, request: Request) -> fx.GraphModule:
     """
     inner = [StageBuilder(gm, nodes) for nodes in _by_stage(gm)]
     groups = _group_state(gm, [stage.state for stage in inner], request)
-    stages = _describe(inner)
+    stages = _describe(inner, request.state_bytes)
     if request.moments:
         _describe_moments(stages, inner, request.moments)
     calls = _Calls(gm, groups)
@@ -277,7 +277,9 @@ def _is_table(node: fx.Node) -> bool:
     return bool(names) and all("embedding" in name for name in names)
 
 
-def _describe(inner: list[StageBuilder]) -> nx.DiGraph[int]:
+def _describe(
+    inner: list[StageBuilder], state_bytes: Mapping[int, int]
+) -> nx.DiGraph[int]:
     """The stages and what is sent between them. A stage that is the first to read a
     parameter counts it."""
     stages: nx.DiGraph[int] = nx.DiGraph()
@@ -297,6 +299,9 @@ def _describe(inner: list[StageBuilder]) -> nx.DiGraph[int]:
             update=_update_seconds(numbers),
             flops=sum(n.meta["work"].flops for n in stage.nodes if "work" in n.meta),
         )
+        if state_bytes:
+            positions = (n.meta["index"] for n in first)
+            data["state"] = sum(state_bytes.get(position, 0) for position in positions)
         stages.add_node(number, **data)
     maker = {
         node: number for number, stage in enumerate(inner) for node in stage.outputs

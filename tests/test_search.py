@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
 import networkx as nx
 import pytest
+import torch
 
 import fxsched
-from fxsched import Direction, Job, Link, PlanError, Schedule, search
+from fxsched import Direction, Job, Link, PlanError, Schedule, schedules, search
+from fxsched.clock.memory import held_memory
 from fxsched.clock.stage_graph import worker_bytes
 from fxsched.simulator.simulate import Simulation, simulate
 from fxsched.tuner.candidates import library, moves_weights
@@ -147,6 +150,38 @@ def test_a_model_is_planned_for_each_number_of_stages_that_it_has() -> None:
     assert found.microbatches == 4 and found.stages == 2  # it has no 99 parts
     plan = fxsched.plan(model, found, *inputs)
     assert len(plan.stages) == found.stages
+
+
+def least_bytes(options: dict[str, Any]) -> int:
+    """Bytes of the schedule that holds the least, of an mlp on two workers."""
+    model, inputs = mlp()
+    if "optimizer" in options:
+        options = {"optimizer": options["optimizer"](model.parameters())}
+    with pytest.raises(PlanError, match=r"the least found is (\d+) bytes") as refused:
+        search(model, 2, 4, 1, args=inputs, kwargs=options, stages=2, quiet=True)
+    return int(re.findall(r"(\d+) bytes", str(refused.value))[0])
+
+
+def test_an_optimizers_state_counts_where_weights_are_stepped() -> None:
+    weights = [p.nbytes for p in mlp()[0].parameters()]
+    stateless = least_bytes({"optimizer": torch.optim.SGD})
+    assert least_bytes({}) == stateless
+    more = least_bytes({"optimizer": torch.optim.Adam}) - stateless
+    # two moments of the weights of the fuller worker, and counts of steps
+    assert sum(weights) <= more < 2.1 * sum(weights)
+
+    stages = nx.path_graph(2, create_using=nx.DiGraph)
+    for s, data in stages.nodes(data=True):
+        data.update(forward=1.0, backward=2.0, held=1.0, weights=10.0, state=8.0 + s)
+    stages.edges[0, 1].update(bytes=0, seconds=0.0)
+    with pytest.raises(PlanError, match="least found is 20 bytes, of naive"):
+        search(stages, 2, 2, memory_limit=18, quiet=True)
+    zero1 = schedules.zero1(2, 2)
+    held = held_memory(zero1, stages, simulate(zero1, stages).timeline)
+    assert [memory.state for memory in held] == [8.0, 9.0]
+    ddp = schedules.ddp(2, 2)
+    held = held_memory(ddp, stages, simulate(ddp, stages).timeline)
+    assert [memory.state for memory in held] == [17.0, 17.0]
 
 
 def test_a_limit_that_nothing_meets_names_the_least_memory() -> None:

@@ -28,6 +28,7 @@ from .memory_changes import Change, StepChanges
 from .stage_graph import worker_bytes
 from .timeline import Timeline
 from .weight_groups import WeightGroup, groups_of_kinds, stage_weights
+from .weight_traffic import state_held
 
 
 class Memory(NamedTuple):
@@ -95,10 +96,13 @@ def held_memory(
     schedule: Schedule, stages: nx.DiGraph[int], timeline: Timeline, kept: float = 1.0
 ) -> list[Memory]:
     """What each worker holds when that is most, by kind where there are updates; else
-    weights with their gradients, which then stay, and activations."""
+    the optimizer's state, and weights with their gradients, which then stay, and
+    activations."""
     if schedule.update_every is None:
         held = worker_bytes(schedule, stages, timeline, kept)
-        return [Memory(weights=size) for size in held]
+        states = state_held(schedule, stages, timeline.jobs)
+        pairs = zip(held, states, strict=True)
+        return [Memory(weights=size, state=state) for size, state in pairs]
     found = worker_memory(schedule, stages, timeline, kept=kept)
     return [peaks.at_once for peaks in found]
 

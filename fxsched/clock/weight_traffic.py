@@ -50,6 +50,15 @@ def stage_keepers(schedule: Schedule, jobs: Jobs) -> dict[int, Keepers]:
     return keepers
 
 
+def state_held(schedule: Schedule, stages: nx.DiGraph[int], jobs: Jobs) -> list[float]:
+    """Bytes of the optimizer's state on each worker, of the weights that it updates."""
+    held = [0.0] * schedule.workers
+    for stage, (owners, root, updates) in stage_keepers(schedule, jobs).items():
+        for worker in (root,) if updates else owners:
+            held[worker] += float(stages.nodes[stage].get("state", 0.0))
+    return held
+
+
 def weight_size(stages: nx.DiGraph[int], stage: int) -> float:
     """Bytes of a stage's weights, or of their gradients."""
     return float(stages.nodes[stage].get("weights", 0.0)) / 2

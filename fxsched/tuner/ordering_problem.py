@@ -18,6 +18,7 @@ from ..clock.stage_graph import (
     weight_bytes,
 )
 from ..clock.timeline import Jobs
+from ..clock.weight_traffic import state_held
 from ..jobs.schedule import Schedule
 
 Transfer = float | Link | None
@@ -73,7 +74,7 @@ def make_problem(
     limit: float,
 ) -> OrderingProblem | None:
     """The jobs of a schedule; None if F, B and W of a stage are on different workers,
-    or the weights alone are above the limit.
+    or the weights and the optimizer's state alone are above the limit.
 
     kept: the share of what F saves that is still there between B and W.
     """
@@ -84,7 +85,9 @@ def make_problem(
             return None
     sizes = [stages.nodes[s]["held"] for s, _ in jobs.kinds]
     takes, gives = map(tuple, allocations(jobs, schedule.release, sizes, kept))
-    left = tuple(limit - held for held in weight_bytes(jobs, stages))
+    states = state_held(schedule, stages, jobs)
+    pairs = zip(weight_bytes(jobs, stages), states, strict=True)
+    left = tuple(limit - weights - state for weights, state in pairs)
     if min(left) < 0:
         return None
     seconds = tuple(kind_seconds(stages, jobs.kinds))

@@ -54,13 +54,15 @@ def search(
         "B": 1, "W": 1}, or lists of times, stage by stage; or stages as
         fxsched/clock/stage_record.py has them; or a Plan; or a model, with the
         arguments of a call in `args` and `kwargs` (there also options of fxsched.plan,
-        such as batch_dims), which is planned for each number of stages.
+        such as batch_dims, or optimizer, whose state then counts), which is planned for
+        each number of stages.
     workers: how many; those of a Plan unless given.
     microbatches: two for each worker unless given; of a model, as many as that at most
         and a divisor of its batch; of a Plan, its own.
     memory_limit: what a worker may hold at once. With times of stages: activations of a
         stage if there is one for each worker (those of smaller stages count less). With
-        `held` and `weights` of stages: bytes of weights, gradients and activations.
+        `held`, `weights` and `state` of stages: bytes of weights, gradients, the
+        optimizer's state and activations.
     transfer: as for simulate; None for the `seconds` of the edges between stages.
     seed: of the search; the same gives the same schedule.
     objective: "latency", or "span": the longest time from a worker's first start to
