@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from bisect import bisect_right
+from bisect import bisect_right, insort
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -123,7 +123,7 @@ class StepChanges:
             if list(by_worker) != [root]:
                 met = self._summed(root, last)
                 if self.updates:
-                    met = 4 * first[group.stage, k] + START
+                    met = min(met, 4 * first[group.stage, k] + START)
                 yield met, root, GRADIENTS, -size * (len(by_worker) - 1)
             for worker in group.updaters:
                 if worker != root:
@@ -135,9 +135,17 @@ class StepChanges:
     def _summed(self, root: int, last: int) -> int:
         """When a worker adds up sums, the last of which is there after a job: after
         its own next job, in the meantime of which they come."""
-        places = self._places[root]
+        places = self._with_updates[root]
         i = bisect_right(places, last)
         return 4 * (places[i] if i < len(places) else last) + AFTER
+
+    @cached_property
+    def _with_updates(self) -> list[list[int]]:
+        """The places of all jobs of each worker."""
+        places = [list(own) for own in self._places]
+        for place, _, _, worker in self.updates:
+            insort(places[worker], place)
+        return places
 
     @cached_property
     def _places(self) -> list[list[int]]:
