@@ -8,6 +8,7 @@ import torch
 from torch import fx
 
 from .clock.arrivals import ahead_text
+from .clock.joint import fit_joint, joint_text
 from .costmodel.measure import known_nodes
 from .ir.facts import facts
 from .ir.graphs import Role, State, tensors
@@ -65,6 +66,8 @@ def make_plan(gm: fx.GraphModule, request: Request, passes: tuple[Pass, ...]) ->
         gm = rewrite(gm, request)
         schedule = facts(gm).schedule or request.schedule
         request = replace(request, schedule=schedule)
+    stages = facts(gm).stages
+    request = replace(request, schedule=fit_joint(request.schedule, stages))
     step = StepIR(gm)
     for fill in STEP_PASSES:
         step = fill(step, request)
@@ -106,8 +109,10 @@ def make_plan(gm: fx.GraphModule, request: Request, passes: tuple[Pass, ...]) ->
 
 
 def _notes(step: StepIR, request: Request) -> tuple[str, ...]:
-    """Updates, if there are any; what the user asked for and does not get."""
-    return (*_updates(step, request), *_unmet(step, request))
+    """Joint stages and updates, if there are any; what the user asked for and does not
+    get."""
+    joint = joint_text(request.schedule, step.facts.stages)
+    return (*joint, *_updates(step, request), *_unmet(step, request))
 
 
 def _updates(step: StepIR, request: Request) -> tuple[str, ...]:
@@ -135,7 +140,8 @@ def _updates(step: StepIR, request: Request) -> tuple[str, ...]:
 def _unmet(step: StepIR, request: Request) -> tuple[str, ...]:
     """What the user asked for and does not get."""
     trains = any(direction is Direction.BACKWARD for _, direction in step.jobs.kinds)
-    if not (trains and step.late) or request.schedule.in_flight is None:
+    caps = {request.schedule.cap(stage) for stage, _ in step.jobs.kinds}
+    if not (trains and step.late) or caps == {None}:
         return ()
     return (
         "in_flight is not applied: the model returns no scalar loss, so all F run in "

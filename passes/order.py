@@ -9,7 +9,8 @@ from torch import fx
 
 from ..clock.activations import credits
 from ..clock.event_loop import run_jobs
-from ..clock.stage_graph import Edges, joint_stages, place_jobs
+from ..clock.joint import joint_stages
+from ..clock.stage_graph import Edges, place_jobs
 from ..clock.timeline import Jobs, Kind, Timeline
 from ..clock.updates import StageUpdate, add_updates, stopped_by_order
 from ..ir.graphs import result

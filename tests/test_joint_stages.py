@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+import inspect
 import random
+import tempfile
+from collections import Counter
 from collections.abc import Collection, Iterator
+from dataclasses import replace
+from typing import Any
 
 import networkx as nx
 import pytest
 
 import fxsched
-from fxsched import Direction, Job, Schedule
+from fxsched import Direction, Job, PlanError, Schedule
+from fxsched.clock.event_loop import run_jobs
 from fxsched.clock.stage_graph import stage_jobs
 from fxsched.jobs.job import ALL_ROWS
+from fxsched.schedules import LIBRARY, STALE
 from fxsched.simulator.simulate import Simulation
 
 FORWARD, BACKWARD, WEIGHT, _ = Direction
@@ -134,7 +141,7 @@ def test_joint_jobs_print_with_a_star_and_are_microbatch_0() -> None:
         Schedule(1, 2), graph(*ENDS["at the end"]), None
     ).timeline
     assert [str(event.job) for event in timeline].count("2F*") == 1
-    with pytest.raises(fxsched.PlanError, match=r"'3U\*' is not a job"):
+    with pytest.raises(PlanError, match=r"'3U\*' is not a job"):
         Job.parse("3U*")
 
 
@@ -177,3 +184,122 @@ def test_each_microbatch_sends_a_message_into_a_joint_job_and_out_of_it() -> Non
     assert starts["1F*"] == 1 + 4 * 5  # the link is busy from the first end on
     first = starts["1F*"] + 3
     assert [starts[f"2F{b}"] for b in range(4)] == [first + 5 * k for k in (1, 2, 3, 4)]
+
+
+def test_schedules_of_the_library_run_unchanged_on_joint_stages() -> None:
+    """Caps and strict orders made for microbatches too."""
+    for name, make in {**LIBRARY, "saved": one_f_one_b}.items():
+        if name in STALE:
+            continue
+        arguments = {"workers": 4, "microbatches": 8, "group_size": 2, "servers": 2}
+        takes = inspect.signature(make).parameters
+        schedule = make(**{k: v for k, v in arguments.items() if k in takes})
+        for joint in ({3}, {1}, {0}, {1, 2}):
+            stages = nx.path_graph(schedule.stages or 4, nx.DiGraph)
+            joined = graph(stages.edges, joint)
+            result = fxsched.simulate(schedule, joined, None)
+            check(result, joined)
+
+
+def one_f_one_b(workers: int, microbatches: int) -> Schedule:
+    """1f1b, as it comes back from a file."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = f"{folder}/saved.json"
+        fxsched.schedules.one_f_one_b(workers, microbatches).save(path)
+        return fxsched.load_schedule(path)
+
+
+def test_caps_of_the_library_are_lifted_before_a_joint_stage_alone() -> None:
+    schedule = fxsched.schedules.one_f_one_b(workers=4, microbatches=8)
+    result = fxsched.simulate(schedule, joint=[2])
+    assert [worker.peak_activations for worker in result.workers] == [8, 8, 1, 1]
+    assert result.schedule.in_flight.lifted == {0, 1}
+    unjoined = fxsched.simulate(schedule)
+    assert [worker.peak_activations for worker in unjoined.workers] == [4, 3, 2, 1]
+
+
+def stops(schedule: Schedule, stages: nx.DiGraph[int]) -> bool:
+    """Whether its caps stop it, by running it."""
+    jobs = stage_jobs(schedule, stages)
+    return not run_jobs(
+        jobs, [1.0] * len(jobs), schedule.cap, schedule.release
+    ).complete
+
+
+def test_a_cap_of_the_users_is_an_error_that_names_the_smallest_that_works() -> None:
+    draw = random.Random(5)
+    seen = Counter[bool]()
+    for _ in range(120):
+        count = draw.randint(2, 5)
+        edges = [(a, b) for b in range(count) for a in range(b) if draw.random() < 0.5]
+        joint = {s for s in range(count) if draw.random() < 0.4}
+        frozen = {s for s in range(count) if draw.random() < 0.2}
+        stages = graph([*edges, (count - 2, count - 1)], joint, frozen)
+        schedule = replace(drawn(draw, count), n=lambda s, b, d: b)
+        least = next(c for c in range(1, 9) if not stops(capped(schedule, c), stages))
+        for cap in range(1, least + 1):
+            seen[cap < least] += 1
+            if cap == least:
+                check(fxsched.simulate(capped(schedule, cap), stages, None), stages)
+                continue
+            with pytest.raises(PlanError, match=f"smallest that works is {least}$"):
+                fxsched.simulate(capped(schedule, cap), stages, None)
+    assert min(seen.values()) > 30
+
+
+def capped(schedule: Schedule, cap: int) -> Schedule:
+    return replace(schedule, in_flight=cap)
+
+
+def test_a_function_of_the_users_is_told_what_each_stage_needs() -> None:
+    schedule = Schedule(
+        2, 4, w=lambda s, b, d: ((s, 0), (1, b % 2), (0, 0))[s], in_flight=lambda s: 1
+    )
+    message = (
+        r"in_flight=1 stops the schedule: stage 2 runs once, on all rows \(2F\*\), so "
+        r"B of stage 0 waits for F of all 4 microbatches; the smallest that works is 4 "
+        r"for stage 0, 2 for stage 1$"
+    )
+    with pytest.raises(PlanError, match=message):
+        fxsched.simulate(schedule, 3, joint=[2])
+
+
+def test_updates_of_parts_of_the_batch_are_refused() -> None:
+    schedule = fxsched.schedules.gpipe(workers=2, microbatches=4)
+    message = (
+        r"^update_every=2: rows of all 4 microbatches meet in stage 1, whose gradients "
+        r"come once a call; give update_every=4, or None, and no average_every$"
+    )
+    with pytest.raises(PlanError, match=message):
+        fxsched.simulate(replace(schedule, update_every=2), joint=[1])
+    whole = replace(schedule, update_every=4)
+    result = fxsched.simulate(whole, joint=[1])
+    ends = {str(e.job): e.end for e in result.timeline}
+    starts = {str(e.job): e.start for e in result.timeline}
+    assert starts["1U3"] >= ends["1B*"] and starts["0U3"] >= ends["0B3"]
+    with pytest.raises(PlanError, match=r"^average_every=1: rows of all 4"):
+        copies = fxsched.schedules.ddp(2, 4)
+        copies = replace(copies, update_every=4, average_every=1)
+        fxsched.simulate(copies, 2, joint=[1])
+
+
+@pytest.mark.parametrize("joint", ["1", 1, [2], [True]])
+def test_joint_takes_numbers_of_stages(joint: Any) -> None:
+    with pytest.raises(PlanError, match=r"simulate\(joint="):
+        fxsched.simulate(Schedule(1, 2), 2, joint=joint)
+
+
+def test_strict_orders_found_for_joint_stages_are_kept() -> None:
+    """n that can be taken strictly is; else what waits for a joint job comes after."""
+    order = {"0F1": 0, "1F*": 2, "0F0": 1, "1B*": 3, "0B1": 4, "0B0": 5}
+
+    def n(s: int, b: int, d: Direction) -> int:
+        return order.get(f"{s}{d}*" if s else f"{s}{d}{b}", 9)
+
+    stages = graph([(0, 1)], {1})
+    schedule = Schedule(1, 2, n=n, in_order=True)
+    ran = [str(e.job) for e in fxsched.simulate(schedule, stages, None).timeline]
+    assert ran == ["0F1", "0F0", "1F*", "1B*", "0B1", "0B0"]
+    order["0B1"] = 0
+    ran = [str(e.job) for e in fxsched.simulate(schedule, stages, None).timeline]
+    assert ran == ["0F1", "0F0", "1F*", "1B*", "0B1", "0B0"]

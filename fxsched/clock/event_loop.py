@@ -14,7 +14,7 @@ start ready jobs.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from heapq import heappop, heappush
 from typing import NamedTuple
 
@@ -119,15 +119,6 @@ def _queues(jobs: Jobs, missing: Sequence[int], in_order: bool) -> _Queues:
     return _Queues(ranked, rank, ready, strict)
 
 
-def _joined(
-    one: Mapping[int, Sequence[int]], other: Mapping[int, Sequence[int]]
-) -> Mapping[int, Sequence[int]]:
-    if not other:
-        return one
-    keys = one.keys() | other.keys()
-    return {key: [*one.get(key, ()), *other.get(key, ())] for key in sorted(keys)}
-
-
 class _Simulation:
     """What changes while jobs run, beside what doesn't.
 
@@ -142,7 +133,7 @@ class _Simulation:
         self, jobs: Jobs, caps: _Caps, network: Network | None, in_order: bool
     ) -> None:
         self.jobs, self.caps, self.network = jobs, caps, network
-        self.more = jobs.more if network else _joined(jobs.more, jobs.met)
+        self.more = jobs.more if network else jobs.met_or_more
         self.succs, self.missing = _precedence(jobs, network)
         self.queues = _queues(jobs, self.missing, in_order)
         self.free = [True] * jobs.workers

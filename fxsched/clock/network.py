@@ -113,8 +113,8 @@ class Transfers(Network):
         compute = self.jobs.compute
         source, to = compute[maker], compute[reader]
         (a, d), (b, _) = (self.jobs.kinds[i % self.width] for i in (maker, reader))
-        once = d is FORWARD and a != b and maker % self.width not in self.jobs.joint
-        key = (maker, -1 - to if once else reader)
+        once = d is FORWARD and a != b
+        key = (maker, -1 - to - self._part(maker, reader) if once else reader)
         if key not in self.sent:
             if a == b:
                 size = self.stages.nodes[a].get("held", 0.0)
@@ -123,6 +123,14 @@ class Transfers(Network):
                 size = edge.get("bytes", 0.0)
             self.sent[key] = self._send(source, to, size, now)
         return self.sent[key]
+
+    def _part(self, maker: int, reader: int) -> int:
+        """0 if all readers of a job read the same of it; of a joint one each microbatch
+        reads its rows."""
+        joint, width = self.jobs.joint, self.width
+        if maker % width not in joint or reader % width in joint:
+            return 0
+        return (1 + reader // width) * self.jobs.workers
 
     def _weights(self, stage: int) -> float:
         if self.transfer is None:

@@ -12,6 +12,7 @@ from ..jobs.job import Direction, Job, Placement, PlanError
 from ..jobs.schedule import Schedule
 from .activations import peaks
 from .event_loop import Network, run_jobs
+from .joint import ask_once, fit_joint, joint_stages, order_phases
 from .timeline import Jobs, Kind, Timeline, weight_owners
 from .updates import StageUpdate, add_updates
 
@@ -32,7 +33,7 @@ def place_jobs(
     """
     alone = frozenset(k for k, (s, _) in enumerate(kinds) if s in joint)
     if alone:
-        schedule = _asked_once(schedule, {kinds[k][0] for k in alone})
+        schedule = ask_once(schedule, {kinds[k][0] for k in alone})
     n, every = schedule.n, range(schedule.microbatches)
     priorities: list[Any]
     check_size(schedule, len(kinds))
@@ -43,7 +44,7 @@ def place_jobs(
         priorities = [None]
     if not set(map(type, priorities)) <= {int}:
         priorities = [schedule.priority(Job(s, b, d)) for b in every for s, d in kinds]
-    return Jobs(
+    jobs = Jobs(
         tuple(kinds),
         tuple(map(tuple, preds)),
         schedule.microbatches,
@@ -53,21 +54,10 @@ def place_jobs(
         priorities,
         joint=alone,
     )
-
-
-def _asked_once(schedule: Schedule, joint: Container[int]) -> Schedule:
-    """The schedule, whose w and n say the same of all microbatches of joint stages."""
-    last = schedule.microbatches - 1
-
-    def w(s: int, b: int, d: Direction) -> Placement | tuple[int, int]:
-        return schedule.w(s, 0 if s in joint else b, d)
-
-    def n(s: int, b: int, d: Direction) -> int:
-        if s in joint and d is not Direction.UPDATE:
-            b = last if d is FORWARD else 0
-        return schedule.n(s, b, d)
-
-    return replace(schedule, w=w, n=n)
+    if alone and schedule.in_order:
+        blocks = not run_jobs(jobs, [0.0] * len(jobs), in_order=True).complete
+        return order_phases(jobs) if blocks else jobs
+    return jobs
 
 
 def check_size(schedule: Schedule, kinds: int) -> None:
@@ -114,11 +104,6 @@ def _placed_at_once(
         return None
     fits = plain and inside and types <= {Placement, tuple}
     return (weights, compute) if fits else None
-
-
-def joint_stages(stages: nx.DiGraph[int]) -> frozenset[int]:
-    """The stages that run once, on all rows of the batch."""
-    return frozenset(s for s, joint in stages.nodes(data="joint") if joint)
 
 
 def stage_jobs(schedule: Schedule, stages: nx.DiGraph[int]) -> Jobs:
@@ -181,6 +166,7 @@ def job_seconds(stages: nx.DiGraph[int], jobs: Jobs) -> list[float]:
 
 def run_stages(schedule: Schedule, stages: nx.DiGraph[int]) -> Timeline:
     """The jobs in the order in which they start; not all if in_flight stops them."""
+    schedule = fit_joint(schedule, stages)
     jobs = stage_jobs(schedule, stages)
     return run_jobs(
         jobs,

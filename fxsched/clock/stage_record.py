@@ -30,7 +30,7 @@ class Stage(TypedDict, total=False):
         keep it (one of the stage's own, where w says, if it isn't there).
     joint: whether rows of different microbatches meet in it: it has one job a direction
         (`3F*`), on all rows of the batch. Then forward, backward, held and flops are
-        of the whole batch, not of a microbatch; what its edges say is of one still.
+        of the whole batch, not of a microbatch; what its edges say is of one.
     modules: names. parameters: numbers in them. flops: of one microbatch's F.
     """
 
@@ -53,7 +53,8 @@ class Stage(TypedDict, total=False):
 
 
 class Edge(TypedDict, total=False):
-    """What one microbatch sends along it: bytes, and the seconds that takes one way."""
+    """What one microbatch sends along it, between joint stages all rows: bytes, and the
+    seconds that takes one way."""
 
     bytes: float
     seconds: float

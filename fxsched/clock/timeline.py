@@ -115,6 +115,16 @@ class Jobs:
                         after.setdefault(p, []).append(number)
         return after
 
+    @property
+    def met_or_more(self) -> Mapping[int, Sequence[int]]:
+        """The successors of both kinds."""
+        if not self.met:
+            return self.more
+        both = {number: list(after) for number, after in self.met.items()}
+        for number, after in self.more.items():
+            both.setdefault(number, []).extend(after)
+        return both
+
     @cached_property
     def at(self) -> dict[Kind, int]:
         """The number of each kind."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -101,18 +102,27 @@ def _messages(jobs: Jobs) -> tuple[Any, Any]:
     and other worker that reads what it made."""
     width, count = len(jobs.kinds), jobs.workers
     compute = np.asarray(jobs.compute, int)[: jobs.regular]
-    readers: list[list[int]] = [[] for _ in range(width)]
-    for k, before in enumerate(jobs.preds):
-        for p in before:
-            readers[p].append(k)
     received, sent = np.zeros(count, int), np.zeros(count, int)
-    for p, reading in enumerate(readers):
-        if not reading:
-            continue
-        source = compute[p::width]
-        to = np.sort(np.stack([compute[k::width] for k in reading], 1), 1)
+    for p, reading, last in _readings(jobs):
+        source = compute[p:last:width]
+        to = np.sort(np.stack([compute[k:last:width] for k in reading], 1), 1)
         new = to != source[:, None]
         new[:, 1:] &= to[:, 1:] != to[:, :-1]
         received += np.bincount(to[new], None, count)
         sent += np.bincount(source, new.sum(1), count).astype(int)
     return received, sent
+
+
+def _readings(jobs: Jobs) -> Iterator[tuple[int, list[int], int]]:
+    """Each kind with the kinds that read the same of it, and where its jobs end: what
+    joint jobs read of joint ones is sent once, all else once for each microbatch."""
+    width = len(jobs.kinds)
+    readers: list[tuple[list[int], list[int]]] = [([], []) for _ in range(width)]
+    for k, before in enumerate(jobs.preds):
+        for p in before:
+            readers[p][jobs.joint.issuperset((p, k))].append(k)
+    for p, (parts, whole) in enumerate(readers):
+        if parts:
+            yield p, parts, jobs.regular
+        if whole:
+            yield p, whole, width

@@ -14,6 +14,7 @@ from typing import NamedTuple
 import networkx as nx
 
 from ..clock.activations import most_in_flight
+from ..clock.joint import fit_joint
 from ..clock.memory import Memory, held_memory
 from ..clock.stage_graph import (
     kind_seconds,
@@ -195,7 +196,7 @@ class _Planner:
 
     def _choice(self, cut: Cut) -> Choice:
         stages = stage_graph(self.problem, cut)
-        schedule = self.schedule.fitted(stages)
+        schedule = fit_joint(self.schedule.fitted(stages), stages)
         events = run_stages(schedule, stages)
         seconds = likely_seconds(schedule, stages)
         return Choice(cut, schedule, seconds, self._most(schedule, stages, events))

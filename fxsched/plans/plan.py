@@ -25,6 +25,7 @@ from ..clock.weight_groups import WeightGroup
 from ..costmodel.measure import Known, Profile, fit_profile
 from ..draw import plan_tables
 from ..draw.diagram import Diagram
+from ..draw.explanation import explain_text
 from ..draw.memory_table import WorkerMemory
 from ..draw.program_table import program_table
 from ..ir.graphs import Group, Output, State
@@ -205,7 +206,7 @@ class Plan:
     def explain(self) -> str:
         """Stages with their workers, work, memory and what one microbatch sends; what
         each worker runs and holds; what limits the step. Lines of 100 columns."""
-        return plan_tables.explain_text(self.schedule, self.stages, self._memory)
+        return explain_text(self.schedule, self.stages, self._memory)
 
     def simulate(
         self,

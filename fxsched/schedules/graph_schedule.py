@@ -9,6 +9,7 @@ import networkx as nx
 from ..clock.stage_graph import likely_seconds, run_stages, step_seconds
 from ..jobs.answers import Priority
 from ..jobs.job import Direction, Placement
+from ..jobs.own_caps import OwnCaps
 from ..jobs.schedule import Schedule
 from .arguments import positive
 from .orders import oldest_microbatch_first
@@ -41,7 +42,7 @@ def graph(workers: int, microbatches: int) -> Schedule:
                 stages=count,
                 w=lambda s, b, d: Placement(worker[s], worker[s]),
                 n=n,
-                in_flight=lambda s: depth[s] + more,
+                in_flight=OwnCaps(lambda s: depth[s] + more),
                 name="graph",
             )
 

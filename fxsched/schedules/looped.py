@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from ..jobs.job import Direction, Placement
+from ..jobs.own_caps import OwnCaps
 from ..jobs.schedule import Schedule
 from .arguments import equal_shares, groups, loops, positive
 from .orders import oldest_microbatch_first
@@ -62,7 +63,7 @@ def looped_dfs(workers: int, microbatches: int, stages: int | None = None) -> Sc
         stages=v * workers,
         w=lambda s, b, d: Placement(s % workers, s % workers),
         n=n,
-        in_flight=lambda s: min(2 * workers, v * workers - s),
+        in_flight=OwnCaps(lambda s: min(2 * workers, v * workers - s)),
         name="looped_dfs",
     )
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from ..jobs.job import Direction, Placement, PlanError
+from ..jobs.own_caps import OwnCaps
 from ..jobs.schedule import Schedule
 from .arguments import positive
 from .orders import forward_first, oldest_microbatch_first
@@ -23,7 +24,7 @@ def naive(workers: int, microbatches: int = 1) -> Schedule:
         stages=workers,
         w=lambda s, b, d: Placement(s, s),
         n=oldest_microbatch_first(workers),
-        in_flight=1,
+        in_flight=OwnCaps(lambda s: 1),
         name="naive",
     )
 
@@ -59,7 +60,7 @@ def one_f_one_b(workers: int, microbatches: int, ahead: int = 1) -> Schedule:
         stages=workers,
         w=lambda s, b, d: Placement(s, s),
         n=oldest_microbatch_first(workers),
-        in_flight=lambda s: ahead * (workers - 1 - s) + 1,
+        in_flight=OwnCaps(lambda s: ahead * (workers - 1 - s) + 1),
         name="1f1b",
     )
 
@@ -93,7 +94,7 @@ def folded(workers: int, microbatches: int, held: int | None = None) -> Schedule
         stages=stages,
         w=lambda s, b, d: Placement(*(min(s, stages - 1 - s),) * 2),
         n=forward_first(microbatches),
-        in_flight=in_flight,
+        in_flight=OwnCaps(in_flight),
         name="folded",
     )
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from ..jobs.job import Direction, Job, Placement, PlanError
+from ..jobs.own_caps import OwnCaps
 from ..jobs.schedule import SAVED, Schedule
 from ..jobs.user_values import is_count
 
@@ -68,7 +69,7 @@ def _schedule(record: Any) -> Schedule:
         **{field: record[field] for field in FIELDS[2:7]},
         w=lambda s, b, d: Placement(*jobs[Job(s, b, d)][:2]),
         n=lambda s, b, d: jobs[Job(s, b, d)][2],
-        in_flight=caps.get if caps else None,
+        in_flight=OwnCaps(caps.get) if caps else None,
         name=str(record["name"]),
     )
     every = range(loaded.microbatches)

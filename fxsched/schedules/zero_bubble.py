@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from ..jobs.job import Direction, Placement
+from ..jobs.own_caps import OwnCaps
 from ..jobs.schedule import Schedule
 from .arguments import positive
 
@@ -53,7 +54,7 @@ def _fixed_order(name: str, workers: int, microbatches: int, c: int) -> Schedule
         stages=workers,
         w=lambda s, b, d: Placement(s, s),
         n=n,
-        in_flight=warm_up + 1,
+        in_flight=OwnCaps(lambda s: warm_up + 1),
         name=name,
         split_backward=True,
         in_order=True,
@@ -83,7 +84,7 @@ def zb_v(workers: int, microbatches: int) -> Schedule:
         stages=2 * workers,
         w=lambda s, b, d: Placement(*(min(s, last - s),) * 2),
         n=n,
-        in_flight=lambda s: last - s + (s >= workers),
+        in_flight=OwnCaps(lambda s: last - s + (s >= workers)),
         name="zb_v",
         split_backward=True,
     )
@@ -156,7 +157,7 @@ def _repeated(
         stages=2 * workers,
         w=lambda s, b, d: Placement(*(min(s, last - s),) * 2),
         n=n,
-        in_flight=lambda s: (starts[s, WEIGHT] - starts[s, FORWARD]) // 6 + 1,
+        in_flight=OwnCaps(lambda s: (starts[s, WEIGHT] - starts[s, FORWARD]) // 6 + 1),
         name=name,
         split_backward=True,
         in_order=in_order,

@@ -11,7 +11,7 @@ import networkx as nx
 from ..clock import stage_graph
 from ..clock.stage_graph import kind_seconds
 from ..clock.timeline import Event, Jobs, Kind
-from ..jobs.job import Direction, Job, PlanError
+from ..jobs.job import ALL_ROWS, Direction, Job, PlanError
 from ..jobs.schedule import Schedule
 from ..jobs.user_values import is_number, raised
 
@@ -47,7 +47,10 @@ def job_seconds(
     """How long each job takes, by number, where the stages' durations are set."""
     if callable(durations):
         checked = _checked(durations)
-        return [checked(jobs.job(number)) for number in range(len(jobs))]
+        return [
+            0.0 if jobs.joint and jobs.unused(number) else checked(jobs.job(number))
+            for number in range(len(jobs))
+        ]
     seconds = kind_seconds(stages, jobs.kinds)
     for number, time in enumerate(seconds):
         if not is_number(time):
@@ -92,7 +95,8 @@ def _set_times(
     kinds: frozenset[Kind] | None,
 ) -> None:
     for s, data in stages.nodes(data=True):
-        for b in range(schedule.microbatches):  # the first whose B takes time
+        every = [ALL_ROWS] if data.get("joint") else range(schedule.microbatches)
+        for b in every:  # the first whose B takes time
             data["forward"] = times(Job(s, b, FORWARD))
             later = [
                 times(Job(s, b, d)) if kinds is None or (s, d) in kinds else 0.0

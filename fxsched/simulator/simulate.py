@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -10,6 +11,7 @@ import numpy as np
 
 from ..clock.activations import credits
 from ..clock.event_loop import Network, run_jobs
+from ..clock.joint import fit_joint
 from ..clock.memory import Peaks, worker_memory
 from ..clock.network import Link, Transfers, check_transfer
 from ..clock.stage_graph import (
@@ -110,6 +112,7 @@ def simulate(
     durations: Durations = UNITS,
     transfer: float | Link | None = 0.0,
     prefetch: int | None = None,
+    joint: Collection[int] = (),
 ) -> Simulation:
     """Runs a schedule on a virtual clock.
 
@@ -126,6 +129,9 @@ def simulate(
         else how many jobs ahead of need a worker asks for weights. They take
         `transfer`, on a Link half of a stage's `weights`, which count gradients too,
         or, if transfer is None, the stage's `fetch`.
+    joint: stages in which the rows of all microbatches meet, as in a contrastive loss,
+        besides those of a graph that say so: each has one job a direction, `3F*` and
+        `3B*`, which takes as long as the durations say of one.
     Updates are in the planned order, where backend(order="dynamic") would have them in
     order of arrival too. Raises PlanError for what cannot be simulated, and for a cap
     that stops all.
@@ -136,8 +142,9 @@ def simulate(
             "fxsched.schedules.gpipe(workers=4, microbatches=8)"
         )
     graph = _stages(schedule, stages)
+    _mark_joint(graph, joint)
     set_durations(graph, schedule, durations)
-    schedule = schedule.fitted(graph)
+    schedule = fit_joint(schedule.fitted(graph), graph)
     jobs = stage_jobs(schedule, graph)
     return run_placed(schedule, graph, jobs, durations, transfer, prefetch)
 
@@ -176,6 +183,20 @@ def run_placed(
     return Simulation(schedule, stages, latency, workers, timeline)
 
 
+def _mark_joint(stages: nx.DiGraph[int], joint: object) -> None:
+    if isinstance(joint, str) or not isinstance(joint, Collection):
+        raise PlanError(
+            f"simulate(joint={joint!r}): give the numbers of stages, as {{3}}"
+        )
+    for s in joint:
+        if not is_int(s) or s not in stages:
+            raise PlanError(
+                f"simulate(joint={joint!r}): {s!r} is no stage; they are "
+                f"0..{len(stages) - 1}"
+            )
+        stages.nodes[s]["joint"] = True
+
+
 def _check_transfers(transfer: object, prefetch: int | None) -> None:
     check_transfer("simulate", transfer)
     if prefetch is not None and (not is_int(prefetch) or prefetch < 0):
@@ -187,7 +208,8 @@ def _check_transfers(transfer: object, prefetch: int | None) -> None:
 
 def _stopped(schedule: Schedule, timeline: Timeline) -> PlanError:
     ran, jobs = set(timeline.order), timeline.jobs
-    waiting = next(number for number in range(len(jobs)) if number not in ran)
+    every = (number for number in range(len(jobs)) if not jobs.unused(number))
+    waiting = next(number for number in every if number not in ran)
     if error := stopped_by_order(schedule, jobs, waiting):
         return error
     return PlanError(

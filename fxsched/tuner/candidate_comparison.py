@@ -13,6 +13,7 @@ import networkx as nx
 from ..clock.memory import held_memory
 from ..draw import tables
 from ..jobs.job import PlanError
+from ..jobs.own_caps import OwnCaps
 from ..jobs.schedule import Schedule
 from ..schedules.orders import oldest_microbatch_first
 from ..simulator.simulate import Simulation, simulate
@@ -205,7 +206,7 @@ def _searched(
     schedule = replace(
         problem.schedule,
         n=lambda s, b, d: table.get((s, b, d), len(table)),
-        in_flight=most.get,
+        in_flight=OwnCaps(most.get),
         name=f"searched, stages {where}",
         in_order=True,
     )
@@ -215,5 +216,6 @@ def _searched(
 def _one_at_a_time(name: str, schedule: Schedule, stages: nx.DiGraph[int]) -> Candidate:
     """The order that holds the least."""
     n = oldest_microbatch_first(len(stages))
-    slow = replace(schedule, n=n, in_flight=1, in_order=False, split_backward=False)
+    one = OwnCaps(lambda s: 1)
+    slow = replace(schedule, n=n, in_flight=one, in_order=False, split_backward=False)
     return Candidate("one microbatch at a time", f"stages {name}", slow, stages)

@@ -15,6 +15,7 @@ from tqdm import tqdm
 from ..clock.network import check_transfer
 from ..dry_run import plan
 from ..jobs.job import Placement, PlanError
+from ..jobs.own_caps import OwnCaps
 from ..jobs.schedule import Schedule
 from ..jobs.user_values import is_int, is_number
 from ..plans.plan import Plan
@@ -249,5 +250,5 @@ def _in_turns(workers: int, microbatches: int, count: int) -> Schedule:
         count,
         w=lambda s, b, d: Placement(s % workers, s % workers),
         n=oldest_microbatch_first(count),
-        in_flight=lambda s: count - s,
+        in_flight=OwnCaps(lambda s: count - s),
     )

@@ -1,0 +1,175 @@
+"""What a schedule made for microbatches comes to where some stages are joint.
+
+The rows of all microbatches meet in a joint stage: it has one job a direction. Its F
+waits for F of all microbatches of what it reads, so B of these stages waits for all of
+their own F: caps below that cannot be kept, and no order may ask for B before.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Container, Iterable
+from dataclasses import replace
+
+import networkx as nx
+
+from ..jobs.job import Direction, Job, Placement, PlanError
+from ..jobs.own_caps import OwnCaps
+from ..jobs.schedule import Schedule
+from .timeline import Jobs
+
+FORWARD, BACKWARD, *_ = Direction
+
+
+def joint_stages(stages: nx.DiGraph[int]) -> frozenset[int]:
+    """The stages that run once, on all rows of the batch."""
+    return frozenset(s for s, joint in stages.nodes(data="joint") if joint)
+
+
+def fit_joint(schedule: Schedule, stages: nx.DiGraph[int]) -> Schedule:
+    """The schedule for these stages: w and n say the same of all microbatches of a
+    joint one, and caps that come with the schedule's shape are lifted where B waits for
+    all F.
+
+    Raises PlanError for a cap of the user's that stops the jobs, with the smallest that
+    doesn't, and for updates of parts of the batch.
+    """
+    joint = joint_stages(stages)
+    if not joint:
+        return schedule
+    _check_updates(schedule, min(joint))
+    schedule = ask_once(schedule, joint)
+    late = waiting_stages(stages)
+    caps = schedule.in_flight
+    if isinstance(caps, OwnCaps):
+        lifted = frozenset(s for s in late if caps.cap(s) is not None)
+        return replace(schedule, in_flight=replace(caps, lifted=lifted))
+    _check_caps(schedule, late)
+    return schedule
+
+
+def _check_updates(schedule: Schedule, joint: int) -> None:
+    every, count = schedule.update_every, schedule.microbatches
+    alone = schedule.average_every is not None
+    if every in (None, count) and not alone:
+        return
+    what = "average_every" if alone else "update_every"
+    raise PlanError(
+        f"{what}={schedule.average_every if alone else every}: rows of all {count} "
+        f"microbatches meet in stage {joint}, whose gradients come once a call; give "
+        f"update_every={count}, or None, and no average_every"
+    )
+
+
+def _check_caps(schedule: Schedule, late: dict[int, int]) -> None:
+    """Raises PlanError for a cap that keeps a joint stage from all that it reads."""
+    needs = {}
+    for s in late:
+        cap = schedule.cap(s)
+        if cap is not None and cap < (least := _most_held(schedule, s)):
+            needs[s] = least
+    if not needs:
+        return
+    first = min(needs)
+    works = f"the smallest that works is {max(needs.values())}"
+    if callable(schedule.in_flight):
+        each = ", ".join(f"{least} for stage {s}" for s, least in needs.items())
+        works = f"the smallest that works is {each}"
+    raise PlanError(
+        f"in_flight={schedule.cap(first)} stops the schedule: stage {late[first]} runs "
+        f"once, on all rows ({late[first]}F*), so B of stage {first} waits for F of "
+        f"all {schedule.microbatches} microbatches; {works}"
+    )
+
+
+def _most_held(schedule: Schedule, stage: int) -> int:
+    """Microbatches of a stage whose B are on one worker."""
+    every = range(schedule.microbatches)
+    places = (schedule.place(Job(stage, b, BACKWARD)).compute for b in every)
+    return max(Counter(places).values())
+
+
+def ask_once(schedule: Schedule, joint: Container[int]) -> Schedule:
+    """The schedule, whose w and n say of all microbatches of joint stages what they say
+    of one: w of microbatch 0; n of the last for F, and of 0 for B and W."""
+    last = schedule.microbatches - 1
+
+    def w(s: int, b: int, d: Direction) -> Placement | tuple[int, int]:
+        return schedule.w(s, 0 if s in joint else b, d)
+
+    def n(s: int, b: int, d: Direction) -> int:
+        if s in joint and d is not Direction.UPDATE:
+            b = last if d is FORWARD else 0
+        return schedule.n(s, b, d)
+
+    return replace(schedule, w=w, n=n)
+
+
+def waiting_stages(stages: nx.DiGraph[int]) -> dict[int, int]:
+    """Stages in microbatches whose B waits for F of all of them, in order, each with
+    the first joint stage between its F and its B."""
+    joint, late = joint_stages(stages), {}
+    back = [s for s, data in stages.nodes(data=True) if data["backward"] != 0]
+    flow = _data_flow(stages, back)
+    after = {j: nx.descendants(flow, (j, FORWARD)) for j in sorted(joint)}
+    after |= {
+        j: after[j] | nx.descendants(flow, (j, BACKWARD)) for j in joint & {*back}
+    }
+    for s in sorted(set(back) - joint):
+        reached = nx.descendants(stages, s)
+        for j in sorted(joint & reached):
+            if (s, BACKWARD) in after[j]:
+                late[s] = j
+                break
+    return late
+
+
+def _data_flow(
+    stages: nx.DiGraph[int], back: Iterable[int]
+) -> nx.DiGraph[tuple[int, Direction]]:
+    """F and B of stages, and what waits for what."""
+    trained = set(back)
+    flow: nx.DiGraph[tuple[int, Direction]] = nx.DiGraph()
+    flow.add_nodes_from((s, FORWARD) for s in stages)
+    flow.add_edges_from(((s, FORWARD), (s, BACKWARD)) for s in trained)
+    for s, reader in stages.edges:
+        flow.add_edge((s, FORWARD), (reader, FORWARD))
+        if {s, reader} <= trained:
+            flow.add_edge((reader, BACKWARD), (s, BACKWARD))
+    return flow
+
+
+def joint_text(schedule: Schedule, stages: nx.DiGraph[int]) -> tuple[str, ...]:
+    """Which stages are joint, and what becomes of caps, for people; a line, or none."""
+    joint = sorted(joint_stages(stages))
+    if not joint:
+        return ()
+    those = ", ".join(f"{s}*" for s in joint)
+    line = f"{those}: one job a direction, where the rows of all microbatches meet"
+    caps = schedule.in_flight
+    if isinstance(caps, OwnCaps) and caps.lifted:
+        lifted = ", ".join(map(str, sorted(caps.lifted)))
+        line += f"; B waits for F of all, so in_flight is lifted for stages {lifted}"
+    return (line,)
+
+
+def order_phases(jobs: Jobs) -> Jobs:
+    """The jobs, with n such that workers can take them strictly by it, where the
+    schedule's own would block: as 1f1b's order, with B before F of later microbatches.
+
+    A joint job begins a phase: what waits for it comes after all that it waits for.
+    Inside a phase joint jobs come first, the others by n; so if n is an order of the
+    jobs without joint ones, this is one of those with them.
+    """
+    phases: list[int] = []
+    for kind, before in enumerate(jobs.preds):
+        last = max((phases[p] for p in before), default=0)
+        phases.append(last + (kind in jobs.joint))
+    regular = jobs.n[: jobs.regular]
+    least, span = min(regular), max(regular) - min(regular) + 2
+    width = len(jobs.kinds)
+    n = [
+        phases[i % width] * span + (least - 1 if i % width in jobs.joint else rank)
+        for i, rank in enumerate(regular)
+    ]
+    return replace(jobs, n=n)

@@ -1,0 +1,141 @@
+"""What explains a plan: what its stages cost, and where the time of its step goes."""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Iterator
+
+import networkx as nx
+
+from ..clock.arrivals import ahead_text
+from ..clock.joint import joint_text
+from ..clock.stage_graph import run_stages, step_seconds
+from ..clock.timeline import Timeline
+from ..jobs.job import Job
+from ..jobs.schedule import Schedule
+from .memory_table import WorkerMemory, memory_tables
+from .plan_tables import busy_seconds, load_rows, sends_text, stage_text, wrapped
+from .tables import byte_text, ranges, shorten, table
+
+EXPLAINED = 100  # columns of what explains a plan
+
+
+def explain_text(
+    schedule: Schedule, stages: nx.DiGraph[int], memory: WorkerMemory | None = None
+) -> str:
+    """The stages with their workers, work, memory and what one microbatch sends; where
+    the step's time goes."""
+    work = _work(stages, schedule.microbatches)
+    rows = []
+    for s in sorted(stages):
+        data = stages.nodes[s]
+        workers = {
+            schedule.place(Job(s, b, d)).compute
+            for b in range(schedule.microbatches)
+            for d in schedule.directions
+        }
+        rows.append(
+            (
+                stage_text(stages, s),
+                shorten(data["modules"]),
+                ranges(sorted(workers)),
+                f"{100 * work[s]:.1f} %",
+                f"{data['forward'] * 1e3:.3g} + {data['backward'] * 1e3:.3g}",
+                byte_text(data["weights"]),
+                byte_text(data["held"]),
+                sends_text(stages, s),
+            )
+        )
+    headers = "stage|modules|workers|work|F + B ms|weights|held|sends"
+    events = run_stages(schedule, stages)
+    return "\n\n".join(
+        (
+            f"{schedule}, {len(stages)} stages",
+            *(wrapped([line], EXPLAINED) for line in joint_text(schedule, stages)),
+            *_arrivals(schedule),
+            table(headers, rows, width=EXPLAINED),
+            *_corrections(schedule, stages),
+            table(
+                "worker|stages|busy|memory", load_rows(schedule, stages, events, memory)
+            ),
+            *memory_tables(memory),
+            _limits(schedule, stages, events),
+        )
+    )
+
+
+def _work(stages: nx.DiGraph[int], microbatches: int) -> dict[int, float]:
+    """Each stage's share of the work of a step."""
+    seconds = {
+        s: (data["forward"] + data["backward"])
+        * (1 if data.get("joint") else microbatches)
+        for s, data in stages.nodes(data=True)
+    }
+    whole = sum(seconds.values()) or 1.0
+    return {s: each / whole for s, each in seconds.items()}
+
+
+def _corrections(schedule: Schedule, stages: nx.DiGraph[int]) -> Iterator[str]:
+    """What rate and drift do to each stage, if the schedule has them."""
+    if schedule.rate is None and schedule.drift is None:
+        return
+    rows = []
+    for s in sorted(stages):
+        rate, drift = schedule.stage_rate(s), schedule.stage_drift(s)
+        rates, reads = "lr", "weights"
+        if rate is not None and rate.delay != 1:
+            rates = f"lr / {rate.delay:g} at first, lr from update {rate.annealed} on"
+        if drift is not None:
+            reads = f"weights - {drift.gap:g} velocity, decay {drift.decay:.4g}"
+        rows.append((s, rates, reads))
+    yield table("stage|learning rates|B reads", rows, width=EXPLAINED)
+
+
+def _arrivals(schedule: Schedule) -> tuple[str, ...]:
+    """That order="dynamic" has updates in another order than is shown."""
+    if not schedule.ahead:
+        return ()
+    text = (
+        f"updates are of one microbatch each: under order='dynamic' "
+        f"{ahead_text(schedule.ahead)}; here, and under 'static', in the planned order"
+    )
+    return (textwrap.fill(text, EXPLAINED),)
+
+
+def _limits(schedule: Schedule, stages: nx.DiGraph[int], events: Timeline) -> str:
+    """Predicted time, bubble, and the largest of what keeps workers from working."""
+    near = stages.copy()
+    for edge in near.edges:
+        near.edges[edge]["seconds"] = 0.0
+    step = step_seconds(events) or 1.0
+    at_once = min(step, step_seconds(run_stages(schedule, near)))
+    busy = busy_seconds(schedule, events)
+    most, mean = max(busy), sum(busy) / len(busy)
+    slowest = busy.index(most)
+    advice = {
+        "unequal workers": f"worker {slowest} has the most to do: cut finer "
+        "(more stages), or place its stages elsewhere",
+        "waiting for other stages": "filling and draining the pipeline: more "
+        "microbatches, or more stages a worker",
+        "transfers": "values on their way: cut where fewer bytes cross, or use more "
+        "microbatches in flight",
+    }
+    lost = {
+        "unequal workers": most - mean,
+        "waiting for other stages": max(at_once - most, 0.0),
+        "transfers": step - max(at_once, most),
+    }
+    worst = max(lost, key=lost.__getitem__)
+    limit = f"what limits the step: {worst}; {advice[worst]}"
+    if lost[worst] < 0.02 * step:
+        limit = "what limits the step: work; every worker is busy nearly all the time"
+    return wrapped(
+        (
+            f"predicted step: {step * 1e3:.3g} ms, of which the workers are busy "
+            f"{100 * mean / step:.1f} % (bubble {100 - 100 * mean / step:.1f} %)",
+            "idle: "
+            + ", ".join(f"{what} {100 * t / step:.1f} %" for what, t in lost.items()),
+            limit,
+        ),
+        EXPLAINED,
+    )
