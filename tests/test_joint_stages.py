@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
+import json
+import pickle
 import random
+import re
 import tempfile
 from collections import Counter
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import replace
+from math import inf
 from typing import Any
 
 import networkx as nx
@@ -15,11 +20,15 @@ import pytest
 
 import fxsched
 from fxsched import Direction, Job, PlanError, Schedule
+from fxsched.cli import main as cli
 from fxsched.clock.event_loop import run_jobs
 from fxsched.clock.stage_graph import stage_jobs
 from fxsched.jobs.job import ALL_ROWS
 from fxsched.schedules import LIBRARY, STALE
 from fxsched.simulator.simulate import Simulation
+from fxsched.tuner.evaluate_order import ranks, replay
+from fxsched.tuner.list_scheduler import Knobs, fill
+from fxsched.tuner.ordering_problem import make_problem
 
 FORWARD, BACKWARD, WEIGHT, _ = Direction
 
@@ -303,3 +312,82 @@ def test_strict_orders_found_for_joint_stages_are_kept() -> None:
     order["0B1"] = 0
     ran = [str(e.job) for e in fxsched.simulate(schedule, stages, None).timeline]
     assert ran == ["0F1", "0F0", "1F*", "1B*", "0B1", "0B0"]
+
+
+def test_pictures_show_a_joint_job_as_one_block() -> None:
+    schedule = fxsched.schedules.gpipe(workers=2, microbatches=2)
+    times = {"F": 2, "B": 3}
+    diagram = fxsched.simulate(schedule, durations=times, joint=[1]).diagram()
+    _, _, first, second, _ = diagram.text(60).splitlines()
+    assert re.sub("[-. ]+", " ", first).split() == ["0", "0F0", "0F1", "0B0", "0B1"]
+    assert re.sub("[-. ]+", " ", second).split() == ["1", "1F*", "1B*"]
+    assert "1F*, worker 1, 4 to 6" in diagram.svg()
+    (text,) = re.findall('<script id="data"[^>]*>(.*?)</script>', diagram.html())
+    data = json.loads(text)
+    joint = [b == data["joint"] for b in data["microbatch"]]
+    assert [s == 1 for s in data["stage"]] == joint and data["joint"] == 2
+    assert len(data["palette"]) == 3
+    assert "*" not in fxsched.simulate(schedule).diagram().svg()
+
+
+def test_the_microbatch_of_joint_jobs_is_one_object_in_all_processes() -> None:
+    assert pickle.loads(pickle.dumps(ALL_ROWS)) is ALL_ROWS
+    assert copy.deepcopy(Job.parse("0B*")).is_joint
+
+
+def test_the_command_simulates_joint_stages(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    words = "simulate --schedule 1f1b --workers 3 --microbatches 4 --joint 2"
+    cli.main(words.split())
+    shown = capsys.readouterr().out
+    result = fxsched.simulate(fxsched.schedules.one_f_one_b(3, 4), joint=[2])
+    assert "2F*" in shown and result.table() in shown
+
+
+def test_search_finds_schedules_for_joint_stages() -> None:
+    """Never behind the library, and what it finds runs as the simulator said."""
+    stages = graph([(0, 2), (1, 3), (2, 4), (3, 4)], {4})
+    found = fxsched.search(stages, 3, 4, effort=0.02, quiet=True, split_backward=True)
+    result = fxsched.simulate(found, stages, None)
+    check(result, stages)
+    others = [
+        fxsched.schedules.graph(3, 4),
+        fxsched.schedules.ddp(3, 3),
+        Schedule(3, 4, w=lambda s, b, d: (s % 3, s % 3)),
+    ]
+    steps = [fxsched.simulate(other, stages, None).latency for other in others[::2]]
+    assert result.latency <= min(steps)
+
+
+def test_orders_are_replayed_and_filled_as_the_event_loop_runs_them() -> None:
+    draw = random.Random(8)
+    for _ in range(60):
+        count = draw.randint(2, 5)
+        edges = [(a, b) for b in range(count) for a in range(b) if draw.random() < 0.5]
+        joint = {s for s in range(count) if draw.random() < 0.5}
+        stages = graph([*edges, (count - 2, count - 1)], joint)
+        for _, data in stages.nodes(data=True):
+            data.update(held=1.0, weights=0.0)
+        check_filled(stages, [draw.randrange(2) for _ in range(count)])
+
+
+def check_filled(stages: nx.DiGraph[int], places: Sequence[int]) -> None:
+    schedule = Schedule(
+        2, 3, len(places), lambda s, b, d: (places[s],) * 2, split_backward=True
+    )
+    problem = make_problem(schedule, stages, 0.5, 1.0, inf)
+    assert problem is not None
+    orders = fill(problem, Knobs())
+    assert orders is not None
+    table = ranks(problem, orders)
+    strict = replace(schedule, n=lambda s, b, d: table[s, b, d], in_order=True)
+    result = fxsched.simulate(strict, stages, None, 0.5)
+    check(result, stages)
+    times = replay(problem, orders)
+    assert times is not None and result.latency == max(times.end)
+    started = result.timeline.order
+    assert orders == tuple(
+        tuple(j for j in started if problem.jobs.compute[j] == worker)
+        for worker in range(2)
+    )

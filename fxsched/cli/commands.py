@@ -33,6 +33,7 @@ SYNCHRONOUS = tuple(name for name in LIBRARY if name not in STALE)
 @simulate_options.link_options
 @simulate_options.memory_options
 @simulate_options.prefetch_option
+@simulate_options.joint_option
 @simulate_options.picture_options
 def simulate(schedule: str | Schedule, **options: Any) -> None:
     """A schedule's step on a virtual clock.

@@ -83,6 +83,14 @@ prefetch_option = click.option(
     help="how many jobs ahead of need workers ask for weights that others keep  "
     "[default: fetching takes no time]",
 )
+joint_option = click.option(
+    "--joint",
+    type=POSITION,
+    multiple=True,
+    metavar="STAGE",
+    help="a stage in which rows of all microbatches meet, so that it has one job a "
+    "direction; may be given several times",
+)
 picture_options = _all_of(
     click.option(
         "--text/--no-text",
@@ -115,6 +123,7 @@ def simulate(
         {kind: time * scale for kind, time in durations(options).items()},
         transfer(options),
         options["prefetch"],
+        options.get("joint", ()),
     )
 
 

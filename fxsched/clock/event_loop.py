@@ -81,11 +81,7 @@ def _precedence(jobs: Jobs, network: Network | None) -> _Precedence:
             if jobs.joint.isdisjoint((kind, p)):  # jobs.met has the others
                 succs[p].append(kind - p)
     succs.append([])  # of updates: jobs.more has theirs
-    missing = [len(before) for before in jobs.preds] * jobs.microbatches
-    missing += [0] * len(jobs.updates)
-    for kind in jobs.joint:
-        missing[kind : jobs.regular : len(jobs.kinds)] = [1] * jobs.microbatches
-        missing[kind] = len(jobs.before(kind))  # unused numbers wait for ever
+    missing = jobs.waited_for() + [0] * len(jobs.updates)
     for more in jobs.more.values():
         for j in more:
             missing[j] += 1

@@ -100,6 +100,15 @@ class Jobs:
                 numbers.append(first + p)
         return numbers
 
+    def waited_for(self) -> list[int]:
+        """How many jobs each waits for by preds, by number; unused ones wait for one
+        that never comes."""
+        missing = [len(before) for before in self.preds] * self.microbatches
+        for kind in self.joint:
+            missing[kind :: len(self.kinds)] = [1] * self.microbatches
+            missing[kind] = len(self.before(kind))
+        return missing
+
     @cached_property
     def met(self) -> dict[int, list[int]]:
         """Successors, by preds, of jobs that are joint or that joint ones wait for."""

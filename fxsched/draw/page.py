@@ -18,10 +18,10 @@ def render(
     """The text of a page that needs no network.
 
     Its <script id="data"> is JSON: columns of jobs, sorted by worker and start, and
-    what each worker holds over time.
+    what each worker holds over time. The microbatch of those on all rows is `joint`.
     """
     shown = max([2, *bars.directions]) + 1  # U only where it is
-    colours = palette(bars.microbatches)[:, :shown]
+    colours = palette(bars.microbatches, bars.meets)[:, :shown]
     data = {
         "title": title,
         "summary": summary,
@@ -32,7 +32,8 @@ def render(
         "release": str(release),
         "palette": [list(map(hexadecimal, row)) for row in colours],
         "stage": bars.stage.tolist(),
-        "microbatch": bars.microbatch.tolist(),
+        "microbatch": bars.colour.tolist(),
+        "joint": bars.microbatches if bars.meets else -1,
         "direction": "".join(LETTERS[d] for d in bars.direction),
         "worker": bars.worker.tolist(),
         "start": _short(bars.start),

@@ -48,8 +48,10 @@ def ticks(span: float, most: float) -> list[float]:
     return [i * step for i in range(int(span / step * (1 + 1e-9)) + 1)]
 
 
-def palette(microbatches: int) -> Array:
+def palette(microbatches: int, joint: bool = False) -> Array:
     """Colours as (microbatch, direction, RGB), 0 to 255.
+
+    joint: a row more, in grey, for jobs on the rows of all microbatches.
 
     Hues go round from the first microbatch to the last, so that where many share a
     pixel their mean is the hue of those in between.
@@ -59,7 +61,9 @@ def palette(microbatches: int) -> Array:
     hue = first + (last - first) * b / len(b)
     darker = 0.045 * (b % 2) * (len(b) in STRIPED)
     lightness = LIGHTNESS[None, :] - darker[:, None]
-    return _rgb(lightness, CHROMA[None, :], np.radians(hue)[:, None])
+    colours = _rgb(lightness, CHROMA[None, :], np.radians(hue)[:, None])
+    grey = _rgb(LIGHTNESS[None, :], np.zeros((1, 1)), np.zeros((1, 1)))
+    return np.concatenate((colours, grey)) if joint else colours
 
 
 def _rgb(lightness: Array, chroma: Array, hue: Array) -> Array:

@@ -23,7 +23,7 @@ from .svg_layout import (
     group,
     tag,
 )
-from .timeline_arrays import LETTERS, Array, Bars, cell_means, label
+from .timeline_arrays import Array, Bars, cell_means, label
 
 CELLS = 250_000  # that a large timeline is averaged over
 LEVELS = 22  # of red, green and blue that means are rounded to
@@ -37,7 +37,7 @@ def render(bars: Bars, title: str, summary: str, clock: Clock) -> str:
     title, summary: what the first line says, in bold and not.
     """
     layout = Layout(bars)
-    colours = palette(bars.microbatches)
+    colours = palette(bars.microbatches, bars.meets)
     before, after = around(layout, colours, clock)
     title = title if len(title) <= 120 else title[:119] + "…"
     heading = LEFT + 8 * len(title) + 7 * len(summary)
@@ -64,8 +64,8 @@ def render(bars: Bars, title: str, summary: str, clock: Clock) -> str:
 def _bars(layout: Layout, colours: Array, clock: Clock) -> Iterator[str]:
     """A bar for each job, those of a colour together, then labels."""
     bars = layout.bars
-    for b, d in np.unique(np.stack((bars.microbatch, bars.direction), 1), axis=0):
-        jobs = np.flatnonzero((bars.microbatch == b) & (bars.direction == d))
+    for b, d in np.unique(np.stack((bars.colour, bars.direction), 1), axis=0):
+        jobs = np.flatnonzero((bars.colour == b) & (bars.direction == d))
         colour = hexadecimal(colours[b, d])
         yield group(
             "jobs", (_bar(layout, i, clock) for i in jobs.tolist()), fill=colour
@@ -92,9 +92,8 @@ def _place(layout: Layout, i: int) -> tuple[float, float]:
 def _bar(layout: Layout, i: int, clock: Clock) -> str:
     bars = layout.bars
     x, width = _place(layout, i)
-    name = f"{bars.stage[i]}{LETTERS[bars.direction[i]]}{bars.microbatch[i]}"
     times = f"{clock.text(bars.start[i])} to {clock.text(bars.end[i])}"
-    hint = tag("title", f"{name}, worker {bars.worker[i]}, {times}")
+    hint = tag("title", f"{bars.name(i)}, worker {bars.worker[i]}, {times}")
     y, height = layout.y(int(bars.worker[i])), layout.row - layout.gap
     return tag("rect", hint, x=x, y=y, width=width, height=height)
 
@@ -141,7 +140,7 @@ def _cells(layout: Layout, colours: Array) -> Iterator[str]:
 def _codes(layout: Layout, colours: Array, columns: int) -> Array:
     """The mean colours of (row, column) as numbers; -1 where all are idle."""
     bars = layout.bars
-    rgb = colours[bars.microbatch, bars.direction]
+    rgb = colours[bars.colour, bars.direction]
     values = np.concatenate((rgb, np.ones((len(bars), 1))), 1)
     means = cell_means(bars, values, layout.rows, columns)
     idle = np.clip(1 - means[:, :, 3], 0, 1)

@@ -137,6 +137,11 @@ def _legend(layout: Layout, colours: Array) -> Iterator[str]:
         yield tag("rect", x=x, y=37, width=16, height=12, rx=2, fill=colour)
         yield tag("text", NAMES[d], x=x + 21, y=47)
         x += 38 + 11 * CHARACTER * len(NAMES[d])
+    if layout.bars.meets:
+        colour = hexadecimal(colours[count, 1])
+        yield tag("rect", x=x, y=37, width=16, height=12, rx=2, fill=colour)
+        yield tag("text", "all rows (*)", x=x + 21, y=47)
+        x += 38 + 11 * CHARACTER * len("all rows (*)")
     if not count:
         return
     yield tag("text", "microbatch", x=x, y=47)

@@ -55,7 +55,7 @@ class Cells:
         self.shape = rows, columns
         self.text = np.full((rows, columns), IDLE)
         self.ground = np.full((rows, columns, 3), -1)
-        self.colours = palette(bars.microbatches)
+        self.colours = palette(bars.microbatches, bars.meets)
         times = bars.end - bars.start
         usual = float(np.median(times)) if len(times) else 0.0
         alone = rows == bars.workers and usual * columns >= bars.span
@@ -67,7 +67,7 @@ class Cells:
         first = np.rint(bars.start * scale).astype(int).tolist()
         last = np.rint(bars.end * scale).astype(int).tolist()
         for i, (a, z) in enumerate(zip(first, last, strict=True)):
-            b, d, row = bars.microbatch[i], bars.direction[i], bars.worker[i]
+            b, d, row = bars.colour[i], bars.direction[i], bars.worker[i]
             text = label(bars, i, z - a - 1) or LETTERS[d]
             text = text.ljust(z - a, "-")[: z - a]
             if len(text) > 2:
@@ -91,7 +91,7 @@ class Cells:
         most = share.argmax(2)
         idle = 1 - share.sum(2) > share.max(2)
         self.text = np.where(idle, IDLE, np.array(list(LETTERS))[most])
-        rgb = self.colours[bars.microbatch, bars.direction]
+        rgb = self.colours[bars.colour, bars.direction]
         values = np.concatenate((rgb, np.ones((len(bars), 1))), 1)
         means = cell_means(bars, values, *self.shape)
         mixed = np.rint(means[:, :, :3] / np.maximum(means[:, :, 3:], 1e-9))

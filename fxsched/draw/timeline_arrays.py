@@ -20,6 +20,7 @@ LETTERS = "".join(map(str, Direction))
 class Bars:
     """Jobs that ran, as arrays of one length, sorted by worker, then start.
 
+    microbatch: 0 for the jobs of joint stages, on all rows.
     direction: positions in LETTERS: 0 for F, 1 for B, 2 for W, 3 for U.
     start, end: from the beginning of the step, which takes `span`.
     """
@@ -32,6 +33,7 @@ class Bars:
     worker: Array
     start: Array
     end: Array
+    joint: Array
 
     def __len__(self) -> int:
         return len(self.stage)
@@ -40,6 +42,22 @@ class Bars:
     def microbatches(self) -> int:
         """How many microbatches there are."""
         return int(self.microbatch.max(initial=-1)) + 1
+
+    @property
+    def colour(self) -> Array:
+        """Each job's row of a palette: its microbatch, or one after all of them."""
+        rows: Array = np.where(self.joint, self.microbatches, self.microbatch)
+        return rows
+
+    @property
+    def meets(self) -> bool:
+        """Whether any job is on the rows of all microbatches."""
+        return bool(self.joint.any())
+
+    def name(self, i: int) -> str:
+        """A job, as 2F0, or 2F* if it is on all rows."""
+        part = "*" if self.joint[i] else self.microbatch[i]
+        return f"{self.stage[i]}{LETTERS[self.direction[i]]}{part}"
 
     @property
     def bubble(self) -> float:
@@ -71,10 +89,14 @@ def bars_of(
     _check(events, workers, table)
     begin = min(table[:, 4], default=0.0) if step is None else step[0]
     end = max(table[:, 5], default=0.0) if step is None else step[1]
-    table = table[np.lexsort((table[:, 5], table[:, 4], table[:, 3]))]
-    whole = table[:, :4].astype(int).T
-    times = (table[:, 4:] - begin).T
-    return Bars(workers, max(float(end - begin), 0.0), *whole, *times)
+    joint = np.array([e.job.is_joint for e in events], bool)
+    by_worker = np.lexsort((table[:, 5], table[:, 4], table[:, 3]))
+    table, joint = table[by_worker], joint[by_worker]
+    stage, microbatch, direction, worker = table[:, :4].astype(int).T
+    start, finish = (table[:, 4:] - begin).T
+    span = max(float(end - begin), 0.0)
+    where = stage, microbatch, direction, worker
+    return Bars(workers, span, *where, start, finish, joint)
 
 
 def _check(events: Sequence[Event], workers: int, table: Array) -> None:
@@ -99,7 +121,7 @@ def label(bars: Bars, i: int, room: float) -> str:
     stage, letter = bars.stage[i], LETTERS[bars.direction[i]]
     short = 1 + len(str(bars.stage.max()))
     if short + len(str(bars.microbatch.max())) <= room:
-        return f"{stage}{letter}{bars.microbatch[i]}"
+        return bars.name(i)
     return f"{letter}{stage}" if short <= room else ""
 
 

@@ -50,6 +50,9 @@ class _AllRows(int):
     def __str__(self) -> str:
         return "*"
 
+    def __reduce__(self) -> str:
+        return "ALL_ROWS"  # there is one, in all processes
+
 
 ALL_ROWS = _AllRows(0)
 
@@ -64,6 +67,11 @@ class Job(NamedTuple):
     stage: int
     microbatch: int
     direction: Direction
+
+    @property
+    def is_joint(self) -> bool:
+        """Whether it is known to run on the rows of all microbatches."""
+        return self.microbatch is ALL_ROWS
 
     def __str__(self) -> str:
         return f"{self.stage}{self.direction.value}{self.microbatch!s}"

@@ -25,6 +25,7 @@ def replay(problem: OrderingProblem, orders: Orders) -> JobTimes | None:
     jobs, width = problem.jobs, len(problem.seconds)
     compute, preds, delays = jobs.compute, jobs.preds, problem.delays
     start, end = [0.0] * len(jobs), [-1.0] * len(jobs)
+    late = problem.preds
     at, clock = [0] * len(orders), [0.0] * len(orders)
     waits: dict[int, list[int]] = {}  # workers, by the job that they wait for
     todo = list(range(len(orders)))
@@ -34,14 +35,14 @@ def replay(problem: OrderingProblem, orders: Orders) -> JobTimes | None:
         for i in range(at[w], len(order)):
             j = order[i]
             k = j % width
-            for p in preds[k]:
+            for p in late.get(j, preds[k]) if late else preds[k]:
                 pred = j + p - k
                 when = end[pred]
                 if when < 0:
                     waits.setdefault(pred, []).append(w)
                     break
                 if compute[pred] != w:
-                    when += delays.get((p, k), 0.0)
+                    when += delays.get((pred % width, k), 0.0)
                 if when > now:
                     now = when
             else:
@@ -93,8 +94,13 @@ def ranks(
     assert times is not None, "orders that were found come to an end"
     place = {j: i for order in orders for i, j in enumerate(order)}
     order = sorted(place, key=lambda j: (times.start[j], place[j]))
-    jobs = map(problem.jobs.job, order)
-    return {(s, b, d): i for i, (s, b, d) in enumerate(jobs)}
+    last = problem.jobs.microbatches - 1  # what n is asked with for F of joint stages
+    return {
+        (s, last if joint and d is Direction.FORWARD else b, d): i
+        for i, (s, b, d, joint) in enumerate(
+            (*job, job.is_joint) for job in map(problem.jobs.job, order)
+        )
+    }
 
 
 def caps(problem: OrderingProblem, orders: Orders) -> dict[int, int]:

@@ -58,8 +58,9 @@ class _Filler:
         self.problem, self.knobs, self.compute = problem, knobs, jobs.compute
         self.width, self.seconds = len(problem.seconds), problem.seconds
         self.succs, self.takes, self.gives = problem.succs, problem.takes, problem.gives
+        self.met = problem.met
         self.directions = [d for _, d in jobs.kinds]
-        self.missing = [len(before) for before in jobs.preds] * jobs.microbatches
+        self.missing = jobs.waited_for()
         self.when = [0.0] * len(jobs)
         self.events: list[tuple[float, int]] = []  # ends of j; arrivals as -1 - j
         # ready jobs: F by kind, B by rank, W in the order of their B
@@ -108,7 +109,7 @@ class _Filler:
             while self.events and self.events[0][0] == now:
                 j = heappop(self.events)[1]
                 todo.add(self.arrive(-1 - j) if j < 0 else self.finish(j))
-        complete = sum(map(len, self.orders)) == len(self.compute)
+        complete = sum(map(len, self.orders)) == self.problem.jobs.count
         return tuple(map(tuple, self.orders)) if complete else None
 
     def choose(self, w: int, now: float) -> int:
@@ -164,7 +165,8 @@ class _Filler:
         self.orders[w].append(j)
         end = self.last[w] = now + self.seconds[k]
         heappush(self.events, (end, j))
-        for distance, delay in self.succs[k]:
+        after = self.succs[k]
+        for distance, delay in [*after, *self.met.get(j, ())] if self.met else after:
             t = j + distance
             other = self.compute[t]
             there = end + delay if other != w else end

@@ -46,12 +46,34 @@ class OrderingProblem:
 
     @cached_property
     def succs(self) -> list[list[tuple[int, float]]]:
-        """By kind, how far each successor is and what comes there from elsewhere."""
+        """By kind, how far each successor of the same microbatch is, and what comes
+        there from elsewhere; `met` has those of joint jobs, and joint ones."""
         succs: list[list[tuple[int, float]]] = [[] for _ in self.seconds]
         for k, before in enumerate(self.jobs.preds):
             for p in before:
-                succs[p].append((k - p, self.delays.get((p, k), 0.0)))
+                if self.jobs.joint.isdisjoint((p, k)):
+                    succs[p].append((k - p, self.delays.get((p, k), 0.0)))
         return succs
+
+    @cached_property
+    def met(self) -> dict[int, list[tuple[int, float]]]:
+        """The same by number."""
+        width = len(self.seconds)
+        return {
+            j: [
+                (t - j, self.delays.get((j % width, t % width), 0.0))
+                for t in self.jobs.met[j]
+            ]
+            for j in self.jobs.met
+        }
+
+    @cached_property
+    def preds(self) -> dict[int, list[int]]:
+        """What joint jobs, and those that wait for one, wait for: as far from their
+        kinds as it is from them, which is how preds of kinds are."""
+        late = {t for after in self.jobs.met.values() for t in after}
+        width = len(self.seconds)
+        return {j: [p - j + j % width for p in self.jobs.before(j)] for j in late}
 
     @cached_property
     def looped(self) -> bool:
