@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from .checker.summary import CheckError
     from .clock.network import Link
     from .clock.timeline import Event
+    from .compiled import Compiled, compile
     from .convergence.stability import Stability, stability
     from .costmodel.measure import Profile
     from .draw.chrome import write_trace
@@ -46,6 +47,7 @@ __version__ = "0.1.0"
 __all__ = [
     "Backend",
     "CheckError",
+    "Compiled",
     "Diagram",
     "Direction",
     "Event",
@@ -63,6 +65,7 @@ __all__ = [
     "Verification",
     "backend",
     "clip_grad_norm_",
+    "compile",
     "explain",
     "full_optimizer_state_dict",
     "full_state_dict",
@@ -90,6 +93,7 @@ MODULES = {
     "checker.summary": ("CheckError",),
     "clock.network": ("Link",),
     "clock.timeline": ("Event",),
+    "compiled": ("Compiled", "compile"),
     "convergence.stability": ("Stability", "stability"),
     "costmodel.measure": ("Profile",),
     "draw.chrome": ("write_trace",),

@@ -15,6 +15,7 @@ from .map import MODULES, ROOT, arrows, contract, files, imports, own_imports, r
 KEEPERS: dict[str, tuple[str, ...]] = {
     "torch.distributed": ("transport.processes", "transport.world"),
     "torch._dynamo": ("capture.dynamo",),
+    "torch.export": ("capture.export",),
     "torch._functorch": ("autodiff.autograd",),
     "torch._inductor": ("autodiff.inductor",),
     "torch.fx._lazy_graph_module": ("ir.lazy",),

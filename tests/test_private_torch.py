@@ -27,6 +27,13 @@ NAMES = {
         "torch._dynamo.symbolic_convert:InstructionTranslator.current_tx",
         "torch.fx.experimental._config:use_duck_shape",
     ),
+    "export.py": (
+        "torch.export.graph_signature:InputKind",
+        "torch.ops:higher_order.wrap_with_set_grad_enabled",
+        "torch.ops:higher_order.wrap_with_autocast",
+        "torch.amp.autocast_mode:_enter_autocast",
+        "torch.amp.autocast_mode:_exit_autocast",
+    ),
     "microbatch.py": ("torch._subclasses:FakeTensorMode",),
     "autograd.py": (
         "torch._functorch.aot_autograd:aot_export_joint_with_descriptors",

@@ -5,8 +5,9 @@ from __future__ import annotations
 import inspect
 import re
 from collections import UserDict
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import fields, is_dataclass
+from inspect import Parameter
 from types import CodeType, FunctionType, ModuleType
 from typing import Any, NamedTuple
 
@@ -52,17 +53,40 @@ def parts(name: str) -> list[str]:
 
 def read_call(code: CodeType, variables: Mapping[str, Any]) -> Call:
     """What a function is called with: its code, and the variables of its frame."""
-    top = list(_arguments(code, variables))
+    return _call(list(_arguments(code, variables)), _signature(code, variables))
+
+
+def read_signature(
+    function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> Call:
+    """The same of a function and what it is called with, as its signature names it."""
+    signature = inspect.signature(function)
+    bound = signature.bind(*args, **kwargs)
+    bound.apply_defaults()
+    top: list[tuple[Argument, Any]] = []
+    for name, value in bound.arguments.items():
+        kind = signature.parameters[name].kind
+        if kind is Parameter.VAR_POSITIONAL:
+            at = len(top)
+            top += [(Argument(f"{name}[{i}]", at + i), v) for i, v in enumerate(value)]
+        elif kind is Parameter.VAR_KEYWORD:
+            top += [(Argument(each), v) for each, v in value.items()]
+        else:
+            position = None if kind is Parameter.KEYWORD_ONLY else len(top)
+            top.append((Argument(name, position), value))
+    return _call(top, list(signature.parameters))
+
+
+def _call(top: Sequence[tuple[Argument, Any]], parameters: Sequence[str]) -> Call:
     seen: set[int] = set()
-    inside = [
+    tensors = [
         (Argument(name, each.position), tensor)
         for each, value in top
         for name, tensor in _tensors(value, each.name, seen)
     ]
-    names = [each.name for each, _ in top]
-    names += [each.name for each, _ in inside] + _signature(code, variables)
+    names = [each.name for each, _ in (*top, *tensors)] + list(parameters)
     positions = [each.position for each, _ in top if each.position is not None]
-    return Call(tuple(inside), tuple(dict.fromkeys(names)), len(positions))
+    return Call(tuple(tensors), tuple(dict.fromkeys(names)), len(positions))
 
 
 def owner_of(code: CodeType, variables: Mapping[str, Any]) -> str | None:
@@ -119,11 +143,11 @@ def _tensors(
         yield name, value
     elif not isinstance(value, STATE) and id(value) not in seen and depth < DEPTH:
         seen.add(id(value))
-        for end, each in _inside(value):
+        for end, each in inside(value):
             yield from _tensors(each, name + end, seen, depth + 1)
 
 
-def _inside(value: Any) -> Iterator[tuple[str, Any]]:
+def inside(value: Any) -> Iterator[tuple[str, Any]]:
     """What a container or object holds, and how to write it."""
     if is_dataclass(value):
         yield from ((f".{f.name}", getattr(value, f.name, None)) for f in fields(value))

@@ -12,6 +12,22 @@ from torch import fx
 
 from ..jobs.job import PlanError
 
+EXPORTED = (
+    "fxsched.compile(model, schedule) runs models that Dynamo breaks, if torch.export "
+    "can trace them"
+)
+
+
+class GraphBreak(PlanError):
+    """Dynamo can't trace a model as one graph.
+
+    line: where it breaks, and why.
+    """
+
+    def __init__(self, text: str, line: str) -> None:
+        super().__init__(text)
+        self.line = line
+
 
 def graph_break(gm: fx.GraphModule) -> PlanError | None:
     """The error for a graph that holds only a part of the model, if it does.
@@ -26,11 +42,12 @@ def graph_break(gm: fx.GraphModule) -> PlanError | None:
     if skipped is None:
         return None
     where = "".join(traceback.format_list([skipped])).strip()
-    return PlanError(
+    return GraphBreak(
         "the model does not trace as one graph; Dynamo leaves this to Python\n"
         f"  {where}\n"
         "fxsched plans whole models: torch.compile(model, backend, fullgraph=True) "
-        "tells why it does"
+        f"tells why it does; {EXPORTED}",
+        f"{_short(skipped)} is left to Python",
     )
 
 
@@ -45,12 +62,17 @@ def not_whole(
         frames.pop()
     where = "".join(traceback.format_list(frames[-1:])).strip()
     why = str(reason).split("\n")[0]
-    return PlanError(
+    return GraphBreak(
         f"the model does not trace as one graph; it breaks at\n  {where}\n"
         f"  ({why})\n"
         "fxsched plans whole models: rewrite that line with torch operations, or "
-        "move it out of the compiled function"
+        f"move it out of the compiled function; {EXPORTED}",
+        f"{_short(frames[-1]) if frames else ''} ({why})".strip(),
     )
+
+
+def _short(frame: traceback.FrameSummary) -> str:
+    return f"{os.path.basename(frame.filename)}:{frame.lineno}, {frame.line}"
 
 
 def _skipped_frame() -> traceback.FrameSummary | None:

@@ -1,0 +1,138 @@
+"""The traces that torch.export made of one model, and which of them a call may use."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..ir.modes import casts, modes_after_errors
+from ..jobs.job import PlanError
+from .caller import Dims, read_signature
+from .drawn_numbers import without_drawn_numbers
+from .export import ExportedGraph, export_model
+from .python_state import Change, PythonState, noted_reads
+from .refusals import refusal
+from .samples import dim_of
+from .structure import Structure
+
+TRACES = 64  # of a model that are kept
+
+
+class Trace:
+    """A traced graph, and what must be as it was for it to be that of a call.
+
+    key: of the call's structure, types and modes.
+    state: what the model's Python read.
+    """
+
+    def __init__(self, key: Hashable, graph: ExportedGraph, state: PythonState) -> None:
+        self.key, self.graph, self.state = key, graph, state
+        self.kinds = list(map(_kind, graph.state))
+        self.sizes: set[Hashable] = set()  # that it is known to serve
+
+    def serves(self, key: Hashable, call: Structure) -> bool:
+        """Whether it is of this kind of call, the model aside."""
+        if key != self.key:
+            return False
+        sizes = tuple(tuple(tensor.shape) for tensor in call.tensors)
+        if sizes not in self.sizes and self.graph.fits(call.tensors):
+            self.sizes.add(sizes)
+        return sizes in self.sizes
+
+    def stale(self) -> str | None:
+        """What of the model is another than when it was traced."""
+        for change in self.state.changes():
+            return str(change)
+        if list(map(_kind, self.graph.state)) != self.kinds:
+            return "types of its weights, or which of them are trained"
+        return None
+
+
+class Traces:
+    """Those of one model.
+
+    dims: batch_dims, as the user gave them; None if batches are not cut.
+    say: told why a call is traced again.
+    """
+
+    def __init__(
+        self, model: nn.Module, dims: Dims | None, say: Callable[[str], None]
+    ) -> None:
+        self.model, self.dims, self.say = model, dims, say
+        self.traces: list[Trace] = []
+
+    def graph_of(self, call: Structure) -> ExportedGraph:
+        """The graph for a call, (args, kwargs), traced now if there is none.
+
+        Raises PlanError, with the user's line, for what cannot be traced.
+        """
+        key = (call.key, tuple(map(_kind, call.tensors)), _modes())
+        stale: list[str] = []
+        for trace in reversed(self.traces):
+            if trace.serves(key, call):
+                why = trace.stale()
+                if why is None:
+                    return trace.graph
+                stale.append(why)
+        for why in stale[:1]:
+            self.say(f"traced again, {why}")
+        self.traces = [*self.traces[1 - TRACES :], self._trace(key, call)]
+        return self.traces[-1].graph
+
+    def _trace(self, key: Hashable, call: Structure) -> Trace:
+        """Traces it; twice if it wrote into the model, as some do in a first call."""
+        first: Sequence[Change] = ()
+        for again in (False, True):
+            with noted_reads() as reads, without_drawn_numbers():
+                graph = self._export(call)
+            if not graph.changes:
+                break
+            if again or any(change.holds_traced() for change in graph.changes):
+                for change in reversed(first):
+                    change.undo()
+                raise _keeps(graph.changes[0])
+            first = graph.changes
+            for change in first:
+                change.redo()
+        return Trace(key, graph, PythonState(self.model, reads))
+
+    def _export(self, call: Structure) -> ExportedGraph:
+        args, kwargs = call.value
+        named = read_signature(self.model.forward, args, kwargs)
+        dims = [self._dim(tensor, named.tensors) for tensor in call.tensors]
+        with modes_after_errors():
+            graph = export_model(self.model, call, named, dims)
+        refused = refusal(graph.gm)
+        if refused is not None:
+            raise refused
+        return graph
+
+    def _dim(self, tensor: Tensor, named: Sequence[Any]) -> int | None:
+        """The dimension with a tensor's samples, if they can be cut."""
+        if self.dims is None or not tensor.dim() or isinstance(tensor, nn.Parameter):
+            return None
+        for argument, value in named:
+            if value is tensor:
+                dim = dim_of(argument, tensor, self.dims)
+                return dim if dim is not None and tensor.shape[dim] > 1 else None
+        return None
+
+
+def _keeps(change: Change) -> PlanError:
+    return PlanError(
+        f"the model's forward writes to {change.path}, which would happen once, while "
+        "it is traced, and not in each call; keep it in a buffer (register_buffer, "
+        "and .copy_() or .add_() in forward), or write it outside of forward"
+    )
+
+
+def _kind(tensor: Tensor) -> Hashable:
+    return tensor.dtype, tensor.device, tensor.requires_grad, tensor.is_contiguous()
+
+
+def _modes() -> Hashable:
+    modes = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
+    return *modes, torch.get_default_dtype(), tuple(casts())

@@ -1,0 +1,161 @@
+"""fxsched.compile: models that break Dynamo's graph train as in eager PyTorch."""
+
+from __future__ import annotations
+
+import copy
+import random
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import fxsched
+from fxsched import PlanError, schedules
+
+ONE = schedules.one_f_one_b(2, 2)
+
+
+class Breaks(nn.Module):
+    """An LSTM with all that a graph may hold, behind a line that breaks Dynamo."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rows = nn.LSTM(8, 8, 2, batch_first=True)
+        self.head = nn.Linear(8, 3)
+        self.register_buffer("seen", torch.zeros((), dtype=torch.int64))
+        self.table = torch.ones(3)
+        self.scale = 1.0
+
+    def forward(self, x: Tensor, y: Tensor, *, shift: float = 0.0) -> dict[str, Any]:
+        torch._dynamo.graph_break()
+        with torch.no_grad():
+            self.seen.add_(1)
+            mean = x.mean(1, keepdim=True) * torch.tensor([0.5])
+        with torch.autocast("cpu", torch.bfloat16, enabled=False):
+            hidden = self.rows(x - mean)[0][:, -1]
+        logits = self.head(hidden) * self.scale * self.table + shift
+        return {"loss": F.cross_entropy(logits, y), "logits": [logits], "n": 3}
+
+
+def batch(rows: int) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(rows)
+    x = torch.randn(rows, 5, 8, generator=generator)
+    return x, torch.arange(rows) % 3
+
+
+def assert_trains(step: Any, model: nn.Module, eager: nn.Module, **kwargs: Any) -> None:
+    """Two steps of another batch size each are eager's."""
+    mine = torch.optim.AdamW(model.parameters())
+    other = torch.optim.AdamW(eager.parameters())
+    for rows in (4, 8):
+        found, wanted = step(*batch(rows), **kwargs), eager(*batch(rows), **kwargs)
+        torch.testing.assert_close(found["logits"], wanted["logits"])
+        assert found["n"] == 3
+        found["loss"].backward()
+        wanted["loss"].backward()
+        for optimizer in (mine, other):
+            optimizer.step()
+            optimizer.zero_grad()
+    for name, parameter in model.named_parameters():
+        torch.testing.assert_close(parameter, eager.get_parameter(name))
+
+
+def pair(kind: type[nn.Module] = Breaks) -> tuple[Any, Any]:
+    torch.manual_seed(0)
+    model = kind()
+    return model, copy.deepcopy(model)
+
+
+def test_a_model_that_breaks_trains_as_in_eager_and_says_why(capfd: Any) -> None:
+    model, eager = pair()
+    with fxsched.compile(model, ONE, stages=["rows", "head"]) as step:
+        assert_trains(step, model, eager)
+        assert [s["modules"] for s in step.plan.stages.nodes.values()]
+        line = "torch.export: Dynamo's graph breaks at test_compile.py:"
+        assert step.captured_by.startswith(line)
+        assert capfd.readouterr().err.count(line) == 1
+        assert model.seen.item() == 4
+
+
+def test_what_tracing_read_is_a_new_plan_once_it_changes(capfd: Any) -> None:
+    model, eager = pair()
+    step = fxsched.compile(model, ONE)
+    assert_trains(step, model, eager)
+    for each in (model, eager):
+        each.scale = 2.0
+        each.unread = "anything"
+    assert_trains(step, model, eager)
+    assert "self.scale was 1.0 and is 2.0" in capfd.readouterr().err
+    assert_trains(step, model, eager, shift=1.0)
+    for each in (model, eager):
+        each.table = torch.tensor([1.0, 2.0, 3.0])
+        each.head.weight.requires_grad_(False)
+    assert_trains(step, model, eager)
+    model.eval()
+    with torch.no_grad():
+        found, wanted = step(*batch(8)), eager.eval()(*batch(8))
+    torch.testing.assert_close(found["loss"], wanted["loss"])
+    assert not found["loss"].requires_grad
+    assert capfd.readouterr().err.count("traced again, self.table") == 1
+
+
+def test_a_model_that_Dynamo_traces_is_captured_by_it() -> None:
+    step = fxsched.compile(nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 2)), ONE)
+    step(torch.ones(4, 8)).sum().backward()
+    assert step.captured_by == "Dynamo"
+
+
+class Chooses(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        if x.sum() > 0:
+            x = x * 2
+        return super().forward(x)
+
+
+class Counts(nn.Linear):
+    calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        torch._dynamo.graph_break()
+        self.calls += 1
+        return super().forward(x)
+
+
+class Remembers(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        torch._dynamo.graph_break()
+        self.last = super().forward(x)
+        return self.last
+
+
+class Draws(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        torch._dynamo.graph_break()
+        return super().forward(x) * random.random()
+
+
+class Refusal(NamedTuple):
+    model: type[nn.Linear]
+    message: str
+
+
+REFUSALS = [
+    Refusal(Chooses, r"stops at\n.*test_compile.py.*\n +if x.sum\(\) > 0.*\n.*where"),
+    Refusal(Counts, r"forward writes to self.calls.*register_buffer"),
+    Refusal(Remembers, r"forward writes to self.last.*register_buffer"),
+    Refusal(Draws, r"draws numbers with random, .*torch.rand"),
+]
+
+
+@pytest.mark.parametrize("refusal", REFUSALS, ids=lambda each: each.model.__name__)
+def test_what_neither_can_trace_is_an_error_with_what_to_do(refusal: Refusal) -> None:
+    model = refusal.model(8, 8)
+    before, state = dict(vars(model)), random.getstate()
+    with pytest.raises(PlanError, match=f"(?s){refusal.message}.*Dynamo breaks"):
+        fxsched.compile(model, ONE)(torch.ones(4, 8))
+    after = dict(vars(model))
+    after.pop("_is_torch_compile", None)  # torch.compile's
+    assert after == before
+    assert random.getstate() == state
