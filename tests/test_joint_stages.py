@@ -332,7 +332,7 @@ def test_pictures_show_a_joint_job_as_one_block() -> None:
 
 def test_the_microbatch_of_joint_jobs_is_one_object_in_all_processes() -> None:
     assert pickle.loads(pickle.dumps(ALL_ROWS)) is ALL_ROWS
-    assert copy.deepcopy(Job.parse("0B*")).is_joint
+    assert copy.deepcopy(Job.parse("0B*")).joint
 
 
 def test_the_command_simulates_joint_stages(

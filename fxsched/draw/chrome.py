@@ -98,7 +98,7 @@ def _slice(event: Event, process: int, begin: float, scale: float) -> dict[str, 
         "cname": colour,
         "args": {
             "stage": job.stage,
-            "microbatch": "*" if job.is_joint else job.microbatch,
+            "microbatch": "*" if job.joint else job.microbatch,
             "direction": str(job.direction),
         },
     }

@@ -89,7 +89,7 @@ def bars_of(
     _check(events, workers, table)
     begin = min(table[:, 4], default=0.0) if step is None else step[0]
     end = max(table[:, 5], default=0.0) if step is None else step[1]
-    joint = np.array([e.job.is_joint for e in events], bool)
+    joint = np.array([e.job.joint for e in events], bool)
     by_worker = np.lexsort((table[:, 5], table[:, 4], table[:, 3]))
     table, joint = table[by_worker], joint[by_worker]
     stage, microbatch, direction, worker = table[:, :4].astype(int).T

@@ -68,13 +68,13 @@ class Job(NamedTuple):
     microbatch: int
     direction: Direction
 
-    @property
-    def is_joint(self) -> bool:
-        """Whether it is known to run on the rows of all microbatches."""
-        return self.microbatch is ALL_ROWS
-
     def __str__(self) -> str:
         return f"{self.stage}{self.direction.value}{self.microbatch!s}"
+
+    @property
+    def joint(self) -> bool:
+        """Whether it is on the rows of all microbatches."""
+        return isinstance(self.microbatch, _AllRows)
 
     @staticmethod
     def parse(text: str) -> Job:

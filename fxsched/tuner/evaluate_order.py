@@ -98,7 +98,7 @@ def ranks(
     return {
         (s, last if joint and d is Direction.FORWARD else b, d): i
         for i, (s, b, d, joint) in enumerate(
-            (*job, job.is_joint) for job in map(problem.jobs.job, order)
+            (*job, job.joint) for job in map(problem.jobs.job, order)
         )
     }
 
