@@ -100,6 +100,7 @@ ENDS = {
     "first": ([(0, 1), (1, 2)], {0}),
     "alone": ([], {0}),
     "all": (TOWERS, {0, 1, 2}),
+    "in the middle, numbered last": ([(0, 3), (3, 1), (1, 2)], {3}),
 }
 
 
@@ -113,6 +114,7 @@ def test_a_joint_job_waits_for_all_microbatches_and_they_for_it(
     schedule = Schedule(
         2, 3, w=lambda s, b, d: (s % 2, (s + b) % 2), split_backward=split
     )
+    nx.set_edge_attributes(stages, 0.75, "seconds")
     for transfer in (0.0, 0.5, None):
         check(fxsched.simulate(schedule, stages, None, transfer), stages)
 
@@ -391,3 +393,19 @@ def check_filled(stages: nx.DiGraph[int], places: Sequence[int]) -> None:
         tuple(j for j in started if problem.jobs.compute[j] == worker)
         for worker in range(2)
     )
+
+
+def test_stages_that_read_a_joint_one_may_have_smaller_numbers() -> None:
+    """As plans number them, so that w and n of microbatches' stages stay the same."""
+    stages = graph([(0, 3), (3, 1), (1, 2)], {3})
+    for schedule in (fxsched.schedules.graph(2, 4), fxsched.schedules.zb_h1(4, 4)):
+        check(fxsched.simulate(schedule, stages, None), stages)
+    chain = graph([(0, 1), (1, 2), (2, 3)], {1})
+    one, other = (fxsched.schedules.graph(4, 4).fitted(s) for s in (stages, chain))
+    assert (
+        fxsched.simulate(one, stages, None).latency
+        == fxsched.simulate(other, chain, None).latency
+    )
+    for wrong in ([(1, 0)], [(0, 2), (2, 1), (1, 0)], [(2, 2)]):
+        with pytest.raises(PlanError, match="number the stages in the order"):
+            fxsched.simulate(Schedule(1, 2), graph([*wrong, (0, 2)], {2}), None)

@@ -26,6 +26,27 @@ def joint_stages(stages: nx.DiGraph[int]) -> frozenset[int]:
     return frozenset(s for s, joint in stages.nodes(data="joint") if joint)
 
 
+def flow_order(stages: nx.DiGraph[int]) -> list[int]:
+    """The stages in an order of data flow: by number, but that a plan numbers joint
+    stages after all others, of which some may read them."""
+    if not joint_stages(stages):
+        return sorted(stages)
+    return list(nx.lexicographical_topological_sort(stages))
+
+
+def out_of_order(stages: nx.DiGraph[int]) -> tuple[int, int] | None:
+    """A stage of microbatches, or joint in a circle, that a smaller one reads, and the
+    one that reads it; None if the numbers are in the order of data flow."""
+    joint = joint_stages(stages)
+    for a, b in stages.edges:
+        if a >= b and a not in joint:
+            return a, b
+    if joint and not nx.is_directed_acyclic_graph(stages):
+        a, b = nx.find_cycle(stages)[0][:2]
+        return int(a), int(b)
+    return None
+
+
 def fit_joint(schedule: Schedule, stages: nx.DiGraph[int]) -> Schedule:
     """The schedule for these stages: w and n say the same of all microbatches of a
     joint one, and caps that come with the schedule's shape are lifted where B waits for

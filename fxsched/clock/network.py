@@ -11,7 +11,7 @@ from ..jobs.job import Direction, PlanError
 from ..jobs.schedule import Schedule
 from ..jobs.user_values import is_number
 from .event_loop import Network
-from .stage_graph import Edges
+from .stage_graph import Edges, edge_between
 from .timeline import Jobs, Timeline
 from .update_messages import Renewal, Sum, gradient_sums, renewals
 from .weight_fetches import fetches
@@ -119,7 +119,7 @@ class Transfers(Network):
             if a == b:
                 size = self.stages.nodes[a].get("held", 0.0)
             else:
-                edge = self.stages.get_edge_data(min(a, b), max(a, b), {})
+                edge = edge_between(self.stages, a, b) or {}
                 size = edge.get("bytes", 0.0)
             self.sent[key] = self._send(source, to, size, now)
         return self.sent[key]

@@ -12,7 +12,7 @@ from ..jobs.job import Direction, Job, Placement, PlanError
 from ..jobs.schedule import Schedule
 from .activations import peaks
 from .event_loop import Network, run_jobs
-from .joint import ask_once, fit_joint, joint_stages, order_phases
+from .joint import ask_once, fit_joint, flow_order, joint_stages, order_phases
 from .timeline import Jobs, Kind, Timeline, weight_owners
 from .updates import StageUpdate, add_updates
 
@@ -109,8 +109,9 @@ def _placed_at_once(
 def stage_jobs(schedule: Schedule, stages: nx.DiGraph[int]) -> Jobs:
     """All jobs of a schedule on these stages."""
     back = {s for s, data in stages.nodes(data=True) if data["backward"] != 0}
-    kinds: list[Kind] = [(s, FORWARD) for s in sorted(stages)]
-    for s in sorted(back, reverse=True):
+    flow = flow_order(stages)
+    kinds: list[Kind] = [(s, FORWARD) for s in flow]
+    for s in filter(back.__contains__, reversed(flow)):
         kinds += [(s, d) for d in schedule.directions[1:]]
     at = {kind: i for i, kind in enumerate(kinds)}
     preds: list[list[int]] = []
@@ -190,6 +191,14 @@ def in_its_order(jobs: Jobs, order: Sequence[int], credit: Mapping[int, int]) ->
     return replace(jobs, n=position, more=more)
 
 
+def edge_between(
+    stages: nx.DiGraph[int], one: int, other: int
+) -> Mapping[str, float] | None:
+    """What two stages send each other, whichever reads the other one; None if none."""
+    data: Mapping[str, float] | None = stages.get_edge_data(one, other)
+    return stages.get_edge_data(other, one) if data is None else data
+
+
 class Edges(Network):
     """Transfers that take the `seconds` of the edge between two stages."""
 
@@ -198,9 +207,9 @@ class Edges(Network):
         self.seconds: dict[tuple[int, int], float] = {}  # between kinds
         for k, before in enumerate(jobs.preds):
             for p in before:
-                a, b = sorted((jobs.kinds[p][0], jobs.kinds[k][0]))
-                if stages.has_edge(a, b):
-                    self.seconds[p, k] = stages.edges[a, b].get("seconds", 0.0)
+                edge = edge_between(stages, jobs.kinds[p][0], jobs.kinds[k][0])
+                if edge is not None:
+                    self.seconds[p, k] = edge.get("seconds", 0.0)
 
     def arrival(self, maker: int, reader: int, now: float) -> float:
         """When the reader has what the maker sent at `now`."""

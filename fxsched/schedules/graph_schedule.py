@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 
 import networkx as nx
 
+from ..clock.joint import flow_order
 from ..clock.stage_graph import likely_seconds, run_stages, step_seconds
 from ..jobs.answers import Priority
 from ..jobs.job import Direction, Placement
@@ -69,7 +70,7 @@ def graph(workers: int, microbatches: int) -> Schedule:
 def _depths(stages: nx.DiGraph[int]) -> dict[int, int]:
     """For each stage, how many stages the longest path from it to the end has."""
     depths: dict[int, int] = {}
-    for s in sorted(stages, reverse=True):
+    for s in reversed(flow_order(stages)):
         depths[s] = 1 + max((depths[r] for r in stages.successors(s)), default=0)
     return depths
 
@@ -78,11 +79,11 @@ def _longest_way_first(stages: nx.DiGraph[int], microbatches: int) -> Priority:
     """Jobs with the longest path of work to the end of the step first."""
     data = stages.nodes
     back: dict[int, float] = {}
-    for s in sorted(stages):
+    for s in flow_order(stages):
         before = max((back[p] for p in stages.predecessors(s)), default=0.0)
         back[s] = data[s]["backward"] + before
     there: dict[int, float] = {}
-    for s in sorted(stages, reverse=True):
+    for s in reversed(flow_order(stages)):
         after = max((there[r] for r in stages.successors(s)), default=back[s])
         there[s] = data[s]["forward"] + after
     ways = sorted({*back.values(), *there.values()}, reverse=True)

@@ -11,7 +11,7 @@ import numpy as np
 
 from ..clock.activations import credits
 from ..clock.event_loop import Network, run_jobs
-from ..clock.joint import fit_joint
+from ..clock.joint import fit_joint, out_of_order
 from ..clock.memory import Peaks, worker_memory
 from ..clock.network import Link, Transfers, check_transfer
 from ..clock.stage_graph import (
@@ -245,12 +245,12 @@ def _stages(
                 f"simulate(stages=): its nodes are {list(stages)[:5]}; number the "
                 "stages from 0"
             )
-        for a, b in stages.edges:
-            if a >= b:
-                raise PlanError(
-                    f"simulate(stages=): stage {b} reads stage {a}, which has no "
-                    "smaller number; number the stages in the order of data flow"
-                )
+        if wrong := out_of_order(stages):
+            maker, reader = wrong
+            raise PlanError(
+                f"simulate(stages=): stage {reader} reads stage {maker}, which has no "
+                "smaller number; number the stages in the order of data flow"
+            )
         return stages.copy()
     count = (schedule.stages or schedule.workers) if stages is None else stages
     check_size(schedule, count)  # before there is a graph of them

@@ -12,6 +12,7 @@ from ..clock.activations import allocations, lifetimes
 from ..clock.network import Link
 from ..clock.stage_graph import (
     Edges,
+    edge_between,
     kind_seconds,
     most_work,
     stage_jobs,
@@ -126,11 +127,12 @@ def _delays(
     delays: dict[tuple[int, int], float] = {}
     for k, before in enumerate(jobs.preds):
         for p in before:
-            a, b = sorted((jobs.kinds[p][0], jobs.kinds[k][0]))
+            a, b = jobs.kinds[p][0], jobs.kinds[k][0]
             if a == b:
                 continue
             if isinstance(transfer, Link):
-                size = stages.get_edge_data(a, b, {}).get("bytes", 0.0)
+                edge = edge_between(stages, a, b) or {}
+                size = edge.get("bytes", 0.0)
                 delays[p, k] = size / transfer.bandwidth + transfer.latency
             else:
                 delays[p, k] = transfer

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple, cast
 
 import networkx as nx
 
+from ..clock.joint import out_of_order
 from ..jobs.job import PlanError
 from ..schedules.arguments import positive
 
@@ -88,7 +89,7 @@ def of_graph(stages: nx.DiGraph[int]) -> Costs:
         raise PlanError(
             f"search: the stages are {sorted(stages)[:5]}; number them from 0"
         )
-    if any(a >= b for a, b in stages.edges):
+    if out_of_order(stages):
         raise PlanError("search: number the stages in the order of data flow")
     sized_stages = stages.copy()
     sized = any("held" in data for _, data in sized_stages.nodes(data=True))
