@@ -18,6 +18,7 @@ from torch import fx
 from ..ir.graphs import Group, Specs
 from ..jobs.job import Job, Placement
 from .check_averages import Part, Source, average_fault
+from .check_joint import JointPart, Rows, joint_fault
 from .check_program import NO_UPDATES, examine, other_maker, other_microbatch
 from .check_updates import Updates
 from .summary import CheckError, End, Provenance, Summary
@@ -35,7 +36,8 @@ def check_programs(
     shapes, and the other way round; each pair of workers sends and receives in one
     order; with each send and its recv as one event, the programs' orders have no
     circle, and neither do tasks; a job calls its own stage, and reads values of its own
-    microbatch and what its own F saved or B carries; every value is there when it is
+    microbatch, or of all in their order, and its own rows of what is made from all, and
+    what its own F saved or B carries; every value is there when it is
     read, and freed once; the gradient of every parameter holds every B (or W) of every
     microbatch once, and reaches all its owners. Where there are updates: each has the
     gradients since the one before it, runs once on each worker that it should, in their
@@ -60,6 +62,7 @@ def check_summaries(summaries: Sequence[Summary]) -> None:
             raise CheckError(summary.fault)
     origins = _Provenances(summaries, messages)
     origins.check_uses()
+    origins.check_joint()
     _check_tasks(summaries, messages)
     origins.check_gradients()
     origins.check_weights()
@@ -227,12 +230,34 @@ class _Provenances:
         uses = [(each.rank, use) for each in self.summaries for use in each.uses]
         for rank, (job, name, tag, _) in uses:
             others = self._microbatches(tag) - {job.microbatch}
-            if others:
-                raise CheckError(other_microbatch(rank, job, name, set(others)))
+            if others and not job.joint:
+                raise CheckError(other_microbatch(rank, job, name, others))
         for rank, (job, name, tag, wanted) in uses:
             maker = None if wanted is None else self._maker(tag)
             if wanted is not None and maker != wanted:
                 raise CheckError(other_maker(rank, job, name, maker, wanted))
+
+    def check_joint(self) -> None:
+        """Joint jobs read every microbatch once, in the order of the rows, and each
+        microbatch reads its own rows of what they make."""
+        uses = []
+        for each in self.summaries:
+            for use in each.joint_uses:
+                rows = use.rows
+                more = map(self._microbatches, rows.received)
+                parts = map(self._parts, rows.received)
+                whole = Rows(
+                    rows.microbatches.union(*more), rows.parts.union(*parts), ()
+                )
+                uses.append(use._replace(rows=whole))
+        count = max((each.microbatches for each in self.summaries), default=1)
+        if fault := joint_fault(uses, count):
+            raise CheckError(fault)
+
+    def _parts(self, tag: int) -> frozenset[JointPart]:
+        """The results of joint jobs that a message was made from."""
+        origin = self._origin(tag)
+        return origin.parts.union(*map(self._parts, origin.received))
 
     def _origin(self, tag: int) -> Provenance:
         message = self.messages[tag]

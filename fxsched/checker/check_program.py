@@ -8,7 +8,7 @@ is read and freed once. What it sends and receives is told to the others in a Su
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 from torch import fx
@@ -18,6 +18,7 @@ from ..ir.graphs import Group, Specs, arguments, original, result
 from ..jobs.job import Direction, Job, Placement
 from .check_arrivals import ArrivalReads
 from .check_averages import AverageReads
+from .check_joint import joint_uses, rows_of
 from .check_updates import UpdateFault, Updates, WeightReads
 from .summary import CheckError, End, Provenance, Summary, Use
 
@@ -69,6 +70,7 @@ class _Examination:
         self.weights: WeightReads | ArrivalReads = planned
         if updates.ahead:
             self.weights = ArrivalReads(rank, self.nodes, groups, updates, placements)
+        self.joins = any(job.joint for job in placements)
         self.here = [job for job, w in placements.items() if w.compute == rank]
         self.summary = Summary(rank)
         self.positions: dict[str, int] = {}  # of tasks
@@ -78,6 +80,7 @@ class _Examination:
         checks: tuple[Callable[[], None], ...] = (
             self._jobs,
             self._reads,
+            self._joint_reads,
             self._lives,
             self._gradients,
             self._updates,
@@ -124,11 +127,11 @@ class _Examination:
                     tag: Any = value.kwargs["tag"]
                     self.summary.uses.append(Use(job, value.name, tag, maker))
                     continue
-                microbatches, received = _microbatches(value)
-                for tag in received:
+                rows = rows_of(value, RECEIVES, self.joins)
+                for tag in rows.received:
                     self.summary.uses.append(Use(job, value.name, tag, None))
-                others = microbatches - {job.microbatch}
-                if others:
+                others = rows.microbatches - {job.microbatch}
+                if others and not job.joint:
                     mixed.append(other_microbatch(self.rank, job, value.name, others))
                 if maker is not None and _maker(value) != maker:
                     actual = _maker(value)
@@ -137,6 +140,14 @@ class _Examination:
                     )
         for fault in mixed + misled:
             raise CheckError(fault)
+
+    def _joint_reads(self) -> None:
+        """For the check of all programs, which sees all microbatches."""
+        if self.joins:
+            self.summary.joint_uses += joint_uses(self.rank, self.calls, RECEIVES)
+            cut = [arguments(n)[2] for n in self.nodes if n.target is ops.rows]
+            every = [1 + job.microbatch for job in self.placements]
+            self.summary.microbatches = max(every + cut)
 
     def _tasks(self) -> None:
         """A task starts once all that it reads is there: what it reads of others here
@@ -263,20 +274,21 @@ class _Examination:
         if value not in self.known:
             self.known[value] = len(self.summary.origins)
             specs: Specs = value.meta["specs"]
-            microbatches, received = _microbatches(value)
+            made = rows_of(value, RECEIVES, self.joins)
             source = original(value)
             tag: Any = source.kwargs["tag"] if source.target in RECEIVES else None
             adds, added = _contributions(value)
-            rows = tuple(sorted(microbatches))
+            rows = tuple(sorted(made.microbatches))
             self.summary.origins.append(
                 Provenance(
                     specs,
                     tag,
                     _maker(value),
                     rows,
-                    tuple(received),
+                    made.received,
                     adds,
                     added,
+                    made.parts,
                     self.weights.of(value),
                     self.averages.part(value),
                 )
@@ -295,25 +307,6 @@ def _maker(value: fx.Node) -> Job | None:
     value = original(value)
     source = value.args[0] if value.args else None
     return source.meta.get("job") if isinstance(source, fx.Node) else None
-
-
-def _microbatches(value: fx.Node) -> tuple[set[int], list[int]]:
-    """The microbatches that a value was made from, and the messages."""
-    microbatches: set[int] = set()
-    received: dict[int, None] = {}
-    open_ends = [value]
-    while open_ends:
-        node = open_ends.pop()
-        if "job" in node.meta:
-            microbatches.add(node.meta["job"].microbatch)
-        elif node.target is ops.rows:
-            microbatches.add(arguments(node)[1])
-        elif node.target in RECEIVES:
-            tag: Any = node.kwargs["tag"]
-            received[tag] = None
-        elif node.target is not ops.pause:
-            open_ends += node.all_input_nodes
-    return microbatches, list(received)
 
 
 def _contributions(node: fx.Node) -> tuple[tuple[Job, ...] | None, tuple[int, ...]]:
@@ -336,7 +329,7 @@ def _contributions(node: fx.Node) -> tuple[tuple[Job, ...] | None, tuple[int, ..
     return tuple(jobs), tuple(tags)
 
 
-def other_microbatch(rank: int, job: Job, name: str, others: set[int]) -> str:
+def other_microbatch(rank: int, job: Job, name: str, others: Collection[int]) -> str:
     """The error for a job that reads another microbatch's value."""
     return f"worker {rank}: {job} reads {name}, which is of microbatch {min(others)}"
 

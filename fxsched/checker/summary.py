@@ -8,6 +8,7 @@ from typing import NamedTuple
 from ..ir.graphs import Specs
 from ..jobs.job import Job
 from .check_averages import Averaged, Part
+from .check_joint import JointPart, JointUse
 from .check_updates import Weights, WeightUse
 
 
@@ -25,6 +26,7 @@ class Provenance(NamedTuple):
         and of the messages with these tags.
     adds: the jobs whose gradients it adds up; None if it is no such sum.
     added: tags of messages that it adds up as well.
+    parts: results of joint jobs here that it was made from.
     weights: which ones, if it is weights that this worker keeps.
     part: a replica of weights, or an average, if it is one.
     """
@@ -36,6 +38,7 @@ class Provenance(NamedTuple):
     received: tuple[int, ...]
     adds: tuple[Job, ...] | None
     added: tuple[int, ...]
+    parts: frozenset[JointPart]
     weights: Weights | None
     part: Part | None
 
@@ -85,6 +88,7 @@ class Summary:
     every: for how many microbatches an update is. alone: whether it is with the
         worker's own gradients.
     averaged: averages of replicas that it makes, or takes.
+    joint_uses: what jobs read, if there are joint jobs. microbatches: how many.
     """
 
     rank: int
@@ -102,3 +106,5 @@ class Summary:
     every: int | None = None
     alone: bool = False
     averaged: list[Averaged] = field(default_factory=list)
+    joint_uses: list[JointUse] = field(default_factory=list)
+    microbatches: int = 1

@@ -43,11 +43,14 @@ class Schedule:
     stages: how many stages the model is cut into; None leaves it to the planner: the
         multiple of the workers with the shortest predicted step; the least from eight
         on, where w is the same for all stages.
-    w(s, b, d): Placement, or a pair (weight worker, compute worker).
-    n(s, b, d): an int; of the jobs that are ready a worker takes the smallest.
+    w(s, b, d): Placement, or a pair (weight worker, compute worker). A joint stage, in
+        which rows of all microbatches meet, has one job a direction, asked with b = 0.
+    n(s, b, d): an int; of the jobs that are ready a worker takes the smallest. F of a
+        joint stage is asked with the last b, its B and W with 0.
     in_flight: how many microbatches of a stage may be between F and B (W, if the
         backward is split) on one worker (the one that holds the activations, where B
-        runs): None for no limit, an int, or a function of the stage.
+        runs): None for no limit, an int, or a function of the stage. Those of the
+        library are lifted where B waits for F of all microbatches.
     split_backward: B makes the gradients of a stage's inputs only, and a job W of its
         own, asked of w and n like the others, those of its weights.
     in_order: workers take their jobs strictly by n, and wait for the next where it

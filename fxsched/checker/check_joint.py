@@ -1,0 +1,172 @@
+"""Joint jobs read all microbatches in the order of their rows, and give each its own.
+
+What a joint job reads of microbatches comes in runs, one value of each, in the order of
+the batch; so do the results of which microbatches read their rows. Where a microbatch
+stands in one run it stands in all, or it would get another's rows.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from torch import fx
+
+from ..ir import ops
+from ..ir.graphs import arguments
+from ..jobs.job import Job
+
+JointPart = tuple[Job, int]  # a joint job, and which of its results
+
+
+class Rows(NamedTuple):
+    """What a value was made from.
+
+    microbatches: of jobs and inputs on its worker. parts: results of joint jobs there.
+    received: tags of messages.
+    """
+
+    microbatches: frozenset[int]
+    parts: frozenset[JointPart]
+    received: tuple[int, ...]
+
+
+class JointUse(NamedTuple):
+    """A value that a joint job reads, or that may be of one.
+
+    place: which of the job's arguments, and which value of it.
+    """
+
+    rank: int
+    job: Job
+    place: tuple[int, int]
+    name: str
+    rows: Rows
+
+
+def rows_of(value: fx.Node, receives: Sequence[object], joins: bool) -> Rows:
+    """What a value in a program was made from.
+
+    receives: functions that get messages. joins: whether there are joint jobs.
+    """
+    microbatches: set[int] = set()
+    parts: set[JointPart] = set()
+    received: dict[int, None] = {}
+    open_ends = [value]
+    while open_ends:
+        node = open_ends.pop()
+        job = _made_by(node) if joins else None
+        if job is not None and job.joint:
+            parts.add((job, arguments(node)[1]))
+        elif "job" in node.meta:
+            microbatches.add(node.meta["job"].microbatch)
+        elif node.target is ops.rows:
+            microbatches.add(arguments(node)[1])
+        elif node.target in receives:
+            tag: Any = node.kwargs["tag"]
+            received[tag] = None
+        elif node.target is not ops.pause:
+            open_ends += node.all_input_nodes
+    return Rows(frozenset(microbatches), frozenset(parts), tuple(received))
+
+
+def _made_by(node: fx.Node) -> Job | None:
+    """The job that a node is one result of."""
+    if node.target is not operator.getitem:
+        return None
+    call = node.args[0]
+    return call.meta.get("job") if isinstance(call, fx.Node) else None
+
+
+def joint_uses(
+    rank: int, calls: Iterable[fx.Node], receives: Sequence[object]
+) -> Iterator[JointUse]:
+    """What calls of jobs read, besides weights and what is kept for them."""
+    for call in calls:
+        for position, values in enumerate(call.args[2:], 2):
+            for i, value in enumerate(values if isinstance(values, tuple) else ()):
+                if isinstance(value, fx.Node):
+                    rows = rows_of(value, receives, True)
+                    job: Job = call.meta["job"]
+                    yield JointUse(rank, job, (position, i), value.name, rows)
+
+
+def joint_fault(uses: Sequence[JointUse], microbatches: int) -> str | None:
+    """What is wrong with what joint jobs read, or with what is read of them; None if
+    nothing is. uses: of all workers, with what came with messages."""
+    reads: dict[tuple[Job, int], list[JointUse]] = {}
+    gives: dict[tuple[Job, object], dict[int, tuple[int, JointUse]]] = {}
+    for use in uses:
+        if use.job.joint:
+            reads.setdefault((use.job, use.place[0]), []).append(use)
+            continue
+        for job, result in sorted(use.rows.parts, key=str):
+            kind = use.job.stage, use.job.direction, use.place
+            gives.setdefault((job, kind), {})[use.job.microbatch] = result, use
+    faults = [
+        *(_read_fault(each, microbatches) for each in reads.values()),
+        _given_fault(gives),
+    ]
+    return next(filter(None, faults), None)
+
+
+def _read_fault(uses: Sequence[JointUse], microbatches: int) -> str | None:
+    """Values of microbatches come in whole runs, in the order of the batch."""
+    last = -1, -1  # the place and the microbatch of the value before
+    for use in [use for use in uses if use.rows.microbatches]:
+        wanted = (last[1] + 1) % microbatches
+        beside = not wanted or use.place[1] == last[0] + 1
+        if use.rows.microbatches != {wanted} or not beside:
+            return (
+                f"worker {use.rank}: {use.job} reads {use.name}, of microbatch "
+                f"{_text(use.rows.microbatches)}, where that of {wanted} belongs"
+            )
+        last = use.place[1], wanted
+    if last[1] % microbatches != microbatches - 1 and last[1] >= 0:
+        use = uses[-1]
+        return (
+            f"worker {use.rank}: {use.job} reads nothing of microbatch {last[1] + 1} "
+            f"after {use.name}"
+        )
+    return None
+
+
+def _given_fault(
+    gives: Mapping[tuple[Job, object], Mapping[int, tuple[int, JointUse]]],
+) -> str | None:
+    """Microbatches read the results of a run in its order, or all read one."""
+    runs: dict[tuple[Job, int], int] = {}  # where the run of a result begins
+    shared = []
+    for (job, _), by_microbatch in gives.items():
+        results = [result for _, (result, _) in sorted(by_microbatch.items())]
+        first, use = by_microbatch[min(by_microbatch)]
+        if len(results) > 1 and set(results) == {first}:
+            shared.append((job, first, use))
+            continue
+        begin = first - min(by_microbatch)
+        if results != [begin + b for b in sorted(by_microbatch)]:
+            text = ", ".join(map(str, results))
+            return (
+                f"worker {use.rank}: {use.name} of {use.job}, and what its stage reads "
+                f"there in other microbatches, are results {text} of {job}, not the "
+                "rows of each in their order"
+            )
+        for result in results:
+            if runs.setdefault((job, result), begin) != begin:
+                return _overlap(use, job, result)
+    for job, result, use in shared:
+        if (job, result) in runs:
+            return _overlap(use, job, result)
+    return None
+
+
+def _overlap(use: JointUse, job: Job, result: int) -> str:
+    return (
+        f"worker {use.rank}: {use.job} reads {use.name}, result {result} of {job}, "
+        "which is that of another microbatch elsewhere"
+    )
+
+
+def _text(microbatches: Iterable[int]) -> str:
+    return "+".join(map(str, sorted(microbatches)))
