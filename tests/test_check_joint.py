@@ -15,7 +15,7 @@ def reads(microbatches: Sequence[int], first: int = 0) -> list[JointUse]:
     """What 2F* reads, place by place, of which microbatch."""
     job = Job.parse("2F*")
     return [
-        JointUse(0, job, (2, first + i), f"v{i}", Rows(frozenset({b}), frozenset(), ()))
+        JointUse(0, job, (1, first + i), f"v{i}", Rows(frozenset({b}), frozenset(), ()))
         for i, b in enumerate(microbatches)
     ]
 
@@ -27,7 +27,7 @@ def gives(*results: int, place: int = 0, stage: int = 3) -> list[JointUse]:
         JointUse(
             1,
             Job.parse(f"{stage}F{b}"),
-            (2, place),
+            (1, place),
             f"u{b}",
             Rows(frozenset(), frozenset({(part, result)}), ()),
         )

@@ -15,7 +15,10 @@ from torch import fx
 
 from ..ir import ops
 from ..ir.graphs import arguments
-from ..jobs.job import Job
+from ..jobs.job import Direction, Job
+
+FORWARD = Direction.FORWARD
+INPUTS = 1  # the place of what F reads, among a call's arguments; B's has it one later
 
 JointPart = tuple[Job, int]  # a joint job, and which of its results
 
@@ -60,7 +63,8 @@ def rows_of(value: fx.Node, receives: Sequence[object], joins: bool) -> Rows:
         if job is not None and job.joint:
             parts.add((job, arguments(node)[1]))
         elif "job" in node.meta:
-            microbatches.add(node.meta["job"].microbatch)
+            if not node.meta["job"].joint:
+                microbatches.add(node.meta["job"].microbatch)
         elif node.target is ops.rows:
             microbatches.add(arguments(node)[1])
         elif node.target in receives:
@@ -84,7 +88,7 @@ def joint_uses(
 ) -> Iterator[JointUse]:
     """What calls of jobs read, besides weights and what is kept for them."""
     for call in calls:
-        for position, values in enumerate(call.args[2:], 2):
+        for position, values in enumerate(call.args[1:], 1):
             for i, value in enumerate(values if isinstance(values, tuple) else ()):
                 if isinstance(value, fx.Node):
                     rows = rows_of(value, receives, True)
@@ -104,11 +108,33 @@ def joint_fault(uses: Sequence[JointUse], microbatches: int) -> str | None:
         for job, result in sorted(use.rows.parts, key=str):
             kind = use.job.stage, use.job.direction, use.place
             gives.setdefault((job, kind), {})[use.job.microbatch] = result, use
+    again = {key: reads.pop(key) for key in list(reads) if _reads_again(*key)}
     faults = [
         *(_read_fault(each, microbatches) for each in reads.values()),
+        *(
+            _again_fault(each, reads.get((job._replace(direction=FORWARD), INPUTS), []))
+            for (job, _), each in again.items()
+        ),
         _given_fault(gives),
     ]
     return next(filter(None, faults), None)
+
+
+def _reads_again(job: Job, position: int) -> bool:
+    """Whether an argument has what F read, as far as B needs it."""
+    return job.direction is Direction.BACKWARD and position == INPUTS + 1
+
+
+def _again_fault(uses: Sequence[JointUse], before: Sequence[JointUse]) -> str | None:
+    """B reads at each place what F read there."""
+    wanted = {use.place[1]: use.rows.microbatches for use in before}
+    for use in uses:
+        if use.rows.microbatches != wanted.get(use.place[1], frozenset()):
+            return (
+                f"worker {use.rank}: {use.job} reads {use.name}, of microbatch "
+                f"{_text(use.rows.microbatches)}, which F did not read there"
+            )
+    return None
 
 
 def _read_fault(uses: Sequence[JointUse], microbatches: int) -> str | None:
