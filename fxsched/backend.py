@@ -79,7 +79,7 @@ def backend(
     transport: Transport | None = None,
     order: Order = "static",
     carry: Carry = "saved",
-    loss_reduction: LossReduction = "mean",
+    loss_reduction: LossReduction = "exact",
     stage_compiler: StageCompiler = "eager",
     passes: Sequence[Pass] = (),
     memory_limit: float | None = None,

@@ -25,6 +25,7 @@ from .options import Options
 from .passes.users import Pass, pass_name
 from .pipeline import make_plan
 from .plans.plan import Plan
+from .rows.kinds import Kind
 from .rows.row_warnings import RowWatch
 from .rows.weighted_loss import reduction_of
 from .runtime.input_agreement import Agreement
@@ -64,9 +65,15 @@ def plan_call(
     """
     request = options.request
     batch = batch_of(gm, args, request)
-    weighted = request.loss_reduction == "weighted"
     traced = trace_microbatch(
-        gm, args, batch, specs_of(args), weighted, request.outputs
+        gm,
+        args,
+        batch,
+        specs_of(args),
+        request.loss_reduction == "weighted",
+        request.outputs,
+        request.loss_reduction == "exact",
+        _sees_whole_batch(request),
     )
     if options.measured is not None:
         options.measured.apply(traced.graph)
@@ -123,12 +130,20 @@ def _moments(args: Sequence[Any], options: Options) -> dict[int, Specs]:
 
 def _loss_reduction(traced: Traced, request: Request) -> LossReduction:
     """How the microbatches' losses are put together: "mean" or "sum"."""
-    if request.loss_reduction != "weighted":
+    if request.loss_reduction not in ("exact", "weighted"):
         return request.loss_reduction
     pairs = zip(facts(traced.graph).outputs, traced.rows.outputs, strict=True)
-    return reduction_of(
-        [rows for output, rows in pairs if rows and output.kind == "scalar"]
-    )
+    losses = [rows for output, rows in pairs if rows and output.kind == "scalar"]
+    if request.loss_reduction == "weighted":
+        return reduction_of(losses)
+    return "sum" if {rows.kind for rows in losses} == {Kind.SUM} else "mean"
+
+
+def _sees_whole_batch(request: Request) -> bool:
+    """Whether each update is of the whole batch, and each rank is handed all of it."""
+    schedule = request.schedule
+    parted = schedule.update_every not in (None, schedule.microbatches)
+    return request.rows == "all" and not parted and schedule.average_every is None
 
 
 def make_step(

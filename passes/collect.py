@@ -10,6 +10,7 @@ from torch import fx
 from ..ir import ops
 from ..ir.gradient_sums import next_jobs, sum_gradients
 from ..ir.graphs import Output, Specs, dims, result
+from ..ir.joint import resolve
 from ..ir.request import Request
 from ..ir.step_ir import Line, Made, Running, StepIR
 from ..ir.writes import Write
@@ -110,7 +111,7 @@ class _Collection:
                 nodes = dict.fromkeys(self.readers, total)
             elif output.kind == "state":
                 nodes = dict.fromkeys(self.readers, self._state(position, output))
-            elif output.kind == "one":
+            elif output.kind == "one" or output.joint:
                 last = self._made(value)[-1:]
                 parts = self._gather(f"output {position}", last)
                 nodes = self._joined(parts, None, f"output {position}", 1)
@@ -154,9 +155,10 @@ class _Collection:
             return self._make(
                 ops.fold, (how, self.microbatches, *parts), specs, root, task
             )
+        count = 1 if self._is_joint(value) else self.microbatches
         mean = self.request.loss_reduction == "mean"
-        scale = 1.0 / self.microbatches if mean else 1.0
-        args = (self.microbatches, scale, *parts)
+        scale = 1.0 / count if mean else 1.0
+        args = (count, scale, *parts)
         return self._make(ops.total, args, specs, root, task)
 
     def _joined(
@@ -227,6 +229,8 @@ class _Collection:
     def _made(self, value: fx.Node) -> list[Made | Line]:
         """A value of each microbatch; an input that is returned comes from worker 0."""
         every = range(self.microbatches)
+        if self._is_joint(value):
+            return [Made(value, 0)]
         if value.op != "placeholder":
             return [Made(value, b) for b in every]
         specs, task = value.meta["specs"], f"rows {value.name}"
@@ -236,11 +240,15 @@ class _Collection:
             for b in every
         ]
 
+    def _is_joint(self, value: fx.Node) -> bool:
+        """Whether a value is made once, for the whole batch."""
+        return self.step.maker.get(value) in self.step.jobs.joint
+
     def _input_gradient(self, what: str, values: list[fx.Node]) -> list[Made | Line]:
         """The gradient of each microbatch of an input, summed over its readers."""
         gradients: list[Made | Line] = []
         for b in range(self.microbatches):
-            parts = tuple(Made(value, b) for value in values)
+            parts = tuple(Made(*resolve(value, b)) for value in values)
             if len(parts) == 1:
                 gradients += parts
                 continue

@@ -9,6 +9,7 @@ from torch import fx
 
 from ..ir import ops
 from ..ir.graphs import Output, arguments, dims, make
+from ..ir.joint import resolve
 from ..ir.request import Request
 from ..ir.step_ir import (
     TOKEN,
@@ -237,7 +238,7 @@ class _ProgramWriter:
         return self.env[self.step.weights(weights, job, self.worker)]
 
     def _value(self, node: fx.Node, job: Job, where: Where) -> fx.Node:
-        b = job.microbatch
+        node, b = resolve(node, job.microbatch)
         if node.op != "placeholder":
             return self.env[Made(node, b)]
         if (node, b) not in self.parts:
@@ -269,6 +270,8 @@ class _ProgramWriter:
 
     def _share_of(self, output: Output, microbatch: int) -> float:
         """How much of an output's gradient is a microbatch's."""
+        if output.joint:
+            return 1.0
         last = microbatch == self.microbatches - 1
         if output.how == "last":
             return 1.0 if last else 0.0

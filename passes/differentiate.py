@@ -20,7 +20,7 @@ from ..autodiff.stage_modules import (
 )
 from ..clock.stage_record import Stage
 from ..costmodel.costs import graph_cost
-from ..ir import ops
+from ..ir import joint, ops
 from ..ir.facts import FACTS, facts, stage_facts
 from ..ir.graphs import arguments, result
 from ..ir.lazy import write_code
@@ -69,13 +69,14 @@ class _Differentiation:
         with self.graph.inserting_before(self.output):
             for position, value in enumerate(outputs):
                 wanted = self.facts.outputs[position].takes_gradient
+                whole = self.facts.outputs[position].joint
                 if not self.request.training or not wanted:
                     continue
                 if loss is None:
                     tangent = self._tangent(position, value)
                 elif position == loss:
                     tangent = self.graph.call_function(
-                        ops.loss_gradient, (value, self._scale())
+                        ops.loss_gradient, (value, self._scale(whole))
                     )
                     tangent.meta.update(value.meta)
                 else:
@@ -126,7 +127,8 @@ class _Differentiation:
             module = self._module(call)
             pair = self._pair(module, tuple(value in live for value in outs))
             self.pairs[call] = pair
-            live.update(inputs[i] for i in pair.input_gradients)
+            for i in pair.input_gradients:
+                live.update(joint.pointed(inputs[i]))
             for i in pair.state_gradients:
                 group, k = stage_facts(module).places[i]
                 number = weights[group].meta["group"]
@@ -152,10 +154,13 @@ class _Differentiation:
                 scalars += [i] * (output.kind == "scalar")
         return scalars[0] if len(scalars) == 1 and not others else None
 
-    def _scale(self) -> float:
+    def _scale(self, whole: bool) -> float:
+        """Of a loss, which may be of the whole batch."""
         if self.request.loss_reduction == "sum":
             return 1.0
         schedule = self.request.schedule
+        if whole:
+            return 1.0
         return self._replicas() / (schedule.update_every or schedule.microbatches)
 
     def _replicas(self) -> int:
@@ -334,10 +339,26 @@ class _Differentiation:
         self, backward: fx.Node, pair: StageGraphs, inputs: Sequence[Any]
     ) -> None:
         """Passes gradients to the makers of the inputs."""
+        parts: dict[fx.Node, list[fx.Node]] = {}
         for position, i in enumerate(pair.input_gradients):
             gradient = self._item(backward, position, f"grad_{inputs[i].name}")
             gradient.meta.update(inputs[i].meta, stage=backward.meta["stage"])
-            self.gradients.setdefault(inputs[i], []).append(gradient)
+            if inputs[i].target is joint.of:
+                parts.setdefault(inputs[i].args[0], []).append(gradient)
+            elif inputs[i].target is joint.each:
+                for b, value in enumerate(inputs[i].args):
+                    part = self._pointer(joint.of, (gradient, b))
+                    self.gradients.setdefault(value, []).append(part)
+            else:
+                self.gradients.setdefault(inputs[i], []).append(gradient)
+        for value, gradients in parts.items():
+            each = self._pointer(joint.each, tuple(gradients))
+            self.gradients.setdefault(value, []).append(each)
+
+    def _pointer(self, target: Any, args: tuple[Any, ...]) -> fx.Node:
+        new = self.graph.call_function(target, args)
+        new.meta.update(args[0].meta)
+        return new
 
     def _add_up(
         self,

@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-import difflib
-from collections.abc import Sequence
 from dataclasses import replace
 
 import networkx as nx
 from torch import Tensor, fx
 
-from ..costmodel.costs import send_seconds
 from ..ir.boundary import stage_boundary
 from ..ir.facts import FACTS, facts
 from ..ir.graphs import (
     REGION_ENTERS,
     REGION_EXITS,
     Role,
-    module_prefixes,
     storage,
     tensors,
     touches,
@@ -25,10 +21,9 @@ from ..ir.graphs import (
 from ..ir.request import Request
 from ..ir.user_line import user_line
 from ..jobs.job import PlanError
-from ..partition.cut_cost import Cut, Hyperedge, Problem, Unit
 from ..partition.planner import choose_cut, stage_graph
-
-Block = list[fx.Node]
+from .cut_problem import Block, cut_problem, named_cut, nodes_inside, send_time
+from .joint_stages import stages_with_joint
 
 
 def assign_stages(gm: fx.GraphModule, request: Request) -> fx.GraphModule:
@@ -50,12 +45,16 @@ def assign_stages(gm: fx.GraphModule, request: Request) -> fx.GraphModule:
     if len(blocks) < (request.schedule.stages or 1):  # nothing but cheap values
         shared = set()
         blocks = _used(gm, _blocks(gm, request, shared))
-    problem = _problem(blocks, request)
+    if any(node.meta.get("joint") for block in blocks for node in block):
+        schedule = stages_with_joint(blocks, request)
+        gm.meta[FACTS] = replace(facts(gm), schedule=schedule)
+        return gm
+    problem = cut_problem(blocks, request)
     if request.stages == "auto":
         choice = choose_cut(problem, request.schedule, request.memory_limit)
         cut, schedule = choice.cut, choice.schedule
     else:
-        cut = _named_cut(problem, blocks, request)
+        cut = named_cut(problem, blocks, request)
         schedule = request.schedule.fitted(stage_graph(problem, cut))
     for block, stage in zip(blocks, cut, strict=True):
         for node in block:
@@ -73,14 +72,21 @@ def _shared(gm: fx.GraphModule) -> set[fx.Node]:
             parameter = node.meta.get("role") is Role.PARAMETER
             if not parameter and not _among(node, written):
                 seconds[node] = {}
-        elif node.op.startswith("call") and _repeats(node, written):
+        elif (
+            node.op.startswith("call") and not _meets(node) and _repeats(node, written)
+        ):
             read = node.all_input_nodes
             if all(p in seconds for p in read):
                 whole = {n: s for p in read for n, s in seconds[p].items()}
                 whole[node] = node.meta["work"].forward
-                if sum(whole.values()) <= _send(node):
+                if sum(whole.values()) <= send_time(node):
                     seconds[node] = whole
     return {node for node in seconds if node.op.startswith("call")}
+
+
+def _meets(node: fx.Node) -> bool:
+    """Whether a node is of the whole batch, or read by one."""
+    return any(n.meta.get("joint") for n in (node, *node.users))
 
 
 def _among(node: fx.Node, written: set[int]) -> bool:
@@ -98,14 +104,6 @@ def _repeats(node: fx.Node, written: set[int]) -> bool:
     )
 
 
-def _send(node: fx.Node) -> float:
-    """Seconds to send what a node makes."""
-    values = list(tensors(node.meta["val"]))
-    if not values:
-        return 0.0
-    return send_seconds(sum(t.nbytes for t in values), values[0].device)
-
-
 def _blocks(gm: fx.GraphModule, request: Request, shared: set[fx.Node]) -> list[Block]:
     """Nodes that cannot be told apart by a cut, in program order.
 
@@ -121,7 +119,7 @@ def _blocks(gm: fx.GraphModule, request: Request, shared: set[fx.Node]) -> list[
     tied += _written(gm, nodes)
     tied += _counters(nodes)
     tied += [
-        [n for name in names for n in _inside(nodes, name, "same_stage")]
+        [n for name in names for n in nodes_inside(nodes, name, "same_stage")]
         for names in request.same_stage
     ]
     position = {node: i for i, node in enumerate(nodes)}
@@ -197,82 +195,3 @@ def _writes_buffer(block: Block) -> bool:
         if p.op == "placeholder"
     }
     return any(storage(t) in inputs for n in block for t in n.meta["mutates"])
-
-
-def _problem(blocks: list[Block], request: Request) -> Problem:
-    """Blocks as units, what they make for others as hyperedges."""
-    of = {node: i for i, block in enumerate(blocks) for node in block}
-    known: set[fx.Node] = set()  # state that is counted already
-    units, edges, apart = [], [], set()
-    for i, block in enumerate(blocks):
-        work = [node.meta["work"] for node in block]
-        state = {p for n in block for p in n.all_input_nodes if _is_state(p)} - known
-        known |= state
-        units.append(
-            Unit(
-                sum(w.forward for w in work),
-                sum(w.backward for w in work),
-                sum(w.held for w in work),
-                sum(map(_weight_bytes, state)),
-                sum(map(_gradient_bytes, state)),
-                sum(request.state_bytes.get(p.meta["index"], 0) for p in state),
-            )
-        )
-        for node in block:
-            readers = tuple(sorted({of[u] for u in node.users if u in of} - {i}))
-            if readers:
-                there = _send(node)
-                gradient = any(t.requires_grad for t in tensors(node.meta["val"]))
-                edges.append(Hyperedge(i, readers, there, there * gradient))
-            if node.target is stage_boundary:
-                apart |= {(i, reader) for reader in readers}
-    return Problem(tuple(units), tuple(edges), rounds=0.0, apart=frozenset(apart))
-
-
-def _is_state(node: fx.Node) -> bool:
-    return node.meta.get("role") in (Role.PARAMETER, Role.BUFFER)
-
-
-def _weight_bytes(node: fx.Node) -> int:
-    """Bytes of a weight and its gradient, or of a buffer."""
-    return int(node.meta["val"].nbytes) + _gradient_bytes(node)
-
-
-def _gradient_bytes(node: fx.Node) -> int:
-    value = node.meta["val"]
-    return int(value.nbytes * value.requires_grad)
-
-
-def _inside(nodes: Sequence[fx.Node], name: str, option: str) -> list[fx.Node]:
-    """The nodes of a module. Raises PlanError with the nearest names if it has none."""
-    members = [
-        n
-        for n in nodes
-        if n.meta["module"] == name or n.meta["module"].startswith(name + ".")
-    ]
-    if members:
-        return members
-    known = sorted({prefix for n in nodes for prefix in module_prefixes(n)})
-    near = difflib.get_close_matches(name, known, 3) or known
-    raise PlanError(
-        f"{option} names module {name!r}, which the model doesn't call; "
-        f"did you mean {', '.join(near[:3])}?"
-    )
-
-
-def _named_cut(problem: Problem, blocks: list[Block], request: Request) -> Cut:
-    """Stages that start where the named modules do, and after marks in the model, in
-    program order."""
-    names, stages = request.stages, request.schedule.stages
-    of = {node: i for i, block in enumerate(blocks) for node in block}
-    starts = {min(of[n] for n in _inside(list(of), name, "stages")) for name in names}
-    for marked in {maker for maker, _ in problem.apart}:
-        starts.add(min(r for maker, r in problem.apart if maker == marked))
-    starts.discard(0)
-    if stages is not None and len(starts) + 1 != stages:
-        raise PlanError(
-            f"stages names {len(names)} modules, which makes {len(starts) + 1} stages, "
-            f"but the schedule has {stages}; name as many as it has, where the first "
-            "stage may start unnamed"
-        )
-    return tuple(sum(start <= i for start in starts) for i in range(len(blocks)))

@@ -14,6 +14,7 @@ from torch import Tensor, fx
 
 from ..clock.stage_record import Edge, Stage
 from ..costmodel.costs import send_seconds, update_seconds
+from ..ir import joint
 from ..ir.facts import FACTS, StageFacts, facts
 from ..ir.graphs import (
     REGION_ENTERS,
@@ -31,7 +32,7 @@ from ..ir.graphs import (
 from ..ir.lazy import lazy_module
 from ..ir.request import Request
 from ..jobs.job import Job, PlanError
-from .stage_builder import StageBuilder
+from .stage_builder import Port, StageBuilder
 
 
 def split_stages(gm: fx.GraphModule, request: Request) -> fx.GraphModule:
@@ -51,8 +52,8 @@ def split_stages(gm: fx.GraphModule, request: Request) -> fx.GraphModule:
     if request.moments:
         _describe_moments(stages, inner, request.moments)
     calls = _Calls(gm, groups)
-    for number, stage in enumerate(inner):
-        calls.add(number, stage)
+    for number in nx.lexicographical_topological_sort(stages):
+        calls.add(number, inner[number])
     calls.graph.output(fx.map_arg(result(gm), calls.new.__getitem__))
     whole = lazy_module(gm, calls.graph, "Stages")
     whole.meta[FACTS] = replace(facts(gm), groups=tuple(groups), stages=stages)
@@ -91,7 +92,7 @@ class _Calls:
         """Calls a stage with what it reads, and takes its result apart."""
         used = [i for i, group in enumerate(self.groups) if number in group.stages]
         weights = tuple(self.weights[i] for i in used)
-        inputs = tuple(self.new[node] for node in stage.inputs)
+        inputs = tuple(map(self._read, stage.inputs))
         call = self.graph.call_module(f"stage_{number}", (weights, inputs))
         draws = [i for node in stage.nodes for i in self.drawn[node]]
         first = draws[0] if draws else -1 - number
@@ -107,10 +108,26 @@ class _Calls:
             _seconds(stage.nodes) if self.measured else None,
         )
         self.gm.add_submodule(f"stage_{number}", stage.module)
-        for position, node in enumerate(stage.outputs):
-            self._output(call, position, node)
+        parts: dict[fx.Node, list[fx.Node]] = {}
+        for position, (node, microbatch) in enumerate(stage.outputs):
+            value = self._output(call, position, node)
+            if microbatch is not None:
+                parts.setdefault(node, []).append(value)
+        for node, values in parts.items():
+            self.new[node] = self._pointer(joint.each, tuple(values), values[0])
 
-    def _output(self, call: fx.Node, position: int, node: fx.Node) -> None:
+    def _read(self, port: Port) -> fx.Node:
+        value = self.new[port.node]
+        if port.microbatch is None:
+            return value
+        return self._pointer(joint.of, (value, port.microbatch), value)
+
+    def _pointer(self, target: Any, args: tuple[Any, ...], like: fx.Node) -> fx.Node:
+        new = self.graph.call_function(target, args)
+        new.meta.update({key: like.meta[key] for key in ("val", "specs")})
+        return new
+
+    def _output(self, call: fx.Node, position: int, node: fx.Node) -> fx.Node:
         fake, name = node.meta["val"], node.name[:20]
         new = self.new[node] = self.graph.create_node(
             "call_function", operator.getitem, (call, position), name=name
@@ -118,6 +135,7 @@ class _Calls:
         whole = torch.empty_like(fake, memory_format=torch.contiguous_format)
         stage = call.meta["stage"]
         new.meta.update(val=fake, specs=(Spec.of(whole),), stage=stage)
+        return new
 
 
 def _seconds(nodes: list[fx.Node]) -> tuple[float, float]:
@@ -302,12 +320,16 @@ def _describe(
         if state_bytes:
             positions = (n.meta["index"] for n in first)
             data["state"] = sum(state_bytes.get(position, 0) for position in positions)
+        if stage.joint:
+            data["joint"] = True
         stages.add_node(number, **data)
     maker = {
-        node: number for number, stage in enumerate(inner) for node in stage.outputs
+        port.node: number
+        for number, stage in enumerate(inner)
+        for port in stage.outputs
     }
     for number, stage in enumerate(inner):
-        for node in stage.inputs:
+        for node in dict.fromkeys(port.node for port in stage.inputs):
             if node in maker:
                 spec = Spec.of(node.meta["val"])
                 edge = stages.get_edge_data(maker[node], number, {"bytes": 0})

@@ -2,19 +2,34 @@
 
 from __future__ import annotations
 
-from typing import Any
+import operator
+from typing import Any, NamedTuple
 
 import torch
 from torch import fx
 
-from ..ir.graphs import REGION_ENTERS, REGION_EXITS, Role, storage
+from ..ir import joint
+from ..ir.graphs import REGION_ENTERS, REGION_EXITS, Role, arguments, storage
 from ..ir.lazy import lazy_module
+
+
+class Port(NamedTuple):
+    """A value that a stage takes or gives; of a joint stage, in which microbatch, if
+    it is of one."""
+
+    node: fx.Node
+    microbatch: int | None = None
 
 
 class StageBuilder:
     """Copies the nodes of one stage into a graph of its own.
 
     nodes: the stage's and, among them, those that open and close regions.
+
+    A joint stage takes what it reads of microbatches once for each, and joins them:
+
+    before: whole_a = join(a, "rows", 0, 2); loss = pairs(whole_a)
+    after:  whole_a = cat([a_0, a_1], 0); loss = pairs(whole_a)
     """
 
     def __init__(self, gm: fx.GraphModule, nodes: list[fx.Node]) -> None:
@@ -23,20 +38,32 @@ class StageBuilder:
         read = dict.fromkeys(p for n in self.nodes for p in n.all_input_nodes)
         outer = [p for p in read if p not in inside and p.op != "get_attr"]
         self.state = [p for p in outer if _is_state(p)]
-        self.inputs = [p for p in outer if not _is_state(p)]
+        self.joint = any(n.meta.get("joint") for n in self.nodes)
+        values = [p for p in outer if not _is_state(p)]
+        joins = [n for n in self.nodes if n.target is joint.join]
+        counts = {n.args[0]: _count(n) for n in joins}
+        self.inputs = [port for p in values for port in _ports(p, counts.get(p))]
         self.outputs = [
-            n for n in self.nodes if any(_leaves(user, inside) for user in n.users)
+            port
+            for n in self.nodes
+            if any(_leaves(user, inside) for user in n.users)
+            for port in _ports(n, _count(n) if n.target is joint.part else None)
         ]
         self.graph = fx.Graph()
         self.new: dict[fx.Node, fx.Node] = {}
+        self.ports: dict[Port, fx.Node] = {}
         self.module = self._build(gm, nodes)
 
     def _build(self, gm: fx.GraphModule, nodes: list[fx.Node]) -> fx.GraphModule:
-        for node in [*self.state, *self.inputs]:
-            self.new[node] = self.graph.placeholder(node.name)
+        for port in [*map(Port, self.state), *self.inputs]:
+            node, microbatch = port
+            name = node.name if microbatch is None else f"{node.name}_of_{microbatch}"
+            new = self.ports[port] = self.graph.placeholder(name)
             fake = node.meta["val"]  # another stage makes its outputs contiguous
             is_computed = node.op != "placeholder"
-            self.new[node].meta["val"] = fake.contiguous() if is_computed else fake
+            new.meta["val"] = fake.contiguous() if is_computed else fake
+            if microbatch is None:
+                self.new[node] = new
         regions = _Regions(self.graph)
         for node in nodes:
             regions.pass_by(node)
@@ -44,10 +71,16 @@ class StageBuilder:
                 regions.enter()
                 self._copy(node)
         regions.leave()
-        self.graph.output(tuple(self._result(node) for node in self.outputs))
+        self.graph.output(tuple(map(self._result, self.outputs)))
         return lazy_module(gm, self.graph, "Stage")
 
     def _copy(self, node: fx.Node) -> None:
+        if node.target is joint.join:
+            self.new[node] = self._join(node)
+            return
+        if node.target is joint.part:
+            self.new[node] = self._parts(node)
+            return
         for read in node.all_input_nodes:
             if read.op == "get_attr" and read not in self.new:
                 self.new[read] = self.graph.node_copy(read)
@@ -55,16 +88,59 @@ class StageBuilder:
         keys = ("val", "recompute")
         self.new[node].meta = {k: node.meta[k] for k in keys if k in node.meta}
 
-    def _result(self, node: fx.Node) -> fx.Node:
-        """An output in memory of its own and contiguous, to be sent as it is."""
-        fakes = [n.meta["val"] for n in [*self.state, *self.inputs]]
-        before = self.outputs[: self.outputs.index(node)]
+    def _join(self, node: fx.Node) -> fx.Node:
+        """What microbatches made, for the whole batch."""
+        source, how, dim, count = arguments(node)
+        parts = [self.ports[port] for port in _ports(source, count)]
         fake = node.meta["val"]
-        shared = {storage(t) for t in [*fakes, *(n.meta["val"] for n in before)]}
-        if storage(fake) in shared or not fake.is_contiguous():
+        if how == "rows":
+            return self._made(torch.cat, (parts, dim), fake)
+        total = parts[0]
+        for each in parts[1:]:
+            total = self._made(torch.add, (total, each), fake)
+        return total if how == "sum" else self._made(torch.div, (total, count), fake)
+
+    def _parts(self, node: fx.Node) -> fx.Node:
+        """The rows of each microbatch."""
+        source, dim, _ = arguments(node)
+        size = node.meta["val"].shape[dim]
+        return self._made(torch.split, (self.new[source], size, dim), None)
+
+    def _made(self, target: Any, args: tuple[Any, ...], fake: Any) -> fx.Node:
+        new = self.graph.call_function(target, args)
+        new.meta["val"] = fake
+        return new
+
+    def _result(self, port: Port) -> fx.Node:
+        """An output in memory of its own and contiguous, to be sent as it is."""
+        node, microbatch = port
+        value = self.new[node]
+        if microbatch is not None:
+            value = self.graph.call_function(operator.getitem, (value, microbatch))
+        if microbatch is not None or self._shares(port):
             kwargs: dict[str, Any] = {"memory_format": torch.contiguous_format}
-            return self.graph.call_method("clone", (self.new[node],), kwargs)
-        return self.new[node]
+            return self.graph.call_method("clone", (value,), kwargs)
+        return value
+
+    def _shares(self, port: Port) -> bool:
+        """Whether an output's memory is not all its own, or in another order."""
+        fakes = [n.meta["val"] for n in [*self.state, *(p.node for p in self.inputs)]]
+        before = self.outputs[: self.outputs.index(port)]
+        fake = port.node.meta["val"]
+        shared = {storage(t) for t in [*fakes, *(p.node.meta["val"] for p in before)]}
+        return storage(fake) in shared or not fake.is_contiguous()
+
+
+def _ports(node: fx.Node, microbatches: int | None) -> list[Port]:
+    if microbatches is None:
+        return [Port(node)]
+    return [Port(node, b) for b in range(microbatches)]
+
+
+def _count(node: fx.Node) -> int:
+    """How many microbatches a joint stage joins, or parts."""
+    count: int = node.args[-1]  # type: ignore[assignment]
+    return count
 
 
 class _Regions:

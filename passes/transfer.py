@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 from torch import fx
 
+from ..ir import joint
 from ..ir.request import Request
 from ..ir.step_ir import Credit, Line, Made, Message, Running, StepIR, Value, values_in
 
@@ -58,8 +59,9 @@ class _Routes:
             return
         b = job.microbatch
         base, kind = b * self.width, self.at[job.stage, job.direction]
-        for node, kinds, more, part in self.routes[kind]:
+        for node, kinds, parts, more, part in self.routes[kind]:
             readers = {self.compute[base + k] for k in kinds}
+            readers |= {self.compute[k] for k in parts}
             if more:
                 readers |= others.get(Made(node, b), set())
             yield Made(node, b), readers
@@ -90,11 +92,13 @@ def _others(step: StepIR) -> dict[Value, set[int]]:
 
 
 class _Route(NamedTuple):
-    """A node of a kind of job that others read: the kinds of jobs that do, whether it
+    """A node of a kind of job that others read: the kinds of jobs that do, in the same
+    microbatch; of a joint stage's, the numbers of those that do in another; whether it
     has readers besides, and what it is a part of."""
 
     node: fx.Node
     kinds: tuple[int, ...]
+    numbers: tuple[int, ...]
     more: bool
     part: tuple[str, int] | None
 
@@ -104,6 +108,25 @@ def _routes(step: StepIR, kind: int, named: set[fx.Node]) -> list[_Route]:
     for node in step.recipes[kind].nodes:
         readers = {step.maker[u] for u in node.users if u in step.maker}
         kinds, part = tuple(sorted(readers - {kind})), step.parts.get(node)
-        if kinds or node in named or part is not None:
-            routes.append(_Route(node, kinds, node in named, part))
+        numbers: tuple[int, ...] = ()
+        if step.jobs.joint:
+            more, numbers = _through_pointers(step, node)
+            kinds = tuple(sorted({*kinds, *more} - {kind}))
+        if kinds or numbers or node in named or part is not None:
+            routes.append(_Route(node, kinds, numbers, node in named, part))
     return routes
+
+
+def _through_pointers(step: StepIR, node: fx.Node) -> tuple[set[int], tuple[int, ...]]:
+    """The kinds of joint jobs that read a value in all microbatches, and the numbers of
+    jobs that read a joint value in one."""
+    width, kinds, numbers = len(step.jobs.kinds), set[int](), set[int]()
+    for pointer in filter(joint.is_pointer, node.users):
+        readers = [step.maker[u] for u in pointer.users if u in step.maker]
+        if pointer.target is joint.of:
+            kinds.update(readers)
+            continue
+        for b, value in enumerate(pointer.args):
+            if value is node:
+                numbers.update(b * width + kind for kind in readers)
+    return kinds, tuple(sorted(numbers))

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 from torch import fx
 
+from ..ir.joint import is_pointer
 from ..ir.request import Request
 from ..ir.step_ir import Line, Recipe, Running, StepIR
 from ..jobs.job import Direction
@@ -70,7 +71,7 @@ def _by_call(
     for node in graph.nodes:
         if node.op == "call_module":
             calls[node] = node
-        elif node.op == "call_function":
+        elif node.op == "call_function" and not is_pointer(node):
             reader = _reading_call(node)
             if node.target is operator.getitem or reader is None:
                 calls[node] = next(calls[p] for p in node.all_input_nodes)

@@ -118,9 +118,9 @@ def capture(
         found.extend([original(blocks, request), blocks])
         raise Captured
 
-    original = partition._problem
+    original = partition.cut_problem
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(partition, "_problem", problem)
+        patch.setattr(partition, "cut_problem", problem)
         with pytest.raises(Captured):
             fxsched.plan(model, schedules.gpipe(1, count), *inputs)
     return found[0], found[1]

@@ -18,7 +18,7 @@ from ..costmodel.costs import Work
 from ..ir.graphs import REGION_ENTERS, REGION_EXITS, Role, Spec, storage
 from ..jobs.job import PlanError
 from ..rows.early_values import Early
-from ..rows.kinds import Kind, Rows
+from ..rows.kinds import SHARED, Kind, Rows
 from ..rows.tracker import Tracker
 from .autograd_costs import AutogradCosts
 from .batch import Batch
@@ -42,13 +42,16 @@ class Microbatch:
         inputs: Sequence[Any],
         batch: Batch,
         specs: Mapping[int, Spec],
+        mode: FakeTensorMode | None = None,
+        exact: bool = False,
     ) -> None:
         self.gm, self.inputs, self.batch, self.specs = gm, inputs, batch, specs
-        self.mode = FakeTensorMode(allow_non_fake_inputs=True)
+        self.mode = mode or FakeTensorMode(allow_non_fake_inputs=True)
+        self.joint: set[fx.Node] = set()  # outputs that are of the whole batch
         self.graph = fx.Graph()
         self.new: dict[fx.Node, Any] = {}
         self.values: dict[fx.Node, Any] = {}
-        self.tracker = Tracker(batch.rows, batch.symbols)
+        self.tracker = Tracker(batch.rows, batch.symbols, exact)
         self._costs = AutogradCosts(gm, self.mode)
         self._interpreter = self._costs.interpreter
         self._first: dict[int, fx.Node] = {}  # the input that a tensor of state is
@@ -208,6 +211,15 @@ class Microbatch:
         """How a node's value depends on the batch, if it is a tensor."""
         value = self.values.get(node) if isinstance(node, fx.Node) else None
         return self.tracker.of(value) if isinstance(value, Tensor) else None
+
+    def rows_left(self, rows: Rows | None, output: Any) -> Rows | None:
+        """The rows of an output, with what microbatches do by themselves on the way."""
+        if rows is None or output in self.joint:
+            rows = None if rows is None else SHARED
+        kept = self.tracker.kept
+        if rows is None or rows.cause or kept is None:
+            return rows
+        return rows._replace(cause=kept)
 
     def _key(self, node: fx.Node) -> str:
         """A name that a node keeps in other traces of the model."""

@@ -121,7 +121,9 @@ def decide(
     The loss is the only output, or named so, or the one scalar that needs a gradient.
     Raises PlanError with the line to write for all that the user has to decide.
     """
-    scalars = [i for i, output in enumerate(outputs) if output.kind == "scalar"]
+    scalars = [
+        i for i, each in enumerate(outputs) if each.kind == "scalar" or each.joint
+    ]
     floats = [
         i
         for i in scalars
@@ -133,13 +135,16 @@ def decide(
     trained = [i for i in floats if outputs[i].differentiable]
     alone = floats if sum(each.returned for each in traced.values()) == 1 else []
     loss = next((g for g in (named, trained, alone) if len(g) == 1), [])
-    unknown = [i for i in scalars if i not in loss and outputs[i].how is None]
+    apart = [i for i in scalars if i not in loss and not outputs[i].joint]
+    unknown = [i for i in apart if outputs[i].how is None]
     if unknown:
         raise _undecided([traced[i] for i in unknown])
     decided = list(outputs)
     for i in scalars:
-        loss_or_not = {"how": None} if i in loss else {"kind": "folded"}
-        decided[i] = outputs[i]._replace(**loss_or_not)
+        if i in loss:
+            decided[i] = outputs[i]._replace(kind="scalar", how=None)
+        elif i in apart:
+            decided[i] = outputs[i]._replace(kind="folded")
     return decided
 
 

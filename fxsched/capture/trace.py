@@ -19,11 +19,12 @@ from ..ir.lazy import lazy_module
 from ..ir.writes import find_writes
 from ..rows.early_values import Early
 from ..rows.tracker import OutputRows
-from ..rows.weighted_loss import part_means
+from ..rows.weighted_loss import labels_decide, part_means
 from .batch import Batch
+from .joint_nodes import join_rows
 from .meta_device import cpu_specs, is_meta, on_cpu
 from .microbatch import Microbatch
-from .traced_outputs import finish_outputs
+from .traced_outputs import declared_outputs, finish_outputs
 from .weighted_microbatch import WeightedMicrobatch
 
 
@@ -32,11 +33,13 @@ class Traced(NamedTuple):
 
     rows: what became of the rows of the batch.
     early: what computes inputs that follow those of the call, for the whole batch.
+    weighted: whether there may be such inputs.
     """
 
     graph: fx.GraphModule
     rows: OutputRows
     early: Early | None
+    weighted: bool
 
 
 def trace_microbatch(
@@ -46,6 +49,8 @@ def trace_microbatch(
     specs: Mapping[int, Spec],
     weighted: bool = False,
     outputs: Mapping[int | str, str] | None = None,
+    exact: bool = False,
+    by_weight: bool = True,
 ) -> Traced:
     """A copy of Dynamo's graph for one microbatch, on fake tensors.
 
@@ -56,21 +61,46 @@ def trace_microbatch(
         `early`; its values are inputs after those of the call.
     outputs: what microbatches' values of outputs become, by name, as the user says;
         None, where it doesn't matter.
+    exact: whether operations that rows of microbatches meet in are of the whole batch.
+    by_weight: whether it may be weighted then, where that suffices.
 
     Placeholders carry `role`, `name` and `index` (into inputs); every node carries
     `val`, `module`, `work`; facts(graph).outputs says how outputs are put together.
     """
     if is_meta(inputs):
         gm, specs = on_cpu(gm), {**cpu_specs(inputs), **specs}
-    if weighted and batch.microbatches > 1:
-        trace: Microbatch = WeightedMicrobatch(part_means(gm), inputs, batch, specs)
-    else:
-        trace = Microbatch(gm, inputs, batch, specs)
+    cut = batch.microbatches > 1
+    exact, weighted = exact and cut, weighted and cut
+    if exact and labels_decide(gm) and by_weight:
+        weighted = True
     training = torch.is_grad_enabled()
     with torch.enable_grad():  # without gradients too, B decides where to cut
-        trace.interpret()
+        trace = _interpreted(gm, inputs, batch, specs, weighted, exact)
+        if exact and by_weight and not weighted and trace.tracker.weighed:
+            weighted = True
+            trace = _interpreted(gm, inputs, batch, specs, weighted, exact)
+        rows = tuple(map(trace.rows, trace.outputs()))
+        if exact:
+            join_rows(trace, trace.outputs(), declared_outputs(trace, outputs or {}))
         described = finish_outputs(trace, outputs, training)
     graph = lazy_module(trace.gm, trace.graph, "Microbatch")
     graph.meta[FACTS] = Facts(tuple(described), find_writes(trace.graph), trace.mode)
-    rows = tuple(map(trace.rows, trace.outputs()))
-    return Traced(graph, OutputRows(rows, tuple(trace.tracker.labels)), trace.early())
+    rows = tuple(map(trace.rows_left, rows, trace.outputs()))
+    known = OutputRows(rows, tuple(trace.tracker.labels))
+    return Traced(graph, known, trace.early(), weighted)
+
+
+def _interpreted(
+    gm: fx.GraphModule,
+    inputs: Sequence[Any],
+    batch: Batch,
+    specs: Mapping[int, Spec],
+    weighted: bool,
+    exact: bool,
+) -> Microbatch:
+    trace = Microbatch(gm, inputs, batch, specs, exact=exact)
+    if weighted:
+        parted = part_means(gm, whole=exact)
+        trace = WeightedMicrobatch(parted, inputs, batch, specs, exact=exact)
+    trace.interpret()
+    return trace

@@ -48,6 +48,20 @@ def _returned(output: Output, new: Any) -> Any:
     return None if output.kind in ("state", "given") else new
 
 
+def declared_outputs(trace: Microbatch, declared: Mapping[int | str, str]) -> set[Any]:
+    """The outputs whose microbatches' values the user says how to put together."""
+    returns: Sequence[Returned] = trace.gm.meta["returns"]
+    pairs = enumerate(zip(trace.outputs(), returns, strict=True))
+    return {old for i, (old, each) in pairs if _name(i, each) in declared}
+
+
+def _name(position: int, returned: Returned) -> int | str:
+    """What the user calls an output."""
+    if returned.label is not None:
+        return returned.label
+    return plain(returned.stored[0]) if returned.stored else position
+
+
 class _OutputReader:
     """Describes the outputs that are no state.
 
@@ -64,9 +78,7 @@ class _OutputReader:
         """How the microbatches' values of one output become what the user gets."""
         trace = self.trace
         returned: Returned = trace.gm.meta["returns"][position]
-        name = returned.label
-        if name is None:
-            name = plain(returned.stored[0]) if returned.stored else position
+        name = _name(position, returned)
         new = trace.new[old] if isinstance(old, fx.Node) else old
         if not isinstance(new, fx.Node):
             size = self._whole_size(name, old, new)
@@ -81,16 +93,19 @@ class _OutputReader:
             scalar = fake.dim() == 0 and fake.is_floating_point()
             kind, gradient = "scalar" if scalar else "whole", fake.requires_grad
             return Output(kind, differentiable=gradient, name=name)
-        self.open[position] = TracedOutput(
+        traced = self.open[position] = TracedOutput(
             name,
             returned.label is not None,
             fake,
             old.meta["example_value"].shape,
-            self._origins_of(old),
+            frozenset() if old in trace.joint else self._origins_of(old),
             trace.rows(old),
             str(user_line(old.meta.get("stack_trace"))),
         )
-        return describe(self.open[position], trace.batch, self.declared.get(name))
+        if old in trace.joint:
+            gradient = fake.requires_grad
+            return Output("whole", differentiable=gradient, name=name, joint=True)
+        return describe(traced, trace.batch, self.declared.get(name))
 
     def _whole_size(self, name: int | str, old: Any, new: Any) -> Any:
         """A size that is returned, for the whole batch."""

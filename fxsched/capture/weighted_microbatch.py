@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -9,8 +10,9 @@ from torch import Tensor, fx
 
 from ..ir.graphs import Role, Spec
 from ..rows.early_values import Early, early_values
-from ..rows.kinds import Kind, Rows, first_cause
+from ..rows.kinds import Kind, Rows, first_cause, meet
 from ..rows.weighted_loss import Whole, parts_of_sum
+from .batch import Batch
 from .microbatch import Microbatch, is_region
 
 
@@ -18,8 +20,15 @@ class WeightedMicrobatch(Microbatch):
     """One whose reductions of inputs alone are inputs themselves, computed for the
     whole batch before the step; see rows/weighted_loss.py."""
 
-    def __init__(self, *args: Any) -> None:
-        super().__init__(*args)
+    def __init__(
+        self,
+        gm: fx.GraphModule,
+        inputs: Sequence[Any],
+        batch: Batch,
+        specs: Mapping[int, Spec],
+        exact: bool = False,
+    ) -> None:
+        super().__init__(gm, inputs, batch, specs, exact=exact)
         self.whole = Whole(self.tracker)
         self._own: dict[fx.Node, tuple[Any, Tensor]] = {}  # a microbatch's own value
 
@@ -45,7 +54,7 @@ class WeightedMicrobatch(Microbatch):
         """Before a mean is added to a sum, parts it among the microbatches; the rows
         of what they add up to."""
         rows = [self.rows(operand) for operand in node.args]
-        uneven = parts_of_sum(node, rows)
+        uneven = [] if any(map(meet, rows)) else parts_of_sum(node, rows)
         for i in uneven:
             part: Any = node.args[i]
             if isinstance(part, fx.Node):

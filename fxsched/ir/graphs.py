@@ -78,6 +78,7 @@ class Output(NamedTuple):
     name: its index or key in what the user gets.
     differentiable: whether a gradient may come back for it.
     replaced: whether the model has it in the place of the state, not written into it.
+    joint: whether it is made once, for the whole batch.
     """
 
     kind: str
@@ -88,6 +89,7 @@ class Output(NamedTuple):
     replaced: bool = False
     name: int | str | None = None
     how: str | None = None
+    joint: bool = False
 
     @property
     def takes_gradient(self) -> bool:

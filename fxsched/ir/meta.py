@@ -21,6 +21,7 @@ META = {
     "stack_trace": "the user's line",
     "recompute": "which call of torch.utils.checkpoint a node is in, if any",
     "rows": "Rows of a node's value: how it depends on the batch",
+    "joint": "whether a node of the traced graph is of all rows of the batch",
     "stage": "stage of a node",
     "direction": "Direction of a stage's call",
     "group": "number of a group of weights, or of the sum of its gradients",

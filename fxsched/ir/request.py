@@ -12,7 +12,7 @@ from .graphs import Specs
 # The options of fxsched.backend that are words, and all words that each may be.
 Order = Literal["static", "dynamic"]
 Carry = Literal["saved", "recompute"]
-LossReduction = Literal["mean", "sum", "weighted"]
+LossReduction = Literal["exact", "mean", "sum", "weighted"]
 StageCompiler = Literal["eager", "inductor"]
 Ragged = Literal["error", "fewer", "pad"]
 PassedRows = Literal["all", "local"]
@@ -45,7 +45,7 @@ class Request:
     schedule: Schedule
     stages: str | tuple[str, ...] = "auto"
     carry: Carry = "saved"
-    loss_reduction: LossReduction = "mean"
+    loss_reduction: LossReduction = "exact"
     training: bool = True
     owners: dict[int, tuple[int, ...]] = field(default_factory=dict)
     updaters: dict[int, int] = field(default_factory=dict)

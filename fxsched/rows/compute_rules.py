@@ -26,6 +26,11 @@ def pointwise(call: OpCall) -> Rows:
     return beside(call, *aligned)._replace(numbers=numbers)
 
 
+def log_sigmoid(call: OpCall) -> Rows:
+    """Which gives what its gradient needs beside its result."""
+    return pointwise(call._replace(out=call.out[0]))
+
+
 CASTS = ("_to_copy", "clone", "detach", "alias", "copy", "lift_fresh", "contiguous")
 
 

@@ -78,6 +78,14 @@ SHARED = Rows(Kind.SHARED)
 UNKNOWN = Rows(Kind.UNKNOWN)
 
 
+def meet(rows: Rows | None) -> bool:
+    """Whether rows of the batch are known to have met, so that microbatches' values do
+    not make up the whole batch's."""
+    if rows is None or rows.cause is None:
+        return False
+    return rows.cause.effect is not Effect.UNSURE
+
+
 class OpCall(NamedTuple):
     """One operation: its arguments and result (fake tensors), and their rows.
 

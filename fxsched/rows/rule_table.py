@@ -12,6 +12,7 @@ from .compute_rules import (
     along,
     batch_norm,
     filled,
+    log_sigmoid,
     pointwise,
     reduced,
     trailing,
@@ -104,6 +105,7 @@ TABLE: tuple[tuple[Rule, str], ...] = (
         "mse_loss smooth_l1_loss huber_loss binary_cross_entropy soft_margin_loss "
         "binary_cross_entropy_with_logits",
     ),
+    (log_sigmoid, "log_sigmoid_forward"),
     (nll_loss, "nll_loss_forward nll_loss2d_forward"),
     (
         pointwise,

@@ -17,7 +17,17 @@ import torch.nn.functional as F
 from torch import Tensor, fx
 
 from ..ir.graphs import tensors
-from .kinds import SHARED, UNKNOWN, Cause, Effect, Kind, OpCall, Rows, first_cause
+from .kinds import (
+    SHARED,
+    UNKNOWN,
+    Cause,
+    Effect,
+    Kind,
+    OpCall,
+    Rows,
+    first_cause,
+    meet,
+)
 from .rule_table import RULES, rule_of
 
 
@@ -47,10 +57,18 @@ class Tracker:
 
     size: rows of a microbatch.
     labels: those that means over labels are of.
+    exact: whether rows of different microbatches may meet: then values that keep their
+        rows, though others went into them, start anew. `meets` says whether they do;
+        `met` has the nodes after which rows are apart again; `kept` is what
+        microbatches do by themselves all the same; `weighed` whether sums are divided
+        by each other, or added to what is none.
     """
 
-    def __init__(self, size: int, symbols: set[Any]) -> None:
-        self.size, self.symbols = size, symbols
+    def __init__(self, size: int, symbols: set[Any], exact: bool = False) -> None:
+        self.size, self.symbols, self.exact = size, symbols, exact
+        self.met: set[fx.Node] = set()
+        self.meets = self.weighed = False
+        self.kept: Cause | None = None
         self.labels: list[Labels] = []
         self._rows: dict[int, tuple[Tensor, Rows]] = {}
         self._node: fx.Node | None = None
@@ -125,10 +143,36 @@ class Tracker:
             if getattr(node.target, "__module__", "") == F.__name__:
                 rows = self._of_loss(node, rows)
             rows = self._placed(node, rows, example)
+            if self.exact and rows.cause is not None:
+                rows = self._anew(node, rows, example)
             if rows != self.of(tensor):
                 self.put(tensor, rows)
         if len(self._targets) == 1:
             self._label(node, *self._targets[0])
+
+    def _anew(self, node: fx.Node, rows: Rows, example: Tensor) -> Rows:
+        """The rows of a value that other rows went into, computed on all of them."""
+        assert rows.cause is not None
+        if "batch_norm" in rows.cause.operation:
+            self.kept = self.kept or rows.cause
+            return rows._replace(cause=None)
+        if not meet(rows):
+            return rows
+        self.meets = True
+        self.weighed |= rows.cause.effect in WEIGHED
+        if not self.in_parts(rows, example):
+            return rows
+        self.met.add(node)
+        return rows._replace(cause=None)
+
+    def in_parts(self, rows: Rows, example: Tensor) -> bool:
+        """Whether microbatches have a value's rows, one after another."""
+        dims = [i for i, size in enumerate(example.shape) if self.depends(size)]
+        if rows.kind is not Kind.APART or rows.outer > 1 or dims != [rows.dim]:
+            return False
+        expression: Any = example.shape[rows.dim].node.expr  # type: ignore[attr-defined]
+        symbols = expression.free_symbols & self.symbols
+        return len(symbols) == 1 and _power(expression, *symbols) == 1
 
     def _of_loss(self, node: fx.Node, rows: Rows) -> Rows:
         """Losses of torch.nn.functional divide by sizes out of sight."""
@@ -191,6 +235,7 @@ class Tracker:
         return None
 
 
+WEIGHED = (Effect.RATIO, Effect.CONSTANT, Effect.BOTH)
 _NLL = RULES["nll_loss_forward"]
 NUMBERS = (torch.arange,)
 NUMBERED = (torch.eye, torch.linspace, torch.randperm, torch.tril_indices, torch.range)

@@ -34,8 +34,38 @@ ADDITIONS: tuple[Any, ...] = (operator.add, operator.iadd, operator.sub, operato
 ADDITIONS += (torch.add, torch.sub, "add", "add_", "sub", "sub_")
 
 
-def part_means(gm: fx.GraphModule) -> fx.GraphModule:
+def labels_decide(gm: fx.GraphModule) -> bool:
+    """Whether a graph has means over labels that the call hands in."""
+    for node in gm.graph.nodes:
+        if node.target in (F.cross_entropy, F.nll_loss):
+            target: Any = node.target
+            call = inspect.signature(target).bind(*node.args, **node.kwargs)
+            call.apply_defaults()
+            mean = call.arguments["reduction"] == "mean"
+            if mean and _handed_in(call.arguments["target"]):
+                return True
+    return False
+
+
+def _handed_in(node: fx.Node) -> bool:
+    """Whether a value comes of inputs that are tensors."""
+    seen, queue = set[fx.Node](), [node]
+    while queue:
+        node = queue.pop()
+        if node in seen:
+            continue
+        seen.add(node)
+        queue += node.all_input_nodes
+        tensor = isinstance(node.meta.get("example_value"), Tensor)
+        if node.op == "placeholder" and tensor:
+            return True
+    return False
+
+
+def part_means(gm: fx.GraphModule, whole: bool = False) -> fx.GraphModule:
     """A copy in which means over labels are a sum, divided by a count.
+
+    whole: whether those that the count isn't known of may be left to the whole batch.
 
     before: loss = cross_entropy(x, y)
     after:  total = cross_entropy(x, y, reduction="sum"); kept = y != -100
@@ -46,19 +76,21 @@ def part_means(gm: fx.GraphModule) -> fx.GraphModule:
     for node in gm.graph.nodes:
         copy = new[node] = graph.node_copy(node, new.__getitem__)
         if node.target in (F.cross_entropy, F.nll_loss):
-            new[node] = _parted(graph, copy)
+            new[node] = _parted(graph, copy, whole)
     result = lazy_module(gm, graph)
     result.meta.update(gm.meta)
     return result
 
 
-def _parted(graph: fx.Graph, node: fx.Node) -> fx.Node:
+def _parted(graph: fx.Graph, node: fx.Node, whole: bool) -> fx.Node:
     target: Any = node.target
     call = inspect.signature(target).bind(*node.args, **node.kwargs)
     call.apply_defaults()
     labels = call.arguments["target"]
     classes = not labels.meta["example_value"].is_floating_point()
     if call.arguments["reduction"] != "mean" or not classes:
+        return node
+    if whole and (call.arguments["weight"] is not None or not _handed_in(labels)):
         return node
     if call.arguments["weight"] is not None:
         raise PlanError(

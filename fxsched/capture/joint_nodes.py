@@ -1,0 +1,209 @@
+"""Puts operations in which rows of the batch meet into the graph of a microbatch, as
+operations on the whole batch.
+
+before: z = norm(x); logits = z @ z.T; loss = cross_entropy(logits, y)
+after:  z = norm(x); whole_z = join(z, "rows", 0, 4); whole_y = join(y, "rows", 0, 4)
+        logits = whole_z @ whole_z.T; loss = cross_entropy(logits, whole_y)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from typing import Any
+
+from torch import Tensor, fx
+
+from ..costmodel.costs import Work
+from ..ir import joint
+from ..ir.graphs import Role, storage, tensors
+from ..ir.user_line import line_of
+from ..jobs.job import PlanError
+from ..rows.domains import Domains
+from ..rows.kinds import Kind
+from .microbatch import Microbatch, is_region
+from .whole_batch import WholeBatch
+
+
+def join_rows(
+    trace: Microbatch, outputs: Sequence[Any], parted: Collection[Any]
+) -> None:
+    """Replaces what microbatches cannot compute by operations on the whole batch.
+
+    outputs: of Dynamo's graph, those that shall be the whole batch's. parted: those
+        whose values of microbatches the user says how to put together.
+    """
+    wanted = [old for old in outputs if isinstance(old, fx.Node) and old not in parted]
+    rows = [trace.rows(old) for old in wanted]
+    numbers = any(each is not None and each.numbers for each in rows)
+    if trace.tracker.meets or numbers:
+        joining = _Joining(trace)
+        if numbers or not joining.joint.keys().isdisjoint(_needed(wanted)):
+            joining.run(wanted)
+
+
+def _needed(outputs: Sequence[fx.Node]) -> set[fx.Node]:
+    """These nodes and all that they come from."""
+    needed, queue = set[fx.Node](), list(outputs)
+    while queue:
+        node = queue.pop()
+        if node not in needed:
+            needed.add(node)
+            queue += node.all_input_nodes
+    return needed
+
+
+class _Joining:
+    """before and after: see the file."""
+
+    def __init__(self, trace: Microbatch) -> None:
+        self.trace, self.microbatches = trace, trace.batch.microbatches
+        nodes = [n for n in trace.gm.graph.nodes if n.op.startswith("call")]
+        nodes = [n for n in nodes if not is_region(n)]
+        self.domains = Domains(nodes, trace.tracker, trace.values.get, self._flops)
+        self.joint = self.domains.joint()
+        self.new: dict[fx.Node, Any] = {}  # of the whole batch
+        self.parts: dict[fx.Node, fx.Node] = {}  # of a microbatch, of joint values
+
+    def run(self, outputs: Sequence[fx.Node]) -> None:
+        """Adds the nodes that the outputs need."""
+        trace = self.trace
+        self.whole = WholeBatch(trace)
+        self.whole.interpret()
+        for node in self.domains.nodes:
+            if node in self.joint:
+                self._of_whole(node)
+            else:
+                self._read_parts(node)
+        for node in outputs:
+            rows = trace.rows(node)
+            if node in self.joint or (rows is not None and rows.numbers):
+                trace.joint.add(node)
+        final = {node: self._of_whole(node) for node in trace.joint}
+        for node in reversed(self.joint):
+            self._drop(node)
+        for node, new in final.items():
+            trace.new[node], trace.values[node] = new, self.whole.values[node]
+
+    def _flops(self, node: fx.Node) -> float:
+        new = self.trace.new.get(node)
+        work = new.meta.get("work") if isinstance(new, fx.Node) else None
+        return work.flops if work else 0.0
+
+    def _drop(self, node: fx.Node) -> None:
+        """A microbatch does nothing of its own in a joint node."""
+        new = self.trace.new[node]
+        if isinstance(new, fx.Node) and not new.users and new.op != "placeholder":
+            self.trace.graph.erase_node(new)
+
+    def _read_parts(self, node: fx.Node) -> None:
+        """A node of microbatches takes its rows of what joint ones make."""
+        new = self.trace.new[node]
+        for read in node.all_input_nodes:
+            if read in self.joint and isinstance(new, fx.Node):
+                old = self.trace.new[read]
+                if isinstance(old, fx.Node) and self.domains.in_parts(read):
+                    new.replace_input_with(old, self._part(read))
+
+    def _part(self, node: fx.Node) -> fx.Node:
+        if node not in self.parts:
+            rows, old = self.trace.rows(node), self.trace.new[node]
+            assert rows is not None, "a tensor"
+            args = (self._of_whole(node), rows.dim, self.microbatches)
+            new = self._added(args[0], joint.part, args, node)
+            new.meta["val"] = old.meta["val"]
+            self.parts[node] = new
+        return self.parts[node]
+
+    def _of_whole(self, node: fx.Node) -> Any:
+        """The value of a node on the whole batch."""
+        if node not in self.new:
+            self.new[node] = self._made(node)
+        return self.new[node]
+
+    def _made(self, node: fx.Node) -> Any:
+        new, own = self.trace.new[node], self.whole.new[node]
+        if not isinstance(new, fx.Node) or not isinstance(own, fx.Node):
+            return own
+        if new.op == "get_attr":
+            return new
+        if new.op == "placeholder" and new.meta["role"] is not Role.BATCH:
+            return new
+        if node not in self.joint and not self._is_view(node):
+            if self.domains.in_parts(node):
+                rows = self.trace.rows(node)
+                return self._joined(node, "rows", rows.dim if rows else 0)
+            if self.domains.reduced(node):
+                rows = self.trace.rows(node)
+                how = "sum" if rows and rows.kind is Kind.SUM else "mean"
+                return self._joined(node, how, 0)
+        return self._copy(node, new, own)
+
+    def _is_view(self, node: fx.Node) -> bool:
+        """Whether a value is a view of one that the whole batch has too."""
+        if node.op == "placeholder" or not node.all_input_nodes:
+            return False
+        first = node.all_input_nodes[0]
+        source, value = self.trace.values.get(first), self.trace.values[node]
+        if not (isinstance(source, Tensor) and isinstance(value, Tensor)):
+            return False
+        return storage(source) == storage(value) and self.domains.in_parts(first)
+
+    def _joined(self, node: fx.Node, how: str, dim: int) -> fx.Node:
+        """What microbatches make, for the whole batch."""
+        old = self.trace.new[node]
+        new = self._added(old, joint.join, (old, how, dim, self.microbatches), node)
+        new.meta["val"] = self.whole.values[node]
+        return new
+
+    def _added(self, after: fx.Node, target: Any, args: Any, like: fx.Node) -> fx.Node:
+        graph = self.trace.graph
+        place = _last_input(graph) if after.op == "placeholder" else after
+        with graph.inserting_after(place):
+            new = graph.call_function(target, args)
+        new.meta.update(
+            module=like.meta.get("module", ""),
+            work=Work(0, 0.0, 0.0, 0),
+            mutates=(),
+            learns=(),
+            random=0,
+            stack_trace=like.meta.get("stack_trace"),
+            key=f"{target.__name__}:{new.name}",
+            rows=None,
+            joint=True,
+        )
+        return new
+
+    def _copy(self, node: fx.Node, new: fx.Node, own: fx.Node) -> fx.Node:
+        """An operation of the whole batch, at its place in the program."""
+        self._refuse_effects(node, own)
+        arguments = {read: self._of_whole(read) for read in node.all_input_nodes}
+        with self.trace.graph.inserting_after(new):
+            copy = self.trace.graph.node_copy(node, arguments.__getitem__)
+        copy.meta = {**own.meta, "joint": True}
+        return copy
+
+    def _refuse_effects(self, node: fx.Node, own: fx.Node) -> None:
+        """Raises PlanError for what must not run for the whole batch besides."""
+        where = line_of(node.meta.get("stack_trace"))
+        if node not in self.joint and (own.meta["random"] or own.meta["mutates"]):
+            raise PlanError(
+                "rows of the whole batch meet in what reads random numbers or state of "
+                f"each microbatch{where}\n  compute it after rows have met, or write "
+                'fxsched.backend(schedule, loss_reduction="mean")'
+            )
+        kept = {
+            storage(t)
+            for read in node.all_input_nodes
+            if read not in self.joint
+            for t in tensors(self.whole.values.get(read))
+        }
+        if kept & set(map(storage, own.meta["mutates"])):
+            raise PlanError(
+                "rows of the whole batch meet in an operation that writes into what "
+                f"each microbatch has{where}\n  write it without writing in place"
+            )
+
+
+def _last_input(graph: fx.Graph) -> fx.Node:
+    inputs: list[fx.Node] = graph.find_nodes(op="placeholder")
+    return inputs[-1]

@@ -1,0 +1,148 @@
+"""Cuts a model in which rows of the whole batch meet.
+
+What runs on all rows is in stages of its own, one for each time that rows meet on the
+way through the model. What microbatches do before and after such a stage is cut apart,
+as F of all microbatches lies between; so is the count of stages, by their work.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from ..jobs.job import Direction, Job, Placement, PlanError
+from ..jobs.own_caps import OwnCaps
+from ..jobs.schedule import InFlight, Schedule
+from .cut_cost import Cut, Hyperedge, Problem
+from .planner import choose_cut
+
+
+def phases_of(reads: Sequence[Sequence[int]], joint: Sequence[bool]) -> list[int]:
+    """For each unit how often rows have met before it, itself not counted.
+
+    reads: the units that each one reads, all before it.
+    """
+    phases: list[int] = []
+    for unit, sources in enumerate(reads):
+        before = [
+            phases[source] + (joint[source] and not joint[unit]) for source in sources
+        ]
+        phases.append(max(before, default=0))
+    return phases
+
+
+def cut_phases(
+    problem: Problem, phases: Sequence[int], schedule: Schedule, limit: float | None
+) -> Cut:
+    """The stages of units that run in microbatches."""
+    last = max(phases, default=0)
+    if last == 0:
+        return choose_cut(problem, schedule, limit).cut
+    parts = [
+        [u for u, p in enumerate(phases) if p == phase] for phase in range(last + 1)
+    ]
+    parts = [part for part in parts if part]
+    stages = [0] * len(phases)
+    first = 0
+    for part, count in zip(parts, _shares(problem, parts, schedule), strict=True):
+        cut = choose_cut(
+            _part_of(problem, part), replace(schedule, stages=count, fit=None), limit
+        ).cut
+        for unit, stage in zip(part, cut, strict=True):
+            stages[unit] = first + stage
+        first += max(cut) + 1
+    return tuple(stages)
+
+
+def _shares(
+    problem: Problem, parts: Sequence[Sequence[int]], schedule: Schedule
+) -> list[int]:
+    """How many stages each part gets, by its work."""
+    wanted = schedule.stages or max(schedule.workers, len(parts))
+    work = [sum(problem.units[u].seconds for u in part) for part in parts]
+    counts = [1] * len(parts)
+    for _ in range(wanted - len(parts)):
+        room = [i for i, part in enumerate(parts) if counts[i] < len(part)]
+        if not room:
+            break
+        counts[max(room, key=lambda i: work[i] / counts[i])] += 1
+    if sum(counts) != wanted and schedule.stages is not None:
+        raise PlanError(
+            f"rows of the whole batch meet {len(parts) - 1} times inside the model, "
+            f"which makes {sum(counts)} stages before, between and after, but the "
+            f"schedule has {wanted}; give it {sum(counts)}"
+        )
+    return counts
+
+
+def _part_of(problem: Problem, part: Sequence[int]) -> Problem:
+    """The problem of some of its units alone."""
+    new = {unit: i for i, unit in enumerate(part)}
+    edges = []
+    for edge in problem.edges:
+        readers = tuple(new[r] for r in edge.readers if r in new)
+        if edge.maker in new and readers:
+            edges.append(Hyperedge(new[edge.maker], readers, edge.there, edge.back))
+    apart = {(new[a], new[b]) for a, b in problem.apart if a in new and b in new}
+    units = tuple(problem.units[u] for u in part)
+    return replace(problem, units=units, edges=tuple(edges), apart=frozenset(apart))
+
+
+def with_joint(schedule: Schedule, beside: Mapping[int, int], count: int) -> Schedule:
+    """The schedule of a model with joint stages, which come after all others.
+
+    beside: for each, the last stage that it reads: where w or n, made for a fixed
+        number of stages, know nothing of a joint one, it is asked for that.
+    """
+    if not beside or schedule.is_open:
+        return schedule
+    known = {s: s if _knows(schedule, s) else near for s, near in beside.items()}
+
+    def w(s: int, b: int, d: Direction) -> Placement | tuple[int, int]:
+        return schedule.w(known.get(s, s), b, d)
+
+    def n(s: int, b: int, d: Direction) -> int:
+        return schedule.n(known.get(s, s), b, d)
+
+    return replace(
+        schedule,
+        w=w,
+        n=n,
+        stages=None if schedule.stages is None else count,
+        in_flight=_caps(schedule, beside),
+        u=_of_known(schedule.u, known),
+        rate=_of_known(schedule.rate, known),
+        drift=_of_known(schedule.drift, known),
+        version=_of_known(schedule.version, known),
+    )
+
+
+def _knows(schedule: Schedule, stage: int) -> bool:
+    """Whether w and n have answers for a stage."""
+    try:
+        for d in schedule.directions:
+            schedule.place(Job(stage, 0, d))
+            schedule.priority(Job(stage, 0, d))
+            schedule.priority(Job(stage, schedule.microbatches - 1, d))
+    except PlanError:
+        return False
+    return True
+
+
+def _caps(schedule: Schedule, beside: Mapping[int, int]) -> InFlight:
+    """in_flight, which is about microbatches, and not about joint stages."""
+    caps = schedule.in_flight
+    if not callable(caps):
+        return caps
+    if isinstance(caps, OwnCaps):
+        own = caps.cap
+        return OwnCaps(lambda s: None if s in beside else own(s), caps.lifted)
+    return lambda s: None if s in beside else caps(s)
+
+
+def _of_known(answer: Any, known: Mapping[int, int]) -> Any:
+    """A function of the stage, asked for those that it knows."""
+    if answer is None:
+        return None
+    return lambda s, *more: answer(known.get(s, s), *more)

@@ -1,0 +1,106 @@
+"""Blocks of nodes as what is to be cut, and stages that the user names."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Sequence
+
+from torch import fx
+
+from ..costmodel.costs import send_seconds
+from ..ir.boundary import stage_boundary
+from ..ir.graphs import Role, module_prefixes, tensors
+from ..ir.request import Request
+from ..jobs.job import PlanError
+from ..partition.cut_cost import Cut, Hyperedge, Problem, Unit
+
+Block = list[fx.Node]
+
+
+def send_time(node: fx.Node) -> float:
+    """Seconds to send what a node makes."""
+    values = list(tensors(node.meta["val"]))
+    if not values:
+        return 0.0
+    return send_seconds(sum(t.nbytes for t in values), values[0].device)
+
+
+def cut_problem(blocks: list[Block], request: Request) -> Problem:
+    """Blocks as units, what they make for others as hyperedges."""
+    of = {node: i for i, block in enumerate(blocks) for node in block}
+    known: set[fx.Node] = set()  # state that is counted already
+    units, edges, apart = [], [], set()
+    for i, block in enumerate(blocks):
+        work = [node.meta["work"] for node in block]
+        state = {p for n in block for p in n.all_input_nodes if _is_state(p)} - known
+        known |= state
+        units.append(
+            Unit(
+                sum(w.forward for w in work),
+                sum(w.backward for w in work),
+                sum(w.held for w in work),
+                sum(map(_weight_bytes, state)),
+                sum(map(_gradient_bytes, state)),
+                sum(request.state_bytes.get(p.meta["index"], 0) for p in state),
+            )
+        )
+        for node in block:
+            readers = tuple(sorted({of[u] for u in node.users if u in of} - {i}))
+            if readers:
+                there = send_time(node)
+                gradient = any(t.requires_grad for t in tensors(node.meta["val"]))
+                edges.append(Hyperedge(i, readers, there, there * gradient))
+            if node.target is stage_boundary:
+                apart |= {(i, reader) for reader in readers}
+    return Problem(tuple(units), tuple(edges), rounds=0.0, apart=frozenset(apart))
+
+
+def _is_state(node: fx.Node) -> bool:
+    return node.meta.get("role") in (Role.PARAMETER, Role.BUFFER)
+
+
+def _weight_bytes(node: fx.Node) -> int:
+    """Bytes of a weight and its gradient, or of a buffer."""
+    return int(node.meta["val"].nbytes) + _gradient_bytes(node)
+
+
+def _gradient_bytes(node: fx.Node) -> int:
+    value = node.meta["val"]
+    return int(value.nbytes * value.requires_grad)
+
+
+def nodes_inside(nodes: Sequence[fx.Node], name: str, option: str) -> list[fx.Node]:
+    """The nodes of a module. Raises PlanError with the nearest names if it has none."""
+    members = [
+        n
+        for n in nodes
+        if n.meta["module"] == name or n.meta["module"].startswith(name + ".")
+    ]
+    if members:
+        return members
+    known = sorted({prefix for n in nodes for prefix in module_prefixes(n)})
+    near = difflib.get_close_matches(name, known, 3) or known
+    raise PlanError(
+        f"{option} names module {name!r}, which the model doesn't call; "
+        f"did you mean {', '.join(near[:3])}?"
+    )
+
+
+def named_cut(problem: Problem, blocks: list[Block], request: Request) -> Cut:
+    """Stages that start where the named modules do, and after marks in the model, in
+    program order."""
+    names, stages = request.stages, request.schedule.stages
+    of = {node: i for i, block in enumerate(blocks) for node in block}
+    starts = {
+        min(of[n] for n in nodes_inside(list(of), name, "stages")) for name in names
+    }
+    for marked in {maker for maker, _ in problem.apart}:
+        starts.add(min(r for maker, r in problem.apart if maker == marked))
+    starts.discard(0)
+    if stages is not None and len(starts) + 1 != stages:
+        raise PlanError(
+            f"stages names {len(names)} modules, which makes {len(starts) + 1} stages, "
+            f"but the schedule has {stages}; name as many as it has, where the first "
+            "stage may start unnamed"
+        )
+    return tuple(sum(start <= i for start in starts) for i in range(len(blocks)))
