@@ -95,11 +95,13 @@ def vars_of(value: Any) -> Any:
 @pytest.mark.parametrize(
     ("give", "names"), [(as_tuple, [3, 4]), (as_dataclass, ["worst"])]
 )
-def test_without_a_word_it_is_an_error_with_the_line_to_write(
+def test_without_a_word_it_is_exact_or_an_error_with_the_line_to_write(
     give: Any, names: Any
 ) -> None:
+    found, wanted, *_ = run(give)
+    torch.testing.assert_close(vars_of(found), vars_of(wanted))
     with pytest.raises(PlanError) as error:
-        run(give)
+        run(give, loss_reduction="mean")
     for name in names:
         assert f"output {name!r}, " in str(error.value)
     line = str(error.value).split("backend(outputs=")[1].split("}")[0] + "}"
@@ -121,15 +123,17 @@ def test_several_losses_get_gradients() -> None:
         return each.mean(), each.pow(2).sum(), model.scale.exp(), each.max()
 
     with pytest.raises(PlanError, match=r"outputs=\{3: 'mean'\}"):
-        run(give)
+        run(give, loss_reduction="mean")
     outputs = {3: "max"}
-    found, wanted, model, reference, _ = run(give, outputs=outputs)
-    torch.testing.assert_close(found, wanted)
-    for value in (found, wanted):
-        (value[0] + 0.5 * value[1] + 2 * value[2]).backward()
-    pairs = zip(model.parameters(), reference.parameters(), strict=True)
-    for mine, other in pairs:
-        torch.testing.assert_close(mine.grad, other.grad)
+    for options, most in (({"outputs": outputs}, 0), ({}, 3)):
+        found, wanted, model, reference, _ = run(give, **options)
+        torch.testing.assert_close(found, wanted)
+        for value in (found, wanted):
+            loss = value[0] + 0.5 * value[1] + 2 * value[2]
+            (loss + most * value[3] if most else loss).backward()
+        pairs = zip(model.parameters(), reference.parameters(), strict=True)
+        for mine, other in pairs:
+            torch.testing.assert_close(mine.grad, other.grad)
     found, *_ = run(give, outputs=outputs)
     with pytest.raises(RuntimeError, match="3 got a gradient, but it is the max"):
         (found[0] + found[3]).backward()
@@ -160,10 +164,11 @@ def test_what_is_stored_counts_as_an_output() -> None:
         return each.mean()
 
     with pytest.raises(PlanError, match=r"which the model assigns to, float32"):
-        run(give)
-    _, _, model, reference, _ = run(give, outputs={"self.last": "max"})
-    torch.testing.assert_close(model.last, reference.last)
-    torch.testing.assert_close(model.rows, reference.rows)
+        run(give, loss_reduction="mean")
+    for outputs in ({"self.last": "max"}, {}):
+        _, _, model, reference, _ = run(give, outputs=outputs)
+        torch.testing.assert_close(model.last, reference.last)
+        torch.testing.assert_close(model.rows, reference.rows)
 
 
 @pytest.mark.parametrize(
@@ -195,4 +200,4 @@ def test_what_is_stored_counts_as_an_output() -> None:
 )
 def test_what_cannot_be_put_together(give: Any, outputs: Any, match: str) -> None:
     with pytest.raises(PlanError, match=match):
-        run(give, outputs=outputs)
+        run(give, outputs=outputs, loss_reduction="mean")
