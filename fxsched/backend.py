@@ -111,9 +111,12 @@ def backend(
         do) or "dynamic" (of the jobs that are ready, the smallest n).
     carry: "saved" (B gets the tensors that F saved) or "recompute" (B gets the stage's
         inputs and runs F again).
-    loss_reduction: "mean" or "sum" of the microbatches' losses; or "weighted": eager's
-        loss of the whole batch, where that is a sum, a mean, or a weighted mean whose
-        weights (ignored labels, masks) depend on inputs alone, and a PlanError else.
+    loss_reduction: "exact" (eager's loss and outputs of the whole batch: means, sums
+        and weights that inputs decide of microbatches, and what rows of the batch meet
+        in once, in a joint stage); "mean" or "sum" of the microbatches' losses; or
+        "weighted": exact without joint stages, where the loss is a sum, a mean, or a
+        mean whose weights (ignored labels, masks) depend on inputs alone, and a
+        PlanError else.
     stage_compiler: "eager" or "inductor".
     passes: functions (program, request) -> program, run on each worker's program
         before its frees are put in; see fxsched.passes.

@@ -222,3 +222,11 @@ def test_an_optimizer_in_the_program() -> None:
         theirs.zero_grad()
     for a, b in zip(model.parameters(), eager.parameters(), strict=True):
         torch.testing.assert_close(a, b)
+
+
+def test_padding_a_batch_that_meets_is_refused() -> None:
+    model = Mixed(MIXES["softmax"])
+    model.forward = lambda x: model.after(model.mix(model.before(x)))  # type: ignore
+    backend = fxsched.backend(SCHEDULES["gpipe"], ragged="pad")
+    with pytest.raises(PlanError, match="samples that the model's own would meet"):
+        torch.compile(model, backend=backend)(batch(7)[0])

@@ -176,9 +176,10 @@ class _Joining:
     def _copy(self, node: fx.Node, new: fx.Node, own: fx.Node) -> fx.Node:
         """An operation of the whole batch, at its place in the program."""
         self._refuse_effects(node, own)
-        arguments = {read: self._of_whole(read) for read in node.all_input_nodes}
+        given = self.trace.arguments.get(node, node.args)
+        args, kwargs = fx.map_arg((given, node.kwargs), self._of_whole)
         with self.trace.graph.inserting_after(new):
-            copy = self.trace.graph.node_copy(node, arguments.__getitem__)
+            copy = self.trace.graph.create_node(node.op, node.target, args, kwargs)
         copy.meta = {**own.meta, "joint": True}
         return copy
 

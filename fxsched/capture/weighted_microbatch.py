@@ -55,6 +55,8 @@ class WeightedMicrobatch(Microbatch):
         of what they add up to."""
         rows = [self.rows(operand) for operand in node.args]
         uneven = [] if any(map(meet, rows)) else parts_of_sum(node, rows)
+        if uneven:
+            self.arguments[node] = node.args
         for i in uneven:
             part: Any = node.args[i]
             if isinstance(part, fx.Node):

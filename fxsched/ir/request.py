@@ -26,7 +26,8 @@ OutputReduction = Literal["mean", "sum", "max", "min", "last"]
 class Request:
     """One planning: a schedule, the backend's options, and what earlier plans fixed.
 
-    loss_reduction: "mean" or "sum" over microbatches; before the trace, "weighted" too.
+    loss_reduction: "mean" or "sum" over microbatches; before the trace, "exact" and
+        "weighted" too.
     training: whether gradients are wanted.
     owners: workers that keep a parameter or buffer since an earlier plan, by its
         position in the call.

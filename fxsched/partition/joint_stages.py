@@ -7,7 +7,7 @@ as F of all microbatches lies between; so is the count of stages, by their work.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -59,7 +59,7 @@ def _shares(
     problem: Problem, parts: Sequence[Sequence[int]], schedule: Schedule
 ) -> list[int]:
     """How many stages each part gets, by its work."""
-    wanted = schedule.stages or max(schedule.workers, len(parts))
+    wanted = max(schedule.stages or schedule.workers, len(parts))
     work = [sum(problem.units[u].seconds for u in part) for part in parts]
     counts = [1] * len(parts)
     for _ in range(wanted - len(parts)):
@@ -69,9 +69,9 @@ def _shares(
         counts[max(room, key=lambda i: work[i] / counts[i])] += 1
     if sum(counts) != wanted and schedule.stages is not None:
         raise PlanError(
-            f"rows of the whole batch meet {len(parts) - 1} times inside the model, "
-            f"which makes {sum(counts)} stages before, between and after, but the "
-            f"schedule has {wanted}; give it {sum(counts)}"
+            f"the schedule wants {wanted} stages, but the model, in which rows of the "
+            f"whole batch meet, can be cut into {sum(counts)} at most; use "
+            f"Schedule(stages={sum(counts)}) or less"
         )
     return counts
 
@@ -97,7 +97,13 @@ def with_joint(schedule: Schedule, beside: Mapping[int, int], count: int) -> Sch
     """
     if not beside or schedule.is_open:
         return schedule
-    known = {s: s if _knows(schedule, s) else near for s, near in beside.items()}
+    known = dict(beside)
+    if schedule.stages is not None:  # more parts than it has stages
+        last = schedule.stages - 1
+        known |= {s: last for s in range(schedule.stages, min(beside))}
+    known = {s: s if _knows(schedule, s) else near for s, near in known.items()}
+    for s in sorted(known):  # which may be beside each other
+        known[s] = known.get(known[s], known[s])
 
     def w(s: int, b: int, d: Direction) -> Placement | tuple[int, int]:
         return schedule.w(known.get(s, s), b, d)
@@ -110,7 +116,7 @@ def with_joint(schedule: Schedule, beside: Mapping[int, int], count: int) -> Sch
         w=w,
         n=n,
         stages=None if schedule.stages is None else count,
-        in_flight=_caps(schedule, beside),
+        in_flight=_caps(schedule, beside, known),
         u=_of_known(schedule.u, known),
         rate=_of_known(schedule.rate, known),
         drift=_of_known(schedule.drift, known),
@@ -130,15 +136,19 @@ def _knows(schedule: Schedule, stage: int) -> bool:
     return True
 
 
-def _caps(schedule: Schedule, beside: Mapping[int, int]) -> InFlight:
+def _caps(
+    schedule: Schedule, joint: Container[int], known: Mapping[int, int]
+) -> InFlight:
     """in_flight, which is about microbatches, and not about joint stages."""
     caps = schedule.in_flight
     if not callable(caps):
         return caps
     if isinstance(caps, OwnCaps):
         own = caps.cap
-        return OwnCaps(lambda s: None if s in beside else own(s), caps.lifted)
-    return lambda s: None if s in beside else caps(s)
+        return OwnCaps(
+            lambda s: None if s in joint else own(known.get(s, s)), caps.lifted
+        )
+    return lambda s: None if s in joint else caps(known.get(s, s))
 
 
 def _of_known(answer: Any, known: Mapping[int, int]) -> Any:
