@@ -277,7 +277,7 @@ def test_an_output_without_a_batch_dimension() -> None:
         r"[\s\S]*how they become one: backend\(outputs=\{0: 'mean'\}\)"
     )
     with pytest.raises(PlanError, match=message):
-        run(Of(lambda made, x: made.amax(0)), two())
+        run(Of(lambda made, x: made.amax(0)), two(), loss_reduction="mean")
 
 
 # ---------------------------------------------------------------------- the model
@@ -325,7 +325,10 @@ def test_a_model_without_torch_operations_has_no_plan() -> None:
     [
         ({"order": "random"}, r"backend\(order='random'\): give 'static' or 'dynamic'"),
         ({"carry": "all"}, r"backend\(carry='all'\): give 'saved' or 'recompute'"),
-        ({"loss_reduction": "max"}, r"\(loss_reduction='max'\): give 'mean' or 'sum'"),
+        (
+            {"loss_reduction": "max"},
+            r"\(reduction='max'\): give 'exact' or 'mean'",
+        ),
         ({"stage_compiler": "c"}, r"stage_compiler='c'\): give 'eager' or 'inductor'"),
         ({"transport": "mpi"}, r"transport='mpi'\): give None or 'threads' or 'distri"),
     ],

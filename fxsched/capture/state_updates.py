@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from torch import Tensor, fx
@@ -9,6 +10,7 @@ from torch import Tensor, fx
 from ..ir.graphs import Output, Role, Spec, storage, written_storages
 from ..ir.user_line import user_line
 from ..jobs.job import PlanError
+from ..rows.kinds import Kind
 from .graph_inputs import origin_of, placeholders
 from .microbatch import Microbatch
 from .returns import Returned
@@ -23,6 +25,25 @@ def mark_written(trace: Microbatch) -> None:
             changed = storage(new.meta["val"]) in written
             if changed and not origin_of(node).argument:
                 new.meta["role"] = Role.BUFFER
+
+
+def keeps_rows(trace: Microbatch) -> bool:
+    """Whether the model keeps what it computes of the batch, but for statistics of a
+    normalization: each microbatch then sees what those before it left."""
+    inputs = {
+        storage(node.meta["val"]) for node in trace.graph.find_nodes(op="placeholder")
+    }
+    for node in trace.graph.nodes:
+        learned = {id(t) for t in node.meta.get("learns", ())}
+        for written in node.meta.get("mutates", ()):
+            state = storage(written) in inputs and id(written) not in learned
+            if state and trace.tracker.of(written).kind is not Kind.SHARED:
+                return True
+    returns: Sequence[Returned] = trace.gm.meta["returns"]
+    return any(
+        returned.replaces and (rows := trace.rows(old)) and rows.kind is not Kind.SHARED
+        for old, returned in zip(trace.outputs(), returns, strict=True)
+    )
 
 
 class StateUpdates:

@@ -24,6 +24,7 @@ from .batch import Batch
 from .joint_nodes import join_rows
 from .meta_device import cpu_specs, is_meta, on_cpu
 from .microbatch import Microbatch
+from .state_updates import keeps_rows
 from .traced_outputs import declared_outputs, finish_outputs
 from .weighted_microbatch import WeightedMicrobatch
 
@@ -78,6 +79,9 @@ def trace_microbatch(
         trace = _interpreted(gm, inputs, batch, specs, weighted, exact)
         if exact and by_weight and not weighted and trace.tracker.weighed:
             weighted = True
+            trace = _interpreted(gm, inputs, batch, specs, weighted, exact)
+        if exact and keeps_rows(trace):  # from microbatch to microbatch
+            exact = weighted = False
             trace = _interpreted(gm, inputs, batch, specs, weighted, exact)
         rows = tuple(map(trace.rows, trace.outputs()))
         if exact:

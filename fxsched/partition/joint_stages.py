@@ -37,6 +37,8 @@ def cut_phases(
 ) -> Cut:
     """The stages of units that run in microbatches."""
     last = max(phases, default=0)
+    if schedule.stages is not None and schedule.stages > len(phases):
+        schedule = replace(schedule, stages=max(len(phases), 1))
     if last == 0:
         return choose_cut(problem, schedule, limit).cut
     parts = [

@@ -78,8 +78,8 @@ def check_padded(gm: fx.GraphModule, plan: Plan) -> None:
             )
     if any(joint for _, joint in plan.stages.nodes(data="joint")):
         raise PlanError(
-            "backend(ragged='pad') fills the batch up with samples that the model's own "
-            f"would meet, as rows of the whole batch do in it; {instead}"
+            "backend(ragged='pad') fills the batch up with samples that the model's "
+            f"own would meet, as rows of the whole batch do in it; {instead}"
         )
     if any(isinstance(e, Line) and e.task.startswith("buffers ") for e in plan.lines):
         raise PlanError(
