@@ -27,6 +27,8 @@ from ..ir.lazy import write_code
 from ..ir.request import Request
 from ..jobs.job import Direction, PlanError
 
+SHORTEST = 1e-9  # seconds
+
 
 def differentiate_stages(gm: fx.GraphModule, request: Request) -> fx.GraphModule:
     """Gives every stage a forward and a backward call, backward in reverse order.
@@ -253,7 +255,8 @@ class _Differentiation:
         size = max(pair.held if saved is not None else 0, pair.carried_bytes)
         received = [value for value in inputs if value.op != "placeholder"]
         held = size + sum(s.bytes for value in received for s in value.meta["specs"])
-        data = Stage(backward=now + later, weight=later, held=held)
+        # 0 would say that it has no B, where it only gives a gradient another shape
+        data = Stage(backward=max(now + later, SHORTEST), weight=later, held=held)
         self.stages.nodes[stage].update(data)
         backward.meta.update(
             stage=stage,

@@ -67,3 +67,17 @@ def test_contiguous_alone_in_a_stage_hands_its_gradient_on() -> None:
     reference(x).backward()
     for mine, other in zip(model.parameters(), reference.parameters(), strict=True):
         torch.testing.assert_close(mine.grad, other.grad)
+
+
+def test_a_stage_that_only_gives_another_shape_has_b_on_the_clock_too() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Flatten(), nn.Linear(8, 3), Mean())
+    schedule = fxsched.schedules.one_f_one_b(3, 4)
+    plan = fxsched.plan(model, schedule, torch.randn(8, 2, 4), stages=["1", "2"])
+    assert all(backward > 0 for _, backward in plan.stages.nodes(data="backward"))
+    timeline = fxsched.simulate(plan.schedule, plan.stages).timeline
+    assert len(timeline) == 3 * 4 * 2
+
+
+class Mean(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x.square().mean()
