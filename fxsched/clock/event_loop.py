@@ -284,10 +284,11 @@ def _messages(simulation: _Simulation) -> tuple[_Messages, _Messages]:
 
     def send(j: int, now: float, arrived: list[int]) -> None:
         here = compute[j]
-        after = [j + distance for distance in succs[j % K if j < U else K]]
+        after = succs[j % K if j < U else K]
         if met:
-            after += met.get(j, ())
-        for t in after:
+            after = [*after, *(t - j for t in met.get(j, ()))]
+        for distance in after:
+            t = j + distance
             when = now if compute[t] == here else arrival(j, t, now)
             if when > now:
                 heappush(calendar, (when, -1 - t))
