@@ -184,5 +184,8 @@ class Tracer(Backend):
         refuse_meta(args, "be measured", "fxsched.plan estimates what it takes")
         with modes_after_errors():
             batch = batch_of(gm, args, self.request)
-            traced = trace_microbatch(gm, args, batch, specs_of(args))
+            exact = self.request.loss_reduction == "exact"
+            traced = trace_microbatch(
+                gm, args, batch, specs_of(args), exact=exact, by_weight=False
+            )
         raise MicrobatchTraced(traced, [stand_in(value) for value in args])

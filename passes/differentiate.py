@@ -205,6 +205,8 @@ class _Differentiation:
         pair = self.pairs[call]
         # F again would see buffers that it has written meanwhile
         recompute = self.request.carry == "recompute" and not pair.mutated
+        # nothing comes between F and B of a joint stage
+        recompute = recompute and not self.stages.nodes[stage].get("joint")
         places = stage_facts(self._module(call)).places
         with self.graph.inserting_before(call):
             forward = self._forward(call, pair, places, len(outs))

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import networkx as nx
+from torch import fx
 
+from ..ir.graphs import tensors
 from ..ir.request import Request
 from ..ir.user_line import line_of
 from ..jobs.job import PlanError
 from ..jobs.schedule import Schedule
+from ..partition.cut_cost import Cut, Problem
+from ..partition.joint_memory import check_memory
 from ..partition.joint_stages import cut_phases, phases_of, with_joint
-from ..partition.planner import stage_graph
+from ..partition.planner import MemoryLimitError, stage_graph
 from .cut_problem import Block, cut_problem, named_cut
 
 
@@ -28,7 +32,7 @@ def stages_with_joint(blocks: list[Block], request: Request) -> Schedule:
     problem = cut_problem([blocks[i] for i in parts.cut], request)
     if request.stages == "auto":
         before = [parts.phases[i] for i in parts.cut]
-        cut = cut_phases(problem, before, request.schedule, request.memory_limit)
+        cut = _cut_within(problem, before, request)
     else:
         cut = named_cut(problem, [blocks[i] for i in parts.cut], request)
     count = max(cut, default=-1) + 1
@@ -41,7 +45,37 @@ def stages_with_joint(blocks: list[Block], request: Request) -> Schedule:
         near = [stage[r] for r in parts.reads[i] if r not in parts.whole]
         beside[stage[i]] = max([beside.get(stage[i], 0), *near])
     schedule = with_joint(request.schedule, beside, count + len(beside))
-    return schedule.fitted(_stages_of(blocks, stage, parts.whole, request))
+    stages = _stages_of(blocks, stage, parts.whole, request)
+    schedule = schedule.fitted(stages)
+    read = _bytes_read(blocks, len(stages))
+    check_memory(schedule, stages, read, request.carry, request.memory_limit)
+    return schedule
+
+
+def _cut_within(problem: Problem, phases: Sequence[int], request: Request) -> Cut:
+    """A cut within the limit, if there is one where nothing waits for rows to meet;
+    check_memory says whether it is one where they do."""
+    schedule, limit = request.schedule, request.memory_limit
+    if limit is not None and request.carry == "saved":
+        try:
+            return cut_phases(problem, phases, schedule, limit)
+        except MemoryLimitError:
+            pass  # what is said of all stages says more
+    return cut_phases(problem, phases, schedule, None)
+
+
+def _bytes_read(blocks: list[Block], count: int) -> dict[int, float]:
+    """What each stage reads of others in one job."""
+    read: dict[int, set[fx.Node]] = {s: set() for s in range(count)}
+    for node in (node for block in blocks for node in block):
+        stage = node.meta["stage"]
+        read[stage].update(
+            p for p in node.all_input_nodes if p.meta.get("stage", stage) != stage
+        )
+    return {
+        s: float(sum(t.nbytes for p in nodes for t in tensors(p.meta["val"])))
+        for s, nodes in read.items()
+    }
 
 
 class _Parts:

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Sequence
+from dataclasses import replace
+from operator import getitem
 
 import pytest
+import torch
+from torch import Tensor, fx, nn
 
-from fxsched import Job
+import fxsched
+from fxsched import CheckError, Job, Plan
 from fxsched.checker.check_joint import JointUse, Rows, joint_fault
 
 
@@ -61,3 +67,93 @@ def test_rows_of_another_microbatch_are_a_fault(fault: str) -> None:
     uses, message = FAULTS[fault]
     found = joint_fault(uses, 3)
     assert found is not None and re.search(message, found), found
+
+
+class Pairs(nn.Module):
+    """Two encoders, and a loss over all pairs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(3, 4), nn.Linear(3, 4)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        logits = self.a(x).tanh() @ self.b(y).tanh().T
+        return logits.logsumexp(1).mean() - logits.diagonal().mean()
+
+
+@functools.cache
+def planned() -> Plan:
+    x, y = torch.ones(6, 3), torch.ones(6, 3)
+    return fxsched.plan(Pairs(), fxsched.schedules.one_f_one_b(2, 3), x, y)
+
+
+def copied() -> tuple[Plan, fx.Graph]:
+    """The plan with programs of its own, and the graph of worker 1's, which has the
+    joint stage and the second encoder."""
+    programs = []
+    for program in planned().programs:
+        graph = fx.Graph()
+        graph.output(graph.graph_copy(program.graph, {}))
+        programs.append(fx.GraphModule(program, graph))
+    return replace(planned(), programs=tuple(programs)), programs[1].graph
+
+
+def call(graph: fx.Graph, job: str) -> fx.Node:
+    return next(n for n in graph.nodes if n.meta.get("job") == Job.parse(job))
+
+
+def test_a_plan_with_a_joint_stage_is_sound() -> None:
+    plan, graph = copied()
+    plan.check()
+    assert str(call(graph, "2F*").meta["job"]) == "2F*"
+
+
+@pytest.mark.parametrize("first", [0, 3])
+def test_microbatches_in_another_order_are_found(first: int) -> None:
+    """Of worker 0, whose values come with messages, and of worker 1 itself."""
+    plan, graph = copied()
+    node = call(graph, "2F*")
+    read = list(node.args[1])
+    assert len(read) == 6
+    read[first], read[first + 1] = read[first + 1], read[first]
+    node.update_arg(1, tuple(read))
+    message = r"2F\* reads .*, of microbatch 1, where that of 0 belongs"
+    with pytest.raises(CheckError, match=message):
+        plan.check()
+
+
+def test_a_microbatch_read_twice_is_found() -> None:
+    plan, graph = copied()
+    node = call(graph, "2F*")
+    read = list(node.args[1])
+    node.update_arg(1, (read[0], read[0], *read[2:]))
+    with pytest.raises(CheckError, match=r"2F\*|never frees"):
+        plan.check()
+
+
+def swap(graph: fx.Graph, job: str, one: int, other: int) -> None:
+    """Two results of a job, for all who read them."""
+    results = {n.args[1]: n for n in call(graph, job).users if n.target is getitem}
+    results[one].update_arg(1, other)
+    results[other].update_arg(1, one)
+
+
+@pytest.mark.parametrize("stage", [0, 1])
+def test_gradients_of_another_microbatchs_rows_are_found(stage: int) -> None:
+    """Those that are sent to worker 0, and those that worker 1's own encoder reads."""
+    plan, graph = copied()
+    swap(graph, "2B*", 3 * stage + 1, 3 * stage + 2)
+    first, *others = (3 * stage + i for i in (0, 2, 1))
+    results = ", ".join(map(str, [first, *others]))
+    message = rf"of {stage}B0, and what its stage .* results {results} of 2B\*"
+    with pytest.raises(CheckError, match=message):
+        plan.check()
+
+
+def test_results_of_two_encoders_may_not_overlap() -> None:
+    plan, graph = copied()
+    results = {n.args[1]: n for n in call(graph, "2B*").users if n.target is getitem}
+    for b in range(3):
+        results[3 + b].update_arg(1, 2 + b)
+    with pytest.raises(CheckError, match="which is that of another microbatch"):
+        plan.check()

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, fx
 
 from ..clock.timeline import Event
-from ..ir import ops
+from ..ir import joint, ops
 from ..ir.graphs import REGION_ENTERS, REGION_EXITS, Role
 from ..jobs.job import Direction, PlanError
 from .costs import Work, backward_of
@@ -195,6 +195,8 @@ class _TimedPass:
                     self.values[node] = path(self.gm)
                 elif node.target in (*REGION_ENTERS, *REGION_EXITS):
                     self.region(node)
+                elif node.target in (joint.join, joint.part):
+                    self.values[node] = self.rows_of(node)
                 elif node.op != "output":
                     seconds[node] = self.call(node)
                 for read in node.all_input_nodes:
@@ -208,6 +210,17 @@ class _TimedPass:
             value = ops.rows(value, 0, self.microbatches, node.meta["dim"])
         is_parameter = node.meta["role"] is Role.PARAMETER
         return value.detach() if is_parameter else value.detach().clone()
+
+    def rows_of(self, node: fx.Node) -> Tensor:
+        """What goes into a stage of the whole batch, or comes out of it: of one
+        microbatch as often as there are, which takes as long as of all of them."""
+        (value, *how), _ = self.arguments(node)
+        if node.target is joint.part:
+            dim, count = how
+            return ops.rows(value, 0, count, dim)
+        what, dim, count = how
+        whole = torch.cat([value] * count, dim) if what == "rows" else value
+        return whole * count if what == "sum" else whole
 
     def region(self, node: fx.Node) -> None:
         if node.target is torch._C._set_grad_enabled:

@@ -49,6 +49,10 @@ LOPSIDED = 1.1
 WORTH, STAGE_WORTH, LOOP_WORTH = 0.02, 0.06, 0.07
 
 
+class MemoryLimitError(PlanError):
+    """No cut keeps all workers within the memory limit."""
+
+
 class Choice(NamedTuple):
     """A cut, its schedule, and what simulating them gave."""
 
@@ -240,7 +244,7 @@ class _Planner:
             if not better:
                 break
             best = min(better, key=lambda c: c.bytes)
-        return PlanError(
+        return MemoryLimitError(
             f"memory_limit={self.limit:.0f}: no cut keeps every worker within it; the "
             f"best found holds {best.bytes:.0f} bytes, in {best.stages} stages"
             f"{_kinds(best)}; raise the limit, use more workers or stages, smaller "

@@ -1,0 +1,97 @@
+"""What joint stages cost: measured times, memory, and carry="recompute"."""
+
+from __future__ import annotations
+
+import functools
+import re
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import fxsched
+from fxsched import Plan, PlanError
+
+WIDTH, ROWS, COUNT = 32, 16, 4
+
+
+class Pairs(nn.Module):
+    """Two encoders, and a loss over all pairs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = (
+            nn.Sequential(
+                *(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.GELU()) for _ in range(2))
+            )
+            for _ in range(2)
+        )
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        logits = self.a(x).mean(1) @ self.b(y).mean(1).T
+        return logits.logsumexp(1).mean() - logits.diagonal().mean()
+
+
+@functools.cache
+def model() -> Pairs:
+    return Pairs()
+
+
+def plan(**options: object) -> Plan:
+    x = torch.ones(ROWS, 8, WIDTH)
+    schedule = fxsched.schedules.one_f_one_b(2, COUNT)
+    return fxsched.plan(model(), schedule, x, x, **options)  # type: ignore[arg-type]
+
+
+@functools.cache
+def planned(carry: str) -> Plan:
+    return plan(carry=carry)
+
+
+def test_a_profile_measures_what_is_joint_on_whole_rows() -> None:
+    x = torch.ones(ROWS, 8, WIDTH)
+    whole, parted = (
+        fxsched.profile(model(), x, x, microbatches=count, repeats=1)
+        for count in (1, COUNT)
+    )
+    assert whole.measured.keys() == parted.measured.keys()
+    joint = {
+        key for key in whole.estimated if whole.estimated[key] == parted.estimated[key]
+    }
+    assert {":matmul:1", ":logsumexp:1"} <= joint
+    assert not any("linear" in key for key in joint)
+    assert plan(profile=parted).simulate().latency > 0
+
+
+def held(plan: Plan) -> float:
+    return max(peaks.at_once.total for peaks in plan.memory)
+
+
+def test_all_microbatches_of_the_encoders_are_held_but_under_recompute() -> None:
+    saved, recomputed = planned("saved"), planned("recompute")
+    stage = saved.stages.nodes[0]
+    assert saved.memory[0].each.activations == COUNT * stage["held"]
+    assert recomputed.memory[0].each.activations == 0
+    assert recomputed.stages.nodes[2]["held"] == saved.stages.nodes[2]["held"]
+
+
+def test_a_memory_limit_proposes_recompute_where_that_suffices() -> None:
+    whole, least = held(planned("saved")), held(planned("recompute"))
+    assert held(plan(memory_limit=1.1 * whole)) == whole
+    message = (
+        r"^memory_limit=\d+: worker \d holds \d+ bytes, for F of all 4 microbatches "
+        r'come before stage 2\*, where their rows meet; write carry="recompute", so '
+        r"that B runs F again \(gradient caching\), with which it is (\d+)$"
+    )
+    limit = (whole + least) / 2
+    with pytest.raises(PlanError, match=message) as caught:
+        plan(memory_limit=limit)
+    found = re.search(message, str(caught.value))
+    assert found and float(found[1]) <= limit
+    assert held(plan(memory_limit=limit, carry="recompute")) == least
+    for carry, end in (
+        ("saved", r" \(\d+ with carry=.recompute.\)"),
+        ("recompute", ""),
+    ):
+        with pytest.raises(PlanError, match=f"rows meet{end}; raise the limit"):
+            plan(memory_limit=0.5 * least, carry=carry)
