@@ -10,6 +10,7 @@ from torch import Tensor, fx
 from torch.optim import Optimizer
 
 from .autodiff.activation_checkpoints import inline_checkpoints
+from .capture.batch import fixed_size
 from .capture.caller import Dims
 from .capture.dynamo import (
     ask_for_symbolic_batch,
@@ -291,6 +292,7 @@ class Backend:
         note_arguments(gm, inputs)
         if broken is None and self.request.schedule.microbatches > 1:
             ask_for_symbolic_batch(gm, inputs, self.request)
+        broken = broken or fixed_size(gm, inputs, self.request)
         captured = copy_graph(gm, inputs)
 
         def call(*args: Any) -> Sequence[Any]:

@@ -14,6 +14,9 @@ from torch import Tensor, nn
 import fxsched
 from fxsched import PlanError, schedules
 
+from .broken_models import compare, show
+from .torchrun import torchrun
+
 ONE = schedules.one_f_one_b(2, 2)
 
 
@@ -159,3 +162,43 @@ def test_what_neither_can_trace_is_an_error_with_what_to_do(refusal: Refusal) ->
     after.pop("_is_torch_compile", None)  # torch.compile's
     assert after == before
     assert random.getstate() == state
+
+
+def test_a_model_of_transformers_trains_by_a_schedule() -> None:
+    row = compare("gpt2", "graph")
+    assert (row.kind, row.way) == ("equal", "torch.export"), show([row])
+
+
+def test_a_batch_taken_apart_and_put_together_stays_one() -> None:
+    torch.manual_seed(0)
+    model, eager = Lists(8, 8), Lists(8, 8)
+    eager.load_state_dict(model.state_dict())
+    step = fxsched.compile(model, schedules.one_f_one_b(2, 2))
+    for rows in (4, 8):
+        x = torch.randn(rows, 3, 8)
+        found, wanted = step(x), eager(x)
+        torch.testing.assert_close(found, wanted)
+        found.backward()
+        wanted.backward()
+    torch.testing.assert_close(model.weight.grad, eager.weight.grad)
+    with pytest.raises(PlanError, match="goes through the batch row by row"):
+        fxsched.compile(Rows(8, 8), ONE)(torch.ones(4, 8))
+
+
+class Lists(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        torch._dynamo.graph_break()
+        rows = list(super().forward(x))
+        return super().forward(torch.cat(rows)).pow(2).mean()
+
+
+class Rows(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        torch._dynamo.graph_break()
+        return torch.stack([row * 2 for row in super().forward(x)])
+
+
+def test_a_model_trains_over_ranks() -> None:
+    done = torchrun(2, "tests.broken_models", "gpt2", "--only", "1f1b")
+    assert "gpt2" in done.stdout and " equal " in done.stdout
+    assert "traced again" not in done.stderr + done.stdout

@@ -12,6 +12,7 @@ from torch import Tensor, fx
 
 from ..ir.request import Request
 from ..jobs.job import PlanError
+from .graph_breaks import GraphBreak
 from .graph_inputs import placeholders, symbol_of
 from .samples import BatchInput, check_names, names_of, samples_of, user_tensors
 
@@ -86,6 +87,24 @@ def batch_of(gm: fx.GraphModule, inputs: Sequence[Any], request: Request) -> Bat
             raise _ragged(name, length, count)
         count = max(n for n in range(1, count + 1) if length % n == 0)
     return _bind(gm, inputs, cut, count, length // count)
+
+
+def fixed_size(
+    gm: fx.GraphModule, inputs: Sequence[Any], request: Request
+) -> GraphBreak | None:
+    """The error for a model whose graph fixes the batch size, if it does; what else is
+    wrong with a batch is said when it is planned.
+
+    Called inside a torch.compile backend, where int(size) would fix a size.
+    """
+    known = [v.node.hint if isinstance(v, torch.SymInt) else v for v in inputs]
+    try:
+        batch_of(gm, known, request)
+    except GraphBreak as error:
+        return error
+    except PlanError:
+        return None
+    return None
 
 
 def resized(
@@ -200,16 +219,19 @@ def _fixed(node: fx.Node, entry: BatchInput, alone: bool) -> PlanError:
         for guard in environment.guards
         if guard.expr.free_symbols and guard.expr.free_symbols <= fixed
     ]
+    line = lines[0].strip() if lines else ""
     where = f" by\n  {lines[0]}\n" if lines else " by the model, "
     if alone:
-        return PlanError(
+        return GraphBreak(
             f"the batch size is fixed to {entry.length}{where}so the batch cannot be "
             "cut into microbatches; take sizes from the input's shape (x.shape[0], or "
-            "-1) instead"
+            "-1) instead",
+            f"{line} (it fixes the batch size)".strip(),
         )
-    return PlanError(
+    return GraphBreak(
         f"the length {entry.length} of {entry.name} is fixed{where}but it is as long "
         "as the batch and would be cut into microbatches; if all of them share it, "
         f'write\n  fxsched.backend(schedule, batch_dims={{"{entry.name}": None}})\n'
-        "else take sizes from its shape"
+        "else take sizes from its shape",
+        f"{line} (it fixes the batch size)".strip(),
     )

@@ -25,6 +25,7 @@ from torch._dynamo.exc import (
     ObservedException,
     TensorifyScalarRestartAnalysis,
     Unsupported,
+    UserError,
 )
 from torch._dynamo.symbolic_convert import InstructionTranslator
 
@@ -66,7 +67,10 @@ def configure_dynamo() -> None:
         with _settings():
             try:
                 return original(*args, **kwargs)
-            except Unsupported as error:  # Dynamo would run the frame without a word
+            except (
+                Unsupported,
+                UserError,
+            ) as error:  # Dynamo would run the frame without a word
                 raise frame_error(error) from error
 
     vars(compile_frame)["fxsched"] = True
@@ -261,7 +265,7 @@ def _constants(gm: fx.GraphModule) -> Iterator[Tensor]:
             yield value
 
 
-def frame_error(error: Unsupported) -> PlanError:
+def frame_error(error: Unsupported | UserError) -> PlanError:
     """The error for a frame that Dynamo gives up: the model raised, or breaks it."""
     raised = error.__cause__
     if not isinstance(raised, ObservedException):

@@ -19,9 +19,11 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, fx, nn
+from torch._ops import OpOverload
 from torch.export import Dim, ExportedProgram, export
 from torch.export.graph_signature import InputKind
 
+from ..ir.graphs import REGION_ENTERS, REGION_EXITS
 from ..ir.lazy import lazy_module
 from ..jobs.job import PlanError
 from .caller import Argument, Call, parts
@@ -31,6 +33,7 @@ from .python_state import Change, PythonState
 from .returns import Returned
 from .spoken import Spoken
 from .structure import Structure
+from .whole_batches import Pin, WholeBatches
 
 ROOT = "model"  # what the model is called inside of what is exported
 GRADIENTS = torch.ops.higher_order.wrap_with_set_grad_enabled
@@ -64,7 +67,7 @@ class ExportedGraph(NamedTuple):
     used: tuple[int, ...]
     result: Structure
     sources: tuple[int | None, ...]
-    guards: tuple[Any, ...]
+    guards: tuple[Pin, ...]
     changes: Sequence[Change]
 
     def inputs(self, tensors: Sequence[Tensor]) -> tuple[Any, ...]:
@@ -98,6 +101,7 @@ class _Note:
 
     result: Structure
     changes: Sequence[Change] = ()
+    pins: Sequence[Pin] = ()
 
 
 class _Called(nn.Module):
@@ -114,7 +118,9 @@ class _Called(nn.Module):
         model = getattr(self, ROOT)
         before = PythonState(model)
         try:
-            result = self.note.result = Structure(model(*args, **kwargs))
+            with WholeBatches() as batches:
+                result = self.note.result = Structure(model(*args, **kwargs))
+            self.note.pins = batches.pins
         finally:
             self.note.changes = before.changes()
             for change in reversed(self.note.changes):
@@ -173,6 +179,9 @@ class _Teller:
         outputs = self._body(self.program.graph_module, {})
         returned = [each for each in outputs if not _is_input(each)]
         self.graph.output(tuple(returned))
+        for node in reversed(list(self.graph.nodes)):
+            if not node.users and _needless(node):
+                self.graph.erase_node(node)
         gm = lazy_module(self.root, self.graph)
         positions = {node: i for i, node in enumerate(placeholders(gm))}
         result = note.result
@@ -188,7 +197,7 @@ class _Teller:
         result = result.without_tensors()
         state, used = tuple(self.state), tuple(self.used)
         return ExportedGraph(
-            gm, state, used, result, sources, _guards(gm), note.changes
+            gm, state, used, result, sources, _guards(gm, note.pins), note.changes
         )
 
     def _text(self, gm: fx.GraphModule) -> str:
@@ -342,18 +351,34 @@ def _kept_attributes(model: nn.Module) -> Iterator[None]:
                     now[name] = value
 
 
-def _guards(gm: fx.GraphModule) -> tuple[Any, ...]:
-    """What was asked of symbolic sizes while the graph was traced."""
+def _guards(gm: fx.GraphModule, pins: Sequence[Pin]) -> tuple[Pin, ...]:
+    """What was asked of symbolic sizes while the graph was traced, and its answer."""
     values = [node.meta["example_value"] for node in placeholders(gm)]
     for value in values:
         environment = value.fake_mode.shape_env
         known = environment.replacements
-        return tuple(guard.expr.xreplace(known) for guard in environment.guards)
+        asked = [Pin(guard.expr, True) for guard in environment.guards]
+        return tuple(Pin(e.size.xreplace(known), e.value) for e in (*asked, *pins))
     return ()
 
 
-def _holds(guard: Any, sizes: Mapping[Any, int]) -> bool:
-    return str(guard.xreplace(sizes)) == "True"  # sympy's, or Python's
+def _holds(guard: Pin, sizes: Mapping[Any, int]) -> bool:
+    return str(guard.size.xreplace(sizes)) == str(guard.value)  # sympy's, or Python's
+
+
+def _needless(node: fx.Node) -> bool:
+    """Whether a node that nobody reads does nothing: a row of a batch that stayed
+    whole, a check of values (microbatches have others), what only such read."""
+    if node.op != "call_function":
+        return False
+    if not isinstance(node.target, OpOverload):
+        return node.target not in (*REGION_ENTERS, *REGION_EXITS)
+    if node.target._schema.name.removeprefix("aten::").startswith("_assert"):
+        return True
+    tags = node.target.tags
+    return not (
+        node.target._schema.is_mutable or torch.Tag.nondeterministic_seeded in tags
+    )
 
 
 def _is_input(value: Any) -> bool:

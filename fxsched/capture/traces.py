@@ -69,7 +69,8 @@ class Traces:
 
         Raises PlanError, with the user's line, for what cannot be traced.
         """
-        key = (call.key, tuple(map(_kind, call.tensors)), _modes())
+        layouts = tuple(tensor.is_contiguous() for tensor in call.tensors)
+        key = (call.key, tuple(map(_kind, call.tensors)), layouts, _modes())
         stale: list[str] = []
         for trace in reversed(self.traces):
             if trace.serves(key, call):
@@ -130,7 +131,7 @@ def _keeps(change: Change) -> PlanError:
 
 
 def _kind(tensor: Tensor) -> Hashable:
-    return tensor.dtype, tensor.device, tensor.requires_grad, tensor.is_contiguous()
+    return tensor.dtype, tensor.device, tensor.requires_grad
 
 
 def _modes() -> Hashable:
