@@ -22,6 +22,7 @@ import fxsched
 from fxsched import Direction, Job, PlanError, Schedule
 from fxsched.cli import main as cli
 from fxsched.clock.event_loop import run_jobs
+from fxsched.clock.joint import fit_joint, joint_text
 from fxsched.clock.stage_graph import stage_jobs
 from fxsched.jobs.job import ALL_ROWS
 from fxsched.schedules import LIBRARY, STALE
@@ -409,3 +410,18 @@ def test_stages_that_read_a_joint_one_may_have_smaller_numbers() -> None:
     for wrong in ([(1, 0)], [(0, 2), (2, 1), (1, 0)], [(2, 2)]):
         with pytest.raises(PlanError, match="number the stages in the order"):
             fxsched.simulate(Schedule(1, 2), graph([*wrong, (0, 2)], {2}), None)
+
+
+def test_lifted_caps_are_said() -> None:
+    stages = nx.path_graph(5, nx.DiGraph)
+    stages = graph(stages.edges, {3})
+    lines = (
+        joint_text(fit_joint(make(5, 8), stages), stages)
+        for make in (fxsched.schedules.one_f_one_b, fxsched.schedules.gpipe)
+    )
+    start = "3*: one job a direction, where the rows of all microbatches meet"
+    assert list(lines) == [
+        (f"{start}; B waits for F of all, so in_flight is lifted for stages 0..2",),
+        (start,),
+    ]
+    assert joint_text(Schedule(1, 1), nx.path_graph(2, nx.DiGraph)) == ()

@@ -169,7 +169,10 @@ def joint_text(schedule: Schedule, stages: nx.DiGraph[int]) -> tuple[str, ...]:
     line = f"{those}: one job a direction, where the rows of all microbatches meet"
     caps = schedule.in_flight
     if isinstance(caps, OwnCaps) and caps.lifted:
+        first, last = min(caps.lifted), max(caps.lifted)
         lifted = ", ".join(map(str, sorted(caps.lifted)))
+        if len(caps.lifted) > 2 and caps.lifted == {*range(first, last + 1)}:
+            lifted = f"{first}..{last}"
         line += f"; B waits for F of all, so in_flight is lifted for stages {lifted}"
     return (line,)
 
