@@ -60,7 +60,7 @@ def fit_joint(schedule: Schedule, stages: nx.DiGraph[int]) -> Schedule:
         return schedule
     _check_updates(schedule, min(joint))
     schedule = ask_once(schedule, joint)
-    late = waiting_stages(stages)
+    late = waiting_stages(stages, schedule.in_order)
     caps = schedule.in_flight
     if isinstance(caps, OwnCaps):
         lifted = frozenset(s for s in late if caps.cap(s) is not None)
@@ -126,10 +126,15 @@ def ask_once(schedule: Schedule, joint: Container[int]) -> Schedule:
     return replace(schedule, w=w, n=n)
 
 
-def waiting_stages(stages: nx.DiGraph[int]) -> dict[int, int]:
+def waiting_stages(stages: nx.DiGraph[int], strict: bool) -> dict[int, int]:
     """Stages in microbatches whose B waits for F of all of them, in order, each with
-    the first joint stage between its F and its B."""
+    the first joint stage between its F and its B.
+
+    strict: whether workers keep to the order of n, see order_phases: then F of all
+        microbatches come before a joint one also in stages that it doesn't read.
+    """
     joint, late = joint_stages(stages), {}
+    meeting = {j for j in joint if not joint.issuperset(nx.ancestors(stages, j))}
     back = [s for s, data in stages.nodes(data=True) if data["backward"] != 0]
     flow = _data_flow(stages, back)
     after = {j: nx.descendants(flow, (j, FORWARD)) for j in sorted(joint)}
@@ -137,8 +142,10 @@ def waiting_stages(stages: nx.DiGraph[int]) -> dict[int, int]:
         j: after[j] | nx.descendants(flow, (j, BACKWARD)) for j in joint & {*back}
     }
     for s in sorted(set(back) - joint):
-        reached = nx.descendants(stages, s)
-        for j in sorted(joint & reached):
+        reached = joint & nx.descendants(stages, s)
+        if strict:
+            reached |= meeting.difference(nx.ancestors(stages, s))
+        for j in sorted(reached):
             if (s, BACKWARD) in after[j]:
                 late[s] = j
                 break
@@ -181,14 +188,15 @@ def order_phases(jobs: Jobs) -> Jobs:
     """The jobs, with n such that workers can take them strictly by it, where the
     schedule's own would block: as 1f1b's order, with B before F of later microbatches.
 
-    A joint job begins a phase: what waits for it comes after all that it waits for.
-    Inside a phase joint jobs come first, the others by n; so if n is an order of the
-    jobs without joint ones, this is one of those with them.
+    A joint job that waits for microbatches begins a phase: what waits for it comes
+    after all that it waits for. Inside a phase joint jobs come first, the others by n;
+    so if n is an order of the jobs without joint ones, this is one of those with them.
     """
     phases: list[int] = []
     for kind, before in enumerate(jobs.preds):
         last = max((phases[p] for p in before), default=0)
-        phases.append(last + (kind in jobs.joint))
+        begins = kind in jobs.joint and not jobs.joint.issuperset(before)
+        phases.append(last + begins)
     regular = jobs.n[: jobs.regular]
     least, span = min(regular), max(regular) - min(regular) + 2
     width = len(jobs.kinds)

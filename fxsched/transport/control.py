@@ -214,10 +214,8 @@ class Control:
                 f"{call}; every rank makes the same calls of the model, and of "
                 "backward() after each"
             )
-        alone = status.plans > self.plans
-        if mark is None and status.plans == self.plans:
-            alone = its != call
-        if status.kind == "plans" and alone and its <= call:
+        # of as many plans as here it may have been some calls ago; plan() compares them
+        if status.kind == "plans" and status.plans > self.plans and its <= call:
             raise PlanError(self._planned(rank, its, status.text, self.rank))
 
     def _planned(self, rank: int, call: int, text: str | None, other: int) -> str:
