@@ -134,7 +134,8 @@ def waiting_stages(stages: nx.DiGraph[int], strict: bool) -> dict[int, int]:
         microbatches come before a joint one also in stages that it doesn't read.
     """
     joint, late = joint_stages(stages), {}
-    meeting = {j for j in joint if not joint.issuperset(nx.ancestors(stages, j))}
+    above = {s: nx.ancestors(stages, s) for s in stages}
+    meeting = {j for j in joint if above[j] - joint}
     back = [s for s, data in stages.nodes(data=True) if data["backward"] != 0]
     flow = _data_flow(stages, back)
     after = {j: nx.descendants(flow, (j, FORWARD)) for j in sorted(joint)}
@@ -142,10 +143,10 @@ def waiting_stages(stages: nx.DiGraph[int], strict: bool) -> dict[int, int]:
         j: after[j] | nx.descendants(flow, (j, BACKWARD)) for j in joint & {*back}
     }
     for s in sorted(set(back) - joint):
-        reached = joint & nx.descendants(stages, s)
+        below = nx.descendants(stages, s)
         if strict:
-            reached |= meeting.difference(nx.ancestors(stages, s))
-        for j in sorted(reached):
+            below |= meeting - above[s]
+        for j in sorted(joint & below):
             if (s, BACKWARD) in after[j]:
                 late[s] = j
                 break
