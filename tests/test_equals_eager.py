@@ -87,6 +87,8 @@ LIBRARY = {
     "zb_v": {"microbatches": 4},
     "v_half": {"microbatches": 4},
     "v_min": {"microbatches": 4},
+    "bubble_filled": {"microbatches": 4},
+    "nested": {"microbatches": 4},
 }
 
 
@@ -133,6 +135,11 @@ def test_data_parallel_zero_bubble_equals_eager(name: str) -> None:
 @pytest.mark.parametrize("name", BRANCHING)
 def test_models_with_many_branches_equal_eager(name: str, schedule: str) -> None:
     compiled(name, SCHEDULES[schedule]())
+
+
+@pytest.mark.parametrize("schedule", ["bubble_filled", "nested"])
+def test_encoders_beside_a_trunk_equal_eager(schedule: str) -> None:
+    compiled("three_encoder", library(schedule))
 
 
 @pytest.mark.parametrize("schedule", ["one_f_one_b", "apart"])

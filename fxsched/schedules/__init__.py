@@ -28,6 +28,7 @@ from .servers import (
     sharded_parameter_server,
 )
 from .stale import pipedream, pipedream_2bw, pipemare, stale_by_one
+from .trunk import bubble_filled, nested
 from .zero_bubble import v_half, v_min, zb_h1, zb_h2, zb_v
 
 LIBRARY = Library(
@@ -58,6 +59,8 @@ LIBRARY = Library(
         "v_half": v_half,
         "v_min": v_min,
         "graph": graph,
+        "bubble_filled": bubble_filled,
+        "nested": nested,
         "local_sgd": local_sgd,
         "pipedream": pipedream,
         "pipedream_2bw": pipedream_2bw,
@@ -72,6 +75,7 @@ STALE = ("local_sgd", "pipedream", "pipedream_2bw", "stale_by_one", "pipemare")
 __all__ = [
     "LIBRARY",
     "STALE",
+    "bubble_filled",
     "cuckoo",
     "ddp",
     "folded",
@@ -88,6 +92,7 @@ __all__ = [
     "looped_dfs",
     "lpp",
     "naive",
+    "nested",
     "oldest_microbatch_first",
     "oldest_stage_first",
     "one_f_one_b",

@@ -34,7 +34,7 @@ def graph(workers: int, microbatches: int) -> Schedule:
 
     def fit(stages: nx.DiGraph[int]) -> Schedule:
         count = len(stages)
-        depth = _depths(stages)
+        depth = stage_depths(stages)
 
         def placed(worker: Sequence[int], n: Priority, more: int) -> Schedule:
             return Schedule(
@@ -56,7 +56,7 @@ def graph(workers: int, microbatches: int) -> Schedule:
         )
         best = placed(worker, oldest, 0)
         least = likely_seconds(best, stages)
-        for n in (oldest, _longest_way_first(stages, microbatches)):
+        for n in (oldest, longest_way_first(stages, microbatches)):
             for more in (0, 1):
                 schedule = placed(worker, n, more)
                 taken = likely_seconds(schedule, stages)
@@ -67,7 +67,7 @@ def graph(workers: int, microbatches: int) -> Schedule:
     return Schedule(workers, microbatches, fit=fit, name="graph")
 
 
-def _depths(stages: nx.DiGraph[int]) -> dict[int, int]:
+def stage_depths(stages: nx.DiGraph[int]) -> dict[int, int]:
     """For each stage, how many stages the longest path from it to the end has."""
     depths: dict[int, int] = {}
     for s in reversed(flow_order(stages)):
@@ -75,7 +75,7 @@ def _depths(stages: nx.DiGraph[int]) -> dict[int, int]:
     return depths
 
 
-def _longest_way_first(stages: nx.DiGraph[int], microbatches: int) -> Priority:
+def longest_way_first(stages: nx.DiGraph[int], microbatches: int) -> Priority:
     """Jobs with the longest path of work to the end of the step first."""
     data = stages.nodes
     back: dict[int, float] = {}
@@ -113,10 +113,24 @@ def _spread(
     for s in range(count):
         least.append(load.index(min(load)))
         load[least[s]] += stages.nodes[s]["forward"] + stages.nodes[s]["backward"]
-    best, worker = min((seconds(w), w) for w in (turns, tuple(least)))
-    tries = SIMULATED // (2 * count * microbatches)
     moves = [(s, w) for s in range(count) for w in range(workers)]
     moves += [(s, -1 - t) for s in range(count) for t in range(s)]
+    tries = SIMULATED // (2 * count * microbatches)
+    return improved((turns, tuple(least)), moves, seconds, tries)
+
+
+def improved(
+    starts: Sequence[Sequence[int]],
+    moves: Sequence[tuple[int, int]],
+    seconds: Callable[[Sequence[int]], float],
+    tries: int,
+) -> Sequence[int]:
+    """The best of the starts, each a worker for each stage, after moves that save time.
+
+    moves: a stage with the worker that it moves to, or with -1 - t, for the stage t
+    that it changes places with. tries: how many are simulated at most.
+    """
+    best, worker = min((seconds(w), tuple(w)) for w in starts)
     better = True
     while better:
         better = False

@@ -27,6 +27,7 @@ from . import (
     simulate,
     sleep,
     stale,
+    trunk,
     updates,
 )
 
@@ -76,6 +77,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     _add_search(commands.add_parser("search", help=_first(search.__doc__)))
     _add_sleep(commands.add_parser("sleep", help=_first(sleep.__doc__)))
     _add_stale(commands.add_parser("stale", help=_first(stale.__doc__)))
+    _add_trunk(commands.add_parser("trunk", help=_first(trunk.__doc__)))
     _add_updates(commands.add_parser("updates", help=_first(updates.__doc__)))
     options = parser.parse_args(arguments)
     if "check" in options:
@@ -258,6 +260,14 @@ def _add_stale(parser: argparse.ArgumentParser) -> None:
         "--workers", type=int, nargs="+", default=[4, 8], dest="workers_each"
     )
     parser.set_defaults(run=stale.run, workers=0)
+
+
+def _add_trunk(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("--workers", type=int, nargs="+", default=[4, 8], dest="workers_each")
+    add("--microbatches", type=int, nargs="+", default=[8, 32], metavar="B")
+    add("--effort", type=float, default=0.02, help="of each search (0.02)")
+    parser.set_defaults(run=trunk.run, workers=0)
 
 
 def _add_updates(parser: argparse.ArgumentParser) -> None:

@@ -1,0 +1,213 @@
+"""Encoders beside a trunk, on the same workers: models that read pictures or sounds.
+
+The trunk is a pipeline over all workers, with the caps of 1F1B; where the encoders go
+is what the schedules differ in. Which stages are which follows from the graph: the
+trunk begins where all inputs have met. Each stage is on one worker, so that no weights
+move, where the papers let pipelines or copies of the encoders be laid out apart.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+import networkx as nx
+
+from ..clock.joint import flow_order
+from ..clock.stage_graph import run_stages, step_seconds
+from ..jobs.answers import Priority
+from ..jobs.job import Direction, Placement
+from ..jobs.own_caps import OwnCaps
+from ..jobs.schedule import Schedule
+from .arguments import positive
+from .graph_schedule import SIMULATED, improved, longest_way_first, stage_depths
+from .orders import forward_first, oldest_microbatch_first
+
+PROBED = 8  # microbatches for each worker
+LOSS = 0.02  # the share by which a step may be longer where encoders hold less
+BEFORE = 1 << 40  # more than any n of the orders here
+
+
+class Layout(NamedTuple):
+    """Encoders and trunk on workers: of stage s on worker[s]."""
+
+    stages: nx.DiGraph[int]
+    workers: int
+    encoders: frozenset[int]
+    worker: Sequence[int]
+
+
+def encoder_stages(stages: nx.DiGraph[int], workers: int) -> frozenset[int]:
+    """The stages before the trunk, which begins where what comes from all inputs has
+    met: those that some stage without a maker doesn't reach.
+
+    Where there is one such stage, or they never meet, the trunk is the last stages, one
+    for each worker.
+    """
+    reached = dict.fromkeys(stages, 0)
+    sources = [s for s in stages if not stages.in_degree(s)]
+    for source in sources:
+        for s in (source, *nx.descendants(stages, source)):
+            reached[s] += 1
+    apart = frozenset(s for s, count in reached.items() if count < len(sources))
+    if 0 < len(apart) < len(stages):
+        return apart
+    return frozenset(flow_order(stages)[:-workers])
+
+
+def bubble_filled(workers: int, microbatches: int) -> Schedule:
+    """Encoders' jobs in the trunk's bubbles: stage t of the trunk on worker t % W,
+    encoders where the step is shortest. n is that of 1F1B in the trunk, whose jobs all
+    go before those of the encoders; the trunk has 1F1B's caps, encoders have none.
+
+    Of the encoders, the oldest microbatch goes first, or F, or the longest way to the
+    end of the step, whichever simulates faster. F run ahead in the trunk's warm-up and
+    B are left for its end, so that an encoder may hold all microbatches. Optimus (Feng
+    et al. 2024, arXiv 2408.03505), with stages in place of kernels.
+    """
+    positive("bubble_filled", workers=workers, microbatches=microbatches)
+
+    def fit(stages: nx.DiGraph[int]) -> Schedule:
+        layout = _laid_out(stages, workers, microbatches)
+        orders = _behind_the_trunk(layout, microbatches)
+        choices = [
+            _placed("bubble_filled", layout, microbatches, n, {}) for n in orders
+        ]
+        return min(choices, key=lambda each: _seconds(each, stages))
+
+    return Schedule(workers, microbatches, fit=fit, name="bubble_filled")
+
+
+def nested(workers: int, microbatches: int) -> Schedule:
+    """Encoders' jobs nested into the trunk's 1F1B: each F just before its trunk
+    microbatch needs it, each B as soon as it can, so that what encoders hold does not
+    grow with the number of microbatches.
+
+    Workers as for bubble_filled. An encoder's stage has as many microbatches in flight
+    as there are stages from it to the end, and so many more that 8 W microbatches,
+    however many there are, take at most 2 % longer than without a cap. n
+    is the oldest microbatch first, or the longest way to the end of the step, or the
+    trunk first as in bubble_filled, whichever simulates faster. BigMac (Zhang et al.
+    2026, arXiv 2605.25451), without generators.
+    """
+    positive("nested", workers=workers, microbatches=microbatches)
+
+    def fit(stages: nx.DiGraph[int]) -> Schedule:
+        layout = _laid_out(stages, workers, microbatches)
+        caps = _caps(layout)
+        choices = [
+            _placed("nested", layout, microbatches, n, caps)
+            for n in _orders(layout, microbatches)
+        ]
+        return min(choices, key=lambda each: _seconds(each, stages))
+
+    return Schedule(workers, microbatches, fit=fit, name="nested")
+
+
+def _orders(layout: Layout, microbatches: int) -> list[Priority]:
+    """The n that nested compares."""
+    plain = [
+        oldest_microbatch_first(len(layout.stages)),
+        longest_way_first(layout.stages, microbatches),
+    ]
+    return plain + _behind_the_trunk(layout, microbatches)
+
+
+def _behind_the_trunk(layout: Layout, microbatches: int) -> list[Priority]:
+    """Orders in which the trunk's jobs, the oldest microbatch first, go before all of
+    the encoders."""
+    oldest = oldest_microbatch_first(len(layout.stages))
+
+    def behind(n: Priority) -> Priority:
+        def trunk_first(s: int, b: int, d: Direction) -> int:
+            return n(s, b, d) if s in layout.encoders else oldest(s, b, d) - BEFORE
+
+        return trunk_first
+
+    long = longest_way_first(layout.stages, microbatches)
+    return [behind(n) for n in (oldest, forward_first(microbatches), long)]
+
+
+def _caps(layout: Layout) -> Mapping[int, int]:
+    """The least caps of encoders that cost no more than LOSS of a step without them.
+
+    They are the same for any number of microbatches: PROBED a worker are simulated.
+    """
+    microbatches = PROBED * layout.workers
+    depth, orders = stage_depths(layout.stages), _orders(layout, microbatches)
+
+    def seconds(caps: Mapping[int, int]) -> float:
+        placed = (_placed("", layout, microbatches, n, caps) for n in orders)
+        return min(_seconds(each, layout.stages) for each in placed)
+
+    def caps(more: int) -> dict[int, int]:
+        return {s: depth[s] + more for s in layout.encoders}
+
+    allowed = seconds({}) * (1 + LOSS)
+    least, enough = 0, microbatches
+    while least < enough:
+        middle = (least + enough) // 2
+        if seconds(caps(middle)) <= allowed:
+            enough = middle
+        else:
+            least = middle + 1
+    return caps(enough)
+
+
+def _placed(
+    name: str, layout: Layout, microbatches: int, n: Priority, caps: Mapping[int, int]
+) -> Schedule:
+    """caps: of the encoders, which have none where it doesn't say."""
+    worker, depth = layout.worker, stage_depths(layout.stages)
+    own = {s: depth[s] for s in layout.stages if s not in layout.encoders} | {**caps}
+    return Schedule(
+        layout.workers,
+        microbatches,
+        stages=len(layout.stages),
+        w=lambda s, b, d: Placement(worker[s], worker[s]),
+        n=n,
+        in_flight=OwnCaps(own.get),
+        name=name,
+    )
+
+
+def _laid_out(stages: nx.DiGraph[int], workers: int, microbatches: int) -> Layout:
+    """The trunk's stages on workers in turns, each encoder's on the worker with the
+    least work; then these are moved and swapped while that saves time."""
+    encoders = encoder_stages(stages, workers)
+    apart = [s for s in flow_order(stages) if s in encoders]
+    trunk = [s for s in flow_order(stages) if s not in encoders]
+    load, least = [0.0] * workers, [0] * len(stages)
+    for i, s in enumerate(trunk):
+        least[s] = i % workers
+        load[least[s]] += _work(stages, s)
+    turns, back = least.copy(), least.copy()
+    for i, s in enumerate(apart):
+        turns[s], back[s] = i % workers, -1 - i % workers + workers
+    for s in sorted(apart, key=lambda s: -_work(stages, s)):
+        least[s] = load.index(min(load))
+        load[least[s]] += _work(stages, s)
+    few = 2 * workers
+    n = oldest_microbatch_first(len(stages))
+
+    def seconds(worker: Sequence[int]) -> float:
+        layout = Layout(stages, workers, encoders, worker)
+        return _seconds(_placed("", layout, few, n, {}), stages)
+
+    moves = [(s, w) for s in apart for w in range(workers)]
+    moves += [(s, -1 - t) for s in apart for t in apart if t < s]
+    tries = SIMULATED // (2 * len(stages) * few)
+    worker = improved((least, turns, back), moves, seconds, tries)
+    return Layout(stages, workers, encoders, worker)
+
+
+def _work(stages: nx.DiGraph[int], s: int) -> float:
+    """Seconds of a stage's F and B, of one microbatch or of a joint stage's all."""
+    seconds: float = stages.nodes[s]["forward"] + stages.nodes[s]["backward"]
+    return seconds
+
+
+def _seconds(schedule: Schedule, stages: nx.DiGraph[int]) -> float:
+    """The step; infinite if caps stop it."""
+    events = run_stages(schedule, stages)
+    return step_seconds(events) if events.complete else float("inf")
