@@ -256,9 +256,8 @@ def launch(workers: int, arguments: Sequence[str]) -> int:
 
 
 def _add_stale(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--workers", type=int, nargs="+", default=[4, 8], dest="workers_each"
-    )
+    add = parser.add_argument
+    add("--workers", type=int, nargs="+", default=[4, 8], dest="workers_each")
     parser.set_defaults(run=stale.run, workers=0)
 
 

@@ -185,4 +185,5 @@ def _words(case: Case) -> tuple[str, ...]:
 
 
 def _cell(step: Step) -> str:
-    return f"{step.seconds:.3f} / {step.held:.2f}, {step.encoders:.2f}"
+    alone = f", {step.encoders:.2f}" if step.caps else ""
+    return f"{step.seconds:.3f} / {step.held:.2f}{alone}"
