@@ -22,6 +22,7 @@ from .jobs.schedule import Schedule
 from .passes.users import Pass
 from .planning import plan_call
 from .plans.plan import Plan
+from .route import Route
 from .runtime.padding import check_padded
 from .schedules.arguments import positive
 from .state.ownership import specs_of, stand_in
@@ -74,7 +75,7 @@ def plan(
         order=order,
     )
     try:
-        torch.compile(model, backend=_PlanOnly(checked.options))(*args, **kwargs)
+        _captured(model, _PlanOnly(checked.options))(*args, **kwargs)
     except _Planned as planned:
         return planned.plan
     raise _no_graph("plan")
@@ -115,7 +116,7 @@ def profile(
         tracer = Tracer(backend(schedule, batch_dims=batch_dims).options)
         try:
             with torch.enable_grad():
-                torch.compile(model, backend=tracer)(*args, **kwargs)
+                _captured(model, tracer)(*args, **kwargs)
         except MicrobatchTraced as end:
             return measure(end.traced.graph, end.inputs, microbatches, repeats)
         raise _no_graph("profile")
@@ -138,6 +139,11 @@ def _check_model(call: str, model: object) -> None:
     else:
         wanted = f"{call}(model={model!r}): give an nn.Module or a function of tensors"
     raise PlanError(wanted)
+
+
+def _captured(model: Callable[..., Any], backend: Backend) -> Route:
+    """The model as a backend gets it, whichever way that is."""
+    return Route(model, backend, torch.compile(model, backend=backend))
 
 
 def _no_graph(what: str) -> PlanError:

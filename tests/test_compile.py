@@ -202,3 +202,9 @@ def test_a_model_trains_over_ranks() -> None:
     done = torchrun(2, "tests.broken_models", "gpt2", "--only", "1f1b")
     assert "gpt2" in done.stdout and " equal " in done.stdout
     assert "traced again" not in done.stderr + done.stdout
+
+
+def test_a_model_that_breaks_is_planned_without_running_it() -> None:
+    plan = fxsched.plan(Breaks(), ONE, *batch(4), stages=["rows", "head"])
+    assert [stage["modules"] for stage in plan.stages.nodes.values()]
+    plan.check()
