@@ -322,6 +322,8 @@ def _describe(
             data["state"] = sum(state_bytes.get(position, 0) for position in positions)
         if stage.joint:
             data["joint"] = True
+            inputs = any(port.node.op == "placeholder" for port in stage.inputs)
+            data["whole_inputs"] = inputs
         stages.add_node(number, **data)
     maker = {
         port.node: number

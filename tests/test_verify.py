@@ -64,7 +64,8 @@ def test_rows_that_meet_are_named_with_stage_and_line() -> None:
     def pairs(s: Any, x: Tensor) -> Tensor:
         return F.cross_entropy(x @ x.t(), torch.arange(len(x)))
 
-    found = check(pairs, stages=["second"])
+    assert check(pairs).passed
+    found = check(pairs, stages=["second"], loss_reduction="mean")
     assert not found.passed
     assert found.why.startswith("stage 1, matmul gives something else")
     assert f"at {__file__}" in found.why and "F.cross_entropy(x @ x.t()" in found.why
@@ -72,7 +73,8 @@ def test_rows_that_meet_are_named_with_stage_and_line() -> None:
 
 
 def test_sums_are_named() -> None:
-    found = check(lambda s, x: x.sum())
+    assert check(lambda s, x: x.sum()).passed
+    found = check(lambda s, x: x.sum(), loss_reduction="mean")
     assert "the loss is a sum over the batch" in found.why
     assert 'loss_reduction="sum"' in found.why
     assert check(lambda s, x: x.sum(), loss_reduction="sum").passed
@@ -83,6 +85,16 @@ def test_a_loss_outside_and_batch_statistics() -> None:
     assert "batch_norm gives something else" in found.why
     failed = {each.name for each in found.differences if not each.passed}
     assert {"loss", "output", "buffer norm.num_batches_tracked"} <= failed
+
+
+def test_batch_statistics_before_rows_meet_are_named() -> None:
+    def pairs(s: Any, x: Tensor) -> Tensor:
+        x = s.norm(x)
+        return F.cross_entropy(x @ x.t(), torch.arange(len(x)))
+
+    found = check(pairs)
+    assert not found.passed
+    assert "batch_norm" in found.why
 
 
 def test_random_numbers_are_named() -> None:
@@ -104,7 +116,9 @@ def test_an_operation_without_a_rule_is_found_by_running_it() -> None:
 
 def test_ignored_labels_are_named_and_weighted_passes() -> None:
     torch._dynamo.reset()
-    found = fxsched.verify(Words(mean), GPIPE, *batch())
+    assert fxsched.verify(Words(mean), GPIPE, *batch()).passed
+    torch._dynamo.reset()
+    found = fxsched.verify(Words(mean), GPIPE, *batch(), loss_reduction="mean")
     assert "mean over the labels that are not -100" in found.why
     assert fxsched.verify(
         Words(mean), GPIPE, *batch(), loss_reduction="weighted"

@@ -15,6 +15,8 @@ from torch import Tensor, nn
 
 import fxsched
 from fxsched import PlanError, Schedule, schedules
+from tests.fuzz_rows import differs
+from tests.torchrun import torchrun
 
 
 class Towers(nn.Module):
@@ -49,6 +51,13 @@ class Returned(Towers):
 
     def forward(self, x: Tensor, y: Tensor) -> Any:
         return self.logits(x, y)
+
+
+class Twisted(Towers):
+    """A loss over all pairs of which one side is the batch itself."""
+
+    def forward(self, x: Tensor, y: Tensor) -> Any:
+        return F.cross_entropy(self.a(x)[:, :5] @ y.T, torch.arange(len(x)))
 
 
 class Mixed(nn.Module):
@@ -230,3 +239,14 @@ def test_padding_a_batch_that_meets_is_refused() -> None:
     backend = fxsched.backend(SCHEDULES["gpipe"], ragged="pad")
     with pytest.raises(PlanError, match="samples that the model's own would meet"):
         torch.compile(model, backend=backend)(batch(7)[0])
+
+
+def test_two_ranks() -> None:
+    done = torchrun(2, "tests.ranks_whole_batch")
+    assert done.stdout.count("equal to eager") == 4, done.stdout
+    assert done.stdout.count("refused, ") == 2, done.stdout
+
+
+@pytest.mark.parametrize("seed", [1, 7, 17, 28])
+def test_random_models_whose_rows_meet(seed: int) -> None:
+    assert differs(seed) is None

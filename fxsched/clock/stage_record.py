@@ -31,6 +31,7 @@ class Stage(TypedDict, total=False):
     joint: whether rows of different microbatches meet in it: it has one job a direction
         (`3F*`), on all rows of the batch. Then forward, backward, held and flops are
         of the whole batch, not of a microbatch; what its edges say is of one.
+    whole_inputs: whether a joint stage reads rows of the batch itself.
     modules: names. parameters: numbers in them. flops: of one microbatch's F.
     """
 
@@ -47,6 +48,7 @@ class Stage(TypedDict, total=False):
     reads: tuple[Direction, ...]
     groups: tuple[tuple[int, tuple[int, ...]], ...]
     joint: bool
+    whole_inputs: bool
     modules: list[str]
     parameters: int
     flops: float

@@ -82,7 +82,12 @@ def check_local(plan: Plan, schedule: Schedule) -> None:
     microbatches = [
         set(schedule.local_microbatches(r)) for r in range(schedule.workers)
     ]
-    reads = [(w.compute, job.microbatch) for job, w in plan.placements.items()]
+    reads = []
+    for job, w in plan.placements.items():
+        if not job.joint:
+            reads.append((w.compute, job.microbatch))
+        elif plan.stages.nodes[job.stage]["whole_inputs"]:
+            reads += [(w.compute, b) for b in range(schedule.microbatches)]
     for line in plan.lines:
         if isinstance(line, Line) and line.target is ops.rows:
             reads.append((line.worker, line.args[1]))
@@ -91,7 +96,8 @@ def check_local(plan: Plan, schedule: Schedule) -> None:
             raise PlanError(
                 f"backend(rows='local'): worker {worker} reads rows of microbatch "
                 f"{microbatch}, which schedule.local_rows({worker}, ..) leaves out; "
-                "give the Schedule the number of its stages"
+                "give the Schedule the number of its stages, or, where rows of the "
+                "whole batch meet in a joint stage, pass whole batches on all ranks"
             )
 
 
