@@ -46,7 +46,7 @@ def check_memory(
         return
     text = f"memory_limit={limit:.0f}: worker {fullest.worker} holds "
     text += f"{fullest.bytes:.0f} bytes"
-    if late := waiting_stages(stages):
+    if late := waiting_stages(stages, schedule.in_order):
         joint = late[min(late)]
         text += (
             f", for F of all {schedule.microbatches} microbatches come before stage "
