@@ -28,6 +28,7 @@ from . import (
     sleep,
     stale,
     trunk,
+    trunk_sleep,
     updates,
 )
 
@@ -77,7 +78,9 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     _add_search(commands.add_parser("search", help=_first(search.__doc__)))
     _add_sleep(commands.add_parser("sleep", help=_first(sleep.__doc__)))
     _add_stale(commands.add_parser("stale", help=_first(stale.__doc__)))
-    _add_trunk(commands.add_parser("trunk", help=_first(trunk.__doc__)))
+    trunk.add_options(commands.add_parser("trunk", help=_first(trunk.__doc__)))
+    asleep = commands.add_parser("trunk_sleep", help=_first(trunk_sleep.__doc__))
+    trunk_sleep.add_options(asleep)
     _add_updates(commands.add_parser("updates", help=_first(updates.__doc__)))
     options = parser.parse_args(arguments)
     if "check" in options:
@@ -259,14 +262,6 @@ def _add_stale(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--workers", type=int, nargs="+", default=[4, 8], dest="workers_each")
     parser.set_defaults(run=stale.run, workers=0)
-
-
-def _add_trunk(parser: argparse.ArgumentParser) -> None:
-    add = parser.add_argument
-    add("--workers", type=int, nargs="+", default=[4, 8], dest="workers_each")
-    add("--microbatches", type=int, nargs="+", default=[8, 32], metavar="B")
-    add("--effort", type=float, default=0.02, help="of each search (0.02)")
-    parser.set_defaults(run=trunk.run, workers=0)
 
 
 def _add_updates(parser: argparse.ArgumentParser) -> None:

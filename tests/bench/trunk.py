@@ -159,6 +159,14 @@ def wrong(case: Case, steps: dict[str, Step]) -> list[str]:
     return [f"{case}: {line}" for line in said]
 
 
+def add_options(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("--workers", type=int, nargs="+", default=[4, 8], dest="workers_each")
+    add("--microbatches", type=int, nargs="+", default=[8, 32], metavar="B")
+    add("--effort", type=float, default=0.02, help="of each search (0.02)")
+    parser.set_defaults(run=run, workers=0)
+
+
 def run(options: argparse.Namespace) -> int:
     """1 if search is behind the library, or nested's caps cost more than ALLOWED or
     depend on the number of microbatches."""
