@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Collection
 from math import prod
 
 from torch import fx
@@ -13,9 +14,13 @@ IN_PLACE = {ops.accumulate: 0, ops.update: 3, ops.renew: 1}  # where results go
 COPIES = (ops.copy, ops.correct)
 
 
-def most_held(program: fx.GraphModule) -> Counter[str]:
+def most_held(program: fx.GraphModule, shared: Collection[int] = ()) -> Counter[str]:
     """The most bytes of each kind that are alive after any task's work, by walking the
-    program; memory is what a value is made in, whatever names it has."""
+    program; memory is what a value is made in, whatever names it has.
+
+    shared: groups of inputs that all workers have, such as counts of labels, which are
+        no worker's weights.
+    """
     held: dict[fx.Node, tuple[str, int]] = {}
     home: dict[fx.Node, fx.Node] = {}  # whose memory a value is in
     names: Counter[fx.Node] = Counter()  # values alive in some memory
@@ -39,6 +44,8 @@ def most_held(program: fx.GraphModule) -> Counter[str]:
         # a job makes all its gradients, though they are named one after the other
         for value in (node, *node.users) if node.op == "call_module" else (node,):
             kind = _kind(value)
+            if value.op == "placeholder" and value.meta.get("group") in shared:
+                continue
             if kind is None or value in home:
                 continue
             home[value] = _home(value, home)

@@ -327,7 +327,7 @@ def test_a_model_without_torch_operations_has_no_plan() -> None:
         ({"carry": "all"}, r"backend\(carry='all'\): give 'saved' or 'recompute'"),
         (
             {"loss_reduction": "max"},
-            r"\(reduction='max'\): give 'exact' or 'mean'",
+            r"\(loss_reduction='max'\): give 'exact' or 'mean'",
         ),
         ({"stage_compiler": "c"}, r"stage_compiler='c'\): give 'eager' or 'inductor'"),
         ({"transport": "mpi"}, r"transport='mpi'\): give None or 'threads' or 'distri"),
