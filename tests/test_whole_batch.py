@@ -17,6 +17,7 @@ import fxsched
 from fxsched import PlanError, Schedule, schedules
 from tests.fuzz_rows import differs
 from tests.torchrun import torchrun
+from tests.whole_batch import compare
 
 
 class Towers(nn.Module):
@@ -250,3 +251,8 @@ def test_two_ranks() -> None:
 @pytest.mark.parametrize("seed", [1, 7, 17, 28])
 def test_random_models_whose_rows_meet(seed: int) -> None:
     assert differs(seed) is None
+
+
+@pytest.mark.parametrize("name", ["retrieval", "llama items"])
+def test_models_as_people_train_them(name: str) -> None:
+    assert compare(name, "1f1b", "static", 2).kind == "equal"
