@@ -34,8 +34,9 @@ class Model(nn.Module):
 
 
 def rows_of(model: nn.Module, *inputs: Tensor) -> list[Rows | None]:
-    """Of each output of a model whose batch is cut into two."""
-    tracer = Tracer(fxsched.backend(Schedule(1, 2)).options)
+    """Of each output of a model all of whose nodes are cut into two microbatches."""
+    backend = fxsched.backend(Schedule(1, 2), loss_reduction="mean")
+    tracer = Tracer(backend.options)
     with pytest.raises(MicrobatchTraced) as end:
         torch.compile(model, backend=tracer)(*inputs)
     return list(end.value.traced.rows.outputs)

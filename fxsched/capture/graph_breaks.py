@@ -24,7 +24,7 @@ class GraphBreak(PlanError):
     line: where it breaks, and why.
     """
 
-    def __init__(self, text: str, line: str) -> None:
+    def __init__(self, text: str, line: str = "") -> None:  # one to unpickle
         super().__init__(text)
         self.line = line
 

@@ -6,6 +6,7 @@ Knows torch.distributed's default process group, and torchrun's environment.
 from __future__ import annotations
 
 import os
+import pickle
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -35,12 +36,21 @@ def from_rank_0(make: Callable[[], T]) -> T:
     try:
         outcome[0] = make()
     except Exception as error:
-        outcome[1] = error
+        outcome[1] = _sendable(error)
     dist.broadcast_object_list(outcome, 0)
     if outcome[1] is not None:
         raise outcome[1]
     value: T = outcome[0]
     return value
+
+
+def _sendable(error: Exception) -> Exception:
+    """The error, or its text where another rank could not unpickle it."""
+    try:
+        pickle.loads(pickle.dumps(error))
+    except Exception:
+        return PlanError(f"{type(error).__name__}: {error}")
+    return error
 
 
 def largest(values: Tensor) -> Tensor:
