@@ -81,7 +81,7 @@ def ours(
         assert backend.plan is not None
         rank = dist.get_rank()
         groups = [group for group in backend.plan.groups if rank in group.owners]
-        return {name for group in groups for name in group.names}
+        return {name for group in groups if group.givers for name in group.names}
 
     contestant = Contestant(name, model, lambda: compiled(*setup.inputs))
     return Trainer(contestant, names, backend)
