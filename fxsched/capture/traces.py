@@ -12,7 +12,8 @@ from ..ir.modes import casts, modes_after_errors
 from ..jobs.job import PlanError
 from .caller import Dims, read_signature
 from .drawn_numbers import without_drawn_numbers
-from .export import ExportedGraph, export_model
+from .export import export_model
+from .exported_graph import ExportedGraph
 from .python_state import Change, PythonState, noted_reads
 from .refusals import refusal
 from .samples import dim_of

@@ -1,0 +1,40 @@
+"""Lines of a model that torch.export can't trace either."""
+
+from __future__ import annotations
+
+import os
+import traceback
+
+import torch
+
+from ..jobs.job import PlanError
+
+LIBRARY = os.path.dirname(os.__file__)
+FOREIGN = (os.path.dirname(torch.__file__), os.path.dirname(__file__))
+VALUES = (
+    "it decides by values of a tensor, which only a run has: write it with "
+    "torch.where or a mask, or decide outside of the model and pass a Python value"
+)
+HINTS = {"DataDependent": VALUES, "data-dependent": VALUES, "unbacked": VALUES}
+
+
+def not_exported(error: Exception) -> PlanError:
+    """The error for a line of the model that can't be traced either."""
+    frames = traceback.extract_tb(error.__traceback__)
+    own = [each for each in frames if not _foreign(each.filename)]
+    where = "".join(traceback.format_list((own or list(frames))[-1:])).strip()
+    why = f"{type(error).__name__}: {str(error).strip()}".split("\n")[0]
+    what = next(
+        (hint for word, hint in HINTS.items() if word in f"{why} {error}"),
+        "write that line with torch operations, or move it out of the model",
+    )
+    return PlanError(
+        f"the model can't be traced; torch.export stops at\n  {where}\n  ({why})\n"
+        f"{what}"
+    )
+
+
+def _foreign(file: str) -> bool:
+    """Whether a file is of torch, Python's library or fxsched's tracing."""
+    installed = "site-packages" in file or "dist-packages" in file
+    return file.startswith(FOREIGN) or (file.startswith(LIBRARY) and not installed)
