@@ -32,7 +32,7 @@ from ..ir.graphs import (
 from ..ir.lazy import lazy_module
 from ..ir.request import Request
 from ..jobs.job import Job, PlanError
-from .stage_builder import Port, StageBuilder
+from .stage_builder import Port, StageBuilder, reads_whole
 
 
 def split_stages(gm: fx.GraphModule, request: Request) -> fx.GraphModule:
@@ -51,7 +51,7 @@ def split_stages(gm: fx.GraphModule, request: Request) -> fx.GraphModule:
     stages = _describe(inner, request.state_bytes)
     if request.moments:
         _describe_moments(stages, inner, request.moments)
-    calls = _Calls(gm, groups)
+    calls = _Calls(gm, groups, request.schedule.microbatches)
     for number in nx.lexicographical_topological_sort(stages):
         calls.add(number, inner[number])
     calls.graph.output(fx.map_arg(result(gm), calls.new.__getitem__))
@@ -63,8 +63,11 @@ def split_stages(gm: fx.GraphModule, request: Request) -> fx.GraphModule:
 class _Calls:
     """The graph that calls the stages."""
 
-    def __init__(self, gm: fx.GraphModule, groups: list[Group]) -> None:
+    def __init__(
+        self, gm: fx.GraphModule, groups: list[Group], microbatches: int
+    ) -> None:
         self.gm, self.groups, self.graph = gm, groups, fx.Graph()
+        self.microbatches = microbatches
         self.new: dict[fx.Node, fx.Node] = {}  # values, by those of the traced graph
         self.drawn = _draws(gm)
         self.measured = any("estimated" in node.meta for node in gm.graph.nodes)
@@ -92,7 +95,7 @@ class _Calls:
         """Calls a stage with what it reads, and takes its result apart."""
         used = [i for i, group in enumerate(self.groups) if number in group.stages]
         weights = tuple(self.weights[i] for i in used)
-        inputs = tuple(map(self._read, stage.inputs))
+        inputs = tuple(self._read(port, stage.joint) for port in stage.inputs)
         call = self.graph.call_module(f"stage_{number}", (weights, inputs))
         draws = [i for node in stage.nodes for i in self.drawn[node]]
         first = draws[0] if draws else -1 - number
@@ -116,11 +119,14 @@ class _Calls:
         for node, values in parts.items():
             self.new[node] = self._pointer(joint.each, tuple(values), values[0])
 
-    def _read(self, port: Port) -> fx.Node:
+    def _read(self, port: Port, by_joint: bool) -> fx.Node:
         value = self.new[port.node]
-        if port.microbatch is None:
-            return value
-        return self._pointer(joint.of, (value, port.microbatch), value)
+        if port.microbatch is not None:
+            return self._pointer(joint.of, (value, port.microbatch), value)
+        if reads_whole(port.node, by_joint):
+            same = (value,) * self.microbatches
+            return self._pointer(joint.each, same, value)
+        return value
 
     def _pointer(self, target: Any, args: tuple[Any, ...], like: fx.Node) -> fx.Node:
         new = self.graph.call_function(target, args)
@@ -337,6 +343,8 @@ def _describe(
                 edge = stages.get_edge_data(maker[node], number, {"bytes": 0})
                 size = edge["bytes"] + spec.bytes
                 sent = Edge(bytes=size, seconds=send_seconds(size, spec.device))
+                if reads_whole(node, stage.joint):
+                    sent["whole"] = edge.get("whole", 0) + spec.bytes
                 stages.add_edge(maker[node], number, **sent)
     if not nx.is_directed_acyclic_graph(stages):
         raise PlanError("the stages read each other in a circle; name other stages")

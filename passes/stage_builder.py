@@ -131,6 +131,14 @@ class StageBuilder:
         return storage(fake) in shared or not fake.is_contiguous()
 
 
+def reads_whole(node: fx.Node, by_joint: bool) -> bool:
+    """Whether a stage, which may be joint itself, reads a value of the whole batch as
+    it is, in all microbatches."""
+    return (
+        bool(node.meta.get("joint")) and node.target is not joint.part and not by_joint
+    )
+
+
 def _ports(node: fx.Node, microbatches: int | None) -> list[Port]:
     if microbatches is None:
         return [Port(node)]

@@ -81,21 +81,36 @@ class Pairs(nn.Module):
         return logits.logsumexp(1).mean() - logits.diagonal().mean()
 
 
+class Centred(nn.Module):
+    """Microbatches read the mean of the whole batch as it is."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(3, 4), nn.Linear(4, 3)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        h = self.a(x).tanh()
+        return nn.functional.mse_loss(self.b(h - h.mean(0)), y)
+
+
 @functools.cache
-def planned() -> Plan:
+def planned(model: type[nn.Module] = Pairs, workers: int = 2) -> Plan:
     x, y = torch.ones(6, 3), torch.ones(6, 3)
-    return fxsched.plan(Pairs(), fxsched.schedules.one_f_one_b(2, 3), x, y)
+    return fxsched.plan(model(), fxsched.schedules.one_f_one_b(workers, 3), x, y)
 
 
-def copied() -> tuple[Plan, fx.Graph]:
-    """The plan with programs of its own, and the graph of worker 1's, which has the
-    joint stage and the second encoder."""
+def copied(
+    model: type[nn.Module] = Pairs, worker: int = 1, workers: int = 2
+) -> tuple[Plan, fx.Graph]:
+    """The plan with programs of its own, and the graph of a worker's: of worker 1's,
+    which has the joint stage and the second encoder, or another."""
     programs = []
-    for program in planned().programs:
+    for program in planned(model, workers).programs:
         graph = fx.Graph()
         graph.output(graph.graph_copy(program.graph, {}))
         programs.append(fx.GraphModule(program, graph))
-    return replace(planned(), programs=tuple(programs)), programs[1].graph
+    plan = replace(planned(model, workers), programs=tuple(programs))
+    return plan, programs[worker].graph
 
 
 def call(graph: fx.Graph, job: str) -> fx.Node:
@@ -157,3 +172,61 @@ def test_results_of_two_encoders_may_not_overlap() -> None:
         results[3 + b].update_arg(1, 2 + b)
     with pytest.raises(CheckError, match="which is that of another microbatch"):
         plan.check()
+
+
+def test_a_value_that_all_microbatches_read_as_it_is() -> None:
+    plan, graph = copied(Centred)
+    plan.check()
+    (mean,) = {call(graph, f"1F{b}").args[1][1] for b in range(3)}  # type: ignore
+    assert mean.target is fxsched.ops.recv
+
+
+def is_joint_backward(node: fx.Node) -> bool:
+    job = node.meta.get("job")
+    return job is not None and job.joint and job.direction is fxsched.Direction.BACKWARD
+
+
+def summed(graph: fx.Graph, stage: int = 2) -> fx.Node:
+    """The sum of gradients that B of the joint stage reads."""
+    (gradient,) = call(graph, f"{stage}B*").args[3]  # type: ignore[misc]
+    assert gradient.target is fxsched.ops.add and len(gradient.args) == 3
+    return gradient
+
+
+@pytest.mark.parametrize("place, other", [(1, 0), (0, 2)])
+def test_a_gradient_that_counts_twice_for_another_is_found(
+    place: int, other: int
+) -> None:
+    plan, graph = copied(Centred, 0)
+    gradient = summed(graph)
+    gradient.update_arg(place, gradient.args[other])
+    message = rf"2B\* reads .*, in which the gradient that 1B{min(place, other)} gives"
+    with pytest.raises(CheckError, match=message):
+        plan.check()
+
+
+def test_a_sum_that_leaves_a_microbatch_out_is_found() -> None:
+    plan, graph = copied(Centred, 0)
+    gradient = summed(graph)
+    gradient.args = gradient.args[:2]
+    message = r"2B\* reads .*, in which the gradient that 1B2 gives is missing or"
+    with pytest.raises(CheckError, match=message):
+        plan.check()
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_gradients_that_nothing_reads_are_found(workers: int) -> None:
+    """Those of the worker itself, and those that come with messages."""
+    plan, graph = copied(Centred, 0, workers)
+    (job,) = {n.meta["job"].stage for n in graph.nodes if is_joint_backward(n)}
+    summed(graph, job).args = ()
+    with pytest.raises(CheckError, match=r"worker 0: 1B\d: \w+ is read by nothing"):
+        plan.check()
+
+
+def test_one_microbatch_that_reads_another_value_is_found() -> None:
+    """Its rows, in place of the mean."""
+    uses = gives(4, 4, 4) + gives(0, 1, 2, place=1)
+    assert joint_fault(uses, 3) is None
+    for other in (gives(4, 0, 4), gives(4, 4, 5), gives(1, 1, 1)):
+        assert joint_fault(other + uses[3:], 3) is not None

@@ -81,6 +81,7 @@ MIXES: dict[str, Callable[[Tensor], Tensor]] = {
     "sorted": lambda h: h.sort(0).values,
     "cumsum": lambda h: h.cumsum(0),
     "largest": lambda h: h - h.max(0).values,
+    "centred": lambda h: h - h.mean(0),
 }
 
 
@@ -188,6 +189,23 @@ def test_microbatches_go_on_after_rows_have_met() -> None:
     assert set(plan.stages.edges) == {(0, 1), (0, 2), (2, 1)}
     jobs = {str(event.job) for event in plan.timeline}
     assert {"2F*", "2B*", "1F3", "0B0"} <= jobs
+
+
+def test_microbatches_read_what_has_no_rows_as_it_is() -> None:
+    """The mean alone is joint: its numbers travel, and no rows."""
+    plan = fxsched.plan(Mixed(MIXES["centred"]), SCHEDULES["gpipe"], *batch())
+    assert {s for s, whole in plan.stages.nodes(data="joint") if whole} == {2}
+    sizes = {(a, b): e["bytes"] for a, b, e in plan.stages.edges(data=True)}
+    assert sizes == {(0, 1): 2 * 16 * 4, (0, 2): 16 * 4, (2, 1): 16 * 4}
+    assert plan.stages.edges[2, 1]["whole"] == 16 * 4
+    assert plan.simulate().workers[0].activations_sent == 4 + 1  # the mean once
+    nothing = plan.stages.copy()
+    nothing.edges[2, 1]["whole"] = 0
+    held, less = (
+        fxsched.simulate(plan.schedule, stages, None).memory[1].each.activations
+        for stages in (plan.stages, nothing)
+    )
+    assert held - less == 16 * 4  # once for all microbatches
 
 
 def test_functions_of_sums_over_the_batch_take_numbers_not_rows() -> None:

@@ -4,6 +4,11 @@ operations on the whole batch.
 before: z = norm(x); logits = z @ z.T; loss = cross_entropy(logits, y)
 after:  z = norm(x); whole_z = join(z, "rows", 0, 4); whole_y = join(y, "rows", 0, 4)
         logits = whole_z @ whole_z.T; loss = cross_entropy(logits, whole_y)
+
+What has no rows, microbatches read as it is:
+
+before: mean = x.mean(0); y = x - mean
+after:  mean = x.mean(0); whole = join(mean, "mean", 0, 4); y = x - whole
 """
 
 from __future__ import annotations
@@ -37,7 +42,7 @@ def join_rows(
     numbers = any(each is not None and each.numbers for each in rows)
     if trace.tracker.meets or numbers:
         joining = _Joining(trace)
-        if numbers or not joining.joint.keys().isdisjoint(_needed(wanted)):
+        if numbers or not _needed(wanted).isdisjoint(joining.of_all):
             joining.run(wanted)
 
 
@@ -59,8 +64,11 @@ class _Joining:
         self.trace, self.microbatches = trace, trace.batch.microbatches
         nodes = [n for n in trace.gm.graph.nodes if n.op.startswith("call")]
         nodes = [n for n in nodes if not is_region(n)]
-        self.domains = Domains(nodes, trace.tracker, trace.values.get, self._flops)
+        self.domains = Domains(
+            nodes, trace.tracker, trace.values.get, self._flops, trace.rows_beside
+        )
         self.joint = self.domains.joint()
+        self.of_all = [*self.joint, *self.domains.whole]  # need the whole batch
         self.new: dict[fx.Node, Any] = {}  # of the whole batch
         self.parts: dict[fx.Node, fx.Node] = {}  # of a microbatch, of joint values
 
@@ -96,10 +104,13 @@ class _Joining:
             self.trace.graph.erase_node(new)
 
     def _read_parts(self, node: fx.Node) -> None:
-        """A node of microbatches takes its rows of what joint ones make."""
+        """A node of microbatches takes its rows of what joint ones make, or all."""
         new = self.trace.new[node]
+        whole = self.domains.whole.get(node, ())
         for read in node.all_input_nodes:
-            if read in self.joint and isinstance(new, fx.Node):
+            if read in whole and isinstance(new, fx.Node):
+                new.replace_input_with(self.trace.new[read], self._of_whole(read))
+            elif read in self.joint and isinstance(new, fx.Node):
                 old = self.trace.new[read]
                 if isinstance(old, fx.Node) and self.domains.in_parts(read):
                     new.replace_input_with(old, self._part(read))

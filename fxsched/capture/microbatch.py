@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor, fx, nn
@@ -212,6 +212,26 @@ class Microbatch:
         """How a node's value depends on the batch, if it is a tensor."""
         value = self.values.get(node) if isinstance(node, fx.Node) else None
         return self.tracker.of(value) if isinstance(value, Tensor) else None
+
+    def rows_beside(self, node: fx.Node, whole: Collection[fx.Node]) -> Rows | None:
+        """The rows of a node's value, if these that it reads were the same in all
+        microbatches; None if it draws or writes, and must not run again."""
+        new, value = self.new.get(node), self.values[node]
+        if not isinstance(new, fx.Node) or not isinstance(value, Tensor):
+            return None
+        if new.meta["random"] or new.meta["mutates"]:
+            return None
+        tracker = Tracker(self.batch.rows, self.batch.symbols)
+        for read in node.all_input_nodes:
+            operand = self.values[read]
+            if read not in whole and isinstance(operand, Tensor):
+                tracker.put(operand, self.tracker.of(operand))
+        args, kwargs = fx.map_arg((node.args, node.kwargs), self.values.__getitem__)
+        tracker.enter(node)
+        with self.mode, EffectMeter(tracker):
+            again = self._run(node, args, kwargs)
+        tracker.settle(node, again)
+        return tracker.of(again)
 
     def rows_left(self, rows: Rows | None, output: Any) -> Rows | None:
         """The rows of an output, with what microbatches do by themselves on the way."""

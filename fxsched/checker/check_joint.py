@@ -2,43 +2,45 @@
 
 What a joint job reads of microbatches comes in runs, one value of each, in the order of
 the batch; so do the results of which microbatches read their rows. Where a microbatch
-stands in one run it stands in all, or it would get another's rows.
+stands in one run it stands in all, or it would get another's rows. A result that all
+microbatches read as it is gets all their gradients, each once.
 """
 
 from __future__ import annotations
 
 import operator
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from torch import fx
 
 from ..ir import ops
-from ..ir.graphs import arguments
+from ..ir.graphs import arguments, original
 from ..jobs.job import Direction, Job
 
 FORWARD = Direction.FORWARD
 INPUTS = 1  # the place of what F reads, among a call's arguments; B's has it one later
 
-JointPart = tuple[Job, int]  # a joint job, and which of its results
+JobPart = tuple[Job, int]  # a job, and which of its results
 
 
 class Rows(NamedTuple):
     """What a value was made from.
 
-    microbatches: of jobs and inputs on its worker. parts: results of joint jobs there.
-    received: tags of messages.
+    microbatches: of jobs and inputs on its worker. parts: results of jobs there, if
+    some are joint. received: tags of messages.
     """
 
     microbatches: frozenset[int]
-    parts: frozenset[JointPart]
+    parts: frozenset[JobPart]
     received: tuple[int, ...]
 
 
 class JointUse(NamedTuple):
     """A value that a joint job reads, or that may be of one.
 
-    place: which of the job's arguments, and which value of it.
+    place: which of the job's arguments, and which value of it. terms: of a sum.
     """
 
     rank: int
@@ -46,6 +48,7 @@ class JointUse(NamedTuple):
     place: tuple[int, int]
     name: str
     rows: Rows
+    terms: tuple[Rows, ...] = ()
 
 
 def rows_of(value: fx.Node, receives: Sequence[object], joins: bool) -> Rows:
@@ -54,15 +57,17 @@ def rows_of(value: fx.Node, receives: Sequence[object], joins: bool) -> Rows:
     receives: functions that get messages. joins: whether there are joint jobs.
     """
     microbatches: set[int] = set()
-    parts: set[JointPart] = set()
+    parts: set[JobPart] = set()
     received: dict[int, None] = {}
     open_ends = [value]
     while open_ends:
         node = open_ends.pop()
         job = _made_by(node) if joins else None
-        if job is not None and job.joint:
+        if job is not None:
             parts.add((job, arguments(node)[1]))
-        elif "job" in node.meta:
+        if job is not None and job.joint:
+            continue
+        if "job" in node.meta:
             if not node.meta["job"].joint:
                 microbatches.add(node.meta["job"].microbatch)
         elif node.target is ops.rows:
@@ -93,7 +98,27 @@ def joint_uses(
                 if isinstance(value, fx.Node):
                     rows = rows_of(value, receives, True)
                     job: Job = call.meta["job"]
-                    yield JointUse(rank, job, (position, i), value.name, rows)
+                    terms = tuple(rows_of(t, receives, True) for t in _terms(value))
+                    yield JointUse(rank, job, (position, i), value.name, rows, terms)
+
+
+def _terms(value: fx.Node) -> list[fx.Node]:
+    """What a sum of gradients adds up."""
+    value = original(value)
+    adds = value.target is ops.add
+    return [a for a in value.args if isinstance(a, fx.Node)] if adds else []
+
+
+def unread(nodes: Iterable[fx.Node], receives: Sequence[object]) -> str | None:
+    """A gradient, or what came with a message, that nothing in a program reads; None if
+    there is none."""
+    for node in nodes:
+        job = _made_by(node)
+        gradient = job is not None and job.direction is Direction.BACKWARD
+        used = any(user.target is not ops.free for user in node.users)
+        if (gradient or node.target in receives) and not used:
+            return f"{node.meta['task']}: {node.name} is read by nothing"
+    return None
 
 
 def joint_fault(uses: Sequence[JointUse], microbatches: int) -> str | None:
@@ -105,11 +130,13 @@ def joint_fault(uses: Sequence[JointUse], microbatches: int) -> str | None:
         if use.job.joint:
             reads.setdefault((use.job, use.place[0]), []).append(use)
             continue
-        for job, result in sorted(use.rows.parts, key=str):
+        joint = [part for part in use.rows.parts if part[0].joint]
+        for job, result in sorted(joint, key=str):
             kind = use.job.stage, use.job.direction, use.place
             gives.setdefault((job, kind), {})[use.job.microbatch] = result, use
     again = {key: reads.pop(key) for key in list(reads) if _reads_again(*key)}
     faults = [
+        *(_sum_fault(use, microbatches) for each in reads.values() for use in each),
         *(_read_fault(each, microbatches) for each in reads.values()),
         *(
             _again_fault(each, reads.get((job._replace(direction=FORWARD), INPUTS), []))
@@ -138,9 +165,11 @@ def _again_fault(uses: Sequence[JointUse], before: Sequence[JointUse]) -> str | 
 
 
 def _read_fault(uses: Sequence[JointUse], microbatches: int) -> str | None:
-    """Values of microbatches come in whole runs, in the order of the batch."""
+    """Values of microbatches come in whole runs, in the order of the batch; beside
+    these there are sums over all of them."""
     last = -1, -1  # the place and the microbatch of the value before
-    for use in [use for use in uses if use.rows.microbatches]:
+    parts = [use for use in uses if use.rows.microbatches and not _sums_all(use)]
+    for use in parts:
         wanted = (last[1] + 1) % microbatches
         beside = not wanted or use.place[1] == last[0] + 1
         if use.rows.microbatches != {wanted} or not beside:
@@ -155,6 +184,31 @@ def _read_fault(uses: Sequence[JointUse], microbatches: int) -> str | None:
             f"worker {use.rank}: {use.job} reads nothing of microbatch {last[1] + 1} "
             f"after {use.name}"
         )
+    return None
+
+
+def _sums_all(use: JointUse) -> bool:
+    """Whether a value adds up gradients of several microbatches."""
+    return bool(use.terms) and len(use.rows.microbatches) > 1
+
+
+def _sum_fault(use: JointUse, microbatches: int) -> str | None:
+    """What all microbatches read gets the gradient of each, once."""
+    if not _sums_all(use):
+        return None
+    added = Counter(part for term in use.terms for part in term.parts)
+    for job, result in sorted(added, key=str):
+        every = (
+            [job]
+            if job.joint
+            else [job._replace(microbatch=b) for b in range(microbatches)]
+        )
+        for each in every:
+            if added[each, result] != 1:
+                return (
+                    f"worker {use.rank}: {use.job} reads {use.name}, in which the "
+                    f"gradient that {each} gives is missing or counted twice"
+                )
     return None
 
 

@@ -18,7 +18,7 @@ from torch import fx
 from ..ir.graphs import Group, Specs
 from ..jobs.job import Job, Placement
 from .check_averages import Part, Source, average_fault
-from .check_joint import JointPart, Rows, joint_fault
+from .check_joint import JobPart, Rows, joint_fault
 from .check_program import NO_UPDATES, examine, other_maker, other_microbatch
 from .check_updates import Updates
 from .summary import CheckError, End, Provenance, Summary
@@ -240,22 +240,28 @@ class _Provenances:
     def check_joint(self) -> None:
         """Joint jobs read every microbatch once, in the order of the rows, and each
         microbatch reads its own rows of what they make."""
-        uses = []
-        for each in self.summaries:
-            for use in each.joint_uses:
-                rows = use.rows
-                more = map(self._microbatches, rows.received)
-                parts = map(self._parts, rows.received)
-                whole = Rows(
-                    rows.microbatches.union(*more), rows.parts.union(*parts), ()
-                )
-                uses.append(use._replace(rows=whole))
+        uses = [
+            use._replace(
+                rows=self._whole(use.rows), terms=tuple(map(self._whole, use.terms))
+            )
+            for each in self.summaries
+            for use in each.joint_uses
+        ]
         count = max((each.microbatches for each in self.summaries), default=1)
         if fault := joint_fault(uses, count):
             raise CheckError(fault)
+        for each in self.summaries:
+            if each.unread is not None:
+                raise CheckError(f"worker {each.rank}: {each.unread}")
 
-    def _parts(self, tag: int) -> frozenset[JointPart]:
-        """The results of joint jobs that a message was made from."""
+    def _whole(self, rows: Rows) -> Rows:
+        """With what came with messages."""
+        more = map(self._microbatches, rows.received)
+        parts = map(self._parts, rows.received)
+        return Rows(rows.microbatches.union(*more), rows.parts.union(*parts), ())
+
+    def _parts(self, tag: int) -> frozenset[JobPart]:
+        """The results of jobs that a message was made from."""
         origin = self._origin(tag)
         return origin.parts.union(*map(self._parts, origin.received))
 

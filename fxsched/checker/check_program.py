@@ -18,7 +18,7 @@ from ..ir.graphs import Group, Specs, arguments, original, result
 from ..jobs.job import Direction, Job, Placement
 from .check_arrivals import ArrivalReads
 from .check_averages import AverageReads
-from .check_joint import joint_uses, rows_of
+from .check_joint import joint_uses, rows_of, unread
 from .check_updates import UpdateFault, Updates, WeightReads
 from .summary import CheckError, End, Provenance, Summary, Use
 
@@ -148,6 +148,7 @@ class _Examination:
             cut = [arguments(n)[2] for n in self.nodes if n.target is ops.rows]
             every = [1 + job.microbatch for job in self.placements]
             self.summary.microbatches = max(every + cut)
+            self.summary.unread = unread(self.nodes, RECEIVES)
 
     def _tasks(self) -> None:
         """A task starts once all that it reads is there: what it reads of others here

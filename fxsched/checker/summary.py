@@ -8,7 +8,7 @@ from typing import NamedTuple
 from ..ir.graphs import Specs
 from ..jobs.job import Job
 from .check_averages import Averaged, Part
-from .check_joint import JointPart, JointUse
+from .check_joint import JobPart, JointUse
 from .check_updates import Weights, WeightUse
 
 
@@ -26,7 +26,7 @@ class Provenance(NamedTuple):
         and of the messages with these tags.
     adds: the jobs whose gradients it adds up; None if it is no such sum.
     added: tags of messages that it adds up as well.
-    parts: results of joint jobs here that it was made from.
+    parts: results of jobs here that it was made from, if some jobs are joint.
     weights: which ones, if it is weights that this worker keeps.
     part: a replica of weights, or an average, if it is one.
     """
@@ -38,7 +38,7 @@ class Provenance(NamedTuple):
     received: tuple[int, ...]
     adds: tuple[Job, ...] | None
     added: tuple[int, ...]
-    parts: frozenset[JointPart]
+    parts: frozenset[JobPart]
     weights: Weights | None
     part: Part | None
 
@@ -89,6 +89,7 @@ class Summary:
         worker's own gradients.
     averaged: averages of replicas that it makes, or takes.
     joint_uses: what jobs read, if there are joint jobs. microbatches: how many.
+    unread: a gradient then that nothing reads, if there is one.
     """
 
     rank: int
@@ -108,3 +109,4 @@ class Summary:
     averaged: list[Averaged] = field(default_factory=list)
     joint_uses: list[JointUse] = field(default_factory=list)
     microbatches: int = 1
+    unread: str | None = None

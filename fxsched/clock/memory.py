@@ -88,6 +88,7 @@ def worker_memory(
         step.renewals(),
         step.fetches(),
         step.activations(held, kept),
+        step.read_whole(nx.get_edge_attributes(stages, "whole")),
     )
     return _peaks(jobs.workers, list(changes))
 

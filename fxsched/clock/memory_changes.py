@@ -93,6 +93,18 @@ class StepChanges:
                 yield 4 * place + START, holder, ACTIVATIONS, taken[kind]
                 yield 4 * place + END, holder, ACTIVATIONS, -given_back[kind]
 
+    def read_whole(self, edges: Mapping[tuple[int, int], float]) -> Iterator[Change]:
+        """What all microbatches of a stage read as it is, by edges of stages: on each
+        of its workers, from its first job to its last."""
+        for (_, stage), size in edges.items():
+            spans: dict[int, list[int]] = {}
+            for place, kind, _, worker in self.regular:
+                if self.jobs.kinds[kind][0] == stage:
+                    spans.setdefault(worker, [place, place])[1] = place
+            for worker, (first, last) in spans.items():
+                yield 4 * first + START, worker, ACTIVATIONS, size
+                yield 4 * last + END, worker, ACTIVATIONS, -size
+
     def gradients(self) -> Iterator[Change]:
         """A worker's sum, and where all of them meet."""
         sums: dict[tuple[int, int], dict[int, tuple[int, int]]] = {}

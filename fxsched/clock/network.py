@@ -11,7 +11,7 @@ from ..jobs.job import Direction, PlanError
 from ..jobs.schedule import Schedule
 from ..jobs.user_values import is_number
 from .event_loop import Network
-from .stage_graph import Edges, edge_between
+from .stage_graph import Edges, all_whole, edge_between
 from .timeline import Jobs, Timeline
 from .update_messages import Renewal, Sum, gradient_sums, renewals
 from .weight_fetches import fetches
@@ -126,9 +126,12 @@ class Transfers(Network):
 
     def _part(self, maker: int, reader: int) -> int:
         """0 if all readers of a job read the same of it; of a joint one each microbatch
-        reads its rows."""
+        may read its rows."""
         joint, width = self.jobs.joint, self.width
         if maker % width not in joint or reader % width in joint:
+            return 0
+        stages = (self.jobs.kinds[i % width][0] for i in (maker, reader))
+        if all_whole(self.stages.get_edge_data(*stages)):
             return 0
         return (1 + reader // width) * self.jobs.workers
 

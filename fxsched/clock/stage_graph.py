@@ -199,6 +199,12 @@ def edge_between(
     return stages.get_edge_data(other, one) if data is None else data
 
 
+def all_whole(edge: Mapping[str, float] | None) -> bool:
+    """Whether all that goes along it is the same for all microbatches."""
+    whole = None if edge is None else edge.get("whole")
+    return bool(whole) and edge is not None and whole == edge["bytes"]
+
+
 class Edges(Network):
     """Transfers that take the `seconds` of the edge between two stages."""
 
@@ -244,7 +250,18 @@ def worker_bytes(
     sizes = [stages.nodes[s]["held"] for s, _ in jobs.kinds]
     most = peaks(events, schedule.release, sizes, kept)
     pairs = zip(weight_bytes(jobs, stages), most, strict=True)
-    return [weights + held for weights, held in pairs]
+    total = [weights + held for weights, held in pairs]
+    for (_, s), whole in nx.get_edge_attributes(stages, "whole").items():
+        for worker in workers_of(jobs, s):
+            total[worker] += whole
+    return total
+
+
+def workers_of(jobs: Jobs, stage: int) -> list[int]:
+    """The workers that run a stage."""
+    kinds = [k for k, (s, _) in enumerate(jobs.kinds) if s == stage]
+    width = len(jobs.kinds)
+    return sorted({w for k in kinds for w in jobs.compute[k : jobs.regular : width]})
 
 
 def weight_bytes(jobs: Jobs, stages: nx.DiGraph[int]) -> list[float]:

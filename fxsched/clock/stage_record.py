@@ -56,7 +56,12 @@ class Stage(TypedDict, total=False):
 
 class Edge(TypedDict, total=False):
     """What one microbatch sends along it, between joint stages all rows: bytes, and the
-    seconds that takes one way."""
+    seconds that takes one way.
+
+    whole: how many of the bytes a joint stage makes for all microbatches, which read
+        them as they are; a worker gets them once (0, if it isn't there).
+    """
 
     bytes: float
+    whole: float
     seconds: float

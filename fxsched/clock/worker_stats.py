@@ -11,6 +11,7 @@ import numpy as np
 
 from ..jobs.schedule import Schedule
 from .activations import peaks
+from .stage_graph import all_whole
 from .timeline import Jobs, Timeline
 from .weight_fetches import fetches
 from .weight_traffic import count_traffic, stage_keepers, weight_size
@@ -72,7 +73,7 @@ def worker_records(
     keepers = stage_keepers(schedule, jobs)
     owners = [w for each in keepers.values() for w in each.owners]
     held = np.bincount(owners, None, count)
-    received, sent = _messages(jobs)
+    received, sent = _messages(jobs, stages)
     traffic = count_traffic(schedule, stages, jobs, keepers)
     parameters: list[int] | list[None] = [None] * count
     if all("weights" in data for _, data in stages.nodes(data=True)):
@@ -97,30 +98,50 @@ def worker_records(
     return tuple(Worker(*row) for row in zip(*columns, strict=True))
 
 
-def _messages(jobs: Jobs) -> tuple[Any, Any]:
+def _messages(jobs: Jobs, stages: nx.DiGraph[int]) -> tuple[Any, Any]:
     """How many messages between jobs each worker receives and sends: one for each job
     and other worker that reads what it made."""
     width, count = len(jobs.kinds), jobs.workers
     compute = np.asarray(jobs.compute, int)[: jobs.regular]
     received, sent = np.zeros(count, int), np.zeros(count, int)
-    for p, reading, last in _readings(jobs):
+    for p, reading, last in _readings(jobs, stages):
         source = compute[p:last:width]
         to = np.sort(np.stack([compute[k:last:width] for k in reading], 1), 1)
         new = to != source[:, None]
         new[:, 1:] &= to[:, 1:] != to[:, :-1]
         received += np.bincount(to[new], None, count)
         sent += np.bincount(source, new.sum(1), count).astype(int)
+    for p, k in _whole(jobs, stages):
+        source = compute[p]
+        to = np.setdiff1d(compute[k::width], source)
+        received[to] += 1
+        sent[source] += len(to)
     return received, sent
 
 
-def _readings(jobs: Jobs) -> Iterator[tuple[int, list[int], int]]:
+def _whole(jobs: Jobs, stages: nx.DiGraph[int]) -> list[tuple[int, int]]:
+    """Kinds of joint jobs, and of jobs that all read the same of them."""
+    return [
+        (p, k)
+        for k, before in enumerate(jobs.preds)
+        for p in before
+        if p in jobs.joint and k not in jobs.joint
+        if all_whole(stages.get_edge_data(jobs.kinds[p][0], jobs.kinds[k][0]))
+    ]
+
+
+def _readings(
+    jobs: Jobs, stages: nx.DiGraph[int]
+) -> Iterator[tuple[int, list[int], int]]:
     """Each kind with the kinds that read the same of it, and where its jobs end: what
-    joint jobs read of joint ones is sent once, all else once for each microbatch."""
-    width = len(jobs.kinds)
+    joint jobs read of joint ones is sent once, all else once for each microbatch.
+    Those that read it whole are not among them."""
+    width, apart = len(jobs.kinds), set(_whole(jobs, stages))
     readers: list[tuple[list[int], list[int]]] = [([], []) for _ in range(width)]
     for k, before in enumerate(jobs.preds):
         for p in before:
-            readers[p][jobs.joint.issuperset((p, k))].append(k)
+            if (p, k) not in apart:
+                readers[p][jobs.joint.issuperset((p, k))].append(k)
     for p, (parts, whole) in enumerate(readers):
         if parts:
             yield p, parts, jobs.regular

@@ -3,7 +3,8 @@ microbatches.
 
 In a traced graph a joint node reads what microbatches make through `join`, and nodes of
 microbatches what joint ones make through `part`. In a graph of stages, which stands for
-any microbatch, `of` is a value of one of them, and `each` the one for its own.
+any microbatch, `of` is a value of one of them, and `each` the one for its own, which
+may be the same for all.
 """
 
 from __future__ import annotations
@@ -37,6 +38,11 @@ def each(*values: Any) -> NoReturn:
 def is_pointer(node: fx.Node) -> bool:
     """Whether a node of a graph of stages only points to values of others."""
     return node.target in (of, each)
+
+
+def is_whole(node: fx.Node) -> bool:
+    """Whether a value is one that all microbatches read as it is."""
+    return node.target is each and len(set(node.args)) == 1
 
 
 def resolve(node: fx.Node, microbatch: int) -> tuple[fx.Node, int]:

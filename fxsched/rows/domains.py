@@ -2,7 +2,8 @@
 
 From the first one that rows of different microbatches meet in, a value is of the whole
 batch, until microbatches can go on with their own rows of it. They do where there is
-work to share: a matrix product or such.
+work to share: a matrix product or such. What has no rows, such as a mean over them, all
+microbatches read as it is.
 """
 
 from __future__ import annotations
@@ -20,6 +21,9 @@ class Domains:
 
     nodes: of Dynamo's graph, those that compute.
     value: the microbatch's value of each. flops: of each.
+    beside: the rows of a node's value, if these that it reads are of the whole batch;
+        None if it must not run again.
+    whole: for nodes of microbatches, what they read as it is for the whole batch.
     """
 
     def __init__(
@@ -28,8 +32,12 @@ class Domains:
         tracker: Tracker,
         value: Callable[[fx.Node], object],
         flops: Callable[[fx.Node], float],
+        beside: Callable[[fx.Node, Collection[fx.Node]], Rows | None],
     ) -> None:
         self.nodes, self.tracker, self.value, self.flops = nodes, tracker, value, flops
+        self.beside = beside
+        self.whole: dict[fx.Node, list[fx.Node]] = {}
+        self.own: dict[fx.Node, set[fx.Node]] = {}
 
     def rows(self, node: fx.Node) -> Rows | None:
         """The rows of a tensor."""
@@ -39,7 +47,10 @@ class Domains:
     def in_parts(self, node: fx.Node) -> bool:
         """Whether microbatches have this value's rows, one after another."""
         rows = self.rows(node)
-        if rows is None or rows.cause is not None or rows.numbers:
+        return rows is not None and self._rows_in_parts(node, rows)
+
+    def _rows_in_parts(self, node: fx.Node, rows: Rows) -> bool:
+        if rows.cause is not None or rows.numbers:
             return False
         return self.tracker.in_parts(rows, node.meta["example_value"])
 
@@ -51,7 +62,8 @@ class Domains:
 
     def joint(self) -> dict[fx.Node, None]:
         """The nodes that run on all rows, in order."""
-        worth = self._worth()
+        self.own = self._own()
+        worth, ends = self._worth(), self._ends()
         joint: dict[fx.Node, None] = {}
         resumed: set[fx.Node] = set()  # of microbatches, after joint ones
         for node in self.nodes:
@@ -60,10 +72,50 @@ class Domains:
             meets = node in self.tracker.met or meet(self.rows(node))
             apart = all(map(self.in_parts, reads)) and self._clean(node)
             if meets or (reads and not (apart and (again or node in worth))):
-                joint[node] = None
+                useful = node in worth or node in ends
+                if useful and self._reads_whole(node, joint):
+                    resumed.add(node)
+                else:
+                    joint[node] = None
             elif reads or again:
                 resumed.add(node)
         return joint
+
+    def _reads_whole(self, node: fx.Node, joint: Collection[fx.Node]) -> bool:
+        """Whether microbatches can have their rows of this value by reading what has
+        none as it is for the whole batch."""
+        whole = [
+            n
+            for n in node.all_input_nodes
+            if self.reduced(n) or (n in joint and not self.in_parts(n))
+        ]
+        if not whole or node not in self.own:
+            return False
+        if self.own[node] - set(whole) or any(map(self._has_rows, whole)):
+            return False
+        self.whole[node] = whole
+        return True
+
+    def _own(self) -> dict[fx.Node, set[fx.Node]]:
+        """What rows meet in, but would not if what has none were of the whole batch."""
+        own = {}
+        for node in self.nodes:
+            if node in self.tracker.met:
+                others = {n for n in node.all_input_nodes if self._is_other(n)}
+                rows = self.beside(node, others) if others else None
+                if rows and self._rows_in_parts(node, rows):
+                    own[node] = others
+        return own
+
+    def _is_other(self, node: fx.Node) -> bool:
+        """Whether a value depends on the batch, and microbatches have no rows of it."""
+        rows = self.rows(node)
+        shared = rows is None or rows.kind is Kind.SHARED
+        return not shared and not self.in_parts(node)
+
+    def _has_rows(self, node: fx.Node) -> bool:
+        """Whether a size of a value depends on the batch."""
+        return any(map(self.tracker.depends, node.meta["example_value"].shape))
 
     def _clean(self, node: fx.Node) -> bool:
         return self.in_parts(node) or self.reduced(node)
@@ -72,8 +124,20 @@ class Domains:
         """The nodes from which microbatches have work to share."""
         worth: set[fx.Node] = set()
         for node in reversed(self.nodes):
-            if self._clean(node) and (
-                self.flops(node) or not worth.isdisjoint(node.users)
-            ):
+            work = self.flops(node) or not worth.isdisjoint(node.users)
+            if work and self._clean(node) and self._stays_apart(node):
                 worth.add(node)
         return worth
+
+    def _stays_apart(self, node: fx.Node) -> bool:
+        return node in self.own or node not in self.tracker.met
+
+    def _ends(self) -> Collection[fx.Node]:
+        """The nodes after which rows meet no more."""
+        ends: set[fx.Node] = set()
+        for node in reversed(self.nodes):
+            users = (user for user in node.users if user.op != "output")
+            apart = self.in_parts(node) and self._stays_apart(node)
+            if self.reduced(node) or (apart and all(user in ends for user in users)):
+                ends.add(node)
+        return ends
