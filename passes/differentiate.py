@@ -24,6 +24,7 @@ from ..ir import joint, ops
 from ..ir.facts import FACTS, facts, stage_facts
 from ..ir.graphs import arguments, result
 from ..ir.lazy import write_code
+from ..ir.model_lines import LINES, model_lines
 from ..ir.request import Request
 from ..jobs.job import Direction, PlanError
 
@@ -146,6 +147,11 @@ class _Differentiation:
         assert isinstance(module, fx.GraphModule)
         return module
 
+    def _add(self, name: str, module: fx.GraphModule, stage: fx.Node) -> None:
+        """Adds what a call of a stage becomes, with the user's lines."""
+        module.meta[LINES] = model_lines(self._module(stage).graph)
+        self.gm.add_submodule(name, module)
+
     def _loss(self) -> int | None:
         """The position of the one scalar output to differentiate, if there is one."""
         scalars, others = [], False
@@ -245,9 +251,8 @@ class _Differentiation:
         tangents = tuple(self._sum(outs[i]) for i in pair.tangents)
         zeros = _zeros(pair, places, trained)
         reads = recompute or _reads_state(pair.needs) or (zeros and pair.weight is None)
-        self.gm.add_submodule(
-            f"backward_{stage}", backward_module(pair, places, recompute, trained)
-        )
+        module = backward_module(pair, places, recompute, trained)
+        self._add(f"backward_{stage}", module, call)
         backward = self.graph.call_module(
             f"backward_{stage}",
             (weights if reads else (), saved, tuple(read_inputs), tangents, None),
@@ -272,26 +277,21 @@ class _Differentiation:
         if pair.weight is not None:
             reads = _reads_state(pair.weight_needs) or zeros
             read_weights = weights if reads else ()
-            maker = self._weight(backward, pair, places, trained, read_weights)
+            module = weight_module(pair, places, trained)
+            self._add(f"weight_{stage}", module, call)
+            maker = self._weight(backward, pair, read_weights)
             first = 0
             maker.meta["seconds"] = later
         self._add_up(maker, first, pair, places, weights)
 
     def _weight(
-        self,
-        backward: fx.Node,
-        pair: StageGraphs,
-        places: list[Place],
-        trained: list[tuple[bool, ...]],
-        weights: Sequence[Any],
+        self, backward: fx.Node, pair: StageGraphs, weights: Sequence[Any]
     ) -> fx.Node:
         """The call that makes the weights' gradients of what B carries to it."""
         stage = backward.meta["stage"]
         carried = self._item(backward, len(pair.input_gradients), f"carried_{stage}")
         carried.meta.update(specs=pair.carried, stage=stage, bundle=True)
-        name = f"weight_{stage}"
-        self.gm.add_submodule(name, weight_module(pair, places, trained))
-        call = self.graph.call_module(name, (weights, carried, None))
+        call = self.graph.call_module(f"weight_{stage}", (weights, carried, None))
         call.meta.update(stage=stage, direction=Direction.WEIGHT, draw=None)
         return call
 
@@ -300,7 +300,7 @@ class _Differentiation:
     ) -> fx.Node:
         stage = call.meta["stage"]
         weights = arguments(call)[0]
-        self.gm.add_submodule(f"forward_{stage}", forward_module(pair, places, outs))
+        self._add(f"forward_{stage}", forward_module(pair, places, outs), call)
         forward = self.graph.call_module(f"forward_{stage}", (*call.args, None))
         forward.meta.update(direction=Direction.FORWARD)
         measured = stage_facts(self._module(call)).measured

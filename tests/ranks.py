@@ -15,6 +15,7 @@ from fxsched import CheckError, PlanError, schedules
 from fxsched.ir import ops
 from fxsched.transport.processes import ProcessEndpoint
 from fxsched.transport.wire_format import Parcel
+from fxsched.transport.world import from_rank_0
 from tests.cases import (
     MICROBATCHES,
     anything,
@@ -287,6 +288,21 @@ def profiled() -> None:
         fxsched.profile(Fixed(), inputs[0].float(), microbatches=MICROBATCHES)
     except PlanError as error:
         print(f"rank {dist.get_rank()}: {str(error)[:28]}")
+
+    def fails() -> None:
+        raise Twofold("one", "two")
+
+    try:
+        from_rank_0(fails)
+    except PlanError as error:
+        print(f"rank {dist.get_rank()}: {error}")
+
+
+class Twofold(Exception):
+    """Cannot be unpickled."""
+
+    def __init__(self, one: str, two: str) -> None:
+        super().__init__(one + two)
 
 
 class Fixed(nn.Module):

@@ -401,7 +401,14 @@ def test_an_error_of_the_models_own_names_the_job() -> None:
 
     with pytest.raises(IndexError) as failure:
         run(Of(then), two(stages=1, w=lambda s, b, d: (0, 0)))
-    assert "fxsched: while running 0F0" in failure.value.__notes__
+    place, rows = failure.value.__notes__
+    where = "in job 0F0 (forward of stage 0, microbatch 0) on worker 0"
+    assert place.startswith(f"fxsched: {where}\n  at {__file__}:")
+    assert place.endswith(
+        "in then: return nn.functional.embedding(made.long() + 9, made.new_ones(4, 2))"
+        ".mean()"
+    )
+    assert rows.splitlines()[0] == "worker 0" and " 0F0 " in rows
 
 
 class Block(nn.Module):

@@ -11,6 +11,11 @@ from functools import reduce
 
 import pytest
 import torch
+from torch import fx
+
+import fxsched
+from fxsched.ir.model_lines import LINES, line_in_model
+from tests import cases
 
 NAMES = {
     "dynamo.py": (
@@ -72,3 +77,17 @@ def test_dynamo_compiles_a_frame_with_what_the_wrapper_reads() -> None:
     compile_frame = inspect.unwrap(convert_frame._compile)
     assert {"compiler_fn", "locals"} <= set(inspect.signature(compile_frame).parameters)
     assert "real_stack" in inspect.getsource(torch._dynamo.exc.Unsupported.__init__)
+
+
+def test_custom_meta_goes_on_to_the_backward() -> None:
+    model, inputs = cases.build("gpt")
+    plan = fxsched.plan(model, fxsched.schedules.gpipe(1, 2), *inputs)
+    stage = plan.programs[0].get_submodule("backward_0")
+    assert isinstance(stage, fx.GraphModule)
+    flat = stage.get_submodule("flat_backward")
+    assert isinstance(flat, fx.GraphModule)
+    calls = flat.graph.find_nodes(op="call_function", target=torch.ops.aten.mm.default)
+    lines = [line_in_model(node, stage.meta[LINES]) for node in calls]
+    modules = {line.module for line in lines if line is not None}
+    assert None not in lines
+    assert {"head", "blocks.1.attention.key"} <= modules

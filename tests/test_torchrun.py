@@ -48,6 +48,7 @@ def test_backward_after_the_call_evaluation_and_new_shapes() -> None:
 def test_ranks_plan_by_what_rank_0_measured_and_get_its_errors() -> None:
     done = torchrun(2, "tests.ranks", "profiled")
     assert done.stdout.count("the batch size is fixed to 8") == 2, done.stdout
+    assert done.stdout.count("Twofold: onetwo") == 2, done.stdout
 
 
 def test_a_world_of_another_size_is_an_error_on_every_rank() -> None:

@@ -27,6 +27,7 @@ from torch.fx.traceback import preserve_node_meta
 from ..ir.facts import stage_facts
 from ..ir.graphs import Spec
 from ..ir.lazy import all_lazy
+from ..ir.model_lines import LINE
 from .joint_graph import (
     Joint,
     Source,
@@ -89,9 +90,9 @@ def _joint_graph(
             .requires_grad_(n.meta["val"].requires_grad and any(live))
             for n in flat.graph.find_nodes(op="placeholder")
         )
-    tagged = any("recompute" in node.meta for node in flat.graph.nodes)
-    run = _Tagged(flat) if tagged else flat
-    gm = aot_export_joint_with_descriptors(stack, run, arguments).graph_module
+    for number, node in enumerate(flat.graph.nodes):
+        node.meta["custom"] = {LINE: number}
+    gm = aot_export_joint_with_descriptors(stack, _Tagged(flat), arguments).graph_module
     assert isinstance(gm, fx.GraphModule)
     refuse_effects(gm)
     reshape_views(gm.graph)
@@ -201,7 +202,8 @@ def _calling(
 
 
 class _Tagged(torch.nn.Module):
-    """A stage whose nodes hand their meta["recompute"] on to what they trace to."""
+    """A stage whose nodes hand on to what they trace to, backward too, their number,
+    and their meta["recompute"]."""
 
     def __init__(self, flat: fx.GraphModule) -> None:
         super().__init__()

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import itertools
 import linecache
+import traceback
 from collections.abc import Callable, Sequence
 from types import MethodType
 from typing import Any
-from weakref import WeakKeyDictionary, finalize
+from weakref import WeakKeyDictionary, WeakValueDictionary, finalize
 
 import torch
 from torch import fx
@@ -17,6 +18,7 @@ from ..ir.graphs import result
 FlatFunction = Callable[[list[Any]], Any]
 Runs = dict[tuple[int, ...], Callable[..., Any]]  # by the positions that are added
 _known: WeakKeyDictionary[fx.GraphModule, Runs] = WeakKeyDictionary()
+_flats: WeakValueDictionary[str, fx.GraphModule] = WeakValueDictionary()  # by file
 _numbers = itertools.count()
 
 
@@ -35,14 +37,25 @@ def runner(flat: fx.GraphModule, positions: tuple[int, ...] = ()) -> FlatFunctio
     if positions not in known:
         graph = _adding(flat, positions)
         graph.set_codegen(_Listed())
-        known[positions] = _function(graph)
+        known[positions] = _function(graph, flat)
     return MethodType(known[positions], flat)
 
 
-def _function(graph: fx.Graph) -> Callable[..., Any]:
+def failed_node(error: BaseException) -> fx.Node | None:
+    """The node of a flat graph in which an error was raised, if it was in one."""
+    for frame in reversed(traceback.extract_tb(error.__traceback__)):
+        flat = _flats.get(frame.filename)
+        if flat is not None:
+            name = (frame.line or "").split(" =")[0].split(":")[0]
+            return next((n for n in flat.graph.nodes if n.name == name), None)
+    return None
+
+
+def _function(graph: fx.Graph, flat: fx.GraphModule) -> Callable[..., Any]:
     """The graph's code alone; a module would keep the graph."""
     code = graph.python_code("self")
     space, file = dict(code.globals), f"<fxsched graph {next(_numbers)}>"
+    _flats[file] = flat
     linecache.cache[file] = len(code.src), None, code.src.splitlines(True), file
     exec(compile(code.src, file, "exec"), space)
     function: Callable[..., Any] = space.pop("forward")

@@ -23,6 +23,7 @@ def program_table(
     sizes: bool = False,
     jobs: int | None = None,
     width: int | None = None,
+    around: str | None = None,
 ) -> str:
     """One row per job in planned order, and per transfer of weights and gradients.
 
@@ -32,8 +33,13 @@ def program_table(
     sizes: bytes in the place of names: sends, bytes, and to whom (as many to each);
         frees, bytes of the values that are let go, by their shapes.
     jobs: how many rows, from the first; None for all. width: of a line at most.
+    around: a task; the three rows before it and after it alone.
     """
     rows = _rows(program, sizes)
+    if around is not None:
+        places = (i for i, row in enumerate(rows) if row[1] == around)
+        place = next(places, len(rows) - 1)  # the end of a step has no row
+        rows = rows[max(place - 3, 0) : place + 4]
     shown = table(HEADERS, rows[:jobs], width=width)
     more = f"\nand {len(rows) - jobs} more" if jobs and jobs < len(rows) else ""
     return f"worker {rank}\n{shown}{more}"

@@ -33,10 +33,12 @@ META = {
     "task": "job or other piece of work that a node belongs to",
     "n": "priority of that task",
     "job": "job that a call is",
+    "custom": "number of the node of a stage that a flat graph's node is of, as `line`",
     "own": "whether a user's pass made the node",
 }
 
 # Of gm.meta.
 GRAPH_META = {
     "facts": "Facts of the model",
+    "lines": "the user's lines of a stage's nodes",
 }

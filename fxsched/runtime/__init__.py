@@ -1,4 +1,5 @@
 """Runs the programs of a plan, call by call.
 
-Imports: capture, checker, clock, codegen, ir, jobs, plans, rows, state, transport.
+Imports: capture, checker, clock, codegen, draw, ir, jobs, plans, rows, state,
+transport.
 """

@@ -19,6 +19,7 @@ from ..codegen.tasks import Receive, Task, TaskProgram
 from ..ir.graphs import arguments, result
 from ..transport.endpoints import Aborted, Endpoint
 from ..transport.processes import WATCHERS
+from .culprit import add_culprit
 from .run import Run
 
 
@@ -155,7 +156,7 @@ class Dynamic(Run):
         try:
             self.runnable.run[id(task)](self.values, self.endpoint.send)
         except Exception as error:
-            error.add_note(f"fxsched: while running {task.name}")
+            add_culprit(error, self.worker, self.program.gm, task)
             raise
         if self.runnable.record and task.job is not None:
             self.log(task.job, start, time.perf_counter())

@@ -15,6 +15,7 @@ from ..codegen.static_program import Steps, Straight
 from ..codegen.tasks import TaskProgram
 from ..ir.request import Order
 from ..transport.endpoints import Aborted, Endpoint
+from .culprit import add_culprit
 from .dynamic_run import Dynamic, TaskFunctions
 from .run import Run
 
@@ -72,7 +73,10 @@ class Static(Run):
                 self.steps.close()  # else its variables would hold what it returned
             return results
         except Exception as error:
-            task = self.straight.task_of(error)
-            if task and not isinstance(error, Aborted):
-                error.add_note(f"fxsched: while running {task}")
+            name = self.straight.task_of(error)
+            if name and not isinstance(error, Aborted):
+                program = self.straight.program
+                tasks = (task for phase in program.phases for task in phase)
+                task = next(task for task in tasks if task.name == name)
+                add_culprit(error, self.worker, program.gm, task)
             raise

@@ -245,7 +245,10 @@ class Control:
             kind, self.failure = "failed", str(error)
         else:
             kind = "failed"
+            notes = getattr(error, "__notes__", [])
+            place = next((n for n in notes if n.startswith("fxsched: in ")), "")
             text = f"{type(error).__name__}: {error}"
+            text += place.replace("fxsched: in", "\n  in", 1)
             self.failure = f"rank {self.rank} failed at call {self.calls}: {text}"
         with contextlib.suppress(RuntimeError):  # else who waits finds no store either
             self.write(kind, None, self.failure)
