@@ -6,7 +6,7 @@ import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, get_args
 
-from torch import Tensor, fx
+from torch import Tensor, fx, nn
 from torch.optim import Optimizer
 
 from .autodiff.activation_checkpoints import inline_checkpoints
@@ -19,7 +19,7 @@ from .capture.dynamo import (
     note_arguments,
     note_origins,
 )
-from .capture.graph_breaks import graph_break
+from .capture.graph_breaks import GraphBreak, left_to_python
 from .capture.refusals import refusal
 from .clock.timeline import Event
 from .costmodel.measure import Profile
@@ -60,6 +60,7 @@ from .options import (
 from .passes.users import Pass
 from .planning import make_step
 from .plans.plan import Plan
+from .route import Route
 from .runtime.autograd_call import call_step
 from .runtime.input_agreement import InputRule
 from .runtime.local_rows import spread_rows
@@ -286,7 +287,7 @@ class Backend:
         self, gm: fx.GraphModule, inputs: Sequence[Any], **options: Any
     ) -> Callable[..., Sequence[Any]]:
         """torch.compile's side: from a traced graph to a function of its inputs."""
-        broken = graph_break(gm) or refusal(gm) or compile_options_error(options)
+        broken = left_to_python() or refusal(gm) or compile_options_error(options)
         gm = inline_checkpoints(gm)
         note_origins(gm, inputs)
         note_arguments(gm, inputs)
@@ -296,11 +297,27 @@ class Backend:
         captured = copy_graph(gm, inputs)
 
         def call(*args: Any) -> Sequence[Any]:
-            if broken is not None:
-                raise broken
-            return self.run(captured, args)
+            try:
+                if broken is not None:
+                    raise broken
+                return self.run(captured, args)
+            except GraphBreak as error:
+                error.backend = self
+                raise
 
         return call
+
+    def exported(
+        self,
+        model: nn.Module,
+        broken: GraphBreak,
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+    ) -> Route:
+        """The model as torch.export traces it, where Dynamo breaks it; see Route."""
+        route = Route(model, self, broken)
+        route.trace(args, kwargs)
+        return route
 
     def __deepcopy__(self, memo: object) -> Backend:
         """Itself: the copy of a compiled model has weights of its own, not workers."""

@@ -38,14 +38,16 @@ class Compiled:
 
     def __init__(self, model: Callable[..., Any], backend: Backend) -> None:
         self.model, self.backend = model, backend
-        compiled = torch.compile(model, backend=backend, fullgraph=True)
-        self._route = Route(model, backend, compiled)
+        self._compiled = torch.compile(model, backend=backend)
+        self._called = False
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self._route(*args, **kwargs)
+        result = self._compiled(*args, **kwargs)
+        self._called = True
+        return result
 
     def __getattr__(self, name: str) -> Any:
-        if name in ("model", "_route"):  # of an object that is not made yet
+        if name in ("model", "_compiled"):  # of an object that is not made yet
             raise AttributeError(name)
         return getattr(self.model, name)
 
@@ -61,7 +63,10 @@ class Compiled:
 
     @property
     def captured_by(self) -> str:
-        return self._route.captured_by
+        route = getattr(self._compiled, "forward", None)
+        if isinstance(route, Route):
+            return route.captured_by
+        return "Dynamo" if self._called else ""
 
     @property
     def plan(self) -> Plan | None:

@@ -22,7 +22,6 @@ from .jobs.schedule import Schedule
 from .passes.users import Pass
 from .planning import plan_call
 from .plans.plan import Plan
-from .route import Route
 from .runtime.padding import check_padded
 from .schedules.arguments import positive
 from .state.ownership import specs_of, stand_in
@@ -75,7 +74,7 @@ def plan(
         order=order,
     )
     try:
-        _captured(model, _PlanOnly(checked.options))(*args, **kwargs)
+        torch.compile(model, backend=_PlanOnly(checked.options))(*args, **kwargs)
     except _Planned as planned:
         return planned.plan
     raise _no_graph("plan")
@@ -116,7 +115,7 @@ def profile(
         tracer = Tracer(backend(schedule, batch_dims=batch_dims).options)
         try:
             with torch.enable_grad():
-                _captured(model, tracer)(*args, **kwargs)
+                torch.compile(model, backend=tracer)(*args, **kwargs)
         except MicrobatchTraced as end:
             return measure(end.traced.graph, end.inputs, microbatches, repeats)
         raise _no_graph("profile")
@@ -139,11 +138,6 @@ def _check_model(call: str, model: object) -> None:
     else:
         wanted = f"{call}(model={model!r}): give an nn.Module or a function of tensors"
     raise PlanError(wanted)
-
-
-def _captured(model: Callable[..., Any], backend: Backend) -> Route:
-    """The model as a backend gets it, whichever way that is."""
-    return Route(model, backend, torch.compile(model, backend=backend))
 
 
 def _no_graph(what: str) -> PlanError:

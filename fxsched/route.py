@@ -1,67 +1,73 @@
-"""Which way a model is captured: by Dynamo, or, where that breaks, by torch.export."""
+"""Models that Dynamo breaks, called by torch.export's graphs of them."""
 
 from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
 
-from torch import nn
+from torch import fx, nn
 
-from .capture.graph_breaks import GraphBreak
+from .capture.batch import fixed_size
+from .capture.graph_breaks import FixedBatch, GraphBreak
 from .capture.structure import Structure
 from .capture.traces import Traces
+from .ir.request import Request
 from .jobs.job import PlanError
 
-if TYPE_CHECKING:
-    from .backend import Backend
+
+class Runs(Protocol):
+    """Plans and runs graphs: a Backend."""
+
+    request: Request
+
+    def run(self, gm: fx.GraphModule, args: tuple[Any, ...]) -> Sequence[Any]: ...
 
 
 class Route:
-    """Calls a model by Dynamo's graph of it, or, once that breaks, torch.export's.
+    """Calls a model as torch.export traces it; with a new kind of call, once more.
 
-    compiled: what torch.compile made of the model.
-    captured_by: "Dynamo", or "torch.export" and why, or "" before the first call.
+    captured_by: what says so, and why.
     """
 
-    def __init__(
-        self, model: Callable[..., Any], backend: Backend, compiled: Callable[..., Any]
-    ) -> None:
-        self.model, self.backend, self.compiled = model, backend, compiled
-        self.captured_by = ""
-        self._traces: Traces | None = None
+    def __init__(self, model: nn.Module, backend: Runs, broken: GraphBreak) -> None:
+        request = backend.request
+        cut = request.schedule.microbatches > 1
+        self.backend, self.broken = backend, broken
+        self.traces = Traces(model, request.batch_dims if cut else None, _say)
+        self.captured_by = f"torch.export: Dynamo's graph breaks at {broken.line}"
+
+    def trace(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+        """Traces the call at which Dynamo broke, and says so.
+
+        Raises PlanError, with both lines, for what neither can trace.
+        """
+        call = Structure((args, kwargs))
+        try:
+            graph = self.traces.graph_of(call)
+        except PlanError as error:
+            error.args = (self._also(str(error)),)
+            raise
+        inputs = graph.inputs(call.tensors)
+        fixed = fixed_size(graph.gm, inputs, self.backend.request)
+        if fixed is not None and isinstance(self.broken, FixedBatch):
+            raise PlanError(self.broken.text)  # Dynamo knows the model's line
+        if fixed is not None:
+            raise PlanError(self._also(fixed.text))
+        _say(f"captured by {self.captured_by}")
+
+    def _also(self, text: str) -> str:
+        return f"{text}\nDynamo breaks its graph at {self.broken.line}"
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if self._traces is None:
-            try:
-                result = self.compiled(*args, **kwargs)
-                self.captured_by = "Dynamo"
-                return result
-            except GraphBreak as broken:
-                if not isinstance(self.model, nn.Module):
-                    raise
-                self._traces = self._export(self.model, broken, args, kwargs)
         call = Structure((args, kwargs))
-        graph = self._traces.graph_of(call)
+        graph = self.traces.graph_of(call)
         inputs = graph.inputs(call.tensors)
-        return graph.results(inputs, self.backend.run(graph.gm, inputs))
-
-    def _export(
-        self, model: nn.Module, broken: GraphBreak, args: Any, kwargs: Any
-    ) -> Traces:
-        """The traces of a model that Dynamo can't trace, with that of this call."""
-        request = self.backend.request
-        cut = request.schedule.microbatches > 1
-        traces = Traces(model, request.batch_dims if cut else None, _say)
         try:
-            traces.graph_of(Structure((args, kwargs)))
-        except PlanError as error:
-            error.args = (f"{error}\nDynamo breaks its graph at {broken.line}",)
-            raise error from None
-        self.captured_by = f"torch.export: Dynamo's graph breaks at {broken.line}"
-        _say(f"captured by {self.captured_by}")
-        return traces
+            return graph.results(inputs, self.backend.run(graph.gm, inputs))
+        except GraphBreak as error:  # which no other way is left for
+            raise PlanError(error.text) from error
 
 
 def _say(text: str) -> None:

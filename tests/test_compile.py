@@ -1,4 +1,4 @@
-"""fxsched.compile: models that break Dynamo's graph train as in eager PyTorch."""
+"""Models that break Dynamo's graph train as in eager PyTorch, by torch.export's."""
 
 from __future__ import annotations
 
@@ -14,19 +14,18 @@ from torch import Tensor, nn
 import fxsched
 from fxsched import PlanError, schedules
 
-from .broken_models import compare, show
 from .torchrun import torchrun
 
 ONE = schedules.one_f_one_b(2, 2)
+CUT = ["rows", "head"]
 
 
 class Breaks(nn.Module):
-    """An LSTM with all that a graph may hold, behind a line that breaks Dynamo."""
+    """All that a graph may hold, behind a line that breaks Dynamo."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.rows = nn.LSTM(8, 8, 2, batch_first=True)
-        self.head = nn.Linear(8, 3)
+        self.rows, self.head = nn.Linear(8, 8), nn.Linear(8, 3)
         self.register_buffer("seen", torch.zeros((), dtype=torch.int64))
         self.table = torch.ones(3)
         self.scale = 1.0
@@ -37,7 +36,7 @@ class Breaks(nn.Module):
             self.seen.add_(1)
             mean = x.mean(1, keepdim=True) * torch.tensor([0.5])
         with torch.autocast("cpu", torch.bfloat16, enabled=False):
-            hidden = self.rows(x - mean)[0][:, -1]
+            hidden = self.rows(x - mean).relu()[:, -1]
         logits = self.head(hidden) * self.scale * self.table + shift
         return {"loss": F.cross_entropy(logits, y), "logits": [logits], "n": 3}
 
@@ -48,11 +47,13 @@ def batch(rows: int) -> tuple[Tensor, Tensor]:
     return x, torch.arange(rows) % 3
 
 
-def assert_trains(step: Any, model: nn.Module, eager: nn.Module, **kwargs: Any) -> None:
-    """Two steps of another batch size each are eager's."""
+def assert_trains(
+    step: Any, model: nn.Module, eager: nn.Module, *sizes: int, **kwargs: Any
+) -> None:
+    """Steps of these batch sizes are eager's."""
     mine = torch.optim.AdamW(model.parameters())
     other = torch.optim.AdamW(eager.parameters())
-    for rows in (4, 8):
+    for rows in sizes or (4,):
         found, wanted = step(*batch(rows), **kwargs), eager(*batch(rows), **kwargs)
         torch.testing.assert_close(found["logits"], wanted["logits"])
         assert found["n"] == 3
@@ -73,13 +74,53 @@ def pair(kind: type[nn.Module] = Breaks) -> tuple[Any, Any]:
 
 def test_a_model_that_breaks_trains_as_in_eager_and_says_why(capfd: Any) -> None:
     model, eager = pair()
-    with fxsched.compile(model, ONE, stages=["rows", "head"]) as step:
-        assert_trains(step, model, eager)
+    with fxsched.compile(model, ONE, stages=CUT) as step:
+        assert_trains(step, model, eager, 4, 8)
         assert [s["modules"] for s in step.plan.stages.nodes.values()]
         line = "torch.export: Dynamo's graph breaks at test_compile.py:"
         assert step.captured_by.startswith(line)
         assert capfd.readouterr().err.count(line) == 1
         assert model.seen.item() == 4
+
+
+def test_torch_compile_goes_by_export_too_and_says_why(capfd: Any) -> None:
+    model, eager = pair()
+    with fxsched.backend(ONE, stages=CUT) as backend:
+        step = torch.compile(model, backend=backend)
+        assert_trains(step, model, eager, 4, 8)
+        assert backend.plan is not None
+        error = capfd.readouterr().err
+        assert error.count("captured by torch.export: Dynamo's graph breaks at") == 1
+
+
+def test_what_Dynamo_takes_for_a_fixed_batch_goes_by_export(capfd: Any) -> None:
+    model, eager = Lists(8, 8), Lists(8, 8)
+    eager.load_state_dict(model.state_dict())
+    step = torch.compile(model, backend=fxsched.backend(ONE))
+    for rows in (4, 8):
+        x = torch.randn(rows, 3, 8)
+        torch.testing.assert_close(step(x), eager(x))
+    assert "it fixes the batch size" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize("breaks", [True, False])
+def test_what_is_no_module_is_an_error_that_names_compile(breaks: bool) -> None:
+    model = Lists(8, 8)
+    model.breaks = breaks
+    call = torch.compile(lambda x: model(x), backend=fxsched.backend(ONE))
+    message = r"(?s)(breaks at|size is fixed).*; fxsched.compile\(model, schedule\)"
+    with pytest.raises(PlanError, match=message):
+        call(torch.ones(4, 3, 8))
+
+
+def test_a_model_that_breaks_is_verified(capfd: Any) -> None:
+    model = Lists(8, 8)
+    model.breaks = True
+    assert fxsched.verify(model, ONE, torch.randn(4, 3, 8)).passed
+    assert "captured by torch.export" in capfd.readouterr().err
+    found = fxsched.verify(Statistics(8, 8), ONE, torch.randn(4, 8))
+    assert not found.passed
+    assert "batch_norm" in found.why, found.why
 
 
 def test_what_tracing_read_is_a_new_plan_once_it_changes(capfd: Any) -> None:
@@ -164,11 +205,6 @@ def test_what_neither_can_trace_is_an_error_with_what_to_do(refusal: Refusal) ->
     assert random.getstate() == state
 
 
-def test_a_model_of_transformers_trains_by_a_schedule() -> None:
-    row = compare("gpt2", "graph")
-    assert (row.kind, row.way) == ("equal", "torch.export"), show([row])
-
-
 def test_a_batch_taken_apart_and_put_together_stays_one() -> None:
     torch.manual_seed(0)
     model, eager = Lists(8, 8), Lists(8, 8)
@@ -186,10 +222,20 @@ def test_a_batch_taken_apart_and_put_together_stays_one() -> None:
 
 
 class Lists(nn.Linear):
+    breaks = False
+
     def forward(self, x: Tensor) -> Tensor:
-        torch._dynamo.graph_break()
+        if self.breaks:
+            torch._dynamo.graph_break()
         rows = list(super().forward(x))
         return super().forward(torch.cat(rows)).pow(2).mean()
+
+
+class Statistics(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        torch._dynamo.graph_break()
+        rows = super().forward(x)
+        return F.batch_norm(rows, None, None, training=True).pow(3).mean()
 
 
 class Rows(nn.Linear):
@@ -205,6 +251,6 @@ def test_a_model_trains_over_ranks() -> None:
 
 
 def test_a_model_that_breaks_is_planned_without_running_it() -> None:
-    plan = fxsched.plan(Breaks(), ONE, *batch(4), stages=["rows", "head"])
+    plan = fxsched.plan(Breaks(), ONE, *batch(4), stages=CUT)
     assert [stage["modules"] for stage in plan.stages.nodes.values()]
     plan.check()

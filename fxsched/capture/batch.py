@@ -12,7 +12,7 @@ from torch import Tensor, fx
 
 from ..ir.request import Request
 from ..jobs.job import PlanError
-from .graph_breaks import GraphBreak
+from .graph_breaks import FixedBatch
 from .graph_inputs import placeholders, symbol_of
 from .samples import BatchInput, check_names, names_of, samples_of, user_tensors
 
@@ -91,7 +91,7 @@ def batch_of(gm: fx.GraphModule, inputs: Sequence[Any], request: Request) -> Bat
 
 def fixed_size(
     gm: fx.GraphModule, inputs: Sequence[Any], request: Request
-) -> GraphBreak | None:
+) -> FixedBatch | None:
     """The error for a model whose graph fixes the batch size, if it does; what else is
     wrong with a batch is said when it is planned.
 
@@ -100,7 +100,7 @@ def fixed_size(
     known = [v.node.hint if isinstance(v, torch.SymInt) else v for v in inputs]
     try:
         batch_of(gm, known, request)
-    except GraphBreak as error:
+    except FixedBatch as error:
         return error
     except PlanError:
         return None
@@ -222,13 +222,13 @@ def _fixed(node: fx.Node, entry: BatchInput, alone: bool) -> PlanError:
     line = lines[0].strip() if lines else ""
     where = f" by\n  {lines[0]}\n" if lines else " by the model, "
     if alone:
-        return GraphBreak(
+        return FixedBatch(
             f"the batch size is fixed to {entry.length}{where}so the batch cannot be "
             "cut into microbatches; take sizes from the input's shape (x.shape[0], or "
             "-1) instead",
             f"{line} (it fixes the batch size)".strip(),
         )
-    return GraphBreak(
+    return FixedBatch(
         f"the length {entry.length} of {entry.name} is fixed{where}but it is as long "
         "as the batch and would be cut into microbatches; if all of them share it, "
         f'write\n  fxsched.backend(schedule, batch_dims={{"{entry.name}": None}})\n'

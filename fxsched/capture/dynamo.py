@@ -33,7 +33,8 @@ from ..ir.lazy import lazy_module
 from ..ir.request import Request
 from ..jobs.job import PlanError
 from .caller import Argument, Call, owner_of, read_call
-from .graph_breaks import not_whole
+from .compiled_modules import export_broken_modules
+from .graph_breaks import Exporter, not_whole
 from .graph_inputs import origin_of, placeholders
 from .origins import Frame, Origins, Path
 from .returns import read_returns
@@ -48,6 +49,7 @@ def configure_dynamo() -> None:
     callbacks come after the limit is checked, and are skipped while another thread
     compiles), so this stands around the function that compiles a frame.
     """
+    export_broken_modules()
     if getattr(convert_frame._compile, "fxsched", False):
         return
     original: Any = convert_frame._compile
@@ -55,23 +57,25 @@ def configure_dynamo() -> None:
 
     @wraps(original)
     def compile_frame(*args: Any, **kwargs: Any) -> Any:
-        arguments = parameters.bind(*args, **kwargs).arguments
+        bound = parameters.bind(*args, **kwargs)
+        arguments = bound.arguments
         backend = _innermost(arguments["compiler_fn"])
         request = getattr(backend, "request", None)
         if not isinstance(request, Request):
             return original(*args, **kwargs)
+        arguments["one_graph"] = True  # a part of a model has no plan
         _forget(backend)
         backend.serve(arguments["compiler_fn"])
         if request.schedule.microbatches > 1:
             mark_batch(read_call(arguments["code"], arguments["locals"]), request)
         with _settings():
             try:
-                return original(*args, **kwargs)
+                return original(*bound.args, **bound.kwargs)
             except (
                 Unsupported,
                 UserError,
             ) as error:  # Dynamo would run the frame without a word
-                raise frame_error(error) from error
+                raise frame_error(error, backend) from error
 
     vars(compile_frame)["fxsched"] = True
     vars(convert_frame)["_compile"] = compile_frame
@@ -265,11 +269,13 @@ def _constants(gm: fx.GraphModule) -> Iterator[Tensor]:
             yield value
 
 
-def frame_error(error: Unsupported | UserError) -> PlanError:
+def frame_error(error: Unsupported | UserError, backend: Exporter) -> PlanError:
     """The error for a frame that Dynamo gives up: the model raised, or breaks it."""
     raised = error.__cause__
     if not isinstance(raised, ObservedException):
-        return not_whole(error.real_stack, error)
+        broken = not_whole(error.real_stack, error)
+        broken.backend = backend
+        return broken
     text = str(raised).removeprefix("raised exception ")
     # before 2.12 Dynamo names its own variable, which says the class alone
     text = re.sub(r"ExceptionVariable\(<class '([\w.]+)'>\)", r"\1", text)

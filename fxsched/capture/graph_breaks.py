@@ -4,40 +4,59 @@ from __future__ import annotations
 
 import os
 import traceback
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol
 
 import torch
-from torch import fx
+from torch import nn
 
 from ..jobs.job import PlanError
 
 EXPORTED = (
-    "fxsched.compile(model, schedule) runs models that Dynamo breaks, if torch.export "
-    "can trace them"
+    "fxsched.compile(model, schedule) runs an nn.Module that Dynamo breaks, if "
+    "torch.export can trace it"
 )
+
+
+class Exporter(Protocol):
+    """A backend, which can have torch.export trace a model."""
+
+    def exported(
+        self,
+        model: nn.Module,
+        broken: GraphBreak,
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+    ) -> Callable[..., Any]:
+        """The model, traced for this call."""
 
 
 class GraphBreak(PlanError):
     """Dynamo can't trace a model as one graph.
 
-    line: where it breaks, and why.
+    text: what to do about it. line: where it breaks, and why.
+    backend: whose call it ends.
     """
 
-    def __init__(self, text: str, line: str = "") -> None:  # one to unpickle
-        super().__init__(text)
-        self.line = line
+    def __init__(self, text: str, line: str) -> None:
+        super().__init__(f"{text}; {EXPORTED}")
+        self.text, self.line = text, line
+        self.backend: Exporter | None = None
+
+    def __reduce__(self) -> tuple[type[GraphBreak], tuple[str, str]]:
+        return type(self), (self.text, self.line)
 
 
-def graph_break(gm: fx.GraphModule) -> PlanError | None:
+class FixedBatch(GraphBreak):
+    """Dynamo's graph is whole, but for one batch size alone."""
+
+
+def left_to_python() -> GraphBreak | None:
     """The error for a graph that holds only a part of the model, if it does.
 
-    Called inside a torch.compile backend. Dynamo runs a function that it cannot break,
-    such as one with a break in a loop, in Python, and compiles what that calls.
+    Called inside a torch.compile backend. Dynamo runs a function that it has rules to
+    skip in Python, and compiles what that calls.
     """
-    reason: Any = gm.compile_subgraph_reason
-    if getattr(reason, "graph_break", False):
-        return not_whole(reason.user_stack, reason.reason)
     skipped = _skipped_frame()
     if skipped is None:
         return None
@@ -46,14 +65,14 @@ def graph_break(gm: fx.GraphModule) -> PlanError | None:
         "the model does not trace as one graph; Dynamo leaves this to Python\n"
         f"  {where}\n"
         "fxsched plans whole models: torch.compile(model, backend, fullgraph=True) "
-        f"tells why it does; {EXPORTED}",
+        "tells why it does",
         f"{_short(skipped)} is left to Python",
     )
 
 
 def not_whole(
     stack: Sequence[traceback.FrameSummary] | None, reason: object
-) -> PlanError:
+) -> GraphBreak:
     """The error for a line of the model that Dynamo can't trace, and why it can't."""
     frames = list(stack or ())
     library = os.path.dirname(traceback.__file__)
@@ -66,7 +85,7 @@ def not_whole(
         f"the model does not trace as one graph; it breaks at\n  {where}\n"
         f"  ({why})\n"
         "fxsched plans whole models: rewrite that line with torch operations, or "
-        f"move it out of the compiled function; {EXPORTED}",
+        "move it out of the compiled function",
         f"{_short(frames[-1]) if frames else ''} ({why})".strip(),
     )
 
