@@ -23,6 +23,7 @@ from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
 from torch._functorch.partitioners import default_partition
 from torch._guards import TracingContext, tracing
 from torch.fx.traceback import preserve_node_meta
+from torch.overrides import TorchFunctionMode
 
 from ..ir.facts import stage_facts
 from ..ir.graphs import Spec
@@ -145,6 +146,21 @@ def _parted(joint: Joint) -> tuple[fx.GraphModule, fx.GraphModule | None]:
     return default_partition(joint.gm, (), num_fwd_outputs=len(joint.results))
 
 
+class _WholeStates(TorchFunctionMode):
+    """An LSTM's last states in the shape of its first: taken apart, torch 2.11 and 2.12
+    give them one dimension more."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if func is not torch.lstm:
+            return result
+        rows, *states = result
+        pairs = zip(states, args[1], strict=True)
+        return rows, *(s if s.shape == f.shape else s.view_as(f) for s, f in pairs)
+
+
 @contextlib.contextmanager
 def _lstm_in_steps(graph: fx.Graph) -> Iterator[None]:
     """Has AOTAutograd take an LSTM apart, where the graph has one.
@@ -154,10 +170,12 @@ def _lstm_in_steps(graph: fx.Graph) -> Iterator[None]:
     """
     onednn: Any = torch.backends.mkldnn
     enabled = onednn.enabled
-    if any(getattr(n.target, "__name__", "") == "lstm" for n in graph.nodes):
+    present = any(getattr(n.target, "__name__", "") == "lstm" for n in graph.nodes)
+    if present:
         onednn.enabled = False
     try:
-        yield
+        with _WholeStates() if present else contextlib.nullcontext():
+            yield
     finally:
         if onednn.enabled != enabled:
             onednn.enabled = enabled
