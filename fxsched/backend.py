@@ -32,6 +32,7 @@ from .ir.request import (
     LossReduction,
     Order,
     OutputReduction,
+    Pairs,
     PassedRows,
     Ragged,
     Request,
@@ -100,6 +101,7 @@ def backend(
     optimizer: Optimizer | None = None,
     clip_grad_norm: float | None = None,
     skip_nonfinite: bool = False,
+    pairs: Pairs = "auto",
 ) -> Backend:
     """A torch.compile backend that runs a model by a schedule.
 
@@ -119,6 +121,10 @@ def backend(
         "weighted": exact without joint stages, where the loss is a sum, a mean, or a
         mean whose weights (ignored labels, masks) depend on inputs alone, and a
         PlanError else.
+    pairs: where rows of the batch meet in pairs, as in CLIP's logits: "joint", all of
+        them in one joint stage; "spread", where it can be, each microbatch computes its
+        own rows of them, of its own embeddings and those of all, gathered; "auto",
+        whichever the schedule's step should be shorter with.
     stage_compiler: "eager" or "inductor".
     passes: functions (program, request) -> program, run on each worker's program
         before its frees are put in; see fxsched.passes.
@@ -182,7 +188,7 @@ def backend(
     check_words(order=order, carry=carry, loss_reduction=loss_reduction)
     check_words(stage_compiler=stage_compiler, ragged=ragged, rows=rows)
     check_local_rows(rows, ragged, input_from, loss_reduction)
-    check_words(transport=transport, check_inputs=check_inputs)
+    check_words(transport=transport, check_inputs=check_inputs, pairs=pairs)
     request = Request(
         schedule,
         stage_names(stages),
@@ -198,6 +204,7 @@ def backend(
         buffers=reductions("buffers", buffers, get_args(BufferReduction)),
         outputs=reductions("outputs", outputs, get_args(OutputReduction)),
         scaled=loss_scale is not None,
+        pairs=pairs,
         clip_grad_norm=above_zero("clip_grad_norm", clip_grad_norm, "a norm"),
         skip_nonfinite=skip_nonfinite,
         order=order,

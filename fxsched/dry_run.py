@@ -16,7 +16,7 @@ from .capture.meta_device import refuse_meta
 from .capture.trace import Traced, trace_microbatch
 from .costmodel.measure import Profile, measure
 from .ir.modes import modes_after_errors
-from .ir.request import BufferReduction, Carry, Order, OutputReduction, Ragged
+from .ir.request import BufferReduction, Carry, Order, OutputReduction, Pairs, Ragged
 from .jobs.job import PlanError
 from .jobs.schedule import Schedule
 from .passes.users import Pass
@@ -46,6 +46,7 @@ def plan(
     clip_grad_norm: float | None = None,
     skip_nonfinite: bool = False,
     order: Order = "static",
+    pairs: Pairs = "auto",
     **kwargs: Any,
 ) -> Plan:
     """The plan of model(*args, **kwargs) by a schedule, without running anything.
@@ -72,6 +73,7 @@ def plan(
         clip_grad_norm=clip_grad_norm,
         skip_nonfinite=skip_nonfinite,
         order=order,
+        pairs=pairs,
     )
     try:
         torch.compile(model, backend=_PlanOnly(checked.options))(*args, **kwargs)

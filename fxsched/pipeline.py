@@ -105,14 +105,16 @@ def make_plan(gm: fx.GraphModule, request: Request, passes: tuple[Pass, ...]) ->
         weights=weight_groups(step, request.state_bytes),
         prefetch=request.prefetch,
         knows_state=bool(request.state_bytes),
+        pairs=step.facts.pairs,
     )
 
 
 def _notes(step: StepIR, request: Request) -> tuple[str, ...]:
     """Joint stages and updates, if there are any; what the user asked for and does not
     get."""
+    pairs = [step.facts.pairs] if step.facts.pairs else []
     joint = joint_text(request.schedule, step.facts.stages)
-    return (*joint, *_updates(step, request), *_unmet(step, request))
+    return (*joint, *pairs, *_updates(step, request), *_unmet(step, request))
 
 
 def _updates(step: StepIR, request: Request) -> tuple[str, ...]:

@@ -22,6 +22,7 @@ from .ir.request import LossReduction, Request
 from .jobs.job import PlanError
 from .jobs.schedule import Schedule
 from .options import Options
+from .pairs import trace_pairs
 from .passes.users import Pass, pass_name
 from .pipeline import make_plan
 from .plans.plan import Plan
@@ -65,30 +66,36 @@ def plan_call(
     """
     request = options.request
     batch = batch_of(gm, args, request)
-    traced = trace_microbatch(
-        gm,
-        args,
-        batch,
-        specs_of(args),
-        request.loss_reduction == "weighted",
-        request.outputs,
-        request.loss_reduction == "exact",
-        _sees_whole_batch(request),
-    )
-    if options.measured is not None:
-        options.measured.apply(traced.graph)
+
+    def trace(spread: bool) -> Traced:
+        traced = trace_microbatch(
+            gm,
+            args,
+            batch,
+            specs_of(args),
+            request.loss_reduction == "weighted",
+            request.outputs,
+            request.loss_reduction == "exact",
+            _sees_whole_batch(request),
+            spread,
+        )
+        if options.measured is not None:
+            options.measured.apply(traced.graph)
+        return traced
+
     request = replace(
         request,
         updates=_updated(args, options),
         moments=_moments(args, options),
         state_bytes=state_bytes(options.optimizer, args),
-        loss_reduction=_loss_reduction(traced, request),
         training=torch.is_grad_enabled(),
         schedule=_with_updates(request.schedule.first(batch.microbatches), options),
         owners=workers.owners(args) if workers else {},
         updaters=workers.updaters(args) if workers else {},
         readers=workers.readers if workers else None,
     )
+    traced = trace_pairs(trace, request)
+    request = replace(request, loss_reduction=_loss_reduction(traced, request))
     plan = make_plan(traced.graph, request, options.passes)
     if request.rows == "local" and isinstance(workers, Ranks):
         check_local(plan, options.request.schedule)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
 import networkx as nx
 from torch import fx
@@ -19,7 +20,14 @@ from ..partition.planner import MemoryLimitError, stage_graph
 from .cut_problem import Block, cut_problem, named_cut
 
 
-def stages_with_joint(blocks: list[Block], request: Request) -> Schedule:
+class Fitted(NamedTuple):
+    """A schedule, and the stages that it is for, with estimates of their times."""
+
+    schedule: Schedule
+    stages: nx.DiGraph[int]
+
+
+def stages_with_joint(blocks: list[Block], request: Request) -> Fitted:
     """Gives every node a stage, and returns the schedule for them.
 
     before: z = norm(x); whole = join(z, ..); loss = pairs(whole)
@@ -49,7 +57,7 @@ def stages_with_joint(blocks: list[Block], request: Request) -> Schedule:
     schedule = schedule.fitted(stages)
     read = _bytes_read(blocks, len(stages))
     check_memory(schedule, stages, read, request.carry, request.memory_limit)
-    return schedule
+    return Fitted(schedule, stages)
 
 
 def _cut_within(problem: Problem, phases: Sequence[int], request: Request) -> Cut:

@@ -46,8 +46,8 @@ def assign_stages(gm: fx.GraphModule, request: Request) -> fx.GraphModule:
         shared = set()
         blocks = _used(gm, _blocks(gm, request, shared))
     if any(node.meta.get("joint") for block in blocks for node in block):
-        schedule = stages_with_joint(blocks, request)
-        gm.meta[FACTS] = replace(facts(gm), schedule=schedule)
+        fitted = stages_with_joint(blocks, request)
+        gm.meta[FACTS] = replace(facts(gm), **fitted._asdict())
         return gm
     problem = cut_problem(blocks, request)
     if request.stages == "auto":

@@ -10,14 +10,17 @@ from torch.testing import assert_close
 
 import fxsched
 from fxsched import PlanError, schedules
-from tests.test_whole_batch import MIXES, Mixed, Towers, Twisted, batch
+from fxsched.ir.request import Pairs
+from tests.test_whole_batch import MIXES, Mixed, Sigmoid, Towers, Twisted, batch
 
 
-def train(model: torch.nn.Module, schedule: fxsched.Schedule) -> None:
+def train(
+    model: torch.nn.Module, schedule: fxsched.Schedule, pairs: Pairs = "auto"
+) -> None:
     """Three steps of AdamW, parameters as eager's on the whole batch."""
     eager = copy.deepcopy(model)
     torch._dynamo.reset()
-    step = torch.compile(model, backend=fxsched.backend(schedule))
+    step = torch.compile(model, backend=fxsched.backend(schedule, pairs=pairs))
     optimizers = [torch.optim.AdamW(m.parameters(), 1e-2) for m in (model, eager)]
     for _ in range(3):
         losses = step(*batch()), eager(*batch())
@@ -52,6 +55,9 @@ def main() -> None:
         train(Towers(), schedule)
         train(Mixed(MIXES["pairs"]), schedule)
         print(f"rank {dist.get_rank()}: equal to eager", flush=True)
+    for schedule in (schedules.ddp(2, 4), schedules.graph(2, 4)):
+        train(Sigmoid(), schedule, "spread")
+        print(f"rank {dist.get_rank()}: spread, equal to eager", flush=True)
     local()
 
 

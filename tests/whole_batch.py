@@ -16,7 +16,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, get_args
 
 import torch
 import torch.distributed as dist
@@ -25,7 +25,7 @@ from torch import Tensor, nn
 
 import fxsched
 from fxsched import PlanError, Schedule, schedules
-from fxsched.ir.request import Order
+from fxsched.ir.request import Order, Pairs
 
 from .broken_models import Row, Training, apart, doubled, hf_model, show
 from .torchrun import again_on_ranks
@@ -206,7 +206,9 @@ def steps(call: Callable[..., Any], model: nn.Module, inputs: Inputs) -> Trainin
     return Training(values, gradients, fxsched.full_state_dict(model))
 
 
-def compare(name: str, schedule: str, order: Order, workers: int) -> Row:
+def compare(
+    name: str, schedule: str, order: Order, workers: int, pairs: Pairs = "auto"
+) -> Row:
     """Trains a model both ways, on equal weights."""
     start = time.perf_counter()
     torch.manual_seed(0)
@@ -214,7 +216,8 @@ def compare(name: str, schedule: str, order: Order, workers: int) -> Row:
     inputs = {key: doubled(value) for key, value in inputs.items()}
     eager = copy.deepcopy(model.double())
     torch._dynamo.reset()
-    step = fxsched.compile(model, SCHEDULES[schedule](workers), order=order)
+    made = SCHEDULES[schedule](workers)
+    step = fxsched.compile(model, made, order=order, pairs=pairs)
     try:
         difference = apart(steps(step, model, inputs), steps(eager, eager, inputs))
         kind = "equal" if difference < TOLERANCE else "differs"
@@ -231,6 +234,7 @@ def main() -> int:
     parser.add_argument("names", nargs="*", help="models; all, if there are none")
     parser.add_argument("--only", nargs="+", default=list(SCHEDULES))
     parser.add_argument("--ranks", type=int, default=0, help="processes; 0 is threads")
+    parser.add_argument("--pairs", choices=get_args(Pairs), default="auto")
     options = parser.parse_args()
     if options.ranks and "RANK" not in os.environ:
         return again_on_ranks(options.ranks, "tests.whole_batch")
@@ -241,7 +245,8 @@ def main() -> int:
     for name in options.names or list(MODELS):
         for schedule in options.only:
             for order in orders:
-                rows.append(compare(name, schedule, order, options.ranks or 2))
+                workers, pairs = options.ranks or 2, options.pairs
+                rows.append(compare(name, schedule, order, workers, pairs))
                 if os.environ.get("RANK", "0") == "0":
                     print(name, schedule, order, rows[-1].kind, flush=True)
     if os.environ.get("RANK", "0") == "0":

@@ -14,36 +14,52 @@ after:  mean = x.mean(0); whole = join(mean, "mean", 0, 4); y = x - whole
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor, fx
 
-from ..costmodel.costs import Work
+from ..costmodel.costs import copied
 from ..ir import joint
 from ..ir.graphs import Role, storage, tensors
 from ..ir.user_line import line_of
 from ..jobs.job import PlanError
 from ..rows.domains import Domains
-from ..rows.kinds import Kind
+from ..rows.kinds import Kind, Rows
 from .microbatch import Microbatch, is_region
+from .row_versions import RowVersions, Version
 from .whole_batch import WholeBatch
 
 
+class Joined(NamedTuple):
+    """What became of rows that meet: whether some do, and whether microbatches compute
+    their own rows of what they meet in."""
+
+    meets: bool
+    spread: bool
+
+
+NOTHING_JOINED = Joined(False, False)
+
+
 def join_rows(
-    trace: Microbatch, outputs: Sequence[Any], parted: Collection[Any]
-) -> None:
+    trace: Microbatch, outputs: Sequence[Any], parted: Collection[Any], spread: bool
+) -> Joined:
     """Replaces what microbatches cannot compute by operations on the whole batch.
 
     outputs: of Dynamo's graph, those that shall be the whole batch's. parted: those
         whose values of microbatches the user says how to put together.
+    spread: whether microbatches compute rows of them where they can; see
+        row_versions.py.
     """
     wanted = [old for old in outputs if isinstance(old, fx.Node) and old not in parted]
     rows = [trace.rows(old) for old in wanted]
     numbers = any(each is not None and each.numbers for each in rows)
     if trace.tracker.meets or numbers:
-        joining = _Joining(trace)
+        joining = _Joining(trace, spread)
         if numbers or not _needed(wanted).isdisjoint(joining.of_all):
             joining.run(wanted)
+            return Joined(True, joining.spread)
+    return NOTHING_JOINED
 
 
 def _needed(outputs: Sequence[fx.Node]) -> set[fx.Node]:
@@ -60,7 +76,8 @@ def _needed(outputs: Sequence[fx.Node]) -> set[fx.Node]:
 class _Joining:
     """before and after: see the file."""
 
-    def __init__(self, trace: Microbatch) -> None:
+    def __init__(self, trace: Microbatch, spread: bool) -> None:
+        self.wants_spread, self.spread = spread, False
         self.trace, self.microbatches = trace, trace.batch.microbatches
         nodes = [n for n in trace.gm.graph.nodes if n.op.startswith("call")]
         nodes = [n for n in nodes if not is_region(n)]
@@ -77,20 +94,58 @@ class _Joining:
         trace = self.trace
         self.whole = WholeBatch(trace)
         self.whole.interpret()
+        self.versions = RowVersions(
+            *(trace, self.whole, self.domains, self.joint),
+            *(self._of_whole, self._rows_of),
+        )
         for node in self.domains.nodes:
-            if node in self.joint:
-                self._of_whole(node)
-            else:
+            if node not in self.joint:
                 self._read_parts(node)
-        for node in outputs:
-            rows = trace.rows(node)
-            if node in self.joint or (rows is not None and rows.numbers):
-                trace.joint.add(node)
-        final = {node: self._of_whole(node) for node in trace.joint}
+            elif not self.wants_spread or self.whole.new[node].meta["mutates"]:
+                self._of_whole(node)
+        final = self._finals(outputs)
+        self.versions.drop_unused({version.new for version in final.values()})
         for node in reversed(self.joint):
             self._drop(node)
-        for node, new in final.items():
-            trace.new[node], trace.values[node] = new, self.whole.values[node]
+        for node, version in final.items():
+            trace.new[node], trace.values[node] = version
+
+    def _finals(self, outputs: Sequence[fx.Node]) -> dict[fx.Node, Version]:
+        """What becomes of the outputs that are of the whole batch."""
+        final, trace = {}, self.trace
+        for node in outputs:
+            rows = trace.rows(node)
+            if node not in self.joint and not (rows is not None and rows.numbers):
+                continue
+            dims: Sequence[int | None] = self.versions.dims(node) or [None]
+            for dim in dims:
+                version = self._version(node, dim)
+                if version is not None:
+                    trace.spread[node] = dim
+                    break
+            else:
+                trace.joint.add(node)
+                version = Version(self._of_whole(node), self.whole.values[node])
+            final[node] = version
+        return final
+
+    def _version(self, node: fx.Node, dim: int | None) -> Version | None:
+        """What a microbatch computes of a joint value, if it may and can."""
+        if not self.wants_spread or node not in self.joint:
+            return None
+        version = self.versions.of(node, dim)
+        self.spread |= version is not None
+        return version
+
+    def _rows_of(self, node: fx.Node, dim: int) -> Version:
+        """A microbatch's rows of a value that comes of the batch's size alone."""
+        args = (self._of_whole(node), dim, self.microbatches)
+        new = self._added(args[0], joint.part, args, node)
+        with self.trace.mode:
+            value = self.whole.values[node].chunk(self.microbatches, dim)[0].clone()
+        self.trace.tracker.put(value, Rows(Kind.APART, dim))
+        new.meta.update(val=value, work=copied(value))
+        return Version(new, value)
 
     def _flops(self, node: fx.Node) -> float:
         new = self.trace.new.get(node)
@@ -119,9 +174,12 @@ class _Joining:
         if node not in self.parts:
             rows, old = self.trace.rows(node), self.trace.new[node]
             assert rows is not None, "a tensor"
+            version = self._version(node, rows.dim)
+            if version is not None:
+                return self.parts.setdefault(node, version.new)
             args = (self._of_whole(node), rows.dim, self.microbatches)
             new = self._added(args[0], joint.part, args, node)
-            new.meta["val"] = old.meta["val"]
+            new.meta.update(val=old.meta["val"], work=copied(old.meta["val"]))
             self.parts[node] = new
         return self.parts[node]
 
@@ -139,6 +197,10 @@ class _Joining:
             return new
         if new.op == "placeholder" and new.meta["role"] is not Role.BATCH:
             return new
+        version = None if self.versions.dims(node) else self._version(node, None)
+        if version is not None:
+            how = "sum" if self.versions.rows(version).kind is Kind.SUM else "mean"
+            return self._join(version.new, how, 0, node)
         if node not in self.joint and not self._is_view(node):
             if self.domains.in_parts(node):
                 rows = self.trace.rows(node)
@@ -161,9 +223,12 @@ class _Joining:
 
     def _joined(self, node: fx.Node, how: str, dim: int) -> fx.Node:
         """What microbatches make, for the whole batch."""
-        old = self.trace.new[node]
-        new = self._added(old, joint.join, (old, how, dim, self.microbatches), node)
-        new.meta["val"] = self.whole.values[node]
+        return self._join(self.trace.new[node], how, dim, node)
+
+    def _join(self, part: fx.Node, how: str, dim: int, node: fx.Node) -> fx.Node:
+        new = self._added(part, joint.join, (part, how, dim, self.microbatches), node)
+        value = self.whole.values[node]
+        new.meta.update(val=value, work=copied(value))
         return new
 
     def _added(self, after: fx.Node, target: Any, args: Any, like: fx.Node) -> fx.Node:
@@ -173,7 +238,6 @@ class _Joining:
             new = graph.call_function(target, args)
         new.meta.update(
             module=like.meta.get("module", ""),
-            work=Work(0, 0.0, 0.0, 0),
             mutates=(),
             learns=(),
             random=0,

@@ -48,6 +48,7 @@ class Microbatch:
         self.gm, self.inputs, self.batch, self.specs = gm, inputs, batch, specs
         self.mode = mode or FakeTensorMode(allow_non_fake_inputs=True)
         self.joint: set[fx.Node] = set()  # outputs that are of the whole batch
+        self.spread: dict[fx.Node, int | None] = {}  # those of which rows are parted
         self.arguments: dict[fx.Node, Any] = {}  # the model's, where they are others
         self.graph = fx.Graph()
         self.new: dict[fx.Node, Any] = {}

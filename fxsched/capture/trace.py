@@ -21,7 +21,7 @@ from ..rows.early_values import Early
 from ..rows.tracker import OutputRows
 from ..rows.weighted_loss import labels_decide, part_means
 from .batch import Batch
-from .joint_nodes import join_rows
+from .joint_nodes import NOTHING_JOINED, join_rows
 from .meta_device import cpu_specs, is_meta, on_cpu
 from .microbatch import Microbatch
 from .state_updates import keeps_rows
@@ -35,12 +35,16 @@ class Traced(NamedTuple):
     rows: what became of the rows of the batch.
     early: what computes inputs that follow those of the call, for the whole batch.
     weighted: whether there may be such inputs.
+    meets: whether rows of different microbatches meet.
+    spread: whether microbatches compute their own rows of what these meet in.
     """
 
     graph: fx.GraphModule
     rows: OutputRows
     early: Early | None
     weighted: bool
+    meets: bool
+    spread: bool
 
 
 def trace_microbatch(
@@ -52,6 +56,7 @@ def trace_microbatch(
     outputs: Mapping[int | str, str] | None = None,
     exact: bool = False,
     by_weight: bool = True,
+    spread: bool = False,
 ) -> Traced:
     """A copy of Dynamo's graph for one microbatch, on fake tensors.
 
@@ -64,6 +69,8 @@ def trace_microbatch(
         None, where it doesn't matter.
     exact: whether operations that rows of microbatches meet in are of the whole batch.
     by_weight: whether it may be weighted then, where that suffices.
+    spread: whether microbatches compute their own rows of what rows meet in, where they
+        can.
 
     Placeholders carry `role`, `name` and `index` (into inputs); every node carries
     `val`, `module`, `work`; facts(graph).outputs says how outputs are put together.
@@ -84,14 +91,18 @@ def trace_microbatch(
             exact = weighted = False
             trace = _interpreted(gm, inputs, batch, specs, weighted, exact)
         rows = tuple(map(trace.rows, trace.outputs()))
+        joined = NOTHING_JOINED
         if exact:
-            join_rows(trace, trace.outputs(), declared_outputs(trace, outputs or {}))
+            parted = declared_outputs(trace, outputs or {})
+            joined = join_rows(trace, trace.outputs(), parted, spread)
         described = finish_outputs(trace, outputs, training)
     graph = lazy_module(trace.gm, trace.graph, "Microbatch")
     graph.meta[FACTS] = Facts(tuple(described), find_writes(trace.graph), trace.mode)
+    pairs = zip(rows, trace.outputs(), strict=True)
+    rows = tuple(trace.rows(o) if o in trace.spread else r for r, o in pairs)
     rows = tuple(map(trace.rows_left, rows, trace.outputs()))
     known = OutputRows(rows, tuple(trace.tracker.labels))
-    return Traced(graph, known, trace.early(), weighted)
+    return Traced(graph, known, trace.early(), weighted, *joined)
 
 
 def _interpreted(

@@ -105,6 +105,9 @@ class _OutputReader:
         if old in trace.joint:
             gradient = fake.requires_grad
             return Output("whole", differentiable=gradient, name=name, joint=True)
+        dim = trace.spread.get(old)
+        if dim is not None:
+            return Output("rows", dim, differentiable=fake.requires_grad, name=name)
         return describe(traced, trace.batch, self.declared.get(name))
 
     def _whole_size(self, name: int | str, old: Any, new: Any) -> Any:

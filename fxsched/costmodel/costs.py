@@ -48,6 +48,13 @@ def send_seconds(size: int, device: torch.device) -> float:
     return rates.latency + size / rates.link
 
 
+def copied(value: Tensor) -> Work:
+    """What a copy of a value costs, and that of its gradient."""
+    rates = rates_of(value.device)
+    seconds = rates.launch + 2 * value.nbytes / rates.memory
+    return Work(0, seconds, seconds * value.requires_grad, 0)
+
+
 def update_seconds(size: int, device: torch.device) -> float:
     """Seconds for a step of AdamW on weights of so many bytes: it reads them, their
     gradients and two moments, and writes all but the gradients."""

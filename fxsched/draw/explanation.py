@@ -21,10 +21,13 @@ EXPLAINED = 100  # columns of what explains a plan
 
 
 def explain_text(
-    schedule: Schedule, stages: nx.DiGraph[int], memory: WorkerMemory | None = None
+    schedule: Schedule,
+    stages: nx.DiGraph[int],
+    memory: WorkerMemory | None = None,
+    pairs: str = "",
 ) -> str:
     """The stages with their workers, work, memory and what one microbatch sends; where
-    the step's time goes."""
+    the step's time goes. pairs: what was chosen where rows meet in pairs, and why."""
     work = _work(stages, schedule.microbatches)
     rows = []
     for s in sorted(stages):
@@ -52,6 +55,7 @@ def explain_text(
         (
             f"{schedule}, {len(stages)} stages",
             *(wrapped([line], EXPLAINED) for line in joint_text(schedule, stages)),
+            *([wrapped([pairs], EXPLAINED)] if pairs else []),
             *_arrivals(schedule),
             table(headers, rows, width=EXPLAINED),
             *_corrections(schedule, stages),

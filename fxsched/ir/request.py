@@ -13,6 +13,7 @@ from .graphs import Specs
 Order = Literal["static", "dynamic"]
 Carry = Literal["saved", "recompute"]
 LossReduction = Literal["exact", "mean", "sum", "weighted"]
+Pairs = Literal["auto", "joint", "spread"]
 StageCompiler = Literal["eager", "inductor"]
 Ragged = Literal["error", "fewer", "pad"]
 PassedRows = Literal["all", "local"]
@@ -67,6 +68,7 @@ class Request:
     clip_grad_norm: float | None = None
     skip_nonfinite: bool = False
     order: Order = "static"
+    pairs: Pairs = "auto"
 
     @property
     def by_arrival(self) -> bool:

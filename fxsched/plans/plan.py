@@ -87,6 +87,7 @@ class Plan:
     weights: bytes of the groups, by number.
     prefetch: as the backend's.
     knows_state: whether these have bytes of the optimizer's state.
+    pairs: what was chosen where rows of the batch meet in pairs, and why; or nothing.
     """
 
     schedule: Schedule
@@ -109,6 +110,7 @@ class Plan:
     weights: Mapping[int, WeightGroup] = field(default_factory=dict)
     prefetch: int = 1
     knows_state: bool = False
+    pairs: str = ""
 
     @cached_property
     def jobs(self) -> tuple[Job, ...]:
@@ -206,7 +208,7 @@ class Plan:
     def explain(self) -> str:
         """Stages with their workers, work, memory and what one microbatch sends; what
         each worker runs and holds; what limits the step. Lines of 100 columns."""
-        return explain_text(self.schedule, self.stages, self._memory)
+        return explain_text(self.schedule, self.stages, self._memory, self.pairs)
 
     def simulate(
         self,

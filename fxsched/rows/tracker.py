@@ -68,6 +68,7 @@ class Tracker:
         self.size, self.symbols, self.exact = size, symbols, exact
         self.met: set[fx.Node] = set()
         self.meets = self.weighed = False
+        self.sized = True  # Dynamo's symbols say of values where they have rows
         self.kept: Cause | None = None
         self.labels: list[Labels] = []
         self._rows: dict[int, tuple[Tensor, Rows]] = {}
@@ -136,11 +137,15 @@ class Tracker:
         results = list(tensors(value))
         if len(examples) != len(results):
             return
+        if not self.sized:
+            for tensor in results if _is_functional(node) else ():
+                self.put(tensor, self._of_loss(node, self.of(tensor)))
+            return
         for tensor, example in zip(results, examples, strict=True):
             rows = self.of(tensor)
             if degree is not None:
                 rows = _scaled(node, rows, tensor, degree)
-            if getattr(node.target, "__module__", "") == F.__name__:
+            if _is_functional(node):
                 rows = self._of_loss(node, rows)
             rows = self._placed(node, rows, example)
             if self.exact and rows.cause is not None:
@@ -222,6 +227,11 @@ class Tracker:
             size.node.expr.free_symbols & self.symbols
         )
 
+    def counts(self, value: object) -> bool:
+        """Whether a number is the batch's size, or computed of it."""
+        known = isinstance(value, (torch.SymInt, torch.SymFloat))
+        return known and bool(value.node.expr.free_symbols & self.symbols)  # type: ignore[attr-defined]
+
     def _degree(self, node: fx.Node) -> int | None:
         """The power of the batch size in a number that a node reads: 1, -1, 0 for
         anything else that depends on it, or None."""
@@ -259,6 +269,10 @@ def _power(expression: Any, symbol: Any) -> int:
     if values[0] and values[1] == 2 * values[0] and values[2] == 2 * values[1]:
         return 1
     return -int(bool(values[2]) and values[0] == 2 * values[1] == 4 * values[2])
+
+
+def _is_functional(node: fx.Node) -> bool:
+    return getattr(node.target, "__module__", "") == F.__name__
 
 
 def _scaled(node: fx.Node, rows: Rows, tensor: Tensor, degree: int) -> Rows:

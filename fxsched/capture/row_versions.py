@@ -1,0 +1,210 @@
+"""What joint nodes make, computed by microbatches, each its own rows.
+
+Where rows meet in products of pairs and the like, a microbatch can have its rows of
+them of its own rows of one operand and the other one gathered; what reduces them then
+is a sum or mean of microbatches' again. A value of all pairs has rows along two
+dimensions: what is read along the other one is computed again, of its own operands.
+
+before: logits = text @ image.T; loss = cross_entropy(logits, y) + cross_entropy(
+        logits.T, y)                                        # all of it joint
+after:  texts, images = join(text), join(image)             # joint
+        rows = text @ images.T; columns = texts @ image.T   # of a microbatch
+        loss = cross_entropy(rows, y) + cross_entropy(columns.T, y)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator
+from itertools import product
+from typing import NamedTuple
+
+from torch import Tensor, fx
+
+from ..ir.graphs import REGION_ENTERS, REGION_EXITS
+from ..jobs.job import PlanError
+from ..rows.domains import Domains
+from ..rows.kinds import Kind, Rows
+from .microbatch import Microbatch
+from .whole_batch import WholeBatch
+
+CHOICES = 32  # of what to read of operands, that are tried for one node
+Dim = int | None  # with the rows; None for a part of a sum or mean over them
+
+
+class Version(NamedTuple):
+    """A node of the microbatch's graph, and its value."""
+
+    new: fx.Node
+    value: Tensor
+
+
+class RowVersions:
+    """Versions of joint nodes that microbatches compute.
+
+    of_whole: gives the node of a value of the whole batch.
+    part: gives a microbatch's rows of it, along a dimension.
+    """
+
+    def __init__(
+        self,
+        trace: Microbatch,
+        whole: WholeBatch,
+        domains: Domains,
+        joint: Collection[fx.Node],
+        of_whole: Callable[[fx.Node], fx.Node],
+        part: Callable[[fx.Node, int], Version],
+    ) -> None:
+        self.trace, self.whole, self.domains, self.joint = trace, whole, domains, joint
+        self.of_whole, self.part = of_whole, part
+        self._versions: dict[tuple[fx.Node, Dim], Version | None] = {}
+        self._added: list[fx.Node] = []
+        self._inside = _inside_regions(trace.gm.graph)
+
+    def drop_unused(self, outputs: Collection[fx.Node]) -> None:
+        """Erases what was only tried, but for what is returned."""
+        for new in reversed(self._added):
+            if not new.users and new not in outputs:
+                self.trace.graph.erase_node(new)
+
+    def of(self, node: fx.Node, dim: Dim) -> Version | None:
+        """A microbatch's rows of a joint value along a dimension, or its part of what
+        is a sum or mean over them; None if it can't have that."""
+        key = node, dim
+        if key not in self._versions:
+            self._versions[key] = None
+            self._versions[key] = self._find(node, dim)
+        return self._versions[key]
+
+    def rows(self, version: Version) -> Rows:
+        """What became of the rows of the batch in it."""
+        return self.trace.tracker.of(version.value)
+
+    def dims(self, node: fx.Node) -> list[int]:
+        """The dimensions of a value that are as long as the batch, or a multiple."""
+        value = node.meta.get("example_value")
+        shape = value.shape if isinstance(value, Tensor) else ()
+        return [i for i, size in enumerate(shape) if self.domains.tracker.depends(size)]
+
+    def _find(self, node: fx.Node, dim: Dim) -> Version | None:
+        trace = self.trace
+        new = trace.new[node]
+        if not isinstance(new, fx.Node) or not isinstance(trace.values[node], Tensor):
+            return None
+        if node not in self.joint and self._is_own(node, dim):
+            return Version(new, trace.values[node])
+        if dim is not None and self._is_of_sizes(node):
+            return self.part(node, dim)
+        effects = new.meta.get("random") or new.meta.get("mutates")
+        again = node in self.joint and not effects and node not in self._inside
+        if not again or self._reads_sizes(node):
+            return None
+        for choice in self._choices(node):
+            version = self._computed(node, choice)
+            if version is not None and self._is_right(node, dim, version):
+                return version
+        return None
+
+    def _is_own(self, node: fx.Node, dim: Dim) -> bool:
+        """Whether a microbatch has such a part anyway."""
+        if dim is None:
+            return self.domains.reduced(node)
+        rows = self.domains.rows(node)
+        return self.domains.in_parts(node) and rows is not None and rows.dim == dim
+
+    def _is_of_sizes(self, node: fx.Node) -> bool:
+        """Whether a value, such as arange's, comes of the size of the batch alone."""
+        tensors = (n for n in node.all_input_nodes if self.domains.rows(n) is not None)
+        return self._reads_sizes(node) and next(tensors, None) is None
+
+    def _reads_sizes(self, node: fx.Node) -> bool:
+        """Whether a node reads a number that depends on the batch's size."""
+        values = (n.meta.get("example_value") for n in node.all_input_nodes)
+        return any(map(self.domains.tracker.counts, values))
+
+    def _choices(self, node: fx.Node) -> Iterator[dict[fx.Node, Version]]:
+        """What a microbatch may read of what a node reads: as few whole values as can
+        be, but not nothing else."""
+        operands = {
+            n: options for n in node.all_input_nodes if (options := self._options(n))
+        }
+        every = list(product(*operands.values()))[:CHOICES]
+        every.sort(key=lambda choice: sum(dim == "whole" for dim in choice))
+        for choice in every:
+            if all(dim == "whole" for dim in choice):
+                continue
+            versions: dict[fx.Node, Version] = {}
+            for operand, dim in zip(operands, choice, strict=True):
+                version = self._operand(operand, dim)
+                if version is None:
+                    break
+                versions[operand] = version
+            else:
+                yield versions
+
+    def _options(self, node: fx.Node) -> list[Dim | str]:
+        """The dimensions that a microbatch may have rows along, or "whole"; nothing for
+        what is the same in all of them."""
+        rows = self.domains.rows(node)
+        if rows is None or (rows.kind is Kind.SHARED and node not in self.joint):
+            return []
+        dims = self.dims(node)
+        if not dims:
+            return [None, "whole"]
+        gathered = node not in self.joint and self.domains.in_parts(node)
+        return [*dims, *["whole"] * gathered]
+
+    def _operand(self, node: fx.Node, dim: Dim | str) -> Version | None:
+        if isinstance(dim, str):
+            return Version(self.of_whole(node), self.whole.values[node])
+        return self.of(node, dim)
+
+    def _computed(
+        self, node: fx.Node, operands: dict[fx.Node, Version]
+    ) -> Version | None:
+        """A node's value of these; None if it can't be computed of them."""
+        trace, tracker = self.trace, self.trace.tracker
+        before = {n: Version(trace.new[n], trace.values[n]) for n in (*operands, node)}
+        exact, labels = tracker.exact, len(tracker.labels)
+        tracker.exact, tracker.sized = False, False
+        for n, (new, value) in operands.items():
+            trace.new[n], trace.values[n] = new, value
+        try:
+            with trace.graph.inserting_after(before[node].new):
+                Microbatch.call(trace, node)
+            self._added.append(trace.new[node])
+            trace.new[node].meta["key"] = before[node].new.meta["key"]  # as profiled
+            return Version(trace.new[node], trace.values[node])
+        except PlanError:  # the shapes of these don't go together
+            return None
+        finally:
+            tracker.exact, tracker.sized = exact, True
+            del tracker.labels[labels:]
+            for n, (new, value) in before.items():
+                trace.new[n], trace.values[n] = new, value
+
+    def _is_right(self, node: fx.Node, dim: Dim, version: Version) -> bool:
+        """Whether a value is what is looked for."""
+        if not isinstance(version.value, Tensor):
+            return False
+        rows, shape = self.rows(version), list(self.whole.values[node].shape)
+        if rows.cause is not None or rows.numbers:
+            return False
+        if dim is None:
+            kinds = Kind.SUM, Kind.MEAN
+            return rows.kind in kinds and list(version.value.shape) == shape
+        shape[dim] //= self.trace.batch.microbatches
+        apart = rows.kind is Kind.APART and rows.place == (dim, 1)
+        return apart and list(version.value.shape) == shape
+
+
+def _inside_regions(graph: fx.Graph) -> set[fx.Node]:
+    """The nodes in regions of autocast and the like, in which they must run."""
+    autocast, set_gradients = REGION_ENTERS
+    opened, gradients, inside = 0, True, set()
+    for node in graph.nodes:
+        if node.target is set_gradients:
+            gradients = bool(node.args[0])
+        opened += (node.target is autocast) - (node.target in REGION_EXITS)
+        if opened or not gradients:
+            inside.add(node)
+    return inside

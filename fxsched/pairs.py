@@ -1,0 +1,69 @@
+"""Whether rows that meet in pairs do in a joint stage, or spread over microbatches."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import NamedTuple
+
+from .capture.trace import Traced
+from .clock.stage_graph import run_stages, step_seconds
+from .draw.palette import clock
+from .ir.facts import FACTS, facts
+from .ir.request import Request
+from .jobs.job import PlanError
+from .passes.partition import assign_stages
+
+Trace = Callable[[bool], Traced]  # of a microbatch, whose pairs may be spread
+
+
+class Predicted(NamedTuple):
+    """A step's seconds, or why it can't be planned."""
+
+    seconds: float
+    error: PlanError | None = None
+
+
+def trace_pairs(trace: Trace, request: Request) -> Traced:
+    """The trace of a microbatch, with its pairs as the user says, or where the step
+    should be shorter; then its facts say why.
+
+    Raises PlanError where neither can be planned.
+    """
+    spread = trace(request.pairs != "joint")
+    if not spread.spread:
+        return spread
+    if request.pairs == "spread":
+        return _said(
+            spread, "pairs of rows are spread over microbatches, as pairs= says"
+        )
+    joint = trace(False)
+    times = [_predicted(each, request) for each in (spread, joint)]
+    if all(time.error for time in times):
+        raise times[1].error or times[0].error  # type: ignore[misc]
+    chosen = spread if times[0].seconds < times[1].seconds else joint
+    how = "spread over microbatches" if chosen is spread else "in a joint stage"
+    other = "in a joint stage" if chosen is spread else "spread over microbatches"
+    less, more = sorted(times, key=lambda time: time.seconds)
+    text = clock(less.seconds, "s").text
+    why = "can't be planned" if more.error else text(more.seconds)
+    return _said(
+        chosen,
+        f"pairs of rows {how}: predicted step {text(less.seconds)}; {other}: {why}",
+    )
+
+
+def _said(traced: Traced, text: str) -> Traced:
+    graph = traced.graph
+    graph.meta[FACTS] = replace(facts(graph), pairs=text)
+    return traced
+
+
+def _predicted(traced: Traced, request: Request) -> Predicted:
+    """The step by estimates of its stages."""
+    try:
+        known = facts(assign_stages(traced.graph, request))
+    except PlanError as error:
+        return Predicted(float("inf"), error)
+    assert known.schedule is not None, "rows meet"
+    return Predicted(step_seconds(run_stages(known.schedule, known.stages)))
