@@ -14,7 +14,9 @@ after:  texts, images = join(text), join(image)             # joint
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
 from itertools import product
 from typing import NamedTuple
 
@@ -169,7 +171,7 @@ class RowVersions:
         for n, (new, value) in operands.items():
             trace.new[n], trace.values[n] = new, value
         try:
-            with trace.graph.inserting_after(before[node].new):
+            with trace.graph.inserting_after(before[node].new), _unlogged():
                 Microbatch.call(trace, node)
             self._added.append(trace.new[node])
             trace.new[node].meta["key"] = before[node].new.meta["key"]  # as profiled
@@ -195,6 +197,17 @@ class RowVersions:
         shape[dim] //= self.trace.batch.microbatches
         apart = rows.kind is Kind.APART and rows.place == (dim, 1)
         return apart and list(version.value.shape) == shape
+
+
+@contextmanager
+def _unlogged() -> Iterator[None]:
+    """Keeps what torch logs of shapes that don't go together from the user's screen."""
+    logger = logging.getLogger("torch._subclasses.fake_tensor")
+    before, logger.disabled = logger.disabled, True
+    try:
+        yield
+    finally:
+        logger.disabled = before
 
 
 def _inside_regions(graph: fx.Graph) -> set[fx.Node]:
