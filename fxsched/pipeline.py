@@ -26,6 +26,7 @@ from .passes.order import order_jobs
 from .passes.partition import assign_stages
 from .passes.renew import renew_copies
 from .passes.share import copy_shared
+from .passes.shared_gradients import sum_shared
 from .passes.split import split_stages
 from .passes.transfer import insert_transfers
 from .passes.unroll import unroll_jobs
@@ -44,6 +45,7 @@ GRAPH_PASSES = (  # rewrite the model's graph; what they find out is in its fact
 STEP_PASSES = (  # fill in the step of all workers
     order_jobs,  # one global order of jobs
     unroll_jobs,  # one line per job, on its worker
+    sum_shared,  # gradients of what all microbatches read as it is
     renew_copies,  # of weights that the loop steps on one worker
     update_on_arrival,  # steps of the optimizer, as gradients come
     update_weights,  # the same, in the planned order

@@ -238,6 +238,8 @@ class _ProgramWriter:
         return self.env[self.step.weights(weights, job, self.worker)]
 
     def _value(self, node: fx.Node, job: Job, where: Where) -> fx.Node:
+        if node in self.step.shared:
+            return self.env[self.step.shared[node]]
         node, b = resolve(node, job.microbatch)
         if node.op != "placeholder":
             return self.env[Made(node, b)]

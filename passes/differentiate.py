@@ -351,6 +351,9 @@ class _Differentiation:
             gradient.meta.update(inputs[i].meta, stage=backward.meta["stage"])
             if inputs[i].target is joint.of:
                 parts.setdefault(inputs[i].args[0], []).append(gradient)
+            elif joint.is_whole(inputs[i]):
+                total = self._pointer(joint.total, (gradient,))
+                self.gradients.setdefault(inputs[i].args[0], []).append(total)
             elif inputs[i].target is joint.each:
                 for b, value in enumerate(inputs[i].args):
                     part = self._pointer(joint.of, (gradient, b))

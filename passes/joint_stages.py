@@ -15,7 +15,7 @@ from ..jobs.job import PlanError
 from ..jobs.schedule import Schedule
 from ..partition.cut_cost import Cut, Problem
 from ..partition.joint_memory import check_memory
-from ..partition.joint_stages import cut_phases, phases_of, with_joint
+from ..partition.joint_stages import cut_apart, cut_phases, phases_of, with_joint
 from ..partition.planner import MemoryLimitError, stage_graph
 from .cut_problem import Block, cut_problem, named_cut
 
@@ -38,11 +38,12 @@ def stages_with_joint(blocks: list[Block], request: Request) -> Fitted:
     """
     parts = _Parts(blocks)
     problem = cut_problem([blocks[i] for i in parts.cut], request)
+    before = [parts.phases[i] for i in parts.cut]
     if request.stages == "auto":
-        before = [parts.phases[i] for i in parts.cut]
         cut = _cut_within(problem, before, request)
     else:
-        cut = named_cut(problem, [blocks[i] for i in parts.cut], request)
+        named = named_cut(problem, [blocks[i] for i in parts.cut], request)
+        cut = cut_apart(named, before)
     count = max(cut, default=-1) + 1
     stage = dict(zip(parts.cut, cut, strict=True)) | parts.numbered(count)
     for i, block in enumerate(blocks):

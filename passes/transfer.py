@@ -125,6 +125,7 @@ def _through_pointers(step: StepIR, node: fx.Node) -> tuple[set[int], tuple[int,
         readers = [step.maker[u] for u in pointer.users if u in step.maker]
         if pointer.target is joint.of:
             kinds.update(readers)
+        if pointer.target is not joint.each:
             continue
         for b, value in enumerate(pointer.args):
             if value is node:

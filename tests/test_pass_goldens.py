@@ -53,6 +53,14 @@ class Masked(Chain):
         return (self.b(self.a(x) * keep) * keep).mean()
 
 
+class Centred(Chain):
+    """The mean of the first layer is the whole batch's."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.a(x)
+        return self.b(h - h.mean(0)).mean()
+
+
 class Case(NamedTuple):
     """What a pass is shown on."""
 
@@ -83,6 +91,7 @@ CASES = {
     "differentiate_stages": Case(),
     "order_jobs": Case(schedules.one_f_one_b(2, 2)),
     "unroll_jobs": Case(),
+    "sum_shared": Case(schedules.gpipe(2, 2), Centred),
     "renew_copies": Case(replace(updated(), update_every=None)),
     "update_on_arrival": Case(served(), order="dynamic"),
     "update_weights": Case(updated()),

@@ -82,7 +82,7 @@ MIXES: dict[str, Callable[[Tensor], Tensor]] = {
     "sorted": lambda h: h.sort(0).values,
     "cumsum": lambda h: h.cumsum(0),
     "largest": lambda h: h - h.max(0).values,
-    "centred": lambda h: h - h.mean(0),
+    "centred": lambda h: h - h.mean(0) / 2,
 }
 
 
@@ -253,14 +253,25 @@ def test_microbatches_read_what_has_no_rows_as_it_is() -> None:
     sizes = {(a, b): e["bytes"] for a, b, e in plan.stages.edges(data=True)}
     assert sizes == {(0, 1): 2 * 16 * 4, (0, 2): 16 * 4, (2, 1): 16 * 4}
     assert plan.stages.edges[2, 1]["whole"] == 16 * 4
-    assert plan.simulate().workers[0].activations_sent == 4 + 1  # the mean once
+    sender, reader = plan.simulate().workers
+    assert sender.activations_sent == 4 + 1  # the mean once
+    assert reader.activations_sent == 4 + 1  # gradients of it are added up first
+    link = fxsched.simulate(plan.schedule, plan.stages, None, fxsched.Link(64.0))
+    starts = {str(event.job): event.start for event in link.timeline}
+    assert starts["2B*"] == pytest.approx(starts["1F0"] + 4 * 2 + 1, abs=0.1)
     nothing = plan.stages.copy()
     nothing.edges[2, 1]["whole"] = 0
     held, less = (
         fxsched.simulate(plan.schedule, stages, None).memory[1].each.activations
         for stages in (plan.stages, nothing)
     )
-    assert held - less == 16 * 4  # once for all microbatches
+    assert held - less == 2 * 16 * 4  # once for all microbatches, and its gradient
+
+
+@pytest.mark.parametrize("mix", ["centred", "softmax", "statistics"])
+def test_stages_that_the_user_names_are_cut_where_rows_meet(mix: str) -> None:
+    train(lambda: Mixed(MIXES[mix]), SCHEDULES["1f1b"], batch(), stages=["after"])
+    train(lambda: Mixed(MIXES[mix]), SCHEDULES["ddp"], batch(), stages=["before.2"])
 
 
 def test_functions_of_sums_over_the_batch_take_numbers_not_rows() -> None:

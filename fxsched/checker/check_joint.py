@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 from torch import fx
 
 from ..ir import ops
-from ..ir.graphs import arguments, original
+from ..ir.graphs import arguments
 from ..jobs.job import Direction, Job
 
 FORWARD = Direction.FORWARD
@@ -29,18 +29,18 @@ class Rows(NamedTuple):
     """What a value was made from.
 
     microbatches: of jobs and inputs on its worker. parts: results of jobs there, if
-    some are joint. received: tags of messages.
+    some are joint, as often as they went into it. received: tags of messages, as often.
     """
 
     microbatches: frozenset[int]
-    parts: frozenset[JobPart]
+    parts: tuple[JobPart, ...]
     received: tuple[int, ...]
 
 
 class JointUse(NamedTuple):
     """A value that a joint job reads, or that may be of one.
 
-    place: which of the job's arguments, and which value of it. terms: of a sum.
+    place: which of the job's arguments, and which value of it.
     """
 
     rank: int
@@ -48,7 +48,6 @@ class JointUse(NamedTuple):
     place: tuple[int, int]
     name: str
     rows: Rows
-    terms: tuple[Rows, ...] = ()
 
 
 def rows_of(value: fx.Node, receives: Sequence[object], joins: bool) -> Rows:
@@ -57,14 +56,14 @@ def rows_of(value: fx.Node, receives: Sequence[object], joins: bool) -> Rows:
     receives: functions that get messages. joins: whether there are joint jobs.
     """
     microbatches: set[int] = set()
-    parts: set[JobPart] = set()
-    received: dict[int, None] = {}
+    parts: list[JobPart] = []
+    received: list[int] = []
     open_ends = [value]
     while open_ends:
         node = open_ends.pop()
         job = _made_by(node) if joins else None
         if job is not None:
-            parts.add((job, arguments(node)[1]))
+            parts.append((job, arguments(node)[1]))
         if job is not None and job.joint:
             continue
         if "job" in node.meta:
@@ -74,10 +73,12 @@ def rows_of(value: fx.Node, receives: Sequence[object], joins: bool) -> Rows:
             microbatches.add(arguments(node)[1])
         elif node.target in receives:
             tag: Any = node.kwargs["tag"]
-            received[tag] = None
+            received.append(tag)
+        elif node.target is ops.add:  # which may add a value to itself
+            open_ends += [a for a in node.args if isinstance(a, fx.Node)]
         elif node.target is not ops.pause:
             open_ends += node.all_input_nodes
-    return Rows(frozenset(microbatches), frozenset(parts), tuple(received))
+    return Rows(frozenset(microbatches), tuple(parts), tuple(received))
 
 
 def _made_by(node: fx.Node) -> Job | None:
@@ -98,23 +99,16 @@ def joint_uses(
                 if isinstance(value, fx.Node):
                     rows = rows_of(value, receives, True)
                     job: Job = call.meta["job"]
-                    terms = tuple(rows_of(t, receives, True) for t in _terms(value))
-                    yield JointUse(rank, job, (position, i), value.name, rows, terms)
-
-
-def _terms(value: fx.Node) -> list[fx.Node]:
-    """What a sum of gradients adds up."""
-    value = original(value)
-    adds = value.target is ops.add
-    return [a for a in value.args if isinstance(a, fx.Node)] if adds else []
+                    yield JointUse(rank, job, (position, i), value.name, rows)
 
 
 def unread(nodes: Iterable[fx.Node], receives: Sequence[object]) -> str | None:
-    """A gradient, or what came with a message, that nothing in a program reads; None if
-    there is none."""
+    """A gradient, a sum, or what came with a message, that nothing in a program reads;
+    None if there is none."""
     for node in nodes:
         job = _made_by(node)
         gradient = job is not None and job.direction is Direction.BACKWARD
+        gradient |= node.target is ops.add
         used = any(user.target is not ops.free for user in node.users)
         if (gradient or node.target in receives) and not used:
             return f"{node.meta['task']}: {node.name} is read by nothing"
@@ -189,21 +183,17 @@ def _read_fault(uses: Sequence[JointUse], microbatches: int) -> str | None:
 
 def _sums_all(use: JointUse) -> bool:
     """Whether a value adds up gradients of several microbatches."""
-    return bool(use.terms) and len(use.rows.microbatches) > 1
+    return len(use.rows.microbatches) > 1
 
 
 def _sum_fault(use: JointUse, microbatches: int) -> str | None:
     """What all microbatches read gets the gradient of each, once."""
     if not _sums_all(use):
         return None
-    added = Counter(part for term in use.terms for part in term.parts)
+    added = Counter(use.rows.parts)
     for job, result in sorted(added, key=str):
-        every = (
-            [job]
-            if job.joint
-            else [job._replace(microbatch=b) for b in range(microbatches)]
-        )
-        for each in every:
+        numbers = [job.microbatch] if job.joint else range(microbatches)
+        for each in (job._replace(microbatch=b) for b in numbers):
             if added[each, result] != 1:
                 return (
                     f"worker {use.rank}: {use.job} reads {use.name}, in which the "

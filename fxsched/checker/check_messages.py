@@ -9,7 +9,7 @@ what the programs say of their messages is held against each other here.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import accumulate, pairwise
 from typing import NamedTuple
 
@@ -241,9 +241,7 @@ class _Provenances:
         """Joint jobs read every microbatch once, in the order of the rows, and each
         microbatch reads its own rows of what they make."""
         uses = [
-            use._replace(
-                rows=self._whole(use.rows), terms=tuple(map(self._whole, use.terms))
-            )
+            use._replace(rows=self._whole(use.rows))
             for each in self.summaries
             for use in each.joint_uses
         ]
@@ -257,13 +255,16 @@ class _Provenances:
     def _whole(self, rows: Rows) -> Rows:
         """With what came with messages."""
         more = map(self._microbatches, rows.received)
-        parts = map(self._parts, rows.received)
-        return Rows(rows.microbatches.union(*more), rows.parts.union(*parts), ())
+        parts = (*rows.parts, *self._more(rows.received))
+        return Rows(rows.microbatches.union(*more), parts, ())
 
-    def _parts(self, tag: int) -> frozenset[JobPart]:
+    def _more(self, tags: Iterable[int]) -> Iterator[JobPart]:
+        return (part for tag in tags for part in self._parts(tag))
+
+    def _parts(self, tag: int) -> tuple[JobPart, ...]:
         """The results of jobs that a message was made from."""
         origin = self._origin(tag)
-        return origin.parts.union(*map(self._parts, origin.received))
+        return *origin.parts, *self._more(origin.received)
 
     def _origin(self, tag: int) -> Provenance:
         message = self.messages[tag]

@@ -26,7 +26,7 @@ class Provenance(NamedTuple):
         and of the messages with these tags.
     adds: the jobs whose gradients it adds up; None if it is no such sum.
     added: tags of messages that it adds up as well.
-    parts: results of jobs here that it was made from, if some jobs are joint.
+    parts: results of jobs here that it was made from, as often, if some jobs are joint.
     weights: which ones, if it is weights that this worker keeps.
     part: a replica of weights, or an average, if it is one.
     """
@@ -38,7 +38,7 @@ class Provenance(NamedTuple):
     received: tuple[int, ...]
     adds: tuple[Job, ...] | None
     added: tuple[int, ...]
-    parts: frozenset[JobPart]
+    parts: tuple[JobPart, ...]
     weights: Weights | None
     part: Part | None
 

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
+from ..jobs.job import Direction
 from ..jobs.schedule import Schedule
 from .activations import allocations, to_holder
 from .timeline import Jobs
@@ -95,13 +96,16 @@ class StepChanges:
 
     def read_whole(self, edges: Mapping[tuple[int, int], float]) -> Iterator[Change]:
         """What all microbatches of a stage read as it is, by edges of stages: on each
-        of its workers, from its first job to its last."""
+        of its workers, from its first job to its last; and the sum of its gradients
+        there, from the first B to the last."""
         for (_, stage), size in edges.items():
-            spans: dict[int, list[int]] = {}
+            spans: dict[tuple[int, bool], list[int]] = {}
             for place, kind, _, worker in self.regular:
-                if self.jobs.kinds[kind][0] == stage:
-                    spans.setdefault(worker, [place, place])[1] = place
-            for worker, (first, last) in spans.items():
+                reader, direction = self.jobs.kinds[kind]
+                if reader == stage:
+                    for back in {False, direction is not Direction.FORWARD}:
+                        spans.setdefault((worker, back), [place, place])[1] = place
+            for (worker, _), (first, last) in spans.items():
                 yield 4 * first + START, worker, ACTIVATIONS, size
                 yield 4 * last + END, worker, ACTIVATIONS, -size
 

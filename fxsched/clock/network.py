@@ -11,7 +11,7 @@ from ..jobs.job import Direction, PlanError
 from ..jobs.schedule import Schedule
 from ..jobs.user_values import is_number
 from .event_loop import Network
-from .stage_graph import Edges, all_whole, edge_between
+from .stage_graph import Edges, edge_between, is_whole
 from .timeline import Jobs, Timeline
 from .update_messages import Renewal, Sum, gradient_sums, renewals
 from .weight_fetches import fetches
@@ -71,6 +71,7 @@ class Transfers(Network):
         self.width = len(jobs.kinds)
         self.links: dict[tuple[int, int], float] = {}  # when each is free again
         self.sent: dict[tuple[int, int], float] = {}  # arrivals of what goes once
+        self.missing: dict[tuple[int, int, int], int] = {}  # of what is added up first
         self.returned = 0.0
         self.asked: dict[int, list[tuple[int, bool]]] = {}  # by what sets it off
         self.waiting: list[int] = []
@@ -113,6 +114,8 @@ class Transfers(Network):
         compute = self.jobs.compute
         source, to = compute[maker], compute[reader]
         (a, d), (b, _) = (self.jobs.kinds[i % self.width] for i in (maker, reader))
+        if self._adds_up(maker, reader):
+            return now
         once = d is FORWARD and a != b
         key = (maker, -1 - to - self._part(maker, reader) if once else reader)
         if key not in self.sent:
@@ -130,10 +133,23 @@ class Transfers(Network):
         joint, width = self.jobs.joint, self.width
         if maker % width not in joint or reader % width in joint:
             return 0
-        stages = (self.jobs.kinds[i % width][0] for i in (maker, reader))
-        if all_whole(self.stages.get_edge_data(*stages)):
+        if is_whole(self.stages, self.jobs, maker % width, reader % width):
             return 0
         return (1 + reader // width) * self.jobs.workers
+
+    def _adds_up(self, maker: int, reader: int) -> bool:
+        """Whether its worker adds a job's gradient to others before it is sent, which
+        the last one does."""
+        joint, kind = self.jobs.joint, maker % self.width
+        if kind in joint or reader not in joint:
+            return False
+        if not is_whole(self.stages, self.jobs, kind, reader):
+            return False
+        worker = self.jobs.compute[maker]
+        every = self.jobs.compute[kind : self.jobs.regular : self.width]
+        key = kind, reader, worker
+        self.missing[key] = self.missing.get(key, every.count(worker)) - 1
+        return self.missing[key] > 0
 
     def _weights(self, stage: int) -> float:
         if self.transfer is None:

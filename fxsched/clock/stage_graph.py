@@ -199,8 +199,10 @@ def edge_between(
     return stages.get_edge_data(other, one) if data is None else data
 
 
-def all_whole(edge: Mapping[str, float] | None) -> bool:
-    """Whether all that goes along it is the same for all microbatches."""
+def is_whole(stages: nx.DiGraph[int], jobs: Jobs, maker: int, reader: int) -> bool:
+    """Whether all that one kind of jobs gives another is the same for all microbatches,
+    or the sum of its gradients: what a worker gets, or sends, once."""
+    edge = edge_between(stages, jobs.kinds[maker][0], jobs.kinds[reader][0])
     whole = None if edge is None else edge.get("whole")
     return bool(whole) and edge is not None and whole == edge["bytes"]
 
@@ -253,7 +255,7 @@ def worker_bytes(
     total = [weights + held for weights, held in pairs]
     for (_, s), whole in nx.get_edge_attributes(stages, "whole").items():
         for worker in workers_of(jobs, s):
-            total[worker] += whole
+            total[worker] += 2 * whole  # and its gradient
     return total
 
 

@@ -11,7 +11,7 @@ import numpy as np
 
 from ..jobs.schedule import Schedule
 from .activations import peaks
-from .stage_graph import all_whole
+from .stage_graph import is_whole
 from .timeline import Jobs, Timeline
 from .weight_fetches import fetches
 from .weight_traffic import count_traffic, stage_keepers, weight_size
@@ -112,21 +112,23 @@ def _messages(jobs: Jobs, stages: nx.DiGraph[int]) -> tuple[Any, Any]:
         received += np.bincount(to[new], None, count)
         sent += np.bincount(source, new.sum(1), count).astype(int)
     for p, k in _whole(jobs, stages):
-        source = compute[p]
-        to = np.setdiff1d(compute[k::width], source)
-        received[to] += 1
-        sent[source] += len(to)
+        joint, other = (compute[p], k) if p in jobs.joint else (compute[k], p)
+        others = np.setdiff1d(compute[other::width], joint)
+        one, all_of_them = (sent, received) if p in jobs.joint else (received, sent)
+        one[joint] += len(others)
+        all_of_them[others] += 1
     return received, sent
 
 
 def _whole(jobs: Jobs, stages: nx.DiGraph[int]) -> list[tuple[int, int]]:
-    """Kinds of joint jobs, and of jobs that all read the same of them."""
+    """Kinds of jobs, one before the other: a joint one, whose result all of the others
+    read as it is, or to which they give its gradient."""
     return [
         (p, k)
         for k, before in enumerate(jobs.preds)
         for p in before
-        if p in jobs.joint and k not in jobs.joint
-        if all_whole(stages.get_edge_data(jobs.kinds[p][0], jobs.kinds[k][0]))
+        if (p in jobs.joint) != (k in jobs.joint)
+        if is_whole(stages, jobs, p, k)
     ]
 
 

@@ -4,7 +4,7 @@ microbatches.
 In a traced graph a joint node reads what microbatches make through `join`, and nodes of
 microbatches what joint ones make through `part`. In a graph of stages, which stands for
 any microbatch, `of` is a value of one of them, and `each` the one for its own, which
-may be the same for all.
+may be the same for all; `total` is the sum over them.
 """
 
 from __future__ import annotations
@@ -35,9 +35,14 @@ def each(*values: Any) -> NoReturn:
     raise AssertionError("programs name the value itself")
 
 
+def total(value: Any) -> NoReturn:
+    """The sum of a value over all microbatches."""
+    raise AssertionError("programs have the sum itself")
+
+
 def is_pointer(node: fx.Node) -> bool:
     """Whether a node of a graph of stages only points to values of others."""
-    return node.target in (of, each)
+    return node.target in (of, each, total)
 
 
 def is_whole(node: fx.Node) -> bool:

@@ -151,6 +151,8 @@ class StepIR:
         may be by then.
     renewed: for each line that copies new weights, where it gets them: the worker, and
         what made them there.
+    shared: the sums over all microbatches that B of joint stages reads, by the pointers
+        to them.
     """
 
     graph: fx.GraphModule
@@ -165,6 +167,7 @@ class StepIR:
     updated: Mapping[tuple[int, int, int], Line] = field(default_factory=dict)
     copies: Mapping[tuple[int, Job], Line] = field(default_factory=dict)
     renewed: Mapping[Line, tuple[int, Line | fx.Node]] = field(default_factory=dict)
+    shared: Mapping[fx.Node, Line] = field(default_factory=dict)
 
     @property
     def facts(self) -> Facts:

@@ -57,6 +57,22 @@ def cut_phases(
     return tuple(stages)
 
 
+def cut_apart(cut: Cut, phases: Sequence[int]) -> Cut:
+    """A cut at what the user names, whose stages have no units from before and after
+    rows meet: what comes after goes to the next stage of its phase, if there is one."""
+    pairs = sorted(set(zip(phases, cut, strict=True)))
+    first = {stage: min(p for p, s in pairs if s == stage) for stage in cut}
+    place: dict[tuple[int, int], tuple[int, int]] = {}
+    for phase, stage in pairs:
+        later = [s for p, s in pairs if p == phase and s > stage]
+        moves = phase > first[stage] and later
+        place[phase, stage] = (phase, min(later)) if moves else (phase, stage)
+    for pair in reversed(pairs):
+        place[pair] = place.get(place[pair], place[pair])
+    number = {key: i for i, key in enumerate(sorted(set(place.values())))}
+    return tuple(number[place[key]] for key in zip(phases, cut, strict=True))
+
+
 def _shares(
     problem: Problem, parts: Sequence[Sequence[int]], schedule: Schedule
 ) -> list[int]:
