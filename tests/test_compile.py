@@ -145,6 +145,74 @@ def test_what_tracing_read_is_a_new_plan_once_it_changes(capfd: Any) -> None:
     assert capfd.readouterr().err.count("traced again, self.table") == 1
 
 
+def outside(factor: float) -> tuple[Any, Any]:
+    """A function of a closure's number, and one that sets it."""
+
+    def scaled(x: Tensor) -> Tensor:
+        return x * factor * NUMBERS["scale"] * Numbers.scale
+
+    def to(value: float) -> None:
+        nonlocal factor
+        factor = value
+
+    return scaled, to
+
+
+class Numbers:
+    scale = 1.0
+
+
+NUMBERS = {"scale": 1.0}
+number = 1.0
+scaled, rescale = outside(1.0)
+shared = nn.Linear(4, 4)
+
+
+class ReadsOutside(nn.Linear):
+    """Reads weights and numbers that aren't in it."""
+
+    def __init__(self) -> None:
+        super().__init__(4, 4)
+        self.tables = [nn.Parameter(torch.ones(4))]
+
+    def forward(self, x: Tensor) -> Tensor:
+        torch._dynamo.graph_break()
+        rows = shared(super().forward(x)) * self.tables[0]
+        return (scaled(rows) * number).pow(2).mean()
+
+
+def test_what_a_model_reads_outside_of_it_is_a_new_plan_once_it_changes(
+    monkeypatch: pytest.MonkeyPatch, capfd: Any
+) -> None:
+    model, x = ReadsOutside(), torch.randn(4, 4)
+    step = fxsched.compile(model, ONE)
+    torch.testing.assert_close(step(x), model(x))
+    monkeypatch.setitem(globals(), "number", 2.0)
+    torch.testing.assert_close(step(x), model(x))
+    monkeypatch.setitem(NUMBERS, "scale", 3.0)
+    torch.testing.assert_close(step(x), model(x))
+    monkeypatch.setattr(Numbers, "scale", 5.0)
+    torch.testing.assert_close(step(x), model(x))
+    rescale(7.0)
+    torch.testing.assert_close(step(x), model(x))
+    monkeypatch.setitem(globals(), "shared", nn.Linear(4, 4))
+    torch.testing.assert_close(step(x), model(x))
+    rescale(1.0)
+    assert "test_compile.number was 1.0 and is 2.0" in capfd.readouterr().err
+
+
+def test_weights_that_a_model_does_not_register_are_trained() -> None:
+    model, x = ReadsOutside(), torch.randn(4, 4)
+    weights = [*model.parameters(), *shared.parameters(), *model.tables]
+    step = fxsched.compile(model, ONE)
+    step(x).backward()
+    found = [weight.grad for weight in weights]
+    for weight in weights:
+        weight.grad = None
+    model(x).backward()
+    torch.testing.assert_close(found, [weight.grad for weight in weights])
+
+
 def test_a_model_that_Dynamo_traces_is_captured_by_it() -> None:
     step = fxsched.compile(nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 2)), ONE)
     step(torch.ones(4, 8)).sum().backward()
@@ -180,6 +248,17 @@ class Draws(nn.Linear):
         return super().forward(x) * random.random()
 
 
+class CountsGlobally(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        global calls
+        torch._dynamo.graph_break()
+        calls += 1
+        return super().forward(x)
+
+
+calls = 0
+
+
 class Refusal(NamedTuple):
     model: type[nn.Linear]
     message: str
@@ -188,6 +267,7 @@ class Refusal(NamedTuple):
 REFUSALS = [
     Refusal(Chooses, r"stops at\n.*test_compile.py.*\n +if x.sum\(\) > 0.*\n.*where"),
     Refusal(Counts, r"forward writes to self.calls.*register_buffer"),
+    Refusal(CountsGlobally, r"forward writes to [\w.]*test_compile.calls,.*register"),
     Refusal(Remembers, r"forward writes to self.last.*register_buffer"),
     Refusal(Draws, r"draws numbers with random, .*torch.rand"),
 ]
@@ -202,6 +282,7 @@ def test_what_neither_can_trace_is_an_error_with_what_to_do(refusal: Refusal) ->
     after = dict(vars(model))
     after.pop("_is_torch_compile", None)  # torch.compile's
     assert after == before
+    assert calls == 0
     assert random.getstate() == state
 
 

@@ -7,9 +7,9 @@ Dynamo's kind of graph of what comes out, so that all that follows is the same.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 from torch.export import Dim, ExportedProgram, export
@@ -20,10 +20,25 @@ from .caller import Call
 from .export_errors import not_exported
 from .exported_graph import ExportedGraph
 from .exported_nodes import ROOT
-from .python_state import Change, PythonState
+from .noted_values import Change
+from .outside_names import OutsideNames, first_frames
+from .outside_tensors import OutsideTensors
+from .python_state import PythonState
 from .structure import Structure
 from .translator import Exported, Translator
 from .whole_batches import Pin, WholeBatches
+
+
+class Export(NamedTuple):
+    """A model's graph, and what its Python did meanwhile.
+
+    changes: what it wrote into itself and around it, which was undone.
+    outside: what it read around it.
+    """
+
+    graph: ExportedGraph
+    changes: Sequence[Change]
+    outside: OutsideNames
 
 
 class _Note:
@@ -31,14 +46,30 @@ class _Note:
 
     result: Structure
     changes: Sequence[Change] = ()
+    model: PythonState
+    outside: OutsideNames
     pins: Sequence[Pin] = ()
+    unknown: Iterable[nn.Parameter] = ()
+
+    def path_of(self, weight: nn.Parameter) -> str | None:
+        """How the model writes a weight that it doesn't register."""
+        for path, module in self.outside.modules.items():
+            for name, each in module.named_parameters(path):
+                if each is weight:
+                    return name
+        return self.model.path_of(weight) or self.outside.path_of(weight)
 
 
 class _Called(nn.Module):
     """The model as a function of the tensors of a call alone."""
 
-    def __init__(self, model: nn.Module, call: Structure) -> None:
+    def __init__(
+        self, model: nn.Module, call: Structure, outside: Sequence[nn.Parameter]
+    ) -> None:
         super().__init__()
+        self.outside = {f"outside_{i}": id(p) for i, p in enumerate(outside)}
+        for name, parameter in zip(self.outside, outside, strict=True):
+            self.register_parameter(name, parameter)
         self.add_module(ROOT, model)
         self.training = model.training
         self.call, self.note = call, _Note()
@@ -46,13 +77,17 @@ class _Called(nn.Module):
     def forward(self, *tensors: Tensor) -> tuple[Any, ...]:
         args, kwargs = self.call.with_tensors(tensors)
         model = getattr(self, ROOT)
-        before = PythonState(model)
+        before = self.note.model = PythonState(model)
+        outside = self.note.outside = OutsideNames()
+        known = {key: getattr(self, name) for name, key in self.outside.items()}
+        weights = OutsideTensors(known)
         try:
-            with WholeBatches() as batches:
+            with weights, WholeBatches() as batches, first_frames(outside.look):
                 result = self.note.result = Structure(model(*args, **kwargs))
-            self.note.pins = batches.pins
+            self.note.pins, self.note.unknown = batches.pins, weights.unknown.values()
         finally:
-            self.note.changes = before.changes()
+            self.note.changes = [*before.changes(), *outside.changes()]
+            outside.settle()
             for change in reversed(self.note.changes):
                 change.undo()
         return tuple(result.tensors)
@@ -63,7 +98,7 @@ def export_model(
     call: Structure,
     named: Call,
     dims: Sequence[int | None],
-) -> ExportedGraph:
+) -> Export:
     """The model's graph for a call, (args, kwargs).
 
     named: the same call, as the user names what is in it.
@@ -71,29 +106,41 @@ def export_model(
         be another in later calls.
     Raises PlanError, with the user's line, for what cannot be traced.
     """
-    called = _Called(model, call)
     dynamic = tuple({} if dim is None else {dim: Dim.AUTO} for dim in dims)
+    called, program = _traced(_Called(model, call, ()), dynamic)
+    weights = list(called.note.unknown)
+    if weights:
+        called, program = _traced(_Called(model, call, weights), dynamic)
+    exported = _exported(program, called.note, weights)
+    graph = Translator(exported, model, call, named).graph()
+    return Export(graph, called.note.changes, called.note.outside)
+
+
+def _traced(called: _Called, dynamic: Any) -> tuple[_Called, ExportedProgram]:
+    tensors = tuple(called.call.tensors)
     try:
-        with warnings.catch_warnings(), _kept_attributes(model):
+        with warnings.catch_warnings(), _kept_attributes(called):
             # PythonState sees what a forward writes, and RNNs write what they restore
             warnings.filterwarnings("ignore", "The tensor attribute")
-            program = export(
-                called, tuple(call.tensors), dynamic_shapes=(dynamic,), strict=False
-            )
+            program = export(called, tensors, dynamic_shapes=(dynamic,), strict=False)
     except PlanError:
         raise
     except Exception as error:
         raise not_exported(error) from error
-    return Translator(_exported(program, called.note), model, call, named).graph()
+    return called, program
 
 
-def _exported(program: ExportedProgram, note: _Note) -> Exported:
+def _exported(
+    program: ExportedProgram, note: _Note, weights: Sequence[nn.Parameter]
+) -> Exported:
     targets = [
         None if spec.kind is InputKind.USER_INPUT else str(spec.target)
         for spec in program.graph_signature.input_specs
     ]
-    gm, constants = program.graph_module, program.constants
-    return Exported(gm, targets, constants, note.result, note.changes, note.pins)
+    outside = {f"outside_{i}": p for i, p in enumerate(weights)}
+    paths = {name: note.path_of(p) for name, p in outside.items()}
+    gm, constants = program.graph_module, {**program.constants, **outside}
+    return Exported(gm, targets, constants, paths, note.result, note.pins)
 
 
 @contextmanager

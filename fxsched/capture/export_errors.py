@@ -21,7 +21,7 @@ HINTS = {"DataDependent": VALUES, "data-dependent": VALUES, "unbacked": VALUES}
 def not_exported(error: Exception) -> PlanError:
     """The error for a line of the model that can't be traced either."""
     frames = traceback.extract_tb(error.__traceback__)
-    own = [each for each in frames if not _foreign(each.filename)]
+    own = [each for each in frames if not foreign(each.filename)]
     where = "".join(traceback.format_list((own or list(frames))[-1:])).strip()
     why = f"{type(error).__name__}: {str(error).strip()}".split("\n")[0]
     what = next(
@@ -34,7 +34,12 @@ def not_exported(error: Exception) -> PlanError:
     )
 
 
-def _foreign(file: str) -> bool:
+def foreign(file: str) -> bool:
     """Whether a file is of torch, Python's library or fxsched's tracing."""
-    installed = "site-packages" in file or "dist-packages" in file
-    return file.startswith(FOREIGN) or (file.startswith(LIBRARY) and not installed)
+    library = file.startswith((LIBRARY, "<frozen")) and not installed(file)
+    return file.startswith(FOREIGN) or library
+
+
+def installed(file: str) -> bool:
+    """Whether a file is of an installed package."""
+    return "site-packages" in file or "dist-packages" in file

@@ -9,7 +9,6 @@ from typing import Any, NamedTuple
 from torch import Tensor, fx
 
 from .graph_inputs import placeholders, symbol_of
-from .python_state import Change
 from .structure import Structure
 from .whole_batches import Pin
 
@@ -25,7 +24,6 @@ class ExportedGraph(NamedTuple):
         is, the position in all of the graph's inputs; or None, for the next output of
         the graph.
     guards: what tracing took to be true of sizes.
-    changes: what the model wrote into itself, which was undone.
     """
 
     gm: fx.GraphModule
@@ -34,7 +32,6 @@ class ExportedGraph(NamedTuple):
     result: Structure
     sources: tuple[int | None, ...]
     guards: tuple[Pin, ...]
-    changes: Sequence[Change]
 
     def inputs(self, tensors: Sequence[Tensor]) -> tuple[Any, ...]:
         """What the graph takes, of a call's tensors."""

@@ -12,9 +12,10 @@ from ..ir.modes import casts, modes_after_errors
 from ..jobs.job import PlanError
 from .caller import Dims, read_signature
 from .drawn_numbers import without_drawn_numbers
-from .export import export_model
+from .export import Export, export_model
 from .exported_graph import ExportedGraph
-from .python_state import Change, PythonState, noted_reads
+from .noted_values import Change, Noted
+from .python_state import PythonState, noted_reads
 from .refusals import refusal
 from .samples import dim_of
 from .structure import Structure
@@ -26,11 +27,13 @@ class Trace:
     """A traced graph, and what must be as it was for it to be that of a call.
 
     key: of the call's structure, types and modes.
-    state: what the model's Python read.
+    read: what the model's Python read.
     """
 
-    def __init__(self, key: Hashable, graph: ExportedGraph, state: PythonState) -> None:
-        self.key, self.graph, self.state = key, graph, state
+    def __init__(
+        self, key: Hashable, graph: ExportedGraph, read: Sequence[Noted]
+    ) -> None:
+        self.key, self.graph, self.read = key, graph, read
         self.kinds = list(map(_kind, graph.state))
         self.sizes: set[Hashable] = set()  # that it is known to serve
 
@@ -45,8 +48,9 @@ class Trace:
 
     def stale(self) -> str | None:
         """What of the model is another than when it was traced."""
-        for change in self.state.changes():
-            return str(change)
+        for noted in self.read:
+            for change in noted.changes():
+                return str(change)
         if list(map(_kind, self.graph.state)) != self.kinds:
             return "types of its weights, or which of them are trained"
         return None
@@ -89,28 +93,29 @@ class Traces:
         first: Sequence[Change] = ()
         for again in (False, True):
             with noted_reads() as reads, without_drawn_numbers():
-                graph = self._export(call)
-            if not graph.changes:
+                graph, changes, outside = self._export(call)
+            if not changes:
                 break
-            if again or any(change.holds_traced() for change in graph.changes):
+            if again or any(change.holds_traced() for change in changes):
                 for change in reversed(first):
                     change.undo()
-                raise _keeps(graph.changes[0])
-            first = graph.changes
+                raise _keeps(changes[0])
+            first = changes
             for change in first:
                 change.redo()
-        return Trace(key, graph, PythonState(self.model, reads))
+        state = PythonState(self.model, reads, outside.modules)
+        return Trace(key, graph, (state, outside))
 
-    def _export(self, call: Structure) -> ExportedGraph:
+    def _export(self, call: Structure) -> Export:
         args, kwargs = call.value
         named = read_signature(self.model.forward, args, kwargs)
         dims = [self._dim(tensor, named.tensors) for tensor in call.tensors]
         with modes_after_errors():
-            graph = export_model(self.model, call, named, dims)
-        refused = refusal(graph.gm)
+            export = export_model(self.model, call, named, dims)
+        refused = refusal(export.graph.gm)
         if refused is not None:
             raise refused
-        return graph
+        return export
 
     def _dim(self, tensor: Tensor, named: Sequence[Any]) -> int | None:
         """The dimension with a tensor's samples, if they can be cut."""

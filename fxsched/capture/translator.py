@@ -18,7 +18,6 @@ from .exported_graph import ExportedGraph
 from .exported_nodes import ROOT, Nodes
 from .graph_inputs import origin_of, placeholders
 from .origins import Origin
-from .python_state import Change
 from .returns import Returned
 from .structure import Structure
 from .whole_batches import Pin
@@ -29,16 +28,16 @@ class Exported(NamedTuple):
 
     targets: for each input, the path of a tensor of the model or the name of a
         constant; None for a tensor of the call.
-    constants: tensors in the model's code, by their names.
-    result: what the model returned. changes: what it wrote into itself.
+    constants: tensors in the model's code, by their names. paths: how it writes them.
+    result: what the model returned.
     pins: sizes that this trace is for.
     """
 
     gm: fx.GraphModule
     targets: Sequence[str | None]
     constants: Mapping[str, Any]
+    paths: Mapping[str, str | None]
     result: Structure
-    changes: Sequence[Change]
     pins: Sequence[Pin]
 
 
@@ -76,8 +75,7 @@ class Translator:
         result = result.without_tensors()
         state, used = tuple(self.state), tuple(self.used)
         guards = _guards(gm, self.exported.pins)
-        changes = self.exported.changes
-        return ExportedGraph(gm, state, used, result, sources, guards, changes)
+        return ExportedGraph(gm, state, used, result, sources, guards)
 
     def _text(self, gm: fx.GraphModule) -> str:
         """What tells this graph from others."""
@@ -109,7 +107,8 @@ class Translator:
         if tensor is None:
             tensor, path = self.exported.constants[target], node.name
         name = registered.get(id(tensor))
-        origin = Origin(name or f"self.{path}", False, registered=name is not None)
+        written = name or self.exported.paths.get(target) or f"self.{path}"
+        origin = Origin(written, False, registered=name is not None)
         self.state.append(tensor)
         self.nodes.input(node, origin=origin, arguments=())
 
