@@ -125,7 +125,7 @@ CASES: tuple[tuple[Callable[[Any, Tensor], Tensor], str], ...] = (
     (solved, r"linalg_solve .* at\n.*" + HERE + r"solved[\s\S]*torch.linalg.solve_ex"),
     (chosen, r"torch.cond at\n.*" + HERE + r"chosen[\s\S]*write torch.where"),
     (normed, r"a buffer is written inside torch.utils.checkpoint at\n.*" + HERE),
-    (sparse, r"breaks at\n.*" + HERE + r"sparse[\s\S]*sparse Tensor"),
+    (sparse, r"stops at\n.*" + HERE + r"sparse[\s\S]*sparse Tensor"),
     (embedded, r"an embedding has sparse=True at[\s\S]*use sparse=False"),
     (in_autocast, r"" + HERE + "in_autocast"),
 )
