@@ -180,12 +180,26 @@ class Shown(Sigmoid):
         return {"loss": loss, "logits": logits, "turned": logits.T}
 
 
+class Margins(Towers):
+    """Losses with the diagonal, with masks of pairs, and with numbers of rows."""
+
+    def forward(self, x: Tensor, y: Tensor) -> Any:
+        logits, kinds, own = self.logits(x, y), y[:, 0] > 0, torch.arange(len(x))
+        right = logits.diagonal()
+        apart = (own[:, None] != own[None, :]) & (kinds[:, None] == kinds[None, :])
+        more = torch.relu(0.2 + logits - right.unsqueeze(1)).mean()
+        less = (torch.log_softmax(logits, 0) * apart).sum() / len(x)
+        masked = logits.masked_fill(torch.eye(len(x)).bool(), 0).sum(1)
+        return more - less + masked.pow(2).mean() - logits.diag().mean()
+
+
 SPREAD = {
     "ddp": Towers,
     "1f1b": Sigmoid,
     "graph": Shown,
     "zb_h1": Towers,
     "drawn 2": Sigmoid,
+    "fsdp": Margins,
     "gpipe": lambda: Mixed(MIXES["pairs"]),
 }
 

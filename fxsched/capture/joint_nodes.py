@@ -16,6 +16,7 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor, fx
 
 from ..costmodel.costs import copied
@@ -96,7 +97,7 @@ class _Joining:
         self.whole.interpret()
         self.versions = RowVersions(
             *(trace, self.whole, self.domains, self.joint),
-            *(self._of_whole, self._rows_of),
+            *(self._of_whole, self._rows_of, self._numbers),
         )
         for node in self.domains.nodes:
             if node not in self.joint:
@@ -139,10 +140,25 @@ class _Joining:
 
     def _rows_of(self, node: fx.Node, dim: int) -> Version:
         """A microbatch's rows of a value that comes of the batch's size alone."""
-        args = (self._of_whole(node), dim, self.microbatches)
-        new = self._added(args[0], joint.part, args, node)
+        whole = Version(self._of_whole(node), self.whole.values[node])
+        return self._own_rows(whole, dim, node)
+
+    def _numbers(self, like: fx.Node) -> Version:
+        """The numbers of a microbatch's rows, along a dimension of a value."""
+        value = self.whole.values[like]
+        size, device = value.shape[0], value.device
+        every = self._added(self.trace.new[like], torch.arange, (size,), like)
+        every.kwargs = {"device": device}
         with self.trace.mode:
-            value = self.whole.values[node].chunk(self.microbatches, dim)[0].clone()
+            numbers = torch.arange(size, device=device)
+        every.meta.update(val=numbers, work=copied(numbers))
+        return self._own_rows(Version(every, numbers), 0, like)
+
+    def _own_rows(self, whole: Version, dim: int, like: fx.Node) -> Version:
+        args = (whole.new, dim, self.microbatches)
+        new = self._added(whole.new, joint.part, args, like)
+        with self.trace.mode:
+            value = whole.value.chunk(self.microbatches, dim)[0].clone()
         self.trace.tracker.put(value, Rows(Kind.APART, dim))
         new.meta.update(val=value, work=copied(value))
         return Version(new, value)
@@ -204,11 +220,11 @@ class _Joining:
         if node not in self.joint and not self._is_view(node):
             if self.domains.in_parts(node):
                 rows = self.trace.rows(node)
-                return self._joined(node, "rows", rows.dim if rows else 0)
+                return self._join(new, "rows", rows.dim if rows else 0)
             if self.domains.reduced(node):
                 rows = self.trace.rows(node)
                 how = "sum" if rows and rows.kind is Kind.SUM else "mean"
-                return self._joined(node, how, 0)
+                return self._join(new, how, 0)
         return self._copy(node, new, own)
 
     def _is_view(self, node: fx.Node) -> bool:
@@ -221,11 +237,8 @@ class _Joining:
             return False
         return storage(source) == storage(value) and self.domains.in_parts(first)
 
-    def _joined(self, node: fx.Node, how: str, dim: int) -> fx.Node:
-        """What microbatches make, for the whole batch."""
-        return self._join(self.trace.new[node], how, dim, node)
-
     def _join(self, part: fx.Node, how: str, dim: int, node: fx.Node) -> fx.Node:
+        """What microbatches make, for the whole batch."""
         new = self._added(part, joint.join, (part, how, dim, self.microbatches), node)
         value = self.whole.values[node]
         new.meta.update(val=value, work=copied(value))

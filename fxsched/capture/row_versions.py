@@ -18,17 +18,21 @@ import logging
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from itertools import product
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor, fx
 
+from ..costmodel.costs import copied
 from ..ir.graphs import REGION_ENTERS, REGION_EXITS
+from ..ir.own_rows import eye_columns, eye_rows, own_diagonal
 from ..jobs.job import PlanError
 from ..rows.domains import Domains
 from ..rows.kinds import Kind, Rows
 from .microbatch import Microbatch
 from .whole_batch import WholeBatch
 
+DIAGONALS = ("diagonal", "diag", torch.diagonal, torch.diag)
 CHOICES = 32  # of what to read of operands, that are tried for one node
 Dim = int | None  # with the rows; None for a part of a sum or mean over them
 
@@ -45,6 +49,7 @@ class RowVersions:
 
     of_whole: gives the node of a value of the whole batch.
     part: gives a microbatch's rows of it, along a dimension.
+    numbers: gives the numbers of a microbatch's rows, for those of a value.
     """
 
     def __init__(
@@ -55,9 +60,10 @@ class RowVersions:
         joint: Collection[fx.Node],
         of_whole: Callable[[fx.Node], fx.Node],
         part: Callable[[fx.Node, int], Version],
+        numbers: Callable[[fx.Node], Version],
     ) -> None:
         self.trace, self.whole, self.domains, self.joint = trace, whole, domains, joint
-        self.of_whole, self.part = of_whole, part
+        self.of_whole, self.part, self.numbers = of_whole, part, numbers
         self._versions: dict[tuple[fx.Node, Dim], Version | None] = {}
         self._added: list[fx.Node] = []
         self._inside = _inside_regions(trace.gm.graph)
@@ -95,7 +101,14 @@ class RowVersions:
         if node not in self.joint and self._is_own(node, dim):
             return Version(new, trace.values[node])
         if dim is not None and self._is_of_sizes(node):
-            return self.part(node, dim)
+            return self._eye(node, dim) or self._run(node, dim) or self.part(node, dim)
+        if node.target in DIAGONALS and len(node.args) == 1 and dim == 0:
+            return self._diagonal(node)
+        return self._run(node, dim)
+
+    def _run(self, node: fx.Node, dim: Dim) -> Version | None:
+        """A joint node on a microbatch's parts of what it reads."""
+        new = self.trace.new[node]
         effects = new.meta.get("random") or new.meta.get("mutates")
         again = node in self.joint and not effects and node not in self._inside
         if not again or self._reads_sizes(node):
@@ -106,6 +119,42 @@ class RowVersions:
                 return version
         return None
 
+    def _eye(self, node: fx.Node, dim: int) -> Version | None:
+        """A microbatch's rows, or columns, of ones on the diagonal."""
+        value = self.whole.values[node]
+        if node.target is not torch.eye or self.dims(node) != [0, 1]:
+            return None
+        if value.shape[0] != value.shape[1]:
+            return None
+        target = eye_columns if dim else eye_rows
+        args = (self.numbers(node), value.shape[0], value.dtype)
+        return self._made(node, target, args, dim)
+
+    def _diagonal(self, node: fx.Node) -> Version | None:
+        """A microbatch's part of the diagonal of a value of all pairs."""
+        (pairs,) = node.all_input_nodes
+        shape = self.whole.values[pairs].shape
+        rows = self.of(pairs, 0) if len(shape) == 2 and shape[0] == shape[1] else None
+        if rows is None or node in self._inside:
+            return None
+        return self._made(node, own_diagonal, (rows, self.numbers(pairs)), 0)
+
+    def _made(
+        self, node: fx.Node, target: Any, args: tuple[Any, ...], dim: int
+    ) -> Version:
+        """What a function gives that takes a node's place."""
+        old = self.trace.new[node]
+        values = [a.value if isinstance(a, Version) else a for a in args]
+        nodes = [a.new if isinstance(a, Version) else a for a in args]
+        with self.trace.mode:
+            value = target(*values)
+        with self.trace.graph.inserting_after(old):
+            new = self.trace.graph.call_function(target, tuple(nodes))
+        new.meta = {**old.meta, "val": value, "work": copied(value)}
+        self.trace.tracker.put(value, Rows(Kind.APART, dim))
+        self._added.append(new)
+        return Version(new, value)
+
     def _is_own(self, node: fx.Node, dim: Dim) -> bool:
         """Whether a microbatch has such a part anyway."""
         if dim is None:
@@ -115,8 +164,10 @@ class RowVersions:
 
     def _is_of_sizes(self, node: fx.Node) -> bool:
         """Whether a value, such as arange's, comes of the size of the batch alone."""
-        tensors = (n for n in node.all_input_nodes if self.domains.rows(n) is not None)
-        return self._reads_sizes(node) and next(tensors, None) is None
+        tensors = [n for n in node.all_input_nodes if self.domains.rows(n) is not None]
+        if not (tensors or self._reads_sizes(node)) or not node.op.startswith("call"):
+            return False
+        return all(map(self._is_of_sizes, tensors))
 
     def _reads_sizes(self, node: fx.Node) -> bool:
         """Whether a node reads a number that depends on the batch's size."""
@@ -153,6 +204,7 @@ class RowVersions:
         if not dims:
             return [None, "whole"]
         gathered = node not in self.joint and self.domains.in_parts(node)
+        gathered |= len(dims) == 1 and self._is_of_sizes(node)
         return [*dims, *["whole"] * gathered]
 
     def _operand(self, node: fx.Node, dim: Dim | str) -> Version | None:
