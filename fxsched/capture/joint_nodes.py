@@ -220,11 +220,11 @@ class _Joining:
         if node not in self.joint and not self._is_view(node):
             if self.domains.in_parts(node):
                 rows = self.trace.rows(node)
-                return self._join(new, "rows", rows.dim if rows else 0)
+                return self._join(new, "rows", rows.dim if rows else 0, node)
             if self.domains.reduced(node):
                 rows = self.trace.rows(node)
                 how = "sum" if rows and rows.kind is Kind.SUM else "mean"
-                return self._join(new, how, 0)
+                return self._join(new, how, 0, node)
         return self._copy(node, new, own)
 
     def _is_view(self, node: fx.Node) -> bool:
