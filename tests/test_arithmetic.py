@@ -88,6 +88,18 @@ def test_a_difference_names_both_and_the_users_line() -> None:
     assert (mine, its) == ("carry='saved'", "carry='recompute'")
 
 
+class Halve:
+    """A pass that is an object, somewhere else in each process."""
+
+    def __call__(self, program: fx.GraphModule, request: object) -> fx.GraphModule:
+        return program
+
+
+def test_a_pass_that_is_an_object_is_known_by_its_class() -> None:
+    one, other = (plan(Model(), passes=[Halve()]).arithmetic.passes for _ in range(2))
+    assert one == other != plan(Model(), passes=[halve]).arithmetic.passes
+
+
 def test_equal_models_have_equal_digests() -> None:
     assert plan(Model()).digest == plain().digest
 

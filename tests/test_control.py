@@ -9,7 +9,9 @@ import pytest
 import torch.distributed as dist
 
 from fxsched import PlanError
+from fxsched.transport.board import Board, Mark, Status
 from fxsched.transport.control import Control
+from fxsched.transport.silence import LATE, Silence
 
 
 def planned(text: str = "x float32[8]") -> tuple[Control, Control]:
@@ -41,3 +43,58 @@ def test_a_rank_that_plans_a_call_which_another_runs_is() -> None:
     second.write("plans", None, "x float32[4]")
     with pytest.raises(PlanError, match=r"rank 1 plans call 2 anew, for x float32\[4"):
         first.idle(1, None, time.monotonic())
+
+
+def waiting(rank: int, whom: int, beat: int) -> Status:
+    text = f"waits for rank {whom} at call 3"
+    return Status("waits", Mark(3, 1), 1, text, whom, beat)
+
+
+def test_who_waits_for_whom_ends_at_the_rank_that_is_silent() -> None:
+    silence = Silence()
+    busy = Status("waits", Mark(2, 1), 1, "waits for rank 0 at call 2", 0)
+    silence.note({0: waiting(0, 1, 4), 1: waiting(1, 2, 4), 2: busy})
+    assert silence.chain(0) == [
+        "rank 0 waits for rank 1 at call 3",
+        "rank 1 waits for rank 2 at call 3",
+        "rank 2 waits for nobody: it is frozen, cut off from the others, or busy",
+    ]
+    assert silence.chain(None) == silence.chain(2)
+    silence.note({2: waiting(2, 0, 1)})
+    assert silence.chain(0)[-1] == "they wait for each other"
+
+
+def test_a_rank_that_wrote_long_ago_waits_no_longer(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    silence = Silence()
+    silence.note({0: waiting(0, 1, 4), 1: waiting(1, 0, 4)})
+    now = time.monotonic() + LATE
+    monkeypatch.setattr(time, "monotonic", lambda: now)
+    silence.note({0: waiting(0, 1, 10), 1: waiting(1, 0, 4)})
+    assert "rank 1 waits for nobody" in silence.chain(0)[-1]
+
+
+class Frozen:
+    """A store whose process is stopped."""
+
+    def __init__(self) -> None:
+        self.thawed = threading.Event()
+
+    def check(self, keys: list[str]) -> bool:
+        return self.thawed.wait()
+
+    def get(self, key: str) -> bytes:
+        return bytes(self.thawed.wait())
+
+    def set(self, key: str, value: str) -> None:
+        self.thawed.wait()
+
+
+def test_a_store_that_does_not_answer_is_given_up() -> None:
+    store = Frozen()
+    board = Board(store, 0.1)
+    for _ in range(2):  # the second time at once
+        with pytest.raises(TimeoutError, match=r"store .* not answered for 0\.1 s"):
+            board.check(["rank 0"])
+    store.thawed.set()

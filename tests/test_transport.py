@@ -197,7 +197,7 @@ def test_one_that_watches_is_told(pair: tuple[Neighbour, Neighbour]) -> None:
     there.watch(5, arrived)
     here.link.shutdown(socket.SHUT_RDWR)
     assert arrived.get(timeout=10) == 5  # nothing more comes
-    with pytest.raises(ConnectionError, match="worker 0 has ended"):
+    with pytest.raises(ConnectionError, match="lost rank 0 at call"):
         there.take(parcel(value, 5))
-    with pytest.raises(ConnectionError, match="worker 1 has ended"):
+    with pytest.raises(ConnectionError, match="lost rank 1 at call"):
         here.send(value, parcel(value, 6))

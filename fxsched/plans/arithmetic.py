@@ -61,7 +61,7 @@ def describe_arithmetic(
     text = hashlib.sha256()
     for line in lines:
         text.update(f"{line.split(WHERE)[0]}\n".encode())
-    names = tuple(f"{_name(each)} {_code(each)}" for each in passes)
+    names = tuple(LOCAL.sub("", f"{_name(each)} {_code(each)}") for each in passes)
     packed = zlib.compress("\n".join(lines).encode(), 1)
     return Arithmetic(text.hexdigest(), names, packed)
 
@@ -150,5 +150,7 @@ def _name(target: Any) -> str:
 
 
 def _code(function: Callable[..., Any]) -> str:
+    """A digest of what it runs; an object runs its class's __call__."""
     code = getattr(function, "__code__", None)
+    code = code or getattr(type(function).__call__, "__code__", None)
     return "" if code is None else hashlib.sha256(code.co_code).hexdigest()[:16]

@@ -24,48 +24,14 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from typing import Any, NamedTuple, Protocol
+from typing import Any
 
 from ..jobs.job import PlanError
+from .board import TICK, Board, Mark, Status, Store
+from .silence import Silence
 
-TICK = 0.5  # seconds
 LONG = 10.0  # seconds of waiting that a line on stderr tells of
 LATEST = 64  # calls whose marks are remembered
-
-
-class Mark(NamedTuple):
-    """What a message is of: the call and the plan, by number, and a number that is
-    equal for equal inputs (0 if nobody compares them)."""
-
-    call: int
-    plan: int
-    inputs: int = 0
-
-
-class Status(NamedTuple):
-    """What a rank has written of itself.
-
-    kind: "here", "waits", "plans", "failed", "departed" (failed because it is apart
-        from another) or "closed". plans: how many it has begun. text: for people.
-    """
-
-    kind: str
-    mark: Mark
-    plans: int
-    text: str
-
-
-class Store(Protocol):
-    """What is used of torch.distributed's stores."""
-
-    def set(self, key: str, value: str) -> None:
-        """Writes a value, which all ranks can read."""
-
-    def get(self, key: str) -> bytes:
-        """A key's value; waits until there is one."""
-
-    def check(self, keys: list[str]) -> bool:
-        """Whether all of these keys have values."""
 
 
 class Control:
@@ -84,7 +50,9 @@ class Control:
         store: Store | None = None,
         numbers: tuple[int, int] = (0, 0),
     ) -> None:
-        self.rank, self.ranks, self.limit, self.store = rank, ranks, limit, store
+        self.rank, self.ranks, self.limit = rank, ranks, limit
+        self.board = None if store is None else Board(store, limit)
+        self.silence = Silence()
         self.calls, self.plans = numbers
         self.finished = self.resets = 0
         self.names: dict[int, str] = {}  # of plans
@@ -98,18 +66,25 @@ class Control:
         self.written: Status | None = None
         self.write("here")
 
-    def write(self, kind: str, mark: Mark | None = None, text: str = "") -> None:
+    def write(
+        self,
+        kind: str,
+        mark: Mark | None = None,
+        text: str = "",
+        whom: int | None = None,
+        beat: int = 0,
+    ) -> None:
         """Tells the others what this rank is at."""
-        status = Status(kind, mark or Mark(self.calls, self.plans), self.plans, text)
-        if self.store is not None and status != self.written:
+        mark = mark or Mark(self.calls, self.plans)
+        status = Status(kind, mark, self.plans, text, whom, beat)
+        if self.board is not None and status != self.written:
             self.written = status
-            self.store.set(f"rank {self.rank}", json.dumps(status))
+            self.board.write(self.rank, status)
 
     def read(self, rank: int) -> Status:
         """What a rank last wrote on the board."""
-        assert self.store is not None
-        kind, mark, plans, text = json.loads(self.store.get(f"rank {rank}"))
-        return Status(kind, Mark(*mark), plans, text)
+        assert self.board is not None
+        return self.board.read(rank)
 
     def begin(self, mark: Mark) -> None:
         """Notes a call's mark, and raises PlanError if another rank has another."""
@@ -160,20 +135,18 @@ class Control:
         at = f"for {whom}"
         at += f" at call {call}" if call else ""
         at += f", {where}" if where else ""
+        beat = int(seconds / TICK)
         if mark is None:
-            self.write("plans", None, self.names.get(self.plans, ""))
+            self.write("plans", None, self.names.get(self.plans, ""), rank, beat)
         else:
-            self.write("waits", mark, f"waits {at}")
+            self.write("waits", mark, f"waits {at}", rank, beat)
         others = self._others()
+        self.silence.note(others)
         for other, status in others.items():
             self._judge(other, status, mark, other == rank and seconds >= LONG)
         if seconds >= self.limit:
-            said = "; ".join(
-                f"rank {r} {status.text or 'has not said anything'}"
-                for r, status in others.items()
-                if rank in (None, r)
-            )
-            raise TimeoutError(f"rank {self.rank} waited {seconds:.3g} s {at}; {said}")
+            chain = "".join(f"; {line}" for line in self.silence.chain(rank))
+            raise TimeoutError(f"rank {self.rank} waited {seconds:.3g} s {at}{chain}")
         self._say(began, f"waits {seconds:.0f} s {at}")
 
     def _say(self, began: float, text: str) -> None:
@@ -184,7 +157,7 @@ class Control:
             print(f"fxsched: rank {self.rank} {text}", file=sys.stderr, flush=True)
 
     def _others(self) -> dict[int, Status]:
-        if self.store is None:
+        if self.board is None:
             return {}
         try:
             return {r: self.read(r) for r in range(self.ranks) if r != self.rank}
@@ -232,8 +205,11 @@ class Control:
                 self._judge(other, status, self.marks.get(self.calls), False)
         except (PlanError, ConnectionError) as error:
             return error
-        whom = "another rank" if rank is None else f"worker {rank}"
-        return ConnectionError(f"fxsched: {whom} has ended")
+        whom = "another rank" if rank is None else f"rank {rank}"
+        return ConnectionError(
+            f"rank {self.rank} lost {whom} at call {self.calls}: its process, or the "
+            "network to it, has ended"
+        )
 
     def fail(self, error: BaseException) -> None:
         """Tells the others that this rank cannot go on."""
@@ -250,14 +226,20 @@ class Control:
             text = f"{type(error).__name__}: {error}"
             text += place.replace("fxsched: in", "\n  in", 1)
             self.failure = f"rank {self.rank} failed at call {self.calls}: {text}"
-        with contextlib.suppress(RuntimeError):  # else who waits finds no store either
+        with contextlib.suppress(RuntimeError, TimeoutError):  # others find none either
             self.write(kind, None, self.failure)
 
     def close(self) -> None:
         """Tells the others that this rank takes no part any longer."""
         self.failure = f"rank {self.rank} has closed its backend"
-        with contextlib.suppress(RuntimeError):
+        with contextlib.suppress(RuntimeError, TimeoutError):
             self.write("closed", None, f"{self.failure} after call {self.calls}")
+        self.leave()
+
+    def leave(self) -> None:
+        """Ends the thread that asks the board."""
+        if self.board is not None:
+            self.board.close()
 
     def ready(self) -> None:
         """Raises PlanError after a failure."""
@@ -274,19 +256,19 @@ class Control:
 
         idle: what is called every TICK, with when the wait began.
         """
-        assert self.store is not None
+        assert self.board is not None
         keys = [f"{name}/{rank}" for rank in range(self.ranks)]
-        self.store.set(keys[self.rank], json.dumps(value))
+        self.board.set(keys[self.rank], json.dumps(value))
         began = due = time.monotonic()
         pause = 0.001
         try:
-            while not self.store.check(keys):
+            while not self.board.check(keys):
                 if time.monotonic() >= due + TICK:
                     due = time.monotonic()
                     (idle or self._starting)(began)
                 time.sleep(pause)
                 pause = min(2 * pause, 0.05)
-            return [json.loads(self.store.get(key)) for key in keys]
+            return [json.loads(self.board.get(key)) for key in keys]
         except RuntimeError as error:
             raise _gone() from error
 

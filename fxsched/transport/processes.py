@@ -27,7 +27,8 @@ from torch import Tensor
 from torch.distributed import distributed_c10d as c10d
 
 from ..jobs.job import PlanError
-from .control import TICK, Control, Mark
+from .board import TICK, Mark
+from .control import Control
 from .endpoints import Where
 from .helper_threads import Helpers
 from .shared_memory import Neighbour, Neighbours
@@ -229,6 +230,7 @@ class Processes:
             )
         self.interrupt()
         self.disconnect()
+        old.leave()
         self.verdict = self.mark = None
         self._connect((max(calls), max(plans)))
         self.control.names = old.names

@@ -31,7 +31,8 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any
 
-from .control import TICK, Control, Mark
+from .board import TICK, Mark
+from .control import Control
 from .host_links import HELLO, connected, guests, host_name
 from .memory_blocks import BUSY, FREE, Block, Copied, Lent, block_size
 from .wire_format import ALIGNMENT, Parcel

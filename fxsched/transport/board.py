@@ -1,0 +1,123 @@
+"""What ranks write of themselves for all to read, in the store of the process group.
+
+The process that holds the store may be frozen or cut off, and what asks it would wait
+for ever. So a thread asks, and is given up after a time.
+"""
+
+from __future__ import annotations
+
+import json
+import queue
+import weakref
+from collections.abc import Callable
+from typing import NamedTuple, Protocol, TypeVar
+
+from .helper_threads import Helpers
+
+T = TypeVar("T")
+TICK = 0.5  # seconds between two looks at the board
+
+
+class Mark(NamedTuple):
+    """What a message is of: the call and the plan, by number, and a number that is
+    equal for equal inputs (0 if nobody compares them)."""
+
+    call: int
+    plan: int
+    inputs: int = 0
+
+
+class Status(NamedTuple):
+    """What a rank has written of itself.
+
+    kind: "here", "waits", "plans", "failed", "departed" (failed because it is apart
+        from another) or "closed". plans: how many it has begun. text: for people.
+    whom: the rank that it waits for; None for all. beat: another number every TICK.
+    """
+
+    kind: str
+    mark: Mark
+    plans: int
+    text: str
+    whom: int | None = None
+    beat: int = 0
+
+
+class Store(Protocol):
+    """What is used of torch.distributed's stores."""
+
+    def set(self, key: str, value: str) -> None:
+        """Writes a value, which all ranks can read."""
+
+    def get(self, key: str) -> bytes:
+        """A key's value; waits until there is one."""
+
+    def check(self, keys: list[str]) -> bool:
+        """Whether all of these keys have values."""
+
+
+class Board:
+    """A store that answers within `limit` seconds, or never again.
+
+    Its methods raise TimeoutError if it does not, and the store's own errors.
+    """
+
+    def __init__(self, store: Store, limit: float) -> None:
+        self.store, self.limit = store, limit
+        self.silent = self.closed = False
+        self.helpers = Helpers()
+        weakref.finalize(self, self.helpers.close)
+
+    def write(self, rank: int, status: Status) -> None:
+        """Tells what a rank is at."""
+        self.set(f"rank {rank}", json.dumps(status))
+
+    def read(self, rank: int) -> Status:
+        """What a rank last wrote."""
+        kind, mark, *rest = json.loads(self.get(f"rank {rank}"))
+        return Status(kind, Mark(*mark), *rest)
+
+    def set(self, key: str, value: str) -> None:
+        """As Store.set."""
+        self._ask(lambda: self.store.set(key, value))
+
+    def get(self, key: str) -> bytes:
+        """As Store.get."""
+        return self._ask(lambda: self.store.get(key))
+
+    def check(self, keys: list[str]) -> bool:
+        """As Store.check."""
+        return self._ask(lambda: self.store.check(keys))
+
+    def _ask(self, question: Callable[[], T]) -> T:
+        answers: queue.SimpleQueue[tuple[T | None, Exception | None]]
+        answers = queue.SimpleQueue()
+
+        def ask() -> None:
+            try:
+                answers.put((question(), None))
+            except Exception as error:  # raised by who asked
+                answers.put((None, error))
+
+        if self.closed:
+            return question()
+        try:
+            if self.silent:
+                raise queue.Empty
+            self.helpers.call(ask)
+            answer, error = answers.get(timeout=self.limit)
+        except queue.Empty:
+            self.silent = True
+            raise TimeoutError(
+                f"the store of the process group has not answered for {self.limit:g} "
+                "s: the process that holds it, rank 0 or torchrun's, is frozen or cut "
+                "off"
+            ) from None
+        if error is not None:
+            raise error
+        return answer  # type: ignore[return-value]
+
+    def close(self) -> None:
+        """Ends the thread that asks; from then on the store is asked itself."""
+        self.closed = True
+        self.helpers.close()

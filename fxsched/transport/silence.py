@@ -1,0 +1,62 @@
+"""Which rank has gone silent, where ranks wait for others that wait for others."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+
+from .board import TICK, Status
+
+LATE = 3 * TICK  # a rank that waits writes every TICK
+
+
+class Silence:
+    """Since when each rank has written nothing new."""
+
+    def __init__(self) -> None:
+        self.heard: dict[int, tuple[Status, float]] = {}
+
+    def note(self, statuses: Mapping[int, Status]) -> None:
+        """Takes what is on the board now."""
+        now = time.monotonic()
+        for rank, status in statuses.items():
+            if rank not in self.heard or self.heard[rank][0] != status:
+                self.heard[rank] = status, now
+
+    def chain(self, rank: int | None) -> list[str]:
+        """What the rank that one waits for waits for itself, and so on, up to a rank
+        that is silent; None for all that are.
+
+        It is the wait-for graph's path from that rank (Chandy, Misra and Haas 1983).
+        """
+        if rank is None:
+            silent = [other for other in self.heard if not self._waits(other)]
+            return [self._silent(other) for other in silent] or [
+                self._waiting(other) for other in self.heard
+            ]
+        lines: list[str] = []
+        seen: set[int] = set()
+        while rank in self.heard and rank not in seen and self._waits(rank):
+            seen.add(rank)
+            lines.append(self._waiting(rank))
+            whom = self.heard[rank][0].whom
+            if whom is None:
+                return lines + self.chain(None)
+            rank = whom
+        if rank in seen or rank not in self.heard:
+            return [*lines, "they wait for each other"]
+        return [*lines, self._silent(rank)]
+
+    def _waits(self, rank: int) -> bool:
+        status, since = self.heard[rank]
+        return status.beat > 0 and time.monotonic() - since < LATE
+
+    def _waiting(self, rank: int) -> str:
+        status, _ = self.heard[rank]
+        return f"rank {rank} {'plans ' * (status.kind == 'plans')}{status.text}"
+
+    def _silent(self, rank: int) -> str:
+        return (
+            f"rank {rank} waits for nobody: it is frozen, cut off from the others, or "
+            "busy"
+        )
