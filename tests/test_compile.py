@@ -274,7 +274,9 @@ REFUSALS = [
 
 
 @pytest.mark.parametrize("refusal", REFUSALS, ids=lambda each: each.model.__name__)
-def test_what_neither_can_trace_is_an_error_with_what_to_do(refusal: Refusal) -> None:
+def test_what_neither_can_trace_is_an_error_with_what_to_do(
+    refusal: Refusal, capfd: Any
+) -> None:
     model = refusal.model(8, 8)
     before, state = dict(vars(model)), random.getstate()
     with pytest.raises(PlanError, match=f"(?s){refusal.message}.*Dynamo breaks"):
@@ -284,6 +286,7 @@ def test_what_neither_can_trace_is_an_error_with_what_to_do(refusal: Refusal) ->
     assert after == before
     assert calls == 0
     assert random.getstate() == state
+    assert "def forward" not in capfd.readouterr().err
 
 
 def test_a_batch_taken_apart_and_put_together_stays_one() -> None:

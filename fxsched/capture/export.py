@@ -60,6 +60,18 @@ class _Note:
         return self.model.path_of(weight) or self.outside.path_of(weight)
 
 
+class _Stopped(Exception):
+    """The model raised: torch.export prints the whole graph that it gives an error."""
+
+    def __init__(self, error: Exception) -> None:
+        super().__init__()
+        self.error = error
+
+    def __setattr__(self, name: str, value: object) -> None:
+        if name != "partial_fx_graph":
+            super().__setattr__(name, value)
+
+
 class _Called(nn.Module):
     """The model as a function of the tensors of a call alone."""
 
@@ -85,6 +97,8 @@ class _Called(nn.Module):
             with weights, WholeBatches() as batches, first_frames(outside.look):
                 result = self.note.result = Structure(model(*args, **kwargs))
             self.note.pins, self.note.unknown = batches.pins, weights.unknown.values()
+        except Exception as error:
+            raise _Stopped(error) from error
         finally:
             self.note.changes = [*before.changes(), *outside.changes()]
             outside.settle()
@@ -123,11 +137,14 @@ def _traced(called: _Called, dynamic: Any) -> tuple[_Called, ExportedProgram]:
             # PythonState sees what a forward writes, and RNNs write what they restore
             warnings.filterwarnings("ignore", "The tensor attribute")
             program = export(called, tensors, dynamic_shapes=(dynamic,), strict=False)
-    except PlanError:
-        raise
-    except Exception as error:
-        raise not_exported(error) from error
-    return called, program
+        return called, program
+    except _Stopped as stopped:
+        error = stopped.error
+    except Exception as raised:
+        error = raised
+    if isinstance(error, PlanError):
+        raise error
+    raise not_exported(error) from error
 
 
 def _exported(
