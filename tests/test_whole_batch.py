@@ -193,6 +193,18 @@ class Margins(Towers):
         return more - less + masked.pow(2).mean() - logits.diag().mean()
 
 
+class Labelled(Towers):
+    """A loss over pairs beside a mean over labels, some of which are ignored."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(8, 5)
+
+    def forward(self, x: Tensor, y: Tensor) -> Any:
+        labels = torch.where(x[:, 0] > 0, y.argmax(1), -100)
+        return super().forward(x, y) + F.cross_entropy(self.head(self.a(x)), labels)
+
+
 SPREAD = {
     "ddp": Towers,
     "1f1b": Sigmoid,
@@ -200,6 +212,7 @@ SPREAD = {
     "zb_h1": Towers,
     "drawn 2": Sigmoid,
     "fsdp": Margins,
+    "fslpp": Labelled,
     "gpipe": lambda: Mixed(MIXES["pairs"]),
 }
 

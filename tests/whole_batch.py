@@ -3,7 +3,8 @@
 Models whose loss is over all pairs of the batch, or a mean over labels that are not
 padding: losses, outputs, gradients and the parameters after three steps of AdamW are
 those of eager PyTorch on the whole batch, under each schedule, static and dynamic.
---ranks N runs the same over N processes; --only takes names of schedules. A row is
+--ranks N runs the same over N processes; --only takes names of schedules, --pairs what
+backend(pairs=) does. A row is
 "equal" (with the largest difference, to the largest number) or an "error", with its
 first lines. Ends with 1 if anything differs, or is an error but FLAVA's.
 """

@@ -142,7 +142,8 @@ class RowWatch:
         known = mean is not None and mean.kind is Kind.MEAN and mean.cause is None
         if rows.labels and known and reduction == "mean":
             nodes = [each.node for each in rows.labels]
-            self.early = early_values(gm, nodes, _cut(traced))
+            of = nodes[0].graph.owning_module or gm  # with weights, a copy of it
+            self.early = early_values(of, nodes, _cut(traced))
             self.labels = rows.labels
 
     def __call__(self, args: Sequence[Any], said: set[str]) -> None:
