@@ -51,6 +51,10 @@ class Case(NamedTuple):
     agent: bool  # whether the store is another process's, as torchrun's is
     seed: int
 
+    def ends(self, rank: int) -> bool:
+        """Whether a rank must end by itself, and say why."""
+        return rank != self.victim or self.fault == "exception"
+
     @staticmethod
     def drawn(seed: int, fault: str | None = None) -> Case:
         """A random one."""
@@ -203,9 +207,9 @@ def run(case: Case) -> list[str]:
             fault = time.time()
             number = signal.SIGKILL if case.fault == "kill" else signal.SIGSTOP
             ranks[case.victim].process.send_signal(number)
-        others = [rank for i, rank in enumerate(ranks) if i != case.victim]
+        ending = [rank for i, rank in enumerate(ranks) if case.ends(i)]
         due = time.monotonic() + 2 * TIMEOUT + SLACK
-        while time.monotonic() < due and any(r.process.poll() is None for r in others):
+        while time.monotonic() < due and any(r.process.poll() is None for r in ending):
             time.sleep(0.05)
         return list(wrong(case, ranks, fault))
 
@@ -214,7 +218,7 @@ def wrong(case: Case, ranks: list[Rank], fault: float) -> Iterator[str]:
     """What survivors did not say, or too late."""
     task = (ranks[case.victim].said() or [""])[-1]
     for i, rank in enumerate(ranks):
-        if i == case.victim and case.fault != "exception":
+        if not case.ends(i):
             continue
         status, said = rank.process.poll(), rank.said()
         if said is None or status != 3:
