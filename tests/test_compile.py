@@ -259,6 +259,38 @@ class CountsGlobally(nn.Linear):
 calls = 0
 
 
+class Reversed(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+        return -gradients[0]
+
+
+class Reverses(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        torch._dynamo.graph_break()
+        with torch.no_grad():
+            Reversed.apply(x)
+        return Reversed.apply(super().forward(x))  # type: ignore[no-any-return]
+
+
+class Hooks(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        torch._dynamo.graph_break()
+        rows = super().forward(x)
+        rows.register_hook(lambda gradient: gradient * 2)
+        return rows
+
+
+class Hooked(nn.Linear):
+    def __init__(self, *sizes: int) -> None:
+        super().__init__(*sizes)
+        self.register_full_backward_hook(lambda *gradients: None)
+
+
 class Refusal(NamedTuple):
     model: type[nn.Linear]
     message: str
@@ -269,6 +301,9 @@ REFUSALS = [
     Refusal(Counts, r"forward writes to self.calls.*register_buffer"),
     Refusal(CountsGlobally, r"forward writes to [\w.]*test_compile.calls,.*register"),
     Refusal(Remembers, r"forward writes to self.last.*register_buffer"),
+    Refusal(Reverses, r"gradient of its own .*\n.*\n +return Reversed.apply.*detach"),
+    Refusal(Hooks, r"a hook on a gradient.*\n.*\n +rows.register_hook"),
+    Refusal(Hooked, r"a backward hook of a module"),
     Refusal(Draws, r"draws numbers with random, .*torch.rand"),
 ]
 

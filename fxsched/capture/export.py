@@ -9,6 +9,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from types import FrameType
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
@@ -23,6 +24,7 @@ from .exported_nodes import ROOT
 from .noted_values import Change
 from .outside_names import OutsideNames, first_frames
 from .outside_tensors import OutsideTensors
+from .own_gradients import refuse_own_gradients
 from .python_state import PythonState
 from .structure import Structure
 from .translator import Exported, Translator
@@ -91,10 +93,15 @@ class _Called(nn.Module):
         model = getattr(self, ROOT)
         before = self.note.model = PythonState(model)
         outside = self.note.outside = OutsideNames()
+
+        def look(frame: FrameType) -> bool:
+            outside.look(frame)
+            return refuse_own_gradients(frame)
+
         known = {key: getattr(self, name) for name, key in self.outside.items()}
         weights = OutsideTensors(known)
         try:
-            with weights, WholeBatches() as batches, first_frames(outside.look):
+            with weights, WholeBatches() as batches, first_frames(look):
                 result = self.note.result = Structure(model(*args, **kwargs))
             self.note.pins, self.note.unknown = batches.pins, weights.unknown.values()
         except Exception as error:

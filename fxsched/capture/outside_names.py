@@ -110,16 +110,18 @@ class _Cells(Mapping[str, Any]):
 
 
 @contextmanager
-def first_frames(look: Callable[[FrameType], None]) -> Iterator[None]:
-    """Shows the first frame of each code that runs in this thread."""
+def first_frames(look: Callable[[FrameType], bool]) -> Iterator[None]:
+    """Shows the first frame of each code that runs in this thread.
+
+    look: gives whether it wants to see the next one too.
+    """
     seen: dict[int, CodeType] = {}
     before = sys.gettrace()
 
     def call(frame: FrameType, event: Any, argument: Any) -> Any:
         code = frame.f_code
-        if id(code) not in seen:
+        if id(code) not in seen and not look(frame):
             seen[id(code)] = code
-            look(frame)
         return None if before is None else before(frame, event, argument)
 
     sys.settrace(call)
