@@ -49,7 +49,8 @@ def trace_pairs(trace: Trace, request: Request) -> Traced:
     why = "can't be planned" if more.error else text(more.seconds)
     return _said(
         chosen,
-        f"pairs of rows {how}: predicted step {text(less.seconds)}; {other}: {why}",
+        f"pairs of rows {how}: {text(less.seconds)} a step without sums of gradients; "
+        f"{other}: {why}",
     )
 
 

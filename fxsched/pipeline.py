@@ -91,6 +91,7 @@ def make_plan(gm: fx.GraphModule, request: Request, passes: tuple[Pass, ...]) ->
         step.facts.loss,
         step.timeline,
         step.lines,
+        lambda value: step.specs(value)[0],
         _notes(step, request),
         known_nodes(nodes),
         inputs,

@@ -16,6 +16,9 @@ from torch import Tensor, nn
 
 import fxsched
 from fxsched import PlanError, Schedule, schedules
+from fxsched.codegen.tasks import sent
+from fxsched.draw.tables import byte_text
+from fxsched.ir import ops
 from tests.fuzz_rows import differs
 from tests.torchrun import torchrun
 from tests.whole_batch import compare
@@ -235,7 +238,9 @@ def test_microbatches_compute_their_rows_of_pairs(name: str) -> None:
 
 def test_pairs_are_spread_where_the_step_should_be_shorter() -> None:
     few, many = (batch(rows) for rows in (8, 1024))
-    text = r"pairs of rows {}: predicted step [\d.]+ .s; {}: [\d.]+\s.s"
+    text = (
+        r"pairs of rows {}: [\d.]+ .s a step without sums of.gradients; {}:\s[\d.]+\s.s"
+    )
     places = "spread over microbatches", "in a joint stage"
     one, other, asked = (
         fxsched.plan(Towers(), schedules.ddp(4, 4), *many, pairs=pairs)
@@ -262,6 +267,16 @@ def test_what_is_of_all_pairs_comes_back_whole(name: str) -> None:
 def test_rows_meet_in_the_middle(number: int, mix: str) -> None:
     name = ("1f1b", "graph", "drawn 2")[number % 3]
     train(lambda: Mixed(MIXES[mix]), SCHEDULES[name], batch())
+
+
+def test_a_plan_says_what_workers_send_of_a_joint_stages_gradients() -> None:
+    plan = fxsched.plan(Towers(), schedules.ddp(2, 2), *batch(), pairs="joint")
+    sizes = [
+        sum(spec.bytes for spec in sent(node).specs)
+        for program in plan.programs
+        for node in program.graph.find_nodes(op="call_function", target=ops.send)
+    ]
+    assert f"{len(sizes)} transfers, {byte_text(sum(sizes))}\n" in str(plan)
 
 
 def test_microbatches_go_on_after_rows_have_met() -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import networkx as nx
 from torch import fx
@@ -12,7 +12,7 @@ from ..clock.stage_graph import step_seconds, worker_bytes
 from ..clock.timeline import Timeline
 from ..ir import ops
 from ..ir.graphs import Group, Specs
-from ..ir.step_ir import TOKEN, Credit, Line, Message, Running, Value, values_in
+from ..ir.step_ir import Line, Message, Value
 from ..jobs.schedule import Schedule
 from .memory_table import WorkerMemory, memory_tables
 from .palette import clock
@@ -48,11 +48,14 @@ def plan_text(head: Sequence[str], programs: Sequence[fx.GraphModule]) -> str:
 
 
 def plan_line(
-    schedule: Schedule, timeline: Timeline, lines: Sequence[Line | Message]
+    schedule: Schedule,
+    timeline: Timeline,
+    lines: Sequence[Line | Message],
+    specs: Callable[[Value], Specs],
 ) -> str:
     """A plan in a line."""
     stages = len({stage for stage, _ in timeline.jobs.kinds})
-    sent = byte_text(sum(_sent(schedule.workers, lines)))
+    sent = byte_text(sum(_sent(schedule.workers, lines, specs)))
     return f"{schedule}, {stages} stages, {len(timeline)} jobs, {sent} sent"
 
 
@@ -61,17 +64,19 @@ def summary_text(
     stages: nx.DiGraph[int],
     timeline: Timeline,
     lines: Sequence[Line | Message],
+    specs: Callable[[Value], Specs],
     notes: Iterable[str],
     memory: WorkerMemory | None = None,
 ) -> str:
     """The stages, and what each worker does, sends and holds, in lines of 88 columns.
 
-    lines: of the step; its messages say how many bytes each worker sends.
+    lines: of the step; its messages say how many bytes each worker sends, by the shapes
+        of what they send.
     """
     step = step_seconds(timeline)
     time, busy = clock(step, "s"), busy_seconds(schedule, timeline)
     bubble = 1 - sum(busy) / len(busy) / (step or 1.0)
-    sent = _sent(schedule.workers, lines)
+    sent = _sent(schedule.workers, lines, specs)
     messages = sum(isinstance(line, Message) for line in lines)
     loads = zip(load_rows(schedule, stages, timeline, memory), sent, strict=True)
     rows = [(*load[:-1], byte_text(size), load[-1]) for load, size in loads]
@@ -117,27 +122,10 @@ def sends_text(stages: nx.DiGraph[int], stage: int) -> str:
     )
 
 
-def _sent(workers: int, lines: Sequence[Line | Message]) -> list[int]:
+def _sent(
+    workers: int, lines: Sequence[Line | Message], specs: Callable[[Value], Specs]
+) -> list[int]:
     """How many bytes each worker sends in a step."""
-    sums: dict[Value, Specs] = {  # what is added up has the shapes of the sum
-        value: line.specs
-        for line in lines
-        if isinstance(line, Line)
-        for value in values_in(line.args)
-        if isinstance(value, Running)
-    }
-
-    def specs(value: Value) -> Specs:
-        if isinstance(value, Credit):
-            return (TOKEN,)
-        if isinstance(value, Line):
-            return value.specs
-        if isinstance(value, Running):
-            return sums[value]
-        node = value if isinstance(value, fx.Node) else value.node
-        shapes: Specs = node.meta["specs"]
-        return shapes
-
     sent = [0] * workers
     for line in lines:
         if isinstance(line, Message):

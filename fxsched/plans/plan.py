@@ -28,8 +28,8 @@ from ..draw.diagram import Diagram
 from ..draw.explanation import explain_text
 from ..draw.memory_table import WorkerMemory
 from ..draw.program_table import program_table
-from ..ir.graphs import Group, Output, State
-from ..ir.step_ir import Line, Message
+from ..ir.graphs import Group, Output, Specs, State
+from ..ir.step_ir import Line, Message, Value
 from ..jobs.job import Direction, Job, Placement, PlanError
 from ..jobs.schedule import Schedule
 from ..jobs.user_values import is_count, is_int
@@ -74,7 +74,7 @@ class Plan:
     programs: a torch.fx.GraphModule per worker, written when it is asked for.
     loss: position of the output that B starts from in the call itself, or None.
     timeline: when each job should run, in seconds.
-    lines: the step of all workers; see fxsched/ir/step_ir.py.
+    lines: the step of all workers; see fxsched/ir/step_ir.py. specs: of their values.
     nodes: what was known of the model's operations, by the names that profiles use.
     draws: whether jobs draw random numbers. redraws: whether B draws those of an F that
         ran on another worker.
@@ -98,6 +98,7 @@ class Plan:
     loss: int | None
     timeline: Timeline
     lines: Sequence[Line | Message]
+    specs: Callable[[Value], Specs]
     notes: tuple[str, ...] = ()
     nodes: Mapping[str, Known] = field(default_factory=dict)
     inputs: tuple[State, ...] = ()
@@ -167,15 +168,16 @@ class Plan:
         return any(job.direction is Direction.BACKWARD for job in self.jobs)
 
     def __repr__(self) -> str:
+        step = self.timeline, self.lines, self.specs
         return (
-            f"<Plan {plan_tables.plan_line(self.schedule, self.timeline, self.lines)}"
+            f"<Plan {plan_tables.plan_line(self.schedule, *step)}"
             f"{', updates in order of arrival' * self.by_arrival}>"
         )
 
     def __str__(self) -> str:
         """A summary: the stages, and what each worker runs, sends and holds."""
-        parts = self.schedule, self.stages, self.timeline, self.lines, self.notes
-        return plan_tables.summary_text(*parts, self._memory)
+        parts = self.schedule, self.stages, self.timeline, self.lines, self.specs
+        return plan_tables.summary_text(*parts, self.notes, self._memory)
 
     def table(self, rank: int, jobs: int | None = None, width: int | None = 88) -> str:
         """The program of one worker: a row for each job and each piece of transfer.
