@@ -417,7 +417,7 @@ def _look_after(processes: weakref.ref[Processes], ended: threading.Event) -> No
                 alive.control.idle(wait.rank, wait.mark, wait.began, wait.where())
             except Exception as error:  # raised by who waits
                 alive.verdict = error
-                alive.interrupt()
+                alive.fail(error)  # says why before connections break
         last = wait
         del alive, wait
 
