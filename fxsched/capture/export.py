@@ -24,7 +24,7 @@ from .exported_nodes import ROOT
 from .noted_values import Change
 from .outside_names import OutsideNames, first_frames
 from .outside_tensors import OutsideTensors
-from .own_gradients import refuse_own_gradients
+from .own_gradients import refuse_own_gradients, shown_functions
 from .python_state import PythonState
 from .structure import Structure
 from .translator import Exported, Translator
@@ -140,7 +140,7 @@ def export_model(
 def _traced(called: _Called, dynamic: Any) -> tuple[_Called, ExportedProgram]:
     tensors = tuple(called.call.tensors)
     try:
-        with warnings.catch_warnings(), _kept_attributes(called):
+        with warnings.catch_warnings(), _kept_attributes(called), shown_functions():
             # PythonState sees what a forward writes, and RNNs write what they restore
             warnings.filterwarnings("ignore", "The tensor attribute")
             program = export(called, tensors, dynamic_shapes=(dynamic,), strict=False)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 import traceback
-from collections.abc import Mapping
-from types import CodeType, FrameType, FunctionType
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from types import CodeType, FrameType
 from typing import Any
 
 import torch
@@ -15,21 +17,35 @@ from torch.autograd import Function
 from ..jobs.job import PlanError
 from .export_errors import foreign
 
+APPLY: Any = inspect.getattr_static(Function, "apply")
 
-def _code(function: Any) -> CodeType:
-    while not isinstance(function, FunctionType):
-        function = function.__func__
-    return function.__code__
+
+def _apply(kind: type[Function], *args: Any, **kwargs: Any) -> Any:
+    return APPLY.__get__(None, kind)(*args, **kwargs)
 
 
 # Operations that were registered with their gradients stay what they are in a graph.
 OPERATIONS = os.path.join(os.path.dirname(torch.__file__), "_library")
 MAKERS: Mapping[CodeType, str] = {
-    _code(Function.apply): "a gradient of its own (torch.autograd.Function, or a "
+    _apply.__code__: "a gradient of its own (torch.autograd.Function, or a "
     "backward hook of a module)",
-    _code(Tensor.register_hook): "a hook on a gradient",
-    _code(Tensor.register_post_accumulate_grad_hook): "a hook on a gradient",
+    Tensor.register_hook.__code__: "a hook on a gradient",
+    Tensor.register_post_accumulate_grad_hook.__code__: "a hook on a gradient",
 }
+
+
+@contextmanager
+def shown_functions() -> Iterator[None]:
+    """Gives torch.autograd.Function.apply a frame; since torch 2.14 it has none."""
+    own = "apply" in vars(Function)
+    Function.apply = classmethod(_apply)  # type: ignore[method-assign, assignment]
+    try:
+        yield
+    finally:
+        if own:
+            Function.apply = APPLY  # type: ignore[method-assign]
+        else:
+            del Function.apply
 
 
 def refuse_own_gradients(frame: FrameType) -> bool:
