@@ -108,7 +108,7 @@ def make_plan(gm: fx.GraphModule, request: Request, passes: tuple[Pass, ...]) ->
         weights=weight_groups(step, request.state_bytes),
         prefetch=request.prefetch,
         knows_state=bool(request.state_bytes),
-        pairs=step.facts.pairs,
+        said=tuple(filter(None, (step.facts.pairs, step.facts.totals))),
     )
 
 

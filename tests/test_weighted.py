@@ -153,3 +153,12 @@ def test_what_no_weights_make_exact_is_refused() -> None:
 def test_two_ranks() -> None:
     done = torchrun(2, "tests.ranks_losses")
     assert done.stdout.count("equal to eager") == 4, done.stdout
+
+
+def test_explain_says_what_weighs_a_loss() -> None:
+    schedule = schedules.gpipe(2, 4)
+    plan = fxsched.plan(Words(LOSSES["mean"]), schedule, *batch())
+    text = " ".join(plan.explain().split())
+    assert "totals of the whole batch (8 B) are computed before the step" in text
+    plain = fxsched.plan(Words(LOSSES["mean"]), schedules.gpipe(2, 1), *batch())
+    assert "totals" not in plain.explain()

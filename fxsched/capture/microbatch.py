@@ -74,6 +74,10 @@ class Microbatch:
     def note_input(self, node: fx.Node, value: Any) -> None:
         """An input, a number or a constant of the call."""
 
+    def totals_text(self) -> str:
+        """What is said of values that inputs alone decide, if there are any."""
+        return ""
+
     def early(self) -> Early | None:
         """What computes inputs that follow those of the call; here there are none."""
         return None

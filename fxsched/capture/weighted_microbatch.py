@@ -77,7 +77,7 @@ class WeightedMicrobatch(Microbatch):
         number = len(self.whole.nodes) - 1
         last = self.graph.find_nodes(op="placeholder")[-1]
         with self.graph.inserting_after(last):
-            new = self.graph.placeholder(f"whole_{number}")
+            new = self.graph.placeholder(f"batch_total_{number}")
         with self.mode:
             fake = Spec.of(value).empty()
         index = len(self.inputs) + number
@@ -91,6 +91,17 @@ class WeightedMicrobatch(Microbatch):
         for node in self._own.keys() & set(results):
             self.new[node], self.values[node] = self._own[node]
         return results
+
+    def totals_text(self) -> str:
+        """What explain() says of them."""
+        if not self.whole.nodes:
+            return ""
+        size = sum(self.values[node].nbytes for node in self.whole.nodes)
+        return (
+            "the loss weighs rows by what inputs alone decide, such as ignored labels "
+            f"or masks: totals of the whole batch ({size} B) are computed before the "
+            "step, so that no stage holds all rows for it"
+        )
 
     def early(self) -> Early | None:
         """What computes the inputs that follow those of the call."""

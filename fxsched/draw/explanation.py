@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import networkx as nx
 
@@ -24,10 +24,10 @@ def explain_text(
     schedule: Schedule,
     stages: nx.DiGraph[int],
     memory: WorkerMemory | None = None,
-    pairs: str = "",
+    said: Sequence[str] = (),
 ) -> str:
     """The stages with their workers, work, memory and what one microbatch sends; where
-    the step's time goes. pairs: what was chosen where rows meet in pairs, and why."""
+    the step's time goes. said: of rows of the batch that meet."""
     work = _work(stages, schedule.microbatches)
     rows = []
     for s in sorted(stages):
@@ -55,7 +55,7 @@ def explain_text(
         (
             f"{schedule}, {len(stages)} stages",
             *(wrapped([line], EXPLAINED) for line in joint_text(schedule, stages)),
-            *([wrapped([pairs], EXPLAINED)] if pairs else []),
+            *(wrapped([line], EXPLAINED) for line in said),
             *_arrivals(schedule),
             table(headers, rows, width=EXPLAINED),
             *_corrections(schedule, stages),

@@ -87,7 +87,7 @@ class Plan:
     weights: bytes of the groups, by number.
     prefetch: as the backend's.
     knows_state: whether these have bytes of the optimizer's state.
-    pairs: what was chosen where rows of the batch meet in pairs, and why; or nothing.
+    said: how rows of the batch meet in pairs, and what weighs a loss, if they do.
     """
 
     schedule: Schedule
@@ -111,7 +111,7 @@ class Plan:
     weights: Mapping[int, WeightGroup] = field(default_factory=dict)
     prefetch: int = 1
     knows_state: bool = False
-    pairs: str = ""
+    said: tuple[str, ...] = ()
 
     @cached_property
     def jobs(self) -> tuple[Job, ...]:
@@ -210,7 +210,7 @@ class Plan:
     def explain(self) -> str:
         """Stages with their workers, work, memory and what one microbatch sends; what
         each worker runs and holds; what limits the step. Lines of 100 columns."""
-        return explain_text(self.schedule, self.stages, self._memory, self.pairs)
+        return explain_text(self.schedule, self.stages, self._memory, self.said)
 
     def simulate(
         self,

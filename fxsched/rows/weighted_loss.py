@@ -8,7 +8,7 @@ before: total = cross_entropy(x, y, reduction="sum")
         count = (y != -100).sum()
         loss = total / count          # of the microbatch
 after:  total = cross_entropy(x, y, reduction="sum")
-        loss = total / whole_0        # an input of the step
+        loss = total / batch_total_0  # an input of the step
 """
 
 from __future__ import annotations
