@@ -196,6 +196,8 @@ SCHEDULES: dict[str, Callable[[], Schedule]] = {
     "1f1b": lambda: schedules.one_f_one_b(2, 4),
     "graph": lambda: schedules.graph(2, 4),
     "fslpp": lambda: schedules.fslpp(2, 2, 4),
+    "bubble_filled": lambda: schedules.bubble_filled(2, 4),
+    "nested": lambda: schedules.nested(2, 4),
 }
 
 

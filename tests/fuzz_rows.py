@@ -1,4 +1,4 @@
-"""Random models whose rows meet at random places: python -m tests.fuzz_rows 100.
+"""Random models whose rows meet at random places: python -m tests.fuzz_rows 100 [SEED].
 
 Each equals eager on the whole batch, loss and gradients, or is refused with a line;
 the same operations over other dimensions stay in microbatches.
@@ -11,6 +11,7 @@ import random
 import sys
 import warnings
 from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -107,8 +108,14 @@ def schedule_of(seed: int) -> Schedule:
     )[seed % 5]
 
 
-def differs(seed: int) -> str | None:
-    """What is wrong with one model: None if it equals eager, or is refused."""
+class Refused(NamedTuple):
+    """An error that names the line of the operation."""
+
+    text: str
+
+
+def differs(seed: int) -> str | Refused | None:
+    """What is wrong with one model, or why it is refused; None if it equals eager."""
     torch.manual_seed(seed)
     model = Drawn(seed)
     eager, inputs = copy.deepcopy(model), (torch.randn(8, 3, 8), torch.randn(8, 8))
@@ -121,7 +128,8 @@ def differs(seed: int) -> str | None:
         try:
             loss = step(*inputs)
         except PlanError as error:
-            return None if ".py:" in str(error) else f"{model}: {error}"
+            text = f"{model}: {error}"
+            return Refused(text) if ".py:" in str(error) else text
     expected = eager(*inputs)
     loss.backward()
     expected.backward()
@@ -136,8 +144,12 @@ def differs(seed: int) -> str | None:
 
 if __name__ == "__main__":
     count = int(sys.argv[1]) if len(sys.argv) > 1 else 100
-    wrong = [(seed, text) for seed in range(count) if (text := differs(seed))]
-    for seed, text in wrong:
+    first = int(sys.argv[2]) if len(sys.argv) > 2 else 0
+    ends = {seed: differs(seed) for seed in range(first, first + count)}
+    refused = {seed: end.text for seed, end in ends.items() if isinstance(end, Refused)}
+    wrong = {seed: end for seed, end in ends.items() if isinstance(end, str)}
+    for seed, text in (refused | wrong).items():
         print(f"{seed}: {text}")
-    print(f"{count - len(wrong)} of {count} models equal eager, or are refused")
+    equal = count - len(refused) - len(wrong)
+    print(f"{equal} of {count} models equal eager, {len(refused)} are refused")
     sys.exit(bool(wrong))
