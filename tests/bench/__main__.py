@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from . import (
+    contrastive,
     converge,
     dag,
     first,
@@ -67,6 +68,8 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     add("--plan", action="store_true", help="print fxsched's plans too")
     add("--json", type=Path, metavar="F", help="write the results to a file as well")
     towers.set_defaults(check=_check_dag, run=dag.run)
+    pairs = commands.add_parser("contrastive", help=_first(contrastive.__doc__))
+    contrastive.add_options(pairs)
     _add_converge(commands.add_parser("converge", help=_first(converge.__doc__)))
     _add_first(commands.add_parser("first", help=_first(first.__doc__)))
     _add_overhead(commands.add_parser("overhead", help=_first(overhead.__doc__)))

@@ -57,7 +57,9 @@ def measure(contestants: Sequence[Contestant], rounds: int) -> dict[int, list[fl
     return {key: slowest(seconds).tolist() for key, seconds in taken.items()}
 
 
-def check(contestant: Contestant, wanted: dict[str, Tensor]) -> None:
+def check(
+    contestant: Contestant, wanted: dict[str, Tensor], tolerance: float = TOLERANCE
+) -> None:
     """Ends every rank unless, between them, they have all of eager's gradients."""
     clear(contestant.model)
     contestant.step()
@@ -80,10 +82,10 @@ def check(contestant: Contestant, wanted: dict[str, Tensor]) -> None:
             f"{contestant.name}: no rank has a gradient of {', '.join(sorted(missing))}"
         )
     contestant.error, name = max((e, n) for each in everyone for n, e in each.items())
-    if contestant.error > TOLERANCE:
+    if contestant.error > tolerance:
         fail(
             f"{contestant.name}: the gradient of {name} is off eager's by "
-            f"{contestant.error:.1e} of its largest entry; {TOLERANCE} is allowed"
+            f"{contestant.error:.1e} of its largest entry; {tolerance} is allowed"
         )
 
 
