@@ -26,6 +26,7 @@ from .costmodel.measure import Profile
 from .ir.loss_scale import read_scale
 from .ir.modes import modes_after_errors
 from .ir.request import (
+    BatchNorm,
     BufferReduction,
     Carry,
     CheckInputs,
@@ -102,6 +103,7 @@ def backend(
     clip_grad_norm: float | None = None,
     skip_nonfinite: bool = False,
     pairs: Pairs = "auto",
+    batch_norm: BatchNorm = "microbatch",
 ) -> Backend:
     """A torch.compile backend that runs a model by a schedule.
 
@@ -125,6 +127,10 @@ def backend(
         them in one joint stage; "spread", where it can be, each microbatch computes its
         own rows of them, of its own embeddings and those of all, gathered; "auto",
         whichever the schedule's step should be shorter with.
+    batch_norm: what BatchNorm takes its statistics of in training: each "microbatch",
+        with a warning, or the whole "batch", as eager does: a joint stage puts together
+        the microbatches' means and variances. Needs loss_reduction="exact", a momentum
+        and float32 or wider.
     stage_compiler: "eager" or "inductor".
     passes: functions (program, request) -> program, run on each worker's program
         before its frees are put in; see fxsched.passes.
@@ -189,6 +195,12 @@ def backend(
     check_words(stage_compiler=stage_compiler, ragged=ragged, rows=rows)
     check_local_rows(rows, ragged, input_from, loss_reduction)
     check_words(transport=transport, check_inputs=check_inputs, pairs=pairs)
+    check_words(batch_norm=batch_norm)
+    if batch_norm == "batch" and loss_reduction != "exact":
+        raise PlanError(
+            'batch_norm="batch" runs BatchNorm in joint stages, which come with '
+            f'loss_reduction="exact", not "{loss_reduction}"; leave one of them out'
+        )
     request = Request(
         schedule,
         stage_names(stages),
@@ -205,6 +217,7 @@ def backend(
         outputs=reductions("outputs", outputs, get_args(OutputReduction)),
         scaled=loss_scale is not None,
         pairs=pairs,
+        batch_norm=batch_norm,
         clip_grad_norm=above_zero("clip_grad_norm", clip_grad_norm, "a norm"),
         skip_nonfinite=skip_nonfinite,
         order=order,

@@ -16,7 +16,15 @@ from .capture.meta_device import refuse_meta
 from .capture.trace import Traced, trace_microbatch
 from .costmodel.measure import Profile, measure
 from .ir.modes import modes_after_errors
-from .ir.request import BufferReduction, Carry, Order, OutputReduction, Pairs, Ragged
+from .ir.request import (
+    BatchNorm,
+    BufferReduction,
+    Carry,
+    Order,
+    OutputReduction,
+    Pairs,
+    Ragged,
+)
 from .jobs.job import PlanError
 from .jobs.schedule import Schedule
 from .passes.users import Pass
@@ -47,6 +55,7 @@ def plan(
     skip_nonfinite: bool = False,
     order: Order = "static",
     pairs: Pairs = "auto",
+    batch_norm: BatchNorm = "microbatch",
     **kwargs: Any,
 ) -> Plan:
     """The plan of model(*args, **kwargs) by a schedule, without running anything.
@@ -74,6 +83,7 @@ def plan(
         skip_nonfinite=skip_nonfinite,
         order=order,
         pairs=pairs,
+        batch_norm=batch_norm,
     )
     try:
         torch.compile(model, backend=_PlanOnly(checked.options))(*args, **kwargs)

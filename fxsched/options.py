@@ -13,6 +13,7 @@ from .capture.caller import parts
 from .costmodel.measure import Profile
 from .ir.loss_scale import Scale
 from .ir.request import (
+    BatchNorm,
     Carry,
     CheckInputs,
     LossReduction,
@@ -38,6 +39,7 @@ WORDS: dict[str, tuple[str | None, ...]] = {
     "carry": get_args(Carry),
     "loss_reduction": get_args(LossReduction),
     "pairs": get_args(Pairs),
+    "batch_norm": get_args(BatchNorm),
     "stage_compiler": get_args(StageCompiler),
     "ragged": get_args(Ragged),
     "rows": get_args(PassedRows),

@@ -78,6 +78,7 @@ def plan_call(
             request.loss_reduction == "exact",
             _sees_whole_batch(request),
             spread,
+            request.batch_norm,
         )
         if options.measured is not None:
             options.measured.apply(traced.graph)

@@ -26,6 +26,7 @@ from ..ir.user_line import line_of
 from ..jobs.job import PlanError
 from ..rows.domains import Domains
 from ..rows.kinds import Kind, Rows
+from .batch_norms import ONCE
 from .microbatch import Microbatch, is_region
 from .row_versions import RowVersions, Version
 from .whole_batch import WholeBatch
@@ -55,9 +56,10 @@ def join_rows(
     wanted = [old for old in outputs if isinstance(old, fx.Node) and old not in parted]
     rows = [trace.rows(old) for old in wanted]
     numbers = any(each is not None and each.numbers for each in rows)
-    if trace.tracker.meets or numbers:
+    once = any(ONCE in node.meta for node in trace.gm.graph.nodes)
+    if trace.tracker.meets or numbers or once:
         joining = _Joining(trace, spread)
-        if numbers or not _needed(wanted).isdisjoint(joining.of_all):
+        if numbers or once or not _needed(wanted).isdisjoint(joining.of_all):
             joining.run(wanted)
             return Joined(True, joining.spread)
     return NOTHING_JOINED
@@ -273,6 +275,8 @@ class _Joining:
 
     def _refuse_effects(self, node: fx.Node, own: fx.Node) -> None:
         """Raises PlanError for what must not run for the whole batch besides."""
+        if ONCE in node.meta:
+            return
         where = line_of(node.meta.get("stack_trace"))
         if node not in self.joint and (own.meta["random"] or own.meta["mutates"]):
             raise PlanError(

@@ -22,6 +22,7 @@ from ..rows.kinds import SHARED, Kind, Rows
 from ..rows.tracker import Tracker
 from .autograd_costs import AutogradCosts
 from .batch import Batch
+from .batch_norms import learn
 from .effects import INSTANCE_NORMS, EffectMeter, holds_tensor
 from .graph_inputs import origin_of
 from .refusals import where_of
@@ -171,7 +172,8 @@ class Microbatch:
             backward = self._costs.backward_seconds(node, args, kwargs, self.values)
         if recomputed and not effects.random:
             backward, saved = backward + seconds, []
-        learned = effects.written if node.target in INSTANCE_NORMS else effects.learned
+        statistics = node.target in (*INSTANCE_NORMS, learn)
+        learned = effects.written if statistics else effects.learned
         new = self.graph.node_copy(node, lambda n: self.new[n])
         new.meta = {
             "val": value,

@@ -16,11 +16,13 @@ from torch import fx
 from ..ir.facts import FACTS, Facts
 from ..ir.graphs import Spec
 from ..ir.lazy import lazy_module
+from ..ir.request import BatchNorm
 from ..ir.writes import find_writes
 from ..rows.early_values import Early
 from ..rows.tracker import OutputRows
 from ..rows.weighted_loss import labels_decide, part_means
 from .batch import Batch
+from .batch_norms import refuse_kept, refuse_microbatch, whole_batch_norms
 from .joint_nodes import NOTHING_JOINED, join_rows
 from .meta_device import cpu_specs, is_meta, on_cpu
 from .microbatch import Microbatch
@@ -57,6 +59,7 @@ def trace_microbatch(
     exact: bool = False,
     by_weight: bool = True,
     spread: bool = False,
+    batch_norm: BatchNorm = "microbatch",
 ) -> Traced:
     """A copy of Dynamo's graph for one microbatch, on fake tensors.
 
@@ -71,6 +74,7 @@ def trace_microbatch(
     by_weight: whether it may be weighted then, where that suffices.
     spread: whether microbatches compute their own rows of what rows meet in, where they
         can.
+    batch_norm: whether BatchNorm in training sees microbatches, or the whole batch.
 
     Placeholders carry `role`, `name` and `index` (into inputs); every node carries
     `val`, `module`, `work`; facts(graph).outputs says how outputs are put together.
@@ -81,6 +85,8 @@ def trace_microbatch(
     exact, weighted = exact and cut, weighted and cut
     if exact and labels_decide(gm) and by_weight:
         weighted = True
+    if exact and batch_norm == "batch":
+        gm = whole_batch_norms(gm)
     training = torch.is_grad_enabled()
     with torch.enable_grad():  # without gradients too, B decides where to cut
         trace = _interpreted(gm, inputs, batch, specs, weighted, exact)
@@ -88,8 +94,11 @@ def trace_microbatch(
             weighted = True
             trace = _interpreted(gm, inputs, batch, specs, weighted, exact)
         if exact and keeps_rows(trace):  # from microbatch to microbatch
+            refuse_kept(gm)
             exact = weighted = False
             trace = _interpreted(gm, inputs, batch, specs, weighted, exact)
+        if batch_norm == "batch" and trace.tracker.kept:
+            refuse_microbatch(trace.tracker.kept)
         rows = tuple(map(trace.rows, trace.outputs()))
         joined = NOTHING_JOINED
         if exact:

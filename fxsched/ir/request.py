@@ -14,6 +14,7 @@ Order = Literal["static", "dynamic"]
 Carry = Literal["saved", "recompute"]
 LossReduction = Literal["exact", "mean", "sum", "weighted"]
 Pairs = Literal["auto", "joint", "spread"]
+BatchNorm = Literal["microbatch", "batch"]
 StageCompiler = Literal["eager", "inductor"]
 Ragged = Literal["error", "fewer", "pad"]
 PassedRows = Literal["all", "local"]
@@ -69,6 +70,7 @@ class Request:
     skip_nonfinite: bool = False
     order: Order = "static"
     pairs: Pairs = "auto"
+    batch_norm: BatchNorm = "microbatch"
 
     @property
     def by_arrival(self) -> bool:

@@ -70,6 +70,7 @@ class Domains:
             reads = [n for n in node.all_input_nodes if n in joint]
             again = not resumed.isdisjoint(node.all_input_nodes)
             meets = node in self.tracker.met or meet(self.rows(node))
+            meets = meets or "once" in node.meta
             apart = all(map(self.in_parts, reads)) and self._clean(node)
             if meets or (reads and not (apart and (again or node in worth))):
                 useful = node in worth or node in ends

@@ -1,0 +1,153 @@
+"""backend(batch_norm="batch"): BatchNorm sees what eager PyTorch shows it."""
+
+import copy
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import fxsched
+from fxsched import PlanError, schedules
+
+
+class Convs(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Sequential(
+            *(nn.Conv2d(2, 3, 3), nn.BatchNorm2d(3), nn.ReLU()),
+            *(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4, affine=False), nn.Flatten()),
+            nn.Linear(16, 3),
+        )
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return nn.functional.cross_entropy(self.body(x), y)
+
+
+class Rows(nn.Module):
+    def __init__(self, **options) -> None:
+        super().__init__()
+        self.first, self.norm = nn.Linear(4, 5), nn.BatchNorm1d(5, **options)
+        self.last = nn.Linear(5, 3)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        hidden = self.norm(self.first(x)).tanh()
+        return nn.functional.cross_entropy(self.last(hidden), y)
+
+
+def labels(size: int = 8) -> Tensor:
+    return torch.randint(0, 3, (size,))
+
+
+def trained(step, model: nn.Module, x: Tensor, y: Tensor) -> list[float]:
+    optimizer, losses = torch.optim.SGD(model.parameters(), 0.1), []
+    for _ in range(3):
+        optimizer.zero_grad()
+        loss = step(x, y)
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
+def assert_as_eager(model: nn.Module, x: Tensor, schedule, **options) -> None:
+    model, y = model.double(), labels(len(x))
+    reference = copy.deepcopy(model)
+    with fxsched.backend(schedule, batch_norm="batch", **options) as backend:
+        step = torch.compile(model, backend=backend)
+        losses = trained(step, model, x, y)
+        assert losses == pytest.approx(trained(reference, reference, x, y), rel=1e-9)
+        close = {"rtol": 1e-9, "atol": 1e-12}
+        mine, theirs = model.state_dict(), reference.state_dict()
+        torch.testing.assert_close(mine, theirs, **close)
+        grads = [[p.grad for p in m.parameters()] for m in (model, reference)]
+        torch.testing.assert_close(*grads, **close)
+
+
+@pytest.mark.filterwarnings("error::fxsched.RowsWarning")
+@pytest.mark.parametrize("name", ["gpipe", "ddp", "one_f_one_b"])
+def test_convolutions_train_as_on_the_whole_batch(name) -> None:
+    x = torch.randn(8, 2, 6, 6, dtype=torch.float64)
+    assert_as_eager(Convs(), x, getattr(schedules, name)(2, 4))
+
+
+@pytest.mark.parametrize("options", [{}, {"track_running_stats": False}])
+def test_microbatches_of_one_row_train_as_on_the_whole_batch(options) -> None:
+    x = torch.randn(4, 4, dtype=torch.float64)
+    assert_as_eager(Rows(**options), x, schedules.gpipe(2, 4))
+
+
+def test_evaluation_keeps_running_statistics() -> None:
+    model, x, y = Rows().eval(), torch.randn(8, 4), labels()
+    before = copy.deepcopy(model.state_dict())
+    with fxsched.backend(schedules.gpipe(2, 4), batch_norm="batch") as backend:
+        loss = torch.compile(model, backend=backend)(x, y)
+    torch.testing.assert_close(loss, model(x, y))
+    torch.testing.assert_close(model.state_dict(), before)
+
+
+def refused(why: str, model: nn.Module, x: Tensor, **options) -> None:
+    way = schedules.gpipe(2, 4)
+    with pytest.raises(PlanError, match=why):
+        fxsched.plan(model, way, x, labels(), batch_norm="batch", **options)
+
+
+def test_half_precision_is_refused() -> None:
+    refused("bfloat16", Rows().bfloat16(), torch.randn(8, 4).bfloat16())
+
+
+def test_it_needs_exact_losses() -> None:
+    with pytest.raises(PlanError, match='batch_norm="batch" runs'):
+        fxsched.backend(
+            schedules.gpipe(2, 4), batch_norm="batch", loss_reduction="mean"
+        )
+
+
+class Reads(Rows):
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return super().forward(x, y) + self.norm.running_mean.sum()
+
+
+def test_running_statistics_that_are_read_are_refused() -> None:
+    refused("running_mean is read besides", Reads(), torch.randn(8, 4))
+
+
+class Keeps(Rows):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("seen", torch.zeros(5))
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        self.seen.mul_(0.9).add_(self.first(x).detach().mean(0))
+        return super().forward(x, y)
+
+
+def test_a_model_that_keeps_what_it_sees_is_refused() -> None:
+    refused("keeps, in its own state", Keeps(), torch.randn(8, 4))
+
+
+class Native(Rows):
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        norm = torch.native_batch_norm(x, None, None, None, None, True, 0.1, 1e-5)
+        return super().forward(norm[0], y)
+
+
+def test_a_batch_norm_of_another_name_is_refused() -> None:
+    refused("not known as BatchNorm", Native(), torch.randn(8, 4))
+
+
+class Broken(Rows):
+    """Dynamo breaks its graph here, so that torch.export traces it."""
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        torch._dynamo.graph_break()
+        return super().forward(x, y)
+
+
+def test_exported_models_train_as_on_the_whole_batch() -> None:
+    model, x, y = Broken().double(), torch.randn(8, 4, dtype=torch.float64), labels()
+    reference = copy.deepcopy(model)
+    way = schedules.gpipe(2, 4)
+    step = fxsched.compile(model, way, batch_norm="batch")
+    losses = trained(step, model, x, y)
+    assert losses == pytest.approx(trained(reference, reference, x, y), rel=1e-9)
+    torch.testing.assert_close(model.state_dict(), reference.state_dict())
