@@ -162,3 +162,45 @@ def test_explain_says_what_weighs_a_loss() -> None:
     assert "totals of the whole batch (8 B) are computed before the step" in text
     plain = fxsched.plan(Words(LOSSES["mean"]), schedules.gpipe(2, 1), *batch())
     assert "totals" not in plain.explain()
+
+
+class Keeps(nn.Module):
+    """Keeps what inputs alone decide, beside a loss over labels of which some are
+    ignored."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.linear, self.how = nn.Linear(4, 5), how
+        self.register_buffer("seen", torch.zeros(4))
+        self.seen: Tensor
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        total = x.detach().sum(0)
+        if self.how == "added":
+            self.seen.add_(total / 2)
+        elif self.how == "moved":
+            self.seen.copy_(0.9 * self.seen + total)
+        elif self.how == "replaced":
+            self.seen = self.seen + total
+        else:
+            self.seen.copy_(total)
+        return F.cross_entropy(self.linear(x), y)
+
+
+@pytest.mark.parametrize("reduction", ["exact", "weighted"])
+@pytest.mark.parametrize("how", ["added", "moved", "replaced"])
+def test_totals_are_not_added_to_state_in_each_microbatch(
+    how: str, reduction: Any
+) -> None:
+    backend = fxsched.backend(schedules.gpipe(1, 4), loss_reduction=reduction)
+    run = torch.compile(Keeps(how), backend=backend)
+    with pytest.raises(PlanError, match=r"adds what inputs alone .*\n  at .*seen"):
+        run(torch.randn(8, 4), torch.arange(8) % 5)
+
+
+def test_totals_may_be_state() -> None:
+    model = Keeps("set")
+    plain, x = copy.deepcopy(model), torch.randn(8, 4)
+    run = torch.compile(model, backend=fxsched.backend(schedules.gpipe(1, 4)))
+    assert_close(run(x, torch.arange(8) % 5), plain(x, torch.arange(8) % 5))
+    assert_close(model.seen, plain.seen)

@@ -24,6 +24,7 @@ from ..rows.weighted_loss import labels_decide, part_means
 from .batch import Batch
 from .batch_norms import refuse_kept, refuse_microbatch, whole_batch_norms
 from .joint_nodes import NOTHING_JOINED, join_rows
+from .kept_totals import refuse_kept_totals
 from .meta_device import cpu_specs, is_meta, on_cpu
 from .microbatch import Microbatch
 from .state_updates import keeps_rows
@@ -99,6 +100,7 @@ def trace_microbatch(
             trace = _interpreted(gm, inputs, batch, specs, weighted, exact)
         if batch_norm == "batch" and trace.tracker.kept:
             refuse_microbatch(trace.tracker.kept)
+        refuse_kept_totals(trace)
         rows = tuple(map(trace.rows, trace.outputs()))
         joined = NOTHING_JOINED
         if exact:

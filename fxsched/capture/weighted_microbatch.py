@@ -30,6 +30,7 @@ class WeightedMicrobatch(Microbatch):
     ) -> None:
         super().__init__(gm, inputs, batch, specs, exact=exact)
         self.whole = Whole(self.tracker)
+        self.totals: list[fx.Node] = []  # of the whole batch, inputs here
         self._own: dict[fx.Node, tuple[Any, Tensor]] = {}  # a microbatch's own value
 
     def note_input(self, node: fx.Node, value: Any) -> None:
@@ -83,6 +84,7 @@ class WeightedMicrobatch(Microbatch):
         index = len(self.inputs) + number
         new.meta.update(role=Role.SHARED, name=new.name, index=index, module="")
         self.put_input(node, new, fake)
+        self.totals.append(new)
         self.whole.note_input(node, fake)
 
     def outputs(self) -> list[Any]:
