@@ -121,6 +121,11 @@ KINDS: dict[str, tuple[Kind, Callable[..., Any], tuple[Tensor, ...]]] = {
         (FEATURES,),
     ),
     "time first": (Kind.MEAN, time_first, (SEQUENCES,)),
+    "renormalised rows": (
+        Kind.MEAN,
+        lambda s, x: s.linear(x).renorm(2, 0, 0.5).pow(2).mean(),
+        (FEATURES,),
+    ),
     "rolled features": (
         Kind.MEAN,
         lambda s, x: (s.linear(x) * x.roll(1, -1)).mean(),
@@ -165,6 +170,11 @@ MIXED: dict[str, tuple[Effect, Callable[..., Any], tuple[Tensor, ...]]] = {
         (FEATURES,),
     ),
     "neighbours": (Effect.ORDER, shifted, (FEATURES, FEATURES)),
+    "renormalised over the batch": (
+        Effect.ORDER,
+        lambda s, x: s.linear(x).renorm(2, 1, 0.5).pow(2).mean(),
+        (FEATURES,),
+    ),
     "flipped": (
         Effect.ORDER,
         lambda s, x: (s.linear(x) * x.flip(0)).mean(),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 
 from torch import Tensor
 
@@ -99,11 +99,20 @@ def _dims(call: OpCall, count: int) -> set[int]:
 def along(call: OpCall) -> Rows:
     """softmax, sort, cumsum: along dimensions that stay; roll without any goes through
     all elements."""
-    tensor = call.args[0]
-    rows = call.of(tensor)
+    return _over(call, _dims(call, call.args[0].dim()))
+
+
+def renorm(call: OpCall) -> Rows:
+    """Slices along a dimension, each over all the others."""
+    count = call.args[0].dim()
+    return _over(call, set(range(count)) - _dims(call, count))
+
+
+def _over(call: OpCall, dims: Container[int]) -> Rows:
+    rows = call.of(call.args[0])
     if rows.reduced:
         return Rows(Kind.OTHER, cause=call.mixed(Effect.FUNCTION, rows))
-    if rows.dim in _dims(call, tensor.dim()):
+    if rows.dim in dims:
         return rows._replace(cause=call.mixed(Effect.ORDER, rows))
     return rows
 

@@ -15,6 +15,7 @@ from .compute_rules import (
     log_sigmoid,
     pointwise,
     reduced,
+    renorm,
     trailing,
 )
 from .index_rules import RULES as PICKS
@@ -44,8 +45,9 @@ TABLE: tuple[tuple[Rule, str], ...] = (
         along,
         "_softmax _log_softmax _safe_softmax softmax log_softmax cumsum cumprod "
         "cummax cummin logcumsumexp sort topk argsort flip roll _fft_r2c _fft_c2r "
-        "_fft_c2c glu renorm",
+        "_fft_c2c glu",
     ),
+    (renorm, "renorm"),
     (
         partial(trailing, lambda call: len(call.get("normalized_shape"))),
         "native_layer_norm _fused_rms_norm rms_norm layer_norm",
