@@ -19,6 +19,7 @@ from fxsched import PlanError, Schedule, schedules
 from fxsched.codegen.tasks import sent
 from fxsched.draw.tables import byte_text
 from fxsched.ir import ops
+from tests import losses
 from tests.fuzz_rows import differs
 from tests.torchrun import torchrun
 from tests.whole_batch import compare
@@ -263,7 +264,7 @@ def test_what_is_of_all_pairs_comes_back_whole(name: str) -> None:
     train(Returned, SCHEDULES[name], batch(), lambda out: F.cross_entropy(out, own))
 
 
-@pytest.mark.parametrize("number, mix", enumerate(MIXES))
+@pytest.mark.parametrize("number, mix", [*enumerate(MIXES)])
 def test_rows_meet_in_the_middle(number: int, mix: str) -> None:
     name = ("1f1b", "graph", "drawn 2")[number % 3]
     train(lambda: Mixed(MIXES[mix]), SCHEDULES[name], batch())
@@ -377,6 +378,19 @@ def test_two_ranks() -> None:
 @pytest.mark.parametrize("seed", [1, 7, 17, 28])
 def test_random_models_whose_rows_meet(seed: int) -> None:
     assert not isinstance(differs(seed), str)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("pdist", "lstm", "lstm from a mean", "expanded mean", "sum times size"),
+        *("view across rows", "barlow twins", "segment", "hardswish"),
+    ],
+)
+def test_what_no_rule_knows_runs_on_all_rows(name: str) -> None:
+    row = losses.compare(name)
+    assert row.far is not None and row.equal
+    assert row.joint is not (name in ("lstm", "hardswish"))
 
 
 @pytest.mark.parametrize("name", ["retrieval", "llama items"])

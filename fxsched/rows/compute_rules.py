@@ -6,7 +6,7 @@ from collections.abc import Callable, Container, Sequence
 
 from torch import Tensor
 
-from .kinds import SHARED, Effect, Kind, OpCall, Rows, first_cause
+from .kinds import SHARED, UNKNOWN, Effect, Kind, OpCall, Rows, first_cause
 
 
 def pointwise(call: OpCall) -> Rows:
@@ -26,9 +26,23 @@ def pointwise(call: OpCall) -> Rows:
     return beside(call, *aligned)._replace(numbers=numbers)
 
 
-def log_sigmoid(call: OpCall) -> Rows:
-    """Which gives what its gradient needs beside its result."""
+def pointwise_first(call: OpCall) -> Rows:
+    """Which gives what its gradient needs beside its result, as log_sigmoid does."""
     return pointwise(call._replace(out=call.out[0]))
+
+
+def recurrent(call: OpCall) -> Rows | Sequence[Rows]:
+    """A layer over [time, batch, features], or batch first, where the operation does
+    that itself; its states are [..., batch, features]."""
+    rows = call.of(call.args[0])
+    if rows.kind is not Kind.APART:
+        return UNKNOWN._replace(cause=rows.cause)
+    values = [call.of(tensor) for tensor in call.tensors()]
+    rows = rows._replace(cause=first_cause(values))
+    first = call.get("batch_first") and name_of(call) != "mkldnn_rnn_layer"
+    if rows.dim != (0 if first else 1) or any(each.reduced for each in values):
+        rows = rows._replace(cause=call.mixed(Effect.MIX, *values))
+    return [rows, *(rows._replace(dim=max(s.dim() - 2, 0)) for s in call.out[1:])]
 
 
 CASTS = ("_to_copy", "clone", "detach", "alias", "copy", "lift_fresh", "contiguous")

@@ -79,11 +79,9 @@ UNKNOWN = Rows(Kind.UNKNOWN)
 
 
 def meet(rows: Rows | None) -> bool:
-    """Whether rows of the batch are known to have met, so that microbatches' values do
+    """Whether rows of the batch met, or may have, so that microbatches' values need
     not make up the whole batch's."""
-    if rows is None or rows.cause is None:
-        return False
-    return rows.cause.effect is not Effect.UNSURE
+    return rows is not None and rows.cause is not None
 
 
 class OpCall(NamedTuple):

@@ -206,7 +206,13 @@ RULES: dict[str, Rule] = {
     "squeeze": squeezed,
     "select": selected,
     "slice": sliced,
-    **dict.fromkeys(("split", "split_with_sizes", "chunk"), parted),
+    **dict.fromkeys(
+        (
+            *("split", "split_with_sizes", "chunk"),
+            *("unsafe_split", "unsafe_split_with_sizes"),
+        ),
+        parted,
+    ),
     "unbind": selected,
     "as_strided": strided,
     "unfold": windowed,

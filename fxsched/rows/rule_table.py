@@ -12,8 +12,9 @@ from .compute_rules import (
     along,
     batch_norm,
     filled,
-    log_sigmoid,
     pointwise,
+    pointwise_first,
+    recurrent,
     reduced,
     renorm,
     trailing,
@@ -76,9 +77,14 @@ TABLE: tuple[tuple[Rule, str], ...] = (
         "upsample_bicubic2d _upsample_bilinear2d_aa _upsample_bicubic2d_aa "
         "upsample_nearest_exact2d triu tril linalg_inv_ex linalg_cholesky_ex "
         "linalg_qr _linalg_det _linalg_eigh _linalg_svd linalg_matrix_exp inverse "
-        "grid_sampler_2d",
+        "grid_sampler_2d linalg_eig _linalg_eigvals _linalg_slogdet linalg_lu "
+        "linalg_lu_factor_ex cholesky",
     ),
-    (_last(3), "pixel_shuffle pixel_unshuffle channel_shuffle"),
+    (
+        _last(3),
+        "pixel_shuffle pixel_unshuffle channel_shuffle upsample_trilinear3d "
+        "grid_sampler_3d adaptive_max_pool3d _adaptive_avg_pool3d",
+    ),
     (
         batch_norm,
         "native_batch_norm cudnn_batch_norm miopen_batch_norm "
@@ -107,13 +113,18 @@ TABLE: tuple[tuple[Rule, str], ...] = (
         "mse_loss smooth_l1_loss huber_loss binary_cross_entropy soft_margin_loss "
         "binary_cross_entropy_with_logits",
     ),
-    (log_sigmoid, "log_sigmoid_forward"),
+    (
+        pointwise_first,
+        "log_sigmoid_forward _thnn_fused_lstm_cell _thnn_fused_gru_cell",
+    ),
+    (recurrent, "mkldnn_rnn_layer _cudnn_rnn miopen_rnn"),
     (nll_loss, "nll_loss_forward nll_loss2d_forward"),
     (
         pointwise,
         "native_dropout bernoulli uniform normal exponential masked_fill where "
         "clamp clamp_min clamp_max copy fill_diagonal "
-        "floor_divide remainder",
+        "floor_divide remainder rsub hardswish _prelu_kernel complex polar poisson "
+        "_standard_gamma rrelu_with_noise_functional",
     ),
     (
         filled,

@@ -1,7 +1,8 @@
 """Follows the rows of a batch through a model, operation by operation.
 
 It sees the aten operations that run while one microbatch is traced, so the rules are
-few, and costs no run of its own. What the rules can't tell is UNKNOWN, not a guess.
+few, and costs no run of its own. What the rules can't tell is UNKNOWN, not a guess:
+where rows of microbatches may meet, it counts as if they did.
 Sizes that depend on the batch are numbers by then; Dynamo's symbols tell of those.
 """
 
@@ -26,7 +27,6 @@ from .kinds import (
     OpCall,
     Rows,
     first_cause,
-    meet,
 )
 from .rule_table import RULES, rule_of
 
@@ -148,7 +148,7 @@ class Tracker:
             if _is_functional(node):
                 rows = self._of_loss(node, rows)
             rows = self._placed(node, rows, example)
-            if self.exact and rows.cause is not None:
+            if self.exact:
                 rows = self._anew(node, rows, example)
             if rows != self.of(tensor):
                 self.put(tensor, rows)
@@ -156,13 +156,16 @@ class Tracker:
             self._label(node, *self._targets[0])
 
     def _anew(self, node: fx.Node, rows: Rows, example: Tensor) -> Rows:
-        """The rows of a value that other rows went into, computed on all of them."""
-        assert rows.cause is not None
+        """The rows of a value that other rows went into, or may have, computed on all
+        of them."""
+        if rows.kind is Kind.UNKNOWN:
+            cause = rows.cause or _cause(Effect.UNSURE, node)
+            rows = rows._replace(kind=Kind.OTHER, cause=cause)
+        if rows.cause is None:
+            return rows
         if "batch_norm" in rows.cause.operation:
             self.kept = self.kept or rows.cause
             return rows._replace(cause=None)
-        if not meet(rows):
-            return rows
         self.meets = True
         self.weighed |= rows.cause.effect in WEIGHED
         if not self.in_parts(rows, example):
@@ -208,13 +211,13 @@ class Tracker:
             cause = None
             if node.target in NUMBERED or len(dims) > 1:
                 effect = Effect.PAIRS if len(dims) > 1 else Effect.ORDER
-                stack = node.meta.get("stack_trace")
-                cause = Cause(effect, str(node.target), stack)
+                cause = _cause(effect, node)
+            return Rows(Kind.APART, dims[0], cause=cause)
+        if rows.reduced and dims:  # one value of all rows, for each of them
+            cause = rows.cause or _cause(Effect.STATISTICS, node)
             return Rows(Kind.APART, dims[0], cause=cause)
         if rows.kind is Kind.UNKNOWN and len(dims) == 1:
-            stack = node.meta.get("stack_trace")
-            unsure = Cause(Effect.UNSURE, str(node.target), stack)
-            return Rows(Kind.APART, dims[0], cause=unsure)
+            return Rows(Kind.APART, dims[0], cause=_cause(Effect.UNSURE, node))
         if rows.kind is Kind.APART and dims != [rows.dim] and rows.cause is None:
             if len(dims) == 1 and self.size == 1:
                 return rows._replace(dim=dims[0], outer=1)
@@ -269,6 +272,10 @@ def _power(expression: Any, symbol: Any) -> int:
     if values[0] and values[1] == 2 * values[0] and values[2] == 2 * values[1]:
         return 1
     return -int(bool(values[2]) and values[0] == 2 * values[1] == 4 * values[2])
+
+
+def _cause(effect: Effect, node: fx.Node) -> Cause:
+    return Cause(effect, str(node.target), node.meta.get("stack_trace"))
 
 
 def _is_functional(node: fx.Node) -> bool:
