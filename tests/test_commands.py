@@ -240,6 +240,18 @@ def test_compare_sorts_by_step_and_says_why_some_are_left_out(
     assert "give a multiple of that many" in dict(left_out)["parameter_server"]
 
 
+def test_compare_plans_a_users_model(
+    model: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    names = "--schedules gpipe,ddp,hsdp --workers 2"
+    text = output(f"compare {names} --model model.py:make", capsys)
+    rows = re.findall(r"^(ddp|gpipe) +(\d+) +(\S+)", text, re.M)
+    assert sorted(name for name, _, _ in rows) == ["ddp", "gpipe"]
+    steps = [float(step) for _, _, step in rows]
+    assert steps == sorted(steps)
+    assert "not hsdp: hsdp needs --group-size" in text
+
+
 def test_compare_and_search_rank_what_moves_weights_alike(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
@@ -384,6 +396,7 @@ def test_plan_prints_so_many_jobs_of_a_rank(
             r"none can be built: not ddp",
         ),
         ("compare --latency 1", r"--latency needs --bandwidth"),
+        ("compare --model m.py:make --update 1", r"--update doesn't go with --model.*"),
         (
             "compare --workers 99999",
             r"99999 stages \(or workers\) of .* too many; give",

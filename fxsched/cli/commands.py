@@ -1,8 +1,11 @@
-"""The commands that need no model of the user's: simulate, compare, and the demo."""
+"""The commands that can do without a model of the user's: simulate, compare, and the
+demo."""
 
 from __future__ import annotations
 
 import os
+import sys
+from contextlib import nullcontext
 from typing import Any
 
 import click
@@ -61,7 +64,16 @@ def simulate(schedule: str | Schedule, **options: Any) -> None:
 @simulate_options.update_option
 @simulate_options.link_options
 @simulate_options.prefetch_option
-def compare(schedules: tuple[str, ...] | None, **options: Any) -> None:
+@simulate_options.joint_option
+@click.option("--model", metavar="MODEL", help=f"{simulate_options.MODEL}; see plan")
+@click.pass_context
+def compare(
+    ctx: click.Context,
+    /,
+    schedules: tuple[str, ...] | None,
+    model: str | None,
+    **options: Any,
+) -> None:
     """Simulated steps of several schedules side by side.
 
     --forward, --backward and --weight are of one stage of a model that is cut into
@@ -69,8 +81,22 @@ def compare(schedules: tuple[str, ...] | None, **options: Any) -> None:
     shorter, and activations held and weights kept, the most on any worker, are counted
     in stages of that size. Weights fetched and messages sent are those of all workers;
     span is the bubble of steps that follow each other without a gap.
+
+    With --model, plans of that model: predicted steps, and the most bytes that a worker
+    holds, all of them and weights alone, fetched ones included. * is a stage of all
+    rows.
     """
-    click.echo(lineup(schedules or SYNCHRONOUS, options))
+    if model is None:
+        click.echo(lineup(schedules or SYNCHRONOUS, options))
+        return
+    from .compare_plans import model_lineup
+
+    simulate_options.refuse_estimated(ctx)
+    every = schedules or SYNCHRONOUS
+    bar = click.progressbar(every, label="planning", file=sys.stderr)
+    with bar if sys.stderr.isatty() else nullcontext(every) as chosen:
+        text = model_lineup(chosen, model, options)
+    click.echo(text)
 
 
 @click.command(name="demo")

@@ -7,7 +7,6 @@ from collections.abc import Mapping
 from typing import Any
 
 import click
-from click.core import ParameterSource
 
 from ..jobs.job import PlanError
 from ..jobs.schedule import Schedule
@@ -15,7 +14,6 @@ from . import simulate_options
 from .option_types import COUNT, NUMBER, POSITION, dims, file
 from .options import WORKERS, build, passed_options, schedule_option, schedule_options
 
-MODEL = "path/to/model.py:make or package.module:make"
 OBJECTIVES = ("latency", "span")
 SEARCHES = (
     "workers",
@@ -52,7 +50,7 @@ SEARCHES = (
     "--effort", type=NUMBER, default=1.0, help="how many orders to try; 1: 10 seconds"
 )
 @click.option("--seed", type=POSITION, metavar="N", default=0, help="of the search")
-@click.option("--model", metavar="MODEL", help=f"{MODEL}; see plan")
+@click.option("--model", metavar="MODEL", help=f"{simulate_options.MODEL}; see plan")
 @click.option("--save", type=file, help="write the schedule into this file, name.json")
 @simulate_options.picture_options
 @click.pass_context
@@ -83,9 +81,7 @@ def _search_for_model(ctx: click.Context, options: Mapping[str, Any]) -> None:
     from ..tuner.search import search as search_schedules
     from . import user_file
 
-    for name in ("forward", "backward", "weight", "transfer", "prefetch"):
-        if ctx.get_parameter_source(name) is ParameterSource.COMMANDLINE:
-            raise PlanError(f"--{name} doesn't go with --model: it is estimated")
+    simulate_options.refuse_estimated(ctx)
     case = user_file.load(options["model"])
     chosen = _search_options(options) | {"transfer": None}
     with user_file.quiet_torch(), user_file.blamed(case.file, "the model raised"):

@@ -12,6 +12,7 @@ from typing import Any
 
 import click
 import networkx as nx
+from click.core import ParameterSource
 
 from ..clock.network import Link
 from ..draw import chrome
@@ -101,6 +102,18 @@ picture_options = _all_of(
     click.option("--html", type=file, help="the same as a page to explore"),
     click.option("--trace", type=file, help="the same for Perfetto, as JSON"),
 )
+
+
+MODEL = "path/to/model.py:make or package.module:make"
+ESTIMATED = ("forward", "backward", "weight", "update", "transfer", "prefetch", "joint")
+SIZES = ("bandwidth", "latency", "message_bytes", "weight_bytes")
+
+
+def refuse_estimated(ctx: click.Context) -> None:
+    """Raises PlanError for options of what --model says itself."""
+    for name in (*ESTIMATED, *SIZES):
+        if ctx.get_parameter_source(name) is ParameterSource.COMMANDLINE:
+            raise PlanError(f"{flag(name)} doesn't go with --model: it is estimated")
 
 
 def durations(options: Mapping[str, Any]) -> dict[str, float]:

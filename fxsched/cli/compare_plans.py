@@ -1,0 +1,81 @@
+"""Schedules side by side: a table of their plans for a user's model."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any, NamedTuple
+
+from ..draw import tables
+from ..dry_run import plan
+from ..jobs.job import PlanError
+from ..plans.plan import Plan
+from . import user_file
+from .options import build_any, passed_options, usual
+
+HEADERS = "schedule|stages|step ms|bubble|memory|weights|messages"
+
+
+class ComparedPlan(NamedTuple):
+    """A schedule's plan. step: in seconds, as it is predicted."""
+
+    name: str
+    plan: Plan
+    step: float
+    bubble: float
+    messages: int
+
+    @property
+    def cells(self) -> tuple[str, ...]:
+        """A row of the table; bytes are the most on any worker."""
+        total = max(peaks.at_once.total for peaks in self.plan.memory)
+        most = [peaks.each for peaks in self.plan.memory]
+        joint = sum(bool(j) for _, j in self.plan.stages.nodes(data="joint"))
+        return (
+            self.name,
+            f"{len(self.plan.stages) - joint}{' + 1 *' if joint else ''}",
+            f"{1e3 * self.step:.4g}",
+            f"{100 * self.bubble:.1f} %",
+            tables.byte_text(total),
+            tables.byte_text(max(each.weights + each.fetched for each in most)),
+            f"{self.messages}",
+        )
+
+
+def model_lineup(names: Iterable[str], model: str, options: Mapping[str, Any]) -> str:
+    """A table, the shortest predicted step first, and a line for each that can't be
+    planned for this model.
+
+    Raises PlanError if none can, or if the model can't be loaded.
+    """
+    case = user_file.load(model)
+    numbers = passed_options(options)
+    numbers = {**usual(numbers), **numbers}
+    rows = [_compared(name, case, numbers) for name in names]
+    compared = [row for row in rows if isinstance(row, ComparedPlan)]
+    refused = [row for row in rows if isinstance(row, str)]
+    if not compared:
+        raise PlanError(f"none can be planned: {'; '.join(refused[:3])}")
+    compared.sort(key=lambda row: row.step)
+    table = tables.table(HEADERS, [row.cells for row in compared], "lr", tables.WIDTH)
+    workers, microbatches = numbers["workers"], numbers["microbatches"]
+    title = f"{workers} workers, {microbatches} microbatches, {model}"
+    return "\n\n".join((title, table, "\n".join(refused))).strip()
+
+
+def _compared(
+    name: str, case: user_file.Case, numbers: Mapping[str, Any]
+) -> ComparedPlan | str:
+    """A schedule's plan, or why there is none."""
+    try:
+        schedule = build_any(name, numbers)
+        with user_file.quiet_torch(), user_file.blamed(case.file, "the model raised"):
+            made = plan(
+                *(case.model, schedule, *case.args),
+                optimizer=case.optimizer,
+                **case.kwargs,
+            )
+    except PlanError as error:
+        return f"not {name}: {' '.join(str(error).split())}"
+    step = made.simulate()
+    sent = sum(w.activations_sent + w.gradients_returned for w in step.workers)
+    return ComparedPlan(name, made, step.latency, step.bubble_rate, sent)
