@@ -50,11 +50,17 @@ def model_lineup(names: Iterable[str], model: str, options: Mapping[str, Any]) -
     case = user_file.load(model)
     numbers = passed_options(options)
     numbers = {**usual(numbers), **numbers}
-    rows = [_compared(name, case, numbers) for name in names]
-    compared = [row for row in rows if isinstance(row, ComparedPlan)]
-    refused = [row for row in rows if isinstance(row, str)]
+    compared: list[ComparedPlan] = []
+    reasons: dict[str, list[str]] = {}
+    for name in names:
+        try:
+            compared.append(_compared(name, case, numbers))
+        except PlanError as error:
+            why = " ".join(str(error).split())
+            reasons.setdefault(why, []).append(name)
+    refused = [f"not {', '.join(those)}: {why}" for why, those in reasons.items()]
     if not compared:
-        raise PlanError(f"none can be planned: {'; '.join(refused[:3])}")
+        raise PlanError("; ".join(refused[:3]))
     compared.sort(key=lambda row: row.step)
     table = tables.table(HEADERS, [row.cells for row in compared], "lr", tables.WIDTH)
     workers, microbatches = numbers["workers"], numbers["microbatches"]
@@ -64,18 +70,14 @@ def model_lineup(names: Iterable[str], model: str, options: Mapping[str, Any]) -
 
 def _compared(
     name: str, case: user_file.Case, numbers: Mapping[str, Any]
-) -> ComparedPlan | str:
-    """A schedule's plan, or why there is none."""
-    try:
-        schedule = build_any(name, numbers)
-        with user_file.quiet_torch(), user_file.blamed(case.file, "the model raised"):
-            made = plan(
-                *(case.model, schedule, *case.args),
-                optimizer=case.optimizer,
-                **case.kwargs,
-            )
-    except PlanError as error:
-        return f"not {name}: {' '.join(str(error).split())}"
+) -> ComparedPlan:
+    schedule = build_any(name, numbers)
+    with user_file.quiet_torch(), user_file.blamed(case.file, "the model raised"):
+        made = plan(
+            *(case.model, schedule, *case.args),
+            optimizer=case.optimizer,
+            **case.kwargs,
+        )
     step = made.simulate()
     sent = sum(w.activations_sent + w.gradients_returned for w in step.workers)
     return ComparedPlan(name, made, step.latency, step.bubble_rate, sent)
