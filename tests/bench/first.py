@@ -30,6 +30,7 @@ WORKERS = {"auto": 2, "names": 2, "one worker": 1}  # of fxsched's contestants
 # What each part of fxsched is: functions by module, where they are looked up.
 PARTS = {
     "trace": ("planning.trace_microbatch",),
+    "rows": ("rows.tracker.Tracker.see", "rows.tracker.Tracker.settle"),
     "AOTAutograd": ("passes.differentiate.trace_stage",),
     "check": ("plans.plan.Plan.check",),
     "Inductor": ("autodiff.inductor.compile_stages",),
@@ -45,7 +46,7 @@ PASSES = {
     "differentiate_stages": "differentiate",
 }
 COLUMNS = (
-    *("Dynamo", "trace", "stages", "AOTAutograd", "differentiate", "passes"),
+    *("Dynamo", "trace", "rows", "stages", "AOTAutograd", "differentiate", "passes"),
     *("check", "Inductor", "codegen", "step"),
 )
 
