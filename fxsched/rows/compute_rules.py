@@ -173,11 +173,12 @@ def batch_norm(call: OpCall) -> Sequence[Rows]:
 
 
 def filled(call: OpCall) -> Rows:
-    """A new tensor that takes no more than its shape from another."""
+    """A new tensor that takes no more than its shape from another, or not even that
+    (new_zeros): Dynamo's symbols say of those whether they have rows."""
     rows = call.of(next(call.tensors()))
-    return (
-        rows._replace(numbers=False, cause=None) if rows.kind is Kind.APART else SHARED
-    )
+    if rows.kind is not Kind.APART or name_of(call).startswith("new_"):
+        return SHARED
+    return rows._replace(numbers=False, cause=None)
 
 
 def name_of(call: OpCall) -> str:

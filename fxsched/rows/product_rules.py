@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from .compute_rules import added_up, beside, trailing
-from .kinds import SHARED, Effect, Kind, OpCall, Rows, first_cause
+from .kinds import SHARED, UNKNOWN, Effect, Kind, OpCall, Rows, first_cause
 
 
 def multiplied(roles: tuple[str, str, str], first: int, call: OpCall) -> Rows:
@@ -20,6 +20,23 @@ def multiplied(roles: tuple[str, str, str], first: int, call: OpCall) -> Rows:
     if rows.kind is Kind.SHARED and added.kind is Kind.SHARED:
         return SHARED
     return added_up(call, {rows.kind, added.kind}, [rows, added])
+
+
+def trilinear(call: OpCall) -> Rows:
+    """Of bilinear layers: three tensors get new dimensions, are multiplied element by
+    element, and summed over some."""
+    count = call.args[0].dim() + len(call.args[3])
+    values = []
+    for tensor, new in zip(call.args[:3], call.args[3:6], strict=True):
+        rows = call.of(tensor)
+        if rows.kind is not Kind.APART and rows != SHARED:
+            return UNKNOWN._replace(cause=rows.cause)
+        places = [dim for dim in range(count) if dim not in new]
+        values.append(rows._replace(dim=places[rows.dim]))
+    rows, gone = beside(call, *values), call.args[6]
+    if rows.dim in gone:
+        return Rows(Kind.SUM, cause=rows.cause)
+    return rows._replace(dim=rows.dim - sum(dim < rows.dim for dim in gone))
 
 
 def _multiplied(roles: tuple[str, str, str], call: OpCall, a: Rows, b: Rows) -> Rows:

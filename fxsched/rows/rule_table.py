@@ -23,7 +23,7 @@ from .index_rules import RULES as PICKS
 from .kinds import Effect, Kind, Rule, where_known
 from .layout_rules import RULES as MOVES
 from .loss_rules import losses, nll_loss
-from .product_rules import attention, convolution, distances, multiplied
+from .product_rules import attention, convolution, distances, multiplied, trilinear
 
 
 def _last(count: int) -> Rule:
@@ -100,6 +100,7 @@ TABLE: tuple[tuple[Rule, str], ...] = (
     (partial(multiplied, ("ik", "kj", "ij"), 1), "addmm"),
     (partial(multiplied, ("nik", "nkj", "nij"), 1), "baddbmm"),
     (partial(multiplied, ("ik", "k", "i"), 1), "addmv"),
+    (trilinear, "_trilinear"),
     (
         attention,
         "_scaled_dot_product_flash_attention_for_cpu "
