@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import statistics
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from types import MappingProxyType
 
 import torch
@@ -29,11 +30,18 @@ from fxsched.models.two_tower import Tower, TwoTowerConfig
 from .measure import Contestant, check, measure
 
 TOLERANCE = 1e-4  # of gradients: sums over the batch have other orders
+
+
+def _short_stages(workers: int, microbatches: int) -> Schedule:
+    """Two stages a worker: B computes the half of what it has again at a time."""
+    return replace(schedules.graph(workers, microbatches), stages=2 * workers)
+
+
 SCHEDULES: Mapping[str, tuple[Callable[[int, int], Schedule], Carry]]
 SCHEDULES = MappingProxyType(
     {
         "graph": (schedules.graph, "saved"),
-        "graph, recomputed": (schedules.graph, "recompute"),
+        "graph, recomputed": (_short_stages, "recompute"),
         "1f1b": (schedules.one_f_one_b, "saved"),
         "1f1b, recomputed": (schedules.one_f_one_b, "recompute"),
         "ddp": (schedules.ddp, "saved"),
@@ -125,12 +133,12 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     """Of the command."""
     add = parser.add_argument
     add("--workers", type=int, default=2, help="ranks (2)")
-    add("--microbatches", type=int, default=8, help="(8)")
+    add("--microbatches", type=int, help="(8, or the next multiple of the workers)")
     add("--layers", type=int, default=4, help="blocks of each tower (4)")
     add("--width", type=int, default=256, help="(256)")
     add("--length", type=int, default=64, help="tokens of a sequence (64)")
     add("--vocabulary", type=int, default=4096, help="(4096)")
-    add("--batch", type=int, default=64, help="(64)")
+    add("--batch", type=int, help="(8 for each microbatch)")
     names = list(SCHEDULES)
     add("--only", nargs="+", choices=names, default=names, metavar="NAME")
     add("--steps", type=int, default=10, help="of each contestant (10)")
@@ -140,6 +148,9 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     dist.init_process_group("gloo")
     torch.set_num_threads(1)
+    workers = dist.get_world_size()
+    options.microbatches = options.microbatches or -(-8 // workers) * workers
+    options.batch = options.batch or 8 * options.microbatches
     shape = (options.batch, options.length)
     generator = torch.Generator().manual_seed(1)
     inputs = [
@@ -156,7 +167,7 @@ def run(options: argparse.Namespace) -> int:
     backends: dict[str, fxsched.Backend] = {}
     for name in options.only:
         make, carry = SCHEDULES[name]
-        schedule = make(dist.get_world_size(), options.microbatches)
+        schedule = make(workers, options.microbatches)
         backends[name] = fxsched.backend(schedule, carry=carry)
         contestants.append(ours(name, Pairs(options), backends[name], inputs))
     for contestant in contestants:
@@ -165,7 +176,10 @@ def run(options: argparse.Namespace) -> int:
     if not dist.get_rank():
         seconds = {each.name: taken[id(each)] for each in contestants}
         errors = {each.name: each.error for each in contestants}
-        held = {name: predicted(backend) for name, backend in backends.items()}
+        held = {
+            name: predicted(each, name, options, inputs)
+            for name, each in backends.items()
+        }
         print(table(seconds, held | {"gradient caching": cached.held}, errors))
     dist.destroy_process_group()
     return 0
@@ -178,10 +192,25 @@ def ours(
     return Contestant(name, model, lambda: step(*inputs).backward())
 
 
-def predicted(backend: fxsched.Backend) -> float:
-    """Bytes of activations on the worker that holds the most."""
+def predicted(
+    backend: fxsched.Backend,
+    name: str,
+    options: argparse.Namespace,
+    inputs: Sequence[Tensor],
+) -> float:
+    """Bytes of activations on the worker that holds the most. Where B runs F again,
+    what that saves in one job is held too."""
     assert backend.plan is not None
-    return max(peaks.each.activations for peaks in backend.plan.memory)
+    held = [peaks.each.activations for peaks in backend.plan.memory]
+    schedule, carry = backend.plan.schedule, SCHEDULES[name][1]
+    if carry == "recompute":
+        saved = fxsched.plan(Pairs(options), schedule, *inputs)
+        jobs = [0.0] * len(held)
+        for job, placed in saved.placements.items():
+            stage = saved.stages.nodes[job.stage]
+            jobs[placed.compute] = max(jobs[placed.compute], stage["held"])
+        held = [a + b for a, b in zip(held, jobs, strict=True)]
+    return max(held)
 
 
 def table(
