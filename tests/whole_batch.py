@@ -2,7 +2,8 @@
 
 Models whose loss is over all pairs of the batch, or a mean over labels that are not
 padding: losses, outputs, gradients and the parameters after three steps of AdamW are
-those of eager PyTorch on the whole batch, under each schedule, static and dynamic.
+those of eager PyTorch on the whole batch, under each schedule, static and dynamic; so
+are buffers, where BatchNorm sees the whole batch.
 --ranks N runs the same over N processes; --only takes names of schedules, --pairs what
 backend(pairs=) does. A row is
 "equal" (with the largest difference, to the largest number) or an "error", with its
@@ -14,6 +15,7 @@ from __future__ import annotations
 import argparse
 import copy
 import os
+import random
 import sys
 import time
 from collections.abc import Callable, Mapping
@@ -25,7 +27,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import fxsched
-from fxsched import PlanError, Schedule, schedules
+from fxsched import Direction, PlanError, Schedule, schedules
 from fxsched.ir.request import Order, Pairs
 
 from .broken_models import Row, Training, apart, doubled, hf_model, show
@@ -126,6 +128,21 @@ class Three(nn.Module):
         return torch.stack(losses).mean()
 
 
+class Normalised(nn.Module):
+    """Convolutions and BatchNorm, which sees the whole batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Sequential(
+            *(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU()),
+            *(nn.Conv2d(4, 4, 3), nn.BatchNorm2d(4, affine=False), nn.Flatten()),
+        )
+        self.head = nn.Linear(64, 5)
+
+    def forward(self, images: Tensor, labels: Tensor) -> Tensor:
+        return F.cross_entropy(self.head(self.body(images)), labels)
+
+
 def padded(labels: Tensor) -> Tensor:
     """Labels of which each row has another number."""
     for row, length in enumerate(range(len(labels))):
@@ -179,7 +196,32 @@ MODELS: dict[str, Callable[[], tuple[nn.Module, Inputs]]] = {
     "llama": llama,
     "llama items": llama_items,
     "t5": t5,
+    "batch norm": lambda: (
+        Normalised(),
+        {
+            "images": torch.randn(BATCH, 3, 8, 8),
+            "labels": torch.arange(BATCH) % 5,
+        },
+    ),
 }
+OPTIONS: dict[str, dict[str, Any]] = {"batch norm": {"batch_norm": "batch"}}
+
+
+def drawn(workers: int) -> Schedule:
+    """Weights, jobs and their order at random places."""
+    draw = random.Random(workers)
+    jobs = [(s, b, d) for s in range(12) for b in range(4) for d in Direction]
+    w = {job: (draw.randrange(workers), draw.randrange(workers)) for job in jobs}
+    n = {job: draw.randrange(9) for job in jobs}
+    return Schedule(
+        *(workers, 4),
+        stages=4,
+        w=lambda s, b, d: w[s, b, d],
+        n=lambda s, b, d: n[s, b, d],
+        name="random",
+    )
+
+
 SCHEDULES: dict[str, Callable[[int], Schedule]] = {
     "ddp": lambda workers: schedules.ddp(workers, 4),
     "fsdp": lambda workers: schedules.fsdp(workers, 4),
@@ -188,6 +230,7 @@ SCHEDULES: dict[str, Callable[[int], Schedule]] = {
     "graph": lambda workers: schedules.graph(workers, 4),
     "zb_h1": lambda workers: schedules.zb_h1(workers, 4),
     "fslpp": lambda workers: schedules.fslpp(workers, 2, 4),
+    "random": drawn,
 }
 
 
@@ -218,7 +261,9 @@ def compare(
     eager = copy.deepcopy(model.double())
     torch._dynamo.reset()
     made = SCHEDULES[schedule](workers)
-    step = fxsched.compile(model, made, order=order, pairs=pairs)
+    step = fxsched.compile(
+        model, made, order=order, pairs=pairs, **OPTIONS.get(name, {})
+    )
     try:
         difference = apart(steps(step, model, inputs), steps(eager, eager, inputs))
         kind = "equal" if difference < TOLERANCE else "differs"
