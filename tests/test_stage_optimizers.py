@@ -195,3 +195,13 @@ def test_clipping_what_the_program_has_stepped_is_refused(clip: Any) -> None:
         clip(parameters, 0.1)
     parameters[0].grad = torch.ones_like(parameters[0])  # another loop's
     assert clip(parameters, 0.1) > 0 and parameters[0].grad.norm() < 0.11
+
+
+def test_clipping_values_of_what_the_program_has_stepped_is_refused() -> None:
+    parameters = build()
+    in_stages(torch.optim.SGD(parameters))
+    with pytest.raises(PlanError, match=r"clip_grad_value_ has no gradients to clip"):
+        nn.utils.clip_grad_value_((p for p in parameters), 0.1)
+    parameters[0].grad = torch.ones_like(parameters[0])
+    nn.utils.clip_grad_value_(iter(parameters), 0.1)
+    assert parameters[0].grad.max() == torch.tensor(0.1)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, MutableMapping, Sequence
+from functools import wraps
 from typing import Any
 
 import torch
@@ -99,21 +100,48 @@ def _joined(everyone: list[Norms]) -> list[Tensor]:
 
 
 def note_stepped(parameters: Iterable[Tensor]) -> None:
-    """From now on torch's clip_grad_norm_ refuses these where they have no gradients:
-    what it should clip is gone, for the program has stepped the optimizer."""
+    """From now on torch's functions that clip refuse these where they have no
+    gradients: what they should clip is gone, for the program has stepped the
+    optimizer."""
     STEPPED.update(dict.fromkeys(parameters))
     _guard("stepped", _check_gradients)
+    _guard_values()
 
 
 def _check_gradients(parameters: Sequence[Tensor]) -> None:
-    if any(p.grad is not None for p in parameters):
-        return
-    if any(parameter in STEPPED for parameter in parameters):
+    if _are_stepped(parameters):
         raise PlanError(
             "clip_grad_norm_ has no gradients to clip: the program has stepped the "
             "optimizer in the call; leave it out, and give fxsched.backend(schedule, "
             "optimizer=optimizer, clip_grad_norm=max_norm)"
         )
+
+
+def _are_stepped(parameters: Sequence[Tensor]) -> bool:
+    if any(p.grad is not None for p in parameters):
+        return False
+    return any(parameter in STEPPED for parameter in parameters)
+
+
+def _guard_values() -> None:
+    """Checks what torch.nn.utils.clip_grad_value_ is called with, by that name."""
+    real: Any = clip_grad.clip_grad_value_
+    if hasattr(real, "guards"):
+        return
+
+    @wraps(real)
+    def guarded(parameters: Any, *args: Any, **kwargs: Any) -> None:
+        parameters = _parameters(parameters)
+        if _are_stepped(parameters):
+            raise PlanError(
+                "clip_grad_value_ has no gradients to clip: the program has stepped "
+                "the optimizer in the call; leave optimizer= out of fxsched.backend "
+                "and step in the loop, or clip by clip_grad_norm=max_norm"
+            )
+        real(parameters, *args, **kwargs)
+
+    guarded.guards = ("stepped",)  # type: ignore[attr-defined]
+    clip_grad.clip_grad_value_ = nn.utils.clip_grad_value_ = guarded
 
 
 def guard_torch_clipping(workers: int) -> None:
