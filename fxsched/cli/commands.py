@@ -144,6 +144,8 @@ def _usual_of_demo(name: str | Schedule, options: dict[str, Any]) -> dict[str, A
     takes = constructor_parameters(name)
     workers = options["workers"] or int(os.environ.get("WORLD_SIZE", "4"))
     usual = {"workers": workers, "group_size": workers if workers % 2 else 2}
+    if "servers" in takes and takes["servers"].default:
+        usual["servers"] = workers // 2  # so that those that train divide the batch
     usual = {k: v for k, v in usual.items() if k in takes and not options[k]}
     if name in STALE and not options["microbatches"]:
         every = (options["every"] if "every" in takes else None) or workers
