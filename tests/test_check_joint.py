@@ -231,3 +231,20 @@ def test_one_microbatch_that_reads_another_value_is_found() -> None:
     assert joint_fault(uses, 3) is None
     for other in (gives(4, 0, 4), gives(4, 4, 5), gives(1, 1, 1)):
         assert joint_fault(other + uses[3:], 3) is not None
+
+
+def test_b_that_reads_another_value_than_f_is_found() -> None:
+    """In all microbatches alike."""
+    shown = [
+        use._replace(job=Job.parse(f"3F{b}")) for b, use in enumerate(gives(4, 4, 4))
+    ]
+    again = [
+        use._replace(job=Job.parse(f"3B{b}"), place=(2, 0))
+        for b, use in enumerate(gives(4, 4, 4))
+    ]
+    assert joint_fault(shown + again, 3) is None
+    other = [use._replace(rows=gives(5)[0].rows) for use in again]
+    found = joint_fault(shown + other, 3)
+    assert (
+        found == "worker 1: 3B0 reads u0, result 5 of 2F*, which F did not read there"
+    )

@@ -137,6 +137,7 @@ def joint_fault(uses: Sequence[JointUse], microbatches: int) -> str | None:
             for (job, _), each in again.items()
         ),
         _given_fault(gives),
+        _other_fault(use for use in uses if not use.job.joint),
     ]
     return next(filter(None, faults), None)
 
@@ -228,6 +229,27 @@ def _given_fault(
     for job, result, use in shared:
         if (job, result) in runs:
             return _overlap(use, job, result)
+    return None
+
+
+def _other_fault(uses: Iterable[JointUse]) -> str | None:
+    """B of a microbatch reads the result of a joint job that its F read there."""
+    read: dict[tuple[Job, int], set[JobPart]] = {}
+    again = []
+    for use in uses:
+        results = {part for part in use.rows.parts if part[0].joint}
+        if use.job.direction is FORWARD and use.place[0] == INPUTS:
+            read[use.job, use.place[1]] = results
+        elif results and _reads_again(use.job, use.place[0]):
+            again.append((use, results))
+    for use, results in again:
+        before = read.get((use.job._replace(direction=FORWARD), use.place[1]))
+        if results != before:
+            job, result = min(results, key=str)
+            return (
+                f"worker {use.rank}: {use.job} reads {use.name}, result {result} of "
+                f"{job}, which F did not read there"
+            )
     return None
 
 
