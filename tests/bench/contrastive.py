@@ -24,7 +24,7 @@ from torch import Tensor, nn
 import fxsched
 from fxsched import Schedule, schedules
 from fxsched.draw.tables import byte_text
-from fxsched.ir.request import Carry
+from fxsched.ir.request import Carry, Pairs
 from fxsched.models.two_tower import Tower, TwoTowerConfig
 
 from .measure import Contestant, check, measure
@@ -45,11 +45,12 @@ SCHEDULES = MappingProxyType(
         "1f1b": (schedules.one_f_one_b, "saved"),
         "1f1b, recomputed": (schedules.one_f_one_b, "recompute"),
         "ddp": (schedules.ddp, "saved"),
+        "ddp, joint pairs": (schedules.ddp, "saved"),
     }
 )
 
 
-class Pairs(nn.Module):
+class Towers(nn.Module):
     """Two towers and CLIP's loss."""
 
     def __init__(self, options: argparse.Namespace) -> None:
@@ -88,7 +89,7 @@ class Cached:
     held: bytes of activations at most: those of one microbatch, and embeddings of all.
     """
 
-    def __init__(self, model: Pairs, inputs: Sequence[Tensor], microbatches: int):
+    def __init__(self, model: Towers, inputs: Sequence[Tensor], microbatches: int):
         self.model, self.held = model, 0
         self.pieces = [tokens.chunk(microbatches) for tokens in inputs]
 
@@ -157,19 +158,20 @@ def run(options: argparse.Namespace) -> int:
         torch.randint(1, options.vocabulary, shape, generator=generator)
         for _ in range(2)
     ]
-    model = Pairs(options)
+    model = Towers(options)
     model(*inputs).backward()
     gradients = ((name, p.grad) for name, p in model.named_parameters())
     wanted = {name: grad for name, grad in gradients if grad is not None}
-    cached = Cached(Pairs(options), inputs, options.microbatches)
+    cached = Cached(Towers(options), inputs, options.microbatches)
     cached.weigh()
     contestants = [Contestant("gradient caching", cached.model, cached.step)]
     backends: dict[str, fxsched.Backend] = {}
     for name in options.only:
         make, carry = SCHEDULES[name]
         schedule = make(workers, options.microbatches)
-        backends[name] = fxsched.backend(schedule, carry=carry)
-        contestants.append(ours(name, Pairs(options), backends[name], inputs))
+        pairs: Pairs = "joint" if "joint pairs" in name else "auto"
+        backends[name] = fxsched.backend(schedule, carry=carry, pairs=pairs)
+        contestants.append(ours(name, Towers(options), backends[name], inputs))
     for contestant in contestants:
         check(contestant, wanted, TOLERANCE)
     taken = measure(contestants, options.steps)
@@ -186,7 +188,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def ours(
-    name: str, model: Pairs, backend: fxsched.Backend, inputs: Sequence[Tensor]
+    name: str, model: Towers, backend: fxsched.Backend, inputs: Sequence[Tensor]
 ) -> Contestant:
     step = torch.compile(model, backend=backend)
     return Contestant(name, model, lambda: step(*inputs).backward())
@@ -204,7 +206,7 @@ def predicted(
     held = [peaks.each.activations for peaks in backend.plan.memory]
     schedule, carry = backend.plan.schedule, SCHEDULES[name][1]
     if carry == "recompute":
-        saved = fxsched.plan(Pairs(options), schedule, *inputs)
+        saved = fxsched.plan(Towers(options), schedule, *inputs)
         jobs = [0.0] * len(held)
         for job, placed in saved.placements.items():
             stage = saved.stages.nodes[job.stage]
