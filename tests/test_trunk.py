@@ -8,13 +8,15 @@ import pytest
 from fxsched import schedules, simulate
 from fxsched.schedules.trunk import encoder_stages
 
-from .bench.trunk import Case, even_cut, step, tree
+from .bench.trunk import Case, State, even_cut, step, tree
 
 COUNTS = (8, 32, 64)
 
 
-def case(encoders: int, frozen: bool = False, microbatches: int = 8) -> Case:
-    return Case(3, encoders, frozen, 4, microbatches)
+def case(
+    encoders: int, state: State = "trained", microbatches: int = 8, ratio: int = 3
+) -> Case:
+    return Case(ratio, encoders, state, 4, microbatches)
 
 
 def test_the_trunk_begins_where_all_inputs_have_met() -> None:
@@ -54,16 +56,26 @@ def test_nested_holds_as_much_of_encoders_however_many_microbatches(
 @pytest.mark.parametrize("encoders", [1, 3])
 def test_encoders_in_bubbles_are_faster_than_a_line(encoders: int) -> None:
     line = step("1f1b", case(encoders)).seconds
-    for frozen in (False, True):
+    states: tuple[State, ...] = ("trained", "frozen")
+    for state in states:
         for name in ("bubble_filled", "nested"):
-            assert step(name, case(encoders, frozen)).seconds < line
+            assert step(name, case(encoders, state)).seconds < line
+
+
+@pytest.mark.parametrize("encoders", [1, 3])
+@pytest.mark.parametrize("count", [8, 32])
+def test_a_frozen_trunk_makes_room_for_adapters(encoders: int, count: int) -> None:
+    behind = case(encoders, "adapters", count, ratio=1)
+    free = step("bubble_filled", behind).seconds
+    assert free <= step("graph", behind).seconds
+    assert step("nested", behind).seconds <= 1.03 * free
 
 
 def test_frozen_encoders_hold_nothing_and_have_no_backward() -> None:
-    stages = tree(case(3, frozen=True))
+    stages = tree(case(3, "frozen"))
     found = simulate(schedules.nested(4, 8), stages, None)
     assert {s for s, d in found.timeline.jobs.kinds if str(d) == "B"} == {4, 5, 6, 7}
-    assert step("nested", case(3, frozen=True)).encoders == 0
+    assert step("nested", case(3, "frozen")).encoders == 0
 
 
 def test_layers_are_cut_where_the_largest_part_is_least() -> None:

@@ -23,7 +23,6 @@ from typing import Any, get_args
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 import fxsched
@@ -32,6 +31,7 @@ from fxsched.ir.request import Order, Pairs
 
 from .broken_models import Row, Training, apart, doubled, hf_model, show
 from .torchrun import again_on_ranks
+from .whole_batch_models import SMALL, Normalised, Ranking, Retrieval, Three
 from .zoo import hf
 from .zoo.case import BATCH
 from .zoo.cases_multimodal import TOWERS, contrasted
@@ -92,61 +92,20 @@ def flava() -> tuple[nn.Module, Inputs]:
     }
 
 
-class Retrieval(nn.Module):
-    """Queries, each with a right and two wrong candidates, scored against all."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.query = nn.Sequential(nn.Linear(6, 16), nn.GELU(), nn.Linear(16, 8))
-        self.candidate = nn.Sequential(nn.Linear(5, 16), nn.GELU(), nn.Linear(16, 8))
-
-    def forward(self, queries: Tensor, candidates: Tensor) -> dict[str, Tensor]:
-        """queries [batch, 6], candidates [batch, 3, 5]."""
-        scores = self.query(queries) @ self.candidate(candidates).flatten(0, 1).T
-        right = 3 * torch.arange(len(queries))
-        return {"loss": F.cross_entropy(scores, right), "scores": scores}
+def ranking() -> tuple[nn.Module, Inputs]:
+    text = torch.randint(1, SMALL.vocabulary, (BATCH, SMALL.text_length))
+    return Ranking(), {
+        "image": torch.randn(BATCH, 1, SMALL.image_height, SMALL.image_width),
+        "text": padded(text, 0),
+        "audio": torch.randn(BATCH, SMALL.audio_frames, SMALL.audio_bins),
+        "label": (torch.arange(BATCH) % 2).float(),
+    }
 
 
-class Three(nn.Module):
-    """Three encoders, and the losses of all pairs of them."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.encoders = nn.ModuleList(
-            nn.Sequential(nn.Linear(n, 16), nn.GELU(), nn.Linear(16, 8))
-            for n in (4, 5, 6)
-        )
-
-    def forward(self, one: Tensor, two: Tensor, three: Tensor) -> Tensor:
-        values = [
-            F.normalize(encoder(x), dim=-1)
-            for encoder, x in zip(self.encoders, (one, two, three), strict=True)
-        ]
-        own = torch.arange(len(one))
-        pairs = ((0, 1), (0, 2), (1, 2))
-        losses = [F.cross_entropy(values[a] @ values[b].T, own) for a, b in pairs]
-        return torch.stack(losses).mean()
-
-
-class Normalised(nn.Module):
-    """Convolutions and BatchNorm, which sees the whole batch."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.body = nn.Sequential(
-            *(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU()),
-            *(nn.Conv2d(4, 4, 3), nn.BatchNorm2d(4, affine=False), nn.Flatten()),
-        )
-        self.head = nn.Linear(64, 5)
-
-    def forward(self, images: Tensor, labels: Tensor) -> Tensor:
-        return F.cross_entropy(self.head(self.body(images)), labels)
-
-
-def padded(labels: Tensor) -> Tensor:
+def padded(labels: Tensor, padding: int = -100) -> Tensor:
     """Labels of which each row has another number."""
     for row, length in enumerate(range(len(labels))):
-        labels[row, : length % labels.shape[1]] = -100
+        labels[row, : length % labels.shape[1]] = padding
     return labels
 
 
@@ -193,6 +152,7 @@ MODELS: dict[str, Callable[[], tuple[nn.Module, Inputs]]] = {
             for name, n in (("one", 4), ("two", 5), ("three", 6))
         },
     ),
+    "three_encoder": ranking,
     "llama": llama,
     "llama items": llama_items,
     "t5": t5,
@@ -228,6 +188,8 @@ SCHEDULES: dict[str, Callable[[int], Schedule]] = {
     "gpipe": lambda workers: schedules.gpipe(workers, 4),
     "1f1b": lambda workers: schedules.one_f_one_b(workers, 4),
     "graph": lambda workers: schedules.graph(workers, 4),
+    "bubble_filled": lambda workers: schedules.bubble_filled(workers, 4),
+    "nested": lambda workers: schedules.nested(workers, 4),
     "zb_h1": lambda workers: schedules.zb_h1(workers, 4),
     "fslpp": lambda workers: schedules.fslpp(workers, 2, 4),
     "random": drawn,

@@ -48,7 +48,7 @@ def graph(workers: int, microbatches: int) -> Schedule:
             )
 
         oldest = oldest_microbatch_first(count)
-        worker = _spread(
+        worker = spread(
             stages,
             workers,
             microbatches,
@@ -96,7 +96,7 @@ def longest_way_first(stages: nx.DiGraph[int], microbatches: int) -> Priority:
     return n
 
 
-def _spread(
+def spread(
     stages: nx.DiGraph[int],
     workers: int,
     microbatches: int,
@@ -113,10 +113,15 @@ def _spread(
     for s in range(count):
         least.append(load.index(min(load)))
         load[least[s]] += stages.nodes[s]["forward"] + stages.nodes[s]["backward"]
-    moves = [(s, w) for s in range(count) for w in range(workers)]
-    moves += [(s, -1 - t) for s in range(count) for t in range(s)]
+    moves = moves_of(range(count), workers)
     tries = SIMULATED // (2 * count * microbatches)
     return improved((turns, tuple(least)), moves, seconds, tries)
+
+
+def moves_of(stages: Sequence[int], workers: int) -> list[tuple[int, int]]:
+    """What `improved` may do with these stages."""
+    moves = [(s, w) for s in stages for w in range(workers)]
+    return moves + [(s, -1 - t) for s in stages for t in stages if t < s]
 
 
 def improved(

@@ -8,7 +8,8 @@ move, where the papers let pipelines or copies of the encoders be laid out apart
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from bisect import bisect_left
+from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import networkx as nx
@@ -20,11 +21,19 @@ from ..jobs.job import Direction, Placement
 from ..jobs.own_caps import OwnCaps
 from ..jobs.schedule import Schedule
 from .arguments import positive
-from .graph_schedule import SIMULATED, improved, longest_way_first, stage_depths
+from .graph_schedule import (
+    SIMULATED,
+    improved,
+    longest_way_first,
+    moves_of,
+    spread,
+    stage_depths,
+)
 from .orders import forward_first, oldest_microbatch_first
 
-PROBED = 8  # microbatches for each worker
+PROBED = (2, 4, 8)  # microbatches for each worker
 LOSS = 0.02  # the share by which a step may be longer where encoders hold less
+EVEN = 0.05  # by which a worker may have more work than the mean of all
 BEFORE = 1 << 40  # more than any n of the orders here
 
 
@@ -57,8 +66,11 @@ def encoder_stages(stages: nx.DiGraph[int], workers: int) -> frozenset[int]:
 
 def bubble_filled(workers: int, microbatches: int) -> Schedule:
     """Encoders' jobs in the trunk's bubbles: stage t of the trunk on worker t % W,
-    encoders where the step is shortest. n is that of 1F1B in the trunk, whose jobs all
-    go before those of the encoders; the trunk has 1F1B's caps, encoders have none.
+    encoders where the step is shortest. Where that leaves a worker with over 5 % more
+    work than the mean, as trained adapters beside a frozen trunk may, the trunk's
+    stages are on other workers too if the step is shorter. n is that of 1F1B in the
+    trunk, whose jobs all go before those of the encoders; the trunk has 1F1B's caps,
+    encoders have none.
 
     Of the encoders, the oldest microbatch goes first, or F, or the longest way to the
     end of the step, whichever simulates faster. F run ahead in the trunk's warm-up and
@@ -68,10 +80,10 @@ def bubble_filled(workers: int, microbatches: int) -> Schedule:
     positive("bubble_filled", workers=workers, microbatches=microbatches)
 
     def fit(stages: nx.DiGraph[int]) -> Schedule:
-        layout = _laid_out(stages, workers, microbatches)
-        orders = _behind_the_trunk(layout, microbatches)
         choices = [
-            _placed("bubble_filled", layout, microbatches, n, {}) for n in orders
+            _placed("bubble_filled", layout, microbatches, n, {})
+            for layout in _layouts(stages, workers)
+            for n in _behind_the_trunk(layout, microbatches)
         ]
         return min(choices, key=lambda each: _seconds(each, stages))
 
@@ -84,19 +96,20 @@ def nested(workers: int, microbatches: int) -> Schedule:
     grow with the number of microbatches.
 
     Workers as for bubble_filled. An encoder's stage has as many microbatches in flight
-    as there are stages from it to the end, and so many more that 8 W microbatches,
-    however many there are, take at most 2 % longer than without a cap. n
-    is the oldest microbatch first, or the longest way to the end of the step, or the
-    trunk first as in bubble_filled, whichever simulates faster. BigMac (Zhang et al.
-    2026, arXiv 2605.25451), without generators.
+    as there are stages from it to the end, and so many more that 2 W, 4 W and
+    8 W microbatches, however many there are, take at most 2 % longer than without a
+    cap. n is the oldest microbatch first, or the longest way to the end of the step, or
+    the trunk first as in bubble_filled, whichever simulates faster. BigMac
+    (Zhang et al. 2026, arXiv 2605.25451), without generators.
     """
     positive("nested", workers=workers, microbatches=microbatches)
 
     def fit(stages: nx.DiGraph[int]) -> Schedule:
-        layout = _laid_out(stages, workers, microbatches)
-        caps = _caps(layout)
+        layouts = _layouts(stages, workers)
+        caps = _caps(layouts)
         choices = [
             _placed("nested", layout, microbatches, n, caps)
+            for layout in layouts
             for n in _orders(layout, microbatches)
         ]
         return min(choices, key=lambda each: _seconds(each, stages))
@@ -128,30 +141,35 @@ def _behind_the_trunk(layout: Layout, microbatches: int) -> list[Priority]:
     return [behind(n) for n in (oldest, forward_first(microbatches), long)]
 
 
-def _caps(layout: Layout) -> Mapping[int, int]:
+def _caps(layouts: Sequence[Layout]) -> Mapping[int, int]:
     """The least caps of encoders that cost no more than LOSS of a step without them.
 
     They are the same for any number of microbatches: PROBED a worker are simulated.
     """
-    microbatches = PROBED * layout.workers
-    depth, orders = stage_depths(layout.stages), _orders(layout, microbatches)
+    stages, workers, encoders, _ = layouts[0]
+    depth = stage_depths(stages)
+    counts = [each * workers for each in PROBED]
 
-    def seconds(caps: Mapping[int, int]) -> float:
-        placed = (_placed("", layout, microbatches, n, caps) for n in orders)
-        return min(_seconds(each, layout.stages) for each in placed)
+    def steps(count: int, caps: Mapping[int, int]) -> Iterator[float]:
+        for layout in layouts:
+            for n in _orders(layout, count):
+                yield _seconds(_placed("", layout, count, n, caps), stages)
 
     def caps(more: int) -> dict[int, int]:
-        return {s: depth[s] + more for s in layout.encoders}
+        return {s: depth[s] + more for s in encoders}
 
-    allowed = seconds({}) * (1 + LOSS)
-    least, enough = 0, microbatches
-    while least < enough:
-        middle = (least + enough) // 2
-        if seconds(caps(middle)) <= allowed:
-            enough = middle
-        else:
-            least = middle + 1
-    return caps(enough)
+    allowed = {count: min(steps(count, {})) * (1 + LOSS) for count in counts}
+
+    def suffice(more: int) -> bool:
+        return all(
+            any(step <= most for step in steps(count, caps(more)))
+            for count, most in allowed.items()
+        )
+
+    least, enough = 0, 1
+    while enough < counts[-1] and not suffice(enough):
+        least, enough = enough + 1, 2 * enough
+    return caps(bisect_left(range(enough), True, least, key=suffice))
 
 
 def _placed(
@@ -171,10 +189,38 @@ def _placed(
     )
 
 
-def _laid_out(stages: nx.DiGraph[int], workers: int, microbatches: int) -> Layout:
-    """The trunk's stages on workers in turns, each encoder's on the worker with the
-    least work; then these are moved and swapped while that saves time."""
+def _layouts(stages: nx.DiGraph[int], workers: int) -> list[Layout]:
+    """The trunk's stages on workers in turns, encoders where the step is shortest; and
+    if the work doesn't come out EVEN that way, with the trunk's stages moved too, and
+    as `graph` places all of them."""
     encoders = encoder_stages(stages, workers)
+    few = 2 * workers
+    n = oldest_microbatch_first(len(stages))
+
+    def seconds(worker: Sequence[int]) -> float:
+        layout = Layout(stages, workers, encoders, worker)
+        return _seconds(_placed("", layout, few, n, {}), stages)
+
+    def moved(starts: Sequence[Sequence[int]], those: Sequence[int]) -> Sequence[int]:
+        tries = SIMULATED // (2 * len(stages) * few)
+        return improved(starts, moves_of(those, workers), seconds, tries)
+
+    apart = [s for s in flow_order(stages) if s in encoders]
+    placed = [moved(_in_turns(stages, workers, encoders), apart)]
+    load = _load(stages, workers, placed[0])
+    if max(load) > (1 + EVEN) * sum(load) / workers:
+        starts = [*placed, *_in_turns(stages, workers, frozenset(stages))]
+        placed.append(moved(starts, flow_order(stages)))
+        placed.append(spread(stages, workers, few, seconds))
+    each = dict.fromkeys(map(tuple, placed))
+    return [Layout(stages, workers, encoders, worker) for worker in each]
+
+
+def _in_turns(
+    stages: nx.DiGraph[int], workers: int, encoders: frozenset[int]
+) -> list[list[int]]:
+    """The trunk's stages on workers in turns; the encoders', the heaviest first, on the
+    worker with the least work, or in turns from the first or from the last worker."""
     apart = [s for s in flow_order(stages) if s in encoders]
     trunk = [s for s in flow_order(stages) if s not in encoders]
     load, least = [0.0] * workers, [0] * len(stages)
@@ -187,18 +233,17 @@ def _laid_out(stages: nx.DiGraph[int], workers: int, microbatches: int) -> Layou
     for s in sorted(apart, key=lambda s: -_work(stages, s)):
         least[s] = load.index(min(load))
         load[least[s]] += _work(stages, s)
-    few = 2 * workers
-    n = oldest_microbatch_first(len(stages))
+    return [least, turns, back]
 
-    def seconds(worker: Sequence[int]) -> float:
-        layout = Layout(stages, workers, encoders, worker)
-        return _seconds(_placed("", layout, few, n, {}), stages)
 
-    moves = [(s, w) for s in apart for w in range(workers)]
-    moves += [(s, -1 - t) for s in apart for t in apart if t < s]
-    tries = SIMULATED // (2 * len(stages) * few)
-    worker = improved((least, turns, back), moves, seconds, tries)
-    return Layout(stages, workers, encoders, worker)
+def _load(
+    stages: nx.DiGraph[int], workers: int, worker: Sequence[int]
+) -> Sequence[float]:
+    """The work of each worker."""
+    load = [0.0] * workers
+    for s in stages:
+        load[worker[s]] += _work(stages, s)
+    return load
 
 
 def _work(stages: nx.DiGraph[int], s: int) -> float:

@@ -2,16 +2,18 @@
 
 A trunk of as many stages as workers reads one encoder, or three with half, a quarter
 and a quarter of their work, in as many stages together. B takes twice as long as F;
-frozen encoders have none. 1F1B is of the same layers in a row, four to a stage, cut as
-evenly as they can be. Steps are in seconds of one worker that does all work of a
-microbatch; activations in layers' outputs of such seconds of F. Transfers take no time.
+frozen encoders have none. Adapters are frozen encoders whose last stages are trained,
+before a frozen trunk, through which B takes as long as F. 1F1B is of the same layers in
+a row, four to a stage, cut as evenly as they can be. Steps are in seconds of one worker
+that does all work of a microbatch; activations in layers' outputs of such seconds of F.
+Transfers take no time.
 """
 
 from __future__ import annotations
 
 import argparse
 from itertools import accumulate, product
-from typing import NamedTuple
+from typing import Literal, NamedTuple, get_args
 
 import networkx as nx
 from tabulate import tabulate
@@ -27,18 +29,21 @@ NAMES = ("1f1b", "graph", "bubble_filled", "nested")
 WIDTHS = {1: (1.0,), 3: (0.5, 0.25, 0.25)}  # of the encoders, in all their stages
 
 
+State = Literal["trained", "frozen", "adapters"]
+
+
 class Case(NamedTuple):
-    """ratio: of the trunk's work to the encoders', where these are trained."""
+    """ratio: of the trunk's work to the encoders', where all are trained."""
 
     ratio: int
     encoders: int
-    frozen: bool
+    state: State
     workers: int
     microbatches: int
 
 
 def cases(workers: list[int], microbatches: list[int]) -> list[Case]:
-    every = product((1, 3, 8), WIDTHS, (False, True), workers, microbatches)
+    every = product((1, 3, 8), WIDTHS, get_args(State), workers, microbatches)
     return [Case(*each) for each in every]
 
 
@@ -51,21 +56,24 @@ def tree(case: Case) -> nx.DiGraph[int]:
         start = len(stages)
         end = start + round(width * workers)
         for s in range(start, end):
-            stages.add_node(s, **_times(whole, case.frozen))
+            trained = case.state == "trained"
+            trained |= case.state == "adapters" and s == end - 1
+            stages.add_node(s, **_times(whole, 2 if trained else 0))
         nx.add_path(stages, range(start, end))
         ends.append(end - 1)
     start = len(stages)
     for s in range(start, start + workers):
-        stages.add_node(s, **_times(case.ratio * whole, False))
+        back = 1 if case.state == "adapters" else 2
+        stages.add_node(s, **_times(case.ratio * whole, back))
     nx.add_path(stages, range(start, start + workers))
     stages.add_edges_from((end, start) for end in ends)
     return stages
 
 
-def _times(whole: float, frozen: bool) -> dict[str, float]:
+def _times(whole: float, back: int) -> dict[str, float]:
+    """whole: of F and B where a stage is trained; back: how many F its B takes."""
     f = whole / 3
-    held = 0.0 if frozen else f
-    return {"forward": f, "backward": 0.0 if frozen else 2 * f, "held": held}
+    return {"forward": f, "backward": back * f, "held": f if back else 0.0}
 
 
 def line(case: Case) -> nx.DiGraph[int]:
@@ -188,8 +196,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _words(case: Case) -> tuple[str, ...]:
-    state = "frozen" if case.frozen else "trained"
-    return f"{case.ratio}:1", f"{case.encoders}", state, *map(str, case[3:])
+    return f"{case.ratio}:1", *map(str, case[1:])
 
 
 def _cell(step: Step) -> str:
