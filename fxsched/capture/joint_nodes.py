@@ -279,10 +279,12 @@ class _Joining:
             return
         where = line_of(node.meta.get("stack_trace"))
         if node not in self.joint and (own.meta["random"] or own.meta["mutates"]):
+            does = "writes in place" if own.meta["mutates"] else "draws random numbers"
             raise PlanError(
-                "rows of the whole batch meet in what reads random numbers or state of "
-                f"each microbatch{where}\n  compute it after rows have met, or write "
-                'fxsched.backend(schedule, loss_reduction="mean")'
+                f"rows of the whole batch meet in what {does} in each microbatch{where}"
+                "\n  compute it after rows have met, or, if rows don't meet (tokens "
+                "sorted by expert and back), write fxsched.backend(schedule, "
+                'loss_reduction="mean")'
             )
         kept = {
             storage(t)
