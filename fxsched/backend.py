@@ -61,6 +61,7 @@ from .options import (
 )
 from .passes.users import Pass
 from .planning import make_step
+from .plans.metrics import Metrics, metrics_of
 from .plans.plan import Plan
 from .route import Route
 from .runtime.autograd_call import call_step
@@ -244,6 +245,7 @@ class Backend:
 
     plan: of the last call with gradients, or, if there was none, without.
     timeline: when each job of that call ran; see there.
+    metrics: figures of the last steps; see there.
 
     It keeps the plans of its last PLANS kinds of calls (shapes, modes, models), makes
     others anew when they come again, and is a context manager; see close().
@@ -255,7 +257,7 @@ class Backend:
         self.closed = False
         self._last: Step | None = None
         self._workers: Workers | None = None
-        self._events: tuple[Event, ...] | None = None  # once it is closed
+        self._events: list[tuple[Event, ...]] | None = None  # once it is closed
         self._arrivals: tuple[Job, ...] = ()  # then too
         self._served: weakref.WeakSet[Any] = weakref.WeakSet()
         self._steps: dict[str, Step] = {}  # the last one to be called is the last
@@ -300,7 +302,7 @@ class Backend:
     def _rest(self) -> None:
         self._steps.clear()
         if self._last is not None:
-            self._events, self._arrivals = self._last.events, self._last.arrivals
+            self._events, self._arrivals = self._timelines(), self._last.arrivals
             self._last = None
 
     def __call__(
@@ -436,7 +438,32 @@ class Backend:
             raise PlanError("there is no timeline; use backend(schedule, profile=True)")
         if self._last is None and self._events is None:
             raise PlanError("there is no timeline before the first call")
-        return self._events or () if self._last is None else self._last.events
+        return self._timelines()[-1]
+
+    @property
+    def metrics(self) -> Metrics:
+        """Seconds of the last steps, and what each worker did in them, sent and held:
+        .openmetrics() is text for Prometheus, .log(writer, step) goes to TensorBoard.
+
+        Steps are calls of what `plan` is of, the last 10 with all of their jobs; every
+        rank has the figures of all. Raises PlanError as `timeline` does, and before
+        the first step has ended.
+        """
+        if not self.options.record:
+            raise PlanError("there are no metrics; use backend(schedule, profile=True)")
+        timelines = self._timelines()
+        if self.plan is not None:
+            whole = len(self.plan.jobs)
+            timelines = [each for each in timelines if len(each) == whole]
+        if self.plan is None or not timelines:
+            raise PlanError("there are no metrics before the first step has ended")
+        return metrics_of(self.plan, timelines)
+
+    def _timelines(self) -> list[tuple[Event, ...]]:
+        """Those of the last calls of what `plan` is of, the latest at the end."""
+        if self._last is None:
+            return self._events or [()]
+        return [*self._last.earlier, self._last.events]
 
     @property
     def arrivals(self) -> tuple[Job, ...]:

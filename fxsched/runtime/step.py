@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -12,6 +13,7 @@ from ..clock.timeline import Event
 from ..ir import ops
 from ..ir.loss_scale import Scale
 from ..jobs.job import Job
+from ..plans.metrics import STEPS
 from ..plans.plan import Plan
 from ..rows.early_values import Early
 from ..rows.row_warnings import RowWatch
@@ -42,6 +44,7 @@ class Step:
     optimizers: step the weights, if the plan has updates.
     events: of the last call, from its start on, if `record`; where B runs in
         backward(), as if that followed at once.
+    earlier: events of some calls before it.
     latest: the runs of that call.
     arrivals: reads and updates of weights in that call, each worker's as they came,
         where they are in order of arrival.
@@ -61,6 +64,7 @@ class Step:
         self.before, self.scale, self.record = before, scale, record
         self.optimizers = optimizers
         self.events: tuple[Event, ...] = ()
+        self.earlier: deque[tuple[Event, ...]] = deque(maxlen=STEPS - 1)
         self.arrivals: tuple[Job, ...] = ()
         self.latest: list[Run] = []
         self.apart: bool | None = None  # whether ranks draw other numbers than rank 0
@@ -123,6 +127,8 @@ class Step:
                     values[node.name] = random
             return values
 
+        if self.events:
+            self.earlier.append(self.events)
         self.events = ()
         self.latest = self.workers.start(self.programs, placeholders)
         return self.latest
