@@ -108,7 +108,9 @@ def make_plan(gm: fx.GraphModule, request: Request, passes: tuple[Pass, ...]) ->
         weights=weight_groups(step, request.state_bytes),
         prefetch=request.prefetch,
         knows_state=bool(request.state_bytes),
-        said=tuple(filter(None, (step.facts.pairs, step.facts.totals))),
+        said=tuple(
+            filter(None, (step.facts.meeting, step.facts.pairs, step.facts.totals))
+        ),
     )
 
 

@@ -188,7 +188,8 @@ def make_step(
         local = request.rows == "local"
         agreement = Agreement(options.inputs, inputs, workers.processes, number, local)
     if plan.schedule.microbatches > 1 and 0 in workers.here:
-        watch = RowWatch(gm, traced.graph, traced.rows, plan.loss, request)
+        exact = options.request.loss_reduction == "exact"
+        watch = RowWatch(gm, traced.graph, traced.rows, plan.loss, request, exact)
     before = BeforeCall(agreement, watch, traced.early)
     scale = options.loss_scale
     optimizers = _stage_optimizers(call_plan, args, options.optimizer, workers)

@@ -281,6 +281,30 @@ def test_contrastive_losses_are_named_with_their_line() -> None:
     assert f"{__file__}:" in text and "in pairs: similar = s.linear(x) @" in text
 
 
+class KeepsAverage(Model):
+    """State that each microbatch adds to, so that no part runs on all rows."""
+
+    def __init__(self, compute: Callable[..., Any]) -> None:
+        super().__init__(compute)
+        self.register_buffer("average", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Any:
+        self.average.copy_(0.9 * self.average + 0.1 * x.mean())
+        return super().forward(x)
+
+
+def test_what_no_rule_knows_is_named_where_all_rows_were_asked_for() -> None:
+    def compute(s: Any, x: Tensor) -> Tensor:
+        return F.pdist(s.linear(x)).mean()
+
+    (text,) = warned(KeepsAverage(compute), (FEATURES,), reduction="exact")
+    assert "may not be eager's on the whole batch: there is no rule" in text
+    assert warned(Model(compute), (FEATURES,), reduction="mean") == []
+    assert warned(Model(compute), (FEATURES,), reduction="exact") == []
+    text = fxsched.explain(Model(compute), fxsched.schedules.gpipe(1, 4), FEATURES)
+    assert "rows of the batch may meet in pdist, at " in text
+
+
 def test_batch_statistics_are_named_in_training_only() -> None:
     model = Model(lambda s, x: s.norm(s.linear(x)))
     (text,) = warned(model, (FEATURES,))

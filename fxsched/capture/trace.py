@@ -19,6 +19,7 @@ from ..ir.lazy import lazy_module
 from ..ir.request import BatchNorm
 from ..ir.writes import find_writes
 from ..rows.early_values import Early
+from ..rows.row_warnings import meeting_text
 from ..rows.tracker import OutputRows
 from ..rows.weighted_loss import labels_decide, part_means
 from .batch import Batch
@@ -108,9 +109,9 @@ def trace_microbatch(
             joined = join_rows(trace, trace.outputs(), parted, spread)
         described = finish_outputs(trace, outputs, training)
     graph = lazy_module(trace.gm, trace.graph, "Microbatch")
-    totals = trace.totals_text()
+    totals, meeting = trace.totals_text(), meeting_text(trace.tracker, joined.meets)
     writes = find_writes(trace.graph)
-    graph.meta[FACTS] = Facts(tuple(described), writes, trace.mode, totals)
+    graph.meta[FACTS] = Facts(tuple(described), writes, trace.mode, totals, meeting)
     pairs = zip(rows, trace.outputs(), strict=True)
     rows = tuple(trace.rows(o) if o in trace.spread else r for r, o in pairs)
     rows = tuple(map(trace.rows_left, rows, trace.outputs()))

@@ -18,13 +18,14 @@ FACTS = "facts"  # the key of gm.meta that has them
 
 @dataclass(frozen=True)
 class Facts:
-    """The trace says the first four, planning `pairs`; a pass that finds out more
+    """The trace says the first five, planning `pairs`; a pass that finds out more
     replaces the record.
 
     outputs: how each output of the model is put together.
     writes: what the model writes into, by position of the input.
     fake_mode: the mode that fake values live in.
     totals: what of the whole batch weighs the loss of microbatches, for people.
+    meeting: where rows of the batch meet, if they do, for people.
     pairs: whether rows meet in pairs in a joint stage or not, and why, for people.
     schedule: the user's, fitted to the stages (assign_stages).
     stages: a networkx.DiGraph; see clock.stage_record (split_stages; times and
@@ -39,6 +40,7 @@ class Facts:
     writes: Mapping[int, Write]
     fake_mode: Any
     totals: str = ""
+    meeting: str = ""
     schedule: Schedule | None = None
     pairs: str = ""
     stages: nx.DiGraph[int] = field(default_factory=nx.DiGraph)

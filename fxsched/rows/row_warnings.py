@@ -11,10 +11,10 @@ from torch import Tensor, fx
 from ..ir.facts import facts
 from ..ir.graphs import Role
 from ..ir.request import Request
-from ..ir.user_line import line_of
+from ..ir.user_line import line_of, user_line
 from .early_values import Early, early_values
 from .kinds import Cause, Effect, Kind, Rows
-from .tracker import Labels, OutputRows
+from .tracker import Labels, OutputRows, Tracker
 
 
 class RowsWarning(UserWarning):
@@ -43,11 +43,29 @@ REMEDIES = {
 OTHERWISE = "each microbatch does it by itself"
 
 
-def _of_loss(rows: Rows, reduction: str, microbatches: int) -> Iterator[str]:
+def meeting_text(tracker: Tracker, meets: bool) -> str:
+    """Where rows of the batch meet, or may; nothing if they don't."""
+    cause = tracker.where if meets else None
+    if cause is None:
+        return ""
+    line = user_line(cause.stack)
+    at = f", at {line.path}:{line.number}" if line else ""
+    if cause.effect is Effect.UNSURE:
+        return (
+            f"rows of the batch may meet in {cause.operation}{at}, for which there is "
+            'no rule; if they don\'t, loss_reduction="mean" leaves microbatches to '
+            "themselves"
+        )
+    return f"rows of the batch meet in {cause.operation}{at}: {cause.effect.value}"
+
+
+def _of_loss(
+    rows: Rows, reduction: str, microbatches: int, exact: bool
+) -> Iterator[str]:
     """What the user should know of the loss, if anything."""
     if rows.kind is Kind.UNKNOWN:
         return
-    if _known(rows.cause):
+    if _told(rows.cause, exact):
         yield _of_cause("the loss", rows.cause, microbatches)
     if rows.kind is Kind.SUM and reduction == "mean":
         yield (
@@ -65,9 +83,11 @@ def _of_loss(rows: Rows, reduction: str, microbatches: int) -> Iterator[str]:
         )
 
 
-def _of_output(position: int, rows: Rows, microbatches: int) -> Iterator[str]:
+def _of_output(
+    position: int, rows: Rows, microbatches: int, exact: bool
+) -> Iterator[str]:
     """What the user should know of an output that has a row for each sample."""
-    if rows.kind is Kind.APART and _known(rows.cause):
+    if rows.kind is Kind.APART and _told(rows.cause, exact):
         yield _of_cause(f"output {position}", rows.cause, microbatches)
     elif rows.kind is Kind.APART and rows.numbers:
         yield (
@@ -76,8 +96,10 @@ def _of_output(position: int, rows: Rows, microbatches: int) -> Iterator[str]:
         )
 
 
-def _known(cause: Cause | None) -> TypeGuard[Cause]:
-    return cause is not None and cause.effect is not Effect.UNSURE
+def _told(cause: Cause | None, exact: bool) -> TypeGuard[Cause]:
+    """Whether a cause is worth a warning: what may mix rows isn't, where the user says
+    what becomes of microbatches."""
+    return cause is not None and (exact or cause.effect is not Effect.UNSURE)
 
 
 def _of_labels(least: int, most: int, ignored: int, stack: str | None) -> str:
@@ -89,7 +111,8 @@ def _of_labels(least: int, most: int, ignored: int, stack: str | None) -> str:
 
 
 def _of_cause(what: str, cause: Cause, microbatches: int) -> str:
-    sure = "is not" if cause.effect is not Effect.ORDER else "may not be"
+    doubtful = cause.effect in (Effect.ORDER, Effect.UNSURE)
+    sure = "may not be" if doubtful else "is not"
     return (
         f"{what} of {microbatches} microbatches {sure} eager's on the whole batch: "
         f"{cause.effect.value} ({cause.operation}){line_of(cause.stack)}\n"
@@ -98,24 +121,30 @@ def _of_cause(what: str, cause: Cause, microbatches: int) -> str:
 
 
 def _complaints(
-    rows: Sequence[Rows | None], loss: int | None, reduction: str, microbatches: int
+    rows: Sequence[Rows | None],
+    loss: int | None,
+    reduction: str,
+    microbatches: int,
+    exact: bool,
 ) -> list[str]:
     """For the outputs of a model: the loss first, each cause once."""
     texts: list[str] = []
     seen: set[Cause | None] = set()
     if loss is not None and (whole := rows[loss]) is not None:
-        texts += _of_loss(whole, reduction, microbatches)
+        texts += _of_loss(whole, reduction, microbatches, exact)
         seen = {whole.cause}
     for position, each in enumerate(rows):
         if each is None or position == loss or each.cause in seen - {None}:
             continue
-        texts += _of_output(position, each, microbatches)
+        texts += _of_output(position, each, microbatches, exact)
         seen.add(each.cause)
     return texts
 
 
 class RowWatch:
     """Looks at each call of one plan, until it has warned.
+
+    exact: whether the user asked for the whole batch's values.
 
     Whether a mean over labels is one over equal parts depends on the labels: how many
     are ignored is counted in each call. On a GPU that number is read a call later, so
@@ -129,6 +158,7 @@ class RowWatch:
         rows: OutputRows,
         loss: int | None,
         request: Request,
+        exact: bool = False,
     ) -> None:
         reduction = request.loss_reduction
         self.microbatches = request.schedule.microbatches
@@ -136,7 +166,9 @@ class RowWatch:
         if loss is None:
             scalars = [i for i, o in enumerate(outputs) if o.kind == "scalar"]
             loss = scalars[0] if len(scalars) == 1 else None
-        self.texts = _complaints(rows.outputs, loss, reduction, self.microbatches)
+        self.texts = _complaints(
+            rows.outputs, loss, reduction, self.microbatches, exact
+        )
         self.labels: tuple[Labels, ...] = ()
         self.early: Early | None = None
         self.pending: list[Tensor] = []

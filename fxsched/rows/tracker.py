@@ -59,7 +59,8 @@ class Tracker:
     labels: those that means over labels are of.
     exact: whether rows of different microbatches may meet: then values that keep their
         rows, though others went into them, start anew. `meets` says whether they do;
-        `met` has the nodes after which rows are apart again; `kept` is what
+        `met` has the nodes after which rows are apart again, `where` is the first
+        operation that they meet in; `kept` is what
         microbatches do by themselves all the same; `weighed` whether sums are divided
         by each other, or added to what is none.
     """
@@ -69,6 +70,7 @@ class Tracker:
         self.met: set[fx.Node] = set()
         self.meets = self.weighed = False
         self.sized = True  # Dynamo's symbols say of values where they have rows
+        self.where: Cause | None = None
         self.kept: Cause | None = None
         self.labels: list[Labels] = []
         self._rows: dict[int, tuple[Tensor, Rows]] = {}
@@ -167,6 +169,7 @@ class Tracker:
             self.kept = self.kept or rows.cause
             return rows._replace(cause=None)
         self.meets = True
+        self.where = self.where or rows.cause
         self.weighed |= rows.cause.effect in WEIGHED
         if not self.in_parts(rows, example):
             return rows
@@ -275,7 +278,8 @@ def _power(expression: Any, symbol: Any) -> int:
 
 
 def _cause(effect: Effect, node: fx.Node) -> Cause:
-    return Cause(effect, str(node.target), node.meta.get("stack_trace"))
+    name = getattr(node.target, "__name__", str(node.target))
+    return Cause(effect, name, node.meta.get("stack_trace"))
 
 
 def _is_functional(node: fx.Node) -> bool:
