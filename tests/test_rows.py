@@ -175,6 +175,11 @@ MIXED: dict[str, tuple[Effect, Callable[..., Any], tuple[Tensor, ...]]] = {
         lambda s, x: s.linear(x).renorm(2, 1, 0.5).pow(2).mean(),
         (FEATURES,),
     ),
+    "embedding by frequency": (
+        Effect.STATISTICS,
+        lambda s, x, y: F.embedding(y, s.linear.weight, None, 2.0, 2.0, True).mean(),
+        (FEATURES, CLASSES),
+    ),
     "flipped": (
         Effect.ORDER,
         lambda s, x: (s.linear(x) * x.flip(0)).mean(),

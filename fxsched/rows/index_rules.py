@@ -11,12 +11,15 @@ from .kinds import SHARED, UNKNOWN, Effect, Kind, OpCall, Rows, Rule, first_caus
 
 
 def embedded(call: OpCall) -> Rows:
-    """embedding: rows of a table by index."""
+    """embedding: rows of a table by index. Gradients may be divided by how often one
+    is in the batch."""
     table, index = call.of(call.args[0]), call.of(call.args[1])
     if table.kind is not Kind.SHARED or index.kind is not Kind.APART:
         return _by_shared(call, table, index)
     if index.numbers:
         return index._replace(numbers=False, cause=call.mixed(Effect.ORDER, index))
+    if call.get("scale_grad_by_freq"):
+        return index._replace(cause=call.mixed(Effect.STATISTICS, index))
     return index
 
 
