@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Mapping, Sequence
+from os import PathLike
 from typing import Any, get_args
 
 from torch import Tensor, fx, nn
@@ -51,6 +52,7 @@ from .options import (
     checked_passes,
     checked_schedule,
     compile_options_error,
+    flight_recorder,
     look_ahead,
     measured_profile,
     reductions,
@@ -105,6 +107,7 @@ def backend(
     skip_nonfinite: bool = False,
     pairs: Pairs = "auto",
     batch_norm: BatchNorm = "microbatch",
+    flight_record: str | PathLike[str] | None = None,
 ) -> Backend:
     """A torch.compile backend that runs a model by a schedule.
 
@@ -183,6 +186,11 @@ def backend(
     skip_nonfinite: with optimizer=, whether updates are skipped where that norm is not
         finite.
 
+    flight_record: a folder, this backend's own, for the jobs and messages of the last
+        3 calls: when one fails, each rank writes them to a file there, which `fxsched
+        blame FOLDER` reads. What an earlier start left there is moved to its folder
+        "earlier".
+
     A compiled function that returns one scalar loss runs F and B in the call, and
     loss.backward() adds the finished gradients. One that doesn't runs F in the call
     and B in backward(). Without gradients F runs alone.
@@ -236,6 +244,7 @@ def backend(
             above_zero("timeout", timeout, "seconds"),
             read_scale(loss_scale),
             checked_optimizer(optimizer),
+            flight_recorder(flight_record),
         )
     )
 
@@ -267,7 +276,11 @@ class Backend:
     def __enter__(self) -> Backend:
         return self
 
-    def __exit__(self, *error: object) -> None:
+    def __exit__(
+        self, kind: object, error: BaseException | None, trace: object
+    ) -> None:
+        if error is not None:
+            self._write(error)
         self.close()
 
     def close(self) -> None:
@@ -325,6 +338,9 @@ class Backend:
                 return self.run(captured, args)
             except GraphBreak as error:
                 error.backend = self
+                raise
+            except BaseException as error:
+                self._write(error)
                 raise
 
         return call
@@ -414,8 +430,16 @@ class Backend:
         """
         if isinstance(self._workers, Ranks):
             self._workers.reset(loaded)
+            if self.options.recorder is not None:
+                self.options.recorder.start(self._workers)
             for step in self._steps.values():
                 step.forget()
+
+    def _write(self, error: BaseException) -> None:
+        """Writes the flight record, if there is one to keep."""
+        recorder = self.options.recorder
+        if recorder is not None and self._workers is not None:
+            recorder.write(error, self._workers)
 
     def _start_workers(self) -> Workers:
         """The workers, started with the first call."""
@@ -425,6 +449,8 @@ class Backend:
             if isinstance(self._workers, Ranks):
                 end = weakref.finalize(self, self._workers.close)
                 end.atexit = False  # threads end with their pool
+            if options.recorder is not None:
+                options.recorder.start(self._workers)
         return self._workers
 
     @property

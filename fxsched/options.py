@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from os import PathLike, fspath
+from pathlib import Path
 from typing import Any, TypeVar, get_args
 
 from torch import fx
@@ -30,6 +32,7 @@ from .jobs.schedule import Schedule
 from .jobs.user_values import is_int, is_number
 from .passes.users import Pass
 from .runtime.input_agreement import InputRule
+from .runtime.recorder import Recorder
 from .schedules.arguments import one_of
 
 Word = TypeVar("Word", bound=str)
@@ -55,6 +58,7 @@ class Options:
     measured: what stages are cut by, if it isn't estimates alone.
     record: whether steps note when each job started and ended.
     inputs: how ranks come to run on the same inputs.
+    recorder: of the last calls, for flight_record=.
     Other fields are the options of fxsched.backend, checked.
     """
 
@@ -68,6 +72,7 @@ class Options:
     timeout: float | None
     loss_scale: Scale | None
     optimizer: Optimizer | None
+    recorder: Recorder | None = None
 
 
 def checked_schedule(schedule: object) -> Schedule:
@@ -83,6 +88,16 @@ def checked_schedule(schedule: object) -> Schedule:
             "fxsched.schedules.gpipe(workers=4, microbatches=8)"
         )
     return schedule
+
+
+def flight_recorder(folder: str | PathLike[str] | None) -> Recorder | None:
+    """What keeps the flight record that goes to this folder."""
+    if folder is None:
+        return None
+    path = fspath(folder) if isinstance(folder, (str, PathLike)) else ""
+    if not isinstance(path, str) or not path or Path(path).is_file():
+        raise PlanError(f"backend(flight_record={folder!r}): give a folder, or None")
+    return Recorder(Path(path))
 
 
 def check_words(**options: str | None) -> None:

@@ -191,9 +191,9 @@ def make_step(
         exact = options.request.loss_reduction == "exact"
         watch = RowWatch(gm, traced.graph, traced.rows, plan.loss, request, exact)
     before = BeforeCall(agreement, watch, traced.early)
-    scale = options.loss_scale
+    scale, record, recorder = options.loss_scale, options.record, options.recorder
     optimizers = _stage_optimizers(call_plan, args, options.optimizer, workers)
-    return Step(plan, programs, workers, before, scale, optimizers, options.record)
+    return Step(plan, programs, workers, before, scale, optimizers, record, recorder)
 
 
 def _stage_optimizers(
@@ -241,6 +241,12 @@ def _programs(plan: Plan, options: Options, workers: Workers) -> dict[int, Runna
     order = "static" if plan.schedule.in_order else options.request.order
     prefetch = options.request.prefetch
     return {
-        worker: Runnable(plan.programs[worker], order, options.record, prefetch)
+        worker: Runnable(
+            plan.programs[worker],
+            order,
+            options.record,
+            prefetch,
+            options.recorder is not None,
+        )
         for worker in workers.here
     }

@@ -3,7 +3,8 @@
 Each run starts ranks of a random schedule, transport and order, and then one of them is
 killed, stopped (SIGSTOP), or has an exception in a task of its program, picked by a
 pass. All others must end by themselves, in time, each with an error that names that
-rank; under an exception also the task. No process may stay.
+rank; under an exception also the task. No process may stay. The flight records that
+they leave must blame it too.
 """
 
 from __future__ import annotations
@@ -18,9 +19,11 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -29,6 +32,8 @@ from torch import Tensor, fx, nn
 
 import fxsched
 from fxsched import Schedule, schedules
+from fxsched.flight.blame import blame
+from fxsched.flight.record import read_records
 from fxsched.ir import ops
 from tests.torchrun import ONE_THREAD, ROOT
 
@@ -118,7 +123,7 @@ class Bomb:
         return value
 
 
-def train(case: Case) -> None:
+def train(case: Case, folder: str) -> None:
     """A rank: trains until it fails, and says how."""
     made = {
         "1f1b": lambda: schedules.one_f_one_b(case.ranks, 4),
@@ -130,6 +135,7 @@ def train(case: Case) -> None:
     schedule: Schedule = made[case.schedule]()
     bomb = Bomb(case)
     options: dict[str, Any] = {"transport": case.transport, "order": case.order}
+    options["flight_record"] = folder
     passes = [bomb] if case.fault == "exception" else []
     backend = fxsched.backend(schedule, timeout=TIMEOUT, passes=passes, **options)
     model, x = Deep(), torch.randn(4 * case.ranks, 32)
@@ -153,7 +159,7 @@ def train(case: Case) -> None:
 class Rank:
     """A process, and the lines that it prints."""
 
-    def __init__(self, case: Case, rank: int, port: int) -> None:
+    def __init__(self, case: Case, rank: int, port: int, folder: str) -> None:
         environment = {
             "RANK": str(rank),
             "WORLD_SIZE": str(case.ranks),
@@ -164,8 +170,9 @@ class Rank:
             "TORCHELASTIC_USE_AGENT_STORE": str(case.agent),
             "TORCHELASTIC_RUN_ID": "inject",
         }
+        command = sys.executable, "-m", "tests.inject"
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "tests.inject", "--as-rank", json.dumps(case)],
+            [*command, "--as-rank", json.dumps(case), "--folder", folder],
             cwd=ROOT,
             env=os.environ | ONE_THREAD | environment,
             stdout=subprocess.PIPE,
@@ -193,7 +200,8 @@ def run(case: Case) -> list[str]:
                 "127.0.0.1", port, None, True, wait_for_workers=False
             )
             stack.callback(lambda: store)
-        ranks = [Rank(case, rank, port) for rank in range(case.ranks)]
+        folder = stack.enter_context(tempfile.TemporaryDirectory())
+        ranks = [Rank(case, rank, port, folder) for rank in range(case.ranks)]
         stack.callback(end, ranks)
         began = time.monotonic()
         while not all("ready\n" in rank.lines for rank in ranks):
@@ -211,7 +219,7 @@ def run(case: Case) -> list[str]:
         due = time.monotonic() + TIMEOUT + 3 * SLACK
         while time.monotonic() < due and any(r.process.poll() is None for r in ending):
             time.sleep(0.05)
-        return list(wrong(case, ranks, fault))
+        return [*wrong(case, ranks, fault), *blamed(case, ranks, Path(folder))]
 
 
 def wrong(case: Case, ranks: list[Rank], fault: float) -> Iterator[str]:
@@ -236,6 +244,21 @@ def wrong(case: Case, ranks: list[Rank], fault: float) -> Iterator[str]:
             names = holder or re.search(named(case), text) is not None
         if not names:
             yield f"rank {i} blames another: {kind} {text}"
+
+
+def blamed(case: Case, ranks: list[Rank], folder: Path) -> Iterator[str]:
+    """What is wrong with what the flight records say."""
+    text = blame(read_records(folder))
+    first = text.split("\n")[0]
+    if case.fault == "exception":
+        task = (ranks[case.victim].said() or [""])[-1]
+        due = f"rank {case.victim} failed first, in job {task} of call "
+    else:
+        due = f"rank {case.victim} went silent first; it left no record"
+    if not first.startswith(due):
+        yield f"the records blame another: {text}"
+    elif f"-> rank {case.victim}, for " not in text and case.fault == "stop":
+        yield f"the records have nobody wait for rank {case.victim}: {text}"
 
 
 def named(case: Case) -> str:
@@ -268,9 +291,10 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0, help="of the first run (0)")
     parser.add_argument("--fault", choices=FAULTS)
     parser.add_argument("--as-rank", help=argparse.SUPPRESS)
+    parser.add_argument("--folder", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.as_rank:
-        train(Case(*json.loads(options.as_rank)))
+        train(Case(*json.loads(options.as_rank)), options.folder)
         return 0
     failed = 0
     for seed in range(options.seed, options.seed + options.runs):

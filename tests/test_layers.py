@@ -29,6 +29,7 @@ KEEPERS: dict[str, tuple[str, ...]] = {
         "cli.simulate_options",
         "cli.option_types",
         "cli.stability_command",
+        "cli.blame_command",
     ),
 }
 

@@ -11,7 +11,7 @@ from typing import Any
 import click
 
 from ..jobs.job import PlanError
-from . import commands, model_commands, stability_command
+from . import blame_command, commands, model_commands, stability_command
 
 
 class CommandGroup(click.Group):
@@ -45,6 +45,7 @@ for command in (
     model_commands.search,
     model_commands.plan,
     stability_command.stability,
+    blame_command.blame,
     commands.train,
 ):
     group.add_command(command)

@@ -19,8 +19,8 @@ from ..codegen.tasks import Receive, Task, TaskProgram
 from ..ir.graphs import arguments, result
 from ..transport.endpoints import Aborted, Endpoint
 from ..transport.processes import WATCHERS
-from .culprit import add_culprit
 from .run import Run
+from .run_record import RunRecord
 
 
 class TaskFunctions:
@@ -62,8 +62,9 @@ class Dynamic(Run):
         worker: int,
         inputs: dict[str, Any],
         endpoint: Endpoint,
+        record: RunRecord | None,
     ) -> None:
-        super().__init__(worker, endpoint)
+        super().__init__(worker, endpoint, record)
         self.runnable, self.program = runnable, runnable.program
         self.receives = self.program.receives
         self.values: list[Any] = [None] * len(self.program.slots)
@@ -148,15 +149,15 @@ class Dynamic(Run):
 
     def _post(self, receive: Receive, arrived: queue.SimpleQueue[int]) -> None:
         self.posted[receive.lane] += 1
-        self.endpoint.expect(receive.parcel)
-        self.endpoint.watch(receive.parcel, arrived)
+        self.wire.expect(receive.parcel)
+        self.wire.watch(receive.parcel, arrived)
 
     def _execute(self, task: Task) -> None:
         start = time.perf_counter()
         try:
-            self.runnable.run[id(task)](self.values, self.endpoint.send)
+            self.runnable.run[id(task)](self.values, self.wire.send)
         except Exception as error:
-            add_culprit(error, self.worker, self.program.gm, task)
+            self.culprit(error, self.program.gm, task)
             raise
         if self.runnable.record and task.job is not None:
             self.log(task.job, start, time.perf_counter())
@@ -179,11 +180,11 @@ class Dynamic(Run):
         left, incoming = len(tasks), len(self._coming())
         while left or incoming:
             if incoming and (not ready or not arrived.empty()):
-                tag = self.endpoint.next(arrived, self.where)
+                tag = self.wire.next(arrived, self.where)
                 if tag < 0:
                     raise Aborted
                 receive = by_tag[tag]
-                self.values[receive.slot] = self.endpoint.take(receive.parcel)
+                self.values[receive.slot] = self.wire.take(receive.parcel)
                 del self.coming[receive.slot]
                 there([receive.slot])
                 incoming -= 1

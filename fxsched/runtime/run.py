@@ -7,22 +7,33 @@ from contextlib import ExitStack
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, fx
 
 from ..clock.timeline import Event
+from ..codegen.tasks import Task
 from ..jobs.job import Job
 from ..transport.endpoints import Endpoint
+from .culprit import add_culprit
+from .run_record import RecordedEndpoint, RunRecord
 
 
 class Run(ABC):
     """One step of a program.
 
     events: the jobs that ran, with times of time.perf_counter, if the program records.
+    told: how many of them the step has. record: for the flight record, if there is one.
+    wire: what messages go through.
     """
 
-    def __init__(self, worker: int, endpoint: Endpoint) -> None:
-        self.worker, self.endpoint = worker, endpoint
-        self.events: list[Event] = []
+    def __init__(
+        self, worker: int, endpoint: Endpoint, record: RunRecord | None = None
+    ) -> None:
+        self.worker, self.endpoint, self.record = worker, endpoint, record
+        self.events: list[Event] = [] if record is None else record.events
+        self.told = 0
+        self.wire = endpoint
+        if record is not None:
+            self.wire = RecordedEndpoint(endpoint, record)
 
     def advance(self, tangents: dict[int, Tensor] | None = None) -> dict[str, Any]:
         """Runs up to the pause, or to the end; returns what the program gives there."""
@@ -30,7 +41,12 @@ class Run(ABC):
             modes.enter_context(torch.no_grad())
             for kind in filter(torch.is_autocast_enabled, ("cpu", "cuda")):
                 modes.enter_context(torch.autocast(kind, enabled=False))
-            results = self.go_on(tangents)
+            try:
+                results = self.go_on(tangents)
+            except BaseException as error:
+                if self.record is not None:
+                    self.record.error = f"{type(error).__name__}: {error}"
+                raise
         self.endpoint.finish()
         return results
 
@@ -41,6 +57,12 @@ class Run(ABC):
     def where(self) -> tuple[int | None, str]:
         """The worker, if it is known, and the job that this run waits for."""
         return None, ""
+
+    def culprit(self, error: Exception, gm: fx.GraphModule, task: Task) -> None:
+        """Notes in which task an error came up, also on the error."""
+        if self.record is not None:
+            self.record.task = task.name
+        add_culprit(error, self.worker, gm, task)
 
     def log(self, job: Job, start: float, end: float) -> None:
         """Notes when a job ran."""

@@ -15,9 +15,9 @@ from ..codegen.static_program import Steps, Straight
 from ..codegen.tasks import TaskProgram
 from ..ir.request import Order
 from ..transport.endpoints import Aborted, Endpoint
-from .culprit import add_culprit
 from .dynamic_run import Dynamic, TaskFunctions
 from .run import Run
+from .run_record import RunRecord
 
 
 class Runnable:
@@ -25,20 +25,27 @@ class Runnable:
 
     record: whether its runs note when each job started and ended.
     prefetch: for how many tasks ahead it asks for weights.
+    flight: whether runs have a record of jobs and messages.
     """
 
     def __init__(
-        self, gm: fx.GraphModule, order: Order, record: bool = False, prefetch: int = 1
+        self,
+        gm: fx.GraphModule,
+        order: Order,
+        record: bool = False,
+        prefetch: int = 1,
+        flight: bool = False,
     ) -> None:
-        self.program = TaskProgram(gm)
+        self.program, self.flight = TaskProgram(gm), flight
         kind = Straight if order == "static" else TaskFunctions
-        self.code = kind(self.program, record, prefetch)
+        self.code = kind(self.program, record or flight, prefetch)
 
     def begin(self, worker: int, inputs: dict[str, Any], endpoint: Endpoint) -> Run:
         """A step of the program, from the inputs of its graph by name."""
+        record = RunRecord(worker, self.program) if self.flight else None
         if isinstance(self.code, Straight):
-            return Static(self.code, worker, inputs, endpoint)
-        return Dynamic(self.code, worker, inputs, endpoint)
+            return Static(self.code, worker, inputs, endpoint, record)
+        return Dynamic(self.code, worker, inputs, endpoint, record)
 
 
 class Static(Run):
@@ -50,12 +57,13 @@ class Static(Run):
         worker: int,
         inputs: dict[str, Any],
         endpoint: Endpoint,
+        record: RunRecord | None,
     ) -> None:
-        super().__init__(worker, endpoint)
+        super().__init__(worker, endpoint, record)
         self.straight = straight
         self.left = len(straight.program.phases)
         self.steps: Steps = straight.run(
-            inputs, endpoint.send, endpoint.expect, endpoint.take, self.log
+            inputs, self.wire.send, self.wire.expect, self.wire.take, self.log
         )
 
     def where(self) -> tuple[int | None, str]:
@@ -78,5 +86,5 @@ class Static(Run):
                 program = self.straight.program
                 tasks = (task for phase in program.phases for task in phase)
                 task = next(task for task in tasks if task.name == name)
-                add_culprit(error, self.worker, program.gm, task)
+                self.culprit(error, program.gm, task)
             raise

@@ -20,6 +20,7 @@ from ..rows.row_warnings import RowWatch
 from ..state.updates import StageOptimizers
 from .input_agreement import Agreement
 from .ranks import Ranks
+from .recorder import Recorder
 from .run import Run
 from .runnable import Runnable
 from .threads import Threads
@@ -42,6 +43,7 @@ class Step:
 
     scale: gives what B starts from.
     optimizers: step the weights, if the plan has updates.
+    recorder: of the backend, if it keeps a flight record.
     events: of the last call, from its start on, if `record`; where B runs in
         backward(), as if that followed at once.
     earlier: events of some calls before it.
@@ -59,10 +61,11 @@ class Step:
         scale: Scale | None,
         optimizers: StageOptimizers | None,
         record: bool,
+        recorder: Recorder | None,
     ) -> None:
         self.plan, self.programs, self.workers = plan, programs, workers
         self.before, self.scale, self.record = before, scale, record
-        self.optimizers = optimizers
+        self.optimizers, self.recorder = optimizers, recorder
         self.events: tuple[Event, ...] = ()
         self.earlier: deque[tuple[Event, ...]] = deque(maxlen=STEPS - 1)
         self.arrivals: tuple[Job, ...] = ()
@@ -131,6 +134,8 @@ class Step:
             self.earlier.append(self.events)
         self.events = ()
         self.latest = self.workers.start(self.programs, placeholders)
+        if self.recorder is not None:
+            self.recorder.begin(self.latest, self.workers)
         return self.latest
 
     def advance(
@@ -141,7 +146,12 @@ class Step:
         merged: dict[str, Any]
         merged = {"outputs": (), "state": {}, "groups": {}, "inputs": {}}
         begin = self.workers.together() if self.record else 0.0
-        advanced = self.workers.advance(runs, tangents)
+        try:
+            advanced = self.workers.advance(runs, tangents)
+        except BaseException as error:
+            if self.recorder is not None:
+                self.recorder.write(error, self.workers)
+            raise
         if self.record:
             self._record(runs, begin)
         for results in advanced:
@@ -163,10 +173,10 @@ class Step:
         new = [
             event._replace(start=event.start + shift, end=event.end + shift)
             for run in runs
-            for event in run.events
+            for event in run.events[run.told :]
         ]
         for run in runs:
-            run.events.clear()
+            run.told = len(run.events)
         new = sorted(self.workers.gather(new), key=lambda e: (e.start, e.worker))
         if runs is self.latest:  # a call before it may run its backward() now
             self.events += tuple(new)

@@ -60,6 +60,7 @@ class Control:
         self.latest = Mark(0, 0)
         self.early: dict[tuple[int, int], Mark] = {}  # of calls to come: rank, call
         self.failure: str | None = None
+        self.whom: int | None = None  # that the last long wait was for; None for all
         self.changed = threading.Lock()  # readers of links note marks too
         self.patience = LONG
         self.told = 0.0  # when the wait began that a line told of
@@ -129,6 +130,7 @@ class Control:
         rank: whom it is for; None for all. mark: of the call; None while it plans.
         Raises PlanError, ConnectionError or TimeoutError if it is in vain.
         """
+        self.whom = rank
         seconds = time.monotonic() - began
         whom = "all ranks" if rank is None else f"rank {rank}"
         call = self.calls if mark is None else mark.call

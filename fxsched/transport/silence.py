@@ -47,6 +47,18 @@ class Silence:
             return [*lines, "they wait for each other"]
         return [*lines, self._silent(rank)]
 
+    def said(self) -> list[tuple[int, str, int | None, bool]]:
+        """Each rank, what it wrote last, whom it waits for, and whether it is silent:
+        it has not failed, and no longer says that it waits."""
+        return [
+            (rank, status.text, status.whom, self._is_silent(rank))
+            for rank, (status, _) in self.heard.items()
+        ]
+
+    def _is_silent(self, rank: int) -> bool:
+        ended = self.heard[rank][0].kind in ("failed", "departed", "closed")
+        return not ended and not self._waits(rank)
+
     def _waits(self, rank: int) -> bool:
         status, since = self.heard[rank]
         return status.beat > 0 and time.monotonic() - since < LATE
