@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from typing import get_args
+
 import pytest
 import torch
 
 from fxsched.models.gpt import GPTConfig
 
-from .bench import first, language
+from .bench import first, language, varying
 from .bench.sleep import tree
 from .bench.sleepers import WIDTH, Stretch, loss
 
@@ -50,3 +52,13 @@ def test_parts_in_a_row_are_the_model() -> None:
 def test_what_the_first_call_is_made_of_is_still_there(path: str) -> None:
     owner, name = first.find(path)
     assert callable(getattr(owner, name))
+
+
+@pytest.mark.parametrize("drawn", get_args(varying.Drawn))
+def test_plans_for_each_shape_and_for_the_mean_see_the_same_images(drawn) -> None:
+    for batch in varying.draw(drawn, 4, 3):
+        shown = varying.even(batch)
+        for images, shares in zip(batch[2:], shown[2:], strict=True):
+            assert shares.shape[1] == varying.MEAN
+            torch.testing.assert_close(shares.sum(1), images.sum(1))
+            assert images.sum(1).max() == images.shape[1]

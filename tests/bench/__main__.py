@@ -31,6 +31,7 @@ from . import (
     trunk,
     trunk_sleep,
     updates,
+    varying,
 )
 
 ROOT = Path(__file__).parents[2]
@@ -85,6 +86,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     asleep = commands.add_parser("trunk_sleep", help=_first(trunk_sleep.__doc__))
     trunk_sleep.add_options(asleep)
     _add_updates(commands.add_parser("updates", help=_first(updates.__doc__)))
+    varying.add_options(commands.add_parser("varying", help=_first(varying.__doc__)))
     options = parser.parse_args(arguments)
     if "check" in options:
         options.check(options, parser)

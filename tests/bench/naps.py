@@ -18,18 +18,20 @@ _late = {"F": 0.0, "B": 0.0}  # seconds that a call takes above what it sleeps
 @torch.library.custom_op("bench::work", mutates_args=())
 def work(x: Tensor, seconds: float) -> Tensor:
     """x, after so many seconds for each sample."""
-    _sleep(seconds * len(x) - _late["F"])
+    sleep("F", seconds * len(x))
     return x.clone()
 
 
 @torch.library.custom_op("bench::work_backward", mutates_args=())
 def work_backward(gradient: Tensor, seconds: float) -> Tensor:
     """B of work: twice as long."""
-    _sleep(2 * seconds * len(gradient) - _late["B"])
+    sleep("B", 2 * seconds * len(gradient))
     return gradient.clone()
 
 
-def _sleep(seconds: float) -> None:
+def sleep(direction: str, seconds: float) -> None:
+    """So that the call lasts as long; see calibrate."""
+    seconds -= _late[direction]
     if seconds > 0:
         time.sleep(seconds)
 

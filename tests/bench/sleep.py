@@ -157,7 +157,9 @@ def ours(
     else:
         schedule = schedules.graph(workers, count)
     names = [f"blocks.{s}" for s in range(1, stages)]
-    backend = fxsched.backend(schedule, names, profile=record or None)
+    backend = fxsched.backend(
+        schedule, names, profile=record or None, loss_reduction="mean"
+    )
     compiled: Any = torch.compile(model, backend=backend)
     name = f"{schedule.name}, {stages // workers} a rank"
     return Contestant(name, model, lambda: compiled(*inputs).backward()), backend

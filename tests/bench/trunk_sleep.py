@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import copy
 import statistics
+from collections.abc import Sequence
 from itertools import combinations
 from typing import Any, NamedTuple
 
@@ -16,7 +17,8 @@ import torch.distributed as dist
 from tabulate import tabulate
 
 import fxsched
-from fxsched import Job, schedules
+from fxsched import Job, Schedule, schedules
+from fxsched.ir.request import Order
 
 from .measure import Contestant, check, measure
 from .naps import calibrate
@@ -75,7 +77,8 @@ def race(options: argparse.Namespace) -> list[Row]:
     inputs = tuple(torch.randn(rows, WIDTH) for _ in range(BRANCHES))
     wanted, pairs = gradients(model, inputs), []
     for name in NAMES:
-        contestant, backend = ours(name, model, inputs, options.count)
+        schedule = schedules.LIBRARY[name](workers, options.count)
+        contestant, backend = ours(schedule, model, [inputs])
         check(contestant, wanted)
         pairs.append((contestant, backend))
     taken = measure([contestant for contestant, _ in pairs], options.steps)
@@ -90,15 +93,21 @@ def race(options: argparse.Namespace) -> list[Row]:
 
 
 def ours(
-    name: str, model: Tree, inputs: Inputs, count: int
+    schedule: Schedule, model: Tree, batches: Sequence[Inputs], order: Order = "static"
 ) -> tuple[Contestant, fxsched.Backend]:
+    """Its step takes all batches."""
     model = copy.deepcopy(model)
-    schedule = schedules.LIBRARY[name](dist.get_world_size(), count)
+    name = schedule.name or ""
     each = 2 if name == "1f1b" else 1
     starts = [f"blocks.{s}" for s in range(each, len(model.blocks), each)]
-    backend = fxsched.backend(schedule, starts)
+    backend = fxsched.backend(schedule, starts, order=order, loss_reduction="mean")
     compiled: Any = torch.compile(model, backend=backend)
-    return Contestant(name, model, lambda: compiled(*inputs).backward()), backend
+
+    def step() -> None:
+        for inputs in batches:
+            compiled(*inputs).backward()
+
+    return Contestant(name, model, step), backend
 
 
 def simulated(backend: fxsched.Backend, name: str, seconds: float) -> float:
