@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from .jobs.job import Direction, Job, Placement, PlanError
     from .jobs.schedule import Schedule
     from .plans.plan import Plan
+    from .rows.declared import keeps_rows
     from .rows.row_warnings import RowsWarning
     from .runtime.local_rows import LocalSampler
     from .schedules.saved import load_schedule
@@ -69,6 +70,7 @@ __all__ = [
     "explain",
     "full_optimizer_state_dict",
     "full_state_dict",
+    "keeps_rows",
     "load_full_optimizer_state_dict",
     "load_full_state_dict",
     "load_schedule",
@@ -107,6 +109,7 @@ MODULES = {
     "jobs.schedule": ("Schedule",),
     "passes": ("passes",),
     "plans.plan": ("Plan",),
+    "rows.declared": ("keeps_rows",),
     "rows.row_warnings": ("RowsWarning",),
     "runtime.local_rows": ("LocalSampler",),
     "schedules": ("schedules",),

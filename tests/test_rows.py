@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import fxsched
-from fxsched import Schedule
+from fxsched import PlanError, Schedule
 from fxsched.dry_run import MicrobatchTraced, Tracer
 from fxsched.rows.kinds import Effect, Kind, Rows
 from tests import cases
@@ -328,3 +328,40 @@ def test_ignored_labels_are_named_when_microbatches_have_unequal_numbers() -> No
     (text,) = warned(model, *batches)
     assert "labels that are not -100, of which microbatches have from 0 to 2" in text
     assert "F.cross_entropy(s.linear(x), y)" in text
+
+
+@torch.library.custom_op("rows::doubled", mutates_args=())
+def doubled(x: Tensor) -> Tensor:
+    return x * 2
+
+
+@doubled.register_fake
+def _(x: Tensor) -> Tensor:
+    return torch.empty_like(x)
+
+
+doubled.register_autograd(lambda ctx, gradient: gradient * 2)
+
+
+def test_an_operation_of_the_users_own_keeps_rows_where_they_say_so() -> None:
+    model = Model(lambda s, x: doubled(s.linear(x)).mean())
+    (rows,) = rows_of(model, FEATURES)
+    assert rows is not None and rows.cause is not None
+    fxsched.keeps_rows("rows::doubled")
+    assert rows_of(model, FEATURES) == [Rows(Kind.MEAN)]
+    crossed = Model(lambda s, x: doubled(s.linear(x) - x.mean(0)).mean())
+    (rows,) = rows_of(crossed, FEATURES)
+    assert rows is not None and rows.cause is not None
+
+
+@pytest.mark.parametrize(
+    "name", ["doubled", "rows::tripled", "nowhere::x", doubled, ""]
+)
+def test_what_is_no_operation_keeps_no_rows(name: Any) -> None:
+    with pytest.raises(PlanError, match="give the name of an operation"):
+        fxsched.keeps_rows(name)
+
+
+def test_pytorchs_own_operations_have_rules() -> None:
+    with pytest.raises(PlanError, match="has rules for PyTorch's own"):
+        fxsched.keeps_rows("aten::mm")

@@ -19,6 +19,7 @@ from .compute_rules import (
     renorm,
     trailing,
 )
+from .declared import DECLARED, kept
 from .index_rules import RULES as PICKS
 from .kinds import Effect, Kind, Rule, where_known
 from .layout_rules import RULES as MOVES
@@ -142,15 +143,19 @@ RULES: dict[str, Rule] = {
     **dict.fromkeys(CASTS, pointwise),
 }
 RULES = {name: where_known(rule) for name, rule in RULES.items()}
-POINTWISE = where_known(pointwise)
+POINTWISE, KEPT = where_known(pointwise), where_known(kept)
+
+
+def rule_of(func: Any) -> Rule | None:
+    """The rule of an operation, in place or not; None if there is none."""
+    return KEPT if func._schema.name in DECLARED else _own_rule(func)
 
 
 @cache
-def rule_of(func: Any) -> Rule | None:
-    """The rule of an aten operation, in place or not; None if there is none."""
-    name = func._schema.name.split("::")[1]
+def _own_rule(func: Any) -> Rule | None:
+    library, _, name = func._schema.name.partition("::")
     for each in (name, name.rstrip("_")):
-        if each in RULES:
+        if each in RULES and library == "aten":
             return RULES[each]
     functional = getattr(torch.ops.aten, name.rstrip("_"), None)
     for overload in (func, getattr(functional, func._overloadname, None)):

@@ -11,6 +11,8 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
+import fxsched
+
 FLOPS_PER_SECOND = 50e9  # what a sleep counts as, far above all else
 _late = {"F": 0.0, "B": 0.0}  # seconds that a call takes above what it sleeps
 
@@ -27,6 +29,9 @@ def work_backward(gradient: Tensor, seconds: float) -> Tensor:
     """B of work: twice as long."""
     sleep("B", 2 * seconds * len(gradient))
     return gradient.clone()
+
+
+fxsched.keeps_rows("bench::work")
 
 
 def sleep(direction: str, seconds: float) -> None:

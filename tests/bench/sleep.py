@@ -157,9 +157,7 @@ def ours(
     else:
         schedule = schedules.graph(workers, count)
     names = [f"blocks.{s}" for s in range(1, stages)]
-    backend = fxsched.backend(
-        schedule, names, profile=record or None, loss_reduction="mean"
-    )
+    backend = fxsched.backend(schedule, names, profile=record or None)
     compiled: Any = torch.compile(model, backend=backend)
     name = f"{schedule.name}, {stages // workers} a rank"
     return Contestant(name, model, lambda: compiled(*inputs).backward()), backend

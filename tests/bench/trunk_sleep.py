@@ -100,7 +100,7 @@ def ours(
     name = schedule.name or ""
     each = 2 if name == "1f1b" else 1
     starts = [f"blocks.{s}" for s in range(each, len(model.blocks), each)]
-    backend = fxsched.backend(schedule, starts, order=order, loss_reduction="mean")
+    backend = fxsched.backend(schedule, starts, order=order)
     compiled: Any = torch.compile(model, backend=backend)
 
     def step() -> None:

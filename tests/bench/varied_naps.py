@@ -9,6 +9,8 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
+import fxsched
+
 from .naps import FLOPS_PER_SECOND, sleep
 from .sleepers import Block, Tree, loss
 
@@ -32,6 +34,9 @@ def look_backward(gradient: Tensor, images: Tensor, seconds: float) -> Tensor:
 @look_backward.register_fake
 def _(x: Tensor, images: Tensor, seconds: float) -> Tensor:
     return torch.empty_like(x)
+
+
+fxsched.keeps_rows("bench::look")
 
 
 def _keep(ctx: Any, inputs: tuple[Tensor, Tensor, float], output: Tensor) -> None:
