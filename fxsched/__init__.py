@@ -14,6 +14,8 @@ if TYPE_CHECKING:
     from . import passes, schedules
     from .backend import Backend, backend
     from .checker.summary import CheckError
+    from .checkpoint.load import load
+    from .checkpoint.save import save
     from .clock.network import Link
     from .clock.timeline import Event
     from .compiled import Compiled, compile
@@ -71,6 +73,7 @@ __all__ = [
     "full_optimizer_state_dict",
     "full_state_dict",
     "keeps_rows",
+    "load",
     "load_full_optimizer_state_dict",
     "load_full_state_dict",
     "load_schedule",
@@ -79,6 +82,7 @@ __all__ = [
     "plan",
     "profile",
     "replay",
+    "save",
     "schedules",
     "search",
     "simulate",
@@ -93,6 +97,8 @@ __all__ = [
 MODULES = {
     "backend": ("Backend", "backend"),
     "checker.summary": ("CheckError",),
+    "checkpoint.load": ("load",),
+    "checkpoint.save": ("save",),
     "clock.network": ("Link",),
     "clock.timeline": ("Event",),
     "compiled": ("Compiled", "compile"),

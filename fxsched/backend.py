@@ -432,8 +432,17 @@ class Backend:
             self._workers.reset(loaded)
             if self.options.recorder is not None:
                 self.options.recorder.start(self._workers)
-            for step in self._steps.values():
-                step.forget()
+            self.forget()
+
+    def forget(self) -> None:
+        """What ranks ask at the first calls of a plan they ask anew."""
+        for step in self._steps.values():
+            step.forget()
+
+    @property
+    def alone(self) -> bool:
+        """Whether this process has all workers; the first to ask starts them."""
+        return not isinstance(self._start_workers(), Ranks)
 
     def _write(self, error: BaseException) -> None:
         """Writes the flight record, if there is one to keep."""

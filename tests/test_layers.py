@@ -13,7 +13,11 @@ from .map import MODULES, ROOT, arrows, contract, files, imports, own_imports, r
 
 # Who alone may import a library, and what is under it.
 KEEPERS: dict[str, tuple[str, ...]] = {
-    "torch.distributed": ("transport.processes", "transport.world"),
+    "torch.distributed": (
+        "transport.processes",
+        "transport.world",
+        "checkpoint.tensor_files",
+    ),
     "torch._dynamo": ("capture.dynamo", "capture.compiled_modules"),
     "torch.export": ("capture.export",),
     "torch._functorch": ("autodiff.autograd",),

@@ -31,7 +31,7 @@ def full_state_dict(model: nn.Module) -> dict[str, Any]:
     model: compiled or not; the names are those of the module itself. Every rank calls
     it and gets all of it. Raises PlanError if another rank calls something else.
     """
-    module = _module(model)
+    module = module_of(model)
     tensors = _kept(module)
     elsewhere: list[Tensor] = []
     values: list[Tensor] = []
@@ -54,7 +54,7 @@ def load_full_state_dict(
     it goes in. Gives what load_state_dict gives. Raises PlanError if the ranks load
     unequal states.
     """
-    module = _module(model)
+    module = module_of(model)
     tensors = _kept(module)
     if tensors:
         _agree_on(f"load_full_state_dict into {_what(tensors)}", state)
@@ -70,7 +70,7 @@ def full_optimizer_state_dict(model: nn.Module, optimizer: Optimizer) -> dict[st
     that updates it. Raises PlanError if another rank calls something else, or if the
     optimizer has none of the model's parameters.
     """
-    parameters = _optimized(model, optimizer)
+    parameters = optimized(model, optimizer)
     elsewhere: dict[Tensor, Any] = {}
     if any(parameter in OWNERSHIPS for parameter in parameters):
         processes = everyone("full_optimizer_state_dict")
@@ -102,7 +102,7 @@ def load_full_optimizer_state_dict(
     state: of the whole optimizer, equal on every rank. Raises PlanError if the ranks
     load unequal states, or if the optimizer has none of the model's parameters.
     """
-    parameters = _optimized(model, optimizer)
+    parameters = optimized(model, optimizer)
     elsewhere: set[Tensor] = set()
     if any(parameter in OWNERSHIPS for parameter in parameters):
         _agree_on(f"load_full_optimizer_state_dict of {_what(parameters)}", state)
@@ -118,7 +118,7 @@ def load_full_optimizer_state_dict(
     optimizer.load_state_dict(copy.deepcopy({**state, "state": states}))
 
 
-def _module(model: nn.Module) -> nn.Module:
+def module_of(model: nn.Module) -> nn.Module:
     """The module that torch.compile was given."""
     if not isinstance(model, nn.Module):
         raise PlanError(
@@ -135,9 +135,9 @@ def _kept(module: nn.Module) -> list[Tensor]:
     return [t for t in (*module.parameters(), *module.buffers()) if t in OWNERSHIPS]
 
 
-def _optimized(model: nn.Module, optimizer: Optimizer) -> list[Tensor]:
+def optimized(model: nn.Module, optimizer: Optimizer) -> list[Tensor]:
     """The optimizer's parameters."""
-    of_model = set(map(id, _module(model).parameters()))
+    of_model = set(map(id, module_of(model).parameters()))
     parameters = parameters_of(optimizer)
     if not any(id(parameter) in of_model for parameter in parameters):
         raise PlanError(
@@ -194,7 +194,7 @@ def _states(
         return _Slot(len(tensors) - 1)
 
     states = {
-        i: _mapped(optimizer.state[parameter], taken)
+        i: mapped(optimizer.state[parameter], taken)
         for i, parameter in enumerate(parameters)
         if parameter in optimizer.state and first_owner(parameter) == processes.rank
     }
@@ -205,7 +205,7 @@ def _states(
         values = tensors if rank == processes.rank else [_empty(spec) for spec in specs]
         for value in values:
             processes.share(value, rank, range(processes.workers))
-        result |= _mapped(states, lambda value: value, values)
+        result |= mapped(states, lambda value: value, values)
     return result
 
 
@@ -216,7 +216,7 @@ class _Slot:
     index: int
 
 
-def _mapped(
+def mapped(
     value: Any, change: Callable[[Tensor], Any], slots: Sequence[Tensor] = ()
 ) -> Any:
     """A value with its tensors changed and its slots filled, however deep they are."""
@@ -225,10 +225,10 @@ def _mapped(
     if isinstance(value, _Slot):
         return slots[value.index]
     if isinstance(value, dict):
-        items = {key: _mapped(each, change, slots) for key, each in value.items()}
+        items = {key: mapped(each, change, slots) for key, each in value.items()}
         return OrderedDict(items) if isinstance(value, OrderedDict) else items
     if type(value) in (list, tuple):
-        return type(value)(_mapped(each, change, slots) for each in value)
+        return type(value)(mapped(each, change, slots) for each in value)
     return copy.deepcopy(value)
 
 
@@ -247,31 +247,33 @@ def _copies(state: Any, new: set[int]) -> Any:
             copies[place] = value if fresh else value.to("cpu", copy=True)
         return copies[place]
 
-    result = _mapped(state, copied)
+    result = mapped(state, copied)
     if hasattr(state, "_metadata"):
         result._metadata = copy.deepcopy(state._metadata)
     return result
 
 
-def _plain(name: str) -> str:
+def plain_name(name: str) -> str:
     """A name without what torch.compile puts before those of the module it wraps."""
     return re.sub(r"(^|\.)_orig_mod(?=\.|$)", "", name).removeprefix(".")
 
 
 def _renamed(state: Any) -> dict[str, Any]:
     """A state whose names are those of the modules without their wrappers."""
-    result: Any = OrderedDict((_plain(name), value) for name, value in state.items())
+    result: Any = OrderedDict(
+        (plain_name(name), value) for name, value in state.items()
+    )
     if hasattr(state, "_metadata"):
         versions = state._metadata.items()
-        result._metadata = OrderedDict((_plain(name), v) for name, v in versions)
+        result._metadata = OrderedDict((plain_name(name), v) for name, v in versions)
     named: dict[str, Any] = result
     return named
 
 
 def _named_as_in(module: nn.Module, state: Mapping[str, Any]) -> Mapping[str, Any]:
     """A state with the names that a module, with compiled parts in it, has."""
-    names = {_plain(name): name for name in module.state_dict(keep_vars=True)}
+    names = {plain_name(name): name for name in module.state_dict(keep_vars=True)}
     result = OrderedDict(
-        (names.get(_plain(name), name), value) for name, value in state.items()
+        (names.get(plain_name(name), name), value) for name, value in state.items()
     )
     return state if list(result) == list(state) else result

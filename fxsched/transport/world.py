@@ -60,6 +60,11 @@ def largest(values: Tensor) -> Tensor:
     return values
 
 
+def are_ranks() -> bool:
+    """Whether this process is one of several that a process group connects."""
+    return dist.is_initialized() and dist.get_world_size() > 1
+
+
 def started_by_torchrun() -> bool:
     """Whether this process is a rank of torchrun's."""
     return dist.is_torchelastic_launched() or {"RANK", "WORLD_SIZE"} <= set(os.environ)

@@ -1,0 +1,4 @@
+"""A model's training state on disk: saved by ranks, loaded under any schedule.
+
+Imports: backend, jobs, state, transport.
+"""

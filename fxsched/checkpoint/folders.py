@@ -1,0 +1,86 @@
+"""Folders of checkpoints: a fresh one for each, and a pointer to the last whole one.
+
+FOLDER/000002/..   one checkpoint, with its manifest.json written last
+FOLDER/latest      "000002", replaced at once when that is whole
+
+DCP's own writer removes an older checkpoint's metadata before the new one's is there,
+so that a crash between leaves none; here nothing that is whole is ever written to.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+from ..jobs.job import PlanError
+
+POINTER = "latest"
+MANIFEST = "manifest.json"
+
+
+def make_fresh(folder: Path) -> str:
+    """Makes a folder for the next checkpoint; its name. Raises OSError."""
+    folder.mkdir(parents=True, exist_ok=True)
+    number = max(_numbers(folder), default=0) + 1
+    while True:
+        try:
+            (folder / f"{number:06}").mkdir()
+            return f"{number:06}"
+        except FileExistsError:  # of another process, a moment ago
+            number += 1
+
+
+def _numbers(folder: Path) -> Iterator[int]:
+    return (int(p.name) for p in folder.iterdir() if p.name.isdecimal())
+
+
+def last_whole(folder: Path) -> Path:
+    """The checkpoint that a folder's pointer names, or the folder, if it is one.
+
+    Raises PlanError if there is none.
+    """
+    if (folder / MANIFEST).is_file():
+        return folder
+    try:
+        name = (folder / POINTER).read_text().strip()
+    except FileNotFoundError:
+        raise PlanError(
+            f"load({str(folder)!r}): there is no checkpoint in it, whose file "
+            f"{POINTER!r} would name it; give the folder that fxsched.save was given"
+        ) from None
+    except UnicodeDecodeError:
+        name = ""
+    if not name.isdecimal() or not (folder / name / MANIFEST).is_file():
+        raise PlanError(
+            f"load({str(folder)!r}): its file {POINTER!r} names no checkpoint there; "
+            "give one of its numbered folders that have a manifest.json"
+        )
+    return folder / name
+
+
+def point_to(folder: Path, name: str) -> None:
+    """Makes a whole checkpoint the one that is loaded: the old one is, or the new one,
+    whenever the machine stops. Raises OSError."""
+    sync_folder(folder)
+    replace_file(folder / POINTER, f"{name}\n")
+
+
+def replace_file(path: Path, text: str) -> None:
+    """Writes a file that is there whole or not at all. Raises OSError."""
+    new = path.with_name(f"{path.name}.new")
+    with new.open("w") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(new, path)
+    sync_folder(path.parent)
+
+
+def sync_folder(folder: Path) -> None:
+    """Waits until the names in a folder are on the disk."""
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)

@@ -1,0 +1,105 @@
+"""Saving: each rank writes what it owns, then the first one flips the pointer."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Mapping, Sequence
+from os import PathLike
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+from torch.optim import Optimizer
+
+from ..backend import Backend
+from ..jobs.job import PlanError
+from .folders import make_fresh, point_to, sync_folder
+from .manifest import File, Manifest
+from .part import Part, Written, folder_of
+from .party import Party
+from .values import COMMON, write_values
+
+
+def save(
+    folder: str | PathLike[str],
+    model: nn.Module,
+    optimizer: Optimizer | None = None,
+    backend: Backend | None = None,
+    extra: Mapping[str, Any] | None = None,
+) -> Path:
+    """Saves a training state; gives the new checkpoint, FOLDER/000001 or later.
+
+    folder: on a disk that all ranks see. Every rank calls it between two steps; each
+        writes the tensors that it owns, by torch.distributed.checkpoint, under the
+        names of plain PyTorch. Then FOLDER/latest names the new checkpoint; until
+        that, and if anything fails, the one before. None is deleted.
+    model: compiled or not. optimizer: what steps its parameters.
+    backend: what the model is compiled with; says whether there are ranks, and how long
+        to wait for them. Without it there are, if a process group of several is up.
+    extra: anything else, by name: what has state_dict(), as learning-rate schedulers,
+        GradScaler and StatefulDataLoader do, or numbers, words, tensors and containers
+        of them. The state of torch's random generators, each rank's, is saved too.
+
+    Raises OSError on the rank that could not write, PlanError on all others; and
+    PlanError for what could not be loaded again. See load for what is trusted.
+    """
+    party, path = Party("save", backend), Path(folder)
+    name = party.first("make a folder", lambda: make_fresh(path))
+    fresh = path / name
+    try:
+        parts = party.each(
+            "write its part",
+            lambda: Part.of(model, optimizer, extra, party.rank).write(fresh),
+        )
+    except BaseException:
+        shutil.rmtree(fresh / folder_of(party.rank), ignore_errors=True)
+        if party.rank == 0:
+            shutil.rmtree(fresh, ignore_errors=True)
+        raise
+    party.first("finish the checkpoint", lambda: _finish(fresh, parts))
+    return fresh
+
+
+def _finish(fresh: Path, parts: Sequence[Written]) -> None:
+    """Makes the parts of all ranks one checkpoint, and the last."""
+    try:
+        _check_parts(fresh, parts)
+        states = {name: its for part in parts for name, its in part.states.items()}
+        write_values(fresh / COMMON, parts[0].common | {"states": states})
+        files = {name: file for part in parts for name, file in part.files.items()}
+        Manifest(
+            workers=len(parts),
+            tensors={name: its for part in parts for name, its in part.tensors.items()},
+            tied=parts[0].tied,
+            files=files | {COMMON: File.of(fresh / COMMON)},
+            apart=tuple(
+                name
+                for name, number in parts[0].prints.items()
+                if any(part.prints[name] != number for part in parts)
+            ),
+        ).write(fresh)
+        sync_folder(fresh)
+    except BaseException:
+        shutil.rmtree(fresh, ignore_errors=True)
+        raise
+    point_to(fresh.parent, fresh.name)
+
+
+def _check_parts(fresh: Path, parts: Sequence[Written]) -> None:
+    """Raises PlanError unless they are of one state, and all of it, on one disk."""
+    written = {name for part in parts for name in part.tensors}
+    for rank, part in enumerate(parts):
+        if part.names != parts[0].names or list(part.prints) != list(parts[0].prints):
+            raise PlanError(
+                f"save: rank {rank} saves another model, optimizer or extra= than rank "
+                "0; give every rank the same"
+            )
+        for name, file in part.files.items():
+            path = fresh / name
+            if not path.is_file() or path.stat().st_size != file.bytes:
+                raise PlanError(
+                    f"save: rank 0 doesn't see {path}, which rank {rank} has written; "
+                    "give a folder on a disk that all ranks see"
+                )
+    missing = [name for name in parts[0].model_names if name not in written]
+    assert not missing, f"some rank has each tensor's newest values: {missing}"

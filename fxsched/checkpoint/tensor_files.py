@@ -1,0 +1,44 @@
+"""Tensors by name, to and from a folder; alone knows torch.distributed.checkpoint.
+
+Each rank's folder is a checkpoint of DCP's own, without its collectives, whose waits
+fxsched could not end or explain. DCP reads a pickle there, .metadata, and gets nothing
+but tensors, for it would unpickle anything else as it stands.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+
+from torch import Tensor
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save
+
+
+def write_tensors(folder: Path, tensors: Mapping[str, Tensor]) -> None:
+    """Writes them, up to the disk. Raises OSError."""
+    writer = FileSystemWriter(folder)
+    with _own_errors():
+        save(dict(tensors), storage_writer=writer, no_dist=True)
+
+
+def read_tensors(folder: Path, tensors: Mapping[str, Tensor]) -> None:
+    """Reads them into the place of those given, which have these names there."""
+    reader = FileSystemReader(folder)
+    with _own_errors():
+        load(dict(tensors), storage_reader=reader, no_dist=True)
+
+
+@contextmanager
+def _own_errors() -> Iterator[None]:
+    """What went wrong instead of DCP's report of it, which is no Exception."""
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "torch.distributed is disabled")
+            yield
+    except CheckpointException as error:
+        raise next(iter(error.failures.values()))[0] from None

@@ -1,0 +1,95 @@
+"""What of a checkpoint is no tensor of the model: files that torch reads weights-only.
+
+Its reader takes tensors, numbers, words and containers of them, and runs no code.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import re
+import zlib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..jobs.job import PlanError
+from ..state.full_state import mapped
+from ..transport.checksums import digest
+
+COMMON, OWN = "common.pt", "own.pt"  # of all ranks, and in the folder of each
+
+
+def write_values(path: Path, values: Mapping[str, Any]) -> None:
+    """Writes them, up to the disk. Raises OSError."""
+    with path.open("wb") as file:
+        torch.save(dict(values), file)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def read_values(path: Path) -> dict[str, Any]:
+    """Reads them, tensors on the CPU."""
+    values: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True)
+    return values
+
+
+def states_of(extra: Mapping[str, Any] | None) -> dict[str, Any]:
+    """What is saved of extra=: of what has state_dict() that, else the value itself.
+
+    Raises PlanError for what couldn't be read again.
+    """
+    states = {
+        name: each.state_dict() if hasattr(each, "state_dict") else each
+        for name, each in (extra or {}).items()
+    }
+    for name, state in states.items():
+        check_readable(f"extra[{name!r}]", state)
+    return states
+
+
+def check_readable(what: str, value: Any) -> None:
+    """Raises PlanError for what torch.load(weights_only=True) would refuse."""
+    file = io.BytesIO()
+    try:
+        torch.save(mapped(value, _small), file)
+        file.seek(0)
+        torch.load(file, weights_only=True)
+    except Exception as error:
+        known = re.search(r"GLOBAL (\S+)", str(error))
+        reason = f"has {known[1]}" if known else str(error).strip().split("\n")[0]
+        raise PlanError(
+            f"save: {what} is not of tensors, numbers, words and containers of them, "
+            f"which alone are loaded again ({reason}); give something whose "
+            "state_dict() is"
+        ) from error
+
+
+def fingerprint(value: Any) -> int:
+    """Equal for equal values, such as two ranks'."""
+    return zlib.crc32(repr(mapped(value, _number)).encode())
+
+
+def _number(value: Tensor) -> Any:
+    return digest(value)
+
+
+def _small(value: Tensor) -> Any:
+    return value.new_empty(0) if type(value) is Tensor else value
+
+
+def random_state() -> dict[str, Any]:
+    """Of torch's generators here: the CPU's and, once CUDA is used, the GPUs'."""
+    used = torch.cuda.is_available() and torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+    cuda = torch.cuda.get_rng_state_all() if used else []
+    return {"cpu": torch.get_rng_state(), "cuda": cuda}
+
+
+def set_random_state(state: Mapping[str, Any]) -> None:
+    """Sets the CPU's generator, and those of as many GPUs as there are."""
+    torch.set_rng_state(state["cpu"])
+    for device, each in enumerate(state["cuda"][: torch.cuda.device_count()]):
+        torch.cuda.set_rng_state(each, device)

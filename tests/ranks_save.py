@@ -1,0 +1,173 @@
+"""What each rank of tests/test_save.py does: python -m tests.ranks_save FOLDER."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from importlib import import_module
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import fxsched
+from fxsched import PlanError, Schedule, schedules
+from fxsched.transport.checksums import digest
+
+STEPS = 5  # of a whole training, which is saved after the third
+
+
+class Dropping(nn.Module):
+    """A few blocks with dropout, and a tied weight: frozen, for its gradient would be
+    a sum of four, whose bits depend on the schedule."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(20, 8).requires_grad_(False)
+        self.blocks = nn.Sequential(*(self._block() for _ in range(3)))
+        self.head = nn.Linear(8, 20)
+        self.head.weight = self.embed.weight
+
+    def _block(self) -> nn.Module:
+        return nn.Sequential(nn.Linear(8, 8), nn.GELU(), nn.Dropout(0.3))
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        h = self.blocks(self.embed(x).mean(1))
+        return nn.functional.cross_entropy(self.head(h), y)
+
+
+class Loader:
+    """Batches from a generator of its own; its position is its state, as torchdata's
+    StatefulDataLoader has it."""
+
+    def __init__(self) -> None:
+        self.position = 0
+
+    def state_dict(self) -> dict[str, int]:
+        return {"position": self.position}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.position = state["position"]
+
+    def __next__(self) -> tuple[Tensor, Tensor]:
+        draw = torch.Generator().manual_seed(self.position)
+        self.position += 1
+        x = torch.randint(20, (8, 5), generator=draw)
+        return x, torch.randint(20, (8,), generator=draw)
+
+
+class Training(NamedTuple):
+    """A training run, and all of its state but the random generators'."""
+
+    model: nn.Module
+    optimizer: torch.optim.Optimizer
+    backend: fxsched.Backend
+    run: Any
+    scheduler: torch.optim.lr_scheduler.LRScheduler
+    loader: Loader
+
+    @staticmethod
+    def of(schedule: Schedule, seed: int, **options: Any) -> Training:
+        torch.manual_seed(seed)
+        model = Dropping()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+        backend = fxsched.backend(schedule, **options)
+        run = torch.compile(model, backend=backend)
+        scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.7)
+        return Training(model, optimizer, backend, run, scheduler, Loader())
+
+    def steps(self, count: int) -> list[str]:
+        """Losses, to the bit."""
+        losses = []
+        for _ in range(count):
+            loss = self.run(*next(self.loader))
+            loss.backward()
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+            self.scheduler.step()
+            losses.append(loss.item().hex())
+        return losses
+
+    @property
+    def extra(self) -> dict[str, Any]:
+        return {"scheduler": self.scheduler, "loader": self.loader}
+
+    def save(self, folder: Path, **more: Any) -> Path:
+        extra = self.extra | more
+        return fxsched.save(folder, self.model, self.optimizer, self.backend, extra)
+
+    def load(self, folder: Path) -> dict[str, Any]:
+        return fxsched.load(
+            folder, self.model, self.optimizer, self.backend, self.extra
+        )
+
+    def digest(self) -> int:
+        """Of all that is trained."""
+        moments = fxsched.full_optimizer_state_dict(self.model, self.optimizer)
+        return digest([fxsched.full_state_dict(self.model), moments["state"]])
+
+
+def resumed(folder: Path, schedule: Schedule, **options: Any) -> tuple[list[str], int]:
+    """The last two steps of a training, loaded by another one before its first call."""
+    training = Training.of(schedule, 7, **options)
+    assert training.load(folder)["step"] == 3
+    return training.steps(STEPS - 3), training.digest()
+
+
+@contextmanager
+def full_disk(name: str) -> Iterator[None]:
+    """Where a function of fxsched.checkpoint, such as part.write_tensors, fails."""
+    module, function = name.split(".")
+    place: Any = import_module(f"fxsched.checkpoint.{module}")
+    real = getattr(place, function)
+
+    def fail(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    setattr(place, function, fail)
+    try:
+        yield
+    finally:
+        setattr(place, function, real)
+
+
+def main(folder: Path) -> None:
+    rank = dist.get_rank()
+    training = Training.of(schedules.fsdp(2, 2), 0, timeout=60)
+    torch.manual_seed(5 + rank)  # a step takes rank 0's
+    training.steps(3)
+    saved = training.save(folder, step=3, mine=rank, seed=4)
+    wanted = training.steps(STEPS - 3), training.digest()
+    own = {path.parent.name for path in saved.glob("*/own.pt")}
+    assert own == {"rank-0", "rank-1"}
+    assert resumed(folder, schedules.one_f_one_b(2, 2)) == wanted
+
+    # where one rank can't write, the checkpoint before is the one that is loaded
+    try:
+        with full_disk("part.write_tensors") if rank == 1 else nullcontext():
+            training.save(folder, step=5)
+    except (OSError, PlanError) as error:
+        text = "rank 1 could not write its part: OSError: " if rank == 0 else ""
+        assert f"{text}[Errno 28] No space left" in str(error), error
+    else:
+        raise AssertionError("no error")
+    dist.barrier()
+    assert sorted(path.name for path in folder.iterdir()) == ["000001", "latest"]
+    training.load(folder)  # after its first call, and back by two steps
+    assert (training.steps(STEPS - 3), training.digest()) == wanted
+    try:
+        fxsched.save(folder, nn.Linear(2, 2) if rank else nn.ReLU())
+    except PlanError as error:
+        assert "rank 1 saves another model" in str(error), error
+    else:
+        raise AssertionError("no error")
+    print(f"rank {rank}: {wanted}", flush=True)
+
+
+if __name__ == "__main__":
+    dist.init_process_group("gloo")
+    main(Path(sys.argv[1]))
+    dist.destroy_process_group()
