@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,7 +18,7 @@ from torch import nn
 import fxsched
 from fxsched import PlanError, schedules
 from tests.ranks_save import Loader, Training, full_disk, resumed
-from tests.torchrun import torchrun
+from tests.torchrun import ONE_THREAD, ROOT, torchrun
 
 
 @pytest.fixture(scope="module")
@@ -41,6 +44,14 @@ def test_what_ranks_have_apart_is_not_shared_out(by_ranks: tuple[Path, str]) -> 
     extra = {"mine": Loader()}
     with pytest.raises(PlanError, match=r"extra\['mine'\] was another on each of 2 r"):
         fxsched.load(folder, training.model, extra=extra)
+
+
+def test_ranks_killed_while_they_save_leave_a_checkpoint_that_loads() -> None:
+    command = [sys.executable, "-m", "tests.kill_saves", "--runs", "2", "--seed", "1"]
+    done = subprocess.run(
+        command, cwd=ROOT, env=os.environ | ONE_THREAD, capture_output=True, text=True
+    )
+    assert "killed 2 times, " in done.stdout, done.stdout + done.stderr
 
 
 class Net(nn.Module):
