@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from .checker.summary import CheckError
     from .checkpoint.load import load
     from .checkpoint.save import save
+    from .checkpoint.saving import Saving
     from .clock.network import Link
     from .clock.timeline import Event
     from .compiled import Compiled, compile
@@ -62,6 +63,7 @@ __all__ = [
     "PlanError",
     "Profile",
     "RowsWarning",
+    "Saving",
     "Schedule",
     "Simulation",
     "Stability",
@@ -99,6 +101,7 @@ MODULES = {
     "checker.summary": ("CheckError",),
     "checkpoint.load": ("load",),
     "checkpoint.save": ("save",),
+    "checkpoint.saving": ("Saving",),
     "clock.network": ("Link",),
     "clock.timeline": ("Event",),
     "compiled": ("Compiled", "compile"),

@@ -44,7 +44,9 @@ def fill(model: nn.Module, optimizer: torch.optim.Optimizer, number: int) -> Non
         optimizer.state[parameter]["momentum_buffer"] = momentum
 
 
-def save_forever(rank: int, port: int, folder: Path, first: int, reports: int) -> None:
+def save_forever(
+    rank: int, port: int, folder: Path, first: int, reports: int, background: bool
+) -> None:
     """What a rank does until it is killed; it reports each whole save."""
     store = dist.TCPStore("127.0.0.1", port, RANKS, rank == 0)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=RANKS)
@@ -55,7 +57,15 @@ def save_forever(rank: int, port: int, folder: Path, first: int, reports: int) -
     number = first
     while True:
         fill(model, optimizer, number)
-        fxsched.save(folder, model, optimizer, extra={"number": number})
+        extra = {"number": number}
+        if background:
+            saving = fxsched.save(
+                folder, model, optimizer, None, extra, background=True
+            )
+            fill(model, optimizer, -1)  # what comes next is not saved
+            saving.wait()
+        else:
+            fxsched.save(folder, model, optimizer, None, extra)
         os.write(reports, number.to_bytes(4, "big"))
         number += 1
 
@@ -96,7 +106,10 @@ def killed(folder: Path, first: int, draw: random.Random) -> int:
     """Starts ranks and kills some; the number of the last whole save reported."""
     reader, writer = os.pipe()
     port = free_port()
-    children = [fork(rank, port, folder, first, writer) for rank in range(RANKS)]
+    background = draw.random() < 0.5
+    children = [
+        fork(rank, port, folder, first, writer, background) for rank in range(RANKS)
+    ]
     os.close(writer)
     with os.fdopen(reader, "rb") as reports:
         last = int.from_bytes(reports.read(4), "big")  # the first save is whole

@@ -99,6 +99,13 @@ class Training(NamedTuple):
         extra = self.extra | more
         return fxsched.save(folder, self.model, self.optimizer, self.backend, extra)
 
+    def save_behind(self, folder: Path, **more: Any) -> fxsched.Saving:
+        """In the background."""
+        extra = self.extra | more
+        return fxsched.save(
+            *(folder, self.model, self.optimizer, self.backend, extra), background=True
+        )
+
     def load(self, folder: Path) -> dict[str, Any]:
         return fxsched.load(
             folder, self.model, self.optimizer, self.backend, self.extra
@@ -139,8 +146,9 @@ def main(folder: Path) -> None:
     training = Training.of(schedules.fsdp(2, 2), 0, timeout=60)
     torch.manual_seed(5 + rank)  # a step takes rank 0's
     training.steps(3)
-    saved = training.save(folder, step=3, mine=rank, seed=4)
-    wanted = training.steps(STEPS - 3), training.digest()
+    saving = training.save_behind(folder, step=3, mine=rank, seed=4)
+    wanted = training.steps(STEPS - 3), training.digest()  # and is saved meanwhile
+    saved = saving.wait()
     own = {path.parent.name for path in saved.glob("*/own.pt")}
     assert own == {"rank-0", "rank-1"}
     assert resumed(folder, schedules.one_f_one_b(2, 2)) == wanted

@@ -7,6 +7,7 @@ import os
 import re
 import subprocess
 import sys
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -169,6 +170,49 @@ def test_a_save_that_fails_leaves_the_one_before(name: str, tmp_path: Path) -> N
         fxsched.save(tmp_path, model)
     fxsched.load(tmp_path, model)
     assert torch.equal(model.weight, wanted)
+
+
+def test_a_save_in_the_background_is_of_when_it_was_asked_for(tmp_path: Path) -> None:
+    model = Net()
+    optimizer, kept = trained(model), torch.ones(2)
+    wanted = {
+        name: value.clone()
+        for name, value in model.state_dict().items()
+        if isinstance(value, torch.Tensor)
+    }
+    moment = optimizer.state[model.first.weight]["exp_avg"].clone()
+    saving = fxsched.save(
+        tmp_path, model, optimizer, extra={"kept": kept}, background=True
+    )
+    with torch.no_grad():
+        for value in (*model.state_dict().values(), kept):
+            if isinstance(value, torch.Tensor):
+                value.zero_()
+        optimizer.state[model.first.weight]["exp_avg"].zero_()
+    rest = fxsched.load(tmp_path, model, optimizer)  # which waits for it
+    assert saving.done and saving.wait() == saving.folder == tmp_path / "000001"
+    assert torch.equal(rest["kept"], torch.ones(2))
+    for name, value in wanted.items():
+        assert torch.equal(model.state_dict()[name], value), name
+    assert torch.equal(optimizer.state[model.first.weight]["exp_avg"], moment)
+
+
+def test_a_save_that_fails_in_the_background_is_an_error_once(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    model = nn.Linear(2, 2)
+    for collect in (None, fxsched.Saving.wait):
+        with full_disk("part.write_tensors"):
+            saving = fxsched.save(tmp_path, model, background=True)
+            threads = [t for t in threading.enumerate() if t.name == "fxsched save"]
+            for thread in threads:
+                thread.join()
+        line = "fxsched: a save in the background failed: OSError: [Errno 28] No space"
+        assert line in capfd.readouterr().err
+        with pytest.raises(OSError, match="No space"):
+            collect(saving) if collect else fxsched.save(tmp_path, model)
+        fxsched.save(tmp_path, model)
+    fxsched.load(tmp_path, model)
 
 
 def flip(path: Path) -> None:

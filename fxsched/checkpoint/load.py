@@ -15,6 +15,7 @@ from ..jobs.job import PlanError
 from .folders import last_whole
 from .party import Party
 from .reading import Reading
+from .saving import wait_for_last
 
 
 def load(
@@ -44,6 +45,7 @@ def load(
     (.metadata), which can run code as it is read. All else is JSON, or read by
     torch.load(weights_only=True).
     """
+    wait_for_last()
     party, path = Party("load", backend), Path(folder)
     name = party.first(
         "find a checkpoint", lambda: str(last_whole(path).relative_to(path))

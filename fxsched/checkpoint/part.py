@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from ..state.full_state import mapped
 from .content import ModelContent, OptimizerContent, tensors_in, writer_of
 from .folders import sync_folder
 from .manifest import File, Saved
@@ -101,6 +102,15 @@ class Part(NamedTuple):
             common if rank == 0 else {},
             {name: fingerprint(each) for name, each in extras.items()},
         )
+
+    def copied(self) -> Part:
+        """The same with copies of all tensors, on the CPU, which no step changes."""
+
+        def copy(value: Tensor) -> Tensor:
+            return value.detach().to("cpu", copy=True)
+
+        mine: dict[str, Any] = mapped(self._asdict(), copy)
+        return Part(**mine)
 
     def write(self, checkpoint: Path) -> Written:
         """Writes it, up to the disk. Raises OSError."""

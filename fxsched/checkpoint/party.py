@@ -17,13 +17,13 @@ class Party:
     """All ranks, or this process alone, in one call.
 
     call: its name, in errors. Without a backend there are ranks where a process group
-        of several is up.
+        of several is up. lane: see everyone.
     """
 
-    def __init__(self, call: str, backend: Backend | None) -> None:
+    def __init__(self, call: str, backend: Backend | None, lane: str = "") -> None:
         alone = not are_ranks() if backend is None else backend.alone
         self.call = call
-        self.processes = None if alone else everyone(call)
+        self.processes = None if alone else everyone(call, lane)
         self.rank = 0 if self.processes is None else self.processes.rank
         self.ranks = 1 if self.processes is None else self.processes.workers
 

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from os import PathLike
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, overload
 
 from torch import nn
 from torch.optim import Optimizer
@@ -17,7 +18,31 @@ from .folders import make_fresh, point_to, sync_folder
 from .manifest import File, Manifest
 from .part import Part, Written, folder_of
 from .party import Party
+from .saving import Saving, start, wait_for_last
 from .values import COMMON, write_values
+
+
+@overload
+def save(
+    folder: str | PathLike[str],
+    model: nn.Module,
+    optimizer: Optimizer | None = None,
+    backend: Backend | None = None,
+    extra: Mapping[str, Any] | None = None,
+    background: Literal[False] = False,
+) -> Path: ...
+
+
+@overload
+def save(
+    folder: str | PathLike[str],
+    model: nn.Module,
+    optimizer: Optimizer | None = None,
+    backend: Backend | None = None,
+    extra: Mapping[str, Any] | None = None,
+    *,
+    background: Literal[True],
+) -> Saving: ...
 
 
 def save(
@@ -26,7 +51,8 @@ def save(
     optimizer: Optimizer | None = None,
     backend: Backend | None = None,
     extra: Mapping[str, Any] | None = None,
-) -> Path:
+    background: bool = False,
+) -> Path | Saving:
     """Saves a training state; gives the new checkpoint, FOLDER/000001 or later.
 
     folder: on a disk that all ranks see. Every rank calls it between two steps; each
@@ -39,25 +65,46 @@ def save(
     extra: anything else, by name: what has state_dict(), as learning-rate schedulers,
         GradScaler and StatefulDataLoader do, or numbers, words, tensors and containers
         of them. The state of torch's random generators, each rank's, is saved too.
+    background: whether to copy all that to the CPU's memory and return while a thread
+        writes it: gives a Saving, whose wait() gives the checkpoint. The next save or
+        load waits for it.
 
     Raises OSError on the rank that could not write, PlanError on all others; and
     PlanError for what could not be loaded again. See load for what is trusted.
     """
+    wait_for_last()
     party, path = Party("save", backend), Path(folder)
-    name = party.first("make a folder", lambda: make_fresh(path))
-    fresh = path / name
+    fresh = path / party.first("make a folder", lambda: make_fresh(path))
+
+    def part() -> Part:
+        return Part.of(model, optimizer, extra, party.rank)
+
+    if not background:
+        return _write(party, fresh, part)
+    with _removed_if_it_fails(party, fresh):
+        copied = party.local("copy its part", lambda: part().copied())
+        apart = Party("save", backend, "background")
+    return start(fresh, lambda: _write(apart, fresh, lambda: copied))
+
+
+def _write(party: Party, fresh: Path, part: Callable[[], Part]) -> Path:
+    """Writes this rank's part; the checkpoint, once it is whole."""
+    with _removed_if_it_fails(party, fresh):
+        parts = party.each("write its part", lambda: part().write(fresh))
+    party.first("finish the checkpoint", lambda: _finish(fresh, parts))
+    return fresh
+
+
+@contextmanager
+def _removed_if_it_fails(party: Party, fresh: Path) -> Iterator[None]:
+    """Where all ranks fail alike, so that none needs its folder any longer."""
     try:
-        parts = party.each(
-            "write its part",
-            lambda: Part.of(model, optimizer, extra, party.rank).write(fresh),
-        )
+        yield
     except BaseException:
         shutil.rmtree(fresh / folder_of(party.rank), ignore_errors=True)
         if party.rank == 0:
             shutil.rmtree(fresh, ignore_errors=True)
         raise
-    party.first("finish the checkpoint", lambda: _finish(fresh, parts))
-    return fresh
 
 
 def _finish(fresh: Path, parts: Sequence[Written]) -> None:

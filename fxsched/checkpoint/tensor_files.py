@@ -18,6 +18,10 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystem
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
+# "assuming the intent is to save in a single process": it is. Ignored for good, since
+# warnings.catch_warnings is not for threads, and saves may run in one.
+warnings.filterwarnings("ignore", "torch.distributed is disabled, unavailable")
+
 
 def write_tensors(folder: Path, tensors: Mapping[str, Tensor]) -> None:
     """Writes them, up to the disk. Raises OSError."""
@@ -37,8 +41,6 @@ def read_tensors(folder: Path, tensors: Mapping[str, Tensor]) -> None:
 def _own_errors() -> Iterator[None]:
     """What went wrong instead of DCP's report of it, which is no Exception."""
     try:
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", "torch.distributed is disabled")
-            yield
+        yield
     except CheckpointException as error:
         raise next(iter(error.failures.values()))[0] from None

@@ -370,19 +370,19 @@ class Processes:
         return list(values)
 
 
-_everyone: tuple[Any, Processes] | None = None
+_everyone: dict[str, tuple[Any, Processes]] = {}  # by lane
 _limits: deque[float] = deque(maxlen=1)  # of the last backend that was given one
 
 
-def everyone(call: str) -> Processes:
+def everyone(call: str, lane: str = "") -> Processes:
     """All ranks, for calls that are no part of a step, such as "full_state_dict".
 
+    lane: each has connections of its own, for calls at the same time.
     Every rank makes its first call of it at the same point, for that makes a process
     group. It waits as long as the last backend(timeout=) says, if there was one.
     """
-    global _everyone
     limit = _limits[0] if _limits else None
-    last = _everyone
+    last = _everyone.get(lane)
     if last is None or last[0] is not dist.group.WORLD or last[1].control.failure:
         try:
             processes = Processes(dist.get_world_size(), near=False, timeout=limit)
@@ -391,7 +391,7 @@ def everyone(call: str) -> Processes:
                 f"{call} waited in vain for the other ranks, every one of which must "
                 f"call it: {error}"
             ) from error
-        _everyone = last = dist.group.WORLD, processes
+        _everyone[lane] = last = dist.group.WORLD, processes
     if limit is not None:
         last[1].control.limit = min(limit, last[1].limit)
     return last[1]
@@ -424,7 +424,6 @@ def _look_after(processes: weakref.ref[Processes], ended: threading.Event) -> No
 
 def leave() -> None:
     """Ends this process's part in a torch.distributed job, if it is in one."""
-    global _everyone
     if dist.is_initialized():
-        _everyone = None
+        _everyone.clear()
         dist.destroy_process_group()
