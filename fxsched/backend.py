@@ -20,7 +20,9 @@ from .capture.dynamo import (
     note_arguments,
     note_origins,
 )
+from .capture.early_writes import early_writes, take_early_writes
 from .capture.graph_breaks import GraphBreak, left_to_python
+from .capture.picked_rows import cut_outputs, pick_rows
 from .capture.refusals import refusal
 from .clock.timeline import Event
 from .costmodel.measure import Profile
@@ -74,7 +76,7 @@ from .runtime.ranks import Ranks
 from .runtime.step import Step
 from .runtime.step_key import step_key
 from .runtime.workers import Workers, workers_of
-from .state.ownership import OWNERSHIPS
+from .state.ownership import OWNERSHIPS, is_given_up
 from .state.updates import checked_optimizer
 
 PLANS = 64  # that a backend keeps
@@ -329,7 +331,7 @@ class Backend:
         if broken is None and self.request.schedule.microbatches > 1:
             ask_for_symbolic_batch(gm, inputs, self.request)
         broken = broken or fixed_size(gm, inputs, self.request)
-        captured = copy_graph(gm, inputs)
+        captured = pick_rows(take_early_writes(copy_graph(gm, inputs)))
 
         def call(*args: Any) -> Sequence[Any]:
             try:
@@ -388,12 +390,17 @@ class Backend:
             check_padded(gm, step.plan)
         if self._last is None or step.plan.trains or not self._last.plan.trains:
             self._last, self.plan = step, step.plan
+        for write in early_writes(gm):
+            if not is_given_up(args[write.input]):
+                write(args)
         outputs = call_step(step, args, self._said)
         for output, value in zip(step.plan.outputs, outputs, strict=True):
             old = args[output.state or 0] if output.replaced else None
             if isinstance(old, Tensor) and old in OWNERSHIPS:
                 OWNERSHIPS[value] = OWNERSHIPS[old]
-        return outputs if padded is None else padded.trimmed(outputs, step.plan)
+        if padded is not None:
+            outputs = padded.trimmed(outputs, step.plan)
+        return cut_outputs(gm, outputs)
 
     def _step(self, gm: fx.GraphModule, args: tuple[Any, ...]) -> Step:
         """The step for these inputs, planned now if there is none yet."""

@@ -26,6 +26,33 @@ LSTM = nn.LSTM(WIDTH, WIDTH, batch_first=True)
 GRU = nn.GRU(WIDTH, WIDTH, batch_first=True, bidirectional=True)
 CELL = nn.LSTMCell(WIDTH, WIDTH)
 
+
+def picked_and_put_back(h: Tensor) -> Tensor:
+    """A mixture of two experts, h [batch, WIDTH]."""
+    out = torch.zeros_like(h)
+    for chosen, scale in ((h[:, 0] > 0, 2.0), (h[:, 0] <= 0, 3.0)):
+        rows = chosen.nonzero()[:, 0]
+        out.index_add_(0, rows, (h[rows] * scale).tanh())
+    return (out * h).pow(2).mean()
+
+
+def written_between(h: Tensor) -> Tensor:
+    """h [batch, WIDTH]."""
+    out = h * 2
+    out[h[:, 0] > 0] = h[h[:, 0] > 0].tanh()
+    out.mul_(3)
+    return out[h[:, 1] > 0].pow(2).mean() + out.mean()
+
+
+def read_before(h: Tensor) -> Tensor:
+    """h [batch, WIDTH]."""
+    out = h * 2
+    before = out.mean()
+    out.add_(1)
+    out[h[:, 0] > 0] = h[h[:, 0] > 0].tanh()
+    return out.pow(2).mean() + before
+
+
 # of h [batch, WIDTH]
 LOSSES: dict[str, Callable[[Tensor], Tensor]] = {
     "sum times size": lambda h: h.sum() * len(h),
@@ -106,6 +133,24 @@ LOSSES: dict[str, Callable[[Tensor], Tensor]] = {
     "repeated rows, every second": lambda h: (
         h.repeat_interleave(2, 0)[::2] * h
     ).mean(),
+    "rows picked by a mask": lambda h: h[h[:, 0] > 0].pow(2).mean(),
+    "values picked by a mask": lambda h: h.masked_select(h > 0).pow(2).mean(),
+    "rows picked by their numbers": lambda h: (
+        h[torch.nonzero(h.detach()[:, 0] > 0)[:, 0]].pow(2).mean()
+    ),
+    "rows picked and put back": lambda h: (
+        torch.zeros_like(h)
+        .index_add(0, (h[:, 0] > 0).nonzero()[:, 0], h[h[:, 0] > 0].tanh())
+        .pow(2)
+        .mean()
+    ),
+    "rows picked and put back in place": picked_and_put_back,
+    "rows put back and written between": written_between,
+    "rows put back, read before": read_before,
+    "columns picked by a mask": lambda h: h[:, h.detach()[0] > 0].pow(2).sum(),
+    "rows as often as they say": lambda h: (
+        h.repeat_interleave(1 + (h.detach()[:, 0] > 0).long(), 0).pow(2).mean()
+    ),
     "where": lambda h: torch.where(h > h.mean(), h, h * 2).mean(),
     "topk": lambda h: h.topk(2, 0)[0].mean(),
     "chosen rows": lambda h: h[h.sum(1) > 0].sum() / 100,

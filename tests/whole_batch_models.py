@@ -49,6 +49,17 @@ class Three(nn.Module):
         return torch.stack(losses).mean()
 
 
+class Pairs(nn.Module):
+    """FLAVA's logits of all pairs of a call. Its own head gathers those of all ranks,
+    which have the same batch here."""
+
+    def forward(
+        self, image: Tensor, text: Tensor, scale: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        logits = image @ text.T * scale.exp()
+        return logits, logits.T, torch.arange(len(image))
+
+
 class Normalised(nn.Module):
     """Convolutions and BatchNorm, which sees the whole batch."""
 

@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import operator
 from functools import cache
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, fx
 
 from ..costmodel.costs import Meter
 from ..ir.graphs import tensors
 from ..rows.tracker import Tracker
 
 BATCH_NORMS = ("native_batch_norm", "cudnn_batch_norm", "miopen_batch_norm")
+WRITES = (
+    *(operator.iadd, operator.isub, operator.imul, operator.itruediv, operator.ipow),
+    *(operator.ifloordiv, operator.imod, operator.imatmul, operator.setitem),
+    *(operator.iand, operator.ior, operator.ixor, operator.ilshift, operator.irshift),
+)
 INSTANCE_NORMS = (torch.instance_norm, torch.nn.functional.instance_norm)
 
 
@@ -48,6 +54,13 @@ def _written(func: Any) -> tuple[tuple[int, str], ...]:
         for i, argument in enumerate(func._schema.arguments)
         if argument.alias_info is not None and argument.alias_info.is_write
     )
+
+
+def writes_first(node: fx.Node) -> bool:
+    """Whether a node of Dynamo's graph writes into its first argument, by its name."""
+    name = str(getattr(node.target, "__name__", node.target)).split(".")[0]
+    in_place = name.endswith("_") and not name.endswith("__")
+    return in_place or node.target in WRITES or bool(node.kwargs.get("inplace"))
 
 
 def holds_tensor(value: object) -> bool:

@@ -89,6 +89,12 @@ class _Joining:
         )
         self.joint = self.domains.joint()
         self.of_all = [*self.joint, *self.domains.whole]  # need the whole batch
+        self.writers: dict[int, list[fx.Node]] = {}  # of microbatches, by storage
+        for node in nodes:
+            new = trace.new[node]
+            written = new.meta.get("mutates", ()) if isinstance(new, fx.Node) else ()
+            for where in set(map(storage, written)):
+                self.writers.setdefault(where, []).append(node)
         self.new: dict[fx.Node, Any] = {}  # of the whole batch
         self.parts: dict[fx.Node, fx.Node] = {}  # of a microbatch, of joint values
 
@@ -237,14 +243,27 @@ class _Joining:
         source, value = self.trace.values.get(first), self.trace.values[node]
         if not (isinstance(source, Tensor) and isinstance(value, Tensor)):
             return False
-        return storage(source) == storage(value) and self.domains.in_parts(first)
+        same = storage(source) == storage(value) and self.domains.in_parts(first)
+        return same and storage(value) not in self.writers
 
     def _join(self, part: fx.Node, how: str, dim: int, node: fx.Node) -> fx.Node:
-        """What microbatches make, for the whole batch."""
-        new = self._added(part, joint.join, (part, how, dim, self.microbatches), node)
+        """What microbatches make, for the whole batch, after they wrote into it."""
+        args = (part, how, dim, self.microbatches)
+        new = self._added(self._last_writer(node) or part, joint.join, args, node)
         value = self.whole.values[node]
         new.meta.update(val=value, work=copied(value))
         return new
+
+    def _last_writer(self, node: fx.Node) -> fx.Node | None:
+        """What writes last into a value of microbatches before rows of it meet."""
+        writers = self.writers.get(storage(self.trace.values[node]), [])
+        last = None
+        for each in self.trace.gm.graph.nodes if writers else ():
+            # a list of results is in microbatches, its items are not
+            if each in node.users and not {each, *each.users}.isdisjoint(self.of_all):
+                break
+            last = self.trace.new[each] if each in writers else last
+        return last
 
     def _added(self, after: fx.Node, target: Any, args: Any, like: fx.Node) -> fx.Node:
         graph = self.trace.graph

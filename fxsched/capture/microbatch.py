@@ -206,6 +206,8 @@ class Microbatch:
         run = getattr(self._interpreter, node.op)
         try:
             return run(target, args, kwargs)
+        except PlanError as error:
+            raise PlanError(f"{error}{where_of(node)}") from error
         except Exception as error:
             name = getattr(target, "__name__", str(target))
             why = str(error).split("\n")[0].split(".Hint")[0]

@@ -28,6 +28,7 @@ from .joint_nodes import NOTHING_JOINED, join_rows
 from .kept_totals import refuse_kept_totals
 from .meta_device import cpu_specs, is_meta, on_cpu
 from .microbatch import Microbatch
+from .output_leaves import output_leaves
 from .state_updates import keeps_rows
 from .traced_outputs import declared_outputs, finish_outputs
 from .weighted_microbatch import WeightedMicrobatch
@@ -103,6 +104,7 @@ def trace_microbatch(
             refuse_microbatch(trace.tracker.kept)
         refuse_kept_totals(trace)
         rows = tuple(map(trace.rows, trace.outputs()))
+        leaves = list(map(output_leaves(trace).get, trace.outputs()))
         joined = NOTHING_JOINED
         if exact:
             parted = declared_outputs(trace, outputs or {})
@@ -111,6 +113,10 @@ def trace_microbatch(
     graph = lazy_module(trace.gm, trace.graph, "Microbatch")
     totals, meeting = trace.totals_text(), meeting_text(trace.tracker, joined.meets)
     writes = find_writes(trace.graph)
+    described = [
+        output._replace(leaves=each)
+        for output, each in zip(described, leaves, strict=True)
+    ]
     graph.meta[FACTS] = Facts(tuple(described), writes, trace.mode, totals, meeting)
     pairs = zip(rows, trace.outputs(), strict=True)
     rows = tuple(trace.rows(o) if o in trace.spread else r for r, o in pairs)

@@ -8,11 +8,12 @@ from typing import Any
 from torch import Tensor, fx
 
 from ..ir.graphs import Output, Role, storage, written_storages
-from ..ir.user_line import user_line
+from ..ir.user_line import line_of, user_line
 from ..jobs.job import PlanError
 from .microbatch import Microbatch
 from .origins import plain
 from .outputs import TracedOutput, decide, describe, origins_of
+from .picked_rows import FILLED
 from .returns import Returned
 from .state_updates import StateUpdates, mark_written
 
@@ -105,6 +106,12 @@ class _OutputReader:
         if old in trace.joint:
             gradient = fake.requires_grad
             return Output("whole", differentiable=gradient, name=name, joint=True)
+        if FILLED in old.meta:
+            raise PlanError(
+                f"output {name!r} has as many rows as values say"
+                f"{line_of(old.meta.get('stack_trace'))}\n  those of microbatches "
+                "can't be put together; return a tensor with one row for each sample"
+            )
         dim = trace.spread.get(old)
         if dim is not None:
             return Output("rows", dim, differentiable=fake.requires_grad, name=name)

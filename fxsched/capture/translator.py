@@ -14,10 +14,12 @@ from typing import Any, NamedTuple
 from torch import Tensor, fx, nn
 
 from .caller import Call, parts
+from .early_writes import take_early_writes
 from .exported_graph import ExportedGraph
 from .exported_nodes import ROOT, Nodes
 from .graph_inputs import origin_of, placeholders
 from .origins import Origin
+from .picked_rows import pick_rows
 from .returns import Returned
 from .structure import Structure
 from .whole_batches import Pin
@@ -71,6 +73,7 @@ class Translator:
         ]
         gm.meta["call"] = self.named._replace(tensors=())
         gm.meta["returns"] = tuple(map(Returned, labels))
+        gm = pick_rows(take_early_writes(gm))
         gm.meta["text"] = self._text(gm)
         result = result.without_tensors()
         state, used = tuple(self.state), tuple(self.used)

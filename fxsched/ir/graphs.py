@@ -79,6 +79,7 @@ class Output(NamedTuple):
     differentiable: whether a gradient may come back for it.
     replaced: whether the model has it in the place of the state, not written into it.
     joint: whether it is made once, for the whole batch.
+    leaves: the inputs of the call that a gradient for it reaches; None for all.
     """
 
     kind: str
@@ -90,6 +91,7 @@ class Output(NamedTuple):
     name: int | str | None = None
     how: str | None = None
     joint: bool = False
+    leaves: frozenset[int] | None = None
 
     @property
     def takes_gradient(self) -> bool:

@@ -23,6 +23,14 @@ def embedded(call: OpCall) -> Rows:
     return index
 
 
+def picked(call: OpCall) -> Rows:
+    """fxsched's own: what is computed of as many rows as values say."""
+    cause = call.mixed(Effect.PICKED, *map(call.of, call.tensors()))
+    if cause.effect is Effect.PICKED:
+        cause = cause._replace(operation="a selection")
+    return Rows(Kind.OTHER, cause=cause)
+
+
 def _by_shared(call: OpCall, table: Rows, index: Rows) -> Rows:
     cause = call.mixed(Effect.ORDER, table, index)
     if index.kind is Kind.APART:

@@ -34,6 +34,7 @@ class Effect(Enum):
     RATIO = "a weighted mean: one reduction over the batch divided by another"
     REDUCTION = "a reduction over the batch that is neither a sum nor a mean"
     ORDER = "rows of the batch are picked or ordered by their number"
+    PICKED = "as many rows of the batch as values say are picked"
     FUNCTION = "a function, not linear, of a sum or mean over the batch"
     CONSTANT = "what does not depend on the batch is added to a sum over it"
     BOTH = "a sum over the batch is added to a mean over it"

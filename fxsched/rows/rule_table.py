@@ -21,6 +21,7 @@ from .compute_rules import (
 )
 from .declared import DECLARED, kept
 from .index_rules import RULES as PICKS
+from .index_rules import picked
 from .kinds import Effect, Kind, Rule, where_known
 from .layout_rules import RULES as MOVES
 from .loss_rules import losses, nll_loss
@@ -137,6 +138,7 @@ TABLE: tuple[tuple[Rule, str], ...] = (
 )
 
 RULES: dict[str, Rule] = {
+    "picked": picked,
     **MOVES,
     **PICKS,
     **{name: rule for rule, names in TABLE for name in names.split()},
@@ -155,7 +157,7 @@ def rule_of(func: Any) -> Rule | None:
 def _own_rule(func: Any) -> Rule | None:
     library, _, name = func._schema.name.partition("::")
     for each in (name, name.rstrip("_")):
-        if each in RULES and library == "aten":
+        if each in RULES and library in ("aten", "fxsched"):
             return RULES[each]
     functional = getattr(torch.ops.aten, name.rstrip("_"), None)
     for overload in (func, getattr(functional, func._overloadname, None)):

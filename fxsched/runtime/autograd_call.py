@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..ir.graphs import Output
 from ..ir.loss_scale import hand_over, infinite
 from .step import Step
 
@@ -184,7 +185,25 @@ class _InBackward(torch.autograd.Function):
                 gradient = torch.zeros(shape, dtype=dtype, device=device)
             tangents[i] = gradient.contiguous()
         results = ctx.step.advance(runs, tangents)
-        return (None, None, None, *ctx.step.gradients(results, ctx.leaves))
+        gradients = ctx.step.gradients(results, ctx.leaves)
+        reached = _reached(incoming, ctx.step.plan.outputs)
+        if reached is not None:
+            pairs = zip(ctx.leaves, gradients, strict=True)
+            gradients = [g if i in reached else None for i, g in pairs]
+        return (None, None, None, *gradients)
+
+
+def _reached(
+    incoming: Sequence[Tensor | None], outputs: Sequence[Output]
+) -> set[int] | None:
+    """The inputs that these outputs' gradients reach; None for all."""
+    reached = set[int]()
+    for gradient, output in zip(incoming, outputs, strict=True):
+        if gradient is not None:
+            if output.leaves is None:
+                return None
+            reached |= output.leaves
+    return reached
 
 
 def _once(value: object) -> None:

@@ -1,0 +1,244 @@
+"""What is computed on as many rows as values say becomes one operation of fixed sizes.
+
+before: own = x[mask]; loss = cross_entropy(own @ w, labels[mask])      # own [u0, 32]
+after:  loss = picked("4fd1..", [x, mask, w, labels], [])[0]
+
+See ir/picked.py. Rows of the batch meet there, so it is part of a joint stage.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
+
+import networkx as nx
+import torch
+from torch import Tensor, fx
+from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
+
+from ..ir.graphs import REGION_ENTERS, REGION_EXITS, storage, tensors
+from ..ir.lazy import lazy_module
+from ..ir.modes import casts
+from ..ir.picked import Selection, cut_to_shape, keep_selection
+from .effects import writes_first
+from .returns import Returned
+
+FILLED = "filled"  # node.meta of results that are filled up
+SHAPES = "shapes"  # gm.meta: where the shape of an output that is filled up is
+CHECKS = ("_assert_scalar", "_check", "_check_is_size", "sym_constrain_range_for_size")
+SYMBOLS = (torch.SymInt, torch.SymBool, torch.SymFloat)
+
+
+def pick_rows(gm: fx.GraphModule) -> fx.GraphModule:
+    """The graph with an operation for each of its selections; outputs that are filled
+    up have their shapes after all other outputs.
+
+    A selection that can't be one stays: its first operation can't be planned.
+    """
+    for nodes in _selections(gm.graph):
+        part = _Part.of(gm.graph, nodes)
+        if _can_be_one(part):
+            return pick_rows(_with_operation(gm, part))
+    return gm
+
+
+def cut_outputs(gm: fx.GraphModule, outputs: Sequence[Any]) -> Sequence[Any]:
+    """What the user gets of a graph's outputs."""
+    shapes: dict[int, int] = gm.meta.get(SHAPES, {})
+    cut = [
+        cut_to_shape(value, outputs[shapes[i]]) if i in shapes else value
+        for i, value in enumerate(outputs)
+    ]
+    return cut[: len(outputs) - len(shapes)]
+
+
+def _value(node: fx.Node) -> Any:
+    return node.meta.get("example_value")
+
+
+def _is_open(node: fx.Node) -> bool:
+    """Whether a node's value has, or is, a size that its run finds."""
+    if FILLED in node.meta:
+        return False
+    symbols = [_value(node)] if isinstance(_value(node), SYMBOLS) else []
+    return any(map(free_unbacked_symbols, [*symbols, *tensors(_value(node))]))
+
+
+def _selections(graph: fx.Graph) -> list[set[fx.Node]]:
+    """The nodes of each: those with open values, their readers, what these write into,
+    and all between."""
+    flow: nx.DiGraph[fx.Node] = nx.DiGraph()
+    for node in graph.nodes:
+        if node.op != "output":
+            flow.add_edges_from((read, node) for read in node.all_input_nodes)
+    inside = {node for node in flow if _is_open(node)}
+    inside |= {reader for node in inside for reader in flow.successors(node)}
+    lists = [node for node in inside if isinstance(_value(node), (tuple, list))]
+    inside |= {item for node in lists for item in flow.successors(node)}
+    inside |= _targets(inside)
+    before = set[fx.Node]().union(*(nx.ancestors(flow, node) for node in inside))
+    after = set[fx.Node]().union(*(nx.descendants(flow, node) for node in inside))
+    parts = nx.weakly_connected_components(flow.subgraph(inside | before & after))
+    place = {node: i for i, node in enumerate(graph.nodes)}
+    return sorted(map(set, parts), key=lambda part: min(map(place.__getitem__, part)))
+
+
+def _targets(nodes: Iterable[fx.Node]) -> set[fx.Node]:
+    """What nodes write into, and what that is a view of, but for inputs."""
+    targets, queue = set[fx.Node](), [n for n in nodes if writes_first(n)]
+    while queue:
+        node = queue.pop()
+        target = node.args[0]
+        if not isinstance(target, fx.Node) or not target.op.startswith("call"):
+            continue
+        if writes_first(node) or _memory(node) & _memory(target):
+            queue += [target] if target not in targets else []
+            targets.add(target)
+    return targets
+
+
+def _memory(node: Any) -> set[int]:
+    return set(map(storage, tensors(_value(node))))
+
+
+class _Part(NamedTuple):
+    """A part of a graph that becomes one operation.
+
+    before, after: the nodes that stay before it, and after it.
+    span: those between its first and its last that are not in it; all in order.
+    reads, results: what it takes of others, and gives to them.
+    """
+
+    nodes: list[fx.Node]
+    before: list[fx.Node]
+    after: list[fx.Node]
+    span: list[fx.Node]
+    reads: list[fx.Node]
+    results: list[fx.Node]
+
+    @staticmethod
+    def of(graph: fx.Graph, nodes: set[fx.Node]) -> _Part:
+        every = list(graph.nodes)
+        places = [i for i, node in enumerate(every) if node in nodes]
+        own = [every[i] for i in places]
+        span = [n for n in every[places[0] : places[-1]] if n not in nodes]
+        readers = set(own)
+        for node in span:
+            if not readers.isdisjoint(node.all_input_nodes):
+                readers.add(node)
+        before = every[: places[0]] + [n for n in span if n not in readers]
+        after = [n for n in span if n in readers] + every[places[-1] + 1 :]
+        reads = dict.fromkeys(r for n in own for r in n.all_input_nodes)
+        results = [n for n in own if any(user not in nodes for user in n.users)]
+        reads_of_others = [read for read in reads if read not in nodes]
+        return _Part(own, before, after, span, reads_of_others, results)
+
+
+def _can_be_one(part: _Part) -> bool:
+    """Whether it takes tensors and numbers and gives tensors, what it gives with sizes
+    of its own is an output, and no region or write is between its nodes."""
+    takes = [isinstance(_value(n), (Tensor, int, torch.SymInt)) for n in part.reads]
+    gives = [isinstance(_value(n), Tensor) for n in part.results]
+    opened = [n for n in part.results if _is_open(n)]
+    readers = {user for n in opened for user in n.users if user not in part.nodes}
+    later = set(part.after)
+    writes = [n for n in part.span if writes_first(n) and n.args[0] not in later]
+    writes = [n for n in writes if n.args[0] not in part.results]
+    return (
+        all(takes)
+        and all(gives)
+        and all(user.op == "output" for user in readers)
+        and not writes
+        and not any(_must_stay(node, part.nodes) for node in part.span)
+        and not any(map(_is_region, part.span))
+        and not _in_region(part.before)
+    )
+
+
+def _must_stay(node: fx.Node, nodes: Sequence[fx.Node]) -> bool:
+    """Whether a node has to be before some of these, for what either writes into."""
+    read = set[int]().union(*map(_memory, node.all_input_nodes))
+    written = _memory(node.args[0]) if writes_first(node) else set()
+    for later in (n for n in nodes if n > node):
+        if writes_first(later) and _memory(later.args[0]) & read:
+            return True
+        if written & set[int]().union(*map(_memory, later.all_input_nodes)):
+            return True
+    return False
+
+
+def _is_region(node: fx.Node) -> bool:
+    return node.target in REGION_ENTERS or node.target in REGION_EXITS
+
+
+def _in_region(before: Iterable[fx.Node]) -> bool:
+    """Whether gradients are off, or autocast is on, after these nodes."""
+    entered, gradients = len(casts()), True
+    for node in before:
+        entered += node.target is REGION_ENTERS[0]
+        entered -= node.target in REGION_EXITS
+        if node.target is REGION_ENTERS[1]:
+            gradients = bool(node.args[0])
+    return entered > 0 or not gradients
+
+
+def _with_operation(gm: fx.GraphModule, part: _Part) -> fx.GraphModule:
+    graph, new = fx.Graph(), dict[fx.Node, Any]()
+    for node in part.before:
+        new[node] = graph.node_copy(node, new.__getitem__)
+    values = [n for n in part.reads if isinstance(_value(n), Tensor)]
+    numbers = [n for n in part.reads if n not in values]
+    opened = [n for n in part.results if _is_open(n)]
+    at = tuple(map(part.results.index, opened))
+    name = keep_selection(Selection(_module_of(gm, part, [*values, *numbers]), at))
+    args = name, [new[n] for n in values], [new[n] for n in numbers]
+    call = graph.call_function(torch.ops.fxsched.picked.default, args)
+    examples = [*map(_value, part.results), *(_shape(_value(n)) for n in opened)]
+    call.meta = {**part.nodes[0].meta, "example_value": examples, FILLED: True}
+    items = []
+    for i, example in enumerate(examples):
+        items.append(graph.call_function(operator.getitem, (call, i)))
+        items[i].meta = {**part.nodes[0].meta, "example_value": example}
+    for i in at:
+        items[i].meta[FILLED] = True
+    new.update(zip(part.results, items, strict=False))
+    for node in part.after:
+        new[node] = graph.node_copy(node, new.__getitem__)
+    result = lazy_module(gm, graph)
+    result.meta.update(gm.meta)
+    _add_shapes(result, gm, dict(zip(opened, items[len(part.results) :], strict=True)))
+    return result
+
+
+def _module_of(
+    gm: fx.GraphModule, part: _Part, inputs: Sequence[fx.Node]
+) -> fx.GraphModule:
+    """The selection's own graph."""
+    graph, new = fx.Graph(), dict[fx.Node, Any]()
+    for i, node in enumerate(inputs):
+        new[node] = graph.placeholder(f"value_{i}")
+    for node in part.nodes:
+        if not any(check in str(node.target) for check in CHECKS):
+            new[node] = graph.node_copy(node, new.__getitem__)
+    graph.output([new[node] for node in part.results])
+    return lazy_module(gm, graph, "Selection")
+
+
+def _shape(value: Tensor) -> Tensor:
+    return torch.empty(value.dim(), dtype=torch.int64, device="meta")
+
+
+def _add_shapes(
+    result: fx.GraphModule, gm: fx.GraphModule, shapes: dict[fx.Node, fx.Node]
+) -> None:
+    """Returns the shapes of open values after all that was returned."""
+    old: Any = gm.graph.output_node().args[0]
+    output = result.graph.output_node()
+    new: Any = output.args[0]
+    at = [i for i, node in enumerate(old) if node in shapes]
+    output.args = ((*new, *(shapes[old[i]] for i in at)),)
+    places = range(len(old), len(old) + len(at))
+    known = gm.meta.get(SHAPES, {})
+    result.meta[SHAPES] = {**known, **dict(zip(at, places, strict=True))}
+    result.meta["returns"] = (*gm.meta["returns"], *(Returned() for _ in at))

@@ -1,0 +1,156 @@
+"""What is computed on as many rows as values say, and outputs that nobody reads."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.testing import assert_close
+
+import fxsched
+from fxsched import PlanError, schedules
+
+PADDING = -100
+
+
+class Filled(nn.Module):
+    """Predicts the labels that are there, as masked language models do; it keeps its
+    temperature within bounds as it runs."""
+
+    def __init__(self, breaks: bool = False) -> None:
+        super().__init__()
+        self.body = nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 8))
+        self.head, self.scale = nn.Linear(8, 5), nn.Parameter(torch.tensor(2.0))
+        self.breaks = breaks
+
+    def forward(self, x: Tensor, labels: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """x [batch, 7, 6], labels [batch, 7]: the loss, the logits of those labels, and
+        a row for each sample."""
+        if self.breaks:
+            torch._dynamo.graph_break()
+        else:
+            self.scale.data.clamp_(0, 1.5)
+        hidden = self.body(x)
+        own = (labels * 1).flatten(1)
+        own[:, 0] = PADDING
+        there = own.ne(PADDING)
+        logits = self.head(hidden[there]) * self.scale
+        return F.cross_entropy(logits, own[there]), logits, hidden.sum(1)
+
+
+def batch(size: int) -> tuple[Tensor, Tensor]:
+    labels = torch.randint(0, 5, (size, 7))
+    return torch.randn(size, 7, 6), labels.where(torch.rand(size, 7) < 0.4, PADDING)
+
+
+@pytest.mark.parametrize("breaks", [False, True])
+def test_as_many_rows_as_values_say(breaks: bool) -> None:
+    torch.manual_seed(0)
+    model = Filled(breaks)
+    eager, schedule = copy.deepcopy(model), schedules.one_f_one_b(2, 4)
+    optimizers = [torch.optim.AdamW(m.parameters(), 1e-2) for m in (model, eager)]
+    with fxsched.compile(model, schedule) as step:
+        for size in (8, 12, 8):
+            x, labels = batch(size)
+            outputs = step(x, labels), eager(x, labels)
+            assert_close(*outputs)
+            for (loss, *_), optimizer in zip(outputs, optimizers, strict=True):
+                loss.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+        assert_close(dict(model.named_parameters()), dict(eager.named_parameters()))
+        assert "rows of the batch meet in a selection, at" in step.plan.explain()
+        with torch.no_grad():
+            assert_close(step(x, labels), eager(x, labels))
+
+
+class Of(nn.Module):
+    def __init__(self, then: Callable[[Any, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.then = then
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.then(self, x)
+
+
+def dropped(m: Any, x: Tensor) -> Tensor:
+    return F.dropout(m.first(x)[x[:, 0] > 0], 0.5).sum()
+
+
+def in_autocast(m: Any, x: Tensor) -> Tensor:
+    with torch.autocast("cpu", torch.bfloat16):
+        return m.first(x)[x[:, 0] > 0].float().sum()
+
+
+def between(m: Any, x: Tensor) -> Tensor:
+    out = m.first(x)
+    before = out[out.detach()[:, 0] > 0].sum() + out.sum()
+    out[x[:, 0] > 0] = m.second(x[x[:, 0] > 0])
+    return before * out.sum()
+
+
+def late(m: Any, x: Tensor) -> Tensor:
+    y = m.first(x)
+    m.first.bias.data.clamp_(0, 1)
+    return (y + m.first(x)).sum()
+
+
+def test_microbatches_of_an_output_with_as_many_rows_as_values_say() -> None:
+    backend = fxsched.backend(schedules.gpipe(2, 2), loss_reduction="mean")
+    with pytest.raises(PlanError, match=r"output 1 has as many rows as values say"):
+        torch.compile(Filled(), backend=backend)(*batch(4))
+
+
+@pytest.mark.parametrize(
+    ("then", "text"),
+    [
+        (dropped, "random numbers are drawn for as many rows as values say"),
+        (in_autocast, "cannot be planned"),
+        (between, "cannot be planned"),
+        (late, "the model writes into its input first.bias"),
+    ],
+)
+def test_what_cannot_be_equal_is_refused(
+    then: Callable[[Any, Tensor], Tensor], text: str
+) -> None:
+    step = torch.compile(Of(then), backend=fxsched.backend(schedules.gpipe(2, 2)))
+    with pytest.raises(PlanError, match=rf"{text}[\s\S]+test_picked_rows\.py:\d+"):
+        step(torch.randn(4, 4))
+
+
+class Heads(nn.Module):
+    """Two outputs, of one body."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.one, self.two = (nn.Linear(4, 4) for _ in range(3))
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        hidden = self.body(x)
+        other = torch.zeros_like(hidden)
+        other.copy_(self.two(hidden.detach()))
+        return self.one(hidden), other
+
+
+@pytest.mark.parametrize("taken", [(0,), (1,), (0, 1)])
+def test_weights_that_no_used_output_reaches_get_no_gradient(
+    taken: tuple[int, ...],
+) -> None:
+    model = Heads()
+    eager, x = copy.deepcopy(model), torch.randn(4, 4)
+    step = torch.compile(model, backend=fxsched.backend(schedules.gpipe(2, 2)))
+    for call in (step, eager):
+        outputs = call(x)
+        torch.stack([outputs[i].pow(2).sum() for i in taken]).sum().backward()
+    for (name, one), two in zip(
+        model.named_parameters(), eager.parameters(), strict=True
+    ):
+        assert (one.grad is None) == (two.grad is None), name
+        if two.grad is not None:
+            assert_close(one.grad, two.grad)
