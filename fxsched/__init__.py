@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from .checkpoint.load import load
     from .checkpoint.save import save
     from .checkpoint.saving import Saving
+    from .checkpoint.weights import load_weights, save_weights
     from .clock.network import Link
     from .clock.timeline import Event
     from .compiled import Compiled, compile
@@ -79,12 +80,14 @@ __all__ = [
     "load_full_optimizer_state_dict",
     "load_full_state_dict",
     "load_schedule",
+    "load_weights",
     "ops",
     "passes",
     "plan",
     "profile",
     "replay",
     "save",
+    "save_weights",
     "schedules",
     "search",
     "simulate",
@@ -102,6 +105,7 @@ MODULES = {
     "checkpoint.load": ("load",),
     "checkpoint.save": ("save",),
     "checkpoint.saving": ("Saving",),
+    "checkpoint.weights": ("load_weights", "save_weights"),
     "clock.network": ("Link",),
     "clock.timeline": ("Event",),
     "compiled": ("Compiled", "compile"),

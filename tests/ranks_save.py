@@ -143,7 +143,7 @@ def full_disk(name: str) -> Iterator[None]:
 
 def main(folder: Path) -> None:
     rank = dist.get_rank()
-    training = Training.of(schedules.fsdp(2, 2), 0, timeout=60)
+    training = Training.of(schedules.fsdp(2, 2), 0, stages=["blocks.1"], timeout=60)
     torch.manual_seed(5 + rank)  # a step takes rank 0's
     training.steps(3)
     saving = training.save_behind(folder, step=3, mine=rank, seed=4)
@@ -152,6 +152,18 @@ def main(folder: Path) -> None:
     own = {path.parent.name for path in saved.glob("*/own.pt")}
     assert own == {"rank-0", "rank-1"}
     assert resumed(folder, schedules.one_f_one_b(2, 2)) == wanted
+
+    fxsched.save_weights(folder / "weights", training.model, training.backend)
+    index = (folder / "weights/model.safetensors.index.json").read_text()
+    assert "model-00001-of-00002" in index and "model-00002-of-00002" in index
+    before = fxsched.full_state_dict(training.model)
+    training.steps(1)
+    fxsched.load_weights(folder / "weights", training.model, training.backend)
+    plain = Dropping()
+    fxsched.load_weights(folder / "weights", plain)
+    for model in (training.model, plain):
+        assert digest(fxsched.full_state_dict(model)) == digest(before)
+    fxsched.load(folder, training.model, training.optimizer, training.backend)
 
     # where one rank can't write, the checkpoint before is the one that is loaded
     try:
@@ -163,7 +175,9 @@ def main(folder: Path) -> None:
     else:
         raise AssertionError("no error")
     dist.barrier()
-    assert sorted(path.name for path in folder.iterdir()) == ["000001", "latest"]
+    assert sorted(path.name for path in folder.iterdir()) == [
+        *("000001", "latest", "weights")
+    ]
     training.load(folder)  # after its first call, and back by two steps
     assert (training.steps(STEPS - 3), training.digest()) == wanted
     try:

@@ -23,6 +23,7 @@ KEEPERS: dict[str, tuple[str, ...]] = {
     "torch._functorch": ("autodiff.autograd",),
     "torch._inductor": ("autodiff.inductor",),
     "torch.fx._lazy_graph_module": ("ir.lazy",),
+    "safetensors": ("checkpoint.weight_files",),
     "tabulate": ("draw.tables",),
     "tqdm": ("cli.demo", "tuner.search"),
     "click": (

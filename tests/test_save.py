@@ -21,6 +21,8 @@ from fxsched import PlanError, schedules
 from tests.ranks_save import Loader, Training, full_disk, resumed
 from tests.torchrun import ONE_THREAD, ROOT, torchrun
 
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+
 
 @pytest.fixture(scope="module")
 def by_ranks(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:

@@ -13,7 +13,8 @@ from torch.optim import Optimizer
 from ..jobs.job import PlanError
 from ..state.ownership import is_given_up
 from .content import MODEL, STATE, ModelContent, OptimizerContent
-from .manifest import Manifest, Saved
+from .fit import check_alike, check_names, tied_here
+from .manifest import Manifest
 from .part import State, folder_of
 from .party import Party
 from .tensor_files import read_tensors
@@ -114,19 +115,10 @@ def _places(content: ModelContent, manifest: Manifest) -> dict[str, list[Tensor]
     check_names("tensor", [*content.tensors, *content.tied], names)
     for name, first in content.tied.items():
         if names[name] != names[first]:
-            raise PlanError(
-                f"load: {name.removeprefix(MODEL)} and {first.removeprefix(MODEL)} "
-                "are one tensor in this model, and were saved as two; load into a "
-                "model like the one that was saved"
-            )
+            raise tied_here(name, first)
     places: dict[str, list[Tensor]] = {}
     for name, tensor in content.tensors.items():
-        its, mine = saved[names[name]], Saved.of(tensor, 0)
-        if its[1:] != mine[1:]:
-            raise PlanError(
-                f"load: {name.removeprefix(MODEL)} was saved as {its}, and this model "
-                f"has {mine}; load into a model like the one that was saved"
-            )
+        check_alike(name, saved[names[name]], tensor)
         if not is_given_up(tensor):
             places.setdefault(names[name], []).append(tensor.detach())
     return places
@@ -142,22 +134,6 @@ def _states(
         for name, (keys, others) in states.items()
         if name in wanted
     }
-
-
-def check_names(what: str, here: Collection[str], saved: Collection[str]) -> None:
-    """Raises PlanError unless a checkpoint has the names that are here."""
-    missing = [name for name in here if name not in saved]
-    left = [name for name in saved if name not in here]
-    for names, text in (
-        (missing, "the checkpoint has no {} {}, which is"),
-        (left, "the checkpoint has a {} {}, which isn't"),
-    ):
-        if names:
-            more = f" (and {len(names) - 1} more)" if names[1:] else ""
-            raise PlanError(
-                f"load: {text.format(what, names[0].removeprefix(MODEL))} in this "
-                f"model{more}; load into a model like the one that was saved"
-            )
 
 
 def check_optimizer(optimizer: OptimizerContent, common: Mapping[str, Any]) -> None:

@@ -1,0 +1,139 @@
+"""A model's weights alone, to and from files that others read and write."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from os import PathLike
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from ..backend import Backend
+from ..jobs.job import PlanError
+from ..state.full_state import plain_name
+from ..state.ownership import is_given_up
+from .content import MODEL, ModelContent, writer_of
+from .fit import check_alike, check_names, tied_here
+from .folders import replace_file, sync_folder
+from .party import Party
+from .weight_files import INDEX, NAME, SUFFIX, Stored, stored_in, write_safetensors
+
+
+def save_weights(
+    folder: str | PathLike[str], model: nn.Module, backend: Backend | None = None
+) -> None:
+    """Writes a model's parameters and buffers as safetensors, by their plain names.
+
+    folder: new or empty, on a disk that all ranks see. Every rank calls it and writes
+        what it owns: FOLDER/model-00001-of-00002.safetensors and so on, and
+        model.safetensors.index.json, as transformers has them; one process, or the
+        only one to own something, writes model.safetensors. Tied weights are in it
+        under each of their names.
+    model, backend: as for save.
+
+    Raises PlanError on every rank if one could not write, OSError on that one.
+    """
+    party, path = Party("save_weights", backend), Path(folder)
+    tensors = party.local("list its weights", lambda: _owned(path, model, party.rank))
+    names = party.each("list its weights", lambda: list(tensors))
+    writers = [rank for rank, its in enumerate(names) if its] or [0]
+    files = {
+        rank: f"{NAME}-{i + 1:05}-of-{len(writers):05}{SUFFIX}"
+        if writers[1:]
+        else f"{NAME}{SUFFIX}"
+        for i, rank in enumerate(writers)
+    }
+
+    def write() -> int:
+        path.mkdir(parents=True, exist_ok=True)
+        if party.rank in files:
+            write_safetensors(path / files[party.rank], tensors)
+        return sum(tensor.nbytes for tensor in tensors.values())
+
+    sizes = party.each("write its weights", write)
+    if writers[1:]:
+        file_of = {name: files[rank] for rank in writers for name in names[rank]}
+        head = {"total_size": sum(sizes)}
+        index = json.dumps({"metadata": head, "weight_map": file_of}, indent=1)
+        party.first("write the index", lambda: replace_file(path / INDEX, index))
+    party.first("write to the disk", lambda: sync_folder(path))
+
+
+def _owned(folder: Path, model: nn.Module, rank: int) -> dict[str, Tensor]:
+    """The tensors that this rank writes, by their plain names."""
+    there = sorted(folder.glob(f"*{SUFFIX}*")) if folder.exists() else []
+    if there:
+        raise PlanError(
+            f"save_weights: there is {there[0]} already; give a new folder, for a "
+            "model in several files isn't replaced at once"
+        )
+    content = ModelContent.of(model)
+    if content.extra:
+        name = next(iter(content.extra)).removeprefix(MODEL)
+        raise PlanError(
+            f"save_weights: the model has {name}, of get_extra_state(), which "
+            "safetensors can't hold; use fxsched.save"
+        )
+    names = {n: n for n in content.tensors} | content.tied
+    return {
+        name.removeprefix(MODEL): content.tensors[first]
+        for name, first in names.items()
+        if writer_of(content.tensors[first]) == rank
+    }
+
+
+def load_weights(
+    path: str | PathLike[str], model: nn.Module, backend: Backend | None = None
+) -> None:
+    """Loads a model's parameters and buffers by their plain names.
+
+    path: a .safetensors file; an .index.json of several, or a folder with either, as
+        save_weights and transformers write them; or what torch.save wrote of a
+        state_dict(). Every rank calls it, before the model's first call or later, and
+        reads what it keeps. Tied weights may be there under one name or more.
+    model, backend: as for save.
+
+    Names, shapes and types are checked first. Raises PlanError on every rank, where one
+    finds that they aren't the model's. Nothing is unpickled but by
+    torch.load(weights_only=True).
+    """
+    party, file = Party("load_weights", backend), Path(path)
+    fitting = party.local("read the weights", lambda: _fitting(stored_in(file), model))
+
+    def take() -> None:
+        with torch.no_grad():
+            for stored, tensor in fitting:
+                tensor.copy_(stored.read())
+
+    party.local("load its weights", take)
+
+
+def _fitting(
+    stored: Mapping[str, Stored], model: nn.Module
+) -> list[tuple[Stored, Tensor]]:
+    """What a rank reads, and the tensors to read it into."""
+    content = ModelContent.of(model)
+    found = {MODEL + plain_name(name): each for name, each in stored.items()}
+    for name, first in content.tied.items():
+        _check_tied(name, first, found)
+        if first not in found and name in found:
+            found[first] = found[name]
+        if first in found:
+            found.setdefault(name, found[first])
+    check_names("tensor", [*content.tensors, *content.tied, *content.extra], found)
+    fitting = []
+    for name, tensor in content.tensors.items():
+        check_alike(name, found[name].what, tensor)
+        if not is_given_up(tensor):
+            fitting.append((found[name], tensor.detach()))
+    return fitting
+
+
+def _check_tied(name: str, first: str, found: Mapping[str, Stored]) -> None:
+    """Raises PlanError for two tensors in a file that are one in the model."""
+    if name not in found or first not in found:
+        return
+    if not torch.equal(found[name].read(), found[first].read()):
+        raise tied_here(name, first)
