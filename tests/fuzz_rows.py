@@ -39,6 +39,7 @@ MIXING: dict[str, Op] = {
     "logsumexp": lambda x, d: x - torch.logsumexp(x, d, keepdim=True) / 4,
     "topk": lambda x, d: x - x.topk(2, d).values.mean(d, keepdim=True),
     "var": lambda x, d: x * x.var(d, keepdim=True).rsqrt().clamp(max=2),
+    "picked": lambda x, d: _picked(x.transpose(0, d)).transpose(0, d),
 }
 
 
@@ -46,6 +47,12 @@ def _pairs(x: Tensor) -> Tensor:
     """Rows attend to each other, along dimension 0."""
     flat = x.flatten(1)
     return (torch.softmax(flat @ flat.T / 8, -1) @ flat).view_as(x)
+
+
+def _picked(x: Tensor) -> Tensor:
+    """What is of some rows along dimension 0, put back."""
+    rows = torch.nonzero(x.detach().flatten(1).sum(1) > 0)[:, 0]
+    return torch.index_put(x, (rows,), x[rows] * 2).tanh()
 
 
 LOSSES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
@@ -62,6 +69,7 @@ LOSSES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
         (torch.sigmoid(h[:, 0, 0]) * (h.mean(1) - y).abs().mean(-1)).sum()
         / torch.sigmoid(h[:, 0, 0]).sum()
     ),
+    "picked": lambda h, y: ((h.mean(1) - y)[y[:, 0] > 0] ** 2).mean(),
     "both": lambda h, y: h.pow(2).sum() / 100 + h.mean() + 1.0,
 }
 
