@@ -15,7 +15,7 @@ CHECKS = (
     ("ruff", "check", "."),
     ("ruff", "format", "--check", "."),
     ("mypy", "fxsched"),
-    ("pytest", "-q", "-n", "2"),
+    ("pytest", "-q", "-n", "2", "--dist", "loadfile"),
 )
 
 

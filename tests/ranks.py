@@ -1,4 +1,4 @@
-"""What each rank of tests/test_torchrun.py does: python -m tests.ranks CASE."""
+"""What each rank of tests/test_torchrun.py does: python -m tests.ranks CASE .."""
 
 from __future__ import annotations
 
@@ -32,6 +32,10 @@ def replicated() -> fxsched.Schedule:
     return schedules.replicate(schedules.zb_h1(1, MICROBATCHES // 2), 2)
 
 
+CASES = {  # by how many ranks there are
+    2: ("equal", "replicas", "profiled", "slots", "world", "contract"),
+    4: ("equal", "memory"),
+}
 EVERY_RANK = {
     2: lambda: [
         ("mlp", schedules.ddp(2, MICROBATCHES), "static", "sgd", "gloo"),
@@ -323,5 +327,7 @@ def world() -> None:
 
 if __name__ == "__main__":
     dist.init_process_group("gloo")
-    globals()[sys.argv[1]]()
+    for case in sys.argv[1:]:
+        torch._dynamo.reset()
+        globals()[case]()
     dist.destroy_process_group()
