@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
-from torch import fx, nn
+from torch import Tensor, fx, nn
 
 from ..ir.lazy import lazy_module
 from .effects import writes_first
@@ -46,11 +46,11 @@ def take_early_writes(gm: fx.GraphModule) -> fx.GraphModule:
     What is written must come of that weight alone. Other writes stay, and are errors.
     """
     writes = []
+    written = {_source(n) for n in gm.graph.nodes if writes_first(n)}
     for i, weight in enumerate(placeholders(gm)):
         example = weight.meta.get("example_value")
-        if isinstance(example, nn.Parameter) or getattr(
-            example, "requires_grad", False
-        ):
+        trained = isinstance(example, Tensor) and example.requires_grad
+        if weight in written and (trained or isinstance(example, nn.Parameter)):
             nodes = _writing(gm, weight)
             if nodes:
                 writes.append(EarlyWrite(i, _alone(gm, weight, nodes)))
@@ -59,6 +59,14 @@ def take_early_writes(gm: fx.GraphModule) -> fx.GraphModule:
                         gm.graph.erase_node(node)
     gm.meta[EARLY] = tuple(writes)
     return gm
+
+
+def _source(writer: fx.Node) -> Any:
+    """What a node writes into, or what that is the data of."""
+    target: Any = writer.args[0]
+    while isinstance(target, fx.Node) and _name(target) in DATA:
+        target = target.args[0]
+    return target
 
 
 def _writing(gm: fx.GraphModule, weight: fx.Node) -> list[fx.Node]:

@@ -58,6 +58,8 @@ def _written(func: Any) -> tuple[tuple[int, str], ...]:
 
 def writes_first(node: fx.Node) -> bool:
     """Whether a node of Dynamo's graph writes into its first argument, by its name."""
+    if not node.args:
+        return False
     name = str(getattr(node.target, "__name__", node.target)).split(".")[0]
     in_place = name.endswith("_") and not name.endswith("__")
     return in_place or node.target in WRITES or bool(node.kwargs.get("inplace"))

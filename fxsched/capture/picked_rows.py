@@ -68,11 +68,11 @@ def _is_open(node: fx.Node) -> bool:
 def _selections(graph: fx.Graph) -> list[set[fx.Node]]:
     """The nodes of each: those with open values, their readers, what these write into,
     and all between."""
+    inside = {node for node in graph.nodes if _is_open(node)}
     flow: nx.DiGraph[fx.Node] = nx.DiGraph()
-    for node in graph.nodes:
+    for node in graph.nodes if inside else ():
         if node.op != "output":
             flow.add_edges_from((read, node) for read in node.all_input_nodes)
-    inside = {node for node in flow if _is_open(node)}
     inside |= {reader for node in inside for reader in flow.successors(node)}
     lists = [node for node in inside if isinstance(_value(node), (tuple, list))]
     inside |= {item for node in lists for item in flow.successors(node)}
