@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
@@ -141,31 +143,40 @@ def full_disk(name: str) -> Iterator[None]:
         setattr(place, function, real)
 
 
-def main(folder: Path) -> None:
-    rank = dist.get_rank()
+def main(folder: Path, rank: int) -> None:
     training = Training.of(schedules.fsdp(2, 2), 0, stages=["blocks.1"], timeout=60)
     torch.manual_seed(5 + rank)  # a step takes rank 0's
     training.steps(3)
     saving = training.save_behind(folder, step=3, mine=rank, seed=4)
     wanted = training.steps(STEPS - 3), training.digest()  # and is saved meanwhile
-    saved = saving.wait()
-    own = {path.parent.name for path in saved.glob("*/own.pt")}
-    assert own == {"rank-0", "rank-1"}
-    assert resumed(folder, schedules.one_f_one_b(2, 2)) == wanted
+    assert {path.parent.name for path in saving.wait().glob("*/own.pt")} == {
+        *("rank-0", "rank-1")
+    }
+    print(f"rank {rank}: {wanted}", flush=True)
+    weights(folder / "weights", training)
+    training.load(folder)  # after its first call, and back by two steps
+    assert (training.steps(STEPS - 3), training.digest()) == wanted
+    failing(folder, training, rank)
+    if rank == 1:  # before this step has ended, and rank 0 gets anywhere
+        os.kill(os.getpid(), signal.SIGKILL)
+    training.steps(1)
 
-    fxsched.save_weights(folder / "weights", training.model, training.backend)
-    index = (folder / "weights/model.safetensors.index.json").read_text()
+
+def weights(folder: Path, training: Training) -> None:
+    """Weights alone, to files of both ranks and back, also to a plain model."""
+    fxsched.save_weights(folder, training.model, training.backend)
+    index = (folder / "model.safetensors.index.json").read_text()
     assert "model-00001-of-00002" in index and "model-00002-of-00002" in index
     before = fxsched.full_state_dict(training.model)
     training.steps(1)
-    fxsched.load_weights(folder / "weights", training.model, training.backend)
-    plain = Dropping()
-    fxsched.load_weights(folder / "weights", plain)
+    fxsched.load_weights(folder, training.model, training.backend)
+    fxsched.load_weights(folder, plain := Dropping())
     for model in (training.model, plain):
         assert digest(fxsched.full_state_dict(model)) == digest(before)
-    fxsched.load(folder, training.model, training.optimizer, training.backend)
 
-    # where one rank can't write, the checkpoint before is the one that is loaded
+
+def failing(folder: Path, training: Training, rank: int) -> None:
+    """Where one rank can't write, the checkpoint before stays the last."""
     try:
         with full_disk("part.write_tensors") if rank == 1 else nullcontext():
             training.save(folder, step=5)
@@ -178,18 +189,19 @@ def main(folder: Path) -> None:
     assert sorted(path.name for path in folder.iterdir()) == [
         *("000001", "latest", "weights")
     ]
-    training.load(folder)  # after its first call, and back by two steps
-    assert (training.steps(STEPS - 3), training.digest()) == wanted
     try:
         fxsched.save(folder, nn.Linear(2, 2) if rank else nn.ReLU())
     except PlanError as error:
         assert "rank 1 saves another model" in str(error), error
     else:
         raise AssertionError("no error")
-    print(f"rank {rank}: {wanted}", flush=True)
 
 
 if __name__ == "__main__":
-    dist.init_process_group("gloo")
-    main(Path(sys.argv[1]))
+    folder, rank = Path(sys.argv[1]), int(os.environ["RANK"])
+    if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+        main(folder, rank)
+    else:
+        found = resumed(folder, schedules.one_f_one_b(2, 2))
+        print(f"rank {rank}: {found}", flush=True)
     dist.destroy_process_group()

@@ -26,18 +26,20 @@ pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
 @pytest.fixture(scope="module")
 def by_ranks(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
-    """A checkpoint of two ranks under fsdp, and what they printed."""
+    """A checkpoint of two ranks under fsdp, of which one is killed later on and which
+    torchrun restarts under 1f1b; and what they printed."""
     folder = tmp_path_factory.mktemp("saved")
-    return folder, torchrun(2, "tests.ranks_save", str(folder)).stdout
+    done = torchrun(2, "tests.ranks_save", str(folder), restarts=1)
+    return folder, done.stdout
 
 
-def test_ranks_under_fsdp_resume_on_threads_under_1f1b_to_the_bit(
+def test_killed_ranks_of_fsdp_resume_under_1f1b_and_on_threads_to_the_bit(
     by_ranks: tuple[Path, str],
 ) -> None:
     folder, printed = by_ranks
     wanted = re.findall(r"rank \d: (\(.*?\))", printed)
-    found = resumed(folder, schedules.one_f_one_b(2, 2))
-    assert wanted == [str(found)] * 2, printed
+    found = resumed(folder, schedules.gpipe(3, 2))
+    assert wanted == [str(found)] * 4, printed
 
 
 def test_what_ranks_have_apart_is_not_shared_out(by_ranks: tuple[Path, str]) -> None:

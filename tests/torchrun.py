@@ -12,12 +12,17 @@ ONE_THREAD = {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
 
 
 def torchrun(
-    processes: int, module: str, *arguments: str, seconds: float = 400
+    processes: int,
+    module: str,
+    *arguments: str,
+    seconds: float = 400,
+    restarts: int = 0,
 ) -> subprocess.CompletedProcess[str]:
-    """Runs a module on so many ranks, all of which must end well; its output holds
-    what they print."""
+    """Runs a module on so many ranks, all of which must end well, if need be after so
+    many restarts; its output holds what they print."""
+    *python, m = launcher(processes)
     done = subprocess.run(
-        [*launcher(processes), module, *arguments],
+        [*python, f"--max-restarts={restarts}", m, module, *arguments],
         cwd=ROOT,
         env=os.environ | ONE_THREAD,
         capture_output=True,

@@ -33,7 +33,7 @@ from .endpoints import Where
 from .helper_threads import Helpers
 from .shared_memory import Neighbour, Neighbours
 from .wire_format import Parcel
-from .world import check_world, default_timeout
+from .world import check_world, default_timeout, start_group
 
 WATCHERS = 8  # receives that may be posted at a time under order="dynamic"
 TAGS = 2**31 - 2  # of torch.distributed; the last two are SHARED and BROKEN
@@ -168,7 +168,7 @@ class Processes:
         self, workers: int, near: bool = True, timeout: float | None = None
     ) -> None:
         if not dist.is_initialized():
-            dist.init_process_group("gloo")
+            start_group()
         check_world(workers, dist.get_world_size())
         self.rank, self.workers, self.near = dist.get_rank(), workers, near
         self.process, self.world = os.getpid(), dist.group.WORLD

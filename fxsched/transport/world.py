@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import distributed_c10d as c10d
+from torch.distributed.rendezvous import rendezvous
 
 from ..ir.request import Transport
 from ..jobs.job import PlanError
@@ -30,7 +31,7 @@ def from_rank_0(make: Callable[[], T]) -> T:
     if not dist.is_initialized():
         if not started_by_torchrun():
             return make()
-        dist.init_process_group("gloo")
+        start_group()
     outcome: list[Any] = [None, None]
     dist.barrier()
     try:
@@ -58,6 +59,22 @@ def largest(values: Tensor) -> Tensor:
     if dist.is_initialized():
         dist.all_reduce(values, dist.ReduceOp.MAX)
     return values
+
+
+def start_group() -> None:
+    """Makes torch.distributed's default group, of gloo, as torchrun says.
+
+    After `torchrun --max-restarts`, under names of this attempt: the store is often the
+    agent's, which has the addresses of processes of the attempt before (PyTorch 2.13
+    takes it for a new one), and gloo would connect to these.
+    """
+    attempt = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
+    if not attempt:
+        dist.init_process_group("gloo")
+        return
+    store, rank, ranks = next(rendezvous("env://"))
+    own = c10d.PrefixStore(f"attempt {attempt}", store)
+    dist.init_process_group("gloo", store=own, rank=rank, world_size=ranks)
 
 
 def are_ranks() -> bool:
