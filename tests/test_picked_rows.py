@@ -9,11 +9,12 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 from torch.testing import assert_close
 
 import fxsched
 from fxsched import PlanError, schedules
+from fxsched.ir.picked import Selection, keep_selection, picked_gradients
 
 PADDING = -100
 
@@ -67,6 +68,20 @@ def test_as_many_rows_as_values_say(breaks: bool) -> None:
         assert "rows of the batch meet in a selection, at" in step.plan.explain()
         with torch.no_grad():
             assert_close(step(x, labels), eager(x, labels))
+
+
+def test_gradients_where_dispatch_is_below_autograd() -> None:
+    """As in an operation's own code, and in Inductor's."""
+
+    def squares(x: Tensor) -> list[Tensor]:
+        return [x[x > 0].pow(2).sum()]
+
+    name = keep_selection(Selection(fx.symbolic_trace(squares), ()))
+    keys = torch._C.DispatchKeySet(torch._C.DispatchKey.AutogradCPU)
+    x = torch.tensor([2.0, -1.0])
+    with torch.no_grad(), torch._C._ExcludeDispatchKeyGuard(keys):
+        (gradient,) = picked_gradients(name, [x], [], [0], [torch.ones(())])
+    assert gradient.tolist() == [4.0, 0.0]
 
 
 class Of(nn.Module):

@@ -106,5 +106,6 @@ def _alone(
     new = {weight: graph.placeholder("weight")}
     for node in nodes:
         new[node] = graph.node_copy(node, new.__getitem__)
+        new[node].meta = {}  # which has Dynamo's values
     graph.output(())
     return lazy_module(gm, graph, "EarlyWrite")

@@ -221,6 +221,7 @@ def _module_of(
     for node in part.nodes:
         if not any(check in str(node.target) for check in CHECKS):
             new[node] = graph.node_copy(node, new.__getitem__)
+            new[node].meta = {}  # which has Dynamo's values
     graph.output([new[node] for node in part.results])
     return lazy_module(gm, graph, "Selection")
 

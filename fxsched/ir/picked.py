@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager
 from functools import cache, partial
 from typing import Any, NamedTuple
 
@@ -73,18 +75,39 @@ def picked_gradients(
 ) -> list[Tensor]:
     """The gradients of the values at `wanted`, of those of the results that are no
     integers; the selection is computed again."""
+    whole = list(values)
+    with _keys_of_a_new_thread(), torch.enable_grad():
+        for i in wanted:
+            whole[i] = values[i].detach().requires_grad_()
+        results = SELECTIONS[name].gm(*whole, *numbers)
+        floating = [each for each in results if each.is_floating_point()]
+        pairs = zip(floating, gradients, strict=True)
+        own = [(each, _cut(g, each.shape)) for each, g in pairs if each.requires_grad]
+        found = torch.autograd.grad(
+            [result for result, _ in own],
+            [whole[i] for i in wanted],
+            [gradient for _, gradient in own],
+            materialize_grads=True,
+        )
+    return [_filled(gradient, Spec.of(gradient)) for gradient in found]
 
-    def results(*chosen: Tensor) -> tuple[Tensor, ...]:
-        whole = list(values)
-        for i, value in zip(wanted, chosen, strict=True):
-            whole[i] = value
-        every = SELECTIONS[name].gm(*whole, *numbers)
-        return tuple(each for each in every if each.is_floating_point())
 
-    found, pull, *_ = torch.func.vjp(results, *(values[i] for i in wanted))
-    pairs = zip(gradients, found, strict=True)
-    pulled = pull(tuple(_cut(gradient, each.shape) for gradient, each in pairs))
-    return [_filled(gradient, Spec.of(gradient)) for gradient in pulled]
+def _keys_of_a_new_thread() -> AbstractContextManager[None]:
+    """While it is open, PyTorch dispatches as in a thread in which nothing was called:
+    an operation's own code is below autograd, and Inductor's below all else."""
+    guard: AbstractContextManager[None] = torch._C._ForceDispatchKeyGuard(*_new_keys())
+    return guard
+
+
+@cache
+def _new_keys() -> tuple[Any, Any]:
+    sets = (
+        torch._C._dispatch_tls_local_include_set,
+        torch._C._dispatch_tls_local_exclude_set,
+    )
+    with ThreadPoolExecutor(1) as thread:
+        include, exclude = thread.map(lambda keys: keys(), sets)
+    return include, exclude
 
 
 @picked.register_fake
