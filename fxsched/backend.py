@@ -48,6 +48,7 @@ from .jobs.schedule import Schedule
 from .options import (
     Options,
     above_zero,
+    check_deterministic,
     check_local_rows,
     check_updates,
     check_words,
@@ -110,6 +111,7 @@ def backend(
     pairs: Pairs = "auto",
     batch_norm: BatchNorm = "microbatch",
     flight_record: str | PathLike[str] | None = None,
+    deterministic: bool = False,
 ) -> Backend:
     """A torch.compile backend that runs a model by a schedule.
 
@@ -193,6 +195,13 @@ def backend(
         blame FOLDER` reads. What an earlier start left there is moved to its folder
         "earlier".
 
+    deterministic: whether gradients have the same bits under every schedule: those of
+        one process that runs the microbatches one after another and accumulates. Sums
+        over microbatches are made in their order, on one worker, which gets each
+        microbatch's gradient of weights that several give. What can't be so is a
+        PlanError. On a GPU operations may differ from call to call unless
+        torch.use_deterministic_algorithms(True) says otherwise.
+
     A compiled function that returns one scalar loss runs F and B in the call, and
     loss.backward() adds the finished gradients. One that doesn't runs F in the call
     and B in backward(). Without gradients F runs alone.
@@ -232,8 +241,10 @@ def backend(
         clip_grad_norm=above_zero("clip_grad_norm", clip_grad_norm, "a norm"),
         skip_nonfinite=skip_nonfinite,
         order=order,
+        deterministic=deterministic,
     )
     check_updates(request, optimizer)
+    check_deterministic(request, stage_compiler)
     return Backend(
         Options(
             request,

@@ -56,6 +56,7 @@ def plan(
     order: Order = "static",
     pairs: Pairs = "auto",
     batch_norm: BatchNorm = "microbatch",
+    deterministic: bool = False,
     **kwargs: Any,
 ) -> Plan:
     """The plan of model(*args, **kwargs) by a schedule, without running anything.
@@ -84,6 +85,7 @@ def plan(
         order=order,
         pairs=pairs,
         batch_norm=batch_norm,
+        deterministic=deterministic,
     )
     try:
         torch.compile(model, backend=_PlanOnly(checked.options))(*args, **kwargs)

@@ -253,6 +253,28 @@ def compile_options_error(options: Mapping[str, object]) -> PlanError | None:
     )
 
 
+def check_deterministic(request: Request, stage_compiler: StageCompiler) -> None:
+    """Raises PlanError for what has other bits under other schedules."""
+    if not isinstance(request.deterministic, bool):
+        raise PlanError(
+            f"backend(deterministic={request.deterministic!r}): give True or False"
+        )
+    others = {
+        "order='dynamic' with Schedule(ahead=) steps in order of arrival; take "
+        "order='static'": request.by_arrival,
+        "Schedule(average_every=) averages replicas that step by themselves; leave it "
+        "out": request.schedule.average_every is not None,
+        "stage_compiler='inductor' rounds as it fuses, and fuses stage by stage; take "
+        "'eager'": stage_compiler == "inductor",
+        "batch_norm='batch' adds up statistics of microbatches; take 'microbatch'": (
+            request.batch_norm == "batch"
+        ),
+    }
+    for other in (other for other, asked in others.items() if asked):
+        if request.deterministic:
+            raise PlanError(f"backend(deterministic=True): {other}")
+
+
 def check_updates(request: Request, optimizer: object) -> None:
     """Raises PlanError for options of updates without an optimizer, and for what does
     not go with one."""

@@ -22,7 +22,9 @@ from .passes.collect import collect_results
 from .passes.cut import cut_program
 from .passes.differentiate import differentiate_stages
 from .passes.frees import free_values
+from .passes.gradient_order import keep_gradient_order
 from .passes.order import order_jobs
+from .passes.ordered_sums import sum_in_order
 from .passes.partition import assign_stages
 from .passes.renew import renew_copies
 from .passes.share import copy_shared
@@ -38,6 +40,7 @@ from .plans.plan import Plan, Programs
 
 GRAPH_PASSES = (  # rewrite the model's graph; what they find out is in its facts
     assign_stages,  # every node gets a stage
+    keep_gradient_order,  # what several stages read, where that is asked
     copy_shared,  # cheap values where they are read
     split_stages,  # one node per stage
     differentiate_stages,  # forward and backward calls
@@ -47,6 +50,7 @@ STEP_PASSES = (  # fill in the step of all workers
     unroll_jobs,  # one line per job, on its worker
     sum_shared,  # gradients of what all microbatches read as it is
     renew_copies,  # of weights that the loop steps on one worker
+    sum_in_order,  # gradients of weights, where that is asked
     update_on_arrival,  # steps of the optimizer, as gradients come
     update_weights,  # the same, in the planned order
     collect_results,  # outputs, sums of gradients, buffers
@@ -104,6 +108,7 @@ def make_plan(gm: fx.GraphModule, request: Request, passes: tuple[Pass, ...]) ->
             for t in tensors(node.meta.get("val"))
         ),
         current=bool(request.updates),
+        in_order=request.deterministic,
         by_arrival=request.by_arrival and step.every is not None,
         weights=weight_groups(step, request.state_bytes),
         prefetch=request.prefetch,

@@ -15,6 +15,7 @@ from ..ir.request import Request
 from ..ir.step_ir import Line, Made, Running, StepIR
 from ..ir.writes import Write
 from ..jobs.job import Direction, PlanError
+from .buffer_order import check_one_writer
 
 Parts = list[tuple[tuple[int, ...], Line]]  # microbatches, and their bundle
 
@@ -86,7 +87,11 @@ class _Collection:
                 last[key.group] = line
                 sums.setdefault(key.group, []).append(key)
         after = next_jobs(self.lines, last.values(), self.workers)
-        self.reduced: dict[int, Running | Line] = {}
+        self.reduced: dict[int, Running | Line | Made] = {
+            group: total
+            for (group, _), total in self.step.totals.items()
+            if self.step.every is None
+        }
         sums_after: dict[Line, list[Line]] = {}
         for group in sorted(sums):
             total, new = sum_gradients(self.step, sums[group], last[group].n)
@@ -218,6 +223,7 @@ class _Collection:
             how = self.request.buffers.get(name, write.how)
             if how is None:
                 raise _scattered(name, write, self.groups[group].stages, workers)
+            check_one_writer(self.request, write, name, how, spec.dtype)
             if how == "mean" and not spec.dtype.is_floating_point:
                 raise PlanError(
                     f"backend(buffers={{{name!r}: 'mean'}}): it is {spec}, of which "

@@ -217,6 +217,8 @@ class _ProgramWriter:
             return
         what, group = self.step.parts[node]
         new.meta["group"] = group
+        if what == "gradients" and self.step.totals:
+            return
         number = self.step.round(job.microbatch) if what == "gradients" else 0
         key = Running(what, group, self.worker, number)
         if what == "gradients" and key in self.env:

@@ -27,6 +27,7 @@ from ..ir.lazy import write_code
 from ..ir.model_lines import LINES, model_lines
 from ..ir.request import Request
 from ..jobs.job import Direction, PlanError
+from .gradient_layouts import GradientLayouts
 
 SHORTEST = 1e-9  # seconds
 
@@ -65,6 +66,7 @@ class _Differentiation:
         self.cache: dict[str, StageGraphs] = {}
         self.pairs: dict[fx.Node, StageGraphs] = {}
         self.costs: dict[fx.GraphModule, float] = {}  # seconds
+        self.layouts = GradientLayouts()
 
     def run(self) -> fx.GraphModule:
         loss = self._loss() if self.request.training else None
@@ -130,6 +132,8 @@ class _Differentiation:
             module = self._module(call)
             pair = self._pair(module, tuple(value in live for value in outs))
             self.pairs[call] = pair
+            if self.request.deterministic:
+                self.layouts.check(call.meta["stage"], pair, inputs, outs)
             for i in pair.input_gradients:
                 live.update(joint.pointed(inputs[i]))
             for i in pair.state_gradients:

@@ -14,7 +14,8 @@ from ..ir.step_ir import Line, Made, Message, StepIR
 
 def sum_shared(step: StepIR, request: Request) -> StepIR:
     """Each worker adds up the gradients of its own microbatches; B of the joint stage
-    gets the sum of these, in the order of workers.
+    gets the sum of these, in the order of workers. With deterministic=True it gets all
+    of them, and adds them up in the order of microbatches.
 
     before: 1B0                                                      # worker 0
             1B1                                                      # worker 0
@@ -23,7 +24,7 @@ def sum_shared(step: StepIR, request: Request) -> StepIR:
             1B1; grad_x_of_1B1 = add(grad_x_0, grad_x_1)             # worker 0
             total_grad_x = add(grad_x_of_1B1); 2B*                   # worker 1
     """
-    sums = _Sums(step)
+    sums = _Sums(step, request.deterministic)
     if not sums.pointers:
         return step
     lines: list[Line | Message] = []
@@ -41,12 +42,14 @@ class _Sums:
     shared: the line that is the sum, by the pointer to it.
     """
 
-    def __init__(self, step: StepIR) -> None:
-        self.step = step
+    def __init__(self, step: StepIR, in_order: bool) -> None:
+        self.step, self.in_order = step, in_order
         found = [node for node in step.graph.graph.nodes if node.target is joint.total]
         self.pointers = {node.all_input_nodes[0]: node for node in found}
         self.shared: dict[fx.Node, Line] = {}
-        self.made: dict[fx.Node, dict[int, Made | Line]] = {}  # on each worker
+        self.made: dict[
+            fx.Node, dict[int, Made | Line]
+        ] = {}  # by worker, or microbatch
         self.gives: dict[int, list[fx.Node]] = {}  # by kind of job
         self.reads: dict[int, list[fx.Node]] = {}
         for gradient, pointer in self.pointers.items():
@@ -61,6 +64,9 @@ class _Sums:
         for gradient in self.gives.get(self._kind(line), ()):
             value: Made | Line = Made(gradient, job.microbatch)
             own = self.made.setdefault(gradient, {})
+            if self.in_order:
+                own[job.microbatch] = value
+                continue
             if line.worker in own:
                 value = self._add(line, f"{gradient.name}_of_{job}", gradient)
                 value.args = (own[line.worker], Made(gradient, job.microbatch))
@@ -72,7 +78,7 @@ class _Sums:
         for gradient in self.reads.get(self._kind(line), ()):
             total = self._add(line, f"total_{gradient.name}", gradient)
             own = self.made[gradient]
-            total.args = tuple(own[worker] for worker in sorted(own))
+            total.args = tuple(own[place] for place in sorted(own))
             self.shared[self.pointers[gradient]] = total
             yield total
 

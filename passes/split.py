@@ -335,20 +335,27 @@ def _describe(
         port.node: number
         for number, stage in enumerate(inner)
         for port in stage.outputs
+        if port.node.meta["stage"] == number
     }
     for number, stage in enumerate(inner):
         for node in dict.fromkeys(port.node for port in stage.inputs):
             if node in maker:
+                source = _giver(node, number, maker[node])
                 spec = Spec.of(node.meta["val"])
-                edge = stages.get_edge_data(maker[node], number, {"bytes": 0})
+                edge = stages.get_edge_data(source, number, {"bytes": 0})
                 size = edge["bytes"] + spec.bytes
                 sent = Edge(bytes=size, seconds=send_seconds(size, spec.device))
                 if reads_whole(node, stage.joint):
                     sent["whole"] = edge.get("whole", 0) + spec.bytes
-                stages.add_edge(maker[node], number, **sent)
+                stages.add_edge(source, number, **sent)
     if not nx.is_directed_acyclic_graph(stages):
         raise PlanError("the stages read each other in a circle; name other stages")
     return stages
+
+
+def _giver(node: fx.Node, stage: int, maker: int) -> int:
+    """The stage that a value comes from: the last before it that it goes through."""
+    return max((s for s in node.meta.get("passed", ()) if s < stage), default=maker)
 
 
 def _describe_moments(

@@ -49,6 +49,9 @@ class StageBuilder:
             if any(_leaves(user, inside) for user in n.users)
             for port in _ports(n, _count(n) if n.target is joint.part else None)
         ]
+        stages = {n.meta["stage"] for n in self.nodes}
+        passed = (p for p in values if not stages.isdisjoint(p.meta.get("passed", ())))
+        self.outputs += map(Port, passed)
         self.graph = fx.Graph()
         self.new: dict[fx.Node, fx.Node] = {}
         self.ports: dict[Port, fx.Node] = {}

@@ -40,6 +40,8 @@ def unroll_jobs(step: StepIR, request: Request) -> StepIR:
         if job.direction is Direction.UPDATE:
             continue
         for what, group in parts[i % width]:
+            if what == "gradients" and request.deterministic:
+                continue
             number = step.round(job.microbatch) if what == "gradients" else 0
             key = Running(what, group, worker, number)
             running.pop(key, None)

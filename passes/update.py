@@ -14,7 +14,7 @@ from ..ir import ops
 from ..ir.gradient_sums import next_jobs, root_of
 from ..ir.graphs import arguments
 from ..ir.request import Request
-from ..ir.step_ir import Credit, Line, Message, Running, StepIR, Value
+from ..ir.step_ir import Credit, Line, Made, Message, Running, StepIR, Value
 from ..ir.update_inputs import UpdateInputs, add_line, check_trained
 from ..jobs.job import Direction, Job, PlanError
 from .averages import averages_of
@@ -244,7 +244,7 @@ class _Updates:
             if self.groups[group].updater is not None:
                 self._renew(group, number, new)
 
-    def _gradients(self, group: int, number: int, line: Line) -> Running | Line:
+    def _gradients(self, group: int, number: int, line: Line) -> Running | Line | Made:
         """What an update takes: the sum of all workers' gradients, or, of a replica,
         those of its own."""
         if self.averages is None:

@@ -89,7 +89,8 @@ def _is_sum(node: fx.Node) -> bool:
         readers = {u.target for u in node.users} | {u.op for u in node.users}
         into = {ops.reduce, ops.update, ops.norms, "output"}
         return bool(node.meta["bundle"]) and bool(readers & into)
-    added = (u for u in node.users if u.target is ops.accumulate and u.args[1] is node)
+    adds = (u for u in node.users if u.target is ops.accumulate and u.args[1] is node)
+    added = (u for u in adds if u.meta["task"] == node.meta["task"])
     return node.op == "call_function" and "group" in node.meta and not any(added)
 
 

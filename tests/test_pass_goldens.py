@@ -61,12 +61,21 @@ class Centred(Chain):
         return self.b(h - h.mean(0)).mean()
 
 
+class Residual(Chain):
+    """Two stages after the first read what it makes."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.a(x)
+        return (fxsched.stage_boundary(self.b(h)) + h).mean()
+
+
 class Case(NamedTuple):
     """What a pass is shown on."""
 
     schedule: Schedule = schedules.gpipe(2, 1)
     model: type[nn.Module] = Chain
     order: Order = "static"
+    deterministic: bool = False
 
 
 def elsewhere() -> Schedule:
@@ -86,6 +95,7 @@ def served() -> Schedule:
 
 CASES = {
     "assign_stages": Case(),
+    "keep_gradient_order": Case(schedules.gpipe(3, 1), Residual, deterministic=True),
     "copy_shared": Case(model=Masked),
     "split_stages": Case(),
     "differentiate_stages": Case(),
@@ -93,6 +103,7 @@ CASES = {
     "unroll_jobs": Case(),
     "sum_shared": Case(schedules.gpipe(2, 2), Centred),
     "renew_copies": Case(replace(updated(), update_every=None)),
+    "sum_in_order": Case(schedules.ddp(2), deterministic=True),
     "update_on_arrival": Case(served(), order="dynamic"),
     "update_weights": Case(updated()),
     "collect_results": Case(schedules.ddp(2)),
@@ -131,7 +142,12 @@ def test_a_pass_does_what_its_docstring_shows(
         monkeypatch.setattr(pipeline, each.__name__, shown(each))
     case = CASES[name]
     plan = fxsched.plan(
-        case.model(), case.schedule, torch.ones(4, 2), stages=["b"], order=case.order
+        case.model(),
+        case.schedule,
+        torch.ones(4, 2),
+        stages=["b"],
+        order=case.order,
+        deterministic=case.deterministic,
     )
     assert plan.programs[0]
     before, after = seen

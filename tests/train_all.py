@@ -3,6 +3,8 @@
 Four models under each schedule of tests/updates.py and each optimizer, stepped by the
 program and, where the schedule leaves that to it, by the loop: losses and parameters
 after some calls equal those of eager PyTorch. On threads, or on ranks of torchrun.
+With --bits: gradients under deterministic=True have the bits of the same microbatches
+one after the other in one process, and with dropout those of a plan of one worker.
 """
 
 from __future__ import annotations
@@ -21,6 +23,7 @@ from torch.testing import assert_close
 import fxsched
 from fxsched import Schedule
 
+from . import bits
 from .cases import MICROBATCHES
 from .torchrun import again_on_ranks
 from .updates import (
@@ -91,18 +94,43 @@ def run(models: Sequence[str], ranks: int) -> int:
     return cases
 
 
+def train_bits(
+    models: Sequence[str], ranks: int, seeds: int, names: Sequence[str]
+) -> int:
+    """Compares bits of all models under all schedules; how many cases there were."""
+    cases = 0
+    for name in models:
+        for seed, (schedule, build) in enumerate(bits.schedules(ranks, seeds).items()):
+            for order in ("static", "dynamic"):
+                if names and schedule not in names:
+                    continue
+                carry = ("saved", "recompute")[seed % 2]
+                print(f"{name}, {schedule}, {order}, {carry}", flush=True)
+                bits.compare(name, build(), order=order, carry=carry)
+                cases += 1
+    return cases
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--ranks", type=int, default=0, help="processes; 0 is threads")
-    parser.add_argument("--models", nargs="+", choices=MODELS, default=MODELS)
+    parser.add_argument("--models", nargs="+", choices=bits.MODELS, default=MODELS)
+    parser.add_argument("--bits", type=int, metavar="SEEDS", help="compare bits")
+    parser.add_argument("--schedules", nargs="+", default=(), help="with --bits: these")
     options = parser.parse_args()
     if options.ranks and "RANK" not in os.environ:
         return again_on_ranks(options.ranks, "tests.train_all")
     torch.set_num_threads(1)
     if options.ranks:
         dist.init_process_group("gloo")
-    cases = run(options.models, options.ranks)
-    print(f"{cases} cases equal the plain loop")
+    if options.bits is not None:
+        cases = train_bits(
+            options.models, options.ranks, options.bits, options.schedules
+        )
+        print(f"{cases} cases have the bits of one process")
+    else:
+        cases = run(options.models, options.ranks)
+        print(f"{cases} cases equal the plain loop")
     if options.ranks:
         dist.barrier()
         dist.destroy_process_group()

@@ -46,6 +46,8 @@ class StageGraphs(NamedTuple):
     weight_needs: tuple[Source, ...] = ()
     carried: tuple[Spec, ...] = ()
     carried_bytes: int = 0  # of memory that carried tensors take
+    expanded: tuple[int, ...] = ()  # inputs whose gradients are written out to be sent
+    reordered: tuple[int, ...] = ()  # inputs whose gradients have another layout then
 
 
 def stage_key(module: fx.GraphModule) -> str:
@@ -117,6 +119,7 @@ def arrange_graphs(
     drop_copies(forward.graph)
     random = _seed_random_numbers(forward.graph, numbers)
     _clear_pytree(forward)
+    expanded, reordered = _other_layouts(joint, backward, state)
     weights, inputs = (
         _arrange_gradients(joint, backward, state) if backward else ([], [])
     )
@@ -131,6 +134,8 @@ def arrange_graphs(
         tuple(inputs),
         tuple(i for i, wanted in enumerate(live) if wanted),
         random,
+        expanded=tuple(expanded),
+        reordered=tuple(reordered),
     )
 
 
@@ -217,6 +222,24 @@ def _arrange_gradients(
     output.args = (tuple(results),)
     _clear_pytree(backward)
     return weights, [i - state for i in inputs]
+
+
+def _other_layouts(
+    joint: Joint, backward: fx.GraphModule | None, state: int
+) -> tuple[list[int], list[int]]:
+    """Inputs whose gradients aren't contiguous: those that only repeat elements, and
+    those in another order."""
+    found: tuple[list[int], list[int]] = ([], [])
+    if backward is None:
+        return found
+    (output,) = backward.graph.find_nodes(op="output")
+    for i, value in zip(joint.gradients, output.args[0], strict=True):
+        if i is not None and i >= state and value is not None:
+            fake = value.meta["val"]
+            once = fake[tuple(slice(0, 1 if s == 0 else None) for s in fake.stride())]
+            if not fake.is_contiguous():
+                found[not once.is_contiguous()].append(i - state)
+    return found
 
 
 def _seed_random_numbers(graph: fx.Graph, numbers: Sequence[int]) -> bool:

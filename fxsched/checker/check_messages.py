@@ -19,6 +19,7 @@ from ..ir.graphs import Group, Specs
 from ..jobs.job import Job, Placement
 from .check_averages import Part, Source, average_fault
 from .check_joint import JobPart, Rows, joint_fault
+from .check_order import Sum, order_fault, with_messages
 from .check_program import NO_UPDATES, examine, other_maker, other_microbatch
 from .check_updates import Updates
 from .summary import CheckError, End, Provenance, Summary
@@ -39,7 +40,8 @@ def check_programs(
     microbatch, or of all in their order, and its own rows of what is made from all, and
     what its own F saved or B carries; every value is there when it is
     read, and freed once; the gradient of every parameter holds every B (or W) of every
-    microbatch once, and reaches all its owners. Where there are updates: each has the
+    microbatch once, and reaches all its owners; where updates.in_order, added up in
+    the order of microbatches. Where there are updates: each has the
     gradients since the one before it, runs once on each worker that it should, in their
     order, and each job reads the weights that the updates before its microbatch left.
     """
@@ -317,6 +319,18 @@ class _Provenances:
                 f"worker {rank} gets a gradient of group {group} in which "
                 f"{', '.join(map(str, wrong))} is missing or counted twice"
             )
+        if self.summaries[rank].in_order:
+            order = with_messages(self._total(rank, origin), self._sent)
+            if fault := order_fault(order, wanted):
+                raise CheckError(
+                    f"worker {rank}: the gradient of group {group} {fault}"
+                )
+
+    def _total(self, rank: int, origin: int) -> Sum:
+        return self.summaries[rank].origins[origin].total
+
+    def _sent(self, tag: int) -> Sum:
+        return self._origin(tag).total
 
     def check_averages(self) -> None:
         """Each average is of all replicas, at the same version, each once."""

@@ -19,6 +19,7 @@ from ..jobs.job import Direction, Job, Placement
 from .check_arrivals import ArrivalReads
 from .check_averages import AverageReads
 from .check_joint import joint_uses, rows_of, unread
+from .check_order import sum_of
 from .check_updates import UpdateFault, Updates, WeightReads
 from .summary import CheckError, End, Provenance, Summary, Use
 
@@ -70,6 +71,7 @@ class _Examination:
         self.weights: WeightReads | ArrivalReads = planned
         if updates.ahead:
             self.weights = ArrivalReads(rank, self.nodes, groups, updates, placements)
+        self.in_order = updates.in_order
         self.joins = any(job.joint for job in placements)
         self.here = [job for job, w in placements.items() if w.compute == rank]
         self.summary = Summary(rank)
@@ -93,6 +95,7 @@ class _Examination:
                 self.summary.fault = self.summary.fault or str(error)
         self._ends()
         self.summary.every = self.weights.all.every
+        self.summary.in_order = self.in_order
         self.summary.alone = self.weights.all.average_every is not None
         return self.summary
 
@@ -292,6 +295,7 @@ class _Examination:
                     made.parts,
                     self.weights.of(value),
                     self.averages.part(value),
+                    sum_of(value, RECEIVES, _maker) if self.in_order else None,
                 )
             )
         return self.known[value]

@@ -32,6 +32,7 @@ class Updates(NamedTuple):
     average_every: after how many of its own updates a worker's replica is averaged with
         the others. elastic: whether around a centre. updates: how many a call
         has.
+    in_order: whether gradients are added in the order of microbatches.
     """
 
     every: int | None = None
@@ -44,6 +45,7 @@ class Updates(NamedTuple):
     average_every: int | None = None
     elastic: bool = False
     updates: int = 0
+    in_order: bool = False
 
 
 class Weights(NamedTuple):

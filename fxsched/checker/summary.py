@@ -9,6 +9,7 @@ from ..ir.graphs import Specs
 from ..jobs.job import Job
 from .check_averages import Averaged, Part
 from .check_joint import JobPart, JointUse
+from .check_order import Sum
 from .check_updates import Weights, WeightUse
 
 
@@ -29,6 +30,7 @@ class Provenance(NamedTuple):
     parts: results of jobs here that it was made from, as often, if some jobs are joint.
     weights: which ones, if it is weights that this worker keeps.
     part: a replica of weights, or an average, if it is one.
+    total: in which order it adds up gradients, where that is to be proved.
     """
 
     specs: Specs
@@ -41,6 +43,7 @@ class Provenance(NamedTuple):
     parts: tuple[JobPart, ...]
     weights: Weights | None
     part: Part | None
+    total: Sum = None
 
 
 class End(NamedTuple):
@@ -87,6 +90,7 @@ class Summary:
     weight_uses: weights that came with messages.
     every: for how many microbatches an update is. alone: whether it is with the
         worker's own gradients.
+    in_order: whether gradients are added in the order of microbatches.
     averaged: averages of replicas that it makes, or takes.
     joint_uses: what jobs read, if there are joint jobs. microbatches: how many.
     unread: a gradient then that nothing reads, if there is one.
@@ -106,6 +110,7 @@ class Summary:
     weight_uses: list[WeightUse] = field(default_factory=list)
     every: int | None = None
     alone: bool = False
+    in_order: bool = False
     averaged: list[Averaged] = field(default_factory=list)
     joint_uses: list[JointUse] = field(default_factory=list)
     microbatches: int = 1

@@ -25,6 +25,7 @@ import numpy as np
 
 from ..jobs.schedule import Schedule
 from .memory_changes import Change, StepChanges
+from .ordered_gradients import ordered_gradients
 from .stage_graph import worker_bytes
 from .timeline import Timeline
 from .weight_groups import WeightGroup, groups_of_kinds, stage_weights
@@ -68,12 +69,14 @@ def worker_memory(
     groups: Mapping[int, WeightGroup] | None = None,
     prefetch: int = 1,
     kept: float = 1.0,
+    in_order: bool = False,
 ) -> list[Peaks]:
     """The most that each worker holds.
 
     groups: those of a plan; None where each stage has its own.
     prefetch: for how many jobs ahead a worker asks for weights of others.
     kept: the share of activations that is still there between B and W.
+    in_order: whether gradients are added in the order of microbatches.
     """
     jobs = timeline.jobs
     reads, gives = groups_of_kinds(stages, jobs, groups)
@@ -83,7 +86,7 @@ def worker_memory(
     held = [float(stages.nodes[s].get("held", 0.0)) for s, _ in jobs.kinds]
     changes = chain(
         step.resident(),
-        step.gradients(),
+        ordered_gradients(step) if in_order else step.gradients(),
         step.versions(),
         step.renewals(),
         step.fetches(),

@@ -137,7 +137,7 @@ class StepChanges:
             last = max(end for _, end in by_worker.values())
             met = 4 * last + END
             if list(by_worker) != [root]:
-                met = self._summed(root, last)
+                met = self.summed(root, last)
                 if self.updates:
                     met = min(met, 4 * first[group.stage, k] + START)
                 yield met, root, GRADIENTS, -size * (len(by_worker) - 1)
@@ -148,7 +148,7 @@ class StepChanges:
                     end = updated[group.stage, k, worker]
                     yield 4 * end + END, worker, GRADIENTS, -size
 
-    def _summed(self, root: int, last: int) -> int:
+    def summed(self, root: int, last: int) -> int:
         """When a worker adds up sums, the last of which is there after a job: after
         its own next job, in the meantime of which they come."""
         places = self._with_updates[root]

@@ -113,7 +113,10 @@ class PythonSource:
             gradients = node.all_input_nodes[-1]
             readers = [user for user in gradients.users if user.target is not ops.free]
             total, new = args
-            self.accumulate(total, new, alone=readers == [node])
+            # of an earlier job they wait for their turn, as what they are added to does
+            fresh = gradients.target is operator.getitem
+            fresh = fresh and gradients.meta.get("task") == node.meta.get("task")
+            self.accumulate(total, new, alone=fresh and readers == [node])
             return args[0]
         if node.target is ops.loss_gradient and len(args) == 2:
             (spec,) = node.meta["specs"]
@@ -196,7 +199,8 @@ class PythonSource:
     def accumulate(self, total: Expression, new: Expression, alone: bool) -> None:
         """Adds gradients to a sum: in the graph that makes them, if it can.
 
-        alone: whether nothing else reads the gradients, such as a pass of the user's.
+        alone: whether this job makes them, and nothing else reads them, such as a pass
+            of the user's.
         """
         call = self.calls.get(new[0]) if isinstance(new, tuple) and new else None
         if call is None or not alone or any(name not in call.results for name in new):

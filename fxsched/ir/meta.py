@@ -23,6 +23,7 @@ META = {
     "rows": "Rows of a node's value: how it depends on the batch",
     "joint": "whether a node of the traced graph is of all rows of the batch",
     "stage": "stage of a node",
+    "passed": "stages that give a value that they read to the next that does",
     "direction": "Direction of a stage's call",
     "group": "number of a group of weights, or of the sum of its gradients",
     "random": "how many draws of random numbers a node makes",

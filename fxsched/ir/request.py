@@ -71,6 +71,7 @@ class Request:
     order: Order = "static"
     pairs: Pairs = "auto"
     batch_norm: BatchNorm = "microbatch"
+    deterministic: bool = False
 
     @property
     def by_arrival(self) -> bool:

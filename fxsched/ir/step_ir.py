@@ -151,6 +151,8 @@ class StepIR:
         may be by then.
     renewed: for each line that copies new weights, where it gets them: the worker, and
         what made them there.
+    totals: sums of gradients in the order of microbatches, by group and round, where
+        request.deterministic asks for them; there is no running of gradients then.
     shared: the sums over all microbatches that B of joint stages reads, by the pointers
         to them.
     """
@@ -167,6 +169,7 @@ class StepIR:
     updated: Mapping[tuple[int, int, int], Line] = field(default_factory=dict)
     copies: Mapping[tuple[int, Job], Line] = field(default_factory=dict)
     renewed: Mapping[Line, tuple[int, Line | fx.Node]] = field(default_factory=dict)
+    totals: Mapping[tuple[int, int], Line | Made] = field(default_factory=dict)
     shared: Mapping[fx.Node, Line] = field(default_factory=dict)
 
     @property

@@ -14,7 +14,7 @@ from . import ops
 from .gradient_sums import sum_gradients
 from .graphs import Group, Spec, Specs
 from .request import Request
-from .step_ir import Line, Message, Running, StepIR
+from .step_ir import Line, Made, Message, Running, StepIR
 
 
 def add_line(
@@ -67,11 +67,11 @@ class UpdateInputs:
         for key in step.running:
             if key.what == "gradients":
                 self.sums.setdefault((key.group, key.round), []).append(key)
-        self.totals: dict[tuple[int, int], Running | Line] = {}
+        self.totals: dict[tuple[int, int], Running | Line | Made] = {**step.totals}
         self.norms: dict[tuple[int, int], Line] = {}  # of these
         self.factors: dict[tuple[int, int], Line] = {}  # by round and worker
 
-    def gradients(self, group: int, number: int, n: int) -> Running | Line:
+    def gradients(self, group: int, number: int, n: int) -> Running | Line | Made:
         """A group's gradients since the last update, summed when first asked for."""
         key = group, number
         if key not in self.totals:
@@ -123,7 +123,7 @@ class UpdateInputs:
             shapes, _ = self.step.specs(gradients)
             spec = _like_all((len(shapes),), shapes)
             task, name = f"norms {group} of round {number}", f"norms_{group}"
-            where = Line(gradients.worker, task, line.n)
+            where = Line(self.step.worker(gradients), task, line.n)
             self.norms[key] = add_line(
                 self.lines, where, ops.norms, (gradients,), (spec,), name
             )

@@ -82,6 +82,7 @@ class Plan:
     current: whether all copies of weights are the newest when a call begins: programs
         step the optimizer, and not the user's loop.
     by_arrival: whether updates are in order of arrival; versions are as planned then.
+    in_order: whether gradients are added in the order of microbatches.
     inputs: of the traced graph, those that are no state of the model.
     arithmetic: what the model computes, to compare with other ranks'.
     weights: bytes of the groups, by number.
@@ -108,6 +109,7 @@ class Plan:
     half: bool = False
     current: bool = False
     by_arrival: bool = False
+    in_order: bool = False
     weights: Mapping[int, WeightGroup] = field(default_factory=dict)
     prefetch: int = 1
     knows_state: bool = False
@@ -148,7 +150,8 @@ class Plan:
         order = [jobs.number(job, worker) for job, worker in self._order]
         ran = Timeline(jobs, order, (), ())
         groups, ahead = self.weights, self.prefetch
-        return worker_memory(self.schedule, self.stages, ran, groups, ahead)
+        placed = self.schedule, self.stages, ran
+        return worker_memory(*placed, groups, ahead, in_order=self.in_order)
 
     @property
     def _memory(self) -> WorkerMemory | None:
@@ -272,7 +275,7 @@ class Plan:
 
     def _checked(self, programs: T) -> tuple[T, Any, Any, Updates]:
         """Programs, and what the checks know of the plan."""
-        updates = Updates(current=self.current)
+        updates = Updates(current=self.current, in_order=self.in_order)
         if self.updates:
             every, seen = self.schedule.update_every, self.schedule.seen
             stale = self.schedule.version is not None
@@ -288,6 +291,7 @@ class Plan:
                 self.schedule.average_every,
                 self.schedule.elastic is not None,
                 len({job.microbatch for job in self.updates}),
+                self.in_order,
             )
         return programs, self.placements, self.groups, updates
 

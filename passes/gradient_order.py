@@ -1,0 +1,122 @@
+"""Keeps the order in which autograd adds up gradients of what several stages read."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+from torch import Tensor, fx
+
+from ..ir.graphs import storage, tensors
+from ..ir.request import Request
+from ..ir.user_line import line_of
+from ..jobs.job import PlanError
+
+
+def keep_gradient_order(gm: fx.GraphModule, request: Request) -> fx.GraphModule:
+    """Lets a value that several stages read go from each to the next, if
+    deterministic=True asks for it: then B of each adds to the gradient of those after.
+
+    before: a = first(x)                                             # stage 0
+            b = second(a)                                            # stage 1
+            c = third(a, b)                                          # stage 2
+    after:  the same; a.meta["passed"] = (1,): stage 1 gives a to stage 2
+
+    Autograd runs nodes from the last to the first, and adds each gradient to those
+    before it: (3 + 2) + 1. Stages that each add up their own and meet at the maker
+    would have 3 + (2 + 1), in other bits for every way to cut the model. PlanError for
+    what can't be so: weights and inputs, and stages that read a value by turns.
+    """
+    if request.deterministic and request.training:
+        _move_views(gm.graph)
+        place = {node: i for i, node in enumerate(gm.graph.nodes)}
+        for node in filter(_takes_gradient, place):
+            users = sorted(filter(_takes_gradient, node.users), key=place.__getitem__)
+            _keep_order(node, [user for user in users if user.op != "output"])
+    return gm
+
+
+def _keep_order(node: fx.Node, users: list[fx.Node]) -> None:
+    """Marks a value that is to go from stage to stage; users: in the model's order."""
+    reads = [user.meta.get("stage", -1) for user in users for _ in _reads(user, node)]
+    maker = node.meta.get("stage", -1)
+    stages = sorted({maker, *reads} - {-1})
+    in_order = all(early <= late for early, late in pairwise([maker, *reads]))
+    if len(stages) < 2:
+        return
+    if any(each.meta.get("joint") for each in (node, *users)):
+        fixed = len(stages) == 2  # however the model is cut, joint ones are apart
+    elif maker >= 0:
+        fixed = in_order or len(reads) <= 2
+        passed = tuple(stage for stage in stages[:-1] if stage != maker)
+        if in_order and passed:
+            node.meta["passed"] = passed
+    else:
+        once = all(reads.count(stage) == 1 for stage in stages[:-1])
+        fixed = len(reads) <= 2 or (in_order and once)
+        fixed = fixed and node.op == "placeholder"  # else each stage computes it
+    if not fixed:
+        raise _unordered(node, stages)
+
+
+def _move_views(graph: fx.Graph) -> None:
+    """Cuts beside views, where what crosses the cut would not be contiguous.
+
+    before: k = key(x); t = k.mT  # stage 0
+            w = q @ t  # stage 1
+    after:  k = key(x)  # stage 0
+            t = k.mT; w = q @ t  # stage 1
+    """
+    for node in reversed(graph.nodes):
+        here = node.meta.get("stage")
+        users = [u for u in node.users if u.meta.get("stage", here) != here]
+        if here is None or not users or _is_contiguous(node):
+            continue
+        readers = {user.meta.get("stage") for user in node.users if user.op != "output"}
+        if all(_is_view(user) and _is_contiguous(user) for user in users):
+            for user in users:
+                user.meta["stage"] = here
+        elif _is_view(node) and len(readers) == 1:
+            node.meta["stage"] = readers.pop()
+        else:
+            raise other_layout(f"stage {here} gives {node.name}", node)
+
+
+def _is_contiguous(node: fx.Node) -> bool:
+    return all(value.is_contiguous() for value in tensors(node.meta.get("val")))
+
+
+def _is_view(node: fx.Node) -> bool:
+    """Whether a node is another view of the one tensor that it reads."""
+    values = [each.meta.get("val") for each in (node, *node.all_input_nodes)]
+    places = {storage(each) if isinstance(each, Tensor) else -1 for each in values}
+    return len(values) == 2 and len(places) == 1 and -1 not in places
+
+
+def other_layout(what: str, node: fx.Node) -> PlanError:
+    """The error for what is sent in another layout than it is made in."""
+    return PlanError(
+        f"backend(deterministic=True): {what} in a layout of memory in which it isn't "
+        "sent, and other cuts of the model would have other bits; cut elsewhere, with "
+        f"stages= or same_stage={line_of(node.meta.get('stack_trace'))}"
+    )
+
+
+def _takes_gradient(node: fx.Node) -> bool:
+    return any(value.requires_grad for value in tensors(node.meta.get("val")))
+
+
+def _reads(user: fx.Node, node: fx.Node) -> list[fx.Node]:
+    """A node, as often as another reads it."""
+    read: list[fx.Node] = []
+    fx.map_arg((user.args, user.kwargs), read.append)
+    return [each for each in read if each is node]
+
+
+def _unordered(node: fx.Node, stages: list[int]) -> PlanError:
+    name = node.meta.get("name", node.name)
+    return PlanError(
+        f"backend(deterministic=True): stages {', '.join(map(str, stages))} make or "
+        f"read {name}, and the sum of its gradients would have other bits for other "
+        "cuts of the model; keep what reads it in one stage, with same_stage= or "
+        f"stages={line_of(node.meta.get('stack_trace'))}"
+    )

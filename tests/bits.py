@@ -1,0 +1,115 @@
+"""Gradients to the bit: a plan's beside those of microbatches one after the other."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import fxsched
+from fxsched import Schedule
+from fxsched import schedules as library
+
+from .cases import MICROBATCHES, anything, build
+
+Gradients = dict[str, Tensor]
+
+
+class PostNorm(nn.Module):
+    """Blocks that read their input several times, a tied embedding, and dropout."""
+
+    def __init__(self, dropout: float, blocks: int) -> None:
+        super().__init__()
+        self.embed, self.dropout = nn.Embedding(40, 16), dropout
+        self.query = nn.ModuleList(nn.Linear(16, 16) for _ in range(blocks))
+        self.key = nn.ModuleList(nn.Linear(16, 16) for _ in range(blocks))
+        self.norm = nn.ModuleList(nn.LayerNorm(16) for _ in range(blocks))
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        hidden = self.embed(x)
+        for query, key, norm in zip(self.query, self.key, self.norm, strict=True):
+            weights = (query(hidden) @ key(hidden).mT).softmax(-1)
+            mixed = nn.functional.dropout(weights @ hidden, self.dropout)
+            hidden = norm(hidden + mixed)
+        logits = hidden @ self.embed.weight.T
+        return nn.functional.cross_entropy(logits.flatten(0, 1), y.flatten())
+
+
+OWN = {"tied": (0.0, 1), "post_norm": (0.0, 3), "dropout": (0.2, 1)}
+MODELS = ("mlp", "gpt", "two_tower", "unet", "encoder_decoder", *OWN)
+
+
+def model_of(name: str) -> tuple[nn.Module, tuple[Tensor, ...]]:
+    if name not in OWN:
+        return build(name)
+    torch.manual_seed(0)
+    words = torch.randint(0, 40, (8, 5)), torch.randint(0, 40, (8, 5))
+    return PostNorm(*OWN[name]), words
+
+
+def schedules(ranks: int, seeds: int) -> dict[str, Callable[[], Schedule]]:
+    """By name; seeds: how many random ones."""
+    w, m = ranks or 4, MICROBATCHES
+    found: dict[str, Callable[[], Schedule]] = {
+        "ddp": lambda: library.ddp(w, m),
+        "fsdp": lambda: library.fsdp(w, m),
+        "zero2": lambda: library.zero2(w, m),
+        "gpipe": lambda: library.gpipe(w, m),
+        "1f1b": lambda: library.one_f_one_b(w, m),
+        "zb_h1": lambda: library.zb_h1(w, m),
+        "lpp": lambda: library.lpp(w, 2, m),
+        "replicated": lambda: library.replicate(library.gpipe(w // 2, m // 2), 2),
+    }
+    for seed in range(seeds):
+        found[f"anything {seed}"] = lambda seed=seed: anything(seed, w)  # type: ignore[misc]
+    return found
+
+
+def one_by_one(model: nn.Module, inputs: tuple[Tensor, ...]) -> Gradients:
+    """Plain PyTorch: each microbatch's loss, over their number, and its backward."""
+    model = copy.deepcopy(model)
+    for part in zip(*(x.chunk(MICROBATCHES) for x in inputs), strict=True):
+        (model(*part) / MICROBATCHES).backward()
+    return gradients(model)
+
+
+def gradients(model: nn.Module) -> Gradients:
+    """Those that there are here."""
+    named = model.named_parameters()
+    return {name: p.grad for name, p in named if p.grad is not None}
+
+
+def planned(
+    model: nn.Module, schedule: Schedule, inputs: tuple[Tensor, ...], **options: Any
+) -> Gradients:
+    torch._dynamo.reset()
+    model = copy.deepcopy(model)
+    torch.manual_seed(7)
+    with fxsched.backend(schedule, deterministic=True, **options) as backend:
+        torch.compile(model, backend=backend)(*inputs).backward()
+        return gradients(model)
+
+
+def compare(name: str, schedule: Schedule, **options: Any) -> None:
+    """Raises AssertionError for a gradient with other bits than in one process."""
+    model, inputs = model_of(name)
+    if name == "dropout":
+        one = library.gpipe(1, MICROBATCHES)
+        wanted = planned(model, one, inputs, transport="threads")
+    else:
+        wanted = one_by_one(model, inputs)
+    ranks = "distributed" if dist.is_initialized() else "threads"
+    try:
+        found = planned(model, schedule, inputs, transport=ranks, **options)
+    except fxsched.PlanError as error:
+        if "other bits" not in str(error):
+            raise
+        print(f"  refused: {error}")
+        return
+    assert found if dist.is_initialized() else found.keys() == wanted.keys()
+    far = [key for key, value in found.items() if not torch.equal(value, wanted[key])]
+    assert not far, f"{name}, {schedule.name}, {options}: {far} have other bits"

@@ -1,0 +1,152 @@
+"""deterministic=True: every schedule has the bits of one process."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import Tensor, fx, nn
+
+import fxsched
+from fxsched import CheckError, Direction, Placement, PlanError, Schedule, schedules
+from fxsched.ir import ops
+from tests import bits
+from tests.cases import anything
+from tests.program_memory import most_held
+from tests.torchrun import torchrun
+
+WAYS = {
+    "ddp": lambda: schedules.ddp(2, 4),
+    "fsdp": lambda: schedules.fsdp(2, 4),
+    "gpipe": lambda: schedules.gpipe(2, 4),
+    "1f1b": lambda: schedules.one_f_one_b(2, 4),
+    "zb_h1": lambda: schedules.zb_h1(2, 4),
+    "anything": lambda: anything(5, 2),
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_threads_have_the_bits_of_one_process(way: str) -> None:
+    order = "static" if way in ("ddp", "gpipe", "zb_h1") else "dynamic"
+    bits.compare("tied" if way != "ddp" else "dropout", WAYS[way](), order=order)
+
+
+def test_ranks_have_the_bits_of_one_process() -> None:
+    cases = ("--models", "tied", "--schedules", "ddp")
+    torchrun(2, "tests.train_all", "--ranks", "2", "--bits", "0", *cases)
+
+
+class Chain(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(3, 4), nn.Linear(4, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.b(torch.relu(self.a(x))).mean()
+
+
+def last_first(s: int, b: int, d: Direction) -> int:
+    """A worker that holds gradients until it is their turn."""
+    return 100 - b if d is Direction.BACKWARD else b
+
+
+BACKWARDS = Schedule(2, 4, 2, w=lambda s, b, d: Placement(s, s), n=last_first)
+
+
+def test_out_of_order_gradients_wait_and_memory_counts_them() -> None:
+    x = torch.randn(8, 3)
+    plan = fxsched.plan(Chain(), BACKWARDS, x, deterministic=True, stages=["b"])
+    for worker, program in enumerate(plan.programs):
+        (group,) = (g for g in plan.weights.values() if g.root == worker)
+        held = most_held(program)["gradients"]
+        assert held == plan.memory[worker].each.gradients == 3 * group.gradients
+    bits.compare("mlp", BACKWARDS)
+
+
+def test_the_check_finds_two_additions_in_another_order() -> None:
+    plan = fxsched.plan(
+        Chain(), schedules.ddp(2, 4), torch.randn(8, 3), deterministic=True
+    )
+    plan.check()
+    program = plan.programs[0]
+    adds = program.graph.find_nodes(op="call_function", target=ops.reduce)
+    second, third = adds[1:3]
+    assert second.args[1] is adds[0] and third.args[1] is second
+    one, other = second.args[2], third.args[2]
+    assert isinstance(one, fx.Node) and isinstance(other, fx.Node)
+    where = {node: i for i, node in enumerate(program.graph.nodes)}
+    later = max(one, other, key=where.__getitem__)
+    later.append(second)
+    second.append(third)
+    frees = program.graph.find_nodes(op="call_function", target=ops.free)
+    moved = [one, other, adds[0], second]
+    for free in frees:
+        free.args = tuple(each for each in free.args if each not in moved)
+    frees[-1].args = (*frees[-1].args, *moved)
+    second.args, third.args = (0, adds[0], other), (0, second, one)
+    with pytest.raises(CheckError, match=r"adds up .*, and the order of microbatches"):
+        plan.check()
+
+
+def refused(message: str, **options: object) -> None:
+    with pytest.raises(PlanError, match=message):
+        fxsched.backend(schedules.gpipe(2, 4), deterministic=True, **options)
+
+
+def test_what_is_not_deterministic_is_refused() -> None:
+    refused("inductor", stage_compiler="inductor")
+    refused("batch_norm='batch'", batch_norm="batch")
+    with pytest.raises(PlanError, match="give True or False"):
+        fxsched.backend(schedules.gpipe(2, 4), deterministic="yes")
+    with pytest.raises(PlanError, match="average_every"):
+        fxsched.backend(schedules.local_sgd(2, 4), deterministic=True)
+    late = schedules.parameter_server(3, microbatches=4, asynchronous=True, staleness=1)
+    with pytest.raises(PlanError, match="order of arrival"):
+        fxsched.backend(late, deterministic=True, order="dynamic")
+
+
+class Statistics(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.norm = nn.Linear(3, 4), nn.BatchNorm1d(4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.norm(self.a(x)).pow(2).mean()
+
+
+def test_buffers_that_several_workers_write_are_refused() -> None:
+    x = torch.randn(8, 3)
+    with pytest.raises(PlanError, match="several workers run it, where one process"):
+        fxsched.plan(Statistics(), schedules.ddp(2, 4), x, deterministic=True)
+
+
+class Thrice(nn.Module):
+    """A weight that the first of two stages reads twice, and a transposed value."""
+
+    def __init__(self, transposed: bool) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.transposed = transposed
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.tanh(self.a(x))
+        if self.transposed:
+            return (x.mT @ fxsched.stage_boundary(x)).mT.relu().mean()
+        x = fxsched.stage_boundary(self.b(self.a(x)))
+        return self.a(x).mean()
+
+
+@pytest.mark.parametrize(
+    ("model", "message"),
+    [
+        (Thrice(False), r"stages 0, 1 make or read a\.weight, and the sum"),
+        (Thrice(True), "in a layout of memory in which it isn't sent"),
+    ],
+)
+def test_sums_that_depend_on_the_cut_are_refused(model: Thrice, message: str) -> None:
+    x = torch.randn(8, 4, 4)
+    with pytest.raises(PlanError, match=message):
+        fxsched.plan(model, schedules.gpipe(2, 4), x, deterministic=True)
+    plan = fxsched.plan(copy.deepcopy(model), schedules.gpipe(2, 4), x)
+    assert len(plan.stages) == 2
