@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from importlib import import_module
 from pathlib import Path
@@ -72,10 +72,15 @@ class Training(NamedTuple):
     loader: Loader
 
     @staticmethod
-    def of(schedule: Schedule, seed: int, **options: Any) -> Training:
+    def of(
+        schedule: Schedule, seed: int, steps_itself: bool = False, **options: Any
+    ) -> Training:
+        """steps_itself: whether the program steps the optimizer."""
         torch.manual_seed(seed)
         model = Dropping()
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+        if steps_itself:
+            options["optimizer"] = optimizer
         backend = fxsched.backend(schedule, **options)
         run = torch.compile(model, backend=backend)
         scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.7)
@@ -86,9 +91,10 @@ class Training(NamedTuple):
         losses = []
         for _ in range(count):
             loss = self.run(*next(self.loader))
-            loss.backward()
-            self.optimizer.step()
-            self.optimizer.zero_grad()
+            if self.backend.options.optimizer is None:
+                loss.backward()
+                self.optimizer.step()
+                self.optimizer.zero_grad()
             self.scheduler.step()
             losses.append(loss.item().hex())
         return losses
@@ -189,12 +195,26 @@ def failing(folder: Path, training: Training, rank: int) -> None:
     assert sorted(path.name for path in folder.iterdir()) == [
         *("000001", "latest", "weights")
     ]
+    refused(
+        lambda: fxsched.save(folder, nn.Linear(2, 2) if rank else nn.ReLU()),
+        "save: rank 1 saves another model, optimizer or extra= than rank 0; give",
+    )
+    apart = folder / f"own-{rank}"
+    threads = fxsched.backend(schedules.gpipe(1, 1), transport="threads")
+    fxsched.save(apart, nn.Linear(2, 2), None, threads, {"rank": rank})
+    refused(
+        lambda: fxsched.load(apart, nn.Linear(2, 2)),
+        "load: ranks read different checkpoints in ",
+    )
+
+
+def refused(call: Callable[[], object], words: str) -> None:
     try:
-        fxsched.save(folder, nn.Linear(2, 2) if rank else nn.ReLU())
+        call()
     except PlanError as error:
-        assert "rank 1 saves another model" in str(error), error
+        assert words in str(error) and "\n" not in str(error), error
     else:
-        raise AssertionError("no error")
+        raise AssertionError(f"no error that says {words}")
 
 
 if __name__ == "__main__":

@@ -15,10 +15,15 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.optim import lr_scheduler
+from torch.optim.lr_scheduler import LRScheduler
 
 import fxsched
 from fxsched import PlanError, schedules
+from fxsched.checkpoint.part import Part
+from fxsched.checkpoint.save import _check_parts
 from tests.ranks_save import Loader, Training, full_disk, resumed
+from tests.resumes import resume
 from tests.torchrun import ONE_THREAD, ROOT, torchrun
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
@@ -57,6 +62,58 @@ def test_ranks_killed_while_they_save_leave_a_checkpoint_that_loads() -> None:
         command, cwd=ROOT, env=os.environ | ONE_THREAD, capture_output=True, text=True
     )
     assert "killed 2 times, " in done.stdout, done.stdout + done.stderr
+
+
+def test_a_schedule_that_corrects_by_velocities_resumes_to_the_bit(
+    tmp_path: Path,
+) -> None:
+    wanted, found = resume(tmp_path, "pipemare")
+    assert wanted == found
+
+
+def test_parts_that_the_first_rank_does_not_see_are_no_checkpoint(
+    tmp_path: Path,
+) -> None:
+    part = Part.of(nn.Linear(2, 2), None, None, 0).write(tmp_path)
+    there = {name: file for name, file in part.files.items() if "own" not in name}
+    (tmp_path / "rank-0/own.pt").unlink()
+    with pytest.raises(PlanError, match=r"rank 0 doesn't see .*own.pt, which rank 1 h"):
+        _check_parts(tmp_path, [part._replace(files=there), part])
+
+
+SCHEDULERS: list[Callable[[torch.optim.Optimizer], LRScheduler]] = [
+    lambda optimizer: lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=9),
+    lambda optimizer: lr_scheduler.MultiStepLR(optimizer, [2, 4]),
+    lambda optimizer: lr_scheduler.LambdaLR(optimizer, lambda step: 0.9**step),
+    lambda optimizer: lr_scheduler.CyclicLR(optimizer, 0.01, 0.1),
+    lambda optimizer: lr_scheduler.SequentialLR(
+        optimizer,
+        [lr_scheduler.ConstantLR(optimizer), lr_scheduler.ExponentialLR(optimizer, 2)],
+        [3],
+    ),
+]
+
+
+@pytest.mark.parametrize("make", SCHEDULERS)
+def test_learning_rates_go_on(
+    make: Callable[[torch.optim.Optimizer], LRScheduler], tmp_path: Path
+) -> None:
+    model = nn.Linear(2, 2)
+
+    def rates(scheduler: LRScheduler) -> list[float]:
+        scheduler.optimizer.step()
+        scheduler.step()
+        return [scheduler.optimizer.param_groups[0]["lr"]]
+
+    def scheduled() -> LRScheduler:
+        return make(torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9))
+
+    first, second = scheduled(), scheduled()
+    rates(first), rates(first)
+    fxsched.save(tmp_path, model, first.optimizer, extra={"scheduler": first})
+    wanted = [rates(first) for _ in range(3)]
+    fxsched.load(tmp_path, model, second.optimizer, extra={"scheduler": second})
+    assert [rates(second) for _ in range(3)] == wanted
 
 
 class Net(nn.Module):

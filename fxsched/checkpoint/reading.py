@@ -56,7 +56,7 @@ class Reading(NamedTuple):
         own_file = f"{folder_of(party.rank if same else 0)}/{OWN}"
         manifest.check_files(folder, [COMMON, own_file])
         common, own = read_values(folder / COMMON), read_values(folder / own_file)
-        check_names("state of modules", content.extra, common["modules"])
+        check_names("extra state", content.extra, common["modules"])
         check_extra(extra, own["extra"], () if same else manifest.apart, manifest)
         stepped, states = None, {}
         if optimizer is not None:
