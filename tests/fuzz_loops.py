@@ -22,7 +22,7 @@ import torch.distributed as dist
 from fxsched import PlanError
 
 from .loops import compare, random_loop
-from .test_random_plans import within
+from .random_plans import within
 from .torchrun import again_on_ranks
 
 LIMIT = 300  # seconds of a loop
