@@ -55,6 +55,7 @@ from .options import (
     checked_passes,
     checked_schedule,
     compile_options_error,
+    flag,
     flight_recorder,
     look_ahead,
     measured_profile,
@@ -112,6 +113,7 @@ def backend(
     batch_norm: BatchNorm = "microbatch",
     flight_record: str | PathLike[str] | None = None,
     deterministic: bool = False,
+    check_finite: bool = False,
 ) -> Backend:
     """A torch.compile backend that runs a model by a schedule.
 
@@ -201,6 +203,10 @@ def backend(
         microbatch's gradient of weights that several give. What can't be so is a
         PlanError. On a GPU operations may differ from call to call unless
         torch.use_deterministic_algorithms(True) says otherwise.
+    check_finite: whether each job looks at what it made (values that have a gradient,
+        gradients, weights after an update in the program) before it hands it on. The
+        first NaN or Inf is a FloatingPointError on every rank, with the job and the
+        operation's module and line. On a GPU each look waits for the job.
 
     A compiled function that returns one scalar loss runs F and B in the call, and
     loss.backward() adds the finished gradients. One that doesn't runs F in the call
@@ -241,7 +247,8 @@ def backend(
         clip_grad_norm=above_zero("clip_grad_norm", clip_grad_norm, "a norm"),
         skip_nonfinite=skip_nonfinite,
         order=order,
-        deterministic=deterministic,
+        deterministic=flag("deterministic", deterministic),
+        check_finite=flag("check_finite", check_finite),
     )
     check_updates(request, optimizer)
     check_deterministic(request, stage_compiler)

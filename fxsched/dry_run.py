@@ -57,6 +57,7 @@ def plan(
     pairs: Pairs = "auto",
     batch_norm: BatchNorm = "microbatch",
     deterministic: bool = False,
+    check_finite: bool = False,
     **kwargs: Any,
 ) -> Plan:
     """The plan of model(*args, **kwargs) by a schedule, without running anything.
@@ -86,6 +87,7 @@ def plan(
         pairs=pairs,
         batch_norm=batch_norm,
         deterministic=deterministic,
+        check_finite=check_finite,
     )
     try:
         torch.compile(model, backend=_PlanOnly(checked.options))(*args, **kwargs)

@@ -139,6 +139,13 @@ def stage_names(stages: object) -> str | tuple[str, ...]:
     return names
 
 
+def flag(option: str, value: object) -> bool:
+    """True or False."""
+    if not isinstance(value, bool):
+        raise PlanError(f"backend({option}={value!r}): give True or False")
+    return value
+
+
 def look_ahead(prefetch: int) -> int:
     """Jobs ahead that weights are asked for."""
     if not is_int(prefetch) or prefetch < 0:
@@ -255,10 +262,6 @@ def compile_options_error(options: Mapping[str, object]) -> PlanError | None:
 
 def check_deterministic(request: Request, stage_compiler: StageCompiler) -> None:
     """Raises PlanError for what has other bits under other schedules."""
-    if not isinstance(request.deterministic, bool):
-        raise PlanError(
-            f"backend(deterministic={request.deterministic!r}): give True or False"
-        )
     others = {
         "order='dynamic' with Schedule(ahead=) steps in order of arrival; take "
         "order='static'": request.by_arrival,

@@ -23,6 +23,7 @@ from ..ir.step_ir import (
     with_values,
 )
 from ..jobs.job import Direction, Job
+from .finite import checked_values
 
 # ops that the worker's optimizer carries out
 STEPS = (ops.update, ops.copy, ops.correct, ops.renew, ops.note)
@@ -173,6 +174,9 @@ class _ProgramWriter:
             node.meta["job"] = line.job
         if line.target is ops.pause:
             self.pause = node
+        if self.request.check_finite and line.target is ops.update:
+            read = (line.task, (node,), ((0, str(line.name)),))
+            make(self.graph, ops.finite, read, (), *where)
         self._give(line, node)
 
     def _job(self, line: Line) -> None:
@@ -196,6 +200,10 @@ class _ProgramWriter:
         target, args = str(call.target), (state, *values, seed)
         new = make(self.graph, target, args, (), *where, name=f"job_{job}")
         new.meta["job"] = job
+        if self.request.check_finite:
+            names = checked_values(recipe, self.request.training)
+            read = (str(job), new, names, *args)
+            make(self.graph, ops.finite, read, (), *where)
         self._give(Made(call, job.microbatch), new)
         for node in recipe.after:
             self._copy(node, line, job, where)

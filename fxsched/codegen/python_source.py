@@ -116,6 +116,9 @@ class PythonSource:
             # of an earlier job they wait for their turn, as what they are added to does
             fresh = gradients.target is operator.getitem
             fresh = fresh and gradients.meta.get("task") == node.meta.get("task")
+            fresh = fresh and not any(
+                user.target is ops.finite for user in gradients.all_input_nodes[0].users
+            )
             self.accumulate(total, new, alone=fresh and readers == [node])
             return args[0]
         if node.target is ops.loss_gradient and len(args) == 2:

@@ -18,6 +18,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .finite import finite as finite
+
 Bundle = tuple[Tensor, ...]
 
 
@@ -344,7 +346,14 @@ def free(*values: Any) -> None:
     """Lets go of values after their last use on this worker."""
 
 
-VALUELESS = (send, wait, free, seed, note)  # what gives nothing that must be let go
+VALUELESS = (
+    send,
+    wait,
+    free,
+    seed,
+    note,
+    finite,
+)  # what gives nothing that must be let go
 BUNDLES = (
     bundle,
     accumulate,

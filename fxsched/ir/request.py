@@ -72,6 +72,7 @@ class Request:
     pairs: Pairs = "auto"
     batch_norm: BatchNorm = "microbatch"
     deterministic: bool = False
+    check_finite: bool = False
 
     @property
     def by_arrival(self) -> bool:

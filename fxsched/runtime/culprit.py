@@ -7,8 +7,10 @@ from torch import fx
 from ..codegen.graph_functions import failed_node
 from ..codegen.tasks import Task
 from ..draw.program_table import program_table
+from ..ir.finite import NonFinite
 from ..ir.model_lines import LINES, line_in_model
 from ..jobs.job import Job
+from .nonfinite import first_nonfinite
 
 WORDS = {"F": "forward", "B": "backward", "W": "weights' gradients", "U": "update"}
 
@@ -33,8 +35,12 @@ def _words(job: Job) -> str:
 def _line(error: Exception, gm: fx.GraphModule, task: Task) -> str:
     node = failed_node(error)
     for call in task.nodes:
-        if node is not None and call.op == "call_module":
+        if call.op == "call_module":
             stage = gm.get_submodule(str(call.target))
+            if isinstance(error, NonFinite) and isinstance(stage, fx.GraphModule):
+                node = first_nonfinite(stage, error.given)
+            if node is None:
+                return ""
             lines = getattr(stage, "meta", {}).get(LINES)
             return str((lines and line_in_model(node, lines)) or "")
     return ""

@@ -1,0 +1,59 @@
+"""Autocast and bfloat16 parameters equal eager PyTorch with the same casts."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import fxsched
+from fxsched import schedules
+
+ULP = 2**-7  # of bfloat16, at most, relative to a value
+
+
+class Model(nn.Module):
+    """Two layers; autocast around what it does, where it is inside."""
+
+    def __init__(self, inside: bool = False) -> None:
+        super().__init__()
+        self.a, self.b, self.norm = nn.Linear(8, 8), nn.Linear(8, 8), nn.LayerNorm(8)
+        self.inside = inside
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16, enabled=self.inside):
+            hidden = self.b(torch.relu(self.a(x)))
+        hidden = self.norm(hidden.to(self.norm.weight.dtype))
+        return nn.functional.mse_loss(hidden.float(), y)
+
+
+def gradients(
+    model: nn.Module, step: nn.Module, autocast: bool, parts: int
+) -> list[Tensor]:
+    torch.manual_seed(0)
+    dtype = model.a.weight.dtype
+    x, y = torch.randn(8, 8).to(dtype), torch.randn(8, 8)
+    around = torch.autocast("cpu", torch.bfloat16) if autocast else None
+    with around or contextlib.nullcontext():
+        for part in zip(x.chunk(parts), y.chunk(parts), strict=True):
+            (step(*part) / parts).backward()
+    return [parameter.grad for parameter in model.parameters()]
+
+
+@pytest.mark.parametrize("casts", ["inside", "around", "parameters"])
+def test_casts_are_eagers(casts: str) -> None:
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    model = Model(casts == "inside")
+    if casts == "parameters":
+        model.bfloat16()
+    wanted = gradients(eager := copy.deepcopy(model), eager, casts == "around", 4)
+    schedule = schedules.one_f_one_b(2, 4)
+    with fxsched.backend(schedule, deterministic=True) as backend:
+        step = torch.compile(model, backend=backend)
+        found = gradients(model, step, casts == "around", 1)
+    assert [g.dtype for g in found] == [p.dtype for p in model.parameters()]
+    torch.testing.assert_close(found, wanted, rtol=ULP, atol=0)
