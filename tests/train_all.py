@@ -96,9 +96,10 @@ def run(models: Sequence[str], ranks: int) -> int:
 
 def train_bits(
     models: Sequence[str], ranks: int, seeds: int, names: Sequence[str]
-) -> int:
-    """Compares bits of all models under all schedules; how many cases there were."""
-    cases = 0
+) -> tuple[int, int]:
+    """Compares bits of all models under all schedules; how many cases had them, and how
+    many were refused."""
+    cases = refused = 0
     for name in models:
         for seed, (schedule, build) in enumerate(bits.schedules(ranks, seeds).items()):
             for order in ("static", "dynamic"):
@@ -106,9 +107,9 @@ def train_bits(
                     continue
                 carry = ("saved", "recompute")[seed % 2]
                 print(f"{name}, {schedule}, {order}, {carry}", flush=True)
-                bits.compare(name, build(), order=order, carry=carry)
-                cases += 1
-    return cases
+                equal = bits.compare(name, build(), order=order, carry=carry)
+                cases, refused = cases + equal, refused + (not equal)
+    return cases, refused
 
 
 def main() -> int:
@@ -124,10 +125,10 @@ def main() -> int:
     if options.ranks:
         dist.init_process_group("gloo")
     if options.bits is not None:
-        cases = train_bits(
+        cases, refused = train_bits(
             options.models, options.ranks, options.bits, options.schedules
         )
-        print(f"{cases} cases have the bits of one process")
+        print(f"{cases} cases have the bits of one process, {refused} were refused")
     else:
         cases = run(options.models, options.ranks)
         print(f"{cases} cases equal the plain loop")
