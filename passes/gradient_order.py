@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from itertools import pairwise
+from typing import Any
 
 from torch import Tensor, fx
 
@@ -106,10 +107,32 @@ def _takes_gradient(node: fx.Node) -> bool:
 
 
 def _reads(user: fx.Node, node: fx.Node) -> list[fx.Node]:
-    """A node, as often as another reads it."""
+    """A node, as often as another adds to its gradient: F.normalize(x) reads x once,
+    and its B adds twice."""
     read: list[fx.Node] = []
     fx.map_arg((user.args, user.kwargs), read.append)
-    return [each for each in read if each is node]
+    return [node] * max(read.count(node), _edges(user, node))
+
+
+def _edges(user: fx.Node, node: fx.Node) -> int:
+    """How many edges of autograd's records lead from one value to another that it is
+    computed of."""
+    inputs = [t for n in user.all_input_nodes for t in tensors(n.meta.get("val"))]
+    ends = {t.grad_fn for t in inputs}
+    values = {id(t) for t in tensors(node.meta.get("val"))}
+    wanted = {t.grad_fn for t in tensors(node.meta.get("val"))} - {None}
+    queue: list[Any] = [t.grad_fn for t in tensors(user.meta.get("val"))]
+    seen, edges = set(queue), 0
+    while queue:
+        function = queue.pop()
+        if function is None or function in ends:
+            continue
+        for read, _ in function.next_functions:
+            edges += read in wanted or id(getattr(read, "variable", None)) in values
+            if read not in seen:
+                seen.add(read)
+                queue.append(read)
+    return edges
 
 
 def _unordered(node: fx.Node, stages: list[int]) -> PlanError:
