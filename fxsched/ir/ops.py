@@ -346,14 +346,7 @@ def free(*values: Any) -> None:
     """Lets go of values after their last use on this worker."""
 
 
-VALUELESS = (
-    send,
-    wait,
-    free,
-    seed,
-    note,
-    finite,
-)  # what gives nothing that must be let go
+VALUELESS = (send, wait, free, seed, note, finite)  # give nothing to be let go
 BUNDLES = (
     bundle,
     accumulate,
