@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from . import passes, schedules
     from .backend import Backend, backend
+    from .building.deferred import deferred, materialize
     from .checker.summary import CheckError
     from .checkpoint.load import load
     from .checkpoint.save import save
@@ -72,6 +73,7 @@ __all__ = [
     "backend",
     "clip_grad_norm_",
     "compile",
+    "deferred",
     "explain",
     "full_optimizer_state_dict",
     "full_state_dict",
@@ -81,6 +83,7 @@ __all__ = [
     "load_full_state_dict",
     "load_schedule",
     "load_weights",
+    "materialize",
     "ops",
     "passes",
     "plan",
@@ -101,6 +104,7 @@ __all__ = [
 # them need, takes seconds to import.
 MODULES = {
     "backend": ("Backend", "backend"),
+    "building.deferred": ("deferred", "materialize"),
     "checker.summary": ("CheckError",),
     "checkpoint.load": ("load",),
     "checkpoint.save": ("save",),

@@ -424,12 +424,12 @@ class Backend:
         """The step for these inputs, planned now if there is none yet."""
         key = step_key(gm, args)
         step = self._planned(key, gm, args)
-        ranks = self._workers
-        if isinstance(ranks, Ranks) and not ranks.settle(step.plan, args):
+        workers = self._start_workers()
+        if not workers.settle(step.plan, args):
             # another model of the class, whose weights an earlier plan put elsewhere
-            places = ranks.owners(args), ranks.updaters(args)
+            places = workers.owners(args), workers.updaters(args)
             step = self._planned(f"{key}\n{places}", gm, args)
-            assert ranks.settle(step.plan, args), "owners were planned for"
+            assert workers.settle(step.plan, args), "owners were planned for"
         return step
 
     def _planned(self, key: str, gm: fx.GraphModule, args: tuple[Any, ...]) -> Step:

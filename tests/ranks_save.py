@@ -6,7 +6,7 @@ import os
 import signal
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from importlib import import_module
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -73,11 +73,17 @@ class Training(NamedTuple):
 
     @staticmethod
     def of(
-        schedule: Schedule, seed: int, steps_itself: bool = False, **options: Any
+        schedule: Schedule,
+        seed: int,
+        steps_itself: bool = False,
+        building: AbstractContextManager[None] | None = None,
+        **options: Any,
     ) -> Training:
-        """steps_itself: whether the program steps the optimizer."""
+        """steps_itself: whether the program steps the optimizer. building: where the
+        model is built."""
         torch.manual_seed(seed)
-        model = Dropping()
+        with building or nullcontext():
+            model = Dropping()
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
         if steps_itself:
             options["optimizer"] = optimizer
@@ -127,7 +133,8 @@ class Training(NamedTuple):
 
 def resumed(folder: Path, schedule: Schedule, **options: Any) -> tuple[list[str], int]:
     """The last two steps of a training, loaded by another one before its first call."""
-    training = Training.of(schedule, 7, **options)
+    building = fxsched.deferred(draws=False)
+    training = Training.of(schedule, 7, building=building, **options)
     assert training.load(folder)["step"] == 3
     return training.steps(STEPS - 3), training.digest()
 
@@ -150,7 +157,11 @@ def full_disk(name: str) -> Iterator[None]:
 
 
 def main(folder: Path, rank: int) -> None:
-    training = Training.of(schedules.fsdp(2, 2), 0, stages=["blocks.1"], timeout=60)
+    training = Training.of(
+        *(schedules.fsdp(2, 2), 0, False, fxsched.deferred()),
+        stages=["blocks.1"],
+        timeout=60,
+    )
     torch.manual_seed(5 + rank)  # a step takes rank 0's
     training.steps(3)
     saving = training.save_behind(folder, step=3, mine=rank, seed=4)

@@ -1,7 +1,7 @@
 """Trainings under schedules with updates of their own, saved and resumed.
 
 python -m tests.resumes [--ranks]: under each schedule, what is resumed has the bits of
-what went on; --ranks: over two processes.
+what went on; --ranks: over two processes. What resumes builds its model in deferred().
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import fxsched
 from fxsched import Schedule, schedules
 from fxsched.transport.world import from_rank_0, started_by_torchrun
 from tests.ranks_save import Training
@@ -42,7 +43,8 @@ def resume(folder: Path, case: str) -> tuple[Any, Any]:
     make, steps_itself = CASES[case]
     results = []
     for seed in (0, 7):
-        training = Training.of(make(), seed, steps_itself)
+        building = fxsched.deferred(draws=False) if seed else None
+        training = Training.of(make(), seed, steps_itself, building)
         if seed == 0:
             training.steps(STEPS)
             training.save(folder)

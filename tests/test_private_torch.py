@@ -57,6 +57,12 @@ NAMES = {
         "torch._inductor.compile_fx:compile_fx",
         "torch.fx.experimental.symbolic_shapes:ShapeEnv",
     ),
+    "recording.py": (
+        "torch.multiprocessing.reductions:StorageWeakRef.expired",
+        "torch:UntypedStorage._new_with_weak_ptr",
+        "torch:UntypedStorage._cdata",
+        "torch.utils._python_dispatch:TorchDispatchMode",
+    ),
     "lazy.py": (
         "torch.fx._lazy_graph_module:_use_lazy_graph_module",
         "torch.fx._lazy_graph_module:_LazyGraphModule",

@@ -132,6 +132,10 @@ class OptimizerContent(NamedTuple):
         for name, each in states.items():
             _keep_types(self.optimizer.state[self.parameters[name]], each)
 
+    def take(self, name: str, state: dict[str, Any]) -> None:
+        """Takes the state of one parameter."""
+        self.optimizer.state[self.parameters[name]] = state
+
 
 def tensors_in(states: Mapping[str, Mapping[str, Any]]) -> dict[str, Tensor]:
     """Tensors of an optimizer's states, by their names in a checkpoint."""

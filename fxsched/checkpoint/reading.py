@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -12,6 +13,7 @@ from torch.optim import Optimizer
 
 from ..jobs.job import PlanError
 from ..state.ownership import is_given_up
+from ..state.unmade import is_unmade, load_later, make_all
 from .content import MODEL, STATE, ModelContent, OptimizerContent
 from .fit import check_alike, check_names, tied_here
 from .manifest import Manifest
@@ -25,6 +27,8 @@ class Reading(NamedTuple):
     """What a rank takes of a checkpoint.
 
     places: tensors to read into, by their names there.
+    later: tensors that aren't made yet, by their names there; they are read when they
+        are, and the optimizer's state of them too.
     options, states: of the optimizer, by names of parameters; states are in places.
     own: the rank's own values.
     """
@@ -35,6 +39,7 @@ class Reading(NamedTuple):
     optimizer: OptimizerContent | None
     extra: Mapping[str, Any]
     places: dict[str, list[Tensor]]
+    later: dict[str, list[Tensor]]
     common: dict[str, Any]
     states: dict[str, dict[str, Any]]
     own: dict[str, Any]
@@ -51,7 +56,7 @@ class Reading(NamedTuple):
         """What a rank takes. Raises PlanError for what doesn't fit or is damaged."""
         manifest = Manifest.read(folder)
         content = ModelContent.of(model)
-        places = _places(content, manifest)
+        places, later = _places(content, manifest)
         same = party.ranks == manifest.workers
         own_file = f"{folder_of(party.rank if same else 0)}/{OWN}"
         manifest.check_files(folder, [COMMON, own_file])
@@ -62,33 +67,30 @@ class Reading(NamedTuple):
         if optimizer is not None:
             stepped = OptimizerContent.of(model, optimizer)
             check_optimizer(stepped, common)
-            wanted = stepped.updated(party.rank)
+            wanted = [
+                name
+                for name in stepped.updated(party.rank)
+                if not is_unmade(stepped.parameters[name])
+            ]
             states = _states(wanted, common["states"], manifest)
             places |= {
-                f"{STATE}{name}.{key}": [value]
+                key: [value]
                 for name, state in states.items()
-                for key, value in state.items()
-                if key in common["states"][name][0]
+                for key, value in _tensors_of(name, state, common["states"]).items()
             }
-        ranks = sorted({manifest.tensors[name].rank for name in places})
+        names = manifest.tensors if later else places  # those of states, too
+        ranks = sorted({manifest.tensors[name].rank for name in names})
         folders = tuple(f"{folder_of(rank)}/" for rank in ranks)
         data = [f for f in manifest.files if f.startswith(folders) and f[-6:] != OWN]
         manifest.check_files(folder, data)
         return Reading(
-            *(folder, manifest, content, stepped, extra),
-            *(places, common, states, own, same),
+            *(folder, manifest, content, stepped, extra, places, later),
+            *(common, states, own, same),
         )
 
     def take(self) -> dict[str, Any]:
         """Takes it; what is in the checkpoint's extra= besides."""
-        for rank in sorted({its.rank for its in self.manifest.tensors.values()}):
-            here = {
-                name: tensors[0]
-                for name, tensors in self.places.items()
-                if self.manifest.tensors[name].rank == rank
-            }
-            if here:
-                read_tensors(self.folder / folder_of(rank), here)
+        self._read({name: tensors[0] for name, tensors in self.places.items()})
         with torch.no_grad():
             for first, *others in self.places.values():
                 for tensor in others:  # tied when it was saved, and not here
@@ -97,6 +99,7 @@ class Reading(NamedTuple):
             module.set_extra_state(self.common["modules"][name])
         if self.optimizer is not None:
             self.optimizer.load(self.common["options"], self.states)
+        self._put_off()
         for name, each in self.extra.items():
             each.load_state_dict(self.own["extra"][name])
         set_random_state(self.own["random"])
@@ -107,9 +110,66 @@ class Reading(NamedTuple):
             if name not in self.extra and name not in left
         }
 
+    def _read(self, tensors: Mapping[str, Tensor]) -> None:
+        """Reads into tensors, by their names in the checkpoint."""
+        for rank in sorted({its.rank for its in self.manifest.tensors.values()}):
+            here = {
+                name: tensor
+                for name, tensor in tensors.items()
+                if self.manifest.tensors[name].rank == rank
+            }
+            if here:
+                read_tensors(self.folder / folder_of(rank), here)
 
-def _places(content: ModelContent, manifest: Manifest) -> dict[str, list[Tensor]]:
-    """The model's tensors here, by the names of what goes there in a checkpoint."""
+    def _put_off(self) -> None:
+        """Has what isn't made yet read later, and the optimizer's state of it."""
+        stepped = self.optimizer
+        names = {} if stepped is None else {p: n for n, p in stepped.parameters.items()}
+        for name, tensors in self.later.items():
+            for tensor in tensors:
+                then = None
+                if stepped is not None and tensor in names:
+                    then = partial(self._take_state, stepped, names[tensor])
+                load_later(tensor, partial(self._value, name), then)
+        if stepped is not None and self.later:
+            every = [tensor for tensors in self.later.values() for tensor in tensors]
+
+            def make_first(*_: object) -> None:
+                make_all(every)
+
+            stepped.optimizer.register_state_dict_pre_hook(make_first)
+            stepped.optimizer.register_load_state_dict_pre_hook(make_first)
+
+    def _value(self, name: str) -> Tensor:
+        """A tensor of the checkpoint."""
+        tensor = self.manifest.tensors[name].empty()
+        self._read({name: tensor})
+        return tensor
+
+    def _take_state(self, stepped: OptimizerContent, name: str) -> None:
+        """Takes the optimizer's state of a parameter, if there is any."""
+        states = _states([name], self.common["states"], self.manifest)
+        for state in states.values():
+            self._read(_tensors_of(name, state, self.common["states"]))
+            stepped.take(name, state)
+
+
+def _tensors_of(
+    name: str, state: Mapping[str, Any], states: Mapping[str, State]
+) -> dict[str, Tensor]:
+    """Tensors of a parameter's state, by their names in a checkpoint."""
+    return {
+        f"{STATE}{name}.{key}": value
+        for key, value in state.items()
+        if key in states[name][0]
+    }
+
+
+def _places(
+    content: ModelContent, manifest: Manifest
+) -> tuple[dict[str, list[Tensor]], dict[str, list[Tensor]]]:
+    """The model's tensors here, by the names of what goes there in a checkpoint: those
+    that are made, and those that aren't yet."""
     saved = {n: its for n, its in manifest.tensors.items() if n.startswith(MODEL)}
     names = {n: n for n in saved} | manifest.tied
     check_names("tensor", [*content.tensors, *content.tied], names)
@@ -117,11 +177,14 @@ def _places(content: ModelContent, manifest: Manifest) -> dict[str, list[Tensor]
         if names[name] != names[first]:
             raise tied_here(name, first)
     places: dict[str, list[Tensor]] = {}
+    later: dict[str, list[Tensor]] = {}
     for name, tensor in content.tensors.items():
         check_alike(name, saved[names[name]], tensor)
-        if not is_given_up(tensor):
+        if is_unmade(tensor):
+            later.setdefault(names[name], []).append(tensor)
+        elif not is_given_up(tensor):
             places.setdefault(names[name], []).append(tensor.detach())
-    return places
+    return places, later
 
 
 def _states(

@@ -14,6 +14,7 @@ from ..backend import Backend
 from ..jobs.job import PlanError
 from ..state.full_state import plain_name
 from ..state.ownership import is_given_up
+from ..state.unmade import is_unmade, load_later
 from .content import MODEL, ModelContent, writer_of
 from .fit import check_alike, check_names, tied_here
 from .folders import replace_file, sync_folder
@@ -92,7 +93,8 @@ def load_weights(
     path: a .safetensors file; an .index.json of several, or a folder with either, as
         save_weights and transformers write them; or what torch.save wrote of a
         state_dict(). Every rank calls it, before the model's first call or later, and
-        reads what it keeps. Tied weights may be there under one name or more.
+        reads what it keeps; of a model built in deferred(), at its first call. Tied
+        weights may be there under one name or more.
     model, backend: as for save.
 
     Names, shapes and types are checked first. Raises PlanError on every rank, where one
@@ -105,7 +107,10 @@ def load_weights(
     def take() -> None:
         with torch.no_grad():
             for stored, tensor in fitting:
-                tensor.copy_(stored.read())
+                if is_unmade(tensor):
+                    load_later(tensor, stored.read)
+                else:
+                    tensor.copy_(stored.read())
 
     party.local("load its weights", take)
 
@@ -127,7 +132,7 @@ def _fitting(
     for name, tensor in content.tensors.items():
         check_alike(name, found[name].what, tensor)
         if not is_given_up(tensor):
-            fitting.append((found[name], tensor.detach()))
+            fitting.append((found[name], tensor))
     return fitting
 
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ..checker.check_messages import check_summaries
 from ..checker.summary import Summary
-from ..ir.graphs import Role, Spec, State
+from ..ir.graphs import Role, State
 from ..ir.loss_scale import Gradients, overflowed
 from ..ir.step_ir import Message
 from ..jobs.job import PlanError
@@ -22,7 +22,15 @@ from ..plans.arithmetic import first_difference
 from ..plans.plan import Plan
 from ..state.clip import guard_torch_clipping
 from ..state.optimizers import guard_optimizers
-from ..state.ownership import OWNERSHIPS, Ownership, give_up, is_given_up, take_back
+from ..state.ownership import (
+    OWNERSHIPS,
+    Ownership,
+    give_up,
+    is_given_up,
+    spec_of,
+    take_back,
+)
+from ..state.unmade import forget, make, make_all, make_empty
 from ..transport.processes import MESSAGES, Processes
 from .run import Run
 from .runnable import Runnable
@@ -211,11 +219,12 @@ class Ranks:
             here = self.rank in group.owners
             for state in group.state:
                 if state.role is Role.SHARED:
+                    make_all(args[state.input : state.input + 1])
                     continue
                 tensor = args[state.input]
                 entry = OWNERSHIPS.get(tensor)
                 if entry is None:
-                    entry = Ownership(group.owners, Spec.of(tensor))
+                    entry = Ownership(group.owners, spec_of(tensor))
                     new[state] = entry
                 elif entry.owners != group.owners:
                     return False
@@ -256,6 +265,12 @@ class Ranks:
         OWNERSHIPS[tensor] = entry
         buffer = state.role is Role.BUFFER
         readers = range(self.processes.workers) if buffer else entry.owners
+        if self.rank == entry.owners[0]:
+            make(tensor)
+        elif self.rank in readers:
+            make_empty(tensor)
+        else:
+            forget(tensor)
         self.processes.share(tensor, entry.owners[0], readers)
         if not buffer and self.rank not in entry.owners:
             give_up(state.name, tensor)

@@ -16,6 +16,7 @@ from ..ir.loss_scale import Gradients
 from ..jobs.job import PlanError
 from ..plans.plan import Plan
 from ..state.ownership import is_given_up
+from ..state.unmade import make_all
 from ..transport.endpoints import Aborted, Exchange, ThreadEndpoint
 from .run import Run
 from .runnable import Runnable
@@ -75,6 +76,11 @@ class Threads:
     def updaters(self, args: Sequence[Any]) -> dict[int, int]:
         """None: what one worker updates, all have."""
         return {}
+
+    def settle(self, plan: Plan, args: Sequence[Any]) -> bool:
+        """Makes what isn't made yet of the parameters and buffers; True."""
+        make_all(args)
+        return True
 
     def check(self, plan: Plan) -> None:
         """Raises CheckError unless the programs of all workers are sound."""

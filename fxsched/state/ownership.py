@@ -19,6 +19,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from ..ir.graphs import Spec
 from ..jobs.job import PlanError
+from .unmade import READS, UNMADE, WRITES
 
 
 class Ownership(NamedTuple):
@@ -48,9 +49,6 @@ class Ownership(NamedTuple):
 # of all models of this process: a model may have several backends, one after another
 OWNERSHIPS: MutableMapping[Tensor, Ownership] = WeakIdKeyDictionary()
 
-READS = ("detach", "clone", "__deepcopy__", "__reduce_ex__")
-WRITES = ("copy_",)
-
 
 def give_up(name: str, tensor: Tensor, values: bool = True) -> None:
     """Makes a parameter or buffer refuse: its attributes shadow torch's methods.
@@ -77,7 +75,7 @@ def take_back(tensor: Tensor) -> None:
 
 def is_given_up(tensor: Tensor) -> bool:
     """Whether this rank has given a tensor up to its owners, or to its updater."""
-    return READS[0] in vars(tensor)
+    return READS[0] in vars(tensor) and tensor not in UNMADE
 
 
 def first_owner(tensor: Tensor) -> int:
@@ -91,18 +89,28 @@ def is_updated(tensor: Tensor, rank: int) -> bool:
     return tensor not in OWNERSHIPS or rank in OWNERSHIPS[tensor].updaters
 
 
+def spec_of(tensor: Tensor) -> Spec:
+    """What a tensor is where it is kept, or will be once it is made."""
+    entry = UNMADE.get(tensor) or OWNERSHIPS.get(tensor)
+    if entry is None:
+        return Spec.of(tensor)
+    return entry.spec._replace(dtype=tensor.dtype, device=tensor.device)
+
+
 def specs_of(values: Sequence[Any]) -> dict[int, Spec]:
-    """What tensors among some values are where they are kept, by position."""
+    """What tensors among some values, that may be otherwise here, are where they are
+    kept, by position."""
     return {
-        i: OWNERSHIPS[value].spec._replace(dtype=value.dtype, device=value.device)
+        i: spec_of(value)
         for i, value in enumerate(values)
-        if isinstance(value, Tensor) and value in OWNERSHIPS
+        if isinstance(value, Tensor) and (value in OWNERSHIPS or value in UNMADE)
     }
 
 
 def stand_in(value: Any) -> Any:
-    """Some values of the same shape for what this rank gave up, to be timed with."""
-    if not isinstance(value, Tensor) or not is_given_up(value):
+    """Some values of the same shape for what this rank gave up, or hasn't made yet, to
+    be timed with."""
+    if not isinstance(value, Tensor) or READS[0] not in vars(value):
         return value
     some = specs_of([value])[0].empty().fill_(0.01)
     return some.requires_grad_(value.requires_grad)

@@ -1,0 +1,4 @@
+"""Building a model without memory: its values are made where they are kept.
+
+Imports: ir, jobs, state.
+"""

@@ -1,0 +1,181 @@
+"""What constructors did to tensors, and the same done again for some of them.
+
+A tensor is known by its storage and its place there, as memory is: views need no
+operation of their own, and two names of one memory are one thing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_leaves, tree_map
+
+from ..jobs.job import PlanError
+
+
+class Place(NamedTuple):
+    """Where a tensor lies: its storage's number, and its layout there."""
+
+    storage: int
+    offset: int
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+
+    def of(self, storages: dict[int, Any]) -> Tensor:
+        """The tensor in one of some real storages."""
+        storage = storages[self.storage]
+        tensor = torch.empty(0, dtype=self.dtype)
+        return tensor.set_(storage, self.offset, self.shape, self.stride)
+
+
+class Constant(NamedTuple):
+    """A tensor that was there already, and the version of it that was read."""
+
+    tensor: Tensor
+    version: int
+
+
+@dataclass
+class Operation:
+    """One operation on tensors, with places and constants in its arguments.
+
+    results: places of the new tensors that it returns, None for all else.
+    reads, writes: numbers of storages.
+    generator: what it draws random numbers from, if it does.
+    seeded: that generator's state, where the user has set it since the last draw.
+    state: that generator's state before it, once that is known.
+    default: PyTorch's default type as it ran.
+    """
+
+    function: Any
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    results: tuple[Place | None, ...]
+    reads: set[int]
+    writes: set[int]
+    generator: torch.Generator | None = None
+    seeded: Tensor | None = None
+    state: Tensor | None = None
+    default: torch.dtype = field(default_factory=torch.get_default_dtype)
+
+    @property
+    def touched(self) -> list[int]:
+        """Numbers of the storages that it reads or writes."""
+        return sorted(self.reads | self.writes)
+
+    def run(self, storages: dict[int, Any]) -> None:
+        """Runs it on real storages, which get those of its results."""
+
+        def real(value: Any) -> Any:
+            if isinstance(value, Place):
+                return value.of(storages)
+            if isinstance(value, Constant):
+                if value.tensor._version != value.version:
+                    raise PlanError(
+                        f"deferred(): a tensor of shape {list(value.tensor.shape)} "
+                        f"that {self.function} read while the model was built has "
+                        "been written since; leave it as it is until the first call"
+                    )
+                return value.tensor
+            return value
+
+        args, kwargs = tree_map(real, (self.args, self.kwargs), is_leaf=is_recorded)
+        default = torch.get_default_dtype()
+        torch.set_default_dtype(self.default)
+        try:
+            with torch.no_grad():
+                result = self.function(*args, **kwargs)
+                for place, value in zip(self.results, tree_leaves(result), strict=True):
+                    if place is not None and value is not None:
+                        place.of(storages).copy_(value)
+        finally:
+            torch.set_default_dtype(default)
+
+
+def tensors_in(value: Any) -> list[Tensor]:
+    """The tensors in a value, in their order."""
+    return [each for each in tree_leaves(value) if isinstance(each, Tensor)]
+
+
+def is_recorded(value: Any) -> bool:
+    """Whether a value stands for a tensor."""
+    return isinstance(value, Place | Constant)
+
+
+class Tape:
+    """Operations in their order. sizes: of storages, in bytes."""
+
+    def __init__(self) -> None:
+        self.operations: list[Operation] = []
+        self.sizes: list[int] = []
+        self.writers: dict[int, list[int]] = {}  # of a storage: their positions
+
+    def storage(self, size: int) -> int:
+        """The number of a new storage."""
+        self.sizes.append(size)
+        return len(self.sizes) - 1
+
+    def add(self, operation: Operation) -> None:
+        """Adds the next operation."""
+        for number in sorted(operation.writes):
+            self.writers.setdefault(number, []).append(len(self.operations))
+        self.operations.append(operation)
+
+    def needed(self, wanted: Iterable[int], end: int | None = None) -> list[Operation]:
+        """The operations that values of some storages come of, in their order.
+
+        end: before which operation the values are wanted.
+        """
+        stop = len(self.operations) if end is None else end
+        waiting = [(number, stop) for number in wanted]
+        chosen: set[int] = set()
+        seen: dict[int, int] = {}  # up to where a storage's writers were looked at
+        while waiting:
+            number, stop = waiting.pop()
+            before, seen[number] = seen.get(number, 0), max(seen.get(number, 0), stop)
+            for position in self.writers.get(number, ()):
+                if before <= position < stop and position not in chosen:
+                    chosen.add(position)
+                    touched = self.operations[position].touched
+                    waiting += [(each, position) for each in touched]
+        return [self.operations[position] for position in sorted(chosen)]
+
+    def make(
+        self, operations: Sequence[Operation], wanted: Iterable[int]
+    ) -> dict[int, Any]:
+        """The wanted storages, and others, as some operations, all that they need,
+        leave them behind."""
+        numbers = {*wanted, *(n for each in operations for n in each.touched)}
+        storage: Any = torch.UntypedStorage
+        storages = {n: storage(self.sizes[n]) for n in sorted(numbers)}
+        for operation in operations:
+            generator = operation.generator
+            if generator is None:
+                operation.run(storages)
+                continue
+            if operation.state is None:
+                raise PlanError(
+                    "deferred(draws=False) makes no random numbers: load what is made "
+                    "of them, by fxsched.load_weights or fxsched.load, or leave "
+                    "draws=False out"
+                )
+            before = generator.get_state()
+            generator.set_state(operation.state)
+            try:
+                operation.run(storages)
+            finally:
+                generator.set_state(before)
+        return storages
+
+    def values(self, place: Place) -> Tensor:
+        """A new tensor with the values of a place.
+
+        Raises PlanError where they come of random numbers that aren't drawn.
+        """
+        wanted = [place.storage]
+        return place.of(self.make(self.needed(wanted), wanted))
