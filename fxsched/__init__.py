@@ -46,6 +46,8 @@ if TYPE_CHECKING:
         load_full_optimizer_state_dict,
         load_full_state_dict,
     )
+    from .state.norms import gradient_norm, gradient_norms, parameter_norms
+    from .state.stream import stream_state_dict
     from .tuner.search import search
 
 __version__ = "0.1.0"
@@ -77,6 +79,8 @@ __all__ = [
     "explain",
     "full_optimizer_state_dict",
     "full_state_dict",
+    "gradient_norm",
+    "gradient_norms",
     "keeps_rows",
     "load",
     "load_full_optimizer_state_dict",
@@ -85,6 +89,7 @@ __all__ = [
     "load_weights",
     "materialize",
     "ops",
+    "parameter_norms",
     "passes",
     "plan",
     "profile",
@@ -96,6 +101,7 @@ __all__ = [
     "simulate",
     "stability",
     "stage_boundary",
+    "stream_state_dict",
     "verify",
     "write_trace",
 ]
@@ -139,6 +145,8 @@ MODULES = {
         "load_full_optimizer_state_dict",
         "load_full_state_dict",
     ),
+    "state.norms": ("gradient_norm", "gradient_norms", "parameter_norms"),
+    "state.stream": ("stream_state_dict",),
     "tuner.search": ("search",),
 }
 HOMES = {name: module for module, names in MODULES.items() for name in names}

@@ -16,6 +16,7 @@ import fxsched
 from fxsched import PlanError, Schedule, schedules
 from fxsched.state.ownership import is_given_up
 from fxsched.transport.checksums import digest
+from tests import ranks_views
 
 B = 4
 
@@ -340,6 +341,7 @@ if __name__ == "__main__":
     resume()
     mistakes()
     inputs()
+    ranks_views.main()
     alone()
     print(f"rank {dist.get_rank()}: whole state")
     dist.destroy_process_group()

@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 from ..jobs.job import PlanError
 from ..state.full_state import module_of, optimized, plain_name
 from ..state.optimizers import unguarded
-from ..state.ownership import OWNERSHIPS, first_owner, is_updated
+from ..state.ownership import first_owner, is_updated
 
 MODEL, STATE = "model.", "optimizer.state."
 EXTRA_STATE = "_extra_state"  # how torch ends names of what get_extra_state() returns
@@ -59,11 +59,6 @@ class ModelContent(NamedTuple):
             else:
                 content.tensors[name] = value
         return content
-
-
-def writer_of(tensor: Tensor) -> int:
-    """The rank that has a parameter's or buffer's newest values, and writes them."""
-    return OWNERSHIPS[tensor].newest[0] if tensor in OWNERSHIPS else 0
 
 
 class OptimizerContent(NamedTuple):

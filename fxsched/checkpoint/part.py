@@ -10,7 +10,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ..state.full_state import mapped
-from .content import ModelContent, OptimizerContent, tensors_in, writer_of
+from ..state.ownership import newest_owner
+from .content import ModelContent, OptimizerContent, tensors_in
 from .folders import sync_folder
 from .manifest import File, Saved
 from .tensor_files import write_tensors
@@ -77,7 +78,7 @@ class Part(NamedTuple):
         tensors = {
             name: tensor.detach()
             for name, tensor in content.tensors.items()
-            if writer_of(tensor) == rank
+            if newest_owner(tensor) == rank
         }
         modules = {name: m.get_extra_state() for name, m in content.extra.items()}
         common: dict[str, Any] = {"modules": modules, "optimizer": "", "options": {}}

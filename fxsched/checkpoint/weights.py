@@ -13,9 +13,9 @@ from torch import Tensor, nn
 from ..backend import Backend
 from ..jobs.job import PlanError
 from ..state.full_state import plain_name
-from ..state.ownership import is_given_up
+from ..state.ownership import is_given_up, newest_owner
 from ..state.unmade import is_unmade, load_later
-from .content import MODEL, ModelContent, writer_of
+from .content import MODEL, ModelContent
 from .fit import check_alike, check_names, tied_here
 from .folders import replace_file, sync_folder
 from .party import Party
@@ -81,7 +81,7 @@ def _owned(folder: Path, model: nn.Module, rank: int) -> dict[str, Tensor]:
     return {
         name.removeprefix(MODEL): content.tensors[first]
         for name, first in names.items()
-        if writer_of(content.tensors[first]) == rank
+        if newest_owner(content.tensors[first]) == rank
     }
 
 

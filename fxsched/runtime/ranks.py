@@ -20,6 +20,7 @@ from ..ir.step_ir import Message
 from ..jobs.job import PlanError
 from ..plans.arithmetic import first_difference
 from ..plans.plan import Plan
+from ..state.averaged import guard_averages
 from ..state.clip import guard_torch_clipping
 from ..state.optimizers import guard_optimizers
 from ..state.ownership import (
@@ -281,6 +282,7 @@ class Ranks:
         if len(entry.updaters) < self.processes.workers:
             guard_torch_clipping(self.processes.workers)
             guard_optimizers(self.rank)
+            guard_averages()
 
 
 def _examined(plan: Plan, rank: int) -> Summary:

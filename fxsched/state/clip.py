@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, MutableMapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
 from functools import wraps
 from typing import Any
 
@@ -40,16 +40,14 @@ def clip_grad_norm_(
     RuntimeError for a norm that is not finite, if asked to.
     """
     parameters = _parameters(model)
-    _check_gradients(parameters)
+    check_gradients(parameters)
     if not any(parameter in OWNERSHIPS for parameter in parameters):
         clip: Any = torch.nn.utils.clip_grad_norm_
         total: Tensor = clip(parameters, max_norm, norm_type, error_if_nonfinite)
         return total
-    call = f"clip_grad_norm_ of {len(parameters)} parameters, norm {norm_type}"
-    processes = everyone("clip_grad_norm_")
-    own_norms = _own_norms(parameters, float(norm_type), processes.rank)
-    norms = _joined(processes.agree(call, own_norms))
+    by_position = gradient_norms_of("clip_grad_norm_", parameters, float(norm_type))
     # a number is its own norm
+    norms = list(by_position.values())
     total = torch.nn.utils.get_total_norm(norms, float(norm_type))
     if error_if_nonfinite and not total.isfinite():
         raise RuntimeError(
@@ -70,25 +68,39 @@ def _parameters(model: nn.Module | Tensor | Iterable[Tensor]) -> list[Tensor]:
     return list({id(parameter): parameter for parameter in model}.values())
 
 
-@torch.no_grad()
-def _own_norms(parameters: list[Tensor], norm_type: float, rank: int) -> Norms:
-    """Norms of the gradients that this rank speaks for."""
-    numbered = [
-        (i, parameter.grad)
+def gradient_norms_of(
+    call: str, parameters: Sequence[Tensor], norm_type: float
+) -> dict[int, Tensor]:
+    """Norms of the gradients of parameters that ranks have between them, each by the
+    first rank that updates it, by position; to the same bits on every rank."""
+    rank = everyone(call).rank
+    own = {
+        i: parameter.grad
         for i, parameter in enumerate(parameters)
         if parameter.grad is not None and first_owner(parameter) == rank
-    ]
-    gradients = [gradient for _, gradient in numbered]
-    values = torch._foreach_norm(gradients, norm_type) if gradients else ()
+    }
+    return joined_norms(f"{call} of {len(parameters)} parameters", own, norm_type)
+
+
+@torch.no_grad()
+def joined_norms(
+    call: str, own: Mapping[int, Tensor], norm_type: float
+) -> dict[int, Tensor]:
+    """Norms of tensors that ranks have between them, in the order of their positions.
+
+    own: those that this rank speaks for, by position.
+    """
+    values = torch._foreach_norm(list(own.values()), norm_type) if own else ()
     norms: Norms = {}
     for dtype in dict.fromkeys(value.dtype for value in values):
         same = [i for i, value in enumerate(values) if value.dtype == dtype]
         numbers = torch.stack([values[i].cpu() for i in same]).tolist()
-        norms[dtype] = {numbered[i][0]: n for i, n in zip(same, numbers, strict=True)}
-    return norms
+        positions = list(own)
+        norms[dtype] = {positions[i]: n for i, n in zip(same, numbers, strict=True)}
+    return _joined(everyone(call.split()[0]).agree(f"{call}, norm {norm_type}", norms))
 
 
-def _joined(everyone: list[Norms]) -> list[Tensor]:
+def _joined(everyone: list[Norms]) -> dict[int, Tensor]:
     """All norms in the order of the parameters, in their types."""
     by_position = {
         i: torch.tensor(value, dtype=dtype)
@@ -96,7 +108,7 @@ def _joined(everyone: list[Norms]) -> list[Tensor]:
         for dtype, values in norms.items()
         for i, value in values.items()
     }
-    return [by_position[i] for i in sorted(by_position)]
+    return {i: by_position[i] for i in sorted(by_position)}
 
 
 def note_stepped(parameters: Iterable[Tensor]) -> None:
@@ -104,12 +116,13 @@ def note_stepped(parameters: Iterable[Tensor]) -> None:
     gradients: what they should clip is gone, for the program has stepped the
     optimizer."""
     STEPPED.update(dict.fromkeys(parameters))
-    _guard("stepped", _check_gradients)
+    _guard("stepped", check_gradients)
     _guard_values()
 
 
-def _check_gradients(parameters: Sequence[Tensor]) -> None:
-    if _are_stepped(parameters):
+def check_gradients(parameters: Sequence[Tensor]) -> None:
+    """Raises PlanError where the program has used up the gradients."""
+    if are_stepped(parameters):
         raise PlanError(
             "clip_grad_norm_ has no gradients to clip: the program has stepped the "
             "optimizer in the call; leave it out, and give fxsched.backend(schedule, "
@@ -117,7 +130,8 @@ def _check_gradients(parameters: Sequence[Tensor]) -> None:
         )
 
 
-def _are_stepped(parameters: Sequence[Tensor]) -> bool:
+def are_stepped(parameters: Sequence[Tensor]) -> bool:
+    """Whether the program has stepped them, and their gradients are gone."""
     if any(p.grad is not None for p in parameters):
         return False
     return any(parameter in STEPPED for parameter in parameters)
@@ -132,7 +146,7 @@ def _guard_values() -> None:
     @wraps(real)
     def guarded(parameters: Any, *args: Any, **kwargs: Any) -> None:
         parameters = _parameters(parameters)
-        if _are_stepped(parameters):
+        if are_stepped(parameters):
             raise PlanError(
                 "clip_grad_value_ has no gradients to clip: the program has stepped "
                 "the optimizer in the call; leave optimizer= out of fxsched.backend "

@@ -25,11 +25,13 @@ from .optimizers import parameters_of, unguarded, updated_elsewhere
 from .ownership import OWNERSHIPS, exchanged, first_owner, is_given_up, is_updated
 
 
-def full_state_dict(model: nn.Module) -> dict[str, Any]:
+def full_state_dict(model: nn.Module, rank: int | None = None) -> dict[str, Any]:
     """model.state_dict() as plain PyTorch has it, in copies on the CPU.
 
     model: compiled or not; the names are those of the module itself. Every rank calls
-    it and gets all of it. Raises PlanError if another rank calls something else.
+    it and gets all of it, or rank `rank` alone, and the others {}. stream_state_dict
+    gives one tensor after another, where no rank has room for all. Raises PlanError if
+    another rank calls something else.
     """
     module = module_of(model)
     tensors = _kept(module)
@@ -37,9 +39,12 @@ def full_state_dict(model: nn.Module) -> dict[str, Any]:
     values: list[Tensor] = []
     if tensors:
         processes = everyone("full_state_dict")
-        processes.agree(f"full_state_dict of {_what(tensors)}", None)
+        processes.agree(f"full_state_dict of {digest_of(tensors)}, rank={rank}", None)
+        readers = readers_of("full_state_dict", processes, rank)
         elsewhere = [t for t in tensors if processes.rank not in OWNERSHIPS[t].newest]
-        values = _gathered(processes, tensors)
+        values = _gathered(processes, tensors, readers)
+        if processes.rank not in readers:
+            return {}
     with exchanged(elsewhere, values):
         return _renamed(_copies(module.state_dict(), {storage(v) for v in values}))
 
@@ -57,7 +62,7 @@ def load_full_state_dict(
     module = module_of(model)
     tensors = _kept(module)
     if tensors:
-        _agree_on(f"load_full_state_dict into {_what(tensors)}", state)
+        _agree_on(f"load_full_state_dict into {digest_of(tensors)}", state)
     given_up = [tensor for tensor in tensors if is_given_up(tensor)]
     with exchanged(given_up, [_empty(OWNERSHIPS[tensor].spec) for tensor in given_up]):
         return module.load_state_dict(_named_as_in(module, state), strict)
@@ -105,7 +110,7 @@ def load_full_optimizer_state_dict(
     parameters = optimized(model, optimizer)
     elsewhere: set[Tensor] = set()
     if any(parameter in OWNERSHIPS for parameter in parameters):
-        _agree_on(f"load_full_optimizer_state_dict of {_what(parameters)}", state)
+        _agree_on(f"load_full_optimizer_state_dict of {digest_of(parameters)}", state)
         rank = everyone("load_full_optimizer_state_dict").rank
         elsewhere.update(updated_elsewhere(optimizer, rank))
     numbers = [n for group in state["param_groups"] for n in group["params"]]
@@ -147,7 +152,7 @@ def optimized(model: nn.Module, optimizer: Optimizer) -> list[Tensor]:
     return parameters
 
 
-def _what(tensors: Sequence[Tensor]) -> str:
+def digest_of(tensors: Sequence[Tensor]) -> str:
     specs = [
         str(OWNERSHIPS[t].spec if t in OWNERSHIPS else Spec.of(t)) for t in tensors
     ]
@@ -168,17 +173,41 @@ def _empty(spec: Spec) -> Tensor:
     return spec._replace(device=torch.device("cpu")).empty()
 
 
-def _gathered(processes: Processes, tensors: Sequence[Tensor]) -> list[Tensor]:
-    """The newest values of those that this rank doesn't have them of."""
-    values = []
-    for tensor in tensors:
-        entry = OWNERSHIPS[tensor]
-        others = [r for r in range(processes.workers) if r not in entry.newest]
-        if processes.rank in others:
-            tensor = _empty(entry.spec)
-            values.append(tensor)
-        processes.share(tensor, entry.newest[0], others)
-    return values
+def readers_of(call: str, processes: Processes, rank: int | None) -> Sequence[int]:
+    """The ranks that get values: one, or all. Raises PlanError for one that isn't."""
+    every = range(processes.workers)
+    if rank is not None and rank not in every:
+        raise PlanError(
+            f"{call}(rank={rank!r}): give a rank from 0 to {processes.workers - 1}, or "
+            "None for all"
+        )
+    return every if rank is None else [rank]
+
+
+def _gathered(
+    processes: Processes, tensors: Sequence[Tensor], readers: Sequence[int]
+) -> list[Tensor]:
+    """The newest values of those that this rank doesn't have them of, if it reads."""
+    values = [gathered(processes, tensor, readers) for tensor in tensors]
+    mine = processes.rank
+    return [
+        value
+        for tensor, value in zip(tensors, values, strict=True)
+        if mine not in OWNERSHIPS[tensor].newest and value is not None
+    ]
+
+
+def gathered(
+    processes: Processes, tensor: Tensor, readers: Sequence[int]
+) -> Tensor | None:
+    """The newest values of a tensor that ranks keep, on those that read them: itself
+    where it has them, or a copy on the CPU."""
+    entry = OWNERSHIPS[tensor]
+    others = [rank for rank in readers if rank not in entry.newest]
+    if processes.rank in others:
+        tensor = _empty(entry.spec)
+    processes.share(tensor, entry.newest[0], others)
+    return tensor if processes.rank in readers else None
 
 
 def _states(
@@ -198,7 +227,7 @@ def _states(
         for i, parameter in enumerate(parameters)
         if parameter in optimizer.state and first_owner(parameter) == processes.rank
     }
-    call = f"full_optimizer_state_dict of {_what(parameters)}"
+    call = f"full_optimizer_state_dict of {digest_of(parameters)}"
     by_rank = processes.agree(call, (states, [Spec.of(value) for value in tensors]))
     result: dict[int, Any] = {}
     for rank, (states, specs) in enumerate(by_rank):

@@ -56,10 +56,10 @@ def give_up(name: str, tensor: Tensor, values: bool = True) -> None:
     values: whether to let go of them too; those of a buffer, or of a copy that another
         rank updates, are out of date here.
     """
+    entry = OWNERSHIPS[tensor]
     if values:
         nothing = torch.full((), torch.nan).to(tensor)
-        tensor.data = nothing.expand(tensor.shape)
-    entry = OWNERSHIPS[tensor]
+        tensor.data = nothing.expand(entry.spec.shape)
     what = f"no values of {name}, which rank {entry.owners[0]} keeps"
     if entry.behind and not values:
         what = f"old values of {name}, the newest are on rank {entry.updater}"
@@ -78,10 +78,21 @@ def is_given_up(tensor: Tensor) -> bool:
     return READS[0] in vars(tensor) and tensor not in UNMADE
 
 
+def has_memory(tensor: Tensor) -> bool:
+    """Whether a tensor has values, be they out of date, and isn't one NaN."""
+    return tensor.untyped_storage().nbytes() >= tensor.nbytes
+
+
 def first_owner(tensor: Tensor) -> int:
     """The rank that speaks for a tensor: the one that updates it, or its first owner;
     rank 0 for one that no program reads."""
     return OWNERSHIPS[tensor].updaters[0] if tensor in OWNERSHIPS else 0
+
+
+def newest_owner(tensor: Tensor) -> int:
+    """The first rank that has a tensor's newest values; rank 0 for one that no program
+    reads."""
+    return OWNERSHIPS[tensor].newest[0] if tensor in OWNERSHIPS else 0
 
 
 def is_updated(tensor: Tensor, rank: int) -> bool:

@@ -1,0 +1,78 @@
+"""torch.optim.swa_utils.AveragedModel of a model that ranks have between them.
+
+Each rank averages what it keeps: the average has the owners of the model's parameters,
+and no memory for those of other ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import wraps
+from itertools import chain
+from typing import Any
+
+from torch import Tensor, nn
+from torch.optim.swa_utils import AveragedModel
+
+from .ownership import OWNERSHIPS, exchanged, give_up, has_memory, is_given_up
+
+Pairs = list[tuple[str, Tensor, Tensor]]  # name, average, what it is of
+
+
+def guard_averages() -> None:
+    """From now on AveragedModel averages what this rank keeps."""
+    made: Any = AveragedModel.__init__
+    real: Any = AveragedModel.update_parameters
+    if hasattr(real, "keeps"):
+        return
+
+    @wraps(made)
+    def __init__(self: Any, model: nn.Module, *args: Any, **kwargs: Any) -> None:
+        with _left_out(list(chain(model.parameters(), model.buffers()))):
+            made(self, model, *args, **kwargs)
+        for name, average, tensor in _pairs(self, model):
+            _follow(name, average, tensor)
+
+    @wraps(real)
+    def update_parameters(self: Any, model: nn.Module) -> None:
+        pairs = _pairs(self, model)
+        for name, average, tensor in pairs:
+            _follow(name, average, tensor)
+        apart = [p[1:] for p in pairs if is_given_up(p[1]) or is_given_up(p[2])]
+        with _left_out(list(chain(*apart)), keep=False):
+            real(self, model)
+
+    update_parameters.keeps = True  # type: ignore[attr-defined]
+    names: Any = AveragedModel
+    names.__init__, names.update_parameters = __init__, update_parameters
+
+
+def _pairs(averaged: Any, model: nn.Module) -> Pairs:
+    """Parameters and buffers, each once, in the order of update_parameters."""
+    named = chain(model.named_parameters(), model.named_buffers())
+    averages = chain(averaged.module.parameters(), averaged.module.buffers())
+    return [(n, a, t) for a, (n, t) in zip(averages, named, strict=True)]
+
+
+def _follow(name: str, average: Tensor, tensor: Tensor) -> None:
+    """Has an average be where its parameter or buffer is."""
+    entry, before = OWNERSHIPS.get(tensor), OWNERSHIPS.get(average)
+    if entry is None or (before is not None and before.behind >= entry.behind):
+        return
+    OWNERSHIPS[average] = entry
+    if is_given_up(tensor) and not is_given_up(average):
+        give_up(name, average, values=not has_memory(tensor))
+
+
+@contextmanager
+def _left_out(tensors: list[Tensor], keep: bool = True) -> Iterator[None]:
+    """Where what this rank has given up, and what else is named, may be read and
+    written: in the place of values that it lacks there is nothing.
+
+    keep: whether to leave values in their place that are out of date.
+    """
+    chosen = [t for t in tensors if is_given_up(t)] if keep else tensors
+    values = [t.data if keep and has_memory(t) else t.data.new_empty(0) for t in chosen]
+    with exchanged(chosen, values):
+        yield
