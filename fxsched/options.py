@@ -272,6 +272,9 @@ def check_deterministic(request: Request, stage_compiler: StageCompiler) -> None
         "batch_norm='batch' adds up statistics of microbatches; take 'microbatch'": (
             request.batch_norm == "batch"
         ),
+        "pairs='spread' adds up gradients of embeddings by rows; take 'joint'": (
+            request.pairs == "spread"
+        ),
     }
     for other in (other for other, asked in others.items() if asked):
         if request.deterministic:

@@ -30,7 +30,8 @@ def trace_pairs(trace: Trace, request: Request) -> Traced:
 
     Raises PlanError where neither can be planned.
     """
-    spread = trace(request.pairs != "joint")
+    # gradients of gathered embeddings come by rows, in other orders
+    spread = trace(request.pairs != "joint" and not request.deterministic)
     if not spread.spread:
         return spread
     if request.pairs == "spread":

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 import fxsched
 from fxsched import Schedule
 from fxsched import schedules as library
+from fxsched.models.gpt import GPT, GPTConfig
 
 from .cases import MICROBATCHES, anything, build
 
@@ -39,14 +40,60 @@ class PostNorm(nn.Module):
         return nn.functional.cross_entropy(logits.flatten(0, 1), y.flatten())
 
 
+class Chain(nn.Module):
+    """Blocks in a line, each with dropout, which any cut between them leaves exact."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.Sequential(*(self._block() for _ in range(4)))
+        self.head = nn.Linear(16, 16)
+
+    def _block(self) -> nn.Module:
+        return nn.Sequential(nn.Linear(16, 16), nn.GELU(), nn.Dropout(0.3))
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return (self.head(self.blocks(x)) - y).square().mean()
+
+
+class Contrastive(nn.Module):
+    """Two towers with dropout, whose rows meet in a loss over all pairs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.left, self.right = self._tower(), self._tower()
+
+    def _tower(self) -> nn.Module:
+        block = nn.Linear(16, 16), nn.Tanh(), nn.Dropout(0.2)
+        return nn.Sequential(*block, nn.Linear(16, 8))
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        pairs = self.left(x) @ self.right(y).T
+        return nn.functional.cross_entropy(pairs, torch.arange(len(x)))
+
+
 OWN = {"tied": (0.0, 1), "post_norm": (0.0, 3), "dropout": (0.2, 1)}
-MODELS = ("mlp", "gpt", "two_tower", "unet", "encoder_decoder", *OWN)
+DRAWN = {
+    "gpt_dropout": lambda: build_gpt(0.2),
+    "chain": lambda: (Chain(), (torch.randn(8, 16), torch.randn(8, 16))),
+    "contrastive": lambda: (Contrastive(), (torch.randn(8, 16), torch.randn(8, 16))),
+}
+# whose plans of one worker are what others are compared with
+PLANNED = ("dropout", *DRAWN)
+MODELS = ("mlp", "gpt", "two_tower", "unet", "encoder_decoder", *OWN, *DRAWN)
+
+
+def build_gpt(dropout: float) -> tuple[nn.Module, tuple[Tensor, ...]]:
+    words = torch.randint(0, 40, (8, 6))
+    config = GPTConfig(40, 6, 16, 2, 4, dropout)
+    return GPT(config), (words, words.roll(-1, 1))
 
 
 def model_of(name: str) -> tuple[nn.Module, tuple[Tensor, ...]]:
+    torch.manual_seed(0)
+    if name in DRAWN:
+        return DRAWN[name]()
     if name not in OWN:
         return build(name)
-    torch.manual_seed(0)
     words = torch.randint(0, 40, (8, 5)), torch.randint(0, 40, (8, 5))
     return PostNorm(*OWN[name]), words
 
@@ -98,14 +145,15 @@ def compare(name: str, schedule: Schedule, **options: Any) -> bool:
     """Raises AssertionError for a gradient with other bits than in one process; whether
     the cut was not refused."""
     model, inputs = model_of(name)
-    if name == "dropout":
+    if name in PLANNED:
         one = library.gpipe(1, MICROBATCHES)
         wanted = planned(model, one, inputs, transport="threads")
     else:
         wanted = one_by_one(model, inputs)
     ranks = "distributed" if dist.is_initialized() else "threads"
+    options.setdefault("transport", ranks)
     try:
-        found = planned(model, schedule, inputs, transport=ranks, **options)
+        found = planned(model, schedule, inputs, **options)
     except fxsched.PlanError as error:
         if "other bits" not in str(error):
             raise

@@ -34,10 +34,14 @@ def test_threads_have_the_bits_of_one_process(way: str) -> None:
     assert bits.compare(model, WAYS[way](), order=order, stages=stages)
 
 
+def test_a_loss_over_pairs_has_the_bits_of_one_worker() -> None:
+    assert bits.compare("contrastive", schedules.zero2(2, 4))
+
+
 def test_ranks_have_the_bits_of_one_process() -> None:
-    cases = ("--models", "mlp", "--schedules", "ddp")
+    cases = ("--models", "chain", "--schedules", "1f1b")
     done = torchrun(2, "tests.train_all", "--ranks", "2", "--bits", "0", *cases)
-    assert "2 cases have the bits of one process, 0 were refused" in done.stdout
+    assert "4 cases have the bits of one process, 0 were refused" in done.stdout
 
 
 class Chain(nn.Module):
@@ -100,6 +104,7 @@ def refused(message: str, **options: object) -> None:
 def test_what_is_not_deterministic_is_refused() -> None:
     refused("inductor", stage_compiler="inductor")
     refused("batch_norm='batch'", batch_norm="batch")
+    refused("pairs='spread' adds up gradients of embeddings by rows", pairs="spread")
     with pytest.raises(PlanError, match="give True or False"):
         fxsched.backend(schedules.gpipe(2, 4), deterministic="yes")
     with pytest.raises(PlanError, match="average_every"):

@@ -14,6 +14,8 @@ import copy
 import os
 import sys
 from collections.abc import Sequence
+from itertools import product
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -100,14 +102,16 @@ def train_bits(
     """Compares bits of all models under all schedules; how many cases had them, and how
     many were refused."""
     cases = refused = 0
+    transports = ("distributed", "gloo") if ranks else ("threads",)
     for name in models:
         for seed, (schedule, build) in enumerate(bits.schedules(ranks, seeds).items()):
-            for order in ("static", "dynamic"):
+            for order, way in product(("static", "dynamic"), transports):
                 if names and schedule not in names:
                     continue
                 carry = ("saved", "recompute")[seed % 2]
-                print(f"{name}, {schedule}, {order}, {carry}", flush=True)
-                equal = bits.compare(name, build(), order=order, carry=carry)
+                print(f"{name}, {schedule}, {order}, {carry}, {way}", flush=True)
+                options: Any = {"order": order, "carry": carry, "transport": way}
+                equal = bits.compare(name, build(), **options)
                 cases, refused = cases + equal, refused + (not equal)
     return cases, refused
 
