@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import re
 import subprocess
 import sys
@@ -12,6 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -398,3 +400,29 @@ def test_what_could_not_be_loaded_is_not_saved(tmp_path: Path) -> None:
     with pytest.raises(PlanError, match="no state of a Loader by parameters; give"):
         fxsched.save(tmp_path, model, Loader())  # type: ignore[arg-type]
     assert not any(tmp_path.iterdir())
+
+
+def test_older_checkpoints_are_removed_once_a_new_one_is_whole(tmp_path: Path) -> None:
+    model = nn.Linear(2, 2)
+    (tmp_path / "000001").mkdir(parents=True)  # of a save that was killed
+    for _ in range(4):
+        fxsched.save(tmp_path, model, keep=2)
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["000004", "000005", "latest"]
+    fxsched.save(tmp_path, model)
+    assert len(list(tmp_path.iterdir())) == 4
+    fxsched.save(tmp_path, model, background=True, keep=1).wait()
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["000007", "latest"]
+    fxsched.load(tmp_path, model)
+    with pytest.raises(PlanError, match=r"save\(keep=0\): give a number from 1 on"):
+        fxsched.save(tmp_path, model, keep=0)
+
+
+def test_all_random_generators_go_on_where_they_were(tmp_path: Path) -> None:
+    def draw() -> tuple[float, ...]:
+        return random.gauss(), float(np.random.randn()), float(torch.randn(()))
+
+    draw()
+    fxsched.save(tmp_path, model := nn.Linear(2, 2))
+    wanted = draw()
+    fxsched.load(tmp_path, model)
+    assert draw() == wanted

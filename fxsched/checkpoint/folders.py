@@ -10,6 +10,7 @@ so that a crash between leaves none; here nothing that is whole is ever written 
 from __future__ import annotations
 
 import os
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -64,6 +65,19 @@ def point_to(folder: Path, name: str) -> None:
     whenever the machine stops. Raises OSError."""
     sync_folder(folder)
     replace_file(folder / POINTER, f"{name}\n")
+
+
+def remove_older(folder: Path, name: str, keep: int) -> None:
+    """Removes checkpoints older than one, and what is left of saves that were killed,
+    but for the last `keep` whole ones, that one counted."""
+    older = sorted(n for n in _numbers(folder) if n < int(name))
+    whole = [n for n in older if (folder / f"{n:06}" / MANIFEST).is_file()]
+    kept = whole[len(whole) - (keep - 1) :] if keep > 1 else []
+    for number in older:
+        if number not in kept:
+            gone = folder / f"{number:06}"
+            (gone / MANIFEST).unlink(missing_ok=True)  # no longer whole, from now on
+            shutil.rmtree(gone, ignore_errors=True)
 
 
 def replace_file(path: Path, text: str) -> None:

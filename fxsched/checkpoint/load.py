@@ -32,9 +32,9 @@ def load(
     model, optimizer, backend: as for save; without optimizer, its state is left.
     extra: what has load_state_dict(), by the names it was saved by.
 
-    Gives what else there was in extra=, by name. Torch's random generators are set as
-    they were: on as many ranks as saved, each rank's own, else rank 0's, which are
-    those that a step draws from where they differ.
+    Gives what else there was in extra=, by name. Torch's, Python's and NumPy's random
+    generators are set as they were: on as many ranks as saved, each rank's own, else
+    rank 0's, which are those that a step draws from where they differ.
 
     Names, shapes and types of all tensors, and sizes and checksums of files, are
     checked before anything is changed. Raises PlanError on every rank, where one finds

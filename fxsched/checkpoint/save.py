@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 
 from ..backend import Backend
 from ..jobs.job import PlanError
-from .folders import make_fresh, point_to, sync_folder
+from .folders import make_fresh, point_to, remove_older, sync_folder
 from .manifest import File, Manifest
 from .part import Part, Written, folder_of
 from .party import Party
@@ -30,6 +30,7 @@ def save(
     backend: Backend | None = None,
     extra: Mapping[str, Any] | None = None,
     background: Literal[False] = False,
+    keep: int | None = None,
 ) -> Path: ...
 
 
@@ -42,6 +43,7 @@ def save(
     extra: Mapping[str, Any] | None = None,
     *,
     background: Literal[True],
+    keep: int | None = None,
 ) -> Saving: ...
 
 
@@ -52,26 +54,34 @@ def save(
     backend: Backend | None = None,
     extra: Mapping[str, Any] | None = None,
     background: bool = False,
+    keep: int | None = None,
 ) -> Path | Saving:
     """Saves a training state; gives the new checkpoint, FOLDER/000001 or later.
 
     folder: on a disk that all ranks see. Every rank calls it between two steps; each
         writes the tensors that it owns, by torch.distributed.checkpoint, under the
         names of plain PyTorch. Then FOLDER/latest names the new checkpoint; until
-        that, and if anything fails, the one before. None is deleted.
+        that, and if anything fails, the one before.
     model: compiled or not. optimizer: what steps its parameters.
     backend: what the model is compiled with; says whether there are ranks, and how long
         to wait for them. Without it there are, if a process group of several is up.
     extra: anything else, by name: what has state_dict(), as learning-rate schedulers,
         GradScaler and StatefulDataLoader do, or numbers, words, tensors and containers
-        of them. The state of torch's random generators, each rank's, is saved too.
+        of them. The state of torch's, Python's and NumPy's random generators, each
+        rank's, is saved too.
     background: whether to copy all that to the CPU's memory and return while a thread
         writes it: gives a Saving, whose wait() gives the checkpoint. The next save or
         load waits for it.
+    keep: how many checkpoints stay in FOLDER, the new one counted; older ones are
+        removed once it is whole. None for all.
 
     Raises OSError on the rank that could not write, PlanError on all others; and
     PlanError for what could not be loaded again. See load for what is trusted.
     """
+    if keep is not None and (type(keep) is not int or keep < 1):
+        raise PlanError(
+            f"save(keep={keep!r}): give a number from 1 on, or None for all"
+        )
     wait_for_last()
     party, path = Party("save", backend), Path(folder)
     fresh = path / party.first("make a folder", lambda: make_fresh(path))
@@ -80,18 +90,22 @@ def save(
         return Part.of(model, optimizer, extra, party.rank)
 
     if not background:
-        return _write(party, fresh, part)
+        return _write(party, fresh, part, keep)
     with _removed_if_it_fails(party, fresh):
         copied = party.local("copy its part", lambda: part().copied())
         apart = Party("save", backend, "background")
-    return start(fresh, lambda: _write(apart, fresh, lambda: copied))
+    return start(fresh, lambda: _write(apart, fresh, lambda: copied, keep))
 
 
-def _write(party: Party, fresh: Path, part: Callable[[], Part]) -> Path:
+def _write(
+    party: Party, fresh: Path, part: Callable[[], Part], keep: int | None
+) -> Path:
     """Writes this rank's part; the checkpoint, once it is whole."""
     with _removed_if_it_fails(party, fresh):
         parts = party.each("write its part", lambda: part().write(fresh))
     party.first("finish the checkpoint", lambda: _finish(fresh, parts))
+    if keep is not None and party.rank == 0:
+        remove_older(fresh.parent, fresh.name, keep)
     return fresh
 
 

@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import io
 import os
+import random
 import re
 import zlib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -82,14 +84,23 @@ def _small(value: Tensor) -> Any:
 
 
 def random_state() -> dict[str, Any]:
-    """Of torch's generators here: the CPU's and, once CUDA is used, the GPUs'."""
+    """Of the generators here: torch's of the CPU and, once CUDA is used, of the GPUs,
+    Python's and NumPy's."""
     used = torch.cuda.is_available() and torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
     cuda = torch.cuda.get_rng_state_all() if used else []
-    return {"cpu": torch.get_rng_state(), "cuda": cuda}
+    name, key, *rest = np.random.get_state(legacy=True)
+    return {
+        "cpu": torch.get_rng_state(),
+        "cuda": cuda,
+        "python": random.getstate(),
+        "numpy": (name, np.asarray(key).tolist(), *rest),
+    }
 
 
 def set_random_state(state: Mapping[str, Any]) -> None:
-    """Sets the CPU's generator, and those of as many GPUs as there are."""
+    """Sets them, and those of as many GPUs as there are."""
     torch.set_rng_state(state["cpu"])
     for device, each in enumerate(state["cuda"][: torch.cuda.device_count()]):
         torch.cuda.set_rng_state(each, device)
+    random.setstate(state["python"])
+    np.random.set_state(state["numpy"])
