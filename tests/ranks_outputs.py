@@ -6,10 +6,10 @@ import copy
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
 
 import fxsched
 from fxsched import Placement, Schedule, schedules
+from tests.ranks_scalers import scalers
 from tests.test_buffers import MICROBATCHES, eager, replaced, total
 from tests.test_buffers import Model as Keeping
 from tests.test_training_loop import Chain, batch
@@ -64,41 +64,9 @@ def random() -> None:
     print(f"rank {dist.get_rank()}: random numbers hold")
 
 
-class Loud(nn.Module):
-    """The first layer's gradients overflow in float16, the second's don't."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second = nn.Linear(8, 8), nn.Linear(8, 8)
-
-    def forward(self, x: Tensor) -> Tensor:
-        loud = (self.first(x) * 3e4).float().mean()
-        return loud + self.second(x).float().mean()
-
-
-def overflow() -> None:
-    """Where one rank's gradients overflow, the scalers of all skip the step."""
-    torch.manual_seed(0)
-    model, scaler = Loud(), torch.amp.GradScaler("cpu")
-    options = {"stages": ["first", "second"], "loss_scale": scaler}
-    backend = fxsched.backend(schedules.gpipe(2, 2), **options)
-    run = torch.compile(model, backend=backend)
-    with torch.autocast("cpu", dtype=torch.float16):
-        loss = run(torch.randn(4, 8))
-    scaler.scale(loss).backward()
-    own = [p for p in model.parameters() if p.grad is not None]
-    assert len(own) == 2, len(own)
-    optimizer = torch.optim.SGD(own, lr=1.0)
-    before = [p.detach().clone() for p in own]
-    scaler.step(optimizer)
-    scaler.update()
-    assert all(map(torch.equal, before, own)) and scaler.get_scale() == 2.0**15
-    print(f"rank {dist.get_rank()}: scalers hold")
-
-
 if __name__ == "__main__":
     dist.init_process_group("gloo")
-    overflow()
+    scalers()
     state()
     random()
     dist.destroy_process_group()

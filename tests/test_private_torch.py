@@ -63,6 +63,7 @@ NAMES = {
         "torch:UntypedStorage._cdata",
         "torch.utils._python_dispatch:TorchDispatchMode",
     ),
+    "scaler.py": ("torch.amp:GradScaler._unscale_grads_",),
     "lazy.py": (
         "torch.fx._lazy_graph_module:_use_lazy_graph_module",
         "torch.fx._lazy_graph_module:_LazyGraphModule",

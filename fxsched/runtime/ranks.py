@@ -31,6 +31,7 @@ from ..state.ownership import (
     spec_of,
     take_back,
 )
+from ..state.scaler import guard_scalers
 from ..state.unmade import forget, make, make_all, make_empty
 from ..transport.processes import MESSAGES, Processes
 from .run import Run
@@ -283,6 +284,7 @@ class Ranks:
             guard_torch_clipping(self.processes.workers)
             guard_optimizers(self.rank)
             guard_averages()
+            guard_scalers()
 
 
 def _examined(plan: Plan, rank: int) -> Summary:
