@@ -18,6 +18,7 @@ from torch.optim import Optimizer
 
 import fxsched
 from fxsched import Schedule, schedules
+from fxsched.models.mlp import MLP, MLPConfig
 from fxsched.state.ownership import is_given_up
 from tests.ranks_state import everyone, refused
 from tests.updates import TOLERANCE, adamw, build_double
@@ -32,8 +33,14 @@ def spread() -> Schedule:
     return replace(schedules.ddp(2), stages=4, u=lambda s, b: s % 2)
 
 
+def small() -> tuple[nn.Module, Batch]:
+    torch.manual_seed(0)
+    x, y = torch.randn(4, 32), torch.randn(4, 16)
+    return MLP(MLPConfig(width=32, layers=4)).double(), (x.double(), y.double())
+
+
 def build(seed: int = 0) -> tuple[nn.Module, Batch]:
-    model, inputs = build_double("gpt")
+    model, inputs = small()
     torch.manual_seed(seed)
     with torch.no_grad():
         for parameter in model.parameters() if seed else ():
@@ -175,7 +182,7 @@ def resume(way: str) -> None:
 
 def evaluate() -> None:
     """Evaluation sees new weights on all ranks, by any backend, after any step."""
-    model, inputs = build()
+    model, inputs = build_double("gpt")  # which has a tied weight
     reference = copy.deepcopy(model)
     optimizer, its_optimizer = adamw(model), adamw(reference)
     its_call = in_eager(reference, its_optimizer, inputs)
@@ -255,6 +262,11 @@ def skip() -> None:
     same_state(model, optimizer, (reference, its_optimizer))
 
 
+def of_type(dtype: torch.dtype) -> tuple[nn.Module, Batch]:
+    model, inputs = build()
+    return model.to(dtype), tuple(each.to(dtype) for each in inputs)
+
+
 def bits(dtype: torch.dtype) -> None:
     """clip_grad_norm= has the bits of torch's on the same gradients, everywhere."""
     found = []
@@ -265,8 +277,7 @@ def bits(dtype: torch.dtype) -> None:
         (schedules.ddp(2), {"transport": "threads"}),
     )
     for schedule, options in cases:
-        model, inputs = build()
-        model.to(dtype)
+        model, inputs = of_type(dtype)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
         backend = fxsched.backend(
             schedule, optimizer=optimizer, clip_grad_norm=0.01, **options
@@ -275,8 +286,7 @@ def bits(dtype: torch.dtype) -> None:
         for number in range(2):
             step(*batch(inputs, number))
         found.append(dict(fxsched.full_state_dict(model)))
-    model, inputs = build()
-    model.to(dtype)
+    model, inputs = of_type(dtype)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     for number in range(2):
         optimizer.zero_grad()
