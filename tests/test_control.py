@@ -45,6 +45,24 @@ def test_a_rank_that_plans_a_call_which_another_runs_is() -> None:
         first.idle(1, None, time.monotonic())
 
 
+@pytest.mark.parametrize("seen", [1, None])
+def test_a_rank_that_broke_its_connections_for_another_is_not_blamed(
+    seen: int | None,
+) -> None:
+    """Rank 2 has lost rank 0 and rank 1, which lost rank 0 too."""
+    store = dist.HashStore()  # type: ignore[attr-defined]
+    _, first, second = (Control(rank, 3, 30.0, store) for rank in range(3))
+    first.write("lost", None, "has lost a rank", None, 1)
+    assert "rank 2 lost rank 0 at call 0" in str(second.lost(seen))
+
+
+def test_ranks_that_may_be_lost_are_all_named() -> None:
+    store = dist.HashStore()  # type: ignore[attr-defined]
+    controls = [Control(rank, 3, 30.0, store) for rank in range(3)]
+    assert "rank 1 lost rank 0 or rank 2 at" in str(controls[1].lost(None))
+    assert "rank 1 lost rank 2 at call 0" in str(controls[1].lost(2))
+
+
 def waiting(rank: int, whom: int, beat: int) -> Status:
     text = f"waits for rank {whom} at call 3"
     return Status("waits", Mark(3, 1), 1, text, whom, beat)

@@ -31,7 +31,8 @@ class Status(NamedTuple):
     """What a rank has written of itself.
 
     kind: "here", "waits", "plans", "failed", "departed" (failed because it is apart
-        from another) or "closed". plans: how many it has begun. text: for people.
+        from another), "lost" (a connection) or "closed". plans: how many it has begun.
+        text: for people.
     whom: the rank that it waits for; None for all. beat: another number every TICK.
     """
 

@@ -28,9 +28,10 @@ from typing import Any
 
 from ..jobs.job import PlanError
 from .board import TICK, Board, Mark, Status, Store
-from .silence import Silence
+from .silence import LATE, Silence
 
 LONG = 10.0  # seconds of waiting that a line on stderr tells of
+GRACE = 2 * TICK  # seconds in which a rank that fails has said so
 LATEST = 64  # calls whose marks are remembered
 
 
@@ -201,17 +202,44 @@ class Control:
         )
 
     def lost(self, rank: int | None) -> Exception:
-        """What to raise where the connection to a rank has ended: why, if it said."""
+        """What to raise where the connection to a rank, None for some, has ended: why,
+        if it said."""
         try:
-            for other, status in self._others().items():
-                self._judge(other, status, self.marks.get(self.calls), False)
-        except (PlanError, ConnectionError) as error:
+            self._judge_all()
+            whom = self._unheard(rank)
+        except (PlanError, ConnectionError, TimeoutError) as error:
             return error
-        whom = "another rank" if rank is None else f"rank {rank}"
+        ranks = " or ".join(f"rank {each}" for each in whom)
         return ConnectionError(
-            f"rank {self.rank} lost {whom} at call {self.calls}: its process, or the "
+            f"rank {self.rank} lost {ranks} at call {self.calls}: its process, or the "
             "network to it, has ended"
         )
+
+    def _judge_all(self) -> dict[int, Status]:
+        """What the others are at; raises what one says of why this one can't go on."""
+        others = self._others()
+        for other, status in others.items():
+            self._judge(other, status, self.marks.get(self.calls), False)
+        return others
+
+    def _unheard(self, rank: int | None) -> list[int]:
+        """The ranks that write nothing for a while: one that fails breaks connections,
+        which who waits for it may see before it has said why."""
+        if self.failure is None:
+            self.write("lost", None, "has lost a rank", None, 1)
+        before = self._others()
+        unheard = list(before) or [r for r in range(self.ranks) if r != self.rank]
+        began = time.monotonic()
+        while before and time.monotonic() < began + LATE:
+            if len(unheard) == 1 and time.monotonic() > began + GRACE:
+                break
+            time.sleep(TICK / 10)
+            now = self._judge_all()
+            unheard = [
+                r for r in unheard if now[r].kind != "lost" and now[r] == before[r]
+            ]
+        lost = [r for r in unheard if r == rank] or unheard
+        return lost or ([*before] if rank is None else [rank])
 
     def fail(self, error: BaseException) -> None:
         """Tells the others that this rank cannot go on."""

@@ -199,11 +199,20 @@ class Processes:
         store = c10d._get_default_store()
         board: Any = c10d.PrefixStore(f"fxsched {next(_groups)}", store)
         self.control = Control(self.rank, self.workers, self.limit, board, numbers)
-        self.control.meet("start", None)
         self.neighbours: Mapping[int, Neighbour] = {}
+        self._group: dist.ProcessGroup | None = None
+        try:
+            self._link()
+        except Exception as error:
+            lost = isinstance(error, RuntimeError)
+            reason = self.control.lost(None) if lost else error
+            self.control.fail(reason)
+            raise reason from error
+
+    def _link(self) -> None:
+        self.control.meet("start", None)
         late = timedelta(seconds=self.limit + 4 * TICK)  # fxsched's errors say more
-        group = dist.new_group(backend="gloo", timeout=late)
-        self._group: dist.ProcessGroup | None = group
+        self._group = dist.new_group(backend="gloo", timeout=late)
         if self.near:
             self.neighbours = Neighbours(self.rank, self.all, self.control)
 
