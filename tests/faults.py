@@ -15,8 +15,8 @@ from fxsched import Job
 from fxsched.ir import ops
 from tests.random_plans import Case, random_case
 
-TIMEOUT = 2.0  # seconds, of the backends
-SHORT, LONG = 0.5 * TIMEOUT, 2 * TIMEOUT  # seconds of a rank that is slow, or too slow
+TIMEOUT = 3.0  # seconds, of the backends
+SHORT, LONG = 0.5 * TIMEOUT, TIMEOUT + 2  # seconds of a rank that is slow, or too slow
 ROUNDS = (  # each on ranks of its own: what they survive, then what one does not
     ("F", "B", "W", "kill"),
     ("transfer", "optimizer", "pass", "stop"),

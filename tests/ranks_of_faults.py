@@ -7,8 +7,10 @@ import gc
 import json
 import os
 import shutil
+import sys
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -25,7 +27,7 @@ from tests.faults import TIMEOUT, FailingSGD, Fuse, Trial
 from tests.random_plans import Results, with_room
 
 Say = Callable[..., None]
-LEFT = 5.0  # seconds in which threads and descriptors must be gone
+LEFT = 3 * TIMEOUT + 4  # seconds in which threads and descriptors must be gone
 ROOM = (0, 4096, 12288)  # bytes that a full disk still has
 
 
@@ -187,8 +189,13 @@ def lost(training: Training, say: Say) -> None:
 
 
 def threads() -> list[str]:
-    """Those of fxsched's that are alive."""
-    return [t.name for t in threading.enumerate() if t.name.startswith("fxsched")]
+    """Those of fxsched's that are alive, and what each is in."""
+    frames = sys._current_frames()
+    return [
+        f"{thread.name} in {frames[thread.ident].f_code.co_qualname}"
+        for thread in threading.enumerate()
+        if thread.name.startswith("fxsched") and thread.ident in frames
+    ]
 
 
 def descriptors() -> list[str]:
@@ -204,9 +211,10 @@ def check_gone(what: Callable[[], list[str]], before: list[str]) -> None:
     """Raises AssertionError if there is more than before, and stays."""
     until = time.monotonic() + LEFT
     while len(what()) > len(before) and time.monotonic() < until:
-        time.sleep(0.02)
+        time.sleep(0.1)
+        gc.collect()  # errors hold frames of threads that end a little later
     now = what()
-    more = [each for each in now if each not in before]
+    more = sorted((Counter(now) - Counter(before)).elements())
     assert len(now) <= len(before), f"{len(now)} stay, not {len(before)}: {more}"
 
 
@@ -235,7 +243,6 @@ def work(trials: Sequence[Trial], reports: int, folder: Path) -> None:
             survived(training, say)
         training.backend.close()
         del training
-        gc.collect()  # errors hold frames of theirs
         if trial.fault != "cut" or rank != trial.victim:  # which asks a store for ever
             check_gone(threads, alive)
         if trial is trials[0]:
