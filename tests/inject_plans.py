@@ -30,7 +30,7 @@ from tests.faults import ROUNDS, TIMEOUT, Trial
 from tests.forked_ranks import Rank, Report, Store, shell
 
 SLACK = 6.0  # seconds that a busy machine may take longer
-START = 60.0  # seconds for a round's other trials
+START = 180.0  # seconds for a round's other trials
 LEFT_OUT = "namespaces aren't allowed: cut links and full disks are left out"
 INSIDE = "FXSCHED_TEST_NAMESPACES"
 
