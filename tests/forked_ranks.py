@@ -4,6 +4,7 @@ the process that holds their store."""
 from __future__ import annotations
 
 import ctypes
+import faulthandler
 import json
 import os
 import signal
@@ -20,6 +21,7 @@ from tests.faults import Trial
 from tests.kill_saves import free_port
 from tests.ranks_of_faults import work
 
+HANGS = 60.0  # seconds after which a rank prints where it is
 NEW_NETWORK = 0x40000000  # CLONE_NEWNET
 Report = dict[str, Any]
 
@@ -92,6 +94,7 @@ class Rank:
             shell("ip", "link", "set", "eth0", "up")
             shell("ip", "route", "add", "default", "via", host)
             os.environ["GLOO_SOCKET_IFNAME"] = "eth0"
+        faulthandler.dump_traceback_later(HANGS, repeat=True)
         own = dist.PrefixStore(group, dist.TCPStore(host, store.port, None, False))
         ranks = trials[0].ranks
         dist.init_process_group("gloo", store=own, rank=self.number, world_size=ranks)
