@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import copy
+import pickle
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -13,7 +15,7 @@ from torch.nn.utils import parametrizations
 
 import fxsched
 from fxsched import PlanError, schedules
-from fxsched.building.draws import CHUNK, Draws
+from fxsched.building.draws import CHUNK
 from fxsched.building.recording import Recording
 from fxsched.state.unmade import UNMADE
 from tests.deferred import distinct, trained
@@ -123,11 +125,8 @@ def test_a_generator_is_where_drawing_would_have_left_it(
     draw()
     wanted = torch.get_rng_state()
     torch.manual_seed(2)
-    with Recording(True) as recording:
+    with Recording(True):
         draw()
-    recording.advance()
-    assert isinstance(recording.draws, Draws)
-    recording.draws.leave()
     assert torch.equal(torch.get_rng_state(), wanted)
 
 
@@ -157,6 +156,7 @@ def test_what_copies_a_tensor_makes_it() -> None:
         lambda model: copy.deepcopy(model).weight,
         lambda model: model.weight.detach(),
         lambda model: model.double().weight.float(),
+        lambda model: model.type(torch.double).weight.float(),
     ):
         torch.manual_seed(0)
         wanted = nn.Linear(30, 40).weight
@@ -183,6 +183,27 @@ def test_what_is_loaded_is_not_drawn(tmp_path: Path) -> None:
     assert distinct(third, plain) == []
 
 
+def test_state_of_the_optimizer_is_loaded_whatever_gives_the_values(
+    tmp_path: Path,
+) -> None:
+    plain = nn.Linear(30, 40)
+    optimizer = torch.optim.AdamW(plain.parameters())
+    plain(torch.ones(2, 30)).sum().backward()
+    optimizer.step()
+    fxsched.save(tmp_path / "all", plain, optimizer)
+    fxsched.save_weights(tmp_path / "weights", plain)
+    model = deferred(lambda: nn.Linear(30, 40), draws=False)
+    again = torch.optim.AdamW(model.parameters())
+    fxsched.load(tmp_path / "all", model, again)
+    model.bias.data = plain.bias.data
+    fxsched.load_weights(tmp_path / "weights", model)
+    fxsched.materialize(model)
+    assert distinct(model, plain) == []
+    for mine, its in zip(model.parameters(), plain.parameters(), strict=True):
+        found, wanted = again.state[mine], optimizer.state[its]
+        assert torch.equal(found["exp_avg"], wanted["exp_avg"])
+
+
 def test_what_was_to_be_loaded_and_is_not_is_an_error() -> None:
     model = deferred(lambda: nn.Linear(30, 40), draws=False)
     with pytest.raises(PlanError, match=r"deferred\(draws=False\) makes no random num"):
@@ -196,17 +217,96 @@ def test_what_cannot_be_put_off_is_an_error() -> None:
         deferred(lambda: deferred(lambda: nn.Linear(3, 3)))
     with pytest.raises(PlanError, match="resize_ of a tensor that isn't made yet"):
         deferred(lambda: nn.Parameter(torch.rand(3).resize_(9)))
-    outside = torch.zeros(1 << 15)
+    with pytest.raises(PlanError, match="a conjugate or negative view, which can't be"):
+        deferred(lambda: Held(torch.randn(20, 30, dtype=torch.cfloat).conj()))
+    with pytest.raises(PlanError, match=r"aten.* draws at once, for what it gives"):
+        deferred(lambda: Held(torch._sample_dirichlet(torch.ones(9))), draws=False)
 
-    def read() -> nn.Module:
-        linear = nn.Linear(1 << 15, 1)
-        linear.weight.data[0].copy_(outside)
-        return linear
 
-    model = deferred(read)
-    outside.add_(1)
-    with pytest.raises(PlanError, match=r"that aten.copy_.default read while the mode"):
-        fxsched.materialize(model)
+class Held(nn.Module):
+    """Some tensors as parameters or buffers."""
+
+    def __init__(self, *tensors: Tensor) -> None:
+        super().__init__()
+        for i, each in enumerate(tensors):
+            real = each.is_floating_point() or each.is_complex()
+            self.register_buffer(f"held{i}", nn.Parameter(each) if real else each)
+
+
+def seeded_alike() -> nn.Module:
+    """The generator is read, set back and seeded with what it was seeded with."""
+    state = torch.get_rng_state()
+    first = torch.randn(20, 30)
+    torch.set_rng_state(state)
+    with torch.random.fork_rng():
+        second = torch.randn(20, 30)
+    third, kept = torch.randn(20, 30), torch.get_rng_state()
+    own = torch.Generator().manual_seed(2)
+    fourth = torch.randn(20, 30, generator=own)
+    own.manual_seed(2)
+    fifth = torch.randn(20, 30, generator=own)
+    sampled = torch._sample_dirichlet(torch.rand(9))
+    return Held(first, second, third, fourth, fifth, kept, sampled)
+
+
+def shared_with_numpy() -> nn.Module:
+    """Memory is read and written without operations."""
+    blank, kept = torch.empty(200, 200), torch.zeros(200, 200)
+    blank.numpy()[:] = 3
+    kept.copy_(blank)
+    scratch, copied = np.ones((200, 200), np.float32), torch.zeros(200, 200)
+    copied.copy_(torch.from_numpy(scratch))
+    scratch *= 2
+    drawn = torch.randn(20, 30)
+    seen = drawn.numpy()
+    drawn.normal_()
+    seen *= 2
+    return Held(blank, kept, copied, drawn, torch.full((), float(seen.mean())))
+
+
+def copied_and_changed() -> nn.Module:
+    """What is read, pickled or copied onto itself is written later."""
+    table = torch.tensor([float(i) for i in range(20000)])
+    read = torch.zeros(20000).copy_(table)
+    table.data.mul_(2)
+    square = torch.from_numpy(np.arange(40000.0).reshape(200, 200))
+    square.copy_(square.t().clone())
+    vectors = torch.linalg.svd(torch.randn(30, 20), full_matrices=False)[2]
+    pickled = pickle.loads(pickle.dumps(nn.Parameter(torch.randn(20, 30)).detach()))
+    whole = torch.arange(40000)
+    return Held(table, read, square, vectors, pickled, whole)
+
+
+@pytest.mark.parametrize("build", [seeded_alike, shared_with_numpy, copied_and_changed])
+def test_generators_and_memory_are_as_in_an_ordinary_build(
+    build: Callable[[], nn.Module],
+) -> None:
+    torch.manual_seed(1)
+    wanted, after = tensors(build()), torch.get_rng_state()
+    torch.manual_seed(1)
+    model = deferred(build)
+    assert torch.equal(torch.get_rng_state(), after)
+    found = tensors(model)
+    assert not any(n in UNMADE and not n.is_floating_point() for n in found.values())
+    fxsched.materialize(model)
+    for name, each in wanted.items():
+        assert torch.equal(found[name], each), name
+        assert found[name].stride() == each.stride(), name
+
+
+def test_lazy_modules_stay_lazy() -> None:
+    assert nn.parameter.is_lazy(deferred(lambda: nn.LazyLinear(3)).weight)
+
+
+def test_an_exception_leaves_what_was_built_with_its_values() -> None:
+    wanted, outside = torch.ones(20, 30), torch.ones(20, 30)
+    torch.manual_seed(1)
+    nn.init.normal_(wanted)
+    torch.manual_seed(1)
+    with pytest.raises(KeyError), fxsched.deferred():
+        nn.init.normal_(outside)
+        raise KeyError
+    assert torch.equal(outside, wanted)
 
 
 def test_a_tensor_from_before_is_written_in_its_place() -> None:
@@ -224,3 +324,11 @@ def test_what_is_written_before_it_is_made_is_an_error() -> None:
     nn.init.zeros_(model.weight)
     with pytest.raises(PlanError, match=r"of shape \[40, 30\] was written before its"):
         fxsched.materialize(model)
+    model = deferred(lambda: nn.Linear(30, 40))
+    model.bias.data.zero_()
+    with pytest.raises(PlanError, match=r"of shape \[40\] was written before its"):
+        fxsched.materialize(model)
+    pair = deferred(lambda: nn.Sequential(nn.Linear(30, 30), nn.Linear(30, 30)))
+    pair[0].weight.data = pair[1].weight.data
+    with pytest.raises(PlanError, match=r"was given the memory of another before its"):
+        fxsched.materialize(pair)

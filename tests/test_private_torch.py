@@ -58,6 +58,7 @@ NAMES = {
         "torch.fx.experimental.symbolic_shapes:ShapeEnv",
     ),
     "recording.py": (
+        "torch:_C.DisableTorchFunction",
         "torch.multiprocessing.reductions:StorageWeakRef.expired",
         "torch:UntypedStorage._new_with_weak_ptr",
         "torch:UntypedStorage._cdata",

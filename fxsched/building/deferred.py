@@ -15,6 +15,7 @@ from torch.nn.modules.module import (
     register_module_module_registration_hook,
     register_module_parameter_registration_hook,
 )
+from torch.nn.parameter import is_lazy
 
 from ..ir.graphs import Spec
 from ..jobs.job import PlanError
@@ -36,13 +37,13 @@ def deferred(draws: bool = True) -> Iterator[None]:
     have them read later, and what computes with them sees NaN. In one process all are
     made at the first call, or by materialize(model).
 
-    draws: False where everything random will be loaded: nothing is drawn, at the end of
-        the block or later, and generators stay as they are; using what isn't loaded is
-        a PlanError.
+    draws: False where everything random will be loaded: nothing is drawn, in the block
+        or later, and generators stay as they are; using what isn't loaded is a
+        PlanError.
 
-    What is small and not random is made at once, and so is what modules don't register,
-    or what else holds the memory of. Constructors run on the CPU. Raises PlanError for
-    what can't be put off.
+    What is small and not random is made at once, and whole numbers, what modules don't
+    register, or what else (numpy, say) holds the memory of, by the end of the block.
+    Constructors run on the CPU. Raises PlanError for what can't be put off.
     """
     recording = Recording(draws)
     if BUILDING:
@@ -71,10 +72,7 @@ def deferred(draws: bool = True) -> Iterator[None]:
         settings.fill_uninitialized_memory = filled
         for hook in hooks:
             hook.remove()
-    recording.advance()
-    _put_off(recording, modules)
-    if recording.draws is not None:
-        recording.draws.leave()
+        _put_off(recording, modules)
 
 
 def materialize(model: nn.Module) -> None:
@@ -94,14 +92,14 @@ def _put_off(recording: Recording, modules: Iterable[nn.Module]) -> None:
         id(tensor): tensor
         for module in modules
         for tensor in (*module.parameters(False), *module.buffers(False))
-        if tensor.is_cpu
+        if tensor.is_cpu and not is_lazy(tensor)
     }
     by_storage: dict[int, list[Tensor]] = {}
     for tensor in tensors.values():
         by_storage.setdefault(recording.number(tensor), []).append(tensor)
     for number, reference in recording.alive().items():
         its = by_storage.get(number, [])
-        if len(its) == 1 and its[0].numel() > 1:
+        if len(its) == 1 and _says_nan(its[0]):
             tensor, spec, place = its[0], Spec.of(its[0]), recording.place(its[0])
             values = partial(recording.tape.values, place)
             leave_unmade(tensor, Unmade(spec, values))
@@ -110,3 +108,10 @@ def _put_off(recording: Recording, modules: Iterable[nn.Module]) -> None:
             forget(tensor)  # a view of it, or the like, is elsewhere
             tensor.data = place.of({number: recording.storage(reference)})
         recording.fill(number, recording.storage(reference))
+
+
+def _says_nan(tensor: Tensor) -> bool:
+    """Whether a tensor can do without its values until a rank keeps it: whole numbers
+    that are used too early couldn't be told from others."""
+    real = tensor.is_floating_point() or tensor.is_complex()
+    return real and tensor.numel() > 1 and not tensor.is_inference()

@@ -17,15 +17,19 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 from ..jobs.job import PlanError
-from .draws import Draws
+from .draws import draw
 from .tape import Constant, Operation, Place, Tape, is_recorded, tensors_in
 
 SMALL = 1 << 16  # bytes
 EMPTY = ("empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided")
-# what reads a tensor's memory without an operation
+# what writes all of its first argument, and doesn't read it
+OVERWRITES = ("uniform_", "normal_", "fill_", "zero_", "copy_")
+UNLIKE_META = ("_linalg_svd",)  # strides of its results aren't those on meta
+# what reads a tensor's memory, or gives it away, without an operation
 PEEKS = (
     *(Tensor.tolist, Tensor.numpy, Tensor.__array__, Tensor.data_ptr),
-    *(Tensor.__reduce_ex__, Tensor.share_memory_),
+    *(Tensor.__reduce_ex__, Tensor.share_memory_, Tensor.storage, Tensor.__dlpack__),
+    Tensor.untyped_storage,
 )
 
 
@@ -34,21 +38,21 @@ class Recording(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     draws: whether random numbers are to be known in the end.
     pending: numbers of storages whose values only the tape has.
-    blank: those that nothing was written to yet.
+    shared: those whose memory others have, and may read or write.
     """
 
     def __init__(self, draws: bool) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.tape = Tape()
-        self.draws = Draws(self.tape) if draws else None
+        self.draws = draws
         self.pending: set[int] = set()
-        self.blank: set[int] = set()
+        self.shared: set[int] = set()
         self.on = True
         self._numbers: dict[int, tuple[StorageWeakRef, int]] = {}
 
     def number(self, tensor: Tensor) -> int:
         """The number of a tensor's storage."""
-        storage = tensor.untyped_storage()
+        storage = memory_of(tensor)
         known = self._numbers.get(storage._cdata)
         if known is None or is_gone(known[0]):
             reference: Any = StorageWeakRef
@@ -60,6 +64,12 @@ class Recording(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def place(self, tensor: Tensor) -> Place:
         """Where a tensor lies."""
+        if tensor.is_conj() or tensor.is_neg():
+            raise PlanError(
+                f"deferred(): a tensor of shape {list(tensor.shape)} is a conjugate or "
+                "negative view, which can't be put off; take its .resolve_conj() or "
+                ".resolve_neg()"
+            )
         return Place(
             self.number(tensor),
             int(tensor.storage_offset()),
@@ -87,7 +97,6 @@ class Recording(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return
         self.on = False
         try:
-            self.advance()
             made = self.tape.make(self.tape.needed([number]), [number])[number]
             storage.copy_(made)
         finally:
@@ -96,12 +105,12 @@ class Recording(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def fill_memory(self, tensor: Tensor) -> None:
         """Gives a tensor the values that are pending."""
-        self.fill(self.number(tensor), tensor.untyped_storage())
+        self.fill(self.number(tensor), memory_of(tensor))
 
-    def advance(self) -> None:
-        """Gets to know the random numbers up to here, if they are wanted."""
-        if self.draws is not None:
-            self.draws.advance()
+    def share(self, tensor: Tensor) -> None:
+        """Gives a tensor the values that are pending, and those to come at once."""
+        self.fill_memory(tensor)
+        self.shared.add(self.number(tensor))
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: Any = None
@@ -116,28 +125,28 @@ class Recording(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._check_kept(name, tensors)
             return func(*args, **kwargs)
         if name in EMPTY:
-            result = func(*args, **kwargs)
-            self.blank.add(self.number(result))
-            return result
+            return func(*args, **kwargs)
         generator = _generator(func, args, kwargs)
-        results = _results(func, args, kwargs)
-        if results is None:  # it depends on values
-            if generator is not None:
+        results = None
+        if name not in UNLIKE_META and not any(
+            self.number(each) in self.shared for each in written
+        ):
+            results = _results(func, args, kwargs)
+        if results is None:  # it depends on values, or is seen by others
+            if generator is not None and not self.draws:
                 raise PlanError(
-                    f"deferred(): {func} draws as many numbers as values say, which "
-                    "can't be put off; call it before or after"
+                    f"deferred(draws=False): {func} draws at once, for what it gives "
+                    "depends on values or is shared; leave draws=False out"
                 )
             for each in tensors:
                 self.fill_memory(each)
-        waits = generator is not None or (
-            results is not None
-            and (
-                any(self.number(each) in self.pending for each in tensors)
-                or any(each.nbytes > SMALL for each in (*written, *tensors_in(results)))
-            )
+            return func(*args, **kwargs)
+        waits = (
+            generator is not None
+            or any(self.number(each) in self.pending for each in tensors)
+            or any(each.nbytes > SMALL for each in (*written, *tensors_in(results)))
         )
         if not waits:
-            self.blank -= {self.number(each) for each in written}
             return func(*args, **kwargs)
         return self._record(func, args, kwargs, written, results, generator)
 
@@ -151,8 +160,13 @@ class Recording(TorchDispatchMode):  # type: ignore[no-untyped-call]
         generator: torch.Generator | None,
     ) -> Any:
         """Puts an operation on the tape; what it returns, without values."""
+        name = func._schema.name.removeprefix("aten::")
+        others = {self.number(each) for each in tensors_in((args[1:], kwargs))}
         for each in written:
-            self._keep(each)
+            part = each.nbytes < memory_of(each).nbytes()
+            if part or name not in OVERWRITES or self.number(each) in others:
+                self._keep(each)
+        self.pending |= {self.number(each) for each in written}
         its, named = tree_map(self._argument, (args, kwargs))
         result = tree_map(_without_values, results)
         own = {id(each) for each in written}
@@ -166,37 +180,35 @@ class Recording(TorchDispatchMode):  # type: ignore[no-untyped-call]
         numbers |= {self.number(each) for each in written}
         arguments = tree_leaves((its, named), is_leaf=is_recorded)
         reads = {each.storage for each in arguments if isinstance(each, Place)}
-        seeded = None
-        if generator is not None and self.draws is not None:
-            seeded = self.draws.note(generator)
-        operation = Operation(func, its, named, tuple(made), reads, numbers)
-        operation.generator, operation.seeded = generator, seeded
+        operation = Operation(func, its, named, tuple(made), reads, numbers, generator)
         self.tape.add(operation)
         self.pending |= numbers
-        self.blank -= numbers
+        if generator is not None and self.draws:
+            operation.state = generator.get_state()
+            draw(self.tape, operation)
         return result
 
     def _keep(self, tensor: Tensor) -> None:
         """Puts what is in a storage on the tape, before a first write there waits."""
         number = self.number(tensor)
-        if number in self.pending or number in self.blank:
+        if number in self.pending:
             return
-        content = torch.empty(0, dtype=torch.uint8).set_(tensor.untyped_storage())
-        copied = self.place(content), Constant(content.clone(), 0)
-        copy = torch.ops.aten.copy_.default
-        self.tape.add(Operation(copy, copied, {}, (None,), set(), {number}))
+        content = torch.empty(0, dtype=torch.uint8).set_(memory_of(tensor))
+        place = self.place(content)
+        first: Any = torch.ops.aten.zero_.default
+        args: tuple[Any, ...] = (place,)
+        if content.any():  # not new: reading that takes no memory
+            first, args = torch.ops.aten.copy_.default, (place, Constant.of(content))
+        self.tape.add(Operation(first, args, {}, (None,), set(), {number}))
         self.pending.add(number)
 
     def _argument(self, value: Any) -> Any:
         """A tensor's place, or, if it has values, those."""
         if not isinstance(value, Tensor):
             return value
-        number = self.number(value)
-        if number in self.pending or number in self.blank:
+        if self.number(value) in self.pending:
             return self.place(value)
-        if value.nbytes <= SMALL:
-            return Constant(value.detach().clone(), 0)
-        return Constant(value, value._version)
+        return Constant.of(value)
 
     def _check_kept(self, name: str, tensors: list[Tensor]) -> None:
         """Raises PlanError for what gives a pending storage another size."""
@@ -207,6 +219,12 @@ class Recording(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 f"deferred(): {name} of a tensor that isn't made yet; make one of its "
                 "size"
             )
+
+
+def memory_of(tensor: Tensor) -> Any:
+    """A tensor's storage, unseen by Peeks."""
+    with torch._C.DisableTorchFunction():
+        return tensor.untyped_storage()
 
 
 def is_gone(reference: Any) -> bool:
@@ -225,7 +243,7 @@ class Peeks(TorchFunctionMode):
         self, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         if func in PEEKS:
-            self.recording.fill_memory(args[0])
+            self.recording.share(args[0])
         return func(*args, **(kwargs or {}))
 
 

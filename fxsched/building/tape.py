@@ -34,10 +34,20 @@ class Place(NamedTuple):
 
 
 class Constant(NamedTuple):
-    """A tensor that was there already, and the version of it that was read."""
+    """The values that a tensor had when it was read."""
 
     tensor: Tensor
-    version: int
+
+    @staticmethod
+    def of(tensor: Tensor) -> Constant:
+        """A copy of a tensor, with its strides: numpy or `.data` may write into its
+        memory unseen."""
+        span = 0
+        if tensor.numel():
+            ends = zip(tensor.shape, tensor.stride(), strict=True)
+            span = 1 + sum((size - 1) * stride for size, stride in ends)
+        memory = tensor.detach().as_strided((span,), (1,)).clone()
+        return Constant(memory.as_strided(tensor.shape, tensor.stride()))
 
 
 @dataclass
@@ -47,8 +57,7 @@ class Operation:
     results: places of the new tensors that it returns, None for all else.
     reads, writes: numbers of storages.
     generator: what it draws random numbers from, if it does.
-    seeded: that generator's state, where the user has set it since the last draw.
-    state: that generator's state before it, once that is known.
+    state: that generator's state before it, unless it isn't drawn.
     default: PyTorch's default type as it ran.
     """
 
@@ -59,7 +68,6 @@ class Operation:
     reads: set[int]
     writes: set[int]
     generator: torch.Generator | None = None
-    seeded: Tensor | None = None
     state: Tensor | None = None
     default: torch.dtype = field(default_factory=torch.get_default_dtype)
 
@@ -75,12 +83,6 @@ class Operation:
             if isinstance(value, Place):
                 return value.of(storages)
             if isinstance(value, Constant):
-                if value.tensor._version != value.version:
-                    raise PlanError(
-                        f"deferred(): a tensor of shape {list(value.tensor.shape)} "
-                        f"that {self.function} read while the model was built has "
-                        "been written since; leave it as it is until the first call"
-                    )
                 return value.tensor
             return value
 

@@ -19,7 +19,7 @@ from ..jobs.job import PlanError
 
 READS = ("detach", "clone", "__deepcopy__", "__reduce_ex__")
 WRITES = ("copy_",)
-CASTS = ("to", "cpu", "cuda", "float", "double", "half", "bfloat16")
+CASTS = ("to", "type", "cpu", "cuda", "float", "double", "half", "bfloat16")
 
 
 class Unmade(NamedTuple):
@@ -41,9 +41,7 @@ UNMADE: MutableMapping[Tensor, Unmade] = WeakIdKeyDictionary()
 
 def leave_unmade(tensor: Tensor, unmade: Unmade) -> None:
     """Lets a tensor go of its memory until it is made."""
-    nothing = torch.zeros((), dtype=unmade.spec.dtype)
-    if nothing.is_floating_point() or nothing.is_complex():
-        nothing.fill_(torch.nan)
+    nothing = torch.full((), torch.nan, dtype=unmade.spec.dtype)
     tensor.data = nothing.expand(unmade.spec.shape)
     UNMADE[tensor] = unmade._replace(address=tensor.data_ptr(), version=tensor._version)
     for method in READS + WRITES + CASTS:
@@ -80,7 +78,7 @@ def load_later(
     def values() -> Tensor:
         return unmade.spec.empty().copy_(read())
 
-    UNMADE[tensor] = unmade._replace(values=values, then=then)
+    UNMADE[tensor] = unmade._replace(values=values, then=then or unmade.then)
 
 
 def forget(tensor: Tensor) -> None:
@@ -98,10 +96,20 @@ def is_unmade(tensor: Tensor) -> bool:
     if not UNMADE or tensor not in UNMADE:
         return False
     unmade = UNMADE[tensor]
+    first = torch.as_strided(tensor.data, (), ())  # also .data of it may be written
+    written = tensor._version != unmade.version or not bool(first.isnan())
     if tensor.data_ptr() != unmade.address:
+        if not (written or any(tensor.stride())):
+            raise PlanError(
+                f"a parameter or buffer of shape {list(tensor.shape)} was given the "
+                "memory of another before its values were made; do that in deferred(), "
+                "or call fxsched.materialize(model) first"
+            )
         forget(tensor)  # the user's tensor.data = values
+        if unmade.then is not None:
+            unmade.then()
         return False
-    if tensor._version != unmade.version:
+    if written:
         raise PlanError(
             f"a parameter or buffer of shape {list(tensor.shape)} was written before "
             "its values were made; do that in deferred(), or call "
