@@ -7,15 +7,17 @@ import dataclasses
 import random
 import re
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 
 import fxsched
-from fxsched import Direction, PlanError, Schedule
+from fxsched import Backend, Direction, PlanError, Schedule
+from fxsched.autodiff.stage_graphs import stage_key
+from fxsched.passes import differentiate
 
 STAGES, MICROBATCHES, WORKERS = 6, 4, 4  # at most
 FEATURES = 3
@@ -93,6 +95,25 @@ def random_case(seed: int, workers: int | None = None) -> Case:
         choose.random() < 0.3,
         choose.randint(0, 3),
     )
+
+
+def random_family(seed: int, count: int) -> list[Case]:
+    """Cases of one model and batch, under so many random schedules."""
+    first = random_case(seed)
+    choose = random.Random(-seed - 1)
+    cases = [first]
+    for _ in range(count - 1):
+        schedule = random_schedule(choose, first.schedule.stages, None)
+        microbatches = first.schedule.microbatches
+        cases.append(
+            first._replace(
+                schedule=dataclasses.replace(schedule, microbatches=microbatches),
+                order=choose.choice(("static", "dynamic")),
+                carry=choose.choice(("saved", "recompute")),
+                prefetch=choose.randint(0, 3),
+            )
+        )
+    return cases
 
 
 def random_dag(choose: random.Random, count: int) -> Dag:
@@ -188,13 +209,18 @@ def run_eager(case: Case) -> Results:
     return collect(case.model, outputs, x)
 
 
-def run_planned(case: Case, transport: str) -> Results:
-    x, y = batch(case)
-    with fxsched.backend(
+def backend_of(case: Case, transport: str) -> Backend:
+    return fxsched.backend(
         *(case.schedule, case.stages, transport, case.order, case.carry),
         prefetch=case.prefetch,
-    ) as backend:
-        out = torch.compile(case.model, backend=backend)(x, y)
+    )
+
+
+def run_planned(case: Case, transport: str, switch: Switch | None = None) -> Results:
+    x, y = batch(case)
+    with backend_of(case, transport) as backend:
+        run = torch.compile(case.model, backend=backend) if switch is None else switch
+        out = run(x, y) if switch is None else switch(backend, x, y)
         assert backend.plan is not None
         backend.plan.check()
         loss = out if isinstance(out, Tensor) else loss_of(out)
@@ -203,13 +229,64 @@ def run_planned(case: Case, transport: str) -> Results:
     return collect(case.model, (out,) if isinstance(out, Tensor) else out, x)
 
 
-def assert_equals_eager(case: Case, transport: str = "threads") -> None:
-    """Also that a rank of several has the gradients of what it keeps alone."""
-    expected = run_eager(case)
+class Switch:
+    """A model that Dynamo traces once, for many backends."""
+
+    def __init__(self, case: Case) -> None:
+        self.chosen: Backend | None = None
+        switch = self
+
+        class Switched(Backend):
+            def run(self, gm: fx.GraphModule, args: tuple[Any, ...]) -> Sequence[Any]:
+                assert switch.chosen is not None
+                return switch.chosen.run(gm, args)
+
+        options = backend_of(case, "threads").options
+        self.compiled = torch.compile(case.model, backend=Switched(options))
+
+    def __call__(self, backend: Backend, x: Tensor, y: Tensor) -> Any:
+        self.chosen = backend
+        return self.compiled(x, y)
+
+
+@contextmanager
+def stages_traced_once() -> Iterator[None]:
+    """Where stages of several plans that compute the same are traced once."""
+    real, known = differentiate.trace_stage, {}
+
+    def trace(module: fx.GraphModule, *args: Any) -> Any:
+        key = stage_key(module), args[:-1]  # without the fake mode
+        if key not in known:
+            known[key] = real(module, *args)
+        return known[key]
+
+    differentiate.trace_stage = trace
     try:
-        found = run_planned(case, transport)
+        yield
+    finally:
+        differentiate.trace_stage = real
+
+
+def assert_family_equals_eager(cases: Sequence[Case]) -> None:
+    """All of one model, which is traced once; on threads."""
+    expected, switch = run_eager(cases[0]), Switch(cases[0])
+    with stages_traced_once():
+        for case in cases:
+            assert_equals_eager(case, expected=expected, switch=switch)
+
+
+def assert_equals_eager(
+    case: Case,
+    transport: str = "threads",
+    expected: Results | None = None,
+    switch: Switch | None = None,
+) -> None:
+    """Also that a rank of several has the gradients of what it keeps alone."""
+    expected = expected or run_eager(case)
+    try:
+        found = run_planned(case, transport, switch)
     except PlanError as refusal:
-        found = run_planned(with_room(case, refusal), transport)
+        found = run_planned(with_room(case, refusal), transport, switch)
     for want, got in zip(expected.outputs, found.outputs, strict=True):
         assert torch.allclose(want, got, rtol=1e-5, atol=1e-6), (want, got)
     for name, want in expected.gradients.items():
