@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from os import PathLike
 from typing import Any, get_args
 
+import torch
 from torch import Tensor, fx, nn
 from torch.optim import Optimizer
 
@@ -64,6 +65,7 @@ from .options import (
     source_rank,
     stage_groups,
     stage_names,
+    sum_type,
 )
 from .passes.users import Pass
 from .planning import make_step
@@ -114,6 +116,7 @@ def backend(
     flight_record: str | PathLike[str] | None = None,
     deterministic: bool = False,
     check_finite: bool = False,
+    gradient_dtype: torch.dtype | None = None,
 ) -> Backend:
     """A torch.compile backend that runs a model by a schedule.
 
@@ -207,6 +210,10 @@ def backend(
         gradients, weights after an update in the program) before it hands it on. The
         first NaN or Inf is a FloatingPointError on every rank, with the job and the
         operation's module and line. On a GPU each look waits for the job.
+    gradient_dtype: what gradients of parameters are added up in, over microbatches and
+        workers, such as torch.float32 for bfloat16 parameters; the finished sum is cast
+        once, to the parameter's type, which .grad and the optimizer have. None for the
+        parameter's type in sums, too.
 
     A compiled function that returns one scalar loss runs F and B in the call, and
     loss.backward() adds the finished gradients. One that doesn't runs F in the call
@@ -249,6 +256,7 @@ def backend(
         order=order,
         deterministic=flag("deterministic", deterministic),
         check_finite=flag("check_finite", check_finite),
+        gradient_dtype=sum_type(gradient_dtype),
     )
     check_updates(request, optimizer)
     check_deterministic(request, stage_compiler)

@@ -58,6 +58,7 @@ def plan(
     batch_norm: BatchNorm = "microbatch",
     deterministic: bool = False,
     check_finite: bool = False,
+    gradient_dtype: torch.dtype | None = None,
     **kwargs: Any,
 ) -> Plan:
     """The plan of model(*args, **kwargs) by a schedule, without running anything.
@@ -88,6 +89,7 @@ def plan(
         batch_norm=batch_norm,
         deterministic=deterministic,
         check_finite=check_finite,
+        gradient_dtype=gradient_dtype,
     )
     try:
         torch.compile(model, backend=_PlanOnly(checked.options))(*args, **kwargs)

@@ -8,6 +8,7 @@ from os import PathLike, fspath
 from pathlib import Path
 from typing import Any, TypeVar, get_args
 
+import torch
 from torch import fx
 from torch.optim import Optimizer
 
@@ -37,6 +38,7 @@ from .schedules.arguments import one_of
 
 Word = TypeVar("Word", bound=str)
 
+SUM_TYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 WORDS: dict[str, tuple[str | None, ...]] = {
     "order": get_args(Order),
     "carry": get_args(Carry),
@@ -144,6 +146,17 @@ def flag(option: str, value: object) -> bool:
     if not isinstance(value, bool):
         raise PlanError(f"backend({option}={value!r}): give True or False")
     return value
+
+
+def sum_type(gradient_dtype: object) -> torch.dtype | None:
+    """The type that gradients are added up in, if it isn't the parameters'."""
+    if gradient_dtype is None or gradient_dtype in SUM_TYPES:
+        return gradient_dtype
+    names = ", ".join(map(str, SUM_TYPES))
+    raise PlanError(
+        f"backend(gradient_dtype={gradient_dtype!r}): give one of {names}, or None for "
+        "the parameters' own"
+    )
 
 
 def look_ahead(prefetch: int) -> int:

@@ -110,9 +110,10 @@ def make_plan(gm: fx.GraphModule, request: Request, passes: tuple[Pass, ...]) ->
         current=bool(request.updates),
         in_order=request.deterministic,
         by_arrival=request.by_arrival and step.every is not None,
-        weights=weight_groups(step, request.state_bytes),
+        weights=weight_groups(step, request.state_bytes, request.gradient_dtype),
         prefetch=request.prefetch,
         knows_state=bool(request.state_bytes),
+        gradient_dtype=request.gradient_dtype,
         said=tuple(
             filter(None, (step.facts.meeting, step.facts.pairs, step.facts.totals))
         ),

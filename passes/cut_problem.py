@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 from collections.abc import Sequence
 
+import torch
 from torch import fx
 
 from ..costmodel.costs import send_seconds
@@ -34,13 +35,14 @@ def cut_problem(blocks: list[Block], request: Request) -> Problem:
         work = [node.meta["work"] for node in block]
         state = {p for n in block for p in n.all_input_nodes if _is_state(p)} - known
         known |= state
+        gradients = sum(_gradient_bytes(p, request.gradient_dtype) for p in state)
         units.append(
             Unit(
                 sum(w.forward for w in work),
                 sum(w.backward for w in work),
                 sum(w.held for w in work),
-                sum(map(_weight_bytes, state)),
-                sum(map(_gradient_bytes, state)),
+                sum(p.meta["val"].nbytes for p in state) + gradients,
+                gradients,
                 sum(request.state_bytes.get(p.meta["index"], 0) for p in state),
             )
         )
@@ -59,14 +61,11 @@ def _is_state(node: fx.Node) -> bool:
     return node.meta.get("role") in (Role.PARAMETER, Role.BUFFER)
 
 
-def _weight_bytes(node: fx.Node) -> int:
-    """Bytes of a weight and its gradient, or of a buffer."""
-    return int(node.meta["val"].nbytes) + _gradient_bytes(node)
-
-
-def _gradient_bytes(node: fx.Node) -> int:
+def _gradient_bytes(node: fx.Node, dtype: torch.dtype | None) -> int:
+    """Of a weight, in the type that its gradients are added up in."""
     value = node.meta["val"]
-    return int(value.nbytes * value.requires_grad)
+    size = (dtype or value.dtype).itemsize
+    return int(value.numel() * size * value.requires_grad)
 
 
 def nodes_inside(nodes: Sequence[fx.Node], name: str, option: str) -> list[fx.Node]:

@@ -11,7 +11,7 @@ from torch import fx
 
 from ..autodiff.autograd import trace_stage
 from ..autodiff.split_backward import split_weights
-from ..autodiff.stage_graphs import StageGraphs, stage_key
+from ..autodiff.stage_graphs import StageGraphs, cast_gradients, stage_key
 from ..autodiff.stage_modules import (
     Place,
     backward_module,
@@ -22,7 +22,8 @@ from ..clock.stage_record import Stage
 from ..costmodel.costs import graph_cost
 from ..ir import joint, ops
 from ..ir.facts import FACTS, facts, stage_facts
-from ..ir.graphs import arguments, result
+from ..ir.gradient_sums import in_type
+from ..ir.graphs import Specs, arguments, result
 from ..ir.lazy import write_code
 from ..ir.model_lines import LINES, model_lines
 from ..ir.request import Request
@@ -67,6 +68,8 @@ class _Differentiation:
         self.pairs: dict[fx.Node, StageGraphs] = {}
         self.costs: dict[fx.GraphModule, float] = {}  # seconds
         self.layouts = GradientLayouts()
+        # with deterministic=True what stages give of a microbatch is added up first
+        self.sum_dtype = None if request.deterministic else request.gradient_dtype
 
     def run(self) -> fx.GraphModule:
         loss = self._loss() if self.request.training else None
@@ -255,7 +258,7 @@ class _Differentiation:
         tangents = tuple(self._sum(outs[i]) for i in pair.tangents)
         zeros = _zeros(pair, places, trained)
         reads = recompute or _reads_state(pair.needs) or (zeros and pair.weight is None)
-        module = backward_module(pair, places, recompute, trained)
+        module = backward_module(pair, places, recompute, trained, self.sum_dtype)
         self._add(f"backward_{stage}", module, call)
         backward = self.graph.call_module(
             f"backward_{stage}",
@@ -281,7 +284,7 @@ class _Differentiation:
         if pair.weight is not None:
             reads = _reads_state(pair.weight_needs) or zeros
             read_weights = weights if reads else ()
-            module = weight_module(pair, places, trained)
+            module = weight_module(pair, places, trained, self.sum_dtype)
             self._add(f"weight_{stage}", module, call)
             maker = self._weight(backward, pair, read_weights)
             first = 0
@@ -389,13 +392,26 @@ class _Differentiation:
             gradient = self._item(call, position, f"grad_weights_{number}")
             trained = self.groups[number].trained
             specs = weights[j].meta["specs"]
+            self._check_type(number, specs)
+            specs = tuple(s for s, t in zip(specs, trained, strict=True) if t)
             gradient.meta.update(
-                specs=tuple(s for s, t in zip(specs, trained, strict=True) if t),
+                specs=in_type(specs, self.sum_dtype),
                 stage=call.meta["stage"],
                 group=number,
                 bundle=True,
             )
             self.sums.setdefault(number, []).append(gradient)
+
+    def _check_type(self, number: int, specs: Specs) -> None:
+        """Raises PlanError for gradients that have no real sum."""
+        dtype, group = self.request.gradient_dtype, self.groups[number]
+        for state, trained, spec in zip(group.state, group.trained, specs, strict=True):
+            if trained and dtype is not None and spec.dtype.is_complex:
+                raise PlanError(
+                    f"backend(gradient_dtype={dtype}): {state.name} is {spec.dtype}, "
+                    "whose gradients would lose their imaginary part; leave "
+                    "gradient_dtype out, or keep the parameter as two real ones"
+                )
 
     def _pair(self, module: fx.GraphModule, live: tuple[bool, ...]) -> StageGraphs:
         """The graphs of a stage; identical stages are traced once."""
@@ -406,6 +422,7 @@ class _Differentiation:
             )
             if self.request.schedule.split_backward:
                 pair = split_weights(pair)
+            cast_gradients(pair, self.sum_dtype)
             for flat in (pair.forward, pair.backward, pair.weight):
                 if flat is not None:
                     write_code(flat)

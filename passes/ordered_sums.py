@@ -11,7 +11,7 @@ from typing import NamedTuple
 from torch import fx
 
 from ..ir import ops
-from ..ir.gradient_sums import root_of
+from ..ir.gradient_sums import cast_line, finished, in_type, root_of
 from ..ir.request import Request
 from ..ir.step_ir import Line, Made, Message, StepIR
 from ..jobs.job import Direction
@@ -32,7 +32,8 @@ def sum_in_order(step: StepIR, request: Request) -> StepIR:
 
     The worker that gives all of a group's gradients adds them up, or else the root,
     which gets each microbatch's. It holds those that come before their turn.
-    step.totals has the sums.
+    step.totals has the sums. With request.gradient_dtype a sum starts with microbatch
+    0's gradient in that type, and ends in the weights'.
     """
     return _OrderedSums(step, request).run() if request.deterministic else step
 
@@ -51,6 +52,7 @@ class _Where(NamedTuple):
 class _OrderedSums:
     def __init__(self, step: StepIR, request: Request) -> None:
         self.step, self.workers = step, request.schedule.workers
+        self.dtype = request.gradient_dtype
         self.lines = [line for line in step.lines if isinstance(line, Line)]
         self.after: dict[int, list[Line]] = {}  # new lines, by the line before them
         self.totals: dict[Key, Line | Made] = {}
@@ -99,30 +101,48 @@ class _OrderedSums:
             new: Line | Made = own[0][3]
             for term in own[1:]:  # tied weights
                 new = self._add(where, ready, f"{b}_{-term[1]}", new, term[3])
-            total = (
-                new if total is None else self._add(where, ready, f"{b}", total, new)
-            )
+            if total is None:
+                total = self._begin(where, ready, new)
+            else:
+                total = self._add(where, ready, f"{b}", total, new)
         assert total is not None, "a group with a key has gradients"
-        if worker == root:
-            return total
-        there = _Where(where.name, root, False)
-        return self._add(there, ready, "all", total)
+        if worker != root:
+            where = _Where(where.name, root, False)
+            total = self._add(where, ready, "all", total)
+        line, place = self._line(where, ready, "all")
+        return self._put(place, finished(self.step, line, total, group)) or total
+
+    def _begin(self, where: _Where, ready: int, new: Line | Made) -> Line | Made:
+        """The first of what is added up, in the type of the sum."""
+        specs = in_type(self.step.specs(new)[0], self.dtype)
+        line, place = self._line(where, ready, "0")
+        name = f"gradients_{where.name}_0".replace(" ", "_")
+        return self._put(place, cast_line(self.step, line, new, specs, name)) or new
 
     def _add(self, where: _Where, ready: int, what: str, *parts: Line | Made) -> Line:
         """Adds up in the job that gives the last of them, if all are of one worker;
         else in the root's next job, so that the others' come in the meantime."""
-        line = self.lines[ready]
+        line, place = self._line(where, ready, what)
         specs, _ = self.step.specs(parts[0])
         name = f"gradients_{where.name}_{what}".replace(" ", "_")
-        task, place = line.task, ready
-        if not where.alone:
-            task, place = f"add {what} to {where.name}", self._next(where.worker, ready)
         target, args = (
             (ops.accumulate, parts) if where.alone else (ops.reduce, (0, *parts))
         )
-        new = Line(where.worker, task, line.n, target, args, specs, name)
+        new = Line(where.worker, line.task, line.n, target, args, specs, name)
         self.after.setdefault(place, []).append(new)
         return new
+
+    def _line(self, where: _Where, ready: int, what: str) -> tuple[Line, int]:
+        """The task that adds something up once a line is done, and its place."""
+        n, task, place = self.lines[ready].n, self.lines[ready].task, ready
+        if not where.alone:
+            task, place = f"add {what} to {where.name}", self._next(where.worker, ready)
+        return Line(where.worker, task, n), place
+
+    def _put(self, place: int, line: Line | None) -> Line | None:
+        if line is not None:
+            self.after.setdefault(place, []).append(line)
+        return line
 
     def _next(self, worker: int, ready: int) -> int:
         """The place of a worker's next job, or before the next update, which may be

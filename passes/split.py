@@ -16,6 +16,7 @@ from ..clock.stage_record import Edge, Stage
 from ..costmodel.costs import send_seconds, update_seconds
 from ..ir import joint
 from ..ir.facts import FACTS, StageFacts, facts
+from ..ir.gradient_sums import in_type
 from ..ir.graphs import (
     REGION_ENTERS,
     REGION_EXITS,
@@ -48,7 +49,7 @@ def split_stages(gm: fx.GraphModule, request: Request) -> fx.GraphModule:
     """
     inner = [StageBuilder(gm, nodes) for nodes in _by_stage(gm)]
     groups = _group_state(gm, [stage.state for stage in inner], request)
-    stages = _describe(inner, request.state_bytes)
+    stages = _describe(inner, request)
     if request.moments:
         _describe_moments(stages, inner, request.moments)
     calls = _Calls(gm, groups, request.schedule.microbatches)
@@ -284,15 +285,19 @@ def _update_seconds(parameters: list[Tensor]) -> float:
     return update_seconds(sum(spec.bytes for spec in trained), trained[0].device)
 
 
-def _kept_bytes(state: list[fx.Node]) -> int:
+def _kept_bytes(state: list[fx.Node], dtype: torch.dtype | None) -> int:
     """Bytes of weights, and of their gradients."""
-    values = [n.meta["val"] for n in state]
+    return sum(Spec.of(n.meta["val"]).bytes for n in state) + _sum_bytes(state, dtype)
+
+
+def _sum_bytes(state: list[fx.Node], dtype: torch.dtype | None) -> int:
+    """Bytes of sums of weights' gradients, in a type or their own."""
     trained = [
-        n.meta["val"]
+        Spec.of(n.meta["val"])
         for n in state
         if n.meta["role"] is Role.PARAMETER and n.meta["val"].requires_grad
     ]
-    return sum(Spec.of(value).bytes for value in (*values, *trained))
+    return sum(spec.bytes for spec in in_type(tuple(trained), dtype))
 
 
 def _is_table(node: fx.Node) -> bool:
@@ -301,11 +306,10 @@ def _is_table(node: fx.Node) -> bool:
     return bool(names) and all("embedding" in name for name in names)
 
 
-def _describe(
-    inner: list[StageBuilder], state_bytes: Mapping[int, int]
-) -> nx.DiGraph[int]:
+def _describe(inner: list[StageBuilder], request: Request) -> nx.DiGraph[int]:
     """The stages and what is sent between them. A stage that is the first to read a
     parameter counts it."""
+    state_bytes, dtype = request.state_bytes, request.gradient_dtype
     stages: nx.DiGraph[int] = nx.DiGraph()
     everywhere = _count_modules(node for stage in inner for node in stage.nodes)
     seen: set[fx.Node] = set()
@@ -318,11 +322,13 @@ def _describe(
             modules=_modules(stage.nodes, everywhere),
             parameters=sum(value.numel() for value in numbers),
             fetch=_send_state(first),
-            weights=_kept_bytes(first),
-            tables=_kept_bytes([n for n in first if _is_table(n)]),
+            weights=_kept_bytes(first, dtype),
+            tables=_kept_bytes([n for n in first if _is_table(n)], dtype),
             update=_update_seconds(numbers),
             flops=sum(n.meta["work"].flops for n in stage.nodes if "work" in n.meta),
         )
+        if dtype is not None:
+            data["gradients"] = _sum_bytes(first, dtype)
         if state_bytes:
             positions = (n.meta["index"] for n in first)
             data["state"] = sum(state_bytes.get(position, 0) for position in positions)

@@ -11,7 +11,7 @@ from torch import fx
 
 from ..clock.weight_fetches import source_of
 from ..ir import ops
-from ..ir.gradient_sums import next_jobs, root_of
+from ..ir.gradient_sums import finished, next_jobs, root_of
 from ..ir.graphs import arguments
 from ..ir.request import Request
 from ..ir.step_ir import Credit, Line, Made, Message, Running, StepIR, Value
@@ -250,7 +250,10 @@ class _Updates:
         if self.averages is None:
             return self.inputs.gradients(group, number, line.n)
         self.averages.begin(group, line)
-        return Running("gradients", group, line.worker, number)
+        total = Running("gradients", group, line.worker, number)
+        cast = finished(self.step, line, total, group)
+        self.lines += [] if cast is None else [cast]
+        return cast or total
 
     def _updated_by(self, stage: int) -> list[int]:
         """The groups that a stage's U updates: those that it is the first to read."""

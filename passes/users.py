@@ -62,7 +62,10 @@ def encode_transfers(
             with graph.inserting_before(send):
                 more = [()] * len(value.meta["specs"])
                 encoded[value] = _each(graph, encode, value, more)
-                if value.target is ops.reduce:  # all owners keep the same bits
+                if value.target in (
+                    ops.reduce,
+                    ops.cast,
+                ):  # all owners keep the same bits
                     decoded = _each(graph, decode, encoded[value], _dtypes(value))
                     graph.output_node().replace_input_with(value, decoded)
         send.replace_input_with(value, encoded[value])

@@ -77,7 +77,7 @@ def _kind(node: fx.Node) -> str | None:
         return "weights"
     if node.target in ops.VALUELESS:
         return None
-    if node.target in (ops.accumulate, ops.reduce) or _is_sum(node):
+    if node.target in (ops.accumulate, ops.reduce, ops.cast) or _is_sum(node):
         return "gradients"
     return None
 

@@ -15,7 +15,7 @@ from torch import fx
 
 from ..ir import ops
 from ..ir.facts import stage_facts
-from ..ir.graphs import Spec, base, draws
+from ..ir.graphs import Spec, base, draws, result
 from .joint_graph import Joint, Source, drop_copies
 
 
@@ -48,6 +48,32 @@ class StageGraphs(NamedTuple):
     carried_bytes: int = 0  # of memory that carried tensors take
     expanded: tuple[int, ...] = ()  # inputs whose gradients are written out to be sent
     reordered: tuple[int, ...] = ()  # inputs whose gradients have another layout then
+
+
+def cast_gradients(graphs: StageGraphs, dtype: torch.dtype | None) -> None:
+    """Lets a stage give gradients of state in the type that they are added up in.
+
+    before: gw = t @ x; .. return (gx, gw)
+    after:  gw = t @ x; cast = _to_copy(gw, dtype=float32); .. return (gx, cast)
+    """
+    flat = graphs.backward if graphs.weight is None else graphs.weight
+    if flat is None or dtype is None:
+        return
+    output = flat.graph.output_node()
+    results = list(result(flat))
+    for i in range(len(results) - len(graphs.state_gradients), len(results)):
+        node = results[i]
+        fake = node.meta["val"]
+        if fake.dtype == dtype:
+            continue
+        place = output if node.op == "placeholder" else node.next
+        with flat.graph.inserting_before(place):
+            copied = flat.graph.call_function(
+                torch.ops.aten._to_copy.default, (node,), {"dtype": dtype}
+            )
+        copied.meta["val"] = fake.to(dtype)
+        results[i] = copied
+    output.args = (tuple(results),)
 
 
 def stage_key(module: fx.GraphModule) -> str:

@@ -37,10 +37,14 @@ def backward_module(
     places: list[Place],
     recompute: bool,
     trained: list[tuple[bool, ...]],
+    dtype: torch.dtype | None,
 ) -> fx.GraphModule:
     """Calls the flat backward graph with bundles: (weights, saved, inputs, tangents,
     seed) -> gradients of inputs, and a bundle of gradients for each group, or, if the
-    backward is split, one of what is carried to weight_module."""
+    backward is split, one of what is carried to weight_module.
+
+    dtype: of the groups' gradients; None for the weights' own.
+    """
     names = ("weights", "saved", "inputs", "tangents", "seed")
     call = _Wrapper(graphs, places, names)
     maker, first = call.placeholders["saved"], 0  # of what F saved
@@ -64,7 +68,7 @@ def backward_module(
     count = len(graphs.input_gradients)
     results: list[Any] = [call.item(flat, i) for i in range(count)]
     if graphs.weight is None:
-        results += call.gradients(flat, count, trained)
+        results += call.gradients(flat, count, trained, dtype)
     else:
         carried = range(count, count + len(graphs.carried))
         results.append(tuple(call.item(flat, i) for i in carried))
@@ -72,7 +76,10 @@ def backward_module(
 
 
 def weight_module(
-    graphs: StageGraphs, places: list[Place], trained: list[tuple[bool, ...]]
+    graphs: StageGraphs,
+    places: list[Place],
+    trained: list[tuple[bool, ...]],
+    dtype: torch.dtype | None,
 ) -> fx.GraphModule:
     """Calls the flat graph of weight gradients with bundles: (weights, carried, seed)
     -> a bundle of gradients for each group. It draws nothing, whatever the seed."""
@@ -83,7 +90,7 @@ def weight_module(
     ]
     call.root["flat_weight"] = graphs.weight
     flat = call.graph.call_module("flat_weight", tuple(arguments))
-    return call.finish(call.gradients(flat, 0, trained))
+    return call.finish(call.gradients(flat, 0, trained, dtype))
 
 
 class _Wrapper:
@@ -112,18 +119,25 @@ class _Wrapper:
         return self.item(self.item(self.placeholders["weights"], group), k)
 
     def gradients(
-        self, flat: fx.Node, first: int, trained: list[tuple[bool, ...]]
+        self,
+        flat: fx.Node,
+        first: int,
+        trained: list[tuple[bool, ...]],
+        dtype: torch.dtype | None,
     ) -> list[Any]:
         """A bundle for each group, from results of a flat graph; zeros for tensors of
         the group that other stages alone have gradients of."""
         indices = self.graphs.state_gradients
         by_index = {i: self.item(flat, first + k) for k, i in enumerate(indices)}
         results = []
+        kind: dict[str, Any] = {} if dtype is None else {"dtype": dtype}
         for group in sorted({self.places[i][0] for i in by_index}):
             results.append(
                 tuple(
                     by_index.get(i)
-                    or self.graph.call_function(torch.zeros_like, (self.state(i),))
+                    or self.graph.call_function(
+                        torch.zeros_like, (self.state(i),), kind
+                    )
                     for k, i in self.members(group)
                     if trained[group][k]
                 )

@@ -29,7 +29,7 @@ def sum_of(
     """
     later: list[Sum] = []
     node = original(node)
-    while node.target in (ops.accumulate, ops.reduce):
+    while node.target in (ops.accumulate, ops.reduce, ops.cast):
         first, *others = (arg for arg in node.args if isinstance(arg, fx.Node))
         later += [sum_of(each, receives, maker) for each in reversed(others)]
         node = original(first)

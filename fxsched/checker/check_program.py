@@ -20,6 +20,7 @@ from .check_arrivals import ArrivalReads
 from .check_averages import AverageReads
 from .check_joint import joint_uses, rows_of, unread
 from .check_order import sum_of
+from .check_types import type_fault
 from .check_updates import UpdateFault, Updates, WeightReads
 from .summary import CheckError, End, Provenance, Summary, Use
 
@@ -71,7 +72,7 @@ class _Examination:
         self.weights: WeightReads | ArrivalReads = planned
         if updates.ahead:
             self.weights = ArrivalReads(rank, self.nodes, groups, updates, placements)
-        self.in_order = updates.in_order
+        self.in_order, self.sum_dtype = updates.in_order, updates.gradient_dtype
         self.joins = any(job.joint for job in placements)
         self.here = [job for job, w in placements.items() if w.compute == rank]
         self.summary = Summary(rank)
@@ -229,8 +230,16 @@ class _Examination:
             else:
                 self.summary.returns[number] = self._origin(value)
         self._all_give(gives)
+        self.summary.fault = self.summary.fault or type_fault(
+            self.rank, self.program, self.sum_dtype, self._added
+        )
         if lost:
             raise CheckError(lost[0])
+
+    def _added(self, node: fx.Node) -> set[int]:
+        """The microbatches that a sum adds up here, one after the other."""
+        jobs, _ = _contributions(node)
+        return {job.microbatch for job in jobs or ()} if self.in_order else {0, 1}
 
     def _updates(self) -> None:
         try:
@@ -324,7 +333,7 @@ def _contributions(node: fx.Node) -> tuple[tuple[Job, ...] | None, tuple[int, ..
         if node.target in RECEIVES:
             tag: Any = node.kwargs["tag"]
             tags.append(tag)
-        elif node.target in (ops.accumulate, ops.reduce):
+        elif node.target in (ops.accumulate, ops.reduce, ops.cast):
             open_ends += [a for a in node.args if isinstance(a, fx.Node)]
         else:
             job = _maker(node)

@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
+import torch
 from torch import fx
 
 from ..ir import ops
@@ -33,6 +34,7 @@ class Updates(NamedTuple):
         the others. elastic: whether around a centre. updates: how many a call
         has.
     in_order: whether gradients are added in the order of microbatches.
+    gradient_dtype: what they are added up in; None for the weights' types.
     """
 
     every: int | None = None
@@ -46,6 +48,7 @@ class Updates(NamedTuple):
     elastic: bool = False
     updates: int = 0
     in_order: bool = False
+    gradient_dtype: torch.dtype | None = None
 
 
 class Weights(NamedTuple):

@@ -80,7 +80,7 @@ class StepChanges:
             for worker in group.owners:
                 yield -1, worker, WEIGHTS, group.bytes
             for worker in group.updaters:  # a velocity is as large as a gradient
-                yield -1, worker, STATE, group.state + group.gradients * bool(drifts)
+                yield -1, worker, STATE, group.state + group.finished * bool(drifts)
 
     def activations(self, held: list[float], kept: float) -> Iterator[Change]:
         """On the worker of B."""
@@ -110,7 +110,7 @@ class StepChanges:
                 yield 4 * last + END, worker, ACTIVATIONS, -size
 
     def gradients(self) -> Iterator[Change]:
-        """A worker's sum, and where all of them meet."""
+        """A worker's sum, where all of them meet, and what that is cast to."""
         sums: dict[tuple[int, int], dict[int, tuple[int, int]]] = {}
         for place, kind, b, worker in self.regular:
             for g in self.gives[kind]:
@@ -120,14 +120,15 @@ class StepChanges:
         first: dict[tuple[int, int], int] = {}
         for place, stage, k, _ in self.updates:
             first.setdefault((stage, k), place)
-        for (g, k), by_worker in sums.items():
+        for (g, k), by_worker in sorted(sums.items()):  # as programs add them up
             group = self.groups[g]
             size, root = group.gradients, group.root
             if self.schedule.average_every is not None:  # each takes its own step
                 for worker, (start, _) in by_worker.items():
                     end = updated[group.stage, k, worker]
                     yield 4 * start + START, worker, GRADIENTS, size
-                    yield 4 * end + END, worker, GRADIENTS, -size
+                    yield from self.cast(group, worker, 4 * end + START)
+                    yield 4 * end + END, worker, GRADIENTS, -group.finished
                 continue
             for worker, (start, end) in by_worker.items():
                 yield 4 * start + START, worker, GRADIENTS, size
@@ -136,17 +137,30 @@ class StepChanges:
                     yield 4 * end + END, root, GRADIENTS, size
             last = max(end for _, end in by_worker.values())
             met = 4 * last + END
-            if list(by_worker) != [root]:
+            if list(by_worker) != [root] or group.cast is not None:
                 met = self.summed(root, last)
                 if self.updates:
                     met = min(met, 4 * first[group.stage, k] + START)
                 yield met, root, GRADIENTS, -size * (len(by_worker) - 1)
+            yield from self.cast(group, root, met)
             for worker in group.updaters:
                 if worker != root:
-                    yield met, worker, GRADIENTS, size
+                    yield met, worker, GRADIENTS, group.finished
                 if self.updates:
                     end = updated[group.stage, k, worker]
-                    yield 4 * end + END, worker, GRADIENTS, -size
+                    yield 4 * end + END, worker, GRADIENTS, -group.finished
+
+    def cast(self, group: WeightGroup, worker: int, when: int) -> Iterator[Change]:
+        """A sum that is cast to the weights' type; both are there for a moment."""
+        if group.cast is not None:
+            yield when, worker, GRADIENTS, group.cast
+            yield when, worker, GRADIENTS, -group.gradients
+
+    def widened(self, group: WeightGroup, worker: int, when: int) -> Iterator[Change]:
+        """A first gradient that is cast to the type of the sum, likewise."""
+        if group.cast is not None:
+            yield when, worker, GRADIENTS, group.gradients
+            yield when, worker, GRADIENTS, -group.cast
 
     def summed(self, root: int, last: int) -> int:
         """When a worker adds up sums, the last of which is there after a job: after

@@ -22,10 +22,13 @@ def ordered_gradients(step: StepChanges) -> Iterator[Change]:
         first.setdefault((stage, k), place)
     for (g, k), own in terms.items():
         group, workers = step.groups[g], {worker for _, _, worker in own}
-        size, root = group.gradients, group.root
+        size, root = group.finished, group.root
         adder = root if len(workers) > 1 else own[0][2]
-        ready, met = 0, 0
-        for i, (_, place, worker) in enumerate(sorted(own)):
+        ready, met, begun, start = 0, 0, False, min(own)[0]
+        for i, (b, place, worker) in enumerate(sorted(own)):
+            if b != start and not begun:
+                begun = True
+                yield from step.widened(group, adder, met)
             ready = max(ready, place)
             met = 4 * ready + END
             if i and len(workers) == 1 and place == ready:
@@ -40,12 +43,15 @@ def ordered_gradients(step: StepChanges) -> Iterator[Change]:
                 met = min(met, 4 * first[group.stage, k] + START)
             if i:
                 yield met, adder, GRADIENTS, -size
+        if not begun:
+            yield from step.widened(group, adder, met)
         if adder != root:
-            yield met, adder, GRADIENTS, -size
-            yield met, root, GRADIENTS, size
+            yield met, adder, GRADIENTS, -group.gradients
+            yield met, root, GRADIENTS, group.gradients
+        yield from step.cast(group, root, met)
         for worker in group.updaters:
             if worker != root:
-                yield met, worker, GRADIENTS, size
+                yield met, worker, GRADIENTS, group.finished
             if step.updates:
                 end = updated[group.stage, k, worker]
-                yield 4 * end + END, worker, GRADIENTS, -size
+                yield 4 * end + END, worker, GRADIENTS, -group.finished

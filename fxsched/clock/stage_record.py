@@ -20,6 +20,7 @@ class Stage(TypedDict, total=False):
     update: seconds for a step of the optimizer on its weights (0, if it isn't there).
     held: bytes between F and B.
     weights: bytes of the weights, and their gradients, that no stage before it reads.
+    gradients: of these, bytes of the gradients (half, if it isn't there).
     state: bytes of the optimizer's state of them (0, if it isn't there).
     tables: those of embedding tables that nothing else reads.
     moments: bytes of what the optimizer keeps and averages with the weights, where
@@ -41,6 +42,7 @@ class Stage(TypedDict, total=False):
     update: float
     held: float
     weights: float
+    gradients: float
     state: float
     tables: float
     moments: float

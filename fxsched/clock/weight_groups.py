@@ -11,7 +11,7 @@ from ..jobs.job import Direction
 from ..jobs.schedule import Schedule
 from .timeline import Jobs
 from .weight_fetches import groups_read
-from .weight_traffic import stage_keepers
+from .weight_traffic import stage_keepers, sum_size
 
 
 class WeightGroup(NamedTuple):
@@ -23,6 +23,8 @@ class WeightGroup(NamedTuple):
     owners: the workers that keep them. root: the one that adds up their gradients.
     updaters: those that update them.
     givers: stages whose jobs give gradients of them.
+    cast: bytes of gradients in the weights' type, where they are added up in another:
+        those of one microbatch, and a finished sum.
     """
 
     bytes: float
@@ -33,6 +35,12 @@ class WeightGroup(NamedTuple):
     root: int
     updaters: tuple[int, ...]
     givers: tuple[int, ...]
+    cast: float | None = None
+
+    @property
+    def finished(self) -> float:
+        """Bytes of a finished sum, in the weights' type."""
+        return self.gradients if self.cast is None else self.cast
 
 
 def stage_weights(
@@ -44,7 +52,7 @@ def stage_weights(
         data = stages.nodes[stage]
         trained = (stage, Direction.BACKWARD) in jobs.at
         whole = float(data.get("weights", 0.0))
-        gradients = float(data.get("gradients", whole / 2))
+        gradients = sum_size(stages, stage)
         groups[stage] = WeightGroup(
             whole - gradients,
             gradients * trained,

@@ -60,8 +60,15 @@ def state_held(schedule: Schedule, stages: nx.DiGraph[int], jobs: Jobs) -> list[
 
 
 def weight_size(stages: nx.DiGraph[int], stage: int) -> float:
-    """Bytes of a stage's weights, or of their gradients."""
-    return float(stages.nodes[stage].get("weights", 0.0)) / 2
+    """Bytes of a stage's weights, or of finished gradients."""
+    whole = float(stages.nodes[stage].get("weights", 0.0))
+    return whole - sum_size(stages, stage)
+
+
+def sum_size(stages: nx.DiGraph[int], stage: int) -> float:
+    """Bytes of a sum of the gradients of a stage's weights."""
+    data = stages.nodes[stage]
+    return float(data.get("gradients", data.get("weights", 0.0) / 2))
 
 
 def count_traffic(
@@ -81,7 +88,7 @@ def count_traffic(
         for worker in givers:
             if worker != root:
                 returned[worker] += 1
-                received[root] += size
+                received[root] += int(sum_size(stages, stage))
         for owner in owners:
             if owner != root:
                 renewed[owner] += updates

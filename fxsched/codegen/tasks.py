@@ -138,5 +138,5 @@ def sent(node: fx.Node) -> Parcel:
     to: Any = node.kwargs["to"]
     tag: Any = node.kwargs["tag"]
     bundle = weights or value.meta["bundle"]
-    whole = original(value).target is ops.reduce
+    whole = original(value).target in (ops.reduce, ops.cast)
     return Parcel(to, tag, value.meta["specs"], bundle, weights, outlives_step=whole)

@@ -101,6 +101,7 @@ class _Weights:
         self.parameters = dict(model.named_parameters())
         self.history: dict[str, list[tuple[Tensor, Tensor]]] = {}
         self.updates = 0
+        self.sums: dict[str, Tensor] = {}  # where they are in another type
         self.readers = {
             state.name: group.stages
             for group in plan.groups
@@ -130,10 +131,22 @@ class _Weights:
             loss = self.model(*args, **kwargs)
             self._put(b, Direction.BACKWARD)
             (loss / every).backward()
+            self._add_up()
             total += float(loss.detach())
             if (b + 1) % every == 0:
                 self._update(optimizer, clip)
         return total / microbatches
+
+    def _add_up(self) -> None:
+        """Adds a microbatch's gradients up in the plan's type, if it has one."""
+        dtype = self.plan.gradient_dtype
+        for name in self.readers if dtype is not None else ():
+            gradient = self.parameters[name].grad
+            if gradient is not None:
+                total = self.sums.get(name)
+                new = gradient.to(dtype, copy=True)
+                self.sums[name] = new if total is None else total.add_(gradient)
+                self.parameters[name].grad = None
 
     def _put(self, microbatch: int, direction: Direction) -> None:
         """Puts the weights of a microbatch's jobs of a direction in place."""
@@ -173,6 +186,9 @@ class _Weights:
         """Steps the newest weights."""
         for name, values in self.history.items():
             self._set(name, values[-1][0])
+        for name, total in self.sums.items():
+            self.parameters[name].grad = total.to(self.parameters[name].dtype)
+        self.sums = {}
         if clip is not None:
             nn.utils.clip_grad_norm_(self.model.parameters(), clip)
         with self._rescheduled(optimizer):

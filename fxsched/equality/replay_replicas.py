@@ -110,8 +110,10 @@ class Replicas:
             parameter = self.parameters[name]
             if name in self.states[worker]:
                 self.optimizer.state[parameter] = self.states[worker][name]
-            gradients = sums[worker, name]
-            parameter.grad = sum(gradients[1:], gradients[0]) / len(gradients)
+            dtype = self.plan.gradient_dtype or parameter.dtype
+            gradients = [gradient.to(dtype) for gradient in sums[worker, name]]
+            total = sum(gradients[1:], gradients[0]) / len(gradients)
+            parameter.grad = total.to(parameter.dtype)
         self.optimizer.step()
         for name in mine:
             self.values[worker][name] = self._now(name)

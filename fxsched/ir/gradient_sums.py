@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
+import torch
+
 from ..clock.weight_traffic import sum_root
 from . import ops
-from .graphs import Group
-from .step_ir import Line, Running, StepIR
+from .graphs import Group, Specs
+from .step_ir import Line, Made, Running, StepIR
 
 
 def root_of(group: Group, number: int) -> int:
@@ -16,11 +18,41 @@ def root_of(group: Group, number: int) -> int:
     return sum_root(group.owners, number) if group.updater is None else group.updater
 
 
+def in_type(specs: Specs, dtype: torch.dtype | None) -> Specs:
+    """Of gradients in the type that they are added up in; None for their own."""
+    if dtype is None:
+        return specs
+    return tuple(spec._replace(dtype=dtype) for spec in specs)
+
+
+def cast_line(
+    step: StepIR, where: Line, total: Running | Line | Made, specs: Specs, name: str
+) -> Line | None:
+    """The line that puts gradients into these types, on the worker and in the task of
+    another; None where they are in them."""
+    if step.specs(total)[0] == specs:
+        return None
+    args = (total, tuple(spec.dtype for spec in specs))
+    return Line(where.worker, where.task, where.n, ops.cast, args, specs, name)
+
+
+def finished(
+    step: StepIR, where: Line, total: Running | Line | Made, group: int
+) -> Line | None:
+    """The line that casts a sum to the types of its weights, for .grad, the update and
+    the norms that it is clipped by; None where it has them."""
+    weights = step.weight_inputs[group].meta["specs"]
+    pairs = zip(weights, step.facts.groups[group].trained, strict=True)
+    specs = tuple(spec for spec, trained in pairs if trained)
+    name = f"finished_{group}"
+    return cast_line(step, where, total, specs, name)
+
+
 def sum_gradients(
     step: StepIR, running: Sequence[Running], n: int
 ) -> tuple[Running | Line, list[Line]]:
-    """The sum of what workers' jobs leave of a group's gradients, and the lines that
-    make it: none, if all is on its root already.
+    """The sum of what workers' jobs leave of a group's gradients, in the types of the
+    weights, and the lines that make it: none, if it is on its root already.
 
     running: of one group and one round.
     """
@@ -28,13 +60,15 @@ def sum_gradients(
     root = root_of(step.facts.groups[group], group)
     parts = tuple(sorted(running, key=lambda key: key.worker))
     own = Running("gradients", group, root, number)
+    task = f"reduce {group}" + f" of round {number}" * (step.every is not None)
     if parts == (own,):
-        return own, []
+        cast = finished(step, Line(root, task, n), own, group)
+        return (own, []) if cast is None else (cast, [cast])
     args = (parts.index(own) if own in parts else 0, *parts)
     specs, _ = step.specs(parts[0])
-    task = f"reduce {group}" + f" of round {number}" * (step.every is not None)
     line = Line(root, task, n, ops.reduce, args, specs, f"gradients_{group}", group)
-    return line, [line]
+    cast = finished(step, line, line, group)
+    return (line, [line]) if cast is None else (cast, [line, cast])
 
 
 def next_jobs(

@@ -112,6 +112,12 @@ def reduce(place: int, *sums: Bundle) -> Bundle:
     return total
 
 
+def cast(gradients: Bundle, dtypes: Sequence[torch.dtype]) -> Bundle:
+    """Gradients, each in its type of these."""
+    pairs = zip(gradients, dtypes, strict=True)
+    return tuple(gradient.to(dtype) for gradient, dtype in pairs)
+
+
 def settle(how: Sequence[str], last: int, before: Bundle, *after: Bundle) -> Bundle:
     """A stage's buffers at the end of a step, from each worker that ran its F.
 
@@ -351,6 +357,7 @@ BUNDLES = (
     bundle,
     accumulate,
     reduce,
+    cast,
     settle,
     fetch,
     update,

@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
+import torch
+
 from ..jobs.schedule import Schedule
 from .graphs import Specs
 
@@ -73,6 +75,7 @@ class Request:
     batch_norm: BatchNorm = "microbatch"
     deterministic: bool = False
     check_finite: bool = False
+    gradient_dtype: torch.dtype | None = None
 
     @property
     def by_arrival(self) -> bool:

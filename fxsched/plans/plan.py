@@ -10,6 +10,7 @@ from functools import cached_property
 from typing import Any, TypeVar, overload
 
 import networkx as nx
+import torch
 from torch import fx
 
 from ..checker.check_messages import check_programs
@@ -88,6 +89,7 @@ class Plan:
     weights: bytes of the groups, by number.
     prefetch: as the backend's.
     knows_state: whether these have bytes of the optimizer's state.
+    gradient_dtype: what gradients are added up in; None for the parameters' type.
     said: how rows of the batch meet in pairs, and what weighs a loss, if they do.
     """
 
@@ -113,6 +115,7 @@ class Plan:
     weights: Mapping[int, WeightGroup] = field(default_factory=dict)
     prefetch: int = 1
     knows_state: bool = False
+    gradient_dtype: torch.dtype | None = None
     said: tuple[str, ...] = ()
 
     @cached_property
@@ -275,7 +278,10 @@ class Plan:
 
     def _checked(self, programs: T) -> tuple[T, Any, Any, Updates]:
         """Programs, and what the checks know of the plan."""
-        updates = Updates(current=self.current, in_order=self.in_order)
+        dtype = self.gradient_dtype
+        updates = Updates(
+            current=self.current, in_order=self.in_order, gradient_dtype=dtype
+        )
         if self.updates:
             every, seen = self.schedule.update_every, self.schedule.seen
             stale = self.schedule.version is not None
@@ -292,6 +298,7 @@ class Plan:
                 self.schedule.elastic is not None,
                 len({job.microbatch for job in self.updates}),
                 self.in_order,
+                dtype,
             )
         return programs, self.placements, self.groups, updates
 
