@@ -141,7 +141,10 @@ def clip(schedule: Schedule) -> None:
     for parameter in model.parameters():
         if parameter.grad is not None:
             parameter.grad.fill_(torch.inf)
-    refused(lambda: fxsched.clip_grad_norm_(model, 1.0, error_if_nonfinite=True), "inf")
+    refused(
+        lambda: fxsched.clip_grad_norm_(model, 1.0, error_if_nonfinite=True),
+        "of the gradients is inf, so they cannot be clipped; error_if_nonfinite=False",
+    )
 
 
 def guards(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
