@@ -58,7 +58,8 @@ class Operation:
     reads, writes: numbers of storages.
     generator: what it draws random numbers from, if it does.
     state: that generator's state before it, unless it isn't drawn.
-    default: PyTorch's default type as it ran.
+    default: PyTorch's default type as it ran; threads: how many it had, for LAPACK's
+        results depend on them.
     """
 
     function: Any
@@ -70,6 +71,7 @@ class Operation:
     generator: torch.Generator | None = None
     state: Tensor | None = None
     default: torch.dtype = field(default_factory=torch.get_default_dtype)
+    threads: int = field(default_factory=torch.get_num_threads)
 
     @property
     def touched(self) -> list[int]:
@@ -87,8 +89,10 @@ class Operation:
             return value
 
         args, kwargs = tree_map(real, (self.args, self.kwargs), is_leaf=is_recorded)
-        default = torch.get_default_dtype()
+        default, threads = torch.get_default_dtype(), torch.get_num_threads()
         torch.set_default_dtype(self.default)
+        if self.threads != threads:
+            torch.set_num_threads(self.threads)
         try:
             with torch.no_grad():
                 result = self.function(*args, **kwargs)
@@ -97,6 +101,8 @@ class Operation:
                         place.of(storages).copy_(value)
         finally:
             torch.set_default_dtype(default)
+            if self.threads != threads:
+                torch.set_num_threads(threads)
 
 
 def tensors_in(value: Any) -> list[Tensor]:

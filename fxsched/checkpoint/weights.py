@@ -93,8 +93,8 @@ def load_weights(
     path: a .safetensors file; an .index.json of several, or a folder with either, as
         save_weights and transformers write them; or what torch.save wrote of a
         state_dict(). Every rank calls it, before the model's first call or later, and
-        reads what it keeps; of a model built in deferred(), at its first call. Tied
-        weights may be there under one name or more.
+        reads what it keeps; of a model built in deferred(), at its first call, until
+        which files stay as they are. Tied weights may be there under one name or more.
     model, backend: as for save.
 
     Names, shapes and types are checked first. Raises PlanError on every rank, where one
