@@ -29,9 +29,9 @@ def load(
 
     folder: FOLDER, for its last checkpoint, or one such as FOLDER/000001. Every rank
         calls it, before the model's first call or later, and reads what it keeps.
-    model, optimizer, backend: as for save; without optimizer, its state is left. A model
-        built in deferred() is read, and its optimizer's state, at its first call, until
-        which the checkpoint stays.
+    model, optimizer, backend: as for save; without optimizer, its state is left. A
+        model built in deferred() is read, and its optimizer's state, at its first call,
+        until which the checkpoint stays.
     extra: what has load_state_dict(), by the names it was saved by.
 
     Gives what else there was in extra=, by name. Torch's, Python's and NumPy's random
