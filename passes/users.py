@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, fx
 
 from ..ir import ops
-from ..ir.graphs import Spec, Specs, tensors
+from ..ir.graphs import Spec, Specs, arguments, tensors
 from ..ir.lazy import lazy_module
 from ..ir.request import Request
 from ..jobs.job import PlanError
@@ -53,23 +53,31 @@ def encode_transfers(
             reader.replace_input_with(recv, decoded)
         originals = [spec.empty("meta") for spec in recv.meta["specs"]]
         recv.meta["specs"] = _specs(map(encode, originals), recv.meta["specs"])
+    owned = _owned_gradients(graph)
     encoded: dict[fx.Node, fx.Node] = {}
     for send in graph.find_nodes(op="call_function", target=ops.send):
         (value,) = send.all_input_nodes
         if value.op == "placeholder" or "group" in send.meta:  # weights
             continue
         if value not in encoded:
+            readers = [user for user in value.users if user.target is not ops.send]
             with graph.inserting_before(send):
                 more = [()] * len(value.meta["specs"])
                 encoded[value] = _each(graph, encode, value, more)
-                if value.target in (
-                    ops.reduce,
-                    ops.cast,
-                ):  # all owners keep the same bits
+            if value in owned:  # all owners keep the same bits
+                with graph.inserting_before(send.next):  # the send is of this task
                     decoded = _each(graph, decode, encoded[value], _dtypes(value))
-                    graph.output_node().replace_input_with(value, decoded)
+                for reader in readers:
+                    reader.replace_input_with(value, decoded)
         send.replace_input_with(value, encoded[value])
     return program
+
+
+def _owned_gradients(graph: fx.Graph) -> set[fx.Node]:
+    """Finished gradients of the weights that a worker keeps or updates."""
+    results: Any = graph.output_node().args[0]
+    updates = graph.find_nodes(op="call_function", target=ops.update)
+    return {*results["groups"].values(), *(arguments(each)[4] for each in updates)}
 
 
 def _dtypes(value: fx.Node) -> list[tuple[torch.dtype]]:
@@ -197,7 +205,7 @@ def complete_nodes(program: fx.GraphModule, worker: int) -> None:
             else:
                 _place(node, makers[-1] if makers else next(after))
     for node in nodes:
-        if node.target is ops.send or node.op == "output":
+        if node.target in (ops.send, ops.update) or node.op == "output":
             for value in node.all_input_nodes:
                 _complete_specs(program, value)
 

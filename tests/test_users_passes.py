@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, fx, nn
 
 import fxsched
-from fxsched import CheckError, PlanError, ops, schedules
+from fxsched import CheckError, PlanError, Schedule, ops, schedules
 from fxsched.passes import encode_transfers, stage_graphs
 from tests.cases import SCHEDULES, apart, build, eager_step
 from tests.text import graph_text
@@ -74,6 +74,25 @@ def test_all_owners_of_weights_get_a_gradient_with_the_same_bits() -> None:
     for program in plan.programs:
         groups = program.graph.output_node().args[0]["groups"]
         assert groups and all(map(decoded, groups.values()))
+
+
+def test_owners_keep_the_same_bits_where_one_worker_gives_all_gradients() -> None:
+    """Both workers keep the weights, and worker 0 runs all jobs; updates too."""
+    schedule = Schedule(2, 2, 1, w=lambda s, b, d: (b, 0), n=lambda s, b, d: b)
+    model, x = Chain(), torch.ones(4, 3)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for way in (schedule, schedules.ddp(2)):
+        fxsched.plan(model, way, x, passes=[bf16_sends], optimizer=optimizer).check()
+    graph = fxsched.plan(model, schedule, x, passes=[bf16_sends]).programs[0].graph
+    (kept,) = graph.output_node().args[0]["groups"].values()
+    (send,) = (s for s in graph.nodes if s.target is ops.send and bundle(s.args[0]))
+    assert all(part.target is Tensor.to for part in kept.all_input_nodes)
+    encoded = [part.args[0].args[0] for part in kept.all_input_nodes]
+    assert set(encoded) == {send.args[0]}
+
+
+def bundle(node: fx.Node) -> bool:
+    return node.target is ops.bundle
 
 
 def received(program: fx.GraphModule) -> list[Any]:
