@@ -60,6 +60,7 @@ from .options import (
     flight_recorder,
     look_ahead,
     measured_profile,
+    message_type,
     reductions,
     sample_dims,
     source_rank,
@@ -117,6 +118,7 @@ def backend(
     deterministic: bool = False,
     check_finite: bool = False,
     gradient_dtype: torch.dtype | None = None,
+    message_dtype: torch.dtype | None = None,
 ) -> Backend:
     """A torch.compile backend that runs a model by a schedule.
 
@@ -214,6 +216,14 @@ def backend(
         workers, such as torch.float32 for bfloat16 parameters; the finished sum is cast
         once, to the parameter's type, which .grad and the optimizer have. None for the
         parameter's type in sums, too.
+    message_dtype: the type (torch.bfloat16, or torch.float16, which overflows above
+        65504) that activations and their gradients have on their way to jobs of other
+        workers. One that travels is cast where it is made and cast back, and all of
+        its readers see that, also those of its own worker. As they are travel integers
+        and bools, numbers (0-d), what takes no more bytes, what the model returns, what
+        F saves for its B, weights, buffers, and gradients of weights, of which all
+        owners keep the same bits. What is rounded depends on the schedule, so it does
+        not go with deterministic=True.
 
     A compiled function that returns one scalar loss runs F and B in the call, and
     loss.backward() adds the finished gradients. One that doesn't runs F in the call
@@ -233,6 +243,11 @@ def backend(
         raise PlanError(
             'batch_norm="batch" runs BatchNorm in joint stages, which come with '
             f'loss_reduction="exact", not "{loss_reduction}"; leave one of them out'
+        )
+    if batch_norm == "batch" and message_dtype is not None:
+        raise PlanError(
+            'batch_norm="batch" puts together means and variances of microbatches, '
+            "which message_dtype= would round on their way; leave one of them out"
         )
     request = Request(
         schedule,
@@ -257,6 +272,7 @@ def backend(
         deterministic=flag("deterministic", deterministic),
         check_finite=flag("check_finite", check_finite),
         gradient_dtype=sum_type(gradient_dtype),
+        message_dtype=message_type(message_dtype),
     )
     check_updates(request, optimizer)
     check_deterministic(request, stage_compiler)

@@ -59,6 +59,7 @@ def plan(
     deterministic: bool = False,
     check_finite: bool = False,
     gradient_dtype: torch.dtype | None = None,
+    message_dtype: torch.dtype | None = None,
     **kwargs: Any,
 ) -> Plan:
     """The plan of model(*args, **kwargs) by a schedule, without running anything.
@@ -90,6 +91,7 @@ def plan(
         deterministic=deterministic,
         check_finite=check_finite,
         gradient_dtype=gradient_dtype,
+        message_dtype=message_dtype,
     )
     try:
         torch.compile(model, backend=_PlanOnly(checked.options))(*args, **kwargs)

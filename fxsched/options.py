@@ -159,6 +159,16 @@ def sum_type(gradient_dtype: object) -> torch.dtype | None:
     )
 
 
+def message_type(dtype: object) -> torch.dtype | None:
+    """The type that values travel in between jobs."""
+    if dtype is None or dtype in (torch.bfloat16, torch.float16, torch.float32):
+        return dtype
+    raise PlanError(
+        f"backend(message_dtype={dtype!r}): give torch.bfloat16, torch.float16, "
+        "torch.float32 (for models in float64), or None"
+    )
+
+
 def look_ahead(prefetch: int) -> int:
     """Jobs ahead that weights are asked for."""
     if not is_int(prefetch) or prefetch < 0:
@@ -288,6 +298,8 @@ def check_deterministic(request: Request, stage_compiler: StageCompiler) -> None
         "pairs='spread' adds up gradients of embeddings by rows; take 'joint'": (
             request.pairs == "spread"
         ),
+        "message_dtype= rounds what goes from worker to worker, which the schedule "
+        "decides; leave it out": request.message_dtype is not None,
     }
     for other in (other for other, asked in others.items() if asked):
         if request.deterministic:

@@ -23,6 +23,7 @@ from .passes.cut import cut_program
 from .passes.differentiate import differentiate_stages
 from .passes.frees import free_values
 from .passes.gradient_order import keep_gradient_order
+from .passes.narrow import narrow_messages
 from .passes.order import order_jobs
 from .passes.ordered_sums import sum_in_order
 from .passes.partition import assign_stages
@@ -56,6 +57,7 @@ STEP_PASSES = (  # fill in the step of all workers
     collect_results,  # outputs, sums of gradients, buffers
     fetch_weights,  # weights that are kept elsewhere
     insert_transfers,  # messages
+    narrow_messages,  # in a type of fewer bytes, where that is asked
 )
 
 
@@ -95,7 +97,7 @@ def make_plan(gm: fx.GraphModule, request: Request, passes: tuple[Pass, ...]) ->
         step.facts.loss,
         step.timeline,
         step.lines,
-        lambda value: step.specs(value)[0],
+        step.sent,
         _notes(step, request),
         known_nodes(nodes),
         inputs,

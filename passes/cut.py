@@ -5,10 +5,10 @@ from __future__ import annotations
 import operator
 from typing import Any
 
-from torch import fx
+from torch import Tensor, fx
 
 from ..ir import ops
-from ..ir.graphs import Output, arguments, dims, make
+from ..ir.graphs import Output, Specs, arguments, dims, make
 from ..ir.joint import resolve
 from ..ir.request import Request
 from ..ir.step_ir import (
@@ -125,7 +125,8 @@ class _ProgramWriter:
         node = self.graph.create_node(
             "call_function", target, (), kwargs, f"{target.__name__}_{message.tag}"
         )
-        specs, bundle = self.step.specs(message.value)
+        specs = self.step.sent(message.value)
+        _, bundle = self.step.specs(message.value)
         node.meta.update(
             n=message.n,
             task=message.task,
@@ -154,9 +155,20 @@ class _ProgramWriter:
 
     def _give(self, value: Value, node: fx.Node) -> None:
         """Notes a value that a line made, and sends it to who reads it elsewhere."""
-        self.env[value] = node
-        for message in self.sends.get(value, ()):
+        messages = self.sends.get(value, ())
+        if messages and isinstance(value, Made) and value.node in self.step.narrow:
+            where = (node.meta["worker"], node.meta["task"], node.meta["n"])
+            node = self._cast(node, self.step.narrow[value.node], where)
+        self.env[value] = node  # all readers see what is sent
+        for message in messages:
             self._send(message)
+
+    def _cast(self, node: fx.Node, specs: Specs, where: Where) -> fx.Node:
+        """A value in the type of these shapes, in the task that makes or reads it."""
+        args, name = (node, specs[0].dtype), f"{node.name}_cast"
+        new = make(self.graph, Tensor.to, args, specs, *where, name=name)
+        new.meta["own"] = True  # to the checks it stands for the value
+        return new
 
     def _line(self, line: Line) -> None:
         assert line.target is not None
@@ -252,7 +264,11 @@ class _ProgramWriter:
             return self.env[self.step.shared[node]]
         node, b = resolve(node, job.microbatch)
         if node.op != "placeholder":
-            return self.env[Made(node, b)]
+            value = self.env[Made(node, b)]
+            if value.meta["specs"] == self.step.narrow.get(node):
+                value = self._cast(value, node.meta["specs"], where)
+                self.env[Made(node, b)] = value
+            return value
         if (node, b) not in self.parts:
             if "tangent" in node.meta:
                 part = self._tangent(node, b, where)

@@ -31,6 +31,7 @@ from ..ir.graphs import (
     written_storages,
 )
 from ..ir.lazy import lazy_module
+from ..ir.message_types import as_sent
 from ..ir.request import Request
 from ..jobs.job import Job, PlanError
 from .stage_builder import Port, StageBuilder, reads_whole
@@ -347,7 +348,7 @@ def _describe(inner: list[StageBuilder], request: Request) -> nx.DiGraph[int]:
         for node in dict.fromkeys(port.node for port in stage.inputs):
             if node in maker:
                 source = _giver(node, number, maker[node])
-                spec = Spec.of(node.meta["val"])
+                spec = _sent(node, request)
                 edge = stages.get_edge_data(source, number, {"bytes": 0})
                 size = edge["bytes"] + spec.bytes
                 sent = Edge(bytes=size, seconds=send_seconds(size, spec.device))
@@ -357,6 +358,13 @@ def _describe(inner: list[StageBuilder], request: Request) -> nx.DiGraph[int]:
     if not nx.is_directed_acyclic_graph(stages):
         raise PlanError("the stages read each other in a circle; name other stages")
     return stages
+
+
+def _sent(node: fx.Node, request: Request) -> Spec:
+    """A value as it travels; what the model returns does as it is."""
+    spec = Spec.of(node.meta["val"])
+    returned = any(user.op == "output" for user in node.users)
+    return spec if returned else as_sent(spec, request.message_dtype)
 
 
 def _giver(node: fx.Node, stage: int, maker: int) -> int:

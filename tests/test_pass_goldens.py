@@ -76,6 +76,7 @@ class Case(NamedTuple):
     model: type[nn.Module] = Chain
     order: Order = "static"
     deterministic: bool = False
+    message_dtype: torch.dtype | None = None
 
 
 def elsewhere() -> Schedule:
@@ -109,6 +110,7 @@ CASES = {
     "collect_results": Case(schedules.ddp(2)),
     "fetch_weights": Case(elsewhere()),
     "insert_transfers": Case(),
+    "narrow_messages": Case(message_dtype=torch.bfloat16),
     "cut_program": Case(),
     "free_values": Case(),
 }
@@ -148,6 +150,7 @@ def test_a_pass_does_what_its_docstring_shows(
         stages=["b"],
         order=case.order,
         deterministic=case.deterministic,
+        message_dtype=case.message_dtype,
     )
     assert plan.programs[0]
     before, after = seen

@@ -77,7 +77,12 @@ def lines_text(step: StepIR) -> list[str]:
 
 def line_text(step: StepIR, line: Line | Message) -> str:
     if isinstance(line, Message):
-        return f"{line}  # task {line.task}"
+        narrow = (
+            ""
+            if step.specs(line.value)[0] == step.sent(line.value)
+            else (f", as {', '.join(map(str, step.sent(line.value)))}")
+        )
+        return f"{line}{narrow}  # task {line.task}"
     text = str(line)
     if line.target is not None:
         args = ", ".join(map(show, line.args))

@@ -76,6 +76,7 @@ class Request:
     deterministic: bool = False
     check_finite: bool = False
     gradient_dtype: torch.dtype | None = None
+    message_dtype: torch.dtype | None = None
 
     @property
     def by_arrival(self) -> bool:

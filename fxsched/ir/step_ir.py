@@ -155,6 +155,7 @@ class StepIR:
         request.deterministic asks for them; there is no running of gradients then.
     shared: the sums over all microbatches that B of joint stages reads, by the pointers
         to them.
+    narrow: the shapes, as they travel, of nodes that travel in another type.
     """
 
     graph: fx.GraphModule
@@ -171,6 +172,7 @@ class StepIR:
     renewed: Mapping[Line, tuple[int, Line | fx.Node]] = field(default_factory=dict)
     totals: Mapping[tuple[int, int], Line | Made] = field(default_factory=dict)
     shared: Mapping[fx.Node, Line] = field(default_factory=dict)
+    narrow: Mapping[fx.Node, Specs] = field(default_factory=dict)
 
     @property
     def facts(self) -> Facts:
@@ -268,6 +270,12 @@ class StepIR:
             meta = value.node.meta
             return meta["specs"], meta.get("bundle", False)
         return value.meta["specs"], True
+
+    def sent(self, value: Value) -> Specs:
+        """The shapes of a value as it travels."""
+        if isinstance(value, Made) and value.node in self.narrow:
+            return self.narrow[value.node]
+        return self.specs(value)[0]
 
 
 def values_in(args: Any) -> Iterator[Any]:
