@@ -373,13 +373,14 @@ class Backend:
         if broken is None and self.request.schedule.microbatches > 1:
             ask_for_symbolic_batch(gm, inputs, self.request)
         broken = broken or fixed_size(gm, inputs, self.request)
-        captured = pick_rows(take_early_writes(copy_graph(gm, inputs)))
+        graph, kept = copy_graph(gm, inputs)
+        captured = pick_rows(take_early_writes(graph))
 
         def call(*args: Any) -> Sequence[Any]:
             try:
                 if broken is not None:
                     raise broken
-                return self.run(captured, args)
+                return self.run(captured, tuple(args[i] for i in kept))
             except GraphBreak as error:
                 error.backend = self
                 raise

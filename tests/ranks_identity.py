@@ -91,6 +91,19 @@ def two_of_a_class() -> None:
     say("two", sum(counts))
 
 
+def slices() -> None:
+    """Batches that lie in one tensor, at other places each, share a plan."""
+    model = Root(nn.Linear(4, 4), nn.Linear(4, 4))
+    reference = copy.deepcopy(model)
+    backend = fxsched.backend(gpipe, stages=["blocks.1"])
+    run = torch.compile(model, backend=backend)
+    for part in torch.randn(4, 8, 4):
+        train(run, reference, part)
+        with torch.no_grad():
+            torch.testing.assert_close(run(part), reference(part))
+    say("slices", f"{len(backend._steps)} plans, {assert_own(model, reference)} own")
+
+
 def copies() -> None:
     """A compiled model is copied before a step, and no more after it."""
     run = compiled(Root(nn.Linear(4, 4), nn.Linear(4, 4)), stages=["blocks.1"])
@@ -109,5 +122,6 @@ if __name__ == "__main__":
     ways()
     tied_later()
     two_of_a_class()
+    slices()
     copies()
     dist.destroy_process_group()

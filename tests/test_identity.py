@@ -411,3 +411,4 @@ def test_ranks() -> None:
     assert counts == {"ways": 3, "tied": 3, "two": 12}
     refusals = re.findall(r"rank (\d): copies: .* no values of blocks", done.stdout)
     assert sorted(refusals) == ["0", "1"]
+    assert done.stdout.count("slices: 2 plans, 2 own") == 2  # one to evaluate

@@ -239,26 +239,43 @@ def _path(source: Any, name: str = "") -> Path:
     return tuple(reversed(names))
 
 
-def copy_graph(gm: fx.GraphModule, inputs: Sequence[Any]) -> fx.GraphModule:
-    """A copy of Dynamo's graph, with what Dynamo forgets after it was compiled."""
+def copy_graph(
+    gm: fx.GraphModule, inputs: Sequence[Any]
+) -> tuple[fx.GraphModule, tuple[int, ...]]:
+    """A copy of Dynamo's graph, with what Dynamo forgets after it was compiled; and the
+    positions of the inputs that it has.
+
+    It leaves out where in its memory a batch begins, which Dynamo asks for if that
+    changes (`for x in data`) and nothing reads: each batch would be another plan.
+    """
+    nodes = placeholders(gm)
+    paths = [_path(_source(node), node.name)[-1] for node in nodes]
+    kept = [i for i, node in enumerate(nodes) if not _is_offset(node, paths[i])]
     graph = fx.Graph()
     new: dict[fx.Node, fx.Node] = {}
+    left_out = {node for i, node in enumerate(nodes) if i not in kept}
     for node in gm.graph.nodes:
-        new[node] = graph.node_copy(node, new.__getitem__)
+        if node not in left_out:
+            new[node] = graph.node_copy(node, new.__getitem__)
     result = lazy_module(gm, graph)
-    paths = [_path(_source(node), node.name)[-1] for node in placeholders(gm)]
+    nodes, paths = [nodes[i] for i in kept], [paths[i] for i in kept]
+    inputs = [inputs[i] for i in kept]
     sources = [
-        f"{path} {origin_of(node)}"
-        for path, node in zip(paths, placeholders(gm), strict=True)
+        f"{path} {origin_of(node)}" for path, node in zip(paths, nodes, strict=True)
     ]
-    inner = [str(m.graph) for m in gm.modules() if isinstance(m, fx.GraphModule)]
+    inner = [str(m.graph) for m in result.modules() if isinstance(m, fx.GraphModule)]
     constants = [str(id(tensor)) for tensor in _constants(gm)]
     translator, scope = InstructionTranslator.current_tx(), _traced_frame().scope
     returns = read_returns(translator, gm, paths, inputs, scope)
     text = "\n".join([*sources, *inner, *constants, str(returns)])
     result.meta.update(call=gm.meta["call"], returns=returns)
     result.meta["text"] = hashlib.sha256(text.encode()).hexdigest()
-    return result
+    return result, tuple(kept)
+
+
+def _is_offset(node: fx.Node, path: str) -> bool:
+    """Whether an input is a tensor's storage_offset(), and nothing reads it."""
+    return path.endswith(".storage_offset()") and not node.users
 
 
 def _constants(gm: fx.GraphModule) -> Iterator[Tensor]:
