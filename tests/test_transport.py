@@ -201,3 +201,22 @@ def test_one_that_watches_is_told(pair: tuple[Neighbour, Neighbour]) -> None:
         there.take(parcel(value, 5))
     with pytest.raises(ConnectionError, match="lost rank 1 at call"):
         here.send(value, parcel(value, 6))
+
+
+def test_who_needs_nothing_more_does_not_ask_why_a_link_has_ended(
+    pair: tuple[Neighbour, Neighbour], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its thread would ask the store while Python ends, which aborts the process."""
+    here, there = pair
+    asked: list[int | None] = []
+    monkeypatch.setattr(there.all.control, "lost", asked.append)
+    value = torch.ones(2)
+    arrived: queue.SimpleQueue[int] = queue.SimpleQueue()
+    here.send(value, parcel(value))
+    there.watch(0, arrived)
+    same(there.take(parcel(value)), value)
+    here.link.shutdown(socket.SHUT_RDWR)
+    assert there.reader is not None
+    there.reader.join(10)
+    assert there.gone
+    assert not asked

@@ -45,6 +45,10 @@ NO_CALL = Mark(0, 0)
 _OPEN: weakref.WeakSet[socket.socket] = weakref.WeakSet()  # links of this process
 
 
+class LinkEnded(ConnectionError):
+    """A link has ended. Who needs what should have come over it asks why."""
+
+
 class Neighbour:
     """Another rank of this host."""
 
@@ -118,6 +122,8 @@ class Neighbour:
                 self.read(socket.MSG_DONTWAIT)
             except BlockingIOError:
                 self.all.wait(self, select.POLLIN, mark, where)
+            except LinkEnded:
+                raise self._lost() from None
         packing = parcel.packing
         tensors = packing.read(packing.views(block.bytes()))
         return tuple(tensors) if parcel.bundle else tensors[0]
@@ -133,7 +139,10 @@ class Neighbour:
             return block
 
     def read(self, flags: int = 0) -> None:
-        """Reads one note, and waits for it unless flags say MSG_DONTWAIT."""
+        """Reads one note, and waits for it unless flags say MSG_DONTWAIT.
+
+        Raises LinkEnded at the end of the link.
+        """
         with self.reading:
             try:
                 note, extra, _, _ = self.link.recvmsg(
@@ -145,7 +154,7 @@ class Neighbour:
                 note = b""
             if not note:
                 self.gone = True
-                raise self._lost()
+                raise LinkEnded
             tag, number, size, copied, *mark = NOTE.unpack(note)
             if size:
                 (descriptor,) = array.array("i", extra[0][2][:DESCRIPTOR])
@@ -162,11 +171,9 @@ class Neighbour:
 
     def _catch_up(self) -> None:
         """Reads the notes that are there, and copies out what they say to."""
-        try:
+        with contextlib.suppress(BlockingIOError, LinkEnded):
             while True:
                 self.read(socket.MSG_DONTWAIT)
-        except BlockingIOError:
-            pass
 
     def watch(
         self, tag: int, arrived: queue.SimpleQueue[int], mark: Mark = NO_CALL
@@ -193,7 +200,9 @@ class Neighbour:
                     arrived.put(tag)
 
     def _lost(self) -> Exception:
-        return self.fault or self.all.control.lost(self.rank)
+        if self.fault is None or isinstance(self.fault, LinkEnded):
+            return self.all.control.lost(self.rank)
+        return self.fault
 
 
 class Neighbours(dict[int, Neighbour]):
@@ -263,7 +272,7 @@ class Neighbours(dict[int, Neighbour]):
                     return
                 try:
                     others[number].read(socket.MSG_DONTWAIT)
-                except ConnectionError:  # has ended, which harms who waits for it
+                except LinkEnded:  # which harms who waits for it
                     poll.unregister(number)
 
     def close(self) -> None:
