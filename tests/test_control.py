@@ -56,9 +56,17 @@ def test_a_rank_that_broke_its_connections_for_another_is_not_blamed(
     assert "rank 2 lost rank 0 at call 0" in str(second.lost(seen))
 
 
+def test_one_that_closes_after_a_failure_has_said_why() -> None:
+    store = dist.HashStore()  # type: ignore[attr-defined]
+    _, first, second = (Control(rank, 3, 30.0, store) for rank in range(3))
+    second.fail(ConnectionError("rank 2 lost rank 0 at call 4"))
+    second.close()
+    assert str(first.lost(None)) == "rank 2 lost rank 0 at call 4"
+
+
 def test_ranks_that_may_be_lost_are_all_named() -> None:
     store = dist.HashStore()  # type: ignore[attr-defined]
-    controls = [Control(rank, 3, 30.0, store) for rank in range(3)]
+    controls = [Control(rank, 3, 4.0, store) for rank in range(3)]
     assert "rank 1 lost rank 0 or rank 2 at" in str(controls[1].lost(None))
     assert "rank 1 lost rank 2 at call 0" in str(controls[1].lost(2))
 

@@ -32,6 +32,7 @@ from .silence import LATE, Silence
 
 LONG = 10.0  # seconds of waiting that a line on stderr tells of
 GRACE = 2 * TICK  # seconds in which a rank that fails has said so
+BUSY = 10.0  # seconds that a rank may compute before it says that it has lost one
 LATEST = 64  # calls whose marks are remembered
 
 
@@ -230,8 +231,9 @@ class Control:
         before = self._others()
         unheard = list(before) or [r for r in range(self.ranks) if r != self.rank]
         began = time.monotonic()
-        while before and time.monotonic() < began + LATE:
-            if len(unheard) == 1 and time.monotonic() > began + GRACE:
+        until = began + max(LATE, min(BUSY, self.limit / 4))
+        while before and time.monotonic() < until:
+            if len(unheard) <= 1 and time.monotonic() > began + GRACE:
                 break
             time.sleep(TICK / 10)
             now = self._judge_all()
@@ -260,10 +262,13 @@ class Control:
             self.write(kind, None, self.failure)
 
     def close(self) -> None:
-        """Tells the others that this rank takes no part any longer."""
+        """Tells the others that this rank takes no part any longer; after a failure
+        they know, and why."""
+        failed = self.failure is not None
         self.failure = f"rank {self.rank} has closed its backend"
         with contextlib.suppress(RuntimeError, TimeoutError):
-            self.write("closed", None, f"{self.failure} after call {self.calls}")
+            if not failed:
+                self.write("closed", None, f"{self.failure} after call {self.calls}")
         self.leave()
 
     def leave(self) -> None:
