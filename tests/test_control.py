@@ -88,6 +88,10 @@ def test_who_waits_for_whom_ends_at_the_rank_that_is_silent() -> None:
     assert silence.chain(None) == silence.chain(2)
     silence.note({2: waiting(2, 0, 1)})
     assert silence.chain(0)[-1] == "they wait for each other"
+    silence.note({3: Status("here", Mark(2, 1), 1, "")})  # what each waits for too
+    assert silence.chain(0)[-1] == (
+        "rank 3 waits for nobody: it is frozen, cut off from the others, or busy"
+    )
 
 
 def test_a_rank_that_wrote_long_ago_waits_no_longer(

@@ -28,6 +28,8 @@ class Silence:
         that is silent; None for all that are.
 
         It is the wait-for graph's path from that rank (Chandy, Misra and Haas 1983).
+        A rank that waits for several says one, so where the path closes, a silent rank
+        is what they wait for too; programs are proven to be without such circles.
         """
         if rank is None:
             silent = [other for other in self.heard if not self._waits(other)]
@@ -43,9 +45,11 @@ class Silence:
             if whom is None:
                 return lines + self.chain(None)
             rank = whom
-        if rank in seen or rank not in self.heard:
-            return [*lines, "they wait for each other"]
-        return [*lines, self._silent(rank)]
+        if rank in self.heard and rank not in seen:
+            return [*lines, self._silent(rank)]
+        silent = [other for other in self.heard if self._is_silent(other)]
+        lines += [self._silent(other) for other in silent]
+        return lines if silent else [*lines, "they wait for each other"]
 
     def said(self) -> list[tuple[int, str, int | None, bool]]:
         """Each rank, what it wrote last, whom it waits for, and whether it is silent:
