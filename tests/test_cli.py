@@ -1,5 +1,7 @@
 """The demo, run as a user runs it: by threads and under torchrun at the same time."""
 
+import contextlib
+import io
 import os
 import re
 import subprocess
@@ -15,43 +17,48 @@ from fxsched.cli import demo_task
 from fxsched.cli import main as cli
 
 ROOT = Path(__file__).parent.parent
-DEMO = "-m fxsched demo --schedule 1f1b --workers 2 --microbatches 2 --steps 2"
-STALE = "-m fxsched demo --schedule stale_by_one --workers 2 --microbatches 4 --steps 4"
+DEMO = "demo --schedule 1f1b --workers 2 --microbatches 2 --steps 2"
+STALE = "demo --schedule stale_by_one --workers 2 --microbatches 4 --steps 4 --tables"
 TORCHRUN = (
     "-m torch.distributed.run --nproc-per-node 2 --rdzv-backend c10d "
     "--rdzv-endpoint 127.0.0.1:0 "
 )
-ONE_THREAD = {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
+ENVIRONMENT = {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1", "COLUMNS": "80"}
 
 
 def start(command: str) -> subprocess.Popen[str]:
     return subprocess.Popen(
         [sys.executable, *command.split()],
         cwd=ROOT,
-        env=os.environ | ONE_THREAD,
+        env=os.environ | ENVIRONMENT,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
     )
 
 
+def run_here(arguments: str) -> str:
+    """What a command prints, run by this process."""
+    output = io.StringIO()
+    with contextlib.redirect_stdout(output):
+        cli.main(arguments.split())
+    return output.getvalue()
+
+
 @pytest.fixture(scope="module")
 def printed() -> Iterator[dict[str, str]]:
-    """What the demo prints, by transport."""
-    runs = {
-        "threads": start(DEMO),
-        "torchrun": start(TORCHRUN + DEMO),
-        "stale": start(STALE),
-    }
+    """What the demo prints, by transport; ranks run beside this process."""
+    ranks = start(f"{TORCHRUN} -m fxsched {DEMO}")
     try:
-        found = {}
-        for transport, run in runs.items():
-            found[transport], errors = run.communicate(timeout=300)
-            assert run.returncode == 0, errors
-        yield found
+        here = {
+            "threads": run_here(f"{DEMO} --tables"),
+            "stale": run_here(STALE),
+        }
+        text, errors = ranks.communicate(timeout=300)
+        assert ranks.returncode == 0, errors
+        yield here | {"torchrun": text}
     finally:
-        for run in runs.values():
-            run.kill()
+        ranks.kill()
 
 
 def numbers(pattern: str, text: str) -> list[float]:
@@ -62,11 +69,27 @@ TRANSPORTS = pytest.mark.parametrize("transport", ["threads", "torchrun"])
 
 
 @TRANSPORTS
-def test_prints_data_a_plan_and_the_table_of_a_worker_once(
+def test_prints_data_and_a_picture_of_the_step(
     printed: dict[str, str], transport: str
 ) -> None:
     text = printed[transport]
     assert re.search(r"^data: [\d,]+ functions .* [\d,]+ more held out$", text, re.M)
+    assert len(re.findall(r"^1f1b: 2 workers, 2 microbatches: step ", text, re.M)) == 1
+    assert re.findall(r"^ +([01])  (?=.*F)(?=.*B)[\w. -]+$", text, re.M) == ["0", "1"]
+
+
+def test_a_short_table_of_stages_stands_for_the_plan(printed: dict[str, str]) -> None:
+    text = printed["torchrun"]
+    rows = re.findall(r"^(\d) +\S.*  (\d)  +(\S+) %$", text, re.M)
+    assert [row[:2] for row in rows] == [("0", "0"), ("1", "1")]
+    assert sum(float(share) for _, _, share in rows) == pytest.approx(100, abs=0.11)
+    assert text.count("\n") <= 24 and max(map(len, text.splitlines())) <= 80
+
+
+def test_tables_are_the_plan_and_the_program_of_a_worker(
+    printed: dict[str, str],
+) -> None:
+    text = printed["threads"]
     assert re.search(r"^1f1b: 2 workers, 2 microbatches, 2 stages", text, re.M)
     assert re.search(r"^stage +modules +parameters", text, re.M)
     assert re.search(r"^worker +stages +busy +sends +memory$", text, re.M)
@@ -104,7 +127,7 @@ def test_a_stale_demo_lowers_the_rate_and_equals_its_replay(
     text = printed["stale"]
     line = "learning rate 0.0005, for gradients that are up to 1 updates late"
     assert line in text and "updates every 2 microbatches" in text
-    assert len(re.findall(r"^step +\d+: ", text, re.M)) == 1
+    assert len(re.findall(r"[\d.]+ at step \d+", text)) == 1
     ((loss, parameters),) = re.findall(r"loss (\S+), parameters (\S+)", text)
     assert float(loss) < 1e-5 and float(parameters) < 1e-5
 
@@ -126,7 +149,7 @@ def test_rates_shrink_with_what_is_stable() -> None:
 
 def test_torchrun_prints_the_same_losses_as_threads(printed: dict[str, str]) -> None:
     threads, ranks = (
-        numbers(r"step +\d+: loss (\S+)", printed[t]) for t in ("threads", "torchrun")
+        numbers(r"(\d\.\d+) at ", printed[t]) for t in ("threads", "torchrun")
     )
     assert len(threads) == 2
     assert ranks == pytest.approx(threads, abs=1e-5)

@@ -118,6 +118,9 @@ def compare(
 @click.option(
     "--device", type=click.Choice(("cpu", "cuda")), default="cpu", help="of the model"
 )
+@click.option(
+    "--tables", is_flag=True, help="print the plan and the program of worker 0 too"
+)
 def train(schedule: str | Schedule, **options: Any) -> None:
     """Train two transformer encoders by a schedule.
 
@@ -134,6 +137,7 @@ def train(schedule: str | Schedule, **options: Any) -> None:
         options["device"],
         options["learning_rate"],
         options["seed"],
+        options["tables"],
     )
 
 

@@ -14,16 +14,22 @@ import torch
 from torch import Tensor, nn
 from tqdm import tqdm
 
+from ..draw.explanation import stage_shares
+from ..draw.tables import first_rows
 from ..equality.replay import replay
 from ..jobs.job import PlanError
 from ..jobs.schedule import Schedule
 from ..models.two_tower import TwoTower
+from ..plans.plan import Plan
 from ..state.full_state import full_state_dict
 from ..state.ownership import is_given_up
 from ..transport import processes, world
 from .demo_task import SEED, Task, accuracies, adamw, check
+from .simulate_options import terminal_text
 
-ROWS = 12  # of a worker's program, that are shown
+ROWS = 12  # of a worker's program, that --tables shows
+WIDTH = 80  # columns of what it prints without --tables
+LOSSES = 4  # at most, that are printed when the training is done
 
 
 class LargestDifferences(NamedTuple):
@@ -46,31 +52,48 @@ def demo(
     device: str,
     learning_rate: float | None = None,
     seed: int = SEED,
+    tables: bool = False,
 ) -> None:
     """Compares one step with eager, trains, and tells how well the model does.
 
+    tables: whether to print the plan and a worker's program too.
     Raises PlanError for what cannot be planned.
     """
     began = time.perf_counter()
     check(schedule, device)
+    say(f"{schedule}; reading Python's standard library ..")
     task = Task(schedule, steps, device, learning_rate, seed)
     say(f"data: {task.batches}\n{task.rates}\n")
     eager = copy.deepcopy(task.model)  # a rank soon keeps only its own parameters
     if task.inside:
-        say(f"accuracy before training: {accuracies(task.step, task.batches)}")
+        before = accuracies(task.step, task.batches)
     difference = compare_call(task, eager) if task.inside else compare_step(task, eager)
     assert task.runner.plan is not None
-    say(f"{task.runner.plan}\n\n{task.runner.plan.table(0, jobs=ROWS)}\n")
+    show(task.runner.plan, tables)
     if not task.inside:
-        say(f"accuracy before training: {accuracies(task.step, task.batches)}")
+        before = accuracies(task.step, task.batches)
     run_training(task)
+    say(f"accuracy before training: {before}")
     say(f"accuracy after training: {accuracies(task.step, task.batches)}")
     plain = TwoTower(task.config).to(device)
     plain.load_state_dict(full_state_dict(task.model))  # as a file would hold it
     say(f"its state in plain PyTorch: {accuracies(plain, task.batches)}")
     say(f"largest difference from eager: {difference}")
-    say(f"{time.perf_counter() - began:.0f} seconds")
+    say(f"{time.perf_counter() - began:.0f} seconds; --tables shows the plan as well")
     processes.leave()
+
+
+def show(plan: Plan, tables: bool) -> None:
+    """Prints the stages and a picture of the step, and with tables all of the plan."""
+    if not speaks():
+        return
+    if tables:
+        say(f"{plan}\n\n{plan.table(0, jobs=ROWS)}\n")
+    else:
+        shares = list(stage_shares(plan.schedule, plan.stages))
+        say(first_rows("stage|modules|workers|work", shares, WIDTH))
+    say("\nthe step as planned (2F0: stage 2, forward of microbatch 0; B: backward)")
+    say(f"{terminal_text(plan.diagram())}\n")
 
 
 def compare_step(task: Task, eager: nn.Module) -> LargestDifferences:
@@ -125,13 +148,18 @@ def _largest(distances: list[float]) -> float:
 
 def run_training(task: Task) -> None:
     """An ordinary training loop, of the calls that are left."""
-    every = max(1, task.calls // 8)
-    bar = tqdm(range(task.calls - task.done), "train", disable=not speaks())
+    every = -(-task.calls // (LOSSES - 1))
+    losses: list[str] = []
+    # None: no bar where stderr is no terminal
+    hidden = None if speaks() else True
+    bar = tqdm(range(task.calls - task.done), "train", ncols=WIDTH, disable=hidden)
     for _ in bar:
         loss = task.train(task.batches.draw())
         bar.set_postfix(loss=f"{loss:.4f}")
         if task.done in (1, task.calls) or task.done % every == 0:
-            say(f"step {task.done * task.updates:4}: loss {loss:.6f}")
+            step = "step " * (not losses) + str(task.done * task.updates)
+            losses.append(f"{loss:.6f} at {step}")
+    say(f"loss: {', '.join(losses)}")
 
 
 def speaks() -> bool:

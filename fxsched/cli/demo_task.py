@@ -18,6 +18,7 @@ from ..jobs.schedule import Schedule
 from ..models import docstrings
 from ..models.two_tower import TwoTower, TwoTowerConfig
 
+JUDGED = 256  # functions of each part, with their own and with another's docstring
 BATCH = 64  # rows that a step of the optimizer is for
 LEARNING_RATE, WEIGHT_DECAY, WARM_UP = 1e-3, 0.01, 20
 SEED = 0  # every rank builds the same model and draws the same batches
@@ -145,9 +146,8 @@ class Batches:
     ) -> None:
         self.data, self.device, self.rows = data, device, rows
         self.generator = torch.Generator().manual_seed(seed)
-        every = max(1, len(data.train_code) // len(data.held_out_code))
-        train = data.train_code[::every], data.train_doc[::every]
-        held_out = data.held_out_code, data.held_out_doc
+        train = spread(data.train_code), spread(data.train_doc)
+        held_out = spread(data.held_out_code), spread(data.held_out_doc)
         self.judged = {
             "train": self._to_device(docstrings.pairs(*train, SEED)),
             "held-out": self._to_device(docstrings.pairs(*held_out, SEED)),
@@ -155,8 +155,8 @@ class Batches:
 
     def __str__(self) -> str:
         return (
-            f"{len(self.data.train_code):,} functions of Python's standard library and "
-            f"their docstrings, {len(self.data.held_out_code):,} more held out"
+            f"{len(self.data.train_code):,} functions and their docstrings, "
+            f"{len(self.data.held_out_code):,} more held out"
         )
 
     def draw(self) -> Batch:
@@ -167,6 +167,12 @@ class Batches:
     def _to_device(self, batch: Batch) -> Batch:
         code, doc, label = (tensor.to(self.device) for tensor in batch)
         return code, doc, label
+
+
+def spread(rows: Tensor) -> Tensor:
+    """JUDGED of the rows, evenly over all of them."""
+    every = max(1, len(rows) // JUDGED)
+    return rows[::every][:JUDGED]
 
 
 def accuracies(step: Model, batches: Batches) -> str:

@@ -16,6 +16,7 @@ from click.core import ParameterSource
 
 from ..clock.network import Link
 from ..draw import chrome
+from ..draw.diagram import Diagram
 from ..draw.memory_table import WorkerMemory, memory_tables
 from ..jobs.job import PlanError
 from ..jobs.schedule import Schedule
@@ -205,9 +206,7 @@ def show_pictures(
         return
     diagram = simulation.diagram(unit)
     if text:
-        terminal = sys.stdout is not None and sys.stdout.isatty()
-        color = terminal and "NO_COLOR" not in os.environ
-        click.echo(f"\n{diagram.text(width, color)}")
+        click.echo(f"\n{terminal_text(diagram)}")
     timelines = {str(simulation.schedule): simulation.timeline}
     # a unit of time that isn't a second is shown as a millisecond
     scale = 1e6 if unit == "s" else 1e3
@@ -224,6 +223,13 @@ def show_pictures(
                 said = f"{flag(kind)}: {path} can't be written: {error.strerror}"
                 raise PlanError(said) from error
             click.echo(f"wrote {path}")
+
+
+def terminal_text(diagram: Diagram) -> str:
+    """A picture for the terminal, as wide as it is, and in colours unless refused."""
+    terminal = sys.stdout is not None and sys.stdout.isatty()
+    width = shutil.get_terminal_size((100, 24)).columns
+    return diagram.text(width, terminal and "NO_COLOR" not in os.environ)
 
 
 def _small(simulation: Simulation, width: int) -> bool:

@@ -28,21 +28,12 @@ def explain_text(
 ) -> str:
     """The stages with their workers, work, memory and what one microbatch sends; where
     the step's time goes. said: of rows of the batch that meet."""
-    work = _work(stages, schedule.microbatches)
     rows = []
-    for s in sorted(stages):
+    for s, shares in zip(sorted(stages), stage_shares(schedule, stages), strict=True):
         data = stages.nodes[s]
-        workers = {
-            schedule.place(Job(s, b, d)).compute
-            for b in range(schedule.microbatches)
-            for d in schedule.directions
-        }
         rows.append(
             (
-                stage_text(stages, s),
-                shorten(data["modules"]),
-                ranges(sorted(workers)),
-                f"{100 * work[s]:.1f} %",
+                *shares,
                 f"{data['forward'] * 1e3:.3g} + {data['backward'] * 1e3:.3g}",
                 byte_text(data["weights"]),
                 byte_text(data["held"]),
@@ -66,6 +57,22 @@ def explain_text(
             _limits(schedule, stages, events),
         )
     )
+
+
+def stage_shares(
+    schedule: Schedule, stages: nx.DiGraph[int]
+) -> Iterator[tuple[str, str, str, str]]:
+    """Of each stage its number, modules, workers and share of the work, as text."""
+    work = _work(stages, schedule.microbatches)
+    for s in sorted(stages):
+        workers = {
+            schedule.place(Job(s, b, d)).compute
+            for b in range(schedule.microbatches)
+            for d in schedule.directions
+        }
+        modules = shorten(stages.nodes[s]["modules"])
+        share = f"{100 * work[s]:.1f} %"
+        yield stage_text(stages, s), modules, ranges(sorted(workers)), share
 
 
 def _work(stages: nx.DiGraph[int], microbatches: int) -> dict[int, float]:

@@ -34,10 +34,12 @@ def table(
     return tabulate(cells, names, disable_numparse=True, colalign=sides[: len(names)])
 
 
-def first_rows(headers: str, rows: Sequence[Sequence[object]]) -> str:
-    """A table of the first ROWS rows, in lines of WIDTH."""
+def first_rows(
+    headers: str, rows: Sequence[Sequence[object]], width: int = WIDTH
+) -> str:
+    """A table of the first ROWS rows, in lines of that width."""
     more = f"\nand {len(rows) - ROWS} more" if len(rows) > ROWS else ""
-    return table(headers, rows[:ROWS], width=WIDTH) + more
+    return table(headers, rows[:ROWS], width=width) + more
 
 
 def _limit(names: Sequence[str], cells: Sequence[Sequence[str]], width: int) -> int:
