@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -38,6 +39,12 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
         table = tabulate(sorted(rows), headers.split("|"), floatfmt=".2f", intfmt=",")
         terminalreporter.section("automatic split")
         terminalreporter.write_line(table)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _few_objects() -> None:
+    """The garbage collector needn't look at what other files' tests have left."""
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True)

@@ -51,8 +51,8 @@ EVERY_RANK = {
         ("encoder_decoder", schedules.lpp(4, 2, MICROBATCHES), "dynamic", "sgd"),
         ("two_tower", apart(4), "static", "adamw"),
         ("gpt", schedules.zb_h1(4, MICROBATCHES), "static", "adamw"),
-        ("two_tower", schedules.zb_v(4, MICROBATCHES), "dynamic", "sgd"),
-        ("two_tower", schedules.cuckoo(4, 8), "static", "sgd"),
+        ("mlp", schedules.zb_v(4, MICROBATCHES), "dynamic", "sgd"),
+        ("mlp", schedules.cuckoo(4, 8), "static", "sgd"),
     ],
 }
 

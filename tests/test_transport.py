@@ -214,6 +214,7 @@ def test_who_needs_nothing_more_does_not_ask_why_a_link_has_ended(
     arrived: queue.SimpleQueue[int] = queue.SimpleQueue()
     here.send(value, parcel(value))
     there.watch(0, arrived)
+    assert arrived.get(timeout=10) == 0
     same(there.take(parcel(value)), value)
     here.link.shutdown(socket.SHUT_RDWR)
     assert there.reader is not None
