@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
+import os
+import platform
 import subprocess
 import sys
+import tarfile
+import zipfile
+from importlib.metadata import version
+from pathlib import Path
 
 import pytest
+from hatchling.build import build_sdist, build_wheel
 
 import fxsched
 
@@ -65,3 +72,32 @@ def test_words_schedules_and_simulations_need_no_torch() -> None:
 def test_commands_that_take_no_model_need_no_torch(arguments: list[str]) -> None:
     code = f"from fxsched.cli.main import main; main({arguments!r})"
     assert run(WITHOUT_TORCH + code)
+
+
+def test_the_command_says_its_version_and_those_it_runs_on() -> None:
+    said = run("from fxsched.cli.main import main; main(['--version'])")
+    torch, python = version("torch"), platform.python_version()
+    assert said == f"fxsched {fxsched.__version__}, PyTorch {torch}, Python {python}\n"
+
+
+def test_wheel_and_sdist_have_each_file_once_and_the_licence(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    root, folder = Path(__file__).parents[1], str(tmp_path)
+    monkeypatch.chdir(root)  # where builders are called
+    wheel = zipfile.ZipFile(tmp_path / build_wheel(folder)).namelist()
+    with tarfile.open(tmp_path / build_sdist(folder)) as archive:
+        source = archive.getnames()
+    assert len(set(wheel)) == len(wheel) and len(set(source)) == len(source)
+    written = {
+        os.path.join(path, name)
+        for path, _, names in os.walk("fxsched", followlinks=True)
+        for name in names
+        if name.endswith(".py")
+    }
+    assert written <= set(wheel)
+    info = f"fxsched-{fxsched.__version__}"
+    assert f"{info}.dist-info/licenses/LICENSE" in wheel
+    for name in ("LICENSE", "README.md", "CHANGELOG.md", "fxsched/passes/order.py"):
+        assert f"{info}/{name}" in source
+    assert not [name for name in wheel if name.startswith("tests/")]

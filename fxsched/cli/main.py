@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import os
+import platform
 import sys
 from collections.abc import Sequence
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import click
 
+from .. import __version__
 from ..jobs.job import PlanError
 from . import blame_command, commands, model_commands, stability_command
 
@@ -38,6 +41,11 @@ Each command says what it takes: fxsched simulate --help.
 
 SETTINGS = {"show_default": True, "max_content_width": 88}
 
+VERSIONS = (
+    f"fxsched {__version__}, PyTorch {version('torch')}, "
+    f"Python {platform.python_version()}"
+)
+
 group = CommandGroup(help=HELP, context_settings=SETTINGS, no_args_is_help=False)
 for command in (
     commands.simulate,
@@ -49,6 +57,7 @@ for command in (
     commands.train,
 ):
     group.add_command(command)
+click.version_option(__version__, message=VERSIONS)(group)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
