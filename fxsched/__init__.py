@@ -156,7 +156,9 @@ if not TYPE_CHECKING:
 
     def __getattr__(name: str) -> Any:
         if name not in HOMES:
-            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+            text = f"module {__name__!r} has no attribute {name!r}"
+            # by these two Python adds which name is near
+            raise AttributeError(text, name=name, obj=sys.modules[__name__])
         home = import_module(f".{HOMES[name]}", __name__)
         value = globals()[name] = getattr(home, name, home)  # or that module
         return value

@@ -67,6 +67,7 @@ from .options import (
     stage_groups,
     stage_names,
     sum_type,
+    uncalled,
 )
 from .passes.users import Pass
 from .planning import make_step
@@ -233,6 +234,8 @@ def backend(
     Raises PlanError for options that don't exist, and when called for what cannot be
     planned.
     """
+    if isinstance(schedule, fx.GraphModule):
+        return uncalled  # type: ignore[return-value]  # to torch.compile, not to users
     checked_schedule(schedule)
     check_words(order=order, carry=carry, loss_reduction=loss_reduction)
     check_words(stage_compiler=stage_compiler, ragged=ragged, rows=rows)

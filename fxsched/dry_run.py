@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -27,6 +28,8 @@ from .ir.request import (
 )
 from .jobs.job import PlanError
 from .jobs.schedule import Schedule
+from .jobs.user_values import shown
+from .options import check_keywords
 from .passes.users import Pass
 from .planning import plan_call
 from .plans.plan import Plan
@@ -69,6 +72,7 @@ def plan(
     on the CPU. Raises PlanError for what cannot be planned.
     """
     _check_model("plan", model)
+    check_keywords("plan", model, kwargs, inspect.signature(plan).parameters)
     checked = backend(
         schedule,
         stages,
@@ -156,7 +160,8 @@ def _check_model(call: str, model: object) -> None:
     elif callable(model):
         return
     else:
-        wanted = f"{call}(model={model!r}): give an nn.Module or a function of tensors"
+        given = f"{call}(model={shown(model)})"
+        wanted = f"{given}: give an nn.Module or a function of tensors"
     raise PlanError(wanted)
 
 

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+import difflib
+import inspect
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from os import PathLike, fspath
 from pathlib import Path
-from typing import Any, TypeVar, get_args
+from typing import Any, NoReturn, TypeVar, get_args
 
 import torch
-from torch import fx
 from torch.optim import Optimizer
 
 from .capture.caller import parts
@@ -30,10 +31,11 @@ from .ir.request import (
 )
 from .jobs.job import PlanError
 from .jobs.schedule import Schedule
-from .jobs.user_values import is_int, is_number
+from .jobs.user_values import is_int, is_number, shown
 from .passes.users import Pass
 from .runtime.input_agreement import InputRule
 from .runtime.recorder import Recorder
+from .schedules import LIBRARY
 from .schedules.arguments import one_of
 
 Word = TypeVar("Word", bound=str)
@@ -79,17 +81,44 @@ class Options:
 
 def checked_schedule(schedule: object) -> Schedule:
     """The schedule; PlanError for anything else."""
-    if isinstance(schedule, fx.GraphModule):
+    if isinstance(schedule, Schedule):
+        return schedule
+    such = "gpipe(workers=4, microbatches=8)"
+    if isinstance(schedule, str) and schedule in LIBRARY:
+        such = f"{LIBRARY[schedule].__name__}(..)"
+    raise PlanError(
+        f"backend(schedule={shown(schedule)}): give a Schedule, such as "
+        f"fxsched.schedules.{such}"
+    )
+
+
+def check_keywords(
+    call: str, model: Callable[..., Any], names: Iterable[str], options: Iterable[str]
+) -> None:
+    """Raises PlanError for names that are arguments neither of the model nor of a call
+    with these options."""
+    try:
+        takes = inspect.signature(getattr(model, "forward", model)).parameters
+    except (TypeError, ValueError):  # of some functions it isn't known
+        return
+    if any(taken.kind is taken.VAR_KEYWORD for taken in takes.values()):
+        return
+    for name in (name for name in names if name not in takes):
+        near = difflib.get_close_matches(name, [*takes, *options], 1)
+        hint = f"did you mean {near[0]}=?" if near else "leave it out"
         raise PlanError(
-            "torch.compile(backend=fxsched.backend) names the function; give what it "
-            "makes, torch.compile(model, backend=fxsched.backend(schedule))"
+            f"{call}({name}=): neither an option of fxsched.{call} nor an argument of "
+            f"the model; {hint}"
         )
-    if not isinstance(schedule, Schedule):
-        raise PlanError(
-            f"backend(schedule={schedule!r}): give a Schedule, such as "
-            "fxsched.schedules.gpipe(workers=4, microbatches=8)"
-        )
-    return schedule
+
+
+def uncalled(*inputs: object) -> NoReturn:
+    """What torch.compile(model, backend=fxsched.backend) gets: the error, in the first
+    call of the model."""
+    raise PlanError(
+        "torch.compile(backend=fxsched.backend) names the function; give what it "
+        "makes, torch.compile(model, backend=fxsched.backend(schedule))"
+    )
 
 
 def flight_recorder(folder: str | PathLike[str] | None) -> Recorder | None:

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 
 from torch import fx, nn
 
-from .capture.batch import fixed_size
+from .capture.batch import fixed_size, no_tensors
 from .capture.graph_breaks import FixedBatch, GraphBreak
 from .capture.structure import Structure
 from .capture.traces import Traces
@@ -44,6 +44,9 @@ class Route:
         Raises PlanError, with both lines, for what neither can trace.
         """
         call = Structure((args, kwargs))
+        microbatches = self.backend.request.schedule.microbatches
+        if not call.tensors and microbatches > 1:
+            raise no_tensors(microbatches)
         try:
             graph = self.traces.graph_of(call)
         except PlanError as error:

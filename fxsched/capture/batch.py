@@ -75,10 +75,7 @@ def batch_of(gm: fx.GraphModule, inputs: Sequence[Any], request: Request) -> Bat
         rows = inputs[tensors[0]].shape[0] if tensors else 0
         return Batch(1, rows, dict.fromkeys(tensors, 0))
     if not tensors:
-        raise PlanError(
-            f"the model has no tensor input to cut into {count} microbatches; "
-            "pass it the batch, with samples along dimension 0"
-        )
+        raise no_tensors(count)
     length, cut = samples_of(gm, inputs, request)
     if length % count or length == 0:
         whole = length == 0 or request.ragged == "error"
@@ -87,6 +84,14 @@ def batch_of(gm: fx.GraphModule, inputs: Sequence[Any], request: Request) -> Bat
             raise _ragged(name, length, count)
         count = max(n for n in range(1, count + 1) if length % n == 0)
     return _bind(gm, inputs, cut, count, length // count)
+
+
+def no_tensors(count: int) -> PlanError:
+    """The error for a call without a batch."""
+    return PlanError(
+        f"the model has no tensor input to cut into {count} microbatches; "
+        "pass it the batch, with samples along dimension 0"
+    )
 
 
 def fixed_size(

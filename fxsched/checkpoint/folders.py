@@ -12,16 +12,35 @@ from __future__ import annotations
 import os
 import shutil
 from collections.abc import Iterator
+from os import PathLike
 from pathlib import Path
 
 from ..jobs.job import PlanError
+from ..jobs.user_values import shown
 
 POINTER = "latest"
 MANIFEST = "manifest.json"
 
 
+def path_of(call: str, folder: object) -> Path:
+    """A user's folder. Raises PlanError for what is no path."""
+    if isinstance(folder, (str, PathLike)):
+        return Path(folder)
+    raise PlanError(
+        f"{call}(folder={shown(folder)}): give a folder's path, then the model"
+    )
+
+
+def refuse_file(call: str, folder: Path) -> None:
+    """Raises PlanError for a file where a folder belongs."""
+    if folder.is_file():
+        raise PlanError(f"{call}({str(folder)!r}): this is a file; give a folder")
+
+
 def make_fresh(folder: Path) -> str:
-    """Makes a folder for the next checkpoint; its name. Raises OSError."""
+    """Makes a folder for the next checkpoint; its name. Raises OSError, and PlanError
+    for a file."""
+    refuse_file("save", folder)
     folder.mkdir(parents=True, exist_ok=True)
     number = max(_numbers(folder), default=0) + 1
     while True:
@@ -41,6 +60,7 @@ def last_whole(folder: Path) -> Path:
 
     Raises PlanError if there is none.
     """
+    refuse_file("load", folder)
     if (folder / MANIFEST).is_file():
         return folder
     try:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from os import PathLike
-from pathlib import Path
 from typing import Any
 
 from torch import nn
@@ -12,7 +11,7 @@ from torch.optim import Optimizer
 
 from ..backend import Backend
 from ..jobs.job import PlanError
-from .folders import last_whole
+from .folders import last_whole, path_of
 from .party import Party
 from .reading import Reading
 from .saving import wait_for_last
@@ -48,7 +47,7 @@ def load(
     torch.load(weights_only=True).
     """
     wait_for_last()
-    party, path = Party("load", backend), Path(folder)
+    party, path = Party("load", backend), path_of("load", folder)
     name = party.first(
         "find a checkpoint", lambda: str(last_whole(path).relative_to(path))
     )

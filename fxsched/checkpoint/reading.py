@@ -20,7 +20,7 @@ from .manifest import Manifest
 from .part import State, folder_of
 from .party import Party
 from .tensor_files import read_tensors
-from .values import COMMON, OWN, read_values, set_random_state
+from .values import COMMON, OWN, check_named, read_values, set_random_state
 
 
 class Reading(NamedTuple):
@@ -218,6 +218,7 @@ def check_extra(
     manifest: Manifest,
 ) -> None:
     """Raises PlanError for what can't be loaded of extra=."""
+    check_named(extra)
     for name, each in extra.items():
         if name not in saved:
             raise PlanError(

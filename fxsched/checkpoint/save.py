@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 
 from ..backend import Backend
 from ..jobs.job import PlanError
-from .folders import make_fresh, point_to, remove_older, sync_folder
+from .folders import make_fresh, path_of, point_to, remove_older, sync_folder
 from .manifest import File, Manifest
 from .part import Part, Written, folder_of
 from .party import Party
@@ -83,7 +83,7 @@ def save(
             f"save(keep={keep!r}): give a number from 1 on, or None for all"
         )
     wait_for_last()
-    party, path = Party("save", backend), Path(folder)
+    party, path = Party("save", backend), path_of("save", folder)
     fresh = path / party.first("make a folder", lambda: make_fresh(path))
 
     def part() -> Part:

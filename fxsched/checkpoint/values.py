@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from ..jobs.job import PlanError
+from ..jobs.user_values import shown
 from ..state.full_state import mapped
 from ..transport.checksums import digest
 
@@ -44,6 +45,7 @@ def states_of(extra: Mapping[str, Any] | None) -> dict[str, Any]:
 
     Raises PlanError for what couldn't be read again.
     """
+    check_named(extra)
     states = {
         name: each.state_dict() if hasattr(each, "state_dict") else each
         for name, each in (extra or {}).items()
@@ -51,6 +53,14 @@ def states_of(extra: Mapping[str, Any] | None) -> dict[str, Any]:
     for name, state in states.items():
         check_readable(f"extra[{name!r}]", state)
     return states
+
+
+def check_named(extra: object) -> None:
+    """Raises PlanError for an extra= that names nothing."""
+    if extra is not None and not isinstance(extra, Mapping):
+        raise PlanError(
+            f"extra={shown(extra)}: give a dict by name, as {{'scheduler': scheduler}}"
+        )
 
 
 def check_readable(what: str, value: Any) -> None:

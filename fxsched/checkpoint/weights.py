@@ -17,7 +17,7 @@ from ..state.ownership import is_given_up, newest_owner
 from ..state.unmade import is_unmade, load_later
 from .content import MODEL, ModelContent
 from .fit import check_alike, check_names, tied_here
-from .folders import replace_file, sync_folder
+from .folders import path_of, refuse_file, replace_file, sync_folder
 from .party import Party
 from .weight_files import INDEX, NAME, SUFFIX, Stored, stored_in, write_safetensors
 
@@ -36,7 +36,7 @@ def save_weights(
 
     Raises PlanError on every rank if one could not write, OSError on that one.
     """
-    party, path = Party("save_weights", backend), Path(folder)
+    party, path = Party("save_weights", backend), path_of("save_weights", folder)
     tensors = party.local("list its weights", lambda: _owned(path, model, party.rank))
     names = party.each("list its weights", lambda: list(tensors))
     writers = [rank for rank, its in enumerate(names) if its] or [0]
@@ -48,6 +48,7 @@ def save_weights(
     }
 
     def write() -> int:
+        refuse_file("save_weights", path)
         path.mkdir(parents=True, exist_ok=True)
         if party.rank in files:
             write_safetensors(path / files[party.rank], tensors)

@@ -15,7 +15,7 @@ from ..jobs.schedule import Schedule
 from ..schedules import LIBRARY, STALE
 from . import simulate_options
 from .compare_command import lineup
-from .option_types import COUNT, NUMBER, POSITION, names, schedule
+from .option_types import COUNT, POSITION, RATE, names, schedule
 from .options import (
     build,
     constructor_parameters,
@@ -111,7 +111,7 @@ def compare(
 @click.option("--steps", type=COUNT, default=160, help="of the optimizer")
 @click.option(
     "--learning-rate",
-    type=NUMBER,
+    type=RATE,
     help="[default: 0.001, or as much of it as `stability` allows stale gradients]",
 )
 @click.option("--seed", type=POSITION, default=0, help="of the model and the batches")

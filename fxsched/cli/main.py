@@ -77,6 +77,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
         ctx = getattr(error, "ctx", None)
         command = ctx.command_path if ctx else program
         line = " ".join(error.format_message().split())
+        if error.__cause__ is None:  # of click's, which don't say what to do
+            line = f"{line.rstrip('.')}{' See' if line[-1] in '?)' else '; see'}"
+            line += f" {command} --help"
         click.echo(f"{command}: error: {line}", err=True)
         sys.exit(2)
     except click.Abort:

@@ -11,7 +11,7 @@ import click
 from ..jobs.job import PlanError
 from ..jobs.schedule import Schedule
 from . import simulate_options
-from .option_types import COUNT, NUMBER, POSITION, dims, file
+from .option_types import COUNT, NUMBER, POSITION, dims, saved_file
 from .options import WORKERS, build, passed_options, schedule_option, schedule_options
 
 OBJECTIVES = ("latency", "span")
@@ -51,7 +51,9 @@ SEARCHES = (
 )
 @click.option("--seed", type=POSITION, metavar="N", default=0, help="of the search")
 @click.option("--model", metavar="MODEL", help=f"{simulate_options.MODEL}; see plan")
-@click.option("--save", type=file, help="write the schedule into this file, name.json")
+@click.option(
+    "--save", type=saved_file, help="write the schedule into this file, name.json"
+)
 @simulate_options.picture_options
 @click.pass_context
 def search(ctx: click.Context, /, **options: Any) -> None:

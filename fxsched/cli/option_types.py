@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from math import isfinite
 from pathlib import Path
+from typing import Any
 
 import click
 
@@ -10,8 +12,25 @@ from ..jobs.schedule import Schedule
 from ..schedules import LIBRARY
 from ..schedules.saved import load_schedule
 
-COUNT, POSITION = click.IntRange(1), click.IntRange(0)
-NUMBER = click.FloatRange(0)
+
+class _Int(click.IntRange):
+    name = "integer"
+
+
+class _Number(click.FloatRange):
+    name = "number"
+
+    def convert(
+        self, value: Any, param: click.Parameter | None, ctx: click.Context | None
+    ) -> float:
+        number: float = super().convert(value, param, ctx)
+        if not isfinite(number):
+            self.fail(f"{value} is not finite", param, ctx)
+        return number
+
+
+COUNT, POSITION = _Int(1), _Int(0)
+NUMBER, RATE = _Number(0), _Number(0, min_open=True)
 
 
 def schedule(text: str | Schedule) -> str | Schedule:
@@ -34,6 +53,13 @@ def file(text: str) -> Path:
     if not path.parent.is_dir():
         raise click.BadParameter(f"there is no folder {str(path.parent)!r}")
     return path
+
+
+def saved_file(text: str) -> Path:
+    """The same for a schedule, which --schedule knows by its name."""
+    if not text.endswith(".json"):
+        raise click.BadParameter(f"{text!r} must end with .json; give {text}.json")
+    return file(text)
 
 
 def dims(text: str) -> dict[str | int, int | None]:

@@ -96,7 +96,10 @@ def _dotted(where: str) -> ModuleType:
     except (ImportError, ValueError):
         spec = None
     if spec is None or not spec.origin:
-        raise PlanError(f"there is no module {where!r} here, nor a file {where!r}")
+        raise PlanError(
+            f"there is no module {where!r} here, nor a Python file {where!r}; give "
+            "path/to/model.py:make or package.module:make"
+        )
     with blamed(spec.origin, "importing it raised"):
         return importlib.import_module(where)
 

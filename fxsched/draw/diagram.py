@@ -10,6 +10,7 @@ from pathlib import Path
 
 from ..clock.timeline import Event
 from ..jobs.job import Direction, PlanError
+from ..jobs.user_values import is_count, shown
 from . import page, svg, text_diagram
 from .palette import Clock, clock
 from .timeline_arrays import Bars, bars_of
@@ -47,7 +48,12 @@ class Diagram:
 
         width: in characters; that of the terminal, or 100, unless given.
         color: with ANSI colours.
+        Raises PlanError for a width that is no int of 1 or more.
         """
+        if width is not None and not is_count(width):
+            raise PlanError(
+                f"Diagram.text(width={shown(width)}): give an int of 1 or more, or None"
+            )
         if width is None:
             width = shutil.get_terminal_size((100, 24)).columns
         heading = ": ".join(filter(None, self._heading))

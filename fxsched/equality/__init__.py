@@ -1,4 +1,4 @@
 """A plan beside eager PyTorch on the whole batch.
 
-Imports: backend, capture, draw, ir, jobs, planning, plans, rows, runtime.
+Imports: backend, capture, draw, ir, jobs, options, planning, plans, rows, runtime.
 """

@@ -20,6 +20,8 @@ from ..ir.modes import modes_after_errors
 from ..ir.user_line import line_of
 from ..jobs.job import PlanError
 from ..jobs.schedule import Schedule
+from ..jobs.user_values import shown
+from ..options import check_keywords
 from ..planning import plan_call
 from ..rows.row_warnings import RowsWarning
 from ..runtime.step import Step
@@ -66,11 +68,17 @@ def verify(
     nn.Dropout are off in both copies. Raises PlanError for what cannot be planned.
     """
     if not isinstance(model, nn.Module):
-        raise PlanError(f"verify(model={model!r}): give a torch.nn.Module")
+        raise PlanError(f"verify(model={shown(model)}): give a torch.nn.Module")
+    if loss is not None and not callable(loss):
+        raise PlanError(
+            f"verify(loss={shown(loss)}): give a function of what the model returns, "
+            "or None where that is the loss"
+        )
     known = inspect.signature(backend).parameters
     backend_options = {
         name: options.pop(name) for name in list(options) if name in known
     }
+    check_keywords("verify", model, options, known)
     options_of_plan = {**backend_options, "transport": "threads"}
     planner = _Verified(backend(schedule, **options_of_plan).options)
     devices = list(range(torch.cuda.device_count()))

@@ -10,6 +10,7 @@ from numbers import Real
 from .job import PlanError
 
 LARGEST = 100_000  # workers, microbatches or stages
+SHOWN = 80  # characters of a user's value in an error
 
 
 def is_int(value: object) -> bool:
@@ -36,6 +37,14 @@ def is_number(value: object, least: float = 0.0) -> bool:
     `least`."""
     real = isinstance(value, Real) and not isinstance(value, bool)
     return real and least <= float(value) < inf  # type: ignore[arg-type]
+
+
+def shown(value: object) -> str:
+    """A user's value in an error: its repr, or its kind where that is long."""
+    text = repr(value)
+    if "\n" in text or len(text) > SHOWN:
+        return f"a {type(value).__name__}"
+    return text
 
 
 def raised(call: str, error: Exception, arguments: str) -> PlanError:

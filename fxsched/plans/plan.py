@@ -33,7 +33,7 @@ from ..ir.graphs import Group, Output, Specs, State
 from ..ir.step_ir import Line, Message, Value
 from ..jobs.job import Direction, Job, Placement, PlanError
 from ..jobs.schedule import Schedule
-from ..jobs.user_values import is_count, is_int
+from ..jobs.user_values import is_count, is_int, shown
 from ..simulator.durations import Durations
 from ..simulator.simulate import Simulation, run_placed
 from ..simulator.timeline_comparison import compare_timelines
@@ -251,6 +251,7 @@ class Plan:
         Raises PlanError for timelines that aren't of a whole step of this plan.
         """
         for timeline in timelines or ((),):
+            _check_timeline("profile", timeline)
             if Counter(event.job for event in timeline) != Counter(self.jobs):
                 raise PlanError(
                     "Plan.profile: give backend.timeline of one or more whole steps of "
@@ -265,6 +266,7 @@ class Plan:
 
         Raises PlanError if they are of other jobs.
         """
+        _check_timeline("compare", timeline)
         return compare_timelines(self.timeline, timeline)
 
     def check(self) -> None:
@@ -310,3 +312,11 @@ class Plan:
         for part in (*self._head, *self.lines):
             text.update(f"{part!s}\n".encode())
         return text.hexdigest()
+
+
+def _check_timeline(call: str, timeline: object) -> None:
+    if not isinstance(timeline, Sequence):
+        raise PlanError(
+            f"Plan.{call}({shown(timeline)}): give backend.timeline, of a backend with "
+            "profile=True"
+        )

@@ -12,6 +12,7 @@ from torch.nn.utils import clip_grad
 from torch.utils.weak import WeakIdKeyDictionary
 
 from ..jobs.job import PlanError
+from ..jobs.user_values import shown
 from ..transport.processes import everyone
 from .ownership import OWNERSHIPS, first_owner
 
@@ -65,6 +66,10 @@ def _parameters(model: nn.Module | Tensor | Iterable[Tensor]) -> list[Tensor]:
         model = model.parameters()
     elif isinstance(model, Tensor):
         model = [model]
+    elif not isinstance(model, Iterable):
+        raise PlanError(
+            f"clip_grad_norm_({shown(model)}, max_norm): give the model, or parameters"
+        )
     return list({id(parameter): parameter for parameter in model}.values())
 
 

@@ -34,7 +34,7 @@ def gradient_norms(model: nn.Module, norm_type: float = 2.0) -> dict[str, Tensor
 
     Raises PlanError if the program has stepped the optimizer already.
     """
-    if are_stepped(list(model.parameters())):
+    if are_stepped(list(module_of(model).parameters())):
         raise PlanError(
             "gradient_norms has no gradients: the program has stepped the optimizer in "
             "the call; leave optimizer= out of fxsched.backend and step in the loop"
