@@ -85,7 +85,8 @@ def test_wheel_and_sdist_have_each_file_once_and_the_licence(
 ) -> None:
     root, folder = Path(__file__).parents[1], str(tmp_path)
     monkeypatch.chdir(root)  # where builders are called
-    wheel = zipfile.ZipFile(tmp_path / build_wheel(folder)).namelist()
+    archived = zipfile.ZipFile(tmp_path / build_wheel(folder))
+    wheel = archived.namelist()
     with tarfile.open(tmp_path / build_sdist(folder)) as archive:
         source = archive.getnames()
     assert len(set(wheel)) == len(wheel) and len(set(source)) == len(source)
@@ -98,6 +99,8 @@ def test_wheel_and_sdist_have_each_file_once_and_the_licence(
     assert written <= set(wheel)
     info = f"fxsched-{fxsched.__version__}"
     assert f"{info}.dist-info/licenses/LICENSE" in wheel
+    points = archived.read(f"{info}.dist-info/entry_points.txt").decode()
+    assert "[torch_dynamo_backends]\nfxsched = fxsched.named:NAMED\n" in points
     for name in ("LICENSE", "README.md", "CHANGELOG.md", "fxsched/passes/order.py"):
         assert f"{info}/{name}" in source
     assert not [name for name in wheel if name.startswith("tests/")]

@@ -59,7 +59,7 @@ def configure_dynamo() -> None:
     def compile_frame(*args: Any, **kwargs: Any) -> Any:
         bound = parameters.bind(*args, **kwargs)
         arguments = bound.arguments
-        backend = _innermost(arguments["compiler_fn"])
+        backend = _own_backend(arguments["compiler_fn"])
         request = getattr(backend, "request", None)
         if not isinstance(request, Request):
             return original(*args, **kwargs)
@@ -122,6 +122,25 @@ def _innermost(backend: Any) -> Any:
     ) is not None:
         backend = inner
     return backend
+
+
+def _own_backend(compiler: Any) -> Any:
+    """The innermost backend; where torch.compile was given the name "fxsched", one that
+    is made for this call of it alone, and takes the name's place there.
+
+    Else models of one class would share it: Dynamo takes wrappers of equal backends
+    with equal options for the same.
+    """
+    backend = _innermost(compiler)
+    make = getattr(backend, "from_compile", None)
+    if make is None:
+        return backend
+    wrapper = compiler
+    while (inner := getattr(wrapper, "__wrapped__", None)) is not None:
+        wrapper = inner
+    wrapper.compiler_fn = made = make(wrapper.kwargs)
+    wrapper.kwargs = {}
+    return made
 
 
 def ask_for_symbolic_batch(
