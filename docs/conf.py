@@ -22,6 +22,7 @@ autodoc_typehints = "none"
 autodoc_member_order = "bysource"
 toc_object_entries = False
 smartquotes = False
+html_show_copyright = False
 
 OPTION = re.compile(r"([a-z_*][\w, *]{0,40}): ")
 

@@ -20,7 +20,7 @@ from fxsched.cli.main import group
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 BLOCK = re.compile(r"^```(\{?\w+\}?)\n(.*?)^```$", re.M | re.S)
-SHOWN = {"plan": 1, "stages": 1, "simulate": 1}  # outputs below the blocks
+SHOWN = {"plan": 1, "stages": 1, "simulate": 1, "memory": 1}  # outputs below the blocks
 PICTURE = re.compile(r"!\[(.*?)\]\((.*?)\)", re.S)
 
 
@@ -87,10 +87,13 @@ def _anchors(page: Path) -> set[str]:
     return {re.sub(r"[^\w\- ]", "", t.lower()).replace(" ", "-") for t in titles}
 
 
-@pytest.mark.parametrize("page", PAGES[1:], ids=lambda page: page.stem)
-def test_the_index_names_each_page(page: Path) -> None:
-    if page.name != "index.md":
-        assert f"({page.name})" in (ROOT / "docs" / "index.md").read_text()
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_the_index_names_each_page_and_blocks_end(page: Path) -> None:
+    if page.name not in ("README.md", "index.md"):
+        index = (ROOT / "docs" / "index.md").read_text()
+        assert f"({page.name})" in index and f"\n{page.stem}\n" in index
+    fences = re.findall(r"^```(.*)$", page.read_text(), re.M)
+    assert all(fences[::2]) and not any(fences[1::2]) and len(fences) % 2 == 0
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
