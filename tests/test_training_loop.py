@@ -527,3 +527,12 @@ def test_a_shared_table_keeps_its_own_length() -> None:
     for length in (12, 16):
         table = torch.randn(length, 8)
         torch.testing.assert_close(run(x, y, table), model(x, y, table))
+
+
+def test_layers_that_have_no_gradient_in_eval_mode_equal_eager() -> None:
+    """nn.TransformerEncoderLayer calls an operation without a derivative there."""
+    layers = (nn.TransformerEncoderLayer(8, 2, 8, batch_first=True) for _ in range(2))
+    model, x = nn.Sequential(*layers).eval(), torch.randn(4, 3, 8)
+    with fxsched.backend(schedules.gpipe(2, 2)) as backend, torch.no_grad():
+        torch.testing.assert_close(torch.compile(model, backend=backend)(x), model(x))
+        assert backend.plan is not None and not backend.plan.notes  # no joint stage

@@ -177,7 +177,13 @@ def backward_of(
         return leaves[-1].clone()
 
     result = run(copy(args), {name: copy(value) for name, value in kwargs.items()})
-    outs = [t for t in tensors(result) if t.grad_fn is not None]
+    # without gradients a model may call what has none, as nn.TransformerEncoderLayer
+    # does in eval mode
+    outs = [
+        t
+        for t in tensors(result)
+        if t.grad_fn is not None and "NotImplemented" not in t.grad_fn.name()
+    ]
     if not outs or not leaves:
         return lambda: None
     tangents = [torch.ones_like(t) for t in outs]

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
+from torch import Tensor
+
 from .compute_rules import added_up, beside, trailing
 from .kinds import SHARED, UNKNOWN, Effect, Kind, OpCall, Rows, first_cause
 
@@ -87,7 +91,25 @@ def distances(call: OpCall) -> Rows:
 
 def attention(call: OpCall) -> Rows:
     """Of query, key and value [batch, heads, length, width]."""
-    values = [call.of(each) for each in call.args[:3]]
+    return attended(call, call.args[:3])
+
+
+def with_weights(count: int, call: OpCall) -> Rows:
+    """Of the first `count` arguments [batch, length, width], projected by the call's
+    own weights."""
+    read = call.args[:count]
+    weights = [t for t in call.tensors() if all(t is not each for each in read)]
+    weights = [each for each in weights if each is not call.get("mask")]
+    values = [call.of(each) for each in weights]
+    if any(rows.kind is not Kind.SHARED for rows in values):
+        return Rows(Kind.OTHER, cause=call.mixed(Effect.MIX, *values))
+    return attended(call, read)
+
+
+def attended(call: OpCall, read: Sequence[Tensor]) -> Rows:
+    """Of what attends to itself, or one to the other, along the last dimension but
+    one."""
+    values = [call.of(each) for each in read]
     if any(rows.reduced for rows in values):
         return Rows(Kind.OTHER, cause=call.mixed(Effect.FUNCTION, *values))
     apart = [rows for rows in values if rows.kind is Kind.APART]

@@ -25,7 +25,14 @@ from .index_rules import picked
 from .kinds import Effect, Kind, Rule, where_known
 from .layout_rules import RULES as MOVES
 from .loss_rules import losses, nll_loss
-from .product_rules import attention, convolution, distances, multiplied, trilinear
+from .product_rules import (
+    attention,
+    convolution,
+    distances,
+    multiplied,
+    trilinear,
+    with_weights,
+)
 
 
 def _last(count: int) -> Rule:
@@ -111,6 +118,8 @@ TABLE: tuple[tuple[Rule, str], ...] = (
         "_scaled_dot_product_cudnn_attention _scaled_dot_product_attention_math "
         "_scaled_dot_product_fused_attention_overrideable",
     ),
+    (partial(with_weights, 3), "_native_multi_head_attention"),
+    (partial(with_weights, 1), "_transformer_encoder_layer_fwd"),
     (
         losses,
         "mse_loss smooth_l1_loss huber_loss binary_cross_entropy soft_margin_loss "
