@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from os import PathLike
@@ -73,6 +74,7 @@ from .passes.users import Pass
 from .planning import make_step
 from .plans.metrics import Metrics, metrics_of
 from .plans.plan import Plan
+from .progress import tell
 from .route import Route
 from .runtime.autograd_call import call_step
 from .runtime.input_agreement import InputRule
@@ -471,7 +473,14 @@ class Backend:
 
     def make(self, gm: fx.GraphModule, args: tuple[Any, ...]) -> Step:
         """Plans a step for these inputs."""
-        return make_step(gm, args, self.options, self._start_workers())
+        began, workers = time.perf_counter(), self._start_workers()
+        step = make_step(gm, args, self.options, workers)
+        kind = "planned" if step.plan.trains else "planned without gradients"
+        if 0 in workers.here:
+            took = time.perf_counter() - began
+            tell(f"{kind} in {took:.1f} s: {step.plan.line}", kind in self._said)
+            self._said.add(kind)
+        return step
 
     def reset(self, loaded: bool = False) -> None:
         """Brings ranks together again after one has failed; every rank calls it.

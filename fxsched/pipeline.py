@@ -38,6 +38,7 @@ from .passes.users import Pass, run_passes
 from .passes.weights import fetch_weights
 from .plans.arithmetic import describe_arithmetic
 from .plans.plan import Plan, Programs
+from .progress import Progress
 
 GRAPH_PASSES = (  # rewrite the model's graph; what they find out is in its facts
     assign_stages,  # every node gets a stage
@@ -61,8 +62,14 @@ STEP_PASSES = (  # fill in the step of all workers
 )
 
 
-def make_plan(gm: fx.GraphModule, request: Request, passes: tuple[Pass, ...]) -> Plan:
-    """The plan of a traced microbatch; the user's passes run on each program."""
+def make_plan(
+    gm: fx.GraphModule, request: Request, passes: tuple[Pass, ...], progress: Progress
+) -> Plan:
+    """The plan of a traced microbatch; the user's passes run on each program.
+
+    progress: is told of each pass.
+    """
+    progress.after(gm)
     nodes = list(gm.graph.nodes)
     inputs = tuple(
         State(node.meta["index"], node.meta["role"], node.meta["name"])
@@ -71,14 +78,18 @@ def make_plan(gm: fx.GraphModule, request: Request, passes: tuple[Pass, ...]) ->
     )
     arithmetic = describe_arithmetic(gm, request, passes)
     for rewrite in GRAPH_PASSES:
+        progress.at(rewrite.__name__)
         gm = rewrite(gm, request)
+        progress.after(gm)
         schedule = facts(gm).schedule or request.schedule
         request = replace(request, schedule=schedule)
     stages = facts(gm).stages
     request = replace(request, schedule=fit_joint(request.schedule, stages))
     step = StepIR(gm)
     for fill in STEP_PASSES:
+        progress.at(fill.__name__)
         step = fill(step, request)
+        progress.after(step)
 
     def write(worker: int) -> fx.GraphModule:
         program = lazy_module(gm, cut_program(step, request, worker), "Program")

@@ -26,6 +26,7 @@ from .pairs import trace_pairs
 from .passes.users import Pass, pass_name
 from .pipeline import make_plan
 from .plans.plan import Plan
+from .progress import Progress
 from .rows.kinds import Kind
 from .rows.row_warnings import RowWatch
 from .rows.weighted_loss import reduction_of
@@ -95,9 +96,11 @@ def plan_call(
         updaters=workers.updaters(args) if workers else {},
         readers=workers.readers if workers else None,
     )
-    traced = trace_pairs(trace, request)
-    request = replace(request, loss_reduction=_loss_reduction(traced, request))
-    plan = make_plan(traced.graph, request, options.passes)
+    with Progress() as progress:
+        progress.at("trace")
+        traced = trace_pairs(trace, request)
+        request = replace(request, loss_reduction=_loss_reduction(traced, request))
+        plan = make_plan(traced.graph, request, options.passes, progress)
     if request.rows == "local" and isinstance(workers, Ranks):
         check_local(plan, options.request.schedule)
     return CallPlan(plan, traced, request)

@@ -147,10 +147,7 @@ def load_rows(
     """What each worker runs, how busy it is, and what it holds."""
     step = step_seconds(timeline) or 1.0
     busy = busy_seconds(schedule, timeline)
-    if memory is None:
-        held = worker_bytes(schedule, stages, timeline)
-    else:
-        held = [peak.at_once.total for peak in memory.peaks]
+    held = _held(schedule, stages, timeline, memory)
     run: list[set[int]] = [set() for _ in range(schedule.workers)]
     for event in timeline:
         run[event.worker].add(event.job.stage)
@@ -163,6 +160,36 @@ def load_rows(
         )
         for w in range(schedule.workers)
     ]
+
+
+def _held(
+    schedule: Schedule,
+    stages: nx.DiGraph[int],
+    timeline: Timeline,
+    memory: WorkerMemory | None,
+) -> Sequence[float]:
+    """The most bytes that each worker holds."""
+    if memory is None:
+        return worker_bytes(schedule, stages, timeline)
+    return [peak.at_once.total for peak in memory.peaks]
+
+
+def load_line(
+    schedule: Schedule,
+    stages: nx.DiGraph[int],
+    timeline: Timeline,
+    memory: WorkerMemory | None,
+) -> str:
+    """What a plan's step should take, in a line."""
+    step = step_seconds(timeline)
+    busy = busy_seconds(schedule, timeline)
+    bubble = 1 - sum(busy) / len(busy) / (step or 1.0)
+    most = byte_text(max(_held(schedule, stages, timeline, memory)))
+    return (
+        f"{schedule}, {len(stages)} stages; predicted step "
+        f"{clock(step, 's').text(step)}, bubble {100 * bubble:.1f} %, at most {most} "
+        "a worker"
+    )
 
 
 def busy_seconds(schedule: Schedule, events: Timeline) -> list[float]:

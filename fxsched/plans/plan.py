@@ -185,6 +185,12 @@ class Plan:
         parts = self.schedule, self.stages, self.timeline, self.lines, self.specs
         return plan_tables.summary_text(*parts, self.notes, self._memory)
 
+    @property
+    def line(self) -> str:
+        """The schedule, stages, predicted step, bubble and memory, in a line."""
+        placed = self.schedule, self.stages, self.timeline
+        return plan_tables.load_line(*placed, self._memory)
+
     def table(self, rank: int, jobs: int | None = None, width: int | None = 88) -> str:
         """The program of one worker: a row for each job and each piece of transfer.
 

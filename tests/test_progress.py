@@ -1,0 +1,124 @@
+"""What planning says: a line on stderr, logs of passes, a bar on a terminal."""
+
+from __future__ import annotations
+
+import io
+import logging
+import os
+import re
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import fxsched
+from fxsched import progress, schedules
+
+LINE = (
+    r"planned in \d+\.\d s: 1f1b: 2 workers, 2 microbatches, 2 stages; "
+    r"predicted step [\d.]+ .s, bubble [\d.]+ %, at most [\d.]+ .?i?B a worker"
+)
+PASSES = ("assign_stages", "split_stages", "differentiate_stages", "insert_transfers")
+SCRIPT = """
+import torch, fxsched
+step = torch.compile(
+    torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4)),
+    backend=fxsched.backend(fxsched.schedules.one_f_one_b(2, 2)),
+)
+step(torch.ones(4, 4)).sum().backward()
+"""
+
+
+def step(**options: Any) -> Any:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    schedule = schedules.one_f_one_b(2, 2)
+    return torch.compile(model, backend=fxsched.backend(schedule, **options))
+
+
+@pytest.fixture(autouse=True)
+def unset() -> Iterator[None]:
+    yield
+    progress.LOG.setLevel(logging.NOTSET)
+    progress.LOG.handlers.clear()
+
+
+def test_a_backend_says_once_what_it_planned(capfd: Any) -> None:
+    call = step()
+    for rows in (4, 8, 8, 12):
+        call(torch.ones(rows, 4)).sum().backward()
+    error = capfd.readouterr().err
+    assert re.fullmatch(rf"fxsched: {LINE}\n", error)
+    with torch.no_grad():
+        call(torch.ones(4, 4))
+    assert "fxsched: planned without gradients in " in capfd.readouterr().err
+
+
+def test_logging_that_is_set_up_decides(capfd: Any) -> None:
+    call, log = step(), progress.LOG
+    log.setLevel(logging.WARNING)
+    call(torch.ones(4, 4))
+    log.setLevel(logging.NOTSET)
+    stream = io.StringIO()
+    log.addHandler(logging.StreamHandler(stream))
+    call(torch.ones(8, 4))
+    assert stream.getvalue() == ""  # the root's level is WARNING
+    log.setLevel(logging.INFO)
+    for rows in (12, 16):
+        call(torch.ones(rows, 4))
+    assert len(re.findall(LINE, stream.getvalue())) == 2
+    assert capfd.readouterr().err == ""
+
+
+@pytest.mark.parametrize("setting", ["+fxsched", "-fxsched"])
+def test_TORCH_LOGS_sets_the_level(setting: str) -> None:
+    ran = subprocess.run(
+        [sys.executable, "-c", SCRIPT],
+        env=os.environ | {"TORCH_LOGS": setting},
+        capture_output=True,
+        text=True,
+        timeout=100,
+    )
+    assert ran.returncode == 0, ran.stderr
+    said = [re.search(rf"\] after {name} \(", ran.stderr) for name in PASSES]
+    if setting == "-fxsched":
+        assert "planned" not in ran.stderr and not any(said)
+    else:
+        assert len(re.findall(LINE, ran.stderr)) == 1
+        places = [match.start() for match in said if match]
+        assert len(places) == len(PASSES) and places == sorted(places)
+        assert "] after trace (" in ran.stderr and "message 0: " in ran.stderr
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.mark.parametrize("terminal", [True, False])
+def test_what_takes_long_has_a_bar_on_a_terminal(
+    terminal: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stream = Terminal() if terminal else io.StringIO()
+    monkeypatch.setattr(sys, "stderr", stream)
+    monkeypatch.setattr(progress, "PATIENCE", 0.0)
+    monkeypatch.setattr(progress, "TICK", 0.01)
+    with progress.Progress() as planning:
+        planning.at("assign_stages")
+        end = time.monotonic() + 10
+        while terminal and "assign_stages" not in stream.getvalue():
+            assert time.monotonic() < end
+    said = stream.getvalue()
+    assert ("planning: assign_stages, 00:00" in said) == terminal
+    assert said.rpartition("\r")[0].rpartition("\r")[2].strip() == ""  # it is gone
+
+
+def test_what_is_quick_has_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "stderr", stream := Terminal())
+    with progress.Progress() as planning:
+        planning.at("assign_stages")
+    assert stream.getvalue() == ""
