@@ -12,6 +12,7 @@ from ..clock.timeline import Event
 from ..jobs.job import Direction, PlanError
 from ..jobs.user_values import is_count, shown
 from . import page, svg, text_diagram
+from .notebook import figure
 from .palette import Clock, clock
 from .timeline_arrays import Bars, bars_of
 
@@ -92,6 +93,10 @@ class Diagram:
 
     def _repr_svg_(self) -> str:
         return self.svg()
+
+    def _repr_html_(self) -> str:
+        label = ": ".join(filter(None, self._heading))
+        return figure(self.svg(), label, "the same in characters", self.text(100))
 
 
 def draw(

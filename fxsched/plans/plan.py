@@ -28,6 +28,7 @@ from ..draw import plan_tables
 from ..draw.diagram import Diagram
 from ..draw.explanation import explain_text
 from ..draw.memory_table import WorkerMemory
+from ..draw.notebook import figure
 from ..draw.program_table import program_table
 from ..ir.graphs import Group, Output, Specs, State
 from ..ir.step_ir import Line, Message, Value
@@ -184,6 +185,10 @@ class Plan:
         """A summary: the stages, and what each worker runs, sends and holds."""
         parts = self.schedule, self.stages, self.timeline, self.lines, self.specs
         return plan_tables.summary_text(*parts, self.notes, self._memory)
+
+    def _repr_html_(self) -> str:
+        picture = self.diagram().svg()
+        return figure(picture, self.line, "stages and workers", str(self))
 
     @property
     def line(self) -> str:

@@ -25,6 +25,7 @@ from ..clock.updates import stopped_by_order
 from ..clock.worker_stats import Worker, worker_records
 from ..draw import tables
 from ..draw.diagram import Diagram, draw
+from ..draw.notebook import figure
 from ..jobs.job import PlanError
 from ..jobs.schedule import Schedule
 from ..jobs.user_values import is_count, is_int, too_many
@@ -104,6 +105,11 @@ class Simulation:
 
     def __str__(self) -> str:
         return self.table()
+
+    def _repr_html_(self) -> str:
+        table = self.table()
+        line = table.partition("\n")[0]
+        return figure(self.diagram().svg(), line, "what each worker does", table)
 
 
 def simulate(
