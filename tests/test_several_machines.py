@@ -1,0 +1,9 @@
+"""A script on two machines; see tests/several_machines.py."""
+
+from __future__ import annotations
+
+from tests import several_machines
+
+
+def test_two_machines_train_as_threads_do() -> None:
+    assert several_machines.main() == 0
