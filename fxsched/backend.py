@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from os import PathLike
 from typing import Any, get_args
 
@@ -86,6 +86,7 @@ from .runtime.step_key import step_key
 from .runtime.workers import Workers, workers_of
 from .state.ownership import OWNERSHIPS, is_given_up
 from .state.updates import checked_optimizer
+from .transport.wrappers import refuse_outer_ddp, refuse_wrappers
 
 PLANS = 64  # that a backend keeps
 
@@ -352,6 +353,11 @@ class Backend:
             self._served.add(function)
             weakref.finalize(function, _leave, weakref.ref(self)).atexit = False
 
+    def accept(self, values: Iterable[object]) -> None:
+        """Raises PlanError if a model among a frame's values is shared out already."""
+        for value in values:
+            refuse_wrappers(value)
+
     def leave(self) -> None:
         """Lets go of plans and threads if no compiled function is there to use them.
 
@@ -403,6 +409,7 @@ class Backend:
         kwargs: Mapping[str, Any],
     ) -> Route:
         """The model as torch.export traces it, where Dynamo breaks it; see Route."""
+        refuse_wrappers(model)
         route = Route(model, self, broken)
         route.trace(args, kwargs)
         return route
@@ -429,6 +436,7 @@ class Backend:
                 "this backend is closed; compile the model with a new one, "
                 "torch.compile(model, backend=fxsched.backend(schedule))"
             )
+        refuse_outer_ddp()
         self._start_workers()
         if isinstance(self._workers, Ranks):
             self._workers.call()

@@ -16,6 +16,7 @@ KEEPERS: dict[str, tuple[str, ...]] = {
     "torch.distributed": (
         "transport.processes",
         "transport.world",
+        "transport.wrappers",
         "checkpoint.tensor_files",
     ),
     "torch._dynamo": ("capture.dynamo", "capture.compiled_modules"),

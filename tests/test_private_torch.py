@@ -39,6 +39,9 @@ NAMES = {
         "torch.amp.autocast_mode:_enter_autocast",
         "torch.amp.autocast_mode:_exit_autocast",
     ),
+    "wrappers.py": (
+        "torch.nn.parallel:DistributedDataParallel._get_active_ddp_module",
+    ),
     "microbatch.py": ("torch._subclasses:FakeTensorMode",),
     "autograd.py": (
         "torch._functorch.aot_autograd:aot_export_joint_with_descriptors",

@@ -63,6 +63,7 @@ def configure_dynamo() -> None:
         request = getattr(backend, "request", None)
         if not isinstance(request, Request):
             return original(*args, **kwargs)
+        backend.accept(arguments["locals"].values())
         arguments["one_graph"] = True  # a part of a model has no plan
         _forget(backend)
         backend.serve(arguments["compiler_fn"])
