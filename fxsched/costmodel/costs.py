@@ -182,7 +182,7 @@ def backward_of(
     outs = [
         t
         for t in tensors(result)
-        if t.grad_fn is not None and "NotImplemented" not in t.grad_fn.name()
+        if t.grad_fn is not None and type(t.grad_fn).__name__ != "NotImplemented"
     ]
     if not outs or not leaves:
         return lambda: None
