@@ -67,6 +67,22 @@ def test_each_message_has_a_test_for_its_wording() -> None:
     assert len(messages()) > 350 and missing == []
 
 
+def test_the_page_quotes_messages_that_there_are() -> None:
+    page = (ROOT / "docs" / "troubleshooting.md").read_text()
+    quotes = re.findall(r"^### (.*)$", page, re.M)
+    said = [  # what each function says
+        re.sub(r"\s+", " ", " ".join(words_of(function)))
+        for folder in ("fxsched", "passes")
+        for path in (ROOT / folder).rglob("*.py")
+        for function in ast.walk(ast.parse(path.read_text()))
+        if isinstance(function, ast.FunctionDef)
+    ]
+    assert len(quotes) > 25
+    for quote in quotes:
+        parts = [part.strip() for part in quote.split("..")]
+        assert any(all(part in each for part in parts) for each in said), quote
+
+
 # Those that no other file's tests hold.
 
 
