@@ -9,7 +9,9 @@ from torch import Tensor, nn
 import fxsched
 from fxsched import PlanError, schedules
 from fxsched.clock.timeline import Event
+from fxsched.ir.request import Order
 from fxsched.plans.metrics import STEPS, Metrics, WorkerMetrics, metrics_of
+from tests import cases
 
 
 class Two(nn.Module):
@@ -96,3 +98,19 @@ def test_seconds_and_shares_are_medians_over_steps() -> None:
 def test_without_a_profile_there_are_none() -> None:
     with pytest.raises(PlanError, match=r"no metrics; use backend\(schedule, profile="):
         fxsched.backend(schedules.gpipe(2, 2)).metrics  # noqa: B018
+
+
+@pytest.mark.parametrize("order", ["static", "dynamic"])
+def test_jobs_are_ranges_of_a_profiler_that_runs(order: Order) -> None:
+    model, inputs = cases.build("mlp")
+    every = torch._C._profiler._ExperimentalConfig(profile_all_threads=True)
+    backend = fxsched.backend(schedules.gpipe(2, 2), order=order, profile=True)
+    with backend:
+        step = torch.compile(model, backend=backend)
+        step(*inputs).backward()
+        with torch.profiler.profile(experimental_config=every) as profiler:
+            step(*inputs).backward()
+        assert backend.plan is not None
+        jobs = {f"fxsched {job}" for job in backend.plan.jobs}
+    found = [e.name for e in profiler.events() if e.name.startswith("fxsched")]
+    assert sorted(found) == sorted(jobs)

@@ -39,6 +39,7 @@ NAMES = {
         "torch.amp.autocast_mode:_enter_autocast",
         "torch.amp.autocast_mode:_exit_autocast",
     ),
+    "profiler_ranges.py": ("torch.autograd.profiler:_is_profiler_enabled",),
     "wrappers.py": (
         "torch.nn.parallel:DistributedDataParallel._get_active_ddp_module",
     ),

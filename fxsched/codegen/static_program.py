@@ -11,6 +11,7 @@ from torch import Tensor, fx
 from ..ir import ops
 from ..ir.graphs import arguments, result
 from ..transport.wire_format import Parcel
+from .profiler_ranges import close_range, open_range
 from .python_source import Expression, PythonSource, compiled, text_of
 from .tasks import Receive, Task, TaskProgram, sent
 
@@ -24,7 +25,7 @@ class Straight:
 
     prefetch: for how many tasks ahead weights are asked for.
     run(given, send, expect, take, log): given has the inputs by name; log(job, start,
-    end) is called after each job, if `record`.
+    end) is called after each job, if `record`, and a profiler gets its name.
     """
 
     def __init__(self, program: TaskProgram, record: bool, prefetch: int = 1) -> None:
@@ -42,7 +43,8 @@ class Straight:
             self._phase(number, phase)
         lines = self.source.written()
         self.tasks = [task for _, task in lines]
-        names = {**self.source.names, "clock": time.perf_counter}
+        ranges = {"open_range": open_range, "close_range": close_range}
+        names = {**self.source.names, **ranges, "clock": time.perf_counter}
         head = "given, send, expect, take, log"
         self.file, self.run = compiled("program", head, lines, names)
 
@@ -64,11 +66,13 @@ class Straight:
                 self._take(receive)
             timed = self.record and task.job is not None
             if timed:
+                source.line(f"ranged = open_range({str(task.job)!r})")
                 source.line("began = clock()")
             for node in task.nodes:
                 self._node(number, node)
             if timed:
                 source.line(f"log({source.name(task.job)}, began, clock())")
+                source.line("close_range(ranged)")
         if number == len(self.program.phases) - 1:
             self._finish(number)
             end = self._results(result(self.program.gm))

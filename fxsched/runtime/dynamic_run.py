@@ -14,6 +14,7 @@ from typing import Any
 
 from torch import Tensor, fx
 
+from ..codegen.profiler_ranges import close_range, open_range
 from ..codegen.static_program import task_function
 from ..codegen.tasks import Receive, Task, TaskProgram
 from ..ir.graphs import arguments, result
@@ -153,14 +154,18 @@ class Dynamic(Run):
         self.wire.watch(receive.parcel, arrived)
 
     def _execute(self, task: Task) -> None:
+        job = task.job if self.runnable.record else None
+        ranged = None if job is None else open_range(str(job))
         start = time.perf_counter()
         try:
             self.runnable.run[id(task)](self.values, self.wire.send)
         except Exception as error:
             self.culprit(error, self.program.gm, task)
             raise
-        if self.runnable.record and task.job is not None:
-            self.log(task.job, start, time.perf_counter())
+        finally:
+            close_range(ranged)
+        if job is not None:
+            self.log(job, start, time.perf_counter())
 
     def _dynamic(self, tasks: Sequence[Task]) -> None:
         arrived: queue.SimpleQueue[int] = queue.SimpleQueue()
