@@ -16,6 +16,7 @@ from .caller import STATE
 from .structure import PLAIN, Structure
 
 ATOMS = (Tensor, *STATE, *PLAIN, MethodType, BuiltinFunctionType)
+COMPILED = "_compile_kwargs"  # of modules: Lightning's copy of compile()'s arguments
 DEPTH = 6  # of objects in objects
 
 
@@ -151,7 +152,7 @@ class Noted:
         self.entries.append(entry)
         names = range(len(entry.values)) if keys is None else keys
         for key, value in zip(names, entry.values, strict=True):
-            if depth < DEPTH and value is not MISSING:
+            if depth < DEPTH and value is not MISSING and key != COMPILED:
                 self._inside(_member(path, key), value, depth + 1)
 
     def _inside(self, path: str, value: Any, depth: int) -> None:
