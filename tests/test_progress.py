@@ -41,7 +41,9 @@ def step(**options: Any) -> Any:
 
 
 @pytest.fixture(autouse=True)
-def unset() -> Iterator[None]:
+def unset(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(logging.root, "handlers", [])
+    progress.LOG.setLevel(logging.NOTSET)
     yield
     progress.LOG.setLevel(logging.NOTSET)
     progress.LOG.handlers.clear()

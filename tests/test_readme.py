@@ -6,6 +6,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 import io
+import logging
 import re
 import shlex
 import subprocess
@@ -50,6 +51,7 @@ def test_blocks_run_and_print_what_the_page_says(
     page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)  # blocks write files
+    monkeypatch.setenv("COLUMNS", "100")  # as where no terminal is
     names: dict[str, object] = {}
     printed = ""
     compared = 0
@@ -64,6 +66,7 @@ def test_blocks_run_and_print_what_the_page_says(
             printed = ""
             compared += 1
     assert compared == SHOWN.get(page.stem, compared)
+    logging.getLogger("fxsched").setLevel(logging.NOTSET)  # a page changes it
 
 
 def _lines(text: str) -> list[str]:
