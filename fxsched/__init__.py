@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from .plans.plan import Plan
     from .rows.declared import keeps_rows
     from .rows.row_warnings import RowsWarning
+    from .runtime.length_check import LengthsWarning
     from .runtime.local_rows import LocalSampler
     from .schedules.saved import load_schedule
     from .simulator.simulate import Simulation, simulate
@@ -60,6 +61,7 @@ __all__ = [
     "Direction",
     "Event",
     "Job",
+    "LengthsWarning",
     "Link",
     "LocalSampler",
     "Placement",
@@ -134,6 +136,7 @@ MODULES = {
     "plans.plan": ("Plan",),
     "rows.declared": ("keeps_rows",),
     "rows.row_warnings": ("RowsWarning",),
+    "runtime.length_check": ("LengthsWarning",),
     "runtime.local_rows": ("LocalSampler",),
     "schedules": ("schedules",),
     "schedules.saved": ("load_schedule",),

@@ -58,7 +58,7 @@ class Batch:
         )
 
     def _of(self, size: object, values: dict[Any, int]) -> Any:
-        expression = _expression(size)
+        expression = expression_of(size)
         return 0 if expression is None else expression.subs(values)
 
 
@@ -119,10 +119,10 @@ def resized(
     sizes among the inputs accordingly."""
     nodes = placeholders(gm)
     result = [new.get(i, value) for i, value in enumerate(inputs)]
-    lengths = _lengths(nodes, result)
+    lengths = lengths_of(nodes, result)
     for i, node in enumerate(nodes):
         if not isinstance(result[i], Tensor):
-            expression = _expression(node.meta.get("example_value"))
+            expression = expression_of(node.meta.get("example_value"))
             if expression is not None:
                 result[i] = int(expression.subs(lengths))
     return tuple(result)
@@ -148,7 +148,7 @@ def _bind(
 ) -> Batch:
     """The batch, after a look at whether the model lets its size change."""
     nodes = placeholders(gm)
-    full = _lengths(nodes, inputs)
+    full = lengths_of(nodes, inputs)
     dims = {entry.input: entry.dim for entry in cut if entry.dim is not None}
     sizes = {i: _shape(nodes[i])[dim] for i, dim in dims.items()}
     part = dict(full)
@@ -168,7 +168,7 @@ def _bind(
     return batch
 
 
-def _lengths(nodes: Sequence[fx.Node], inputs: Sequence[Any]) -> dict[Any, int]:
+def lengths_of(nodes: Sequence[fx.Node], inputs: Sequence[Any]) -> dict[Any, int]:
     """What each symbolic size of the inputs is in this call."""
     full: dict[Any, int] = {}
     for tensors in (False, True):  # which know better what is in the place of another
@@ -193,7 +193,7 @@ def _sizes(node: fx.Node, value: Any) -> Iterator[tuple[Any, int]]:
         yield node.meta.get("example_value"), value
 
 
-def _expression(size: object) -> Any:
+def expression_of(size: object) -> Any:
     return size.node.expr if isinstance(size, torch.SymInt) else None
 
 

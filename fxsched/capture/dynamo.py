@@ -36,6 +36,7 @@ from .caller import Argument, Call, owner_of, read_call
 from .compiled_modules import export_broken_modules
 from .graph_breaks import Exporter, not_whole
 from .graph_inputs import origin_of, placeholders
+from .lengths import fill_of
 from .origins import Frame, Origins, Path
 from .returns import read_returns
 from .samples import dim_of, names_of, user_tensors
@@ -67,8 +68,8 @@ def configure_dynamo() -> None:
         arguments["one_graph"] = True  # a part of a model has no plan
         _forget(backend)
         backend.serve(arguments["compiler_fn"])
-        if request.schedule.microbatches > 1:
-            mark_batch(read_call(arguments["code"], arguments["locals"]), request)
+        if request.schedule.microbatches > 1 or request.lengths is not None:
+            mark_sizes(read_call(arguments["code"], arguments["locals"]), request)
         with _settings():
             try:
                 return original(*bound.args, **bound.kwargs)
@@ -144,24 +145,23 @@ def _own_backend(compiler: Any) -> Any:
     return made
 
 
-def ask_for_symbolic_batch(
+def ask_for_symbolic_sizes(
     gm: fx.GraphModule, inputs: Sequence[Any], request: Request
 ) -> None:
-    """Makes Dynamo trace again with a symbolic batch size, unless it has already.
+    """Makes Dynamo trace again with a symbolic batch size, and symbolic lengths, unless
+    it has already.
 
     Called inside a torch.compile backend; raises Dynamo's restart signal.
     """
     nodes = placeholders(gm)
     asked = False
     for i in user_tensors(gm, inputs):
-        dim = dim_of(names_of(nodes[i])[0], inputs[i], request.batch_dims)
-        if dim is None or inputs[i].shape[dim] < 2:  # one row can't be cut
-            continue
-        known = isinstance(nodes[i].meta["example_value"].shape[dim], torch.SymInt)
-        marked = getattr(inputs[i], "_dynamo_weak_dynamic_indices", ())
-        if not known and dim not in marked:
-            torch._dynamo.maybe_mark_dynamic(inputs[i], dim)
-            asked = True
+        for dim in _symbolic_dims(names_of(nodes[i])[0], inputs[i], request):
+            known = isinstance(nodes[i].meta["example_value"].shape[dim], torch.SymInt)
+            marked = getattr(inputs[i], "_dynamo_weak_dynamic_indices", ())
+            if not known and dim not in marked:
+                torch._dynamo.maybe_mark_dynamic(inputs[i], dim)
+                asked = True
     if not asked:
         return
     # the second trace may take other branches than the one that was logged
@@ -170,13 +170,24 @@ def ask_for_symbolic_batch(
     raise TensorifyScalarRestartAnalysis()
 
 
-def mark_batch(call: Call, request: Request) -> None:
-    """Asks for symbolic sizes where arguments have their samples."""
+def mark_sizes(call: Call, request: Request) -> None:
+    """Asks for symbolic sizes where arguments have their samples or a length."""
     for argument, tensor in call.tensors:
-        dim = dim_of(argument, tensor, request.batch_dims)
-        data = not isinstance(tensor, torch.nn.Parameter)
-        if data and dim is not None and tensor.shape[dim] > 1:
-            torch._dynamo.maybe_mark_dynamic(tensor, dim)
+        if not isinstance(tensor, torch.nn.Parameter):
+            for dim in _symbolic_dims(argument, tensor, request):
+                torch._dynamo.maybe_mark_dynamic(tensor, dim)
+
+
+def _symbolic_dims(argument: Argument, tensor: Tensor, request: Request) -> list[int]:
+    """The dimensions whose sizes are others in other calls, or in a microbatch; one
+    row can't be cut, and Dynamo takes a length of 1 for a constant."""
+    dims = set[int | None]()
+    if request.schedule.microbatches > 1:
+        dims.add(dim_of(argument, tensor, request.batch_dims))
+    if request.lengths is not None:
+        fill = fill_of(argument, tensor, request.lengths)
+        dims.add(fill and fill.dim)
+    return sorted(d for d in dims if d is not None and tensor.shape[d] > 1)
 
 
 def note_origins(gm: fx.GraphModule, inputs: Sequence[Any]) -> None:

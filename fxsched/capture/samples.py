@@ -8,7 +8,7 @@ backend(batch_dims=) or refused.
 from __future__ import annotations
 
 import difflib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -57,8 +57,10 @@ def dim_of(argument: Argument, tensor: Tensor, dims: Dims) -> int | None:
     return dim % tensor.dim() if dim is not None and known else None
 
 
-def check_names(call: Call, dims: Dims) -> None:
-    """Raises PlanError for arguments of batch_dims that the call doesn't have."""
+def check_names(
+    call: Call, dims: Mapping[str | int, Any], option: str = "batch_dims"
+) -> None:
+    """Raises PlanError for arguments of an option that the call doesn't have."""
     known = [parts(name) for name in call.names]
     for key in dims:
         if isinstance(key, str):
@@ -69,12 +71,12 @@ def check_names(call: Call, dims: Dims) -> None:
             near = near or difflib.get_close_matches(key.lower(), call.names, 1)
             hint = f"; did you mean {near[0]!r}?" if near else ""
             raise PlanError(
-                f"backend(batch_dims={{{key!r}: ..}}): the model is called without "
+                f"backend({option}={{{key!r}: ..}}): the model is called without "
                 f"{key!r}; its arguments are {', '.join(call.names)}{hint}"
             )
         if not 0 <= key < call.positions:
             raise PlanError(
-                f"backend(batch_dims={{{key}: ..}}): the model is called with "
+                f"backend({option}={{{key}: ..}}): the model is called with "
                 f"{call.positions} arguments by position; give 0 to "
                 f"{call.positions - 1}, or a name"
             )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import torch
 
@@ -24,6 +24,16 @@ Transport = Literal["threads", "distributed", "gloo"]
 CheckInputs = Literal["first", "always", "never"]
 BufferReduction = Literal["mean", "sum", "last"]
 OutputReduction = Literal["mean", "sum", "max", "min", "last"]
+
+
+class Fill(NamedTuple):
+    """The dimension of an argument that has a length, and what it is filled up with."""
+
+    dim: int
+    value: float
+
+
+Lengths = Literal["bucket"] | Mapping[str | int, tuple[int, float]]  # each a Fill
 
 
 @dataclass(frozen=True)
@@ -60,6 +70,7 @@ class Request:
     prefetch: int = 1
     batch_dims: Mapping[str | int, int | None] = field(default_factory=dict)
     ragged: Ragged = "error"
+    lengths: Lengths | None = None
     most: int = 1
     rows: PassedRows = "all"
     buffers: dict[str, BufferReduction] = field(default_factory=dict)
