@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
+from typing import NamedTuple
 
 import torch
 from torch import fx
 
 from .clock.arrivals import ahead_text
 from .clock.joint import fit_joint, joint_text
-from .costmodel.measure import known_nodes
+from .costmodel.measure import Known, known_nodes
 from .ir.facts import facts
 from .ir.graphs import Role, State, tensors
 from .ir.lazy import lazy_module
+from .ir.meta import SPENT
 from .ir.request import Request
 from .ir.step_ir import StepIR
 from .ir.weight_sizes import weight_groups
@@ -36,7 +39,7 @@ from .passes.unroll import unroll_jobs
 from .passes.update import update_weights
 from .passes.users import Pass, run_passes
 from .passes.weights import fetch_weights
-from .plans.arithmetic import describe_arithmetic
+from .plans.arithmetic import Arithmetic, describe_arithmetic
 from .plans.plan import Plan, Programs
 from .progress import Progress
 
@@ -62,10 +65,23 @@ STEP_PASSES = (  # fill in the step of all workers
 )
 
 
-def make_plan(
+class StageGraph(NamedTuple):
+    """A microbatch as calls of stages, forward and backward, and what is known of it.
+
+    graph: after GRAPH_PASSES. inputs, nodes, arithmetic, half: as Plan has them.
+    """
+
+    graph: fx.GraphModule
+    inputs: tuple[State, ...]
+    nodes: Mapping[str, Known]
+    arithmetic: Arithmetic
+    half: bool
+
+
+def cut_stages(
     gm: fx.GraphModule, request: Request, passes: tuple[Pass, ...], progress: Progress
-) -> Plan:
-    """The plan of a traced microbatch; the user's passes run on each program.
+) -> StageGraph:
+    """A traced microbatch, cut into stages that are differentiated.
 
     progress: is told of each pass.
     """
@@ -81,10 +97,36 @@ def make_plan(
         progress.at(rewrite.__name__)
         gm = rewrite(gm, request)
         progress.after(gm)
-        schedule = facts(gm).schedule or request.schedule
-        request = replace(request, schedule=schedule)
-    stages = facts(gm).stages
-    request = replace(request, schedule=fit_joint(request.schedule, stages))
+        request = replace(request, schedule=facts(gm).schedule or request.schedule)
+    half = any(
+        t.dtype is torch.float16 and t.requires_grad
+        for node in nodes
+        for t in tensors(node.meta.get("val"))
+    )
+    known = known_nodes(nodes)
+    _forget(gm)
+    return StageGraph(gm, inputs, known, arithmetic, half)
+
+
+def _forget(gm: fx.GraphModule) -> None:
+    """Takes from the nodes what plans on disk have not, so that nothing reads it."""
+    for module in gm.modules():
+        for node in module.graph.nodes if isinstance(module, fx.GraphModule) else ():
+            for key in SPENT:
+                if key in node.meta and (key != "val" or node.op != "placeholder"):
+                    del node.meta[key]
+
+
+def make_plan(
+    cut: StageGraph, request: Request, passes: tuple[Pass, ...], progress: Progress
+) -> Plan:
+    """The plan of a microbatch's stages; the user's passes run on each program.
+
+    progress: is told of each pass.
+    """
+    gm = cut.graph
+    schedule = facts(gm).schedule or request.schedule
+    request = replace(request, schedule=fit_joint(schedule, facts(gm).stages))
     step = StepIR(gm)
     for fill in STEP_PASSES:
         progress.at(fill.__name__)
@@ -110,16 +152,12 @@ def make_plan(
         step.lines,
         step.sent,
         _notes(step, request),
-        known_nodes(nodes),
-        inputs,
-        arithmetic,
+        cut.nodes,
+        cut.inputs,
+        cut.arithmetic,
         draws=bool(step.draws),
         redraws=_redraws(step),
-        half=any(
-            t.dtype is torch.float16 and t.requires_grad
-            for node in nodes
-            for t in tensors(node.meta.get("val"))
-        ),
+        half=cut.half,
         current=bool(request.updates),
         in_order=request.deterministic,
         by_arrival=request.by_arrival and step.every is not None,

@@ -11,7 +11,7 @@ from torch import fx
 from torch.optim import Optimizer
 
 from .autodiff import inductor
-from .capture.batch import batch_of
+from .capture.batch import Batch, batch_of
 from .capture.graph_inputs import call_text
 from .capture.meta_device import refuse_meta
 from .capture.trace import Traced, trace_microbatch
@@ -23,10 +23,13 @@ from .jobs.job import PlanError
 from .jobs.schedule import Schedule
 from .options import Options
 from .pairs import trace_pairs
+from .passes.partition import assign_stages
 from .passes.users import Pass, pass_name
-from .pipeline import make_plan
+from .pipeline import StageGraph, cut_stages, make_plan
+from .plan_cache.find import found_or_made
 from .plans.plan import Plan
 from .progress import Progress
+from .rows.early_values import Early
 from .rows.kinds import Kind
 from .rows.row_warnings import RowWatch
 from .rows.weighted_loss import reduction_of
@@ -44,14 +47,28 @@ from .state.replicas import ReplicaOptimizers, moment_specs
 from .state.updates import StageOptimizers, positions_of
 
 
+class Traces(NamedTuple):
+    """What a call's plan is made from, beside the request and the schedule's order.
+
+    loss_reduction: the request's, which the trace decides.
+    watch: warns of losses and outputs; of one microbatch there is none.
+    early: computes inputs that follow those of the call, if there are any.
+    """
+
+    stages: StageGraph
+    loss_reduction: LossReduction
+    watch: RowWatch | None
+    early: Early | None
+
+
 class CallPlan(NamedTuple):
-    """A call's plan, and the traced microbatch and the request that it was made from.
+    """A call's plan, and what it was made from.
 
     request: the backend's, with what this call has decided.
     """
 
     plan: Plan
-    traced: Traced
+    traces: Traces
     request: Request
 
 
@@ -61,31 +78,50 @@ def plan_call(
     options: Options,
     workers: Workers | None = None,
 ) -> CallPlan:
-    """Traces a microbatch of the call and plans it.
+    """Traces a microbatch of the call and plans it, or finds the traces of an earlier
+    start.
 
     workers: that the plan is to run on; None, where it is only looked at.
     """
+    batch = batch_of(gm, args, options.request)
+    request = _request(args, batch, options, workers)
+    with Progress() as progress:
+
+        def make(schedule: Schedule) -> Traces:
+            asking = replace(request, schedule=schedule)
+            return _traces(gm, args, batch, asking, options, progress)
+
+        if options.passes or options.measured is not None:
+            traces = make(request.schedule)
+        else:
+            more = sorted(specs_of(args).items()), options.stage_compiler, batch
+            shapes = options.stage_compiler != "eager"
+            traces = found_or_made(gm, args, request, more, make, shapes)
+        request = replace(request, loss_reduction=traces.loss_reduction)
+        plan = make_plan(traces.stages, request, options.passes, progress)
+    if request.rows == "local" and isinstance(workers, Ranks):
+        check_local(plan, options.request.schedule)
+    return CallPlan(plan, traces, request)
+
+
+def traced_nodes(
+    gm: fx.GraphModule, args: tuple[Any, ...], options: Options
+) -> list[fx.Node]:
+    """The nodes of a call's microbatch, with their stages."""
+    batch = batch_of(gm, args, options.request)
+    request = _request(args, batch, options, None)
+    traced = _traced(gm, args, batch, request, options)
+    request = replace(request, loss_reduction=_loss_reduction(traced, request))
+    assign_stages(traced.graph, request)
+    return list(traced.graph.graph.nodes)
+
+
+def _request(
+    args: tuple[Any, ...], batch: Batch, options: Options, workers: Workers | None
+) -> Request:
+    """The backend's request, with what this call decides."""
     request = options.request
-    batch = batch_of(gm, args, request)
-
-    def trace(spread: bool) -> Traced:
-        traced = trace_microbatch(
-            gm,
-            args,
-            batch,
-            specs_of(args),
-            request.loss_reduction == "weighted",
-            request.outputs,
-            request.loss_reduction == "exact",
-            _sees_whole_batch(request),
-            spread,
-            request.batch_norm,
-        )
-        if options.measured is not None:
-            options.measured.apply(traced.graph)
-        return traced
-
-    request = replace(
+    return replace(
         request,
         updates=_updated(args, options),
         moments=_moments(args, options),
@@ -96,14 +132,56 @@ def plan_call(
         updaters=workers.updaters(args) if workers else {},
         readers=workers.readers if workers else None,
     )
-    with Progress() as progress:
-        progress.at("trace")
-        traced = trace_pairs(trace, request)
-        request = replace(request, loss_reduction=_loss_reduction(traced, request))
-        plan = make_plan(traced.graph, request, options.passes, progress)
-    if request.rows == "local" and isinstance(workers, Ranks):
-        check_local(plan, options.request.schedule)
-    return CallPlan(plan, traced, request)
+
+
+def _traced(
+    gm: fx.GraphModule,
+    args: tuple[Any, ...],
+    batch: Batch,
+    request: Request,
+    options: Options,
+) -> Traced:
+    """A microbatch of the call."""
+
+    def trace(spread: bool) -> Traced:
+        traced = trace_microbatch(
+            gm,
+            args,
+            batch,
+            specs_of(args),
+            request.loss_reduction == "weighted",
+            request.outputs,
+            request.loss_reduction == "exact",
+            _sees_whole_batch(options.request),
+            spread,
+            request.batch_norm,
+        )
+        if options.measured is not None:
+            options.measured.apply(traced.graph)
+        return traced
+
+    return trace_pairs(trace, request)
+
+
+def _traces(
+    gm: fx.GraphModule,
+    args: tuple[Any, ...],
+    batch: Batch,
+    request: Request,
+    options: Options,
+    progress: Progress,
+) -> Traces:
+    """What a plan is made from, but for the order of jobs."""
+    progress.at("trace")
+    traced = _traced(gm, args, batch, request, options)
+    exact = request.loss_reduction == "exact"
+    request = replace(request, loss_reduction=_loss_reduction(traced, request))
+    stages = cut_stages(traced.graph, request, options.passes, progress)
+    watch = None
+    if request.schedule.microbatches > 1:
+        loss = facts(stages.graph).loss
+        watch = RowWatch(gm, traced.graph, traced.rows, loss, request, exact)
+    return Traces(stages, request.loss_reduction, watch, traced.early)
 
 
 def _with_updates(schedule: Schedule, options: Options) -> Schedule:
@@ -177,7 +255,7 @@ def make_step(
         if isinstance(workers, Ranks):
             workers.check(error)  # the others wait for this rank
         raise
-    plan, traced, request = call_plan
+    plan, traces, request = call_plan
     try:
         workers.check(plan)
     except CheckError as error:
@@ -185,15 +263,13 @@ def make_step(
         raise
     with workers.guarded():
         programs = _programs(plan, options, workers)
-    agreement = watch = None
+    agreement = None
     if isinstance(workers, Ranks):
         inputs = [each for each in plan.inputs if each.input < len(args)]
         local = request.rows == "local"
         agreement = Agreement(options.inputs, inputs, workers.processes, number, local)
-    if plan.schedule.microbatches > 1 and 0 in workers.here:
-        exact = options.request.loss_reduction == "exact"
-        watch = RowWatch(gm, traced.graph, traced.rows, plan.loss, request, exact)
-    before = BeforeCall(agreement, watch, traced.early)
+    watch = traces.watch if 0 in workers.here else None
+    before = BeforeCall(agreement, watch, traces.early)
     scale, record, recorder = options.loss_scale, options.record, options.recorder
     optimizers = _stage_optimizers(call_plan, args, options.optimizer, workers)
     return Step(plan, programs, workers, before, scale, optimizers, record, recorder)

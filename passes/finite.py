@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import fx
 
-from ..ir.graphs import arguments, tensors
+from ..ir.graphs import arguments
 from ..ir.step_ir import Recipe
 from ..jobs.job import Direction
 
@@ -28,5 +28,5 @@ def _must_be_finite(node: fx.Node, forward: bool, trains: bool) -> bool:
     if not forward:
         return "group" in node.meta or not node.meta.get("bundle")
     if trains:
-        return any(value.requires_grad for value in tensors(node.meta.get("val")))
+        return bool(node.meta.get("trained"))
     return any(user.op == "output" for user in node.users)

@@ -143,6 +143,7 @@ class _Calls:
         whole = torch.empty_like(fake, memory_format=torch.contiguous_format)
         stage = call.meta["stage"]
         new.meta.update(val=fake, specs=(Spec.of(whole),), stage=stage)
+        new.meta["trained"] = fake.requires_grad
         return new
 
 

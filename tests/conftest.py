@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -10,6 +11,7 @@ import pytest
 import torch
 from tabulate import tabulate
 
+os.environ.setdefault("FXSCHED_CACHE", "")  # each run makes its own plans
 GOLDEN = Path(__file__).parent / "golden"
 
 

@@ -8,11 +8,12 @@ their own F: caps below that cannot be kept, and no order may ask for B before.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Container, Iterable
-from dataclasses import replace
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
 
 import networkx as nx
 
+from ..jobs.answers import Place, Priority
 from ..jobs.job import Direction, Job, Placement, PlanError
 from ..jobs.own_caps import OwnCaps
 from ..jobs.schedule import Schedule
@@ -110,20 +111,33 @@ def _most_held(schedule: Schedule, stage: int) -> int:
     return max(Counter(places).values())
 
 
-def ask_once(schedule: Schedule, joint: Container[int]) -> Schedule:
+def ask_once(schedule: Schedule, joint: frozenset[int]) -> Schedule:
     """The schedule, whose w and n say of all microbatches of joint stages what they say
     of one: w of microbatch 0; n of the last for F, and of 0 for B and W."""
     last = schedule.microbatches - 1
+    place = _PlacedOnce(schedule.w, joint)
+    return replace(schedule, w=place, n=_RankedOnce(schedule.n, joint, last))
 
-    def w(s: int, b: int, d: Direction) -> Placement | tuple[int, int]:
-        return schedule.w(s, 0 if s in joint else b, d)
 
-    def n(s: int, b: int, d: Direction) -> int:
-        if s in joint and d is not Direction.UPDATE:
-            b = last if d is FORWARD else 0
-        return schedule.n(s, b, d)
+@dataclass(frozen=True, eq=False)
+class _PlacedOnce:
+    w: Place
+    joint: frozenset[int]
 
-    return replace(schedule, w=w, n=n)
+    def __call__(self, s: int, b: int, d: Direction) -> Placement | tuple[int, int]:
+        return self.w(s, 0 if s in self.joint else b, d)
+
+
+@dataclass(frozen=True, eq=False)
+class _RankedOnce:
+    n: Priority
+    joint: frozenset[int]
+    last: int
+
+    def __call__(self, s: int, b: int, d: Direction) -> int:
+        if s in self.joint and d is not Direction.UPDATE:
+            b = self.last if d is FORWARD else 0
+        return self.n(s, b, d)
 
 
 def waiting_stages(stages: nx.DiGraph[int], strict: bool) -> dict[int, int]:

@@ -33,7 +33,7 @@ def place_jobs(
     """
     alone = frozenset(k for k, (s, _) in enumerate(kinds) if s in joint)
     if alone:
-        schedule = ask_once(schedule, {kinds[k][0] for k in alone})
+        schedule = ask_once(schedule, frozenset(kinds[k][0] for k in alone))
     n, every = schedule.n, range(schedule.microbatches)
     priorities: list[Any]
     check_size(schedule, len(kinds))

@@ -5,15 +5,14 @@ from __future__ import annotations
 import itertools
 import linecache
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from types import MethodType
 from typing import Any
 from weakref import WeakKeyDictionary, WeakValueDictionary, finalize
 
 import torch
 from torch import fx
-
-from ..ir.graphs import result
 
 FlatFunction = Callable[[list[Any]], Any]
 Runs = dict[tuple[int, ...], Callable[..., Any]]  # by the positions that are added
@@ -35,9 +34,9 @@ def runner(flat: fx.GraphModule, positions: tuple[int, ...] = ()) -> FlatFunctio
     """
     known = _known.setdefault(flat, {})
     if positions not in known:
-        graph = _adding(flat, positions)
-        graph.set_codegen(_Listed())
-        known[positions] = _function(graph, flat)
+        with _adding(flat.graph, positions):
+            code = flat.graph.python_code("self")
+        known[positions] = _function(code, flat)
     return MethodType(known[positions], flat)
 
 
@@ -51,9 +50,8 @@ def failed_node(error: BaseException) -> fx.Node | None:
     return None
 
 
-def _function(graph: fx.Graph, flat: fx.GraphModule) -> Callable[..., Any]:
-    """The graph's code alone; a module would keep the graph."""
-    code = graph.python_code("self")
+def _function(code: fx.graph.PythonCode, flat: fx.GraphModule) -> Callable[..., Any]:
+    """The code alone; a module would keep the graph."""
     space, file = dict(code.globals), f"<fxsched graph {next(_numbers)}>"
     _flats[file] = flat
     linecache.cache[file] = len(code.src), None, code.src.splitlines(True), file
@@ -63,26 +61,32 @@ def _function(graph: fx.Graph, flat: fx.GraphModule) -> Callable[..., Any]:
     return function
 
 
-def _adding(flat: fx.GraphModule, positions: Sequence[int]) -> fx.Graph:
-    graph = fx.Graph()
-    new: dict[fx.Node, fx.Node] = {}
-    for node in flat.graph.find_nodes(op="placeholder"):
-        new[node] = graph.placeholder(node.name)
-    outputs = result(flat)
-    sums: dict[fx.Node, list[fx.Node]] = {}
-    for position in positions:
-        total = graph.placeholder(f"running_{position}")
-        sums.setdefault(outputs[position], []).append(total)
-    for node in flat.graph.nodes:
-        if node.op == "output":
-            continue
-        if node not in new:
-            new[node] = graph.node_copy(node, new.__getitem__)
-        for total in sums.get(node, ()):
-            graph.call_function(torch.ops.aten.add_.Tensor, (total, new[node]))
-    returned = (out for i, out in enumerate(outputs) if i not in positions)
-    graph.output(fx.map_arg(tuple(returned), new.__getitem__))
-    return graph
+@contextmanager
+def _adding(graph: fx.Graph, positions: Sequence[int]) -> Iterator[None]:
+    """While it is open, a flat graph takes a list, and adds to sums; a copy of it would
+    take longer than its code."""
+    output, own = graph.output_node(), graph._codegen
+    returned: Any = output.args
+    outputs, new = returned[0], list[fx.Node]()
+    first = next(node for node in graph.nodes if node.op != "placeholder")
+    try:
+        with graph.inserting_before(first):
+            new += [graph.placeholder(f"running_{i}") for i in positions]
+        for total in new:
+            total.target = total.name  # another, if one was called so before
+        for total, position in zip(tuple(new), positions, strict=True):
+            made = outputs[position]
+            with graph.inserting_after(new[-1] if made.op == "placeholder" else made):
+                add = torch.ops.aten.add_.Tensor
+                new.append(graph.call_function(add, (total, made)))
+        output.args = (tuple(o for i, o in enumerate(outputs) if i not in positions),)
+        graph.set_codegen(_Listed())
+        yield
+    finally:
+        output.args = returned
+        for node in reversed(new):
+            graph.erase_node(node)
+        graph.set_codegen(own)
 
 
 class _Listed(fx.graph.CodeGen):

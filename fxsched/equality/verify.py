@@ -22,7 +22,7 @@ from ..jobs.job import PlanError
 from ..jobs.schedule import Schedule
 from ..jobs.user_values import shown
 from ..options import check_keywords
-from ..planning import plan_call
+from ..planning import traced_nodes
 from ..rows.row_warnings import RowsWarning
 from ..runtime.step import Step
 from .departures import Departure, first_departure
@@ -113,8 +113,7 @@ class _Verified(Backend):
     def nodes(self) -> list[fx.Node]:
         """The microbatch's, with their stages, planned once more."""
         with torch.enable_grad(), modes_after_errors():
-            traced = plan_call(self.gm, self.args, self.options).traced
-        return list(traced.graph.graph.nodes)
+            return traced_nodes(self.gm, self.args, self.options)
 
 
 class _Trial:

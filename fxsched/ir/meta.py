@@ -30,6 +30,7 @@ META = {
     "draw": "number of a stage's first draw in the model; None if it makes none",
     "specs": "shapes of the tensors in a value",
     "bundle": "whether a value is a tuple of tensors",
+    "trained": "whether what a stage gives has a gradient",
     "worker": "worker that runs a node",
     "task": "job or other piece of work that a node belongs to",
     "n": "priority of that task",
@@ -37,6 +38,10 @@ META = {
     "custom": "number of the node of a stage that a flat graph's node is of, as `line`",
     "own": "whether a user's pass made the node",
 }
+
+# Those that no one reads once stages are differentiated; compilers of stages read "val"
+# of placeholders.
+SPENT = ("val", "origin", "arguments", "work", "estimated", "mutates", "learns", "rows")
 
 # Of gm.meta.
 GRAPH_META = {

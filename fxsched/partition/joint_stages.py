@@ -7,11 +7,11 @@ as F of all microbatches lies between; so is the count of stages, by their work.
 
 from __future__ import annotations
 
-from collections.abc import Container, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
-from ..jobs.job import Direction, Job, Placement, PlanError
+from ..jobs.job import Job, PlanError
 from ..jobs.own_caps import OwnCaps
 from ..jobs.schedule import InFlight, Schedule
 from .cut_cost import Cut, Hyperedge, Problem
@@ -123,16 +123,10 @@ def with_joint(schedule: Schedule, beside: Mapping[int, int], count: int) -> Sch
     for s in sorted(known):  # which may be beside each other
         known[s] = known.get(known[s], known[s])
 
-    def w(s: int, b: int, d: Direction) -> Placement | tuple[int, int]:
-        return schedule.w(known.get(s, s), b, d)
-
-    def n(s: int, b: int, d: Direction) -> int:
-        return schedule.n(known.get(s, s), b, d)
-
     return replace(
         schedule,
-        w=w,
-        n=n,
+        w=_Known(schedule.w, known),
+        n=_Known(schedule.n, known),
         stages=None if schedule.stages is None else count,
         in_flight=_caps(schedule, beside, known),
         u=_of_known(schedule.u, known),
@@ -155,22 +149,38 @@ def _knows(schedule: Schedule, stage: int) -> bool:
 
 
 def _caps(
-    schedule: Schedule, joint: Container[int], known: Mapping[int, int]
+    schedule: Schedule, joint: Iterable[int], known: Mapping[int, int]
 ) -> InFlight:
     """in_flight, which is about microbatches, and not about joint stages."""
     caps = schedule.in_flight
     if not callable(caps):
         return caps
+    others = frozenset(joint)
     if isinstance(caps, OwnCaps):
-        own = caps.cap
-        return OwnCaps(
-            lambda s: None if s in joint else own(known.get(s, s)), caps.lifted
-        )
-    return lambda s: None if s in joint else caps(known.get(s, s))
+        return OwnCaps(_Capped(caps.cap, known, others), caps.lifted)
+    return _Capped(caps, known, others)
 
 
 def _of_known(answer: Any, known: Mapping[int, int]) -> Any:
+    return None if answer is None else _Known(answer, known)
+
+
+@dataclass(frozen=True, eq=False)
+class _Known:
     """A function of the stage, asked for those that it knows."""
-    if answer is None:
-        return None
-    return lambda s, *more: answer(known.get(s, s), *more)
+
+    answer: Callable[..., Any]
+    known: Mapping[int, int]
+
+    def __call__(self, s: int, *more: Any) -> Any:
+        return self.answer(self.known.get(s, s), *more)
+
+
+@dataclass(frozen=True, eq=False)
+class _Capped(_Known):
+    """A cap for all but these stages."""
+
+    joint: frozenset[int]
+
+    def __call__(self, s: int, *more: Any) -> Any:
+        return None if s in self.joint else super().__call__(s, *more)

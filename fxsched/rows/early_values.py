@@ -3,15 +3,30 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Collection, Sequence
-from typing import Any
+from collections.abc import Collection, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, fx
 
-Early = Callable[..., Sequence[Tensor]]  # of what the traced graph is called with
+from ..ir.lazy import lazy_module
 
 WRITES = (operator.setitem, operator.iadd, operator.isub, operator.imul)
+
+
+class Early(NamedTuple):
+    """Computes values of what the traced graph is called with.
+
+    read: the positions of the arguments that `graph` takes.
+    """
+
+    graph: fx.GraphModule
+    read: tuple[int, ...]
+
+    def __call__(self, *args: Any) -> Sequence[Tensor]:
+        with torch.no_grad():
+            values: Sequence[Tensor] = self.graph(*(args[i] for i in self.read))
+            return values
 
 
 def early_values(
@@ -36,14 +51,7 @@ def early_values(
         elif node in needed:
             new[node] = graph.node_copy(node, new.__getitem__)
     graph.output(tuple(new[node] for node in wanted))
-    run = fx.GraphModule(gm, graph).forward
-
-    def early(*args: Any) -> Sequence[Tensor]:
-        with torch.no_grad():
-            values: Sequence[Tensor] = run(*(args[i] for i in read))
-            return values
-
-    return early
+    return Early(lazy_module(gm, graph), tuple(read))
 
 
 def _needed(nodes: Sequence[fx.Node], wanted: Sequence[fx.Node]) -> set[fx.Node]:

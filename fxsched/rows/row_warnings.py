@@ -175,10 +175,10 @@ class RowWatch:
         mean = None if loss is None else rows.outputs[loss]
         known = mean is not None and mean.kind is Kind.MEAN and mean.cause is None
         if rows.labels and known and reduction == "mean":
-            nodes = [each.node for each in rows.labels]
+            nodes = [each.node for each in rows.labels if each.node is not None]
             of = nodes[0].graph.owning_module or gm  # with weights, a copy of it
             self.early = early_values(of, nodes, _cut(traced))
-            self.labels = rows.labels
+            self.labels = tuple(each._replace(node=None) for each in rows.labels)
 
     def __call__(self, args: Sequence[Any], said: set[str]) -> None:
         """Warns of what was not said yet; `said` holds what was."""

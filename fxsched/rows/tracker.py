@@ -33,9 +33,12 @@ from .rule_table import RULES, rule_of
 
 class Labels(NamedTuple):
     """A mean over the labels that are not `ignored`: how many each microbatch has says
-    whether it is a mean over equal parts."""
+    whether it is a mean over equal parts.
 
-    node: fx.Node  # of Dynamo's graph, the labels
+    node: the labels, in Dynamo's graph; None where that is no longer needed.
+    """
+
+    node: fx.Node | None
     rows: Rows
     ignored: int
     stack: str | None

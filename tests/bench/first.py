@@ -1,6 +1,7 @@
 """The first call of a model, and its backward, against torch.compile without fxsched.
 
 Each contestant runs in fresh processes, in turn with the others; imports don't count.
+"again" is "lpp" at its second start, which finds the plan of the first on disk.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import os
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -26,7 +28,14 @@ from fxsched import pipeline, schedules
 from fxsched.models.gpt import GPT, GPTConfig
 
 PLAIN = {"eager": "aot_eager", "inductor": "inductor"}  # by the stages' compiler
-WORKERS = {"auto": 2, "names": 2, "one worker": 1}  # of fxsched's contestants
+SCHEDULES = {  # of fxsched's contestants
+    "auto": lambda: schedules.one_f_one_b(2, 8),
+    "names": lambda: schedules.one_f_one_b(2, 8),
+    "one worker": lambda: schedules.one_f_one_b(1, 8),
+    "lpp": lambda: schedules.lpp(4, 2, 8),
+    "again": lambda: schedules.lpp(4, 2, 8),
+}
+KEPT = ("lpp", "again")  # share the plans on disk
 # What each part of fxsched is: functions by module, where they are looked up.
 PARTS = {
     "trace": ("planning.trace_microbatch",),
@@ -36,6 +45,11 @@ PARTS = {
     "Inductor": ("autodiff.inductor.compile_stages",),
     "codegen": ("planning.Runnable",),
     "step": ("backend.call_step",),
+    "disk": tuple(
+        f"plan_cache.find.{name}"
+        for name in ("plan_key", "kept_plan", "packed", "keep")
+    ),
+    "rest": ("backend.make_step",),
     "passes": ("pipeline.cut_program", "pipeline.free_values"),
 }
 # The passes that count as a part of their own.
@@ -47,7 +61,7 @@ PASSES = {
 }
 COLUMNS = (
     *("Dynamo", "trace", "rows", "stages", "AOTAutograd", "differentiate", "passes"),
-    *("check", "Inductor", "codegen", "step"),
+    *("check", "Inductor", "codegen", "disk", "rest", "step"),
 )
 
 
@@ -56,36 +70,49 @@ def run(options: argparse.Namespace) -> int:
         print(json.dumps(_measure(options.one, options)))
         return 0
     plain = PLAIN[options.compiler]
-    names = [plain, *WORKERS]
+    names = [plain, *SCHEDULES]
     calls: dict[str, list[dict[str, float]]] = {name: [] for name in names}
     for _ in range(options.rounds):
-        for name in names:
-            calls[name].append(_fresh(name, options))
+        with tempfile.TemporaryDirectory() as kept:
+            for name in names:
+                plans = kept if name in KEPT else ""
+                calls[name].append(_fresh(name, options, plans))
     medians = {
         name: {key: statistics.median(call[key] for call in found) for key in found[0]}
         for name, found in calls.items()
     }
     base = medians[plain]["first"]
     rows = [
-        (name, m["first"], m["first"] / base, m["later"]) for name, m in medians.items()
+        (name, m["first"], m["first"] / base, _planning(m), m["later"])
+        for name, m in medians.items()
     ]
-    head = ("", "first call", f"of {plain}'s", "a later one")
+    head = ("", "first call", f"of {plain}'s", "planning", "a later one")
     print(f"{options.blocks} blocks; seconds, medians of {options.rounds} processes\n")
     print(tabulate(rows, head, floatfmt=".2f"))
     print("\nwhere the first call's time goes; Dynamo's is all that is left\n")
     parts = [(name, *(medians[name][part] for part in COLUMNS)) for name in names[1:]]
     print(tabulate(parts, ("", *COLUMNS), floatfmt=".2f"))
+    planning = [statistics.median(map(_planning, calls[name])) for name in KEPT]
+    print(f"\nplanning again: {planning[1] / planning[0]:.3f} of the first start's")
     if options.json:
         options.json.write_text(json.dumps(calls, indent=1))
     return 0
 
 
-def _fresh(name: str, options: argparse.Namespace) -> dict[str, float]:
-    """What one contestant takes in a process of its own."""
+def _planning(call: dict[str, float]) -> float:
+    """Seconds from Dynamo's graph to programs that are ready to run."""
+    return sum(call[part] for part in COLUMNS if part not in ("Dynamo", "step"))
+
+
+def _fresh(name: str, options: argparse.Namespace, plans: str) -> dict[str, float]:
+    """What one contestant takes in a process of its own; plans: on disk."""
     command = [sys.executable, "-m", "tests.bench", "first", "--one", name]
     for option in ("blocks", "width", "length", "vocabulary", "batch", "compiler"):
         command += [f"--{option}", str(getattr(options, option))]
-    done = subprocess.run(command, stdout=subprocess.PIPE, check=True, text=True)
+    environment = {**os.environ, "FXSCHED_CACHE": plans}
+    done = subprocess.run(
+        command, stdout=subprocess.PIPE, check=True, text=True, env=environment
+    )
     found: dict[str, float] = json.loads(done.stdout.splitlines()[-1])
     return found
 
@@ -119,12 +146,11 @@ def _measure(name: str, options: argparse.Namespace) -> dict[str, float]:
 
 def _backend(name: str, options: argparse.Namespace) -> Any:
     lookup_backend(PLAIN[options.compiler])  # imports it
-    if name not in WORKERS:
+    if name not in SCHEDULES:
         return name
-    schedule = schedules.one_f_one_b(WORKERS[name], microbatches=8)
     named = [f"blocks.{options.blocks // 2}"]
     return fxsched.backend(
-        schedule,
+        SCHEDULES[name](),
         stages=named if name == "names" else "auto",
         transport="threads",
         stage_compiler=options.compiler,
