@@ -17,6 +17,7 @@ from .capture.meta_device import refuse_meta
 from .capture.trace import Traced, trace_microbatch
 from .checker.summary import CheckError
 from .ir.facts import facts
+from .ir.garbage import no_collection
 from .ir.graphs import Specs
 from .ir.request import LossReduction, Request
 from .jobs.job import PlanError
@@ -85,7 +86,7 @@ def plan_call(
     """
     batch = batch_of(gm, args, options.request)
     request = _request(args, batch, options, workers)
-    with Progress() as progress:
+    with Progress() as progress, no_collection():
 
         def make(schedule: Schedule) -> Traces:
             asking = replace(request, schedule=schedule)
@@ -261,7 +262,7 @@ def make_step(
     except CheckError as error:
         _note_passes(error, options.passes)
         raise
-    with workers.guarded():
+    with workers.guarded(), no_collection():
         programs = _programs(plan, options, workers)
     agreement = None
     if isinstance(workers, Ranks):

@@ -6,7 +6,6 @@ nodes.
 
 from __future__ import annotations
 
-import gc
 import io
 import pickle
 from collections.abc import Callable, Mapping, Sequence
@@ -18,6 +17,7 @@ import torch
 from torch import Tensor, fx
 from torch._subclasses import FakeTensor, FakeTensorMode
 
+from ..ir.garbage import no_collection
 from ..ir.graphs import Spec
 from ..ir.lazy import lazy_module
 from ..ir.meta import META, SPENT
@@ -41,7 +41,8 @@ def packed(value: Any, shapes: bool = False) -> bytes:
     """
     file = io.BytesIO()
     try:
-        _Packer(file, shapes).dump(value)
+        with no_collection():
+            _Packer(file, shapes).dump(value)
     except (pickle.PicklingError, AttributeError, TypeError, NotImplementedError) as e:
         raise CannotKeep(str(e)) from e
     return file.getvalue()
@@ -50,13 +51,8 @@ def packed(value: Any, shapes: bool = False) -> bytes:
 def unpacked(data: bytes, functions: Mapping[tuple[int, str], Any]) -> Any:
     """What was packed, with these functions of schedules in the places of those that
     were left out, by the schedule's number and their name."""
-    collects = gc.isenabled()
-    gc.disable()  # of all the new objects none is garbage
-    try:
+    with no_collection():
         return _Unpacker(io.BytesIO(data), functions).load()
-    finally:
-        if collects:
-            gc.enable()
 
 
 class _Packer(pickle.Pickler):

@@ -116,6 +116,7 @@ def _add_first(parser: argparse.ArgumentParser) -> None:
     add("--vocabulary", type=int, default=4096, help="(4096)")
     add("--batch", type=int, default=32, help="(32)")
     add("--compiler", choices=first.PLAIN, default="eager", help="of the stages")
+    add("--only", nargs="+", choices=first.SCHEDULES, help="of fxsched's contestants")
     add("--json", type=Path, metavar="F", help="write the results to a file as well")
     add("--one", help=argparse.SUPPRESS)  # a contestant, in this process
     parser.set_defaults(run=first.run, workers=0)

@@ -70,7 +70,7 @@ def run(options: argparse.Namespace) -> int:
         print(json.dumps(_measure(options.one, options)))
         return 0
     plain = PLAIN[options.compiler]
-    names = [plain, *SCHEDULES]
+    names = [plain, *(options.only or SCHEDULES)]
     calls: dict[str, list[dict[str, float]]] = {name: [] for name in names}
     for _ in range(options.rounds):
         with tempfile.TemporaryDirectory() as kept:
@@ -92,8 +92,9 @@ def run(options: argparse.Namespace) -> int:
     print("\nwhere the first call's time goes; Dynamo's is all that is left\n")
     parts = [(name, *(medians[name][part] for part in COLUMNS)) for name in names[1:]]
     print(tabulate(parts, ("", *COLUMNS), floatfmt=".2f"))
-    planning = [statistics.median(map(_planning, calls[name])) for name in KEPT]
-    print(f"\nplanning again: {planning[1] / planning[0]:.3f} of the first start's")
+    if calls.keys() >= {*KEPT}:
+        first, again = (_planning(medians[name]) for name in KEPT)
+        print(f"\nplanning again: {again / first:.3f} of the first start's")
     if options.json:
         options.json.write_text(json.dumps(calls, indent=1))
     return 0
