@@ -425,11 +425,6 @@ class Backend:
         kwargs: Mapping[str, Any],
     ) -> Route:
         """The model as torch.export traces it, where Dynamo breaks it; see Route."""
-        if self.request.lengths is not None:
-            raise PlanError(
-                "backend(lengths=) needs Dynamo's graph of the whole model, which "
-                f"breaks at {broken.line}; leave lengths= out: torch.export traces it"
-            )
         refuse_wrappers(model)
         route = Route(model, self, broken)
         route.trace(args, kwargs)

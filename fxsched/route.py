@@ -33,9 +33,8 @@ class Route:
 
     def __init__(self, model: nn.Module, backend: Runs, broken: GraphBreak) -> None:
         request = backend.request
-        cut = request.schedule.microbatches > 1
         self.backend, self.broken = backend, broken
-        self.traces = Traces(model, request.batch_dims if cut else None, _say)
+        self.traces = Traces(model, request, _say)
         self.captured_by = f"torch.export: Dynamo's graph breaks at {broken.line}"
 
     def trace(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:

@@ -372,15 +372,21 @@ def test_options_that_are_none_or_do_not_go_with_it() -> None:
         wrong("doesn't go with rows='local' or inp", lengths="bucket", **options)
 
 
-def test_a_model_that_dynamo_breaks_is_refused() -> None:
+def test_a_model_that_dynamo_breaks_is_traced_once() -> None:
     class Breaks(Language):
-        def forward(self, tokens: Tensor) -> Tensor:  # type: ignore[override]
+        def forward(self, tokens: Tensor, labels: Tensor) -> Any:  # type: ignore
             torch._dynamo.graph_break()
-            return super().forward(tokens)
+            return super().forward(tokens, labels)
 
+    model = Breaks()
+    run = fxsched.compile(model, GPIPE, lengths=LABELLED)
+    for length in (35, 37, 41, 63):
+        assert_like_eager(run, model, *batch(length))
+    assert len(run.backend._steps) == 3
+    assert len(run._compiled.forward.traces.traces) == 1
     run = fxsched.compile(Breaks(), GPIPE, lengths={"tokens": (1, 0)})
-    with pytest.raises(PlanError, match="needs Dynamo's graph of the whole model, wh"):
-        run(batch(39)[0])
+    with pytest.raises(PlanError, match="the model fixes its length to 39; say what f"):
+        run(*batch(39))
 
 
 def test_plans_and_verify_take_it() -> None:

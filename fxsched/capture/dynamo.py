@@ -36,10 +36,10 @@ from .caller import Argument, Call, owner_of, read_call
 from .compiled_modules import export_broken_modules
 from .graph_breaks import Exporter, not_whole
 from .graph_inputs import origin_of, placeholders
-from .lengths import fill_of
+from .lengths import symbolic_dims
 from .origins import Frame, Origins, Path
 from .returns import read_returns
-from .samples import dim_of, names_of, user_tensors
+from .samples import names_of, user_tensors
 
 
 def configure_dynamo() -> None:
@@ -156,7 +156,7 @@ def ask_for_symbolic_sizes(
     nodes = placeholders(gm)
     asked = False
     for i in user_tensors(gm, inputs):
-        for dim in _symbolic_dims(names_of(nodes[i])[0], inputs[i], request):
+        for dim in symbolic_dims(names_of(nodes[i])[0], inputs[i], request):
             known = isinstance(nodes[i].meta["example_value"].shape[dim], torch.SymInt)
             marked = getattr(inputs[i], "_dynamo_weak_dynamic_indices", ())
             if not known and dim not in marked:
@@ -174,20 +174,8 @@ def mark_sizes(call: Call, request: Request) -> None:
     """Asks for symbolic sizes where arguments have their samples or a length."""
     for argument, tensor in call.tensors:
         if not isinstance(tensor, torch.nn.Parameter):
-            for dim in _symbolic_dims(argument, tensor, request):
+            for dim in symbolic_dims(argument, tensor, request):
                 torch._dynamo.maybe_mark_dynamic(tensor, dim)
-
-
-def _symbolic_dims(argument: Argument, tensor: Tensor, request: Request) -> list[int]:
-    """The dimensions whose sizes are others in other calls, or in a microbatch; one
-    row can't be cut, and Dynamo takes a length of 1 for a constant."""
-    dims = set[int | None]()
-    if request.schedule.microbatches > 1:
-        dims.add(dim_of(argument, tensor, request.batch_dims))
-    if request.lengths is not None:
-        fill = fill_of(argument, tensor, request.lengths)
-        dims.add(fill and fill.dim)
-    return sorted(d for d in dims if d is not None and tensor.shape[d] > 1)
 
 
 def note_origins(gm: fx.GraphModule, inputs: Sequence[Any]) -> None:

@@ -118,16 +118,16 @@ def export_model(
     model: nn.Module,
     call: Structure,
     named: Call,
-    dims: Sequence[int | None],
+    dims: Sequence[Sequence[int]],
 ) -> Export:
     """The model's graph for a call, (args, kwargs).
 
     named: the same call, as the user names what is in it.
-    dims: for each tensor of the call, the dimension with its samples, whose size may
-        be another in later calls.
+    dims: for each tensor of the call, the dimensions whose sizes may be others in later
+        calls.
     Raises PlanError, with the user's line, for what cannot be traced.
     """
-    dynamic = tuple({} if dim is None else {dim: Dim.AUTO} for dim in dims)
+    dynamic = tuple(dict.fromkeys(each, Dim.AUTO) for each in dims)
     called, program = _traced(_Called(model, call, ()), dynamic)
     weights = list(called.note.unknown)
     if weights:

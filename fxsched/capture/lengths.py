@@ -12,11 +12,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, fx
 
-from ..ir.request import Fill, Lengths
+from ..ir.request import Fill, Lengths, Request
 from ..jobs.job import PlanError
 from .caller import Argument, parts
 from .graph_inputs import placeholders
-from .samples import check_names, names_of, user_tensors
+from .samples import check_names, dim_of, names_of, user_tensors
 
 STEPS = 4  # lengths of plans in each doubling
 # what lengths="bucket" knows, by the names that Hugging Face gives arguments
@@ -51,6 +51,18 @@ def fill_of(argument: Argument, tensor: Tensor, lengths: Lengths) -> Fill | None
     dim, value = lengths[key]
     has = -tensor.dim() <= dim < tensor.dim()
     return Fill(dim % tensor.dim(), value) if has else None
+
+
+def symbolic_dims(argument: Argument, tensor: Tensor, request: Request) -> list[int]:
+    """The dimensions whose sizes are others in other calls, or in a microbatch; one
+    row can't be cut, and tracers take a length of 1 for a constant."""
+    dims = set[int | None]()
+    if request.schedule.microbatches > 1:
+        dims.add(dim_of(argument, tensor, request.batch_dims))
+    if request.lengths is not None:
+        fill = fill_of(argument, tensor, request.lengths)
+        dims.add(fill and fill.dim)
+    return sorted(d for d in dims if d is not None and tensor.shape[d] > 1)
 
 
 class LengthInput(NamedTuple):

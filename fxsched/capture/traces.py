@@ -9,15 +9,16 @@ import torch
 from torch import Tensor, nn
 
 from ..ir.modes import casts, modes_after_errors
+from ..ir.request import Request
 from ..jobs.job import PlanError
-from .caller import Dims, read_signature
+from .caller import read_signature
 from .drawn_numbers import without_drawn_numbers
 from .export import Export, export_model
 from .exported_graph import ExportedGraph
+from .lengths import symbolic_dims
 from .noted_values import Change, Noted
 from .python_state import PythonState, noted_reads
 from .refusals import refusal
-from .samples import dim_of
 from .structure import Structure
 
 TRACES = 64  # of a model that are kept
@@ -59,14 +60,14 @@ class Trace:
 class Traces:
     """Those of one model.
 
-    dims: batch_dims, as the user gave them; None if batches are not cut.
+    request: what is to be cut into microbatches or filled up.
     say: told why a call is traced again.
     """
 
     def __init__(
-        self, model: nn.Module, dims: Dims | None, say: Callable[[str], None]
+        self, model: nn.Module, request: Request, say: Callable[[str], None]
     ) -> None:
-        self.model, self.dims, self.say = model, dims, say
+        self.model, self.request, self.say = model, request, say
         self.traces: list[Trace] = []
 
     def graph_of(self, call: Structure) -> ExportedGraph:
@@ -109,7 +110,7 @@ class Traces:
     def _export(self, call: Structure) -> Export:
         args, kwargs = call.value
         named = read_signature(self.model.forward, args, kwargs)
-        dims = [self._dim(tensor, named.tensors) for tensor in call.tensors]
+        dims = [self._dims(tensor, named.tensors) for tensor in call.tensors]
         with modes_after_errors():
             export = export_model(self.model, call, named, dims)
         refused = refusal(export.graph.gm)
@@ -117,15 +118,14 @@ class Traces:
             raise refused
         return export
 
-    def _dim(self, tensor: Tensor, named: Sequence[Any]) -> int | None:
-        """The dimension with a tensor's samples, if they can be cut."""
-        if self.dims is None or not tensor.dim() or isinstance(tensor, nn.Parameter):
-            return None
+    def _dims(self, tensor: Tensor, named: Sequence[Any]) -> list[int]:
+        """The dimensions of a tensor whose sizes may be others."""
+        if not tensor.dim() or isinstance(tensor, nn.Parameter):
+            return []
         for argument, value in named:
             if value is tensor:
-                dim = dim_of(argument, tensor, self.dims)
-                return dim if dim is not None and tensor.shape[dim] > 1 else None
-        return None
+                return symbolic_dims(argument, tensor, self.request)
+        return []
 
 
 def _keeps(change: Change) -> PlanError:
