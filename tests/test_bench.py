@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import get_args
 
 import pytest
@@ -9,7 +10,7 @@ import torch
 
 from fxsched.models.gpt import GPTConfig
 
-from .bench import first, language, varying
+from .bench import choose, first, language, varying
 from .bench.sleep import tree
 from .bench.sleepers import WIDTH, Stretch, loss
 
@@ -62,3 +63,8 @@ def test_plans_for_each_shape_and_for_the_mean_see_the_same_images(drawn) -> Non
             assert shares.shape[1] == varying.MEAN
             torch.testing.assert_close(shares.sum(1), images.sum(1))
             assert images.sum(1).max() == images.shape[1]
+
+
+def test_the_page_has_the_table_of_schedules() -> None:
+    page = Path(__file__).parents[1] / "docs" / "which_schedule.md"
+    assert f"\n{choose.table()}\n" in page.read_text()

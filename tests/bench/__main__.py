@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from . import (
+    choose,
     contrastive,
     converge,
     dag,
@@ -82,6 +83,8 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     _add_search(commands.add_parser("search", help=_first(search.__doc__)))
     _add_sleep(commands.add_parser("sleep", help=_first(sleep.__doc__)))
     _add_stale(commands.add_parser("stale", help=_first(stale.__doc__)))
+    chosen = commands.add_parser("choose", help=_first(choose.__doc__))
+    chosen.set_defaults(run=choose.run, workers=0)
     trunk.add_options(commands.add_parser("trunk", help=_first(trunk.__doc__)))
     asleep = commands.add_parser("trunk_sleep", help=_first(trunk_sleep.__doc__))
     trunk_sleep.add_options(asleep)
