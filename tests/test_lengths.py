@@ -280,6 +280,25 @@ def test_outputs_that_cannot_be_cut_and_lengths_that_do_not_run() -> None:
         run(batch(29)[0])
 
 
+def test_gradients_that_what_is_added_makes_nan_are_refused() -> None:
+    class Own(Language):
+        """Positions that are none see none: their softmax is of nothing."""
+
+        def hidden(self, tokens: Tensor, mask: Tensor | None) -> Tensor:
+            x = self.embed(tokens)
+            assert mask is not None
+            both = mask[:, None].bool() & mask[..., None].bool()
+            scores = (x @ self.qkv(x)[..., :16].mT).masked_fill(~both, -torch.inf)
+            return scores.softmax(-1) @ x
+
+    run, _ = compiled(Own())
+    tokens, labels = batch(39)
+    with pytest.raises(
+        PlanError, match=r"softmax makes NaN, as gr[^\n]*\n  at .*scores"
+    ):
+        run(tokens, labels, torch.ones_like(tokens))
+
+
 class Pair(nn.Module):
     """What takes an encoder's tokens, a decoder's, and a table of both lengths."""
 

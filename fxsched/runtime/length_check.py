@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, fx
@@ -22,9 +22,10 @@ from ..capture.batch import resized
 from ..capture.graph_inputs import origin_of, placeholders
 from ..capture.picked_rows import cut_outputs
 from ..capture.samples import samples_of
-from ..ir.graphs import is_view
+from ..ir.graphs import is_view, tensors
 from ..ir.modes import modes_after_errors
 from ..ir.request import Request
+from ..ir.user_line import line_of
 from ..jobs.job import PlanError
 from ..state.ownership import is_given_up, spec_of
 from .lengths import FilledCall
@@ -59,16 +60,7 @@ def check_filled(
             f"backend(lengths=) fills up {call.what}, and the model doesn't run so: "
             f"{_line(error)}; let it take such lengths, or leave lengths= out"
         ) from error
-    (outputs, state), (others, other_state) = wanted, found
-    others = cut_outputs(gm, call.trimmed(gm, others))
-    labels = [_label(each.label) for each in gm.meta["returns"]]
-    pairs = list(zip(labels, cut_outputs(gm, outputs), others, strict=False))
-    pairs += [
-        (f"the buffer {origin_of(node).name}", state[i], other_state[i])
-        for i, node in enumerate(placeholders(gm))
-        if i in state and args[i] is call.args[i]
-    ]
-    for name, one, other in pairs:
+    for name, one, other in _pairs(gm, args, call, wanted, found):
         if not _equal(one, other):
             raise PlanError(
                 f"backend(lengths=) fills up {call.what}, and {name} depends on what "
@@ -76,6 +68,32 @@ def check_filled(
                 "the loss ignores, a mean over the mask), fill it up with what the "
                 "model takes for nothing, or leave lengths= out"
             )
+    if found.nan is not None and wanted.nan is None:
+        raise PlanError(
+            f"backend(lengths=) fills up {call.what}, of which "
+            f"{found.nan.name} makes NaN, as gradients would be; let it make numbers "
+            "(a softmax over positions that are all hidden divides by 0), or leave "
+            f"lengths= out{line_of(found.nan.meta.get('stack_trace'))}"
+        )
+
+
+def _pairs(
+    gm: fx.GraphModule,
+    args: Sequence[Any],
+    call: FilledCall,
+    wanted: _Results,
+    found: _Results,
+) -> list[tuple[str, Any, Any]]:
+    """What is to be equal: outputs, and buffers after the call."""
+    others = cut_outputs(gm, call.trimmed(gm, found.outputs))
+    labels = [_label(each.label) for each in gm.meta["returns"]]
+    pairs = list(zip(labels, cut_outputs(gm, wanted.outputs), others, strict=False))
+    buffers = [
+        (f"the buffer {origin_of(node).name}", wanted.state[i], found.state[i])
+        for i, node in enumerate(placeholders(gm))
+        if i in wanted.state and args[i] is call.args[i]
+    ]
+    return pairs + buffers
 
 
 def _few(
@@ -95,10 +113,16 @@ def _few(
     return resized(gm, args, new)
 
 
-def _results(
-    gm: fx.GraphModule, args: Sequence[Any]
-) -> tuple[Sequence[Any], dict[int, Tensor]]:
-    """What the graph returns, and what it leaves in tensors that aren't weights."""
+class _Results(NamedTuple):
+    """What a graph returns and what it leaves in tensors that aren't weights; and the
+    first node with a NaN."""
+
+    outputs: Sequence[Any]
+    state: Mapping[int, Tensor]
+    nan: fx.Node | None
+
+
+def _results(gm: fx.GraphModule, args: Sequence[Any]) -> _Results:
     own = {
         i: _wide(value.detach().clone())
         for i, value in enumerate(args)
@@ -106,12 +130,15 @@ def _results(
     }
     values = [own.get(i, value) for i, value in enumerate(args)]
     devices = list(range(torch.cuda.device_count()))
+    trial = _Trial(gm)
     with modes_after_errors(), torch.no_grad(), torch.random.fork_rng(devices):
-        return _Trial(gm).run(*values), own
+        return _Results(trial.run(*values), own, trial.nan)
 
 
 class _Trial(fx.Interpreter):
     """Runs a graph with random weights, each made where it is read."""
+
+    nan: fx.Node | None = None
 
     def get_attr(self, target: Any, args: Any, kwargs: Any) -> Any:
         value = super().get_attr(target, args, kwargs)
@@ -126,10 +153,18 @@ class _Trial(fx.Interpreter):
         for read, weight in weights.items():
             self.env[read] = _random(weight, str(read.target))
         try:
-            with _Float64():  # type: ignore[no-untyped-call]  # which would keep weights from being random
-                return super().run_node(n)
+            # not around all: weights are to be random
+            with _Float64():  # type: ignore[no-untyped-call]
+                value = super().run_node(n)
         finally:
             self.env.update(weights)
+        if (
+            self.nan is None
+            and n.op.startswith("call")
+            and any(map(_is_nan, tensors(value)))
+        ):
+            self.nan = n
+        return value
 
 
 def _random(weight: Tensor, name: str) -> Tensor:
@@ -191,6 +226,10 @@ def _is_weight(value: Any) -> bool:
 
 def _is_missing(value: Any) -> bool:
     return isinstance(value, Tensor) and is_given_up(value) and not _is_weight(value)
+
+
+def _is_nan(value: Tensor) -> bool:
+    return value.is_floating_point() and bool(value.isnan().any())
 
 
 def _equal(one: Any, other: Any) -> bool:
