@@ -7,6 +7,9 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from docutils import nodes
+from sphinx import addnodes
+
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import fxsched
@@ -28,8 +31,26 @@ OPTION = re.compile(r"([a-z_*][\w, *]{0,40}): ")
 
 
 def setup(app: Any) -> None:
-    """Docstrings are plain text, with `code` and lists of arguments."""
+    """Docstrings are plain text, with `code` and lists of arguments; pages that links
+    lead to are shown below them."""
     app.connect("autodoc-process-docstring", write_rst)
+    app.connect("doctree-resolved", show_pages)
+
+
+def show_pages(app: Any, tree: nodes.document, name: str) -> None:
+    """Shows the pages of steps that a page links to in frames below the links."""
+    for link in tree.findall(addnodes.download_reference):
+        if not link["reftarget"].endswith(".html"):
+            continue
+        paragraph = link
+        while not isinstance(paragraph, nodes.paragraph):
+            paragraph = paragraph.parent
+        frame = (
+            f'<iframe src="_downloads/{link["filename"]}" title="{link.astext()}" '
+            'style="width: 100%; height: 26rem; border: 0"></iframe>'
+        )
+        raw = nodes.raw("", frame, format="html")
+        paragraph.parent.insert(paragraph.parent.index(paragraph) + 1, raw)
 
 
 def write_rst(

@@ -22,7 +22,7 @@ ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 BLOCK = re.compile(r"^```(\{?\w+\}?)\n(.*?)^```$", re.M | re.S)
 SHOWN = {"plan": 1, "stages": 1, "simulate": 1, "memory": 1}  # outputs below the blocks
-PICTURE = re.compile(r"!\[(.*?)\]\((.*?)\)", re.S)
+PICTURE = re.compile(r"\[([^]]*)\]\(([^)]*(?:svg|pictures/[^)]*))\)")
 
 
 def blocks(page: Path, *languages: str) -> list[tuple[str, str]]:
@@ -119,9 +119,7 @@ def test_pictures_are_what_the_commands_beside_them_draw(
     drawn: set[str] = set()
     for page in PAGES:
         commands = [c for _, text in blocks(page, "sh") for c in text.splitlines()]
-        for alternative, picture in re.findall(
-            r"!\[(.*?)\]\((.*?)\)", prose(page), re.S
-        ):
+        for alternative, picture in PICTURE.findall(prose(page)):
             path = (page.parent / picture).relative_to(ROOT)
             assert len(alternative) > 20, f"{page.name}: say what {picture} shows"
             made_by = [c for c in commands if c.endswith(f" {path}")]
