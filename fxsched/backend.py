@@ -483,8 +483,9 @@ class Backend:
         if self.request.lengths is None:
             return None
         filled = fill_lengths(gm, args, self.request.lengths)
-        if filled is not None and gm.meta["text"] not in self._tried:
-            check_filled(gm, args, filled, self.request)
+        if filled is None or gm.meta["text"] in self._tried:
+            return filled
+        if check_filled(gm, args, filled, self.request):
             self._tried.add(gm.meta["text"])
         return filled
 

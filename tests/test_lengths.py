@@ -426,5 +426,20 @@ def test_what_cannot_be_tried_is_said() -> None:
         run(batch(39)[0])
 
 
+def test_a_loss_of_nothing_does_not_tell() -> None:
+    """A mean over no labels is NaN, whatever is added."""
+
+    class Loss(Both):
+        def forward(self, tokens: Tensor, labels: Tensor) -> Tensor:
+            return super().forward(tokens, labels)[0]
+
+    run, _ = compiled(Loss(), LABELLED)
+    tokens, labels = batch(39)
+    with pytest.warns(LengthsWarning, match="output 0 is not finite in this call"):
+        run(tokens, torch.full_like(labels, -100))
+    with pytest.raises(PlanError, match="output 0 depends on what is added"):
+        run(tokens, labels)
+
+
 def test_ranks_share_plans_of_lengths() -> None:
     torchrun(2, "tests.ranks_lengths")

@@ -40,19 +40,20 @@ class LengthsWarning(UserWarning):
 
 def check_filled(
     gm: fx.GraphModule, args: tuple[Any, ...], call: FilledCall, request: Request
-) -> None:
-    """Raises PlanError for a model whose results depend on what fills lengths up.
+) -> bool:
+    """Whether later calls needn't be tried; says why not, or why nothing can be.
 
     args: of the call, before it was filled up.
+    Raises PlanError for a model whose results depend on what fills lengths up.
     """
     if any(_is_missing(value) for value in args):
         _warn(call, "this rank has given up buffers that it reads")
-        return
+        return True
     try:
         wanted = _results(gm, _few(gm, args, request))
     except Exception as error:  # of the model's own, or of what float64 isn't for
         _warn(call, f"it doesn't run in float64: {_line(error)}")
-        return
+        return True
     try:
         found = _results(gm, _few(gm, call.args, request))
     except Exception as error:
@@ -60,7 +61,8 @@ def check_filled(
             f"backend(lengths=) fills up {call.what}, and the model doesn't run so: "
             f"{_line(error)}; let it take such lengths, or leave lengths= out"
         ) from error
-    for name, one, other in _pairs(gm, args, call, wanted, found):
+    pairs = _pairs(gm, args, call, wanted, found)
+    for name, one, other in pairs:
         if not _equal(one, other):
             raise PlanError(
                 f"backend(lengths=) fills up {call.what}, and {name} depends on what "
@@ -75,6 +77,10 @@ def check_filled(
             "(a softmax over positions that are all hidden divides by 0), or leave "
             f"lengths= out{line_of(found.nan.meta.get('stack_trace'))}"
         )
+    unknown = [name for name, one, _ in pairs if _is_nothing(one)]
+    if unknown:
+        _warn(call, f"{unknown[0]} is not finite in this call, the next will tell")
+    return not unknown
 
 
 def _pairs(
@@ -230,6 +236,12 @@ def _is_missing(value: Any) -> bool:
 
 def _is_nan(value: Tensor) -> bool:
     return value.is_floating_point() and bool(value.isnan().any())
+
+
+def _is_nothing(value: Any) -> bool:
+    """Whether a result says nothing, such as the mean over no labels."""
+    known = isinstance(value, Tensor) and value.is_floating_point() and value.numel()
+    return bool(known) and not value.isfinite().any()
 
 
 def _equal(one: Any, other: Any) -> bool:

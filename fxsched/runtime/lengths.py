@@ -47,7 +47,7 @@ class FilledCall(NamedTuple):
         if isinstance(example, SymInt):
             expression = expression_of(example)
             known = expression.free_symbols & set(self.true)
-            return int(expression.subs(self.true)) if known else value
+            return int(expression.xreplace(self.true)) if known else value
         if not isinstance(example, Tensor):
             return value
         for dim, size in enumerate(example.shape):
@@ -61,7 +61,7 @@ class FilledCall(NamedTuple):
                         "those that were added can't be taken; return it as [samples, "
                         "positions, ..], or take it out of what the model returns"
                     )
-                value = value.narrow(dim, 0, int(expression.subs(self.true)))
+                value = value.narrow(dim, 0, int(expression.xreplace(self.true)))
         return value
 
 
@@ -119,7 +119,7 @@ def _allowed(gm: fx.GraphModule, sizes: Sizes) -> bool:
         if isinstance(example, Tensor):
             environment = example.fake_mode.shape_env  # type: ignore[attr-defined]
             guards = [environment.replace(each.expr) for each in environment.guards]
-            return all(str(guard.subs(sizes)) != "False" for guard in guards)
+            return all(str(guard.xreplace(sizes)) != "False" for guard in guards)
     return True
 
 
@@ -127,7 +127,7 @@ def _filled(tensor: Tensor, entry: LengthInput, sizes: Sizes) -> Tensor:
     """before: a, b, c  # to be filled up with 0 to 5
     after:  a, b, c, 0, 0"""
     dim, value = entry.fill
-    more = int(expression_of(entry.size).subs(sizes)) - entry.length
+    more = int(expression_of(entry.size).xreplace(sizes)) - entry.length
     if not more:
         return tensor
     shape = [*tensor.shape[:dim], more, *tensor.shape[dim + 1 :]]
