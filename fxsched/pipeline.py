@@ -209,7 +209,7 @@ def _unmet(step: StepIR, request: Request) -> tuple[str, ...]:
         return ()
     return (
         "in_flight is not applied: the model returns no scalar loss, so all F run in "
-        "the call and all B in backward()",
+        "the call and all B in backward(); let the model return its loss for that",
     )
 
 

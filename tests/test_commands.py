@@ -106,6 +106,7 @@ def leaves():
 
 
 value = 3
+chain = Chain()
 """
 
 
@@ -475,6 +476,7 @@ def test_a_file_with_an_optimizer_plans_its_updates(
         ("none.model:make", r"there is no module 'none.model' here, nor a Python file"),
         ("model.py:mak", r"model.py has no function 'mak' .*; did you mean make\?"),
         ("model.py:value", r"model.py has no function 'value' \(choose from make, .*"),
+        ("model.py:chain", r"model.py:chain: chain is a model; name a function that"),
         ("model.py:takes", r".*takes\(\) is called without arguments: .*'size'"),
         ("model.py:fails", r"\S+model.py:\d+: fails\(\) raised ValueError: no luck"),
         ("model.py:leaves", r"\S+model.py:\d+: leaves\(\) raised SystemExit: bye"),

@@ -18,7 +18,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple
 
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ..dry_run import plan
@@ -58,6 +58,11 @@ def load(text: str) -> Case:
         hint = f"; did you mean {near[0]}?" if near else ""
         said = f"(choose from {', '.join(names)})" if names else "(it has none)"
         raise PlanError(f"{where} has no function {name!r} {said}{hint}")
+    if isinstance(make, nn.Module):
+        raise PlanError(
+            f"{text}: {name} is a model; name a function that makes one and its "
+            "inputs, def make(): return model, inputs"
+        )
     try:
         inspect.signature(make).bind()
     except TypeError as error:
