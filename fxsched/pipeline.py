@@ -110,11 +110,9 @@ def cut_stages(
 
 def _forget(gm: fx.GraphModule) -> None:
     """Takes from the nodes what plans on disk have not, so that nothing reads it."""
-    for module in gm.modules():
-        for node in module.graph.nodes if isinstance(module, fx.GraphModule) else ():
-            for key in SPENT:
-                if key in node.meta and (key != "val" or node.op != "placeholder"):
-                    del node.meta[key]
+    for node in gm.graph.nodes:
+        for key in SPENT:
+            node.meta.pop(key, None)
 
 
 def make_plan(
