@@ -31,6 +31,7 @@ from .passes.order import order_jobs
 from .passes.ordered_sums import sum_in_order
 from .passes.partition import assign_stages
 from .passes.renew import renew_copies
+from .passes.shard import shard_stages
 from .passes.share import copy_shared
 from .passes.shared_gradients import sum_shared
 from .passes.split import split_stages
@@ -45,6 +46,7 @@ from .progress import Progress
 
 GRAPH_PASSES = (  # rewrite the model's graph; what they find out is in its facts
     assign_stages,  # every node gets a stage
+    shard_stages,  # which is cut into shards, where the schedule has some
     keep_gradient_order,  # what several stages read, where that is asked
     copy_shared,  # cheap values where they are read
     split_stages,  # one node per stage
@@ -163,6 +165,7 @@ def make_plan(
         prefetch=request.prefetch,
         knows_state=bool(request.state_bytes),
         gradient_dtype=request.gradient_dtype,
+        parts=facts(gm).parts,
         said=tuple(
             filter(None, (step.facts.meeting, step.facts.pairs, step.facts.totals))
         ),

@@ -18,7 +18,7 @@ from .capture.trace import Traced, trace_microbatch
 from .checker.summary import CheckError
 from .ir.facts import facts
 from .ir.garbage import no_collection
-from .ir.graphs import Specs
+from .ir.graphs import Specs, result
 from .ir.request import LossReduction, Request
 from .jobs.job import PlanError
 from .jobs.schedule import Schedule
@@ -92,7 +92,8 @@ def plan_call(
             asking = replace(request, schedule=schedule)
             return _traces(gm, args, batch, asking, options, progress)
 
-        if options.passes or options.measured is not None:
+        own = options.passes or options.measured is not None
+        if own or request.schedule.shards > 1:
             traces = make(request.schedule)
         else:
             more = sorted(specs_of(args).items()), options.stage_compiler, batch
@@ -176,7 +177,12 @@ def _traces(
     progress.at("trace")
     traced = _traced(gm, args, batch, request, options)
     exact = request.loss_reduction == "exact"
-    request = replace(request, loss_reduction=_loss_reduction(traced, request))
+    count = len(args)
+    if traced.early is not None:
+        count += len(result(traced.early.graph))
+    request = replace(
+        request, loss_reduction=_loss_reduction(traced, request), inputs=count
+    )
     stages = cut_stages(traced.graph, request, options.passes, progress)
     watch = None
     if request.schedule.microbatches > 1:

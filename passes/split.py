@@ -51,6 +51,8 @@ def split_stages(gm: fx.GraphModule, request: Request) -> fx.GraphModule:
     inner = [StageBuilder(gm, nodes) for nodes in _by_stage(gm)]
     groups = _group_state(gm, [stage.state for stage in inner], request)
     stages = _describe(inner, request)
+    if facts(gm).pieces:
+        stages = nx.relabel_nodes(stages, dict(enumerate(facts(gm).pieces)))
     if request.moments:
         _describe_moments(stages, inner, request.moments)
     calls = _Calls(gm, groups, request.schedule.microbatches)
@@ -158,6 +160,9 @@ def _draws(gm: fx.GraphModule) -> dict[fx.Node, range]:
     however the model is cut."""
     numbers, count = {}, 0
     for node in gm.graph.nodes:
+        if "numbers" in node.meta:  # which shards share
+            numbers[node] = node.meta["numbers"]
+            continue
         more = node.meta.get("random", 0)
         numbers[node] = range(count, count + more)
         count += more

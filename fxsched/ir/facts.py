@@ -9,8 +9,9 @@ from typing import Any
 import networkx as nx
 from torch import fx
 
+from ..jobs.job import Piece
 from ..jobs.schedule import Schedule
-from .graphs import Group, Output
+from .graphs import Group, Output, PartOf
 from .writes import Write
 
 FACTS = "facts"  # the key of gm.meta that has them
@@ -34,6 +35,9 @@ class Facts:
         differentiate_stages).
     loss: position of the output that B starts from in the call itself, or None
         (differentiate_stages).
+    pieces: the stages, where they are pieces of shards, and `parts` the parts of
+        weights that they read, which are inputs after those of the call
+        (shard_stages).
     """
 
     outputs: tuple[Output, ...]
@@ -46,6 +50,8 @@ class Facts:
     stages: nx.DiGraph[int] = field(default_factory=nx.DiGraph)
     groups: tuple[Group, ...] = ()
     loss: int | None = None
+    pieces: tuple[Piece, ...] = ()
+    parts: tuple[PartOf, ...] = ()
 
 
 @dataclass(frozen=True)

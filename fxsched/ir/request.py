@@ -47,6 +47,8 @@ class Request:
         position in the call.
     updaters: the worker that updates a parameter, where an earlier plan's u said.
     readers: workers that hand outputs to the user; None for all of them.
+    inputs: how many inputs a call has, with what is computed of them beforehand; parts
+        of weights come after them.
     most: microbatches of a batch that divides.
     scaled: whether each call has a scale of its own for the loss's gradient.
     updates: positions in the call of what the optimizer has, in its order; () without
@@ -72,6 +74,7 @@ class Request:
     ragged: Ragged = "error"
     lengths: Lengths | None = None
     most: int = 1
+    inputs: int = 0
     rows: PassedRows = "all"
     buffers: dict[str, BufferReduction] = field(default_factory=dict)
     outputs: dict[int | str, OutputReduction] = field(default_factory=dict)

@@ -49,7 +49,7 @@ def checked_fields(fields: Fields) -> dict[str, int]:
 
 def _counts(fields: Fields) -> dict[str, int]:
     counts = {}
-    for field in ("workers", "microbatches", "stages"):
+    for field in ("workers", "microbatches", "stages", "shards"):
         count = fields[field]
         if field == "stages" and count is None:
             continue

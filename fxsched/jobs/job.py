@@ -57,11 +57,31 @@ class _AllRows(int):
 ALL_ROWS = _AllRows(0)
 
 
+class Piece(int):
+    """A stage of a program that is a piece of one of the model's.
+
+    stage, shard: of the model's stages. number: of the shard's pieces, from its first.
+    """
+
+    stage: int
+    shard: int
+    number: int
+
+    def __new__(cls, value: int, stage: int, shard: int, number: int) -> Piece:
+        piece = super().__new__(cls, value)
+        piece.stage, piece.shard, piece.number = stage, shard, number
+        return piece
+
+    def __getnewargs__(self) -> tuple[int, int, int, int]:
+        return int(self), self.stage, self.shard, self.number
+
+
 class Job(NamedTuple):
     """The work of one stage on one microbatch in one direction; prints as `2F0`.
 
     A joint stage has one job a direction, on all rows: its microbatch is ALL_ROWS,
-    which is equal to 0, and it prints as `2F*`.
+    which is equal to 0, and it prints as `2F*`. The job of a shard of a stage prints as
+    `2F0.1`; of a piece after the first, as `2F0.1/3`.
     """
 
     stage: int
@@ -69,7 +89,11 @@ class Job(NamedTuple):
     direction: Direction
 
     def __str__(self) -> str:
-        return f"{self.stage}{self.direction.value}{self.microbatch!s}"
+        stage, what = self.stage, f"{self.direction.value}{self.microbatch!s}"
+        if not isinstance(stage, Piece):
+            return f"{stage}{what}"
+        name = f"{stage.stage}{what}.{stage.shard}"
+        return f"{name}/{stage.number}" if stage.number else name
 
     @property
     def joint(self) -> bool:

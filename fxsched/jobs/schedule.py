@@ -26,6 +26,8 @@ from .answers import (
 )
 from .fields import checked_fields
 from .job import Direction, Job, Placement, PlanError
+from .per_shard import CALLED as SHARDED
+from .per_shard import for_shard, per_shard
 from .user_values import is_int, raised
 
 SAVED = 1  # version of the files that Schedule.save writes
@@ -43,6 +45,9 @@ class Schedule:
     stages: how many stages the model is cut into; None leaves it to the planner: the
         multiple of the workers with the shortest predicted step; the least from eight
         on, where w is the same for all stages.
+    shards: how many shards each stage is cut into, by backend(shards=), numbered from
+        0; with more than 1, w and n may take a fourth argument, and u and version a
+        last one: the shard p.
     w(s, b, d): Placement, or a pair (weight worker, compute worker). A joint stage, in
         which rows of all microbatches meet, has one job a direction, asked with b = 0.
     n(s, b, d): an int; of the jobs that are ready a worker takes the smallest. F of a
@@ -106,10 +111,14 @@ class Schedule:
     ahead: float = 0
     average_every: int | None = None
     elastic: float | None = None
+    shards: int = 1
 
     def __post_init__(self) -> None:
         for field, number in checked_fields(vars(self)).items():
             object.__setattr__(self, field, number)
+        for field in SHARDED if self.shards > 1 else ():
+            function = vars(self)[field]
+            object.__setattr__(self, field, function and per_shard(field, function))
 
     def __call__(self, *arguments: Any) -> Callable[..., NoReturn]:
         """What torch.compile(model, backend=schedule) gets: the error that says what to
@@ -285,13 +294,13 @@ class Schedule:
         except OSError as error:
             raise PlanError(f"{path} can't be written: {error.strerror}") from error
 
-    def place(self, job: Job) -> Placement:
+    def place(self, job: Job, shard: int = 0) -> Placement:
         """w of a job, checked. Raises PlanError if it isn't two workers in range."""
-        return answers.placement(self.w, job, self.workers)
+        return answers.placement(for_shard(self.w, shard), job, self.workers)
 
-    def priority(self, job: Job) -> int:
+    def priority(self, job: Job, shard: int = 0) -> int:
         """n of a job, checked. Raises PlanError if it isn't an int."""
-        return answers.priority(self.n, job)
+        return answers.priority(for_shard(self.n, shard), job)
 
     def seen(self, job: Job) -> int:
         """How many updates of its stage a job's weights have seen, checked.

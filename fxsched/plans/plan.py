@@ -30,7 +30,7 @@ from ..draw.explanation import explain_text
 from ..draw.memory_table import WorkerMemory
 from ..draw.notebook import figure
 from ..draw.program_table import program_table
-from ..ir.graphs import Group, Output, Specs, State
+from ..ir.graphs import Group, Output, PartOf, Specs, State
 from ..ir.step_ir import Line, Message, Value
 from ..jobs.job import Direction, Job, Placement, PlanError
 from ..jobs.schedule import Schedule
@@ -92,6 +92,7 @@ class Plan:
     knows_state: whether these have bytes of the optimizer's state.
     gradient_dtype: what gradients are added up in; None for the parameters' type.
     said: how rows of the batch meet in pairs, and what weighs a loss, if they do.
+    parts: of weights that are cut into shards, the inputs after those of a call.
     """
 
     schedule: Schedule
@@ -118,6 +119,7 @@ class Plan:
     knows_state: bool = False
     gradient_dtype: torch.dtype | None = None
     said: tuple[str, ...] = ()
+    parts: tuple[PartOf, ...] = ()
 
     @cached_property
     def jobs(self) -> tuple[Job, ...]:

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from ..ir.graphs import Output
 from ..ir.loss_scale import hand_over, infinite
+from .cut_weights import cut_weights
 from .step import Step
 
 
@@ -19,13 +20,19 @@ def call_step(step: Step, args: tuple[Any, ...], said: set[str]) -> Sequence[Any
 
     said: what was warned of; what this call warns of is added.
     """
-    inputs = step.inputs(args, said)
+    inputs, parts = step.inputs(args, said), step.plan.parts
+    count = len(inputs)
+    inputs = (*inputs, *cut_weights(args, parts))
     if not step.plan.trains:
         return step.outputs(inputs, step.advance(step.start(inputs), None))
+    cut = {part.input for part in parts}
+    places = [i for i in range(len(args)) if i not in cut]
     leaves = [
-        i for i, a in enumerate(args) if isinstance(a, Tensor) and a.requires_grad
+        i
+        for i in (*places, *range(count, len(inputs)))
+        if isinstance(inputs[i], Tensor) and inputs[i].requires_grad
     ]
-    tensors = [args[i] for i in leaves]
+    tensors = [inputs[i] for i in leaves]
     apply: Any = _function(step).apply
     outputs: tuple[Any, ...] = apply(step, inputs, leaves, *tensors)
     return outputs

@@ -1,8 +1,9 @@
 """The library of schedules: each is one formula for w, one for n, and its source.
 
 In formulas, s is the stage, b the microbatch, d the direction, W the number of workers.
-LIBRARY has them by name; replicate makes any schedule data-parallel; the orders are n
-for schedules of one's own; saved reads them from files.
+LIBRARY has them by name; replicate makes any schedule data-parallel,
+sharded makes it tensor-parallel; the orders are n for schedules of one's own; saved
+reads them from files.
 
 Imports: clock, jobs.
 """
@@ -28,6 +29,7 @@ from .servers import (
     sharded_parameter_server,
 )
 from .stale import pipedream, pipedream_2bw, pipemare, stale_by_one
+from .tensor_parallel import sharded
 from .trunk import bubble_filled, nested
 from .zero_bubble import v_half, v_min, zb_h1, zb_h2, zb_v
 
@@ -102,6 +104,7 @@ __all__ = [
     "pipedream_2bw",
     "pipemare",
     "replicate",
+    "sharded",
     "sharded_groups",
     "sharded_parameter_server",
     "stage_first",

@@ -7,6 +7,7 @@ from dataclasses import replace
 import networkx as nx
 
 from ..jobs.job import Direction, Job, Placement, PlanError
+from ..jobs.per_shard import for_shard
 from ..jobs.schedule import Schedule
 from .arguments import equal_shares, groups, one_of, positive
 from .orders import microbatch_first
@@ -127,10 +128,14 @@ def replicate(schedule: Schedule, groups: int, zero: int | None = None) -> Sched
         )
     fit, every, version = schedule.fit, schedule.update_every, schedule.version
 
-    def w(s: int, b: int, d: Direction) -> Placement:
+    def w(s: int, b: int, d: Direction, p: int = 0) -> Placement:
         first = b % groups * schedule.workers
-        inside = schedule.place(Job(s, b // groups, d))
+        inside = schedule.place(Job(s, b // groups, d), p)
         return Placement(first + inside.weights, first + inside.compute)
+
+    def n(s: int, b: int, d: Direction, p: int = 0) -> int:
+        priority: int = for_shard(schedule.n, p)(s, b // groups, d)
+        return priority
 
     def fit_copies(stages: nx.DiGraph[int]) -> Schedule:
         return replicate(schedule.fitted(stages), groups)
@@ -140,10 +145,11 @@ def replicate(schedule: Schedule, groups: int, zero: int | None = None) -> Sched
         workers=schedule.workers * groups,
         microbatches=schedule.microbatches * groups,
         w=schedule.w if schedule.is_open else w,
-        n=lambda s, b, d: schedule.n(s, b // groups, d),
+        n=n,
         fit=None if fit is None else fit_copies,
         update_every=every and every * groups,
-        version=version and (lambda s, b, d: version(s, b // groups, d)),
+        version=version
+        and (lambda s, b, d, p=0: for_shard(version, p)(s, b // groups, d)),
         name=f"{groups} x {schedule.name or 'schedule'}",
     )
     return copies if zero is None else share_optimizer(copies, zero)

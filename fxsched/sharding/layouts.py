@@ -1,0 +1,179 @@
+"""Follows values that are cut into parts through the operations of a model.
+
+The rules are those by which rows of a batch are followed (rows/rule_table.py), where
+every part is a row: a value is the same for all shards, or each has a part of it along
+one dimension, or it is the sum of what they have.
+"""
+
+from __future__ import annotations
+
+import logging
+import operator
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, fx
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from ..ir.facts import facts
+from ..ir.graphs import tensors
+from ..rows.kinds import SHARED, Kind, Rows
+from ..rows.tracker import Tracker
+
+Layout = tuple[Rows, ...]  # of the tensors in a value
+Layouts = Mapping[fx.Node, Layout]
+
+
+class Operation(NamedTuple):
+    """What a node calls.
+
+    value: what it gives, in fake tensors.
+    """
+
+    op: str
+    target: Any
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    value: Any
+
+    @staticmethod
+    def of(node: fx.Node) -> Operation:
+        """That of a node."""
+        return Operation(
+            node.op, node.target, node.args, node.kwargs, node.meta.get("val")
+        )
+
+    @property
+    def reads(self) -> list[fx.Node]:
+        """The nodes among its arguments, each once."""
+        reads: dict[fx.Node, None] = {}
+        fx.map_arg((self.args, self.kwargs), reads.setdefault)
+        return list(reads)
+
+    @property
+    def bias(self) -> fx.Node | None:
+        """What a linear layer adds to its product."""
+        place = {F.linear: 2, torch.addmm: 0}.get(self.target)
+        if place is None or set(self.kwargs) - {"bias"}:
+            return None
+        bias = self.kwargs.get("bias", None)
+        if bias is None and len(self.args) > place:
+            bias = self.args[place]
+        return bias if isinstance(bias, fx.Node) else None
+
+    @property
+    def unbiased(self) -> Operation:
+        """The linear layer without its bias."""
+        if self.target is torch.addmm:
+            return self._replace(target=torch.mm, args=self.args[1:])
+        return self._replace(args=self.args[:2], kwargs={})
+
+    @property
+    def is_item(self) -> bool:
+        """Whether it takes a tensor out of a list or tuple."""
+        if self.target is not operator.getitem:
+            return False
+        source = self.args[0]
+        return isinstance(source, fx.Node) and not isinstance(value_of(source), Tensor)
+
+
+class Follower:
+    """Runs nodes of a traced graph again, on fake tensors.
+
+    shards: how many parts there are.
+    """
+
+    def __init__(self, gm: fx.GraphModule, shards: int) -> None:
+        self.shards = shards
+        self._mode = facts(gm).fake_mode
+        self._interpreter = fx.Interpreter(gm)
+
+    def layout(self, call: Operation, known: Layouts) -> Layout:
+        """What becomes of a call's value, if its operands are laid out so; those that
+        aren't among `known` are whole."""
+        if call.is_item:
+            source, item = call.args
+            return (known[source][item],)
+        tracker = Tracker(self.shards, set())
+        for read, layout in known.items():
+            for tensor, rows in zip(tensors(value_of(read)), layout, strict=True):
+                if rows != SHARED:
+                    tracker.put(tensor, rows)
+        args, kwargs = fx.map_arg((call.args, call.kwargs), value_of)
+        with torch.no_grad(), self._mode, _Watch(tracker):
+            out = self._run(call, args, kwargs)
+        return tuple(map(tracker.of, tensors(out)))
+
+    def part(self, value: Any, layout: Layout) -> Any:
+        """A shard's part of a value, as a fake tensor of its own."""
+        if not isinstance(value, Tensor):
+            parts = zip(tensors(value), layout, strict=True)
+            return tuple(self.part(tensor, (rows,)) for tensor, rows in parts)
+        with self._mode:
+            new = value.new_empty(part_shape(value.shape, layout[0], self.shards))
+        return new.requires_grad_(value.requires_grad)
+
+    def run(self, call: Operation, args: Any, kwargs: Any, grad: bool = False) -> Any:
+        """What a call gives for other fake tensors."""
+        with torch.set_grad_enabled(grad), self._mode, _silent():
+            return self._run(call, args, kwargs)
+
+    def _run(self, call: Operation, args: Any, kwargs: Any) -> Any:
+        return getattr(self._interpreter, call.op)(call.target, args, kwargs)
+
+
+class _Watch(TorchDispatchMode):  # type: ignore[misc]
+    """Shows a tracker the operations that run."""
+
+    def __init__(self, tracker: Tracker) -> None:
+        super().__init__()
+        self.tracker = tracker
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        out = func(*args, **(kwargs or {}))
+        self.tracker.see(func, args, kwargs or {}, out)
+        return out
+
+
+@contextmanager
+def _silent() -> Iterator[None]:
+    """Without what fake tensors log of calls that raise, as some that are tried do."""
+    log = logging.getLogger("torch._subclasses.fake_tensor")
+    before, log.disabled = log.disabled, True
+    try:
+        yield
+    finally:
+        log.disabled = before
+
+
+def is_plain(layout: Layout) -> bool:
+    """Whether shards can go on with a value as it is: no parts were mixed, and all that
+    was done to them has a rule."""
+    kinds = (Kind.SHARED, Kind.APART, Kind.SUM)
+    return all(
+        rows.kind in kinds and rows.cause is None and not rows.numbers
+        for rows in layout
+    )
+
+
+def is_part(layout: Layout) -> bool:
+    """Whether a shard has a part of a value, along a dimension of it."""
+    return any(rows.kind is Kind.APART for rows in layout)
+
+
+def part_shape(shape: Sequence[int], rows: Rows, shards: int) -> list[int]:
+    """The shape of a shard's part."""
+    sizes = list(map(int, shape))
+    if rows.kind is Kind.APART:
+        sizes[rows.dim] //= shards
+    return sizes
+
+
+def value_of(node: fx.Node) -> Any:
+    """What a node gives, in fake tensors."""
+    return node.meta.get("val")

@@ -1,0 +1,149 @@
+"""What a shard calls in the place of a node: the same, on its parts."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import product
+from typing import Any, NamedTuple
+
+from torch import Tensor, fx
+
+from ..ir.graphs import tensors
+from ..rows.kinds import Kind, Rows
+from .layouts import (
+    Follower,
+    Layout,
+    Layouts,
+    Operation,
+    part_shape,
+    value_of,
+)
+
+SIZED = ("view", "reshape", "expand", "broadcast_to")
+SPLITS = ("split", "split_with_sizes", "tensor_split")
+
+
+class LocalCall(NamedTuple):
+    """A node's call on parts.
+
+    args, kwargs: those of the node, with sizes of parts.
+    slices: operands of which each shard has all, and reads its part.
+    value: what it gives, as fake tensors.
+    """
+
+    args: Any
+    kwargs: Any
+    slices: Mapping[fx.Node, Rows]
+    value: Any
+
+
+def local_call(
+    follower: Follower,
+    call: Operation,
+    known: Layouts,
+    parts: Mapping[fx.Node, Any],
+    layout: Layout,
+) -> LocalCall | None:
+    """The call that gives a shard's part of a value; None if there is none.
+
+    known: how operands are laid out, `parts` what they are then.
+    """
+    wanted = [
+        part_shape(tensor.shape, rows, follower.shards)
+        for tensor, rows in zip(tensors(call.value), layout, strict=True)
+    ]
+    for slices in _slices(follower, call, known, layout):
+        values = dict(parts)
+        for read, rows in slices.items():
+            values[read] = follower.part(read.meta["val"], (rows,))
+        for args, kwargs in _variants(call, wanted, follower.shards):
+            given = fx.map_arg(
+                (args, kwargs),
+                lambda n, values=values: values.get(n, value_of(n)),
+            )
+            try:
+                value = follower.run(call, *given)
+            except Exception:  # sizes that don't fit
+                continue
+            if [list(map(int, t.shape)) for t in tensors(value)] == wanted:
+                return LocalCall(args, kwargs, slices, value)
+    return None
+
+
+def _slices(
+    follower: Follower, call: Operation, known: Layouts, layout: Layout
+) -> Iterator[dict[fx.Node, Rows]]:
+    """Parts that whole operands may be read by: of none, then of some that are as long,
+    in a dimension, as what is cut."""
+    cut = {
+        (int(tensor.shape[rows.dim]), rows.outer)
+        for value, layouts in (
+            (call.value, layout),
+            *((value_of(read), known[read]) for read in known),
+        )
+        for tensor, rows in zip(tensors(value), layouts, strict=True)
+        if rows.kind is Kind.APART
+    }
+    choices: list[list[tuple[fx.Node, Rows] | None]] = []
+    for read in call.reads:
+        value = value_of(read)
+        if read in known or not isinstance(value, Tensor):
+            continue
+        found = [
+            (read, Rows(Kind.APART, dim, outer))
+            for dim, size in enumerate(value.shape)
+            for length, outer in sorted(cut)
+            if size == length and size % (outer * follower.shards) == 0
+        ]
+        if found:
+            choices.append([None, *found])
+    combinations = product(*choices)
+    for chosen in sorted(combinations, key=lambda c: sum(each is not None for each in c)):
+        yield dict(each for each in chosen if each is not None)
+
+
+def _variants(
+    call: Operation, wanted: Sequence[list[int]], shards: int
+) -> Iterator[tuple[Any, Any]]:
+    """The arguments of a call, and those with the sizes of parts."""
+    args, kwargs = call.args, call.kwargs
+    yield args, kwargs
+    name = str(getattr(call.target, "__name__", call.target))
+    if name in SIZED and wanted:
+        if len(args) > 1 and isinstance(args[1], (tuple, list)):
+            yield (args[0], tuple(wanted[0]), *args[2:]), kwargs
+        elif "size" in kwargs or "shape" in kwargs:
+            key = "size" if "size" in kwargs else "shape"
+            yield args, {**kwargs, key: tuple(wanted[0])}
+        else:
+            yield (args[0], *wanted[0]), kwargs
+    if name == "unflatten" and wanted and len(args) == 3:
+        dim = args[1] % value_of(args[0]).dim()
+        count = len(args[2])
+        yield (args[0], args[1], tuple(wanted[0][dim : dim + count])), kwargs
+    if name in SPLITS and len(args) > 1:
+        sizes = args[1]
+        less = (
+            [size // shards for size in sizes]
+            if isinstance(sizes, (tuple, list))
+            else sizes // shards
+        )
+        yield (args[0], less, *args[2:]), kwargs
+    if call.target is operator.getitem:
+        yield (args[0], _less(args, shards)), kwargs
+
+
+def _less(args: Any, shards: int) -> Any:
+    """An index, with slices of parts, along every dimension that has one."""
+
+    def each(index: Any) -> Any:
+        if not isinstance(index, slice):
+            return index
+        ends = (index.start, index.stop)
+        if any(end is not None and (end % shards) for end in ends):
+            return index
+        return slice(*(end and end // shards for end in ends), index.step)
+
+    index = args[1]
+    return tuple(map(each, index)) if isinstance(index, tuple) else each(index)

@@ -1,0 +1,97 @@
+"""Cuts stages into shards, which exchange nothing but sums."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from torch import fx
+
+from ..ir.facts import FACTS, facts
+from ..ir.graphs import Output, PartOf
+from ..ir.lazy import lazy_module
+from ..ir.request import Request
+from ..jobs.job import Piece, PlanError
+from ..jobs.shards import in_pieces
+from ..sharding.choice import choose_region
+from ..sharding.layouts import Follower
+from ..sharding.region import Grower
+from ..sharding.rewrite import Rewriter
+
+
+def shard_stages(gm: fx.GraphModule, request: Request) -> fx.GraphModule:
+    """Gives each shard of a stage its parts of the weights, and what it does with them.
+
+    before: y = gelu(linear(x, w, b))        # stage 1
+            z = linear(y, v, c)
+    after:  y_0 = gelu(linear(x, w_0, b_0))  # stage 1, shard 0
+            z_0 = linear(y_0, v_0)
+            y_1 = gelu(linear(x, w_1, b_1))  # stage 1, shard 1
+            z_1 = linear(y_1, v_1)
+            z = z_0 + z_1 + c                # stage 1, shard 0
+
+    Weights are cut where all that comes of them ends in sums (sharding/choice.py).
+    What is not cut is on shard 0; what follows a sum is on all shards that go on with
+    it, if it is cheap, such as norms. A stage's shards are cut into pieces where they
+    read each other's values; pieces are the stages from now on, in facts(gm).schedule.
+    Raises PlanError where no weight can be cut.
+    """
+    schedule = facts(gm).schedule or request.schedule
+    if schedule.shards == 1:
+        return gm
+    if any(node.meta.get("joint") for node in gm.graph.nodes):
+        raise PlanError(
+            "Schedule(shards=) doesn't go with stages in which rows of the whole batch "
+            "meet; give loss_reduction='mean' or 'sum'"
+        )
+    grower = Grower(gm, Follower(gm, schedule.shards))
+    region = choose_region(grower, grower.nodes)
+    if not region.weights:
+        raise PlanError(
+            f"Schedule(shards={schedule.shards}): no weight can be cut into "
+            f"{schedule.shards} equal parts whose products come to sums; give a model "
+            "whose heads and hidden layers divide, or a schedule without shards"
+        )
+    rewriter = Rewriter(grower, region, request.inputs)
+    graph = rewriter.graph()
+    pieces = _number(graph)
+    parts = tuple(rewriter.inputs)
+    known = replace(
+        facts(gm),
+        schedule=in_pieces(schedule, pieces),
+        pieces=pieces,
+        parts=parts,
+        outputs=tuple(
+            _with_parts(output, parts, request.inputs) for output in facts(gm).outputs
+        ),
+    )
+    whole = lazy_module(gm, graph, "Shards")
+    whole.meta[FACTS] = known
+    return whole
+
+
+def _with_parts(output: Output, parts: Sequence[PartOf], first: int) -> Output:
+    """An output, with the parts of weights among what its gradient reaches."""
+    if output.leaves is None:
+        return output
+    reached = {first + i for i, p in enumerate(parts) if p.input in output.leaves}
+    return output._replace(leaves=output.leaves | reached)
+
+
+def _number(graph: fx.Graph) -> tuple[Piece, ...]:
+    """Gives nodes their pieces, in an order that values only flow forward in.
+
+    A stage's pieces end where its shards read each other.
+    """
+    place = {
+        node: (node.meta["stage"], node.meta["level"], node.meta["shard"])
+        for node in graph.nodes
+        if "shard" in node.meta
+    }
+    order = sorted(set(place.values()))
+    first = {s: k for s, k, _ in reversed(order)}
+    pieces = [Piece(i, s, p, k - first[s]) for i, (s, k, p) in enumerate(order)]
+    at = dict(zip(order, pieces, strict=True))
+    for node, key in place.items():
+        node.meta["stage"] = at[key]
+    return tuple(pieces)
