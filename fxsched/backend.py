@@ -6,7 +6,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from os import PathLike
-from typing import Any, get_args
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor, fx, nn
@@ -35,6 +35,7 @@ from .ir.request import (
     BufferReduction,
     Carry,
     CheckInputs,
+    Cut,
     Lengths,
     LossReduction,
     Order,
@@ -54,11 +55,13 @@ from .options import (
     check_deterministic,
     check_lengths,
     check_local_rows,
+    check_shards,
     check_updates,
     check_words,
     checked_passes,
     checked_schedule,
     compile_options_error,
+    cut_words,
     filled_lengths,
     flag,
     flight_recorder,
@@ -73,6 +76,7 @@ from .options import (
     sum_type,
     uncalled,
 )
+from .passes.model_passes import ModelPass
 from .passes.users import Pass
 from .planning import make_step
 from .plans.metrics import Metrics, metrics_of
@@ -129,6 +133,8 @@ def backend(
     check_finite: bool = False,
     gradient_dtype: torch.dtype | None = None,
     message_dtype: torch.dtype | None = None,
+    shards: Literal["auto"] | Mapping[str, Cut] = "auto",
+    model_passes: Sequence[ModelPass] = (),
 ) -> Backend:
     """A torch.compile backend that runs a model by a schedule.
 
@@ -242,6 +248,14 @@ def backend(
         owners keep the same bits. What is rounded depends on the schedule, so it does
         not go with deterministic=True.
 
+    shards: which weights are cut, where the schedule has shards (schedules.sharded):
+        "auto" (all that can be, such that the shards exchange nothing but sums), or a
+        dict of patterns of names of modules, such as {"blocks.*.attention.query":
+        "column", "blocks.*.attention.out": "row"}: "column" cuts what the weight makes,
+        "row" what it sums over, as torch.distributed.tensor.parallel's styles do.
+    model_passes: functions (gm, request) -> gm that change the model's graph of one
+        microbatch before it is cut into stages; see docs/passes.md.
+
     A compiled function that returns one scalar loss runs F and B in the call, and
     loss.backward() adds the finished gradients. One that doesn't runs F in the call
     and B in backward(). Without gradients F runs alone.
@@ -294,7 +308,9 @@ def backend(
         check_finite=flag("check_finite", check_finite),
         gradient_dtype=sum_type(gradient_dtype),
         message_dtype=message_type(message_dtype),
+        shards=cut_words(shards, schedule),
     )
+    check_shards(request)
     check_updates(request, optimizer)
     check_deterministic(request, stage_compiler)
     return Backend(
@@ -310,6 +326,7 @@ def backend(
             read_scale(loss_scale),
             checked_optimizer(optimizer),
             flight_recorder(flight_record),
+            checked_passes(model_passes, "model_passes"),
         )
     )
 

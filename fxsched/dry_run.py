@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import fx
@@ -21,6 +21,7 @@ from .ir.request import (
     BatchNorm,
     BufferReduction,
     Carry,
+    Cut,
     Lengths,
     Order,
     OutputReduction,
@@ -31,6 +32,7 @@ from .jobs.job import PlanError
 from .jobs.schedule import Schedule
 from .jobs.user_values import shown
 from .options import check_keywords
+from .passes.model_passes import ModelPass, run_model_passes
 from .passes.users import Pass
 from .planning import plan_call
 from .plans.plan import Plan
@@ -66,6 +68,8 @@ def plan(
     check_finite: bool = False,
     gradient_dtype: torch.dtype | None = None,
     message_dtype: torch.dtype | None = None,
+    shards: Literal["auto"] | Mapping[str, Cut] = "auto",
+    model_passes: Sequence[ModelPass] = (),
     **kwargs: Any,
 ) -> Plan:
     """The plan of model(*args, **kwargs) by a schedule, without running anything.
@@ -100,6 +104,8 @@ def plan(
         check_finite=check_finite,
         gradient_dtype=gradient_dtype,
         message_dtype=message_dtype,
+        shards=shards,
+        model_passes=model_passes,
     )
     try:
         torch.compile(model, backend=_PlanOnly(checked.options))(*args, **kwargs)
@@ -124,11 +130,12 @@ def profile(
     microbatches: int = 1,
     repeats: int = 9,
     batch_dims: Dims | None = None,
+    model_passes: Sequence[ModelPass] = (),
     **kwargs: Any,
 ) -> Profile:
     """Measures F and B of every node of model(*args, **kwargs), for one microbatch.
 
-    batch_dims: as for fxsched.backend.
+    batch_dims, model_passes: as for fxsched.backend.
 
     Give it to fxsched.backend, plan or explain. Under torchrun all ranks measure at the
     same time, and every rank gets what rank 0 measured, so that all plan alike.
@@ -140,7 +147,9 @@ def profile(
 
     def measured() -> Profile:
         schedule = Schedule(1, microbatches)
-        tracer = Tracer(backend(schedule, batch_dims=batch_dims).options)
+        tracer = Tracer(
+            backend(schedule, batch_dims=batch_dims, model_passes=model_passes).options
+        )
         try:
             with torch.enable_grad():
                 torch.compile(model, backend=tracer)(*args, **kwargs)
@@ -219,5 +228,9 @@ class Tracer(Backend):
             exact = self.request.loss_reduction == "exact"
             traced = trace_microbatch(
                 gm, args, batch, specs_of(args), exact=exact, by_weight=False
+            )
+            passes = self.options.model_passes
+            traced = traced._replace(
+                graph=run_model_passes(traced.graph, self.request, passes)
             )
         raise MicrobatchTraced(traced, [stand_in(value) for value in args])

@@ -21,6 +21,7 @@ from .ir.request import (
     BatchNorm,
     Carry,
     CheckInputs,
+    Cut,
     Fill,
     Lengths,
     LossReduction,
@@ -29,12 +30,14 @@ from .ir.request import (
     PassedRows,
     Ragged,
     Request,
+    Shards,
     StageCompiler,
     Transport,
 )
 from .jobs.job import PlanError
 from .jobs.schedule import Schedule
 from .jobs.user_values import is_int, is_number, shown
+from .passes.model_passes import ModelPass
 from .passes.users import Pass
 from .runtime.input_agreement import InputRule
 from .runtime.recorder import Recorder
@@ -80,6 +83,7 @@ class Options:
     loss_scale: Scale | None
     optimizer: Optimizer | None
     recorder: Recorder | None = None
+    model_passes: tuple[ModelPass, ...] = ()
 
 
 def checked_schedule(schedule: object) -> Schedule:
@@ -271,14 +275,61 @@ def measured_profile(profile: object) -> Profile | None:
     )
 
 
-def checked_passes(passes: object) -> tuple[Pass, ...]:
+def checked_passes(passes: object, option: str = "passes") -> tuple[Pass, ...]:
     """The user's passes."""
     if not isinstance(passes, (tuple, list)) or not all(map(callable, passes)):
+        graph = "program" if option == "passes" else "gm"
         raise PlanError(
-            f"backend(passes={passes!r}): give a list of functions (program, request) "
-            "-> program"
+            f"backend({option}={passes!r}): give a list of functions ({graph}, "
+            f"request) -> {graph}"
         )
     return tuple(passes)
+
+
+def cut_words(shards: object, schedule: Schedule) -> Shards:
+    """ "auto", or how weights of modules are cut, by patterns of their names."""
+    if shards == "auto":
+        return "auto"
+    example = '{"blocks.*.attention.query": "column", "blocks.*.attention.out": "row"}'
+    if not isinstance(shards, Mapping) or not shards:
+        raise PlanError(
+            f"backend(shards={shards!r}): give 'auto', or such as {example}"
+        )
+    words: list[tuple[str, Cut]] = []
+    for name, word in shards.items():
+        if not isinstance(name, str) or word not in get_args(Cut):
+            raise PlanError(
+                f"backend(shards={{{name!r}: {word!r}}}): give names of modules, in "
+                f"which * stands for any, with 'column' or 'row', such as {example}"
+            )
+        words.append((name, word))
+    if schedule.shards == 1:
+        raise PlanError(
+            "backend(shards=) says which weights are cut, but the schedule has one "
+            f"shard; give it fxsched.schedules.sharded({schedule.name or 'schedule'}, "
+            "2), or leave shards= out"
+        )
+    return tuple(words)
+
+
+def check_shards(request: Request) -> None:
+    """Raises PlanError for what shards don't go with."""
+    if request.schedule.shards == 1:
+        return
+    others = {
+        "optimizer= or update_every= (let the loop step)": (
+            request.schedule.update_every is not None
+        ),
+        "deterministic=True (shards add up gradients in another order)": (
+            request.deterministic
+        ),
+    }
+    for what, given in others.items():
+        if given:
+            raise PlanError(
+                f"Schedule(shards={request.schedule.shards}) doesn't go with {what}; "
+                "leave one of them out"
+            )
 
 
 def stage_groups(same_stage: object) -> tuple[tuple[str, ...], ...]:

@@ -24,6 +24,7 @@ from .jobs.job import PlanError
 from .jobs.schedule import Schedule
 from .options import Options
 from .pairs import trace_pairs
+from .passes.model_passes import run_model_passes
 from .passes.partition import assign_stages
 from .passes.users import Pass, pass_name
 from .pipeline import StageGraph, cut_stages, make_plan
@@ -92,7 +93,7 @@ def plan_call(
             asking = replace(request, schedule=schedule)
             return _traces(gm, args, batch, asking, options, progress)
 
-        own = options.passes or options.measured is not None
+        own = options.passes or options.model_passes or options.measured is not None
         if own or request.schedule.shards > 1:
             traces = make(request.schedule)
         else:
@@ -160,7 +161,9 @@ def _traced(
         )
         if options.measured is not None:
             options.measured.apply(traced.graph)
-        return traced
+        return traced._replace(
+            graph=run_model_passes(traced.graph, request, options.model_passes)
+        )
 
     return trace_pairs(trace, request)
 
@@ -250,6 +253,11 @@ def make_step(
 ) -> Step:
     """Plans and checks a step with the other ranks, and gets its programs ready."""
     refuse_meta(args, "run", "fxsched.plan plans it as it is")
+    if options.request.schedule.shards > 1 and isinstance(workers, Ranks):
+        raise PlanError(
+            "Schedule(shards=) runs on threads; ranks don't keep parts of weights yet: "
+            "give backend(schedule, transport='threads') in one process"
+        )
     if options.request.schedule.update_every and options.optimizer is None:
         raise PlanError(
             "Schedule(update_every=) puts updates into the program; give it the "

@@ -15,6 +15,7 @@ from ..jobs.job import Piece, PlanError
 from ..jobs.shards import in_pieces
 from ..sharding.choice import choose_region
 from ..sharding.layouts import Follower
+from ..sharding.named import named_region
 from ..sharding.region import Grower
 from ..sharding.rewrite import Rewriter
 
@@ -39,13 +40,12 @@ def shard_stages(gm: fx.GraphModule, request: Request) -> fx.GraphModule:
     schedule = facts(gm).schedule or request.schedule
     if schedule.shards == 1:
         return gm
-    if any(node.meta.get("joint") for node in gm.graph.nodes):
-        raise PlanError(
-            "Schedule(shards=) doesn't go with stages in which rows of the whole batch "
-            "meet; give loss_reduction='mean' or 'sum'"
-        )
     grower = Grower(gm, Follower(gm, schedule.shards))
-    region = choose_region(grower, grower.nodes)
+    region = (
+        choose_region(grower, grower.nodes)
+        if request.shards == "auto"
+        else named_region(grower, grower.nodes, dict(request.shards))
+    )
     if not region.weights:
         raise PlanError(
             f"Schedule(shards={schedule.shards}): no weight can be cut into "

@@ -201,6 +201,7 @@ def _group_state(
 ) -> list[Group]:
     """Groups of state with the same owners, readers and fate."""
     owners_of = [stage_owners(request, stage) for stage in range(len(state))]
+    pieces = facts(gm).pieces
     readers: dict[fx.Node, list[int]] = {}
     for stage, nodes in enumerate(state):
         for node in nodes:
@@ -209,7 +210,10 @@ def _group_state(
     updates = request.schedule.update_every is not None
     by_key: dict[tuple[Any, ...], list[fx.Node]] = {}
     for node, stages in readers.items():
-        owned, updater = _keepers(node, stages, owners_of, request)
+        first = stages[:1]
+        if pieces:  # each shard keeps what all of them read
+            first = [s for s in stages if pieces[s].stage == pieces[stages[0]].stage]
+        owned, updater = _keepers(node, stages, first, owners_of, request)
         trained = updates and node.meta["val"].requires_grad
         apart = -1 if updater is None else updater, trained
         key = (stages[0], tuple(stages), owned, node in written, *apart)
@@ -234,13 +238,14 @@ def _group_state(
 def _keepers(
     node: fx.Node,
     stages: Sequence[int],
+    first: Sequence[int],
     owners_of: Sequence[tuple[int, ...]],
     request: Request,
 ) -> tuple[tuple[int, ...], int | None]:
     """The workers that keep a tensor of the state, and the one that updates it, if u
     says.
 
-    A parameter is kept by the owners of the first stage that reads it, so that a tied
+    A parameter is kept by the owners of the `first` stage that reads it, so that a tied
     one counts once, and by who updates it; a buffer by those of all stages that read
     it; an input that is not cut into microbatches is at hand on every worker.
     """
@@ -253,7 +258,7 @@ def _keepers(
     elif index in request.owners:
         owned = request.owners[index]
     elif role is Role.PARAMETER:
-        owned = owners_of[stages[0]]
+        owned = tuple(sorted({w for stage in first for w in owners_of[stage]}))
         if updater is not None:
             owned = tuple(sorted({*owned, updater}))
     else:

@@ -16,6 +16,7 @@ from ..jobs.schedule import Schedule
 from .memory_table import WorkerMemory, memory_tables
 from .plan_tables import busy_seconds, load_rows, sends_text, stage_text, wrapped
 from .tables import byte_text, ranges, shorten, table
+from .whole_stages import pieces_of, whole_stages
 
 EXPLAINED = 100  # columns of what explains a plan
 
@@ -28,23 +29,23 @@ def explain_text(
 ) -> str:
     """The stages with their workers, work, memory and what one microbatch sends; where
     the step's time goes. said: of rows of the batch that meet."""
-    rows = []
-    for s, shares in zip(sorted(stages), stage_shares(schedule, stages), strict=True):
-        data = stages.nodes[s]
+    rows, whole = [], whole_stages(stages)
+    for s, shares in zip(sorted(whole), stage_shares(schedule, whole), strict=True):
+        data = whole.nodes[s]
         rows.append(
             (
                 *shares,
                 f"{data['forward'] * 1e3:.3g} + {data['backward'] * 1e3:.3g}",
                 byte_text(data["weights"]),
                 byte_text(data["held"]),
-                sends_text(stages, s),
+                sends_text(whole, s),
             )
         )
     headers = "stage|modules|workers|work|F + B ms|weights|held|sends"
     events = run_stages(schedule, stages)
     return "\n\n".join(
         (
-            f"{schedule}, {len(stages)} stages",
+            f"{schedule}, {len(whole)} stages",
             *(wrapped([line], EXPLAINED) for line in joint_text(schedule, stages)),
             *(wrapped([line], EXPLAINED) for line in said),
             *_arrivals(schedule),
@@ -66,7 +67,8 @@ def stage_shares(
     work = _work(stages, schedule.microbatches)
     for s in sorted(stages):
         workers = {
-            schedule.place(Job(s, b, d)).compute
+            schedule.place(Job(piece, b, d)).compute
+            for piece in pieces_of(stages, s)
             for b in range(schedule.microbatches)
             for d in schedule.directions
         }

@@ -18,6 +18,7 @@ from .memory_table import WorkerMemory, memory_tables
 from .palette import clock
 from .program_table import program_table
 from .tables import WIDTH, byte_text, first_rows, shorten, table
+from .whole_stages import shard_text, whole_stages
 
 
 def plan_head(
@@ -27,14 +28,20 @@ def plan_head(
     notes: Iterable[str],
 ) -> list[str]:
     """A plan but for its programs: a line, notes, the stages and the weights."""
+    named = {int(stage): shard_text(stage) for stage in stages}
     rows = [
-        (i, shorten(group.names), _list(group.owners), _list(group.stages))
+        (
+            i,
+            shorten(group.names),
+            _list(group.owners),
+            _list(list(dict.fromkeys(named[s] for s in group.stages))),
+        )
         for i, group in enumerate(groups)
     ]
     return [
-        f"{schedule}, {len(stages)} stages",
+        f"{schedule}, {len(whole_stages(stages))} stages",
         *notes,
-        table(STAGES, _stage_rows(stages, schedule.microbatches)),
+        table(STAGES, _stage_rows(whole_stages(stages), schedule.microbatches)),
         table("weights|tensors|kept by|read by stages", rows),
     ]
 
@@ -54,7 +61,7 @@ def plan_line(
     specs: Callable[[Value], Specs],
 ) -> str:
     """A plan in a line."""
-    stages = len({stage for stage, _ in timeline.jobs.kinds})
+    stages = len({getattr(s, "stage", s) for s, _ in timeline.jobs.kinds})
     sent = byte_text(sum(_sent(schedule.workers, lines, specs)))
     return f"{schedule}, {stages} stages, {len(timeline)} jobs, {sent} sent"
 
@@ -73,7 +80,7 @@ def summary_text(
     lines: of the step; its messages say how many bytes each worker sends, by the shapes
         of what they send.
     """
-    step = step_seconds(timeline)
+    step, whole = step_seconds(timeline), whole_stages(stages)
     time, busy = clock(step, "s"), busy_seconds(schedule, timeline)
     bubble = 1 - sum(busy) / len(busy) / (step or 1.0)
     sent = _sent(schedule.workers, lines, specs)
@@ -82,11 +89,11 @@ def summary_text(
     rows = [(*load[:-1], byte_text(size), load[-1]) for load, size in loads]
     return "\n\n".join(
         (
-            f"{schedule}, {len(stages)} stages",
+            f"{schedule}, {len(whole)} stages",
             *(wrapped([note]) for note in notes),
             f"predicted step: {time.text(step)}, bubble {100 * bubble:.1f} %; "
             f"{messages} transfers, {byte_text(sum(sent))}",
-            first_rows(STAGES, _stage_rows(stages, schedule.microbatches)),
+            first_rows(STAGES, _stage_rows(whole, schedule.microbatches)),
             first_rows("worker|stages|busy|sends|memory", rows),
             *memory_tables(memory),
         )
@@ -117,7 +124,7 @@ def _stage_rows(stages: nx.DiGraph[int], microbatches: int) -> list[tuple[object
 
 def sends_text(stages: nx.DiGraph[int], stage: int) -> str:
     return ", ".join(
-        f"{to}: {byte_text(data['bytes'])}"
+        f"{to if to != stage else 'shards'}: {byte_text(data['bytes'])}"
         for _, to, data in stages.edges(stage, data=True)
     )
 
@@ -154,7 +161,7 @@ def load_rows(
     return [
         (
             w,
-            shorten([str(s) for s in sorted(run[w])]),
+            shorten(list(dict.fromkeys(map(shard_text, sorted(run[w]))))),
             f"{100 * busy[w] / step:.1f} %",
             byte_text(held[w]),
         )
@@ -186,7 +193,7 @@ def load_line(
     bubble = 1 - sum(busy) / len(busy) / (step or 1.0)
     most = byte_text(max(_held(schedule, stages, timeline, memory)))
     return (
-        f"{schedule}, {len(stages)} stages; predicted step "
+        f"{schedule}, {len(whole_stages(stages))} stages; predicted step "
         f"{clock(step, 's').text(step)}, bubble {100 * bubble:.1f} %, at most {most} "
         "a worker"
     )
@@ -203,5 +210,5 @@ def wrapped(lines: Iterable[str], width: int = WIDTH) -> str:
     return "\n".join(part for line in lines for part in textwrap.wrap(line, width))
 
 
-def _list(numbers: Sequence[int]) -> str:
+def _list(numbers: Sequence[object]) -> str:
     return "+".join(map(str, numbers))

@@ -23,6 +23,8 @@ PassedRows = Literal["all", "local"]
 Transport = Literal["threads", "distributed", "gloo"]
 CheckInputs = Literal["first", "always", "never"]
 BufferReduction = Literal["mean", "sum", "last"]
+Cut = Literal["column", "row"]
+Shards = Literal["auto"] | tuple[tuple[str, Cut], ...]
 OutputReduction = Literal["mean", "sum", "max", "min", "last"]
 
 
@@ -47,6 +49,7 @@ class Request:
         position in the call.
     updaters: the worker that updates a parameter, where an earlier plan's u said.
     readers: workers that hand outputs to the user; None for all of them.
+    shards: "auto", or patterns of names of modules with how their weights are cut.
     inputs: how many inputs a call has, with what is computed of them beforehand; parts
         of weights come after them.
     most: microbatches of a batch that divides.
@@ -74,6 +77,7 @@ class Request:
     ragged: Ragged = "error"
     lengths: Lengths | None = None
     most: int = 1
+    shards: Shards = "auto"
     inputs: int = 0
     rows: PassedRows = "all"
     buffers: dict[str, BufferReduction] = field(default_factory=dict)

@@ -72,8 +72,8 @@ class Piece(int):
         piece.stage, piece.shard, piece.number = stage, shard, number
         return piece
 
-    def __getnewargs__(self) -> tuple[int, int, int, int]:
-        return int(self), self.stage, self.shard, self.number
+    def __reduce__(self) -> tuple[type[Piece], tuple[int, int, int, int]]:
+        return Piece, (int(self), self.stage, self.shard, self.number)
 
 
 class Job(NamedTuple):

@@ -11,7 +11,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
+from .answers import Cap
 from .job import Direction, Piece
+from .own_caps import OwnCaps
 from .per_shard import takes_shard
 from .schedule import Schedule
 
@@ -28,9 +30,8 @@ def in_pieces(schedule: Schedule, pieces: Sequence[Piece]) -> Schedule:
 
     def n(s: int, b: int, d: Direction) -> int:
         number = pieces[s].number
-        return most * ranked(s, b, d) + (
-            number if d is Direction.FORWARD else most - 1 - number
-        )
+        place = number if d is Direction.FORWARD else most - 1 - number
+        return most * int(ranked(s, b, d)) + place
 
     return replace(
         schedule,
@@ -43,7 +44,7 @@ def in_pieces(schedule: Schedule, pieces: Sequence[Piece]) -> Schedule:
         version=_of_pieces("version", schedule.version, pieces),
         rate=_of_stages(schedule.rate, pieces),
         drift=_of_stages(schedule.drift, pieces),
-        in_flight=_of_stages(caps, pieces) if callable(caps) else caps,
+        in_flight=_capped(caps, pieces) if callable(caps) else caps,
     )
 
 
@@ -53,6 +54,14 @@ def _of_pieces(
     if function is None or not takes_shard(name, function):
         return _of_stages(function, pieces)
     return lambda s, *more: function(pieces[s].stage, *more, pieces[s].shard)
+
+
+def _capped(caps: Cap, pieces: Sequence[Piece]) -> Cap:
+    """Caps of pieces; a schedule's own stay that."""
+    if isinstance(caps, OwnCaps):
+        return replace(caps, cap=_of_stages(caps.cap, pieces))
+    capped: Cap = _of_stages(caps, pieces)
+    return capped
 
 
 def _of_stages(function: Callable[..., Any] | None, pieces: Sequence[Piece]) -> Any:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from ..ir.graphs import PartOf
@@ -24,7 +25,7 @@ def _cut(weight: Tensor, part: PartOf) -> list[Tensor]:
     """All parts of a weight."""
     if part.outer == 1:
         return [each.contiguous() for each in weight.chunk(part.parts, part.dim)]
-    blocks = weight.unflatten(part.dim, (part.outer, part.parts, -1))
+    blocks = torch.unflatten(weight, part.dim, (part.outer, part.parts, -1))
     return [
         each.flatten(part.dim, part.dim + 1) for each in blocks.unbind(part.dim + 1)
     ]

@@ -137,6 +137,11 @@ def replicate(schedule: Schedule, groups: int, zero: int | None = None) -> Sched
         priority: int = for_shard(schedule.n, p)(s, b // groups, d)
         return priority
 
+    def seen(s: int, b: int, d: Direction, p: int = 0) -> int:
+        assert version is not None, "asked where there is one"
+        updates: int = for_shard(version, p)(s, b // groups, d)
+        return updates
+
     def fit_copies(stages: nx.DiGraph[int]) -> Schedule:
         return replicate(schedule.fitted(stages), groups)
 
@@ -148,8 +153,7 @@ def replicate(schedule: Schedule, groups: int, zero: int | None = None) -> Sched
         n=n,
         fit=None if fit is None else fit_copies,
         update_every=every and every * groups,
-        version=version
-        and (lambda s, b, d, p=0: for_shard(version, p)(s, b // groups, d)),
+        version=version and seen,
         name=f"{groups} x {schedule.name or 'schedule'}",
     )
     return copies if zero is None else share_optimizer(copies, zero)

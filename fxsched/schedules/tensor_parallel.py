@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+
 import networkx as nx
 
 from ..jobs.job import Direction, Placement, PlanError

@@ -24,12 +24,12 @@ def choose_region(grower: Grower, nodes: Sequence[fx.Node]) -> Region:
         if node in chosen.layouts:
             continue
         for weight in node.all_input_nodes:
-            if is_weight(weight) and value_of(weight).dim() > 1:
-                if weight not in chosen.weights:
-                    region = _cut(grower, node, weight)
-                    if region is not None and _apart(region, chosen):
-                        chosen.add(region)
-                        break
+            if not is_weight(weight) or value_of(weight).dim() < 2:
+                continue
+            region = None if weight in chosen.weights else _cut(grower, node, weight)
+            if region is not None and _apart(region, chosen):
+                chosen.add(region)
+                break
     return chosen
 
 

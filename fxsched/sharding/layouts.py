@@ -23,6 +23,13 @@ from ..ir.graphs import tensors
 from ..rows.kinds import SHARED, Kind, Rows
 from ..rows.tracker import Tracker
 
+aten = torch.ops.aten
+BIASES: dict[Any, int] = {  # where products take what they add
+    F.linear: 2,
+    aten.linear.default: 2,
+    torch.addmm: 0,
+    aten.addmm.default: 0,
+}
 Layout = tuple[Rows, ...]  # of the tensors in a value
 Layouts = Mapping[fx.Node, Layout]
 
@@ -53,10 +60,15 @@ class Operation(NamedTuple):
         fx.map_arg((self.args, self.kwargs), reads.setdefault)
         return list(reads)
 
+    def on(self, reads: Mapping[fx.Node, fx.Node]) -> Operation:
+        """The same of other nodes."""
+        args, kwargs = fx.map_arg((self.args, self.kwargs), reads.__getitem__)
+        return self._replace(args=args, kwargs=kwargs)
+
     @property
     def bias(self) -> fx.Node | None:
         """What a linear layer adds to its product."""
-        place = {F.linear: 2, torch.addmm: 0}.get(self.target)
+        place = BIASES.get(self.target)
         if place is None or set(self.kwargs) - {"bias"}:
             return None
         bias = self.kwargs.get("bias", None)
@@ -67,7 +79,7 @@ class Operation(NamedTuple):
     @property
     def unbiased(self) -> Operation:
         """The linear layer without its bias."""
-        if self.target is torch.addmm:
+        if self.target in (torch.addmm, aten.addmm.default):
             return self._replace(target=torch.mm, args=self.args[1:])
         return self._replace(args=self.args[:2], kwargs={})
 
@@ -116,20 +128,20 @@ class Follower:
             new = value.new_empty(part_shape(value.shape, layout[0], self.shards))
         return new.requires_grad_(value.requires_grad)
 
-    def run(self, call: Operation, args: Any, kwargs: Any, grad: bool = False) -> Any:
+    def run(self, call: Operation, args: Any, kwargs: Any) -> Any:
         """What a call gives for other fake tensors."""
-        with torch.set_grad_enabled(grad), self._mode, _silent():
+        with self._mode, _silent():
             return self._run(call, args, kwargs)
 
     def _run(self, call: Operation, args: Any, kwargs: Any) -> Any:
         return getattr(self._interpreter, call.op)(call.target, args, kwargs)
 
 
-class _Watch(TorchDispatchMode):  # type: ignore[misc]
+class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Shows a tracker the operations that run."""
 
     def __init__(self, tracker: Tracker) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.tracker = tracker
 
     def __torch_dispatch__(

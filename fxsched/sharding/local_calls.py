@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from itertools import product
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor, fx
 
 from ..ir.graphs import tensors
@@ -58,17 +60,20 @@ def local_call(
         for read, rows in slices.items():
             values[read] = follower.part(read.meta["val"], (rows,))
         for args, kwargs in _variants(call, wanted, follower.shards):
-            given = fx.map_arg(
-                (args, kwargs),
-                lambda n, values=values: values.get(n, value_of(n)),
-            )
+            given = fx.map_arg((args, kwargs), partial(_given, values))
             try:
-                value = follower.run(call, *given)
+                with torch.no_grad():
+                    value = follower.run(call, *given)
             except Exception:  # sizes that don't fit
                 continue
             if [list(map(int, t.shape)) for t in tensors(value)] == wanted:
                 return LocalCall(args, kwargs, slices, value)
     return None
+
+
+def _given(values: Mapping[fx.Node, Any], node: fx.Node) -> Any:
+    """What a call gets of a node: its part, if it has one."""
+    return values[node] if node in values else value_of(node)
 
 
 def _slices(
@@ -99,7 +104,9 @@ def _slices(
         if found:
             choices.append([None, *found])
     combinations = product(*choices)
-    for chosen in sorted(combinations, key=lambda c: sum(each is not None for each in c)):
+    for chosen in sorted(
+        combinations, key=lambda c: sum(each is not None for each in c)
+    ):
         yield dict(each for each in chosen if each is not None)
 
 
@@ -109,7 +116,7 @@ def _variants(
     """The arguments of a call, and those with the sizes of parts."""
     args, kwargs = call.args, call.kwargs
     yield args, kwargs
-    name = str(getattr(call.target, "__name__", call.target))
+    name = str(getattr(call.target, "__name__", call.target)).split(".")[0]
     if name in SIZED and wanted:
         if len(args) > 1 and isinstance(args[1], (tuple, list)):
             yield (args[0], tuple(wanted[0]), *args[2:]), kwargs
@@ -143,7 +150,8 @@ def _less(args: Any, shards: int) -> Any:
         ends = (index.start, index.stop)
         if any(end is not None and (end % shards) for end in ends):
             return index
-        return slice(*(end and end // shards for end in ends), index.step)
+        start, stop = (end and end // shards for end in ends)
+        return slice(start, stop, index.step)
 
     index = args[1]
     return tuple(map(each, index)) if isinstance(index, tuple) else each(index)

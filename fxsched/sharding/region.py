@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch.nn.functional as F
 from torch import Tensor, fx
 
 from ..ir.graphs import REGION_ENTERS, REGION_EXITS, Role, storage, tensors, touches
 from ..rows.kinds import Kind, Rows
-from .layouts import Follower, Layout, Operation, is_plain, value_of
+from .layouts import Follower, Layout, Operation, is_part, is_plain, value_of
 from .local_calls import LocalCall, local_call
 
 MOST = 24  # nodes between a weight and what its values meet
@@ -55,16 +54,17 @@ class Region:
 class Grower:
     """Finds the region of some weights.
 
-    whole: nodes that stay as they are, as what writes into buffers does.
-    taken: nodes and weights of other regions.
+    whole: nodes that stay as they are, as what writes into buffers does. written: those
+    whose memory is written into. may_cut: of a weight, whether it may be cut.
     """
 
     def __init__(self, gm: fx.GraphModule, follower: Follower) -> None:
         self.follower = follower
-        self.nodes = list(gm.graph.nodes)
+        self.nodes = in_flow(gm.graph.nodes)
         self.place = {node: i for i, node in enumerate(self.nodes)}
         self.whole = whole_nodes(self.nodes)
         self.written = written_values(self.nodes)
+        self.may_cut: Callable[[fx.Node], bool] = lambda weight: True
 
     def grow(self, seeds: Mapping[fx.Node, Rows], gathers: bool) -> Region | None:
         """The region of these weights, and of those that come with them: where a whole
@@ -88,9 +88,24 @@ class Grower:
         found: dict[fx.Node, Rows] = {}
         for node in region.calls:
             for read, rows in region.calls[node].slices.items():
-                for weight in makers(read):
-                    if weight not in region.weights and weight not in tried:
-                        found[weight] = Rows(Kind.APART, 0, rows.outer)
+                for maker, weight in makers(read):
+                    fresh = weight not in region.weights and weight not in tried
+                    dims = self._columns(maker, weight, rows.outer) if fresh else []
+                    if dims and self.may_cut(weight):
+                        found[weight] = Rows(Kind.APART, dims[0], rows.outer)
+        return found
+
+    def _columns(self, node: fx.Node, weight: fx.Node, outer: int) -> list[int]:
+        """The dimensions of a weight that are some of what a node makes of it."""
+        shape, shards = value_of(weight).shape, self.follower.shards
+        call = Operation.of(node)
+        found = []
+        for dim, size in enumerate(shape):
+            if size % (outer * shards) == 0:
+                cut = {weight: (Rows(Kind.APART, dim, outer),)}
+                layout = self.follower.layout(call, cut)
+                if is_plain(layout) and is_part(layout):
+                    found.append(dim)
         return found
 
     def _spread(self, seeds: Mapping[fx.Node, Rows], gathers: bool) -> Region | None:
@@ -137,7 +152,9 @@ class Grower:
             region.gathered.setdefault(read, set()).add(node)
         return self._read_sums(region, node, sums) and self.written.isdisjoint(rest)
 
-    def _read_sums(self, region: Region, node: fx.Node, sums: Iterable[fx.Node]) -> bool:
+    def _read_sums(
+        self, region: Region, node: fx.Node, sums: Iterable[fx.Node]
+    ) -> bool:
         for read in sums:
             region.summed.setdefault(read, set()).add(node)
         return self.written.isdisjoint(sums)
@@ -169,7 +186,7 @@ class Grower:
             return False
         read = {n: parts[n] for n in known if n in operation.reads}
         call = local_call(self.follower, operation, known, read, layout)
-        if call is None:
+        if call is None or not all(map(self.may_cut, filter(is_weight, call.slices))):
             return False
         region.layouts[node], region.calls[node] = layout, call
         parts[node] = call.value
@@ -187,20 +204,37 @@ def _is_sum(layout: Layout) -> bool:
     return any(rows.kind is Kind.SUM for rows in layout)
 
 
-def makers(value: fx.Node) -> list[fx.Node]:
-    """The weights of the linear layers that a value comes from; none if it comes
-    through other weights, or from far."""
-    found, queue, seen = list[fx.Node](), [value], set[fx.Node]()
+def in_flow(nodes: Iterable[fx.Node]) -> list[fx.Node]:
+    """Nodes in their order, but for those that come after what reads them, as totals
+    of the whole batch may: these come just before it."""
+    ordered: dict[fx.Node, None] = {}
+    for last in nodes:
+        waiting = [last]
+        while waiting:
+            node = waiting[-1]
+            missing = [n for n in node.all_input_nodes if n not in ordered]
+            waiting += missing
+            if not missing:
+                ordered.setdefault(waiting.pop())
+    return list(ordered)
+
+
+def makers(value: fx.Node) -> list[tuple[fx.Node, fx.Node]]:
+    """The nodes that read matrices of the model which a value comes from, with these;
+    none if it comes through other weights, or from far."""
+    found, queue = list[tuple[fx.Node, fx.Node]](), [value]
+    seen = set[fx.Node]()
     while queue:
         node = queue.pop()
-        if node in seen or node.op == "get_attr":
+        if node in seen or node.op in ("get_attr", "placeholder"):
             continue
         seen.add(node)
-        if is_weight(node) or len(seen) > MOST:
+        weights = list(filter(is_weight, node.all_input_nodes))
+        matrices = [weight for weight in weights if value_of(weight).dim() > 1]
+        if len(seen) > MOST or (weights and len(matrices) != 1):
             return []
-        weight = node.args[1] if node.target is F.linear and len(node.args) > 1 else None
-        if isinstance(weight, fx.Node) and is_weight(weight):
-            found.append(weight)
+        if matrices:
+            found.append((node, matrices[0]))
         else:
             queue += node.all_input_nodes
     return found

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
 from typing import Any
 
 import torch
 from torch import Tensor, fx
 
 from ..costmodel.costs import Work, copied
-from ..ir.graphs import REGION_EXITS, PartOf, storage, tensors
+from ..ir.graphs import PartOf, storage, tensors
+from ..ir.regions import Regions
 from ..rows.kinds import Kind, Rows
 from .layouts import Operation, value_of
 from .region import Grower, Region, is_weight
@@ -26,6 +26,7 @@ class Rewriter:
     def __init__(self, grower: Grower, region: Region, first: int) -> None:
         self.region, self.follower, self.nodes = region, grower.follower, grower.nodes
         self.pinned = grower.whole | grower.written
+        self.pinned |= {node for node in self.nodes if node.meta.get("mutates")}
         self.every = range(grower.follower.shards)
         self.first = first
         self.inputs: list[PartOf] = []
@@ -41,8 +42,7 @@ class Rewriter:
     def graph(self) -> fx.Graph:
         """The graph. Beside the stage of the model, nodes have meta["shard"], and in
         meta["level"] how often shards have read each other before."""
-        with ExitStack() as regions:
-            entered: dict[fx.Node, ExitStack] = {}
+        with Regions() as regions:
             for node in self.nodes:
                 if node.op == "output":
                     mapped = fx.map_arg(node.args[0], lambda n: self._whole[n, 0])
@@ -52,8 +52,8 @@ class Rewriter:
                 elif node in self.region.layouts:
                     self._in_parts(node)
                 else:
+                    regions.pass_by(node)
                     self._in_whole(node)
-                    _pass_by(node, regions, entered)
         return self._graph
 
     def _demand(self) -> dict[fx.Node, set[int]]:
@@ -87,7 +87,9 @@ class Rewriter:
         on all shards, so that none waits for more than it reads."""
         levels: dict[fx.Node, int] = {}
         for node in self.nodes:
-            reads = (levels[n] + self._is_read_over(node, n) for n in node.all_input_nodes)
+            reads = (
+                levels[n] + self._is_read_over(node, n) for n in node.all_input_nodes
+            )
             levels[node] = max(reads, default=0)
         return levels
 
@@ -138,11 +140,10 @@ class Rewriter:
         operation = Operation.of(node)
         if node in self.region.unbiased:
             operation = operation.unbiased
+        operation = operation._replace(args=call.args, kwargs=call.kwargs)
         for p in self.every:
-            args, kwargs = fx.map_arg(
-                (call.args, call.kwargs), lambda n, p=p: self._read(node, n, p)
-            )
-            operands = operation._replace(args=args, kwargs=kwargs)
+            reads = {n: self._read(node, n, p) for n in operation.reads}
+            operands = operation.on(reads)
             self._parts[node, p] = (
                 self._dropped(node, operands, p)
                 if node.meta.get("random")
@@ -163,10 +164,8 @@ class Rewriter:
             return
         makers = sorted(self._wanted[node]) if node in self._spread else [0]
         for p in makers:
-            args, kwargs = fx.map_arg(
-                (node.args, node.kwargs), lambda n, p=p: self._whole[n, p]
-            )
-            operands = Operation.of(node)._replace(args=args, kwargs=kwargs)
+            reads = {n: self._whole[n, p] for n in node.all_input_nodes}
+            operands = Operation.of(node).on(reads)
             self._whole[node, p] = self._add(node, operands, p, 1.0)
         if node not in self._spread:
             for p in self.every:
@@ -251,7 +250,6 @@ class Rewriter:
             call.op, call.target, call.args, call.kwargs, name=node.name
         )
         reads = new.all_input_nodes
-        grad = any(t.requires_grad for t in tensors(value_of(node)))
         work = Work(*(share * each for each in node.meta["work"]))
         new.meta = {
             **node.meta,
@@ -262,34 +260,23 @@ class Rewriter:
             "numbers": self._numbers[node],
             "mutates": _mutated(node, reads) if node.meta["mutates"] else (),
         }
-        if new.meta["val"] is None:
+        if node.meta.get("joint"):  # what it reads has the shapes that it had
+            new.meta["val"] = value_of(node)
+        elif new.meta["val"] is None:
             args, kwargs = fx.map_arg((call.args, call.kwargs), value_of)
-            new.meta["val"] = self.follower.run(call, args, kwargs, grad)
+            new.meta["val"] = self.follower.run(call, args, kwargs)
         return new
 
     def _is_same(self, node: fx.Node, call: Operation) -> bool:
         """Whether a call reads what the node does, as it is."""
         reads, pairs = node.all_input_nodes, call.reads
-        return call.target is node.target and len(reads) == len(pairs) and all(
-            value_of(a) is value_of(b) for a, b in zip(reads, pairs, strict=True)
+        return (
+            call.target is node.target
+            and len(reads) == len(pairs)
+            and all(
+                value_of(a) is value_of(b) for a, b in zip(reads, pairs, strict=True)
+            )
         )
-
-
-def _pass_by(
-    node: fx.Node, regions: ExitStack, entered: dict[fx.Node, Any]
-) -> None:
-    """Opens and closes the autocast regions that a node does."""
-    if node.target is torch.amp.autocast_mode._enter_autocast:
-        context = node.target(*node.args)
-        entered[node] = context
-        regions.callback(_leave, entered, node)
-    elif node.target in REGION_EXITS:
-        _leave(entered, node.args[0])
-
-
-def _leave(entered: dict[fx.Node, Any], node: Any) -> None:
-    if node in entered:
-        torch.amp.autocast_mode._exit_autocast(entered.pop(node))
 
 
 def _work(node: fx.Node) -> Work:

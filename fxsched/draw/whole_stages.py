@@ -1,0 +1,60 @@
+"""The stages of a model, where those of the program are pieces of their shards."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import networkx as nx
+
+from ..jobs.job import Piece
+
+ADDED = ("forward", "backward", "weight", "update", "held", "weights", "fetch", "flops")
+
+
+def whole_stages(stages: nx.DiGraph[int]) -> nx.DiGraph[int]:
+    """The stages with their pieces added up, each in `pieces`; what these send each
+    other is the edge of a stage to itself. Without pieces, the stages as they are."""
+    if not any(isinstance(s, Piece) for s in stages):
+        return stages
+    whole: nx.DiGraph[int] = nx.DiGraph()
+    for piece in sorted(stages):
+        assert isinstance(piece, Piece), "all stages are pieces, or none is"
+        data = stages.nodes[piece]
+        if piece.stage not in whole:
+            whole.add_node(piece.stage, modules=[], parameters=0, pieces=[])
+        total = whole.nodes[piece.stage]
+        total["pieces"].append(piece)
+        total["modules"] = _modules([*total["modules"], *data["modules"]])
+        total["parameters"] += data["parameters"]
+        for key in ADDED:
+            total[key] = total.get(key, 0) + data.get(key, 0)
+    for a, b, data in stages.edges(data=True):
+        _add(whole, a.stage, b.stage, data)  # type: ignore[attr-defined]
+    return whole
+
+
+def _add(whole: nx.DiGraph[int], a: int, b: int, data: Any) -> None:
+    before = whole.get_edge_data(a, b, {"bytes": 0})
+    whole.add_edge(a, b, bytes=before["bytes"] + data["bytes"])
+
+
+def _modules(names: Iterable[str]) -> list[str]:
+    """Each module once, the outermost of those that are inside each other."""
+    plain = list(dict.fromkeys(name.removesuffix(" (part)") for name in names))
+    return [
+        name
+        for name in plain
+        if not any(name.startswith(f"{other}.") for other in plain)
+    ]
+
+
+def pieces_of(stages: nx.DiGraph[int], stage: int) -> list[int]:
+    """The stages of the program that make up a stage of the model."""
+    pieces: list[int] = stages.nodes[stage].get("pieces", [stage])
+    return pieces
+
+
+def shard_text(stage: int) -> str:
+    """A stage, and of pieces which shard."""
+    return f"{stage.stage}.{stage.shard}" if isinstance(stage, Piece) else str(stage)

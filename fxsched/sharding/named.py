@@ -1,0 +1,110 @@
+"""Finds the weights to cut by the names that the user gives."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping, Sequence
+from fnmatch import fnmatchcase
+
+from torch import fx
+
+from ..ir.user_line import line_of
+from ..jobs.job import PlanError
+from ..rows.kinds import Kind, Rows
+from .choice import OUTERS
+from .layouts import Operation, is_part, is_plain, value_of
+from .region import Grower, Region, is_weight
+
+
+def named_region(
+    grower: Grower, nodes: Sequence[fx.Node], words: Mapping[str, str]
+) -> Region:
+    """The region of weights that are named.
+
+    words: "column" or "row" by patterns of names of modules. A "column" weight is cut
+        along the dimension that its product has, a "row" weight along the one that its
+        product sums over. What of other weights goes along with them, such as biases,
+        is cut too; matrices that aren't named stay whole, and what they read of parts
+        is gathered.
+    Raises PlanError for a name that no module with a weight has, a weight that doesn't
+    divide, and operations on parts that have no rule.
+    """
+    chosen, named = Region({}), _named(nodes, words)
+    allowed = {weight for _, weight, _ in named}
+    grower.may_cut = lambda weight: value_of(weight).dim() < 2 or weight in allowed
+    for node, weight, word in named:
+        if weight not in chosen.weights:
+            chosen.add(_grown(grower, node, weight, word))
+    return chosen
+
+
+def _named(
+    nodes: Sequence[fx.Node], words: Mapping[str, str]
+) -> list[tuple[fx.Node, fx.Node, str]]:
+    """The nodes of named modules that read a matrix, with it and its word."""
+    readers = [
+        (node, weight)
+        for node in nodes
+        for weight in node.all_input_nodes
+        if is_weight(weight) and value_of(weight).dim() > 1
+    ]
+    found: list[tuple[fx.Node, fx.Node, str]] = []
+    for pattern, word in words.items():
+        mine = [
+            (node, weight, word)
+            for node, weight in readers
+            if fnmatchcase(str(node.meta["module"]), pattern)
+        ]
+        if not mine:
+            known = sorted({str(node.meta["module"]) for node, _ in readers})
+            near = difflib.get_close_matches(pattern, known, 3) or known[:3]
+            raise PlanError(
+                f"shards={{{pattern!r}: ..}} names no module with a weight of two "
+                f"dimensions; did you mean {', '.join(near)}?"
+            )
+        found += mine
+    place = {node: i for i, node in enumerate(nodes)}
+    return sorted(found, key=lambda each: place[each[0]])
+
+
+def _grown(grower: Grower, node: fx.Node, weight: fx.Node, word: str) -> Region:
+    """The region of one weight, without values that are gathered, if that can be."""
+    shards, name = grower.follower.shards, weight.meta["name"]
+    shape = list(map(int, value_of(weight).shape))
+    ways = [
+        Rows(Kind.APART, dim, outer)
+        for outer in OUTERS
+        for dim in range(len(shape))
+        if _word(grower, node, weight, dim) == word
+        and shape[dim] % (outer * shards) == 0
+    ]
+    for gathers in (False, True):
+        for rows in ways:
+            region = grower.grow({weight: rows}, gathers)
+            if region is not None:
+                return region
+    lengths = " x ".join(map(str, shape))
+    why = "what is computed of its parts has no rule, or heads don't divide"
+    if len(weight.users) > 1:
+        why = "others read all of it, as of a weight that is tied"
+    if not ways:
+        why = f"it is {lengths}, of which no {word} dimension divides"
+    raise PlanError(
+        f"shards={{..: {word!r}}}: {name} can't be cut into {shards} parts"
+        f"{line_of(node.meta.get('stack_trace'))}\n{why}; leave it out, or give "
+        "another number of shards"
+    )
+
+
+def _word(grower: Grower, node: fx.Node, weight: fx.Node, dim: int) -> str | None:
+    """What cutting a weight along a dimension is: "column" if its product is cut then,
+    "row" if it is a sum."""
+    call = Operation.of(node)
+    if call.bias is not None:
+        call = call.unbiased
+    layout = grower.follower.layout(call, {weight: (Rows(Kind.APART, dim),)})
+    if not is_plain(layout):
+        return None
+    if is_part(layout):
+        return "column"
+    return "row" if {rows.kind for rows in layout} == {Kind.SUM} else None
