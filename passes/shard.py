@@ -18,6 +18,7 @@ from ..sharding.layouts import Follower
 from ..sharding.named import named_region
 from ..sharding.region import Grower
 from ..sharding.rewrite import Rewriter
+from ..sharding.trial import try_shards
 
 
 def shard_stages(gm: fx.GraphModule, request: Request) -> fx.GraphModule:
@@ -35,7 +36,8 @@ def shard_stages(gm: fx.GraphModule, request: Request) -> fx.GraphModule:
     What is not cut is on shard 0; what follows a sum is on all shards that go on with
     it, if it is cheap, such as norms. A stage's shards are cut into pieces where they
     read each other's values; pieces are the stages from now on, in facts(gm).schedule.
-    Raises PlanError where no weight can be cut.
+    Small models are tried on random numbers, whole and cut. Raises PlanError where no
+    weight can be cut.
     """
     schedule = facts(gm).schedule or request.schedule
     if schedule.shards == 1:
@@ -67,6 +69,7 @@ def shard_stages(gm: fx.GraphModule, request: Request) -> fx.GraphModule:
     )
     whole = lazy_module(gm, graph, "Shards")
     whole.meta[FACTS] = known
+    try_shards(gm, whole, request.inputs)
     return whole
 
 

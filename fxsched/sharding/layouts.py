@@ -22,11 +22,15 @@ from ..ir.facts import facts
 from ..ir.graphs import tensors
 from ..rows.kinds import SHARED, Kind, Rows
 from ..rows.tracker import Tracker
+from .channel_rules import channel_layout
 
 aten = torch.ops.aten
 BIASES: dict[Any, int] = {  # where products take what they add
-    F.linear: 2,
+    **dict.fromkeys((F.linear, F.conv1d, F.conv2d, F.conv3d), 2),
+    **dict.fromkeys((F.conv_transpose1d, F.conv_transpose2d, F.conv_transpose3d), 2),
     aten.linear.default: 2,
+    aten.convolution.default: 2,
+    aten.conv2d.default: 2,
     torch.addmm: 0,
     aten.addmm.default: 0,
 }
@@ -67,21 +71,33 @@ class Operation(NamedTuple):
 
     @property
     def bias(self) -> fx.Node | None:
-        """What a linear layer adds to its product."""
+        """What is added to a product, as by a linear layer."""
         place = BIASES.get(self.target)
-        if place is None or set(self.kwargs) - {"bias"}:
+        if place is None or (place == 0 and self.kwargs):  # addmm's beta and alpha
             return None
-        bias = self.kwargs.get("bias", None)
+        bias = self.kwargs.get("bias")
         if bias is None and len(self.args) > place:
             bias = self.args[place]
         return bias if isinstance(bias, fx.Node) else None
 
     @property
+    def bias_shape(self) -> tuple[int, ...] | None:
+        """What a bias is viewed as to be added; None if it is added as it is."""
+        if "conv" not in str(self.target):
+            return None
+        return (-1, *[1] * (self.value.dim() - 2))
+
+    @property
     def unbiased(self) -> Operation:
-        """The linear layer without its bias."""
+        """The product without its bias."""
         if self.target in (torch.addmm, aten.addmm.default):
             return self._replace(target=torch.mm, args=self.args[1:])
-        return self._replace(args=self.args[:2], kwargs={})
+        kwargs = {key: value for key, value in self.kwargs.items() if key != "bias"}
+        place = BIASES[self.target]
+        if len(self.args) > place:
+            args = (*self.args[:place], None, *self.args[place + 1 :])
+            return self._replace(args=args, kwargs=kwargs)
+        return self._replace(kwargs=kwargs)
 
     @property
     def is_item(self) -> bool:
@@ -148,7 +164,12 @@ class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         out = func(*args, **(kwargs or {}))
-        self.tracker.see(func, args, kwargs or {}, out)
+        layouts = channel_layout(func, args, self.tracker)
+        if layouts is None:
+            self.tracker.see(func, args, kwargs or {}, out)
+            return out
+        for tensor, rows in zip(tensors(out), layouts, strict=True):
+            self.tracker.put(tensor, rows)
         return out
 
 

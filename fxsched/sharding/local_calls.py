@@ -115,8 +115,15 @@ def _variants(
 ) -> Iterator[tuple[Any, Any]]:
     """The arguments of a call, and those with the sizes of parts."""
     args, kwargs = call.args, call.kwargs
-    yield args, kwargs
     name = str(getattr(call.target, "__name__", call.target)).split(".")[0]
+    if name == "group_norm":  # by groups of the same size
+        groups = kwargs.get("num_groups", args[1] if len(args) > 1 else 1) // shards
+        if len(args) > 1:
+            yield (args[0], groups, *args[2:]), kwargs
+        else:
+            yield args, {**kwargs, "num_groups": groups}
+        return
+    yield args, kwargs
     if name in SIZED and wanted:
         if len(args) > 1 and isinstance(args[1], (tuple, list)):
             yield (args[0], tuple(wanted[0]), *args[2:]), kwargs
@@ -131,12 +138,12 @@ def _variants(
         yield (args[0], args[1], tuple(wanted[0][dim : dim + count])), kwargs
     if name in SPLITS and len(args) > 1:
         sizes = args[1]
-        less = (
+        fewer = (
             [size // shards for size in sizes]
             if isinstance(sizes, (tuple, list))
             else sizes // shards
         )
-        yield (args[0], less, *args[2:]), kwargs
+        yield (args[0], fewer, *args[2:]), kwargs
     if call.target is operator.getitem:
         yield (args[0], _less(args, shards)), kwargs
 

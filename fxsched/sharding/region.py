@@ -55,7 +55,8 @@ class Grower:
     """Finds the region of some weights.
 
     whole: nodes that stay as they are, as what writes into buffers does. written: those
-    whose memory is written into. may_cut: of a weight, whether it may be cut.
+    whose memory is written into. weighed: those that come of weights.
+    may_cut: of a weight, whether it may be cut.
     """
 
     def __init__(self, gm: fx.GraphModule, follower: Follower) -> None:
@@ -64,6 +65,11 @@ class Grower:
         self.place = {node: i for i, node in enumerate(self.nodes)}
         self.whole = whole_nodes(self.nodes)
         self.written = written_values(self.nodes)
+        self.weighed: set[fx.Node] = set()
+        for node in self.nodes:
+            reads = node.all_input_nodes
+            if any(is_weight(n) or n in self.weighed for n in reads):
+                self.weighed.add(node)
         self.may_cut: Callable[[fx.Node], bool] = lambda weight: True
 
     def grow(self, seeds: Mapping[fx.Node, Rows], gathers: bool) -> Region | None:
@@ -88,11 +94,31 @@ class Grower:
         found: dict[fx.Node, Rows] = {}
         for node in region.calls:
             for read, rows in region.calls[node].slices.items():
-                for maker, weight in makers(read):
+                for maker, weight in self._makers(read):
                     fresh = weight not in region.weights and weight not in tried
                     dims = self._columns(maker, weight, rows.outer) if fresh else []
                     if dims and self.may_cut(weight):
                         found[weight] = Rows(Kind.APART, dims[0], rows.outer)
+        return found
+
+    def _makers(self, value: fx.Node) -> list[tuple[fx.Node, fx.Node]]:
+        """The nodes that read matrices of the model which a value comes from, with
+        these; none if it comes through other weights, or from far."""
+        found, queue = list[tuple[fx.Node, fx.Node]](), [value]
+        seen = set[fx.Node]()
+        while queue:
+            node = queue.pop()
+            if node in seen or node not in self.weighed:
+                continue
+            seen.add(node)
+            weights = list(filter(is_weight, node.all_input_nodes))
+            matrices = [weight for weight in weights if value_of(weight).dim() > 1]
+            if len(seen) > MOST or (weights and len(matrices) != 1):
+                return []
+            if matrices:
+                found.append((node, matrices[0]))
+            else:
+                queue += node.all_input_nodes
         return found
 
     def _columns(self, node: fx.Node, weight: fx.Node, outer: int) -> list[int]:
@@ -217,27 +243,6 @@ def in_flow(nodes: Iterable[fx.Node]) -> list[fx.Node]:
             if not missing:
                 ordered.setdefault(waiting.pop())
     return list(ordered)
-
-
-def makers(value: fx.Node) -> list[tuple[fx.Node, fx.Node]]:
-    """The nodes that read matrices of the model which a value comes from, with these;
-    none if it comes through other weights, or from far."""
-    found, queue = list[tuple[fx.Node, fx.Node]](), [value]
-    seen = set[fx.Node]()
-    while queue:
-        node = queue.pop()
-        if node in seen or node.op in ("get_attr", "placeholder"):
-            continue
-        seen.add(node)
-        weights = list(filter(is_weight, node.all_input_nodes))
-        matrices = [weight for weight in weights if value_of(weight).dim() > 1]
-        if len(seen) > MOST or (weights and len(matrices) != 1):
-            return []
-        if matrices:
-            found.append((node, matrices[0]))
-        else:
-            queue += node.all_input_nodes
-    return found
 
 
 def is_weight(node: fx.Node) -> bool:

@@ -215,7 +215,10 @@ class Rewriter:
         bias = Operation.of(node).bias if node in self.region.unbiased else None
         if bias is None:
             return total
-        return self._make(node, torch.add, (total, self._whole[bias, p]), p)
+        added, shape = self._whole[bias, p], Operation.of(node).bias_shape
+        if shape is not None:
+            added = self._make(node, torch.reshape, (added, shape), p)
+        return self._make(node, torch.add, (total, added), p)
 
     def _gather(self, node: fx.Node, rows: Rows, p: int) -> fx.Node:
         """The parts of all shards as one value."""

@@ -1,0 +1,102 @@
+"""Runs a model's microbatch in one piece and in shards, on random numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from ..ir.facts import facts
+from ..ir.graphs import PartOf, tensors
+from ..ir.regions import Regions
+from ..jobs.job import PlanError
+
+FLOPS = 5e9  # of a microbatch's F, up to which it is tried: a tenth of a second
+NEAR = 1e-3  # of the largest number, that results may be apart; of 16 bits, NEAR_16
+NEAR_16 = 5e-2
+
+
+def try_shards(whole: fx.GraphModule, sharded: fx.GraphModule, first: int) -> bool:
+    """Whether the shards were tried: both graphs give the same, for random weights and
+    inputs. What is large, or has stages of the whole batch, isn't tried.
+
+    first: the position of the first part of a weight. Raises PlanError if they don't:
+    then a rule of this package is wrong.
+    """
+    nodes = whole.graph.nodes
+    flops = sum(node.meta["work"].flops for node in nodes if "work" in node.meta)
+    if flops > FLOPS or any(node.meta.get("joint") for node in nodes):
+        return False
+    values = _Inputs(whole, first, facts(sharded).parts)
+    wanted, found = _run(whole, values), _run(sharded, values)
+    for i, (a, b) in enumerate(zip(wanted, found, strict=True)):
+        if not _near(a, b):
+            raise PlanError(
+                f"the shards give another output {i} than the model, by a rule of "
+                "fxsched that doesn't hold for it (please report it); leave "
+                "Schedule(shards=) out, or name other weights, backend(shards={..})"
+            )
+    return True
+
+
+class _Inputs:
+    """Random inputs, by position, the same for both graphs: 0 and 1 where they are
+    ints."""
+
+    def __init__(self, gm: fx.GraphModule, first: int, parts: Sequence[PartOf]) -> None:
+        self.first, self.parts = first, parts
+        self.generator = torch.Generator().manual_seed(0)
+        placeholders = gm.graph.find_nodes(op="placeholder")
+        self.values: dict[int, Tensor] = {
+            n.meta["index"]: self._random(n.meta["val"]) for n in placeholders
+        }
+
+    def of(self, node: fx.Node) -> Tensor:
+        """What a placeholder gets."""
+        index = node.meta["index"]
+        if index in self.values:
+            return self.values[index].clone()
+        _, dim, outer, number, parts = part = self.parts[index - self.first]
+        blocks = torch.unflatten(self.values[part.input], dim, (outer, parts, -1))
+        return blocks.select(dim + 1, number).flatten(dim, dim + 1).clone()
+
+    def _random(self, fake: Tensor) -> Tensor:
+        shape, generator = tuple(map(int, fake.shape)), self.generator
+        if fake.is_floating_point():
+            value = torch.randn(shape, generator=generator) / 8
+        else:
+            value = torch.randint(2, shape, generator=generator)
+        return value.to(fake.device, fake.dtype)
+
+
+def _run(gm: fx.GraphModule, inputs: _Inputs) -> list[Tensor]:
+    """The outputs of a graph."""
+    interpreter = fx.Interpreter(gm)
+    values: dict[fx.Node, Any] = {}
+    drawn = 0
+    with Regions() as regions, torch.random.fork_rng(), torch.no_grad():
+        for node in gm.graph.nodes:
+            if node.op == "placeholder":
+                values[node] = inputs.of(node)
+                continue
+            args, kwargs = fx.map_arg((node.args, node.kwargs), values.__getitem__)
+            if node.op == "output":
+                return list(tensors(args[0]))
+            if not regions.pass_by(node):
+                numbers = node.meta.get("numbers", range(drawn, drawn + 1))
+                drawn += node.meta.get("random", 0)
+                if node.meta.get("random"):
+                    torch.manual_seed(numbers[0])
+                run: Callable[..., Any] = getattr(interpreter, node.op)
+                values[node] = run(node.target, args, kwargs)
+    return []
+
+
+def _near(a: Tensor, b: Tensor) -> bool:
+    if not a.is_floating_point():
+        return torch.equal(a, b)
+    near = NEAR if a.dtype in (torch.float32, torch.float64) else NEAR_16
+    most = float(a.abs().nan_to_num().max()) if a.numel() else 0.0
+    return torch.allclose(a, b, rtol=near, atol=near * most, equal_nan=True)
