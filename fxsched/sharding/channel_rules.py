@@ -33,9 +33,9 @@ def _convolution(args: Sequence[Any], tracker: Tracker) -> Layouts | None:
     if groups != 1 or {x.kind, weight.kind} - {Kind.SHARED, Kind.APART}:
         return None
     after, before = (1, 0) if transposed else (0, 1)
-    if x == SHARED and weight.kind is Kind.APART and weight.dim == after:
-        if bias in (SHARED, weight._replace(dim=0)):
-            return [weight._replace(dim=1)]
+    beside = bias in (SHARED, weight._replace(dim=0))
+    if x == SHARED and weight.kind is Kind.APART and weight.dim == after and beside:
+        return [weight._replace(dim=1)]
     cut = {rows.outer for rows in (x, weight) if rows.kind is Kind.APART}
     inner = (x == SHARED or x.dim == 1) and (weight == SHARED or weight.dim == before)
     if inner and len(cut) == 1 and args[2] is None:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch.nn.functional as F
 from torch import Tensor, fx
 
 from ..ir.graphs import REGION_ENTERS, REGION_EXITS, Role, storage, tensors, touches
@@ -199,6 +200,8 @@ class Grower:
     ) -> bool:
         """Whether a node runs in parts, its operands laid out so; if it does, it is in
         the region from now on."""
+        if node.meta.get("random") and not is_dropout(node):
+            return False
         operation, bias = Operation.of(node), Operation.of(node).bias
         layout = self.follower.layout(operation, known)
         beside = not is_plain(layout) and bias is not None and bias not in known
@@ -250,6 +253,26 @@ def is_weight(node: fx.Node) -> bool:
     return node.meta.get("role") is Role.PARAMETER
 
 
+def is_dropout(node: fx.Node) -> bool:
+    """Whether a node is a dropout whose parts can be of the same random numbers."""
+    fake = value_of(node)
+    return (
+        node.target is F.dropout
+        and isinstance(fake, Tensor)
+        and (fake.is_contiguous() and not writes_operand(node))
+    )
+
+
+def writes_operand(node: fx.Node) -> bool:
+    """Whether a node writes into what it reads, and not into memory of its own."""
+    written = {storage(t) for t in node.meta.get("mutates", ())}
+    return any(
+        storage(t) in written
+        for read in node.all_input_nodes
+        for t in tensors(read.meta.get("val"))
+    )
+
+
 def whole_nodes(nodes: Sequence[fx.Node]) -> set[fx.Node]:
     """Those that write into buffers or inputs, are of the whole batch, or open and
     close regions such as autocast's."""
@@ -270,7 +293,9 @@ def whole_nodes(nodes: Sequence[fx.Node]) -> set[fx.Node]:
 
 def written_values(nodes: Sequence[fx.Node]) -> set[fx.Node]:
     """Those whose memory is written into, after they are made or as they are."""
-    written = {storage(t) for n in nodes for t in n.meta.get("mutates", ())}
+    written = {
+        storage(t) for n in filter(writes_operand, nodes) for t in n.meta["mutates"]
+    }
     return {
         node
         for node in nodes

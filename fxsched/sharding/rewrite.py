@@ -13,7 +13,7 @@ from ..ir.graphs import PartOf, storage, tensors
 from ..ir.regions import Regions
 from ..rows.kinds import Kind, Rows
 from .layouts import Operation, value_of
-from .region import Grower, Region, is_weight
+from .region import Grower, Region, is_weight, writes_operand
 
 
 class Rewriter:
@@ -26,7 +26,7 @@ class Rewriter:
     def __init__(self, grower: Grower, region: Region, first: int) -> None:
         self.region, self.follower, self.nodes = region, grower.follower, grower.nodes
         self.pinned = grower.whole | grower.written
-        self.pinned |= {node for node in self.nodes if node.meta.get("mutates")}
+        self.pinned |= set(filter(writes_operand, self.nodes))
         self.every = range(grower.follower.shards)
         self.first = first
         self.inputs: list[PartOf] = []
@@ -244,7 +244,7 @@ class Rewriter:
         """Another operation, where a node is, on a shard."""
         call = Operation("call_function", target, args, dict(kwargs or {}), None)
         new = self._add(node, call, p, 0.0)
-        new.meta.update(work=_work(new), random=0, numbers=range(0))
+        new.meta.update(work=_work(new), random=0, numbers=range(0), mutates=())
         return new
 
     def _add(self, node: fx.Node, call: Operation, p: int, share: float) -> fx.Node:
@@ -261,7 +261,7 @@ class Rewriter:
             "val": value_of(node) if self._is_same(node, call) else None,
             "work": work._replace(flops=int(work.flops), held=int(work.held)),
             "numbers": self._numbers[node],
-            "mutates": _mutated(node, reads) if node.meta["mutates"] else (),
+            "mutates": _mutated(node, reads) if writes_operand(node) else (),
         }
         if node.meta.get("joint"):  # what it reads has the shapes that it had
             new.meta["val"] = value_of(node)

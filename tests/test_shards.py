@@ -1,0 +1,295 @@
+"""Stages cut into shards are the model: losses, gradients and parameters."""
+
+from __future__ import annotations
+
+import copy
+import random
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import fxsched
+from fxsched import Direction, Placement, PlanError, Schedule, schedules
+from fxsched.jobs.job import Job, Piece
+from fxsched.models.gpt import GPT, GPTConfig
+from fxsched.sharding import rewrite
+from tests.cases import assert_equal, build, eager_step, train
+
+F, B, *_ = Direction
+BY_NAME = {
+    "blocks.*.attention.query": "column",
+    "blocks.*.attention.key": "column",
+    "blocks.*.attention.value": "column",
+    "blocks.*.attention.out": "row",
+    "blocks.*.feed.0": "column",
+    "blocks.*.feed.2": "row",
+}
+
+
+def placed_at_random() -> Schedule:
+    draw = random.Random(0)
+    places: dict[Any, int] = {}
+
+    def w(s: int, b: int, d: Direction, p: int) -> tuple[int, int]:
+        keeper = places.setdefault((s, p), draw.randrange(4))
+        return keeper, places.setdefault((s, b, d, p), draw.randrange(4))
+
+    return Schedule(4, 4, stages=2, shards=2, w=w, name="random")
+
+
+SCHEDULES: dict[str, Callable[[], Schedule]] = {
+    "alone": lambda: schedules.sharded(schedules.gpipe(1, 4), 2),
+    "four": lambda: schedules.sharded(schedules.gpipe(1, 4), 4),
+    "1f1b": lambda: schedules.sharded(schedules.one_f_one_b(2, 4), 2),
+    "zb_h1": lambda: schedules.sharded(schedules.zb_h1(2, 4), 2),
+    "graph": lambda: schedules.sharded(schedules.graph(2, 4), 2),
+    "replicas": lambda: schedules.replicate(
+        schedules.sharded(schedules.one_f_one_b(2, 2), 2), 2
+    ),
+    "of replicas": lambda: schedules.sharded(
+        schedules.replicate(schedules.gpipe(1, 2), 2), 2
+    ),
+    "fsdp": lambda: schedules.sharded(schedules.fsdp(2, 4), 2),
+    "random": placed_at_random,
+}
+
+
+def check(name: str, schedule: Schedule, **options: Any) -> None:
+    """Three steps of AdamW, planned and in eager PyTorch."""
+    model, inputs = build(name)
+    eager = copy.deepcopy(model)
+    run = torch.compile(model, backend=fxsched.backend(schedule, **options))
+
+    def step() -> Tensor:
+        loss: Tensor = run(*inputs)
+        loss.backward()
+        return loss
+
+    count = schedule.microbatches
+    wanted = train(eager, lambda: eager_step(eager, inputs, count), "adamw")
+    assert_equal(train(model, step, "adamw"), wanted)
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_any_schedule_in_shards_equals_eager(schedule: str) -> None:
+    check("gpt", SCHEDULES[schedule]())
+
+
+@pytest.mark.parametrize("shards", [2, 4])
+@pytest.mark.parametrize("name", ["two_tower", "encoder_decoder", "experts", "unet"])
+def test_any_model_in_shards_equals_eager(name: str, shards: int) -> None:
+    check(name, schedules.sharded(schedules.one_f_one_b(2, 4), shards))
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        BY_NAME,
+        {"blocks.*.feed.0": "column", "blocks.*.feed.2": "row"},
+        {"blocks.0.feed.0": "column"},  # what it makes is gathered
+        {"blocks.0.feed.2": "row"},  # each shard takes its part of what it reads
+    ],
+)
+def test_weights_cut_by_name_equal_eager(words: dict[str, str]) -> None:
+    check("gpt", schedules.sharded(schedules.gpipe(2, 4), 2), shards=words)
+
+
+@pytest.mark.parametrize("options", [{"carry": "recompute"}, {"order": "dynamic"}])
+def test_shards_go_with_options(options: dict[str, Any]) -> None:
+    check("gpt", SCHEDULES["1f1b"](), **options)
+
+
+def gpt(**sizes: Any) -> tuple[GPT, tuple[Tensor, Tensor]]:
+    torch.manual_seed(0)
+    model = GPT(GPTConfig(vocabulary=64, width=32, layers=2, **sizes))
+    return model, (torch.randint(1, 30, (8, 16)), torch.randint(1, 30, (8, 16)))
+
+
+def test_dropout_draws_the_numbers_that_it_draws_without_shards() -> None:
+    class Dropped(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.up, self.down = nn.Linear(16, 32), nn.Linear(32, 16)
+
+        def forward(self, x: Tensor) -> Tensor:
+            hidden = nn.functional.dropout(self.up(x).relu(), 0.4)
+            return nn.functional.dropout(self.down(hidden), 0.4).square().mean()
+
+    torch.manual_seed(0)
+    model, x = Dropped(), torch.randn(8, 16)
+    gradients = []
+    for schedule in (
+        schedules.gpipe(1, 2),
+        schedules.sharded(schedules.gpipe(1, 2), 2),
+    ):
+        model.zero_grad()
+        torch.manual_seed(1)
+        torch.compile(model, backend=fxsched.backend(schedule))(x).backward()
+        gradients.append([p.grad for p in model.parameters()])
+    torch.testing.assert_close(*gradients)
+
+
+def test_a_block_has_two_sums_forward_and_two_backward() -> None:
+    model, inputs = gpt()
+    plan = fxsched.plan(model, SCHEDULES["alone"](), *inputs)
+    jobs = [job for job in plan.jobs if job.microbatch == 0]
+    for direction in (F, B):
+        # a shard's pieces end at sums: the first begins with what shard 0 gives it
+        pieces = [j for j in jobs if j.direction is direction and shard(j) == 1]
+        assert len(pieces) == 2 * len(model.blocks)
+
+
+def shard(job: Job) -> int:
+    assert isinstance(job.stage, Piece)
+    return job.stage.shard
+
+
+@pytest.mark.parametrize("shards", [2, 4])
+def test_each_shard_has_its_share_of_the_blocks(shards: int) -> None:
+    model, inputs = gpt()
+    schedule = schedules.sharded(schedules.gpipe(1, 2), shards)
+    plan = fxsched.plan(model, schedule, *inputs)
+    numbers = [0] * shards
+    blocks = sum(p.numel() for p in model.blocks.parameters())
+    for group in plan.groups:
+        for state in group.state:
+            if state.name.startswith("blocks"):
+                cut = next(
+                    (p for p in plan.parts if state.name.endswith(f"/{p.parts}]")), None
+                )
+                whole = model.get_parameter(state.name.split("[")[0]).numel()
+                for worker in group.owners:
+                    numbers[worker] += whole // (shards if cut else 1)
+    assert max(numbers) <= (1 / shards + 0.05) * blocks
+
+
+def test_a_stage_stays_one_in_tables() -> None:
+    model, inputs = gpt()
+    plan = fxsched.plan(model, SCHEDULES["1f1b"](), *inputs)
+    assert "1f1b x 2 shards: 4 workers, 4 microbatches, 2 stages" in plan.explain()
+    rows = [
+        line.split()[0] for line in plan.explain().split("\n") if line[:1].isdigit()
+    ]
+    assert rows[:3] == ["1f1b", "0", "1"]
+    assert "0F0.1/2" in str(plan.table(1))
+
+
+def test_a_job_of_a_shard_prints_its_shard() -> None:
+    assert str(Job(Piece(7, 2, 1, 0), 0, F)) == "2F0.1"
+    assert str(Job(Piece(9, 2, 1, 3), 4, B)) == "2B4.1/3"
+
+
+def test_w_and_n_take_the_shard_as_a_fourth_argument() -> None:
+    asked = set()
+
+    def w(s: int, b: int, d: Direction, p: int) -> Placement:
+        asked.add(p)
+        return Placement(p, p)
+
+    model, inputs = gpt()
+    schedule = Schedule(2, 2, stages=1, shards=2, w=w, n=lambda s, b, d: b)
+    plan = fxsched.plan(model, schedule, *inputs)
+    assert asked == {0, 1}
+    assert {shard(j): p.compute for j, p in plan.placements.items()} == {0: 0, 1: 1}
+
+
+def test_an_argument_with_a_default_is_not_taken_for_the_shard() -> None:
+    given = [lambda s, b, d, k=k: Placement(k, k) for k in range(2)]
+    schedule = Schedule(2, 2, stages=1, shards=2, w=given[1])
+    assert schedule.place(Job(0, 0, F), 0) == Placement(1, 1)
+
+
+def test_a_wrong_rule_is_found_before_it_trains(monkeypatch: Any) -> None:
+    model, inputs = gpt()
+
+    def first_part(self: Any, node: Any, rows: Any, p: int) -> Any:
+        return self._parts[node, 0]
+
+    monkeypatch.setattr(rewrite.Rewriter, "_sum", first_part)
+    with pytest.raises(
+        PlanError, match="the shards give another output 0 than the mod"
+    ):
+        fxsched.plan(model, SCHEDULES["alone"](), *inputs)
+
+
+def plan_gpt(schedule: Schedule, **options: Any) -> None:
+    model, inputs = gpt()
+    fxsched.plan(model, schedule, *inputs, **options)
+
+
+@pytest.mark.parametrize(
+    ("shards", "words", "message"),
+    [
+        (3, "auto", r"no weight can be cut into 3 equal parts whose products come to "),
+        (
+            8,
+            {"blocks.*.attention.query": "column"},
+            r"attention.query.weight can't be c",
+        ),
+        (2, {"head": "column"}, r"tokens.weight can't .*\n.*\n.*others read all of it"),
+        (
+            2,
+            {"blocks.0.fed": "row"},
+            r"names no module with a weight of two dimensions",
+        ),
+        (
+            2,
+            {"blocks.0.feed.0": "rows"},
+            r"'rows'}\): give names of modules, in which ",
+        ),
+        (2, {}, r"backend\(shards={}\): give 'auto', or such as"),
+    ],
+)
+def test_what_cannot_be_cut_is_said(shards: int, words: Any, message: str) -> None:
+    with pytest.raises(PlanError, match=message):
+        plan_gpt(schedules.sharded(schedules.gpipe(1, 2), shards), shards=words)
+
+
+def test_names_without_shards_are_refused() -> None:
+    with pytest.raises(PlanError, match=r"the schedule has one shard; give it fxsched"):
+        plan_gpt(schedules.gpipe(1, 2), shards=BY_NAME)
+
+
+def test_a_model_with_nothing_to_cut_is_refused() -> None:
+    model, x = nn.LayerNorm(8), torch.randn(4, 8)
+    schedule = schedules.sharded(schedules.gpipe(1, 2), 2)
+    with pytest.raises(PlanError, match="no weight can be cut into 2 equal parts"):
+        fxsched.plan(model, schedule, x)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"deterministic": True}, r"shards=2\) doesn't go with deterministic=True"),
+        ({"clip_grad_norm": 1.0, "optimizer": True}, r"doesn't go with optimizer="),
+    ],
+)
+def test_what_shards_do_not_go_with_is_said(
+    options: dict[str, Any], message: str
+) -> None:
+    model, _ = gpt()
+    if "optimizer" in options:
+        options = options | {"optimizer": torch.optim.SGD(model.parameters(), 0.1)}
+    with pytest.raises(PlanError, match=message):
+        fxsched.backend(SCHEDULES["alone"](), **options)
+
+
+def test_sharded_says_what_is_wrong() -> None:
+    once = schedules.sharded(schedules.gpipe(2, 4), 2)
+    with pytest.raises(
+        PlanError, match=r"give sharded\(schedule, 4\) the schedule with"
+    ):
+        schedules.sharded(once, 2)
+    with pytest.raises(PlanError, match=r"sharded\(schedule=3\): give a Schedule"):
+        schedules.sharded(3, 2)  # type: ignore[arg-type]
+    with pytest.raises(
+        PlanError, match=r"sharded\(shards=0\): give an int of 1 or more"
+    ):
+        schedules.sharded(schedules.gpipe(2, 4), 0)
+    with pytest.raises(
+        PlanError, match=r"Schedule\(shards=0\): give an int of 1 or mo"
+    ):
+        Schedule(2, 4, shards=0)
