@@ -312,13 +312,13 @@ def cut_words(shards: object, schedule: Schedule) -> Shards:
     return tuple(words)
 
 
-def check_shards(request: Request) -> None:
+def check_shards(request: Request, optimizer: object) -> None:
     """Raises PlanError for what shards don't go with."""
     if request.schedule.shards == 1:
         return
     others = {
         "optimizer= or update_every= (let the loop step)": (
-            request.schedule.update_every is not None
+            optimizer is not None or request.schedule.update_every is not None
         ),
         "deterministic=True (shards add up gradients in another order)": (
             request.deterministic

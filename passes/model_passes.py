@@ -109,7 +109,7 @@ def _run(interpreter: fx.Interpreter, node: fx.Node, name: str) -> None:
         "mutates": tuple(t for t, version in pairs if t._version != version),
         "learns": (),
         "random": meter.random,
-        "stack_trace": None,
+        "stack_trace": "",
         "key": f"{node.meta['module']}:{node.name}",
         "rows": None,
     }

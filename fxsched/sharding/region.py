@@ -171,13 +171,18 @@ class Grower:
                 return self._read_sums(region, node, sums)
         sums = {n for n in known if _is_sum(known[n])}
         rest = set(known) - sums
-        if rest and not gathers and node.op != "output":
+        if rest and node.op != "output" and not (gathers and self._has_rule(node, known)):
             return False
         if rest & set(region.weights):
             return False
         for read in rest:
             region.gathered.setdefault(read, set()).add(node)
         return self._read_sums(region, node, sums) and self.written.isdisjoint(rest)
+
+    def _has_rule(self, node: fx.Node, known: Mapping[fx.Node, Layout]) -> bool:
+        """Whether it is known what becomes of parts, be it that they are mixed."""
+        layout = self.follower.layout(Operation.of(node), known)
+        return all(rows.kind is not Kind.UNKNOWN for rows in layout)
 
     def _read_sums(
         self, region: Region, node: fx.Node, sums: Iterable[fx.Node]
