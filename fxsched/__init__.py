@@ -41,6 +41,7 @@ if TYPE_CHECKING:
     from .schedules.saved import load_schedule
     from .simulator.simulate import Simulation, simulate
     from .state.clip import clip_grad_norm_
+    from .state.cuts import local_parts
     from .state.full_state import (
         full_optimizer_state_dict,
         full_state_dict,
@@ -89,6 +90,7 @@ __all__ = [
     "load_full_state_dict",
     "load_schedule",
     "load_weights",
+    "local_parts",
     "materialize",
     "ops",
     "parameter_norms",
@@ -148,6 +150,7 @@ MODULES = {
         "load_full_optimizer_state_dict",
         "load_full_state_dict",
     ),
+    "state.cuts": ("local_parts",),
     "state.norms": ("gradient_norm", "gradient_norms", "parameter_norms"),
     "state.stream": ("stream_state_dict",),
     "tuner.search": ("search",),

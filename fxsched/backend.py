@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from os import PathLike
 from typing import Any, Literal, get_args
 
@@ -35,7 +36,7 @@ from .ir.request import (
     BufferReduction,
     Carry,
     CheckInputs,
-    Cut,
+    CutWord,
     Lengths,
     LossReduction,
     Order,
@@ -93,6 +94,7 @@ from .runtime.ranks import Ranks
 from .runtime.step import Step
 from .runtime.step_key import step_key
 from .runtime.workers import Workers, workers_of
+from .state.cuts import hidden_gradients
 from .state.ownership import OWNERSHIPS, is_given_up
 from .state.updates import checked_optimizer
 from .transport.wrappers import refuse_outer_ddp, refuse_wrappers
@@ -133,7 +135,7 @@ def backend(
     check_finite: bool = False,
     gradient_dtype: torch.dtype | None = None,
     message_dtype: torch.dtype | None = None,
-    shards: Literal["auto"] | Mapping[str, Cut] = "auto",
+    shards: Literal["auto"] | Mapping[str, CutWord] = "auto",
     model_passes: Sequence[ModelPass] = (),
 ) -> Backend:
     """A torch.compile backend that runs a model by a schedule.
@@ -390,6 +392,10 @@ class Backend:
         """Raises PlanError if a model among a frame's values is shared out already."""
         for value in values:
             refuse_wrappers(value)
+
+    def tracing(self) -> AbstractContextManager[None]:
+        """Where the model may be traced: tracers want gradients of whole weights."""
+        return hidden_gradients()
 
     def leave(self) -> None:
         """Lets go of plans and threads if no compiled function is there to use them.

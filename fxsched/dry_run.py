@@ -21,7 +21,7 @@ from .ir.request import (
     BatchNorm,
     BufferReduction,
     Carry,
-    Cut,
+    CutWord,
     Lengths,
     Order,
     OutputReduction,
@@ -68,7 +68,7 @@ def plan(
     check_finite: bool = False,
     gradient_dtype: torch.dtype | None = None,
     message_dtype: torch.dtype | None = None,
-    shards: Literal["auto"] | Mapping[str, Cut] = "auto",
+    shards: Literal["auto"] | Mapping[str, CutWord] = "auto",
     model_passes: Sequence[ModelPass] = (),
     **kwargs: Any,
 ) -> Plan:

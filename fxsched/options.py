@@ -21,7 +21,7 @@ from .ir.request import (
     BatchNorm,
     Carry,
     CheckInputs,
-    Cut,
+    CutWord,
     Fill,
     Lengths,
     LossReduction,
@@ -295,9 +295,9 @@ def cut_words(shards: object, schedule: Schedule) -> Shards:
         raise PlanError(
             f"backend(shards={shards!r}): give 'auto', or such as {example}"
         )
-    words: list[tuple[str, Cut]] = []
+    words: list[tuple[str, CutWord]] = []
     for name, word in shards.items():
-        if not isinstance(name, str) or word not in get_args(Cut):
+        if not isinstance(name, str) or word not in get_args(CutWord):
             raise PlanError(
                 f"backend(shards={{{name!r}: {word!r}}}): give names of modules, in "
                 f"which * stands for any, with 'column' or 'row', such as {example}"

@@ -132,6 +132,7 @@ def _request(
         training=torch.is_grad_enabled(),
         schedule=_with_updates(request.schedule.first(batch.microbatches), options),
         owners=workers.owners(args) if workers else {},
+        cuts=workers.cuts(args) if workers else {},
         updaters=workers.updaters(args) if workers else {},
         readers=workers.readers if workers else None,
     )
@@ -253,11 +254,6 @@ def make_step(
 ) -> Step:
     """Plans and checks a step with the other ranks, and gets its programs ready."""
     refuse_meta(args, "run", "fxsched.plan plans it as it is")
-    if options.request.schedule.shards > 1 and isinstance(workers, Ranks):
-        raise PlanError(
-            "Schedule(shards=) runs on threads; ranks don't keep parts of weights yet: "
-            "give backend(schedule, transport='threads') in one process"
-        )
     if options.request.schedule.update_every and options.optimizer is None:
         raise PlanError(
             "Schedule(update_every=) puts updates into the program; give it the "

@@ -47,7 +47,8 @@ class Route:
         if not call.tensors and microbatches > 1:
             raise no_tensors(microbatches)
         try:
-            graph = self.traces.graph_of(call)
+            with self.backend.tracing():
+                graph = self.traces.graph_of(call)
         except PlanError as error:
             error.args = (self._also(str(error)),)
             raise
@@ -64,7 +65,8 @@ class Route:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         call = Structure((args, kwargs))
-        graph = self.traces.graph_of(call)
+        with self.backend.tracing():
+            graph = self.traces.graph_of(call)
         inputs = graph.inputs(call.tensors)
         try:
             return graph.results(inputs, self.backend.run(graph.gm, inputs))

@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 
 from torch import fx
 
 from ..ir.facts import FACTS, facts
-from ..ir.graphs import Output, PartOf
+from ..ir.graphs import Output
 from ..ir.lazy import lazy_module
+from ..ir.parts import PartOf
 from ..ir.request import Request
 from ..jobs.job import Piece, PlanError
 from ..jobs.shards import in_pieces
 from ..sharding.choice import choose_region
 from ..sharding.layouts import Follower
 from ..sharding.named import named_region
-from ..sharding.region import Grower
+from ..sharding.region import Grower, Region
 from ..sharding.rewrite import Rewriter
 from ..sharding.trial import try_shards
 
@@ -41,43 +42,64 @@ def shard_stages(gm: fx.GraphModule, request: Request) -> fx.GraphModule:
     """
     schedule = facts(gm).schedule or request.schedule
     if schedule.shards == 1:
+        _check_kept(gm, request, Region({}))
         return gm
-    grower = Grower(gm, Follower(gm, schedule.shards))
+    grower = Grower(gm, Follower(gm, schedule.shards), _kept_whole(request))
     region = (
         choose_region(grower, grower.nodes)
         if request.shards == "auto"
         else named_region(grower, grower.nodes, dict(request.shards))
     )
+    _check_kept(gm, request, region)
     if not region.weights:
         raise PlanError(
             f"Schedule(shards={schedule.shards}): no weight can be cut into "
             f"{schedule.shards} equal parts whose products come to sums; give a model "
             "whose heads and hidden layers divide, or a schedule without shards"
         )
-    rewriter = Rewriter(grower, region, request.inputs)
+    rewriter = Rewriter(grower, region, request)
     graph = rewriter.graph()
     pieces = _number(graph)
-    parts = tuple(rewriter.inputs)
+    parts = rewriter.inputs
     known = replace(
         facts(gm),
         schedule=in_pieces(schedule, pieces),
         pieces=pieces,
         parts=parts,
-        outputs=tuple(
-            _with_parts(output, parts, request.inputs) for output in facts(gm).outputs
-        ),
+        outputs=tuple(_with_parts(output, parts) for output in facts(gm).outputs),
     )
     whole = lazy_module(gm, graph, "Shards")
     whole.meta[FACTS] = known
-    try_shards(gm, whole, request.inputs)
+    try_shards(gm, whole)
     return whole
 
 
-def _with_parts(output: Output, parts: Sequence[PartOf], first: int) -> Output:
+def _kept_whole(request: Request) -> set[int]:
+    """Positions of weights that ranks keep whole since an earlier plan."""
+    return request.owners.keys() - request.cuts.keys()
+
+
+def _check_kept(gm: fx.GraphModule, request: Request, region: Region) -> None:
+    """Raises PlanError for weights that ranks have in parts, and that aren't cut so."""
+    for node in gm.graph.find_nodes(op="placeholder"):
+        kept = request.cuts.get(node.meta["index"])
+        rows = region.weights.get(node)
+        if kept is None or (
+            rows is not None and (rows.dim, rows.outer) == kept.cut[:2]
+        ):
+            continue
+        raise PlanError(
+            f"ranks have {node.meta['name']} in {kept.cut.parts} parts since an "
+            "earlier call, and this one can't be cut so; give all backends of a model "
+            "the same shards, and call it in training mode first"
+        )
+
+
+def _with_parts(output: Output, parts: Mapping[int, PartOf]) -> Output:
     """An output, with the parts of weights among what its gradient reaches."""
     if output.leaves is None:
         return output
-    reached = {first + i for i, p in enumerate(parts) if p.input in output.leaves}
+    reached = {i for i, part in parts.items() if part.input in output.leaves}
     return output._replace(leaves=output.leaves | reached)
 
 

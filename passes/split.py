@@ -255,8 +255,8 @@ def _keepers(
         updater = request.schedule.updater(stages[0])
     if role is Role.SHARED:
         owned = tuple(range(request.schedule.workers))
-    elif index in request.owners:
-        owned = request.owners[index]
+    elif "owners" in node.meta or index in request.owners:
+        owned = node.meta.get("owners") or request.owners[index]
     elif role is Role.PARAMETER:
         owned = tuple(sorted({w for stage in first for w in owners_of[stage]}))
         if updater is not None:

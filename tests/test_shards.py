@@ -158,7 +158,12 @@ def test_each_shard_has_its_share_of_the_blocks(shards: int) -> None:
         for state in group.state:
             if state.name.startswith("blocks"):
                 cut = next(
-                    (p for p in plan.parts if state.name.endswith(f"/{p.parts}]")), None
+                    (
+                        p
+                        for p in plan.parts.values()
+                        if state.name.endswith(f"/{p.cut.parts}]")
+                    ),
+                    None,
                 )
                 whole = model.get_parameter(state.name.split("[")[0]).numel()
                 for worker in group.owners:

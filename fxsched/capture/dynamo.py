@@ -70,7 +70,7 @@ def configure_dynamo() -> None:
         backend.serve(arguments["compiler_fn"])
         if request.schedule.microbatches > 1 or request.lengths is not None:
             mark_sizes(read_call(arguments["code"], arguments["locals"]), request)
-        with _settings():
+        with _settings(), backend.tracing():
             try:
                 return original(*bound.args, **bound.kwargs)
             except (

@@ -11,7 +11,8 @@ from torch import fx
 
 from ..jobs.job import Piece
 from ..jobs.schedule import Schedule
-from .graphs import Group, Output, PartOf
+from .graphs import Group, Output
+from .parts import PartOf
 from .writes import Write
 
 FACTS = "facts"  # the key of gm.meta that has them
@@ -36,7 +37,7 @@ class Facts:
     loss: position of the output that B starts from in the call itself, or None
         (differentiate_stages).
     pieces: the stages, where they are pieces of shards, and `parts` the parts of
-        weights that they read, which are inputs after those of the call
+        weights that they read, by their positions after the inputs of the call
         (shard_stages).
     """
 
@@ -51,7 +52,7 @@ class Facts:
     groups: tuple[Group, ...] = ()
     loss: int | None = None
     pieces: tuple[Piece, ...] = ()
-    parts: tuple[PartOf, ...] = ()
+    parts: Mapping[int, PartOf] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

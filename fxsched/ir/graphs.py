@@ -108,17 +108,6 @@ class State(NamedTuple):
     name: str
 
 
-class PartOf(NamedTuple):
-    """A part of a weight: that of the input at a position, along a dimension that is
-    outer x parts x something; which part, and of how many."""
-
-    input: int
-    dim: int
-    outer: int
-    number: int
-    parts: int
-
-
 class Group(NamedTuple):
     """Tensors of the model's state with the same owners and the same readers.
 

@@ -28,6 +28,7 @@ META = {
     "group": "number of a group of weights, or of the sum of its gradients",
     "random": "how many draws of random numbers a node makes",
     "shard": "shard of a stage that a node is of",
+    "owners": "who keeps a part of a weight since an earlier plan",
     "level": "how often shards read each other before it",
     "numbers": "of its draws in the model, which are the same on all shards",
     "draw": "number of a stage's first draw in the model; None if it makes none",

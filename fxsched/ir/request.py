@@ -10,6 +10,7 @@ import torch
 
 from ..jobs.schedule import Schedule
 from .graphs import Specs
+from .parts import KeptParts
 
 # The options of fxsched.backend that are words, and all words that each may be.
 Order = Literal["static", "dynamic"]
@@ -23,8 +24,8 @@ PassedRows = Literal["all", "local"]
 Transport = Literal["threads", "distributed", "gloo"]
 CheckInputs = Literal["first", "always", "never"]
 BufferReduction = Literal["mean", "sum", "last"]
-Cut = Literal["column", "row"]
-Shards = Literal["auto"] | tuple[tuple[str, Cut], ...]
+CutWord = Literal["column", "row"]
+Shards = Literal["auto"] | tuple[tuple[str, CutWord], ...]
 OutputReduction = Literal["mean", "sum", "max", "min", "last"]
 
 
@@ -47,6 +48,8 @@ class Request:
     training: whether gradients are wanted.
     owners: workers that keep a parameter or buffer since an earlier plan, by its
         position in the call.
+    cuts: how ranks keep a weight in parts since an earlier plan, by position; it is
+        among `owners` too.
     updaters: the worker that updates a parameter, where an earlier plan's u said.
     readers: workers that hand outputs to the user; None for all of them.
     shards: "auto", or patterns of names of modules with how their weights are cut.
@@ -68,6 +71,7 @@ class Request:
     loss_reduction: LossReduction = "exact"
     training: bool = True
     owners: dict[int, tuple[int, ...]] = field(default_factory=dict)
+    cuts: Mapping[int, KeptParts] = field(default_factory=dict)
     updaters: dict[int, int] = field(default_factory=dict)
     memory_limit: float | None = None
     same_stage: tuple[tuple[str, ...], ...] = ()

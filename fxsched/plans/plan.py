@@ -30,7 +30,8 @@ from ..draw.explanation import explain_text
 from ..draw.memory_table import WorkerMemory
 from ..draw.notebook import figure
 from ..draw.program_table import program_table
-from ..ir.graphs import Group, Output, PartOf, Specs, State
+from ..ir.graphs import Group, Output, Specs, State
+from ..ir.parts import KeptParts, PartOf
 from ..ir.step_ir import Line, Message, Value
 from ..jobs.job import Direction, Job, Placement, PlanError
 from ..jobs.schedule import Schedule
@@ -92,7 +93,7 @@ class Plan:
     knows_state: whether these have bytes of the optimizer's state.
     gradient_dtype: what gradients are added up in; None for the parameters' type.
     said: how rows of the batch meet in pairs, and what weighs a loss, if they do.
-    parts: of weights that are cut into shards, the inputs after those of a call.
+    parts: of weights that are cut into shards, by positions after those of a call.
     """
 
     schedule: Schedule
@@ -119,7 +120,7 @@ class Plan:
     knows_state: bool = False
     gradient_dtype: torch.dtype | None = None
     said: tuple[str, ...] = ()
-    parts: tuple[PartOf, ...] = ()
+    parts: Mapping[int, PartOf] = field(default_factory=dict)
 
     @cached_property
     def jobs(self) -> tuple[Job, ...]:
@@ -142,6 +143,27 @@ class Plan:
             job = jobs.job(number)
             updates[job] = (*updates.get(job, ()), jobs.compute[number])
         return updates
+
+    @cached_property
+    def states_of_parts(self) -> dict[int, list[State]]:
+        """The parts of each weight that is cut, in their order, by its position."""
+        named = {state.input: state for group in self.groups for state in group.state}
+        found: dict[int, list[State]] = {}
+        for position, part in self.parts.items():
+            found.setdefault(part.input, []).append(named[position])
+        return found
+
+    @cached_property
+    def kept_parts(self) -> dict[int, KeptParts]:
+        """How weights are cut, and who keeps each part, by their positions."""
+        owners = {s.input: group.owners for group in self.groups for s in group.state}
+        return {
+            position: KeptParts(
+                self.parts[states[0].input].cut,
+                tuple(owners[state.input] for state in states),
+            )
+            for position, states in self.states_of_parts.items()
+        }
 
     @cached_property
     def versions(self) -> dict[Job, int]:

@@ -25,7 +25,7 @@ def call_step(step: Step, args: tuple[Any, ...], said: set[str]) -> Sequence[Any
     inputs = (*inputs, *cut_weights(args, parts))
     if not step.plan.trains:
         return step.outputs(inputs, step.advance(step.start(inputs), None))
-    cut = {part.input for part in parts}
+    cut = {part.input for part in parts.values()}
     places = [i for i in range(len(args)) if i not in cut]
     leaves = [
         i

@@ -2,30 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-import torch
 from torch import Tensor
 
-from ..ir.graphs import PartOf
+from ..ir.parts import PartOf
+from ..state.cuts import CUTS
 
 
-def cut_weights(args: Sequence[Any], parts: Sequence[PartOf]) -> list[Tensor]:
-    """The parts, in their order, of the weights among the arguments of a call; autograd
-    joins their gradients."""
+def cut_weights(args: Sequence[Any], parts: Mapping[int, PartOf]) -> list[Tensor]:
+    """The parts, in their order, of the weights among the arguments of a call: those
+    that ranks have, or else views of the weight, whose gradients autograd joins."""
     cut: dict[int, Sequence[Tensor]] = {}
-    for part in parts:
+    for part in parts.values():
         if part.input not in cut:
-            cut[part.input] = _cut(args[part.input], part)
-    return [cut[part.input][part.number] for part in parts]
-
-
-def _cut(weight: Tensor, part: PartOf) -> list[Tensor]:
-    """All parts of a weight."""
-    if part.outer == 1:
-        return [each.contiguous() for each in weight.chunk(part.parts, part.dim)]
-    blocks = torch.unflatten(weight, part.dim, (part.outer, part.parts, -1))
-    return [
-        each.flatten(part.dim, part.dim + 1) for each in blocks.unbind(part.dim + 1)
-    ]
+            weight = args[part.input]
+            kept = CUTS.get(weight)
+            cut[part.input] = part.cut.of(weight) if kept is None else kept.parts
+    return [cut[part.input][part.number] for part in parts.values()]

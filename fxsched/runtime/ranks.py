@@ -16,12 +16,14 @@ from ..checker.check_messages import check_summaries
 from ..checker.summary import Summary
 from ..ir.graphs import Role, State
 from ..ir.loss_scale import Gradients, overflowed
+from ..ir.parts import KeptParts
 from ..ir.step_ir import Message
 from ..jobs.job import PlanError
 from ..plans.arithmetic import first_difference
 from ..plans.plan import Plan
 from ..state.averaged import guard_averages
 from ..state.clip import guard_torch_clipping
+from ..state.cuts import CUTS, cut_weight
 from ..state.optimizers import guard_optimizers
 from ..state.ownership import (
     OWNERSHIPS,
@@ -31,6 +33,7 @@ from ..state.ownership import (
     spec_of,
     take_back,
 )
+from ..state.part_steps import guard_part_steps
 from ..state.scaler import guard_scalers
 from ..state.unmade import forget, make, make_all, make_empty
 from ..transport.processes import MESSAGES, Processes
@@ -82,6 +85,10 @@ class Ranks:
             for i, a in enumerate(args)
             if isinstance(a, Tensor) and a in OWNERSHIPS
         }
+
+    def cuts(self, args: Sequence[Any]) -> dict[int, KeptParts]:
+        """How weights are kept in parts since an earlier plan, by position."""
+        return {i: CUTS[args[i]].place for i in self.owners(args) if args[i] in CUTS}
 
     def updaters(self, args: Sequence[Any]) -> dict[int, int]:
         """Who updates parameters, where an earlier plan's u said, by position."""
@@ -214,6 +221,10 @@ class Ranks:
         False, and nothing is done, if some are kept or updated elsewhere than the plan
         says.
         """
+        for position, place in plan.kept_parts.items():
+            weight = args[position]
+            if weight in OWNERSHIPS and self.cuts([weight]) != {0: place}:
+                return False
         new, stale, updated = {}, [], []
         trains = plan.trains
         fresh = {output.state for output in plan.outputs}  # every rank gets them
@@ -223,8 +234,12 @@ class Ranks:
                 if state.role is Role.SHARED:
                     make_all(args[state.input : state.input + 1])
                     continue
+                if state.input in plan.parts:
+                    continue
                 tensor = args[state.input]
                 entry = OWNERSHIPS.get(tensor)
+                if tensor in CUTS:
+                    return False
                 if entry is None:
                     entry = Ownership(group.owners, spec_of(tensor))
                     new[state] = entry
@@ -241,6 +256,10 @@ class Ranks:
                     stale.append((state.name, tensor))
         for state, entry in new.items():
             self._settle(state, args[state.input], entry)
+        for position, states in plan.states_of_parts.items():
+            if args[position] not in CUTS:
+                place = plan.kept_parts[position]
+                self._cut(args[position], states, place)
         for name, tensor in stale:
             give_up(name, tensor, values=False)
         for name, tensor, updater, behind in updated:
@@ -263,6 +282,15 @@ class Ranks:
             give_up(name, tensor, values=False)
         self._guard(OWNERSHIPS[tensor])
 
+    def _cut(self, weight: Tensor, states: Sequence[State], place: KeptParts) -> None:
+        """Leaves this rank its parts of a weight; all owners of a part start from the
+        first one's."""
+        cut_weight(states[0].name.rpartition("[")[0], weight, place, self.rank)
+        for state, part in zip(states, CUTS[weight].parts, strict=True):
+            self._settle(state, part, OWNERSHIPS[part])
+        guard_part_steps()
+        self._guard()
+
     def _settle(self, state: State, tensor: Tensor, entry: Ownership) -> None:
         OWNERSHIPS[tensor] = entry
         buffer = state.role is Role.BUFFER
@@ -278,9 +306,9 @@ class Ranks:
             give_up(state.name, tensor)
         self._guard(entry)
 
-    def _guard(self, entry: Ownership) -> None:
-        """Guards what sees this rank's gradients alone."""
-        if len(entry.updaters) < self.processes.workers:
+    def _guard(self, entry: Ownership | None = None) -> None:
+        """Guards what sees this rank's gradients alone, of a tensor or of parts."""
+        if entry is None or len(entry.updaters) < self.processes.workers:
             guard_torch_clipping(self.processes.workers)
             guard_optimizers(self.rank)
             guard_averages()

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, fx
 
 from ..ir.loss_scale import Gradients
+from ..ir.parts import KeptParts
 from ..jobs.job import PlanError
 from ..plans.plan import Plan
 from ..state.ownership import is_given_up
@@ -71,6 +72,10 @@ class Threads:
                 "this backend runs on threads; take transport='distributed', or load "
                 "fxsched.full_state_dict(model) into a new model"
             )
+        return {}
+
+    def cuts(self, args: Sequence[Any]) -> dict[int, KeptParts]:
+        """None: threads share whole weights."""
         return {}
 
     def updaters(self, args: Sequence[Any]) -> dict[int, int]:

@@ -31,7 +31,7 @@ def named_region(
     """
     chosen, named = Region({}), _named(nodes, words)
     allowed = {weight for _, weight, _ in named}
-    grower.may_cut = lambda weight: value_of(weight).dim() < 2 or weight in allowed
+    grower.wants = lambda weight: value_of(weight).dim() < 2 or weight in allowed
     for node, weight, word in named:
         if weight not in chosen.weights:
             chosen.add(_grown(grower, node, weight, word))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -57,11 +57,13 @@ class Grower:
 
     whole: nodes that stay as they are, as what writes into buffers does. written: those
     whose memory is written into. weighed: those that come of weights.
-    may_cut: of a weight, whether it may be cut.
+    uncut: positions of weights that stay whole; wants: of the others, those to cut.
     """
 
-    def __init__(self, gm: fx.GraphModule, follower: Follower) -> None:
-        self.follower = follower
+    def __init__(
+        self, gm: fx.GraphModule, follower: Follower, uncut: Container[int] = ()
+    ) -> None:
+        self.follower, self.uncut = follower, uncut
         self.nodes = in_flow(gm.graph.nodes)
         self.place = {node: i for i, node in enumerate(self.nodes)}
         self.whole = whole_nodes(self.nodes)
@@ -71,7 +73,11 @@ class Grower:
             reads = node.all_input_nodes
             if any(is_weight(n) or n in self.weighed for n in reads):
                 self.weighed.add(node)
-        self.may_cut: Callable[[fx.Node], bool] = lambda weight: True
+        self.wants: Callable[[fx.Node], bool] = lambda weight: True
+
+    def may_cut(self, weight: fx.Node) -> bool:
+        """Whether a weight may be cut."""
+        return weight.meta["index"] not in self.uncut and self.wants(weight)
 
     def grow(self, seeds: Mapping[fx.Node, Rows], gathers: bool) -> Region | None:
         """The region of these weights, and of those that come with them: where a whole
@@ -80,6 +86,8 @@ class Grower:
         gathers: whether values may be gathered; if not, None where one has to be that
             the model doesn't return.
         """
+        if any(weight.meta["index"] in self.uncut for weight in seeds):
+            return None
         region, tried = self._spread(seeds, gathers), set[fx.Node]()
         while region is not None:
             more = self._behind(region, tried)
@@ -171,7 +179,8 @@ class Grower:
                 return self._read_sums(region, node, sums)
         sums = {n for n in known if _is_sum(known[n])}
         rest = set(known) - sums
-        if rest and node.op != "output" and not (gathers and self._has_rule(node, known)):
+        gathers = gathers and self._has_rule(node, known)
+        if rest and node.op != "output" and not gathers:
             return False
         if rest & set(region.weights):
             return False
@@ -181,6 +190,8 @@ class Grower:
 
     def _has_rule(self, node: fx.Node, known: Mapping[fx.Node, Layout]) -> bool:
         """Whether it is known what becomes of parts, be it that they are mixed."""
+        if node.op == "output":
+            return True
         layout = self.follower.layout(Operation.of(node), known)
         return all(rows.kind is not Kind.UNKNOWN for rows in layout)
 

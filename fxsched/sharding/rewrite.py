@@ -9,8 +9,10 @@ import torch
 from torch import Tensor, fx
 
 from ..costmodel.costs import Work, copied
-from ..ir.graphs import PartOf, storage, tensors
+from ..ir.graphs import storage, tensors
+from ..ir.parts import Cut, PartOf
 from ..ir.regions import Regions
+from ..ir.request import Request
 from ..rows.kinds import Kind, Rows
 from .layouts import Operation, value_of
 from .region import Grower, Region, is_weight, writes_operand
@@ -19,17 +21,16 @@ from .region import Grower, Region, is_weight, writes_operand
 class Rewriter:
     """Writes the graph of all shards.
 
-    first: the position of the first part of a weight among the inputs of a call.
-    inputs: the parts of weights, in the order of their positions.
+    inputs: the parts of weights, by their positions.
     """
 
-    def __init__(self, grower: Grower, region: Region, first: int) -> None:
+    def __init__(self, grower: Grower, region: Region, request: Request) -> None:
         self.region, self.follower, self.nodes = region, grower.follower, grower.nodes
         self.pinned = grower.whole | grower.written
         self.pinned |= set(filter(writes_operand, self.nodes))
         self.every = range(grower.follower.shards)
-        self.first = first
-        self.inputs: list[PartOf] = []
+        self.request = request
+        self.inputs: dict[int, PartOf] = {}
         self._graph = fx.Graph()
         self._whole: dict[tuple[fx.Node, int], fx.Node] = {}  # by shard
         self._parts: dict[tuple[fx.Node, int], fx.Node] = {}
@@ -125,13 +126,16 @@ class Rewriter:
             self._whole.update({(node, p): new for p in self.every})
             return
         for p in self.every:
-            index, shards = self.first + len(self.inputs), len(self.every)
-            part = PartOf(node.meta["index"], rows.dim, rows.outer, p, shards)
-            self.inputs.append(part)
+            index, shards = self.request.inputs + len(self.inputs), len(self.every)
+            part = PartOf(node.meta["index"], Cut(rows.dim, rows.outer, shards), p)
+            self.inputs[index] = part
             new = self._graph.placeholder(f"{node.name}_{p}")
             name = f"{node.meta['name']}[{p}/{shards}]"
             fake = self.follower.part(value_of(node), (rows,))
             new.meta = {**node.meta, "index": index, "val": fake, "name": name}
+            if node.meta["index"] in self.request.cuts:
+                kept = self.request.cuts[node.meta["index"]]
+                new.meta["owners"] = kept.owners[p]
             self._parts[node, p] = new
 
     def _in_parts(self, node: fx.Node) -> None:

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, fx
 
 from ..ir.facts import facts
-from ..ir.graphs import PartOf, tensors
+from ..ir.graphs import tensors
+from ..ir.parts import PartOf
 from ..ir.regions import Regions
 from ..jobs.job import PlanError
 
@@ -18,18 +19,17 @@ NEAR = 1e-3  # of the largest number, that results may be apart; of 16 bits, NEA
 NEAR_16 = 5e-2
 
 
-def try_shards(whole: fx.GraphModule, sharded: fx.GraphModule, first: int) -> bool:
+def try_shards(whole: fx.GraphModule, sharded: fx.GraphModule) -> bool:
     """Whether the shards were tried: both graphs give the same, for random weights and
     inputs. What is large, or has stages of the whole batch, isn't tried.
 
-    first: the position of the first part of a weight. Raises PlanError if they don't:
-    then a rule of this package is wrong.
+    Raises PlanError if they don't: then a rule of this package is wrong.
     """
     nodes = whole.graph.nodes
     flops = sum(node.meta["work"].flops for node in nodes if "work" in node.meta)
     if flops > FLOPS or any(node.meta.get("joint") for node in nodes):
         return False
-    values = _Inputs(whole, first, facts(sharded).parts)
+    values = _Inputs(whole, facts(sharded).parts)
     wanted, found = _run(whole, values), _run(sharded, values)
     for i, (a, b) in enumerate(zip(wanted, found, strict=True)):
         if not _near(a, b):
@@ -45,8 +45,8 @@ class _Inputs:
     """Random inputs, by position, the same for both graphs: 0 and 1 where they are
     ints."""
 
-    def __init__(self, gm: fx.GraphModule, first: int, parts: Sequence[PartOf]) -> None:
-        self.first, self.parts = first, parts
+    def __init__(self, gm: fx.GraphModule, parts: Mapping[int, PartOf]) -> None:
+        self.parts = parts
         self.generator = torch.Generator().manual_seed(0)
         placeholders = gm.graph.find_nodes(op="placeholder")
         self.values: dict[int, Tensor] = {
@@ -58,8 +58,8 @@ class _Inputs:
         index = node.meta["index"]
         if index in self.values:
             return self.values[index].clone()
-        _, dim, outer, number, parts = part = self.parts[index - self.first]
-        blocks = torch.unflatten(self.values[part.input], dim, (outer, parts, -1))
+        weight, (dim, outer, parts), number = self.parts[index]
+        blocks = torch.unflatten(self.values[weight], dim, (outer, parts, -1))
         return blocks.select(dim + 1, number).flatten(dim, dim + 1).clone()
 
     def _random(self, fake: Tensor) -> Tensor:

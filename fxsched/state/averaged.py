@@ -15,6 +15,8 @@ from typing import Any
 from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel
 
+from ..jobs.job import PlanError
+from .cuts import CUTS
 from .ownership import OWNERSHIPS, exchanged, give_up, has_memory, is_given_up
 
 Pairs = list[tuple[str, Tensor, Tensor]]  # name, average, what it is of
@@ -50,7 +52,13 @@ def guard_averages() -> None:
 
 def _pairs(averaged: Any, model: nn.Module) -> Pairs:
     """Parameters and buffers, each once, in the order of update_parameters."""
-    named = chain(model.named_parameters(), model.named_buffers())
+    named = list(chain(model.named_parameters(), model.named_buffers()))
+    cut = next((name for name, tensor in named if tensor in CUTS), None)
+    if cut is not None:
+        raise PlanError(
+            f"AveragedModel has no average of {cut}, which ranks have in parts; "
+            "average a model without shards, or in fxsched.local_parts(model)"
+        )
     averages = chain(averaged.module.parameters(), averaged.module.buffers())
     return [(n, a, t) for a, (n, t) in zip(averages, named, strict=True)]
 

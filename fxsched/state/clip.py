@@ -14,9 +14,11 @@ from torch.utils.weak import WeakIdKeyDictionary
 from ..jobs.job import PlanError
 from ..jobs.user_values import shown
 from ..transport.processes import everyone
+from .cuts import CUTS, piece, pieces_of
 from .ownership import OWNERSHIPS, first_owner
 
-Norms = dict[torch.dtype, dict[int, float]]  # by the gradient's type, by position
+Piece = tuple[int, int]  # a position, and the number of a part of what is there
+Norms = dict[torch.dtype, dict[Piece, float]]  # by the gradient's type
 
 # parameters that a program steps, in the call
 STEPPED: MutableMapping[Tensor, None] = WeakIdKeyDictionary()
@@ -80,20 +82,22 @@ def gradient_norms_of(
     first rank that updates it, by position; to the same bits on every rank."""
     rank = everyone(call).rank
     own = {
-        i: parameter.grad
+        (i, number): gradient
         for i, parameter in enumerate(parameters)
-        if parameter.grad is not None and first_owner(parameter) == rank
+        if parameter.grad is not None
+        for number, gradient in pieces_of(parameter, parameter.grad).items()
+        if first_owner(piece(parameter, number)) == rank
     }
     return joined_norms(f"{call} of {len(parameters)} parameters", own, norm_type)
 
 
 @torch.no_grad()
 def joined_norms(
-    call: str, own: Mapping[int, Tensor], norm_type: float
+    call: str, own: Mapping[Piece, Tensor], norm_type: float
 ) -> dict[int, Tensor]:
     """Norms of tensors that ranks have between them, in the order of their positions.
 
-    own: those that this rank speaks for, by position.
+    own: those that this rank speaks for, by position and number of the part.
     """
     values = torch._foreach_norm(list(own.values()), norm_type) if own else ()
     norms: Norms = {}
@@ -102,18 +106,31 @@ def joined_norms(
         numbers = torch.stack([values[i].cpu() for i in same]).tolist()
         positions = list(own)
         norms[dtype] = {positions[i]: n for i, n in zip(same, numbers, strict=True)}
-    return _joined(everyone(call.split()[0]).agree(f"{call}, norm {norm_type}", norms))
+    every = everyone(call.split()[0]).agree(f"{call}, norm {norm_type}", norms)
+    return _joined(every, norm_type)
 
 
-def _joined(everyone: list[Norms]) -> dict[int, Tensor]:
+def _joined(everyone: list[Norms], norm_type: float) -> dict[int, Tensor]:
     """All norms in the order of the parameters, in their types."""
-    by_position = {
-        i: torch.tensor(value, dtype=dtype)
+    by_piece = {
+        piece: torch.tensor(value, dtype=dtype)
         for norms in everyone
         for dtype, values in norms.items()
-        for i, value in values.items()
+        for piece, value in values.items()
     }
-    return {i: by_position[i] for i in sorted(by_position)}
+    parts: dict[int, list[Tensor]] = {}
+    for i, number in sorted(by_piece):
+        parts.setdefault(i, []).append(by_piece[i, number])
+    return {i: _of_parts(norms, norm_type) for i, norms in parts.items()}
+
+
+def _of_parts(norms: Sequence[Tensor], norm_type: float) -> Tensor:
+    """The norm of a tensor, of those of its parts; of order 0 it is how many numbers
+    aren't 0."""
+    if not norms[1:]:
+        return norms[0]
+    every = torch.stack(list(norms))
+    return torch.linalg.vector_norm(every, norm_type) if norm_type else every.sum()
 
 
 def note_stepped(parameters: Iterable[Tensor]) -> None:
@@ -171,7 +188,8 @@ def guard_torch_clipping(workers: int) -> None:
 
     def check(parameters: Sequence[Tensor]) -> None:
         entries = (OWNERSHIPS.get(parameter) for parameter in parameters)
-        if any(each is not None and len(each.updaters) < workers for each in entries):
+        apart = any(e is not None and len(e.updaters) < workers for e in entries)
+        if apart or any(parameter in CUTS for parameter in parameters):
             raise PlanError(
                 "torch.nn.utils.clip_grad_norm_ sees only the gradients of this rank; "
                 "call fxsched.clip_grad_norm_(model, max_norm) on every rank"

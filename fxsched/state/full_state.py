@@ -21,8 +21,10 @@ from ..ir.graphs import Spec, storage
 from ..jobs.job import PlanError
 from ..transport.checksums import digest
 from ..transport.processes import Processes, everyone
+from .cuts import CUTS, is_newest, joined, piece, pieces_of, put
 from .optimizers import parameters_of, unguarded, updated_elsewhere
 from .ownership import OWNERSHIPS, exchanged, first_owner, is_given_up, is_updated
+from .part_steps import cut_state
 
 
 def full_state_dict(model: nn.Module, rank: int | None = None) -> dict[str, Any]:
@@ -41,7 +43,7 @@ def full_state_dict(model: nn.Module, rank: int | None = None) -> dict[str, Any]
         processes = everyone("full_state_dict")
         processes.agree(f"full_state_dict of {digest_of(tensors)}, rank={rank}", None)
         readers = readers_of("full_state_dict", processes, rank)
-        elsewhere = [t for t in tensors if processes.rank not in OWNERSHIPS[t].newest]
+        elsewhere = [t for t in tensors if not is_newest(t, processes.rank)]
         values = _gathered(processes, tensors, readers)
         if processes.rank not in readers:
             return {}
@@ -65,7 +67,12 @@ def load_full_state_dict(
         _agree_on(f"load_full_state_dict into {digest_of(tensors)}", state)
     given_up = [tensor for tensor in tensors if is_given_up(tensor)]
     with exchanged(given_up, [_empty(OWNERSHIPS[tensor].spec) for tensor in given_up]):
-        return module.load_state_dict(_named_as_in(module, state), strict)
+        versions = [tensor._version for tensor in given_up]
+        result = module.load_state_dict(_named_as_in(module, state), strict)
+        for tensor, version in zip(given_up, versions, strict=True):
+            if tensor in CUTS and tensor._version != version:
+                put(tensor, tensor.data)
+    return result
 
 
 def full_optimizer_state_dict(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
@@ -83,8 +90,10 @@ def full_optimizer_state_dict(model: nn.Module, optimizer: Optimizer) -> dict[st
         elsewhere = {
             parameter: states[i]
             for i, parameter in enumerate(parameters)
-            if not is_updated(parameter, processes.rank) and i in states
+            if i in states
+            and (parameter in CUTS or not is_updated(parameter, processes.rank))
         }
+    before = {p: optimizer.state[p] for p in elsewhere if p in optimizer.state}
     optimizer.state.update(elsewhere)
     try:
         with unguarded(optimizer):
@@ -92,6 +101,7 @@ def full_optimizer_state_dict(model: nn.Module, optimizer: Optimizer) -> dict[st
     finally:
         for parameter in elsewhere:
             del optimizer.state[parameter]
+        optimizer.state.update(before)
     # in the order of the parameters, then what an optimizer of one's own has besides
     last = len(parameters)
     order = sorted(state["state"], key=lambda i: i if isinstance(i, int) else last)
@@ -121,6 +131,7 @@ def load_full_optimizer_state_dict(
     }
     states = {n: each for n, each in state["state"].items() if n not in left_out}
     optimizer.load_state_dict(copy.deepcopy({**state, "state": states}))
+    cut_state(optimizer)
 
 
 def module_of(model: nn.Module) -> nn.Module:
@@ -193,7 +204,7 @@ def _gathered(
     return [
         value
         for tensor, value in zip(tensors, values, strict=True)
-        if mine not in OWNERSHIPS[tensor].newest and value is not None
+        if not is_newest(tensor, mine) and value is not None
     ]
 
 
@@ -202,6 +213,11 @@ def gathered(
 ) -> Tensor | None:
     """The newest values of a tensor that ranks keep, on those that read them: itself
     where it has them, or a copy on the CPU."""
+    if tensor in CUTS:
+        own = CUTS[tensor]
+        parts = [gathered(processes, part, readers) for part in own.parts]
+        here = [part.detach().cpu() for part in parts if part is not None]
+        return own.cut.joined(here) if here else None
     entry = OWNERSHIPS[tensor]
     others = [rank for rank in readers if rank not in entry.newest]
     if processes.rank in others:
@@ -223,19 +239,24 @@ def _states(
         return _Slot(len(tensors) - 1)
 
     states = {
-        i: mapped(optimizer.state[parameter], taken)
+        (i, number): mapped(state, taken)
         for i, parameter in enumerate(parameters)
-        if parameter in optimizer.state and first_owner(parameter) == processes.rank
+        if parameter in optimizer.state
+        for number, state in pieces_of(parameter, optimizer.state[parameter]).items()
+        if first_owner(piece(parameter, number)) == processes.rank
     }
     call = f"full_optimizer_state_dict of {digest_of(parameters)}"
     by_rank = processes.agree(call, (states, [Spec.of(value) for value in tensors]))
-    result: dict[int, Any] = {}
+    pieces: dict[tuple[int, int], Any] = {}
     for rank, (states, specs) in enumerate(by_rank):
         values = tensors if rank == processes.rank else [_empty(spec) for spec in specs]
         for value in values:
             processes.share(value, rank, range(processes.workers))
-        result |= mapped(states, lambda value: value, values)
-    return result
+        pieces |= mapped(states, lambda value: value, values)
+    result: dict[int, list[Any]] = {}
+    for i, number in sorted(pieces):
+        result.setdefault(i, []).append(pieces[i, number])
+    return {i: joined(parameters[i], states) for i, states in result.items()}
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from ..jobs.job import PlanError
 from ..transport.processes import everyone
 from .clip import are_stepped, gradient_norms_of, joined_norms
+from .cuts import parts_here
 from .full_state import module_of, plain_name
 from .ownership import OWNERSHIPS, newest_owner
 
@@ -69,8 +70,9 @@ def _of_parameters(
 ) -> dict[int, Tensor]:
     rank = everyone(call).rank
     own = {
-        i: tensor.detach()
+        (i, number): part.detach()
         for i, tensor in enumerate(tensors)
-        if newest_owner(tensor) == rank
+        for number, part in parts_here(tensor).items()
+        if newest_owner(part) == rank
     }
     return joined_norms(f"{call} of {len(tensors)} parameters", own, norm_type)

@@ -49,7 +49,7 @@ def _after_a_step(
         like = torch.zeros(parameter.shape, dtype=parameter.dtype, device=device)
         like.requires_grad_().grad = torch.zeros_like(like)
         try:
-            own = _alone(optimizer, group, like)
+            own = alone(optimizer, group, like)
             with torch.no_grad():
                 own.step()
         except Exception:  # the user's own class, and what it can't do on meta tensors
@@ -58,7 +58,7 @@ def _after_a_step(
     return None
 
 
-def _alone(
+def alone(
     optimizer: Optimizer, group: Mapping[str, Any], parameter: Tensor
 ) -> Optimizer:
     """An optimizer of the same class with one parameter, and nothing in common."""

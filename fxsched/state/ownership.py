@@ -58,11 +58,23 @@ def give_up(name: str, tensor: Tensor, values: bool = True) -> None:
     """
     entry = OWNERSHIPS[tensor]
     if values:
-        nothing = torch.full((), torch.nan).to(tensor)
-        tensor.data = nothing.expand(entry.spec.shape)
+        tensor.data = nothing(tensor).expand(entry.spec.shape)
     what = f"no values of {name}, which rank {entry.owners[0]} keeps"
     if entry.behind and not values:
         what = f"old values of {name}, the newest are on rank {entry.updater}"
+    refuse(tensor, what)
+
+
+def nothing(tensor: Tensor) -> Tensor:
+    """One NaN, for a tensor that lets go of its values."""
+    return torch.full((), torch.nan).to(tensor)
+
+
+def refuse(tensor: Tensor, what: str) -> None:
+    """Makes a tensor refuse to be read and written.
+
+    what: this rank has instead of its values.
+    """
     for method in READS + WRITES:
         setattr(tensor, method, MethodType(_refusal(what, method), tensor))
 
