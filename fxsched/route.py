@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
 from torch import fx, nn
@@ -23,6 +24,8 @@ class Runs(Protocol):
     request: Request
 
     def run(self, gm: fx.GraphModule, args: tuple[Any, ...]) -> Sequence[Any]: ...
+
+    def tracing(self) -> AbstractContextManager[None]: ...
 
 
 class Route:

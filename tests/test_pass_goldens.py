@@ -23,12 +23,14 @@ from tests.text import (
     groups_text,
     loss_text,
     node_text,
+    pieces_text,
     stage_count_text,
     step_text,
 )
 
 HEADS: dict[str, Callable[[fx.GraphModule], list[str]]] = {
     "assign_stages": stage_count_text,
+    "shard_stages": pieces_text,
     "split_stages": groups_text,
     "differentiate_stages": loss_text,
 }
@@ -77,6 +79,19 @@ class Case(NamedTuple):
     order: Order = "static"
     deterministic: bool = False
     message_dtype: torch.dtype | None = None
+    stages: tuple[str, ...] = ("b",)
+
+
+class Wide(Chain):
+    """A layer whose outputs the next one adds up, and a norm, which all shards make."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(2, 4), nn.Linear(4, 2)
+        self.norm, self.last = nn.LayerNorm(2), nn.Linear(2, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.norm(self.b(self.a(x).relu()))).mean()
 
 
 def elsewhere() -> Schedule:
@@ -96,6 +111,7 @@ def served() -> Schedule:
 
 CASES = {
     "assign_stages": Case(),
+    "shard_stages": Case(schedules.sharded(schedules.gpipe(1, 1), 2), Wide, stages=()),
     "keep_gradient_order": Case(schedules.gpipe(3, 1), Residual, deterministic=True),
     "copy_shared": Case(model=Masked),
     "split_stages": Case(),
@@ -147,7 +163,7 @@ def test_a_pass_does_what_its_docstring_shows(
         case.model(),
         case.schedule,
         torch.ones(4, 2),
-        stages=["b"],
+        stages=case.stages or "auto",
         order=case.order,
         deterministic=case.deterministic,
         message_dtype=case.message_dtype,

@@ -11,13 +11,19 @@ from torch import fx
 from fxsched.ir.facts import facts
 from fxsched.ir.graphs import Role, Spec
 from fxsched.ir.step_ir import Line, Message, StepIR
-from fxsched.jobs.job import Placement
+from fxsched.jobs.job import Direction, Job, Placement
 
 
 def stage_count_text(gm: fx.GraphModule) -> list[str]:
     """What assign_stages makes."""
     stages = {node.meta["stage"] for node in gm.graph.nodes if "stage" in node.meta}
     return [f"stage_count = {len(stages)}"]
+
+
+def pieces_text(gm: fx.GraphModule) -> list[str]:
+    """What shard_stages makes: stages of pieces, as the stages of jobs print."""
+    pieces = (str(Job(piece, 0, Direction.FORWARD)) for piece in facts(gm).pieces)
+    return [f"stage {i}: {job}" for i, job in enumerate(pieces)]
 
 
 def groups_text(gm: fx.GraphModule) -> list[str]:

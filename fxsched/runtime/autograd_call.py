@@ -20,19 +20,14 @@ def call_step(step: Step, args: tuple[Any, ...], said: set[str]) -> Sequence[Any
 
     said: what was warned of; what this call warns of is added.
     """
-    inputs, parts = step.inputs(args, said), step.plan.parts
-    count = len(inputs)
-    inputs = (*inputs, *cut_weights(args, parts))
+    inputs, parts = step.inputs(args, said), cut_weights(args, step.plan.parts)
+    inputs = (*inputs, *parts.values())
     if not step.plan.trains:
         return step.outputs(inputs, step.advance(step.start(inputs), None))
-    cut = {part.input for part in parts.values()}
-    places = [i for i in range(len(args)) if i not in cut]
-    leaves = [
-        i
-        for i in (*places, *range(count, len(inputs)))
-        if isinstance(inputs[i], Tensor) and inputs[i].requires_grad
-    ]
-    tensors = [inputs[i] for i in leaves]
+    cut = {part.input for part in step.plan.parts.values()}
+    given = {i: a for i, a in enumerate(args) if i not in cut} | parts
+    leaves = [i for i, a in given.items() if isinstance(a, Tensor) and a.requires_grad]
+    tensors = [given[i] for i in leaves]
     apply: Any = _function(step).apply
     outputs: tuple[Any, ...] = apply(step, inputs, leaves, *tensors)
     return outputs

@@ -11,13 +11,13 @@ from ..ir.parts import PartOf
 from ..state.cuts import CUTS
 
 
-def cut_weights(args: Sequence[Any], parts: Mapping[int, PartOf]) -> list[Tensor]:
-    """The parts, in their order, of the weights among the arguments of a call: those
-    that ranks have, or else views of the weight, whose gradients autograd joins."""
+def cut_weights(args: Sequence[Any], parts: Mapping[int, PartOf]) -> dict[int, Tensor]:
+    """Parts of weights among the arguments of a call, by their positions: those that
+    ranks have, or else of the weight, where autograd joins their gradients."""
     cut: dict[int, Sequence[Tensor]] = {}
     for part in parts.values():
         if part.input not in cut:
             weight = args[part.input]
             kept = CUTS.get(weight)
             cut[part.input] = part.cut.of(weight) if kept is None else kept.parts
-    return [cut[part.input][part.number] for part in parts.values()]
+    return {i: cut[part.input][part.number] for i, part in parts.items()}

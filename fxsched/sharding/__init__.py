@@ -1,4 +1,4 @@
 """Which weights are cut into shards, and what each operation does with its parts.
 
-Imports: costmodel, ir, rows.
+Imports: costmodel, ir, jobs, rows.
 """
