@@ -16,6 +16,7 @@ from ..jobs.job import PlanError
 from ..state.full_state import module_of, optimized, plain_name
 from ..state.optimizers import unguarded
 from ..state.ownership import first_owner, is_updated
+from .cut_weights import Whole
 
 MODEL, STATE = "model.", "optimizer.state."
 EXTRA_STATE = "_extra_state"  # how torch ends names of what get_extra_state() returns
@@ -87,11 +88,14 @@ class OptimizerContent(NamedTuple):
             )
         return OptimizerContent(optimizer, {names[id(p)]: p for p in parameters})
 
-    def states(self, rank: int) -> dict[str, dict[str, Any]]:
-        """The state of parameters that this rank speaks for, by their names."""
+    def states(self, rank: int, whole: Whole) -> dict[str, dict[str, Any]]:
+        """The state of parameters that this rank speaks for, by their names.
+
+        whole: of weights that ranks have in parts.
+        """
         state = self.optimizer.state
         return {
-            name: dict(state[parameter])
+            name: dict(whole.states.get(parameter, state[parameter]))
             for name, parameter in self.parameters.items()
             if parameter in state and first_owner(parameter) == rank
         }

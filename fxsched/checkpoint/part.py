@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 from ..state.full_state import mapped
 from ..state.ownership import newest_owner
 from .content import ModelContent, OptimizerContent, tensors_in
+from .cut_weights import Whole
 from .folders import sync_folder
 from .manifest import File, Saved
 from .tensor_files import write_tensors
@@ -72,11 +73,15 @@ class Part(NamedTuple):
         optimizer: Optimizer | None,
         extra: Mapping[str, Any] | None,
         rank: int,
+        whole: Whole,
     ) -> Part:
-        """A rank's. Raises PlanError for what can't be saved so."""
+        """A rank's. Raises PlanError for what can't be saved so.
+
+        whole: weights that ranks have in parts.
+        """
         content = ModelContent.of(model)
         tensors = {
-            name: tensor.detach()
+            name: whole.values.get(tensor, tensor).detach()
             for name, tensor in content.tensors.items()
             if newest_owner(tensor) == rank
         }
@@ -85,7 +90,7 @@ class Part(NamedTuple):
         states: dict[str, dict[str, Any]] = {}
         if optimizer is not None:
             owned = OptimizerContent.of(model, optimizer)
-            states = owned.states(rank)
+            states = owned.states(rank, whole)
             common["optimizer"] = type(optimizer).__name__
             common["options"] = owned.options()
         extras = states_of(extra)

@@ -12,7 +12,9 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ..jobs.job import PlanError
+from ..state.cuts import CUTS, put
 from ..state.ownership import is_given_up
+from ..state.part_steps import cut_state
 from ..state.unmade import is_unmade, load_later, make_all
 from .content import MODEL, STATE, ModelContent, OptimizerContent
 from .fit import check_alike, check_names, tied_here
@@ -22,11 +24,14 @@ from .party import Party
 from .tensor_files import read_tensors
 from .values import COMMON, OWN, check_named, read_values, set_random_state
 
+Places = dict[str, list[Tensor]]
+
 
 class Reading(NamedTuple):
     """What a rank takes of a checkpoint.
 
     places: tensors to read into, by their names there.
+    cut: weights that ranks have in parts, by their names there.
     later: tensors that aren't made yet, by their names there; they are read when they
         are, and the optimizer's state of them too.
     options, states: of the optimizer, by names of parameters; states are in places.
@@ -39,6 +44,7 @@ class Reading(NamedTuple):
     optimizer: OptimizerContent | None
     extra: Mapping[str, Any]
     places: dict[str, list[Tensor]]
+    cut: dict[str, list[Tensor]]
     later: dict[str, list[Tensor]]
     common: dict[str, Any]
     states: dict[str, dict[str, Any]]
@@ -56,7 +62,7 @@ class Reading(NamedTuple):
         """What a rank takes. Raises PlanError for what doesn't fit or is damaged."""
         manifest = Manifest.read(folder)
         content = ModelContent.of(model)
-        places, later = _places(content, manifest)
+        places, cut, later = _places(content, manifest)
         same = party.ranks == manifest.workers
         own_file = f"{folder_of(party.rank if same else 0)}/{OWN}"
         manifest.check_files(folder, [COMMON, own_file])
@@ -70,7 +76,7 @@ class Reading(NamedTuple):
             wanted = [
                 name
                 for name in stepped.updated(party.rank)
-                if not is_unmade(stepped.parameters[name])
+                if not _comes_later(stepped.parameters[name])
             ]
             states = _states(wanted, common["states"], manifest)
             places |= {
@@ -78,13 +84,14 @@ class Reading(NamedTuple):
                 for name, state in states.items()
                 for key, value in _tensors_of(name, state, common["states"]).items()
             }
-        names = manifest.tensors if later else places  # those of states, too
+        every = later or cut  # of states, too
+        names = manifest.tensors if every else places
         ranks = sorted({manifest.tensors[name].rank for name in names})
         folders = tuple(f"{folder_of(rank)}/" for rank in ranks)
         data = [f for f in manifest.files if f.startswith(folders) and f[-6:] != OWN]
         manifest.check_files(folder, data)
         return Reading(
-            *(folder, manifest, content, stepped, extra, places, later),
+            *(folder, manifest, content, stepped, extra, places, cut, later),
             *(common, states, own, same),
         )
 
@@ -99,6 +106,7 @@ class Reading(NamedTuple):
             module.set_extra_state(self.common["modules"][name])
         if self.optimizer is not None:
             self.optimizer.load(self.common["options"], self.states)
+        self._take_parts()
         self._put_off()
         for name, each in self.extra.items():
             each.load_state_dict(self.own["extra"][name])
@@ -120,6 +128,19 @@ class Reading(NamedTuple):
             }
             if here:
                 read_tensors(self.folder / folder_of(rank), here)
+
+    def _take_parts(self) -> None:
+        """Reads weights that ranks have in parts, one after another, and then the
+        optimizer's state of each."""
+        for name, tensors in self.cut.items():
+            for tensor in tensors:
+                put(tensor, self._value(name))
+        if self.optimizer is not None:
+            every = {t for tensors in self.cut.values() for t in tensors}
+            for name, parameter in self.optimizer.parameters.items():
+                if parameter in every and CUTS[parameter].kept:
+                    self._take_state(self.optimizer, name)
+                    cut_state(self.optimizer.optimizer)
 
     def _put_off(self) -> None:
         """Has what isn't made yet read later, and the optimizer's state of it."""
@@ -165,26 +186,30 @@ def _tensors_of(
     }
 
 
-def _places(
-    content: ModelContent, manifest: Manifest
-) -> tuple[dict[str, list[Tensor]], dict[str, list[Tensor]]]:
+def _comes_later(parameter: Tensor) -> bool:
+    """Whether the optimizer's state of a parameter is read once all else is."""
+    return is_unmade(parameter) or parameter in CUTS
+
+
+def _places(content: ModelContent, manifest: Manifest) -> tuple[Places, Places, Places]:
     """The model's tensors here, by the names of what goes there in a checkpoint: those
-    that are made, and those that aren't yet."""
+    that are made, those that ranks have in parts, and those that aren't made yet."""
     saved = {n: its for n, its in manifest.tensors.items() if n.startswith(MODEL)}
     names = {n: n for n in saved} | manifest.tied
     check_names("tensor", [*content.tensors, *content.tied], names)
     for name, first in content.tied.items():
         if names[name] != names[first]:
             raise tied_here(name, first)
-    places: dict[str, list[Tensor]] = {}
-    later: dict[str, list[Tensor]] = {}
+    places, cut, later = Places(), Places(), Places()
     for name, tensor in content.tensors.items():
         check_alike(name, saved[names[name]], tensor)
-        if is_unmade(tensor):
+        if tensor in CUTS:
+            cut.setdefault(names[name], []).append(tensor)
+        elif is_unmade(tensor):
             later.setdefault(names[name], []).append(tensor)
         elif not is_given_up(tensor):
             places.setdefault(names[name], []).append(tensor.detach())
-    return places, later
+    return places, cut, later
 
 
 def _states(

@@ -14,6 +14,8 @@ from torch.optim import Optimizer
 
 from ..backend import Backend
 from ..jobs.job import PlanError
+from ..state.full_state import module_of
+from .cut_weights import Whole
 from .folders import make_fresh, path_of, point_to, remove_older, sync_folder
 from .manifest import File, Manifest
 from .part import Part, Written, folder_of
@@ -87,7 +89,13 @@ def save(
     fresh = path / party.first("make a folder", lambda: make_fresh(path))
 
     def part() -> Part:
-        return Part.of(model, optimizer, extra, party.rank)
+        return Part.of(model, optimizer, extra, party.rank, whole)
+
+    with _removed_if_it_fails(party, fresh):
+        tensors = module_of(model).parameters()
+        whole = party.local(
+            "put its weights together", lambda: Whole.of(party, tensors, optimizer)
+        )
 
     if not background:
         return _write(party, fresh, part, keep)

@@ -12,10 +12,12 @@ from torch import Tensor, nn
 
 from ..backend import Backend
 from ..jobs.job import PlanError
-from ..state.full_state import plain_name
+from ..state.cuts import CUTS, put
+from ..state.full_state import module_of, plain_name
 from ..state.ownership import is_given_up, newest_owner
 from ..state.unmade import is_unmade, load_later
 from .content import MODEL, ModelContent
+from .cut_weights import Whole
 from .fit import check_alike, check_names, tied_here
 from .folders import path_of, refuse_file, replace_file, sync_folder
 from .party import Party
@@ -37,7 +39,11 @@ def save_weights(
     Raises PlanError on every rank if one could not write, OSError on that one.
     """
     party, path = Party("save_weights", backend), path_of("save_weights", folder)
-    tensors = party.local("list its weights", lambda: _owned(path, model, party.rank))
+    every = module_of(model).parameters()
+    whole = party.local("put its weights together", lambda: Whole.of(party, every))
+    tensors = party.local(
+        "list its weights", lambda: _owned(path, model, party.rank, whole)
+    )
     names = party.each("list its weights", lambda: list(tensors))
     writers = [rank for rank, its in enumerate(names) if its] or [0]
     files = {
@@ -63,7 +69,9 @@ def save_weights(
     party.first("write to the disk", lambda: sync_folder(path))
 
 
-def _owned(folder: Path, model: nn.Module, rank: int) -> dict[str, Tensor]:
+def _owned(
+    folder: Path, model: nn.Module, rank: int, whole: Whole
+) -> dict[str, Tensor]:
     """The tensors that this rank writes, by their plain names."""
     there = sorted(folder.glob(f"*{SUFFIX}*")) if folder.exists() else []
     if there:
@@ -79,10 +87,11 @@ def _owned(folder: Path, model: nn.Module, rank: int) -> dict[str, Tensor]:
             "safetensors can't hold; use fxsched.save"
         )
     names = {n: n for n in content.tensors} | content.tied
+    mine = {n: t for n, t in content.tensors.items() if newest_owner(t) == rank}
     return {
-        name.removeprefix(MODEL): content.tensors[first]
+        name.removeprefix(MODEL): whole.values.get(mine[first], mine[first])
         for name, first in names.items()
-        if newest_owner(content.tensors[first]) == rank
+        if first in mine
     }
 
 
@@ -110,6 +119,8 @@ def load_weights(
             for stored, tensor in fitting:
                 if is_unmade(tensor):
                     load_later(tensor, stored.read)
+                elif tensor in CUTS:
+                    put(tensor, stored.read())
                 else:
                     tensor.copy_(stored.read())
 
@@ -132,7 +143,7 @@ def _fitting(
     fitting = []
     for name, tensor in content.tensors.items():
         check_alike(name, found[name].what, tensor)
-        if not is_given_up(tensor):
+        if not is_given_up(tensor) or tensor in CUTS:
             fitting.append((found[name], tensor))
     return fitting
 

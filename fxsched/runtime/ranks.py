@@ -256,10 +256,10 @@ class Ranks:
                     stale.append((state.name, tensor))
         for state, entry in new.items():
             self._settle(state, args[state.input], entry)
-        for position, states in plan.states_of_parts.items():
+        for turn, (position, states) in enumerate(plan.states_of_parts.items()):
             if args[position] not in CUTS:
                 place = plan.kept_parts[position]
-                self._cut(args[position], states, place)
+                self._cut(args[position], states, place, turn)
         for name, tensor in stale:
             give_up(name, tensor, values=False)
         for name, tensor, updater, behind in updated:
@@ -282,10 +282,12 @@ class Ranks:
             give_up(name, tensor, values=False)
         self._guard(OWNERSHIPS[tensor])
 
-    def _cut(self, weight: Tensor, states: Sequence[State], place: KeptParts) -> None:
+    def _cut(
+        self, weight: Tensor, states: Sequence[State], place: KeptParts, turn: int
+    ) -> None:
         """Leaves this rank its parts of a weight; all owners of a part start from the
         first one's."""
-        cut_weight(states[0].name.rpartition("[")[0], weight, place, self.rank)
+        cut_weight(states[0].name.rpartition("[")[0], weight, place, self.rank, turn)
         for state, part in zip(states, CUTS[weight].parts, strict=True):
             self._settle(state, part, OWNERSHIPS[part])
         guard_part_steps()

@@ -58,8 +58,13 @@ class Parts(NamedTuple):
 CUTS: MutableMapping[Tensor, Parts] = WeakIdKeyDictionary()
 
 
-def cut_weight(name: str, weight: Tensor, place: KeptParts, rank: int) -> None:
-    """Leaves a rank the parts of a weight that it keeps."""
+def cut_weight(
+    name: str, weight: Tensor, place: KeptParts, rank: int, turn: int
+) -> None:
+    """Leaves a rank the parts of a weight that it keeps.
+
+    turn: ranks take turns to speak for whole weights.
+    """
     cut, owners = place
     spec = spec_of(weight)
     kept = tuple(p for p, ranks in enumerate(owners) if rank in ranks)
@@ -82,7 +87,8 @@ def cut_weight(name: str, weight: Tensor, place: KeptParts, rank: int) -> None:
         hook = partial(_hand_on, TensorWeakRef(weight), number)
         part.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
     everyone = sorted({each for ranks in owners for each in ranks})
-    OWNERSHIPS[weight] = Ownership(tuple(everyone), spec)
+    first = turn % len(everyone)
+    OWNERSHIPS[weight] = Ownership((*everyone[first:], *everyone[:first]), spec)
     CUTS[weight] = own
     weight.data = nothing(weight).expand(spec.shape)
     parts = f"parts {', '.join(map(str, kept))}" if kept else "no part"

@@ -86,7 +86,8 @@ def full_optimizer_state_dict(model: nn.Module, optimizer: Optimizer) -> dict[st
     elsewhere: dict[Tensor, Any] = {}
     if any(parameter in OWNERSHIPS for parameter in parameters):
         processes = everyone("full_optimizer_state_dict")
-        states = _states(processes, parameters, optimizer)
+        every = range(processes.workers)
+        states = states_of(processes, parameters, optimizer, lambda _: every)
         elsewhere = {
             parameter: states[i]
             for i, parameter in enumerate(parameters)
@@ -226,11 +227,16 @@ def gathered(
     return tensor if processes.rank in readers else None
 
 
-def _states(
-    processes: Processes, parameters: Sequence[Tensor], optimizer: Optimizer
+def states_of(
+    processes: Processes,
+    parameters: Sequence[Tensor],
+    optimizer: Optimizer,
+    readers: Callable[[Tensor], Sequence[int]],
 ) -> dict[int, Any]:
-    """The optimizer's state of every parameter, by its position."""
+    """The optimizer's state of parameters, by position, on the ranks that read it; each
+    from the first rank that updates it."""
     tensors: list[Tensor] = []
+    places: list[int] = []
 
     def taken(value: Tensor) -> Any:
         if value.dim() == 0:
@@ -238,24 +244,32 @@ def _states(
         tensors.append(value)
         return _Slot(len(tensors) - 1)
 
-    states = {
-        (i, number): mapped(state, taken)
-        for i, parameter in enumerate(parameters)
-        if parameter in optimizer.state
-        for number, state in pieces_of(parameter, optimizer.state[parameter]).items()
-        if first_owner(piece(parameter, number)) == processes.rank
-    }
+    own: dict[tuple[int, int], Any] = {}
+    for i, parameter in enumerate(parameters):
+        if parameter in optimizer.state:
+            state = pieces_of(parameter, optimizer.state[parameter])
+            for number, each in state.items():
+                if first_owner(piece(parameter, number)) == processes.rank:
+                    own[i, number] = mapped(each, taken)
+                    places += [i] * (len(tensors) - len(places))
+    specs = [(i, Spec.of(t)) for i, t in zip(places, tensors, strict=True)]
     call = f"full_optimizer_state_dict of {digest_of(parameters)}"
-    by_rank = processes.agree(call, (states, [Spec.of(value) for value in tensors]))
     pieces: dict[tuple[int, int], Any] = {}
-    for rank, (states, specs) in enumerate(by_rank):
-        values = tensors if rank == processes.rank else [_empty(spec) for spec in specs]
-        for value in values:
-            processes.share(value, rank, range(processes.workers))
+    for rank, (states, its) in enumerate(processes.agree(call, (own, specs))):
+        values: list[Any] = []
+        for i, spec in its:
+            to = readers(parameters[i])
+            mine = tensors[len(values)] if rank == processes.rank else None
+            if mine is None and processes.rank in to:
+                mine = _empty(spec)
+            if mine is not None:
+                processes.share(mine, rank, to)
+            values.append(mine)
         pieces |= mapped(states, lambda value: value, values)
     result: dict[int, list[Any]] = {}
     for i, number in sorted(pieces):
-        result.setdefault(i, []).append(pieces[i, number])
+        if processes.rank in readers(parameters[i]):
+            result.setdefault(i, []).append(pieces[i, number])
     return {i: joined(parameters[i], states) for i, states in result.items()}
 
 

@@ -1,0 +1,46 @@
+"""Weights that ranks have in parts, whole for a while on the rank that writes them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any, NamedTuple
+
+from torch import Tensor
+from torch.optim import Optimizer
+
+from ..state.cuts import CUTS
+from ..state.full_state import gathered, states_of
+from ..state.optimizers import parameters_of
+from ..state.ownership import newest_owner
+from .party import Party
+
+
+class Whole(NamedTuple):
+    """What a rank writes of weights that are cut: their values, and an optimizer's
+    state of them."""
+
+    values: dict[Tensor, Tensor]
+    states: dict[Tensor, Any]
+
+    @staticmethod
+    def of(
+        party: Party, tensors: Iterable[Tensor], optimizer: Optimizer | None = None
+    ) -> Whole:
+        """Of those among some tensors, the same on all ranks; each on the rank that
+        speaks for it. Every rank calls it."""
+        whole, processes = Whole({}, {}), party.processes
+        cut = [tensor for tensor in tensors if tensor in CUTS]
+        if not cut or processes is None:
+            return whole
+        for tensor in cut:
+            value = gathered(processes, tensor, [newest_owner(tensor)])
+            if value is not None:
+                whole.values[tensor] = value
+        if optimizer is not None:
+            stepped = set(map(id, parameters_of(optimizer)))
+            weights = [tensor for tensor in cut if id(tensor) in stepped]
+            states = states_of(
+                processes, weights, optimizer, lambda tensor: [newest_owner(tensor)]
+            )
+            whole.states.update({weights[i]: each for i, each in states.items()})
+        return whole

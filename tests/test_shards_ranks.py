@@ -1,0 +1,19 @@
+"""Ranks keep their parts of weights, and train, save and load as eager PyTorch."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from tests.ranks_shards import EVERY_RANK
+from tests.torchrun import torchrun
+
+
+def test_two_ranks_in_shards_equal_eager_save_load_and_refuse(tmp_path: Path) -> None:
+    printed = torchrun(2, "tests.ranks_shards", str(tmp_path)).stdout
+    assert printed.count("equal to eager") == 2 * (len(EVERY_RANK[2]()) + 1), printed
+    assert printed.count("saved and loaded") == printed.count("refused") == 2, printed
+
+
+def test_four_ranks_in_shards_equal_eager(tmp_path: Path) -> None:
+    printed = torchrun(4, "tests.ranks_shards", str(tmp_path)).stdout
+    assert printed.count("equal to eager") == 4 * len(EVERY_RANK[4]()), printed
