@@ -1,4 +1,4 @@
-"""What each rank of tests/test_shards_ranks.py does: python -m tests.ranks_shards FOLDER."""
+"""What each rank of test_shards_ranks.py does: python -m tests.ranks_shards FOLDER."""
 
 from __future__ import annotations
 

@@ -22,6 +22,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 import fxsched
 from fxsched import PlanError, schedules
+from fxsched.checkpoint.cut_weights import Whole
 from fxsched.checkpoint.part import Part
 from fxsched.checkpoint.save import _check_parts
 from tests.ranks_save import Loader, Training, full_disk, resumed
@@ -85,7 +86,7 @@ def test_a_schedule_that_corrects_by_velocities_resumes_to_the_bit(
 def test_parts_that_the_first_rank_does_not_see_are_no_checkpoint(
     tmp_path: Path,
 ) -> None:
-    part = Part.of(nn.Linear(2, 2), None, None, 0).write(tmp_path)
+    part = Part.of(nn.Linear(2, 2), None, None, 0, Whole({}, {})).write(tmp_path)
     there = {name: file for name, file in part.files.items() if "own" not in name}
     (tmp_path / "rank-0/own.pt").unlink()
     with pytest.raises(PlanError, match=r"rank 0 doesn't see .*own.pt, which rank 1 h"):

@@ -42,10 +42,22 @@ def test_norms_of_several_types_come_together_as_torchs_do(norm_type: float) -> 
     norms = [float(g) for g in torch._foreach_norm(gradients, norm_type)]
     ranks: list[clip.Norms] = [{}, {}, {}]
     for i, gradient in enumerate(gradients):
-        ranks[i * i % 3].setdefault(gradient.dtype, {})[i] = norms[i]
+        ranks[i * i % 3].setdefault(gradient.dtype, {})[i, 0] = norms[i]
     wanted = nn.utils.get_total_norm(gradients, norm_type)
-    found = nn.utils.get_total_norm(clip._joined(ranks).values(), norm_type)
+    found = nn.utils.get_total_norm(clip._joined(ranks, norm_type).values(), norm_type)
     assert torch.equal(found, wanted) and found.dtype is wanted.dtype
+
+
+@pytest.mark.parametrize("norm_type", [0.0, 1.0, 2.0, float("inf")])
+def test_norms_of_parts_are_the_norm_of_the_weight(norm_type: float) -> None:
+    weight = torch.randn(6, 4).relu()
+    norms = [float(torch.linalg.vector_norm(part, norm_type)) for part in weight]
+    ranks: list[clip.Norms] = [
+        {torch.float32: {(3, number): norm}} for number, norm in enumerate(norms)
+    ]
+    found = clip._joined(ranks, norm_type)
+    wanted = torch.linalg.vector_norm(weight, norm_type)
+    torch.testing.assert_close(found, {3: wanted})
 
 
 def test_the_state_of_one_process_is_a_copy_with_plain_names() -> None:
