@@ -166,6 +166,7 @@ def make_plan(
         knows_state=bool(request.state_bytes),
         gradient_dtype=request.gradient_dtype,
         parts=facts(gm).parts,
+        cuts=facts(gm).cuts,
         said=tuple(
             filter(None, (step.facts.meeting, step.facts.pairs, step.facts.totals))
         ),

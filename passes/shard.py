@@ -66,6 +66,7 @@ def shard_stages(gm: fx.GraphModule, request: Request) -> fx.GraphModule:
         schedule=in_pieces(schedule, pieces),
         pieces=pieces,
         parts=parts,
+        cuts=tuple(grower.told(region)),
         outputs=tuple(_with_parts(output, parts) for output in facts(gm).outputs),
     )
     whole = lazy_module(gm, graph, "Shards")

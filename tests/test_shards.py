@@ -182,6 +182,19 @@ def test_a_stage_stays_one_in_tables() -> None:
     assert "0F0.1/2" in str(plan.table(1))
 
 
+def test_explain_says_what_is_cut_and_why_the_rest_is_not() -> None:
+    model, inputs = gpt()
+    text = fxsched.plan(model, SCHEDULES["1f1b"](), *inputs).explain()
+    rows = [" ".join(line.split()) for line in text.split("\n")]
+    assert "blocks.*.attention.query.weight 2 32 x 32 column" in rows
+    assert "blocks.*.feed.2.weight 2 32 x 128 row" in rows
+    assert (
+        "tokens.weight 1 64 x 32 whole: all of it is read by embedding in tokens"
+        in (rows)
+    )
+    assert "88.9 % of these weights are cut: each of 2 shards has 44.4 %, the " in text
+
+
 def test_a_job_of_a_shard_prints_its_shard() -> None:
     assert str(Job(Piece(7, 2, 1, 0), 0, F)) == "2F0.1"
     assert str(Job(Piece(9, 2, 1, 3), 4, B)) == "2B4.1/3"

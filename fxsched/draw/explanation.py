@@ -11,14 +11,14 @@ from ..clock.arrivals import ahead_text
 from ..clock.joint import joint_text
 from ..clock.stage_graph import run_stages, step_seconds
 from ..clock.timeline import Timeline
+from ..ir.parts import WeightCut
 from ..jobs.job import Job
 from ..jobs.schedule import Schedule
+from .cut_table import EXPLAINED, cut_table
 from .memory_table import WorkerMemory, memory_tables
 from .plan_tables import busy_seconds, load_rows, sends_text, stage_text, wrapped
 from .tables import byte_text, ranges, shorten, table
 from .whole_stages import pieces_of, whole_stages
-
-EXPLAINED = 100  # columns of what explains a plan
 
 
 def explain_text(
@@ -26,9 +26,13 @@ def explain_text(
     stages: nx.DiGraph[int],
     memory: WorkerMemory | None = None,
     said: Sequence[str] = (),
+    cuts: Sequence[WeightCut] = (),
 ) -> str:
     """The stages with their workers, work, memory and what one microbatch sends; where
-    the step's time goes. said: of rows of the batch that meet."""
+    the step's time goes.
+
+    said: of rows of the batch that meet. cuts: of weights that are cut into shards.
+    """
     rows, whole = [], whole_stages(stages)
     for s, shares in zip(sorted(whole), stage_shares(schedule, whole), strict=True):
         data = whole.nodes[s]
@@ -55,6 +59,7 @@ def explain_text(
                 "worker|stages|busy|memory", load_rows(schedule, stages, events, memory)
             ),
             *memory_tables(memory),
+            *cut_table(cuts),
             _limits(schedule, stages, events),
         )
     )

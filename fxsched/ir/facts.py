@@ -12,7 +12,7 @@ from torch import fx
 from ..jobs.job import Piece
 from ..jobs.schedule import Schedule
 from .graphs import Group, Output
-from .parts import PartOf
+from .parts import PartOf, WeightCut
 from .writes import Write
 
 FACTS = "facts"  # the key of gm.meta that has them
@@ -39,6 +39,7 @@ class Facts:
     pieces: the stages, where they are pieces of shards, and `parts` the parts of
         weights that they read, by their positions after the inputs of the call
         (shard_stages).
+    cuts: what is said of weights that could be cut (shard_stages).
     """
 
     outputs: tuple[Output, ...]
@@ -53,6 +54,7 @@ class Facts:
     loss: int | None = None
     pieces: tuple[Piece, ...] = ()
     parts: Mapping[int, PartOf] = field(default_factory=dict)
+    cuts: tuple[WeightCut, ...] = ()
 
 
 @dataclass(frozen=True)

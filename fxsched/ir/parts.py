@@ -37,6 +37,18 @@ class PartOf(NamedTuple):
     number: int
 
 
+class WeightCut(NamedTuple):
+    """What is said of a weight of several dimensions: its name and shape, whether it is
+    cut by "column" or "row" or stays "whole", and why it does; how many parts it has.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    word: str
+    why: str = ""
+    parts: int = 1
+
+
 class KeptParts(NamedTuple):
     """How ranks have had a weight in parts since an earlier plan, and which workers
     keep each part."""

@@ -31,7 +31,7 @@ from ..draw.memory_table import WorkerMemory
 from ..draw.notebook import figure
 from ..draw.program_table import program_table
 from ..ir.graphs import Group, Output, Specs, State
-from ..ir.parts import KeptParts, PartOf
+from ..ir.parts import KeptParts, PartOf, WeightCut
 from ..ir.step_ir import Line, Message, Value
 from ..jobs.job import Direction, Job, Placement, PlanError
 from ..jobs.schedule import Schedule
@@ -94,6 +94,7 @@ class Plan:
     gradient_dtype: what gradients are added up in; None for the parameters' type.
     said: how rows of the batch meet in pairs, and what weighs a loss, if they do.
     parts: of weights that are cut into shards, by positions after those of a call.
+    cuts: which these are, and why others stay whole.
     """
 
     schedule: Schedule
@@ -121,6 +122,7 @@ class Plan:
     gradient_dtype: torch.dtype | None = None
     said: tuple[str, ...] = ()
     parts: Mapping[int, PartOf] = field(default_factory=dict)
+    cuts: tuple[WeightCut, ...] = ()
 
     @cached_property
     def jobs(self) -> tuple[Job, ...]:
@@ -251,7 +253,9 @@ class Plan:
     def explain(self) -> str:
         """Stages with their workers, work, memory and what one microbatch sends; what
         each worker runs and holds; what limits the step. Lines of 100 columns."""
-        return explain_text(self.schedule, self.stages, self._memory, self.said)
+        return explain_text(
+            self.schedule, self.stages, self._memory, self.said, self.cuts
+        )
 
     def simulate(
         self,

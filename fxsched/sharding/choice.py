@@ -8,7 +8,7 @@ from torch import fx
 
 from ..rows.kinds import Kind, Rows
 from .layouts import Follower, Operation, is_part, is_plain, value_of
-from .region import Grower, Region, is_weight
+from .region import Grower, Region, is_weight, where
 
 OUTERS = (1, 2, 3)  # blocks along a dimension, as query, key and value in one weight
 
@@ -26,7 +26,9 @@ def choose_region(grower: Grower, nodes: Sequence[fx.Node]) -> Region:
         for weight in node.all_input_nodes:
             if not is_weight(weight) or value_of(weight).dim() < 2:
                 continue
-            region = None if weight in chosen.weights else _cut(grower, node, weight)
+            if weight in chosen.weights:
+                continue
+            region = _cut(grower, node, weight)
             if region is not None and _apart(region, chosen):
                 chosen.add(region)
                 break
@@ -35,9 +37,14 @@ def choose_region(grower: Grower, nodes: Sequence[fx.Node]) -> Region:
 
 def _cut(grower: Grower, node: fx.Node, weight: fx.Node) -> Region | None:
     """The region of the first way to cut a weight that needs sums alone."""
-    for rows in _ways(value_of(weight).shape, grower.follower.shards):
+    shards = grower.follower.shards
+    ways = list(_ways(value_of(weight).shape, shards))
+    none = f"it doesn't divide by {shards}"
+    grower.reasons.setdefault(weight, f"{where(node)} has no rule" if ways else none)
+    for rows in ways:
         layout = _layout(grower.follower, node, {weight: (rows,)})
         if is_plain(layout) and is_part(layout):
+            grower.reasons[weight] = "nothing of what it makes is added up"
             region = grower.grow({weight: rows}, gathers=False)
             if region is not None and region.summed:
                 return region

@@ -12,7 +12,7 @@ from ..ir.user_line import line_of
 from ..jobs.job import PlanError
 from ..rows.kinds import Kind, Rows
 from .choice import OUTERS
-from .layouts import Operation, is_part, is_plain, value_of
+from .layouts import value_of
 from .region import Grower, Region, is_weight
 
 
@@ -75,8 +75,7 @@ def _grown(grower: Grower, node: fx.Node, weight: fx.Node, word: str) -> Region:
         Rows(Kind.APART, dim, outer)
         for outer in OUTERS
         for dim in range(len(shape))
-        if _word(grower, node, weight, dim) == word
-        and shape[dim] % (outer * shards) == 0
+        if grower.word(node, weight, dim) == word and shape[dim] % (outer * shards) == 0
     ]
     for gathers in (False, True):
         for rows in ways:
@@ -94,17 +93,3 @@ def _grown(grower: Grower, node: fx.Node, weight: fx.Node, word: str) -> Region:
         f"{line_of(node.meta.get('stack_trace'))}\n{why}; leave it out, or give "
         "another number of shards"
     )
-
-
-def _word(grower: Grower, node: fx.Node, weight: fx.Node, dim: int) -> str | None:
-    """What cutting a weight along a dimension is: "column" if its product is cut then,
-    "row" if it is a sum."""
-    call = Operation.of(node)
-    if call.bias is not None:
-        call = call.unbiased
-    layout = grower.follower.layout(call, {weight: (Rows(Kind.APART, dim),)})
-    if not is_plain(layout):
-        return None
-    if is_part(layout):
-        return "column"
-    return "row" if {rows.kind for rows in layout} == {Kind.SUM} else None

@@ -2,7 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from collections.abc import (
+    Callable,
+    Container,
+    Iterable,
+    Iterator,
+    Mapping,
+    Sequence,
+)
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -10,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, fx
 
 from ..ir.graphs import REGION_ENTERS, REGION_EXITS, Role, storage, tensors, touches
+from ..ir.parts import WeightCut
 from ..rows.kinds import Kind, Rows
 from .layouts import Follower, Layout, Operation, is_part, is_plain, value_of
 from .local_calls import LocalCall, local_call
@@ -73,6 +81,7 @@ class Grower:
             reads = node.all_input_nodes
             if any(is_weight(n) or n in self.weighed for n in reads):
                 self.weighed.add(node)
+        self.reasons: dict[fx.Node, str] = {}
         self.wants: Callable[[fx.Node], bool] = lambda weight: True
 
     def may_cut(self, weight: fx.Node) -> bool:
@@ -97,6 +106,35 @@ class Grower:
             larger = self._spread({**seeds, **more}, gathers)
             region, seeds = (larger, {**seeds, **more}) if larger else (region, seeds)
         return None
+
+    def word(self, node: fx.Node, weight: fx.Node, dim: int) -> str | None:
+        """What cutting a weight that a node reads along a dimension is: "column" if its
+        product is cut then, "row" if it is a sum."""
+        call = Operation.of(node)
+        if call.bias is not None:
+            call = call.unbiased
+        layout = self.follower.layout(call, {weight: (Rows(Kind.APART, dim),)})
+        if not is_plain(layout):
+            return None
+        if is_part(layout):
+            return "column"
+        return "row" if {rows.kind for rows in layout} == {Kind.SUM} else None
+
+    def told(self, region: Region) -> Iterator[WeightCut]:
+        """What is said of the model's matrices, in the order in which they are read."""
+        for weight in dict.fromkeys(w for n in self.nodes for w in n.all_input_nodes):
+            if not is_weight(weight) or value_of(weight).dim() < 2:
+                continue
+            shape = tuple(map(int, value_of(weight).shape))
+            if weight in region.weights:
+                dim = region.weights[weight].dim
+                words = (self.word(node, weight, dim) for node in weight.users)
+                word = next(filter(None, words), "part")
+                parts = self.follower.shards
+                yield WeightCut(weight.meta["name"], shape, word, parts=parts)
+            else:
+                why = self.reasons.get(weight, "it isn't named")
+                yield WeightCut(weight.meta["name"], shape, "whole", why)
 
     def _behind(self, region: Region, tried: set[fx.Node]) -> dict[fx.Node, Rows]:
         """Weights that make whole values, parts of which are read."""
@@ -153,6 +191,9 @@ class Grower:
         for node in self.nodes[first:]:
             reads = [n for n in node.all_input_nodes if n in parts]
             if reads and not self._join(region, node, reads, parts, gathers):
+                for weight in seeds:
+                    what = "it" if weight in reads else "what it makes"
+                    self.reasons[weight] = f"all of {what} is read by {where(node)}"
                 return None
         return region
 
@@ -243,6 +284,12 @@ class Grower:
                 region.weights[weight] = rows
                 parts[weight] = self.follower.part(value_of(weight), (rows,))
         return True
+
+
+def where(node: fx.Node) -> str:
+    """An operation, and the module that it is in."""
+    name = getattr(node.target, "__name__", str(node.target))
+    return f"{name} in {node.meta['module'] or 'the model'}"
 
 
 def _is_sum(layout: Layout) -> bool:
