@@ -432,3 +432,31 @@ def test_where_backward_runs_later_the_timeline_has_both_parts() -> None:
     assert [str(e.job) for e in backend.timeline] == ["0F0", "0F1", "0B0", "0B1"]
     ends = [e.end for e in backend.timeline]
     assert all(a <= e.start for a, e in zip(ends, backend.timeline[1:], strict=False))
+
+
+def test_each_shard_has_its_share_of_a_stage() -> None:
+    plain = schedules.one_f_one_b(2, 4)
+    whole = fxsched.simulate(plain)
+    halves = fxsched.simulate(schedules.sharded(plain, 2))
+    assert halves.latency == whole.latency / 2
+    assert [w.busy for w in halves.workers] == [w.busy / 2 for w in whole.workers * 2]
+    assert "1f1b x 2 shards: 4 workers, 4 microbatches, 2 stages: step 7.5" in str(
+        halves
+    )
+    picture = halves.diagram().text(100)
+    assert "1B0" in picture and "2B0" not in picture  # stages of the model, not pieces
+    by_job = fxsched.simulate(schedules.sharded(plain, 2), durations=lambda job: 2.0)
+    assert by_job.latency == fxsched.simulate(plain, durations=lambda job: 1.0).latency
+
+
+def test_shards_wait_for_all_that_the_stage_before_makes() -> None:
+    late = fxsched.simulate(schedules.sharded(schedules.gpipe(2, 1), 2), transfer=1.0)
+    assert late.latency == (0.5 + 1 + 0.5) + (1 + 1 + 1)
+
+
+def test_a_timeline_does_not_say_what_shards_take() -> None:
+    plan = fxsched.simulate(schedules.gpipe(2, 1))
+    with pytest.raises(PlanError, match="which of their jobs make up a stage's only a"):
+        fxsched.simulate(
+            schedules.sharded(schedules.gpipe(2, 1), 2), durations=list(plan.timeline)
+        )

@@ -11,6 +11,7 @@ from typing import Any
 from ..clock.timeline import Event
 from ..jobs.job import Direction, PlanError
 from ..jobs.user_values import is_number
+from .whole_stages import whole_stage
 
 # Category and chrome://tracing's name of a colour; Perfetto colours by the job's name.
 LOOKS = {
@@ -97,7 +98,7 @@ def _slice(event: Event, process: int, begin: float, scale: float) -> dict[str, 
         "dur": _short((end - start) * scale),
         "cname": colour,
         "args": {
-            "stage": job.stage,
+            "stage": whole_stage(job.stage),
             "microbatch": "*" if job.joint else job.microbatch,
             "direction": str(job.direction),
         },

@@ -31,7 +31,7 @@ def render(
         "span": bars.span,
         "release": str(release),
         "palette": [list(map(hexadecimal, row)) for row in colours],
-        "stage": bars.stage.tolist(),
+        "stage": bars.named.tolist(),
         "microbatch": bars.colour.tolist(),
         "joint": bars.microbatches if bars.meets else -1,
         "direction": "".join(LETTERS[d] for d in bars.direction),

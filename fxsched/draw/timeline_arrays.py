@@ -11,6 +11,7 @@ import numpy as np
 
 from ..clock.timeline import Event
 from ..jobs.job import Direction, PlanError
+from .whole_stages import whole_stage
 
 Array = np.ndarray[Any, np.dtype[Any]]
 LETTERS = "".join(map(str, Direction))
@@ -22,6 +23,7 @@ class Bars:
 
     microbatch: 0 for the jobs of joint stages, on all rows.
     direction: positions in LETTERS: 0 for F, 1 for B, 2 for W, 3 for U.
+    named: the stage of the model; `stage` may be a piece of a shard of it.
     start, end: from the beginning of the step, which takes `span`.
     """
 
@@ -34,6 +36,7 @@ class Bars:
     start: Array
     end: Array
     joint: Array
+    named: Array
 
     def __len__(self) -> int:
         return len(self.stage)
@@ -57,7 +60,7 @@ class Bars:
     def name(self, i: int) -> str:
         """A job, as 2F0, or 2F* if it is on all rows."""
         part = "*" if self.joint[i] else self.microbatch[i]
-        return f"{self.stage[i]}{LETTERS[self.direction[i]]}{part}"
+        return f"{self.named[i]}{LETTERS[self.direction[i]]}{part}"
 
     @property
     def bubble(self) -> float:
@@ -90,13 +93,14 @@ def bars_of(
     begin = min(table[:, 4], default=0.0) if step is None else step[0]
     end = max(table[:, 5], default=0.0) if step is None else step[1]
     joint = np.array([e.job.joint for e in events], bool)
+    named = np.array([whole_stage(e.job.stage) for e in events], int)
     by_worker = np.lexsort((table[:, 5], table[:, 4], table[:, 3]))
-    table, joint = table[by_worker], joint[by_worker]
+    table, joint, named = table[by_worker], joint[by_worker], named[by_worker]
     stage, microbatch, direction, worker = table[:, :4].astype(int).T
     start, finish = (table[:, 4:] - begin).T
     span = max(float(end - begin), 0.0)
     where = stage, microbatch, direction, worker
-    return Bars(workers, span, *where, start, finish, joint)
+    return Bars(workers, span, *where, start, finish, joint, named)
 
 
 def _check(events: Sequence[Event], workers: int, table: Array) -> None:
@@ -118,8 +122,8 @@ def label(bars: Bars, i: int, room: float) -> str:
 
     Fits what the longest of such labels would: no row has some of each kind.
     """
-    stage, letter = bars.stage[i], LETTERS[bars.direction[i]]
-    short = 1 + len(str(bars.stage.max()))
+    stage, letter = bars.named[i], LETTERS[bars.direction[i]]
+    short = 1 + len(str(bars.named.max()))
     if short + len(str(bars.microbatch.max())) <= room:
         return bars.name(i)
     return f"{letter}{stage}" if short <= room else ""

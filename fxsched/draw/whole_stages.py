@@ -55,6 +55,11 @@ def pieces_of(stages: nx.DiGraph[int], stage: int) -> list[int]:
     return pieces
 
 
+def whole_stage(stage: int) -> int:
+    """The stage of the model that a stage of the program is, or is a piece of."""
+    return stage.stage if isinstance(stage, Piece) else stage
+
+
 def shard_text(stage: int) -> str:
     """A stage, and of pieces which shard."""
     return f"{stage.stage}.{stage.shard}" if isinstance(stage, Piece) else str(stage)

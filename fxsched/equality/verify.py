@@ -209,7 +209,9 @@ def _reason(planner: _Verified, complaints: list[str]) -> str:
         if departure.random:
             lines.append("  compare with model.eval(), or with probabilities of 0")
     elif not complaints:
-        lines.append("no operation departs: the difference is rounding, or our error")
+        own = planner.options.model_passes
+        cause = "of model_passes=" if own else "rounding, or our error"
+        lines.append(f"no operation departs: the difference is {cause}")
     return "\n".join([*lines, *complaints])
 
 

@@ -26,10 +26,12 @@ from ..clock.worker_stats import Worker, worker_records
 from ..draw import tables
 from ..draw.diagram import Diagram, draw
 from ..draw.notebook import figure
+from ..draw.whole_stages import whole_stage
 from ..jobs.job import PlanError
 from ..jobs.schedule import Schedule
 from ..jobs.user_values import is_count, is_int, too_many
 from .durations import UNITS, Durations, job_seconds, set_durations
+from .shards import in_shards
 
 
 @dataclass(frozen=True)
@@ -96,8 +98,9 @@ class Simulation:
 
     def table(self) -> str:
         """A line about the step, and a row for each worker; equal ones share a row."""
+        count = len(set(map(whole_stage, self.stages)))
         line = (
-            f"{self.schedule}, {len(self.stages)} stages: step {self.latency:.4g}, "
+            f"{self.schedule}, {count} stages: step {self.latency:.4g}, "
             f"bubble {100 * self.bubble_rate:.1f} %, "
             f"throughput {self.throughput:.3f}"
         )
@@ -138,9 +141,10 @@ def simulate(
     joint: stages in which the rows of all microbatches meet, as in a contrastive loss,
         besides those of a graph that say so: each has one job a direction, `3F*` and
         `3B*`, which takes as long as the durations say of one.
-    Updates are in the planned order, where backend(order="dynamic") would have them in
-    order of arrival too. Raises PlanError for what cannot be simulated, and for a cap
-    that stops all.
+    Each of a schedule's shards has as much of a stage's work; their sums inside of a
+    stage take no time. Updates are in the planned order, where backend(order="dynamic")
+    would have them in order of arrival too. Raises PlanError for what cannot be
+    simulated, and for a cap that stops all.
     """
     if not isinstance(schedule, Schedule):
         raise PlanError(
@@ -150,7 +154,10 @@ def simulate(
     graph = _stages(schedule, stages)
     _mark_joint(graph, joint)
     set_durations(graph, schedule, durations)
-    schedule = fit_joint(schedule.fitted(graph), graph)
+    schedule = schedule.fitted(graph)
+    if schedule.shards > 1:
+        schedule, graph, durations = in_shards(schedule, graph, durations)
+    schedule = fit_joint(schedule, graph)
     jobs = stage_jobs(schedule, graph)
     return run_placed(schedule, graph, jobs, durations, transfer, prefetch)
 
