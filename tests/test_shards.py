@@ -244,9 +244,14 @@ def plan_gpt(schedule: Schedule, **options: Any) -> None:
         (
             8,
             {"blocks.*.attention.query": "column"},
-            r"attention.query.weight can't be c",
+            r"attention.query.weight can't be cut into 8 parts: heads or blocks in unf",
         ),
-        (2, {"head": "column"}, r"tokens.weight can't .*\n.*\n.*others read all of it"),
+        (
+            3,
+            {"blocks.0.feed.0": "column"},
+            "it is 128 x 32, of which no column dimension divides",
+        ),
+        (2, {"head": "column"}, "tokens.weight can't .*: all of it is read by embeddi"),
         (
             2,
             {"blocks.0.fed": "row"},
@@ -263,6 +268,20 @@ def plan_gpt(schedule: Schedule, **options: Any) -> None:
 def test_what_cannot_be_cut_is_said(shards: int, words: Any, message: str) -> None:
     with pytest.raises(PlanError, match=message):
         plan_gpt(schedules.sharded(schedules.gpipe(1, 2), shards), shards=words)
+
+
+def test_an_operation_without_a_rule_that_is_named_is_said() -> None:
+    class Pairs(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.both = nn.Bilinear(4, 4, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.both(x, x).square().mean()
+
+    schedule = schedules.sharded(schedules.gpipe(1, 2), 2)
+    with pytest.raises(PlanError, match="bilinear in both has no rule for that\n  at"):
+        fxsched.plan(Pairs(), schedule, torch.randn(4, 4), shards={"both": "row"})
 
 
 def test_names_without_shards_are_refused() -> None:
@@ -310,3 +329,7 @@ def test_sharded_says_what_is_wrong() -> None:
         PlanError, match=r"Schedule\(shards=0\): give an int of 1 or mo"
     ):
         Schedule(2, 4, shards=0)
+    with pytest.raises(
+        PlanError, match=r"workers=2, shards=4\): two shards of a stage"
+    ):
+        Schedule(2, 4, shards=4)

@@ -59,6 +59,12 @@ def _counts(fields: Fields) -> dict[str, int]:
                 f"{too_many(count)}"
             )
         counts[field] = int(count)
+    if counts["shards"] > counts["workers"]:
+        raise PlanError(
+            f"Schedule(workers={counts['workers']}, shards={counts['shards']}): two "
+            "shards of a stage would be on one worker; give at least as many workers "
+            "as shards"
+        )
     return counts
 
 

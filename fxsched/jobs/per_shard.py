@@ -37,6 +37,13 @@ def per_shard(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
     return PerShard(function, CALLED[name])
 
 
+def as_per_shard(function: Callable[..., Any], other: Callable[..., Any]) -> Any:
+    """A function that calls another: about a shard, if that is."""
+    if isinstance(other, PerShard):
+        return PerShard(function, other.arguments)
+    return function
+
+
 def for_shard(function: Callable[..., Any], shard: int) -> Callable[..., Any]:
     """A function of a schedule about one shard, without an argument for it."""
     if not shard or not isinstance(function, PerShard):

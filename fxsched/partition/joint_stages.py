@@ -13,6 +13,7 @@ from typing import Any
 
 from ..jobs.job import Job, PlanError
 from ..jobs.own_caps import OwnCaps
+from ..jobs.per_shard import as_per_shard
 from ..jobs.schedule import InFlight, Schedule
 from .cut_cost import Cut, Hyperedge, Problem
 from .planner import choose_cut
@@ -125,8 +126,8 @@ def with_joint(schedule: Schedule, beside: Mapping[int, int], count: int) -> Sch
 
     return replace(
         schedule,
-        w=_Known(schedule.w, known),
-        n=_Known(schedule.n, known),
+        w=_of_known(schedule.w, known),
+        n=_of_known(schedule.n, known),
         stages=None if schedule.stages is None else count,
         in_flight=_caps(schedule, beside, known),
         u=_of_known(schedule.u, known),
@@ -162,7 +163,7 @@ def _caps(
 
 
 def _of_known(answer: Any, known: Mapping[int, int]) -> Any:
-    return None if answer is None else _Known(answer, known)
+    return None if answer is None else as_per_shard(_Known(answer, known), answer)
 
 
 @dataclass(frozen=True, eq=False)

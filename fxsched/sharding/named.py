@@ -13,7 +13,7 @@ from ..jobs.job import PlanError
 from ..rows.kinds import Kind, Rows
 from .choice import OUTERS
 from .layouts import value_of
-from .region import Grower, Region, is_weight
+from .region import Grower, Region, is_weight, where
 
 
 def named_region(
@@ -71,25 +71,28 @@ def _grown(grower: Grower, node: fx.Node, weight: fx.Node, word: str) -> Region:
     """The region of one weight, without values that are gathered, if that can be."""
     shards, name = grower.follower.shards, weight.meta["name"]
     shape = list(map(int, value_of(weight).shape))
+    known = [grower.word(node, weight, dim) for dim in range(len(shape))]
     ways = [
         Rows(Kind.APART, dim, outer)
         for outer in OUTERS
-        for dim in range(len(shape))
-        if grower.word(node, weight, dim) == word and shape[dim] % (outer * shards) == 0
+        for dim, size in enumerate(shape)
+        if known[dim] == word and size % (outer * shards) == 0
     ]
     for gathers in (False, True):
         for rows in ways:
             region = grower.grow({weight: rows}, gathers)
             if region is not None:
                 return region
-    lengths = " x ".join(map(str, shape))
-    why = "what is computed of its parts has no rule, or heads don't divide"
-    if len(weight.users) > 1:
-        why = "others read all of it, as of a weight that is tied"
-    if not ways:
+    stop = grower.stops[weight] if ways else node
+    if ways:
+        why = grower.reasons[weight]
+    elif any(size % shards for size in shape):
+        lengths = " x ".join(map(str, shape))
         why = f"it is {lengths}, of which no {word} dimension divides"
+    else:
+        why = f"{where(node)} has no rule for that"
     raise PlanError(
-        f"shards={{..: {word!r}}}: {name} can't be cut into {shards} parts"
-        f"{line_of(node.meta.get('stack_trace'))}\n{why}; leave it out, or give "
-        "another number of shards"
+        f"shards={{..: {word!r}}}: {name} can't be cut into {shards} parts: {why}"
+        f"{line_of(stop.meta.get('stack_trace'))}\nleave it out, or give another "
+        "number of shards"
     )

@@ -22,6 +22,7 @@ from ..rows.kinds import Kind, Rows
 from .layouts import Follower, Layout, Operation, is_part, is_plain, value_of
 from .local_calls import LocalCall, local_call
 
+RESHAPES = ("view", "reshape", "unflatten")
 MOST = 24  # nodes between a weight and what its values meet
 
 
@@ -66,6 +67,7 @@ class Grower:
     whole: nodes that stay as they are, as what writes into buffers does. written: those
     whose memory is written into. weighed: those that come of weights.
     uncut: positions of weights that stay whole; wants: of the others, those to cut.
+    reasons, stops: why weights that were tried were not cut, and at which node.
     """
 
     def __init__(
@@ -82,6 +84,7 @@ class Grower:
             if any(is_weight(n) or n in self.weighed for n in reads):
                 self.weighed.add(node)
         self.reasons: dict[fx.Node, str] = {}
+        self.stops: dict[fx.Node, fx.Node] = {}
         self.wants: Callable[[fx.Node], bool] = lambda weight: True
 
     def may_cut(self, weight: fx.Node) -> bool:
@@ -191,9 +194,10 @@ class Grower:
         for node in self.nodes[first:]:
             reads = [n for n in node.all_input_nodes if n in parts]
             if reads and not self._join(region, node, reads, parts, gathers):
+                known = {n: self._layout(region, n) for n in reads}
                 for weight in seeds:
-                    what = "it" if weight in reads else "what it makes"
-                    self.reasons[weight] = f"all of {what} is read by {where(node)}"
+                    self.reasons[weight] = self._reason(node, weight, known)
+                    self.stops[weight] = node
                 return None
         return region
 
@@ -229,9 +233,21 @@ class Grower:
             region.gathered.setdefault(read, set()).add(node)
         return self._read_sums(region, node, sums) and self.written.isdisjoint(rest)
 
+    def _reason(
+        self, node: fx.Node, weight: fx.Node, known: Mapping[fx.Node, Layout]
+    ) -> str:
+        """Why a node stops a weight from being cut."""
+        what = "it" if weight in known else "what it makes"
+        if self._has_rule(node, known):
+            return f"all of {what} is read by {where(node)}"
+        if _name(node) in RESHAPES:
+            shards = self.follower.shards
+            return f"heads or blocks in {where(node)} don't divide by {shards}"
+        return f"{where(node)} has no rule for parts of {what}"
+
     def _has_rule(self, node: fx.Node, known: Mapping[fx.Node, Layout]) -> bool:
         """Whether it is known what becomes of parts, be it that they are mixed."""
-        if node.op == "output":
+        if node.op == "output" or node in self.whole:
             return True
         layout = self.follower.layout(Operation.of(node), known)
         return all(rows.kind is not Kind.UNKNOWN for rows in layout)
@@ -288,8 +304,11 @@ class Grower:
 
 def where(node: fx.Node) -> str:
     """An operation, and the module that it is in."""
-    name = getattr(node.target, "__name__", str(node.target))
-    return f"{name} in {node.meta['module'] or 'the model'}"
+    return f"{_name(node)} in {node.meta['module'] or 'the model'}"
+
+
+def _name(node: fx.Node) -> str:
+    return str(getattr(node.target, "__name__", node.target))
 
 
 def _is_sum(layout: Layout) -> bool:
