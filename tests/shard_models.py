@@ -1,0 +1,259 @@
+"""Models that the tests cut into shards, with the names of what is cut, and what counts
+of a plan."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import torch
+import transformers
+from torch import Tensor, nn
+
+from fxsched import Direction, Plan, Schedule, schedules
+from fxsched.jobs.job import Piece
+
+from .cases import build
+
+BATCH, TOKENS = 8, 64
+Words = Mapping[str, str]
+
+
+class Case(NamedTuple):
+    """A model to cut.
+
+    make: gives a model that returns a loss, and a batch. layers: the prefixes of the
+    names of its blocks' parameters, as regular alternatives of str.startswith. words:
+    the names of what to cut. sums: blocks that have two sums each, if that's so.
+    whole: eager takes the batch at once, whose rows meet.
+    """
+
+    make: Callable[[], tuple[nn.Module, tuple[Tensor, ...]]]
+    layers: tuple[str, ...]
+    words: Words
+    sums: int | None = None
+    whole: bool = False
+
+
+class Loss(nn.Module):
+    """The loss of one of transformers' models, called with tensors in this order."""
+
+    def __init__(self, model: nn.Module, *names: str, **fixed: Any) -> None:
+        super().__init__()
+        self.model, self.names, self.fixed = model, names, fixed
+
+    def forward(self, *inputs: Tensor) -> Tensor:
+        given = dict(zip(self.names, inputs, strict=True))
+        loss: Tensor = self.model(**given, **self.fixed)[0]
+        return loss
+
+
+def text(*shape: int) -> Tensor:
+    return torch.randint(3, TOKENS, shape)
+
+
+def llama(heads: int, layers: int = 2) -> tuple[nn.Module, tuple[Tensor, ...]]:
+    config = transformers.LlamaConfig(
+        vocab_size=TOKENS,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=layers,
+        num_attention_heads=4,
+        num_key_value_heads=heads,
+    )
+    model = Loss(transformers.LlamaForCausalLM(config), "input_ids", "labels")
+    words = text(BATCH, 10)
+    return model, (words, words)
+
+
+def mixtral() -> tuple[nn.Module, tuple[Tensor, ...]]:
+    config = transformers.MixtralConfig(
+        vocab_size=TOKENS,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=4,
+        num_local_experts=4,
+    )
+    model = Loss(transformers.MixtralForCausalLM(config), "input_ids", "labels")
+    words = text(BATCH, 10)
+    return model, (words, words)
+
+
+def bert() -> tuple[nn.Module, tuple[Tensor, ...]]:
+    config = transformers.BertConfig(
+        vocab_size=TOKENS,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_labels=5,
+        hidden_dropout_prob=0.0,
+        attention_probs_dropout_prob=0.0,
+    )
+    mask = torch.ones(BATCH, 12, dtype=torch.int64)
+    mask[::2, 9:] = 0
+    model = transformers.BertForSequenceClassification(config)
+    inputs = text(BATCH, 12), mask, torch.randint(5, (BATCH,))
+    return Loss(model, "input_ids", "attention_mask", "labels"), inputs
+
+
+def t5() -> tuple[nn.Module, tuple[Tensor, ...]]:
+    config = transformers.T5Config(
+        vocab_size=TOKENS,
+        d_model=32,
+        d_kv=8,
+        d_ff=64,
+        num_layers=2,
+        num_heads=4,
+        dropout_rate=0.0,
+        decoder_start_token_id=0,
+    )
+    model = transformers.T5ForConditionalGeneration(config)
+    inputs = text(BATCH, 12), text(BATCH, 8)
+    return Loss(model, "input_ids", "labels", use_cache=False), inputs
+
+
+def vit() -> tuple[nn.Module, tuple[Tensor, ...]]:
+    config = transformers.ViTConfig(
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        image_size=16,
+        patch_size=4,
+        num_labels=5,
+        hidden_dropout_prob=0.0,
+        attention_probs_dropout_prob=0.0,
+    )
+    model = transformers.ViTForImageClassification(config)
+    inputs = torch.randn(BATCH, 3, 16, 16), torch.randint(5, (BATCH,))
+    return Loss(model, "pixel_values", "labels"), inputs
+
+
+def clip() -> tuple[nn.Module, tuple[Tensor, ...]]:
+    sizes = {
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+    }
+    config = transformers.CLIPConfig(
+        text_config={
+            **sizes,
+            "vocab_size": TOKENS,
+            "max_position_embeddings": 16,
+            "bos_token_id": 0,
+            "eos_token_id": 2,
+        },
+        vision_config={**sizes, "image_size": 16, "patch_size": 4},
+        projection_dim=16,
+    )
+    model = transformers.CLIPModel(config)
+    inputs = text(BATCH, 12), torch.randn(BATCH, 3, 16, 16)
+    return Loss(model, "input_ids", "pixel_values", return_loss=True), inputs
+
+
+def named(columns: str, rows: str) -> Words:
+    words = dict.fromkeys((f"*.{name}" for name in columns.split()), "column")
+    return words | dict.fromkeys((f"*.{name}" for name in rows.split()), "row")
+
+
+OWN = named("query key value feed.0", "out feed.2")
+LLAMA = named("q_proj k_proj v_proj gate_proj up_proj", "o_proj down_proj")
+CASES = {
+    "gpt": Case(lambda: build("gpt"), ("blocks",), OWN, 2),
+    "two_tower": Case(lambda: build("two_tower"), (), OWN),
+    "encoder_decoder": Case(lambda: build("encoder_decoder"), (), OWN),
+    "experts": Case(lambda: build("experts"), (), named("query key value", "out")),
+    "unet": Case(lambda: build("unet"), (), {}),
+    "three_encoder": Case(lambda: build("three_encoder"), (), OWN),
+    "llama": Case(lambda: llama(4), ("model.model.layers",), LLAMA, 2),
+    "grouped_llama": Case(lambda: llama(2), ("model.model.layers",), LLAMA, 2),
+    "bert": Case(
+        bert,
+        ("model.bert.encoder",),
+        named("query key value intermediate.dense", "output.dense"),
+        2,
+    ),
+    "t5": Case(
+        t5,
+        ("model.encoder.block", "model.decoder.block"),
+        named("q k v wi", "o wo"),
+    ),
+    "vit": Case(vit, ("model.vit.layers", "model.vit.encoder"), {}, 2),
+    "mixtral": Case(
+        mixtral, ("model.model.layers",), named("q_proj k_proj v_proj", "o_proj")
+    ),
+    "clip": Case(
+        clip,
+        ("model.text_model.encoder", "model.vision_model.encoder"),
+        named("q_proj k_proj v_proj fc1", "out_proj fc2"),
+        whole=True,
+    ),
+}
+
+
+def made(name: str) -> tuple[nn.Module, tuple[Tensor, ...]]:
+    """A model and a batch, the same in every process."""
+    torch.manual_seed(7)
+    return CASES[name].make()
+
+
+def placed_at_random(shards: int = 2) -> Schedule:
+    """Two stages, each shard's weights and jobs on any worker."""
+    draw = random.Random(shards)
+    places: dict[Any, int] = {}
+
+    def w(s: int, b: int, d: Direction, p: int) -> tuple[int, int]:
+        keeper = places.setdefault((s, p), draw.randrange(4))
+        return keeper, places.setdefault((s, b, d, p), draw.randrange(4))
+
+    return Schedule(4, 4, stages=2, shards=shards, w=w, name="random")
+
+
+SCHEDULES: dict[str, Callable[[int], Schedule]] = {
+    "gpipe": lambda p: schedules.sharded(schedules.gpipe(1, 4), p),
+    "1f1b": lambda p: schedules.sharded(schedules.one_f_one_b(2, 4), p),
+    "zb_h1": lambda p: schedules.sharded(schedules.zb_h1(2, 4), p),
+    "replicas": lambda p: schedules.replicate(
+        schedules.sharded(schedules.gpipe(1, 2), p), 2
+    ),
+    "graph": lambda p: schedules.sharded(schedules.graph(2, 4), p),
+    "random": placed_at_random,
+}
+
+
+def share(plan: Plan, model: nn.Module, layers: tuple[str, ...]) -> float:
+    """The largest share of the layers' parameters that a worker keeps; of all, if no
+    layers are named."""
+    whole = {
+        name: p.numel()
+        for name, p in model.named_parameters()
+        if not layers or name.startswith(layers)
+    }
+    numbers: Counter[int] = Counter()
+    for group in plan.groups:
+        for state in group.state:
+            name, _, part = state.name.partition("[")
+            if name in whole:
+                parts = int(part.rstrip("]").split("/")[1]) if part else 1
+                for worker in group.owners:
+                    numbers[worker] += whole[name] // parts
+    return max(numbers.values()) / sum(whole.values())
+
+
+def sums(plan: Plan) -> dict[Direction, int]:
+    """How many times shards of one microbatch add up what they have: a shard's pieces
+    end there."""
+    pieces = Counter(
+        job.direction
+        for job in plan.jobs
+        if job.microbatch == 0
+        and isinstance(job.stage, Piece)
+        and job.stage.shard == max(plan.schedule.shards - 1, 1)
+    )
+    return {d: pieces[d] for d in tuple(Direction)[:2]}
