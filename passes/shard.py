@@ -71,7 +71,7 @@ def shard_stages(gm: fx.GraphModule, request: Request) -> fx.GraphModule:
     )
     whole = lazy_module(gm, graph, "Shards")
     whole.meta[FACTS] = known
-    try_shards(gm, whole)
+    try_shards(gm, whole, rewriter.joined)
     return whole
 
 

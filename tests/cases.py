@@ -191,8 +191,12 @@ def train(
     return result
 
 
-def assert_equal(found: Result, wanted: Result, owned: set[str] | None = None) -> None:
-    """Equal to float tolerance; `owned` names the parameters to look at, None all."""
+def assert_equal(
+    found: Result, wanted: Result, owned: set[str] | None = None, near: float = 1e-6
+) -> None:
+    """Equal to float tolerance; `owned` names the parameters to look at, None all.
+
+    near: how far parameters near zero may be apart."""
     torch.testing.assert_close(found.losses, wanted.losses, rtol=1e-5, atol=1e-6)
     for name, gradient in wanted.gradients.items():
         if owned is not None and name not in owned:
@@ -205,7 +209,7 @@ def assert_equal(found: Result, wanted: Result, owned: set[str] | None = None) -
             found.parameters[name],
             wanted.parameters[name],
             rtol=1e-5,
-            atol=1e-6,
+            atol=near,
             msg=name,
         )
     for name, buffer in wanted.buffers.items():

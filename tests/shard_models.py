@@ -13,7 +13,7 @@ import transformers
 from torch import Tensor, nn
 
 from fxsched import Direction, Plan, Schedule, schedules
-from fxsched.jobs.job import Piece
+from fxsched.ir import ops
 
 from .cases import build
 
@@ -25,9 +25,9 @@ class Case(NamedTuple):
     """A model to cut.
 
     make: gives a model that returns a loss, and a batch. layers: the prefixes of the
-    names of its blocks' parameters, as regular alternatives of str.startswith. words:
-    the names of what to cut. sums: blocks that have two sums each, if that's so.
-    whole: eager takes the batch at once, whose rows meet.
+    names of its blocks' parameters. words: the names of what to cut. sums: how many all
+    blocks have, two each, and one more where they read another sequence too. whole:
+    eager takes the batch at once, whose rows meet.
     """
 
     make: Callable[[], tuple[nn.Module, tuple[Tensor, ...]]]
@@ -165,26 +165,27 @@ def named(columns: str, rows: str) -> Words:
 OWN = named("query key value feed.0", "out feed.2")
 LLAMA = named("q_proj k_proj v_proj gate_proj up_proj", "o_proj down_proj")
 CASES = {
-    "gpt": Case(lambda: build("gpt"), ("blocks",), OWN, 2),
+    "gpt": Case(lambda: build("gpt"), ("blocks",), OWN, 4),
     "two_tower": Case(lambda: build("two_tower"), (), OWN),
     "encoder_decoder": Case(lambda: build("encoder_decoder"), (), OWN),
     "experts": Case(lambda: build("experts"), (), named("query key value", "out")),
     "unet": Case(lambda: build("unet"), (), {}),
     "three_encoder": Case(lambda: build("three_encoder"), (), OWN),
-    "llama": Case(lambda: llama(4), ("model.model.layers",), LLAMA, 2),
-    "grouped_llama": Case(lambda: llama(2), ("model.model.layers",), LLAMA, 2),
+    "llama": Case(lambda: llama(4), ("model.model.layers",), LLAMA, 4),
+    "grouped_llama": Case(lambda: llama(2), ("model.model.layers",), LLAMA, 4),
     "bert": Case(
         bert,
         ("model.bert.encoder",),
         named("query key value intermediate.dense", "output.dense"),
-        2,
+        5,  # and one in the pooler
     ),
     "t5": Case(
         t5,
         ("model.encoder.block", "model.decoder.block"),
         named("q k v wi", "o wo"),
+        10,
     ),
-    "vit": Case(vit, ("model.vit.layers", "model.vit.encoder"), {}, 2),
+    "vit": Case(vit, ("model.vit.layers", "model.vit.encoder"), {}, 4),
     "mixtral": Case(
         mixtral, ("model.model.layers",), named("q_proj k_proj v_proj", "o_proj")
     ),
@@ -246,14 +247,10 @@ def share(plan: Plan, model: nn.Module, layers: tuple[str, ...]) -> float:
     return max(numbers.values()) / sum(whole.values())
 
 
-def sums(plan: Plan) -> dict[Direction, int]:
-    """How many times shards of one microbatch add up what they have: a shard's pieces
-    end there."""
-    pieces = Counter(
-        job.direction
-        for job in plan.jobs
-        if job.microbatch == 0
-        and isinstance(job.stage, Piece)
-        and job.stage.shard == max(plan.schedule.shards - 1, 1)
-    )
-    return {d: pieces[d] for d in tuple(Direction)[:2]}
+def sums(plan: Plan) -> tuple[int, int]:
+    """How many values shard 1 gives for sums in F of a microbatch, and how many of its
+    jobs do so in B, by the program of worker 1."""
+    sends = plan.programs[1].graph.find_nodes(op="call_function", target=ops.send)
+    tasks = [str(node.meta["task"]) for node in sends]
+    forward = [task for task in tasks if task.startswith("0F0.1")]
+    return len(forward), len({task for task in tasks if task.startswith("0B0.1")})

@@ -26,6 +26,8 @@ from .cases import Result, assert_equal, eager_step, train
 from .shard_models import CASES, SCHEDULES, made, share
 from .torchrun import again_on_ranks
 
+NEAR = 3e-6  # AdamW makes more of what small gradients are apart
+
 
 class Cell(NamedTuple):
     """A model under a schedule. by: "auto" or "name"."""
@@ -73,7 +75,7 @@ def check(cell: Cell) -> Plan:
     count = 1 if CASES[cell.model].whole else schedule.microbatches
     wanted = train(eager, lambda: eager_step(eager, inputs, count), "adamw")
     found = train_on_ranks(model, step) if dist.is_initialized() else None
-    assert_equal(found or train(model, step, "adamw"), wanted)
+    assert_equal(found or train(model, step, "adamw"), wanted, near=NEAR)
     assert backend.plan is not None
     return backend.plan
 

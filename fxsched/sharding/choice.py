@@ -29,7 +29,7 @@ def choose_region(grower: Grower, nodes: Sequence[fx.Node]) -> Region:
             if weight in chosen.weights:
                 continue
             region = _cut(grower, node, weight)
-            if region is not None and _apart(region, chosen):
+            if region is not None and is_apart(region, chosen):
                 chosen.add(region)
                 break
     return chosen
@@ -64,7 +64,7 @@ def _ways(shape: Sequence[int], shards: int) -> Iterator[Rows]:
                 yield Rows(Kind.APART, dim, outer)
 
 
-def _apart(region: Region, chosen: Region) -> bool:
+def is_apart(region: Region, chosen: Region) -> bool:
     """Whether a region has nothing of those that are chosen."""
     return chosen.layouts.keys().isdisjoint(region.layouts) and (
         chosen.weights.keys().isdisjoint(region.weights)

@@ -9,6 +9,7 @@ from itertools import product
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, fx
 
 from ..ir.graphs import tensors
@@ -22,6 +23,7 @@ from .layouts import (
     value_of,
 )
 
+HEADED = ("query", "key", "value")
 SIZED = ("view", "reshape", "expand", "broadcast_to")
 SPLITS = ("split", "split_with_sizes", "tensor_split")
 
@@ -59,6 +61,8 @@ def local_call(
         values = dict(parts)
         for read, rows in slices.items():
             values[read] = follower.part(read.meta["val"], (rows,))
+        if not _keeps_groups(call, values):
+            continue
         for args, kwargs in _variants(call, wanted, follower.shards):
             given = fx.map_arg((args, kwargs), partial(_given, values))
             try:
@@ -69,6 +73,19 @@ def local_call(
             if [list(map(int, t.shape)) for t in tensors(value)] == wanted:
                 return LocalCall(args, kwargs, slices, value)
     return None
+
+
+def _keeps_groups(call: Operation, values: Mapping[fx.Node, Any]) -> bool:
+    """Whether as many heads of queries share a head of keys and values as before: else
+    attention has the right shape, and other pairs of heads."""
+    if call.target is not F.scaled_dot_product_attention:
+        return True
+    given = dict(zip(HEADED, call.args, strict=False)) | call.kwargs
+    whole = [value_of(given[name]).shape for name in HEADED]
+    part = [_given(values, given[name]).shape for name in HEADED]
+    return len(whole[0]) < 4 or all(
+        whole[0][-3] * part[i][-3] == whole[i][-3] * part[0][-3] for i in (1, 2)
+    )
 
 
 def _given(values: Mapping[fx.Node, Any], node: fx.Node) -> Any:

@@ -11,7 +11,7 @@ from torch import fx
 from ..ir.user_line import line_of
 from ..jobs.job import PlanError
 from ..rows.kinds import Kind, Rows
-from .choice import OUTERS
+from .choice import OUTERS, is_apart
 from .layouts import value_of
 from .region import Grower, Region, is_weight, where
 
@@ -32,9 +32,15 @@ def named_region(
     chosen, named = Region({}), _named(nodes, words)
     allowed = {weight for _, weight, _ in named}
     grower.wants = lambda weight: value_of(weight).dim() < 2 or weight in allowed
-    for node, weight, word in named:
-        if weight not in chosen.weights:
-            chosen.add(_grown(grower, node, weight, word))
+    for gathers in (False, True):
+        for node, weight, word in named:
+            if weight in chosen.weights:
+                continue
+            region = _grown(grower, node, weight, word, gathers)
+            if region is not None and is_apart(region, chosen):
+                chosen.add(region)
+            elif gathers:
+                raise PlanError(_refusal(grower, node, weight, word))
     return chosen
 
 
@@ -67,31 +73,43 @@ def _named(
     return sorted(found, key=lambda each: place[each[0]])
 
 
-def _grown(grower: Grower, node: fx.Node, weight: fx.Node, word: str) -> Region:
-    """The region of one weight, without values that are gathered, if that can be."""
-    shards, name = grower.follower.shards, weight.meta["name"]
-    shape = list(map(int, value_of(weight).shape))
-    known = [grower.word(node, weight, dim) for dim in range(len(shape))]
-    ways = [
+def _grown(
+    grower: Grower, node: fx.Node, weight: fx.Node, word: str, gathers: bool
+) -> Region | None:
+    """The region of one weight, if there is one."""
+    regions = (
+        grower.grow({weight: rows}, gathers)
+        for rows in _ways(grower, node, weight, word)
+    )
+    return next((region for region in regions if region is not None), None)
+
+
+def _ways(grower: Grower, node: fx.Node, weight: fx.Node, word: str) -> list[Rows]:
+    """How a weight can be cut that is named by a word."""
+    shards, shape = grower.follower.shards, value_of(weight).shape
+    dims = [dim for dim in range(len(shape)) if grower.word(node, weight, dim) == word]
+    return [
         Rows(Kind.APART, dim, outer)
         for outer in OUTERS
-        for dim, size in enumerate(shape)
-        if known[dim] == word and size % (outer * shards) == 0
+        for dim in dims
+        if shape[dim] % (outer * shards) == 0
     ]
-    for gathers in (False, True):
-        for rows in ways:
-            region = grower.grow({weight: rows}, gathers)
-            if region is not None:
-                return region
-    stop = grower.stops[weight] if ways else node
-    if ways:
-        why = grower.reasons[weight]
+
+
+def _refusal(grower: Grower, node: fx.Node, weight: fx.Node, word: str) -> str:
+    """Why a weight that is named can't be cut."""
+    shards, name = grower.follower.shards, weight.meta["name"]
+    shape = list(map(int, value_of(weight).shape))
+    stop = node
+    if _ways(grower, node, weight, word):
+        why = grower.reasons.get(weight, "its parts meet those of other weights")
+        stop = grower.stops.get(weight, node)
     elif any(size % shards for size in shape):
         lengths = " x ".join(map(str, shape))
         why = f"it is {lengths}, of which no {word} dimension divides"
     else:
         why = f"{where(node)} has no rule for that"
-    raise PlanError(
+    return (
         f"shards={{..: {word!r}}}: {name} can't be cut into {shards} parts: {why}"
         f"{line_of(stop.meta.get('stack_trace'))}\nleave it out, or give another "
         "number of shards"

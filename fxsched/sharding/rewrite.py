@@ -21,7 +21,8 @@ from .region import Grower, Region, is_weight, writes_operand
 class Rewriter:
     """Writes the graph of all shards.
 
-    inputs: the parts of weights, by their positions.
+    inputs: the parts of weights, by their positions. joined: nodes of the model that
+    run in parts of which some shard has all, and what it has.
     """
 
     def __init__(self, grower: Grower, region: Region, request: Request) -> None:
@@ -31,6 +32,7 @@ class Rewriter:
         self.every = range(grower.follower.shards)
         self.request = request
         self.inputs: dict[int, PartOf] = {}
+        self.joined: dict[fx.Node, fx.Node] = {}
         self._graph = fx.Graph()
         self._whole: dict[tuple[fx.Node, int], fx.Node] = {}  # by shard
         self._parts: dict[tuple[fx.Node, int], fx.Node] = {}
@@ -157,7 +159,7 @@ class Rewriter:
             (rows,) = self.region.layouts[node]
             whole = self._sum if rows.kind is Kind.SUM else self._gather
             self._level[node] += 1
-            self._whole[node, p] = whole(node, rows, p)
+            self._whole[node, p] = self.joined[node] = whole(node, rows, p)
             self._level[node] -= 1
 
     def _in_whole(self, node: fx.Node) -> None:

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Container, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, fx
+from torch.utils import _pytree as pytree
 
 from ..ir.facts import facts
 from ..ir.graphs import tensors
 from ..ir.parts import PartOf
 from ..ir.regions import Regions
+from ..ir.user_line import line_of
 from ..jobs.job import PlanError
 
 FLOPS = 5e9  # of a microbatch's F, up to which it is tried: a tenth of a second
@@ -19,10 +21,13 @@ NEAR = 1e-3  # of the largest number, that results may be apart; of 16 bits, NEA
 NEAR_16 = 5e-2
 
 
-def try_shards(whole: fx.GraphModule, sharded: fx.GraphModule) -> bool:
+def try_shards(
+    whole: fx.GraphModule, sharded: fx.GraphModule, same: Mapping[fx.Node, fx.Node]
+) -> bool:
     """Whether the shards were tried: both graphs give the same, for random weights and
     inputs. What is large, or has stages of the whole batch, isn't tried.
 
+    same: nodes of the model, and those of the shards that give all of what they do.
     Raises PlanError if they don't: then a rule of this package is wrong.
     """
     nodes = whole.graph.nodes
@@ -30,15 +35,22 @@ def try_shards(whole: fx.GraphModule, sharded: fx.GraphModule) -> bool:
     if flops > FLOPS or any(node.meta.get("joint") for node in nodes):
         return False
     values = _Inputs(whole, facts(sharded).parts)
-    wanted, found = _run(whole, values), _run(sharded, values)
-    for i, (a, b) in enumerate(zip(wanted, found, strict=True)):
-        if not _near(a, b):
+    wanted = _run(whole, values, same.keys())
+    found = _run(sharded, values, set(same.values()))
+    for a, b in [*same.items(), *_outputs(whole, sharded)]:
+        if not all(map(_near, tensors(wanted[a]), tensors(found[b]))):
             raise PlanError(
-                f"the shards give another output {i} than the model, by a rule of "
+                f"the shards give another {a.name} than the model, by a rule of "
                 "fxsched that doesn't hold for it (please report it); leave "
                 "Schedule(shards=) out, or name other weights, backend(shards={..})"
+                f"{line_of(a.meta.get('stack_trace'))}"
             )
     return True
+
+
+def _outputs(*graphs: fx.GraphModule) -> list[tuple[fx.Node, fx.Node]]:
+    whole, sharded = (gm.graph.output_node() for gm in graphs)
+    return [(whole, sharded)]
 
 
 class _Inputs:
@@ -71,10 +83,13 @@ class _Inputs:
         return value.to(fake.device, fake.dtype)
 
 
-def _run(gm: fx.GraphModule, inputs: _Inputs) -> list[Tensor]:
-    """The outputs of a graph."""
+def _run(
+    gm: fx.GraphModule, inputs: _Inputs, wanted: Container[fx.Node]
+) -> dict[fx.Node, Any]:
+    """What some nodes of a graph give, and its outputs."""
     interpreter = fx.Interpreter(gm)
     values: dict[fx.Node, Any] = {}
+    found: dict[fx.Node, Any] = {}
     drawn = 0
     with Regions() as regions, torch.random.fork_rng(), torch.no_grad():
         for node in gm.graph.nodes:
@@ -83,15 +98,19 @@ def _run(gm: fx.GraphModule, inputs: _Inputs) -> list[Tensor]:
                 continue
             args, kwargs = fx.map_arg((node.args, node.kwargs), values.__getitem__)
             if node.op == "output":
-                return list(tensors(args[0]))
-            if not regions.pass_by(node):
+                found[node] = args[0]
+            elif not regions.pass_by(node):
                 numbers = node.meta.get("numbers", range(drawn, drawn + 1))
                 drawn += node.meta.get("random", 0)
                 if node.meta.get("random"):
                     torch.manual_seed(numbers[0])
                 run: Callable[..., Any] = getattr(interpreter, node.op)
                 values[node] = run(node.target, args, kwargs)
-    return []
+                if node in wanted:
+                    found[node] = pytree.tree_map_only(
+                        Tensor, Tensor.clone, values[node]
+                    )
+    return found
 
 
 def _near(a: Tensor, b: Tensor) -> bool:
