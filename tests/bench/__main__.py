@@ -27,6 +27,7 @@ from . import (
     predict,
     race,
     search,
+    shards,
     simulate,
     sleep,
     stale,
@@ -83,6 +84,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     _add_predict(commands.add_parser("predict", help=_first(predict.__doc__)))
     _add_simulate(commands.add_parser("simulate", help=_first(simulate.__doc__)))
     _add_search(commands.add_parser("search", help=_first(search.__doc__)))
+    _add_shards(commands.add_parser("shards", help=_first(shards.__doc__)))
     _add_sleep(commands.add_parser("sleep", help=_first(sleep.__doc__)))
     _add_stale(commands.add_parser("stale", help=_first(stale.__doc__)))
     chosen = commands.add_parser("choose", help=_first(choose.__doc__))
@@ -213,6 +215,13 @@ def _add_search(parser: argparse.ArgumentParser) -> None:
     add("--effort", type=float, default=1.0, help="of each search (1)")
     add("--seed", type=int, default=0, help="(0)")
     parser.set_defaults(run=search.run, workers=0)
+
+
+def _add_shards(parser: argparse.ArgumentParser) -> None:
+    _add_language(parser)
+    add = parser.add_argument
+    add("--steps", type=int, default=20, help="of each contestant (20)")
+    parser.set_defaults(each=shards.each)
 
 
 def _add_sleep(parser: argparse.ArgumentParser) -> None:

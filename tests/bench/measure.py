@@ -12,6 +12,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from fxsched.state.cuts import CUTS, pieces_of
+
 TOLERANCE = 1e-5  # of gradients, as a share of the largest of its parameter
 WARM = 2  # rounds
 RARELY = 4  # rounds between steps of what is measured less often
@@ -72,8 +74,12 @@ def check(
             gradient = parameter.grad
             if isinstance(gradient, DTensor):
                 gradient = gradient.full_tensor()
-            difference = (gradient - wanted[name]).abs().max()
-            errors[name] = float(difference.nan_to_num(torch.inf)) / scale
+            parts = pieces_of(parameter, gradient)
+            whole = CUTS[parameter].cut.of(wanted[name]) if parameter in CUTS else None
+            for number, part in parts.items():
+                difference = part - (whole[number] if whole else wanted[name])
+                most = float(difference.abs().max().nan_to_num(torch.inf))
+                errors[name] = max(errors.get(name, 0.0), most / scale)
     everyone: list[dict[str, float]] = [{}] * dist.get_world_size()
     dist.all_gather_object(everyone, errors)
     missing = set(wanted) - {name for each in everyone for name in each}

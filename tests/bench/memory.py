@@ -17,6 +17,7 @@ import json
 import sys
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -29,7 +30,7 @@ import fxsched
 from . import updates
 from .language import Setup
 from .measure import Contestant, clear
-from .ours import ENTRIES, enter
+from .ours import ENTRIES, TENSOR_PARALLEL, enter
 from .pipelining import peer
 from .rivals import PIPELINES, RIVALS
 
@@ -39,6 +40,8 @@ PAIRS = {  # fxsched's contestants and what they are held against
     "interleaved": "torch-interleaved",
     "ddp": "torch-ddp",
     "fsdp": "torch-fsdp",
+    "shards": "torch-tp-head-whole",
+    "shards-whole": "torch-tp-head-whole",
 }
 TRAINED = {  # the same with AdamW
     "1f1b": "torch-1f1b",
@@ -48,11 +51,8 @@ TRAINED = {  # the same with AdamW
     "pipedream": "torch-1f1b",
     "pipedream_2bw": "torch-1f1b",
 }
-NAMES = tuple(
-    dict.fromkeys(
-        n for pairs in (PAIRS, TRAINED) for pair in pairs.items() for n in pair
-    )
-)
+PAIRED = [n for pairs in (PAIRS, TRAINED) for pair in pairs.items() for n in pair]
+NAMES = tuple(dict.fromkeys([*PAIRED, *TENSOR_PARALLEL]))
 MIB = 1 << 20
 Built = tuple[Contestant, fxsched.Backend | None]
 
@@ -71,22 +71,34 @@ def each(
     options: argparse.Namespace, launch: Callable[[int, Sequence[str]], int]
 ) -> int:
     """Starts every contestant under torchrun, one after the other."""
-    found: dict[str, list[Usage]] = {}
     pairs = TRAINED if options.adamw else PAIRS
     names = dict.fromkeys(n for pair in pairs.items() for n in pair)
-    with tempfile.TemporaryDirectory() as folder:
-        for name in [n for n in names if n in options.only]:
-            file = Path(folder, name)
-            one = ["--only", name, "--json", str(file)]
-            if launch(options.workers, [*sys.argv[1:], *one]):
-                return 1
-            found[name] = [Usage(*usage) for usage in json.loads(file.read_text())]
-            print(f"{name} done", flush=True)
+    wanted = [name for name in names if name in options.only]
+    found = usages(wanted, partial(launch, options.workers), sys.argv[1:])
+    if found is None:
+        return 1
     print(table(found, pairs))
     if options.json is not None:
         ranks = {n: [u._asdict() for u in usages] for n, usages in found.items()}
         options.json.write_text(json.dumps(ranks, indent=1) + "\n")
     return 0
+
+
+def usages(
+    names: Sequence[str],
+    launch: Callable[[Sequence[str]], int],
+    arguments: Sequence[str],
+) -> dict[str, list[Usage]] | None:
+    """What each rank of each contestant used; None if one failed."""
+    found: dict[str, list[Usage]] = {}
+    with tempfile.TemporaryDirectory() as folder:
+        for name in names:
+            file = Path(folder, name)
+            if launch([*arguments, "--only", name, "--json", str(file)]):
+                return None
+            found[name] = [Usage(*usage) for usage in json.loads(file.read_text())]
+            print(f"{name} done", flush=True)
+    return found
 
 
 def run(options: argparse.Namespace) -> int:

@@ -16,6 +16,12 @@ from .language import Setup
 from .measure import Contestant, clear
 
 FITTED = 4  # steps that a profile is fitted to
+TENSOR_PARALLEL = (
+    "torch-tp",
+    "torch-tp-whole",
+    "torch-tp-head",
+    "torch-tp-head-whole",
+)
 FSDPS = ("torch-fsdp", "torch-fsdp-kept", "torch-fsdp-late", "torch-fsdp-gathered")
 
 
@@ -56,6 +62,17 @@ def zb_v_free(workers: int, count: int) -> Schedule:
     return replace(schedules.zb_v(workers, count), in_flight=None)
 
 
+def in_shards(workers: int, count: int) -> Schedule:
+    """A shard of every layer on each worker, and two microbatches on their way, so that
+    one is computed while the other is added up."""
+    return schedules.sharded(schedules.one_f_one_b(1, count, ahead=1), workers)
+
+
+def in_shards_whole(workers: int, count: int) -> Schedule:
+    """The same of the whole batch at once."""
+    return schedules.sharded(schedules.gpipe(1, 1), workers)
+
+
 def _entries() -> tuple[Entry, ...]:
     library = schedules.LIBRARY
     found = []
@@ -71,6 +88,8 @@ def _entries() -> tuple[Entry, ...]:
     found.append(Entry("ddp-blocks", schedules.ddp, "blocks", ("torch-ddp",)))
     found.append(Entry("fsdp", schedules.fsdp, "blocks", FSDPS))
     found.append(Entry("fsdp-stages", fsdp_by_stages, "blocks", FSDPS))
+    found.append(Entry("shards", in_shards, "estimate", TENSOR_PARALLEL))
+    found.append(Entry("shards-whole", in_shards_whole, "estimate", TENSOR_PARALLEL))
     for name in ("zb_h1", "zb_h2", "zb_v", "v_half", "folded", "cuckoo", "looped_bfs"):
         found.append(Entry(name, library[name], "profile"))
     found.append(Entry("zb_v-dynamic", zb_v_free, "profile", order="dynamic"))

@@ -114,8 +114,9 @@ class Race:
             begin = time.perf_counter()
             check(runner.contestant, wanted)
             clear(runner.contestant.model)
-            if runner.backend is not None and runner.backend.plan is not None:
-                stages = runner.backend.plan.stages.nodes(data="modules")
+            plan = None if runner.backend is None else runner.backend.plan
+            if plan is not None and not plan.parts:
+                stages = plan.stages.nodes(data="modules")
                 runner.contestant.split = " | ".join(", ".join(m) for _, m in stages)
             if not dist.get_rank():
                 first = time.perf_counter() - begin

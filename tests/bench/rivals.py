@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from types import MappingProxyType
 
 import torch
@@ -13,6 +14,15 @@ from torch.distributed.pipelining import (
     Schedule1F1B,
     ScheduleGPipe,
     ScheduleInterleaved1F1B,
+)
+from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    ParallelStyle,
+    PrepareModuleOutput,
+    RowwiseParallel,
+    loss_parallel,
+    parallelize_module,
 )
 from torch.nn.parallel import DistributedDataParallel
 
@@ -94,6 +104,47 @@ def fsdp(
     return Contestant(name, model, step)
 
 
+def tensor_parallel(
+    setup: Setup, name: str, head: bool = False, whole: bool = False
+) -> Contestant:
+    """parallelize_module of each block: the normed input is one DTensor, whose gradient
+    is summed once.
+
+    head: whether the vocabulary is in parts too, of the embedding, the head and the
+    loss. whole: whether the batch is one microbatch.
+    """
+    model, count = setup.model(), dist.get_world_size()
+    mesh = init_device_mesh("cpu", (count,))
+    kept = PrepareModuleOutput(
+        output_layouts=Replicate(),
+        desired_output_layouts=Replicate(),
+        use_local_output=False,
+    )
+    plan: dict[str, ParallelStyle] = {
+        **dict.fromkeys(("attention_norm", "feed_norm"), kept),
+        **{f"attention.{each}": ColwiseParallel() for each in ("query", "key")},
+        **{"attention.value": ColwiseParallel(), "attention.out": RowwiseParallel()},
+        **{"feed.0": ColwiseParallel(), "feed.2": RowwiseParallel()},
+    }
+    for block in model.blocks:
+        block.attention.heads //= count
+        parallelize_module(block, mesh, plan)
+        if setup.compiled:
+            block.compile()
+    if head:
+        logits = ColwiseParallel(output_layouts=Shard(-1), use_local_output=False)
+        rows = RowwiseParallel(input_layouts=Replicate())
+        parallelize_module(model, mesh, {"head": logits, "tokens": rows})
+    pieces = [setup.inputs] if whole else setup.pieces()
+
+    def step() -> None:
+        with loss_parallel() if head else nullcontext():
+            for piece in pieces:
+                (model(*piece) / len(pieces)).backward()
+
+    return Contestant(name, model, step)
+
+
 RIVALS: Mapping[str, Callable[[Setup], Contestant]] = MappingProxyType(
     {
         "alone": alone,
@@ -105,5 +156,13 @@ RIVALS: Mapping[str, Callable[[Setup], Contestant]] = MappingProxyType(
         ),
         "torch-fsdp-late": lambda setup: fsdp(setup, "torch-fsdp-late"),
         "torch-fsdp-gathered": lambda setup: fsdp(setup, "torch-fsdp-gathered", "step"),
+        "torch-tp": lambda setup: tensor_parallel(setup, "torch-tp"),
+        "torch-tp-whole": lambda setup: tensor_parallel(
+            setup, "torch-tp-whole", whole=True
+        ),
+        "torch-tp-head": lambda setup: tensor_parallel(setup, "torch-tp-head", True),
+        "torch-tp-head-whole": lambda setup: tensor_parallel(
+            setup, "torch-tp-head-whole", True, True
+        ),
     }
 )
