@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 import fxsched
 from fxsched import Plan
+from fxsched.state.cuts import CUTS, pieces_of
 
 from .cases import Result, assert_equal, eager_step, train
 from .shard_models import CASES, SCHEDULES, made, share
@@ -87,7 +88,7 @@ def train_on_ranks(model: nn.Module, step: Any) -> Result:
     def first() -> Tensor:
         loss: Tensor = step()
         if not kept:
-            kept.update(fxsched_gradients(model))
+            kept.update(joined_gradients(model))
         return loss
 
     result = train(model, first, "adamw")
@@ -100,10 +101,8 @@ def train_on_ranks(model: nn.Module, step: Any) -> Result:
     return result
 
 
-def fxsched_gradients(model: nn.Module) -> dict[str, Tensor | None]:
+def joined_gradients(model: nn.Module) -> dict[str, Tensor | None]:
     """Whole gradients, each joined from the parts that ranks have."""
-    from fxsched.state.cuts import CUTS, pieces_of
-
     mine = {
         name: (pieces_of(p, p.grad), CUTS[p].cut if p in CUTS else None)
         for name, p in model.named_parameters()
