@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import product
 from typing import Any, NamedTuple
@@ -57,12 +57,24 @@ def local_call(
         part_shape(tensor.shape, rows, follower.shards)
         for tensor, rows in zip(tensors(call.value), layout, strict=True)
     ]
-    for slices in _slices(follower, call, known, layout):
+    every = [*_slices(follower, call, known, layout)]
+    single = any(
+        1 in _lengths(tensors(value_of(read)), known[read], follower.shards)
+        for read in known
+    )
+    if single:
+        # of parts of length 1 wrong shapes broadcast: as much as rules allow is cut
+        every.reverse()
+    for slices in every:
         values = dict(parts)
         for read, rows in slices.items():
             values[read] = follower.part(read.meta["val"], (rows,))
         if not _keeps_groups(call, values):
             continue
+        if single and slices:
+            all_cut = {read: (rows,) for read, rows in slices.items()}
+            if follower.layout(call, {**known, **all_cut}) != layout:
+                continue
         for args, kwargs in _variants(call, wanted, follower.shards):
             given = fx.map_arg((args, kwargs), partial(_given, values))
             try:
@@ -73,6 +85,13 @@ def local_call(
             if [list(map(int, t.shape)) for t in tensors(value)] == wanted:
                 return LocalCall(args, kwargs, slices, value)
     return None
+
+
+def _lengths(values: Iterable[Tensor], layout: Layout, shards: int) -> Iterator[int]:
+    """How long parts are in the dimension that is cut."""
+    for tensor, rows in zip(values, layout, strict=True):
+        if rows.kind is Kind.APART:
+            yield int(tensor.shape[rows.dim]) // shards
 
 
 def _keeps_groups(call: Operation, values: Mapping[fx.Node, Any]) -> bool:
