@@ -10,6 +10,7 @@ from ..ir.parts import WeightCut
 from .tables import table
 
 EXPLAINED = 100  # columns of what explains a plan
+NAME = 36  # characters of a weight's name; of longer ones its end
 
 
 def cut_table(cuts: Sequence[WeightCut]) -> Iterator[str]:
@@ -20,10 +21,9 @@ def cut_table(cuts: Sequence[WeightCut]) -> Iterator[str]:
     alike: dict[tuple[str, ...], int] = {}
     for name, shape, word, why, _ in cuts:
         how = f"{word}: {why}" if why else word
-        pattern = re.sub(r"(?<=\.)\d+(?=\.)", "*", name, count=1)
-        key = pattern, " x ".join(map(str, shape)), how
+        key = _alike(name), " x ".join(map(str, shape)), _alike(how)
         alike[key] = alike.get(key, 0) + 1
-    rows = [(name, n, shape, how) for (name, shape, how), n in alike.items()]
+    rows = [(_end(name), n, shape, how) for (name, shape, how), n in alike.items()]
     yield table("weight|of them|shape|cut", rows, "lrl", EXPLAINED)
     shards = max(each.parts for each in cuts)
     every = sum(math.prod(each.shape) for each in cuts)
@@ -32,3 +32,14 @@ def cut_table(cuts: Sequence[WeightCut]) -> Iterator[str]:
         f"{100 * cut / every:.1f} % of these weights are cut: each of {shards} shards "
         f"has {100 * cut / every / shards:.1f} %, the first one the whole ones too"
     )
+
+
+def _alike(text: str) -> str:
+    """A text with * for the first number in a name, as of one of many layers."""
+    return re.sub(r"(?<=\.)\d+(?=[.\s]|$)", "*", text, count=1)
+
+
+def _end(name: str) -> str:
+    while len(name) > NAME and "." in name.lstrip("."):
+        name = f"..{name.lstrip('.').partition('.')[2]}"
+    return name
