@@ -142,6 +142,35 @@ def test_a_block_has_two_sums_forward_and_two_backward() -> None:
         assert len(pieces) == 2 * len(model.blocks)
 
 
+class Idle(nn.Module):
+    """A feed-forward layer, and one whose result nothing reads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.up, self.down, self.idle = (nn.Linear(8, 8) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        y = self.down(torch.relu(self.up(x)))
+        values = [y, y + self.idle(x)]
+        return values[0].square().mean()
+
+
+def test_what_is_made_for_nothing_is_left_out() -> None:
+    torch.manual_seed(0)
+    model, x = Idle(), torch.randn(8, 8)
+    eager = copy.deepcopy(model)
+    schedule = schedules.sharded(schedules.gpipe(2, 2), 2)
+    run = torch.compile(model, backend=fxsched.backend(schedule))
+    loss = run(x)
+    loss.backward()
+    wanted = eager_step(eager, (x,), 2)
+    torch.testing.assert_close(loss, wanted)
+    for mine, its in zip(model.parameters(), eager.parameters(), strict=True):
+        torch.testing.assert_close(mine.grad, its.grad)
+    assert model.idle.weight.grad is None
+
+
 def shard(job: Job) -> int:
     assert isinstance(job.stage, Piece)
     return job.stage.shard
