@@ -8,7 +8,7 @@ from dataclasses import replace
 from torch import fx
 
 from ..ir.facts import FACTS, facts
-from ..ir.graphs import Output
+from ..ir.graphs import REGION_ENTERS, REGION_EXITS, Output
 from ..ir.lazy import lazy_module
 from ..ir.parts import PartOf
 from ..ir.request import Request
@@ -17,7 +17,7 @@ from ..jobs.shards import in_pieces
 from ..sharding.choice import choose_region
 from ..sharding.layouts import Follower
 from ..sharding.named import named_region
-from ..sharding.region import Grower, Region
+from ..sharding.region import Grower, Region, in_flow
 from ..sharding.rewrite import Rewriter
 from ..sharding.trial import try_shards
 
@@ -44,6 +44,7 @@ def shard_stages(gm: fx.GraphModule, request: Request) -> fx.GraphModule:
     if schedule.shards == 1:
         _check_kept(gm, request, Region({}))
         return gm
+    _drop_dead(gm.graph)
     grower = Grower(gm, Follower(gm, schedule.shards), _kept_whole(request))
     region = (
         choose_region(grower, grower.nodes)
@@ -94,6 +95,15 @@ def _check_kept(gm: fx.GraphModule, request: Request, region: Region) -> None:
             "earlier call, and this one can't be cut so; give all backends of a model "
             "the same shards, and call it in training mode first"
         )
+
+
+def _drop_dead(graph: fx.Graph) -> None:
+    """Takes out what is made for nothing, which is in no stage."""
+    for node in reversed(in_flow(graph.nodes)):
+        bounds = node.target in (*REGION_ENTERS, *REGION_EXITS)
+        called = node.op.startswith("call") and "stage" not in node.meta
+        if called and not (node.users or bounds):
+            graph.erase_node(node)
 
 
 def _with_parts(output: Output, parts: Mapping[int, PartOf]) -> Output:

@@ -36,11 +36,13 @@ class Attention(nn.Module):
 
     def __init__(self, draw: random.Random, width: int) -> None:
         super().__init__()
-        self.heads = draw.choice((2, 4, 6))
+        self.heads = draw.choice((2, 4, 6, 8))
         self.shared = draw.choice((1, 1, 2))
-        self.size = draw.choice((4, 6))
+        self.size = draw.choice((1, 4, 6))
         self.way = draw.choice(("sdpa", "softmax", "einsum"))
         self.fused = self.shared == 1 and draw.random() < 0.4
+        self.splits = draw.choice(("chunk", "split", "unbind", "tensor_split"))
+        self.grouped = draw.random() < 0.5
         self.causal, bias = draw.random() < 0.5, draw.random() < 0.5
         inner, fewer = self.heads * self.size, self.heads * self.size // self.shared
         if self.fused:
@@ -52,17 +54,14 @@ class Attention(nn.Module):
         self.out = nn.Linear(inner, width, bias)
 
     def forward(self, x: Tensor, memory: Tensor) -> Tensor:
-        if self.fused:
-            q, k, v = self.qkv(x).chunk(3, -1)
-        else:
-            q, k, v = self.query(x), self.key(memory), self.value(memory)
-        q, k, v = (
-            each.unflatten(-1, (-1, self.size)).transpose(1, 2) for each in (q, k, v)
-        )
-        if self.shared > 1:
+        q, k, v = self.at_once(x) if self.fused else self.apart(x, memory)
+        grouped = self.shared > 1 and self.way == "sdpa" and self.grouped
+        if self.shared > 1 and not grouped:
             k, v = (each.repeat_interleave(self.shared, 1) for each in (k, v))
         if self.way == "sdpa":
-            mixed = F.scaled_dot_product_attention(q, k, v, is_causal=self.causal)
+            mixed = F.scaled_dot_product_attention(
+                q, k, v, is_causal=self.causal, enable_gqa=grouped
+            )
         else:
             scores = (
                 q @ k.transpose(-2, -1)
@@ -76,13 +75,35 @@ class Attention(nn.Module):
         out: Tensor = self.out(mixed.transpose(1, 2).flatten(2))
         return out
 
+    def at_once(self, x: Tensor) -> Sequence[Tensor]:
+        qkv = self.qkv(x)
+        if self.splits == "unbind":
+            blocks = qkv.view(*x.shape[:-1], 3, self.heads, self.size)
+            return blocks.permute(2, 0, 3, 1, 4).unbind(0)
+        inner = self.heads * self.size
+        parts: Mapping[str, Callable[[], Sequence[Tensor]]] = {
+            "chunk": lambda: qkv.chunk(3, -1),
+            "split": lambda: qkv.split(inner, -1),
+            "tensor_split": lambda: qkv.tensor_split((inner, 2 * inner), -1),
+        }
+        return [
+            each.view(*x.shape[:-1], -1, self.size).transpose(1, 2)
+            for each in parts[self.splits]()
+        ]
+
+    def apart(self, x: Tensor, memory: Tensor) -> Sequence[Tensor]:
+        return [
+            each.unflatten(-1, (-1, self.size)).transpose(1, 2)
+            for each in (self.query(x), self.key(memory), self.value(memory))
+        ]
+
 
 class Feed(nn.Module):
     """Up, an activation, and down; or gated by a second layer up."""
 
     def __init__(self, draw: random.Random, width: int) -> None:
         super().__init__()
-        hidden, bias = draw.choice((8, 12, 24, 15)), draw.random() < 0.5
+        hidden, bias = draw.choice((4, 8, 12, 24, 15)), draw.random() < 0.5
         self.up = nn.Linear(width, hidden, bias)
         self.gate = nn.Linear(width, hidden, bias) if draw.random() < 0.5 else None
         self.down = nn.Linear(hidden, width, bias)
@@ -102,7 +123,7 @@ class Net(nn.Module):
 
     def __init__(self, draw: random.Random) -> None:
         super().__init__()
-        width = draw.choice((8, 12))
+        width = draw.choice((4, 8, 12))
         self.width, self.inputs = width, draw.choice((1, 1, 2))
         self.words = nn.Embedding(16, width)
         self.layers = nn.ModuleList()

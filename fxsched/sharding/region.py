@@ -74,7 +74,7 @@ class Grower:
         self, gm: fx.GraphModule, follower: Follower, uncut: Container[int] = ()
     ) -> None:
         self.follower, self.uncut = follower, uncut
-        self.nodes = _alive(in_flow(gm.graph.nodes))
+        self.nodes = in_flow(gm.graph.nodes)
         self.place = {node: i for i, node in enumerate(self.nodes)}
         self.whole = whole_nodes(self.nodes)
         self.written = written_values(self.nodes)
@@ -328,18 +328,6 @@ def in_flow(nodes: Iterable[fx.Node]) -> list[fx.Node]:
             if not missing:
                 ordered.setdefault(waiting.pop())
     return list(ordered)
-
-
-def _alive(nodes: Sequence[fx.Node]) -> list[fx.Node]:
-    """Nodes without what is made for nothing, which is in no stage."""
-    alive, read = list[fx.Node](), set[fx.Node]()
-    for node in reversed(nodes):
-        bounds = node.target in (*REGION_ENTERS, *REGION_EXITS)
-        called = node.op.startswith("call") and "stage" not in node.meta
-        if not called or bounds or node in read:
-            alive.append(node)
-            read |= set(node.all_input_nodes)
-    return alive[::-1]
 
 
 def is_weight(node: fx.Node) -> bool:
