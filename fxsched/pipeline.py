@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -12,7 +12,7 @@ from torch import fx
 from .clock.arrivals import ahead_text
 from .clock.joint import fit_joint, joint_text
 from .costmodel.measure import Known, known_nodes
-from .ir.facts import facts
+from .ir.facts import Facts, facts
 from .ir.graphs import Role, State, tensors
 from .ir.lazy import lazy_module
 from .ir.meta import SPENT
@@ -167,10 +167,13 @@ def make_plan(
         gradient_dtype=request.gradient_dtype,
         parts=facts(gm).parts,
         cuts=facts(gm).cuts,
-        said=tuple(
-            filter(None, (step.facts.meeting, step.facts.pairs, step.facts.totals))
-        ),
+        said=tuple(filter(None, _said(step.facts))),
     )
+
+
+def _said(known: Facts) -> Iterator[str]:
+    """What explain() says of the model, where there is something to say."""
+    yield from (known.meeting, known.pairs, known.totals, known.sliced)
 
 
 def _notes(step: StepIR, request: Request) -> tuple[str, ...]:

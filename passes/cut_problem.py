@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 from torch import fx
@@ -55,6 +56,14 @@ def cut_problem(blocks: list[Block], request: Request) -> Problem:
             if node.target is stage_boundary:
                 apart |= {(i, reader) for reader in readers}
     return Problem(tuple(units), tuple(edges), rounds=0.0, apart=frozenset(apart))
+
+
+def in_shards(problem: Problem, shards: int) -> Problem:
+    """The same on one of so many shards, each with as much of every unit."""
+    if shards == 1:
+        return problem
+    units = (Unit(*(each / shards for each in unit)) for unit in problem.units)
+    return replace(problem, units=tuple(units))
 
 
 def _is_state(node: fx.Node) -> bool:

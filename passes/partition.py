@@ -22,7 +22,14 @@ from ..ir.request import Request
 from ..ir.user_line import user_line
 from ..jobs.job import PlanError
 from ..partition.planner import choose_cut, stage_graph
-from .cut_problem import Block, cut_problem, named_cut, nodes_inside, send_time
+from .cut_problem import (
+    Block,
+    cut_problem,
+    in_shards,
+    named_cut,
+    nodes_inside,
+    send_time,
+)
 from .joint_stages import stages_with_joint
 
 
@@ -49,7 +56,7 @@ def assign_stages(gm: fx.GraphModule, request: Request) -> fx.GraphModule:
         fitted = stages_with_joint(blocks, request)
         gm.meta[FACTS] = replace(facts(gm), **fitted._asdict())
         return gm
-    problem = cut_problem(blocks, request)
+    problem = in_shards(cut_problem(blocks, request), request.schedule.shards)
     if request.stages == "auto":
         choice = choose_cut(problem, request.schedule, request.memory_limit)
         cut, schedule = choice.cut, choice.schedule

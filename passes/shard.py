@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from typing import NamedTuple
 
 from torch import fx
 
@@ -13,13 +14,17 @@ from ..ir.lazy import lazy_module
 from ..ir.parts import PartOf
 from ..ir.request import Request
 from ..jobs.job import Piece, PlanError
+from ..jobs.schedule import Schedule
 from ..jobs.shards import in_pieces
+from ..partition.planner import fastest, predict
 from ..sharding.choice import choose_region
 from ..sharding.layouts import Follower
 from ..sharding.named import named_region
 from ..sharding.region import Grower, Region, in_flow
 from ..sharding.rewrite import Rewriter
 from ..sharding.trial import try_shards
+from ..sharding.variants import slices_text, variants
+from .cut_problem import cut_problem
 
 
 def shard_stages(gm: fx.GraphModule, request: Request) -> fx.GraphModule:
@@ -46,10 +51,12 @@ def shard_stages(gm: fx.GraphModule, request: Request) -> fx.GraphModule:
         return gm
     _drop_dead(gm.graph)
     grower = Grower(gm, Follower(gm, schedule.shards), _kept_whole(request))
+    words = dict(() if request.shards == "auto" else request.shards)
+    weights = {name: word for name, word in words.items() if word != "sequence"}
     region = (
-        choose_region(grower, grower.nodes)
-        if request.shards == "auto"
-        else named_region(grower, grower.nodes, dict(request.shards))
+        named_region(grower, grower.nodes, weights)
+        if weights
+        else choose_region(grower, grower.nodes)
     )
     _check_kept(gm, request, region)
     if not region.weights:
@@ -58,22 +65,58 @@ def shard_stages(gm: fx.GraphModule, request: Request) -> fx.GraphModule:
             f"{schedule.shards} equal parts whose products come to sums; give a model "
             "whose heads and hidden layers divide, or a schedule without shards"
         )
-    rewriter = Rewriter(grower, region, request)
-    graph = rewriter.graph()
-    pieces = _number(graph)
-    parts = rewriter.inputs
+    slices = [name for name in words if name not in weights] if words else ["*"]
+    ways = [
+        _Way.of(Rewriter(grower, each, request), schedule)
+        for each in variants(grower, region, slices)
+    ]
+    best = _fastest(ways, request)
+    parts = best.rewriter.inputs
     known = replace(
         facts(gm),
-        schedule=in_pieces(schedule, pieces),
-        pieces=pieces,
+        schedule=best.schedule,
+        pieces=best.pieces,
         parts=parts,
         cuts=tuple(grower.told(region)),
+        sliced=slices_text(best.rewriter.region, region),
         outputs=tuple(_with_parts(output, parts) for output in facts(gm).outputs),
     )
-    whole = lazy_module(gm, graph, "Shards")
+    whole = lazy_module(gm, best.graph, "Shards")
     whole.meta[FACTS] = known
-    try_shards(gm, whole, rewriter.joined)
+    try_shards(gm, whole, best.rewriter.joined)
     return whole
+
+
+class _Way(NamedTuple):
+    """A way to run shards: its graph, the pieces that it is cut into, and a schedule
+    of these."""
+
+    rewriter: Rewriter
+    graph: fx.Graph
+    pieces: tuple[Piece, ...]
+    schedule: Schedule
+
+    @staticmethod
+    def of(rewriter: Rewriter, schedule: Schedule) -> _Way:
+        graph = rewriter.graph()
+        pieces = _number(graph)
+        return _Way(rewriter, graph, pieces, in_pieces(schedule, pieces))
+
+
+def _fastest(ways: Sequence[_Way], request: Request) -> _Way:
+    """The way whose step should be the shortest, of those within the memory limit."""
+    if request.memory_limit is None and len(ways) == 1:
+        return ways[0]
+    choices = []
+    for way in ways:
+        blocks: list[list[fx.Node]] = [[] for _ in way.pieces]
+        for node in way.graph.nodes:
+            if "shard" in node.meta:
+                blocks[node.meta["stage"]].append(node)
+        problem = cut_problem(blocks, request)
+        choices.append(predict(problem, way.schedule, request.memory_limit))
+    within = fastest(choices, request.memory_limit)
+    return ways[choices.index(within)]
 
 
 def _kept_whole(request: Request) -> set[int]:

@@ -251,7 +251,7 @@ def test_an_argument_with_a_default_is_not_taken_for_the_shard() -> None:
 def test_a_wrong_rule_is_found_before_it_trains(monkeypatch: Any) -> None:
     model, inputs = gpt()
 
-    def first_part(self: Any, node: Any, rows: Any, p: int) -> Any:
+    def first_part(self: Any, node: Any, p: int) -> Any:
         return self._parts[node, 0]
 
     monkeypatch.setattr(rewrite.Rewriter, "_sum", first_part)

@@ -32,10 +32,10 @@ class Unit(NamedTuple):
 
     forward: float  # seconds
     backward: float
-    held: int = 0  # bytes between F and B
-    weights: int = 0  # bytes of weights and their gradients
-    gradients: int = 0  # of these
-    state: int = 0  # bytes of the optimizer's state of the weights
+    held: float = 0  # bytes between F and B
+    weights: float = 0  # bytes of weights and their gradients
+    gradients: float = 0  # of these
+    state: float = 0  # bytes of the optimizer's state of the weights
 
     @property
     def seconds(self) -> float:

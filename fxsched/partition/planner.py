@@ -84,6 +84,32 @@ def choose_cut(
     return _Planner(problem, schedule, memory_limit).run()
 
 
+def predict(
+    problem: Problem, schedule: Schedule, memory_limit: float | None = None
+) -> Choice:
+    """What simulating gives where each unit is a stage."""
+    cut = tuple(range(len(problem.units)))
+    return _Planner(problem, schedule, memory_limit)._choice(cut)
+
+
+def fastest(choices: Sequence[Choice], memory_limit: float | None) -> Choice:
+    """The choice with the shortest step, of those within `memory_limit` bytes a worker.
+
+    Raises MemoryLimitError if there is none.
+    """
+    if memory_limit is not None:
+        within = [each for each in choices if each.bytes <= memory_limit]
+        if not within:
+            least = min(each.bytes for each in choices)
+            raise MemoryLimitError(
+                f"memory_limit={memory_limit:.0f}: however stages are cut into shards, "
+                f"a worker holds {least:.0f} bytes or more; raise the limit, use more "
+                "workers, stages or shards, smaller microbatches, or in_flight"
+            )
+        choices = within
+    return min(choices, key=lambda each: each.seconds)
+
+
 @dataclass(frozen=True)
 class _Planner:
     problem: Problem

@@ -33,8 +33,10 @@ class Region:
     weights: how weights are cut.
     layouts, calls: of each node that runs in parts, what it has and what it calls.
     summed: the nodes whose sum others read, gathered: those of which others read all
-        parts, each with these readers.
-    unbiased: those of them whose bias is added to the sum.
+        parts, sliced: those of whose sum others read the slice of their shard, each
+        with these readers.
+    scattered: of sums that are made in slices, each on its shard, how they are cut.
+    unbiased: the nodes whose bias is added to the sum.
     """
 
     weights: dict[fx.Node, Rows]
@@ -42,6 +44,8 @@ class Region:
     calls: dict[fx.Node, LocalCall] = field(default_factory=dict)
     summed: dict[fx.Node, set[fx.Node]] = field(default_factory=dict)
     gathered: dict[fx.Node, set[fx.Node]] = field(default_factory=dict)
+    sliced: dict[fx.Node, set[fx.Node]] = field(default_factory=dict)
+    scattered: dict[fx.Node, Rows] = field(default_factory=dict)
     unbiased: set[fx.Node] = field(default_factory=set)
 
     def whole(self, node: fx.Node, reader: fx.Node) -> bool:
@@ -56,9 +60,18 @@ class Region:
             mine.update(its)
         self.unbiased |= other.unbiased
 
+    def copy(self) -> Region:
+        """Another, which may be changed."""
+        new = Region({})
+        new.add(self)
+        for readers in (new.summed, new.gathered, new.sliced):
+            readers.update({node: set(some) for node, some in readers.items()})
+        return new
+
     @property
     def _fields(self) -> Sequence[dict[fx.Node, Any]]:
-        return self.weights, self.layouts, self.calls, self.summed, self.gathered
+        made = self.weights, self.layouts, self.calls
+        return (*made, self.summed, self.gathered, self.sliced, self.scattered)
 
 
 class Grower:

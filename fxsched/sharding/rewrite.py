@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import operator
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -14,8 +16,9 @@ from ..ir.parts import Cut, PartOf
 from ..ir.regions import Regions
 from ..ir.request import Request
 from ..rows.kinds import Kind, Rows
+from .demand import Demand
 from .layouts import Operation, value_of
-from .region import Grower, Region, is_weight, writes_operand
+from .region import Grower, Region, writes_operand
 
 
 class Rewriter:
@@ -27,8 +30,7 @@ class Rewriter:
 
     def __init__(self, grower: Grower, region: Region, request: Request) -> None:
         self.region, self.follower, self.nodes = region, grower.follower, grower.nodes
-        self.pinned = grower.whole | grower.written
-        self.pinned |= set(filter(writes_operand, self.nodes))
+        self.demand = Demand(grower, region)
         self.every = range(grower.follower.shards)
         self.request = request
         self.inputs: dict[int, PartOf] = {}
@@ -37,10 +39,10 @@ class Rewriter:
         self._whole: dict[tuple[fx.Node, int], fx.Node] = {}  # by shard
         self._parts: dict[tuple[fx.Node, int], fx.Node] = {}
         self._slices: dict[tuple[fx.Node, int, Rows, int], fx.Node] = {}
+        self._dealt: dict[tuple[fx.Node, Rows], list[fx.Node]] = {}
         self._numbers = _numbered_draws(self.nodes)
-        self._spread: set[fx.Node] = set()  # what each shard makes that reads it
-        self._wanted = self._demand()
-        self._level = self._levels()
+        self._sums: dict[tuple[fx.Node, int], fx.Node] = {}  # slices of them
+        self._level = dict(self.demand.levels)
 
     def graph(self) -> fx.Graph:
         """The graph. Beside the stage of the model, nodes have meta["shard"], and in
@@ -58,68 +60,6 @@ class Rewriter:
                     regions.pass_by(node)
                     self._in_whole(node)
         return self._graph
-
-    def _demand(self) -> dict[fx.Node, set[int]]:
-        """The shards on which the whole of each value is read."""
-        near: set[fx.Node] = set()  # what parts go into
-        for node in self.nodes:
-            if any(n in near or n in self.region.layouts for n in node.all_input_nodes):
-                near.add(node)
-        wanted: dict[fx.Node, set[int]] = {node: set() for node in self.nodes}
-        for node in reversed(self.nodes):
-            where = wanted[node]
-            if node.op == "output":
-                where = {0}
-            elif node in self.region.layouts:
-                where = set(self.every)
-            elif self._is_spread(node, near, wanted):
-                self._spread.add(node)
-            else:
-                where = {0} & where
-            for read in node.all_input_nodes:
-                if node in self.region.layouts and not self._reads_whole(node, read):
-                    continue
-                with_sum = node in self.region.unbiased and (
-                    read is Operation.of(node).bias
-                )
-                wanted[read] |= wanted[node] if with_sum else where
-        return wanted
-
-    def _levels(self) -> dict[fx.Node, int]:
-        """How often shards have read each other before what each node gives, the same
-        on all shards, so that none waits for more than it reads."""
-        levels: dict[fx.Node, int] = {}
-        for node in self.nodes:
-            reads = (
-                levels[n] + self._is_read_over(node, n) for n in node.all_input_nodes
-            )
-            levels[node] = max(reads, default=0)
-        return levels
-
-    def _is_read_over(self, node: fx.Node, read: fx.Node) -> bool:
-        """Whether a shard reads a value from another."""
-        cut = node in self.region.layouts
-        if read in self.region.layouts:
-            return not cut or self._reads_whole(node, read)
-        if read in self._spread or "stage" not in read.meta:
-            return False
-        return cut or (node in self._spread and self._wanted[node] != {0})
-
-    def _is_spread(
-        self, node: fx.Node, near: set[fx.Node], wanted: Mapping[fx.Node, set[int]]
-    ) -> bool:
-        """Whether each shard that reads a value makes it, of what it has."""
-        if node in self.pinned or "stage" not in node.meta:
-            return False
-        if any(is_weight(n) and value_of(n).dim() > 1 for n in node.all_input_nodes):
-            return False
-        made = [n for n in node.all_input_nodes if "stage" in n.meta]
-        return node in near or all(wanted[n] >= wanted[node] for n in made)
-
-    def _reads_whole(self, node: fx.Node, read: fx.Node) -> bool:
-        """Whether a node that runs in parts reads all of a value."""
-        cut = read in self.region.layouts or read in self.region.weights
-        return not cut or self.region.whole(read, node)
 
     def _input(self, node: fx.Node) -> None:
         rows = self.region.weights.get(node)
@@ -155,12 +95,31 @@ class Rewriter:
                 if node.meta.get("random")
                 else self._add(node, operands, p, 1 / len(self.every))
             )
-        for p in sorted(self._wanted[node]):
-            (rows,) = self.region.layouts[node]
-            whole = self._sum if rows.kind is Kind.SUM else self._gather
-            self._level[node] += 1
-            self._whole[node, p] = self.joined[node] = whole(node, rows, p)
-            self._level[node] -= 1
+        if node in self.region.scattered:
+            self._scatter(node)
+        (rows,), wanted = self.region.layouts[node], sorted(self.demand.wanted[node])
+        whole = self._sum if rows.kind is Kind.SUM else self._gather
+        with self._later(node, 2 if node in self.region.scattered else 1):
+            for p in wanted:
+                self._whole[node, p] = self.joined[node] = whole(node, p)
+
+    @contextmanager
+    def _later(self, node: fx.Node, rounds: int) -> Iterator[None]:
+        """Where shards have read each other so often since a node."""
+        self._level[node] += rounds
+        try:
+            yield
+        finally:
+            self._level[node] -= rounds
+
+    def _scatter(self, node: fx.Node) -> None:
+        """The slice of a sum of each shard, which adds up what others send of it."""
+        rows, every = self.region.scattered[node], self.every
+        parts = [self._split(node, self._parts[node, q], rows, q) for q in every]
+        with self._later(node, 1):
+            for p in every:
+                slices = [each[p] for each in parts]
+                self._sums[node, p] = self._added(node, slices, p, rows)
 
     def _in_whole(self, node: fx.Node) -> None:
         """A node that is not cut, on each shard that makes its value."""
@@ -168,20 +127,24 @@ class Rewriter:
             new = self._graph.node_copy(node, lambda n: self._whole[n, 0])
             self._whole.update({(node, p): new for p in self.every})
             return
-        makers = sorted(self._wanted[node]) if node in self._spread else [0]
+        makers = sorted(self.demand.makers(node))
         for p in makers:
             reads = {n: self._whole[n, p] for n in node.all_input_nodes}
             operands = Operation.of(node).on(reads)
             self._whole[node, p] = self._add(node, operands, p, 1.0)
-        if node not in self._spread:
+        if node not in self.demand.spread:
             for p in self.every:
                 self._whole[node, p] = self._whole[node, 0]
 
     def _read(self, node: fx.Node, read: fx.Node, p: int) -> fx.Node:
         """What a shard's call in the place of a node reads."""
-        if not self._reads_whole(node, read):
-            return self._parts[read, p]
-        whole, rows = self._whole[read, p], self.region.calls[node].slices.get(read)
+        if not self.demand.reads_whole(node, read):
+            sliced = node in self.region.sliced.get(read, ())
+            return self._sums[read, p] if sliced else self._parts[read, p]
+        rows = self.region.calls[node].slices.get(read)
+        if rows is not None and p not in self.demand.makers(read):
+            return self._deal(read, rows)[p]
+        whole = self._whole[read, p]
         if rows is None:
             return whole
         key = read, p, rows, self._level[node]
@@ -211,10 +174,36 @@ class Rewriter:
         mine = self._make(node, torch.select, (blocks, dim + 1, p), p)
         return self._make(node, torch.flatten, (mine, dim, dim + 1), p)
 
-    def _sum(self, node: fx.Node, rows: Rows, p: int) -> fx.Node:
+    def _deal(self, read: fx.Node, rows: Rows) -> list[fx.Node]:
+        """The parts of a value that shard 0 has, made there."""
+        if (read, rows) not in self._dealt:
+            whole = self._whole[read, 0]
+            self._dealt[read, rows] = self._split(read, whole, rows, 0)
+        return self._dealt[read, rows]
+
+    def _split(
+        self, node: fx.Node, whole: fx.Node, rows: Rows, p: int
+    ) -> list[fx.Node]:
+        """All parts of a value, on one shard: views, whose gradients are one copy."""
+        size = int(value_of(whole).shape[rows.dim]) // len(self.every)
+        parts = self._make(node, torch.split, (whole, size, rows.dim), p)
+        items = [self._make(node, operator.getitem, (parts, q), p) for q in self.every]
+        for each in (parts, *items):
+            each.meta["work"] = Work(0, 0.0, each.meta["work"].backward, 0)
+        return items
+
+    def _sum(self, node: fx.Node, p: int) -> fx.Node:
         """The sum of what all shards have, in their order, and a bias that goes with
         it."""
-        parts = [self._parts[node, q] for q in self.every]
+        if node in self.region.scattered:
+            slices = [self._sums[node, q] for q in self.every]
+            return self._joined(node, slices, self.region.scattered[node], p)
+        return self._added(node, [self._parts[node, q] for q in self.every], p)
+
+    def _added(
+        self, node: fx.Node, parts: Sequence[fx.Node], p: int, rows: Rows | None = None
+    ) -> fx.Node:
+        """The sum of parts of a sum, or of slices of them, and of the bias."""
         total = parts[0]
         for each in parts[1:]:
             total = self._make(node, torch.add, (total, each), p)
@@ -222,15 +211,24 @@ class Rewriter:
         if bias is None:
             return total
         added, shape = self._whole[bias, p], Operation.of(node).bias_shape
+        along = value_of(node).dim() - 1 if shape is None else 1
+        if rows is not None and rows.dim == along:
+            added = self._part(node, added, rows._replace(dim=0), p)
         if shape is not None:
             added = self._make(node, torch.reshape, (added, shape), p)
         return self._make(node, torch.add, (total, added), p)
 
-    def _gather(self, node: fx.Node, rows: Rows, p: int) -> fx.Node:
+    def _gather(self, node: fx.Node, p: int) -> fx.Node:
         """The parts of all shards as one value."""
-        parts, dim = [self._parts[node, q] for q in self.every], rows.dim
+        (rows,) = self.region.layouts[node]
+        return self._joined(node, [self._parts[node, q] for q in self.every], rows, p)
+
+    def _joined(
+        self, node: fx.Node, parts: Sequence[fx.Node], rows: Rows, p: int
+    ) -> fx.Node:
+        dim = rows.dim
         if rows.outer == 1:
-            return self._make(node, torch.cat, (parts, dim), p)
+            return self._make(node, torch.cat, (list(parts), dim), p)
         size = int(value_of(parts[0]).shape[dim]) // rows.outer
         blocks = [
             self._make(node, torch.unflatten, (each, dim, (rows.outer, size)), p)
