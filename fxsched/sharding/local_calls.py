@@ -152,7 +152,8 @@ def _variants(
     """The arguments of a call, and those with the sizes of parts."""
     args, kwargs = call.args, call.kwargs
     name = str(getattr(call.target, "__name__", call.target)).split(".")[0]
-    if name == "group_norm":  # by groups of the same size
+    if name == "group_norm" and wanted[0][1] < int(call.value.shape[1]):
+        # by groups of the same size
         groups = kwargs.get("num_groups", args[1] if len(args) > 1 else 1) // shards
         if len(args) > 1:
             yield (args[0], groups, *args[2:]), kwargs

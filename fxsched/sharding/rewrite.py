@@ -263,7 +263,7 @@ class Rewriter:
             "shard": p,
             "level": self._level[node],
             "val": value_of(node) if self._is_same(node, call) else None,
-            "work": work._replace(flops=int(work.flops), held=int(work.held)),
+            "work": work._replace(flops=int(work.flops), held=_held(node, reads)),
             "numbers": self._numbers[node],
             "mutates": _mutated(node, reads) if writes_operand(node) else (),
         }
@@ -284,6 +284,18 @@ class Rewriter:
                 value_of(a) is value_of(b) for a, b in zip(reads, pairs, strict=True)
             )
         )
+
+
+def _held(node: fx.Node, reads: Sequence[fx.Node]) -> int:
+    """Bytes that autograd keeps for a node's copy: as much of what it reads as of what
+    the node does."""
+    whole, part = (
+        sum(
+            t.nbytes for n in some if "role" not in n.meta for t in tensors(value_of(n))
+        )
+        for some in (node.all_input_nodes, reads)
+    )
+    return int(node.meta["work"].held * (part / whole if whole else 1.0))
 
 
 def _work(node: fx.Node) -> Work:
