@@ -68,6 +68,7 @@ def shard_stages(gm: fx.GraphModule, request: Request) -> fx.GraphModule:
         pieces=pieces,
         parts=parts,
         cuts=tuple(grower.told(region)),
+        whole=gm,
         outputs=tuple(_with_parts(output, parts) for output in facts(gm).outputs),
     )
     whole = lazy_module(gm, graph, "Shards")

@@ -39,7 +39,8 @@ class Facts:
     pieces: the stages, where they are pieces of shards, and `parts` the parts of
         weights that they read, by their positions after the inputs of the call
         (shard_stages).
-    cuts: what is said of weights that could be cut (shard_stages).
+    cuts: what is said of weights that could be cut, and `whole` the graph without
+        shards, for what these save (shard_stages).
     """
 
     outputs: tuple[Output, ...]
@@ -55,6 +56,7 @@ class Facts:
     pieces: tuple[Piece, ...] = ()
     parts: Mapping[int, PartOf] = field(default_factory=dict)
     cuts: tuple[WeightCut, ...] = ()
+    whole: fx.GraphModule | None = None
 
 
 @dataclass(frozen=True)
