@@ -22,8 +22,8 @@ from .backend import Backend, backend
 from .capture.dynamo import configure_dynamo
 from .jobs.job import PlanError
 from .jobs.schedule import Schedule
-from .jobs.user_values import is_count
-from .schedules import LIBRARY
+from .jobs.user_values import is_count, is_int
+from .schedules import LIBRARY, sharded
 from .schedules.saved import load_schedule
 
 EXAMPLE = '{"schedule": "1f1b", "workers": 4, "microbatches": 8}'
@@ -57,6 +57,9 @@ class NamedBackend:
                 f"{', '.join(LIBRARY)}"
             )
         schedule, rest = _schedule(options.pop("schedule"), options)
+        if is_int(rest.get("shards")):  # else which weights are cut, for the backend
+            schedule = sharded(schedule, rest["shards"])
+            rest = {key: rest[key] for key in rest if key != "shards"}
         return backend(schedule, **rest)
 
     def __call__(

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
+from functools import cache
 from typing import NamedTuple
 
 import torch
@@ -12,10 +13,11 @@ from torch import fx
 from .clock.arrivals import ahead_text
 from .clock.joint import fit_joint, joint_text
 from .costmodel.measure import Known, known_nodes
-from .ir.facts import Facts, facts
+from .ir.facts import FACTS, Facts, facts
 from .ir.graphs import Role, State, tensors
 from .ir.lazy import lazy_module
 from .ir.meta import SPENT
+from .ir.modes import casts, with_casts
 from .ir.request import Request
 from .ir.step_ir import StepIR
 from .ir.weight_sizes import weight_groups
@@ -52,6 +54,7 @@ GRAPH_PASSES = (  # rewrite the model's graph; what they find out is in its fact
     split_stages,  # one node per stage
     differentiate_stages,  # forward and backward calls
 )
+AFTER_SHARDS = GRAPH_PASSES.index(shard_stages) + 1
 STEP_PASSES = (  # fill in the step of all workers
     order_jobs,  # one global order of jobs
     unroll_jobs,  # one line per job, on its worker
@@ -125,6 +128,7 @@ def make_plan(
     progress: is told of each pass.
     """
     gm = cut.graph
+    whole = _without_shards(cut, request)
     schedule = facts(gm).schedule or request.schedule
     request = replace(request, schedule=fit_joint(schedule, facts(gm).stages))
     step = StepIR(gm)
@@ -167,6 +171,7 @@ def make_plan(
         gradient_dtype=request.gradient_dtype,
         parts=facts(gm).parts,
         cuts=facts(gm).cuts,
+        whole=whole,
         said=tuple(filter(None, _said(step.facts))),
     )
 
@@ -174,6 +179,30 @@ def make_plan(
 def _said(known: Facts) -> Iterator[str]:
     """What explain() says of the model, where there is something to say."""
     yield from (known.meeting, known.pairs, known.totals, known.sliced)
+
+
+def _without_shards(cut: StageGraph, request: Request) -> Callable[[], Plan] | None:
+    """Plans the same schedule, where shard 0 has all of each stage, once it is asked
+    to; None for a schedule without shards."""
+    gm = facts(cut.graph).whole
+    if gm is None:
+        return None
+    known = facts(gm)
+    schedule = replace(known.schedule or request.schedule, shards=1)
+    request = replace(request, schedule=schedule, owners={}, cuts={}, updaters={})
+    gm.meta[FACTS] = replace(known, schedule=schedule)
+    then = casts()
+
+    @cache
+    def make() -> Plan:
+        with with_casts(then), Progress() as progress:
+            whole = gm
+            for rewrite in GRAPH_PASSES[AFTER_SHARDS:]:
+                progress.at(rewrite.__name__)
+                whole = rewrite(whole, request)
+            return make_plan(cut._replace(graph=whole), request, (), progress)
+
+    return make
 
 
 def _notes(step: StepIR, request: Request) -> tuple[str, ...]:

@@ -267,8 +267,8 @@ class _Differentiation:
         now, later = self._backward_seconds(self._module(call), pair)
         now += recompute * forward.meta["seconds"]
         size = max(pair.held if saved is not None else 0, pair.carried_bytes)
-        own = [value for value in inputs if not joint.is_whole(value)]
-        received = [value for value in own if value.op != "placeholder"]
+        kept = [x for x in read_inputs if x is not None and not joint.is_whole(x)]
+        received = [value for value in kept if value.op != "placeholder"]
         held = size + sum(s.bytes for value in received for s in value.meta["specs"])
         # 0 would say that it has no B, where it only gives a gradient another shape
         data = Stage(backward=max(now + later, SHORTEST), weight=later, held=held)

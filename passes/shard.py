@@ -79,6 +79,7 @@ def shard_stages(gm: fx.GraphModule, request: Request) -> fx.GraphModule:
         parts=parts,
         cuts=tuple(grower.told(region)),
         sliced=slices_text(best.rewriter.region, region),
+        whole=gm,
         outputs=tuple(_with_parts(output, parts) for output in facts(gm).outputs),
     )
     whole = lazy_module(gm, best.graph, "Shards")

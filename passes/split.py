@@ -50,7 +50,7 @@ def split_stages(gm: fx.GraphModule, request: Request) -> fx.GraphModule:
     """
     inner = [StageBuilder(gm, nodes) for nodes in _by_stage(gm)]
     groups = _group_state(gm, [stage.state for stage in inner], request)
-    stages = _describe(inner, request)
+    stages = _describe(inner, request, bool(facts(gm).pieces))
     if facts(gm).pieces:
         stages = nx.relabel_nodes(stages, dict(enumerate(facts(gm).pieces)))
     if request.moments:
@@ -318,9 +318,14 @@ def _is_table(node: fx.Node) -> bool:
     return bool(names) and all("embedding" in name for name in names)
 
 
-def _describe(inner: list[StageBuilder], request: Request) -> nx.DiGraph[int]:
+def _describe(
+    inner: list[StageBuilder], request: Request, pieces: bool
+) -> nx.DiGraph[int]:
     """The stages and what is sent between them. A stage that is the first to read a
-    parameter counts it."""
+    parameter counts it.
+
+    pieces: whether stages are pieces of shards.
+    """
     state_bytes, dtype = request.state_bytes, request.gradient_dtype
     stages: nx.DiGraph[int] = nx.DiGraph()
     everywhere = _count_modules(node for stage in inner for node in stage.nodes)
@@ -363,6 +368,8 @@ def _describe(inner: list[StageBuilder], request: Request) -> nx.DiGraph[int]:
                 edge = stages.get_edge_data(source, number, {"bytes": 0})
                 size = edge["bytes"] + spec.bytes
                 sent = Edge(bytes=size, seconds=send_seconds(size, spec.device))
+                if pieces:
+                    sent["values"] = {**edge.get("values", {}), node.name: spec.bytes}
                 if reads_whole(node, stage.joint):
                     sent["whole"] = edge.get("whole", 0) + spec.bytes
                 stages.add_edge(source, number, **sent)

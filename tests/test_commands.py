@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from fxsched import schedules
 from fxsched.cli import main as cli
 from fxsched.schedules import LIBRARY, STALE
 
@@ -426,6 +427,18 @@ def test_plan_prints_so_many_jobs_of_a_rank(
         ),
         ("simulate --schedule 1f1b --update 1", r"no updates; give --update-every too"),
         ("simulate --schedule 1f1b --zero 1", r"--zero needs --replicate; it takes"),
+        ("simulate --schedule 1f1b --shards 0", r"'--shards': 0 is not in the range"),
+        ("simulate --schedule 1f1b --sums 2", r"--sums needs --shards, which add"),
+        (
+            "simulate --schedule 1f1b --shards 2 --sum-bytes 1 --bandwidth 1",
+            r"--sum-bytes needs --sums, how many there are",
+        ),
+        (
+            "simulate --schedule 1f1b --shards 2 --sums 1 --sum-bytes 1",
+            r"--sum-bytes needs --bandwidth",
+        ),
+        ("simulate --schedule 1f1b --shards 9999999", r"are too many; give numbers"),
+        ("compare --model m.py:make --sums 1", r"--sums doesn't go with --model.*"),
     ],
 )
 def test_a_wrong_option_is_one_line(
@@ -458,6 +471,35 @@ def test_updates_are_simulated_and_compared(capsys: pytest.CaptureFixture[str]) 
         for more in ("", "--update-every 2")
     )
     assert plain and often and float(plain[1]) < float(often[1])
+
+
+def test_shards_are_asked_for_wherever_a_schedule_is_named(
+    model: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    numbers = "--workers 1 --microbatches 2 --shards 2"
+    printed = output(f"plan model.py:make --schedule 1f1b {numbers} --no-text", capsys)
+    assert printed.startswith("1f1b x 2 shards: 2 workers, 2 microbatches, 1 stages")
+    assert "first.weight" in printed and "without shards, on 1 worker;" in printed
+    command = f"compare --model model.py:make --schedules 1f1b,gpipe {numbers}"
+    assert row("1f1b", output(command, capsys))[1] == "1"  # stages, not their pieces
+    assert "no weight can be cut into 3 equal parts" in refusal(
+        "plan model.py:make --schedule gpipe --workers 1 --shards 3", capsys
+    )
+    asked = "plan model.py:trained --schedule gpipe --workers 1 --shards 2"
+    assert "(shards=2) doesn't go with optimizer=" in refusal(asked, capsys)
+    schedules.one_f_one_b(2, 4).save("own.json")
+    simulated = "--shards 2 --sums 2 --no-text"
+    printed = output(f"simulate --schedule own.json {simulated}", capsys)
+    assert "1f1b x 2 shards: 4 workers, 4 microbatches, 2 stages: step 7.5" in printed
+
+
+def test_what_shards_hold_is_compared_in_stages(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    command = "compare --workers 2 --microbatches 4 --shards 2 --schedules 1f1b"
+    printed = output(command, capsys)
+    assert "2 workers, 4 microbatches, 2 shards, a model of 2 stages" in printed
+    assert row("1f1b", printed)[-4:-2] == ["1", "0.5"]
 
 
 def test_a_file_with_an_optimizer_plans_its_updates(

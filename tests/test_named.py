@@ -102,6 +102,17 @@ def test_a_schedule_is_an_object_or_a_file_or_has_other_stages(tmp_path: Path) -
         assert len(backend_of(step).plan.stages) == count
 
 
+def test_a_number_of_shards_is_the_schedule_s() -> None:
+    one = {"schedule": "1f1b", "workers": 1, "microbatches": 2}
+    model, x = Net(), torch.randn(4, 4)
+    wanted = torch.autograd.grad(model(x), list(model.parameters()))
+    step = compiled(model, **one, shards=2)
+    step(x).backward()
+    assert backend_of(step).plan.schedule.workers == 2
+    for parameter, gradient in zip(model.parameters(), wanted, strict=True):
+        torch.testing.assert_close(parameter.grad, gradient)
+
+
 ERRORS: dict[str, tuple[dict[str, Any], str]] = {
     "none": ({}, r"needs a schedule: options=\{\"schedule\": \"1f1b\", \"workers\": 4"),
     "name": ({"schedule": "1fb1"}, "there is no schedule '1fb1' .*did you mean 1f1b"),
@@ -122,6 +133,7 @@ ERRORS: dict[str, tuple[dict[str, Any], str]] = {
         SCHEDULE | {"schedule": "naive", "stages": 3},
         "naive makes 2 stages of these workers; leave it out",
     ),
+    "shards": (SCHEDULE | {"shards": 0}, r"sharded\(shards=0\): give an int of 1 or "),
     "value": (SCHEDULE | {"carry": "all"}, r"carry='all'\): give 'saved' or"),
 }
 

@@ -66,6 +66,12 @@ def test_the_schedule_of_a_plan_can_be_saved(tmp_path: Path) -> None:
     assert {job: loaded.place(job) for job in plan.jobs} == plan.placements
 
 
+def test_shards_cannot_be_saved(tmp_path: Path) -> None:
+    schedule = schedules.sharded(schedules.gpipe(2, 2), 2)
+    with pytest.raises(PlanError, match=r"has 2 shards, which files don't; save the "):
+        schedule.save(tmp_path / "shards.json")
+
+
 def test_open_stages_cannot_be_saved(tmp_path: Path) -> None:
     with pytest.raises(PlanError, match=r"save: ddp: .* leaves its stages to the plan"):
         schedules.ddp(2).save(tmp_path / "ddp.json")

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import networkx as nx
 import pytest
@@ -452,6 +453,40 @@ def test_each_shard_has_its_share_of_a_stage() -> None:
 def test_shards_wait_for_all_that_the_stage_before_makes() -> None:
     late = fxsched.simulate(schedules.sharded(schedules.gpipe(2, 1), 2), transfer=1.0)
     assert late.latency == (0.5 + 1 + 0.5) + (1 + 1 + 1)
+
+
+def test_sums_of_shards_take_the_time_of_their_messages() -> None:
+    halves = schedules.sharded(schedules.gpipe(1, 1), 2)
+    free = fxsched.simulate(halves, sums=3)
+    assert free.latency == fxsched.simulate(halves).latency == 1.5
+    late = fxsched.simulate(halves, transfer=0.25, sums=3)
+    assert late.latency == 1.5 + 2 * 3 * 0.25
+    on_link = fxsched.simulate(halves, transfer=fxsched.Link(16), sums=3, sum_bytes=4.0)
+    assert on_link.latency == late.latency
+    assert [w.activations_sent for w in on_link.workers] == [6, 6]
+    for worker in on_link.workers:  # of stages, not of the pieces between sums
+        assert (worker.peak_activations, worker.weights_held) == (1, 1)
+
+
+@pytest.mark.parametrize(
+    ("shards", "options", "message"),
+    [
+        (
+            1,
+            {"sums": 2},
+            r"sums=2\): gpipe x 1 shards has one shard, and no sums",
+        ),
+        (2, {"sums": -1}, r"sums=-1\): give how many sums shards add up in F of"),
+        (2, {"sum_bytes": 8}, r"sum_bytes=8\): give sums= too, how many there are"),
+        (2, {"sums": 1, "sum_bytes": "8"}, r"give the bytes of what one shard has"),
+    ],
+)
+def test_what_are_no_sums_is_said(
+    shards: int, options: dict[str, Any], message: str
+) -> None:
+    schedule = schedules.sharded(schedules.gpipe(1, 1), shards)
+    with pytest.raises(PlanError, match=message):
+        fxsched.simulate(schedule, **options)
 
 
 def test_a_timeline_does_not_say_what_shards_take() -> None:

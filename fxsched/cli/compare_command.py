@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 from ..draw import tables
+from ..draw.whole_stages import whole_stage
 from ..jobs.job import PlanError
 from ..simulator.simulate import Simulation
 from ..tuner.candidates import moves_weights
@@ -45,7 +46,7 @@ class ComparedSchedule(NamedTuple):
         sent = sum(w.activations_sent + w.gradients_returned for w in workers)
         return (
             f"{'* ' if self.free else ''}{self.name}",
-            f"{len(simulation.stages)}",
+            f"{len(set(map(whole_stage, simulation.stages)))}",
             f"{simulation.latency:.4g}",
             f"{100 * simulation.bubble_rate:.1f} %",
             f"{100 * simulation.span_bubble_rate:.1f} %",
@@ -99,7 +100,8 @@ def _entry(
     simulation = simulate(replace(schedule, stages=stages), options, count / stages)
     moves = moves_weights(simulation.schedule, simulation.stages)
     free = moves and options["prefetch"] is None
-    return ComparedSchedule(name, simulation, count / stages, free)
+    size = count / stages / schedule.shards
+    return ComparedSchedule(name, simulation, size, free)
 
 
 def _stages(numbers: Mapping[str, Any]) -> int:
@@ -109,7 +111,8 @@ def _stages(numbers: Mapping[str, Any]) -> int:
 
 
 def _title(numbers: Mapping[str, Any]) -> str:
-    copies = f", {numbers['replicate']} copies" if "replicate" in numbers else ""
+    copies = f", {numbers['shards']} shards" if "shards" in numbers else ""
+    copies += f", {numbers['replicate']} copies" if "replicate" in numbers else ""
     return (
         f"{numbers['workers']} workers, {numbers['microbatches']} microbatches{copies},"
         f" a model of {_stages(numbers)} stages"

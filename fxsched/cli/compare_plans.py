@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
 from ..draw import tables
+from ..draw.whole_stages import whole_stage
 from ..dry_run import plan
 from ..jobs.job import PlanError
 from ..plans.plan import Plan
@@ -30,9 +31,10 @@ class ComparedPlan(NamedTuple):
         total = max(peaks.at_once.total for peaks in self.plan.memory)
         most = [peaks.each for peaks in self.plan.memory]
         joint = sum(bool(j) for _, j in self.plan.stages.nodes(data="joint"))
+        count = len(set(map(whole_stage, self.plan.stages)))
         return (
             self.name,
-            f"{len(self.plan.stages) - joint}{' + 1 *' if joint else ''}",
+            f"{count - joint}{' + 1 *' if joint else ''}",
             f"{1e3 * self.step:.4g}",
             f"{100 * self.bubble:.1f} %",
             tables.byte_text(total),

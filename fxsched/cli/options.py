@@ -12,7 +12,7 @@ import click
 
 from ..jobs.job import PlanError
 from ..jobs.schedule import Schedule
-from ..schedules import LIBRARY, STALE, replicate
+from ..schedules import LIBRARY, STALE, replicate, sharded
 from .option_types import COUNT, NUMBER, schedule
 
 Command = TypeVar("Command", bound=Callable[..., Any])
@@ -41,9 +41,10 @@ UPDATE_EVERY = (
     "a step of the optimizer every K microbatches (of each copy), in the program  "
     "[default: the schedule's own number, or none]"
 )
+SHARDS = "P shards of each stage, tensor-parallel, each on a worker of its own"
 ZERO = "with --replicate: copies share the optimizer's state, as zero1 and zero2 do"
 # what every schedule of the library can be given
-EVERY = ("stages", "update_every", "replicate", "zero")
+EVERY = ("stages", "update_every", "shards", "replicate", "zero")
 
 schedule_option = click.option(
     "--schedule",
@@ -79,6 +80,7 @@ def schedule_options(command: Command) -> Command:
     command = click.option("--zero", type=stages, callback=_int, help=ZERO)(command)
     copies = click.option("--replicate", type=COUNT, metavar="G", help=REPLICATE)
     command = copies(command)
+    command = click.option("--shards", type=COUNT, metavar="P", help=SHARDS)(command)
     every = click.option("--update-every", type=COUNT, metavar="K", help=UPDATE_EVERY)
     command = every(command)
     for argument, by_schedule in reversed(takers.items()):
@@ -124,15 +126,16 @@ def usual(options: Mapping[str, Any]) -> dict[str, int]:
 
 
 def build(name: str | Schedule, options: Mapping[str, Any]) -> Schedule:
-    """A schedule of the library by what was given; or one of a file, which takes none.
+    """A schedule of the library by what was given; or one of a file, which takes none
+    but shards.
 
     `stages`, which every Schedule has, sets that of one whose constructor doesn't take
     it. Raises PlanError for an option that the schedule doesn't take, or needs.
     """
     if isinstance(name, Schedule):
-        if options:
-            raise PlanError(f"{name} is from a file; leave out {flag(min(options))}")
-        return name
+        if others := options.keys() - {"shards"}:
+            raise PlanError(f"{name} is from a file; leave out {flag(min(others))}")
+        return _in_shards(name, options)
     takes = constructor_parameters(name)
     for argument in options:
         if argument not in takes and argument not in EVERY:
@@ -150,10 +153,15 @@ def build(name: str | Schedule, options: Mapping[str, Any]) -> Schedule:
         schedule = replace(schedule, stages=options["stages"])
     if "update_every" in options:
         schedule = _updating(schedule, options["update_every"], name)
+    schedule = _in_shards(schedule, options)
     copies, zero = options.get("replicate", 1), options.get("zero")
     if zero is not None and copies == 1:
         _refuse(name, "has no copies that could share; --zero needs --replicate")
     return schedule if copies == 1 else replicate(schedule, copies, zero)
+
+
+def _in_shards(schedule: Schedule, options: Mapping[str, Any]) -> Schedule:
+    return sharded(schedule, options["shards"]) if "shards" in options else schedule
 
 
 def _updating(schedule: Schedule, every: int, name: str) -> Schedule:
@@ -172,7 +180,7 @@ def _updating(schedule: Schedule, every: int, name: str) -> Schedule:
 def build_any(name: str, options: Mapping[str, Any]) -> Schedule:
     """The same without the options that this schedule doesn't take: they are for
     others. `stages` sets that of a schedule that leaves it open."""
-    takes = {*constructor_parameters(name), "replicate", "zero"}
+    takes = {*constructor_parameters(name), "shards", "replicate", "zero"}
     if name not in STALE:  # those say themselves when they update
         takes.add("update_every")
     schedule = build(name, {k: v for k, v in options.items() if k in takes})
@@ -185,6 +193,7 @@ def check_work(values: Mapping[str, Any]) -> None:
     """Raises PlanError for more work than a machine is there for."""
     stages = max(values.get("stages", 1), values.get("workers", 1))
     copies = values.get("microbatches", 1) * values.get("replicate", 1)
+    copies *= values.get("shards", 1)
     if stages * copies > LARGEST:
         raise PlanError(
             f"{stages} stages (or workers) of {copies} microbatches are too many; give "

@@ -64,6 +64,14 @@ link_options = _all_of(
     click.option("--latency", type=NUMBER, help="time of a message besides that"),
     click.option("--message-bytes", type=NUMBER, help="of each message between stages"),
     click.option("--weight-bytes", type=NUMBER, help="of the weights of each stage"),
+    click.option(
+        "--sums",
+        type=POSITION,
+        metavar="N",
+        help="of the shards of each stage, in F and again in B  [default: they take "
+        "no time]",
+    ),
+    click.option("--sum-bytes", type=NUMBER, help="of what a shard has of each sum"),
 )
 memory_options = _all_of(
     click.option(
@@ -107,7 +115,14 @@ picture_options = _all_of(
 
 MODEL = "path/to/model.py:make or package.module:make"
 ESTIMATED = ("forward", "backward", "weight", "update", "transfer", "prefetch", "joint")
-SIZES = ("bandwidth", "latency", "message_bytes", "weight_bytes")
+SIZES = (
+    "bandwidth",
+    "latency",
+    "message_bytes",
+    "weight_bytes",
+    "sums",
+    "sum_bytes",
+)
 
 
 def refuse_estimated(ctx: click.Context) -> None:
@@ -131,6 +146,10 @@ def simulate(
 
     scale: how long a stage takes, in those that the options are about.
     """
+    if options.get("sums") and schedule.shards == 1:
+        raise PlanError("--sums needs --shards, which add them up")
+    if options.get("sum_bytes") is not None and not options.get("sums"):
+        raise PlanError("--sum-bytes needs --sums, how many there are")
     return run(
         schedule,
         _chain(schedule.stages or schedule.workers, options, scale),
@@ -138,6 +157,8 @@ def simulate(
         transfer(options),
         options["prefetch"],
         options.get("joint", ()),
+        options.get("sums") or 0,
+        options.get("sum_bytes") or 0.0,
     )
 
 
@@ -172,7 +193,7 @@ def transfer(options: Mapping[str, Any]) -> float | Link:
             f"--weight-bytes needs --prefetch: else fetching takes no time{held}"
         )
     if bandwidth is None:
-        for name in ("latency", "message_bytes", "weight_bytes"):
+        for name in ("latency", "message_bytes", "weight_bytes", "sum_bytes"):
             if options.get(name) is not None and not (memory and name[0] == "w"):
                 raise PlanError(f"{flag(name)} needs --bandwidth")
         if options["prefetch"] is not None and not options["transfer"]:

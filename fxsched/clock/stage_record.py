@@ -62,8 +62,11 @@ class Edge(TypedDict, total=False):
 
     whole: how many of the bytes a joint stage makes for all microbatches, which read
         them as they are; a worker gets them once (0, if it isn't there).
+    values: the bytes of each value by its name, where stages are pieces of shards, of
+        which several may read the same.
     """
 
     bytes: float
+    values: dict[str, int]
     whole: float
     seconds: float

@@ -9,6 +9,7 @@ from typing import Any
 import networkx as nx
 import numpy as np
 
+from ..jobs.job import Piece
 from ..jobs.schedule import Schedule
 from .activations import peaks
 from .stage_graph import is_whole
@@ -63,7 +64,8 @@ def worker_records(
     order = np.asarray(timeline.order, int)
     times = np.asarray(timeline.end) - np.asarray(timeline.start)
     busy = np.bincount(compute[order], times, count)
-    ones = peaks(timeline, schedule.release, [1.0] * len(jobs.kinds))
+    first = _first_pieces(jobs)
+    ones = peaks(timeline, schedule.release, [float(s in first) for s, _ in jobs.kinds])
     sizes: list[float] | list[None] = [None] * count
     if all("held" in data for _, data in stages.nodes(data=True)):
         saved = [stages.nodes[s]["held"] for s, _ in jobs.kinds]
@@ -71,7 +73,7 @@ def worker_records(
     numbers, away, fetched, _ = fetches(schedule, stages, timeline)
     here = compute[numbers]
     keepers = stage_keepers(schedule, jobs)
-    owners = [w for each in keepers.values() for w in each.owners]
+    owners = [w for s, each in keepers.items() if s in first for w in each.owners]
     held = np.bincount(owners, None, count)
     received, sent = _messages(jobs, stages)
     traffic = count_traffic(schedule, stages, jobs, keepers)
@@ -96,6 +98,14 @@ def worker_records(
         parameters,
     )
     return tuple(Worker(*row) for row in zip(*columns, strict=True))
+
+
+def _first_pieces(jobs: Jobs) -> set[int]:
+    """The stages; of those that are pieces of a shard, the first that it has."""
+    first: dict[object, int] = {}
+    for s in sorted({s for s, _ in jobs.kinds}):
+        first.setdefault((s.stage, s.shard) if isinstance(s, Piece) else s, s)
+    return set(first.values())
 
 
 def _messages(jobs: Jobs, stages: nx.DiGraph[int]) -> tuple[Any, Any]:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import math
 import re
+import textwrap
 from collections.abc import Iterator, Sequence
 
 from ..ir.parts import WeightCut
-from .tables import table
+from .tables import LEAST, table
 
 EXPLAINED = 100  # columns of what explains a plan
 NAME = 36  # characters of a weight's name; of longer ones its end
@@ -23,8 +24,15 @@ def cut_table(cuts: Sequence[WeightCut]) -> Iterator[str]:
         how = f"{word}: {why}" if why else word
         key = _alike(name), " x ".join(map(str, shape)), _alike(how)
         alike[key] = alike.get(key, 0) + 1
-    rows = [(_end(name), n, shape, how) for (name, shape, how), n in alike.items()]
-    yield table("weight|of them|shape|cut", rows, "lrl", EXPLAINED)
+    names = [_end(name) for name, _, _ in alike]
+    shapes = [shape for _, shape, _ in alike]
+    taken = max(map(len, names)) + 2 + len("of them") + 4 + max(map(len, shapes)) + 2
+    room = max(EXPLAINED - taken, LEAST)
+    rows = [
+        (name, n, shape, textwrap.fill(how, room))
+        for name, ((_, shape, how), n) in zip(names, alike.items(), strict=True)
+    ]
+    yield table("weight|of them|shape|cut", rows, "lrl")
     shards = max(each.parts for each in cuts)
     every = sum(math.prod(each.shape) for each in cuts)
     cut = sum(math.prod(each.shape) for each in cuts if each.parts > 1)

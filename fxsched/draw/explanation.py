@@ -16,7 +16,16 @@ from ..jobs.job import Job
 from ..jobs.schedule import Schedule
 from .cut_table import EXPLAINED, cut_table
 from .memory_table import WorkerMemory, memory_tables
-from .plan_tables import busy_seconds, load_rows, sends_text, stage_text, wrapped
+from .plan_tables import (
+    busy_seconds,
+    has_shards,
+    load_rows,
+    sends_text,
+    shard_cells,
+    stage_text,
+    wrapped,
+)
+from .shard_table import ShardCosts, shard_costs_text
 from .tables import byte_text, ranges, shorten, table
 from .whole_stages import pieces_of, whole_stages
 
@@ -27,13 +36,37 @@ def explain_text(
     memory: WorkerMemory | None = None,
     said: Sequence[str] = (),
     cuts: Sequence[WeightCut] = (),
+    costs: ShardCosts | None = None,
 ) -> str:
     """The stages with their workers, work, memory and what one microbatch sends; where
     the step's time goes.
 
-    said: of rows of the batch that meet. cuts: of weights that are cut into shards.
+    said: of rows of the batch that meet. cuts: of weights that are cut into shards,
+    and costs: what these save.
     """
-    rows, whole = [], whole_stages(stages)
+    whole, events = whole_stages(stages), run_stages(schedule, stages)
+    return "\n\n".join(
+        (
+            f"{schedule}, {len(whole)} stages",
+            *(wrapped([line], EXPLAINED) for line in joint_text(schedule, stages)),
+            *(wrapped([line], EXPLAINED) for line in said),
+            *_arrivals(schedule),
+            _stage_table(schedule, whole),
+            *_corrections(schedule, stages),
+            table(
+                "worker|stages|busy|memory", load_rows(schedule, stages, events, memory)
+            ),
+            *memory_tables(memory),
+            *cut_table(cuts),
+            *(shard_costs_text(costs) if costs else ()),
+            _limits(schedule, stages, events),
+        )
+    )
+
+
+def _stage_table(schedule: Schedule, whole: nx.DiGraph[int]) -> str:
+    """A row for each stage of the model, of all its shards together."""
+    rows = []
     for s, shares in zip(sorted(whole), stage_shares(schedule, whole), strict=True):
         data = whole.nodes[s]
         rows.append(
@@ -42,27 +75,13 @@ def explain_text(
                 f"{data['forward'] * 1e3:.3g} + {data['backward'] * 1e3:.3g}",
                 byte_text(data["weights"]),
                 byte_text(data["held"]),
+                *shard_cells(whole, s),
                 sends_text(whole, s),
             )
         )
-    headers = "stage|modules|workers|work|F + B ms|weights|held|sends"
-    events = run_stages(schedule, stages)
-    return "\n\n".join(
-        (
-            f"{schedule}, {len(whole)} stages",
-            *(wrapped([line], EXPLAINED) for line in joint_text(schedule, stages)),
-            *(wrapped([line], EXPLAINED) for line in said),
-            *_arrivals(schedule),
-            table(headers, rows, width=EXPLAINED),
-            *_corrections(schedule, stages),
-            table(
-                "worker|stages|busy|memory", load_rows(schedule, stages, events, memory)
-            ),
-            *memory_tables(memory),
-            *cut_table(cuts),
-            _limits(schedule, stages, events),
-        )
-    )
+    shards = "|shards" if has_shards(whole) else ""
+    headers = f"stage|modules|workers|work|F + B ms|weights|held{shards}|sends"
+    return table(headers, rows, width=EXPLAINED, cut=("modules", "sends"))
 
 
 def stage_shares(

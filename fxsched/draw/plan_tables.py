@@ -41,7 +41,7 @@ def plan_head(
     return [
         f"{schedule}, {len(whole_stages(stages))} stages",
         *notes,
-        table(STAGES, _stage_rows(whole_stages(stages), schedule.microbatches)),
+        table(*_stage_table(whole_stages(stages), schedule.microbatches)),
         table("weights|tensors|kept by|read by stages", rows),
     ]
 
@@ -93,29 +93,31 @@ def summary_text(
             *(wrapped([note]) for note in notes),
             f"predicted step: {time.text(step)}, bubble {100 * bubble:.1f} %; "
             f"{messages} transfers, {byte_text(sum(sent))}",
-            first_rows(STAGES, _stage_rows(whole, schedule.microbatches)),
+            first_rows(*_stage_table(whole, schedule.microbatches)),
             first_rows("worker|stages|busy|sends|memory", rows),
             *memory_tables(memory),
         )
     )
 
 
-STAGES = "stage|modules|parameters|FLOPs|sends per microbatch"
-
-
-def _stage_rows(stages: nx.DiGraph[int], microbatches: int) -> list[tuple[object, ...]]:
-    """The stages: modules, share of FLOPs, parameters, and bytes to each reader."""
+def _stage_table(
+    stages: nx.DiGraph[int], microbatches: int
+) -> tuple[str, list[tuple[object, ...]]]:
+    """Headers, and the stages: modules, share of FLOPs, parameters, and bytes of a
+    microbatch to other shards and to each reader."""
     flops = {
         s: data["flops"] * (1 if data.get("joint") else microbatches)
         for s, data in stages.nodes(data=True)
     }
     whole = sum(flops.values()) or 1
-    return [
+    shards = "|shards" if has_shards(stages) else ""
+    return f"stage|modules|parameters|FLOPs{shards}|sends per microbatch", [
         (
             stage_text(stages, s),
             shorten(stages.nodes[s]["modules"]),
             f"{stages.nodes[s]['parameters']:,}",
             f"{100 * flops[s] / whole:.1f} %",
+            *shard_cells(stages, s),
             sends_text(stages, s),
         )
         for s in sorted(stages)
@@ -123,10 +125,24 @@ def _stage_rows(stages: nx.DiGraph[int], microbatches: int) -> list[tuple[object
 
 
 def sends_text(stages: nx.DiGraph[int], stage: int) -> str:
+    """Bytes to each stage that reads one."""
     return ", ".join(
-        f"{to if to != stage else 'shards'}: {byte_text(data['bytes'])}"
+        f"{to}: {byte_text(data['bytes'])}"
         for _, to, data in stages.edges(stage, data=True)
+        if to != stage
     )
+
+
+def has_shards(stages: nx.DiGraph[int]) -> bool:
+    """Whether stages of the model are of several pieces."""
+    return any("pieces" in data for _, data in stages.nodes(data=True))
+
+
+def shard_cells(stages: nx.DiGraph[int], stage: int) -> tuple[str, ...]:
+    """Bytes that a stage's shards send each other, where there are shards."""
+    if not has_shards(stages):
+        return ()
+    return (byte_text(stages.get_edge_data(stage, stage, {"bytes": 0})["bytes"]),)
 
 
 def _sent(

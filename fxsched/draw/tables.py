@@ -19,17 +19,23 @@ def table(
     rows: Sequence[Sequence[object]],
     align: str = "l",
     width: int | None = None,
+    cut: Sequence[str] | None = None,
 ) -> str:
     """Rows below headers.
 
     headers: with | between. align: l or r for each column; the last holds for the rest.
-    width: of a line at most; the longest cells are cut to fit.
+    width: of a line at most; the longest cells are cut to fit, or, in the columns `cut`
+        alone, as far as those go.
     """
     names = headers.split("|")
     cells = [[str(cell) for cell in row] for row in rows]
     if width is not None:
-        limit = _limit(names, cells, width)
-        cells = [[_cut(cell, limit) for cell in row] for row in cells]
+        may = [cut is None or name in cut for name in names]
+        limit = _limit(names, cells, width, may)
+        cells = [
+            [_cut(cell, limit) if m else cell for m, cell in zip(may, row, strict=True)]
+            for row in cells
+        ]
     sides = [SIDES[side] for side in align.ljust(len(names), align[-1])]
     return tabulate(cells, names, disable_numparse=True, colalign=sides[: len(names)])
 
@@ -42,13 +48,21 @@ def first_rows(
     return table(headers, rows[:ROWS], width=width) + more
 
 
-def _limit(names: Sequence[str], cells: Sequence[Sequence[str]], width: int) -> int:
-    """The longest that cells may be for lines of that width."""
+def _limit(
+    names: Sequence[str],
+    cells: Sequence[Sequence[str]],
+    width: int,
+    may: Sequence[bool],
+) -> int:
+    """The longest that cells of columns that may be cut are in lines of that width."""
     least = [len(name) + 2 for name in names]  # tabulate's room for a header
     longest = [max(map(len, column)) for column in zip(*cells, strict=True)]
     limit = max(longest, default=LEAST)
     while limit > LEAST:
-        widths = (max(a, min(b, limit)) for a, b in zip(least, longest, strict=True))
+        widths = (
+            max(a, min(b, limit) if m else b)
+            for a, b, m in zip(least, longest, may, strict=True)
+        )
         if sum(widths) + 2 * (len(names) - 1) <= width:
             break
         limit -= 1

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
 
 import networkx as nx
 
@@ -13,13 +12,13 @@ ADDED = ("forward", "backward", "weight", "update", "held", "weights", "fetch", 
 
 
 def whole_stages(stages: nx.DiGraph[int]) -> nx.DiGraph[int]:
-    """The stages with their pieces added up, each in `pieces`; what these send each
-    other is the edge of a stage to itself. Without pieces, the stages as they are."""
+    """The stages with their pieces added up, each in `pieces`; what its shards send
+    each other is the edge of a stage to itself. A shard gets a value once, however many
+    of its pieces read it. Without pieces, the stages as they are."""
     if not any(isinstance(s, Piece) for s in stages):
         return stages
     whole: nx.DiGraph[int] = nx.DiGraph()
-    for piece in sorted(stages):
-        assert isinstance(piece, Piece), "all stages are pieces, or none is"
+    for piece in map(_piece, sorted(stages)):
         data = stages.nodes[piece]
         if piece.stage not in whole:
             whole.add_node(piece.stage, modules=[], parameters=0, pieces=[])
@@ -29,14 +28,20 @@ def whole_stages(stages: nx.DiGraph[int]) -> nx.DiGraph[int]:
         total["parameters"] += data["parameters"]
         for key in ADDED:
             total[key] = total.get(key, 0) + data.get(key, 0)
-    for a, b, data in stages.edges(data=True):
-        _add(whole, a.stage, b.stage, data)  # type: ignore[attr-defined]
+    sent: dict[tuple[int, int], dict[tuple[str, int], int]] = {}
+    for maker, reader, data in stages.edges(data=True):
+        a, b = _piece(maker), _piece(reader)
+        if (a.stage, a.shard) != (b.stage, b.shard):
+            values = sent.setdefault((a.stage, b.stage), {})
+            values.update({(name, b.shard): n for name, n in data["values"].items()})
+    for (one, other), values in sent.items():
+        whole.add_edge(one, other, bytes=sum(values.values()))
     return whole
 
 
-def _add(whole: nx.DiGraph[int], a: int, b: int, data: Any) -> None:
-    before = whole.get_edge_data(a, b, {"bytes": 0})
-    whole.add_edge(a, b, bytes=before["bytes"] + data["bytes"])
+def _piece(stage: int) -> Piece:
+    assert isinstance(stage, Piece), "all stages are pieces, or none is"
+    return stage
 
 
 def _modules(names: Iterable[str]) -> list[str]:

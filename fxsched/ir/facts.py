@@ -40,7 +40,7 @@ class Facts:
         weights that they read, by their positions after the inputs of the call
         (shard_stages).
     cuts, sliced: what is said of weights that could be cut, and of what lies between
-        sums (shard_stages).
+        sums; whole: the graph without shards, for what these save (shard_stages).
     """
 
     outputs: tuple[Output, ...]
@@ -57,6 +57,7 @@ class Facts:
     parts: Mapping[int, PartOf] = field(default_factory=dict)
     cuts: tuple[WeightCut, ...] = ()
     sliced: str = ""
+    whole: fx.GraphModule | None = None
 
 
 @dataclass(frozen=True)

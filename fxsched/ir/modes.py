@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 
 import torch
 
@@ -18,6 +18,18 @@ def casts() -> list[tuple[str, torch.dtype]]:
         for kind in DEVICES
         if torch.is_autocast_enabled(kind)
     ]
+
+
+@contextmanager
+def with_casts(casts_then: Sequence[tuple[str, torch.dtype]]) -> Iterator[None]:
+    """Autocast as `casts` said that it was."""
+    then = dict(casts_then)
+    with ExitStack() as stack:
+        for kind in DEVICES:
+            if then.get(kind) != dict(casts()).get(kind):
+                on = kind in then
+                stack.enter_context(torch.autocast(kind, then.get(kind), enabled=on))
+        yield
 
 
 @contextmanager

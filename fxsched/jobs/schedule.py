@@ -252,7 +252,8 @@ class Schedule:
         """Writes what w and n say of each job, and in_flight of each stage, into a JSON
         file; fxsched.load_schedule reads it.
 
-        Raises PlanError where the stages are open, and for a wrong w, n or path.
+        Raises PlanError where the stages are open, for shards, and for a wrong w, n or
+        path.
         """
         if self.stages is None or self.fit is not None:
             raise PlanError(
@@ -261,6 +262,11 @@ class Schedule:
             )
         stages, every = range(self.stages), range(self.microbatches)
         jobs = [Job(s, b, d) for s in stages for b in every for d in self.directions]
+        if self.shards > 1:
+            raise PlanError(
+                f"save: {self} has {self.shards} shards, which files don't; save the "
+                "schedule without them, and give schedules.sharded what is loaded"
+            )
         record = {
             "fxsched_schedule": SAVED,
             "name": self.name or "schedule",

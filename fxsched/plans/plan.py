@@ -20,7 +20,7 @@ from ..checker.summary import Summary
 from ..clock.activations import credits
 from ..clock.memory import Peaks, worker_memory
 from ..clock.network import Link
-from ..clock.stage_graph import in_its_order
+from ..clock.stage_graph import in_its_order, step_seconds
 from ..clock.timeline import Event, Timeline
 from ..clock.weight_groups import WeightGroup
 from ..costmodel.measure import Known, Profile, fit_profile
@@ -30,6 +30,7 @@ from ..draw.explanation import explain_text
 from ..draw.memory_table import WorkerMemory
 from ..draw.notebook import figure
 from ..draw.program_table import program_table
+from ..draw.shard_table import Load, ShardCosts, shard_exchange, worker_load
 from ..ir.graphs import Group, Output, Specs, State
 from ..ir.parts import KeptParts, PartOf, WeightCut
 from ..ir.step_ir import Line, Message, Value
@@ -95,6 +96,7 @@ class Plan:
     said: how rows of the batch meet in pairs, and what weighs a loss, if they do.
     parts: of weights that are cut into shards, by positions after those of a call.
     cuts: which these are, and why others stay whole.
+    whole: plans the same schedule without shards, from the same trace.
     """
 
     schedule: Schedule
@@ -123,6 +125,7 @@ class Plan:
     said: tuple[str, ...] = ()
     parts: Mapping[int, PartOf] = field(default_factory=dict)
     cuts: tuple[WeightCut, ...] = ()
+    whole: Callable[[], Plan] | None = None
 
     @cached_property
     def jobs(self) -> tuple[Job, ...]:
@@ -252,10 +255,28 @@ class Plan:
 
     def explain(self) -> str:
         """Stages with their workers, work, memory and what one microbatch sends; what
-        each worker runs and holds; what limits the step. Lines of 100 columns."""
+        each worker runs and holds; what shards save, beside a plan without them, which
+        this makes; what limits the step. Lines of 100 columns."""
         return explain_text(
-            self.schedule, self.stages, self._memory, self.said, self.cuts
+            self.schedule,
+            self.stages,
+            self._memory,
+            self.said,
+            self.cuts,
+            self._shard_costs,
         )
+
+    @property
+    def _load(self) -> Load:
+        return worker_load(self.memory, self.weights, step_seconds(self.timeline))
+
+    @property
+    def _shard_costs(self) -> ShardCosts | None:
+        """What the plan's shards save and cost, if there are any."""
+        if self.whole is None:
+            return None
+        exchange = shard_exchange(self.schedule, self.lines, self.specs)
+        return ShardCosts(self._load, self.whole()._load, exchange, self.knows_state)
 
     def simulate(
         self,

@@ -10,49 +10,84 @@ import networkx as nx
 from ..jobs.job import Job, Piece, PlanError
 from ..jobs.schedule import Schedule
 from ..jobs.shards import in_pieces
+from ..jobs.user_values import is_int, is_number
 from .durations import Durations
 
 
 def in_shards(
-    schedule: Schedule, stages: nx.DiGraph[int], durations: Durations
+    schedule: Schedule,
+    stages: nx.DiGraph[int],
+    durations: Durations,
+    sums: int = 0,
+    sum_bytes: float = 0.0,
 ) -> tuple[Schedule, nx.DiGraph[int], Durations]:
     """A schedule, stages with their durations, and what simulate was given, by shards.
 
     Each shard of a stage has as much of all that the stage has, and reads what all
-    shards make of the stages before. Sums inside of a stage take no time.
+    shards make of the stages before. Sums cut it into equal pieces, each of which reads
+    what all shards have of the sum before it.
     """
-    count = schedule.shards
-    every = {
-        (s, p): Piece(s * count + p, s, p, 0) for s in stages for p in range(count)
+    count, every = schedule.shards, range(schedule.shards)
+    at = {
+        (s, k, p): Piece((s * (sums + 1) + k) * count + p, s, p, k)
+        for s in sorted(stages)
+        for k in range(sums + 1)
+        for p in every
     }
-    pieces = [every[s, p] for s in sorted(stages) for p in range(count)]
     graph: nx.DiGraph[int] = nx.DiGraph()
-    for piece in pieces:
-        graph.add_node(piece, **_share(stages.nodes[piece.stage], count))
-    for a, b, data in stages.edges(data=True):
-        for p in range(count):
-            graph.add_edges_from((every[a, p], every[b, q], data) for q in range(count))
-    return in_pieces(schedule, pieces), graph, _shared(durations, count)
+    parts = count * (sums + 1)
+    for piece in at.values():
+        graph.add_node(piece, **_share(stages.nodes[piece.stage], parts))
+    links = [((a, sums), (b, 0), data) for a, b, data in stages.edges(data=True)]
+    part = {"bytes": sum_bytes}
+    links += [((s, k), (s, k + 1), part) for s in stages for k in range(sums)]
+    for a, b, data in links:
+        graph.add_edges_from((at[*a, p], at[*b, q], data) for p in every for q in every)
+    pieces = list(at.values())
+    return in_pieces(schedule, pieces), graph, _shared(durations, parts)
 
 
-def _share(data: Mapping[str, Any], count: int) -> dict[str, Any]:
+def check_sums(schedule: Schedule, sums: int, sum_bytes: float) -> None:
+    """Raises PlanError for what are no sums, and sums without shards."""
+    if not is_int(sums) or sums < 0:
+        raise PlanError(
+            f"simulate(sums={sums!r}): give how many sums shards add up in F of each "
+            "stage, 0 or more"
+        )
+    if not is_number(sum_bytes):
+        raise PlanError(
+            f"simulate(sum_bytes={sum_bytes!r}): give the bytes of what one shard has "
+            "of a sum, 0 or more"
+        )
+    if sums and schedule.shards == 1:
+        raise PlanError(
+            f"simulate(sums={sums}): {schedule.name or 'the schedule'} has one shard, "
+            "and no sums; give it fxsched.schedules.sharded(schedule, 2)"
+        )
+    if sum_bytes and not sums:
+        raise PlanError(
+            f"simulate(sum_bytes={sum_bytes:g}): give sums= too, how many there are"
+        )
+
+
+def _share(data: Mapping[str, Any], parts: int) -> dict[str, Any]:
     return {
-        key: value / count if type(value) in (int, float) else value
+        key: value / parts if type(value) in (int, float) else value
         for key, value in data.items()
     }
 
 
-def _shared(durations: Durations, count: int) -> Durations:
+def _shared(durations: Durations, parts: int) -> Durations:
     if durations is None or isinstance(durations, Mapping):
         return None  # the stages have them
     if isinstance(durations, Sequence):
         raise PlanError(
-            f"simulate(durations=timeline): the schedule has {count} shards, and which "
-            "of their jobs make up a stage's only a plan knows; call plan.simulate"
+            "simulate(durations=timeline): the schedule has shards, and which of their "
+            "jobs make up a stage's only a plan knows; call plan.simulate"
         )
 
     def time(job: Job) -> float:
         assert isinstance(job.stage, Piece), "stages are pieces"
-        return durations(job._replace(stage=job.stage.stage)) / count
+        return durations(job._replace(stage=job.stage.stage)) / parts
 
     return time

@@ -31,7 +31,7 @@ from ..jobs.job import PlanError
 from ..jobs.schedule import Schedule
 from ..jobs.user_values import is_count, is_int, too_many
 from .durations import UNITS, Durations, job_seconds, set_durations
-from .shards import in_shards
+from .shards import check_sums, in_shards
 
 
 @dataclass(frozen=True)
@@ -122,6 +122,8 @@ def simulate(
     transfer: float | Link | None = 0.0,
     prefetch: int | None = None,
     joint: Collection[int] = (),
+    sums: int = 0,
+    sum_bytes: float = 0.0,
 ) -> Simulation:
     """Runs a schedule on a virtual clock.
 
@@ -141,9 +143,12 @@ def simulate(
     joint: stages in which the rows of all microbatches meet, as in a contrastive loss,
         besides those of a graph that say so: each has one job a direction, `3F*` and
         `3B*`, which takes as long as the durations say of one.
-    Each of a schedule's shards has as much of a stage's work; their sums inside of a
-    stage take no time. Updates are in the planned order, where backend(order="dynamic")
-    would have them in order of arrival too. Raises PlanError for what cannot be
+    sums: how many sums the shards of a stage add up in F, and so in B; they cut its
+        work into equal pieces, and each shard sends what it has of one to the others,
+        which takes `transfer`, on a Link that of sum_bytes. 0: sums take no time.
+    Each of a schedule's shards has as much of a stage's work. Updates are in the
+    planned order, where backend(order="dynamic") would have them in order of arrival
+    too. Raises PlanError for what cannot be
     simulated, and for a cap that stops all.
     """
     if not isinstance(schedule, Schedule):
@@ -155,8 +160,10 @@ def simulate(
     _mark_joint(graph, joint)
     set_durations(graph, schedule, durations)
     schedule = schedule.fitted(graph)
+    check_sums(schedule, sums, sum_bytes)
     if schedule.shards > 1:
-        schedule, graph, durations = in_shards(schedule, graph, durations)
+        shards = in_shards(schedule, graph, durations, sums, sum_bytes)
+        schedule, graph, durations = shards
     schedule = fit_joint(schedule, graph)
     jobs = stage_jobs(schedule, graph)
     return run_placed(schedule, graph, jobs, durations, transfer, prefetch)

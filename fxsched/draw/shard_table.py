@@ -1,0 +1,156 @@
+"""What shards save of each worker's memory, and what they send each other for it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import NamedTuple
+
+from torch import fx
+
+from ..clock.memory import Memory, Peaks
+from ..clock.weight_groups import WeightGroup
+from ..ir.graphs import Specs
+from ..ir.step_ir import Line, Made, Message, Value
+from ..jobs.job import Direction, Job
+from ..jobs.schedule import Schedule
+from .cut_table import EXPLAINED
+from .plan_tables import wrapped
+from .tables import byte_text, table
+
+MOMENTS = 2  # numbers that AdamW keeps of each weight
+Reader = tuple[int, Direction]
+
+
+class Load(NamedTuple):
+    """What the workers of a plan that do something hold when that is most, and the
+    seconds of its step."""
+
+    held: Sequence[Memory]
+    seconds: float
+
+
+class Exchange(NamedTuple):
+    """Bytes that the shards of all stages send each other in a step, in jobs F and in
+    others, and the most that one worker sends of them."""
+
+    forward: int
+    backward: int
+    most: int
+
+
+class ShardCosts(NamedTuple):
+    """A plan in shards beside one of the same schedule without; knows_state: whether
+    the optimizer's state is that of the user's."""
+
+    load: Load
+    whole: Load
+    exchange: Exchange
+    knows_state: bool
+
+
+def worker_load(
+    peaks: Sequence[Peaks], groups: Mapping[int, WeightGroup], seconds: float
+) -> Load:
+    """What workers hold; with AdamW's state, where groups have no bytes of any."""
+    state = [0.0] * len(peaks)
+    if not any(group.state for group in groups.values()):
+        for group in groups.values():
+            for worker in group.updaters:
+                state[worker] += MOMENTS * group.finished
+    held = [
+        peak.at_once._replace(state=peak.at_once.state + more)
+        for peak, more in zip(peaks, state, strict=True)
+    ]
+    return Load([each for each in held if each.total], seconds)
+
+
+def shard_exchange(
+    schedule: Schedule,
+    lines: Sequence[Line | Message],
+    specs: Callable[[Value], Specs],
+) -> Exchange:
+    """What shards of one stage send each other, by the messages of a step."""
+    by_direction, by_worker = [0, 0], [0] * schedule.workers
+    readers: dict[fx.Node, list[Reader]] = {}
+    for line in lines:
+        if not isinstance(line, Message) or not isinstance(line.value, Made):
+            continue
+        node, microbatch = line.value
+        if node not in readers:
+            readers[node] = _other_shards(node)
+        ran = [
+            d is Direction.FORWARD
+            for stage, d in readers[node]
+            if schedule.place(Job(stage, microbatch, d)).compute == line.to
+        ]
+        if ran:
+            size = sum(spec.bytes for spec in specs(line.value))
+            by_direction[not any(ran)] += size
+            by_worker[line.source] += size
+    forward, backward = by_direction
+    return Exchange(forward, backward, max(by_worker))
+
+
+def _other_shards(made: fx.Node) -> list[Reader]:
+    """The calls of other shards of the same stage that read what a call makes."""
+    own, found = made.meta["stage"], []
+    users = list(made.users)
+    for user in users:
+        if user.op != "call_module":  # sums of gradients, and the like
+            users += user.users
+            continue
+        stage = user.meta["stage"]
+        if stage.stage == own.stage and stage.shard != own.shard:
+            found.append((stage, user.meta["direction"]))
+    return found
+
+
+def shard_costs_text(costs: ShardCosts) -> Iterator[str]:
+    """What workers hold in shards and without, and the price of it."""
+    load, whole, exchange, knows_state = costs
+    state = "the optimizer's state" if knows_state else "AdamW's state"
+    names = ("weights", "gradients", state, "activations", "together")
+    sides = [_kinds(each) for each in (*_most_and_mean(load), *_most_and_mean(whole))]
+    rows = []
+    for name, most, mean, whole_most, whole_mean in zip(names, *sides, strict=True):
+        if most or whole_most:
+            cells = (*_saved(most, whole_most), *_saved(mean, whole_mean))
+            rows.append((name, *cells))
+    headers = "held by a worker|most|without|saved|mean|without|saved"
+    yield table(headers, rows, "lr")
+    assumed = "" if knows_state else "; AdamW's state: two numbers a trained weight"
+    yield wrapped(
+        (
+            "each when it holds the most; without: by a plan of the same schedule "
+            f"without shards, on {_workers(whole)}{assumed}",
+            f"shards send each other {byte_text(exchange.forward)} a step in F and "
+            f"{byte_text(exchange.backward)} in B, a worker {byte_text(exchange.most)} "
+            f"at most; a step takes {load.seconds * 1e3:.3g} ms on {_workers(load)}, "
+            f"without shards {whole.seconds * 1e3:.3g} ms on {_workers(whole)}, as "
+            "predicted",
+        ),
+        EXPLAINED,
+    )
+
+
+def _workers(load: Load) -> str:
+    count = len(load.held)
+    return f"{count} workers" if count > 1 else "1 worker"
+
+
+def _most_and_mean(load: Load) -> tuple[Memory, Memory]:
+    """Of the worker that holds the most, and of all."""
+    kinds = zip(*load.held, strict=True)
+    mean = Memory(*(sum(kind) / len(load.held) for kind in kinds))
+    return max(load.held, key=lambda memory: memory.total), mean
+
+
+def _kinds(memory: Memory) -> tuple[float, ...]:
+    weights = memory.weights + memory.versions + memory.fetched
+    gradients, state, activations = memory[3:]
+    return weights, gradients, state, activations, memory.total
+
+
+def _saved(held: float, whole: float) -> tuple[str, str, str]:
+    share = f"{100 * (1 - held / whole):.1f} %" if whole else ""
+    return byte_text(held), byte_text(whole), share
