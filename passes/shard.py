@@ -14,6 +14,7 @@ from ..ir.parts import PartOf
 from ..ir.request import Request
 from ..jobs.job import Piece, PlanError
 from ..jobs.shards import in_pieces
+from ..sharding.attention import open_attention
 from ..sharding.choice import choose_region
 from ..sharding.layouts import Follower
 from ..sharding.named import named_region
@@ -45,6 +46,7 @@ def shard_stages(gm: fx.GraphModule, request: Request) -> fx.GraphModule:
         _check_kept(gm, request, Region({}))
         return gm
     _drop_dead(gm.graph)
+    model, (gm, origins) = gm, open_attention(gm)
     grower = Grower(gm, Follower(gm, schedule.shards), _kept_whole(request))
     region = (
         choose_region(grower, grower.nodes)
@@ -72,7 +74,8 @@ def shard_stages(gm: fx.GraphModule, request: Request) -> fx.GraphModule:
     )
     whole = lazy_module(gm, graph, "Shards")
     whole.meta[FACTS] = known
-    try_shards(gm, whole, rewriter.joined)
+    joined = {origins[n]: new for n, new in rewriter.joined.items() if n in origins}
+    try_shards(model, whole, joined)
     return whole
 
 
