@@ -17,6 +17,7 @@ from ..jobs.job import Piece, PlanError
 from ..jobs.schedule import Schedule
 from ..jobs.shards import in_pieces
 from ..partition.planner import fastest, predict
+from ..sharding.attention import open_attention
 from ..sharding.choice import choose_region
 from ..sharding.layouts import Follower
 from ..sharding.named import named_region
@@ -50,6 +51,7 @@ def shard_stages(gm: fx.GraphModule, request: Request) -> fx.GraphModule:
         _check_kept(gm, request, Region({}))
         return gm
     _drop_dead(gm.graph)
+    model, (gm, origins) = gm, open_attention(gm)
     grower = Grower(gm, Follower(gm, schedule.shards), _kept_whole(request))
     words = dict(() if request.shards == "auto" else request.shards)
     weights = {name: word for name, word in words.items() if word != "sequence"}
@@ -79,12 +81,15 @@ def shard_stages(gm: fx.GraphModule, request: Request) -> fx.GraphModule:
         parts=parts,
         cuts=tuple(grower.told(region)),
         sliced=slices_text(best.rewriter.region, region),
-        whole=gm,
+        whole=model,
         outputs=tuple(_with_parts(output, parts) for output in facts(gm).outputs),
     )
     whole = lazy_module(gm, best.graph, "Shards")
     whole.meta[FACTS] = known
-    try_shards(gm, whole, best.rewriter.joined)
+    joined = {
+        origins[n]: new for n, new in best.rewriter.joined.items() if n in origins
+    }
+    try_shards(model, whole, joined)
     return whole
 
 

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from fxsched import Direction, Plan, Schedule, schedules
 from fxsched.ir import ops
+from fxsched.models.gpt import GPT, GPTConfig
 
 from .cases import build
 
@@ -27,7 +28,8 @@ class Case(NamedTuple):
     make: gives a model that returns a loss, and a batch. layers: the prefixes of the
     names of its blocks' parameters. words: the names of what to cut. sums: how many all
     blocks have, two each, and one more where they read another sequence too. whole:
-    eager takes the batch at once, whose rows meet.
+    eager takes the batch at once, whose rows meet. drops: with dropout, whose numbers
+    are those of a schedule without shards, where eager has others.
     """
 
     make: Callable[[], tuple[nn.Module, tuple[Tensor, ...]]]
@@ -35,6 +37,7 @@ class Case(NamedTuple):
     words: Words
     sums: int | None = None
     whole: bool = False
+    drops: bool = False
 
 
 class Loss(nn.Module):
@@ -54,7 +57,9 @@ def text(*shape: int) -> Tensor:
     return torch.randint(3, TOKENS, shape)
 
 
-def llama(heads: int, layers: int = 2) -> tuple[nn.Module, tuple[Tensor, ...]]:
+def llama(
+    heads: int, layers: int = 2, dropout: float = 0.0
+) -> tuple[nn.Module, tuple[Tensor, ...]]:
     config = transformers.LlamaConfig(
         vocab_size=TOKENS,
         hidden_size=32,
@@ -62,6 +67,7 @@ def llama(heads: int, layers: int = 2) -> tuple[nn.Module, tuple[Tensor, ...]]:
         num_hidden_layers=layers,
         num_attention_heads=4,
         num_key_value_heads=heads,
+        attention_dropout=dropout,
     )
     model = Loss(transformers.LlamaForCausalLM(config), "input_ids", "labels")
     words = text(BATCH, 10)
@@ -83,22 +89,30 @@ def mixtral() -> tuple[nn.Module, tuple[Tensor, ...]]:
     return model, (words, words)
 
 
-def bert() -> tuple[nn.Module, tuple[Tensor, ...]]:
+def bert(
+    layers: int = 2, dropout: float = 0.0, attention: str = "sdpa"
+) -> tuple[nn.Module, tuple[Tensor, ...]]:
     config = transformers.BertConfig(
         vocab_size=TOKENS,
         hidden_size=32,
         intermediate_size=64,
-        num_hidden_layers=2,
+        num_hidden_layers=layers,
         num_attention_heads=4,
         num_labels=5,
-        hidden_dropout_prob=0.0,
-        attention_probs_dropout_prob=0.0,
+        hidden_dropout_prob=dropout,
+        attention_probs_dropout_prob=dropout,
+        attn_implementation=attention,
     )
     mask = torch.ones(BATCH, 12, dtype=torch.int64)
     mask[::2, 9:] = 0
     model = transformers.BertForSequenceClassification(config)
     inputs = text(BATCH, 12), mask, torch.randint(5, (BATCH,))
     return Loss(model, "input_ids", "attention_mask", "labels"), inputs
+
+
+def dropped_gpt() -> tuple[nn.Module, tuple[Tensor, ...]]:
+    model = GPT(GPTConfig(vocabulary=64, width=32, layers=1, dropout=0.2))
+    return model, (text(BATCH, 16), text(BATCH, 16))
 
 
 def t5() -> tuple[nn.Module, tuple[Tensor, ...]]:
@@ -163,6 +177,7 @@ def named(columns: str, rows: str) -> Words:
 
 
 OWN = named("query key value feed.0", "out feed.2")
+BERT = named("query key value intermediate.dense", "output.dense")
 LLAMA = named("q_proj k_proj v_proj gate_proj up_proj", "o_proj down_proj")
 CASES = {
     "gpt": Case(lambda: build("gpt"), ("blocks",), OWN, 4),
@@ -176,7 +191,7 @@ CASES = {
     "bert": Case(
         bert,
         ("model.bert.encoder",),
-        named("query key value intermediate.dense", "output.dense"),
+        BERT,
         5,  # and one in the pooler
     ),
     "t5": Case(
@@ -194,6 +209,16 @@ CASES = {
         ("model.text_model.encoder", "model.vision_model.encoder"),
         named("q_proj k_proj v_proj fc1", "out_proj fc2"),
         whole=True,
+    ),
+    "gpt with dropout": Case(dropped_gpt, ("blocks",), OWN, 2, drops=True),
+    "llama with dropout": Case(
+        lambda: llama(2, 1, 0.1), ("model.model.layers",), LLAMA, 2, drops=True
+    ),
+    "bert with dropout": Case(
+        lambda: bert(1, 0.1), ("model.bert.encoder",), BERT, 3, drops=True
+    ),
+    "eager bert with dropout": Case(
+        lambda: bert(1, 0.1, "eager"), ("model.bert.encoder",), BERT, 3, drops=True
     ),
 }
 

@@ -2,7 +2,8 @@
 
 Each model of tests/shard_models.py in 2 and in 4 shards, found and by name, under each
 schedule there: losses, gradients and parameters after three steps of AdamW equal
-eager's. On threads; with --ranks 2 or 4 on as many ranks of torchrun.
+eager's, or, with dropout, those of gpipe without shards. On threads; with --ranks 2 or
+4 on as many ranks of torchrun.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from .cases import Result, assert_equal, eager_step, train
 from .shard_models import CASES, SCHEDULES, made, share
 from .torchrun import again_on_ranks
 
+INDIVISIBLE = ("grouped_llama", "three_encoder", "llama with dropout")  # by 4
 NEAR = 3e-6  # AdamW makes more of what small gradients are apart
 
 
@@ -53,13 +55,14 @@ def cells(models: Sequence[str], ranks: int | None) -> Iterator[Cell]:
                 if ranks not in (None, SCHEDULES[schedule](shards).workers):
                     continue
                 yield Cell(model, schedule, shards, "auto")
-                divides = shards == 2 or model not in ("grouped_llama", "three_encoder")
+                divides = shards == 2 or model not in INDIVISIBLE
                 if CASES[model].words and divides:
                     yield Cell(model, schedule, shards, "name")
 
 
 def check(cell: Cell) -> Plan:
-    """Three steps, planned and in eager PyTorch. Raises AssertionError if they differ.
+    """Three steps, planned and in eager PyTorch, or, with dropout, planned without
+    shards. Raises AssertionError if they differ.
 
     On ranks, gradients and parameters are joined from what the ranks have."""
     model, inputs = made(cell.model)
@@ -73,12 +76,31 @@ def check(cell: Cell) -> Plan:
         loss.backward()
         return loss
 
-    count = 1 if CASES[cell.model].whole else schedule.microbatches
-    wanted = train(eager, lambda: eager_step(eager, inputs, count), "adamw")
+    case = CASES[cell.model]
+    count = 1 if case.whole else schedule.microbatches
+    torch.manual_seed(1)
+    if case.drops:
+        wanted = unsharded(eager, inputs, count)
+    else:
+        wanted = train(eager, lambda: eager_step(eager, inputs, count), "adamw")
+    torch.manual_seed(1)
     found = train_on_ranks(model, step) if dist.is_initialized() else None
     assert_equal(found or train(model, step, "adamw"), wanted, near=NEAR)
     assert backend.plan is not None
     return backend.plan
+
+
+def unsharded(model: nn.Module, inputs: Sequence[Tensor], count: int) -> Result:
+    """Three steps in one piece, whose random numbers are those of any schedule."""
+    alone = fxsched.schedules.gpipe(1, count)
+    run = torch.compile(model, backend=fxsched.backend(alone, transport="threads"))
+
+    def step() -> Tensor:
+        loss: Tensor = run(*inputs)
+        loss.backward()
+        return loss
+
+    return train(model, step, "adamw")
 
 
 def train_on_ranks(model: nn.Module, step: Any) -> Result:

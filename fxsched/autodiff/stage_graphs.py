@@ -279,14 +279,16 @@ def _seed_random_numbers(graph: fx.Graph, numbers: Sequence[int]) -> bool:
     random = [n for n in graph.nodes if draws(n.target, n.args, n.kwargs)]
     if not random:
         return False
-    if len(numbers) != len(random):  # AOTAutograd draws otherwise: numbers no one has
-        numbers = [(i + 1) << 32 for i in range(len(random))]
+    drawn = [n for n in random if not _drops_all(n)]
+    if len(numbers) != len(drawn):  # AOTAutograd draws otherwise: numbers no one has
+        drawn, numbers = random, [(i + 1) << 32 for i in range(len(random))]
+    number = dict(zip(drawn, numbers, strict=True))
     first = next(iter(graph.nodes))
     with graph.inserting_before(first):
         seed = graph.placeholder("seed")
-    for number, node in zip(numbers, random, strict=True):
+    for node in random:
         with graph.inserting_before(node):
-            node_seed = graph.call_function(operator.add, (seed, number))
+            node_seed = graph.call_function(operator.add, (seed, number.get(node, 0)))
             new = graph.call_function(
                 ops.seeded, (node.target, node_seed, *node.args), node.kwargs
             )
@@ -294,3 +296,9 @@ def _seed_random_numbers(graph: fx.Graph, numbers: Sequence[int]) -> bool:
         node.replace_all_uses_with(new)
         graph.erase_node(node)
     return True
+
+
+def _drops_all(node: fx.Node) -> bool:
+    """Whether a node is dropout of all, for which eager PyTorch draws nothing."""
+    dropout = torch.ops.aten.native_dropout.default
+    return node.target is dropout and bool(node.args[1] == 1)

@@ -13,6 +13,7 @@ from collections.abc import (
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, fx
 
@@ -22,6 +23,7 @@ from ..rows.kinds import Kind, Rows
 from .layouts import Follower, Layout, Operation, is_part, is_plain, value_of
 from .local_calls import LocalCall, local_call
 
+DROPOUTS = (F.dropout, torch.dropout, torch.ops.aten.dropout.default)
 RESHAPES = ("view", "reshape", "unflatten")
 MOST = 24  # nodes between a weight and what its values meet
 
@@ -251,6 +253,8 @@ class Grower:
     ) -> str:
         """Why a node stops a weight from being cut."""
         what = "it" if weight in known else "what it makes"
+        if draws_itself(node):
+            return f"random numbers are drawn for all of {what} by {where(node)}"
         if self._has_rule(node, known):
             return f"all of {what} is read by {where(node)}"
         if _name(node) in RESHAPES:
@@ -286,7 +290,7 @@ class Grower:
     ) -> bool:
         """Whether a node runs in parts, its operands laid out so; if it does, it is in
         the region from now on."""
-        if node.meta.get("random") and not is_dropout(node):
+        if draws_itself(node):
             return False
         operation, bias = Operation.of(node), Operation.of(node).bias
         layout = self.follower.layout(operation, known)
@@ -348,14 +352,16 @@ def is_weight(node: fx.Node) -> bool:
     return node.meta.get("role") is Role.PARAMETER
 
 
-def is_dropout(node: fx.Node) -> bool:
-    """Whether a node is a dropout whose parts can be of the same random numbers."""
+def draws_itself(node: fx.Node) -> bool:
+    """Whether a node draws random numbers, unless it is a dropout whose parts can be
+    of the same ones."""
     fake = value_of(node)
-    return (
-        node.target is F.dropout
+    dropout = (
+        node.target in DROPOUTS
         and isinstance(fake, Tensor)
         and (fake.is_contiguous() and not writes_operand(node))
     )
+    return bool(node.meta.get("random")) and not dropout
 
 
 def writes_operand(node: fx.Node) -> bool:

@@ -155,11 +155,13 @@ class Rewriter:
     def _dropped(self, node: fx.Node, call: Operation, p: int) -> fx.Node:
         """Dropout of a part, by the same random numbers as of the whole value."""
         (rows,) = self.region.layouts[node]
-        x, fake = call.args[0], value_of(node)
+        fake, named = value_of(node), "input" in call.kwargs
+        x = call.kwargs["input"] if named else call.args[0]
         whole = tuple(map(int, fake.shape))
         options = {"dtype": fake.dtype, "device": fake.device}
         ones = self._make(node, torch.ones, (whole,), p, options)
-        drop = call._replace(args=(ones, *call.args[1:]))
+        kwargs = {key: each for key, each in call.kwargs.items() if key != "input"}
+        drop = call._replace(args=(ones, *call.args[1:]), kwargs=kwargs)
         kept = self._add(node, drop, p, 0.0)
         return self._make(node, torch.mul, (x, self._part(node, kept, rows, p)), p)
 
@@ -216,6 +218,9 @@ class Rewriter:
             added = self._part(node, added, rows._replace(dim=0), p)
         if shape is not None:
             added = self._make(node, torch.reshape, (added, shape), p)
+        kind = value_of(total).dtype
+        if value_of(added).dtype != kind:  # as autocast takes it
+            added = self._make(node, torch.Tensor.to, (added, kind), p)
         return self._make(node, torch.add, (total, added), p)
 
     def _gather(self, node: fx.Node, p: int) -> fx.Node:

@@ -96,10 +96,12 @@ def _run(
             if node.op == "placeholder":
                 values[node] = inputs.of(node)
                 continue
+            if regions.pass_by(node):
+                continue
             args, kwargs = fx.map_arg((node.args, node.kwargs), values.__getitem__)
             if node.op == "output":
                 found[node] = args[0]
-            elif not regions.pass_by(node):
+            else:
                 numbers = node.meta.get("numbers", range(drawn, drawn + 1))
                 drawn += node.meta.get("random", 0)
                 if node.meta.get("random"):
