@@ -86,10 +86,8 @@ def shard_stages(gm: fx.GraphModule, request: Request) -> fx.GraphModule:
     )
     whole = lazy_module(gm, best.graph, "Shards")
     whole.meta[FACTS] = known
-    joined = {
-        origins[n]: new for n, new in best.rewriter.joined.items() if n in origins
-    }
-    try_shards(model, whole, joined)
+    pairs = best.rewriter.joined.items()
+    try_shards(model, whole, {origins[n]: new for n, new in pairs if n in origins})
     return whole
 
 

@@ -16,7 +16,7 @@ from ..rows.kinds import Kind, Rows
 from .demand import Demand
 from .layouts import Layout, Operation, is_part, is_plain, value_of
 from .local_calls import LocalCall, local_call
-from .region import Grower, Region, is_dropout, is_weight
+from .region import Grower, Region, draws_itself, is_weight
 
 DIMS = (
     0,
@@ -80,7 +80,7 @@ def _call(
     parts: Mapping[fx.Node, Any],
 ) -> tuple[Layout, LocalCall] | None:
     """What a node has and calls in slices; None if it can't."""
-    if node.meta.get("random") and not is_dropout(node):
+    if draws_itself(node):
         return None
     operation, follower = Operation.of(node), grower.follower
     layout = follower.layout(operation, reads)
