@@ -102,6 +102,20 @@ def test_shards_go_with_options(options: dict[str, Any]) -> None:
     check("gpt", SCHEDULES["1f1b"](), **options)
 
 
+def test_shards_go_with_autocast_around_the_call() -> None:
+    model, inputs = gpt()
+    found = []
+    for schedule in (schedules.gpipe(1, 4), SCHEDULES["alone"]()):
+        model.zero_grad()
+        run = torch.compile(model, backend=fxsched.backend(schedule))
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = run(*inputs)
+        loss.backward()
+        found.append([loss.detach(), *(p.grad for p in model.parameters())])
+    for whole, parts in zip(*found, strict=True):
+        torch.testing.assert_close(parts, whole, rtol=0.1, atol=0.02)
+
+
 def gpt(**sizes: Any) -> tuple[GPT, tuple[Tensor, Tensor]]:
     torch.manual_seed(0)
     model = GPT(GPTConfig(vocabulary=64, width=32, layers=2, **sizes))

@@ -150,7 +150,8 @@ class Follower:
             return self._run(call, args, kwargs)
 
     def _run(self, call: Operation, args: Any, kwargs: Any) -> Any:
-        return getattr(self._interpreter, call.op)(call.target, args, kwargs)
+        with _uncached():
+            return getattr(self._interpreter, call.op)(call.target, args, kwargs)
 
 
 class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -171,6 +172,17 @@ class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         for tensor, rows in zip(tensors(out), layouts, strict=True):
             self.tracker.put(tensor, rows)
         return out
+
+
+@contextmanager
+def _uncached() -> Iterator[None]:
+    """Where autocast casts weights anew for each operation, so that it is seen."""
+    before = torch.is_autocast_cache_enabled()
+    torch.set_autocast_cache_enabled(False)
+    try:
+        yield
+    finally:
+        torch.set_autocast_cache_enabled(before)
 
 
 @contextmanager
