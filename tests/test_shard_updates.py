@@ -144,3 +144,15 @@ def test_what_updates_in_shards_do_not_go_with_is_said(
     optimizer = momentum(nn.Linear(2, 2))
     with pytest.raises(PlanError, match=message):
         fxsched.backend(sharded(schedule, 2), optimizer=optimizer, **options)
+
+
+def test_shards_of_copies_share_the_optimizer_each_with_its_own() -> None:
+    copies = schedules.replicate(sharded(schedules.gpipe(1, 2), 2), 2, zero=2)
+    model, inputs = build_double("mlp")
+    plan = fxsched.plan(model, copies, *inputs, optimizer=adamw(model))
+    for group in plan.groups:
+        parts = [
+            plan.parts[s.input].number for s in group.state if s.input in plan.parts
+        ]
+        if parts:
+            assert {worker % 2 for worker in group.updaters} == set(parts)
