@@ -313,7 +313,7 @@ def backend(
         message_dtype=message_type(message_dtype),
         shards=cut_words(shards, schedule),
     )
-    check_shards(request, optimizer)
+    check_shards(request)
     check_updates(request, optimizer)
     check_deterministic(request, stage_compiler)
     return Backend(

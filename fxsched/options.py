@@ -313,14 +313,15 @@ def cut_words(shards: object, schedule: Schedule) -> Shards:
     return tuple(words)
 
 
-def check_shards(request: Request, optimizer: object) -> None:
+def check_shards(request: Request) -> None:
     """Raises PlanError for what shards don't go with."""
     if request.schedule.shards == 1:
         return
     others = {
-        "optimizer= or update_every= (let the loop step)": (
-            optimizer is not None or request.schedule.update_every is not None
+        "average_every= (a shard has no replica of what all shards read)": (
+            request.schedule.average_every is not None
         ),
+        "updates in order of arrival (take order='static')": request.by_arrival,
         "deterministic=True (shards add up gradients in another order)": (
             request.deterministic
         ),

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from functools import cache
+from operator import itemgetter
 from typing import NamedTuple
 
 import torch
@@ -13,6 +14,7 @@ from torch import fx
 from .clock.arrivals import ahead_text
 from .clock.joint import fit_joint, joint_text
 from .costmodel.measure import Known, known_nodes
+from .draw.whole_stages import shard_text
 from .ir.facts import FACTS, Facts, facts
 from .ir.graphs import Role, State, tensors
 from .ir.lazy import lazy_module
@@ -216,14 +218,14 @@ def _notes(step: StepIR, request: Request) -> tuple[str, ...]:
 def _updates(step: StepIR, request: Request) -> tuple[str, ...]:
     """How often the optimizer steps, and on which workers."""
     jobs = step.jobs
-    stages: dict[int, set[int]] = {}  # by worker
-    for number, (stage, _) in enumerate(jobs.updates, jobs.regular):
-        stages.setdefault(jobs.compute[number], set()).add(stage)
+    stages: dict[int, dict[str, None]] = {}  # by worker
+    numbered = enumerate(jobs.updates, jobs.regular)
+    for number, (stage, _) in sorted(numbered, key=itemgetter(1)):
+        stages.setdefault(jobs.compute[number], {})[shard_text(stage)] = None
     if not stages:
         return ()
     where = ", ".join(
-        f"{'+'.join(map(str, sorted(stages[worker])))} on {worker}"
-        for worker in sorted(stages)
+        f"{'+'.join(stages[worker])} on {worker}" for worker in sorted(stages)
     )
     every = f"every {step.every} microbatches"
     if request.by_arrival:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -19,6 +19,7 @@ from .checker.summary import CheckError
 from .ir.facts import facts
 from .ir.garbage import no_collection
 from .ir.graphs import Specs, result
+from .ir.parts import in_parts
 from .ir.request import LossReduction, Request
 from .jobs.job import PlanError
 from .jobs.schedule import Schedule
@@ -41,10 +42,12 @@ from .runtime.ranks import Ranks
 from .runtime.runnable import Runnable
 from .runtime.step import BeforeCall, Step
 from .runtime.workers import Workers
+from .state.call_parts import CallParts
 from .state.corrections import Corrections
 from .state.optimizer_bytes import state_bytes
 from .state.optimizers import guard
 from .state.ownership import specs_of
+from .state.part_steps import check_apart
 from .state.replicas import ReplicaOptimizers, moment_specs
 from .state.updates import StageOptimizers, positions_of
 
@@ -101,10 +104,31 @@ def plan_call(
             shapes = options.stage_compiler != "eager"
             traces = found_or_made(gm, args, request, more, make, shapes)
         request = replace(request, loss_reduction=traces.loss_reduction)
+        request = _with_parts(args, request, options, traces)
         plan = make_plan(traces.stages, request, options.passes, progress)
     if request.rows == "local" and isinstance(workers, Ranks):
         check_local(plan, options.request.schedule)
     return CallPlan(plan, traces, request)
+
+
+def _with_parts(
+    args: Sequence[Any], request: Request, options: Options, traces: Traces
+) -> Request:
+    """The request with parts in the place of weights that the optimizer has.
+
+    Raises PlanError for an optimizer that can't step them.
+    """
+    parts, optimizer = facts(traces.stages.graph).parts, options.optimizer
+    if optimizer is None or not parts:
+        return request
+    cut = {part.input for part in parts.values()} & set(request.updates)
+    if request.training:
+        check_apart(optimizer, [args[i] for i in sorted(cut)])
+    sizes = dict(request.state_bytes)
+    for position, part in parts.items():
+        if part.input in request.state_bytes:
+            sizes[position] = request.state_bytes[part.input] // part.cut.parts
+    return replace(request, updates=in_parts(request.updates, parts), state_bytes=sizes)
 
 
 def traced_nodes(
@@ -296,22 +320,29 @@ def _stage_optimizers(
     plan = call_plan.plan
     if optimizer is None or not plan.updates:
         return None
-    here = set(workers.here)
-    elsewhere = [
-        args[state.input]
-        for group in plan.groups
-        for state, trained in zip(group.state, group.trained, strict=True)
-        if trained and here.isdisjoint(group.updaters)
-    ]
-    guard(optimizer, elsewhere)
-    schedule = plan.schedule
+    schedule, here = plan.schedule, set(workers.here)
+    every, own = _stepped(plan, range(schedule.workers)), _stepped(plan, here)
+    mine = set(map(plan.weight_at, own))
+    elsewhere = [args[i] for i in map(plan.weight_at, every) if i not in mine]
+    guard(optimizer, elsewhere, own != every)
     corrections = Corrections(schedule, plan.groups)
     if schedule.average_every is not None:
         moments = call_plan.request.moments
         return ReplicaOptimizers(optimizer, plan.groups, corrections, moments, here)
     stale = schedule.version is not None or schedule.drift is not None
     shared = len(here) > 1 and stale and not plan.by_arrival
-    return StageOptimizers(optimizer, plan.groups, shared, corrections)
+    parts = CallParts(optimizer, plan.parts, own)
+    return StageOptimizers(optimizer, plan.groups, shared, corrections, parts)
+
+
+def _stepped(plan: Plan, workers: Collection[int]) -> list[int]:
+    """Positions of what updates on some workers step."""
+    return [
+        state.input
+        for group in plan.groups
+        for state, trained in zip(group.state, group.trained, strict=True)
+        if trained and any(worker in workers for worker in group.updaters)
+    ]
 
 
 def _note_passes(error: CheckError, passes: Sequence[Pass]) -> None:

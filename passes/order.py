@@ -80,7 +80,9 @@ def _updates(step: StepIR, request: Request) -> list[StageUpdate]:
         givers = {s for group in own for s in group.givers}
         readers = {s for group in own for s in group.stages}
         parts = (workers, everyone if waits else givers, readers)
-        updates.append(StageUpdate(stage, *(tuple(sorted(part)) for part in parts)))
+        pieces = step.facts.pieces
+        named = pieces[stage] if pieces else stage
+        updates.append(StageUpdate(named, *(tuple(sorted(part)) for part in parts)))
     return updates
 
 

@@ -250,7 +250,7 @@ def _keepers(
     it; an input that is not cut into microbatches is at hand on every worker.
     """
     role, index = node.meta["role"], node.meta["index"]
-    updater = request.updaters.get(index)
+    updater = node.meta.get("updater", request.updaters.get(index))
     if updater is None and role is Role.PARAMETER and node.meta["val"].requires_grad:
         updater = request.schedule.updater(stages[0])
     if role is Role.SHARED:

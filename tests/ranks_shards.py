@@ -83,21 +83,29 @@ def bytes_here(parameter: Tensor) -> int:
 
 
 class Training:
-    """A small GPT in two shards, and AdamW."""
+    """A small GPT in two shards, and AdamW.
 
-    def __init__(self, schedule: Schedule | None = None) -> None:
+    clip: to which the program clips gradients and steps; None for the loop's step."""
+
+    def __init__(
+        self, schedule: Schedule | None = None, clip: float | None = None
+    ) -> None:
         torch.manual_seed(0)
         config = GPTConfig(vocabulary=32, width=16, layers=1, heads=2)
         self.model, self.inputs = GPT(config), (torch.ones(4, 6).long(),) * 2
         self.optimizer = optimizer("adamw", self.model)
-        self.backend = fxsched.backend(schedule or in_shards())
+        self.clip, options = clip, {}
+        if clip is not None:
+            options = {"optimizer": self.optimizer, "clip_grad_norm": clip}
+        self.backend = fxsched.backend(schedule or in_shards(), **options)
         self.run = torch.compile(self.model, backend=self.backend)
 
     def step(self) -> Tensor:
         self.optimizer.zero_grad()
         loss = self.run(*self.inputs)
-        loss.backward()
-        self.optimizer.step()
+        if self.clip is None:
+            loss.backward()
+            self.optimizer.step()
         return loss.detach()
 
 
@@ -137,6 +145,51 @@ def saved(folder: Path) -> None:
     for name, value in state.items():
         assert torch.equal(value, again[name]), name
     print(f"rank {dist.get_rank()}: saved and loaded")
+
+
+def updates(folder: Path) -> None:
+    """Programs that step the parts of weights equal eager, and what they save goes on
+    in others, as it does in loops."""
+    schedule = in_shards()
+    if dist.get_world_size() == 4:
+        schedule = schedules.sharded(schedules.zero1(2), 2)
+    training, plain = Training(schedule, clip=0.1), Training()
+    model, its_model = training.model, plain.model
+
+    def eager_update() -> Tensor:
+        plain.optimizer.zero_grad()
+        loss = eager_step(its_model, plain.inputs, schedule.microbatches)
+        torch.nn.utils.clip_grad_norm_(its_model.parameters(), 0.1)
+        plain.optimizer.step()
+        return loss
+
+    for number in range(3):
+        assert_close(training.step(), eager_update(), f"loss {number}")
+    state = fxsched.full_state_dict(model)
+    assert_close(state, dict(its_model.state_dict()), "parameters")
+    stepped = fxsched.full_optimizer_state_dict(model, training.optimizer)
+    assert_close(stepped, plain.optimizer.state_dict(), "state")
+    with said("state of its own parameters alone; save fxsched.full_optimizer_state"):
+        training.optimizer.state_dict()
+    fxsched.save(folder / "updates", model, training.optimizer, training.backend)
+    expected = [training.step() for _ in range(2)]
+    other = Training(schedule, clip=0.1)
+    if dist.get_world_size() == 4:  # before the first call, and after it
+        other.step()
+    fxsched.load(folder / "updates", other.model, other.optimizer, other.backend)
+    assert_close([other.step() for _ in range(2)], expected, "loaded")
+    fxsched.load_full_state_dict(other.model, state)
+    fxsched.load_full_optimizer_state_dict(other.model, other.optimizer, stepped)
+    loop = fxsched.backend(schedule)  # the same parameters, stepped by the loop
+    loss = torch.compile(other.model, backend=loop)(*other.inputs)
+    loss.backward()
+    fxsched.clip_grad_norm_(other.model, 0.1)
+    other.optimizer.step()
+    eager_update()
+    state = fxsched.full_state_dict(other.model)
+    assert_close(state, dict(its_model.state_dict()), "the loop's step")
+    assert_close(other.step(), expected[1], "after the loop's step")
+    print(f"rank {dist.get_rank()}: updates equal to eager")
 
 
 def loops() -> None:
@@ -211,6 +264,7 @@ if __name__ == "__main__":
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     equal()
+    updates(Path(sys.argv[1]))
     if dist.get_world_size() == 2:
         saved(Path(sys.argv[1]))
         loops()

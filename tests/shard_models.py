@@ -6,6 +6,7 @@ from __future__ import annotations
 import random
 from collections import Counter
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -250,6 +251,26 @@ SCHEDULES: dict[str, Callable[[int], Schedule]] = {
     ),
     "graph": lambda p: schedules.sharded(schedules.graph(2, 4), p),
     "random": placed_at_random,
+}
+
+
+def random_updaters(shards: int) -> Schedule:
+    """Each shard's optimizer on any worker, two updates in a call."""
+    schedule = placed_at_random(shards)
+    return replace(schedule, update_every=2, u=lambda s, b, p: (3 * s + p) % 4)
+
+
+# with the optimizer in the program
+UPDATING: dict[str, Callable[[int], Schedule]] = SCHEDULES | {
+    "1f1b in two updates": lambda p: schedules.sharded(
+        replace(schedules.one_f_one_b(2, 4), update_every=2), p
+    ),
+    "fsdp": lambda p: schedules.sharded(schedules.fsdp(2, 4), p),
+    "zero1": lambda p: schedules.sharded(schedules.zero1(2, 4), p),
+    "copies of zero2": lambda p: schedules.replicate(
+        schedules.sharded(schedules.gpipe(1, 2), p), 2, zero=2
+    ),
+    "random u": random_updaters,
 }
 
 

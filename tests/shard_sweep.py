@@ -3,7 +3,8 @@
 Each model of tests/shard_models.py in 2 and in 4 shards, found and by name, under each
 schedule there: losses, gradients and parameters after three steps of AdamW equal
 eager's, or, with dropout, those of gpipe without shards. On threads; with --ranks 2 or
-4 on as many ranks of torchrun.
+4 on as many ranks of torchrun. With --optimizer the program steps AdamW, clips and
+updates by the schedule's u: losses, parameters and the optimizer's state equal eager's.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import copy
 import os
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -24,11 +25,12 @@ import fxsched
 from fxsched import Plan
 from fxsched.state.cuts import CUTS, pieces_of
 
-from .cases import Result, assert_equal, eager_step, train
-from .shard_models import CASES, SCHEDULES, made, share
+from .cases import Result, assert_equal, eager_step, microbatch, optimizer, train
+from .shard_models import CASES, SCHEDULES, UPDATING, made, share
 from .torchrun import again_on_ranks
 
 INDIVISIBLE = ("grouped_llama", "three_encoder", "llama with dropout")  # by 4
+CLIP = 0.3  # to which norm programs clip
 NEAR = 3e-6  # AdamW makes more of what small gradients are apart
 
 
@@ -48,12 +50,18 @@ class Cell(NamedTuple):
         return f"{self.model} {self.schedule} {self.shards} by {self.by}"
 
 
-def cells(models: Sequence[str], ranks: int | None) -> Iterator[Cell]:
+def cells(
+    models: Sequence[str], ranks: int | None, updates: bool = False
+) -> Iterator[Cell]:
     for model in models or CASES:
         for shards in (2, 4):
-            for schedule in SCHEDULES:
-                if ranks not in (None, SCHEDULES[schedule](shards).workers):
+            for schedule in UPDATING if updates else SCHEDULES:
+                if ranks not in (None, UPDATING[schedule](shards).workers):
                     continue
+                if CASES[model].whole and UPDATING[schedule](shards).update_every:
+                    continue  # an update of a part of the rows that meet
+                if CASES[model].drops and updates:
+                    continue  # no eager model draws the same numbers
                 yield Cell(model, schedule, shards, "auto")
                 divides = shards == 2 or model not in INDIVISIBLE
                 if CASES[model].words and divides:
@@ -103,6 +111,53 @@ def unsharded(model: nn.Module, inputs: Sequence[Tensor], count: int) -> Result:
     return train(model, step, "adamw")
 
 
+def check_updates(cell: Cell) -> Plan:
+    """Three steps of the program's, and of eager PyTorch. Raises AssertionError if they
+    differ."""
+    model, inputs = made(cell.model)
+    schedule = UPDATING[cell.schedule](cell.shards)
+    eager = copy.deepcopy(model)
+    mine, others = optimizer("adamw", model), optimizer("adamw", eager)
+    backend = fxsched.backend(
+        schedule, optimizer=mine, clip_grad_norm=CLIP, **cell.options
+    )
+    run = torch.compile(model, backend=backend)
+    found, wanted = Result(), Result()
+    every = schedule.update_every or schedule.microbatches
+    parts = 1 if CASES[cell.model].whole else every
+    for _ in range(3):
+        found.losses.append(run(*inputs).detach())
+        losses = []
+        for update in range(schedule.microbatches // every):
+            rows = microbatch(inputs, update, schedule.microbatches // every)
+            losses.append(eager_step(eager, rows, parts))
+            torch.nn.utils.clip_grad_norm_(eager.parameters(), CLIP)
+            others.step()
+            others.zero_grad()
+        wanted.losses.append(torch.stack(losses).mean())
+    state = fxsched.full_state_dict(model)
+    found.parameters = {name: state[name] for name, _ in model.named_parameters()}
+    wanted.parameters = {name: p.data for name, p in eager.named_parameters()}
+    assert_equal(found, wanted, near=NEAR)
+    kept = fxsched.full_optimizer_state_dict(model, mine)["state"]
+    assert_same_state(kept, others.state_dict()["state"])
+    assert backend.plan is not None
+    return backend.plan
+
+
+def assert_same_state(found: dict[int, Any], wanted: dict[int, Any]) -> None:
+    """AdamW's, whose numbers are as large as gradients, which may be 0 but for
+    rounding."""
+    assert list(found) == list(wanted)
+    for number, state in wanted.items():
+        for key, value in state.items():
+            its = found[number][key]
+            if key == "exp_avg_sq":
+                its, value = its.sqrt(), value.sqrt()
+            near = 1e-4 * float(value.abs().max()) + 1e-8
+            torch.testing.assert_close(its, value, rtol=1e-3, atol=near)
+
+
 def train_on_ranks(model: nn.Module, step: Any) -> Result:
     """What all ranks have after three steps, joined."""
     kept: dict[str, Tensor | None] = {}
@@ -144,12 +199,12 @@ def joined_gradients(model: nn.Module) -> dict[str, Tensor | None]:
     return found
 
 
-def report(cell: Cell) -> bool:
+def report(cell: Cell, checked: Callable[[Cell], Plan] = check) -> bool:
     """Prints a row; whether it is equal."""
     start = time.perf_counter()
     torch._dynamo.reset()
     try:
-        plan = check(cell)
+        plan = checked(cell)
         layers = CASES[cell.model].layers
         text = f"equal, {100 * share(plan, made(cell.model)[0], layers):.1f} %"
         same = True
@@ -169,14 +224,16 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("models", nargs="*", choices=[*CASES, []], metavar="MODEL")
     parser.add_argument("--ranks", type=int, choices=(2, 4))
+    parser.add_argument("--optimizer", action="store_true")
     given = parser.parse_args()
     torch.set_num_threads(1)
     if given.ranks and "RANK" not in os.environ:
         sys.exit(again_on_ranks(given.ranks, "tests.shard_sweep"))
     if given.ranks:
         dist.init_process_group("gloo")
-    every = list(cells(given.models, given.ranks))
-    equal = sum([report(cell) for cell in every])
+    every = list(cells(given.models, given.ranks, given.optimizer))
+    checked = check_updates if given.optimizer else check
+    equal = sum([report(cell, checked) for cell in every])
     if not given.ranks or dist.get_rank() == 0:
         print(f"{equal} of {len(every)} equal to eager")
     if given.ranks:

@@ -133,15 +133,15 @@ class WeightReads:
             if group.stages[0] == job.stage and any(group.trained)
             if self.rank in group.updaters
         )
-        every = self.all.every or 1
+        every, jobs = self.all.every or 1, {str(job): job for job in self.all.workers}
         for node in self.nodes:
             if node.target is not ops.update:
                 continue
-            job = Job.parse(node.meta["task"])
-            group, _, weights, gradients = arguments(node)[1:5]
-            if not wanted[job, group]:
+            task = node.meta["task"]
+            job, (group, _, weights, gradients) = jobs.get(task), arguments(node)[1:5]
+            if job is None or not wanted[job, group]:
                 raise UpdateFault(
-                    f"worker {self.rank}: {job} updates group {group} once more than "
+                    f"worker {self.rank}: {task} updates group {group} once more than "
                     "it should"
                 )
             wanted[job, group] -= 1

@@ -93,11 +93,11 @@ class OptimizerContent(NamedTuple):
 
         whole: of weights that ranks have in parts.
         """
-        state = self.optimizer.state
+        states = {**self.optimizer.state, **whole.states}
         return {
-            name: dict(whole.states.get(parameter, state[parameter]))
+            name: dict(states[parameter])
             for name, parameter in self.parameters.items()
-            if parameter in state and first_owner(parameter) == rank
+            if parameter in states and first_owner(parameter) == rank
         }
 
     def updated(self, rank: int) -> list[str]:

@@ -102,12 +102,13 @@ class _Weights:
         self.history: dict[str, list[tuple[Tensor, Tensor]]] = {}
         self.updates = 0
         self.sums: dict[str, Tensor] = {}  # where they are in another type
-        self.readers = {
-            state.name: group.stages
-            for group in plan.groups
-            for state, trained in zip(group.state, group.trained, strict=True)
-            if trained
-        }
+        self.readers: dict[str, tuple[int, ...]] = {}
+        for group in plan.groups:
+            for state, trained in zip(group.state, group.trained, strict=True):
+                if trained:
+                    name = plan.weight_name(state)
+                    stages = *self.readers.get(name, ()), *group.stages
+                    self.readers[name] = stages
         for name in self.readers:
             if name not in self.parameters:
                 raise PlanError(

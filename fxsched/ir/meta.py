@@ -29,6 +29,7 @@ META = {
     "random": "how many draws of random numbers a node makes",
     "shard": "shard of a stage that a node is of",
     "owners": "who keeps a part of a weight since an earlier plan",
+    "updater": "who updates it since then, if u said",
     "level": "how often shards read each other before it",
     "numbers": "of its draws in the model, which are the same on all shards",
     "draw": "number of a stage's first draw in the model; None if it makes none",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -17,10 +17,14 @@ class Cut(NamedTuple):
     parts: int
 
     def of(self, whole: Tensor) -> list[Tensor]:
-        """All parts, each contiguous: views of the whole, where these are that."""
+        """All parts."""
+        return [self.part(whole, number) for number in range(self.parts)]
+
+    def part(self, whole: Tensor, number: int) -> Tensor:
+        """A part, contiguous: a view of the whole, where it is that."""
         blocks = torch.unflatten(whole, self.dim, (self.outer, self.parts, -1))
-        parts = (b.flatten(self.dim, self.dim + 1) for b in blocks.unbind(self.dim + 1))
-        return [part.contiguous() for part in parts]
+        mine = blocks.select(self.dim + 1, number)
+        return mine.flatten(self.dim, self.dim + 1).contiguous()
 
     def joined(self, parts: Sequence[Tensor]) -> Tensor:
         """The whole of all parts."""
@@ -50,8 +54,24 @@ class WeightCut(NamedTuple):
 
 
 class KeptParts(NamedTuple):
-    """How ranks have had a weight in parts since an earlier plan, and which workers
-    keep each part."""
+    """How ranks have had a weight in parts since an earlier plan, which workers keep
+    each part, and which one updates it, if u says."""
 
     cut: Cut
     owners: tuple[tuple[int, ...], ...]
+    updaters: tuple[int | None, ...]
+
+    def allows(self, other: KeptParts) -> bool:
+        """Whether a plan may have the parts as the other says."""
+        pairs = zip(self.updaters, other.updaters, strict=True)
+        same = self[:2] == other[:2]
+        return same and all(known in (None, its) for known, its in pairs)
+
+
+def in_parts(positions: Sequence[int], parts: Mapping[int, PartOf]) -> tuple[int, ...]:
+    """Positions of weights, with those of its parts in the place of each that is
+    cut."""
+    of: dict[int, list[int]] = {}
+    for position, part in parts.items():
+        of.setdefault(part.input, []).append(position)
+    return tuple(each for i in positions for each in of.get(i, [i]))

@@ -149,6 +149,16 @@ class Plan:
             updates[job] = (*updates.get(job, ()), jobs.compute[number])
         return updates
 
+    def weight_at(self, position: int) -> int:
+        """The position of a tensor of the model, or of the one that it is a part of."""
+        return self.parts[position].input if position in self.parts else position
+
+    def weight_name(self, state: State) -> str:
+        """The name of a tensor of the model, or of the one that it is a part of."""
+        if state.input not in self.parts:
+            return state.name
+        return state.name.rpartition("[")[0]
+
     @cached_property
     def states_of_parts(self) -> dict[int, list[State]]:
         """The parts of each weight that is cut, in their order, by its position."""
@@ -160,12 +170,14 @@ class Plan:
 
     @cached_property
     def kept_parts(self) -> dict[int, KeptParts]:
-        """How weights are cut, and who keeps each part, by their positions."""
-        owners = {s.input: group.owners for group in self.groups for s in group.state}
+        """How weights are cut, and who keeps and updates each part, by their
+        positions."""
+        groups = {state.input: group for group in self.groups for state in group.state}
         return {
             position: KeptParts(
                 self.parts[states[0].input].cut,
-                tuple(owners[state.input] for state in states),
+                tuple(groups[state.input].owners for state in states),
+                tuple(groups[state.input].updater for state in states),
             )
             for position, states in self.states_of_parts.items()
         }

@@ -42,6 +42,7 @@ from .runnable import Runnable
 from .threads import Inputs, Tangents
 
 T = TypeVar("T")
+Updated = tuple[str, Tensor, int | None]  # a tensor with its name, and who updates it
 
 
 class Ranks:
@@ -223,10 +224,12 @@ class Ranks:
         """
         for position, place in plan.kept_parts.items():
             weight = args[position]
-            if weight in OWNERSHIPS and self.cuts([weight]) != {0: place}:
-                return False
-        new, stale, updated = {}, [], []
-        trains = plan.trains
+            if weight in OWNERSHIPS:
+                known = self.cuts([weight]).get(0)
+                if known is None or not known.allows(place):
+                    return False
+        new, stale = {}, []
+        updated: list[Updated] = []
         fresh = {output.state for output in plan.outputs}  # every rank gets them
         for group in plan.groups:
             here = self.rank in group.owners
@@ -248,9 +251,7 @@ class Ranks:
                 if group.updater is not None or entry.updater is not None:
                     if entry.updater not in (None, group.updater):
                         return False
-                    behind = not plan.current and (trains or entry.behind)
-                    if (group.updater, behind) != entry[2:]:
-                        updated.append((state.name, tensor, group.updater, behind))
+                    updated.append((state.name, tensor, group.updater))
                 needed = here or state.input in fresh
                 if group.written and not needed and not is_given_up(tensor):
                     stale.append((state.name, tensor))
@@ -259,18 +260,37 @@ class Ranks:
         for turn, (position, states) in enumerate(plan.states_of_parts.items()):
             if args[position] not in CUTS:
                 place = plan.kept_parts[position]
-                self._cut(args[position], states, place, turn)
+                name = plan.weight_name(states[0])
+                self._cut(name, args[position], states, place, turn)
+        updated += self._updated_parts(plan, args)
         for name, tensor in stale:
             give_up(name, tensor, values=False)
-        for name, tensor, updater, behind in updated:
-            self._update(name, tensor, updater, behind)
+        for name, tensor, updater in updated:
+            self._update(name, tensor, updater, plan)
         return True
 
+    def _updated_parts(self, plan: Plan, args: Sequence[Any]) -> list[Updated]:
+        """Parts of weights that u names a worker for, and that one."""
+        return [
+            (state.name, part, updater)
+            for position, states in plan.states_of_parts.items()
+            for state, part, updater in zip(
+                states,
+                CUTS[args[position]].parts,
+                plan.kept_parts[position].updaters,
+                strict=True,
+            )
+            if updater is not None
+        ]
+
     def _update(
-        self, name: str, tensor: Tensor, updater: int | None, behind: bool
+        self, name: str, tensor: Tensor, updater: int | None, plan: Plan
     ) -> None:
         """Notes who updates a parameter, and whether the others' copies are behind."""
         before = OWNERSHIPS[tensor]
+        behind = not plan.current and (plan.trains or before.behind)
+        if (updater, behind) == before[2:]:
+            return
         OWNERSHIPS[tensor] = before._replace(updater=updater, behind=behind)
         assert updater is not None, "an updater stays"
         copied = self.rank in before.owners and self.rank != updater
@@ -283,11 +303,16 @@ class Ranks:
         self._guard(OWNERSHIPS[tensor])
 
     def _cut(
-        self, weight: Tensor, states: Sequence[State], place: KeptParts, turn: int
+        self,
+        name: str,
+        weight: Tensor,
+        states: Sequence[State],
+        place: KeptParts,
+        turn: int,
     ) -> None:
         """Leaves this rank its parts of a weight; all owners of a part start from the
         first one's."""
-        cut_weight(states[0].name.rpartition("[")[0], weight, place, self.rank, turn)
+        cut_weight(name, weight, place, self.rank, turn)
         for state, part in zip(states, CUTS[weight].parts, strict=True):
             self._settle(state, part, OWNERSHIPS[part])
         guard_part_steps()

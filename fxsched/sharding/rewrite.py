@@ -77,7 +77,7 @@ class Rewriter:
             new.meta = {**node.meta, "index": index, "val": fake, "name": name}
             if node.meta["index"] in self.request.cuts:
                 kept = self.request.cuts[node.meta["index"]]
-                new.meta["owners"] = kept.owners[p]
+                new.meta.update(owners=kept.owners[p], updater=kept.updaters[p])
             self._parts[node, p] = new
 
     def _in_parts(self, node: fx.Node) -> None:

@@ -19,7 +19,15 @@ from torch.utils.weak import TensorWeakRef, WeakIdKeyDictionary
 
 from ..ir.graphs import Spec
 from ..ir.parts import Cut, KeptParts
-from .ownership import OWNERSHIPS, Ownership, exchanged, nothing, refuse, spec_of
+from .ownership import (
+    OWNERSHIPS,
+    Ownership,
+    exchanged,
+    is_given_up,
+    nothing,
+    refuse,
+    spec_of,
+)
 from .unmade import forget, make
 
 
@@ -37,12 +45,14 @@ class Parts(NamedTuple):
 
     @property
     def place(self) -> KeptParts:
-        """How the weight is cut, and who keeps each part."""
-        return KeptParts(self.cut, tuple(OWNERSHIPS[p].owners for p in self.parts))
+        """How the weight is cut, and who keeps and updates each part."""
+        entries = [OWNERSHIPS[part] for part in self.parts]
+        owners = tuple(entry.owners for entry in entries)
+        return KeptParts(self.cut, owners, tuple(entry.updater for entry in entries))
 
     def local(self, whole: Tensor) -> Tensor:
         """Of a tensor like the weight, what is here, as `values` is."""
-        return _stacked([self.cut.of(whole)[p] for p in self.kept])
+        return stacked([self.cut.part(whole, p) for p in self.kept])
 
     def one(self, local: Tensor, number: int) -> Tensor:
         """A part that is here of a tensor like `values`; another tensor as it is."""
@@ -65,7 +75,7 @@ def cut_weight(
 
     turn: ranks take turns to speak for whole weights.
     """
-    cut, owners = place
+    cut, owners, _ = place
     spec = spec_of(weight)
     kept = tuple(p for p, ranks in enumerate(owners) if rank in ranks)
     if kept:
@@ -75,8 +85,7 @@ def cut_weight(
     values = weight.data.new_empty(0)
     if kept:
         with torch.no_grad():
-            every = cut.of(weight.data)
-            values = _stacked([every[p] for p in kept]).clone()
+            values = stacked([cut.part(weight.data, p) for p in kept]).clone()
     some = cut.of(torch.empty(spec.shape, dtype=spec.dtype, device="meta"))
     part_spec = Spec.of(some[0])._replace(device=spec.device)
     own = Parts(cut, tuple(_empty_parts(weight, part_spec, cut.parts)), kept, values)
@@ -118,25 +127,27 @@ def pieces_of(tensor: Tensor, value: Any) -> dict[int, Any]:
     if tensor not in CUTS:
         return {0: value}
     own = CUTS[tensor]
-    return {p: _mapped(partial(own.one, number=p), value) for p in own.kept}
+    return {p: mapped_alike(partial(own.one, number=p), value) for p in own.kept}
 
 
 def joined(tensor: Tensor, values: Sequence[Any]) -> Any:
     """What belongs to a tensor, of what belongs to its parts, in their order."""
     if tensor not in CUTS:
         return values[0]
-    return _mapped(CUTS[tensor].whole, *values)
+    return mapped_alike(CUTS[tensor].whole, *values)
 
 
-def _mapped(change: Callable[..., Any], *values: Any) -> Any:
+def mapped_alike(change: Callable[..., Any], *values: Any) -> Any:
     """What `change` makes of the tensors of values that are alike, however deep."""
     first = values[0]
     if isinstance(first, Tensor):
         return change(*values)
     if isinstance(first, dict):
-        return {key: _mapped(change, *(v[key] for v in values)) for key in first}
+        return {key: mapped_alike(change, *(v[key] for v in values)) for key in first}
     if type(first) in (list, tuple):
-        return type(first)(_mapped(change, *each) for each in zip(*values, strict=True))
+        return type(first)(
+            mapped_alike(change, *each) for each in zip(*values, strict=True)
+        )
     return first
 
 
@@ -146,8 +157,9 @@ def local_parts(model: nn.Module) -> Iterator[None]:
     and may be read and written: `with fxsched.local_parts(model): ...`.
 
     A parameter has the shape of a part then; [how many, *shape], if it keeps several;
-    as its .grad always has. Parameters that it keeps no part of stay as they are, and
-    so do all where the process has everything. The model isn't called meanwhile.
+    as its .grad always has. Parameters that it keeps no part of stay as they are, or
+    old copies of what another rank steps, and so do all where the process has
+    everything. The model isn't called meanwhile.
     """
     with present(model.parameters()):
         yield
@@ -155,13 +167,18 @@ def local_parts(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def present(weights: Iterable[Tensor]) -> Iterator[None]:
-    here = [w for w in weights if w in CUTS and CUTS[w].kept]
+    here = [weight for weight in weights if weight in CUTS and _newest(CUTS[weight])]
     try:
         with exchanged(here, [CUTS[weight].values for weight in here]):
             yield
     finally:
         for weight in here:
             _note_written(weight)
+
+
+def _newest(own: Parts) -> bool:
+    """Whether a rank has newest values of the parts that it keeps, and keeps some."""
+    return any(not is_given_up(own.parts[number]) for number in own.kept)
 
 
 def put(weight: Tensor, whole: Tensor) -> None:
@@ -179,7 +196,8 @@ def _note_written(weight: Tensor) -> None:
         torch.autograd.graph.increment_version(part)
 
 
-def _stacked(parts: Sequence[Tensor]) -> Tensor:
+def stacked(parts: Sequence[Tensor]) -> Tensor:
+    """Several parts as one tensor, [how many, *shape of one]; one as it is."""
     return torch.stack(list(parts)) if parts[1:] else parts[0]
 
 

@@ -13,6 +13,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
 from ..jobs.job import PlanError
+from .cuts import CUTS
 from .ownership import is_updated
 
 _GUARDS: WeakKeyDictionary[Optimizer, RemovableHandle] = WeakKeyDictionary()
@@ -32,7 +33,8 @@ def guard_optimizers(rank: int) -> None:
 
         def before(optimizer: Optimizer, *_: Any) -> None:
             if optimizer not in _GUARDS:
-                guard(optimizer, updated_elsewhere(optimizer, rank))
+                cut = any(p in CUTS for p in parameters_of(optimizer))
+                guard(optimizer, updated_elsewhere(optimizer, rank), cut)
 
         _hook = register_optimizer_step_pre_hook(before)
 
@@ -42,12 +44,15 @@ def updated_elsewhere(optimizer: Optimizer, rank: int) -> list[Tensor]:
     return [p for p in parameters_of(optimizer) if not is_updated(p, rank)]
 
 
-def guard(optimizer: Optimizer, elsewhere: Sequence[Tensor]) -> None:
-    """Drops the state of parameters that other ranks update; if there are such, a
-    state_dict(), which would lack it, is refused from now on."""
+def guard(
+    optimizer: Optimizer, elsewhere: Sequence[Tensor], parted: bool = False
+) -> None:
+    """Drops the state of parameters that other ranks update; if there are such, or
+    parts of some (parted), a state_dict(), which would lack it, is refused from now on.
+    """
     for parameter in elsewhere:
         optimizer.state.pop(parameter, None)
-    if elsewhere and optimizer not in _GUARDS:
+    if (elsewhere or parted) and optimizer not in _GUARDS:
         _GUARDS[optimizer] = optimizer.register_state_dict_pre_hook(_refuse)
 
 

@@ -24,7 +24,7 @@ from .optimizers import parameters_of
 from .ownership import spec_of
 
 _STEPS: WeakKeyDictionary[Optimizer, ExitStack] = WeakKeyDictionary()
-_TRIED: WeakKeyDictionary[Optimizer, bool] = WeakKeyDictionary()
+_TRIED: WeakKeyDictionary[Optimizer, set[int]] = WeakKeyDictionary()
 _hooks: list[RemovableHandle] = []
 WAYS = (Cut(0, 1, 2), Cut(1, 1, 2), Cut(0, 2, 2))
 
@@ -49,19 +49,31 @@ def _before(
             f"{name}.step(closure) calls the model while its weights are the parts "
             "that this rank keeps; call it without a closure"
         )
-    if optimizer not in _TRIED:
-        why = _apart(optimizer, weights)
-        if why is not None:
-            raise PlanError(
-                f"{name} doesn't step parts of a weight as it steps all of it{why}; "
-                "take one that works element by element, such as AdamW, for weights "
-                "that are cut, or leave those whole by shards={names: ..}"
-            )
-        _TRIED[optimizer] = True
+    check_apart(optimizer, weights)
     cut_state(optimizer)
     _after(optimizer)
     stack = _STEPS[optimizer] = ExitStack()
     stack.enter_context(present(weights))
+
+
+def check_apart(optimizer: Optimizer, weights: Sequence[Tensor]) -> None:
+    """Raises PlanError for an optimizer that may not step parts of these weights; each
+    of its groups is tried once."""
+    tried = _TRIED.setdefault(optimizer, set())
+    cut = set(map(id, weights))
+    for number, group in enumerate(optimizer.param_groups):
+        weight = next((p for p in group["params"] if id(p) in cut), None)
+        if number in tried or weight is None:
+            continue
+        why = _apart(optimizer, group, weight)
+        if why is not None:
+            raise PlanError(
+                f"{type(optimizer).__name__} doesn't step parts of a weight as it "
+                f"steps all of it{why}; take one that works element by element, such "
+                "as AdamW, for weights that are cut, or leave those whole by "
+                "shards={names: ..}"
+            )
+        tried.add(number)
 
 
 def _after(optimizer: Optimizer, *_: Any) -> None:
@@ -82,30 +94,27 @@ def cut_state(optimizer: Optimizer) -> None:
                 state[key] = own.local(value).clone() if own.kept else value[:0]
 
 
-def _apart(optimizer: Optimizer, weights: Sequence[Tensor]) -> str | None:
-    """Why an optimizer, of those weights, is not to step parts; None if it may.
+def _apart(
+    optimizer: Optimizer, group: Mapping[str, Any], weight: Tensor
+) -> str | None:
+    """Why an optimizer is not to step parts of a weight; None if it may.
 
     A copy of it takes two steps of a small matrix, and of its parts.
     """
-    for group in optimizer.param_groups:
-        for weight in weights:
-            if any(weight is each for each in group["params"]):
-                try:
-                    same = all(_same(optimizer, group, weight, cut) for cut in WAYS)
-                except Exception as error:  # of a class that can't be made anew
-                    return f" ({type(error).__name__}: {str(error).splitlines()[0]})"
-                if not same:
-                    return ""
-                break
-    return None
+    try:
+        same = all(_same(optimizer, group, weight, cut) for cut in WAYS)
+    except Exception as error:  # of a class that can't be made anew
+        return f" ({type(error).__name__}: {str(error).splitlines()[0]})"
+    return None if same else ""
 
 
 def _same(
     optimizer: Optimizer, group: Mapping[str, Any], weight: Tensor, cut: Cut
 ) -> bool:
     """Whether parts of a small matrix change as all of it does."""
-    numbers = torch.linspace(-1, 1, 64, device=weight.device).view(8, 8)
-    gradient = torch.linspace(0.1, 30, 64, device=weight.device).view(8, 8).flip(0)
+    device = "cpu" if weight.is_meta else weight.device
+    numbers = torch.linspace(-1, 1, 64, device=device).view(8, 8)
+    gradient = torch.linspace(0.1, 30, 64, device=device).view(8, 8).flip(0)
     start, its = torch.stack(cut.of(numbers)), torch.stack(cut.of(gradient))
     wanted = torch.stack(cut.of(_change(optimizer, group, numbers, gradient)))
     near = 1e-3 * float(wanted.abs().max())

@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 from ..ir.graphs import Group
 from ..ir.ops import Bundle
 from ..jobs.job import Job, PlanError
+from .call_parts import CallParts
 from .clip import note_stepped
 from .corrections import VELOCITY, Corrections, with_rate
 
@@ -89,6 +90,7 @@ class StageOptimizers:
     first of them takes the step.
 
     corrections: of learning rates, and what velocities are of.
+    parts: of weights that are cut into shards.
     """
 
     def __init__(
@@ -97,8 +99,10 @@ class StageOptimizers:
         groups: Sequence[Group],
         leaves_old: bool,
         corrections: Corrections,
+        parts: CallParts | None = None,
     ) -> None:
         self.corrections = corrections
+        self.parts = parts or CallParts(optimizer, {}, ())
         note_stepped(p for group in optimizer.param_groups for p in group["params"])
         self.optimizer, self.groups, self.leaves_old = optimizer, groups, leaves_old
         self.locks = [threading.Lock() for _ in groups]
@@ -113,14 +117,17 @@ class StageOptimizers:
     def begin(self, args: Sequence[Any]) -> StageOptimizers:
         """Takes the parameters of a call."""
         _check_hooks(self.optimizer)
-        self.args, self.versions = args, [[] for _ in self.groups]
-        self.arrivals = []
+        args = self.args = self.parts.begin(args)
+        self.versions, self.arrivals = [[] for _ in self.groups], []
         self.before = [args[i].data for i in self._all()] if self.leaves_old else []
         self.place = {
             id(parameter): number
             for number, group in enumerate(self.optimizer.param_groups)
             for parameter in group["params"]
         }
+        for part, weight in self.parts.weights().items():
+            if id(weight) in self.place:
+                self.place[part] = self.place[id(weight)]
         self.velocities = [[self._velocities(i)] for i in range(len(self.groups))]
         self.optimizer._opt_called = True  # type: ignore[attr-defined]  # for LRScheduler.step
         return self
@@ -135,6 +142,7 @@ class StageOptimizers:
             place.copy_(self.args[i].data)
             self.args[i].data = place
         self.args, self.before, self.versions, self.velocities = (), [], [], []
+        self.parts.end()
 
     def step(
         self,
