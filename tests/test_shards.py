@@ -97,6 +97,10 @@ def test_weights_cut_by_name_equal_eager(words: dict[str, str]) -> None:
     check("gpt", schedules.sharded(schedules.gpipe(2, 4), 2), shards=words)
 
 
+def test_a_mask_of_as_many_rows_as_heads_is_not_cut() -> None:
+    check("three_encoder", schedules.sharded(schedules.gpipe(1, 4), 2))
+
+
 @pytest.mark.parametrize("options", [{"carry": "recompute"}, {"order": "dynamic"}])
 def test_shards_go_with_options(options: dict[str, Any]) -> None:
     check("gpt", SCHEDULES["1f1b"](), **options)
