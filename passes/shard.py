@@ -12,12 +12,13 @@ from ..ir.graphs import REGION_ENTERS, REGION_EXITS, Output
 from ..ir.lazy import lazy_module
 from ..ir.parts import PartOf
 from ..ir.request import Request
+from ..ir.user_line import line_of
 from ..jobs.job import Piece, PlanError
 from ..jobs.shards import in_pieces
 from ..sharding.choice import choose_region
 from ..sharding.layouts import Follower
 from ..sharding.named import named_region
-from ..sharding.region import Grower, Region, in_flow
+from ..sharding.region import Grower, Region, in_flow, where
 from ..sharding.rewrite import Rewriter
 from ..sharding.trial import try_shards
 
@@ -47,11 +48,12 @@ def shard_stages(gm: fx.GraphModule, request: Request) -> fx.GraphModule:
     _drop_dead(gm.graph)
     grower = Grower(gm, Follower(gm, schedule.shards), _kept_whole(request))
     region = (
-        choose_region(grower, grower.nodes)
+        choose_region(grower, grower.nodes, request)
         if request.shards == "auto"
         else named_region(grower, grower.nodes, dict(request.shards))
     )
     _check_kept(gm, request, region)
+    _check_exact(request, region)
     if not region.weights:
         raise PlanError(
             f"Schedule(shards={schedule.shards}): no weight can be cut into "
@@ -95,6 +97,18 @@ def _check_kept(gm: fx.GraphModule, request: Request, region: Region) -> None:
             "earlier call, and this one can't be cut so; give all backends of a model "
             "the same shards, and call it in training mode first"
         )
+
+
+def _check_exact(request: Request, region: Region) -> None:
+    """Raises PlanError where numbers that a loss is made of would be rounded."""
+    if request.message_dtype is None or not region.joined:
+        return
+    node = min(region.joined, key=str)
+    raise PlanError(
+        f"shards={{..}}: message_dtype={request.message_dtype} would round the numbers "
+        f"that {where(node)} is made of, whose logits are in parts"
+        f"{line_of(node.meta.get('stack_trace'))}\nleave one of them out"
+    )
 
 
 def _drop_dead(graph: fx.Graph) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import random
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -18,7 +18,7 @@ from fxsched.ir import ops
 from .cases import build
 
 BATCH, TOKENS = 8, 64
-Words = Mapping[str, str]
+Words = dict[str, str]
 
 
 class Case(NamedTuple):
@@ -27,7 +27,8 @@ class Case(NamedTuple):
     make: gives a model that returns a loss, and a batch. layers: the prefixes of the
     names of its blocks' parameters. words: the names of what to cut. sums: how many all
     blocks have, two each, and one more where they read another sequence too. whole:
-    eager takes the batch at once, whose rows meet.
+    eager takes the batch at once, whose rows meet. vocabulary: the names of what else
+    is cut where a vocabulary is.
     """
 
     make: Callable[[], tuple[nn.Module, tuple[Tensor, ...]]]
@@ -35,6 +36,7 @@ class Case(NamedTuple):
     words: Words
     sums: int | None = None
     whole: bool = False
+    vocabulary: Words | None = None
 
 
 class Loss(nn.Module):
@@ -54,7 +56,9 @@ def text(*shape: int) -> Tensor:
     return torch.randint(3, TOKENS, shape)
 
 
-def llama(heads: int, layers: int = 2) -> tuple[nn.Module, tuple[Tensor, ...]]:
+def llama(
+    heads: int, layers: int = 2, tied: bool = False
+) -> tuple[nn.Module, tuple[Tensor, ...]]:
     config = transformers.LlamaConfig(
         vocab_size=TOKENS,
         hidden_size=32,
@@ -62,6 +66,7 @@ def llama(heads: int, layers: int = 2) -> tuple[nn.Module, tuple[Tensor, ...]]:
         num_hidden_layers=layers,
         num_attention_heads=4,
         num_key_value_heads=heads,
+        tie_word_embeddings=tied,
     )
     model = Loss(transformers.LlamaForCausalLM(config), "input_ids", "labels")
     words = text(BATCH, 10)
@@ -99,6 +104,24 @@ def bert() -> tuple[nn.Module, tuple[Tensor, ...]]:
     model = transformers.BertForSequenceClassification(config)
     inputs = text(BATCH, 12), mask, torch.randint(5, (BATCH,))
     return Loss(model, "input_ids", "attention_mask", "labels"), inputs
+
+
+def masked_bert() -> tuple[nn.Module, tuple[Tensor, ...]]:
+    """A BERT whose labels are ignored but for a few; all of the first rows are."""
+    config = transformers.BertConfig(
+        vocab_size=TOKENS,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=1,
+        num_attention_heads=4,
+        hidden_dropout_prob=0.0,
+        attention_probs_dropout_prob=0.0,
+    )
+    words, labels = text(BATCH, 12), text(BATCH, 12)
+    labels[torch.rand(BATCH, 12) < 0.7] = -100
+    labels[:2] = -100
+    model = transformers.BertForMaskedLM(config)
+    return Loss(model, "input_ids", "labels"), (words, labels)
 
 
 def t5() -> tuple[nn.Module, tuple[Tensor, ...]]:
@@ -162,16 +185,27 @@ def named(columns: str, rows: str) -> Words:
     return words | dict.fromkeys((f"*.{name}" for name in rows.split()), "row")
 
 
+TIED = {"tokens": "row", "head": "column"}
+TIED_LLAMA = {"*.embed_tokens": "row", "*.lm_head": "column"}
 OWN = named("query key value feed.0", "out feed.2")
 LLAMA = named("q_proj k_proj v_proj gate_proj up_proj", "o_proj down_proj")
 CASES = {
-    "gpt": Case(lambda: build("gpt"), ("blocks",), OWN, 4),
+    "gpt": Case(lambda: build("gpt"), ("blocks",), OWN, 4, vocabulary=TIED),
     "two_tower": Case(lambda: build("two_tower"), (), OWN),
     "encoder_decoder": Case(lambda: build("encoder_decoder"), (), OWN),
     "experts": Case(lambda: build("experts"), (), named("query key value", "out")),
     "unet": Case(lambda: build("unet"), (), {}),
     "three_encoder": Case(lambda: build("three_encoder"), (), OWN),
-    "llama": Case(lambda: llama(4), ("model.model.layers",), LLAMA, 4),
+    "llama": Case(
+        lambda: llama(4), ("model.model.layers",), LLAMA, 4, vocabulary=TIED_LLAMA
+    ),
+    "tied_llama": Case(
+        lambda: llama(4, tied=True),
+        ("model.model.layers",),
+        LLAMA,
+        4,
+        vocabulary=TIED_LLAMA,
+    ),
     "grouped_llama": Case(lambda: llama(2), ("model.model.layers",), LLAMA, 4),
     "bert": Case(
         bert,
@@ -179,11 +213,19 @@ CASES = {
         named("query key value intermediate.dense", "output.dense"),
         5,  # and one in the pooler
     ),
+    "masked_bert": Case(
+        masked_bert,
+        ("model.bert.encoder",),
+        named("query key value intermediate.dense", "encoder.*.output.dense"),
+        whole=True,  # of all labels: the first microbatch has none
+        vocabulary={"*.word_embeddings": "row", "*.decoder": "column"},
+    ),
     "t5": Case(
         t5,
         ("model.encoder.block", "model.decoder.block"),
         named("q k v wi", "o wo"),
         10,
+        vocabulary={"*.embed_tokens": "row", "*.lm_head": "column"},
     ),
     "vit": Case(vit, ("model.vit.layers", "model.vit.encoder"), {}, 4),
     "mixtral": Case(

@@ -21,6 +21,8 @@ from torch import Tensor, nn
 
 import fxsched
 from fxsched import Plan
+from fxsched.sharding import choice
+from fxsched.sharding.cost import gain
 from fxsched.state.cuts import CUTS, pieces_of
 
 from .cases import Result, assert_equal, eager_step, train
@@ -31,7 +33,11 @@ NEAR = 3e-6  # AdamW makes more of what small gradients are apart
 
 
 class Cell(NamedTuple):
-    """A model under a schedule. by: "auto" or "name"."""
+    """A model under a schedule.
+
+    by: "auto", "name", "vocabulary" with its names too, or "all" where auto cuts every
+        vocabulary.
+    """
 
     model: str
     schedule: str
@@ -40,7 +46,9 @@ class Cell(NamedTuple):
 
     @property
     def options(self) -> dict[str, Any]:
-        return {"shards": CASES[self.model].words} if self.by == "name" else {}
+        case = CASES[self.model]
+        words = {"name": case.words, "vocabulary": case.words | (case.vocabulary or {})}
+        return {"shards": words[self.by]} if self.by in words else {}
 
     def __str__(self) -> str:
         return f"{self.model} {self.schedule} {self.shards} by {self.by}"
@@ -53,9 +61,12 @@ def cells(models: Sequence[str], ranks: int | None) -> Iterator[Cell]:
                 if ranks not in (None, SCHEDULES[schedule](shards).workers):
                     continue
                 yield Cell(model, schedule, shards, "auto")
+                yield Cell(model, schedule, shards, "all")
                 divides = shards == 2 or model not in ("grouped_llama", "three_encoder")
                 if CASES[model].words and divides:
                     yield Cell(model, schedule, shards, "name")
+                if CASES[model].vocabulary and divides:
+                    yield Cell(model, schedule, shards, "vocabulary")
 
 
 def check(cell: Cell) -> Plan:
@@ -67,6 +78,7 @@ def check(cell: Cell) -> Plan:
     eager = copy.deepcopy(model)
     backend = fxsched.backend(schedule, **cell.options)
     run = torch.compile(model, backend=backend)
+    choice.gain = (lambda *_: 1.0) if cell.by == "all" else gain
 
     def step() -> Tensor:
         loss: Tensor = run(*inputs)
@@ -146,6 +158,8 @@ def report(cell: Cell) -> bool:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("models", nargs="*", choices=[*CASES, []], metavar="MODEL")
+    parser.add_argument("--by", choices=("auto", "all", "name", "vocabulary"))
+    parser.add_argument("--schedule", choices=SCHEDULES)
     parser.add_argument("--ranks", type=int, choices=(2, 4))
     given = parser.parse_args()
     torch.set_num_threads(1)
@@ -153,7 +167,11 @@ def main() -> None:
         sys.exit(again_on_ranks(given.ranks, "tests.shard_sweep"))
     if given.ranks:
         dist.init_process_group("gloo")
-    every = list(cells(given.models, given.ranks))
+    every = [
+        cell
+        for cell in cells(given.models, given.ranks)
+        if given.by in (None, cell.by) and given.schedule in (None, cell.schedule)
+    ]
     equal = sum([report(cell) for cell in every])
     if not given.ranks or dist.get_rank() == 0:
         print(f"{equal} of {len(every)} equal to eager")

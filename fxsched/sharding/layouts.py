@@ -23,6 +23,7 @@ from ..ir.graphs import tensors
 from ..rows.kinds import SHARED, Kind, Rows
 from ..rows.tracker import Tracker
 from .channel_rules import channel_layout
+from .vocabulary_rules import vocabulary_layout
 
 aten = torch.ops.aten
 BIASES: dict[Any, int] = {  # where products take what they add
@@ -125,6 +126,9 @@ class Follower:
         if call.is_item:
             source, item = call.args
             return (known[source][item],)
+        layout = vocabulary_layout(call.target, call.args, call.kwargs, known)
+        if layout is not None:
+            return layout
         tracker = Tracker(self.shards, set())
         for read, layout in known.items():
             for tensor, rows in zip(tensors(value_of(read)), layout, strict=True):
