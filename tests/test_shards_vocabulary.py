@@ -89,6 +89,21 @@ def test_logits_that_are_returned_are_whole() -> None:
     assert_trains(model, in_shards(), shards=WORDS)
 
 
+def test_a_vocabulary_goes_with_autocast() -> None:
+    model, inputs = Words(), batch()
+    eager = copy.deepcopy(model)
+    run = torch.compile(model, backend=fxsched.backend(in_shards(), shards=WORDS))
+    both = []
+    for call in (run, eager):
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = call(*inputs)
+        loss.backward()
+        both.append(loss)
+    torch.testing.assert_close(*both, rtol=1e-3, atol=0)
+    for mine, its in zip(model.parameters(), eager.parameters(), strict=True):
+        torch.testing.assert_close(mine.grad, its.grad, rtol=3e-2, atol=3e-3)
+
+
 def test_auto_cuts_a_vocabulary_where_that_is_faster() -> None:
     for classes, width, how in (
         (4096, 64, "column"),

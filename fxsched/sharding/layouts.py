@@ -135,7 +135,7 @@ class Follower:
                 if rows != SHARED:
                     tracker.put(tensor, rows)
         args, kwargs = fx.map_arg((call.args, call.kwargs), value_of)
-        with torch.no_grad(), self._mode, _Watch(tracker):
+        with torch.no_grad(), self._mode, _uncached(), _Watch(tracker):
             out = self._run(call, args, kwargs)
         return tuple(map(tracker.of, tensors(out)))
 
@@ -175,6 +175,17 @@ class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         for tensor, rows in zip(tensors(out), layouts, strict=True):
             self.tracker.put(tensor, rows)
         return out
+
+
+@contextmanager
+def _uncached() -> Iterator[None]:
+    """Without the casts of weights that torch.autocast keeps: of what, isn't known."""
+    before = torch.is_autocast_cache_enabled()
+    torch.set_autocast_cache_enabled(False)
+    try:
+        yield
+    finally:
+        torch.set_autocast_cache_enabled(before)
 
 
 @contextmanager
