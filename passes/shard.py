@@ -13,15 +13,16 @@ from ..ir.graphs import REGION_ENTERS, REGION_EXITS, Output
 from ..ir.lazy import lazy_module
 from ..ir.parts import PartOf
 from ..ir.request import Request
+from ..ir.user_line import line_of
 from ..jobs.job import Piece, PlanError
 from ..jobs.schedule import Schedule
 from ..jobs.shards import in_pieces
 from ..partition.planner import fastest, predict
 from ..sharding.attention import open_attention
-from ..sharding.choice import choose_region
+from ..sharding.choice import choose_regions
 from ..sharding.layouts import Follower
 from ..sharding.named import named_region
-from ..sharding.region import Grower, Region, in_flow
+from ..sharding.region import Grower, Region, in_flow, where
 from ..sharding.rewrite import Rewriter
 from ..sharding.trial import try_shards
 from ..sharding.variants import slices_text, variants
@@ -43,8 +44,9 @@ def shard_stages(gm: fx.GraphModule, request: Request) -> fx.GraphModule:
     What is not cut is on shard 0; what follows a sum is on all shards that go on with
     it, if it is cheap, such as norms. A stage's shards are cut into pieces where they
     read each other's values; pieces are the stages from now on, in facts(gm).schedule.
-    Small models are tried on random numbers, whole and cut. Raises PlanError where no
-    weight can be cut.
+    Of the ways to do it, the one that should be the fastest within the memory limit is
+    taken. Small models are tried on random numbers, whole and cut. Raises PlanError
+    where no weight can be cut.
     """
     schedule = facts(gm).schedule or request.schedule
     if schedule.shards == 1:
@@ -53,24 +55,10 @@ def shard_stages(gm: fx.GraphModule, request: Request) -> fx.GraphModule:
     _drop_dead(gm.graph)
     model, (gm, origins) = gm, open_attention(gm)
     grower = Grower(gm, Follower(gm, schedule.shards), _kept_whole(request))
-    words = dict(() if request.shards == "auto" else request.shards)
-    weights = {name: word for name, word in words.items() if word != "sequence"}
-    region = (
-        named_region(grower, grower.nodes, weights)
-        if weights
-        else choose_region(grower, grower.nodes)
-    )
-    _check_kept(gm, request, region)
-    if not region.weights:
-        raise PlanError(
-            f"Schedule(shards={schedule.shards}): no weight can be cut into "
-            f"{schedule.shards} equal parts whose products come to sums; give a model "
-            "whose heads and hidden layers divide, or a schedule without shards"
-        )
-    slices = [name for name in words if name not in weights] if words else ["*"]
     ways = [
-        _Way.of(Rewriter(grower, each, request), schedule)
-        for each in variants(grower, region, slices)
+        _Way.of(region, Rewriter(grower, each, request), schedule)
+        for region in _regions(gm, grower, request)
+        for each in variants(grower, region, _slices(request))
     ]
     best = _fastest(ways, request)
     parts = best.rewriter.inputs
@@ -79,8 +67,8 @@ def shard_stages(gm: fx.GraphModule, request: Request) -> fx.GraphModule:
         schedule=best.schedule,
         pieces=best.pieces,
         parts=parts,
-        cuts=tuple(grower.told(region)),
-        sliced=slices_text(best.rewriter.region, region),
+        cuts=tuple(grower.told(best.region)),
+        sliced=slices_text(best.rewriter.region, best.region),
         whole=model,
         outputs=tuple(_with_parts(output, parts) for output in facts(gm).outputs),
     )
@@ -91,20 +79,53 @@ def shard_stages(gm: fx.GraphModule, request: Request) -> fx.GraphModule:
     return whole
 
 
-class _Way(NamedTuple):
-    """A way to run shards: its graph, the pieces that it is cut into, and a schedule
-    of these."""
+def _regions(gm: fx.GraphModule, grower: Grower, request: Request) -> list[Region]:
+    """The regions that may run in parts, the fastest first."""
+    words = () if request.shards == "auto" else request.shards
+    weights = {name: word for name, word in words if word != "sequence"}
+    regions = (
+        [named_region(grower, grower.nodes, weights)]
+        if weights
+        else choose_regions(grower, grower.nodes, request)
+    )
+    some = [region for region in regions if region.weights]
+    if not some:
+        shards = grower.follower.shards
+        raise PlanError(
+            f"Schedule(shards={shards}): no weight can be cut into {shards} equal parts "
+            "whose products come to sums; give a model whose heads and hidden layers "
+            "divide, or a schedule without shards"
+        )
+    if request.memory_limit is None:
+        del some[1:]
+    for region in some:
+        _check_kept(gm, request, region)
+        _check_exact(request, region)
+    return some
 
+
+def _slices(request: Request) -> list[str]:
+    """Patterns of names of modules whose norms and the like are to be in slices."""
+    if request.shards == "auto":
+        return ["*"]
+    return [name for name, word in request.shards if word == "sequence"]
+
+
+class _Way(NamedTuple):
+    """A way to run shards of a region: their graph, the pieces that it is cut into, and
+    a schedule of these."""
+
+    region: Region
     rewriter: Rewriter
     graph: fx.Graph
     pieces: tuple[Piece, ...]
     schedule: Schedule
 
     @staticmethod
-    def of(rewriter: Rewriter, schedule: Schedule) -> _Way:
+    def of(region: Region, rewriter: Rewriter, schedule: Schedule) -> _Way:
         graph = rewriter.graph()
         pieces = _number(graph)
-        return _Way(rewriter, graph, pieces, in_pieces(schedule, pieces))
+        return _Way(region, rewriter, graph, pieces, in_pieces(schedule, pieces))
 
 
 def _fastest(ways: Sequence[_Way], request: Request) -> _Way:
@@ -142,6 +163,18 @@ def _check_kept(gm: fx.GraphModule, request: Request, region: Region) -> None:
             "earlier call, and this one can't be cut so; give all backends of a model "
             "the same shards, and call it in training mode first"
         )
+
+
+def _check_exact(request: Request, region: Region) -> None:
+    """Raises PlanError where numbers that a loss is made of would be rounded."""
+    if request.message_dtype is None or not region.joined:
+        return
+    node = min(region.joined, key=str)
+    raise PlanError(
+        f"shards={{..}}: message_dtype={request.message_dtype} would round the numbers "
+        f"that {where(node)} is made of, whose logits are in parts"
+        f"{line_of(node.meta.get('stack_trace'))}\nleave one of them out"
+    )
 
 
 def _drop_dead(graph: fx.Graph) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import random
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -20,7 +20,7 @@ from fxsched.models.gpt import GPT, GPTConfig
 from .cases import build
 
 BATCH, TOKENS = 8, 64
-Words = Mapping[str, str]
+Words = dict[str, str]
 
 
 class Case(NamedTuple):
@@ -30,7 +30,8 @@ class Case(NamedTuple):
     names of its blocks' parameters. words: the names of what to cut. sums: how many all
     blocks have, two each, and one more where they read another sequence too. whole:
     eager takes the batch at once, whose rows meet. drops: with dropout, whose numbers
-    are those of a schedule without shards, where eager has others.
+    are those of a schedule without shards, where eager has others. vocabulary: the
+    names of what else is cut where a vocabulary is.
     """
 
     make: Callable[[], tuple[nn.Module, tuple[Tensor, ...]]]
@@ -39,6 +40,7 @@ class Case(NamedTuple):
     sums: int | None = None
     whole: bool = False
     drops: bool = False
+    vocabulary: Words | None = None
 
 
 class Loss(nn.Module):
@@ -59,7 +61,7 @@ def text(*shape: int) -> Tensor:
 
 
 def llama(
-    heads: int, layers: int = 2, dropout: float = 0.0
+    heads: int, layers: int = 2, dropout: float = 0.0, tied: bool = False
 ) -> tuple[nn.Module, tuple[Tensor, ...]]:
     config = transformers.LlamaConfig(
         vocab_size=TOKENS,
@@ -69,6 +71,7 @@ def llama(
         num_attention_heads=4,
         num_key_value_heads=heads,
         attention_dropout=dropout,
+        tie_word_embeddings=tied,
     )
     model = Loss(transformers.LlamaForCausalLM(config), "input_ids", "labels")
     words = text(BATCH, 10)
@@ -114,6 +117,24 @@ def bert(
 def dropped_gpt() -> tuple[nn.Module, tuple[Tensor, ...]]:
     model = GPT(GPTConfig(vocabulary=64, width=32, layers=1, dropout=0.2))
     return model, (text(BATCH, 16), text(BATCH, 16))
+
+
+def masked_bert() -> tuple[nn.Module, tuple[Tensor, ...]]:
+    """A BERT whose labels are ignored but for a few; all of the first rows are."""
+    config = transformers.BertConfig(
+        vocab_size=TOKENS,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=1,
+        num_attention_heads=4,
+        hidden_dropout_prob=0.0,
+        attention_probs_dropout_prob=0.0,
+    )
+    words, labels = text(BATCH, 12), text(BATCH, 12)
+    labels[torch.rand(BATCH, 12) < 0.7] = -100
+    labels[:2] = -100
+    model = transformers.BertForMaskedLM(config)
+    return Loss(model, "input_ids", "labels"), (words, labels)
 
 
 def t5() -> tuple[nn.Module, tuple[Tensor, ...]]:
@@ -177,17 +198,28 @@ def named(columns: str, rows: str) -> Words:
     return words | dict.fromkeys((f"*.{name}" for name in rows.split()), "row")
 
 
+TIED = {"tokens": "row", "head": "column"}
+TIED_LLAMA = {"*.embed_tokens": "row", "*.lm_head": "column"}
 OWN = named("query key value feed.0", "out feed.2")
 BERT = named("query key value intermediate.dense", "output.dense")
 LLAMA = named("q_proj k_proj v_proj gate_proj up_proj", "o_proj down_proj")
 CASES = {
-    "gpt": Case(lambda: build("gpt"), ("blocks",), OWN, 4),
+    "gpt": Case(lambda: build("gpt"), ("blocks",), OWN, 4, vocabulary=TIED),
     "two_tower": Case(lambda: build("two_tower"), (), OWN),
     "encoder_decoder": Case(lambda: build("encoder_decoder"), (), OWN),
     "experts": Case(lambda: build("experts"), (), named("query key value", "out")),
     "unet": Case(lambda: build("unet"), (), {}),
     "three_encoder": Case(lambda: build("three_encoder"), (), OWN),
-    "llama": Case(lambda: llama(4), ("model.model.layers",), LLAMA, 4),
+    "llama": Case(
+        lambda: llama(4), ("model.model.layers",), LLAMA, 4, vocabulary=TIED_LLAMA
+    ),
+    "tied_llama": Case(
+        lambda: llama(4, tied=True),
+        ("model.model.layers",),
+        LLAMA,
+        4,
+        vocabulary=TIED_LLAMA,
+    ),
     "grouped_llama": Case(lambda: llama(2), ("model.model.layers",), LLAMA, 4),
     "bert": Case(
         bert,
@@ -195,11 +227,19 @@ CASES = {
         BERT,
         5,  # and one in the pooler
     ),
+    "masked_bert": Case(
+        masked_bert,
+        ("model.bert.encoder",),
+        named("query key value intermediate.dense", "encoder.*.output.dense"),
+        whole=True,  # of all labels: the first microbatch has none
+        vocabulary={"*.word_embeddings": "row", "*.decoder": "column"},
+    ),
     "t5": Case(
         t5,
         ("model.encoder.block", "model.decoder.block"),
         named("q k v wi", "o wo"),
         10,
+        vocabulary={"*.embed_tokens": "row", "*.lm_head": "column"},
     ),
     "vit": Case(vit, ("model.vit.layers", "model.vit.encoder"), {}, 4),
     "mixtral": Case(

@@ -23,6 +23,8 @@ from torch import Tensor, nn
 
 import fxsched
 from fxsched import Plan
+from fxsched.sharding import choice
+from fxsched.sharding.cost import gain
 from fxsched.state.cuts import CUTS, pieces_of
 
 from .cases import Result, assert_equal, eager_step, microbatch, optimizer, train
@@ -35,7 +37,11 @@ NEAR = 3e-6  # AdamW makes more of what small gradients are apart
 
 
 class Cell(NamedTuple):
-    """A model under a schedule. by: "auto" or "name"."""
+    """A model under a schedule.
+
+    by: "auto", "name", "vocabulary" with its names too, or "all" where auto cuts every
+        vocabulary.
+    """
 
     model: str
     schedule: str
@@ -44,7 +50,9 @@ class Cell(NamedTuple):
 
     @property
     def options(self) -> dict[str, Any]:
-        return {"shards": CASES[self.model].words} if self.by == "name" else {}
+        case = CASES[self.model]
+        words = {"name": case.words, "vocabulary": case.words | (case.vocabulary or {})}
+        return {"shards": words[self.by]} if self.by in words else {}
 
     def __str__(self) -> str:
         return f"{self.model} {self.schedule} {self.shards} by {self.by}"
@@ -63,9 +71,12 @@ def cells(
                 if CASES[model].drops and updates:
                     continue  # no eager model draws the same numbers
                 yield Cell(model, schedule, shards, "auto")
+                yield Cell(model, schedule, shards, "all")
                 divides = shards == 2 or model not in INDIVISIBLE
                 if CASES[model].words and divides:
                     yield Cell(model, schedule, shards, "name")
+                if CASES[model].vocabulary and divides:
+                    yield Cell(model, schedule, shards, "vocabulary")
 
 
 def check(cell: Cell) -> Plan:
@@ -78,6 +89,7 @@ def check(cell: Cell) -> Plan:
     eager = copy.deepcopy(model)
     backend = fxsched.backend(schedule, **cell.options)
     run = torch.compile(model, backend=backend)
+    choice.gain = (lambda *_: 1.0) if cell.by == "all" else gain
 
     def step() -> Tensor:
         loss: Tensor = run(*inputs)
@@ -223,6 +235,8 @@ def report(cell: Cell, checked: Callable[[Cell], Plan] = check) -> bool:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("models", nargs="*", choices=[*CASES, []], metavar="MODEL")
+    parser.add_argument("--by", choices=("auto", "all", "name", "vocabulary"))
+    parser.add_argument("--schedule", choices=SCHEDULES)
     parser.add_argument("--ranks", type=int, choices=(2, 4))
     parser.add_argument("--optimizer", action="store_true")
     given = parser.parse_args()
@@ -231,7 +245,11 @@ def main() -> None:
         sys.exit(again_on_ranks(given.ranks, "tests.shard_sweep"))
     if given.ranks:
         dist.init_process_group("gloo")
-    every = list(cells(given.models, given.ranks, given.optimizer))
+    every = [
+        cell
+        for cell in cells(given.models, given.ranks, given.optimizer)
+        if given.by in (None, cell.by) and given.schedule in (None, cell.schedule)
+    ]
     checked = check_updates if given.optimizer else check
     equal = sum([report(cell, checked) for cell in every])
     if not given.ranks or dist.get_rank() == 0:

@@ -90,8 +90,17 @@ def distances(call: OpCall) -> Rows:
 
 
 def attention(call: OpCall) -> Rows:
-    """Of query, key and value [batch, heads, length, width]."""
-    return attended(call, call.args[:3])
+    """Of query, key and value [batch, heads, length, width], and a mask that may have
+    rows along the same dimension."""
+    rows, read = attended(call, call.args[:3]), call.args[:3]
+    for mask in call.tensors():
+        theirs, shift = call.of(mask), read[0].dim() - mask.dim()
+        if any(mask is each for each in read) or theirs.kind is not Kind.APART:
+            continue
+        if rows.place != (theirs.dim + shift, theirs.outer):
+            cause = call.mixed(Effect.PAIRS, rows, theirs)
+            rows = rows._replace(cause=cause)
+    return rows
 
 
 def with_weights(count: int, call: OpCall) -> Rows:

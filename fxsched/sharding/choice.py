@@ -6,20 +6,28 @@ from collections.abc import Iterator, Sequence
 
 from torch import fx
 
+from ..ir.request import Request
 from ..rows.kinds import Kind, Rows
+from .cost import gain
 from .layouts import Follower, Operation, is_part, is_plain, value_of
 from .region import Grower, Region, is_weight, where
+from .vocabulary_rules import lookup_of
 
 OUTERS = (1, 2, 3)  # blocks along a dimension, as query, key and value in one weight
 
 
-def choose_region(grower: Grower, nodes: Sequence[fx.Node]) -> Region:
-    """All weights that can be cut such that nothing but sums has to be exchanged.
+def choose_regions(
+    grower: Grower, nodes: Sequence[fx.Node], request: Request
+) -> list[Region]:
+    """All weights that can be cut such that nothing but sums has to be exchanged, and
+    vocabularies where that is faster; then, if some would be slower, those with them
+    all, for less memory.
 
     A matrix is cut along a dimension that its product keeps, if all that comes of it
-    ends in sums: as a projection by heads whose results the next one adds up.
+    ends in sums: as a projection by heads whose results the next one adds up. A
+    vocabulary is cut into ranges of its rows.
     """
-    chosen = Region({})
+    chosen, ranges = Region({}), dict[fx.Node, Region]()
     for node in nodes:
         if node in chosen.layouts:
             continue
@@ -28,26 +36,62 @@ def choose_region(grower: Grower, nodes: Sequence[fx.Node]) -> Region:
                 continue
             if weight in chosen.weights:
                 continue
-            region = _cut(grower, node, weight)
+            region = _cut(grower, node, weight, ranges, request)
             if region is not None and is_apart(region, chosen):
                 chosen.add(region)
                 break
-    return chosen
+    slow: list[Region] = []
+    for weight, region in ranges.items():
+        if not is_apart(region, chosen):
+            continue
+        kept = weight.meta["index"] in request.cuts
+        if request.message_dtype is not None and region.joined and not kept:
+            why = "message_dtype= would round what its loss is made of"
+            grower.reasons[weight] = why
+        elif kept or gain(region, chosen, grower.follower.shards) > 0:
+            chosen.add(region)
+        else:
+            grower.reasons[weight] = "it would be slower in parts"
+            slow.append(region)
+    every = chosen.copy()
+    for region in slow:
+        if is_apart(region, every):
+            every.add(region)
+    return [chosen, every] if slow else [chosen]
 
 
-def _cut(grower: Grower, node: fx.Node, weight: fx.Node) -> Region | None:
-    """The region of the first way to cut a weight that needs sums alone."""
-    shards = grower.follower.shards
-    ways = list(_ways(value_of(weight).shape, shards))
+def _cut(
+    grower: Grower,
+    node: fx.Node,
+    weight: fx.Node,
+    ranges: dict[fx.Node, Region],
+    request: Request,
+) -> Region | None:
+    """The region of the first way to cut a weight that needs sums alone; what cuts a
+    vocabulary is put into `ranges` instead."""
+    shards, kept = grower.follower.shards, request.cuts.get(weight.meta["index"])
+    ways = [
+        rows
+        for rows in _ways(value_of(weight).shape, shards)
+        if kept is None or (rows.dim, rows.outer) == kept.cut[:2]
+    ]
     none = f"it doesn't divide by {shards}"
     grower.reasons.setdefault(weight, f"{where(node)} has no rule" if ways else none)
     for rows in ways:
         layout = _layout(grower.follower, node, {weight: (rows,)})
-        if is_plain(layout) and is_part(layout):
-            grower.reasons[weight] = "nothing of what it makes is added up"
-            region = grower.grow({weight: rows}, gathers=False)
-            if region is not None and region.summed:
-                return region
+        call = Operation.of(node)
+        table = lookup_of(call.target, call.args, call.kwargs) is not None
+        if not is_plain(layout) or not (is_part(layout) or table):
+            continue
+        grower.reasons[weight] = "nothing of what it makes is added up"
+        region = grower.grow({weight: rows}, gathers=False)
+        if region is None:
+            continue
+        ranged = any(call.target is not None for call in region.calls.values())
+        if ranged or (kept is not None and not region.summed):
+            ranges.setdefault(weight, region)
+        elif region.summed:
+            return region
     return None
 
 

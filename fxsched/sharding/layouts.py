@@ -23,6 +23,7 @@ from ..ir.graphs import tensors
 from ..rows.kinds import SHARED, Kind, Rows
 from ..rows.tracker import Tracker
 from .channel_rules import channel_layout
+from .vocabulary_rules import vocabulary_layout
 
 aten = torch.ops.aten
 BIASES: dict[Any, int] = {  # where products take what they add
@@ -125,13 +126,16 @@ class Follower:
         if call.is_item:
             source, item = call.args
             return (known[source][item],)
+        layout = vocabulary_layout(call.target, call.args, call.kwargs, known)
+        if layout is not None:
+            return layout
         tracker = Tracker(self.shards, set())
         for read, layout in known.items():
             for tensor, rows in zip(tensors(value_of(read)), layout, strict=True):
                 if rows != SHARED:
                     tracker.put(tensor, rows)
         args, kwargs = fx.map_arg((call.args, call.kwargs), value_of)
-        with torch.no_grad(), self._mode, _Watch(tracker):
+        with torch.no_grad(), self._mode, _uncached(), _Watch(tracker):
             out = self._run(call, args, kwargs)
         return tuple(map(tracker.of, tensors(out)))
 
@@ -176,7 +180,7 @@ class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 @contextmanager
 def _uncached() -> Iterator[None]:
-    """Where autocast casts weights anew for each operation, so that it is seen."""
+    """Without the casts of weights that torch.autocast keeps: of what, isn't known."""
     before = torch.is_autocast_cache_enabled()
     torch.set_autocast_cache_enabled(False)
     try:

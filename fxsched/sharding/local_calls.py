@@ -34,12 +34,25 @@ class LocalCall(NamedTuple):
     args, kwargs: those of the node, with sizes of parts.
     slices: operands of which each shard has all, and reads its part.
     value: what it gives, as fake tensors.
+    target: what it calls, with the shard's number; None for what the node does.
+    join: what gives the node's value, of all shards' and of operands, if that is no
+        sum and no gather.
     """
 
     args: Any
     kwargs: Any
     slices: Mapping[fx.Node, Rows]
     value: Any
+    target: Any = None
+    join: Operation | None = None
+
+    def on_shard(self, node: Operation, shard: int) -> Operation:
+        """What a shard calls in the place of a node's operation."""
+        call = node._replace(args=self.args, kwargs=self.kwargs)
+        if self.target is None:
+            return call
+        kwargs = {**self.kwargs, "shard": shard}
+        return call._replace(op="call_function", target=self.target, kwargs=kwargs)
 
 
 def local_call(

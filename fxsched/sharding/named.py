@@ -35,6 +35,7 @@ def named_region(
     for gathers in (False, True):
         for node, weight, word in named:
             if weight in chosen.weights:
+                _check_word(grower, node, weight, word, chosen)
                 continue
             region = _grown(grower, node, weight, word, gathers)
             if region is not None and is_apart(region, chosen):
@@ -94,6 +95,19 @@ def _ways(grower: Grower, node: fx.Node, weight: fx.Node, word: str) -> list[Row
         for dim in dims
         if shape[dim] % (outer * shards) == 0
     ]
+
+
+def _check_word(
+    grower: Grower, node: fx.Node, weight: fx.Node, word: str, chosen: Region
+) -> None:
+    """Raises PlanError where a weight that two modules read is cut in another way."""
+    other = grower.word(node, weight, chosen.weights[weight].dim)
+    if other != word:
+        raise PlanError(
+            f"shards={{..: {word!r}}}: {weight.meta['name']} is cut by another name, "
+            f"such that it is a {other or 'part'!r} to {where(node)}"
+            f"{line_of(node.meta.get('stack_trace'))}\nname it once"
+        )
 
 
 def _refusal(grower: Grower, node: fx.Node, weight: fx.Node, word: str) -> str:

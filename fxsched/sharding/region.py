@@ -22,6 +22,7 @@ from ..ir.parts import WeightCut
 from ..rows.kinds import Kind, Rows
 from .layouts import Follower, Layout, Operation, is_part, is_plain, value_of
 from .local_calls import LocalCall, local_call
+from .vocabulary_calls import vocabulary_call
 
 DROPOUTS = (F.dropout, torch.dropout, torch.ops.aten.dropout.default)
 RESHAPES = ("view", "reshape", "unflatten")
@@ -56,6 +57,17 @@ class Region:
             reader in readers.get(node, ()) for readers in (self.summed, self.gathered)
         )
 
+    def waits(self, node: fx.Node) -> bool:
+        """Whether what shards have of a value is joined before anything is done to it:
+        to the sum, a bias is added; no other sum of a table's rows is smaller."""
+        ranged = node in self.calls and self.calls[node].target is not None
+        return node in self.unbiased or ranged
+
+    @property
+    def joined(self) -> set[fx.Node]:
+        """The nodes whose value is neither the sum nor the parts side by side."""
+        return {node for node, call in self.calls.items() if call.join is not None}
+
     def add(self, other: Region) -> None:
         """Takes in another region."""
         for mine, its in zip(self._fields, other._fields, strict=True):
@@ -80,7 +92,8 @@ class Grower:
     """Finds the region of some weights.
 
     whole: nodes that stay as they are, as what writes into buffers does. written: those
-    whose memory is written into. weighed: those that come of weights.
+    whose memory is written into, or that read such. settled: those that read it after
+    all writes. weighed: those that come of weights.
     uncut: positions of weights that stay whole; wants: of the others, those to cut.
     reasons, stops: why weights that were tried were not cut, and at which node.
     """
@@ -98,6 +111,7 @@ class Grower:
             reads = node.all_input_nodes
             if any(is_weight(n) or n in self.weighed for n in reads):
                 self.weighed.add(node)
+        self.settled = settled_reads(self.nodes, self.written, self.weighed)
         self.reasons: dict[fx.Node, str] = {}
         self.stops: dict[fx.Node, fx.Node] = {}
         self.wants: Callable[[fx.Node], bool] = lambda weight: True
@@ -230,7 +244,7 @@ class Grower:
         """
         known = {n: self._layout(region, n) for n in reads}
         if node.op != "output" and node not in self.whole:
-            due = region.unbiased & set(known)  # a bias waits for the sum
+            due = any(map(region.waits, known))
             if not due and self._call(region, node, known, parts):
                 return True
             sums = {n for n in known if _is_sum(known[n])}
@@ -274,7 +288,7 @@ class Grower:
     ) -> bool:
         for read in sums:
             region.summed.setdefault(read, set()).add(node)
-        return self.written.isdisjoint(sums)
+        return (self.written - self.settled).isdisjoint(sums)
 
     def _layout(self, region: Region, node: fx.Node) -> Layout:
         if node in region.weights:
@@ -304,7 +318,9 @@ class Grower:
         if beside and kinds != {Kind.SUM}:
             return False
         read = {n: parts[n] for n in known if n in operation.reads}
-        call = local_call(self.follower, operation, known, read, layout)
+        call = vocabulary_call(self.follower, operation, known, read) or local_call(
+            self.follower, operation, known, read, layout
+        )
         if call is None or not all(map(self.may_cut, filter(is_weight, call.slices))):
             return False
         region.layouts[node], region.calls[node] = layout, call
@@ -403,3 +419,39 @@ def written_values(nodes: Sequence[fx.Node]) -> set[fx.Node]:
         if isinstance(node.meta.get("val"), Tensor)
         and any(touches(node, each) for each in written)
     }
+
+
+def settled_reads(
+    nodes: Sequence[fx.Node], written: set[fx.Node], weighed: Container[fx.Node]
+) -> set[fx.Node]:
+    """Those that give new memory of what was written into before them, such as
+    labels that are shifted, by nodes that no shard waits for.
+
+    written: nodes that touch what is written into. weighed: those that come of weights.
+    """
+    first = {n for n in nodes if "stage" not in n.meta}  # before shards read each other
+    last: dict[int, int] = {}
+    for i, node in enumerate(nodes):
+        mutates = node.meta.get("mutates", ())
+        near = node in written or mutates
+        if near and node not in weighed and first.issuperset(node.all_input_nodes):
+            first.add(node)
+        for t in mutates:
+            end = i if node in first else len(nodes)
+            last[storage(t)] = max(end, last.get(storage(t), 0))
+    settled = set[fx.Node]()
+    for i, node in enumerate(nodes):
+        own = _storages(node)
+        reads = [read for read in node.all_input_nodes if _storages(read) & set(last)]
+        ends = [last.get(each, 0) for read in reads for each in _storages(read)]
+        if (
+            own.isdisjoint(last)
+            and first.issuperset(reads)
+            and max(ends, default=0) < i
+        ):
+            settled.add(node)
+    return settled
+
+
+def _storages(node: fx.Node) -> set[int]:
+    return {storage(t) for t in tensors(node.meta.get("val"))}

@@ -86,10 +86,10 @@ class Rewriter:
         operation = Operation.of(node)
         if node in self.region.unbiased:
             operation = operation.unbiased
-        operation = operation._replace(args=call.args, kwargs=call.kwargs)
         for p in self.every:
-            reads = {n: self._read(node, n, p) for n in operation.reads}
-            operands = operation.on(reads)
+            mine = call.on_shard(operation, p)
+            reads = {n: self._read(node, n, p) for n in mine.reads}
+            operands = mine.on(reads)
             self._parts[node, p] = (
                 self._dropped(node, operands, p)
                 if node.meta.get("random")
@@ -99,6 +99,8 @@ class Rewriter:
             self._scatter(node)
         (rows,), wanted = self.region.layouts[node], sorted(self.demand.wanted[node])
         whole = self._sum if rows.kind is Kind.SUM else self._gather
+        if call.join is not None:
+            whole = self._join
         with self._later(node, 2 if node in self.region.scattered else 1):
             for p in wanted:
                 self._whole[node, p] = self.joined[node] = whole(node, p)
@@ -241,6 +243,14 @@ class Rewriter:
         ]
         joined = self._make(node, torch.cat, (blocks, dim + 1), p)
         return self._make(node, torch.flatten, (joined, dim, dim + 1), p)
+
+    def _join(self, node: fx.Node, p: int) -> fx.Node:
+        """The value that what all shards have comes to."""
+        join = self.region.calls[node].join
+        assert join is not None, "only such values are joined"
+        call = join.on({read: self._whole[read, p] for read in join.reads})
+        parts = [self._parts[node, q] for q in self.every]
+        return self._make(node, call.target, (parts, *call.args), p, call.kwargs)
 
     def _make(
         self,

@@ -53,7 +53,7 @@ def in_slices(
 def sum_slice(grower: Grower, region: Region, node: fx.Node, dim: int) -> Rows | None:
     """How a sum that others read is cut along a dimension; None if it isn't one, or
     doesn't divide."""
-    if node not in region.summed:
+    if node not in region.summed or node in region.joined:
         return None
     (rows,), value = region.layouts[node], value_of(node)
     shards = grower.follower.shards

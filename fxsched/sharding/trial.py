@@ -15,6 +15,7 @@ from ..ir.parts import PartOf
 from ..ir.regions import Regions
 from ..ir.user_line import line_of
 from ..jobs.job import PlanError
+from .trial_inputs import index_ranges, spread_out
 
 FLOPS = 5e9  # of a microbatch's F, up to which it is tried: a tenth of a second
 NEAR = 1e-3  # of the largest number, that results may be apart; of 16 bits, NEAR_16
@@ -55,14 +56,16 @@ def _outputs(*graphs: fx.GraphModule) -> list[tuple[fx.Node, fx.Node]]:
 
 class _Inputs:
     """Random inputs, by position, the same for both graphs: 0 and 1 where they are
-    ints."""
+    ints, but for indices, which are of all of a table."""
 
     def __init__(self, gm: fx.GraphModule, parts: Mapping[int, PartOf]) -> None:
         self.parts = parts
         self.generator = torch.Generator().manual_seed(0)
         placeholders = gm.graph.find_nodes(op="placeholder")
+        ranges = index_ranges(gm.graph)
         self.values: dict[int, Tensor] = {
-            n.meta["index"]: self._random(n.meta["val"]) for n in placeholders
+            n.meta["index"]: self._random(n.meta["val"], ranges.get(n, 2))
+            for n in placeholders
         }
 
     def of(self, node: fx.Node) -> Tensor:
@@ -74,10 +77,12 @@ class _Inputs:
         blocks = torch.unflatten(self.values[weight], dim, (outer, parts, -1))
         return blocks.select(dim + 1, number).flatten(dim, dim + 1).clone()
 
-    def _random(self, fake: Tensor) -> Tensor:
+    def _random(self, fake: Tensor, size: int) -> Tensor:
         shape, generator = tuple(map(int, fake.shape)), self.generator
         if fake.is_floating_point():
             value = torch.randn(shape, generator=generator) / 8
+        elif size > 2:
+            value = spread_out(shape, size, generator)
         else:
             value = torch.randint(2, shape, generator=generator)
         return value.to(fake.device, fake.dtype)
