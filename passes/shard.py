@@ -92,9 +92,9 @@ def _regions(gm: fx.GraphModule, grower: Grower, request: Request) -> list[Regio
     if not some:
         shards = grower.follower.shards
         raise PlanError(
-            f"Schedule(shards={shards}): no weight can be cut into {shards} equal parts "
-            "whose products come to sums; give a model whose heads and hidden layers "
-            "divide, or a schedule without shards"
+            f"Schedule(shards={shards}): no weight can be cut into {shards} equal "
+            "parts whose products come to sums; give a model whose heads and hidden "
+            "layers divide, or a schedule without shards"
         )
     if request.memory_limit is None:
         del some[1:]

@@ -97,13 +97,16 @@ class Rewriter:
             )
         if node in self.region.scattered:
             self._scatter(node)
-        (rows,), wanted = self.region.layouts[node], sorted(self.demand.wanted[node])
-        whole = self._sum if rows.kind is Kind.SUM else self._gather
-        if call.join is not None:
-            whole = self._join
         with self._later(node, 2 if node in self.region.scattered else 1):
-            for p in wanted:
-                self._whole[node, p] = self.joined[node] = whole(node, p)
+            for p in sorted(self.demand.wanted[node]):
+                self._whole[node, p] = self.joined[node] = self._made_whole(node, p)
+
+    def _made_whole(self, node: fx.Node, p: int) -> fx.Node:
+        """All of a value on a shard, of what all have."""
+        (rows,) = self.region.layouts[node]
+        if self.region.calls[node].join is not None:
+            return self._join(node, p)
+        return self._sum(node, p) if rows.kind is Kind.SUM else self._gather(node, p)
 
     @contextmanager
     def _later(self, node: fx.Node, rounds: int) -> Iterator[None]:
