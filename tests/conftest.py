@@ -11,6 +11,8 @@ import pytest
 import torch
 from tabulate import tabulate
 
+from tests import traced_once
+
 os.environ.setdefault("FXSCHED_CACHE", "")  # each run makes its own plans
 GOLDEN = Path(__file__).parent / "golden"
 
@@ -53,6 +55,13 @@ def _few_objects() -> None:
 def _fresh_dynamo() -> Iterator[None]:
     yield
     torch._dynamo.reset()
+
+
+@pytest.fixture(scope="module")
+def stages_traced_once() -> Iterator[None]:
+    """For files that train a few models under many schedules."""
+    with traced_once.stages_traced_once():
+        yield
 
 
 @pytest.fixture

@@ -9,15 +9,15 @@ import re
 import signal
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
-from torch import Tensor, fx, nn
+from torch import Tensor, nn
 
 import fxsched
 from fxsched import Backend, Direction, PlanError, Schedule
-from fxsched.autodiff.stage_graphs import stage_key
-from fxsched.passes import differentiate
+
+from .traced_once import Switch, stages_traced_once
 
 STAGES, MICROBATCHES, WORKERS = 6, 4, 4  # at most
 FEATURES = 3
@@ -229,47 +229,10 @@ def run_planned(case: Case, transport: str, switch: Switch | None = None) -> Res
     return collect(case.model, (out,) if isinstance(out, Tensor) else out, x)
 
 
-class Switch:
-    """A model that Dynamo traces once, for many backends."""
-
-    def __init__(self, case: Case) -> None:
-        self.chosen: Backend | None = None
-        switch = self
-
-        class Switched(Backend):
-            def run(self, gm: fx.GraphModule, args: tuple[Any, ...]) -> Sequence[Any]:
-                assert switch.chosen is not None
-                return switch.chosen.run(gm, args)
-
-        options = backend_of(case, "threads").options
-        self.compiled = torch.compile(case.model, backend=Switched(options))
-
-    def __call__(self, backend: Backend, x: Tensor, y: Tensor) -> Any:
-        self.chosen = backend
-        return self.compiled(x, y)
-
-
-@contextmanager
-def stages_traced_once() -> Iterator[None]:
-    """Where stages of several plans that compute the same are traced once."""
-    real, known = differentiate.trace_stage, {}
-
-    def trace(module: fx.GraphModule, *args: Any) -> Any:
-        key = stage_key(module), args[:-1]  # without the fake mode
-        if key not in known:
-            known[key] = real(module, *args)
-        return known[key]
-
-    differentiate.trace_stage = trace
-    try:
-        yield
-    finally:
-        differentiate.trace_stage = real
-
-
 def assert_family_equals_eager(cases: Sequence[Case]) -> None:
     """All of one model, which is traced once; on threads."""
-    expected, switch = run_eager(cases[0]), Switch(cases[0])
+    expected = run_eager(cases[0])
+    switch = Switch(cases[0].model, backend_of(cases[0], "threads"))
     with stages_traced_once():
         for case in cases:
             assert_equals_eager(case, expected=expected, switch=switch)

@@ -34,8 +34,8 @@ from fxsched.passes.users import Pass
 from tests import fuzz_arrivals
 from tests.arrivals import check, whole
 from tests.fuzz_arrivals import ROUNDS, TRAINERS
+from tests.started_ranks import run_ranks
 from tests.test_check import copied
-from tests.torchrun import torchrun
 from tests.updates import TOLERANCE, adamw, build_double, eager
 
 
@@ -104,7 +104,7 @@ def test_random_plans_equal_the_replay(seed: int) -> None:
 
 
 def test_servers_on_ranks_equal_the_replay() -> None:
-    done = torchrun(4, "tests.ranks_arrivals")
+    done = run_ranks(4, "tests.ranks_arrivals")
     assert done.stdout.count("equal to the replay") == 2 * 4, done.stdout
 
 

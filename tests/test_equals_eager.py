@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import copy
+from collections.abc import Iterator
 from functools import cache
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 import fxsched
 from tests.cases import (
@@ -21,7 +21,9 @@ from tests.cases import (
     eager_step,
     train,
 )
+from tests.traced_once import Switch
 
+pytestmark = pytest.mark.usefixtures("stages_traced_once")
 OPTIMIZERS = ("sgd", "adamw")
 
 
@@ -38,21 +40,36 @@ def eager(name: str, count: int = MICROBATCHES) -> dict[str, Result]:
     return results
 
 
+@pytest.fixture(autouse=True, scope="module")
+def _fresh_dynamo() -> Iterator[None]:
+    """After the file, whose schedules share what Dynamo has traced."""
+    yield
+    torch._dynamo.reset()
+    traced.cache_clear()
+
+
+@cache
+def traced(name: str) -> tuple[nn.Module, tuple[Tensor, ...], Switch]:
+    """A model, a batch, and the model as Dynamo traces it once for all schedules."""
+    model, inputs = build(name)
+    return model, inputs, Switch(model, fxsched.backend(SCHEDULES["ddp"]()))
+
+
 def compiled(name: str, schedule: fxsched.Schedule, **options: object) -> None:
     """Trains once with each optimizer, from the same start, and compares."""
-    model, inputs = build(name)
-    start = copy.deepcopy(model.state_dict())
-    run = torch.compile(model, backend=fxsched.backend(schedule, **options))
+    model, inputs, switch = traced(name)
+    start = build(name)[0].state_dict()
+    with fxsched.backend(schedule, **options) as backend:
+        for optimizer in OPTIMIZERS:
+            model.load_state_dict(start)
 
-    def step() -> Tensor:
-        loss = run(*inputs)
-        loss.backward()
-        return loss
+            def step() -> Tensor:
+                loss = switch(backend, *inputs)
+                loss.backward()
+                return loss
 
-    for optimizer in OPTIMIZERS:
-        model.load_state_dict(start)
-        found = train(model, step, optimizer)
-        assert_equal(found, eager(name, schedule.microbatches)[optimizer])
+            found = train(model, step, optimizer)
+            assert_equal(found, eager(name, schedule.microbatches)[optimizer])
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)

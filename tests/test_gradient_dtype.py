@@ -14,7 +14,7 @@ from fxsched import CheckError, PlanError, Schedule, schedules
 from fxsched.ir import ops
 from tests import ranks_gradient_dtype as cases
 from tests.program_memory import most_held
-from tests.torchrun import torchrun
+from tests.started_ranks import run_ranks
 
 WAYS = {
     "ddp": (schedules.ddp(2, 8), torch.float32, "static"),
@@ -30,7 +30,7 @@ def test_sums_are_cast_once(way: str) -> None:
 
 
 def test_ranks_have_the_bits_of_one_process() -> None:
-    done = torchrun(2, "tests.ranks_gradient_dtype")
+    done = run_ranks(2, "tests.ranks_gradient_dtype")
     assert done.stdout.count("have the bits of one process") == 1
 
 

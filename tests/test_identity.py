@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 import fxsched
 from fxsched import Schedule, schedules
-from tests.torchrun import torchrun
+from tests.started_ranks import run_ranks
 
 SCHEDULES = pytest.mark.parametrize(
     "schedule",
@@ -404,7 +404,7 @@ def test_a_model_without_parameters(schedule: Schedule, mean: bool) -> None:
 
 
 def test_ranks() -> None:
-    done = torchrun(2, "tests.ranks_identity")
+    done = run_ranks(2, "tests.ranks_identity")
     counts: dict[str, int] = {}
     for case, count in re.findall(r"^rank \d: (\w+): (\d+)$", done.stdout, re.M):
         counts[case] = counts.get(case, 0) + int(count)

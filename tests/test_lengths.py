@@ -16,7 +16,7 @@ import fxsched
 from fxsched import PlanError, schedules
 from fxsched.capture.lengths import bucket
 from fxsched.runtime.length_check import LengthsWarning
-from tests.torchrun import torchrun
+from tests.started_ranks import run_ranks
 
 pytestmark = pytest.mark.filterwarnings("error::fxsched.LengthsWarning")
 
@@ -442,4 +442,4 @@ def test_a_loss_of_nothing_does_not_tell() -> None:
 
 
 def test_ranks_share_plans_of_lengths() -> None:
-    torchrun(2, "tests.ranks_lengths")
+    run_ranks(2, "tests.ranks_lengths")

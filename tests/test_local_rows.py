@@ -9,7 +9,7 @@ import torch
 
 import fxsched
 from fxsched import LocalSampler, PlanError, Schedule, schedules
-from tests.torchrun import torchrun
+from tests.started_ranks import run_ranks
 
 
 @pytest.mark.parametrize(
@@ -96,4 +96,4 @@ def test_in_one_process_it_is_the_whole_batch() -> None:
 
 
 def test_ranks_with_rows_of_their_own_train_as_with_all() -> None:
-    torchrun(2, "tests.ranks_local")
+    run_ranks(2, "tests.ranks_local")

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 import fxsched
 from fxsched import CheckError, PlanError, Schedule, ops, schedules
-from tests.torchrun import torchrun
+from tests.started_ranks import run_ranks
 
 NARROW = torch.bfloat16
 FORWARD, BACKWARD = {"forward"}, {"backward"}
@@ -230,5 +230,5 @@ def test_refusals(options: dict[str, Any], error: str) -> None:
 
 
 def test_ranks_are_eager_with_the_same_casts() -> None:
-    done = torchrun(2, "tests.ranks_message_dtype").stdout
+    done = run_ranks(2, "tests.ranks_message_dtype").stdout
     assert done.count("casts are eager's") == 2, done

@@ -12,11 +12,11 @@ import fxsched
 from fxsched import PlanError, schedules
 from fxsched.state import clip
 from tests.ranks_state import Tied, batch, build, eager, planned
-from tests.torchrun import torchrun
+from tests.started_ranks import run_ranks
 
 
 def test_two_ranks_clip_save_and_resume_as_one_process() -> None:
-    done = torchrun(2, "tests.ranks_state")
+    done = run_ranks(2, "tests.ranks_state")
     assert done.stdout.count("whole state") == 2, done.stdout
 
 

@@ -27,6 +27,8 @@ from tests.updates import (
     momentum,
 )
 
+pytestmark = pytest.mark.usefixtures("stages_traced_once")
+
 
 def trained(
     model: nn.Module,

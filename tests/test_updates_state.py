@@ -12,12 +12,12 @@ import fxsched
 from fxsched import schedules
 from fxsched.ir.request import Order
 from tests.cases import anything, build
-from tests.torchrun import torchrun
+from tests.started_ranks import run_ranks
 from tests.updates import adamw, batches, build_double, eager
 
 
 def test_two_ranks_that_update_half_each_save_and_resume_as_one_process() -> None:
-    done = torchrun(2, "tests.ranks_updates_state")
+    done = run_ranks(2, "tests.ranks_updates_state")
     assert done.stdout.count("state of updates") == 2, done.stdout
 
 

@@ -19,8 +19,8 @@ from fxsched import CheckError, Plan, PlanError, Schedule, load_schedule, schedu
 from fxsched.ir import ops
 from tests.fuzz_updates import check
 from tests.ranks_versions import SCHEDULES, replayed, rows
+from tests.started_ranks import run_ranks
 from tests.test_check import copied
-from tests.torchrun import torchrun
 from tests.updates import TOLERANCE, adamw, build_double
 
 
@@ -50,7 +50,7 @@ def test_random_plans_equal_their_replay(seed: int) -> None:
 
 @pytest.mark.parametrize(("ranks", "plans"), [(2, 10), (4, 5)])
 def test_ranks_equal_the_replay(ranks: int, plans: int) -> None:
-    done = torchrun(ranks, "tests.ranks_versions")
+    done = run_ranks(ranks, "tests.ranks_versions")
     assert done.stdout.count("equal to the replay") == ranks * plans, done.stdout
 
 

@@ -14,7 +14,7 @@ from torch.testing import assert_close
 import fxsched
 from fxsched import PlanError, Schedule, schedules
 from tests.cases import anything
-from tests.torchrun import torchrun
+from tests.started_ranks import run_ranks
 from tests.weighted import (
     IGNORED,
     LOSSES,
@@ -151,7 +151,7 @@ def test_what_no_weights_make_exact_is_refused() -> None:
 
 
 def test_two_ranks() -> None:
-    done = torchrun(2, "tests.ranks_losses")
+    done = run_ranks(2, "tests.ranks_losses")
     assert done.stdout.count("equal to eager") == 4, done.stdout
 
 

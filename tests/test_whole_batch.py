@@ -21,7 +21,7 @@ from fxsched.draw.tables import byte_text
 from fxsched.ir import ops
 from tests import losses
 from tests.fuzz_rows import differs
-from tests.torchrun import torchrun
+from tests.started_ranks import run_ranks
 from tests.whole_batch import compare
 
 
@@ -370,7 +370,7 @@ def test_padding_a_batch_that_meets_is_refused() -> None:
 
 
 def test_two_ranks() -> None:
-    done = torchrun(2, "tests.ranks_whole_batch")
+    done = run_ranks(2, "tests.ranks_whole_batch")
     assert done.stdout.count("equal to eager") == 8, done.stdout
     assert done.stdout.count("refused, ") == 2, done.stdout
 

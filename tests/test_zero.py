@@ -10,7 +10,7 @@ import pytest
 
 import fxsched
 from fxsched import Plan, Schedule, schedules
-from tests.torchrun import torchrun
+from tests.started_ranks import run_ranks
 from tests.updates import copied
 from tests.zero import even, most_gradients, parameters_received
 
@@ -79,6 +79,6 @@ def test_each_worker_has_a_share_of_the_parameters() -> None:
 
 
 def test_ranks_equal_the_plain_loop_and_share_the_optimizer() -> None:
-    done = torchrun(4, "tests.ranks_updates")
+    done = run_ranks(4, "tests.ranks_updates")
     assert done.stdout.count("equal to the plain loop") == 4 * 8, done.stdout
     assert done.stdout.count("a fourth of the optimizer") == 4 * 2, done.stdout
