@@ -104,10 +104,11 @@ def _regions(gm: fx.GraphModule, grower: Grower, request: Request) -> list[Regio
     return some
 
 
-def _slices(request: Request) -> list[str]:
-    """Patterns of names of modules whose norms and the like are to be in slices."""
+def _slices(request: Request) -> list[str] | None:
+    """Patterns of names of modules whose norms and the like are to be in slices; None
+    where these aren't named."""
     if request.shards == "auto":
-        return ["*"]
+        return None
     return [name for name, word in request.shards if word == "sequence"]
 
 

@@ -28,19 +28,20 @@ from fxsched.sharding.cost import gain
 from fxsched.state.cuts import CUTS, pieces_of
 
 from .cases import Result, assert_equal, eager_step, microbatch, optimizer, train
-from .shard_models import CASES, SCHEDULES, UPDATING, made, share
+from .shard_models import CASES, SCHEDULES, UPDATING, Words, made, share
 from .torchrun import again_on_ranks
 
 INDIVISIBLE = ("grouped_llama", "three_encoder", "llama with dropout")  # by 4
 CLIP = 0.3  # to which norm programs clip
+WAYS = ("auto", "name", "vocabulary", "all", "slices")
 NEAR = 3e-6  # AdamW makes more of what small gradients are apart
 
 
 class Cell(NamedTuple):
     """A model under a schedule.
 
-    by: "auto", "name", "vocabulary" with its names too, or "all" where auto cuts every
-        vocabulary.
+    by: "auto", "name", "vocabulary" with its names too, "all" where auto cuts every
+        vocabulary, or "slices" where all that may be is in slices between sums.
     """
 
     model: str
@@ -51,7 +52,11 @@ class Cell(NamedTuple):
     @property
     def options(self) -> dict[str, Any]:
         case = CASES[self.model]
-        words = {"name": case.words, "vocabulary": case.words | (case.vocabulary or {})}
+        words: dict[str, Words] = {
+            "name": case.words,
+            "vocabulary": {**case.words, **(case.vocabulary or {})},
+            "slices": {"*": "sequence"},
+        }
         return {"shards": words[self.by]} if self.by in words else {}
 
     def __str__(self) -> str:
@@ -71,7 +76,9 @@ def cells(
                 if CASES[model].drops and updates:
                     continue  # no eager model draws the same numbers
                 yield Cell(model, schedule, shards, "auto")
-                yield Cell(model, schedule, shards, "all")
+                if not updates:
+                    yield Cell(model, schedule, shards, "all")
+                    yield Cell(model, schedule, shards, "slices")
                 divides = shards == 2 or model not in INDIVISIBLE
                 if CASES[model].words and divides:
                     yield Cell(model, schedule, shards, "name")
@@ -235,7 +242,7 @@ def report(cell: Cell, checked: Callable[[Cell], Plan] = check) -> bool:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("models", nargs="*", choices=[*CASES, []], metavar="MODEL")
-    parser.add_argument("--by", choices=("auto", "all", "name", "vocabulary"))
+    parser.add_argument("--by", choices=WAYS)
     parser.add_argument("--schedule", choices=SCHEDULES)
     parser.add_argument("--ranks", type=int, choices=(2, 4))
     parser.add_argument("--optimizer", action="store_true")

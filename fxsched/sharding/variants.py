@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from fnmatch import fnmatchcase
 
 from torch import fx
@@ -12,19 +12,19 @@ from .region import Grower, Region, is_weight, where
 from .slices import DIMS, in_slices, sums_in_slices
 
 
-def variants(grower: Grower, region: Region, slices: Iterable[str]) -> list[Region]:
+def variants(
+    grower: Grower, region: Region, slices: list[str] | None = None
+) -> list[Region]:
     """The ways in which a region can run, of which the fastest is to be taken.
 
     slices: patterns of names of modules whose norms and the like are to be in slices;
-        "*" alone for all, where that is faster.
+        None for all, where that is faster.
     Raises PlanError for names of modules that nothing can be sliced in.
     """
-    patterns = list(slices)
-    if patterns in ([], ["*"]):
-        ways = [region]
-        ways += _sliced(grower, region, lambda node: bool(patterns))[:1]
+    if slices is None:
+        ways = [region, *_sliced(grower, region, lambda node: True)[:1]]
     else:
-        ways = _named(grower, region, patterns)
+        ways = _named(grower, region, slices) if slices else [region]
     if grower.follower.shards > 2:
         ways += [sums_in_slices(grower, each) for each in ways]
     return ways
