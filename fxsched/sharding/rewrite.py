@@ -147,14 +147,14 @@ class Rewriter:
             sliced = node in self.region.sliced.get(read, ())
             return self._sums[read, p] if sliced else self._parts[read, p]
         rows = self.region.calls[node].slices.get(read)
-        if rows is not None and p not in self.demand.makers(read):
-            return self._deal(read, rows)[p]
-        whole = self._whole[read, p]
         if rows is None:
-            return whole
+            return self._whole[read, p]
+        elsewhere = p not in self.demand.makers(read)
+        if elsewhere and self.demand.is_dealt(node, read):
+            return self._deal(read, rows)[p]
         key = read, p, rows, self._level[node]
         if key not in self._slices:
-            self._slices[key] = self._part(node, whole, rows, p)
+            self._slices[key] = self._part(node, self._whole[read, p], rows, p)
         return self._slices[key]
 
     def _dropped(self, node: fx.Node, call: Operation, p: int) -> fx.Node:
