@@ -254,7 +254,8 @@ def backend(
         "auto" (all that can be, such that the shards exchange nothing but sums), or a
         dict of patterns of names of modules, such as {"blocks.*.attention.query":
         "column", "blocks.*.attention.out": "row"}: "column" cuts what the weight makes,
-        "row" what it sums over, as torch.distributed.tensor.parallel's styles do.
+        "row" what it sums over, as torch.distributed.tensor.parallel's styles do;
+        "expert" cuts a stack [experts, .., ..] into whole experts.
     model_passes: functions (gm, request) -> gm that change the model's graph of one
         microbatch before it is cut into stages; see docs/passes.md.
 

@@ -300,7 +300,8 @@ def cut_words(shards: object, schedule: Schedule) -> Shards:
         if not isinstance(name, str) or word not in get_args(CutWord):
             raise PlanError(
                 f"backend(shards={{{name!r}: {word!r}}}): give names of modules, in "
-                f"which * stands for any, with 'column' or 'row', such as {example}"
+                "which * stands for any, with 'column', 'row' or 'expert', such as "
+                f"{example}"
             )
         words.append((name, word))
     if schedule.shards == 1:

@@ -15,8 +15,8 @@ from ..ir.request import Request
 from ..jobs.job import Piece, PlanError
 from ..jobs.shards import in_pieces
 from ..sharding.choice import choose_region
-from ..sharding.layouts import Follower
 from ..sharding.named import named_region
+from ..sharding.own_rows import RowFollower
 from ..sharding.region import Grower, Region, in_flow
 from ..sharding.rewrite import Rewriter
 from ..sharding.trial import try_shards
@@ -45,7 +45,7 @@ def shard_stages(gm: fx.GraphModule, request: Request) -> fx.GraphModule:
         _check_kept(gm, request, Region({}))
         return gm
     _drop_dead(gm.graph)
-    grower = Grower(gm, Follower(gm, schedule.shards), _kept_whole(request))
+    grower = Grower(gm, RowFollower(gm, schedule.shards), _kept_whole(request))
     region = (
         choose_region(grower, grower.nodes)
         if request.shards == "auto"

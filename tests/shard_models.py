@@ -16,6 +16,7 @@ from fxsched import Direction, Plan, Schedule, schedules
 from fxsched.ir import ops
 
 from .cases import build
+from .test_expert_shards import Mixture, batch, modules, selected
 
 BATCH, TOKENS = 8, 64
 Words = Mapping[str, str]
@@ -27,7 +28,8 @@ class Case(NamedTuple):
     make: gives a model that returns a loss, and a batch. layers: the prefixes of the
     names of its blocks' parameters. words: the names of what to cut. sums: how many all
     blocks have, two each, and one more where they read another sequence too. whole:
-    eager takes the batch at once, whose rows meet.
+    eager takes the batch at once, whose rows meet. even: 2 shards have half of the
+    blocks each.
     """
 
     make: Callable[[], tuple[nn.Module, tuple[Tensor, ...]]]
@@ -35,6 +37,7 @@ class Case(NamedTuple):
     words: Words
     sums: int | None = None
     whole: bool = False
+    even: bool = False
 
 
 class Loss(nn.Module):
@@ -157,6 +160,10 @@ def clip() -> tuple[nn.Module, tuple[Tensor, ...]]:
     return Loss(model, "input_ids", "pixel_values", return_loss=True), inputs
 
 
+def mixture(experts: Any) -> tuple[nn.Module, tuple[Tensor, ...]]:
+    return Mixture(experts), batch()
+
+
 def named(columns: str, rows: str) -> Words:
     words = dict.fromkeys((f"*.{name}" for name in columns.split()), "column")
     return words | dict.fromkeys((f"*.{name}" for name in rows.split()), "row")
@@ -187,8 +194,13 @@ CASES = {
     ),
     "vit": Case(vit, ("model.vit.layers", "model.vit.encoder"), {}, 4),
     "mixtral": Case(
-        mixtral, ("model.model.layers",), named("q_proj k_proj v_proj", "o_proj")
+        mixtral,
+        ("model.model.layers",),
+        named("q_proj k_proj v_proj", "o_proj") | {"*.mlp.experts": "expert"},
+        even=True,
     ),
+    "picked_modules": Case(lambda: mixture(modules), (), {}),
+    "picked_stack": Case(lambda: mixture(selected), (), {}),
     "clip": Case(
         clip,
         ("model.text_model.encoder", "model.vision_model.encoder"),

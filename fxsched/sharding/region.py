@@ -16,11 +16,16 @@ from typing import Any
 import torch.nn.functional as F
 from torch import Tensor, fx
 
+from ..ir import joint
 from ..ir.graphs import REGION_ENTERS, REGION_EXITS, Role, storage, tensors, touches
 from ..ir.parts import WeightCut
 from ..rows.kinds import Kind, Rows
 from .layouts import Follower, Layout, Operation, is_part, is_plain, value_of
 from .local_calls import LocalCall, local_call
+from .own_rows import as_sums, is_lone, is_sum, numbers_of, picked_beside
+from .past_writes import after_writes
+from .picked_experts import is_selection, why_picked
+from .stacks import WORD, is_stack, why_whole
 
 RESHAPES = ("view", "reshape", "unflatten")
 MOST = 24  # nodes between a weight and what its values meet
@@ -33,7 +38,8 @@ class Region:
     weights: how weights are cut.
     layouts, calls: of each node that runs in parts, what it has and what it calls.
     summed: the nodes whose sum others read, gathered: those of which others read all
-        parts, each with these readers.
+        parts, each with these readers. zeroed: those with rows of other shards that
+        others, in parts, read as zeros, with these.
     unbiased: those of them whose bias is added to the sum.
     """
 
@@ -42,6 +48,7 @@ class Region:
     calls: dict[fx.Node, LocalCall] = field(default_factory=dict)
     summed: dict[fx.Node, set[fx.Node]] = field(default_factory=dict)
     gathered: dict[fx.Node, set[fx.Node]] = field(default_factory=dict)
+    zeroed: dict[fx.Node, set[fx.Node]] = field(default_factory=dict)
     unbiased: set[fx.Node] = field(default_factory=set)
 
     def whole(self, node: fx.Node, reader: fx.Node) -> bool:
@@ -58,7 +65,8 @@ class Region:
 
     @property
     def _fields(self) -> Sequence[dict[fx.Node, Any]]:
-        return self.weights, self.layouts, self.calls, self.summed, self.gathered
+        maps = self.weights, self.layouts, self.calls, self.summed, self.gathered
+        return (*maps, self.zeroed)
 
 
 class Grower:
@@ -78,6 +86,7 @@ class Grower:
         self.place = {node: i for i, node in enumerate(self.nodes)}
         self.whole = whole_nodes(self.nodes)
         self.written = written_values(self.nodes)
+        self.written -= after_writes(self.nodes, writes_operand)
         self.weighed: set[fx.Node] = set()
         for node in self.nodes:
             reads = node.all_input_nodes
@@ -98,7 +107,8 @@ class Grower:
         gathers: whether values may be gathered; if not, None where one has to be that
             the model doesn't return.
         """
-        if any(weight.meta["index"] in self.uncut for weight in seeds):
+        cut = [weight for weight in seeds if not is_lone((seeds[weight],))]
+        if any(weight.meta["index"] in self.uncut for weight in cut):
             return None
         region, tried = self._spread(seeds, gathers), set[fx.Node]()
         while region is not None:
@@ -106,8 +116,12 @@ class Grower:
             if not more:
                 return region
             tried |= set(more)
-            larger = self._spread({**seeds, **more}, gathers)
-            region, seeds = (larger, {**seeds, **more}) if larger else (region, seeds)
+            every = [more, *({weight: rows} for weight, rows in more.items())]
+            for some in every if len(more) > 1 else [more]:
+                larger = self._spread({**seeds, **some}, gathers)
+                if larger:
+                    region, seeds = larger, {**seeds, **some}
+                    break
         return None
 
     def word(self, node: fx.Node, weight: fx.Node, dim: int) -> str | None:
@@ -133,10 +147,14 @@ class Grower:
                 dim = region.weights[weight].dim
                 words = (self.word(node, weight, dim) for node in weight.users)
                 word = next(filter(None, words), "part")
+                stacks = [node for node in weight.users if is_stack(node, weight)]
+                alone = is_lone((region.weights[weight],))
+                word = WORD if alone or (stacks and dim == 0) else word
                 parts = self.follower.shards
                 yield WeightCut(weight.meta["name"], shape, word, parts=parts)
             else:
                 why = self.reasons.get(weight, "it isn't named")
+                why = why_whole(weight, self.follower.shards, why)
                 yield WeightCut(weight.meta["name"], shape, "whole", why)
 
     def _behind(self, region: Region, tried: set[fx.Node]) -> dict[fx.Node, Rows]:
@@ -149,7 +167,20 @@ class Grower:
                     dims = self._columns(maker, weight, rows.outer) if fresh else []
                     if dims and self.may_cut(weight):
                         found[weight] = Rows(Kind.APART, dims[0], rows.outer)
+            for weight in picked_beside(
+                region.layouts[node], self._whole_makers(region, node)
+            ):
+                if weight not in tried and self.may_cut(weight):
+                    found[weight] = Rows(Kind.APART, 0)
         return found
+
+    def _whole_makers(
+        self, region: Region, node: fx.Node
+    ) -> Iterator[tuple[fx.Node, fx.Node]]:
+        """The makers of what a node in parts reads as a whole."""
+        for read in node.all_input_nodes:
+            if read not in region.layouts:
+                yield from self._makers(read)
 
     def _makers(self, value: fx.Node) -> list[tuple[fx.Node, fx.Node]]:
         """The nodes that read matrices of the model which a value comes from, with
@@ -218,16 +249,22 @@ class Grower:
             due = region.unbiased & set(known)  # a bias waits for the sum
             if not due and self._call(region, node, known, parts):
                 return True
-            sums = {n for n in known if _is_sum(known[n])}
+            zeroed, own = as_sums(known)
+            kept = not due and self.written.isdisjoint(own)
+            if own and kept and self._call(region, node, zeroed, parts):
+                for read in own:
+                    region.zeroed.setdefault(read, set()).add(node)
+                return True
+            sums = {n for n in known if is_sum(known[n])}
             fewer = {n: layout for n, layout in known.items() if n not in sums}
             if sums and (not fewer or self._call(region, node, fewer, parts)):
                 return self._read_sums(region, node, sums)
-        sums = {n for n in known if _is_sum(known[n])}
+        sums = {n for n in known if is_sum(known[n])}
         rest = set(known) - sums
         gathers = gathers and self._has_rule(node, known)
         if rest and node.op != "output" and not gathers:
             return False
-        if rest & set(region.weights):
+        if rest & set(region.weights) or any(is_lone(known[n]) for n in rest):
             return False
         for read in rest:
             region.gathered.setdefault(read, set()).add(node)
@@ -238,6 +275,8 @@ class Grower:
     ) -> str:
         """Why a node stops a weight from being cut."""
         what = "it" if weight in known else "what it makes"
+        if is_selection(node):
+            return why_picked(node)
         if self._has_rule(node, known):
             return f"all of {what} is read by {where(node)}"
         if _name(node) in RESHAPES:
@@ -284,6 +323,10 @@ class Grower:
         kinds = {rows.kind for rows in layout}
         if not is_plain(layout) or kinds == {Kind.SHARED}:
             return False
+        if not layout and any(is_sum(known[n]) for n in known):  # a write, once a shard
+            return False
+        if not self.written.isdisjoint(numbers_of(layout)):
+            return False
         if beside and kinds != {Kind.SUM}:
             return False
         read = {n: parts[n] for n in known if n in operation.reads}
@@ -309,10 +352,6 @@ def where(node: fx.Node) -> str:
 
 def _name(node: fx.Node) -> str:
     return str(getattr(node.target, "__name__", node.target))
-
-
-def _is_sum(layout: Layout) -> bool:
-    return any(rows.kind is Kind.SUM for rows in layout)
 
 
 def in_flow(nodes: Iterable[fx.Node]) -> list[fx.Node]:
@@ -356,8 +395,8 @@ def writes_operand(node: fx.Node) -> bool:
 
 
 def whole_nodes(nodes: Sequence[fx.Node]) -> set[fx.Node]:
-    """Those that write into buffers or inputs, are of the whole batch, or open and
-    close regions such as autocast's."""
+    """Those that write into buffers or inputs, lead into what is of the whole batch, or
+    open and close regions such as autocast's."""
     inputs = {
         storage(t)
         for n in nodes
@@ -368,7 +407,7 @@ def whole_nodes(nodes: Sequence[fx.Node]) -> set[fx.Node]:
         node
         for node in nodes
         if node.target in (*REGION_ENTERS, *REGION_EXITS)
-        or node.meta.get("joint")
+        or node.target is joint.join
         or any(storage(t) in inputs for t in node.meta.get("mutates", ()))
     }
 

@@ -9,12 +9,14 @@ import torch
 from torch import Tensor, fx
 
 from ..costmodel.costs import Work, copied
+from ..ir import joint
 from ..ir.graphs import storage, tensors
 from ..ir.parts import Cut, PartOf
 from ..ir.regions import Regions
 from ..ir.request import Request
 from ..rows.kinds import Kind, Rows
 from .layouts import Operation, value_of
+from .own_rows import is_lone, on_shard, zeroing
 from .region import Grower, Region, is_weight, writes_operand
 
 
@@ -36,6 +38,7 @@ class Rewriter:
         self._graph = fx.Graph()
         self._whole: dict[tuple[fx.Node, int], fx.Node] = {}  # by shard
         self._parts: dict[tuple[fx.Node, int], fx.Node] = {}
+        self._zeros: dict[tuple[fx.Node, int], fx.Node] = {}
         self._slices: dict[tuple[fx.Node, int, Rows, int], fx.Node] = {}
         self._numbers = _numbered_draws(self.nodes)
         self._spread: set[fx.Node] = set()  # what each shard makes that reads it
@@ -74,8 +77,8 @@ class Rewriter:
                 where = set(self.every)
             elif self._is_spread(node, near, wanted):
                 self._spread.add(node)
-            else:
-                where = {0} & where
+            else:  # what writes is wanted though nothing reads it
+                where = {0} if node in self.pinned else {0} & where
             for read in node.all_input_nodes:
                 if node in self.region.layouts and not self._reads_whole(node, read):
                     continue
@@ -127,6 +130,10 @@ class Rewriter:
             new = self._graph.node_copy(node)
             self._whole.update({(node, p): new for p in self.every})
             return
+        if is_lone((rows,)):
+            new = self._graph.node_copy(node)
+            self._parts.update({(node, p): new for p in self.every})
+            return
         for p in self.every:
             index, shards = self.request.inputs + len(self.inputs), len(self.every)
             part = PartOf(node.meta["index"], Cut(rows.dim, rows.outer, shards), p)
@@ -147,17 +154,23 @@ class Rewriter:
         if node in self.region.unbiased:
             operation = operation.unbiased
         operation = operation._replace(args=call.args, kwargs=call.kwargs)
+        if call.target is not None:
+            operation = operation._replace(op="call_function", target=call.target)
+        kinds = {rows.kind for rows in self.region.layouts[node]}
+        rows_of_all = Kind.OWN in kinds and call.target is None
+        share = 1.0 if rows_of_all else 1 / len(self.every)
         for p in self.every:
             reads = {n: self._read(node, n, p) for n in operation.reads}
             operands = operation.on(reads)
+            operands = operands._replace(args=on_shard(operands.args, p))
             self._parts[node, p] = (
                 self._dropped(node, operands, p)
-                if node.meta.get("random")
-                else self._add(node, operands, p, 1 / len(self.every))
+                if node.meta.get("random") and not rows_of_all
+                else self._add(node, operands, p, share)
             )
         for p in sorted(self._wanted[node]):
             (rows,) = self.region.layouts[node]
-            whole = self._sum if rows.kind is Kind.SUM else self._gather
+            whole = self._gather if rows.kind is Kind.APART else self._sum
             self._level[node] += 1
             self._whole[node, p] = self.joined[node] = whole(node, rows, p)
             self._level[node] -= 1
@@ -180,7 +193,8 @@ class Rewriter:
     def _read(self, node: fx.Node, read: fx.Node, p: int) -> fx.Node:
         """What a shard's call in the place of a node reads."""
         if not self._reads_whole(node, read):
-            return self._parts[read, p]
+            zeroed = node in self.region.zeroed.get(read, ())
+            return self._zeroed(read, p) if zeroed else self._parts[read, p]
         whole, rows = self._whole[read, p], self.region.calls[node].slices.get(read)
         if rows is None:
             return whole
@@ -214,10 +228,19 @@ class Rewriter:
     def _sum(self, node: fx.Node, rows: Rows, p: int) -> fx.Node:
         """The sum of what all shards have, in their order, and a bias that goes with
         it."""
-        parts = [self._parts[node, q] for q in self.every]
+        own, source = rows.kind is Kind.OWN, node.all_input_nodes[0]
+        if node.target is joint.part:  # of the sum of the whole batch
+            parts = [self._read(node, source, q) for q in self.every]
+        else:
+            parts = [
+                self._zeroed(node, q) if own else self._parts[node, q]
+                for q in self.every
+            ]
         total = parts[0]
         for each in parts[1:]:
             total = self._make(node, torch.add, (total, each), p)
+        if node.target is joint.part:
+            return self._add(node, Operation.of(node).on({source: total}), p, 0.0)
         bias = Operation.of(node).bias if node in self.region.unbiased else None
         if bias is None:
             return total
@@ -225,6 +248,17 @@ class Rewriter:
         if shape is not None:
             added = self._make(node, torch.reshape, (added, shape), p)
         return self._make(node, torch.add, (total, added), p)
+
+    def _zeroed(self, node: fx.Node, p: int) -> fx.Node:
+        """What a shard has, with zeros for rows of others."""
+        if (node, p) not in self._zeros:
+            (rows,) = self.region.layouts[node]
+            part, owner = self._parts[node, p], self._whole[rows.owner.numbers, p]  # type: ignore[attr-defined]
+            target, args = zeroing(rows, part, owner, p, len(self.every))
+            level, self._level[node] = self._level[node], part.meta["level"]
+            self._zeros[node, p] = self._make(node, target, args, p)
+            self._level[node] = level
+        return self._zeros[node, p]
 
     def _gather(self, node: fx.Node, rows: Rows, p: int) -> fx.Node:
         """The parts of all shards as one value."""
@@ -269,7 +303,7 @@ class Rewriter:
             "numbers": self._numbers[node],
             "mutates": _mutated(node, reads) if writes_operand(node) else (),
         }
-        if node.meta.get("joint"):  # what it reads has the shapes that it had
+        if call.target in (joint.join, joint.part):  # of values as they were
             new.meta["val"] = value_of(node)
         elif new.meta["val"] is None:
             args, kwargs = fx.map_arg((call.args, call.kwargs), value_of)
