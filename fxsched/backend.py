@@ -255,7 +255,8 @@ def backend(
         dict of patterns of names of modules, such as {"blocks.*.attention.query":
         "column", "blocks.*.attention.out": "row"}: "column" cuts what the weight makes,
         "row" what it sums over, as torch.distributed.tensor.parallel's styles do;
-        "sequence" are norms and dropout that each shard does for a slice of the rows.
+        "sequence" are norms and dropout that each shard does for a slice of the rows;
+        "expert" cuts a stack [experts, .., ..] into whole experts.
     model_passes: functions (gm, request) -> gm that change the model's graph of one
         microbatch before it is cut into stages; see docs/passes.md.
 

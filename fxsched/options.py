@@ -300,8 +300,8 @@ def cut_words(shards: object, schedule: Schedule) -> Shards:
         if not isinstance(name, str) or word not in get_args(CutWord):
             raise PlanError(
                 f"backend(shards={{{name!r}: {word!r}}}): give names of modules, in "
-                f"which * stands for any, with 'column', 'row' or 'sequence', such as "
-                f"{example}"
+                "which * stands for any, with 'column', 'row', 'expert' or 'sequence', "
+                f"such as {example}"
             )
         words.append((name, word))
     if schedule.shards == 1:

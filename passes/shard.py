@@ -20,8 +20,8 @@ from ..jobs.shards import in_pieces
 from ..partition.planner import fastest, predict
 from ..sharding.attention import open_attention
 from ..sharding.choice import choose_regions
-from ..sharding.layouts import Follower
 from ..sharding.named import named_region
+from ..sharding.own_rows import RowFollower
 from ..sharding.region import Grower, Region, in_flow, where
 from ..sharding.rewrite import Rewriter
 from ..sharding.trial import try_shards
@@ -54,7 +54,7 @@ def shard_stages(gm: fx.GraphModule, request: Request) -> fx.GraphModule:
         return gm
     _drop_dead(gm.graph)
     model, (gm, origins) = gm, open_attention(gm)
-    grower = Grower(gm, Follower(gm, schedule.shards), _kept_whole(request))
+    grower = Grower(gm, RowFollower(gm, schedule.shards), _kept_whole(request))
     ways = [
         _Way.of(region, Rewriter(grower, each, request), schedule)
         for region in _regions(gm, grower, request)

@@ -18,6 +18,7 @@ from fxsched.ir import ops
 from fxsched.models.gpt import GPT, GPTConfig
 
 from .cases import build
+from .test_expert_shards import Mixture, batch, modules, selected
 
 BATCH, TOKENS = 8, 64
 Words = dict[str, str]
@@ -31,7 +32,8 @@ class Case(NamedTuple):
     blocks have, two each, and one more where they read another sequence too. whole:
     eager takes the batch at once, whose rows meet. drops: with dropout, whose numbers
     are those of a schedule without shards, where eager has others. vocabulary: the
-    names of what else is cut where a vocabulary is.
+    names of what else is cut where a vocabulary is. even: 2 shards have half of the
+    blocks each.
     """
 
     make: Callable[[], tuple[nn.Module, tuple[Tensor, ...]]]
@@ -41,6 +43,7 @@ class Case(NamedTuple):
     whole: bool = False
     drops: bool = False
     vocabulary: Words | None = None
+    even: bool = False
 
 
 class Loss(nn.Module):
@@ -193,6 +196,10 @@ def clip() -> tuple[nn.Module, tuple[Tensor, ...]]:
     return Loss(model, "input_ids", "pixel_values", return_loss=True), inputs
 
 
+def mixture(experts: Any) -> tuple[nn.Module, tuple[Tensor, ...]]:
+    return Mixture(experts), batch()
+
+
 def named(columns: str, rows: str) -> Words:
     words = dict.fromkeys((f"*.{name}" for name in columns.split()), "column")
     return words | dict.fromkeys((f"*.{name}" for name in rows.split()), "row")
@@ -243,8 +250,13 @@ CASES = {
     ),
     "vit": Case(vit, ("model.vit.layers", "model.vit.encoder"), {}, 4),
     "mixtral": Case(
-        mixtral, ("model.model.layers",), named("q_proj k_proj v_proj", "o_proj")
+        mixtral,
+        ("model.model.layers",),
+        named("q_proj k_proj v_proj", "o_proj") | {"*.mlp.experts": "expert"},
+        even=True,
     ),
+    "picked_modules": Case(lambda: mixture(modules), (), {}),
+    "picked_stack": Case(lambda: mixture(selected), (), {}),
     "clip": Case(
         clip,
         ("model.text_model.encoder", "model.vision_model.encoder"),

@@ -43,7 +43,8 @@ class PartOf(NamedTuple):
 
 class WeightCut(NamedTuple):
     """What is said of a weight of several dimensions: its name and shape, whether it is
-    cut by "column" or "row" or stays "whole", and why it does; how many parts it has.
+    cut by "column", "row" or "expert" or stays "whole", and why it does; how many parts
+    it has.
     """
 
     name: str

@@ -24,7 +24,7 @@ PassedRows = Literal["all", "local"]
 Transport = Literal["threads", "distributed", "gloo"]
 CheckInputs = Literal["first", "always", "never"]
 BufferReduction = Literal["mean", "sum", "last"]
-CutWord = Literal["column", "row", "sequence"]
+CutWord = Literal["column", "row", "expert", "sequence"]
 Shards = Literal["auto"] | tuple[tuple[str, CutWord], ...]
 OutputReduction = Literal["mean", "sum", "max", "min", "last"]
 

@@ -23,6 +23,7 @@ class Kind(Enum):
     SUM = "sum"  # the whole batch's is the sum of its microbatches'
     MEAN = "mean"  # ... is their mean
     OTHER = "other"  # ... is neither
+    OWN = "own"  # each row belongs to one shard, as values say: sharding/own_rows.py
     UNKNOWN = "unknown"  # there is no rule for an operation on the way
 
 
@@ -56,6 +57,7 @@ class Rows(NamedTuple):
     dim, outer: if APART, that dimension is outer x rows x something.
     numbers: whether its values are the numbers of the rows, as of torch.arange(batch).
     cause: what mixed rows on the way, if anything did.
+    owner: if OWN, what says whose each is.
     """
 
     kind: Kind
@@ -63,6 +65,7 @@ class Rows(NamedTuple):
     outer: int = 1
     numbers: bool = False
     cause: Cause | None = None
+    owner: object = None
 
     @property
     def reduced(self) -> bool:

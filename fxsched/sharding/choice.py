@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 from torch import fx
 
@@ -10,7 +10,9 @@ from ..ir.request import Request
 from ..rows.kinds import Kind, Rows
 from .cost import gain
 from .layouts import Follower, Operation, is_part, is_plain, value_of
+from .picked_experts import expert_seeds, is_selection, why_picked
 from .region import Grower, Region, is_weight, where
+from .stacks import is_stack
 from .vocabulary_rules import lookup_of
 
 OUTERS = (1, 2, 3)  # blocks along a dimension, as query, key and value in one weight
@@ -24,22 +26,51 @@ def choose_regions(
     all, for less memory.
 
     A matrix is cut along a dimension that its product keeps, if all that comes of it
-    ends in sums: as a projection by heads whose results the next one adds up. A
-    vocabulary is cut into ranges of its rows.
+    ends in sums: as a projection by heads whose results the next one adds up. Stacks of
+    experts are cut first, by expert, which takes the fewest sums; a vocabulary is cut
+    into ranges of its rows.
     """
     chosen, ranges = Region({}), dict[fx.Node, Region]()
-    for node in nodes:
-        if node in chosen.layouts:
-            continue
-        for weight in node.all_input_nodes:
-            if not is_weight(weight) or value_of(weight).dim() < 2:
+    for node in filter(is_selection, nodes):
+        region = picked_region(grower, node)
+        if region is not None and is_apart(region, chosen):
+            chosen.add(region)
+    for stacks in (True, False):
+        for node in nodes:
+            if node in chosen.layouts:
                 continue
-            if weight in chosen.weights:
-                continue
-            region = _cut(grower, node, weight, ranges, request)
-            if region is not None and is_apart(region, chosen):
-                chosen.add(region)
-                break
+            for weight in _matrices(node, chosen):
+                if stacks and not is_stack(node, weight):
+                    continue
+                ways = _ways_to_cut(grower, weight, stacks, request)
+                kept = weight.meta["index"] in request.cuts
+                region = _cut(grower, node, weight, ways, ranges, kept)
+                if region is not None and is_apart(region, chosen):
+                    chosen.add(region)
+                    break
+    return _with_ranges(grower, chosen, ranges, request)
+
+
+def picked_region(grower: Grower, node: fx.Node) -> Region | None:
+    """The region of a selection's experts."""
+    seeds = expert_seeds(node, grower.follower.shards)
+    region = grower.grow(seeds, gathers=False) if seeds else None
+    return region if region is not None and region.summed else None
+
+
+def _matrices(node: fx.Node, chosen: Region) -> list[fx.Node]:
+    """The matrices that a node reads and that aren't cut yet."""
+    return [
+        read
+        for read in node.all_input_nodes
+        if is_weight(read) and value_of(read).dim() > 1 and read not in chosen.weights
+    ]
+
+
+def _with_ranges(
+    grower: Grower, chosen: Region, ranges: Mapping[fx.Node, Region], request: Request
+) -> list[Region]:
+    """What is chosen with the vocabularies that are faster in parts; then with all."""
     slow: list[Region] = []
     for weight, region in ranges.items():
         if not is_apart(region, chosen):
@@ -60,23 +91,34 @@ def choose_regions(
     return [chosen, every] if slow else [chosen]
 
 
+def _ways_to_cut(
+    grower: Grower, weight: fx.Node, stacks: bool, request: Request
+) -> list[Rows]:
+    """How a weight may be cut: of a stack, by its matrices."""
+    kept = request.cuts.get(weight.meta["index"])
+    return [
+        rows
+        for rows in _ways(value_of(weight).shape, grower.follower.shards)
+        if (kept is None or (rows.dim, rows.outer) == kept.cut[:2])
+        and (not stacks or rows.place == (0, 1))
+    ]
+
+
 def _cut(
     grower: Grower,
     node: fx.Node,
     weight: fx.Node,
+    ways: Sequence[Rows],
     ranges: dict[fx.Node, Region],
-    request: Request,
+    kept: bool,
 ) -> Region | None:
     """The region of the first way to cut a weight that needs sums alone; what cuts a
-    vocabulary is put into `ranges` instead."""
-    shards, kept = grower.follower.shards, request.cuts.get(weight.meta["index"])
-    ways = [
-        rows
-        for rows in _ways(value_of(weight).shape, shards)
-        if kept is None or (rows.dim, rows.outer) == kept.cut[:2]
-    ]
+    vocabulary, or is gathered of weights that ranks keep in parts, is put into `ranges`
+    instead."""
+    shards = grower.follower.shards
     none = f"it doesn't divide by {shards}"
-    grower.reasons.setdefault(weight, f"{where(node)} has no rule" if ways else none)
+    rule = why_picked(node) if is_selection(node) else f"{where(node)} has no rule"
+    grower.reasons.setdefault(weight, rule if ways else none)
     for rows in ways:
         layout = _layout(grower.follower, node, {weight: (rows,)})
         call = Operation.of(node)
@@ -87,8 +129,8 @@ def _cut(
         region = grower.grow({weight: rows}, gathers=False)
         if region is None:
             continue
-        ranged = any(call.target is not None for call in region.calls.values())
-        if ranged or (kept is not None and not region.summed):
+        ranged = any(call.ranged is not None for call in region.calls.values())
+        if ranged or (kept and not region.summed):
             ranges.setdefault(weight, region)
         elif region.summed:
             return region

@@ -66,8 +66,8 @@ class Demand:
                 where = self.every
             elif self._is_spread(node, near):
                 self.spread.add(node)
-            else:
-                where = {0} & where
+            else:  # what writes is wanted though nothing reads it
+                where = {0} if node in self.pinned else {0} & where
             for read in node.all_input_nodes:
                 self.wanted[read] |= self._wanted_by(node, read, where)
 

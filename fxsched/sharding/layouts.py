@@ -129,7 +129,11 @@ class Follower:
         layout = vocabulary_layout(call.target, call.args, call.kwargs, known)
         if layout is not None:
             return layout
-        tracker = Tracker(self.shards, set())
+        return self.followed(call, known, self.shards)
+
+    def followed(self, call: Operation, known: Layouts, parts: int) -> Layout:
+        """The same of as many parts."""
+        tracker = Tracker(parts, set())
         for read, layout in known.items():
             for tensor, rows in zip(tensors(value_of(read)), layout, strict=True):
                 if rows != SHARED:
@@ -203,7 +207,7 @@ def _silent() -> Iterator[None]:
 def is_plain(layout: Layout) -> bool:
     """Whether shards can go on with a value as it is: no parts were mixed, and all that
     was done to them has a rule."""
-    kinds = (Kind.SHARED, Kind.APART, Kind.SUM)
+    kinds = (Kind.SHARED, Kind.APART, Kind.SUM, Kind.OWN)
     return all(
         rows.kind in kinds and rows.cause is None and not rows.numbers
         for rows in layout
@@ -212,7 +216,7 @@ def is_plain(layout: Layout) -> bool:
 
 def is_part(layout: Layout) -> bool:
     """Whether a shard has a part of a value, along a dimension of it."""
-    return any(rows.kind is Kind.APART for rows in layout)
+    return any(rows.kind in (Kind.APART, Kind.OWN) for rows in layout)
 
 
 def part_shape(shape: Sequence[int], rows: Rows, shards: int) -> list[int]:

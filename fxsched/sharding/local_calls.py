@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, fx
 
+from ..ir import joint
 from ..ir.graphs import tensors
 from ..rows.kinds import Kind, Rows
 from .layouts import (
@@ -22,6 +23,8 @@ from .layouts import (
     part_shape,
     value_of,
 )
+from .own_rows import own_call, start_of
+from .picked_experts import lone_call
 
 HEADED = ("query", "key", "value")
 SIZED = ("view", "reshape", "expand", "broadcast_to")
@@ -34,7 +37,8 @@ class LocalCall(NamedTuple):
     args, kwargs: those of the node, with sizes of parts.
     slices: operands of which each shard has all, and reads its part.
     value: what it gives, as fake tensors.
-    target: what it calls, with the shard's number; None for what the node does.
+    target: what is called in the place of what the node calls, or None.
+    ranged: such a target that is given the shard's number, for its range of a table.
     join: what gives the node's value, of all shards' and of operands, if that is no
         sum and no gather.
     """
@@ -44,15 +48,18 @@ class LocalCall(NamedTuple):
     slices: Mapping[fx.Node, Rows]
     value: Any
     target: Any = None
+    ranged: Any = None
     join: Operation | None = None
 
     def on_shard(self, node: Operation, shard: int) -> Operation:
         """What a shard calls in the place of a node's operation."""
         call = node._replace(args=self.args, kwargs=self.kwargs)
+        if self.ranged is not None:
+            kwargs = {**self.kwargs, "shard": shard}
+            return call._replace(op="call_function", target=self.ranged, kwargs=kwargs)
         if self.target is None:
             return call
-        kwargs = {**self.kwargs, "shard": shard}
-        return call._replace(op="call_function", target=self.target, kwargs=kwargs)
+        return call._replace(op="call_function", target=self.target)
 
 
 def local_call(
@@ -66,6 +73,9 @@ def local_call(
 
     known: how operands are laid out, `parts` what they are then.
     """
+    special = _special(follower, call, known)
+    if special is not None:
+        return special
     wanted = [
         part_shape(tensor.shape, rows, follower.shards)
         for tensor, rows in zip(tensors(call.value), layout, strict=True)
@@ -98,6 +108,21 @@ def local_call(
             if [list(map(int, t.shape)) for t in tensors(value)] == wanted:
                 return LocalCall(args, kwargs, slices, value)
     return None
+
+
+def _special(follower: Follower, call: Operation, known: Layouts) -> LocalCall | None:
+    """Of calls that pick experts, or rows of the whole batch; None of others."""
+    if call.target is joint.part:
+        return LocalCall(call.args, call.kwargs, {}, call.value)
+    args = lone_call(call, known, follower.shards)
+    if args is not None:
+        return LocalCall(args, {}, {}, call.value)
+    start = start_of(call, known, follower.shards)
+    if start is None:
+        return None
+    target, args = own_call(follower, call, start)
+    cut = {} if start.weights in known else {start.weights: Rows(Kind.APART, 0)}
+    return LocalCall(args, {}, cut, call.value, target)
 
 
 def _lengths(values: Iterable[Tensor], layout: Layout, shards: int) -> Iterator[int]:

@@ -11,9 +11,11 @@ from torch import fx
 from ..ir.user_line import line_of
 from ..jobs.job import PlanError
 from ..rows.kinds import Kind, Rows
-from .choice import OUTERS, is_apart
+from .choice import OUTERS, is_apart, picked_region
 from .layouts import value_of
+from .picked_experts import is_selection, why_picked
 from .region import Grower, Region, is_weight, where
+from .stacks import WORD, is_stack
 
 
 def named_region(
@@ -21,21 +23,33 @@ def named_region(
 ) -> Region:
     """The region of weights that are named.
 
-    words: "column" or "row" by patterns of names of modules. A "column" weight is cut
-        along the dimension that its product has, a "row" weight along the one that its
-        product sums over. What of other weights goes along with them, such as biases,
-        is cut too; matrices that aren't named stay whole, and what they read of parts
-        is gathered.
+    words: "column", "row" or "expert" by patterns of names of modules. A "column"
+        weight is cut along the dimension that its product has, a "row" weight along the
+        one that its product sums over, an "expert" weight into whole matrices.
+        What of other weights goes along with them, such as biases, is cut too; matrices
+        that aren't named stay whole, and what they read of parts is gathered.
     Raises PlanError for a name that no module with a weight has, a weight that doesn't
     divide, and operations on parts that have no rule.
     """
     chosen, named = Region({}), _named(nodes, words)
     allowed = {weight for _, weight, _ in named}
     grower.wants = lambda weight: value_of(weight).dim() < 2 or weight in allowed
+    experts = {weight for _, weight, word in named if word == WORD}
+    for node in filter(is_selection, nodes):
+        region = picked_region(grower, node)
+        every = region.weights if region is not None else ()
+        matrices = [weight for weight in every if value_of(weight).dim() > 1]
+        if region is not None and experts.issuperset(matrices):
+            chosen.add(region)
     for gathers in (False, True):
         for node, weight, word in named:
             if weight in chosen.weights:
-                _check_word(grower, node, weight, word, chosen)
+                if word != WORD:
+                    _check_word(grower, node, weight, word, chosen)
+                continue
+            picked = word == WORD and is_selection(node)
+            # as biases may go along
+            if word == WORD and not (picked or is_stack(node, weight)):
                 continue
             region = _grown(grower, node, weight, word, gathers)
             if region is not None and is_apart(region, chosen):
@@ -69,6 +83,14 @@ def _named(
                 f"shards={{{pattern!r}: ..}} names no module with a weight of two "
                 f"dimensions; did you mean {', '.join(near)}?"
             )
+        fit = any(is_stack(*each[:2]) or is_selection(each[0]) for each in mine)
+        if word == WORD and not fit:
+            names = ", ".join(dict.fromkeys(each[1].meta["name"] for each in mine))
+            raise PlanError(
+                f"shards={{{pattern!r}: {word!r}}} names no weight of all experts, "
+                f"[experts, .., ..], but {names}; name the module that has one, or "
+                "give 'column' or 'row'"
+            )
         found += mine
     place = {node: i for i, node in enumerate(nodes)}
     return sorted(found, key=lambda each: place[each[0]])
@@ -88,7 +110,10 @@ def _grown(
 def _ways(grower: Grower, node: fx.Node, weight: fx.Node, word: str) -> list[Rows]:
     """How a weight can be cut that is named by a word."""
     shards, shape = grower.follower.shards, value_of(weight).shape
-    dims = [dim for dim in range(len(shape)) if grower.word(node, weight, dim) == word]
+    words = {dim: grower.word(node, weight, dim) for dim in range(len(shape))}
+    if word == WORD:  # be it that their products are added up
+        words = {0: words[0] and WORD}
+    dims = [dim for dim in words if words[dim] == word]
     return [
         Rows(Kind.APART, dim, outer)
         for outer in OUTERS
@@ -115,12 +140,19 @@ def _refusal(grower: Grower, node: fx.Node, weight: fx.Node, word: str) -> str:
     shards, name = grower.follower.shards, weight.meta["name"]
     shape = list(map(int, value_of(weight).shape))
     stop = node
-    if _ways(grower, node, weight, word):
+    if is_selection(node):
+        why = why_picked(node)
+    elif _ways(grower, node, weight, word):
         why = grower.reasons.get(weight, "its parts meet those of other weights")
         stop = grower.stops.get(weight, node)
     elif any(size % shards for size in shape):
         lengths = " x ".join(map(str, shape))
-        why = f"it is {lengths}, of which no {word} dimension divides"
+        fewer = word == WORD and shape[0] % shards
+        why = (
+            f"its {shape[0]} experts don't divide"
+            if fewer
+            else f"it is {lengths}, of which no {word} dimension divides"
+        )
     else:
         why = f"{where(node)} has no rule for that"
     return (

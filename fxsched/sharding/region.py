@@ -17,11 +17,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, fx
 
+from ..ir import joint
 from ..ir.graphs import REGION_ENTERS, REGION_EXITS, Role, storage, tensors, touches
 from ..ir.parts import WeightCut
 from ..rows.kinds import Kind, Rows
 from .layouts import Follower, Layout, Operation, is_part, is_plain, value_of
 from .local_calls import LocalCall, local_call
+from .own_rows import as_sums, is_lone, is_sum, numbers_of, picked_beside
+from .past_writes import after_writes
+from .picked_experts import is_selection, why_picked
+from .stacks import WORD, is_stack, why_whole
 from .vocabulary_calls import vocabulary_call
 
 DROPOUTS = (F.dropout, torch.dropout, torch.ops.aten.dropout.default)
@@ -36,8 +41,9 @@ class Region:
     weights: how weights are cut.
     layouts, calls: of each node that runs in parts, what it has and what it calls.
     summed: the nodes whose sum others read, gathered: those of which others read all
-        parts, sliced: those of whose sum others read the slice of their shard, each
-        with these readers.
+        parts, sliced: those of whose sum others read the slice of their shard, zeroed:
+        those with rows of other shards that others, in parts, read as zeros, each with
+        these readers.
     scattered: of sums that are made in slices, each on its shard, how they are cut.
     unbiased: the nodes whose bias is added to the sum.
     """
@@ -49,6 +55,7 @@ class Region:
     gathered: dict[fx.Node, set[fx.Node]] = field(default_factory=dict)
     sliced: dict[fx.Node, set[fx.Node]] = field(default_factory=dict)
     scattered: dict[fx.Node, Rows] = field(default_factory=dict)
+    zeroed: dict[fx.Node, set[fx.Node]] = field(default_factory=dict)
     unbiased: set[fx.Node] = field(default_factory=set)
 
     def whole(self, node: fx.Node, reader: fx.Node) -> bool:
@@ -60,7 +67,7 @@ class Region:
     def waits(self, node: fx.Node) -> bool:
         """Whether what shards have of a value is joined before anything is done to it:
         to the sum, a bias is added; no other sum of a table's rows is smaller."""
-        ranged = node in self.calls and self.calls[node].target is not None
+        ranged = node in self.calls and self.calls[node].ranged is not None
         return node in self.unbiased or ranged
 
     @property
@@ -78,14 +85,14 @@ class Region:
         """Another, which may be changed."""
         new = Region({})
         new.add(self)
-        for readers in (new.summed, new.gathered, new.sliced):
+        for readers in (new.summed, new.gathered, new.sliced, new.zeroed):
             readers.update({node: set(some) for node, some in readers.items()})
         return new
 
     @property
     def _fields(self) -> Sequence[dict[fx.Node, Any]]:
-        made = self.weights, self.layouts, self.calls
-        return (*made, self.summed, self.gathered, self.sliced, self.scattered)
+        made = self.weights, self.layouts, self.calls, self.scattered
+        return (*made, self.summed, self.gathered, self.sliced, self.zeroed)
 
 
 class Grower:
@@ -106,6 +113,7 @@ class Grower:
         self.place = {node: i for i, node in enumerate(self.nodes)}
         self.whole = whole_nodes(self.nodes)
         self.written = written_values(self.nodes)
+        self.written -= after_writes(self.nodes, writes_operand)
         self.weighed: set[fx.Node] = set()
         for node in self.nodes:
             reads = node.all_input_nodes
@@ -127,7 +135,8 @@ class Grower:
         gathers: whether values may be gathered; if not, None where one has to be that
             the model doesn't return.
         """
-        if any(weight.meta["index"] in self.uncut for weight in seeds):
+        cut = [weight for weight in seeds if not is_lone((seeds[weight],))]
+        if any(weight.meta["index"] in self.uncut for weight in cut):
             return None
         region, tried = self._spread(seeds, gathers), set[fx.Node]()
         while region is not None:
@@ -135,8 +144,12 @@ class Grower:
             if not more:
                 return region
             tried |= set(more)
-            larger = self._spread({**seeds, **more}, gathers)
-            region, seeds = (larger, {**seeds, **more}) if larger else (region, seeds)
+            every = [more, *({weight: rows} for weight, rows in more.items())]
+            for some in every if len(more) > 1 else [more]:
+                larger = self._spread({**seeds, **some}, gathers)
+                if larger:
+                    region, seeds = larger, {**seeds, **some}
+                    break
         return None
 
     def word(self, node: fx.Node, weight: fx.Node, dim: int) -> str | None:
@@ -162,10 +175,14 @@ class Grower:
                 dim = region.weights[weight].dim
                 words = (self.word(node, weight, dim) for node in weight.users)
                 word = next(filter(None, words), "part")
+                stacks = [node for node in weight.users if is_stack(node, weight)]
+                alone = is_lone((region.weights[weight],))
+                word = WORD if alone or (stacks and dim == 0) else word
                 parts = self.follower.shards
                 yield WeightCut(weight.meta["name"], shape, word, parts=parts)
             else:
                 why = self.reasons.get(weight, "it isn't named")
+                why = why_whole(weight, self.follower.shards, why)
                 yield WeightCut(weight.meta["name"], shape, "whole", why)
 
     def _behind(self, region: Region, tried: set[fx.Node]) -> dict[fx.Node, Rows]:
@@ -178,7 +195,20 @@ class Grower:
                     dims = self._columns(maker, weight, rows.outer) if fresh else []
                     if dims and self.may_cut(weight):
                         found[weight] = Rows(Kind.APART, dims[0], rows.outer)
+            for weight in picked_beside(
+                region.layouts[node], self._whole_makers(region, node)
+            ):
+                if weight not in tried and self.may_cut(weight):
+                    found[weight] = Rows(Kind.APART, 0)
         return found
+
+    def _whole_makers(
+        self, region: Region, node: fx.Node
+    ) -> Iterator[tuple[fx.Node, fx.Node]]:
+        """The makers of what a node in parts reads as a whole."""
+        for read in node.all_input_nodes:
+            if read not in region.layouts:
+                yield from self._makers(read)
 
     def _makers(self, value: fx.Node) -> list[tuple[fx.Node, fx.Node]]:
         """The nodes that read matrices of the model which a value comes from, with
@@ -247,16 +277,22 @@ class Grower:
             due = any(map(region.waits, known))
             if not due and self._call(region, node, known, parts):
                 return True
-            sums = {n for n in known if _is_sum(known[n])}
+            zeroed, own = as_sums(known)
+            kept = not due and self.written.isdisjoint(own)
+            if own and kept and self._call(region, node, zeroed, parts):
+                for read in own:
+                    region.zeroed.setdefault(read, set()).add(node)
+                return True
+            sums = {n for n in known if is_sum(known[n])}
             fewer = {n: layout for n, layout in known.items() if n not in sums}
             if sums and (not fewer or self._call(region, node, fewer, parts)):
                 return self._read_sums(region, node, sums)
-        sums = {n for n in known if _is_sum(known[n])}
+        sums = {n for n in known if is_sum(known[n])}
         rest = set(known) - sums
         gathers = gathers and self._has_rule(node, known)
         if rest and node.op != "output" and not gathers:
             return False
-        if rest & set(region.weights):
+        if rest & set(region.weights) or any(is_lone(known[n]) for n in rest):
             return False
         for read in rest:
             region.gathered.setdefault(read, set()).add(node)
@@ -269,6 +305,8 @@ class Grower:
         what = "it" if weight in known else "what it makes"
         if draws_itself(node):
             return f"random numbers are drawn for all of {what} by {where(node)}"
+        if is_selection(node):
+            return why_picked(node)
         if self._has_rule(node, known):
             return f"all of {what} is read by {where(node)}"
         if _name(node) in RESHAPES:
@@ -315,6 +353,10 @@ class Grower:
         kinds = {rows.kind for rows in layout}
         if not is_plain(layout) or kinds == {Kind.SHARED}:
             return False
+        if not layout and any(is_sum(known[n]) for n in known):  # a write, once a shard
+            return False
+        if not self.written.isdisjoint(numbers_of(layout)):
+            return False
         if beside and kinds != {Kind.SUM}:
             return False
         read = {n: parts[n] for n in known if n in operation.reads}
@@ -342,10 +384,6 @@ def where(node: fx.Node) -> str:
 
 def _name(node: fx.Node) -> str:
     return str(getattr(node.target, "__name__", node.target))
-
-
-def _is_sum(layout: Layout) -> bool:
-    return any(rows.kind is Kind.SUM for rows in layout)
 
 
 def in_flow(nodes: Iterable[fx.Node]) -> list[fx.Node]:
@@ -391,8 +429,8 @@ def writes_operand(node: fx.Node) -> bool:
 
 
 def whole_nodes(nodes: Sequence[fx.Node]) -> set[fx.Node]:
-    """Those that write into buffers or inputs, are of the whole batch, or open and
-    close regions such as autocast's."""
+    """Those that write into buffers or inputs, lead into what is of the whole batch, or
+    open and close regions such as autocast's."""
     inputs = {
         storage(t)
         for n in nodes
@@ -403,7 +441,7 @@ def whole_nodes(nodes: Sequence[fx.Node]) -> set[fx.Node]:
         node
         for node in nodes
         if node.target in (*REGION_ENTERS, *REGION_EXITS)
-        or node.meta.get("joint")
+        or node.target is joint.join
         or any(storage(t) in inputs for t in node.meta.get("mutates", ()))
     }
 

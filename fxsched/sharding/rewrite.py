@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, fx
 
 from ..costmodel.costs import Work, copied
+from ..ir import joint
 from ..ir.graphs import storage, tensors
 from ..ir.parts import Cut, PartOf
 from ..ir.regions import Regions
@@ -18,6 +19,7 @@ from ..ir.request import Request
 from ..rows.kinds import Kind, Rows
 from .demand import Demand
 from .layouts import Operation, value_of
+from .own_rows import is_lone, on_shard, zeroing
 from .region import Grower, Region, writes_operand
 
 
@@ -38,6 +40,7 @@ class Rewriter:
         self._graph = fx.Graph()
         self._whole: dict[tuple[fx.Node, int], fx.Node] = {}  # by shard
         self._parts: dict[tuple[fx.Node, int], fx.Node] = {}
+        self._zeros: dict[tuple[fx.Node, int], fx.Node] = {}
         self._slices: dict[tuple[fx.Node, int, Rows, int], fx.Node] = {}
         self._dealt: dict[tuple[fx.Node, Rows], list[fx.Node]] = {}
         self._numbers = _numbered_draws(self.nodes)
@@ -67,6 +70,10 @@ class Rewriter:
             new = self._graph.node_copy(node)
             self._whole.update({(node, p): new for p in self.every})
             return
+        if is_lone((rows,)):
+            new = self._graph.node_copy(node)
+            self._parts.update({(node, p): new for p in self.every})
+            return
         for p in self.every:
             index, shards = self.request.inputs + len(self.inputs), len(self.every)
             part = PartOf(node.meta["index"], Cut(rows.dim, rows.outer, shards), p)
@@ -86,14 +93,18 @@ class Rewriter:
         operation = Operation.of(node)
         if node in self.region.unbiased:
             operation = operation.unbiased
+        kinds = {rows.kind for rows in self.region.layouts[node]}
+        rows_of_all = Kind.OWN in kinds and call.target is None
+        share = 1.0 if rows_of_all else 1 / len(self.every)
         for p in self.every:
             mine = call.on_shard(operation, p)
             reads = {n: self._read(node, n, p) for n in mine.reads}
             operands = mine.on(reads)
+            operands = operands._replace(args=on_shard(operands.args, p))
             self._parts[node, p] = (
                 self._dropped(node, operands, p)
-                if node.meta.get("random")
-                else self._add(node, operands, p, 1 / len(self.every))
+                if node.meta.get("random") and not rows_of_all
+                else self._add(node, operands, p, share)
             )
         if node in self.region.scattered:
             self._scatter(node)
@@ -106,7 +117,7 @@ class Rewriter:
         (rows,) = self.region.layouts[node]
         if self.region.calls[node].join is not None:
             return self._join(node, p)
-        return self._sum(node, p) if rows.kind is Kind.SUM else self._gather(node, p)
+        return self._gather(node, p) if rows.kind is Kind.APART else self._sum(node, p)
 
     @contextmanager
     def _later(self, node: fx.Node, rounds: int) -> Iterator[None]:
@@ -144,8 +155,10 @@ class Rewriter:
     def _read(self, node: fx.Node, read: fx.Node, p: int) -> fx.Node:
         """What a shard's call in the place of a node reads."""
         if not self.demand.reads_whole(node, read):
-            sliced = node in self.region.sliced.get(read, ())
-            return self._sums[read, p] if sliced else self._parts[read, p]
+            if node in self.region.sliced.get(read, ()):
+                return self._sums[read, p]
+            zeroed = node in self.region.zeroed.get(read, ())
+            return self._zeroed(read, p) if zeroed else self._parts[read, p]
         rows = self.region.calls[node].slices.get(read)
         if rows is None:
             return self._whole[read, p]
@@ -205,7 +218,14 @@ class Rewriter:
         if node in self.region.scattered:
             slices = [self._sums[node, q] for q in self.every]
             return self._joined(node, slices, self.region.scattered[node], p)
-        return self._added(node, [self._parts[node, q] for q in self.every], p)
+        (rows,), every = self.region.layouts[node], self.every
+        if node.target is joint.part:  # of the sum of the whole batch
+            (source,) = node.all_input_nodes
+            total = self._added(node, [self._read(node, source, q) for q in every], p)
+            return self._add(node, Operation.of(node).on({source: total}), p, 0.0)
+        own = rows.kind is Kind.OWN
+        parts = [self._zeroed(node, q) if own else self._parts[node, q] for q in every]
+        return self._added(node, parts, p)
 
     def _added(
         self, node: fx.Node, parts: Sequence[fx.Node], p: int, rows: Rows | None = None
@@ -227,6 +247,17 @@ class Rewriter:
         if value_of(added).dtype != kind:  # as autocast takes it
             added = self._make(node, torch.Tensor.to, (added, kind), p)
         return self._make(node, torch.add, (total, added), p)
+
+    def _zeroed(self, node: fx.Node, p: int) -> fx.Node:
+        """What a shard has, with zeros for rows of others."""
+        if (node, p) not in self._zeros:
+            (rows,) = self.region.layouts[node]
+            part, owner = self._parts[node, p], self._whole[rows.owner.numbers, p]  # type: ignore[attr-defined]
+            target, args = zeroing(rows, part, owner, p, len(self.every))
+            level, self._level[node] = self._level[node], part.meta["level"]
+            self._zeros[node, p] = self._make(node, target, args, p)
+            self._level[node] = level
+        return self._zeros[node, p]
 
     def _gather(self, node: fx.Node, p: int) -> fx.Node:
         """The parts of all shards as one value."""
@@ -285,7 +316,7 @@ class Rewriter:
             "numbers": self._numbers[node],
             "mutates": _mutated(node, reads) if writes_operand(node) else (),
         }
-        if node.meta.get("joint"):  # what it reads has the shapes that it had
+        if call.target in (joint.join, joint.part):  # of values as they were
             new.meta["val"] = value_of(node)
         elif new.meta["val"] is None:
             args, kwargs = fx.map_arg((call.args, call.kwargs), value_of)

@@ -12,6 +12,7 @@ from typing import Any
 
 from torch import fx
 
+from ..ir import joint
 from ..rows.kinds import Kind, Rows
 from .demand import Demand
 from .layouts import Layout, Operation, is_part, is_plain, value_of
@@ -53,7 +54,7 @@ def in_slices(
 def sum_slice(grower: Grower, region: Region, node: fx.Node, dim: int) -> Rows | None:
     """How a sum that others read is cut along a dimension; None if it isn't one, or
     doesn't divide."""
-    if node not in region.summed or node in region.joined:
+    if node not in region.summed or node in region.joined or node.target is joint.part:
         return None
     (rows,), value = region.layouts[node], value_of(node)
     shards = grower.follower.shards

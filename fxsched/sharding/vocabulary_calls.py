@@ -50,7 +50,9 @@ def vocabulary_call(
 
 def _lookup(lookup: Lookup, shards: int) -> LocalCall:
     kwargs = {"padding_idx": lookup.padding_idx, "shards": shards}
-    return LocalCall((lookup.indices, lookup.weight), kwargs, {}, None, embedding_part)
+    return LocalCall(
+        (lookup.indices, lookup.weight), kwargs, {}, None, ranged=embedding_part
+    )
 
 
 def _loss(loss: ClassLoss, call: Operation, shards: int) -> LocalCall:
@@ -66,4 +68,4 @@ def _loss(loss: ClassLoss, call: Operation, shards: int) -> LocalCall:
     join = Operation(
         "call_function", cross_entropy_of_parts, read, settings, call.value
     )
-    return LocalCall(args, {}, {}, None, cross_entropy_part, join)
+    return LocalCall(args, {}, {}, None, ranged=cross_entropy_part, join=join)

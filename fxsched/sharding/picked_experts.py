@@ -1,0 +1,251 @@
+"""Experts that each compute the rows which values pick for them, given to shards.
+
+before: picked([x, where_0, w_0, where_1, w_1]):    # on as many rows as values say
+            z = zeros_like(x)
+            z = index_add(z, 0, rows_0, x[rows_0] @ w_0)
+            z = index_add(z, 0, rows_1, x[rows_1] @ w_1)
+after:  picked([x, where_0, w_0]), picked([x, where_1, w_1])    # of shards 0 and 1
+
+The sum of what they give is what the whole did.
+"""
+
+from __future__ import annotations
+
+import operator
+import re
+from collections.abc import Iterator
+from functools import cache
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, fx
+
+from ..ir.graphs import Role, tensors
+from ..ir.lazy import lazy_module
+from ..ir.picked import SELECTIONS, Selection, keep_selection
+from ..rows.kinds import UNKNOWN, Kind, Rows
+from .layouts import Layout, Layouts, Operation, value_of
+
+ADDS = ("index_add", "index_add_")
+IN_PLACE = re.compile("i(add|sub|mul|matmul|truediv|floordiv|mod|pow|and|or|xor)")
+
+
+class Lone(NamedTuple):
+    """Says that all of a value belongs to one shard; others have what has its shape."""
+
+    shard: int
+
+
+class Each(NamedTuple):
+    """An argument that is another one on each shard."""
+
+    every: tuple[Any, ...]
+
+
+def is_selection(node: fx.Node) -> bool:
+    """Whether a node computes rows that values pick."""
+    return node.target is torch.ops.fxsched.picked.default
+
+
+def why_picked(node: fx.Node) -> str:
+    """Why weights that a selection reads stay whole."""
+    where = node.meta["module"] or "the model"
+    return f"rows are picked by value in {where}, by no experts that can be dealt out"
+
+
+def lone(shard: int) -> Rows:
+    """The layout of what belongs to a shard."""
+    return Rows(Kind.OWN, owner=Lone(shard))
+
+
+def split_selection(call: Operation, shards: int) -> Each | None:
+    """What each shard calls of a selection, as (name, values, numbers), if that adds up
+    what as many experts give as can be dealt out to shards evenly; None if not."""
+    name, values, numbers = call.args
+    count = len(values)
+    dealt = _dealt(name, shards)
+    if not dealt:
+        return None
+    return Each(
+        tuple(
+            (
+                new,
+                [values[i] for i in used if i < count],
+                [numbers[i - count] for i in used if i >= count],
+            )
+            for new, used in dealt
+        )
+    )
+
+
+def expert_seeds(node: fx.Node, shards: int) -> dict[fx.Node, Rows]:
+    """How weights of a selection's experts are laid out: those that one shard alone
+    reads are on it, stacks that each reads its own parts of are cut."""
+    parts = split_selection(Operation.of(node), shards)
+    readers: dict[fx.Node, set[int]] = {}
+    for p, (_, values, _) in enumerate(parts.every if parts else ()):
+        for value in values:
+            readers.setdefault(value, set()).add(p)
+    seeds: dict[fx.Node, Rows] = {}
+    for value, who in readers.items():
+        stack = _stack(value)
+        if value.meta.get("role") is Role.PARAMETER and len(who) == 1:
+            seeds[value] = lone(*who)
+        elif stack is not None and _divides(stack, shards):
+            seeds[stack] = Rows(Kind.APART, 0)
+    return seeds
+
+
+def _divides(stack: fx.Node, shards: int) -> bool:
+    learned = stack.meta.get("role") is Role.PARAMETER
+    return learned and int(value_of(stack).shape[0]) % shards == 0
+
+
+def lone_layout(call: Operation, known: Layouts, shards: int) -> Layout | None:
+    """What becomes of what belongs to one shard; None if nothing does."""
+    if _of_stack(call, known):
+        return (lone(_number(call) // _own(call, shards)),)
+    layouts = {rows for layout in known.values() for rows in layout}
+    if not any(isinstance(rows.owner, Lone) for rows in layouts):
+        return None
+    count = len(list(tensors(call.value)))
+    if call.target is torch.ops.fxsched.picked.default:
+        parts = split_selection(call, shards)
+        fit = parts is not None and all(
+            known[value] == (lone(p),)
+            for p, (_, values, _) in enumerate(parts.every)
+            for value in values
+            if value in known
+        )
+        return (Rows(Kind.SUM) if fit else UNKNOWN,) * count
+    alone = len(layouts) == 1 and known.keys() == set(call.reads)
+    return (layouts.pop(),) * count if alone and count else (UNKNOWN,)
+
+
+def lone_call(call: Operation, known: Layouts, shards: int) -> tuple[Any, ...] | None:
+    """The arguments of a shard's call, of a stack's matrix or a selection; None of what
+    has those of the whole."""
+    if _of_stack(call, known):
+        return call.args[0], _number(call) % _own(call, shards)
+    if call.target is not torch.ops.fxsched.picked.default:
+        return None
+    parts = split_selection(call, shards)
+    return parts and tuple(map(Each, zip(*parts.every, strict=True)))
+
+
+def _of_stack(call: Operation, known: Layouts) -> bool:
+    """Whether a call is stack[e], of a stack that is cut into its matrices."""
+    whole = (Rows(Kind.APART, 0),)
+    return _is_matrix(call) and known.get(call.args[0]) == whole
+
+
+def _is_matrix(call: Operation) -> bool:
+    """Whether a call is stack[e]."""
+    if call.target is not operator.getitem or not isinstance(call.args[1], int):
+        return False
+    return isinstance(value_of(call.args[0]), Tensor)
+
+
+def _number(call: Operation) -> int:
+    """e, counted from 0."""
+    return int(call.args[1]) % int(value_of(call.args[0]).shape[0])
+
+
+def _own(call: Operation, shards: int) -> int:
+    """How many matrices of a stack each shard has."""
+    return int(value_of(call.args[0]).shape[0]) // shards
+
+
+def _stack(value: fx.Node) -> fx.Node | None:
+    """What a value is a matrix of, as it is or transposed."""
+    while len(value.all_input_nodes) == 1:
+        if _is_matrix(Operation.of(value)):
+            return value.all_input_nodes[0]
+        (value,) = value.all_input_nodes
+    return None
+
+
+@cache
+def _dealt(name: str, shards: int) -> tuple[tuple[str, tuple[int, ...]], ...]:
+    """Each shard's selection, with the places of what it reads; () if it can't be."""
+    selection = SELECTIONS[name]
+    terms = _terms(selection)
+    own = len(terms) // shards
+    if not terms or len(terms) % shards:
+        return ()
+    every = (range(p * own, (p + 1) * own) for p in range(shards))
+    return tuple(_of_shard(selection, terms, mine) for mine in every)
+
+
+def _terms(selection: Selection) -> list[fx.Node]:
+    """The nodes that each add what an expert gives to the one result, in their order;
+    none if it is another."""
+    graph = selection.gm.graph
+    end = graph.output_node()
+    (results,) = end.args
+    if not isinstance(results, (list, tuple)) or len(results) != 1 or selection.open:
+        return []
+    result: Any = results[0]
+    terms = list(_chain(result))[::-1]
+    if terms:
+        base: Any = terms[0].args[0]
+        apart = all(len(term.users) == 1 for term in terms)
+        apart &= _name(terms[0]) == ADDS[0] or len(base.users) == 1
+    else:  # each adds to it in place, and nothing reads it in between
+        terms = [n for n in graph.nodes if ADDS[1] == _name(n) and n in result.users]
+        apart = result.users.keys() == {*terms, end}
+        apart &= not any(n.users for n in terms) and result.op != "placeholder"
+    plain = all(
+        len(n.args) == 4 and not n.kwargs and n.args[0] not in n.args[1:] for n in terms
+    )
+    writes = any(_writes(n) and n not in terms for n in graph.nodes)
+    return terms if apart and plain and not writes else []
+
+
+def _chain(node: Any) -> Iterator[fx.Node]:
+    while isinstance(node, fx.Node) and _name(node) in ADDS:
+        yield node
+        node = node.args[0]
+
+
+def _name(node: fx.Node) -> str:
+    return str(getattr(node.target, "__name__", node.target)).split(".")[0]
+
+
+def _writes(node: fx.Node) -> bool:
+    name = _name(node)
+    inner = name.endswith("_") and not name.endswith("__")
+    inner |= name == "setitem" or IN_PLACE.fullmatch(name) is not None
+    return inner or "out" in node.kwargs
+
+
+def _of_shard(
+    selection: Selection, terms: list[fx.Node], own: range
+) -> tuple[str, tuple[int, ...]]:
+    """A selection of some experts alone, and the places of what it reads."""
+    every = list(selection.gm.graph.nodes)
+    base: Any = terms[0].args[0]
+    mine, others = {terms[i] for i in own}, set(terms)
+    live = set[fx.Node]()
+    queue: list[fx.Node] = [base, *(n for each in mine for n in each.all_input_nodes)]
+    while queue:
+        node = queue.pop()
+        if node not in live and node not in others:
+            live.add(node)
+            queue += node.all_input_nodes
+    graph, new = fx.Graph(), dict[fx.Node, Any]()
+    total: Any = None
+    for node in (n for n in every if n in live or n in mine):
+        if node in mine:
+            more = (fx.map_arg(each, new.__getitem__) for each in node.args[1:])
+            total = graph.create_node(node.op, node.target, (total, *more))
+            continue
+        new[node] = graph.node_copy(node, new.__getitem__)
+        if node is base:
+            total = new[node]
+            if own.start:  # it is added once
+                total = graph.call_function(torch.zeros_like, (total,))
+    graph.output([total])
+    inputs = [n for n in every if n.op == "placeholder"]
+    name = keep_selection(Selection(lazy_module(selection.gm, graph, "Selection"), ()))
+    return name, tuple(i for i, n in enumerate(inputs) if n in live)
