@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from torch import fx
@@ -17,6 +17,7 @@ from ..jobs.shards import in_pieces
 from ..sharding.attention import open_attention
 from ..sharding.choice import choose_region
 from ..sharding.layouts import Follower
+from ..sharding.multihead import open_multihead
 from ..sharding.named import named_region
 from ..sharding.region import Grower, Region, in_flow
 from ..sharding.rewrite import Rewriter
@@ -46,7 +47,8 @@ def shard_stages(gm: fx.GraphModule, request: Request) -> fx.GraphModule:
         _check_kept(gm, request, Region({}))
         return gm
     _drop_dead(gm.graph)
-    model, (gm, origins) = gm, open_attention(gm)
+    model, calls = gm, open_multihead(gm)
+    gm, inside = open_attention(calls.gm)
     grower = Grower(gm, Follower(gm, schedule.shards), _kept_whole(request))
     region = (
         choose_region(grower, grower.nodes)
@@ -74,9 +76,17 @@ def shard_stages(gm: fx.GraphModule, request: Request) -> fx.GraphModule:
     )
     whole = lazy_module(gm, graph, "Shards")
     whole.meta[FACTS] = known
-    joined = {origins[n]: new for n, new in rewriter.joined.items() if n in origins}
-    try_shards(model, whole, joined)
+    try_shards(model, whole, _through((inside, calls.origins), rewriter.joined))
     return whole
+
+
+def _through(
+    origins: Sequence[Mapping[fx.Node, fx.Node]], new: Mapping[fx.Node, fx.Node]
+) -> dict[fx.Node, fx.Node]:
+    """What is there for nodes, by what these were before others were written out."""
+    for each in origins:
+        new = {each[node]: value for node, value in new.items() if node in each}
+    return dict(new)
 
 
 def _kept_whole(request: Request) -> set[int]:
