@@ -20,6 +20,7 @@ from ..jobs.shards import in_pieces
 from ..partition.planner import fastest, predict
 from ..sharding.attention import open_attention
 from ..sharding.choice import choose_regions
+from ..sharding.multihead import open_multihead
 from ..sharding.named import named_region
 from ..sharding.own_rows import RowFollower
 from ..sharding.region import Grower, Region, in_flow, where
@@ -53,7 +54,8 @@ def shard_stages(gm: fx.GraphModule, request: Request) -> fx.GraphModule:
         _check_kept(gm, request, Region({}))
         return gm
     _drop_dead(gm.graph)
-    model, (gm, origins) = gm, open_attention(gm)
+    model, calls = gm, open_multihead(gm)
+    gm, inside = open_attention(calls.gm)
     grower = Grower(gm, RowFollower(gm, schedule.shards), _kept_whole(request))
     ways = [
         _Way.of(region, Rewriter(grower, each, request), schedule)
@@ -74,8 +76,7 @@ def shard_stages(gm: fx.GraphModule, request: Request) -> fx.GraphModule:
     )
     whole = lazy_module(gm, best.graph, "Shards")
     whole.meta[FACTS] = known
-    pairs = best.rewriter.joined.items()
-    try_shards(model, whole, {origins[n]: new for n, new in pairs if n in origins})
+    try_shards(model, whole, _through((inside, calls.origins), best.rewriter.joined))
     return whole
 
 
@@ -143,6 +144,15 @@ def _fastest(ways: Sequence[_Way], request: Request) -> _Way:
         choices.append(predict(problem, way.schedule, request.memory_limit))
     within = fastest(choices, request.memory_limit)
     return ways[choices.index(within)]
+
+
+def _through(
+    origins: Sequence[Mapping[fx.Node, fx.Node]], new: Mapping[fx.Node, fx.Node]
+) -> dict[fx.Node, fx.Node]:
+    """What is there for nodes, by what these were before others were written out."""
+    for each in origins:
+        new = {each[node]: value for node, value in new.items() if node in each}
+    return dict(new)
 
 
 def _kept_whole(request: Request) -> set[int]:

@@ -67,6 +67,10 @@ class StageBuilder:
             new.meta["val"] = fake.contiguous() if is_computed else fake
             if microbatch is None:
                 self.new[node] = new
+        if any(node.meta.get("random") for node in self.nodes):
+            for node, microbatch in self.inputs:
+                if microbatch is None and node.op != "placeholder":
+                    self.new[node] = self._ordered(self.new[node], node.meta["val"])
         regions = _Regions(self.graph)
         for node in nodes:
             regions.pass_by(node)
@@ -76,6 +80,20 @@ class StageBuilder:
         regions.leave()
         self.graph.output(tuple(map(self._result, self.outputs)))
         return lazy_module(gm, self.graph, "Stage")
+
+    def _ordered(self, came: fx.Node, fake: Any) -> fx.Node:
+        """A value that came contiguous, its memory in the order that it has in the
+        model: numbers are drawn in that order."""
+        order = sorted(range(fake.dim()), key=fake.stride, reverse=True)
+        if fake.is_contiguous() or 0 in fake.stride():
+            return came
+        back = sorted(range(fake.dim()), key=order.__getitem__)
+        value = came
+        for name, *args in (("permute", order), ("contiguous",), ("permute", back)):
+            like = getattr(value.meta["val"], name)(*args)
+            value = self.graph.call_method(name, (value, *args))
+            value.meta["val"] = like
+        return value
 
     def _copy(self, node: fx.Node) -> None:
         if node.target is joint.join:

@@ -10,6 +10,7 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 import transformers
 from torch import Tensor, nn
 
@@ -140,6 +141,23 @@ def masked_bert() -> tuple[nn.Module, tuple[Tensor, ...]]:
     return Loss(model, "input_ids", "labels"), (words, labels)
 
 
+class Encoder(nn.Module):
+    """torch's own encoder, and a layer on top."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        layer = nn.TransformerEncoderLayer(32, 4, 64, 0.2, batch_first=True)
+        self.layers = nn.TransformerEncoder(layer, 1, enable_nested_tensor=False)
+        self.head = nn.Linear(32, 5)
+
+    def forward(self, x: Tensor, label: Tensor) -> Tensor:
+        return F.cross_entropy(self.head(self.layers(x).mean(1)), label)
+
+
+def dropped_encoder() -> tuple[nn.Module, tuple[Tensor, ...]]:
+    return Encoder(), (torch.randn(BATCH, 6, 32), torch.randint(5, (BATCH,)))
+
+
 def t5() -> tuple[nn.Module, tuple[Tensor, ...]]:
     config = transformers.T5Config(
         vocab_size=TOKENS,
@@ -267,6 +285,7 @@ CASES = {
     "llama with dropout": Case(
         lambda: llama(2, 1, 0.1), ("model.model.layers",), LLAMA, 2, drops=True
     ),
+    "encoder with dropout": Case(dropped_encoder, ("layers",), {}, 2, drops=True),
     "bert with dropout": Case(
         lambda: bert(1, 0.1), ("model.bert.encoder",), BERT, 3, drops=True
     ),

@@ -57,3 +57,29 @@ def test_a_step_takes_one_number_and_none_without_dropout(run) -> None:
     torch.manual_seed(9)
     plain(*inputs)
     assert torch.equal(torch.rand(3), wanted)
+
+
+class Turned(nn.Module):
+    """Dropout of a value whose memory is in another order than its dimensions."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = nn.functional.dropout(self.first(x).transpose(1, 2), 0.4)
+        return self.last(x.transpose(1, 2)).square().mean()
+
+
+def test_dropout_is_the_same_wherever_the_model_is_cut() -> None:
+    torch.manual_seed(0)
+    model, x = Turned(), torch.randn(4, 6, 8)
+    results = []
+    for stages in (1, 4):
+        model.zero_grad()
+        torch.manual_seed(3)
+        backend = fxsched.backend(schedules.gpipe(stages, 2))
+        loss = torch.compile(model, backend=backend)(x)
+        loss.backward()
+        results.append([loss.detach(), *(p.grad for p in model.parameters())])
+    torch.testing.assert_close(*results)

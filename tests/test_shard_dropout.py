@@ -12,7 +12,7 @@ from torch import Tensor, fx, nn
 from torch.overrides import TorchFunctionMode
 
 import fxsched
-from fxsched import Schedule, schedules
+from fxsched import Plan, Schedule, schedules
 from fxsched.ir import ops
 from fxsched.sharding.attention import attended, attention_weights, draws_on_cpu
 
@@ -38,6 +38,25 @@ def test_dropout_in_shards_is_that_without(
         forward, backward = sums(plan)
         assert forward == CASES[name].sums >= backward
     assert share(plan, made(name)[0], CASES[name].layers) <= 1 / shards + 0.05
+
+
+@pytest.mark.parametrize("weights", [False, True])
+def test_multihead_attention_is_cut_by_heads(weights: bool) -> None:
+    class Attends(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.heads = nn.MultiheadAttention(16, 4, 0.3, batch_first=True)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return (x + self.heads(x, x, x, need_weights=weights)[0]).square().mean()
+
+    torch.manual_seed(0)
+    model, x = Attends(), torch.randn(4, 3, 16)
+    schedule = schedules.sharded(schedules.gpipe(1, 2), 4)
+    found, plan = train(model, schedule, x)
+    wanted, _ = train(model, schedules.gpipe(1, 2), x)
+    torch.testing.assert_close(found, wanted)
+    assert [cut.word for cut in plan.cuts] == ["column", "row"]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -99,13 +118,15 @@ class Seeded(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-def train(model: nn.Module, schedule: Schedule, x: Tensor) -> list[Tensor]:
-    """The loss of a step and its gradients."""
+def train(model: nn.Module, schedule: Schedule, x: Tensor) -> tuple[list[Tensor], Plan]:
+    """The loss of a step and its gradients, and the plan."""
     model.zero_grad()
     torch.manual_seed(3)
-    loss = torch.compile(model, backend=fxsched.backend(schedule))(x)
+    backend = fxsched.backend(schedule)
+    loss = torch.compile(model, backend=backend)(x)
     loss.backward()
-    return [loss.detach(), *(p.grad.clone() for p in model.parameters())]
+    values = [loss.detach(), *(p.grad.clone() for p in model.parameters())]
+    return values, backend.plan
 
 
 @pytest.mark.parametrize(
@@ -122,7 +143,7 @@ def test_dropout_in_shards_is_that_of_eager_with_the_same_seeds(
     torch.manual_seed(0)
     model, x = Heads(autocast), torch.randn(4, 6, 16)
     eager = copy.deepcopy(model)
-    found = train(model, schedules.sharded(schedule, 2), x)
+    found, _ = train(model, schedules.sharded(schedule, 2), x)
     torch.manual_seed(3)
     base, total = ops.draw_base(), torch.zeros(())
     for b in range(2):
@@ -163,10 +184,9 @@ def test_what_draws_otherwise_is_whole_and_said() -> None:
     torch.manual_seed(0)
     model, x = Noisy(), torch.randn(4, 8)
     schedule = schedules.sharded(schedules.gpipe(1, 2), 2)
-    torch.testing.assert_close(
-        train(model, schedule, x), train(model, schedules.gpipe(1, 2), x)
-    )
-    plan = fxsched.plan(model, schedule, x)
+    found, plan = train(model, schedule, x)
+    wanted, _ = train(model, schedules.gpipe(1, 2), x)
+    torch.testing.assert_close(found, wanted)
     whole = {cut.name for cut in plan.cuts if cut.parts == 1}
     assert whole == {f"{u}.{i}.weight" for u in ("up", "down") for i in range(3, 8)}
     why = "random numbers are drawn for all of what it makes by dropout1d in the model"

@@ -72,6 +72,7 @@ def draws_on_cpu(node: fx.Node) -> bool:
     return (
         node.target in TARGETS
         and node.meta.get("random") == 1
+        and not node.meta.get("joint")
         and all(t.device.type == "cpu" for t in tensors(value_of(node)))
     )
 

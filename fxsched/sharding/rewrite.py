@@ -181,7 +181,9 @@ class Rewriter:
         kwargs = {key: each for key, each in call.kwargs.items() if key != "input"}
         drop = call._replace(args=(ones, *call.args[1:]), kwargs=kwargs)
         kept = self._add(node, drop, p, 0.0)
-        return self._make(node, torch.mul, (x, self._part(node, kept, rows, p)), p)
+        mine = self._part(node, kept, rows, p)
+        mine = self._make(node, torch.clone, (mine,), p)  # so that B holds no more
+        return self._make(node, torch.mul, (x, mine), p)
 
     def _part(self, node: fx.Node, whole: fx.Node, rows: Rows, p: int) -> fx.Node:
         """A shard's part of a value that it has all of."""
