@@ -20,10 +20,12 @@ from ..jobs.shards import in_pieces
 from ..partition.planner import fastest, predict
 from ..sharding.attention import open_attention
 from ..sharding.choice import choose_regions
+from ..sharding.grower import Grower
 from ..sharding.multihead import open_multihead
 from ..sharding.named import named_region
+from ..sharding.nodes import in_flow, where
 from ..sharding.own_rows import RowFollower
-from ..sharding.region import Grower, Region, in_flow, where
+from ..sharding.region import Region
 from ..sharding.rewrite import Rewriter
 from ..sharding.trial import try_shards
 from ..sharding.variants import slices_text, variants

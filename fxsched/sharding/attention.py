@@ -20,7 +20,7 @@ from ..ir.graphs import tensors
 from ..ir.lazy import lazy_module
 from ..ir.regions import Regions
 from .layouts import Follower, Operation, value_of
-from .region import in_flow
+from .nodes import in_flow
 
 aten = torch.ops.aten
 TARGETS = (

@@ -9,9 +9,11 @@ from torch import fx
 from ..ir.request import Request
 from ..rows.kinds import Kind, Rows
 from .cost import gain
+from .grower import Grower
 from .layouts import Follower, Operation, is_part, is_plain, value_of
+from .nodes import is_weight, where
 from .picked_experts import expert_seeds, is_selection, why_picked
-from .region import Grower, Region, is_weight, where
+from .region import Region
 from .stacks import is_stack
 from .vocabulary_rules import lookup_of
 

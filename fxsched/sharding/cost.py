@@ -10,7 +10,8 @@ from torch import fx
 from ..costmodel.costs import rates_of, send_seconds
 from ..ir.graphs import tensors
 from .layouts import value_of
-from .region import Region, is_weight
+from .nodes import is_weight
+from .region import Region
 
 
 def gain(region: Region, chosen: Region, shards: int) -> float:

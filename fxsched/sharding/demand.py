@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from torch import fx
 
+from .grower import Grower
 from .layouts import Operation, value_of
-from .region import Grower, Region, is_weight, writes_operand
+from .nodes import is_weight, writes_operand
+from .region import Region
 
 
 class Demand:

@@ -16,7 +16,7 @@ from ..ir.lazy import lazy_module
 from ..ir.regions import Regions
 from .attention import Opened
 from .layouts import Follower, Operation, value_of
-from .region import in_flow
+from .nodes import in_flow
 
 
 def open_multihead(gm: fx.GraphModule) -> Opened:

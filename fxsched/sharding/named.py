@@ -12,9 +12,11 @@ from ..ir.user_line import line_of
 from ..jobs.job import PlanError
 from ..rows.kinds import Kind, Rows
 from .choice import OUTERS, is_apart, picked_region
+from .grower import Grower
 from .layouts import value_of
+from .nodes import is_weight, where
 from .picked_experts import is_selection, why_picked
-from .region import Grower, Region, is_weight, where
+from .region import Region
 from .stacks import WORD, is_stack
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 
 from torch import fx
 
@@ -39,6 +39,38 @@ def after_writes(
         if reads and settled and last.keys().isdisjoint(_memory(node)):
             found.add(node)
     return found
+
+
+def settled_reads(
+    nodes: Sequence[fx.Node], written: set[fx.Node], weighed: Container[fx.Node]
+) -> set[fx.Node]:
+    """Those that give new memory of what was written into before them, such as
+    labels that are shifted, by nodes that no shard waits for.
+
+    written: nodes that touch what is written into. weighed: those that come of weights.
+    """
+    first = {n for n in nodes if "stage" not in n.meta}  # before shards read each other
+    last: dict[int, int] = {}
+    for i, node in enumerate(nodes):
+        mutates = node.meta.get("mutates", ())
+        near = node in written or mutates
+        if near and node not in weighed and first.issuperset(node.all_input_nodes):
+            first.add(node)
+        for t in mutates:
+            end = i if node in first else len(nodes)
+            last[storage(t)] = max(end, last.get(storage(t), 0))
+    settled = set[fx.Node]()
+    for i, node in enumerate(nodes):
+        own = _memory(node)
+        reads = [read for read in node.all_input_nodes if _memory(read) & set(last)]
+        ends = [last.get(each, 0) for read in reads for each in _memory(read)]
+        if (
+            own.isdisjoint(last)
+            and first.issuperset(reads)
+            and max(ends, default=0) < i
+        ):
+            settled.add(node)
+    return settled
 
 
 def _is_early(writer: fx.Node, maker: fx.Node) -> bool:

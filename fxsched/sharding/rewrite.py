@@ -18,9 +18,11 @@ from ..ir.regions import Regions
 from ..ir.request import Request
 from ..rows.kinds import Kind, Rows
 from .demand import Demand
+from .grower import Grower
 from .layouts import Operation, value_of
+from .nodes import writes_operand
 from .own_rows import is_lone, on_shard, zeroing
-from .region import Grower, Region, writes_operand
+from .region import Region
 
 
 class Rewriter:

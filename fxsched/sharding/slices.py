@@ -15,9 +15,11 @@ from torch import fx
 from ..ir import joint
 from ..rows.kinds import Kind, Rows
 from .demand import Demand
+from .grower import Grower
 from .layouts import Layout, Operation, is_part, is_plain, value_of
 from .local_calls import LocalCall, local_call
-from .region import Grower, Region, draws_itself, is_weight
+from .nodes import draws_itself, is_weight
+from .region import Region
 
 DIMS = (
     0,

@@ -8,7 +8,9 @@ from fnmatch import fnmatchcase
 from torch import fx
 
 from ..jobs.job import PlanError
-from .region import Grower, Region, is_weight, where
+from .grower import Grower
+from .nodes import is_weight, where
+from .region import Region
 from .slices import DIMS, in_slices, sums_in_slices
 
 

@@ -1,0 +1,100 @@
+"""What is asked of a model's nodes: what they read, write, draw, and where they are."""
+
+from __future__ import annotations
+
+from collections.abc import (
+    Iterable,
+    Sequence,
+)
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, fx
+
+from ..ir import joint
+from ..ir.graphs import REGION_ENTERS, REGION_EXITS, Role, storage, tensors, touches
+from .layouts import value_of
+
+DROPOUTS = (F.dropout, torch.dropout, torch.ops.aten.dropout.default)
+
+
+def where(node: fx.Node) -> str:
+    """An operation, and the module that it is in."""
+    return f"{name_of(node)} in {node.meta['module'] or 'the model'}"
+
+
+def name_of(node: fx.Node) -> str:
+    return str(getattr(node.target, "__name__", node.target))
+
+
+def in_flow(nodes: Iterable[fx.Node]) -> list[fx.Node]:
+    """Nodes in their order, but for those that come after what reads them, as totals
+    of the whole batch may: these come just before it."""
+    ordered: dict[fx.Node, None] = {}
+    for last in nodes:
+        waiting = [last]
+        while waiting:
+            node = waiting[-1]
+            missing = [n for n in node.all_input_nodes if n not in ordered]
+            waiting += missing
+            if not missing:
+                ordered.setdefault(waiting.pop())
+    return list(ordered)
+
+
+def is_weight(node: fx.Node) -> bool:
+    """Whether a node is a parameter of the model."""
+    return node.meta.get("role") is Role.PARAMETER
+
+
+def draws_itself(node: fx.Node) -> bool:
+    """Whether a node draws random numbers, unless it is a dropout whose parts can be
+    of the same ones."""
+    fake = value_of(node)
+    dropout = (
+        node.target in DROPOUTS
+        and isinstance(fake, Tensor)
+        and (fake.is_contiguous() and not writes_operand(node))
+    )
+    return bool(node.meta.get("random")) and not dropout
+
+
+def writes_operand(node: fx.Node) -> bool:
+    """Whether a node writes into what it reads, and not into memory of its own."""
+    written = {storage(t) for t in node.meta.get("mutates", ())}
+    return any(
+        storage(t) in written
+        for read in node.all_input_nodes
+        for t in tensors(read.meta.get("val"))
+    )
+
+
+def whole_nodes(nodes: Sequence[fx.Node]) -> set[fx.Node]:
+    """Those that write into buffers or inputs, lead into what is of the whole batch, or
+    open and close regions such as autocast's."""
+    inputs = {
+        storage(t)
+        for n in nodes
+        if n.op == "placeholder"
+        for t in tensors(n.meta.get("val"))
+    }
+    return {
+        node
+        for node in nodes
+        if node.target in (*REGION_ENTERS, *REGION_EXITS)
+        or node.target is joint.join
+        or any(storage(t) in inputs for t in node.meta.get("mutates", ()))
+    }
+
+
+def written_values(nodes: Sequence[fx.Node]) -> set[fx.Node]:
+    """Those whose memory is written into, after they are made or as they are."""
+    written = {
+        storage(t) for n in filter(writes_operand, nodes) for t in n.meta["mutates"]
+    }
+    return {
+        node
+        for node in nodes
+        if isinstance(node.meta.get("val"), Tensor)
+        and any(touches(node, each) for each in written)
+    }
