@@ -16,16 +16,13 @@ from ..ir import joint
 from ..rows.kinds import Kind, Rows
 from .demand import Demand
 from .grower import Grower
-from .layouts import Layout, Operation, is_part, is_plain, value_of
+from .layouts import Layout, Operation, is_plain, value_of
 from .local_calls import LocalCall, local_call
 from .nodes import draws_itself, is_weight
 from .region import Region
 
-DIMS = (
-    0,
-    1,
-    2,
-)  # along which values are sliced: of a batch, a sequence, their features
+# Along which values are sliced: of a batch, a sequence, their features.
+DIMS = (0, 1, 2)
 
 
 def in_slices(
@@ -58,10 +55,11 @@ def sum_slice(grower: Grower, region: Region, node: fx.Node, dim: int) -> Rows |
     doesn't divide."""
     if node not in region.summed or node in region.joined or node.target is joint.part:
         return None
-    (rows,), value = region.layouts[node], value_of(node)
-    shards = grower.follower.shards
+    if [rows.kind for rows in region.layouts[node]] != [Kind.SUM]:
+        return None
+    value, shards = value_of(node), grower.follower.shards
     fits = dim < value.dim() and int(value.shape[dim]) % shards == 0
-    return Rows(Kind.APART, dim) if rows.kind is Kind.SUM and fits else None
+    return Rows(Kind.APART, dim) if fits else None
 
 
 def sums_in_slices(grower: Grower, region: Region) -> Region:
@@ -87,9 +85,7 @@ def _call(
         return None
     operation, follower = Operation.of(node), grower.follower
     layout = follower.layout(operation, reads)
-    if not is_plain(layout) or not all(rows.kind is Kind.APART for rows in layout):
-        return None
-    if not layout or not is_part(layout):
+    if not is_plain(layout) or {rows.kind for rows in layout} != {Kind.APART}:
         return None
     values = {n: parts[n] for n in reads}
     call = local_call(follower, operation, reads, values, layout)
