@@ -20,6 +20,7 @@ from .ir.graphs import Role, State, tensors
 from .ir.lazy import lazy_module
 from .ir.meta import SPENT
 from .ir.modes import casts, with_casts
+from .ir.parts import without_parts
 from .ir.request import Request
 from .ir.step_ir import StepIR
 from .ir.weight_sizes import weight_groups
@@ -191,7 +192,9 @@ def _without_shards(cut: StageGraph, request: Request) -> Callable[[], Plan] | N
         return None
     known = facts(gm)
     schedule = replace(known.schedule or request.schedule, shards=1)
+    updates = without_parts(request.updates, facts(cut.graph).parts)
     request = replace(request, schedule=schedule, owners={}, cuts={}, updaters={})
+    request = replace(request, updates=updates)
     gm.meta[FACTS] = replace(known, schedule=schedule)
     then = casts()
 

@@ -19,7 +19,7 @@ from .checker.summary import CheckError
 from .ir.facts import facts
 from .ir.garbage import no_collection
 from .ir.graphs import Specs, result
-from .ir.parts import in_parts
+from .ir.parts import bytes_of_parts, in_parts
 from .ir.request import LossReduction, Request
 from .jobs.job import PlanError
 from .jobs.schedule import Schedule
@@ -124,10 +124,7 @@ def _with_parts(
     cut = {part.input for part in parts.values()} & set(request.updates)
     if request.training:
         check_apart(optimizer, [args[i] for i in sorted(cut)])
-    sizes = dict(request.state_bytes)
-    for position, part in parts.items():
-        if part.input in request.state_bytes:
-            sizes[position] = request.state_bytes[part.input] // part.cut.parts
+    sizes = bytes_of_parts(request.state_bytes, parts)
     return replace(request, updates=in_parts(request.updates, parts), state_bytes=sizes)
 
 

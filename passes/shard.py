@@ -11,7 +11,7 @@ from torch import fx
 from ..ir.facts import FACTS, facts
 from ..ir.graphs import REGION_ENTERS, REGION_EXITS, Output
 from ..ir.lazy import lazy_module
-from ..ir.parts import PartOf
+from ..ir.parts import PartOf, bytes_of_parts
 from ..ir.request import Request
 from ..ir.user_line import line_of
 from ..jobs.job import Piece, PlanError
@@ -30,6 +30,9 @@ from ..sharding.rewrite import Rewriter
 from ..sharding.trial import try_shards
 from ..sharding.variants import slices_text, variants
 from .cut_problem import cut_problem
+
+# Seconds of a worker's core for a job with its messages, which simulating leaves out.
+JOB = 5e-5
 
 
 def shard_stages(gm: fx.GraphModule, request: Request) -> fx.GraphModule:
@@ -142,8 +145,11 @@ def _fastest(ways: Sequence[_Way], request: Request) -> _Way:
         for node in way.graph.nodes:
             if "shard" in node.meta:
                 blocks[node.meta["stage"]].append(node)
-        problem = cut_problem(blocks, request)
-        choices.append(predict(problem, way.schedule, request.memory_limit))
+        sizes = bytes_of_parts(request.state_bytes, way.rewriter.inputs)
+        problem = cut_problem(blocks, replace(request, state_bytes=sizes))
+        choice = predict(problem, way.schedule, request.memory_limit)
+        jobs = 2 * way.schedule.microbatches * len(blocks) / way.schedule.workers
+        choices.append(choice._replace(seconds=choice.seconds + JOB * jobs))
     within = fastest(choices, request.memory_limit)
     return ways[choices.index(within)]
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -67,6 +67,26 @@ class KeptParts(NamedTuple):
         pairs = zip(self.updaters, other.updaters, strict=True)
         same = self[:2] == other[:2]
         return same and all(known in (None, its) for known, its in pairs)
+
+
+def without_parts(
+    positions: Iterable[int], parts: Mapping[int, PartOf]
+) -> tuple[int, ...]:
+    """Positions with those of weights in the place of those of their parts."""
+    whole = (parts[i].input if i in parts else i for i in positions)
+    return tuple(dict.fromkeys(whole))
+
+
+def bytes_of_parts(
+    sizes: Mapping[int, int], parts: Mapping[int, PartOf]
+) -> dict[int, int]:
+    """Bytes of what belongs to weights, by position, with those of their parts."""
+    cut = {
+        position: sizes[part.input] // part.cut.parts
+        for position, part in parts.items()
+        if part.input in sizes
+    }
+    return {**sizes, **cut}
 
 
 def in_parts(positions: Sequence[int], parts: Mapping[int, PartOf]) -> tuple[int, ...]:
