@@ -2,8 +2,8 @@
 
 `peers` and `memory` of these contestants: fxsched's, in microbatches, two of which are
 on their way at a time, and of the whole batch at once; and PyTorch's, also of both, and
-with the vocabulary in parts too: embedding, head and loss ("head"), which fxsched keeps
-whole.
+with the vocabulary in parts too: embedding, head and loss ("head"), which fxsched cuts
+where that should be faster.
 """
 
 from __future__ import annotations
