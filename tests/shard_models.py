@@ -97,10 +97,10 @@ def mixtral() -> tuple[nn.Module, tuple[Tensor, ...]]:
     return model, (words, words)
 
 
-def bert(
-    layers: int = 2, dropout: float = 0.0, attention: str = "sdpa"
-) -> tuple[nn.Module, tuple[Tensor, ...]]:
-    config = transformers.BertConfig(
+def bert_config(
+    layers: int, dropout: float = 0.0, attention: str = "sdpa"
+) -> transformers.BertConfig:
+    return transformers.BertConfig(
         vocab_size=TOKENS,
         hidden_size=32,
         intermediate_size=64,
@@ -111,6 +111,12 @@ def bert(
         attention_probs_dropout_prob=dropout,
         attn_implementation=attention,
     )
+
+
+def bert(
+    layers: int = 2, dropout: float = 0.0, attention: str = "sdpa"
+) -> tuple[nn.Module, tuple[Tensor, ...]]:
+    config = bert_config(layers, dropout, attention)
     mask = torch.ones(BATCH, 12, dtype=torch.int64)
     mask[::2, 9:] = 0
     model = transformers.BertForSequenceClassification(config)
@@ -125,19 +131,10 @@ def dropped_gpt() -> tuple[nn.Module, tuple[Tensor, ...]]:
 
 def masked_bert() -> tuple[nn.Module, tuple[Tensor, ...]]:
     """A BERT whose labels are ignored but for a few; all of the first rows are."""
-    config = transformers.BertConfig(
-        vocab_size=TOKENS,
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=1,
-        num_attention_heads=4,
-        hidden_dropout_prob=0.0,
-        attention_probs_dropout_prob=0.0,
-    )
     words, labels = text(BATCH, 12), text(BATCH, 12)
     labels[torch.rand(BATCH, 12) < 0.7] = -100
     labels[:2] = -100
-    model = transformers.BertForMaskedLM(config)
+    model = transformers.BertForMaskedLM(bert_config(layers=1))
     return Loss(model, "input_ids", "labels"), (words, labels)
 
 
