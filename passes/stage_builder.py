@@ -141,6 +141,9 @@ class StageBuilder:
         if microbatch is not None or self._shares(port):
             kwargs: dict[str, Any] = {"memory_format": torch.contiguous_format}
             return self.graph.call_method("clone", (value,), kwargs)
+        if not all(p.node.meta["val"].is_contiguous() for p in self.inputs):
+            # those that came are: what is made of them may be in another order too
+            return self.graph.call_method("contiguous", (value,))
         return value
 
     def _shares(self, port: Port) -> bool:

@@ -5,10 +5,7 @@ from __future__ import annotations
 
 import copy
 import functools
-import os
 import random
-import subprocess
-import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -33,11 +30,10 @@ from fxsched import (
 from fxsched.ir import ops
 from fxsched.passes.frees import free_values
 from tests.ranks_averages import SCHEDULES, check
+from tests.started_ranks import run_ranks
 from tests.test_check import copied
 from tests.updates import TOLERANCE, adamw, batches, build_double, eager, momentum
 from tests.zero import even
-
-ROOT = Path(__file__).parents[1]
 
 
 @pytest.mark.parametrize("name", SCHEDULES)
@@ -47,16 +43,7 @@ def test_twenty_updates_equal_their_replay(name: str) -> None:
 
 
 def test_ranks_equal_the_replay() -> None:
-    command = [
-        *(sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"),
-        *("--rdzv-backend", "c10d", "--rdzv-endpoint", "127.0.0.1:0"),
-        *("-m", "tests.ranks_averages"),
-    ]
-    environment = os.environ | {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=400
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
+    done = run_ranks(2, "tests.ranks_averages")
     assert done.stdout.count("equal to the replay") == 2 * 3, done.stdout
 
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 import fxsched
 from fxsched import PlanError, schedules
 
-from .torchrun import torchrun
+from .started_ranks import run_ranks
 
 ONE = schedules.one_f_one_b(2, 2)
 CUT = ["rows", "head"]
@@ -364,7 +364,7 @@ class Rows(nn.Linear):
 
 
 def test_a_model_trains_over_ranks() -> None:
-    done = torchrun(2, "tests.broken_models", "gpt2", "--only", "1f1b")
+    done = run_ranks(2, "tests.broken_models", "gpt2", "--only", "1f1b")
     assert "gpt2" in done.stdout and " equal " in done.stdout
     assert "traced again" not in done.stderr + done.stdout
 

@@ -14,7 +14,7 @@ from fxsched.ir import ops
 from tests import bits
 from tests.cases import anything
 from tests.program_memory import most_held
-from tests.torchrun import torchrun
+from tests.started_ranks import run_ranks
 
 WAYS = {
     "ddp": lambda: schedules.ddp(2, 4),
@@ -40,7 +40,7 @@ def test_a_loss_over_pairs_has_the_bits_of_one_worker() -> None:
 
 def test_ranks_have_the_bits_of_one_process() -> None:
     cases = ("--models", "chain", "--schedules", "1f1b")
-    done = torchrun(2, "tests.train_all", "--ranks", "2", "--bits", "0", *cases)
+    done = run_ranks(2, "tests.train_all", "--ranks", "2", "--bits", "0", *cases)
     assert "4 cases have the bits of one process, 0 were refused" in done.stdout
 
 

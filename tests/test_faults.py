@@ -10,13 +10,13 @@ import torch
 import fxsched
 from fxsched import PlanError, schedules
 from tests.ranks_faults import Words
-from tests.torchrun import torchrun
+from tests.started_ranks import run_ranks
 
 
 @pytest.fixture(scope="module")
 def said() -> dict[tuple[int, str], str]:
     """What each rank of tests/ranks_faults.py says of each case."""
-    done = torchrun(2, "tests.ranks_faults")
+    done = run_ranks(2, "tests.ranks_faults")
     assert "fxsched: rank 1 waits 1 s for rank 0 at call 14, job 1F0" in done.stderr
     lines = re.split(r"^rank (\d): ([^:\n]*): ", done.stdout, flags=re.MULTILINE)
     return {

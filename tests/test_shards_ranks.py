@@ -5,15 +5,15 @@ from __future__ import annotations
 from pathlib import Path
 
 from tests.ranks_shards import EVERY_RANK
-from tests.torchrun import torchrun
+from tests.started_ranks import run_ranks
 
 
 def test_two_ranks_in_shards_equal_eager_save_load_and_refuse(tmp_path: Path) -> None:
-    printed = torchrun(2, "tests.ranks_shards", str(tmp_path)).stdout
+    printed = run_ranks(2, "tests.ranks_shards", str(tmp_path)).stdout
     assert printed.count("equal to eager") == 2 * (len(EVERY_RANK[2]()) + 2), printed
     assert printed.count("saved and loaded") == printed.count("refused") == 2, printed
 
 
 def test_four_ranks_in_shards_equal_eager(tmp_path: Path) -> None:
-    printed = torchrun(4, "tests.ranks_shards", str(tmp_path)).stdout
+    printed = run_ranks(4, "tests.ranks_shards", str(tmp_path)).stdout
     assert printed.count("equal to eager") == 4 * (len(EVERY_RANK[4]()) + 1), printed

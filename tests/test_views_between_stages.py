@@ -81,3 +81,27 @@ def test_a_stage_that_only_gives_another_shape_has_b_on_the_clock_too() -> None:
 class Mean(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         return x.square().mean()
+
+
+class Rows(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x.flatten(2).transpose(1, 2) * 2
+
+
+class ChannelsLast(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x.contiguous(memory_format=torch.channels_last)
+
+
+def test_values_of_another_order_of_memory_than_they_are_sent_in() -> None:
+    torch.manual_seed(0)
+    layers = ChannelsLast(), nn.Conv2d(3, 4, 1), Rows(), nn.Linear(4, 2), Mean()
+    model, x = nn.Sequential(*layers), torch.randn(8, 3, 2, 2)
+    reference = copy.deepcopy(model)
+    backend = fxsched.backend(
+        schedules.gpipe(3, 4), stages=["2", "3"], transport="threads"
+    )
+    torch.compile(model, backend=backend)(x).backward()
+    reference(x).backward()
+    for mine, other in zip(model.parameters(), reference.parameters(), strict=True):
+        torch.testing.assert_close(mine.grad, other.grad)

@@ -142,7 +142,9 @@ def _backward(ctx: Any, gradients: list[Tensor]) -> Any:
     floating = [gradients[i] for i in ctx.floating]
     found = picked_gradients(ctx.name, values, ctx.numbers, ctx.wanted, floating)
     of = dict(zip(ctx.wanted, found, strict=True))
-    return None, [of.get(i) for i in range(len(values))], [None] * len(ctx.numbers)
+    # a list of numbers is one argument to PyTorch, an empty one a list of tensors
+    none = None if ctx.numbers else []
+    return None, [of.get(i) for i in range(len(values))], none
 
 
 picked.register_autograd(_backward, setup_context=_keep)

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import operator
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
 from torch import fx
 
-from .graphs import Role, storage, touches
+from .graphs import Role, storage, tensors, touches
 from .user_line import user_line
 
 ADDS = (operator.add, torch.add, "add", "__add__")
@@ -43,6 +44,35 @@ def find_writes(graph: fx.Graph) -> dict[int, Write]:
             line = str(user_line(mine[0].meta.get("stack_trace")))
             writes[node.meta["index"]] = Write(_how(node, mine, nodes), line)
     return writes
+
+
+def touching(nodes: Sequence[fx.Node]) -> dict[int, list[fx.Node]]:
+    """The calls that read or make memory which one of them writes into, by the storage:
+    those up to the last write, or all, if it is an input's, which the next microbatch
+    reads."""
+    calls = [n for n in nodes if n.op.startswith("call")]
+    last = {place: i for i, node in enumerate(calls) for place in _overwrites(node)}
+    inputs = {
+        storage(t)
+        for n in nodes
+        if n.op == "placeholder"
+        for t in tensors(n.meta.get("val"))
+    }
+    return {
+        place: [
+            node
+            for node in (calls if place in inputs else calls[: end + 1])
+            if touches(node, place)
+        ]
+        for place, end in last.items()
+    }
+
+
+def _overwrites(node: fx.Node) -> set[int]:
+    """The storages of what a node reads that it writes into."""
+    written = {storage(t) for t in node.meta.get("mutates", ())}
+    reads = (t for n in node.all_input_nodes for t in tensors(n.meta.get("val")))
+    return written.intersection(map(storage, reads)) if written else set()
 
 
 def _how(state: fx.Node, writers: list[fx.Node], nodes: list[fx.Node]) -> str | None:

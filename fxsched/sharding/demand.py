@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from torch import fx
 
 from .grower import Grower
 from .layouts import Operation, value_of
-from .nodes import is_weight, writes_operand
+from .nodes import is_weight
 from .region import Region
 
 
@@ -22,18 +24,15 @@ class Demand:
 
     def __init__(self, grower: Grower, region: Region) -> None:
         self.region, self.nodes, self.weighed = region, grower.nodes, grower.weighed
-        self.pinned = grower.whole | grower.written
-        self.pinned |= set(filter(writes_operand, self.nodes))
+        self.pinned = grower.whole.union(
+            grower.together.written, *grower.together.groups
+        )
         self.every = set(range(grower.follower.shards))
         self.wanted: dict[fx.Node, set[int]] = {node: set() for node in self.nodes}
         self.spread: set[fx.Node] = set()
         self._note_wanted()
-        self.levels: dict[fx.Node, int] = {}
-        for node in self.nodes:
-            reads = (
-                self.levels[n] + self._rounds(node, n) for n in node.all_input_nodes
-            )
-            self.levels[node] = max(reads, default=0)
+        self.levels = dict.fromkeys(self.nodes, 0)
+        self._note_levels(grower.together.groups)
 
     def makers(self, node: fx.Node) -> set[int]:
         """The shards that make a value, or parts of it."""
@@ -50,8 +49,9 @@ class Demand:
         """Whether shard 0 sends each shard its part of a value that a node reads."""
         call = self.region.calls.get(node)
         rows = call and call.slices.get(read)
-        cut = read in self.region.layouts or "stage" not in read.meta
-        return bool(rows and rows.outer == 1 and read in self.weighed and not cut)
+        made = "stage" in read.meta and not read.meta.get("joint")
+        cut = read in self.region.layouts or read not in self.weighed
+        return bool(rows and rows.outer == 1 and made and not cut)
 
     def _note_wanted(self) -> None:
         """Finds out who reads what, the last readers first."""
@@ -91,6 +91,20 @@ class Demand:
             return False
         made = [n for n in node.all_input_nodes if "stage" in n.meta]
         return node in near or all(self.wanted[n] >= self.wanted[node] for n in made)
+
+    def _note_levels(self, groups: Sequence[set[fx.Node]]) -> None:
+        """Finds out how often shards have read each other, as often before all of a
+        group."""
+        before: dict[fx.Node, int] = {}
+        while before != self.levels:
+            before = dict(self.levels)
+            for node in self.nodes:
+                for read in node.all_input_nodes:
+                    since = self.levels[read] + self._rounds(node, read)
+                    self.levels[node] = max(since, self.levels[node])
+            for group in groups:
+                latest = max(self.levels[node] for node in group)
+                self.levels.update(dict.fromkeys(group, latest))
 
     def _rounds(self, node: fx.Node, read: fx.Node) -> int:
         """How often shards read each other from a value to a node that reads it."""

@@ -25,14 +25,12 @@ from .nodes import (
     name_of,
     where,
     whole_nodes,
-    writes_operand,
-    written_values,
 )
 from .own_rows import as_sums, is_lone, is_sum, numbers_of, picked_beside
-from .past_writes import after_writes, settled_reads
 from .picked_experts import is_selection, why_picked
 from .region import Region
 from .stacks import WORD, is_stack, why_whole
+from .together import Together
 from .vocabulary_calls import vocabulary_call
 
 RESHAPES = ("view", "reshape", "unflatten")
@@ -42,9 +40,8 @@ MOST = 24  # nodes between a weight and what its values meet
 class Grower:
     """Finds the region of some weights.
 
-    whole: nodes that stay as they are, as what writes into buffers does. written: those
-    whose memory is written into, or that read such. settled: those that read it after
-    all writes. weighed: those that come of weights.
+    whole: nodes that stay as they are, as what writes into buffers does.
+    together: those that no shard tells apart. weighed: those that come of weights.
     uncut: positions of weights that stay whole; wants: of the others, those to cut.
     reasons, stops: why weights that were tried were not cut, and at which node.
     """
@@ -55,15 +52,13 @@ class Grower:
         self.follower, self.uncut = follower, uncut
         self.nodes = in_flow(gm.graph.nodes)
         self.place = {node: i for i, node in enumerate(self.nodes)}
-        self.whole = whole_nodes(self.nodes)
-        self.written = written_values(self.nodes)
-        self.written -= after_writes(self.nodes, writes_operand)
+        self.together = Together.of(self.nodes)
+        self.whole = whole_nodes(self.nodes) | self.together.kept
         self.weighed: set[fx.Node] = set()
         for node in self.nodes:
             reads = node.all_input_nodes
             if any(is_weight(n) or n in self.weighed for n in reads):
                 self.weighed.add(node)
-        self.settled = settled_reads(self.nodes, self.written, self.weighed)
         self.reasons: dict[fx.Node, str] = {}
         self.stops: dict[fx.Node, fx.Node] = {}
         self.wants: Callable[[fx.Node], bool] = lambda weight: True
@@ -188,6 +183,20 @@ class Grower:
         return found
 
     def _spread(self, seeds: Mapping[fx.Node, Rows], gathers: bool) -> Region | None:
+        before, held = self.whole, set[fx.Node]()
+        try:
+            while True:  # what is torn stays whole
+                region = self._spread_once(seeds, gathers)
+                held = self.together.torn(region) if region is not None else set()
+                if not held:
+                    return region
+                self.whole = self.whole | held
+        finally:
+            self.whole = before
+
+    def _spread_once(
+        self, seeds: Mapping[fx.Node, Rows], gathers: bool
+    ) -> Region | None:
         region = Region(dict(seeds))
         first = min(self.place[user] for weight in seeds for user in weight.users)
         parts: dict[fx.Node, Any] = {
@@ -222,7 +231,7 @@ class Grower:
             if not due and self._call(region, node, known, parts):
                 return True
             zeroed, own = as_sums(known)
-            kept = not due and self.written.isdisjoint(own)
+            kept = not due and self.together.written.isdisjoint(own)
             if own and kept and self._call(region, node, zeroed, parts):
                 for read in own:
                     region.zeroed.setdefault(read, set()).add(node)
@@ -240,7 +249,7 @@ class Grower:
             return False
         for read in rest:
             region.gathered.setdefault(read, set()).add(node)
-        return self._read_sums(region, node, sums) and self.written.isdisjoint(rest)
+        return self._read_sums(region, node, sums)
 
     def _reason(
         self, node: fx.Node, weight: fx.Node, known: Mapping[fx.Node, Layout]
@@ -270,7 +279,7 @@ class Grower:
     ) -> bool:
         for read in sums:
             region.summed.setdefault(read, set()).add(node)
-        return (self.written - self.settled).isdisjoint(sums)
+        return True
 
     def _layout(self, region: Region, node: fx.Node) -> Layout:
         if node in region.weights:
@@ -299,7 +308,7 @@ class Grower:
             return False
         if not layout and any(is_sum(known[n]) for n in known):  # a write, once a shard
             return False
-        if not self.written.isdisjoint(numbers_of(layout)):
+        if not self.together.written.isdisjoint(numbers_of(layout)):
             return False
         if beside and kinds != {Kind.SUM}:
             return False

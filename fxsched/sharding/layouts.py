@@ -16,11 +16,12 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor, fx
+from torch._ops import HigherOrderOperator
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..ir.facts import facts
 from ..ir.graphs import tensors
-from ..rows.kinds import SHARED, Kind, Rows
+from ..rows.kinds import SHARED, UNKNOWN, Kind, Rows
 from ..rows.tracker import Tracker
 from .channel_rules import channel_layout
 from .vocabulary_rules import vocabulary_layout
@@ -119,6 +120,8 @@ class Follower:
         self.shards = shards
         self._mode = facts(gm).fake_mode
         self._interpreter = fx.Interpreter(gm)
+        for node in gm.graph.find_nodes(op="get_attr"):
+            node.meta.setdefault("val", self._interpreter.fetch_attr(node.target))
 
     def layout(self, call: Operation, known: Layouts) -> Layout:
         """What becomes of a call's value, if its operands are laid out so; those that
@@ -126,6 +129,8 @@ class Follower:
         if call.is_item:
             source, item = call.args
             return (known[source][item],)
+        if isinstance(call.target, HigherOrderOperator):  # a backward pass of its own
+            return (UNKNOWN,) * len(list(tensors(call.value)))
         layout = vocabulary_layout(call.target, call.args, call.kwargs, known)
         if layout is not None:
             return layout

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, fx
 
 from ..ir import joint
-from ..ir.graphs import REGION_ENTERS, REGION_EXITS, Role, storage, tensors, touches
+from ..ir.graphs import REGION_ENTERS, REGION_EXITS, Role, storage, tensors
 from .layouts import value_of
 
 DROPOUTS = (F.dropout, torch.dropout, torch.ops.aten.dropout.default)
@@ -70,31 +70,7 @@ def writes_operand(node: fx.Node) -> bool:
 
 
 def whole_nodes(nodes: Sequence[fx.Node]) -> set[fx.Node]:
-    """Those that write into buffers or inputs, lead into what is of the whole batch, or
-    open and close regions such as autocast's."""
-    inputs = {
-        storage(t)
-        for n in nodes
-        if n.op == "placeholder"
-        for t in tensors(n.meta.get("val"))
-    }
-    return {
-        node
-        for node in nodes
-        if node.target in (*REGION_ENTERS, *REGION_EXITS)
-        or node.target is joint.join
-        or any(storage(t) in inputs for t in node.meta.get("mutates", ()))
-    }
-
-
-def written_values(nodes: Sequence[fx.Node]) -> set[fx.Node]:
-    """Those whose memory is written into, after they are made or as they are."""
-    written = {
-        storage(t) for n in filter(writes_operand, nodes) for t in n.meta["mutates"]
-    }
-    return {
-        node
-        for node in nodes
-        if isinstance(node.meta.get("val"), Tensor)
-        and any(touches(node, each) for each in written)
-    }
+    """Those that lead into what is of the whole batch, or open and close regions such
+    as autocast's."""
+    around = (*REGION_ENTERS, *REGION_EXITS, joint.join)
+    return {node for node in nodes if node.target in around}

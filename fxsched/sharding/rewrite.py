@@ -318,7 +318,7 @@ class Rewriter:
             "val": value_of(node) if self._is_same(node, call) else None,
             "work": work._replace(flops=int(work.flops), held=_held(node, reads)),
             "numbers": self._numbers[node],
-            "mutates": _mutated(node, reads) if writes_operand(node) else (),
+            "mutates": _mutated(node, call) if call.target is node.target else (),
         }
         if call.target in (joint.join, joint.part):  # of values as they were
             new.meta["val"] = value_of(node)
@@ -358,13 +358,17 @@ def _work(node: fx.Node) -> Work:
     return copied(values[0])
 
 
-def _mutated(node: fx.Node, reads: Sequence[fx.Node]) -> tuple[Tensor, ...]:
+def _mutated(node: fx.Node, call: Operation) -> tuple[Tensor, ...]:
     """What a node writes into, among what its copy reads."""
+    if not writes_operand(node):
+        return ()
     written = {storage(t) for t in node.meta["mutates"]}
-    pairs = zip(node.all_input_nodes, reads, strict=True)
+    reads, copies = list[fx.Node](), list[fx.Node]()
+    fx.map_arg((node.args, node.kwargs), reads.append)
+    fx.map_arg((call.args, call.kwargs), copies.append)
     return tuple(
         value_of(new)
-        for old, new in pairs
+        for old, new in zip(reads, copies, strict=True)
         if any(storage(t) in written for t in tensors(value_of(old)))
     )
 

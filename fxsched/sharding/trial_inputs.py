@@ -12,6 +12,7 @@ from .vocabulary_rules import lookup_of, loss_of
 SAME = (
     *("view", "reshape", "flatten", "to", "long", "contiguous", "clone", "getitem"),
     *("transpose", "squeeze", "unsqueeze", "pad", "detach", "narrow", "select"),
+    *("expand", "gather"),
 )
 COMPARED = ("eq", "ne", "lt", "le", "gt", "ge", "size")
 

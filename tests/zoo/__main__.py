@@ -1,4 +1,4 @@
-"""The zoo: python -m tests.zoo [--only NAME ...] [--fast] [--jobs N].
+"""The zoo: python -m tests.zoo [--only NAME ...] [--fast] [--shards P].
 
 At least 150 real models and features, each trained for a step by a schedule and in
 plain PyTorch over the same microbatches. A row is "equal" (with its largest
@@ -17,7 +17,7 @@ from collections import Counter
 
 from tabulate import tabulate
 
-from .compare import Row
+from .compare import Asked, Row
 
 ORDER = ("equal", "refusal", "skipped", "other")
 
@@ -29,6 +29,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--fast", action="store_true", help="a few of each kind")
     parser.add_argument("--jobs", type=int, default=2, help="processes")
     parser.add_argument("--schedule", help="one schedule for all rows")
+    parser.add_argument("--shards", type=int, default=1, help="of each stage")
     parser.add_argument("--limit", type=float, default=240, help="seconds a row")
     parser.add_argument("--list", action="store_true", help="names of all rows")
     return parser.parse_args()
@@ -67,7 +68,8 @@ def main() -> int:
         print("\n".join(names))
         return 0
     start, rows = time.perf_counter(), []
-    for row in run_all(names, options.schedule, options.jobs, options.limit):
+    asked = Asked(options.schedule, options.shards)
+    for row in run_all(names, asked, options.jobs, options.limit):
         rows.append(row)
         line = f"{len(rows)}/{len(names)} {row.name}: {row.kind}, {row.detail}"
         print(line, file=sys.stderr, flush=True)

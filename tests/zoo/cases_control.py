@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .case import BATCH, Inputs, Zoo
+from .case import BATCH, PIPELINES, Inputs, Zoo
 from .net import WIDTH, Net, pair
 
 CONTROL = Zoo("features")
@@ -37,6 +37,38 @@ def slices_written() -> tuple[nn.Module, Inputs]:
             return self.two(out)
 
     return Written(), pair()
+
+
+@CONTROL()
+def heads_masked_in_place() -> tuple[nn.Module, Inputs]:
+    class Masked(Net):
+        def __init__(self) -> None:
+            super().__init__()
+            self.three, self.out = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
+            self.register_buffer("mask", torch.rand(4, 5, 5) > 0.7)
+
+        def hidden(self, x: Tensor) -> Tensor:
+            q, k, v = self.three(x).view(*x.shape[:2], 3, 4, -1).permute(2, 0, 3, 1, 4)
+            scores = q @ k.transpose(-2, -1)
+            scores.masked_fill_(self.mask, -9.0)
+            own = scores.softmax(-1) @ v
+            return self.two(x + self.out(own.transpose(1, 2).flatten(2)))
+
+    return Masked(), pair(5, WIDTH)
+
+
+@CONTROL(schedules=PIPELINES, apart=False)
+def centred_over_the_batch() -> tuple[nn.Module, Inputs]:
+    class Centred(Net):
+        def __init__(self) -> None:
+            super().__init__()
+            self.gate = nn.Linear(WIDTH, 32)
+
+        def hidden(self, x: Tensor) -> Tensor:
+            gate = self.gate(x)
+            return self.one[2](self.one[:2](x) * (gate - gate.mean(0)))
+
+    return Centred(), pair()
 
 
 @CONTROL()

@@ -10,7 +10,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from queue import Queue
 
-from .compare import Row
+from .compare import Asked, Row
 
 ROWS = 30  # that a process runs before a fresh one takes its place
 
@@ -32,8 +32,8 @@ def serve(connection: Connection) -> None:
     declare_torchvision()
     known = cases.all_cases()
     while (asked := connection.recv()) is not None:
-        name, schedule = asked
-        connection.send(compare.run(known[name], schedule))
+        name, how = asked
+        connection.send(compare.run(known[name], how))
 
 
 def declare_torchvision() -> None:
@@ -66,12 +66,12 @@ class Slot:
         self.limit, self.rows = limit, 0
         self.process: multiprocessing.process.BaseProcess | None = None
 
-    def run(self, name: str, schedule: str | None) -> Row:
+    def run(self, name: str, asked: Asked) -> Row:
         if self.process is None or self.rows >= ROWS:
             self.stop()
             self.start()
         self.rows += 1
-        self.connection.send((name, schedule))
+        self.connection.send((name, asked))
         try:
             if self.connection.poll(self.limit):
                 row: Row = self.connection.recv()
@@ -83,7 +83,7 @@ class Slot:
         self.process.kill()
         self.process.join()
         self.process = None
-        return Row(name, schedule or "", "other", detail, self.limit)
+        return Row(name, asked.schedule or "", "other", detail, self.limit)
 
     def start(self) -> None:
         spawn = multiprocessing.get_context("spawn")
@@ -102,18 +102,18 @@ class Slot:
 
 
 def run_all(
-    names: Sequence[str], schedule: str | None, jobs: int, limit: float
+    names: Sequence[str], asked: Asked, jobs: int, limit: float
 ) -> Iterator[Row]:
     """Rows as they come."""
-    asked: Queue[str] = Queue()
+    waiting: Queue[str] = Queue()
     for name in names:
-        asked.put(name)
+        waiting.put(name)
     rows: Queue[Row] = Queue()
 
     def work() -> None:
         slot = Slot(limit)
-        for name in iter(lambda: None if asked.empty() else asked.get(), None):
-            rows.put(slot.run(name, schedule))
+        for name in iter(lambda: None if waiting.empty() else waiting.get(), None):
+            rows.put(slot.run(name, asked))
         slot.stop()
 
     targets: list[Callable[[], None]] = [work] * max(1, min(jobs, len(names)))
