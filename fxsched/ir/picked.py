@@ -143,7 +143,7 @@ def _backward(ctx: Any, gradients: list[Tensor]) -> Any:
     found = picked_gradients(ctx.name, values, ctx.numbers, ctx.wanted, floating)
     of = dict(zip(ctx.wanted, found, strict=True))
     # a list of numbers is one argument to PyTorch, an empty one a list of tensors
-    none = None if ctx.numbers else []
+    none: list[None] | None = None if ctx.numbers else []
     return None, [of.get(i) for i in range(len(values))], none
 
 
