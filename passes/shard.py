@@ -21,6 +21,7 @@ from ..partition.planner import fastest, predict
 from ..sharding.attention import open_attention
 from ..sharding.choice import choose_regions
 from ..sharding.grower import Grower
+from ..sharding.in_place import open_writes
 from ..sharding.multihead import open_multihead
 from ..sharding.named import named_region
 from ..sharding.nodes import in_flow, where
@@ -61,6 +62,7 @@ def shard_stages(gm: fx.GraphModule, request: Request) -> fx.GraphModule:
     _drop_dead(gm.graph)
     model, calls = gm, open_multihead(gm)
     gm, inside = open_attention(calls.gm)
+    gm, writes = open_writes(gm)
     grower = Grower(gm, RowFollower(gm, schedule.shards), _kept_whole(request))
     ways = [
         _Way.of(region, Rewriter(grower, each, request), schedule)
@@ -81,7 +83,9 @@ def shard_stages(gm: fx.GraphModule, request: Request) -> fx.GraphModule:
     )
     whole = lazy_module(gm, best.graph, "Shards")
     whole.meta[FACTS] = known
-    try_shards(model, whole, _through((inside, calls.origins), best.rewriter.joined))
+    try_shards(
+        model, whole, _through((writes, inside, calls.origins), best.rewriter.joined)
+    )
     return whole
 
 
@@ -97,10 +101,11 @@ def _regions(gm: fx.GraphModule, grower: Grower, request: Request) -> list[Regio
     some = [region for region in regions if region.weights]
     if not some:
         shards = grower.follower.shards
+        why = [f" ({w.meta['name']}: {why})" for w, why in grower.reasons.items()]
         raise PlanError(
             f"Schedule(shards={shards}): no weight can be cut into {shards} equal "
-            "parts whose products come to sums; give a model whose heads and hidden "
-            "layers divide, or a schedule without shards"
+            f"parts whose products come to sums{''.join(why[:1])}; give a model whose "
+            "heads and hidden layers divide, or a schedule without shards"
         )
     if request.memory_limit is None:
         del some[1:]

@@ -25,6 +25,7 @@ from tests.cases import (
     eager_step,
     train,
 )
+from tests.traced_once import stages_traced_once
 
 
 def replicated() -> fxsched.Schedule:
@@ -327,7 +328,8 @@ def world() -> None:
 
 if __name__ == "__main__":
     dist.init_process_group("gloo")
-    for case in sys.argv[1:]:
-        torch._dynamo.reset()
-        globals()[case]()
+    with stages_traced_once():
+        for case in sys.argv[1:]:
+            torch._dynamo.reset()
+            globals()[case]()
     dist.destroy_process_group()

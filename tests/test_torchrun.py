@@ -1,4 +1,4 @@
-"""The same over torch.distributed: torchrun with 2 and 4 gloo processes."""
+"""The same over torch.distributed: 2 gloo processes of torchrun, and 4 forked ones."""
 
 from __future__ import annotations
 
@@ -8,13 +8,15 @@ from functools import cache
 import pytest
 
 from tests.ranks import CASES, EVERY_RANK
+from tests.started_ranks import run_ranks
 from tests.torchrun import torchrun
 
 
 @cache
 def printed(processes: int) -> str:
     """What the ranks print, of all cases for so many."""
-    return torchrun(processes, "tests.ranks", *CASES[processes]).stdout
+    start = torchrun if processes == 2 else run_ranks
+    return start(processes, "tests.ranks", *CASES[processes]).stdout
 
 
 @pytest.mark.parametrize("processes", [2, 4])

@@ -11,7 +11,12 @@ from .zoo.compare import Asked, run
 CASES = cases.all_cases()
 SHARDED = (  # what they do between cut weights
     *("buffer_written_in_place", "buffer_reassigned", "slices_written"),
-    *("heads_masked_in_place", "centred_over_the_batch", "complex_linear"),
+    *(
+        "heads_masked_in_place",
+        "added_in_place",
+        "centred_over_the_batch",
+        "complex_linear",
+    ),
     *("own_autograd_function", "reversed_gradient"),
 )
 

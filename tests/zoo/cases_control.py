@@ -57,6 +57,23 @@ def heads_masked_in_place() -> tuple[nn.Module, Inputs]:
     return Masked(), pair(5, WIDTH)
 
 
+@CONTROL()
+def added_in_place() -> tuple[nn.Module, Inputs]:
+    class Added(Net):
+        def hidden(self, x: Tensor) -> Tensor:
+            one = self.one(x)
+            before = one * 2
+            one += x
+            after = one.view(-1, 4, 4).transpose(1, 2)
+            two = self.two(nn.functional.silu(one.clone(), inplace=True))
+            out = two.mul_(0.5).sub_(before) + after.flatten(1)
+            with torch.no_grad():
+                out += 1
+            return out
+
+    return Added(), pair()
+
+
 @CONTROL(schedules=PIPELINES, apart=False)
 def centred_over_the_batch() -> tuple[nn.Module, Inputs]:
     class Centred(Net):
