@@ -40,7 +40,8 @@ def stages_traced_once() -> Iterator[None]:
     real, known = differentiate.trace_stage, {}
 
     def trace(module: fx.GraphModule, *args: Any) -> Any:
-        key = stage_key(module), args[:-1]  # without the fake mode
+        cast = torch.is_autocast_enabled("cpu") and torch.get_autocast_dtype("cpu")
+        key = stage_key(module), args[:-1], cast  # without the fake mode
         if key not in known:
             # with the module, for the key has the ids of what is in it
             known[key] = real(module, *args), module
