@@ -15,11 +15,11 @@ from ..ir.graphs import (
     Role,
     storage,
     tensors,
-    touches,
     written_storages,
 )
 from ..ir.request import Request
 from ..ir.user_line import user_line
+from ..ir.writes import touching
 from ..jobs.job import PlanError
 from ..partition.planner import choose_cut, stage_graph
 from .cut_problem import (
@@ -148,26 +148,22 @@ def _blocks(gm: fx.GraphModule, request: Request, shared: set[fx.Node]) -> list[
 
 def _written(gm: fx.GraphModule, nodes: list[fx.Node]) -> list[Block]:
     """For each storage that the graph writes into, the nodes up to the last write."""
-    last: dict[int, int] = {}
-    for i, node in enumerate(nodes):
-        for tensor in node.meta["mutates"]:
-            last[storage(tensor)] = i
-    inputs: dict[int, fx.Node] = {}
-    for node in gm.graph.nodes:
-        if node.op == "placeholder":
-            inputs[storage(node.meta["val"])] = node
-    groups = []
-    for written, end in last.items():
-        source = inputs.get(written)
-        if source is not None and source.meta["role"] is not Role.BUFFER:
-            line = user_line(nodes[end].meta["stack_trace"])
+    inputs = gm.graph.find_nodes(op="placeholder")
+    found = touching([*inputs, *nodes])
+    for source in inputs:
+        place = storage(source.meta["val"])
+        if place in found and source.meta["role"] is not Role.BUFFER:
+            writers = [n for n in found[place] if _writes(n, place)]
+            line = user_line(writers[-1].meta["stack_trace"])
             raise PlanError(
                 f"the model writes into its input {source.meta['name']}, at\n  {line}\n"
                 "microbatches would not see each other's writes; write into a copy"
             )
-        stop = len(nodes) if source is not None else end + 1
-        groups.append([n for n in nodes[:stop] if touches(n, written)])
-    return groups
+    return list(found.values())
+
+
+def _writes(node: fx.Node, place: int) -> bool:
+    return place in map(storage, node.meta["mutates"])
 
 
 def _counters(nodes: list[fx.Node]) -> list[Block]:
