@@ -224,13 +224,18 @@ TIED = {"tokens": "row", "head": "column"}
 TIED_LLAMA = {"*.embed_tokens": "row", "*.lm_head": "column"}
 OWN = named("query key value feed.0", "out feed.2")
 BERT = named("query key value intermediate.dense", "output.dense")
+VIT = named("q_proj k_proj v_proj fc1", "o_proj fc2")
+CHANNELS: Words = {
+    **dict.fromkeys(("first.0", "down.*.0", "up.*.0"), "column"),
+    **dict.fromkeys(("first.3", "down.*.3", "up.*.3"), "row"),
+}
 LLAMA = named("q_proj k_proj v_proj gate_proj up_proj", "o_proj down_proj")
 CASES = {
     "gpt": Case(lambda: build("gpt"), ("blocks",), OWN, 4, vocabulary=TIED),
     "two_tower": Case(lambda: build("two_tower"), (), OWN),
     "encoder_decoder": Case(lambda: build("encoder_decoder"), (), OWN),
     "experts": Case(lambda: build("experts"), (), named("query key value", "out")),
-    "unet": Case(lambda: build("unet"), (), {}),
+    "unet": Case(lambda: build("unet"), (), CHANNELS),
     "three_encoder": Case(lambda: build("three_encoder"), (), OWN),
     "llama": Case(
         lambda: llama(4), ("model.model.layers",), LLAMA, 4, vocabulary=TIED_LLAMA
@@ -263,7 +268,7 @@ CASES = {
         10,
         vocabulary={"*.embed_tokens": "row", "*.lm_head": "column"},
     ),
-    "vit": Case(vit, ("model.vit.layers", "model.vit.encoder"), {}, 4),
+    "vit": Case(vit, ("model.vit.layers", "model.vit.encoder"), VIT, 4),
     "mixtral": Case(
         mixtral,
         ("model.model.layers",),

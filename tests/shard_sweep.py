@@ -78,7 +78,8 @@ def cells(
                 yield Cell(model, schedule, shards, "auto")
                 if not updates:
                     yield Cell(model, schedule, shards, "all")
-                    yield Cell(model, schedule, shards, "slices")
+                    if shards == 2 or model != "unet":  # no rows or channels divide
+                        yield Cell(model, schedule, shards, "slices")
                 divides = shards == 2 or model not in INDIVISIBLE
                 if CASES[model].words and divides:
                     yield Cell(model, schedule, shards, "name")
