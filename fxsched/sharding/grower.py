@@ -239,7 +239,8 @@ class Grower:
             sums = {n for n in known if is_sum(known[n])}
             fewer = {n: layout for n, layout in known.items() if n not in sums}
             if sums and (not fewer or self._call(region, node, fewer, parts)):
-                return self._read_sums(region, node, sums)
+                self._read_sums(region, node, sums)
+                return True
         sums = {n for n in known if is_sum(known[n])}
         rest = set(known) - sums
         gathers = gathers and self._has_rule(node, known)
@@ -249,7 +250,8 @@ class Grower:
             return False
         for read in rest:
             region.gathered.setdefault(read, set()).add(node)
-        return self._read_sums(region, node, sums)
+        self._read_sums(region, node, sums)
+        return True
 
     def _reason(
         self, node: fx.Node, weight: fx.Node, known: Mapping[fx.Node, Layout]
@@ -276,10 +278,9 @@ class Grower:
 
     def _read_sums(
         self, region: Region, node: fx.Node, sums: Iterable[fx.Node]
-    ) -> bool:
+    ) -> None:
         for read in sums:
             region.summed.setdefault(read, set()).add(node)
-        return True
 
     def _layout(self, region: Region, node: fx.Node) -> Layout:
         if node in region.weights:
