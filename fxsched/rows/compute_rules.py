@@ -6,12 +6,13 @@ from collections.abc import Callable, Container, Sequence
 
 from torch import Tensor
 
+from ..ir.graphs import tensors
 from .kinds import SHARED, UNKNOWN, Effect, Kind, OpCall, Rows, first_cause
 
 
 def pointwise(call: OpCall) -> Rows:
     """Element by element, shapes broadcast."""
-    ranks = call.out.dim() if isinstance(call.out, Tensor) else 0
+    ranks = max(out.dim() for out in tensors(call.out))
     aligned = [
         (r := call.of(t))._replace(dim=r.dim + ranks - t.dim()) for t in call.tensors()
     ]

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from .compute_rules import name_of
 from .kinds import SHARED, UNKNOWN, Effect, Kind, OpCall, Rows, Rule, first_cause
 
 
@@ -125,23 +126,44 @@ def written(call: OpCall) -> Rows:
 
 def gathered(call: OpCall) -> Rows:
     """gather and scatter: along one dimension, by an index of the same rank."""
-    tensor = call.args[0]
-    values = [call.of(each) for each in call.tensors() if each.dim() == tensor.dim()]
+    tensor, index = call.args[0], call.get("index")
+    read = [each for each in call.tensors() if each.dim() == tensor.dim()]
+    values = [call.of(each) for each in read]
     apart = [rows for rows in values if rows.kind is Kind.APART]
     if not apart or any(rows.reduced for rows in values):
         return Rows(Kind.OTHER, cause=call.mixed(Effect.FUNCTION, *values))
-    cause = first_cause(values)
-    if any(rows.place != apart[0].place for rows in apart):
-        cause = call.mixed(Effect.PAIRS, *values)
-    if any(rows.numbers for rows in apart):
-        cause = call.mixed(Effect.ORDER, *values)
-    if call.get("dim", 0) % max(tensor.dim(), 1) == apart[0].dim:
-        cause = call.mixed(Effect.ORDER, *values)
-    return apart[0]._replace(numbers=False, cause=cause)
+    rows, dim = call.of(index), call.get("dim", 0) % max(tensor.dim(), 1)
+    # what isn't of the batch but as long as the index was made of the batch's size
+    beside = all(
+        each.place == rows.place
+        if each.kind is Kind.APART
+        else operand.shape[rows.dim] == index.shape[rows.dim]
+        for operand, each in zip(read, values, strict=True)
+    )
+    from_table = name_of(call) == "gather" and call.of(tensor) == SHARED
+    right = from_table if dim == rows.dim else beside
+    if right and rows.kind is Kind.APART and not any(r.numbers for r in values):
+        return rows._replace(cause=first_cause(values))
+    places = {rows.place for rows in apart}
+    effect = Effect.PAIRS if len(places) > 1 else Effect.ORDER
+    return apart[0]._replace(numbers=False, cause=call.mixed(effect, *values))
+
+
+def placed(call: OpCall) -> Rows:
+    """index_add and its like: into places of one dimension, by an index of one."""
+    tensor, index, source = call.args[0], call.of(call.get("index")), call.get("source")
+    rows, dim = call.of(tensor), call.get("dim", 0) % max(tensor.dim(), 1)
+    new = call.of(source) if isinstance(source, Tensor) and source.dim() else rows
+    values = [rows, index, new]
+    if rows.kind is not Kind.APART:
+        return Rows(Kind.OTHER, cause=call.mixed(Effect.ORDER, *values))
+    if dim == rows.dim or index.kind is not Kind.SHARED or new.place != rows.place:
+        return rows._replace(cause=call.mixed(Effect.ORDER, *values))
+    return rows._replace(cause=first_cause(values))
 
 
 def taken(call: OpCall) -> Rows:
-    """index_select and its like: along one dimension, by an index of one."""
+    """index_select: along one dimension, by an index of one."""
     tensor, index = call.args[0], call.of(call.get("index"))
     rows, dim = call.of(tensor), call.get("dim", 0) % max(tensor.dim(), 1)
     if rows.kind is not Kind.APART:
@@ -163,5 +185,6 @@ RULES: dict[str, Rule] = {
         ("gather", "scatter", "scatter_add", "scatter_reduce", "take_along_dim"),
         gathered,
     ),
-    **dict.fromkeys(("index_select", "index_add", "index_copy", "index_fill"), taken),
+    "index_select": taken,
+    **dict.fromkeys(("index_add", "index_copy", "index_fill"), placed),
 }
