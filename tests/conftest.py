@@ -57,10 +57,17 @@ def _fresh_dynamo() -> Iterator[None]:
     torch._dynamo.reset()
 
 
-@pytest.fixture(scope="module")
-def stages_traced_once() -> Iterator[None]:
-    """For files that train a few models under many schedules."""
+@pytest.fixture(autouse=True, scope="session")
+def _stages_traced_once() -> Iterator[None]:
+    """Plans of all tests of a process share the traces of their stages."""
     with traced_once.stages_traced_once():
+        yield
+
+
+@pytest.fixture
+def stages_traced_anew() -> Iterator[None]:
+    """For tests of tracing itself."""
+    with traced_once.stages_traced_anew():
         yield
 
 

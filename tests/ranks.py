@@ -25,7 +25,6 @@ from tests.cases import (
     eager_step,
     train,
 )
-from tests.traced_once import stages_traced_once
 
 
 def replicated() -> fxsched.Schedule:
@@ -328,8 +327,7 @@ def world() -> None:
 
 if __name__ == "__main__":
     dist.init_process_group("gloo")
-    with stages_traced_once():
-        for case in sys.argv[1:]:
-            torch._dynamo.reset()
-            globals()[case]()
+    for case in sys.argv[1:]:
+        torch._dynamo.reset()
+        globals()[case]()
     dist.destroy_process_group()

@@ -18,7 +18,6 @@ from fxsched.models.gpt import GPT, GPTConfig
 from fxsched.state.cuts import CUTS
 from tests.cases import Result, build, eager_step, optimizer, train
 from tests.test_shards import placed_at_random
-from tests.traced_once import stages_traced_once
 
 EVERY_RANK: dict[int, Callable[[], list[tuple[str, Schedule, str]]]] = {
     2: lambda: [
@@ -264,11 +263,10 @@ def said(text: str) -> Iterator[None]:
 if __name__ == "__main__":
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
-    with stages_traced_once():
-        equal()
-        updates(Path(sys.argv[1]))
-        if dist.get_world_size() == 2:
-            saved(Path(sys.argv[1]))
-            loops()
-            refused()
+    equal()
+    updates(Path(sys.argv[1]))
+    if dist.get_world_size() == 2:
+        saved(Path(sys.argv[1]))
+        loops()
+        refused()
     dist.destroy_process_group()

@@ -14,7 +14,6 @@ from torch.testing import assert_close
 import fxsched
 from fxsched import Schedule, schedules
 from tests.cases import MICROBATCHES
-from tests.traced_once import stages_traced_once
 from tests.updates import TOLERANCE, adamw, batches, build_double, copied, eager
 from tests.zero import even
 
@@ -96,7 +95,6 @@ def main() -> None:
 
 if __name__ == "__main__":
     dist.init_process_group("gloo")
-    with stages_traced_once():
-        main()
+    main()
     dist.barrier()
     dist.destroy_process_group()

@@ -17,8 +17,9 @@ from tempfile import TemporaryDirectory
 import torch.distributed as dist
 
 from tests.torchrun import ONE_THREAD
+from tests.traced_once import stages_traced_once
 
-IMPORTED = ["torch._dynamo", "torch.testing", "fxsched.backend", "fxsched.cli.main"]
+IMPORTED = ["torch._dynamo", "torch.testing", "tests.traced_once", "fxsched.cli.main"]
 
 
 def run_ranks(
@@ -78,4 +79,5 @@ def _run(
         stream.reconfigure(line_buffering=True)  # type: ignore[union-attr]
     os.environ |= variables
     sys.argv = [module, *arguments]
-    runpy.run_module(module, run_name="__main__", alter_sys=True)
+    with stages_traced_once():
+        runpy.run_module(module, run_name="__main__", alter_sys=True)

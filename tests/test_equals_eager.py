@@ -23,7 +23,6 @@ from tests.cases import (
 )
 from tests.traced_once import Switch
 
-pytestmark = pytest.mark.usefixtures("stages_traced_once")
 OPTIMIZERS = ("sgd", "adamw")
 
 

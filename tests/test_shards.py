@@ -18,7 +18,6 @@ from fxsched.models.gpt import GPT, GPTConfig
 from fxsched.sharding import rewrite
 from tests.cases import assert_equal, build, eager_step, train
 
-pytestmark = pytest.mark.usefixtures("stages_traced_once")
 F, B, *_ = Direction
 BY_NAME = {
     "blocks.*.attention.query": "column",

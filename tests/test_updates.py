@@ -27,8 +27,6 @@ from tests.updates import (
     momentum,
 )
 
-pytestmark = pytest.mark.usefixtures("stages_traced_once")
-
 
 def trained(
     model: nn.Module,

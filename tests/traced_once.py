@@ -1,18 +1,24 @@
-"""What several plans of a test, or of a file of tests, have in common is traced once:
-the same models are trained under many schedules, which often cut them alike."""
+"""What several plans have in common is traced once by a process: the same models are
+trained under many schedules, which often cut them alike."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import fx, nn
 
 from fxsched import Backend
-from fxsched.autodiff.stage_graphs import stage_key
+from fxsched.autodiff.stage_graphs import StageGraphs, stage_key
+from fxsched.ir.lazy import lazy_module
 from fxsched.passes import differentiate
+from fxsched.plan_cache.key import trace_modes
+
+MOST = 100_000  # nodes of the graphs that are kept; about 5 KB each
+Trace = Callable[..., StageGraphs]
 
 
 class Switch:
@@ -33,22 +39,94 @@ class Switch:
         return self.compiled(*inputs)
 
 
+class Kept(NamedTuple):
+    """A stage's graphs, and the stage: the key has the ids of what is in it."""
+
+    graphs: StageGraphs
+    stage: fx.GraphModule
+    nodes: int
+
+
+class StageCache:
+    """Traces of stages, of which those not asked for longest are dropped first.
+
+    A stage is known by its graph with shapes, types and constants, by which outputs
+    have gradients, and by the modes of PyTorch that a trace depends on. Each call gets
+    graphs of its own, which passes may change.
+    """
+
+    def __init__(self, trace: Trace, most: int = MOST) -> None:
+        self.trace, self.most = trace, most
+        self.kept: OrderedDict[Any, Kept] = OrderedDict()
+        self.nodes = self.hits = 0
+
+    def __call__(
+        self, stage: fx.GraphModule, live: tuple[bool, ...], state: int, mode: Any
+    ) -> StageGraphs:
+        key = stage_key(stage), live, state, tuple(trace_modes())
+        found = self.kept.get(key)
+        if found is None:
+            graphs = self.trace(stage, live, state, mode)
+            found = Kept(graphs, stage, _count(graphs, stage))
+            self.kept[key] = found
+            self.nodes += found.nodes
+            while self.nodes > self.most and len(self.kept) > 1:
+                self.nodes -= self.kept.popitem(last=False)[1].nodes
+        else:
+            self.hits += 1
+            self.kept.move_to_end(key)
+        return _copied(found.graphs)
+
+
+CACHE = StageCache(differentiate.trace_stage)  # of this process
+
+
 @contextmanager
-def stages_traced_once() -> Iterator[None]:
-    """Where stages of several plans that compute the same are traced once, as those of
-    one plan are."""
-    real, known = differentiate.trace_stage, {}
+def stages_traced_once(cache: StageCache = CACHE) -> Iterator[StageCache]:
+    """Where a stage that any plan of this process had before is not traced again."""
+    with _tracing_by(cache):
+        yield cache
 
-    def trace(module: fx.GraphModule, *args: Any) -> Any:
-        cast = torch.is_autocast_enabled("cpu") and torch.get_autocast_dtype("cpu")
-        key = stage_key(module), args[:-1], cast  # without the fake mode
-        if key not in known:
-            # with the module, for the key has the ids of what is in it
-            known[key] = real(module, *args), module
-        return known[key][0]
 
+@contextmanager
+def stages_traced_anew() -> Iterator[None]:
+    """Where each plan traces its own stages, as users' plans do."""
+    with _tracing_by(CACHE.trace):
+        yield
+
+
+@contextmanager
+def _tracing_by(trace: Trace) -> Iterator[None]:
+    before = differentiate.trace_stage
     differentiate.trace_stage = trace
     try:
         yield
     finally:
-        differentiate.trace_stage = real
+        differentiate.trace_stage = before
+
+
+def _graphs(graphs: StageGraphs) -> dict[str, fx.GraphModule]:
+    return {
+        name: value
+        for name, value in graphs._asdict().items()
+        if isinstance(value, fx.GraphModule)
+    }
+
+
+def _count(graphs: StageGraphs, stage: fx.GraphModule) -> int:
+    return sum(len(gm.graph.nodes) for gm in (stage, *_graphs(graphs).values()))
+
+
+def _copied(graphs: StageGraphs) -> StageGraphs:
+    return graphs._replace(**{k: _copy(gm) for k, gm in _graphs(graphs).items()})
+
+
+def _copy(gm: fx.GraphModule) -> fx.GraphModule:
+    """The module with a graph of its own, whose nodes have the same names and values
+    of fake tensors."""
+    graph = fx.Graph()
+    graph.output(graph.graph_copy(gm.graph, {}))
+    graph.output_node().meta = dict(gm.graph.output_node().meta)
+    copied = lazy_module(gm, graph, type(gm).__name__)
+    copied.meta = dict(gm.meta)
+    return copied

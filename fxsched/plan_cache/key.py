@@ -45,7 +45,8 @@ def plan_key(
     Raises CannotKeep for a graph with functions or tensors of the user's own.
     """
     text = hashlib.sha256()
-    for part in (gm.meta["text"], repr(gm.meta["call"]), *_installed(), *_modes()):
+    call = gm.meta["text"], repr(gm.meta["call"])
+    for part in (*call, *_installed(), *trace_modes()):
         text.update(f"{_checked(part)}\n".encode())
     for field in fields(request):
         value = getattr(request, field.name)
@@ -80,7 +81,7 @@ def _installed() -> tuple[str, ...]:
     return (code.hexdigest(), str(torch.version.git_version), *versions, *devices)
 
 
-def _modes() -> Iterator[str]:
+def trace_modes() -> Iterator[str]:
     """What of torch's settings changes which operations a trace has."""
     yield f"{torch.is_grad_enabled()} {torch.is_inference_mode_enabled()} {casts()}"
     yield f"{torch.get_default_dtype()} {torch.get_default_device()}"
