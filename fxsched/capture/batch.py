@@ -46,6 +46,13 @@ class Batch:
         """What a size that is `value` in the call is in one microbatch."""
         return int(self._of(size, self.part)) if self.changes(size) else value
 
+    def part_of(self, size: object) -> int | None:
+        """What a size is in one microbatch, if that is known."""
+        if not isinstance(size, torch.SymInt):
+            return int(size)  # type: ignore[call-overload, no-any-return]
+        value = self._of(size, self.part)
+        return max(int(value), 0) if value.is_number else None
+
     def whole(self, size: object) -> int | None:
         """What a size is in the call, if that is known."""
         value = self._of(size, self.full)

@@ -59,7 +59,8 @@ def join_rows(
     once = any(ONCE in node.meta for node in trace.gm.graph.nodes)
     if trace.tracker.meets or numbers or once:
         joining = _Joining(trace, spread)
-        if numbers or once or not _needed(wanted).isdisjoint(joining.of_all):
+        needed = not _needed(wanted).isdisjoint(joining.of_all)
+        if numbers or once or needed or joining.writes():
             joining.run(wanted)
             return Joined(True, joining.spread)
     return NOTHING_JOINED
@@ -97,6 +98,11 @@ class _Joining:
                 self.writers.setdefault(where, []).append(node)
         self.new: dict[fx.Node, Any] = {}  # of the whole batch
         self.parts: dict[fx.Node, fx.Node] = {}  # of a microbatch, of joint values
+
+    def writes(self) -> bool:
+        """Whether what runs on all rows writes into something."""
+        new = map(self.trace.new.get, self.joint)
+        return any(isinstance(n, fx.Node) and n.meta["mutates"] for n in new)
 
     def run(self, outputs: Sequence[fx.Node]) -> None:
         """Adds the nodes that the outputs need."""
@@ -307,9 +313,9 @@ class _Joining:
             )
         kept = {
             storage(t)
-            for read in node.all_input_nodes
+            for read, value in self.whole.values.items()
             if read not in self.joint
-            for t in tensors(self.whole.values.get(read))
+            for t in tensors(value)
         }
         if kept & set(map(storage, own.meta["mutates"])):
             raise PlanError(

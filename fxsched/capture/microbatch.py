@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
-from typing import Any
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from operator import setitem
+from typing import Any, NamedTuple
 
 from torch import Tensor, fx, nn
 from torch._subclasses import FakeTensorMode
@@ -26,6 +28,14 @@ from .batch_norms import learn
 from .effects import INSTANCE_NORMS, EffectMeter, holds_tensor
 from .graph_inputs import origin_of
 from .refusals import where_of
+from .whole_sizes import has_sizes, stand_ins
+
+
+class _Value(NamedTuple):
+    """What a node gives, and whether it goes with the size of a microbatch."""
+
+    value: Any
+    fits: bool = True
 
 
 class Microbatch:
@@ -54,7 +64,7 @@ class Microbatch:
         self.graph = fx.Graph()
         self.new: dict[fx.Node, Any] = {}
         self.values: dict[fx.Node, Any] = {}
-        self.tracker = Tracker(batch.rows, batch.symbols, exact)
+        self.tracker = self._tracker(exact)
         self._costs = AutogradCosts(gm, self.mode)
         self._interpreter = self._costs.interpreter
         self._first: dict[int, fx.Node] = {}  # the input that a tensor of state is
@@ -156,9 +166,9 @@ class Microbatch:
         self.tracker.enter(node)
         effects = EffectMeter(self.tracker)
         with self.mode, self._costs.saved_bytes() as saved, effects:
-            value = self._run(node, args, kwargs)
+            value, fits = self._value(node, args, kwargs)
         self.values[node] = value
-        self.tracker.settle(node, value)
+        self.tracker.settle(node, args[0] if node.target is setitem else value)
         region = is_region(node)
         if not (region or effects.written or holds_tensor(value)):
             self.new[node] = value
@@ -168,8 +178,9 @@ class Microbatch:
             self._refuse_writes(node, effects)
         flops, _, seconds = effects.total
         backward = 0.0
-        if not region:
-            backward = self._costs.backward_seconds(node, args, kwargs, self.values)
+        if not region and fits:
+            with _refused(node):
+                backward = self._costs.backward_seconds(node, args, kwargs, self.values)
         if recomputed and not effects.random:
             backward, saved = backward + seconds, []
         statistics = node.target in (*INSTANCE_NORMS, learn)
@@ -198,24 +209,34 @@ class Microbatch:
                 "writes it (such as BatchNorm in training) out of the checkpoint"
             )
 
+    def _value(self, node: fx.Node, args: Any, kwargs: Any) -> _Value:
+        """Runs a node; where it doesn't go with the size of a microbatch, and the whole
+        batch may run it, there are stand-ins."""
+        tracker, batch = self.tracker, self.batch
+        try:
+            value = self._run(node, args, kwargs)
+        except PlanError:
+            stand_in = stand_ins(node, batch, tracker) if tracker.exact else None
+            if stand_in is None:
+                raise
+            return _Value(stand_in, False)
+        example = node.meta.get("example_value")
+        if tracker.exact and not has_sizes(value, example, batch):
+            stand_in = stand_ins(node, batch, tracker)
+            if stand_in is not None:
+                return _Value(stand_in, False)
+        return _Value(value)
+
     def _run(self, node: fx.Node, args: Any, kwargs: Any) -> Any:
         """What a node gives. Raises PlanError, with its line, for what can't be run."""
         target: Any = node.target
         if is_region(node):
             return target(*args, **kwargs)
-        run = getattr(self._interpreter, node.op)
-        try:
-            return run(target, args, kwargs)
-        except PlanError as error:
-            raise PlanError(f"{error}{where_of(node)}") from error
-        except Exception as error:
-            name = getattr(target, "__name__", str(target))
-            why = str(error).split("\n")[0].split(".Hint")[0]
-            raise PlanError(
-                f"{name} cannot be planned{where_of(node)} ({type(error).__name__}: "
-                f"{why}); write it with other torch operations, or compute it outside "
-                "the compiled model"
-            ) from error
+        with _refused(node):
+            return getattr(self._interpreter, node.op)(target, args, kwargs)
+
+    def _tracker(self, exact: bool = False) -> Tracker:
+        return Tracker(self.batch.rows, self.batch.symbols, exact, self.batch.joins)
 
     def rows(self, node: Any) -> Rows | None:
         """How a node's value depends on the batch, if it is a tensor."""
@@ -230,15 +251,18 @@ class Microbatch:
             return None
         if new.meta["random"] or new.meta["mutates"]:
             return None
-        tracker = Tracker(self.batch.rows, self.batch.symbols)
+        tracker = self._tracker()
         for read in node.all_input_nodes:
             operand = self.values[read]
             if read not in whole and isinstance(operand, Tensor):
                 tracker.put(operand, self.tracker.of(operand))
         args, kwargs = fx.map_arg((node.args, node.kwargs), self.values.__getitem__)
         tracker.enter(node)
-        with self.mode, EffectMeter(tracker):
-            again = self._run(node, args, kwargs)
+        try:
+            with self.mode, EffectMeter(tracker):
+                again = self._run(node, args, kwargs)
+        except PlanError:  # it doesn't go with the size of a microbatch
+            return None
         tracker.settle(node, again)
         return tracker.of(again)
 
@@ -268,6 +292,23 @@ class Microbatch:
         self.call(node)
         node.args = ()  # Dynamo's graph knows nothing of it
         return node
+
+
+@contextmanager
+def _refused(node: fx.Node) -> Iterator[None]:
+    """Errors of a node, as PlanErrors with its line."""
+    try:
+        yield
+    except PlanError as error:
+        raise PlanError(f"{error}{where_of(node)}") from error
+    except Exception as error:
+        name = getattr(node.target, "__name__", str(node.target))
+        why = str(error).split("\n")[0].split(".Hint")[0]
+        raise PlanError(
+            f"{name} cannot be planned{where_of(node)} ({type(error).__name__}: "
+            f"{why}); write it with other torch operations, or compute it outside "
+            "the compiled model"
+        ) from error
 
 
 def is_region(node: fx.Node) -> bool:

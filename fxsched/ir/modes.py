@@ -34,15 +34,20 @@ def with_casts(casts_then: Sequence[tuple[str, torch.dtype]]) -> Iterator[None]:
 
 @contextmanager
 def modes_after_errors() -> Iterator[None]:
-    """After an error inside, gradients and autocast are as they were before: a model's
-    regions are entered by one node and left by another, which may never have run."""
+    """Where a model is traced or planned: outside of torch.inference_mode, in which
+    composite operations come whole.
+
+    After an error inside, gradients and autocast are as they were before: a model's
+    regions are entered by one node and left by another, which may never have run.
+    """
     gradients, nested = torch.is_grad_enabled(), _nested()
     before = [
         (kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind))
         for kind in DEVICES
     ]
     try:
-        yield
+        with torch.inference_mode(False), torch.set_grad_enabled(gradients):
+            yield
     except BaseException:
         torch.set_grad_enabled(gradients)
         for kind, enabled, dtype in before:

@@ -36,10 +36,12 @@ def phases_of(reads: Sequence[Sequence[int]], joint: Sequence[bool]) -> list[int
 def cut_phases(
     problem: Problem, phases: Sequence[int], schedule: Schedule, limit: float | None
 ) -> Cut:
-    """The stages of units that run in microbatches."""
-    last = max(phases, default=0)
+    """The stages of units that run in microbatches; there may be none."""
+    if not phases:
+        return ()
+    last = max(phases)
     if schedule.stages is not None and schedule.stages > len(phases):
-        schedule = replace(schedule, stages=max(len(phases), 1))
+        schedule = replace(schedule, stages=len(phases))
     if last == 0:
         return choose_cut(problem, schedule, limit).cut
     parts = [

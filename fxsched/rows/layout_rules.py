@@ -102,7 +102,8 @@ def sliced(call: OpCall) -> Rows:
         return rows
     block = call.size * call.inner(tensor, rows)
     start = int(call.get("start") or 0)
-    if call.get("step", 1) == 1 and start % block == 0 and taken % block == 0:
+    whole = taken > 0 and start % block == 0 and taken % block == 0
+    if call.get("step", 1) == 1 and whole:
         return rows._replace(outer=taken // block)
     return Rows(Kind.OTHER, cause=call.mixed(Effect.ORDER, rows))
 
@@ -115,7 +116,7 @@ def parted(call: OpCall) -> Rows | Sequence[Rows]:
         return rows
     block = call.size * call.inner(tensor, rows)
     sizes = [int(part.shape[dim]) for part in call.out]
-    if any(size % block for size in sizes):
+    if any(size % block for size in sizes) or 0 in sizes:
         return Rows(Kind.OTHER, cause=call.mixed(Effect.ORDER, rows))
     return [rows._replace(outer=size // block) for size in sizes]
 

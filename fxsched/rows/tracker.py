@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import inspect
 import operator
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -59,6 +59,7 @@ class Tracker:
     """The rows of every tensor of one trace.
 
     size: rows of a microbatch.
+    joins: whether microbatches' sizes add up to one of the batch.
     labels: those that means over labels are of.
     exact: whether rows of different microbatches may meet: then values that keep their
         rows, though others went into them, start anew. `meets` says whether they do;
@@ -68,8 +69,14 @@ class Tracker:
         by each other, or added to what is none.
     """
 
-    def __init__(self, size: int, symbols: set[Any], exact: bool = False) -> None:
-        self.size, self.symbols, self.exact = size, symbols, exact
+    def __init__(
+        self,
+        size: int,
+        symbols: set[Any],
+        exact: bool = False,
+        joins: Callable[[object], bool] = bool,
+    ) -> None:
+        self.size, self.symbols, self.exact, self.joins = size, symbols, exact, joins
         self.met: set[fx.Node] = set()
         self.meets = self.weighed = False
         self.sized = True  # Dynamo's symbols say of values where they have rows
@@ -136,9 +143,11 @@ class Tracker:
                 self.put(other, UNKNOWN._replace(cause=old.cause))
 
     def settle(self, node: fx.Node, value: Any) -> None:
-        """Corrects the rows of a node's value by what Dynamo's symbols say."""
+        """Corrects the rows of a node's value, or of what x[i] = y writes into, by what
+        Dynamo's symbols say."""
         degree = self._degree(node)
-        examples = list(tensors(node.meta.get("example_value")))
+        source: Any = node.args[0] if node.target is operator.setitem else node
+        examples = list(tensors(source.meta.get("example_value")))
         results = list(tensors(value))
         if len(examples) != len(results):
             return
@@ -184,9 +193,7 @@ class Tracker:
         dims = [i for i, size in enumerate(example.shape) if self.depends(size)]
         if rows.kind is not Kind.APART or rows.outer > 1 or dims != [rows.dim]:
             return False
-        expression: Any = example.shape[rows.dim].node.expr  # type: ignore[attr-defined]
-        symbols = expression.free_symbols & self.symbols
-        return len(symbols) == 1 and _power(expression, *symbols) == 1
+        return self.joins(example.shape[rows.dim])
 
     def _of_loss(self, node: fx.Node, rows: Rows) -> Rows:
         """Losses of torch.nn.functional divide by sizes out of sight."""
@@ -212,7 +219,7 @@ class Tracker:
         """With the dimension of the batch that the symbolic shape shows."""
         dims = [i for i, size in enumerate(example.shape) if self.depends(size)]
         if rows.kind is Kind.SHARED and dims:
-            if node.target in NUMBERS:
+            if _counts_rows(node):
                 return Rows(Kind.APART, dims[0], numbers=True)
             cause = None
             if node.target in NUMBERED or len(dims) > 1:
@@ -228,6 +235,9 @@ class Tracker:
             if len(dims) == 1 and self.size == 1:
                 return rows._replace(dim=dims[0], outer=1)
             return UNKNOWN
+        apart = rows.kind is Kind.APART and rows.cause is None
+        if apart and not all(self.joins(example.shape[dim]) for dim in dims):
+            return rows._replace(cause=_cause(Effect.ORDER, node))
         return rows
 
     def depends(self, size: object) -> bool:
@@ -256,8 +266,8 @@ class Tracker:
 
 WEIGHED = (Effect.RATIO, Effect.CONSTANT, Effect.BOTH)
 _NLL = RULES["nll_loss_forward"]
-NUMBERS = (torch.arange,)
 NUMBERED = (torch.eye, torch.linspace, torch.randperm, torch.tril_indices, torch.range)
+NUMBERED += (torch.arange,)
 TIMES = (operator.mul, operator.imul, torch.mul, "mul", "mul_")
 OVER = (operator.truediv, operator.itruediv, torch.div, "div", "div_", "true_divide")
 OTHERS = (operator.add, operator.sub, operator.pow, torch.add, torch.sub, torch.pow)
@@ -278,6 +288,16 @@ def _power(expression: Any, symbol: Any) -> int:
     if values[0] and values[1] == 2 * values[0] and values[2] == 2 * values[1]:
         return 1
     return -int(bool(values[2]) and values[0] == 2 * values[1] == 4 * values[2])
+
+
+def _counts_rows(node: fx.Node) -> bool:
+    """Whether a node gives numbers from 0 on, which are those of rows."""
+    if node.target is not torch.arange:
+        return False
+    start, step = node.kwargs.get("start", 0), node.kwargs.get("step", 1)
+    if len(node.args) > 1:
+        start, step, *_ = (node.args[0], *node.args[2:3], step)
+    return start == 0 and step == 1
 
 
 def _cause(effect: Effect, node: fx.Node) -> Cause:

@@ -31,6 +31,7 @@ class Run(ABC):
         self.worker, self.endpoint, self.record = worker, endpoint, record
         self.events: list[Event] = [] if record is None else record.events
         self.told = 0
+        self.inference = torch.is_inference_mode_enabled()  # in the caller's thread
         self.wire = endpoint
         if record is not None:
             self.wire = RecordedEndpoint(endpoint, record)
@@ -38,6 +39,7 @@ class Run(ABC):
     def advance(self, tangents: dict[int, Tensor] | None = None) -> dict[str, Any]:
         """Runs up to the pause, or to the end; returns what the program gives there."""
         with ExitStack() as modes:  # stage graphs hold all casts already
+            modes.enter_context(torch.inference_mode(self.inference))
             modes.enter_context(torch.no_grad())
             for kind in filter(torch.is_autocast_enabled, ("cpu", "cuda")):
                 modes.enter_context(torch.autocast(kind, enabled=False))
