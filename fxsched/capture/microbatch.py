@@ -19,6 +19,7 @@ from ..ir.graphs import REGION_ENTERS, REGION_EXITS, Role, Spec, storage
 from ..jobs.job import PlanError
 from ..rows.early_values import Early
 from ..rows.kinds import SHARED, Kind, Rows
+from ..rows.own_backward import own_backward
 from ..rows.tracker import Tracker
 from .autograd_costs import AutogradCosts
 from .batch import Batch
@@ -158,6 +159,7 @@ class Microbatch:
         with self.mode, self._costs.saved_bytes() as saved, effects:
             value = self._run(node, args, kwargs)
         self.values[node] = value
+        self._follow_backward(self.tracker, node, args, value)
         self.tracker.settle(node, value)
         region = is_region(node)
         if not (region or effects.written or holds_tensor(value)):
@@ -197,6 +199,16 @@ class Microbatch:
                 "eager writes it twice, in F and as B computes it again; move what "
                 "writes it (such as BatchNorm in training) out of the checkpoint"
             )
+
+    def _follow_backward(
+        self, tracker: Tracker, node: fx.Node, args: Any, value: Any
+    ) -> None:
+        """Notes what becomes of rows in a node's backward, if a user wrote it."""
+        if tracker.symbols and node.op == "call_function":
+            with self.mode:
+                backward = own_backward(node, args, value, tracker)
+            if backward is not None:
+                tracker.note_backward(node, value, *backward)
 
     def _run(self, node: fx.Node, args: Any, kwargs: Any) -> Any:
         """What a node gives. Raises PlanError, with its line, for what can't be run."""
@@ -239,6 +251,7 @@ class Microbatch:
         tracker.enter(node)
         with self.mode, EffectMeter(tracker):
             again = self._run(node, args, kwargs)
+        self._follow_backward(tracker, node, args, again)
         tracker.settle(node, again)
         return tracker.of(again)
 
