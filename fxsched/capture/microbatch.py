@@ -204,7 +204,7 @@ class Microbatch:
         self, tracker: Tracker, node: fx.Node, args: Any, value: Any
     ) -> None:
         """Notes what becomes of rows in a node's backward, if a user wrote it."""
-        if tracker.symbols and node.op == "call_function":
+        if node.op == "call_function":
             with self.mode:
                 backward = own_backward(node, args, value, tracker)
             if backward is not None:

@@ -68,14 +68,14 @@ def own_backward(
     if body.unknown is not None or len(gradients) != len(inputs):
         where = body.unknown or node
         return Backward(_cause(where, node, Effect.UNSURE), False)
-    linear = True
+    meets, linear = None, True
     for gradient, of in zip(gradients, inputs, strict=True):
         if isinstance(gradient, Tensor) and isinstance(of, Tensor):
             rows, grade = body.rows.of(gradient), body.grades.of(gradient)
             if not _is_right(rows, grade, tracker.of(of)):
-                return Backward(body.cause(rows, node), False)
+                meets = meets or body.cause(rows, node)
             linear &= grade is None or grade.degree == 1
-    return Backward(None, linear)
+    return Backward(meets if tracker.symbols else None, linear)
 
 
 def _of_hook(body: _Body, args: Sequence[Any]) -> Sequence[Any]:
