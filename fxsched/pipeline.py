@@ -165,6 +165,7 @@ def make_plan(
         draws=bool(step.draws),
         redraws=_redraws(step),
         half=cut.half,
+        linear=step.facts.linear,
         current=bool(request.updates),
         in_order=request.deterministic,
         by_arrival=request.by_arrival and step.every is not None,

@@ -245,6 +245,8 @@ class _Joining:
         """Whether a value is a view of one that the whole batch has too."""
         if node.op == "placeholder" or not node.all_input_nodes:
             return False
+        if node in self.trace.tracker.unlinear:  # its B runs once
+            return False
         first = node.all_input_nodes[0]
         source, value = self.trace.values.get(first), self.trace.values[node]
         if not (isinstance(source, Tensor) and isinstance(value, Tensor)):

@@ -21,6 +21,7 @@ from ..ir.graphs import REGION_ENTERS, REGION_EXITS, Role, Spec, storage
 from ..jobs.job import PlanError
 from ..rows.early_values import Early
 from ..rows.kinds import SHARED, Kind, Rows
+from ..rows.own_backward import own_backward
 from ..rows.tracker import Tracker
 from .autograd_costs import AutogradCosts
 from .batch import Batch
@@ -168,6 +169,8 @@ class Microbatch:
         with self.mode, self._costs.saved_bytes() as saved, effects:
             value, fits = self._value(node, args, kwargs)
         self.values[node] = value
+        if fits:
+            self._follow_backward(self.tracker, node, args, value)
         self.tracker.settle(node, args[0] if node.target is setitem else value)
         region = is_region(node)
         if not (region or effects.written or holds_tensor(value)):
@@ -227,6 +230,16 @@ class Microbatch:
                 return _Value(stand_in, False)
         return _Value(value)
 
+    def _follow_backward(
+        self, tracker: Tracker, node: fx.Node, args: Any, value: Any
+    ) -> None:
+        """Notes what becomes of rows in a node's backward, if a user wrote it."""
+        if node.op == "call_function":
+            with self.mode:
+                backward = own_backward(node, args, value, tracker)
+            if backward is not None:
+                tracker.note_backward(node, value, *backward)
+
     def _run(self, node: fx.Node, args: Any, kwargs: Any) -> Any:
         """What a node gives. Raises PlanError, with its line, for what can't be run."""
         target: Any = node.target
@@ -263,6 +276,7 @@ class Microbatch:
                 again = self._run(node, args, kwargs)
         except PlanError:  # it doesn't go with the size of a microbatch
             return None
+        self._follow_backward(tracker, node, args, again)
         tracker.settle(node, again)
         return tracker.of(again)
 

@@ -15,6 +15,7 @@ from torch.utils._pytree import tree_map
 
 from ..ir.graphs import tensors
 from ..jobs.job import PlanError
+from .own_gradients import refuse_grad_fn
 
 
 class OutsideTensors(TorchFunctionMode):
@@ -34,6 +35,7 @@ class OutsideTensors(TorchFunctionMode):
         args: Sequence[Any] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
+        refuse_grad_fn(func)
         named = dict(kwargs or {})
         if any(map(_is_weight, tensors((args, named)))):
             args, named = tree_map(self._in_place_of, (tuple(args), named))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import os
+import sys
 import traceback
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -13,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd import Function
+from torch.autograd.graph import saved_tensors_hooks
 
 from ..jobs.job import PlanError
 from .export_errors import foreign
@@ -31,7 +33,9 @@ MAKERS: Mapping[CodeType, str] = {
     "backward hook of a module)",
     Tensor.register_hook.__code__: "a hook on a gradient",
     Tensor.register_post_accumulate_grad_hook.__code__: "a hook on a gradient",
+    saved_tensors_hooks.__enter__.__code__: "hooks on saved tensors",
 }
+GRAD_FN: Any = Tensor.grad_fn  # whose hooks nothing else tells of
 
 
 @contextmanager
@@ -56,10 +60,24 @@ def refuse_own_gradients(frame: FrameType) -> bool:
         return what is not None
     if caller is not None and caller.f_code.co_filename.startswith(OPERATIONS):
         return True
+    hooks = frame.f_locals.get("self")
+    if isinstance(hooks, saved_tensors_hooks) and type(hooks) is not saved_tensors_hooks:
+        return True  # torch.utils.checkpoint's, which give tensors back as they were
+    raise _error(what, frame)
+
+
+def refuse_grad_fn(func: object) -> None:
+    """Raises PlanError, with the user's line, if a function of torch that is called
+    reads Tensor.grad_fn, on which a model may put a hook."""
+    if torch.is_grad_enabled() and func == GRAD_FN.__get__:
+        raise _error("what reads grad_fn, for hooks on it or such", sys._getframe(1))
+
+
+def _error(what: str, frame: FrameType) -> PlanError:
     stack = traceback.extract_stack(frame)
     own = [each for each in stack if not foreign(each.filename)]
     where = "".join(traceback.format_list((own or list(stack))[-1:])).strip()
-    raise PlanError(
+    return PlanError(
         f"the model has {what}, which torch.export can't trace, at\n  {where}\n"
         "write it with torch operations (detach() where no gradient goes), or rewrite "
         "the line at which Dynamo breaks"

@@ -110,6 +110,7 @@ class RowVersions:
         """A joint node on a microbatch's parts of what it reads."""
         new = self.trace.new[node]
         effects = new.meta.get("random") or new.meta.get("mutates")
+        effects = effects or node in self.trace.tracker.unlinear
         again = node in self.joint and not effects and node not in self._inside
         if not again or self._reads_sizes(node):
             return None

@@ -30,6 +30,7 @@ from .meta_device import cpu_specs, is_meta, on_cpu
 from .microbatch import Microbatch
 from .output_leaves import output_leaves
 from .state_updates import keeps_rows
+from .tensor_hooks import hook_at_source
 from .traced_outputs import declared_outputs, finish_outputs
 from .weighted_microbatch import WeightedMicrobatch
 
@@ -90,6 +91,7 @@ def trace_microbatch(
         weighted = True
     if exact and batch_norm == "batch":
         gm = whole_batch_norms(gm)
+    hook_at_source(gm)
     training = torch.is_grad_enabled()
     with torch.enable_grad():  # without gradients too, B decides where to cut
         trace = _interpreted(gm, inputs, batch, specs, weighted, exact)
@@ -117,7 +119,9 @@ def trace_microbatch(
         output._replace(leaves=each)
         for output, each in zip(described, leaves, strict=True)
     ]
-    graph.meta[FACTS] = Facts(tuple(described), writes, trace.mode, totals, meeting)
+    linear = not trace.tracker.unlinear
+    known_facts = tuple(described), writes, trace.mode, totals, meeting, linear
+    graph.meta[FACTS] = Facts(*known_facts)
     pairs = zip(rows, trace.outputs(), strict=True)
     rows = tuple(trace.rows(o) if o in trace.spread else r for r, o in pairs)
     rows = tuple(map(trace.rows_left, rows, trace.outputs()))

@@ -20,7 +20,7 @@ FACTS = "facts"  # the key of gm.meta that has them
 
 @dataclass(frozen=True)
 class Facts:
-    """The trace says the first five, planning `pairs`; a pass that finds out more
+    """The trace says the first six, planning `pairs`; a pass that finds out more
     replaces the record.
 
     outputs: how each output of the model is put together.
@@ -28,6 +28,7 @@ class Facts:
     fake_mode: the mode that fake values live in.
     totals: what of the whole batch weighs the loss of microbatches, for people.
     meeting: where rows of the batch meet, if they do, for people.
+    linear: whether all gradients are in proportion to the one that arrives.
     pairs: whether rows meet in pairs in a joint stage or not, and why, for people.
     schedule: the user's, fitted to the stages (assign_stages).
     stages: a networkx.DiGraph; see clock.stage_record (split_stages; times and
@@ -48,6 +49,7 @@ class Facts:
     fake_mode: Any
     totals: str = ""
     meeting: str = ""
+    linear: bool = True
     schedule: Schedule | None = None
     pairs: str = ""
     stages: nx.DiGraph[int] = field(default_factory=nx.DiGraph)

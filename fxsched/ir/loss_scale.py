@@ -46,14 +46,28 @@ def _checked(scale: object) -> float:
 
 
 def hand_over(
-    gradients: Gradients, incoming: Tensor, factor: float | None, half: bool
+    gradients: Gradients,
+    incoming: Tensor,
+    factor: float | None,
+    half: bool,
+    linear: bool = True,
 ) -> Gradients:
     """Finished gradients times what backward() hands in for the loss.
 
     factor: the scale that B started from; None if there was none.
-    half: whether B computed in float16.
+    half: whether B computed in float16. linear: whether gradients are in proportion to
+        what B starts from.
     Raises RuntimeError if a scale comes that B should have started from.
     """
+    if not linear and float(incoming) != (factor or 1.0):
+        raise RuntimeError(
+            f"fxsched: backward() hands in {float(incoming):g} for the loss, but B ran "
+            f"in the call, from {factor or 1.0:g}, and the model has a backward of its "
+            "own (torch.autograd.Function, register_hook) whose gradients are not in "
+            "proportion to that; call loss.backward() on what the model returned, or "
+            f"write fxsched.backend(schedule, loss_scale={float(incoming):g}), and B "
+            "starts from it"
+        )
     if factor is not None:
         ratio = float(incoming) / factor
         if ratio == 1.0:

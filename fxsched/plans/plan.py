@@ -83,6 +83,7 @@ class Plan:
     draws: whether jobs draw random numbers. redraws: whether B draws those of an F that
         ran on another worker.
     half: whether gradients are computed in float16, where small ones flush to 0.
+    linear: whether all gradients are in proportion to the one that arrives.
     current: whether all copies of weights are the newest when a call begins: programs
         step the optimizer, and not the user's loop.
     by_arrival: whether updates are in order of arrival; versions are as planned then.
@@ -115,6 +116,7 @@ class Plan:
     draws: bool = False
     redraws: bool = False
     half: bool = False
+    linear: bool = True
     current: bool = False
     by_arrival: bool = False
     in_order: bool = False

@@ -41,6 +41,7 @@ class Effect(Enum):
     BOTH = "a sum over the batch is added to a mean over it"
     MIX = "rows of the batch are mixed"
     UNSURE = "there is no rule for an operation, which may mix rows"
+    BACKWARD = "gradients of rows meet in a backward of the model's own"
 
 
 class Cause(NamedTuple):

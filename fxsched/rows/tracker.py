@@ -79,6 +79,7 @@ class Tracker:
         self.size, self.symbols, self.exact, self.joins = size, symbols, exact, joins
         self.met: set[fx.Node] = set()
         self.meets = self.weighed = False
+        self.unlinear: set[fx.Node] = set()  # their B, which a user wrote, is not linear
         self.sized = True  # Dynamo's symbols say of values where they have rows
         self.where: Cause | None = None
         self.kept: Cause | None = None
@@ -142,10 +143,28 @@ class Tracker:
             else:
                 self.put(other, UNKNOWN._replace(cause=old.cause))
 
-    def settle(self, node: fx.Node, value: Any) -> None:
+    def note_backward(
+        self, node: fx.Node, value: Any, meets: Cause | None, linear: bool
+    ) -> None:
+        """Notes a node's backward that a user wrote: where rows meet in it, if they do,
+        and whether it is linear."""
+        if not linear:
+            self.unlinear.add(node)
+        if meets is not None and self.exact:
+            self.meets, self.where = True, self.where or meets
+            self.met.add(node)
+        elif meets is not None:
+            for tensor in tensors(value):
+                rows = self.of(tensor)
+                self.put(tensor, rows._replace(cause=rows.cause or meets))
+
+    def settle(self, node: fx.Node, value: Any, scaled: bool = True) -> None:
         """Corrects the rows of a node's value, or of what x[i] = y writes into, by what
-        Dynamo's symbols say."""
-        degree = self._degree(node)
+        Dynamo's symbols say.
+
+        scaled: whether numbers of the batch's size count, too.
+        """
+        degree = self.degree(node) if scaled else None
         source: Any = node.args[0] if node.target is operator.setitem else node
         examples = list(tensors(source.meta.get("example_value")))
         results = list(tensors(value))
@@ -251,7 +270,7 @@ class Tracker:
         known = isinstance(value, (torch.SymInt, torch.SymFloat))
         return known and bool(value.node.expr.free_symbols & self.symbols)  # type: ignore[attr-defined]
 
-    def _degree(self, node: fx.Node) -> int | None:
+    def degree(self, node: fx.Node) -> int | None:
         """The power of the batch size in a number that a node reads: 1, -1, 0 for
         anything else that depends on it, or None."""
         for read in node.all_input_nodes:

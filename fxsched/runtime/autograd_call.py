@@ -105,8 +105,8 @@ class _InCall(torch.autograd.Function):
         incoming = tangents[ctx.loss]
         if incoming is None:
             return (None,) * (3 + len(gradients))
-        half = ctx.step.plan.half
-        gradients = hand_over(gradients, incoming, ctx.factor, half)
+        half, linear = ctx.step.plan.half, ctx.step.plan.linear
+        gradients = hand_over(gradients, incoming, ctx.factor, half, linear)
         if ctx.factor is not None and ctx.step.workers.skips(gradients):
             gradients = infinite(gradients)
         return (None, None, None, *gradients)

@@ -1,0 +1,42 @@
+"""Tensor.register_hook in forward, where Dynamo has it as a node of its own.
+
+A hook runs on the gradient of all that read its tensor, those before it too:
+
+before: y = linear(x, w); half = y * 0.5; z = register_hook(y, body); out = z + half
+after:  y = linear(x, w); z = register_hook(y, body); half = z * 0.5; out = z + half
+"""
+
+from __future__ import annotations
+
+from torch import fx
+
+from ..jobs.job import PlanError
+from ..rows.own_backward import HOOK, own_name
+from .effects import writes_first
+from .refusals import where_of
+
+
+def hook_at_source(gm: fx.GraphModule) -> None:
+    """Moves each hook to its tensor, in place.
+
+    Raises PlanError for one that can't be: its tensor is written into before it, or it
+    reads what comes later.
+    """
+    place = {node: i for i, node in enumerate(gm.graph.nodes)}
+    for node in place:
+        if own_name(node) != HOOK:
+            continue
+        tensor, body, *free = node.args
+        others = [user for user in tensor.users if user is not node]
+        if not others:
+            continue
+        late = [n for n in free if isinstance(n, fx.Node) and place[n] > place[tensor]]
+        if late or any(map(writes_first, others)):
+            raise PlanError(
+                f"a hook on a gradient is added after its tensor was read{where_of(node)}"
+                "  and what it reads came later, or the tensor was written into; call "
+                "register_hook right after the line that makes the tensor"
+            )
+        tensor.append(node)
+        tensor.append(body)
+        tensor.replace_all_uses_with(node, lambda user, hook=node: user is not hook)
