@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from operator import setitem
 from typing import Any
 
 from torch import Tensor, fx, nn
@@ -158,7 +160,7 @@ class Microbatch:
         with self.mode, self._costs.saved_bytes() as saved, effects:
             value = self._run(node, args, kwargs)
         self.values[node] = value
-        self.tracker.settle(node, value)
+        self.tracker.settle(node, args[0] if node.target is setitem else value)
         region = is_region(node)
         if not (region or effects.written or holds_tensor(value)):
             self.new[node] = value
@@ -169,7 +171,8 @@ class Microbatch:
         flops, _, seconds = effects.total
         backward = 0.0
         if not region:
-            backward = self._costs.backward_seconds(node, args, kwargs, self.values)
+            with _planned(node):
+                backward = self._costs.backward_seconds(node, args, kwargs, self.values)
         if recomputed and not effects.random:
             backward, saved = backward + seconds, []
         statistics = node.target in (*INSTANCE_NORMS, learn)
@@ -203,19 +206,8 @@ class Microbatch:
         target: Any = node.target
         if is_region(node):
             return target(*args, **kwargs)
-        run = getattr(self._interpreter, node.op)
-        try:
-            return run(target, args, kwargs)
-        except PlanError as error:
-            raise PlanError(f"{error}{where_of(node)}") from error
-        except Exception as error:
-            name = getattr(target, "__name__", str(target))
-            why = str(error).split("\n")[0].split(".Hint")[0]
-            raise PlanError(
-                f"{name} cannot be planned{where_of(node)} ({type(error).__name__}: "
-                f"{why}); write it with other torch operations, or compute it outside "
-                "the compiled model"
-            ) from error
+        with _planned(node):
+            return getattr(self._interpreter, node.op)(target, args, kwargs)
 
     def rows(self, node: Any) -> Rows | None:
         """How a node's value depends on the batch, if it is a tensor."""
@@ -268,6 +260,23 @@ class Microbatch:
         self.call(node)
         node.args = ()  # Dynamo's graph knows nothing of it
         return node
+
+
+@contextmanager
+def _planned(node: fx.Node) -> Iterator[None]:
+    """Raises PlanError, with its line, for a node that can't be run."""
+    try:
+        yield
+    except PlanError as error:
+        raise PlanError(f"{error}{where_of(node)}") from error
+    except Exception as error:
+        name = getattr(node.target, "__name__", str(node.target))
+        why = str(error).split("\n")[0].split(".Hint")[0]
+        raise PlanError(
+            f"{name} cannot be planned{where_of(node)} ({type(error).__name__}: "
+            f"{why}); write it with other torch operations, or compute it outside "
+            "the compiled model"
+        ) from error
 
 
 def is_region(node: fx.Node) -> bool:

@@ -120,6 +120,8 @@ class Tracker:
     def _write(self, tensor: Tensor, rows: Rows) -> None:
         """Notes the rows of a tensor that was written into, and of its views."""
         before = self.of(tensor)
+        if rows.kind is Kind.UNKNOWN:
+            rows = rows._replace(cause=rows.cause or self._unsure())
         self.put(tensor, rows)
         if before == rows and rows.kind in (Kind.APART, Kind.SHARED):
             return
@@ -133,12 +135,15 @@ class Tracker:
                     other, old._replace(cause=old.cause or first_cause((rows, before)))
                 )
             else:
-                self.put(other, UNKNOWN._replace(cause=old.cause))
+                cause = first_cause((old, rows)) or self._unsure()
+                self.put(other, UNKNOWN._replace(cause=cause))
 
     def settle(self, node: fx.Node, value: Any) -> None:
-        """Corrects the rows of a node's value by what Dynamo's symbols say."""
-        degree = self._degree(node)
-        examples = list(tensors(node.meta.get("example_value")))
+        """Corrects the rows of a node's value, or of what it writes items into, by what
+        Dynamo's symbols say."""
+        degree, items = self._degree(node), node.target is operator.setitem
+        made: Any = node.args[0] if items else node
+        examples = list(tensors(made.meta.get("example_value")))
         results = list(tensors(value))
         if len(examples) != len(results):
             return
@@ -148,7 +153,9 @@ class Tracker:
             return
         for tensor, example in zip(results, examples, strict=True):
             rows = self.of(tensor)
-            if degree is not None:
+            if items and rows.kind is Kind.APART and picks_rows(node, rows.dim):
+                rows = rows._replace(cause=rows.cause or _cause(Effect.ORDER, node))
+            elif degree is not None:
                 rows = _scaled(node, rows, tensor, degree)
             if _is_functional(node):
                 rows = self._of_loss(node, rows)
@@ -178,6 +185,9 @@ class Tracker:
             return rows
         self.met.add(node)
         return rows._replace(cause=None)
+
+    def _unsure(self) -> Cause | None:
+        return None if self._node is None else _cause(Effect.UNSURE, self._node)
 
     def in_parts(self, rows: Rows, example: Tensor) -> bool:
         """Whether microbatches have a value's rows, one after another."""
@@ -287,6 +297,24 @@ def _cause(effect: Effect, node: fx.Node) -> Cause:
 
 def _is_functional(node: fx.Node) -> bool:
     return getattr(node.target, "__module__", "") == F.__name__
+
+
+def picks_rows(node: fx.Node, dim: int) -> bool:
+    """Whether items are written to rows of a dimension by their numbers, or a range:
+    those are other rows in each microbatch. A tensor's numbers are known to rules."""
+    target, index = node.args[:2]
+    assert isinstance(target, fx.Node)
+    items: Any = index if isinstance(index, tuple) else (index,)
+    given = sum(item is not None and item is not Ellipsis for item in items)
+    place = 0
+    for item in items:
+        width = target.meta["example_value"].dim() - given if item is Ellipsis else 1
+        if item is not None and place <= dim < place + width:
+            value = item.meta["example_value"] if isinstance(item, fx.Node) else item
+            every = item is Ellipsis or item == slice(None)
+            return not every and not isinstance(value, Tensor)
+        place += width if item is not None else 0
+    return False
 
 
 def _scaled(node: fx.Node, rows: Rows, tensor: Tensor, degree: int) -> Rows:
