@@ -31,6 +31,16 @@ def picked(call: OpCall) -> Rows:
     return Rows(Kind.OTHER, cause=cause)
 
 
+def by_sample(call: OpCall) -> Rows:
+    """CTC: a loss for each sample, whose targets lie in rows, or one after another."""
+    values = [call.of(tensor) for tensor in call.tensors()]
+    apart = [rows._replace(cause=None) == Rows(Kind.APART) for rows in values[1:]]
+    cause = first_cause(values)
+    if not all(apart) or values[0].place != (1, 1) or call.args[1].dim() < 2:
+        cause = call.mixed(Effect.ORDER, *values)
+    return Rows(Kind.APART, cause=cause)
+
+
 def _by_shared(call: OpCall, table: Rows, index: Rows) -> Rows:
     cause = call.mixed(Effect.ORDER, table, index)
     if index.kind is Kind.APART:
@@ -126,6 +136,8 @@ def written(call: OpCall) -> Rows:
 def gathered(call: OpCall) -> Rows:
     """gather and scatter: along one dimension, by an index of the same rank."""
     tensor = call.args[0]
+    if call.of(tensor).kind is Kind.SHARED and len(list(call.tensors())) == 2:
+        return _from_shared(call, SHARED, call.of(call.get("index")))
     values = [call.of(each) for each in call.tensors() if each.dim() == tensor.dim()]
     apart = [rows for rows in values if rows.kind is Kind.APART]
     if not apart or any(rows.reduced for rows in values):
@@ -160,6 +172,7 @@ def taken(call: OpCall) -> Rows:
 
 RULES: dict[str, Rule] = {
     "embedding": embedded,
+    "ctc_rows": by_sample,
     **dict.fromkeys(("index", "_unsafe_index"), indexed),
     **dict.fromkeys(("index_put", "_unsafe_index_put", "_index_put_impl"), written),
     **dict.fromkeys(
