@@ -13,7 +13,7 @@ from torch import Tensor, fx
 from ..ir.request import Request
 from ..jobs.job import PlanError
 from .graph_breaks import FixedBatch
-from .graph_inputs import placeholders, symbol_of
+from .graph_inputs import origin_of, placeholders, symbol_of
 from .samples import BatchInput, check_names, names_of, samples_of, user_tensors
 
 
@@ -170,7 +170,17 @@ def _bind(
         if batch.size(sizes[entry.input], entry.length) * count != entry.length
     ]
     if fixed:
-        raise _fixed(nodes[fixed[0].input], fixed[0], len(fixed) == len(cut))
+        alone = len(fixed) == len(cut)
+        like = (
+            []
+            if not alone
+            else [
+                names_of(nodes[i])[0].name
+                for i in user_tensors(gm, inputs)
+                if i not in dims and fixed[0].length in inputs[i].shape
+            ]
+        )
+        raise _fixed(nodes[fixed[0].input], fixed[0], alone, like)
     _check_apart(nodes, inputs, batch)
     return batch
 
@@ -210,6 +220,8 @@ def _check_apart(nodes: Sequence[fx.Node], inputs: Sequence[Any], batch: Batch) 
         for dim, (size, _) in enumerate(_sizes(node, value)):
             is_batch = not isinstance(value, Tensor) or batch.dims.get(i) == dim
             if not is_batch and batch.changes(size):
+                if i not in batch.dims and origin_of(node).argument:
+                    raise _left_whole(names_of(node)[0].name, dim)
                 raise PlanError(
                     f"the model takes dimension {dim} of {names_of(node)[0].name}, of "
                     f"shape {list(value.shape)}, for as long as the batch, but only "
@@ -218,12 +230,34 @@ def _check_apart(nodes: Sequence[fx.Node], inputs: Sequence[Any], batch: Batch) 
                 )
 
 
+def _or_cut(shared: Sequence[str]) -> str:
+    names = ", ".join(f'"{name}": None' for name in shared)
+    hint = f"; or leave {names} out of batch_dims=, if it has a value for each sample"
+    return hint if shared else ""
+
+
 def _said(i: int, batch: Batch) -> str:
     dim = batch.dims.get(i)
     return "the rest of the batch" if dim is None else f"its dimension {dim}"
 
 
-def _fixed(node: fx.Node, entry: BatchInput, alone: bool) -> PlanError:
+def _left_whole(name: str, dim: int) -> PlanError:
+    """What to say of an argument that shall not be cut, and has a value by sample."""
+    return PlanError(
+        f"the model takes dimension {dim} of {name} for as long as the batch, but "
+        f"batch_dims says that microbatches share it; write fxsched.backend(schedule, "
+        f'batch_dims={{"{name}": {dim}}}), also for row numbers: what they pick is of '
+        "the whole batch"
+    )
+
+
+def _fixed(
+    node: fx.Node, entry: BatchInput, alone: bool, shared: Sequence[str]
+) -> PlanError:
+    """The error for a model that fixes the size of the batch, or of one input of it.
+
+    shared: arguments that microbatches share, and that are as long as the batch.
+    """
     environment = node.meta["example_value"].fake_mode.shape_env
     fixed = {s for s, r in environment.replacements.items() if r.is_number}
     lines = [
@@ -237,7 +271,7 @@ def _fixed(node: fx.Node, entry: BatchInput, alone: bool) -> PlanError:
         return FixedBatch(
             f"the batch size is fixed to {entry.length}{where}so the batch cannot be "
             "cut into microbatches; take sizes from the input's shape (x.shape[0], or "
-            "-1) instead",
+            f"-1) instead{_or_cut(shared)}",
             f"{line} (it fixes the batch size)".strip(),
         )
     return FixedBatch(

@@ -34,6 +34,7 @@ from ..ir.request import Request
 from ..jobs.job import PlanError
 from .caller import Argument, Call, owner_of, read_call
 from .compiled_modules import export_broken_modules
+from .ctc import OURS, ctc_traced
 from .graph_breaks import Exporter, not_whole
 from .graph_inputs import origin_of, placeholders
 from .lengths import symbolic_dims
@@ -113,6 +114,7 @@ def _settings() -> Iterator[None]:
         ),
         # lengths that happen to equal the batch size must not share its symbol
         shapes.patch(use_duck_shape=False),
+        ctc_traced(),
     ):
         yield
 
@@ -276,6 +278,7 @@ def copy_graph(
     for node in gm.graph.nodes:
         if node not in left_out:
             new[node] = graph.node_copy(node, new.__getitem__)
+            new[node].target = OURS.get(node.target, node.target)
     result = lazy_module(gm, graph)
     nodes, paths = [nodes[i] for i in kept], [paths[i] for i in kept]
     inputs = [inputs[i] for i in kept]

@@ -18,6 +18,7 @@ from torch.export.graph_signature import InputKind
 
 from ..jobs.job import PlanError
 from .caller import Call
+from .ctc import ctc_traced
 from .export_errors import not_exported
 from .exported_graph import ExportedGraph
 from .exported_nodes import ROOT
@@ -140,7 +141,8 @@ def export_model(
 def _traced(called: _Called, dynamic: Any) -> tuple[_Called, ExportedProgram]:
     tensors = tuple(called.call.tensors)
     try:
-        with warnings.catch_warnings(), _kept_attributes(called), shown_functions():
+        kept, shown = _kept_attributes(called), shown_functions()
+        with warnings.catch_warnings(), kept, shown, ctc_traced():
             # PythonState sees what a forward writes, and RNNs write what they restore
             warnings.filterwarnings("ignore", "The tensor attribute")
             program = export(called, tensors, dynamic_shapes=(dynamic,), strict=False)

@@ -59,22 +59,11 @@ def join_rows(
     once = any(ONCE in node.meta for node in trace.gm.graph.nodes)
     if trace.tracker.meets or numbers or once:
         joining = _Joining(trace, spread)
-        needed = not _needed(wanted).isdisjoint(joining.of_all)
+        needed = not joining.needed(wanted).isdisjoint(joining.of_all)
         if numbers or once or needed or joining.writes():
             joining.run(wanted)
             return Joined(True, joining.spread)
     return NOTHING_JOINED
-
-
-def _needed(outputs: Sequence[fx.Node]) -> set[fx.Node]:
-    """These nodes and all that they come from."""
-    needed, queue = set[fx.Node](), list(outputs)
-    while queue:
-        node = queue.pop()
-        if node not in needed:
-            needed.add(node)
-            queue += node.all_input_nodes
-    return needed
 
 
 class _Joining:
@@ -86,15 +75,14 @@ class _Joining:
         nodes = [n for n in trace.gm.graph.nodes if n.op.startswith("call")]
         nodes = [n for n in nodes if not is_region(n)]
         self.domains = Domains(
-            nodes, trace.tracker, trace.values.get, self._flops, trace.rows_beside
+            *(nodes, trace.tracker, trace.values.get),
+            *(self._flops, trace.rows_beside, self._written),
         )
         self.joint = self.domains.joint()
         self.of_all = [*self.joint, *self.domains.whole]  # need the whole batch
         self.writers: dict[int, list[fx.Node]] = {}  # of microbatches, by storage
         for node in nodes:
-            new = trace.new[node]
-            written = new.meta.get("mutates", ()) if isinstance(new, fx.Node) else ()
-            for where in set(map(storage, written)):
+            for where in set(map(storage, self._written(node))):
                 self.writers.setdefault(where, []).append(node)
         self.new: dict[fx.Node, Any] = {}  # of the whole batch
         self.parts: dict[fx.Node, fx.Node] = {}  # of a microbatch, of joint values
@@ -103,6 +91,25 @@ class _Joining:
         """Whether what runs on all rows writes into something."""
         new = map(self.trace.new.get, self.joint)
         return any(isinstance(n, fx.Node) and n.meta["mutates"] for n in new)
+
+    def needed(self, outputs: Sequence[fx.Node]) -> set[fx.Node]:
+        """These nodes, all that they come from, and what writes into that."""
+        needed, queue = set[fx.Node](), list(outputs)
+        while queue:
+            node = queue.pop()
+            if node not in needed:
+                needed.add(node)
+                queue += node.all_input_nodes
+                for each in tensors(self.trace.values[node]):
+                    queue += self.writers.get(storage(each), ())
+        return needed
+
+    def _written(self, node: fx.Node) -> Sequence[Tensor]:
+        new = self.trace.new[node]
+        written: Sequence[Tensor] = ()
+        if isinstance(new, fx.Node):
+            written = new.meta.get("mutates", ())
+        return written
 
     def run(self, outputs: Sequence[fx.Node]) -> None:
         """Adds the nodes that the outputs need."""

@@ -61,7 +61,8 @@ def refuse_own_gradients(frame: FrameType) -> bool:
     if caller is not None and caller.f_code.co_filename.startswith(OPERATIONS):
         return True
     hooks = frame.f_locals.get("self")
-    if isinstance(hooks, saved_tensors_hooks) and type(hooks) is not saved_tensors_hooks:
+    plain = type(hooks) is saved_tensors_hooks
+    if isinstance(hooks, saved_tensors_hooks) and not plain:
         return True  # torch.utils.checkpoint's, which give tensors back as they were
     raise _error(what, frame)
 

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor, fx
 
 from ..costmodel.costs import copied
-from ..ir.graphs import REGION_ENTERS, REGION_EXITS
+from ..ir.graphs import REGION_ENTERS, REGION_EXITS, storage, written_storages
 from ..ir.own_rows import eye_columns, eye_rows, own_diagonal
 from ..jobs.job import PlanError
 from ..rows.domains import Domains
@@ -67,6 +67,7 @@ class RowVersions:
         self._versions: dict[tuple[fx.Node, Dim], Version | None] = {}
         self._added: list[fx.Node] = []
         self._inside = _inside_regions(trace.gm.graph)
+        self._written = written_storages(trace.graph)
 
     def drop_unused(self, outputs: Collection[fx.Node]) -> None:
         """Erases what was only tried, but for what is returned."""
@@ -102,6 +103,8 @@ class RowVersions:
             return Version(new, trace.values[node])
         if dim is not None and self._is_of_sizes(node):
             return self._eye(node, dim) or self._run(node, dim) or self.part(node, dim)
+        if node in self.joint and storage(trace.values[node]) in self._written:
+            return None  # what a microbatch computes again would lack what is written
         if node.target in DIAGONALS and len(node.args) == 1 and dim == 0:
             return self._diagonal(node)
         return self._run(node, dim)

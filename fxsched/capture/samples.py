@@ -27,7 +27,8 @@ def samples_of(
 
     Raises PlanError if that isn't known.
     """
-    table = _SampleTable(gm, inputs, request.batch_dims)
+    count = request.schedule.microbatches
+    table = _SampleTable(gm, inputs, request.batch_dims, count)
     return table.length(), table.cut
 
 
@@ -100,8 +101,10 @@ class BatchInput(NamedTuple):
 class _SampleTable:
     """The tensors of a call, by what the rule and the user say of them."""
 
-    def __init__(self, gm: fx.GraphModule, inputs: Sequence[Any], dims: Dims) -> None:
-        self.dims = dims
+    def __init__(
+        self, gm: fx.GraphModule, inputs: Sequence[Any], dims: Dims, count: int
+    ) -> None:
+        self.dims, self.count = dims, count
         nodes = placeholders(gm)
         self.entries = [
             self._entry(i, names_of(nodes[i]), inputs[i])
@@ -168,11 +171,13 @@ class _SampleTable:
         return "\n".join(f"  {e.name:<{width}}  {list(e.shape)}" for e in self.entries)
 
     def _differ(self) -> PlanError:
-        lengths = dict.fromkeys(e.length for e in self.cut if not e.declared)
+        found = dict.fromkeys(e.length for e in self.cut if not e.declared)
+        lengths = [n for n in found if n > 1]
+        lengths = [n for n in lengths if n % self.count == 0] or lengths
         lines = "".join(
             f"  if a batch is {n} samples:  fxsched.backend(schedule, "
             f"batch_dims={{{self._line(n)}}})\n"
-            for n in [n for n in lengths if n > 1][:4]
+            for n in lengths[:4]
         )
         return PlanError(
             "arguments of the model differ in length along dimension 0, so it isn't "

@@ -14,6 +14,8 @@ import torch.nn.functional as F
 from torch import fx
 from torch._ops import OpOverload
 
+from ..ir.ctc import ctc_loss
+
 ALIKE = "add sub mul div pow true_divide arange eye linspace randperm"
 ALIKE += " tril_indices range lstm gru rnn_tanh rnn_relu"
 IN_PLACE = "add_ sub_ mul_ div_ pow_"
@@ -33,6 +35,10 @@ LOSSES: Mapping[str, tuple[Any, str]] = {
     "binary_cross_entropy_with_logits": (
         F.binary_cross_entropy_with_logits,
         "input target weight pos_weight reduction",
+    ),
+    "ctc_loss": (
+        ctc_loss,
+        "log_probs targets input_lengths target_lengths blank reduction zero_infinity",
     ),
     "soft_margin_loss": (F.soft_margin_loss, "input target reduction"),
     "poisson_nll_loss": (

@@ -33,7 +33,8 @@ def hook_at_source(gm: fx.GraphModule) -> None:
         late = [n for n in free if isinstance(n, fx.Node) and place[n] > place[tensor]]
         if late or any(map(writes_first, others)):
             raise PlanError(
-                f"a hook on a gradient is added after its tensor was read{where_of(node)}"
+                "a hook on a gradient is added after its tensor was read"
+                f"{where_of(node)}"
                 "  and what it reads came later, or the tensor was written into; call "
                 "register_hook right after the line that makes the tensor"
             )

@@ -177,6 +177,8 @@ def filled(call: OpCall) -> Rows:
     """A new tensor that takes no more than its shape from another, or not even that
     (new_zeros): Dynamo's symbols say of those whether they have rows."""
     rows = call.of(next(call.tensors()))
+    if any(call.of(value).kind is not Kind.SHARED for value in [*call.tensors()][1:]):
+        return pointwise(call)
     if rows.kind is not Kind.APART or name_of(call).startswith("new_"):
         return SHARED
     return rows._replace(numbers=False, cause=None)

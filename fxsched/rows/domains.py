@@ -8,10 +8,11 @@ microbatches read as it is.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 
 from torch import Tensor, fx
 
+from ..ir.graphs import storage, tensors
 from .kinds import Kind, Rows, meet
 from .tracker import Tracker
 
@@ -23,6 +24,7 @@ class Domains:
     value: the microbatch's value of each. flops: of each.
     beside: the rows of a node's value, if these that it reads are of the whole batch;
         None if it must not run again.
+    writes: the tensors that a node writes into.
     whole: for nodes of microbatches, what they read as it is for the whole batch.
     """
 
@@ -33,9 +35,10 @@ class Domains:
         value: Callable[[fx.Node], object],
         flops: Callable[[fx.Node], float],
         beside: Callable[[fx.Node, Collection[fx.Node]], Rows | None],
+        writes: Callable[[fx.Node], Iterable[Tensor]],
     ) -> None:
         self.nodes, self.tracker, self.value, self.flops = nodes, tracker, value, flops
-        self.beside = beside
+        self.beside, self.writes = beside, writes
         self.whole: dict[fx.Node, list[fx.Node]] = {}
         self.own: dict[fx.Node, set[fx.Node]] = {}
 
@@ -61,19 +64,32 @@ class Domains:
         return known and rows is not None and rows.cause is None and not rows.numbers
 
     def joint(self) -> dict[fx.Node, None]:
-        """The nodes that run on all rows, in order."""
+        """The nodes that run on all rows, in order: where one writes into a value, all
+        that make it."""
         self.own = self._own()
+        places = {n: set(map(storage, tensors(self.value(n)))) for n in self.nodes}
+        written: set[fx.Node] = set()
+        while True:
+            joint = self._joint(written)
+            into = {storage(t) for node in joint for t in self.writes(node)}
+            new = {n for n in self.nodes if n not in joint and places[n] & into}
+            if not new:
+                return joint
+            written |= new
+
+    def _joint(self, written: Collection[fx.Node]) -> dict[fx.Node, None]:
         worth, ends = self._worth(), self._ends()
         joint: dict[fx.Node, None] = {}
         resumed: set[fx.Node] = set()  # of microbatches, after joint ones
+        self.whole = {}
         for node in self.nodes:
             reads = [n for n in node.all_input_nodes if n in joint]
             again = not resumed.isdisjoint(node.all_input_nodes)
             meets = node in self.tracker.met or meet(self.rows(node))
-            meets = meets or "once" in node.meta
+            meets = meets or "once" in node.meta or node in written
             apart = all(map(self.in_parts, reads)) and self._clean(node)
             if meets or (reads and not (apart and (again or node in worth))):
-                useful = node in worth or node in ends
+                useful = (node in worth or node in ends) and node not in written
                 if useful and self._reads_whole(node, joint):
                     resumed.add(node)
                 else:

@@ -27,22 +27,75 @@ class Grade(NamedTuple):
 
 FLAT = Grade()
 NOTHING: Grade | None = None  # of zeros, which have any
-PRODUCTS = frozenset("mul mm bmm mv dot vdot".split())
-BIASED = frozenset("addmm baddbmm addmv".split())  # a sum with a product
-SUMS = frozenset("add sub cat stack where copy index_put masked_scatter".split())
+PRODUCTS = frozenset(("mul", "mm", "bmm", "mv", "dot", "vdot"))
+BIASED = frozenset(("addmm", "baddbmm", "addmv"))  # a sum with a product
+SUMS = frozenset(
+    ("add", "sub", "cat", "stack", "where", "copy", "index_put", "masked_scatter")
+)
 ZEROS = frozenset(
-    "zeros zeros_like new_zeros empty empty_like new_empty zero empty_strided "
-    "new_empty_strided".split()
+    (
+        "zeros",
+        "zeros_like",
+        "new_zeros",
+        "empty",
+        "empty_like",
+        "new_empty",
+        "zero",
+        "empty_strided",
+        "new_empty_strided",
+    )
 )
 LINEAR = frozenset(
-    "clone _to_copy detach alias neg sum mean cumsum flip roll index index_select "
-    "gather slice_backward select_backward triu tril repeat contiguous "
-    "constant_pad_nd".split()
+    (
+        "clone",
+        "_to_copy",
+        "detach",
+        "alias",
+        "neg",
+        "sum",
+        "mean",
+        "cumsum",
+        "flip",
+        "roll",
+        "index",
+        "index_select",
+        "gather",
+        "slice_backward",
+        "select_backward",
+        "triu",
+        "tril",
+        "repeat",
+        "contiguous",
+        "constant_pad_nd",
+    )
 )
 SHAPED = frozenset(
-    "view reshape expand unflatten zeros ones empty new_zeros new_ones new_empty "
-    "arange repeat narrow getitem split chunk flatten broadcast_to tile size sum mean "
-    "zeros_like ones_like".split()
+    (
+        "view",
+        "reshape",
+        "expand",
+        "unflatten",
+        "zeros",
+        "ones",
+        "empty",
+        "new_zeros",
+        "new_ones",
+        "new_empty",
+        "arange",
+        "repeat",
+        "narrow",
+        "getitem",
+        "split",
+        "chunk",
+        "flatten",
+        "broadcast_to",
+        "tile",
+        "size",
+        "sum",
+        "mean",
+        "zeros_like",
+        "ones_like",
+    )
 )
 
 
@@ -120,9 +173,9 @@ def _result(
     if name in SUMS or (name == "masked_fill" and not _is_zero(args)):
         number = name in ("add", "sub", "masked_fill") and len(read) < 2
         return _alike([*read, *[FLAT] * number])
-    if name in LINEAR or name == "masked_fill":
-        if all(each == FLAT for each in read[1:]):
-            return read[0] if read else FLAT
+    linear = name in LINEAR or name == "masked_fill"
+    if linear and all(each == FLAT for each in read[1:]):
+        return read[0] if read else FLAT
     return _any(read)
 
 

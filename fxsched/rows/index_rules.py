@@ -32,6 +32,16 @@ def picked(call: OpCall) -> Rows:
     return Rows(Kind.OTHER, cause=cause)
 
 
+def by_sample(call: OpCall) -> Rows:
+    """CTC: a loss for each sample, whose targets lie in rows, or one after another."""
+    values = [call.of(tensor) for tensor in call.tensors()]
+    apart = [rows._replace(cause=None) == Rows(Kind.APART) for rows in values[1:]]
+    cause = first_cause(values)
+    if not all(apart) or values[0].place != (1, 1) or call.args[1].dim() < 2:
+        cause = call.mixed(Effect.ORDER, *values)
+    return Rows(Kind.APART, cause=cause)
+
+
 def _by_shared(call: OpCall, table: Rows, index: Rows) -> Rows:
     cause = call.mixed(Effect.ORDER, table, index)
     if index.kind is Kind.APART:
@@ -166,6 +176,9 @@ def taken(call: OpCall) -> Rows:
     """index_select: along one dimension, by an index of one."""
     tensor, index = call.args[0], call.of(call.get("index"))
     rows, dim = call.of(tensor), call.get("dim", 0) % max(tensor.dim(), 1)
+    new = [call.of(each) for each in call.tensors() if each.is_floating_point()][1:]
+    if any(each.kind is not Kind.SHARED and each.place != rows.place for each in new):
+        return Rows(Kind.OTHER, cause=call.mixed(Effect.ORDER, rows, index, *new))
     if rows.kind is not Kind.APART:
         return _from_shared(call, rows, index._replace(dim=dim))
     cause = first_cause([rows, index])
@@ -179,6 +192,7 @@ def taken(call: OpCall) -> Rows:
 
 RULES: dict[str, Rule] = {
     "embedding": embedded,
+    "ctc_rows": by_sample,
     **dict.fromkeys(("index", "_unsafe_index"), indexed),
     **dict.fromkeys(("index_put", "_unsafe_index_put", "_index_put_impl"), written),
     **dict.fromkeys(

@@ -33,7 +33,7 @@ SUMS = {Kind.SUM: 0, Kind.MEAN: -1, Kind.SHARED: -1}  # powers that make one a s
 def own_name(node: fx.Node) -> str | None:
     """What Dynamo calls a node whose backward a user wrote; None for any other."""
     if isinstance(node.target, HigherOrderOperator):
-        name = node.target.name()
+        name = str(node.target.name())  # type: ignore[no-untyped-call]
         return name if name in (FUNCTION, HOOK) else None
     return None
 

@@ -79,7 +79,7 @@ class Tracker:
         self.size, self.symbols, self.exact, self.joins = size, symbols, exact, joins
         self.met: set[fx.Node] = set()
         self.meets = self.weighed = False
-        self.unlinear: set[fx.Node] = set()  # their B, which a user wrote, is not linear
+        self.unlinear: set[fx.Node] = set()  # with a B of the user's, not linear
         self.sized = True  # Dynamo's symbols say of values where they have rows
         self.where: Cause | None = None
         self.kept: Cause | None = None
@@ -128,6 +128,8 @@ class Tracker:
     def _write(self, tensor: Tensor, rows: Rows) -> None:
         """Notes the rows of a tensor that was written into, and of its views."""
         before = self.of(tensor)
+        if rows.kind is Kind.UNKNOWN:
+            rows = rows._replace(cause=rows.cause or self._unsure())
         self.put(tensor, rows)
         if before == rows and rows.kind in (Kind.APART, Kind.SHARED):
             return
@@ -141,7 +143,8 @@ class Tracker:
                     other, old._replace(cause=old.cause or first_cause((rows, before)))
                 )
             else:
-                self.put(other, UNKNOWN._replace(cause=old.cause))
+                cause = first_cause((old, rows)) or self._unsure()
+                self.put(other, UNKNOWN._replace(cause=cause))
 
     def note_backward(
         self, node: fx.Node, value: Any, meets: Cause | None, linear: bool
@@ -165,7 +168,8 @@ class Tracker:
         scaled: whether numbers of the batch's size count, too.
         """
         degree = self.degree(node) if scaled else None
-        source: Any = node.args[0] if node.target is operator.setitem else node
+        items = node.target is operator.setitem
+        source: Any = node.args[0] if items else node
         examples = list(tensors(source.meta.get("example_value")))
         results = list(tensors(value))
         if len(examples) != len(results):
@@ -176,7 +180,9 @@ class Tracker:
             return
         for tensor, example in zip(results, examples, strict=True):
             rows = self.of(tensor)
-            if degree is not None:
+            if items and rows.kind is Kind.APART and picks_rows(node, rows.dim):
+                rows = rows._replace(cause=rows.cause or _cause(Effect.ORDER, node))
+            elif degree is not None:
                 rows = _scaled(node, rows, tensor, degree)
             if _is_functional(node):
                 rows = self._of_loss(node, rows)
@@ -206,6 +212,9 @@ class Tracker:
             return rows
         self.met.add(node)
         return rows._replace(cause=None)
+
+    def _unsure(self) -> Cause | None:
+        return None if self._node is None else _cause(Effect.UNSURE, self._node)
 
     def in_parts(self, rows: Rows, example: Tensor) -> bool:
         """Whether microbatches have a value's rows, one after another."""
@@ -285,8 +294,8 @@ class Tracker:
 
 WEIGHED = (Effect.RATIO, Effect.CONSTANT, Effect.BOTH)
 _NLL = RULES["nll_loss_forward"]
-NUMBERED = (torch.eye, torch.linspace, torch.randperm, torch.tril_indices, torch.range)
-NUMBERED += (torch.arange,)
+NUMBERED: tuple[Any, ...] = (torch.eye, torch.linspace, torch.randperm, torch.arange)
+NUMBERED += (torch.tril_indices, torch.range)
 TIMES = (operator.mul, operator.imul, torch.mul, "mul", "mul_")
 OVER = (operator.truediv, operator.itruediv, torch.div, "div", "div_", "true_divide")
 OTHERS = (operator.add, operator.sub, operator.pow, torch.add, torch.sub, torch.pow)
@@ -313,10 +322,11 @@ def _counts_rows(node: fx.Node) -> bool:
     """Whether a node gives numbers from 0 on, which are those of rows."""
     if node.target is not torch.arange:
         return False
-    start, step = node.kwargs.get("start", 0), node.kwargs.get("step", 1)
+    start: Any = node.kwargs.get("start", 0)
+    step: Any = node.kwargs.get("step", 1)
     if len(node.args) > 1:
         start, step, *_ = (node.args[0], *node.args[2:3], step)
-    return start == 0 and step == 1
+    return bool(start == 0 and step == 1)
 
 
 def _cause(effect: Effect, node: fx.Node) -> Cause:
@@ -326,6 +336,24 @@ def _cause(effect: Effect, node: fx.Node) -> Cause:
 
 def _is_functional(node: fx.Node) -> bool:
     return getattr(node.target, "__module__", "") == F.__name__
+
+
+def picks_rows(node: fx.Node, dim: int) -> bool:
+    """Whether items are written to rows of a dimension by their numbers, or a range:
+    those are other rows in each microbatch. A tensor's numbers are known to rules."""
+    target, index = node.args[:2]
+    assert isinstance(target, fx.Node)
+    items: Any = index if isinstance(index, tuple) else (index,)
+    given = sum(item is not None and item is not Ellipsis for item in items)
+    place = 0
+    for item in items:
+        width = target.meta["example_value"].dim() - given if item is Ellipsis else 1
+        if item is not None and place <= dim < place + width:
+            value = item.meta["example_value"] if isinstance(item, fx.Node) else item
+            every = item is Ellipsis or item == slice(None)
+            return not every and not isinstance(value, Tensor)
+        place += width if item is not None else 0
+    return False
 
 
 def _scaled(node: fx.Node, rows: Rows, tensor: Tensor, degree: int) -> Rows:
