@@ -10,7 +10,6 @@ import re
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from operator import setitem
 from typing import Any, NamedTuple
 
 from torch import Tensor, fx, nn
@@ -168,7 +167,7 @@ class Microbatch:
         with self.mode, self._costs.saved_bytes() as saved, effects:
             value, fits = self._value(node, args, kwargs)
         self.values[node] = value
-        self.tracker.settle(node, args[0] if node.target is setitem else value)
+        self.tracker.settle(node, value)
         region = is_region(node)
         if not (region or effects.written or holds_tensor(value)):
             self.new[node] = value

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor, fx
 
 from ..costmodel.costs import copied
-from ..ir.graphs import REGION_ENTERS, REGION_EXITS
+from ..ir.graphs import REGION_ENTERS, REGION_EXITS, storage
 from ..ir.own_rows import eye_columns, eye_rows, own_diagonal
 from ..jobs.job import PlanError
 from ..rows.domains import Domains
@@ -67,6 +67,13 @@ class RowVersions:
         self._versions: dict[tuple[fx.Node, Dim], Version | None] = {}
         self._added: list[fx.Node] = []
         self._inside = _inside_regions(trace.gm.graph)
+        joined = (trace.new[node] for node in joint)
+        self._written = {  # by joint nodes
+            storage(tensor)
+            for new in joined
+            if isinstance(new, fx.Node)
+            for tensor in new.meta["mutates"]
+        }
 
     def drop_unused(self, outputs: Collection[fx.Node]) -> None:
         """Erases what was only tried, but for what is returned."""
@@ -111,6 +118,7 @@ class RowVersions:
         new = self.trace.new[node]
         effects = new.meta.get("random") or new.meta.get("mutates")
         again = node in self.joint and not effects and node not in self._inside
+        again = again and storage(self.trace.values[node]) not in self._written
         if not again or self._reads_sizes(node):
             return None
         for choice in self._choices(node):

@@ -143,11 +143,9 @@ class Tracker:
                 self.put(other, UNKNOWN._replace(cause=old.cause))
 
     def settle(self, node: fx.Node, value: Any) -> None:
-        """Corrects the rows of a node's value, or of what x[i] = y writes into, by what
-        Dynamo's symbols say."""
+        """Corrects the rows of a node's value by what Dynamo's symbols say."""
         degree = self._degree(node)
-        source: Any = node.args[0] if node.target is operator.setitem else node
-        examples = list(tensors(source.meta.get("example_value")))
+        examples = list(tensors(node.meta.get("example_value")))
         results = list(tensors(value))
         if len(examples) != len(results):
             return
