@@ -10,7 +10,6 @@ import re
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from operator import setitem
 from typing import Any, NamedTuple
 
 from torch import Tensor, fx, nn

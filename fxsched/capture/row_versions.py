@@ -115,6 +115,7 @@ class RowVersions:
         effects = new.meta.get("random") or new.meta.get("mutates")
         effects = effects or node in self.trace.tracker.unlinear
         again = node in self.joint and not effects and node not in self._inside
+        again = again and storage(self.trace.values[node]) not in self._written
         if not again or self._reads_sizes(node):
             return None
         for choice in self._choices(node):
