@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -103,12 +104,16 @@ class _Collection:
     def _of_call(self) -> dict[int, dict[str, Any]]:
         """Outputs on the workers that hand them out, buffers on their owners."""
         results: dict[int, dict[str, Any]] = {
-            w: {"outputs": (), "state": {}} for w in self.workers
+            w: {"outputs": (), "state": {}, "versions": {}} for w in self.workers
         }
         for position, (output, value) in enumerate(
             zip(self.step.facts.outputs, self.wanted["outputs"], strict=True)
         ):
             nodes: dict[int, Any] = {}
+            if output.kept:
+                for worker, new in self._version(position, value, output):
+                    results[worker]["versions"][str(output.state)] = new
+                continue
             if output.kind in ("constant", "given"):
                 nodes = dict.fromkeys(self.readers, value)
             elif output.kind in ("scalar", "folded"):
@@ -185,6 +190,24 @@ class _Collection:
         return self._make(
             ops.own_copy, (new, place), specs, new.worker, f"output {position}"
         )
+
+    def _version(
+        self, position: int, value: fx.Node, output: Output
+    ) -> Iterator[tuple[int, Line | Made]]:
+        """What state is after the step, for each of its owners: one that ran F of a
+        microbatch has what is the same in all."""
+        every = self._made(value)
+        by_worker = {self.step.worker(made): made for made in every}
+        owners = next(
+            group.owners
+            for group in self.groups
+            if any(state.input == output.state for state in group.state)
+        )
+        total = None
+        if output.kind in ("scalar", "folded"):
+            total = self._total(position, value, output.how)
+        for worker in owners:
+            yield worker, total or by_worker.get(worker, every[-1])
 
     def _settle(self, group: int) -> Line:
         """A group's buffers after the step, at its first owner."""
