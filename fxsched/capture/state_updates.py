@@ -88,7 +88,10 @@ class StateUpdates:
             return output
         self._check(self._states()[index], old)
         return output._replace(
-            differentiable=False, state=index, replaced=bool(replaced), kept=returned.kept
+            differentiable=False,
+            state=index,
+            replaced=bool(replaced),
+            kept=returned.kept,
         )
 
     def _is_tensor(self, old: Any) -> bool:

@@ -10,7 +10,7 @@ global batch, or is the mean of the microbatches'. Other versions are the same i
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from itertools import count
 from typing import Any
 
@@ -50,9 +50,7 @@ def written_state(trace: Microbatch) -> dict[int, fx.Node]:
     }
 
 
-def version_state(
-    trace: Microbatch, states: dict[int, fx.Node]
-) -> fx.GraphModule:
+def version_state(trace: Microbatch, states: dict[int, fx.Node]) -> fx.GraphModule:
     """A copy of the graph that was traced, which returns new versions of states instead
     of writing into them; gm.meta["returns"] says which outputs they are."""
     return _Versions(trace, states).run()
@@ -69,16 +67,14 @@ class _Versions:
         self.aliases: dict[int, list[fx.Node]] = {place: [] for place in states}
         self.count = count()
         self.read: set[int] = set()  # numbers of versions that others than writers read
-        nodes = list(trace.gm.graph.nodes)
-        at = {node: i for i, node in enumerate(nodes)}
-        self.last = {n: max((at[u] for u in n.users), default=0) for n in nodes}
+        self.stale: set[fx.Node] = set()  # what is a view of an earlier version
 
     def run(self) -> fx.GraphModule:
         """The new graph."""
         gm = self.trace.gm
-        for i, node in enumerate(gm.graph.nodes):
+        for node in gm.graph.nodes:
             if node.op != "output":
-                self._copy(node, i)
+                self._copy(node)
         result = lazy_module(gm, self.graph)
         result.meta.update(gm.meta)
         results, returns = self._results()
@@ -86,42 +82,54 @@ class _Versions:
         result.meta.update({"returns": tuple(returns), READ: frozenset(self.read)})
         return result
 
-    def _copy(self, node: fx.Node, position: int) -> None:
+    def _copy(self, node: fx.Node) -> None:
         written = self._written(node)
-        for place in sorted(written, key=list(self.states).index):
-            if self.numbers.get(place, -1) in self.read | {-1}:
-                self._renew(place, node, position)
-        new = self.new[node] = self.graph.node_copy(node, self.new.__getitem__)
-        of = self._places(node.all_input_nodes)
+        for place in written:
+            if place not in self.latest or self.numbers[place] in self.read:
+                self._renew(place, node)
+        new = self.new[node] = self.graph.node_copy(node, self._latest)
         for place in written:
             self._belongs(new, place)
-        for place in of - written - self._places([node]):
-            self.read |= {self.numbers[place]} if place in self.numbers else set()
-        for place in self._places([node]):
+        own, reads = self._places([node]), self._places(node.all_input_nodes)
+        self.read.update(
+            self.numbers[place]
+            for place in reads
+            if place in self.numbers and place not in (*written, *own)
+        )
+        for place in own:
             self.aliases[place].append(node)
 
-    def _renew(self, place: int, writer: fx.Node, position: int) -> None:
+    def _renew(self, place: int, writer: fx.Node) -> None:
         """Begins a version of a state, which what was a view of the last is one of."""
         state = self.states[place]
         before = self.latest.get(place, self.new[state])
         version = self.latest[place] = self.graph.call_method("clone", (before,))
-        kept = {k: writer.meta[k] for k in ("stack_trace", "module") if k in writer.meta}
+        kept = {
+            k: writer.meta[k] for k in ("stack_trace", "module") if k in writer.meta
+        }
         version.meta.update(kept, example_value=state.meta["example_value"])
         self.numbers[place] = version.meta[VERSION] = next(self.count)
         for alias in self.aliases[place]:
             if alias.op == "placeholder":
                 self.new[alias] = version
-            elif self.last[alias] >= position:
-                self.new[alias] = self._again(alias, place)
+            else:
+                self.stale.add(alias)
 
-    def _again(self, alias: fx.Node, place: int) -> fx.Node:
+    def _latest(self, node: fx.Node) -> fx.Node:
+        """A node's new one, of the latest versions of states."""
+        if node in self.stale:
+            self.stale.discard(node)
+            self.new[node] = self._again(node)
+        return self.new[node]
+
+    def _again(self, alias: fx.Node) -> fx.Node:
         """What was a view of a state's last version, as one of the latest."""
-        if place not in self._written(alias):
-            return self.graph.node_copy(alias, self.new.__getitem__)
+        if not self._written(alias):
+            return self.graph.node_copy(alias, self._latest)
         value = self.trace.values[alias]
         for read in alias.all_input_nodes:
             if self.trace.values[read] is value:
-                return self.new[read]
+                return self._latest(read)
         raise PlanError(
             "what an operation that writes into the model's state returns is read after "
             f"another write{line_of(alias.meta.get('stack_trace'))}\n"
@@ -131,7 +139,7 @@ class _Versions:
     def _belongs(self, node: fx.Node, place: int) -> None:
         """A writer, and the views that it writes into, are of a version."""
         node.meta[VERSION] = self.numbers[place]
-        views = {self.new[alias] for alias in self.aliases[place]}
+        views = {self.new[each] for each in self.aliases[place]}
         for read in node.all_input_nodes:
             if read in views and VERSION not in read.meta and read.op != "placeholder":
                 self._belongs(read, place)
@@ -140,7 +148,7 @@ class _Versions:
         """What the graph returns: what it did, and versions that are not among it."""
         trace = self.trace
         old, returns = trace.outputs(), list(trace.gm.meta["returns"])
-        results = [self.new[n] if isinstance(n, fx.Node) else n for n in old]
+        results = [self._latest(n) if isinstance(n, fx.Node) else n for n in old]
         for place, state in sorted(
             self.states.items(), key=lambda item: trace.new[item[1]].meta["index"]
         ):
@@ -160,12 +168,18 @@ class _Versions:
             return False
         return Spec.of(value) == Spec.of(self.trace.values[state])
 
-    def _places(self, nodes: Sequence[fx.Node]) -> set[int]:
+    def _places(self, nodes: Sequence[fx.Node]) -> list[int]:
         """The states that values are views of."""
-        values = (t for n in nodes for t in tensors(self.trace.values.get(n)))
-        return self.states.keys() & set(map(storage, values))
+        return self._among(t for n in nodes for t in tensors(self.trace.values.get(n)))
 
-    def _written(self, node: fx.Node) -> set[int]:
+    def _written(self, node: fx.Node) -> list[int]:
         new = self.trace.new[node]
-        written = new.meta.get("mutates", ()) if isinstance(new, fx.Node) else ()
-        return self.states.keys() & set(map(storage, written))
+        return (
+            self._among(new.meta["mutates"])
+            if isinstance(new, fx.Node) and "mutates" in new.meta
+            else []
+        )
+
+    def _among(self, values: Iterable[Tensor]) -> list[int]:
+        memory = set(map(storage, values))
+        return [place for place in self.states if place in memory]

@@ -24,6 +24,7 @@ from ..rows.tracker import OutputRows
 from ..rows.weighted_loss import labels_decide, part_means
 from .batch import Batch
 from .batch_norms import refuse_kept, refuse_microbatch, whole_batch_norms
+from .instance_norms import part_statistics
 from .joint_nodes import NOTHING_JOINED, join_rows
 from .kept_totals import refuse_kept_totals
 from .meta_device import cpu_specs, is_meta, on_cpu
@@ -93,6 +94,8 @@ def trace_microbatch(
     once = once and exact
     if exact and labels_decide(gm) and by_weight:
         weighted = True
+    if once:
+        gm = part_statistics(gm)
     if exact and batch_norm == "batch":
         gm = whole_batch_norms(gm)
     training = torch.is_grad_enabled()
