@@ -16,7 +16,7 @@ from ..ir.request import Request
 from ..ir.step_ir import Line, Made, Running, StepIR
 from ..ir.writes import Write
 from ..jobs.job import Direction, PlanError
-from .buffer_order import check_one_writer
+from .buffer_order import check_declared, check_one_writer
 
 Parts = list[tuple[tuple[int, ...], Line]]  # microbatches, and their bundle
 
@@ -106,6 +106,7 @@ class _Collection:
         results: dict[int, dict[str, Any]] = {
             w: {"outputs": (), "state": {}, "versions": {}} for w in self.workers
         }
+        check_declared(self.request, self.step.facts)
         for position, (output, value) in enumerate(
             zip(self.step.facts.outputs, self.wanted["outputs"], strict=True)
         ):
@@ -117,7 +118,7 @@ class _Collection:
             if output.kind in ("constant", "given"):
                 nodes = dict.fromkeys(self.readers, value)
             elif output.kind in ("scalar", "folded"):
-                total = self._total(position, value, output.how)
+                total = self._total(position, value, output.how, f"output {position}")
                 nodes = dict.fromkeys(self.readers, total)
             elif output.kind == "state":
                 nodes = dict.fromkeys(self.readers, self._state(position, output))
@@ -156,11 +157,10 @@ class _Collection:
                 results[worker]["inputs"][key] = node
         return results
 
-    def _total(self, position: int, value: fx.Node, how: str | None) -> Line:
+    def _total(self, position: int, value: fx.Node, how: str | None, task: str) -> Line:
         """The loss, or what the microbatches' values become by what the user says."""
         parts = self._gather(f"output {position}", self._made(value))
         root, specs = parts[0][1].worker, value.meta["specs"]
-        task = f"output {position}"
         if how is not None:
             return self._make(
                 ops.fold, (how, self.microbatches, *parts), specs, root, task
@@ -205,7 +205,9 @@ class _Collection:
         )
         total = None
         if output.kind in ("scalar", "folded"):
-            total = self._total(position, value, output.how)
+            total = self._total(
+                position, value, output.how, f"buffers of output {position}"
+            )
         for worker in owners:
             yield worker, total or by_worker.get(worker, every[-1])
 

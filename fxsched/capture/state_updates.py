@@ -134,8 +134,8 @@ class StateUpdates:
             )
         if self.trace.values[old].requires_grad and self.training:
             raise PlanError(
-                f"{_where(state, old)}and gradients would flow through it into the call "
-                "before; detach it: assign new_value.detach()"
+                f"{_where(state, old)}and gradients would flow through it into the "
+                "call before; detach it: assign new_value.detach()"
             )
 
     def _replace(self, state: fx.Node, old: fx.Node) -> None:
@@ -148,8 +148,8 @@ class StateUpdates:
         before, after = state.meta["val"], trace.values[old]
         if (before.shape, before.dtype) != (after.shape, after.dtype):
             raise PlanError(
-                f"{_where(state, old)}which is {Spec.of(after)} and was {Spec.of(before)}; what the "
-                "model keeps between microbatches must keep its shape and type, and "
+                f"{_where(state, old)}which is {Spec.of(after)} and was "
+                f"{Spec.of(before)}; what the model keeps between microbatches must keep its shape and type, and "
                 "have no dimension that is the batch"
             )
         placeholder = next(n for n, new in trace.new.items() if new is state)

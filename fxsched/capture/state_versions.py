@@ -46,7 +46,7 @@ def written_state(trace: Microbatch) -> dict[int, fx.Node]:
         if places[origin_of(n).name] in written
         and trace.new[n].meta["role"] is not Role.BATCH
         and not origin_of(n).argument
-        and not trace.values[n].requires_grad
+        and not trace.inputs[trace.new[n].meta["index"]].requires_grad
     }
 
 
@@ -104,10 +104,11 @@ class _Versions:
         state = self.states[place]
         before = self.latest.get(place, self.new[state])
         version = self.latest[place] = self.graph.call_method("clone", (before,))
-        kept = {
-            k: writer.meta[k] for k in ("stack_trace", "module") if k in writer.meta
-        }
-        version.meta.update(kept, example_value=state.meta["example_value"])
+        version.meta.update(
+            example_value=state.meta["example_value"],
+            stack_trace=writer.meta.get("stack_trace"),
+            module=writer.meta.get("module", ""),
+        )
         self.numbers[place] = version.meta[VERSION] = next(self.count)
         for alias in self.aliases[place]:
             if alias.op == "placeholder":
@@ -131,8 +132,8 @@ class _Versions:
             if self.trace.values[read] is value:
                 return self._latest(read)
         raise PlanError(
-            "what an operation that writes into the model's state returns is read after "
-            f"another write{line_of(alias.meta.get('stack_trace'))}\n"
+            "what an operation that writes into the model's state returns is read "
+            f"after another write{line_of(alias.meta.get('stack_trace'))}\n"
             "  read the state itself there"
         )
 
