@@ -1,5 +1,5 @@
-"""Refuses reductions of buffers that F writes once a call, and buffers that microbatches
-would write otherwise, where deterministic=True asks for the bits of one process."""
+"""Refuses reductions of buffers that F writes once a call, and buffers that would be
+written otherwise, where deterministic=True asks for the bits of one process."""
 
 from __future__ import annotations
 

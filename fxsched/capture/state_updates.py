@@ -149,8 +149,8 @@ class StateUpdates:
         if (before.shape, before.dtype) != (after.shape, after.dtype):
             raise PlanError(
                 f"{_where(state, old)}which is {Spec.of(after)} and was "
-                f"{Spec.of(before)}; what the model keeps between microbatches must keep its shape and type, and "
-                "have no dimension that is the batch"
+                f"{Spec.of(before)}; what the model keeps between microbatches must "
+                "keep its shape and type, and have no dimension that is the batch"
             )
         placeholder = next(n for n, new in trace.new.items() if new is state)
         value = trace.append("detach", old) if after.requires_grad else old
