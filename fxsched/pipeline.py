@@ -153,7 +153,7 @@ def make_plan(
         step.facts.stages,
         Programs(request.schedule.workers, write),
         step.facts.groups,
-        step.facts.outputs,
+        tuple(output for output in step.facts.outputs if not output.kept),
         step.facts.loss,
         step.timeline,
         step.lines,

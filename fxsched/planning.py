@@ -180,6 +180,7 @@ def _traced(
             _sees_whole_batch(options.request),
             spread,
             request.batch_norm,
+            _updates_once(options.request.schedule),
         )
         if options.measured is not None:
             options.measured.apply(traced.graph)
@@ -262,9 +263,13 @@ def _loss_reduction(traced: Traced, request: Request) -> LossReduction:
 
 def _sees_whole_batch(request: Request) -> bool:
     """Whether each update is of the whole batch, and each rank is handed all of it."""
-    schedule = request.schedule
+    return request.rows == "all" and _updates_once(request.schedule)
+
+
+def _updates_once(schedule: Schedule) -> bool:
+    """Whether each update is of the whole batch."""
     parted = schedule.update_every not in (None, schedule.microbatches)
-    return request.rows == "all" and not parted and schedule.average_every is None
+    return not parted and schedule.average_every is None
 
 
 def make_step(

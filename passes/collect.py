@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -15,7 +16,7 @@ from ..ir.request import Request
 from ..ir.step_ir import Line, Made, Running, StepIR
 from ..ir.writes import Write
 from ..jobs.job import Direction, PlanError
-from .buffer_order import check_one_writer
+from .buffer_order import check_declared, check_one_writer
 
 Parts = list[tuple[tuple[int, ...], Line]]  # microbatches, and their bundle
 
@@ -103,16 +104,21 @@ class _Collection:
     def _of_call(self) -> dict[int, dict[str, Any]]:
         """Outputs on the workers that hand them out, buffers on their owners."""
         results: dict[int, dict[str, Any]] = {
-            w: {"outputs": (), "state": {}} for w in self.workers
+            w: {"outputs": (), "state": {}, "versions": {}} for w in self.workers
         }
+        check_declared(self.request, self.step.facts)
         for position, (output, value) in enumerate(
             zip(self.step.facts.outputs, self.wanted["outputs"], strict=True)
         ):
             nodes: dict[int, Any] = {}
+            if output.kept:
+                for worker, new in self._version(position, value, output):
+                    results[worker]["versions"][str(output.state)] = new
+                continue
             if output.kind in ("constant", "given"):
                 nodes = dict.fromkeys(self.readers, value)
             elif output.kind in ("scalar", "folded"):
-                total = self._total(position, value, output.how)
+                total = self._total(position, value, output.how, f"output {position}")
                 nodes = dict.fromkeys(self.readers, total)
             elif output.kind == "state":
                 nodes = dict.fromkeys(self.readers, self._state(position, output))
@@ -151,11 +157,10 @@ class _Collection:
                 results[worker]["inputs"][key] = node
         return results
 
-    def _total(self, position: int, value: fx.Node, how: str | None) -> Line:
+    def _total(self, position: int, value: fx.Node, how: str | None, task: str) -> Line:
         """The loss, or what the microbatches' values become by what the user says."""
         parts = self._gather(f"output {position}", self._made(value))
         root, specs = parts[0][1].worker, value.meta["specs"]
-        task = f"output {position}"
         if how is not None:
             return self._make(
                 ops.fold, (how, self.microbatches, *parts), specs, root, task
@@ -185,6 +190,26 @@ class _Collection:
         return self._make(
             ops.own_copy, (new, place), specs, new.worker, f"output {position}"
         )
+
+    def _version(
+        self, position: int, value: fx.Node, output: Output
+    ) -> Iterator[tuple[int, Line | Made]]:
+        """What state is after the step, for each of its owners: one that ran F of a
+        microbatch has what is the same in all."""
+        every = self._made(value)
+        by_worker = {self.step.worker(made): made for made in every}
+        owners = next(
+            group.owners
+            for group in self.groups
+            if any(state.input == output.state for state in group.state)
+        )
+        total = None
+        if output.kind in ("scalar", "folded"):
+            total = self._total(
+                position, value, output.how, f"buffers of output {position}"
+            )
+        for worker in owners:
+            yield worker, total or by_worker.get(worker, every[-1])
 
     def _settle(self, group: int) -> Line:
         """A group's buffers after the step, at its first owner."""

@@ -73,6 +73,7 @@ class _Differentiation:
 
     def run(self) -> fx.GraphModule:
         loss = self._loss() if self.request.training else None
+        self.late = loss is None
         outputs: Sequence[Any] = result(self.gm)
         with self.graph.inserting_before(self.output):
             for position, value in enumerate(outputs):
@@ -218,6 +219,10 @@ class _Differentiation:
         pair = self.pairs[call]
         # F again would see buffers that it has written meanwhile
         recompute = self.request.carry == "recompute" and not pair.mutated
+        # or what the model has by the time of backward()
+        numbers = [weights.meta["group"] for weights in arguments(call)[0]]
+        written = any(self.groups[number].written for number in numbers)
+        recompute = recompute and not (self.late and written)
         # nothing comes between F and B of a joint stage
         recompute = recompute and not self.stages.nodes[stage].get("joint")
         places = stage_facts(self._module(call)).places

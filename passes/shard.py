@@ -63,7 +63,7 @@ def shard_stages(gm: fx.GraphModule, request: Request) -> fx.GraphModule:
     model, calls = gm, open_multihead(gm)
     gm, inside = open_attention(calls.gm)
     gm, writes = open_writes(gm)
-    grower = Grower(gm, RowFollower(gm, schedule.shards), _kept_whole(request))
+    grower = Grower(gm, RowFollower(gm, schedule.shards), _kept_whole(gm, request))
     ways = [
         _Way.of(region, Rewriter(grower, each, request), schedule)
         for region in _regions(gm, grower, request)
@@ -168,9 +168,11 @@ def _through(
     return dict(new)
 
 
-def _kept_whole(request: Request) -> set[int]:
-    """Positions of weights that ranks keep whole since an earlier plan."""
-    return request.owners.keys() - request.cuts.keys()
+def _kept_whole(gm: fx.GraphModule, request: Request) -> set[int]:
+    """Positions of weights that ranks keep whole since an earlier plan, and of state
+    that the model writes."""
+    written = {o.state for o in facts(gm).outputs if o.state is not None}
+    return written | (request.owners.keys() - request.cuts.keys())
 
 
 def _check_kept(gm: fx.GraphModule, request: Request, region: Region) -> None:

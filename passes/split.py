@@ -274,10 +274,11 @@ def _keepers(
 
 def _written_state(gm: fx.GraphModule) -> set[fx.Node]:
     written = written_storages(gm.graph)
+    kept = {o.state for o in facts(gm).outputs if not o.replaced and o.kind != "given"}
     return {
         n
-        for n in gm.graph.nodes
-        if n.op == "placeholder" and storage(n.meta["val"]) in written
+        for n in gm.graph.find_nodes(op="placeholder")
+        if storage(n.meta["val"]) in written or n.meta["index"] in kept
     }
 
 

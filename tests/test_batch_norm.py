@@ -121,8 +121,9 @@ class Keeps(Rows):
         return super().forward(x, y)
 
 
-def test_a_model_that_keeps_what_it_sees_is_refused() -> None:
-    refused("keeps, in its own state", Keeps(), torch.randn(8, 4))
+def test_a_model_may_keep_what_it_sees_besides() -> None:
+    x = torch.randn(8, 4, dtype=torch.float64)
+    assert_as_eager(Keeps(), x, schedules.gpipe(2, 4))
 
 
 class Native(Rows):

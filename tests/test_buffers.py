@@ -1,4 +1,4 @@
-"""What F writes into the model: each microbatch sees the one before, as in eager."""
+"""What F writes into the model: once a call, as eager PyTorch on the whole batch."""
 
 from __future__ import annotations
 
@@ -71,16 +71,6 @@ def replaced(model: Model, hidden: Tensor) -> Tensor:
 LEARNS = (count, average, plain, returned, replaced)
 
 
-def eager(model: nn.Module, x: Tensor) -> list[Any]:
-    """The outputs of microbatches, one after the other, with their gradients."""
-    found = []
-    for part in x.chunk(MICROBATCHES):
-        found.append(model(part))
-        made = found[-1]["loss"] if isinstance(found[-1], dict) else found[-1]
-        (made / MICROBATCHES).backward()
-    return found
-
-
 def loss_of(output: Any) -> Tensor:
     return output["loss"] if isinstance(output, dict) else output
 
@@ -91,25 +81,26 @@ def _seed() -> None:
     torch._dynamo.reset()
 
 
-@pytest.mark.parametrize("learn", LEARNS)
-def test_each_microbatch_sees_the_one_before(learn: Any) -> None:
-    ways = list(ONE_BY_ONE.values())
-    schedule = ways[LEARNS.index(learn) % len(ways)]
-    model = Model(learn)
+def check(model: Any, schedule: Any, calls: int = 3) -> None:
+    """Calls a model both ways; its outputs, gradients and state are equal."""
     reference = copy.deepcopy(model)
     run = torch.compile(model, backend=fxsched.backend(schedule))
-    for _ in range(3):
+    for _ in range(calls):
         x = torch.randn(8, 8)
-        found, wanted = run(x), eager(reference, x)
+        found, wanted = run(x), reference(x)
         loss_of(found).backward()
-        mean = torch.stack([loss_of(each).detach() for each in wanted]).mean()
-        torch.testing.assert_close(loss_of(found).detach(), mean)
-        if isinstance(found, dict):  # what it is after the last
-            torch.testing.assert_close(found["more"], wanted[-1]["more"])
-        torch.testing.assert_close(model.state(), reference.state(), rtol=0, atol=0)
+        loss_of(wanted).backward()
+        torch.testing.assert_close(found, wanted)
+        torch.testing.assert_close(model.state(), reference.state())
         for mine, other in zip(model.parameters(), reference.parameters(), strict=True):
             torch.testing.assert_close(mine.grad, other.grad)
             mine.grad = other.grad = None
+
+
+@pytest.mark.parametrize("learn", LEARNS)
+def test_state_has_one_new_value_a_call(learn: Any) -> None:
+    ways = list(ONE_BY_ONE.values())
+    check(Model(learn), ways[LEARNS.index(learn) % len(ways)])
 
 
 def test_a_buffer_written_in_place_stays_the_tensor_it_was() -> None:
@@ -134,6 +125,10 @@ def grown(model: Model, hidden: Tensor) -> None:
     model.n = model.n + hidden.detach().mean(0)
 
 
+def test_new_values_may_have_another_shape() -> None:
+    check(Model(grown), schedules.ddp(2, 4), calls=2)
+
+
 def attached(model: Model, hidden: Tensor) -> None:
     model.ema = 0.9 * model.ema + 0.1 * hidden.mean(0)
 
@@ -142,54 +137,23 @@ def scattered(model: Model, hidden: Tensor) -> None:
     model.ema.mul_(0.9).add_(0.1 * hidden.detach().mean(0))
 
 
-@pytest.mark.parametrize(
-    ("learn", "match"),
-    [
-        (grown, r"n gets a new value, at\n.*mean\(0\)\nwhich is float32\[8\]"),
-        (attached, r"(?s)ema gets a new value.*assign new_value.detach\(\)"),
-    ],
-)
-def test_state_that_cannot_go_from_one_microbatch_to_the_next(
-    learn: Any, match: str
-) -> None:
-    run = torch.compile(Model(learn), backend=fxsched.backend(ONE_BY_ONE["gpipe"]))
+def test_state_that_would_be_part_of_gradients_is_refused() -> None:
+    run = torch.compile(Model(attached), backend=fxsched.backend(ONE_BY_ONE["gpipe"]))
+    match = r"(?s)ema gets a new value.*assign new_value.detach\(\)"
     with pytest.raises(PlanError, match=match):
         run(torch.randn(8, 8))
 
 
 @pytest.mark.parametrize("learn", [average, scattered])
-def test_state_scattered_over_workers_is_an_error_with_both_remedies(
-    learn: Any,
-) -> None:
-    run = torch.compile(Model(learn), backend=fxsched.backend(schedules.ddp(2, 4)))
-    message = (
-        r"writes into ema, at\n.*model.ema.*\nand workers 0, 1 run it: "
-        r".*schedules.gpipe.* backend\(buffers=\{'ema': 'mean'\}\)"
-    )
-    with pytest.raises(PlanError, match=message):
-        run(torch.randn(8, 8))
+def test_workers_that_share_a_stage_write_what_eager_does(learn: Any) -> None:
+    check(Model(learn), schedules.ddp(2, 4))
 
 
-def workers_of(model: Model, x: Tensor) -> list[Model]:
-    """What each of two workers has after every second microbatch."""
-    copies = [copy.deepcopy(model) for _ in range(2)]
-    with torch.no_grad():
-        for i, part in enumerate(x.chunk(MICROBATCHES)):
-            copies[i % 2](part)
-    return copies
-
-
-@pytest.mark.parametrize(
-    ("learn", "how"), [(average, "mean"), (scattered, "sum"), (average, "last")]
-)
-def test_the_user_says_what_scattered_state_becomes(learn: Any, how: str) -> None:
-    model, x = Model(learn), torch.randn(8, 8)
-    copies = workers_of(model, x)
-    backend = fxsched.backend(schedules.ddp(2, 4), buffers={"ema": how})
-    torch.compile(model, backend=backend)(x)
-    first, second = (each.ema for each in copies)
-    wanted = {"mean": (first + second) / 2, "sum": first + second, "last": second}
-    torch.testing.assert_close(model.ema, wanted[how])
+@pytest.mark.parametrize("learn", [average, scattered])
+def test_what_workers_values_become_is_not_asked(learn: Any) -> None:
+    backend = fxsched.backend(schedules.ddp(2, 4), buffers={"ema": "mean"})
+    with pytest.raises(PlanError, match=r"writes ema once a call.*leave it out"):
+        torch.compile(Model(learn), backend=backend)(torch.randn(8, 8))
 
 
 def total(model: Model, hidden: Tensor) -> Tensor:
@@ -198,16 +162,8 @@ def total(model: Model, hidden: Tensor) -> Tensor:
     return model.n
 
 
-def test_what_is_only_added_to_is_summed_over_workers() -> None:
-    model = Model(total)
-    reference = copy.deepcopy(model)
-    run = torch.compile(model, backend=fxsched.backend(schedules.ddp(2, 4)))
-    for _ in range(2):
-        x = torch.randn(8, 8)
-        found = run(x)
-        eager(reference, x)
-        torch.testing.assert_close(found["more"], reference.n)
-        torch.testing.assert_close(model.state(), reference.state())
+def test_what_is_added_of_the_batch_is_that_of_the_whole_batch() -> None:
+    check(Model(total), schedules.ddp(2, 4))
 
 
 class Counters(nn.Module):
@@ -226,12 +182,25 @@ class Counters(nn.Module):
             x = x * self.place
         return self.layer(x).pow(2).mean()
 
+    def state(self) -> list[Any]:
+        return [self.place]
+
 
 @pytest.mark.parametrize("turn", [False, True])
-def test_integers_that_are_read_are_no_counters(turn: bool) -> None:
-    run = torch.compile(Counters(turn), backend=fxsched.backend(schedules.ddp(2, 4)))
-    with pytest.raises(PlanError, match="writes into place"):
-        run(torch.randn(8, 8))
+def test_what_does_not_come_of_the_batch_needs_no_stage_for_it(turn: bool) -> None:
+    model, schedule = Counters(turn), schedules.ddp(2, 4)
+    plan = fxsched.plan(model, schedule, torch.randn(8, 8))
+    assert not any(joint for _, joint in plan.stages.nodes(data="joint"))
+    check(model, schedule)
+
+
+def workers_of(model: Any, x: Tensor) -> list[Any]:
+    """What each of two workers has after every second microbatch."""
+    copies = [copy.deepcopy(model) for _ in range(2)]
+    with torch.no_grad():
+        for i, part in enumerate(x.chunk(MICROBATCHES)):
+            copies[i % 2](part)
+    return copies
 
 
 class Norms(nn.Module):
@@ -243,44 +212,24 @@ class Norms(nn.Module):
         return self.norm(self.first(x)).pow(3).mean()
 
 
-@pytest.mark.parametrize(
-    "norm",
-    [
-        lambda: nn.BatchNorm1d(4),
-        lambda: nn.InstanceNorm1d(4, track_running_stats=True, affine=True),
-    ],
-)
-def test_running_statistics_are_averaged_over_workers(norm: Any) -> None:
-    model, x = Norms(norm()), torch.randn(8, 3, 5)
-    copies = workers_of(model, x)
-    torch.compile(model, backend=fxsched.backend(schedules.ddp(2, 4)))(x)
-    first, second = (each.norm for each in copies)
+def test_running_statistics_of_microbatches_are_averaged_over_workers() -> None:
+    model, x = Norms(nn.BatchNorm1d(4)), torch.randn(8, 3, 5)
+    first, second = (each.norm for each in workers_of(model, x))
+    backend = fxsched.backend(schedules.ddp(2, 4), batch_norm="microbatch")
+    torch.compile(model, backend=backend)(x)
     for name in ("running_mean", "running_var"):
         found = getattr(model.norm, name)
         mean = (getattr(first, name) + getattr(second, name)) / 2
         torch.testing.assert_close(found, mean)
-    if isinstance(model.norm, nn.BatchNorm1d):
-        assert model.norm.num_batches_tracked == 4
+    assert model.norm.num_batches_tracked == 4
 
 
 @pytest.mark.parametrize("old", [False, True])
-def test_spectral_norm_goes_on_with_each_microbatch(old: bool) -> None:
+def test_spectral_norm_goes_on_once_a_call(old: bool) -> None:
     way = nn.utils.spectral_norm if old else nn.utils.parametrizations.spectral_norm
     model = nn.Sequential(way(nn.Linear(8, 8)), nn.Tanh(), nn.Linear(8, 8))
-    reference = copy.deepcopy(model)
     schedule = replace(schedules.gpipe(2, MICROBATCHES), stages=2)
-    step = torch.compile(Squared(model), backend=fxsched.backend(schedule))
-    for _ in range(2):
-        x = torch.randn(8, 8)
-        loss = step(x)
-        loss.backward()
-        wanted = eager(Squared(reference), x)
-        torch.testing.assert_close(loss, sum(wanted) / MICROBATCHES)
-    pairs = zip(model.buffers(), reference.buffers(), strict=True)
-    for found, other in pairs:
-        torch.testing.assert_close(found, other)
-    for found, other in zip(model.parameters(), reference.parameters(), strict=True):
-        torch.testing.assert_close(found.grad, other.grad)
+    check(Squared(model), schedule, calls=2)
 
 
 class Squared(nn.Module):
@@ -290,6 +239,9 @@ class Squared(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.inner(x).pow(2).mean()
+
+    def state(self) -> list[Any]:
+        return list(self.buffers())
 
 
 def test_a_number_of_pythons_counts_calls() -> None:
@@ -303,4 +255,4 @@ def test_a_number_of_pythons_counts_calls() -> None:
         before = model.plain.clone()
         run(torch.randn(8, 8))
         assert model.calls == call
-        torch.testing.assert_close(model.plain, before * call**MICROBATCHES)
+        torch.testing.assert_close(model.plain, before * call)

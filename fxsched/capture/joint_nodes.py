@@ -27,7 +27,7 @@ from ..jobs.job import PlanError
 from ..rows.domains import Domains
 from ..rows.kinds import Kind, Rows
 from .batch_norms import ONCE
-from .microbatch import Microbatch, is_region
+from .microbatch import VERSION, Microbatch, is_region
 from .row_versions import RowVersions, Version
 from .whole_batch import WholeBatch
 
@@ -224,6 +224,11 @@ class _Joining:
         """The value of a node on the whole batch."""
         if node not in self.new:
             self.new[node] = self._made(node)
+            value = self.trace.values[node]
+            written = VERSION in node.meta and isinstance(value, Tensor)
+            if written and node not in self.joint:
+                for writer in self.writers[storage(value)]:
+                    self._of_whole(writer)
         return self.new[node]
 
     def _made(self, node: fx.Node) -> Any:
@@ -309,7 +314,7 @@ class _Joining:
 
     def _refuse_effects(self, node: fx.Node, own: fx.Node) -> None:
         """Raises PlanError for what must not run for the whole batch besides."""
-        if ONCE in node.meta:
+        if ONCE in node.meta or VERSION in node.meta:
             return
         where = line_of(node.meta.get("stack_trace"))
         if node not in self.joint and (own.meta["random"] or own.meta["mutates"]):

@@ -10,13 +10,14 @@ import re
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from operator import setitem
 from typing import Any, NamedTuple
 
 from torch import Tensor, fx, nn
 from torch._subclasses import FakeTensorMode
 
 from ..costmodel.costs import Work
-from ..ir.graphs import REGION_ENTERS, REGION_EXITS, Role, Spec, storage
+from ..ir.graphs import REGION_ENTERS, REGION_EXITS, Role, Spec, storage, tensors
 from ..jobs.job import PlanError
 from ..rows.early_values import Early
 from ..rows.kinds import SHARED, Kind, Rows
@@ -24,7 +25,7 @@ from ..rows.own_backward import own_backward
 from ..rows.tracker import Tracker
 from .autograd_costs import AutogradCosts
 from .batch import Batch
-from .batch_norms import learn
+from .batch_norms import ONCE, learn
 from .effects import INSTANCE_NORMS, EffectMeter, holds_tensor
 from .graph_inputs import origin_of
 from .refusals import where_of
@@ -36,6 +37,10 @@ class _Value(NamedTuple):
 
     value: Any
     fits: bool = True
+
+
+VERSION = "version"  # of node.meta: the number of the version of state that it makes
+READ = "read_versions"  # of gm.meta: the numbers of those that the model reads
 
 
 class Microbatch:
@@ -67,6 +72,7 @@ class Microbatch:
         self.tracker = self._tracker(exact)
         self._costs = AutogradCosts(gm, self.mode)
         self._interpreter = self._costs.interpreter
+        self._apart: set[fx.Node | int] = set()  # what the batch or draws went into
         self._first: dict[int, fx.Node] = {}  # the input that a tensor of state is
         self._count: Counter[str] = Counter()  # nodes, by module and operation
 
@@ -105,6 +111,8 @@ class Microbatch:
             # a size argument: the batch size becomes the microbatch size
             size = self.batch.size(node.meta.get("example_value"), value)
             self.values[node] = self.new[node] = size
+            if self.batch.changes(node.meta.get("example_value")):
+                self._apart.add(node)
             self.note_input(node, value)
             return
         name, role = origin_of(node).name, self._role(node, value, index)
@@ -126,6 +134,8 @@ class Microbatch:
         self.put_input(node, new, fake)
         if role in (Role.BATCH, Role.SHARED):
             self.note_input(node, fake)
+        if role is Role.BATCH:
+            self._apart.add(node)
         if role is Role.BATCH and self.batch.microbatches > 1:
             self.tracker.put(fake, Rows(Kind.APART, self.batch.dims[index]))
 
@@ -170,8 +180,13 @@ class Microbatch:
         self.values[node] = value
         if fits:
             self._follow_backward(self.tracker, node, args, value)
+        weighed = self.tracker.weighed
         self.tracker.settle(node, args[0] if node.target is setitem else value)
         region = is_region(node)
+        self._follow(node, effects)
+        if VERSION in node.meta:
+            self._make_once(node, effects)
+            self.tracker.weighed = weighed
         if not (region or effects.written or holds_tensor(value)):
             self.new[node] = value
             return
@@ -201,6 +216,29 @@ class Microbatch:
             **recomputed,
         }
         self.new[node] = new
+
+    def _follow(self, node: fx.Node, effects: EffectMeter) -> None:
+        """Notes whether the batch, or draws, went into a node's value."""
+        reads = node.all_input_nodes
+        memory = map(storage, tensors([self.values[n] for n in reads]))
+        if effects.random or not self._apart.isdisjoint((*reads, *memory)):
+            self._apart |= {node, *map(storage, effects.written)}
+
+    def _make_once(self, node: fx.Node, effects: EffectMeter) -> None:
+        """A version of state that the batch goes into is made of the whole batch, and
+        then the same for all microbatches, unless it is a mean that none of them reads.
+        """
+        number, places = node.meta[VERSION], set(map(storage, effects.written))
+        if self.batch.microbatches == 1 or self._apart.isdisjoint(places):
+            return
+        group = [n for n in self.gm.graph.nodes if n.meta.get(VERSION) == number]
+        made = tensors([effects.written, [self.values.get(n) for n in group]])
+        every = [self.tracker.of(t) for t in made]
+        means = all(rows.kind is Kind.MEAN and rows.cause is None for rows in every)
+        if not means or number in self.gm.meta[READ]:
+            self.tracker.share(places)
+            for each in group:
+                each.meta[ONCE] = True
 
     def _refuse_writes(self, node: fx.Node, effects: EffectMeter) -> None:
         """Raises PlanError for a node in a checkpoint that writes into a buffer."""

@@ -75,6 +75,9 @@ def origins_of(
         for place in places | new:
             by_storage[place] = by_storage.get(place, frozenset()) | own_origins
         origins[node] = own_origins.union(*_of_storages(values.get(node), by_storage))
+    for node in nodes:  # what is written into it later too
+        later = _of_storages(values.get(node), by_storage)
+        origins[node] = origins[node].union(*later)
     return origins
 
 

@@ -22,11 +22,15 @@ class Returned(NamedTuple):
         None, if it isn't there or nobody knows.
     stored: what it is assigned to, as Dynamo's sources.
     replaces: inputs of the graph that had these places before.
+    version: the input that it is after the call, as the model writes into it.
+    kept: whether it goes there alone, and is no output of Dynamo's.
     """
 
     label: int | str | None = None
     stored: tuple[str, ...] = ()
     replaces: tuple[int, ...] = ()
+    version: int | None = None
+    kept: bool = False
 
 
 def read_returns(

@@ -50,35 +50,69 @@ class StateUpdates:
     """Finds outputs that are state, and writes new values of attributes into it.
 
     training: whether gradients are wanted.
+    once: whether new values are outputs of the step, of the whole batch; else each
+        microbatch sees what the one before it left.
     """
 
-    def __init__(self, trace: Microbatch, training: bool) -> None:
-        self.trace, self.training = trace, training
+    def __init__(self, trace: Microbatch, training: bool, once: bool) -> None:
+        self.trace, self.training, self.once = trace, training, once
         self.written = written_storages(trace.graph)
 
     def output(self, position: int, old: Any) -> Output | None:
         """The output that is state after the step: a buffer that the model writes
         into and returns, or a new tensor in the place of an old one."""
         trace = self.trace
-        new = trace.new[old] if isinstance(old, fx.Node) else old
-        if not isinstance(new, fx.Node) or not isinstance(trace.values[old], Tensor):
+        if not self._is_tensor(old):
             return None
-        states = {
-            i: state
-            for i, node in enumerate(placeholders(trace.gm))
-            if isinstance(state := trace.new[node], fx.Node)
-            and state.meta["role"] is not Role.BATCH
-        }
-        buffer = self._returned_buffer(trace.values[old], states)
+        buffer = self._returned_buffer(trace.values[old], self._states())
         if buffer is not None:
             return Output("state", state=buffer.meta["index"])
-        returned: Returned = trace.gm.meta["returns"][position]
-        replaced = [states[i] for i in returned.replaces if i in states]
+        replaced = self._replaced(position)
         if not replaced or trace.batch.microbatches == 1:
             return None
         for state in replaced:
-            self._replace(state, old)
+            self._check(state, old)
+            state.meta["role"] = Role.BUFFER
+            if not self.once:
+                self._replace(state, old)
+        if self.once:
+            return None
         return Output("state", state=replaced[0].meta["index"], replaced=True)
+
+    def placed(self, position: int, old: Any, output: Output) -> Output:
+        """An output that is a new version of state, or not, with where it goes."""
+        returned: Returned = self.trace.gm.meta["returns"][position]
+        replaced = [] if returned.version is not None else self._replaced(position)
+        index = replaced[0].meta["index"] if replaced else returned.version
+        if index is None or not self.once or not self._is_tensor(old):
+            return output
+        self._check(self._states()[index], old)
+        return output._replace(
+            differentiable=False,
+            state=index,
+            replaced=bool(replaced),
+            kept=returned.kept,
+        )
+
+    def _is_tensor(self, old: Any) -> bool:
+        """Whether an output is a tensor that the graph computes."""
+        new = self.trace.new[old] if isinstance(old, fx.Node) else old
+        return isinstance(new, fx.Node) and isinstance(self.trace.values[old], Tensor)
+
+    def _states(self) -> dict[int, fx.Node]:
+        """What is no part of the batch, by position."""
+        return {
+            i: state
+            for i, node in enumerate(placeholders(self.trace.gm))
+            if isinstance(state := self.trace.new[node], fx.Node)
+            and state.meta["role"] is not Role.BATCH
+        }
+
+    def _replaced(self, position: int) -> list[fx.Node]:
+        """What an output takes the place of."""
+        returned: Returned = self.trace.gm.meta["returns"][position]
+        states = self._states()
+        return [states[i] for i in returned.replaces if i in states]
 
     def _returned_buffer(
         self, value: Tensor, states: dict[int, fx.Node]
@@ -92,6 +126,18 @@ class StateUpdates:
                 return state
         return None
 
+    def _check(self, state: fx.Node, old: fx.Node) -> None:
+        """Raises PlanError for state that is trained, or would be part of gradients."""
+        if state.meta["val"].requires_grad:
+            raise PlanError(
+                f"{_where(state, old)}but it is trained; keep what F writes in buffers"
+            )
+        if self.trace.values[old].requires_grad and self.training:
+            raise PlanError(
+                f"{_where(state, old)}and gradients would flow through it into the "
+                "call before; detach it: assign new_value.detach()"
+            )
+
     def _replace(self, state: fx.Node, old: fx.Node) -> None:
         """Writes a new value for an attribute into what it was, for later microbatches.
 
@@ -100,22 +146,17 @@ class StateUpdates:
         """
         trace = self.trace
         before, after = state.meta["val"], trace.values[old]
-        line = user_line(old.meta.get("stack_trace"))
-        where = f"{state.meta['name']} gets a new value, at\n  {line}\n"
         if (before.shape, before.dtype) != (after.shape, after.dtype):
             raise PlanError(
-                f"{where}which is {Spec.of(after)} and was {Spec.of(before)}; what the "
-                "model keeps between microbatches must keep its shape and type, and "
-                "have no dimension that is the batch"
+                f"{_where(state, old)}which is {Spec.of(after)} and was "
+                f"{Spec.of(before)}; what the model keeps between microbatches must "
+                "keep its shape and type, and have no dimension that is the batch"
             )
-        if state.meta["role"] is Role.PARAMETER or before.requires_grad:
-            raise PlanError(f"{where}but it is trained; keep what F writes in buffers")
-        if after.requires_grad and self.training:
-            raise PlanError(
-                f"{where}and gradients would flow through it into the microbatch "
-                "before; detach it: assign new_value.detach()"
-            )
-        state.meta["role"] = Role.BUFFER
         placeholder = next(n for n, new in trace.new.items() if new is state)
         value = trace.append("detach", old) if after.requires_grad else old
         trace.append("copy_", placeholder, value, like=old)
+
+
+def _where(state: fx.Node, old: fx.Node) -> str:
+    line = user_line(old.meta.get("stack_trace"))
+    return f"{state.meta['name']} gets a new value, at\n  {line}\n"

@@ -24,6 +24,7 @@ from ..rows.tracker import OutputRows
 from ..rows.weighted_loss import labels_decide, part_means
 from .batch import Batch
 from .batch_norms import refuse_kept, refuse_microbatch, whole_batch_norms
+from .instance_norms import part_statistics
 from .joint_nodes import NOTHING_JOINED, join_rows
 from .kept_totals import refuse_kept_totals
 from .meta_device import cpu_specs, is_meta, on_cpu
@@ -31,6 +32,7 @@ from .microbatch import Microbatch
 from .output_leaves import output_leaves
 from .state_updates import keeps_rows
 from .tensor_hooks import hook_at_source
+from .state_versions import version_state, written_state
 from .traced_outputs import declared_outputs, finish_outputs
 from .weighted_microbatch import WeightedMicrobatch
 
@@ -64,6 +66,7 @@ def trace_microbatch(
     by_weight: bool = True,
     spread: bool = False,
     batch_norm: BatchNorm = "microbatch",
+    once: bool = False,
 ) -> Traced:
     """A copy of Dynamo's graph for one microbatch, on fake tensors.
 
@@ -79,6 +82,8 @@ def trace_microbatch(
     spread: whether microbatches compute their own rows of what rows meet in, where they
         can.
     batch_norm: whether BatchNorm in training sees microbatches, or the whole batch.
+    once: whether state that the model writes gets a new version once a call, where
+        operations are of the whole batch; else microbatch after microbatch.
 
     Placeholders carry `role`, `name` and `index` (into inputs); every node carries
     `val`, `module`, `work`; facts(graph).outputs says how outputs are put together.
@@ -87,18 +92,25 @@ def trace_microbatch(
         gm, specs = on_cpu(gm), {**cpu_specs(inputs), **specs}
     cut = batch.microbatches > 1
     exact, weighted = exact and cut, weighted and cut
+    once = once and exact
     if exact and labels_decide(gm) and by_weight:
         weighted = True
+    if once:
+        gm = part_statistics(gm)
     if exact and batch_norm == "batch":
         gm = whole_batch_norms(gm)
     hook_at_source(gm)
     training = torch.is_grad_enabled()
     with torch.enable_grad():  # without gradients too, B decides where to cut
         trace = _interpreted(gm, inputs, batch, specs, weighted, exact)
+        if once and written_state(trace):
+            plain = _interpreted(gm, inputs, batch, specs, False, False)
+            gm = version_state(plain, written_state(plain))
+            trace = _interpreted(gm, inputs, batch, specs, weighted, exact)
         if exact and by_weight and not weighted and trace.tracker.weighed:
             weighted = True
             trace = _interpreted(gm, inputs, batch, specs, weighted, exact)
-        if exact and keeps_rows(trace):  # from microbatch to microbatch
+        if exact and not once and keeps_rows(trace):  # from microbatch to microbatch
             refuse_kept(gm)
             exact = weighted = False
             trace = _interpreted(gm, inputs, batch, specs, weighted, exact)
@@ -111,7 +123,7 @@ def trace_microbatch(
         if exact:
             parted = declared_outputs(trace, outputs or {})
             joined = join_rows(trace, trace.outputs(), parted, spread)
-        described = finish_outputs(trace, outputs, training)
+        described = finish_outputs(trace, outputs, training, once)
     graph = lazy_module(trace.gm, trace.graph, "Microbatch")
     totals, meeting = trace.totals_text(), meeting_text(trace.tracker, joined.meets)
     writes = find_writes(trace.graph)

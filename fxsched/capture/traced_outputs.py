@@ -19,21 +19,25 @@ from .state_updates import StateUpdates, mark_written
 
 
 def finish_outputs(
-    trace: Microbatch, declared: Mapping[int | str, str] | None, training: bool
+    trace: Microbatch,
+    declared: Mapping[int | str, str] | None,
+    training: bool,
+    once: bool,
 ) -> list[Output]:
     """Puts the outputs into the graph of a microbatch; what the user gets of them.
 
     declared: what their values become, as the user says; None, where it doesn't matter.
     training: whether gradients are wanted.
+    once: whether state gets a new version once a call, not in each microbatch.
     """
     results = trace.outputs()
     new = [trace.new[old] if isinstance(old, fx.Node) else old for old in results]
     mark_written(trace)
-    updates = StateUpdates(trace, training)
+    updates = StateUpdates(trace, training, once)
     states = [updates.output(position, old) for position, old in enumerate(results)]
     reader = _OutputReader(trace, declared or {})
     outputs = [
-        state or reader.output(position, old)
+        state or updates.placed(position, old, reader.output(position, old))
         for position, (state, old) in enumerate(zip(states, results, strict=True))
     ]
     trace.graph.output(tuple(map(_returned, outputs, new)))

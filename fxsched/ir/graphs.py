@@ -79,6 +79,7 @@ class Output(NamedTuple):
     differentiable: whether a gradient may come back for it.
     replaced: whether the model has it in the place of the state, not written into it.
     joint: whether it is made once, for the whole batch.
+    kept: whether only the model gets it, written into the state.
     leaves: the inputs of the call that a gradient for it reaches; None for all.
     """
 
@@ -91,6 +92,7 @@ class Output(NamedTuple):
     name: int | str | None = None
     how: str | None = None
     joint: bool = False
+    kept: bool = False
     leaves: frozenset[int] | None = None
 
     @property

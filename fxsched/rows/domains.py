@@ -83,20 +83,31 @@ class Domains:
         resumed: set[fx.Node] = set()  # of microbatches, after joint ones
         self.whole = {}
         for node in self.nodes:
-            reads = [n for n in node.all_input_nodes if n in joint]
+            known = [n for n in node.all_input_nodes if self._is_known(n, joint)]
+            reads = [n for n in node.all_input_nodes if n in joint and n not in known]
             again = not resumed.isdisjoint(node.all_input_nodes)
             meets = node in self.tracker.met or meet(self.rows(node))
-            meets = meets or "once" in node.meta or node in written
+            meets = meets or node in written
             apart = all(map(self.in_parts, reads)) and self._clean(node)
-            if meets or (reads and not (apart and (again or node in worth))):
+            if "once" in node.meta:
+                joint[node] = None
+            elif meets or (reads and not (apart and (again or node in worth))):
                 useful = (node in worth or node in ends) and node not in written
                 if useful and self._reads_whole(node, joint):
                     resumed.add(node)
                 else:
                     joint[node] = None
-            elif reads or again:
+            elif reads or again or known:
                 resumed.add(node)
+            if known and node not in joint:
+                self.whole[node] = [*self.whole.get(node, ()), *known]
         return joint
+
+    def _is_known(self, node: fx.Node, joint: Collection[fx.Node]) -> bool:
+        """Whether a value is made once and then the same for all microbatches."""
+        rows = self.rows(node)
+        shared = rows is not None and rows.kind is Kind.SHARED
+        return shared and node in joint and "once" in node.meta
 
     def _reads_whole(self, node: fx.Node, joint: Collection[fx.Node]) -> bool:
         """Whether microbatches can have their rows of this value by reading what has

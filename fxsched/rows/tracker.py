@@ -10,14 +10,14 @@ from __future__ import annotations
 
 import inspect
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, fx
 
-from ..ir.graphs import tensors
+from ..ir.graphs import storage, tensors
 from .kinds import (
     SHARED,
     UNKNOWN,
@@ -96,6 +96,12 @@ class Tracker:
         """The rows of a tensor; one that is not known has none."""
         entry = self._rows.get(id(tensor))
         return SHARED if entry is None else entry[1]
+
+    def share(self, places: Container[int]) -> None:
+        """Notes of all tensors in some memory that they are the same for all rows."""
+        for tensor, _ in list(self._rows.values()):
+            if storage(tensor) in places:
+                self.put(tensor, SHARED)
 
     def enter(self, node: fx.Node) -> None:
         """Says which node of Dynamo's graph the next operations belong to."""

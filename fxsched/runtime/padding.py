@@ -81,7 +81,8 @@ def check_padded(gm: fx.GraphModule, plan: Plan) -> None:
             "backend(ragged='pad') fills the batch up with samples that the model's "
             f"own would meet, as rows of the whole batch do in it; {instead}"
         )
-    if any(isinstance(e, Line) and e.task.startswith("buffers ") for e in plan.lines):
+    tasks = [line.task for line in plan.lines if isinstance(line, Line)]
+    if any(task.startswith("buffers ") for task in tasks):
         raise PlanError(
             "backend(ragged='pad') fills the batch up with samples that the buffers "
             f"which the model writes, such as BatchNorm's, would count; {instead}"

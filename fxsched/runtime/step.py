@@ -144,7 +144,8 @@ class Step:
         """Runs them up to their end, or to where they wait for the gradients that
         backward() gets; the results of the workers here, as one."""
         merged: dict[str, Any]
-        merged = {"outputs": (), "state": {}, "groups": {}, "inputs": {}}
+        merged = {"outputs": (), "state": {}, "versions": {}}
+        merged |= {"groups": {}, "inputs": {}}
         begin = self.workers.together() if self.record else 0.0
         try:
             advanced = self.workers.advance(runs, tangents)
@@ -193,6 +194,8 @@ class Step:
                 for each, value in zip(state, values, strict=True):
                     if each.input not in returned:
                         args[each.input].copy_(value)
+            for position, value in results["versions"].items():
+                args[int(position)].copy_(value)
             for position, output in enumerate(self.plan.outputs):
                 if isinstance(output.constant, Tensor):
                     outputs[position] = output.constant.clone()
