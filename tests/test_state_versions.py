@@ -13,8 +13,8 @@ from torch.testing import assert_close
 
 import fxsched
 from fxsched import Schedule, schedules
-from tests.state_models import STATEFUL, batch
 from tests.started_ranks import run_ranks
+from tests.state_models import STATEFUL, batch
 from tests.traced_once import stages_traced_once
 from tests.whole_batch import drawn
 

@@ -31,8 +31,8 @@ from .meta_device import cpu_specs, is_meta, on_cpu
 from .microbatch import Microbatch
 from .output_leaves import output_leaves
 from .state_updates import keeps_rows
-from .tensor_hooks import hook_at_source
 from .state_versions import version_state, written_state
+from .tensor_hooks import hook_at_source
 from .traced_outputs import declared_outputs, finish_outputs
 from .weighted_microbatch import WeightedMicrobatch
 
