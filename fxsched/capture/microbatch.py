@@ -15,7 +15,15 @@ from torch import Tensor, fx, nn
 from torch._subclasses import FakeTensorMode
 
 from ..costmodel.costs import Work
-from ..ir.graphs import REGION_ENTERS, REGION_EXITS, Role, Spec, storage
+from ..ir.graphs import (
+    REGION_ENTERS,
+    REGION_EXITS,
+    REPLICATED,
+    Role,
+    Spec,
+    storage,
+    tensors,
+)
 from ..jobs.job import PlanError
 from ..rows.early_values import Early
 from ..rows.kinds import SHARED, Kind, Rows
@@ -182,12 +190,17 @@ class Microbatch:
             "mutates": tuple(effects.written),
             "learns": tuple(learned),
             "random": effects.random,
+            REPLICATED: effects.random > 0 and self._is_shared(value),
             "stack_trace": node.meta.get("stack_trace"),
             "key": self._key(node),
             "rows": self.rows(node),
             **recomputed,
         }
         self.new[node] = new
+
+    def _is_shared(self, value: Any) -> bool:
+        """Whether tensors are the same in all microbatches."""
+        return all(self.tracker.of(t).kind is Kind.SHARED for t in tensors(value))
 
     def _refuse_writes(self, node: fx.Node, effects: EffectMeter) -> None:
         """Raises PlanError for a node in a checkpoint that writes into a buffer."""
