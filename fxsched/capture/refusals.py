@@ -64,6 +64,13 @@ def refusal(gm: fx.GraphModule) -> PlanError | None:
                 f"planned step cannot; take torch.linalg.{EXACT[name]}, which gives "
                 "`info` beside the result"
             )
+        if node.kwargs.get("generator") is not None:
+            return PlanError(
+                f"{name} draws from a torch.Generator{where_of(node)}, which each "
+                "microbatch would draw from in its turn; leave generator= out (a step "
+                "follows torch.manual_seed), or draw outside of the model and pass the "
+                "numbers as a tensor"
+            )
         sparse = True in node.args[6:7] or node.kwargs.get("sparse")
         if "embedding" in name and sparse:
             return PlanError(
