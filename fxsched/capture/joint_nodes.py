@@ -289,7 +289,8 @@ class _Joining:
         args, kwargs = fx.map_arg((given, node.kwargs), self._of_whole)
         with self.trace.graph.inserting_after(new):
             copy = self.trace.graph.create_node(node.op, node.target, args, kwargs)
-        copy.meta = {**own.meta, REPLICATED: new.meta[REPLICATED], "joint": True}
+        drawn = {REPLICATED: own.meta["random"] > 0}
+        copy.meta = {**own.meta, **drawn, "joint": True}
         return copy
 
     def _refuse_effects(self, node: fx.Node, new: fx.Node, own: fx.Node) -> None:

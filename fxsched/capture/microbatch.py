@@ -190,17 +190,19 @@ class Microbatch:
             "mutates": tuple(effects.written),
             "learns": tuple(learned),
             "random": effects.random,
-            REPLICATED: effects.random > 0 and self._is_shared(value),
+            REPLICATED: effects.random > 0 and self._is_replicated(value),
             "stack_trace": node.meta.get("stack_trace"),
             "key": self._key(node),
+            "source": node.name,
             "rows": self.rows(node),
             **recomputed,
         }
         self.new[node] = new
 
-    def _is_shared(self, value: Any) -> bool:
-        """Whether tensors are the same in all microbatches."""
-        return all(self.tracker.of(t).kind is Kind.SHARED for t in tensors(value))
+    def _is_replicated(self, value: Any) -> bool:
+        """Whether drawn tensors are to be the same in all of several microbatches."""
+        shared = (self.tracker.of(t).kind is Kind.SHARED for t in tensors(value))
+        return self.batch.microbatches > 1 and all(shared)
 
     def _refuse_writes(self, node: fx.Node, effects: EffectMeter) -> None:
         """Raises PlanError for a node in a checkpoint that writes into a buffer."""
