@@ -3,7 +3,7 @@ the whole of it."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -47,7 +47,7 @@ def first_departure(
     with WholeDraws(numbers):
         outputs = whole.run(*map(copied, args))
     results = parts.run()
-    pairs = list(_pairs(gm, traced))
+    pairs = [p for p in _pairs(gm, traced) if p[0] in parts.values and p[0].users]
     for node, source in pairs:
         rows = node.meta.get("rows") or SHARED
         if not rows.numbers and not _same(whole.seen[source], parts.seen[node], rows):
@@ -56,7 +56,8 @@ def first_departure(
     whole_outputs = [_whole_output(traced, i, each) for i, each in enumerate(results)]
     found = _gradients(whole_outputs, [parts.values[node] for node, _ in pairs])
     least = max((_size(each) for (each,) in wanted), default=0.0) / 1000
-    for (node, _), (gradient,), each in reversed(list(zip(pairs, wanted, found))):
+    triples = list(zip(pairs, wanted, found, strict=True))
+    for (node, _), (gradient,), each in reversed(triples):
         rows = node.meta.get("rows") or SHARED
         if not _gradients_same(gradient, each, rows, least):
             return Departure(_reader(node), True)
@@ -77,9 +78,7 @@ class _Whole(fx.Interpreter):
         return value
 
 
-def _pairs(
-    gm: fx.GraphModule, traced: TracedCall
-) -> Iterator[tuple[fx.Node, fx.Node]]:
+def _pairs(gm: fx.GraphModule, traced: TracedCall) -> Iterator[tuple[fx.Node, fx.Node]]:
     """The traced nodes that are made of nodes of Dynamo's graph as they are."""
     inputs = placeholders(gm)
     named = {node.name: node for node in gm.graph.nodes}
@@ -87,10 +86,12 @@ def _pairs(
         if node.op == "placeholder" and node.meta["index"] < len(inputs):
             yield node, inputs[node.meta["index"]]
         source = named.get(node.meta.get("source", ""))
-        line = node.meta.get("stack_trace")
-        if source is not None and source.target == node.target:
-            if source.meta.get("stack_trace") == line:
-                yield node, source
+        if source is not None and _place(source) == _place(node):
+            yield node, source
+
+
+def _place(node: fx.Node) -> tuple[Any, str | None]:
+    return node.target, node.meta.get("stack_trace")
 
 
 def _same(whole: Any, parts: Sequence[Any], rows: Rows) -> bool:
@@ -158,9 +159,10 @@ def _reader(node: fx.Node) -> fx.Node:
     """The operation whose backward gives a node's gradient: a hook or a function of the
     user's own, if there is one."""
     users = [user for user in node.users if user.op != "output"] or [node]
-    own = [user for user in users if "register_hook" in str(user.target)]
-    own += [user for user in users if "autograd_function" in str(user.target)]
-    return (own or users)[0]
+    after = [*users, *(each for user in users for each in user.users)]
+    hooks = [each for each in after if "register_hook" in str(each.target)]
+    own = [user for user in users if "autograd_function" in str(user.target)]
+    return (hooks or own or users)[0]
 
 
 def _make_up(
@@ -190,8 +192,9 @@ def _make_up(
 
 def _size(value: Tensor | None) -> float:
     """The largest element, without its sign."""
-    known = value is not None and value.numel()
-    return float(value.abs().nan_to_num().max()) if known else 0.0  # type: ignore[union-attr]
+    if value is None or not value.numel():
+        return 0.0
+    return float(value.detach().abs().nan_to_num().max())
 
 
 def _close(value: Tensor, whole: Tensor, least: float = 0.0) -> bool:

@@ -68,7 +68,7 @@ class PartDraws(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if draw is None:
             return func(*args, **kwargs)
         specs = tree_map_only(Tensor, Spec.of, (args, kwargs))
-        call = DrawCall(func, *specs, draw, self.outer)
+        call = DrawCall(func, specs[0], specs[1], draw, self.outer)
         self.numbers.calls.setdefault(draw.number, call)
         seed = self.numbers.seed(draw, self.microbatch)
         return ops.seeded(func, seed, *args, **kwargs)
@@ -174,7 +174,7 @@ def _block(value: Tensor, dim: int, outer: int, count: int, b: int) -> Tensor:
     """A view of a microbatch's rows of a value: [.., outer, rows, ..]."""
     if outer == 1:
         return value.chunk(count, dim)[b]
-    return value.unflatten(dim, (outer, count, -1)).select(dim + 1, b)
+    return torch.unflatten(value, dim, (outer, count, -1)).select(dim + 1, b)
 
 
 def _is_spec(value: Any) -> bool:

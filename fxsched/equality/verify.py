@@ -258,21 +258,21 @@ def _loss_of(outputs: Any) -> Tensor:
 def _reason(found: _Compared) -> str:
     """What departs, and where: an operation or its gradient, buffers, draws."""
     planner, traced = found.planner, found.traced
+    if found.numbers.strange:
+        return (
+            f"{found.numbers.strange} draws random numbers otherwise in eager PyTorch "
+            "than in the plan, so they can't be compared\n  compare with model.eval(), "
+            "or with probabilities of 0"
+        )
     with torch.enable_grad(), modes_after_errors():
         departure = first_departure(planner.gm, planner.args, traced, found.numbers)
     lines = [] if departure is None else [_of_operation(*departure)]
     failed = {each.name for each in found.differences if not each.passed}
     lines += _of_buffers(traced.graph, failed)
-    if found.numbers.strange:
-        lines.append(
-            f"{found.numbers.strange} draws random numbers otherwise in eager PyTorch "
-            "than in the plan\n  compare with model.eval(), or with probabilities of 0"
-        )
-    known = "\n".join(lines)
-    for text in found.said:
-        head, _, rest = text.partition("\n  at ")
-        code = rest.partition("\n")[0]
-        lines.append(text.replace(f"\n  at {code}", "") if code in known else text)
+    for text in found.said:  # without a line that is said already
+        line = next((x for x in text.split("\n") if x.startswith("  at ")), "")
+        known = line and any(line in each for each in lines)
+        lines.append(text.replace(f"\n{line}", "") if known else text)
     return "\n".join(lines or [_of_nothing(planner)])
 
 
@@ -335,7 +335,7 @@ def _text(found: _Compared, why: str, note: str) -> str:
     if rest:
         agree = f"{len(good)} agree, {len(bad)} do not"
         lines.append(f"... and {rest} more: of all {len(found.differences)}, {agree}")
-    if found.numbers.calls:
+    if found.numbers.calls and not found.numbers.strange:
         lines.append("eager PyTorch has the plan's random numbers")
     lines += [note] if note else []
     lines.append("")

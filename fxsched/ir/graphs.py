@@ -244,8 +244,9 @@ def numbered_draws(nodes: Iterable[fx.Node]) -> dict[fx.Node, tuple[Draw, ...]]:
     for node in nodes:
         replicated = node.meta.get(REPLICATED, False)
         known = named.get(node.meta["key"]) if replicated else None
-        if "draws" in node.meta or known is not None:
-            drawn[node] = node.meta.get("draws", known)
+        known = node.meta.get("draws", known)
+        if known is not None:
+            drawn[node] = known
             continue
         numbers = range(count, count + node.meta.get("random", 0))
         drawn[node] = tuple(Draw(i, replicated) for i in numbers)

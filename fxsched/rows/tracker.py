@@ -213,7 +213,8 @@ class Tracker:
         dims = [i for i, size in enumerate(example.shape) if self.depends(size)]
         if self._picks(node):
             kind = Kind.APART if dims else Kind.OTHER
-            return Rows(kind, *dims[:1], cause=_cause(Effect.ORDER, node))
+            order = _cause(Effect.ORDER, node)
+            return Rows(kind, dims[0] if dims else 0, cause=order)
         if rows.kind is Kind.SHARED and dims:
             if node.target in NUMBERS:
                 return Rows(Kind.APART, dims[0], numbers=True)
