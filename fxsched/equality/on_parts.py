@@ -19,10 +19,6 @@ from ..planning import TracedCall
 from ..rows.kinds import Kind, Rows
 from .draws import Numbers, PartDraws
 
-# stages run these step by step, and draw their dropout in another order
-RECURRENT = (torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu)
-
-
 class OnParts:
     """The values of each node: of each microbatch, or, of the whole batch, one.
 
@@ -84,8 +80,6 @@ class OnParts:
         drawn = self._drawn[node]
         if not drawn:
             return run(node.target, args, kwargs)
-        if node.target in RECURRENT and not self.numbers.strange:
-            self.numbers.strange = node.name
         rows: Rows | None = node.meta.get("rows")
         outer = rows.outer if rows is not None and rows.kind is Kind.APART else 1
         with PartDraws(self.numbers, drawn, b, outer):
