@@ -16,7 +16,7 @@ from .clock.joint import fit_joint, joint_text
 from .costmodel.measure import Known, known_nodes
 from .draw.whole_stages import shard_text
 from .ir.facts import FACTS, Facts, facts
-from .ir.graphs import Role, State, tensors
+from .ir.graphs import REPLICATED, Role, State, tensors
 from .ir.lazy import lazy_module
 from .ir.meta import SPENT
 from .ir.modes import casts, with_casts
@@ -77,6 +77,7 @@ class StageGraph(NamedTuple):
     """A microbatch as calls of stages, forward and backward, and what is known of it.
 
     graph: after GRAPH_PASSES. inputs, nodes, arithmetic, half: as Plan has them.
+    replicated: whether there are draws that are the same in all microbatches.
     """
 
     graph: fx.GraphModule
@@ -84,6 +85,7 @@ class StageGraph(NamedTuple):
     nodes: Mapping[str, Known]
     arithmetic: Arithmetic
     half: bool
+    replicated: bool
 
 
 def cut_stages(
@@ -111,9 +113,10 @@ def cut_stages(
         for node in nodes
         for t in tensors(node.meta.get("val"))
     )
+    replicated = any(node.meta.get(REPLICATED) for node in nodes)
     known = known_nodes(nodes)
     _forget(gm)
-    return StageGraph(gm, inputs, known, arithmetic, half)
+    return StageGraph(gm, inputs, known, arithmetic, half, replicated)
 
 
 def _forget(gm: fx.GraphModule) -> None:
@@ -163,7 +166,7 @@ def make_plan(
         cut.inputs,
         cut.arithmetic,
         draws=bool(step.draws),
-        redraws=_redraws(step),
+        redraws=cut.replicated or _redraws(step),
         half=cut.half,
         linear=step.facts.linear,
         current=bool(request.updates),

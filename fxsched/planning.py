@@ -77,6 +77,15 @@ class CallPlan(NamedTuple):
     request: Request
 
 
+class TracedCall(NamedTuple):
+    """A call's microbatch; see Traced and CallPlan."""
+
+    graph: fx.GraphModule
+    early: Early | None
+    batch: Batch
+    request: Request
+
+
 def plan_call(
     gm: fx.GraphModule,
     args: tuple[Any, ...],
@@ -128,16 +137,16 @@ def _with_parts(
     return replace(request, updates=in_parts(request.updates, parts), state_bytes=sizes)
 
 
-def traced_nodes(
+def traced_call(
     gm: fx.GraphModule, args: tuple[Any, ...], options: Options
-) -> list[fx.Node]:
-    """The nodes of a call's microbatch, with their stages."""
+) -> TracedCall:
+    """A call's microbatch, with the stages of its nodes, and what it was traced for."""
     batch = batch_of(gm, args, options.request)
     request = _request(args, batch, options, None)
     traced = _traced(gm, args, batch, request, options)
     request = replace(request, loss_reduction=_loss_reduction(traced, request))
     assign_stages(traced.graph, request)
-    return list(traced.graph.graph.nodes)
+    return TracedCall(traced.graph, traced.early, batch, request)
 
 
 def _request(

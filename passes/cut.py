@@ -207,7 +207,8 @@ class _ProgramWriter:
         values = fx.map_arg(tuple(rest), lambda n: self._value(n, job, where))
         seed = None
         if call.meta["draw"] is not None:
-            args = (self.seed, call.meta["draw"], job.microbatch)
+            update = self.step.round(job.microbatch)
+            args = (self.seed, call.meta["draw"], job.microbatch, update)
             seed = make(self.graph, ops.seed, args, (), *where)
         target, args = str(call.target), (state, *values, seed)
         new = make(self.graph, target, args, (), *where, name=f"job_{job}")

@@ -26,6 +26,7 @@ from ..ir.graphs import (
     Specs,
     State,
     module_prefixes,
+    numbered_draws,
     result,
     storage,
     written_storages,
@@ -73,7 +74,7 @@ class _Calls:
         self.gm, self.groups, self.graph = gm, groups, fx.Graph()
         self.microbatches = microbatches
         self.new: dict[fx.Node, fx.Node] = {}  # values, by those of the traced graph
-        self.drawn = _draws(gm)
+        self.drawn = numbered_draws(gm.graph.nodes)
         self.measured = any("estimated" in node.meta for node in gm.graph.nodes)
         inputs = gm.graph.find_nodes(op="placeholder")
         values = {node.meta["index"]: node.meta["val"] for node in inputs}
@@ -101,8 +102,8 @@ class _Calls:
         weights = tuple(self.weights[i] for i in used)
         inputs = tuple(self._read(port, stage.joint) for port in stage.inputs)
         call = self.graph.call_module(f"stage_{number}", (weights, inputs))
-        draws = [i for node in stage.nodes for i in self.drawn[node]]
-        first = draws[0] if draws else -1 - number
+        draws = [each for node in stage.nodes for each in self.drawn[node]]
+        first = draws[0].number if draws else -1 - number
         call.meta.update(stage=number, draw=first)
         place = {
             each.input: (j, k)
@@ -111,7 +112,7 @@ class _Calls:
         }
         stage.module.meta[FACTS] = StageFacts(
             [place[node.meta["index"]] for node in stage.state],
-            tuple(i - first for i in draws),
+            tuple(each._replace(number=each.number - first) for each in draws),
             _seconds(stage.nodes) if self.measured else None,
         )
         self.gm.add_submodule(f"stage_{number}", stage.module)
@@ -153,20 +154,6 @@ def _seconds(nodes: list[fx.Node]) -> tuple[float, float]:
     """Of F and of B of a stage's nodes."""
     work = [node.meta["work"] for node in nodes if "work" in node.meta]
     return sum(w.forward for w in work), sum(w.backward for w in work)
-
-
-def _draws(gm: fx.GraphModule) -> dict[fx.Node, range]:
-    """The numbers of each node's draws, counted over the model: dropout is the same
-    however the model is cut."""
-    numbers, count = {}, 0
-    for node in gm.graph.nodes:
-        if "numbers" in node.meta:  # which shards share
-            numbers[node] = node.meta["numbers"]
-            continue
-        more = node.meta.get("random", 0)
-        numbers[node] = range(count, count + more)
-        count += more
-    return numbers
 
 
 def _by_stage(gm: fx.GraphModule) -> list[list[fx.Node]]:

@@ -106,7 +106,7 @@ class StageBuilder:
             if read.op == "get_attr" and read not in self.new:
                 self.new[read] = self.graph.node_copy(read)
         self.new[node] = self.graph.node_copy(node, self.new.__getitem__)
-        keys = ("val", "recompute", "module", "stack_trace")
+        keys = ("val", "recompute", "replicated", "module", "stack_trace")
         self.new[node].meta = {k: node.meta[k] for k in keys if k in node.meta}
 
     def _join(self, node: fx.Node) -> fx.Node:

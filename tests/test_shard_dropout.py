@@ -113,7 +113,7 @@ class Seeded(TorchFunctionMode):
         self, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         if func in (F.dropout, ATTENTION):
-            torch.manual_seed(ops.seed(self.base, self.drawn, self.number))
+            torch.manual_seed(ops.seed(self.base, self.drawn, self.number).own)
             self.drawn += 1
         return func(*args, **(kwargs or {}))
 

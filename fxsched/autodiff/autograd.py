@@ -26,7 +26,7 @@ from torch.fx.traceback import preserve_node_meta
 from torch.overrides import TorchFunctionMode
 
 from ..ir.facts import stage_facts
-from ..ir.graphs import Spec
+from ..ir.graphs import REPLICATED, Spec
 from ..ir.lazy import all_lazy
 from ..ir.model_lines import LINE
 from .joint_graph import (
@@ -60,8 +60,8 @@ def trace_stage(
         if copied or not views:
             joint = _read(gm, state)
             forward, backward = _parted(joint)
-            numbers = stage_facts(module).draws
-            return arrange_graphs(joint, forward, backward, state, live, numbers)
+            draws = stage_facts(module).draws
+            return arrange_graphs(joint, forward, backward, state, live, draws)
     return trace_stage(_calling(module, "clone", views), live, state, mode, copied=True)
 
 
@@ -92,7 +92,8 @@ def _joint_graph(
             for n in flat.graph.find_nodes(op="placeholder")
         )
     for number, node in enumerate(flat.graph.nodes):
-        node.meta["custom"] = {LINE: number}
+        replicated = node.meta.get(REPLICATED, False)
+        node.meta["custom"] = {LINE: number, REPLICATED: replicated}
     gm = aot_export_joint_with_descriptors(stack, _Tagged(flat), arguments).graph_module
     assert isinstance(gm, fx.GraphModule)
     refuse_effects(gm)

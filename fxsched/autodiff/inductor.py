@@ -28,18 +28,22 @@ class Compiled(torch.nn.Module):
     def forward(self, *args: Any) -> Any:
         """What the stage's graph gives, with its job's random numbers."""
         if self.random:
-            return ops.seeded(self.run, *args)
+            return ops.seeded(self.run, args[0].own, *args[1:])
         return self.run(*args)
 
 
 def compile_stages(programs: Sequence[fx.GraphModule]) -> None:
-    """Replaces the flat graphs of all stages; equal ones are compiled once."""
+    """Replaces the flat graphs of all stages; equal ones are compiled once.
+
+    A graph with replicated draws stays as it is: Inductor draws all numbers of a graph
+    from one seed.
+    """
     by_id: dict[int, Compiled] = {}
     by_text: dict[str, Compiled] = {}
     for program in programs:
         for stage in program.children():
             for name, flat in list(stage.named_children()):
-                if isinstance(flat, fx.GraphModule):
+                if isinstance(flat, fx.GraphModule) and not _has_replicated(flat):
                     if id(flat) not in by_id:
                         by_id[id(flat)] = _compile(flat, by_text)
                     setattr(stage, name, by_id[id(flat)])
@@ -75,7 +79,7 @@ def _inductor(gm: fx.GraphModule) -> Callable[..., Any]:
 def _unseeded(flat: fx.GraphModule) -> tuple[fx.Graph, bool]:
     """The graph without seeds: Inductor draws its numbers from the default generator.
 
-    before: mask = seeded(native_dropout, seed + 0, x, 0.1, True)
+    before: own = seed[0]; mask = seeded(native_dropout, own + 0, x, 0.1, True)
     after:  mask = native_dropout(x, 0.1, True), the whole graph to be run seeded
     """
     graph = fx.Graph()
@@ -84,7 +88,7 @@ def _unseeded(flat: fx.GraphModule) -> tuple[fx.Graph, bool]:
     for node in flat.graph.nodes:
         if node.op == "placeholder" and "val" not in node.meta:
             random = True
-        elif node.target is operator.add and _reads_seed(node):
+        elif _is_seed(node):
             continue
         elif node.target is ops.seeded:
             target, _, *args = node.args
@@ -96,6 +100,12 @@ def _unseeded(flat: fx.GraphModule) -> tuple[fx.Graph, bool]:
     return graph, random
 
 
-def _reads_seed(node: fx.Node) -> bool:
-    first = node.args[0]
-    return isinstance(first, fx.Node) and first.name == "seed"
+def _is_seed(node: fx.Node) -> bool:
+    """Whether a node makes a seed of the job's seeds."""
+    first = node.args[0] if node.target in (operator.add, operator.getitem) else None
+    return isinstance(first, fx.Node) and (first.name == "seed" or _is_seed(first))
+
+
+def _has_replicated(flat: fx.GraphModule) -> bool:
+    seeds = (n for n in flat.graph.nodes if n.target is operator.getitem)
+    return any(_is_seed(node) and node.args[1] == 1 for node in seeds)

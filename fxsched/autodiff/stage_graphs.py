@@ -15,7 +15,7 @@ from torch import fx
 
 from ..ir import ops
 from ..ir.facts import stage_facts
-from ..ir.graphs import Spec, base, draws, result
+from ..ir.graphs import REPLICATED, Draw, Spec, base, draws, result
 from .joint_graph import Joint, Source, drop_copies
 
 
@@ -126,12 +126,12 @@ def arrange_graphs(
     backward: fx.GraphModule | None,
     state: int,
     live: tuple[bool, ...],
-    numbers: Sequence[int],
+    drawn: Sequence[Draw],
 ) -> StageGraphs:
     """Arranges what the parts of a joint graph take and give.
 
     state: how many tensors of it there are. live: which outputs have gradients.
-    numbers: of the model's draws, where this stage's are.
+    drawn: the draws of the stage, with their numbers in the model.
     """
     results = _results(joint, forward)
     assert all(i < state for i in results.new_state), (
@@ -143,7 +143,7 @@ def arrange_graphs(
     (output,) = forward.graph.find_nodes(op="output")
     output.args = ((*outputs, *(results.new_state[i] for i in mutated), *saved),)
     drop_copies(forward.graph)
-    random = _seed_random_numbers(forward.graph, numbers)
+    random = _seed_draws(forward.graph, drawn)
     _clear_pytree(forward)
     expanded, reordered = _other_layouts(joint, backward, state)
     weights, inputs = (
@@ -268,34 +268,43 @@ def _other_layouts(
     return found
 
 
-def _seed_random_numbers(graph: fx.Graph, numbers: Sequence[int]) -> bool:
-    """Gives each random operation a seed of its own, from the job's seed.
+def _seed_draws(graph: fx.Graph, numbered: Sequence[Draw]) -> bool:
+    """Gives each random operation a seed of its own, from the job's seeds.
 
     before: mask = native_dropout(x, 0.1, True)
-    after:  mask = seeded(native_dropout, seed + 0, x, 0.1, True)
+    after:  own = seed[0]; mask = seeded(native_dropout, own + 0, x, 0.1, True)
 
-    numbers: of the model's draws, where this stage's are; they count from its first.
+    numbered: the draws of the stage; their numbers count from its first.
     """
     random = [n for n in graph.nodes if draws(n.target, n.args, n.kwargs)]
     if not random:
         return False
-    drawn = [n for n in random if not _drops_all(n)]
-    if len(numbers) != len(drawn):  # AOTAutograd draws otherwise: numbers no one has
-        drawn, numbers = random, [(i + 1) << 32 for i in range(len(random))]
-    number = dict(zip(drawn, numbers, strict=True))
-    first = next(iter(graph.nodes))
-    with graph.inserting_before(first):
-        seed = graph.placeholder("seed")
-    for node in random:
-        with graph.inserting_before(node):
-            node_seed = graph.call_function(operator.add, (seed, number.get(node, 0)))
-            new = graph.call_function(
-                ops.seeded, (node.target, node_seed, *node.args), node.kwargs
-            )
-        new.meta = dict(node.meta)
-        node.replace_all_uses_with(new)
-        graph.erase_node(node)
+    with graph.inserting_before(next(iter(graph.nodes))):
+        seeds = graph.placeholder("seed")
+    for replicated in (False, True):
+        nodes = [n for n in random if _is_replicated(n) is replicated]
+        drawn = [n for n in nodes if not _drops_all(n)]
+        numbers = [d.number for d in numbered if d.replicated is replicated]
+        if len(numbers) != len(drawn):  # AOTAutograd draws otherwise: give it others
+            numbers = [(i + 1) << 32 for i in range(len(drawn))]
+        number = dict(zip(drawn, numbers, strict=True))
+        if nodes:
+            with graph.inserting_after(seeds):
+                seed = graph.call_function(operator.getitem, (seeds, int(replicated)))
+        for node in nodes:
+            with graph.inserting_before(node):
+                args = (seed, number.get(node, 0))
+                node_seed = graph.call_function(operator.add, args)
+                args = (node.target, node_seed, *node.args)
+                new = graph.call_function(ops.seeded, args, node.kwargs)
+            new.meta = dict(node.meta)
+            node.replace_all_uses_with(new)
+            graph.erase_node(node)
     return True
+
+
+def _is_replicated(node: fx.Node) -> bool:
+    return bool(node.meta.get("custom", {}).get(REPLICATED))
 
 
 def _drops_all(node: fx.Node) -> bool:

@@ -19,6 +19,7 @@ from torch.export.graph_signature import InputKind
 from ..jobs.job import PlanError
 from .caller import Call
 from .ctc import ctc_traced
+from .drawn_numbers import refuse_seeding
 from .export_errors import not_exported
 from .exported_graph import ExportedGraph
 from .exported_nodes import ROOT
@@ -97,6 +98,7 @@ class _Called(nn.Module):
 
         def look(frame: FrameType) -> bool:
             outside.look(frame)
+            refuse_seeding(frame)
             return refuse_own_gradients(frame)
 
         known = {key: getattr(self, name) for name, key in self.outside.items()}

@@ -21,7 +21,7 @@ from torch import Tensor, fx
 
 from ..costmodel.costs import copied
 from ..ir import joint
-from ..ir.graphs import Role, storage, tensors
+from ..ir.graphs import REPLICATED, Role, storage, tensors
 from ..ir.user_line import line_of
 from ..jobs.job import PlanError
 from ..rows.domains import Domains
@@ -304,20 +304,22 @@ class _Joining:
 
     def _copy(self, node: fx.Node, new: fx.Node, own: fx.Node) -> fx.Node:
         """An operation of the whole batch, at its place in the program."""
-        self._refuse_effects(node, own)
+        self._refuse_effects(node, new, own)
         given = self.trace.arguments.get(node, node.args)
         args, kwargs = fx.map_arg((given, node.kwargs), self._of_whole)
         with self.trace.graph.inserting_after(new):
             copy = self.trace.graph.create_node(node.op, node.target, args, kwargs)
-        copy.meta = {**own.meta, "joint": True}
+        drawn = {REPLICATED: own.meta["random"] > 0}
+        copy.meta = {**own.meta, **drawn, "joint": True}
         return copy
 
-    def _refuse_effects(self, node: fx.Node, own: fx.Node) -> None:
+    def _refuse_effects(self, node: fx.Node, new: fx.Node, own: fx.Node) -> None:
         """Raises PlanError for what must not run for the whole batch besides."""
         if ONCE in node.meta or VERSION in node.meta:
             return
         where = line_of(node.meta.get("stack_trace"))
-        if node not in self.joint and (own.meta["random"] or own.meta["mutates"]):
+        drawn = own.meta["random"] and not new.meta[REPLICATED]
+        if node not in self.joint and (drawn or own.meta["mutates"]):
             does = "writes in place" if own.meta["mutates"] else "draws random numbers"
             raise PlanError(
                 f"rows of the whole batch meet in what {does} in each microbatch{where}"

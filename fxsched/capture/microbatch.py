@@ -17,7 +17,15 @@ from torch import Tensor, fx, nn
 from torch._subclasses import FakeTensorMode
 
 from ..costmodel.costs import Work
-from ..ir.graphs import REGION_ENTERS, REGION_EXITS, Role, Spec, storage, tensors
+from ..ir.graphs import (
+    REGION_ENTERS,
+    REGION_EXITS,
+    REPLICATED,
+    Role,
+    Spec,
+    storage,
+    tensors,
+)
 from ..jobs.job import PlanError
 from ..rows.early_values import Early
 from ..rows.kinds import SHARED, Kind, Rows
@@ -210,8 +218,10 @@ class Microbatch:
             "mutates": tuple(effects.written),
             "learns": tuple(learned),
             "random": effects.random,
+            REPLICATED: effects.random > 0 and self._is_replicated(value),
             "stack_trace": node.meta.get("stack_trace"),
             "key": self._key(node),
+            "source": node.name,
             "rows": self.rows(node),
             **recomputed,
         }
@@ -239,6 +249,11 @@ class Microbatch:
             self.tracker.share(places)
             for each in group:
                 each.meta[ONCE] = True
+
+    def _is_replicated(self, value: Any) -> bool:
+        """Whether drawn tensors are to be the same in all of several microbatches."""
+        shared = (self.tracker.of(t).kind is Kind.SHARED for t in tensors(value))
+        return self.batch.microbatches > 1 and all(shared)
 
     def _refuse_writes(self, node: fx.Node, effects: EffectMeter) -> None:
         """Raises PlanError for a node in a checkpoint that writes into a buffer."""

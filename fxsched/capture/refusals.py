@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
 import torch
 from torch import Tensor, fx
 from torch._ops import HigherOrderOperator
@@ -33,6 +36,7 @@ EXACT = {
     "linalg_lu_factor": "lu_factor_ex(A)",
     "linalg_ldl_factor": "ldl_factor_ex(A)",
 }
+RECURRENT = ("lstm", "gru", "rnn_tanh", "rnn_relu")
 
 
 def refusal(gm: fx.GraphModule) -> PlanError | None:
@@ -64,6 +68,19 @@ def refusal(gm: fx.GraphModule) -> PlanError | None:
                 f"planned step cannot; take torch.linalg.{EXACT[name]}, which gives "
                 "`info` beside the result"
             )
+        if node.kwargs.get("generator") is not None:
+            return PlanError(
+                f"{name} draws from a torch.Generator{where_of(node)}, which each "
+                "microbatch would draw from in its turn; leave generator= out (a step "
+                "follows torch.manual_seed), or draw outside of the model and pass the "
+                "numbers as a tensor"
+            )
+        if name in RECURRENT and _drops_between_layers(node.args):
+            return PlanError(
+                f"{name} has dropout between its layers{where_of(node)}, which PyTorch "
+                "leaves out where it traces a backward; make each layer a module of its "
+                "own, with nn.Dropout between them"
+            )
         sparse = True in node.args[6:7] or node.kwargs.get("sparse")
         if "embedding" in name and sparse:
             return PlanError(
@@ -77,6 +94,15 @@ def refusal(gm: fx.GraphModule) -> PlanError | None:
                 "which cannot be sent or kept between F and B; make it dense"
             )
     return None
+
+
+def _drops_between_layers(args: Sequence[Any]) -> bool:
+    """Of the arguments of an RNN: [.., layers, dropout, training, two ways, ..]."""
+    first = next(
+        (i for i, each in enumerate(args) if isinstance(each, bool)), len(args)
+    )
+    layers, dropout, training = (*args[first + 1 : first + 4], 1, 0.0, False)[:3]
+    return bool(layers > 1 and dropout and training)
 
 
 def where_of(node: fx.Node) -> str:

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor, fx
 
-from ..ir.graphs import Output, Role, storage, written_storages
+from ..ir.graphs import REPLICATED, Output, Role, storage, written_storages
 from ..ir.user_line import line_of, user_line
 from ..jobs.job import PlanError
 from .microbatch import Microbatch
@@ -155,8 +155,9 @@ class _OutputReader:
         """What a value comes of that no other value gave it."""
         new = self.trace.new[node]
         if node.op != "placeholder":
-            drawn = isinstance(new, fx.Node) and new.meta.get("random")
-            return "random" if drawn else None
+            meta = new.meta if isinstance(new, fx.Node) else {}
+            own = meta.get("random") and not meta[REPLICATED]
+            return "random" if own else None
         if not isinstance(new, fx.Node):
             size = node.meta.get("example_value")
             return "batch" if self.trace.batch.changes(size) else None

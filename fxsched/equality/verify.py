@@ -5,28 +5,31 @@ from __future__ import annotations
 import copy
 import inspect
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, fx, nn
 from torch.utils._pytree import keystr, tree_flatten_with_path, tree_map
 
 from ..backend import Backend, backend
-from ..capture.batch import Batch, batch_of
 from ..draw import tables
+from ..ir.graphs import storage, tensors
 from ..ir.modes import modes_after_errors
 from ..ir.user_line import line_of
 from ..jobs.job import PlanError
 from ..jobs.schedule import Schedule
 from ..jobs.user_values import shown
-from ..options import check_keywords
-from ..planning import traced_nodes
+from ..options import Options, check_keywords
+from ..planning import TracedCall, traced_call
 from ..rows.row_warnings import RowsWarning
 from ..runtime.step import Step
-from .departures import Departure, first_departure
+from .departures import first_departure
 from .differences import Difference, compare_values, table_row
+from .draws import Numbers, WholeDraws
+from .on_parts import OnParts, copied
 
 ROWS = 24  # of the table; the rest of what agrees is counted
 
@@ -56,16 +59,17 @@ def verify(
     **options: Any,
 ) -> Verification:
     """Runs a step of copies of the model, by a schedule (on threads) and in eager
-    PyTorch on the whole batch; prints how losses, outputs and gradients compare, and
-    the first operation that departs.
+    PyTorch on the whole batch with the same random numbers; prints how losses, outputs,
+    gradients and buffers compare, and the operation, gradient or buffer that departs.
 
     loss: of what the model returns, a scalar with a gradient; by default the one that
         it returns.
     options: those of fxsched.backend, by name; all others are keyword arguments of the
         model.
 
-    The model, its gradients and the state of random numbers stay as they are. Layers
-    nn.Dropout are off in both copies. Raises PlanError for what cannot be planned.
+    What departs in less than float64 is repeated in it, if the model runs in it. The
+    model, its gradients and the state of random numbers stay as they are. Raises
+    PlanError for what cannot be planned.
     """
     if not isinstance(model, nn.Module):
         raise PlanError(f"verify(model={shown(model)}): give a torch.nn.Module")
@@ -79,61 +83,136 @@ def verify(
         name: options.pop(name) for name in list(options) if name in known
     }
     check_keywords("verify", model, options, known)
-    options_of_plan = {**backend_options, "transport": "threads"}
-    planner = _Verified(backend(schedule, **options_of_plan).options)
+    given = backend(schedule, **{**backend_options, "transport": "threads"}).options
+    call = _Call(model, inputs, options, loss)
+    found = _compared(call, given)
+    note = ""
+    if not found.passed and call.is_rounded:
+        found, note = _in_float64(call, given, found)
+    why = "" if found.passed else _reason(found)
+    text = _text(found, why, note)
+    print(text)
+    return Verification(found.passed, found.differences, why, text)
+
+
+class _Call(NamedTuple):
+    """A model, and what it is called with."""
+
+    model: nn.Module
+    inputs: tuple[Any, ...]
+    named: dict[str, Any]
+    loss: Callable[[Any], Tensor] | None
+
+    @property
+    def is_rounded(self) -> bool:
+        """Whether numbers are rounded more than float64 is."""
+        held = [*self.model.parameters(), *self.model.buffers()]
+        return any(
+            each.is_floating_point() and each.dtype is not torch.float64
+            for each in [*held, *tensors((self.inputs, self.named))]
+        )
+
+    def in_float64(self) -> _Call:
+        """Copies of both in float64."""
+        model = copy.deepcopy(self.model).double()
+
+        def wide(value: Any) -> Any:
+            if not isinstance(value, Tensor) or not value.is_floating_point():
+                return value
+            return value.detach().double().requires_grad_(value.requires_grad)
+
+        return self._replace(
+            model=model,
+            inputs=tree_map(wide, self.inputs),
+            named=tree_map(wide, self.named),
+        )
+
+
+class _Compared(NamedTuple):
+    """What a step of a plan and of eager PyTorch gave. said: warnings of rows."""
+
+    planner: _Verified
+    traced: TracedCall
+    numbers: Numbers
+    differences: tuple[Difference, ...]
+    said: list[str]
+
+    @property
+    def passed(self) -> bool:
+        return all(each.passed for each in self.differences)
+
+
+def _compared(call: _Call, options: Options) -> _Compared:
+    """A step by the plan, then one in eager PyTorch with its random numbers."""
+    planner = _Verified(options)
     devices = list(range(torch.cuda.device_count()))
     with torch.random.fork_rng(devices), torch.enable_grad():
-        eager = _Trial(model, inputs, options, loss)
-        wanted = eager.values(eager.model)
-    with torch.random.fork_rng(devices), torch.enable_grad():
-        planned = _Trial(model, inputs, options, loss)
+        planned = _Trial(call)
         with warnings.catch_warnings(record=True) as said:
             warnings.simplefilter("always", RowsWarning)
             with planner:
                 actual = planned.values(torch.compile(planned.model, backend=planner))
-    differences = tuple(compare_values(wanted, actual))
-    passed = all(each.passed for each in differences)
+    traced, numbers = planner.drawn()
+    with torch.random.fork_rng(devices), torch.enable_grad():
+        eager = _Trial(call)
+        with WholeDraws(numbers) if numbers.calls else nullcontext():
+            wanted = eager.values(eager.model)
     complaints = [str(w.message) for w in said if w.category is RowsWarning]
-    why = "" if passed else _reason(planner, complaints)
-    text = _text(planner, differences, why, _dropout(model))
-    print(text)
-    return Verification(passed, differences, why, text)
+    differences = tuple(compare_values(wanted, actual))
+    return _Compared(planner, traced, numbers, differences, complaints)
+
+
+def _in_float64(
+    call: _Call, options: Options, found: _Compared
+) -> tuple[_Compared, str]:
+    """The same in float64, if the model runs in it, and what to say of that."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)
+    torch._dynamo.reset()
+    try:
+        again = _compared(call.in_float64(), options)
+    except (PlanError, RuntimeError, TypeError, ValueError) as error:
+        why = str(error).strip().split("\n")[0]
+        return found, f"not repeated in float64, in which the model doesn't run: {why}"
+    finally:
+        torch.set_default_dtype(before)
+        torch._dynamo.reset()
+    bad = [each.largest for each in found.differences if not each.passed]
+    if not again.passed:
+        return again, "repeated in float64, which this table shows"
+    return again, (
+        f"repeated in float64, which this table shows: the largest difference, "
+        f"{max(bad):.1e} in the model's type, is rounding"
+    )
 
 
 class _Verified(Backend):
     """A backend that remembers what its last plan was made of."""
 
-    batch: Batch | None = None
-
     def make(self, gm: fx.GraphModule, args: tuple[Any, ...]) -> Step:
-        self.gm, self.args = gm, tuple(_copied(each) for each in args)
-        self.batch = batch_of(gm, args, self.request)
-        return super().make(gm, args)
+        self.gm, self.args = gm, tuple(map(copied, args))
+        self.made = super().make(gm, args)
+        return self.made
 
-    def nodes(self) -> list[fx.Node]:
-        """The microbatch's, with their stages, planned once more."""
+    def drawn(self) -> tuple[TracedCall, Numbers]:
+        """The microbatch, traced once more, and the random numbers of the last step."""
         with torch.enable_grad(), modes_after_errors():
-            return traced_nodes(self.gm, self.args, self.options)
+            traced = traced_call(self.gm, self.args, self.options)
+            numbers = Numbers(self.made.base, traced.batch.microbatches)
+            if self.made.plan.draws:
+                OnParts(traced, list(map(copied, self.args)), numbers).run()
+        return traced, numbers
 
 
 class _Trial:
     """A copy of a model and of its inputs, and what a step of it gives."""
 
-    def __init__(
-        self,
-        model: nn.Module,
-        inputs: tuple[Any, ...],
-        named: dict[str, Any],
-        loss: Callable[[Any], Tensor] | None,
-    ) -> None:
-        self.model = copy.deepcopy(model)
+    def __init__(self, call: _Call) -> None:
+        self.model = copy.deepcopy(call.model)
         self.model.zero_grad()
-        for layer in self.model.modules():
-            if isinstance(layer, nn.modules.dropout._DropoutNd):
-                layer.eval()
-        self.inputs, self.named = tree_map(_copied, (inputs, named))
+        self.inputs, self.named = tree_map(copied, (call.inputs, call.named))
         self.before = [(name, b.clone()) for name, b in self.model.named_buffers()]
-        self.loss = loss
+        self.loss = call.loss
 
     def values(self, step: Callable[..., Any]) -> dict[str, Tensor | None]:
         """By name: the loss, outputs, gradients and buffers."""
@@ -156,12 +235,6 @@ class _Trial:
         return values
 
 
-def _copied(value: Any) -> Any:
-    if not isinstance(value, Tensor):
-        return value
-    return value.detach().clone().requires_grad_(value.requires_grad)
-
-
 def _plain(outputs: Any) -> Any:
     """A ModelOutput as a dict."""
     return dict(outputs) if isinstance(outputs, Mapping) else outputs
@@ -182,75 +255,94 @@ def _loss_of(outputs: Any) -> Tensor:
     return scalars[0]
 
 
-def _departure(planner: _Verified, nodes: Sequence[fx.Node]) -> Departure | None:
-    """The first operation whose values depart from those of the whole batch."""
-    assert planner.batch is not None
-    rows = {node.name: node.meta.get("rows") for node in nodes}
-    drawn = frozenset(node.name for node in nodes if node.meta.get("random"))
-    return first_departure(planner.gm, planner.args, planner.batch, rows, drawn)
+def _reason(found: _Compared) -> str:
+    """What departs, and where: an operation or its gradient, buffers, draws."""
+    planner, traced = found.planner, found.traced
+    if found.numbers.strange:
+        return (
+            f"{found.numbers.strange} draws random numbers otherwise in eager PyTorch "
+            "than in the plan, so they can't be compared\n  compare with model.eval(), "
+            "or with probabilities of 0"
+        )
+    with torch.enable_grad(), modes_after_errors():
+        departure = first_departure(planner.gm, planner.args, traced, found.numbers)
+    lines = [] if departure is None else [_of_operation(*departure)]
+    failed = {each.name for each in found.differences if not each.passed}
+    lines += _of_buffers(traced.graph, failed)
+    for text in found.said:  # without a line that is said already
+        line = next((x for x in text.split("\n") if x.startswith("  at ")), "")
+        known = line and any(line in each for each in lines)
+        lines.append(text.replace(f"\n{line}", "") if known else text)
+    return "\n".join(lines or [_of_nothing(planner)])
 
 
-def _reason(planner: _Verified, complaints: list[str]) -> str:
-    """What departs first, where, and what is said of it."""
-    lines = []
-    nodes = [] if planner.batch is None else planner.nodes()
-    departure = _departure(planner, nodes) if nodes else None
-    if departure is not None:
-        node = next((n for n in nodes if n.name == departure.node), None)
-        what = "draws random numbers, which a plan has of its own" * departure.random
-        what = what or "gives something else for microbatches than for the whole batch"
-        stage = None if node is None else node.meta.get("stage")
-        where = "" if stage is None else f"stage {stage}, "
-        module = "" if node is None else node.meta.get("module")
-        where += f"module {module}: " if module else ""
-        line = line_of(departure.stack)
-        lines.append(f"{where}{departure.node} {what}{line}")
-        complaints = [text.replace(line, "") for text in complaints]
-        if departure.random:
-            lines.append("  compare with model.eval(), or with probabilities of 0")
-    elif not complaints:
-        own = planner.options.model_passes
-        cause = "of model_passes=" if own else "rounding, or our error"
-        lines.append(f"no operation departs: the difference is {cause}")
-    return "\n".join([*lines, *complaints])
+def _of_operation(node: fx.Node, gradient: bool) -> str:
+    stage, module = node.meta.get("stage"), node.meta.get("module")
+    where = "" if stage is None else f"stage {stage}, "
+    where += f"module {module}: " if module else ""
+    line = line_of(node.meta.get("stack_trace"))
+    if gradient:
+        return f"{where}the gradient departs first at {node.name}{line}"
+    return (
+        f"{where}{node.name} gives something else for microbatches than for the whole "
+        f"batch{line}"
+    )
 
 
-def _dropout(model: nn.Module) -> bool:
-    layers = model.modules()
-    kinds = nn.modules.dropout._DropoutNd
-    return any(isinstance(e, kinds) and e.training and e.p > 0 for e in layers)
+def _of_buffers(graph: fx.GraphModule, failed: Collection[str]) -> Iterator[str]:
+    """The lines that write buffers which depart."""
+    for buffer in graph.graph.find_nodes(op="placeholder"):
+        name, where = buffer.meta["name"], storage(buffer.meta["val"])
+        written = [
+            node
+            for node in graph.graph.nodes
+            if where in map(storage, node.meta.get("mutates", ()))
+        ]
+        if f"buffer {name}" in failed and written:
+            line = line_of(written[-1].meta.get("stack_trace"))
+            yield f"the buffer {name} departs, which is written{line}"
 
 
-def _text(
-    planner: _Verified,
-    differences: tuple[Difference, ...],
-    why: str,
-    dropout: bool,
-) -> str:
-    schedule = planner.request.schedule
-    rows = f" of {planner.batch.rows}" if planner.batch is not None else ""
+def _of_nothing(planner: _Verified) -> str:
+    """What is said where all that the model computes is eager's."""
+    changing = ("message_dtype", "gradient_dtype", "model_passes", "passes")
+    options = (planner.request, planner.options)
+    given = [n for n in changing if any(getattr(each, n, None) for each in options)]
+    if given:
+        return f"every operation and gradient is eager's, so it comes of {given[0]}="
+    return (
+        "every operation and gradient of the model is eager's: the plan's programs "
+        "depart; please report it, with the model"
+    )
+
+
+def _text(found: _Compared, why: str, note: str) -> str:
+    schedule, batch = found.planner.request.schedule, found.traced.batch
+    rows = f" of {batch.rows}"
     head = (
         f"{schedule.name or 'schedule'}: {schedule.workers} workers, "
         f"{schedule.microbatches} microbatches{rows}, beside eager PyTorch on the "
         "whole batch"
     )
-    bad = [each for each in differences if not each.passed]
-    good = [each for each in differences if each.passed]
+    bad = [each for each in found.differences if not each.passed]
+    good = [each for each in found.differences if each.passed]
     shown = [*good[: max(1, ROWS - len(bad))], *bad[:ROWS]]
-    cells = [table_row(each) for each in differences if each in shown]
+    cells = [table_row(each) for each in found.differences if each in shown]
     table = tables.table("|eager|plan|difference|allowed|", cells, "lrrrrl")
-    rest = len(differences) - len(shown)
-    note = "eager, plan: the largest element; difference: the largest of all elements"
-    lines = [head, note, "", table]
+    rest = len(found.differences) - len(shown)
+    about = "eager, plan: the largest element; difference: the largest of all elements"
+    lines = [head, about, "", table]
     if rest:
         agree = f"{len(good)} agree, {len(bad)} do not"
-        lines.append(f"... and {rest} more: of all {len(differences)}, {agree}")
-    if dropout:
-        lines.append("nn.Dropout is off in both")
+        lines.append(f"... and {rest} more: of all {len(found.differences)}, {agree}")
+    if found.numbers.calls and not found.numbers.strange:
+        lines.append("eager PyTorch has the plan's random numbers")
+    lines += [note] if note else []
     lines.append("")
+    count = len(found.differences)
     if not bad:
-        lines.append(f"PASS: all {len(differences)} values are eager's")
+        lines.append(f"PASS: all {count} values are eager's")
     else:
-        lines.append(f"FAIL: {len(bad)} of {len(differences)} values are not eager's")
+        lines.append(f"FAIL: {len(bad)} of {count} values are not eager's")
         lines.append(why)
     return "\n".join(lines)

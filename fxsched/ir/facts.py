@@ -11,7 +11,7 @@ from torch import fx
 
 from ..jobs.job import Piece
 from ..jobs.schedule import Schedule
-from .graphs import Group, Output
+from .graphs import Draw, Group, Output
 from .parts import PartOf, WeightCut
 from .writes import Write
 
@@ -68,12 +68,12 @@ class StageFacts:
 
     places: where each of its inputs that are state is: the group, of those that the
         stage reads, and the tensor in it.
-    draws: the numbers of its draws in the model, from its first.
+    draws: its draws in the model; their numbers count from its first.
     measured: seconds of F and of B, if a profile gave them.
     """
 
     places: list[tuple[int, int]]
-    draws: tuple[int, ...]
+    draws: tuple[Draw, ...]
     measured: tuple[float, float] | None
 
 

@@ -6,7 +6,7 @@ in meta.py, and of the whole graph in its facts (facts.py).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from enum import Enum
 from typing import Any, NamedTuple
 
@@ -15,6 +15,7 @@ from torch import Tensor, fx
 
 from . import ops
 
+REPLICATED = "replicated"  # in a node's meta, and in the meta that torch hands on
 REGION_ENTERS = (
     torch.amp.autocast_mode._enter_autocast,
     torch._C._set_grad_enabled,
@@ -222,6 +223,39 @@ def draws(target: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
     arguments = {a.name: a.default_value for a in target._schema.arguments}
     arguments |= dict(zip(arguments, args, strict=False)) | kwargs
     return arguments.get("p") != 0 and arguments.get("dropout_p") != 0
+
+
+class Draw(NamedTuple):
+    """A draw of random numbers: its number in the model, and whether all microbatches
+    draw the same."""
+
+    number: int
+    replicated: bool
+
+
+def numbered_draws(nodes: Iterable[fx.Node]) -> dict[fx.Node, tuple[Draw, ...]]:
+    """Each node's draws, counted over the model: dropout is the same however the model
+    is cut.
+
+    Shards share the numbers of a node, copies for the whole batch those of a replicated
+    one.
+    """
+    drawn: dict[fx.Node, tuple[Draw, ...]] = {}
+    named: dict[str, tuple[Draw, ...]] = {}
+    count = 0
+    for node in nodes:
+        replicated = node.meta.get(REPLICATED, False)
+        known = named.get(node.meta["key"]) if replicated else None
+        known = node.meta.get("draws", known)
+        if known is not None:
+            drawn[node] = known
+            continue
+        numbers = range(count, count + node.meta.get("random", 0))
+        drawn[node] = tuple(Draw(i, replicated) for i in numbers)
+        count += len(numbers)
+        if replicated:
+            named[node.meta["key"]] = drawn[node]
+    return drawn
 
 
 def is_view(target: Any) -> bool:

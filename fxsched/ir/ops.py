@@ -13,7 +13,7 @@ import functools
 import math
 import threading
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -302,11 +302,23 @@ def _cuda_devices(args: Sequence[Any]) -> list[int]:
     return sorted(devices)
 
 
-def seed(base: int, draw: int, microbatch: int) -> int:
-    """The seed of a job's first random numbers: of the step's number, the microbatch,
-    and how many draws of the model come before them."""
-    mixed = _splitmix64(_splitmix64(base) ^ microbatch)
-    return (mixed >> 1) + draw
+class Seeds(NamedTuple):
+    """The seeds of a job's first draw.
+
+    own: of what the microbatch draws for its rows. replicated: of what is drawn once
+    for all microbatches of an update.
+    """
+
+    own: int
+    replicated: int
+
+
+def seed(base: int, draw: int, microbatch: int, update: int = 0) -> Seeds:
+    """The seeds of a job: of the step's number, the microbatch or the update that it
+    is for, and how many draws of the model come before its first."""
+    step = _splitmix64(base)
+    own, replicated = _splitmix64(step ^ microbatch), _splitmix64(step ^ ~update)
+    return Seeds((own >> 1) + draw, (replicated >> 1) + draw)
 
 
 def draw_base() -> int:

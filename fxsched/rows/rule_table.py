@@ -77,7 +77,7 @@ TABLE: tuple[tuple[Rule, str], ...] = (
     (
         _last(1),
         "avg_pool1d max_pool1d adaptive_avg_pool1d upsample_linear1d "
-        "upsample_nearest1d",
+        "upsample_nearest1d multinomial _sample_dirichlet",
     ),
     (
         _last(2),
@@ -136,7 +136,8 @@ TABLE: tuple[tuple[Rule, str], ...] = (
         "native_dropout bernoulli uniform normal exponential masked_fill where "
         "clamp clamp_min clamp_max copy fill_diagonal "
         "floor_divide remainder rsub hardswish _prelu_kernel complex polar poisson "
-        "_standard_gamma rrelu_with_noise_functional",
+        "_standard_gamma rrelu_with_noise_functional binomial random geometric cauchy "
+        "log_normal",
     ),
     (
         filled,

@@ -252,6 +252,10 @@ class Tracker:
     def _placed(self, node: fx.Node, rows: Rows, example: Tensor) -> Rows:
         """With the dimension of the batch that the symbolic shape shows."""
         dims = [i for i, size in enumerate(example.shape) if self.depends(size)]
+        if self._picks(node):
+            kind = Kind.APART if dims else Kind.OTHER
+            order = _cause(Effect.ORDER, node)
+            return Rows(kind, dims[0] if dims else 0, cause=order)
         if rows.kind is Kind.SHARED and dims:
             if _counts_rows(node):
                 return Rows(Kind.APART, dims[0], numbers=True)
@@ -273,6 +277,12 @@ class Tracker:
         if apart and not all(self.joins(example.shape[dim]) for dim in dims):
             return rows._replace(cause=_cause(Effect.ORDER, node))
         return rows
+
+    def _picks(self, node: fx.Node) -> bool:
+        """Whether a node draws among the numbers of the batch's rows."""
+        given = (*node.args, *node.kwargs.values())
+        numbers = [a.meta.get("example_value") for a in given if isinstance(a, fx.Node)]
+        return node.target in INDICES and any(map(self.counts, numbers))
 
     def depends(self, size: object) -> bool:
         """Whether a size is the batch's, or a multiple of it, or such."""
@@ -302,6 +312,7 @@ WEIGHED = (Effect.RATIO, Effect.CONSTANT, Effect.BOTH)
 _NLL = RULES["nll_loss_forward"]
 NUMBERED: tuple[Any, ...] = (torch.eye, torch.linspace, torch.randperm, torch.arange)
 NUMBERED += (torch.tril_indices, torch.range)
+INDICES = (torch.randint, torch.randint_like, "random_")
 TIMES = (operator.mul, operator.imul, torch.mul, "mul", "mul_")
 OVER = (operator.truediv, operator.itruediv, torch.div, "div", "div_", "true_divide")
 OTHERS = (operator.add, operator.sub, operator.pow, torch.add, torch.sub, torch.pow)

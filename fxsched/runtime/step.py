@@ -72,6 +72,7 @@ class Step:
         self.latest: list[Run] = []
         self.apart: bool | None = None  # whether ranks draw other numbers than rank 0
         self.factor: float | None = None  # what it gave in the last call
+        self.base = 0  # the number that the random numbers of the last call come of
 
     def inputs(self, args: tuple[Any, ...], said: set[str]) -> tuple[Any, ...]:
         """What to run on: the arguments on which ranks agree, and what is computed for
@@ -106,7 +107,7 @@ class Step:
 
     def start(self, args: tuple[Any, ...]) -> list[Run]:
         """The runs of the programs here, on `args`; nothing has run yet."""
-        random = self._draw()
+        random = self.base = self._draw()
         self.factor = None if self.scale is None else self.scale()
         optimizers = None if self.optimizers is None else self.optimizers.begin(args)
 

@@ -12,7 +12,7 @@ from torch import Tensor, fx
 
 from ..costmodel.costs import Work, copied
 from ..ir import joint
-from ..ir.graphs import storage, tensors
+from ..ir.graphs import numbered_draws, storage, tensors
 from ..ir.parts import Cut, PartOf
 from ..ir.regions import Regions
 from ..ir.request import Request
@@ -45,7 +45,7 @@ class Rewriter:
         self._zeros: dict[tuple[fx.Node, int], fx.Node] = {}
         self._slices: dict[tuple[fx.Node, int, Rows, int], fx.Node] = {}
         self._dealt: dict[tuple[fx.Node, Rows], list[fx.Node]] = {}
-        self._numbers = _numbered_draws(self.nodes)
+        self._draws = numbered_draws(self.nodes)
         self._sums: dict[tuple[fx.Node, int], fx.Node] = {}  # slices of them
         self._level = dict(self.demand.levels)
 
@@ -301,7 +301,7 @@ class Rewriter:
         """Another operation, where a node is, on a shard."""
         call = Operation("call_function", target, args, dict(kwargs or {}), None)
         new = self._add(node, call, p, 0.0)
-        new.meta.update(work=_work(new), random=0, numbers=range(0), mutates=())
+        new.meta.update(work=_work(new), random=0, draws=(), mutates=())
         return new
 
     def _add(self, node: fx.Node, call: Operation, p: int, share: float) -> fx.Node:
@@ -317,7 +317,7 @@ class Rewriter:
             "level": self._level[node],
             "val": value_of(node) if self._is_same(node, call) else None,
             "work": work._replace(flops=int(work.flops), held=_held(node, reads)),
-            "numbers": self._numbers[node],
+            "draws": self._draws[node],
             "mutates": _mutated(node, call) if call.target is node.target else (),
         }
         if call.target in (joint.join, joint.part):  # of values as they were
@@ -371,13 +371,3 @@ def _mutated(node: fx.Node, call: Operation) -> tuple[Tensor, ...]:
         for old, new in zip(reads, copies, strict=True)
         if any(storage(t) in written for t in tensors(value_of(old)))
     )
-
-
-def _numbered_draws(nodes: Sequence[fx.Node]) -> dict[fx.Node, range]:
-    """The numbers of each node's draws in the model, as all shards draw them."""
-    numbers, count = {}, 0
-    for node in nodes:
-        more = node.meta.get("random", 0)
-        numbers[node] = range(count, count + more)
-        count += more
-    return numbers

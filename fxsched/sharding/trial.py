@@ -10,7 +10,7 @@ from torch import Tensor, fx
 from torch.utils import _pytree as pytree
 
 from ..ir.facts import facts
-from ..ir.graphs import tensors
+from ..ir.graphs import numbered_draws, tensors
 from ..ir.parts import PartOf
 from ..ir.regions import Regions
 from ..ir.user_line import line_of
@@ -100,7 +100,7 @@ def _run(
     interpreter = fx.Interpreter(gm)
     values: dict[fx.Node, Any] = {}
     found: dict[fx.Node, Any] = {}
-    drawn = 0
+    draws = numbered_draws(gm.graph.nodes)
     with Regions() as regions, torch.random.fork_rng(), torch.no_grad():
         for node in gm.graph.nodes:
             if node.op == "placeholder":
@@ -112,10 +112,8 @@ def _run(
             if node.op == "output":
                 found[node] = args[0]
             else:
-                numbers = node.meta.get("numbers", range(drawn, drawn + 1))
-                drawn += node.meta.get("random", 0)
-                if node.meta.get("random"):
-                    torch.manual_seed(numbers[0])
+                if draws[node]:
+                    torch.manual_seed(draws[node][0].number)
                 run: Callable[..., Any] = getattr(interpreter, node.op)
                 values[node] = run(node.target, args, kwargs)
                 if node in wanted:
