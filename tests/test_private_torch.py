@@ -43,6 +43,12 @@ NAMES = {
     "wrappers.py": (
         "torch.nn.parallel:DistributedDataParallel._get_active_ddp_module",
     ),
+    "ctc.py": (
+        "torch._subclasses.fake_impls:register_op_impl",
+        "torch._subclasses.fake_impls:op_implementations_dict",
+        "torch._subclasses.fake_tensor:DynamicOutputShapeException",
+        "torch.ops:aten._ctc_loss.Tensor",
+    ),
     "microbatch.py": ("torch._subclasses:FakeTensorMode",),
     "autograd.py": (
         "torch._functorch.aot_autograd:aot_export_joint_with_descriptors",

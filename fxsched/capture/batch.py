@@ -177,7 +177,7 @@ def _bind(
             else [
                 names_of(nodes[i])[0].name
                 for i in user_tensors(gm, inputs)
-                if i not in dims and fixed[0].length in inputs[i].shape
+                if i not in dims and inputs[i].shape[0] == fixed[0].length
             ]
         )
         raise _fixed(nodes[fixed[0].input], fixed[0], alone, like)
@@ -231,9 +231,13 @@ def _check_apart(nodes: Sequence[fx.Node], inputs: Sequence[Any], batch: Batch) 
 
 
 def _or_cut(shared: Sequence[str]) -> str:
-    names = ", ".join(f'"{name}": None' for name in shared)
-    hint = f"; or leave {names} out of batch_dims=, if it has a value for each sample"
-    return hint if shared else ""
+    if not shared:
+        return ""
+    dims = ", ".join(f'"{name}": 0' for name in shared)
+    return (
+        "; or, if there is a value (or row number) for each sample, write "
+        f"fxsched.backend(schedule, batch_dims={{{dims}}})"
+    )
 
 
 def _said(i: int, batch: Batch) -> str:

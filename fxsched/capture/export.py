@@ -30,7 +30,7 @@ from .own_gradients import refuse_own_gradients, shown_functions
 from .python_state import PythonState
 from .structure import Structure
 from .translator import Exported, Translator
-from .whole_batches import Pin, WholeBatches
+from .whole_batches import Pin, Returns, WholeBatches
 
 
 class Export(NamedTuple):
@@ -53,6 +53,7 @@ class _Note:
     model: PythonState
     outside: OutsideNames
     pins: Sequence[Pin] = ()
+    returns: Returns
     unknown: Iterable[nn.Parameter] = ()
 
     def path_of(self, weight: nn.Parameter) -> str | None:
@@ -107,6 +108,7 @@ class _Called(nn.Module):
             with weights, WholeBatches() as batches, first_frames(look):
                 result = self.note.result = Structure(model(*args, **kwargs))
             self.note.pins, self.note.unknown = batches.pins, weights.unknown.values()
+            self.note.returns = batches.returned(result.tensors, result.names)
         except Exception as error:
             raise _Stopped(error) from error
         finally:
@@ -114,7 +116,7 @@ class _Called(nn.Module):
             outside.settle()
             for change in reversed(self.note.changes):
                 change.undo()
-        return tuple(result.tensors)
+        return tuple(self.note.returns.values)
 
 
 def export_model(
@@ -168,7 +170,8 @@ def _exported(
     outside = {f"outside_{i}": p for i, p in enumerate(weights)}
     paths = {name: note.path_of(p) for name, p in outside.items()}
     gm, constants = program.graph_module, {**program.constants, **outside}
-    return Exported(gm, targets, constants, paths, note.result, note.pins)
+    given = note.result, note.returns, note.pins
+    return Exported(gm, targets, constants, paths, *given)
 
 
 @contextmanager

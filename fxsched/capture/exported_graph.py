@@ -10,7 +10,7 @@ from torch import Tensor, fx
 
 from .graph_inputs import placeholders, symbol_of
 from .structure import Structure
-from .whole_batches import Pin
+from .whole_batches import Pin, Place
 
 
 class ExportedGraph(NamedTuple):
@@ -20,9 +20,10 @@ class ExportedGraph(NamedTuple):
     state: parameters, buffers and other tensors of the model, the tensors themselves.
     used: which tensors of the call the graph reads.
     result: what the model returns, without its tensors.
-    sources: for each tensor of the result: of the call's tensors or the state that it
+    sources: for each value that is given: of the call's tensors or the state that it
         is, the position in all of the graph's inputs; or None, for the next output of
         the graph.
+    places: for each tensor of the result, which of these it is, or a row of.
     guards: what tracing took to be true of sizes.
     """
 
@@ -31,6 +32,7 @@ class ExportedGraph(NamedTuple):
     used: tuple[int, ...]
     result: Structure
     sources: tuple[int | None, ...]
+    places: tuple[Place, ...]
     guards: tuple[Pin, ...]
 
     def inputs(self, tensors: Sequence[Tensor]) -> tuple[Any, ...]:
@@ -41,7 +43,14 @@ class ExportedGraph(NamedTuple):
         """What the model returns, of what the graph took and gave."""
         rest = iter(outputs)
         values = [next(rest) if i is None else inputs[i] for i in self.sources]
-        return self.result.with_tensors(values)
+        rows = {
+            p.value: values[p.value].unbind(0) for p in self.places if p.row is not None
+        }
+        tensors = [
+            values[p.value] if p.row is None else rows[p.value][p.row]
+            for p in self.places
+        ]
+        return self.result.with_tensors(tensors)
 
     def fits(self, tensors: Sequence[Tensor]) -> bool:
         """Whether a call's tensors have sizes that this graph is for."""

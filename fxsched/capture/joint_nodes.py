@@ -85,7 +85,8 @@ class _Joining:
             for where in set(map(storage, self._written(node))):
                 self.writers.setdefault(where, []).append(node)
         self.new: dict[fx.Node, Any] = {}  # of the whole batch
-        self.parts: dict[fx.Node, fx.Node] = {}  # of a microbatch, of joint values
+        # of a microbatch, of joint values, and after which writes into these
+        self.parts: dict[tuple[fx.Node, fx.Node | None], fx.Node] = {}
 
     def writes(self) -> bool:
         """Whether what runs on all rows writes into something."""
@@ -205,20 +206,25 @@ class _Joining:
             elif read in self.joint and isinstance(new, fx.Node):
                 old = self.trace.new[read]
                 if isinstance(old, fx.Node) and self.domains.in_parts(read):
-                    new.replace_input_with(old, self._part(read))
+                    new.replace_input_with(old, self._part(read, node))
 
-    def _part(self, node: fx.Node) -> fx.Node:
-        if node not in self.parts:
+    def _part(self, node: fx.Node, reader: fx.Node) -> fx.Node:
+        """A microbatch's rows of a joint value, as it is where they are read."""
+        writers = self.writers.get(storage(self.trace.values[node]), ())
+        before = [n for n in writers if n in self.joint and n < reader]
+        key = node, before[-1] if before else None
+        if key not in self.parts:
             rows, old = self.trace.rows(node), self.trace.new[node]
             assert rows is not None, "a tensor"
             version = self._version(node, rows.dim)
             if version is not None:
-                return self.parts.setdefault(node, version.new)
+                return self.parts.setdefault(key, version.new)
             args = (self._of_whole(node), rows.dim, self.microbatches)
-            new = self._added(args[0], joint.part, args, node)
+            last = args[0] if key[1] is None else self._of_whole(key[1])
+            new = self._added(last, joint.part, args, node)
             new.meta.update(val=old.meta["val"], work=copied(old.meta["val"]))
-            self.parts[node] = new
-        return self.parts[node]
+            self.parts[key] = new
+        return self.parts[key]
 
     def _of_whole(self, node: fx.Node) -> Any:
         """The value of a node on the whole batch."""

@@ -78,8 +78,8 @@ def refusal(gm: fx.GraphModule) -> PlanError | None:
         if name in RECURRENT and _drops_between_layers(node.args):
             return PlanError(
                 f"{name} has dropout between its layers{where_of(node)}, which PyTorch "
-                "leaves out where it traces a backward; make each layer a module of its "
-                "own, with nn.Dropout between them"
+                "leaves out where it traces a backward; make each layer a module of "
+                "its own, with nn.Dropout between them"
             )
         sparse = True in node.args[6:7] or node.kwargs.get("sparse")
         if "embedding" in name and sparse:

@@ -22,7 +22,7 @@ from .origins import Origin
 from .picked_rows import pick_rows
 from .returns import Returned
 from .structure import Structure
-from .whole_batches import Pin
+from .whole_batches import Pin, Returns
 
 
 class Exported(NamedTuple):
@@ -31,7 +31,7 @@ class Exported(NamedTuple):
     targets: for each input, the path of a tensor of the model or the name of a
         constant; None for a tensor of the call.
     constants: tensors in the model's code, by their names. paths: how it writes them.
-    result: what the model returned.
+    result: what the model returned. returns: what the graph gives of it.
     pins: sizes that this trace is for.
     """
 
@@ -40,6 +40,7 @@ class Exported(NamedTuple):
     constants: Mapping[str, Any]
     paths: Mapping[str, str | None]
     result: Structure
+    returns: Returns
     pins: Sequence[Pin]
 
 
@@ -64,11 +65,11 @@ class Translator:
         returned = [each for each in outputs if not _is_input(each)]
         gm = self.nodes.module(tuple(returned))
         positions = {node: i for i, node in enumerate(placeholders(gm))}
-        result = self.exported.result
+        result, returns = self.exported.result, self.exported.returns
         sources = tuple(positions.get(each) for each in outputs)
         labels = [
             _label(name)
-            for name, each in zip(result.names, outputs, strict=True)
+            for name, each in zip(returns.names, outputs, strict=True)
             if not _is_input(each)
         ]
         gm.meta["call"] = self.named._replace(tensors=())
@@ -78,7 +79,8 @@ class Translator:
         result = result.without_tensors()
         state, used = tuple(self.state), tuple(self.used)
         guards = _guards(gm, self.exported.pins)
-        return ExportedGraph(gm, state, used, result, sources, guards)
+        places = tuple(returns.places)
+        return ExportedGraph(gm, state, used, result, sources, places, guards)
 
     def _text(self, gm: fx.GraphModule) -> str:
         """What tells this graph from others."""

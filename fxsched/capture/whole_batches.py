@@ -36,6 +36,23 @@ class _RowOf(NamedTuple):
     row: Tensor
 
 
+class Place(NamedTuple):
+    """Where a value that the model returns is: which of those that the graph gives, and
+    which of its rows, if it is one."""
+
+    value: int
+    row: int | None
+
+
+class Returns(NamedTuple):
+    """The values that a graph gives, their names, and where what the model returns is
+    in them."""
+
+    values: list[Any]
+    names: list[str]
+    places: list[Place]
+
+
 class WholeBatches(TorchFunctionMode):
     """While it is open, rows of a batch that come together again are the batch.
 
@@ -102,6 +119,22 @@ class WholeBatches(TorchFunctionMode):
         every = self._all(first.batch)
         same = len(known) == len(every) and all(map(is_, known, every))
         return first.batch if same else None
+
+    def returned(self, values: Sequence[Any], names: Sequence[str]) -> Returns:
+        """What to return in the place of these values, whose rows are the batches'."""
+        returns = Returns([], [], [])
+        places: dict[int, int] = {}
+        for value, name in zip(values, names, strict=True):
+            row = self._rows.get(id(value))
+            whole = value if row is None else row.batch
+            if id(whole) not in places:
+                places[id(whole)] = len(returns.values)
+                returns.values.append(whole)
+                # rows of a list are called as the list
+                returns.names.append(name if row is None else name.rpartition("[")[0])
+            place = places[id(whole)]
+            returns.places.append(Place(place, None if row is None else row.position))
+        return returns
 
     def _all(self, batch: Tensor) -> list[_RowOf]:
         return [each for each in self._rows.values() if each.batch is batch]

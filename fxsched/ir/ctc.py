@@ -7,7 +7,6 @@ the table again.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -81,8 +80,8 @@ ctc_rows.register_autograd(_backward, setup_context=_keep)
 def ctc_loss(
     log_probs: Tensor,
     targets: Tensor,
-    input_lengths: Tensor | Sequence[int],
-    target_lengths: Tensor | Sequence[int],
+    input_lengths: Tensor,
+    target_lengths: Tensor,
     blank: int = 0,
     reduction: str | int = "mean",
     zero_infinity: bool = False,
@@ -90,23 +89,11 @@ def ctc_loss(
     """torch.nn.functional.ctc_loss, or torch.ctc_loss, whose reduction is a number."""
     if isinstance(reduction, int):
         reduction = ("none", "mean", "sum")[reduction]
-    if not isinstance(input_lengths, Tensor) or not isinstance(target_lengths, Tensor):
-        plain: Any = torch.nn.functional.ctc_loss  # its types know no lists
-        loss: Tensor = plain(
-            log_probs,
-            targets,
-            input_lengths,
-            target_lengths,
-            blank,
-            reduction,
-            zero_infinity,
-        )
-        return loss
     if log_probs.dtype in (torch.float16, torch.bfloat16):  # as autocast does
         log_probs = log_probs.float()
     alone = log_probs.dim() == 2
     if alone:
-        log_probs, targets = log_probs.unsqueeze(1), targets.unsqueeze(0)
+        log_probs = log_probs.unsqueeze(1)
     lengths = input_lengths.reshape(-1), target_lengths.reshape(-1)
     losses: Tensor = ctc_rows(log_probs, targets, *lengths, blank, zero_infinity)
     if zero_infinity:

@@ -8,7 +8,7 @@ microbatches read as it is.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
 from torch import Tensor, fx
 
@@ -67,15 +67,40 @@ class Domains:
         """The nodes that run on all rows, in order: where one writes into a value, all
         that make it."""
         self.own = self._own()
-        places = {n: set(map(storage, tensors(self.value(n)))) for n in self.nodes}
+        places = {
+            node: set(map(storage, tensors(self.value(node))))
+            | set(map(storage, self.writes(node)))
+            for node in self.nodes
+        }
         written: set[fx.Node] = set()
         while True:
             joint = self._joint(written)
             into = {storage(t) for node in joint for t in self.writes(node)}
+            into |= self._missed(joint, places)
             new = {n for n in self.nodes if n not in joint and places[n] & into}
             if not new:
                 return joint
             written |= new
+
+    def _missed(
+        self,
+        joint: Collection[fx.Node],
+        places: Mapping[fx.Node, Collection[int]],
+    ) -> set[int]:
+        """The storages of joint values that microbatches write into, each into its own
+        rows, and that are read later by other nodes than know of these rows."""
+        missed = set[int]()
+        for i, node in enumerate(self.nodes):
+            written = set(map(storage, self.writes(node))) if node not in joint else ()
+            for where in written:
+                reads = [n for n in node.all_input_nodes if n in joint]
+                own = [n for n in reads if where in places[n]]
+                for later in self.nodes[i + 1 :] if own else ():
+                    others = {n for n in later.all_input_nodes if n in joint}
+                    others -= set() if later in joint else set(own)
+                    if any(where in places[n] for n in others):
+                        missed.add(where)
+        return missed
 
     def _joint(self, written: Collection[fx.Node]) -> dict[fx.Node, None]:
         worth, ends = self._worth(), self._ends()
