@@ -95,9 +95,11 @@ def refuse(tensor: Tensor, what: str) -> None:
     setattr(tensor, LACKS, what)
     for method in READS + WRITES:
         setattr(tensor, method, MethodType(_refusal(what, method), tensor))
+    if not isinstance(tensor, nn.Parameter):
+        return  # a buffer has no gradient, and each rank may write its own
     for method in FILLS + CHANGES:
         setattr(tensor, method, MethodType(_left_to_owners(method), tensor))
-    if isinstance(tensor, nn.Parameter) and tensor not in _HOOKED:
+    if tensor not in _HOOKED:
         _HOOKED[tensor] = None
         trained = tensor.requires_grad
         tensor.requires_grad_().register_hook(  # type: ignore[no-untyped-call]
@@ -193,10 +195,9 @@ def _left_to_owners(method: str) -> Callable[..., Any]:
     numbers."""
     real = getattr(Tensor, method)
 
-    def leave(tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    def leave(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling():
-            changed: Tensor = real(tensor, *args, **kwargs)
-            return changed
+            return real(tensor, *args, **kwargs)
         if method in FILLS:
             real(spec_of(tensor).empty(), *args, **kwargs)
         return tensor

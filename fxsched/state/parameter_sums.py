@@ -54,7 +54,7 @@ def parameter_sum(
     terms = {i: number for each in every for i, number in each.items()}
     total = torch.tensor(sum(terms[i] for i in sorted(terms)))
     whole: Any = _Whole.apply
-    return whole(total, sum(own)) if own else total  # type: ignore[no-any-return]
+    return whole(total, sum(own)) if own else total
 
 
 class _Whole(torch.autograd.Function):
