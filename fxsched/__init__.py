@@ -94,6 +94,7 @@ __all__ = [
     "materialize",
     "ops",
     "parameter_norms",
+    "parameter_sum",
     "passes",
     "plan",
     "profile",
@@ -152,6 +153,7 @@ MODULES = {
     ),
     "state.cuts": ("local_parts",),
     "state.norms": ("gradient_norm", "gradient_norms", "parameter_norms"),
+    "state.parameter_sums": ("parameter_sum",),
     "state.stream": ("stream_state_dict",),
     "tuner.search": ("search",),
 }

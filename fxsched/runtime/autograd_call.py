@@ -2,17 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from functools import wraps
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial, wraps
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from ..ir.graphs import Output
 from ..ir.loss_scale import hand_over, infinite
+from ..jobs.job import PlanError
+from ..state.ownership import is_updated, is_updated_by_all
+from ..state.rank_gradients import mark_gradients
 from .cut_weights import cut_weights
 from .step import Step
+
+
+class Leaves(NamedTuple):
+    """What of a call's inputs gets a gradient on this rank.
+
+    inputs: by their positions. marked: the parameters, by name, where other ranks have
+        gradients of other parameters.
+    """
+
+    inputs: list[int]
+    marked: Mapping[str, Tensor]
 
 
 def call_step(step: Step, args: tuple[Any, ...], said: set[str]) -> Sequence[Any]:
@@ -26,11 +40,49 @@ def call_step(step: Step, args: tuple[Any, ...], said: set[str]) -> Sequence[Any
         return step.outputs(inputs, step.advance(step.start(inputs), None))
     cut = {part.input for part in step.plan.parts.values()}
     given = {i: a for i, a in enumerate(args) if i not in cut} | parts
-    leaves = [i for i, a in given.items() if isinstance(a, Tensor) and a.requires_grad]
-    tensors = [given[i] for i in leaves]
+    trained = [i for i, a in given.items() if isinstance(a, Tensor) and a.requires_grad]
+    here = [i for i in trained if _has_gradient(step, given[i])]
+    marked = step.parameters(args) if _differ(step, map(given.get, trained)) else {}
+    if step.optimizers is not None:
+        _refuse_hooks(step.parameters(args))
+    tensors = [given[i] for i in here]
+    if not here:  # autograd needs something to come to
+        here, tensors = [-1], [torch.empty(0, requires_grad=bool(trained))]
     apply: Any = _function(step).apply
-    outputs: tuple[Any, ...] = apply(step, inputs, leaves, *tensors)
+    outputs: tuple[Any, ...] = apply(step, inputs, Leaves(here, marked), *tensors)
     return outputs
+
+
+def _has_gradient(step: Step, tensor: Tensor) -> bool:
+    """Whether a worker of this process gets a tensor's gradient. Hooks on the tensor
+    run there, and not where autograd would hand them None."""
+    return any(is_updated(tensor, worker) for worker in step.workers.here)
+
+
+def _differ(step: Step, tensors: Iterable[Any]) -> bool:
+    """Whether ranks get gradients of different parameters."""
+    workers = step.plan.schedule.workers
+    ranks = len(step.workers.here) < workers
+    return ranks and not all(is_updated_by_all(tensor, workers) for tensor in tensors)
+
+
+def _refuse_hooks(parameters: Mapping[str, Tensor]) -> None:
+    """Raises PlanError for hooks on gradients that no backward() brings."""
+    for name, parameter in parameters.items():
+        hooks: Any = parameter
+        if hooks._backward_hooks or hooks._post_accumulate_grad_hooks:
+            raise PlanError(
+                f"{name} has a hook on its gradient, but backend(optimizer=) steps it "
+                "in the call, without a backward(); leave optimizer= out, or remove "
+                "the hook"
+            )
+
+
+def _mark_later(marked: Mapping[str, Tensor]) -> None:
+    """Marks gradients once backward() has put them into .grad."""
+    if marked:
+        engine: Any = torch.autograd.Variable._execution_engine
+        engine.queue_callback(partial(mark_gradients, marked))
 
 
 def _function(step: Step) -> type[torch.autograd.Function]:
@@ -80,11 +132,12 @@ class _InCall(torch.autograd.Function):
         ctx: Any,
         step: Step,
         args: tuple[Any, ...],
-        leaves: list[int],
+        leaves: Leaves,
         *tensors: Tensor,
     ) -> tuple[Any, ...]:
         results = step.advance(step.start(args), None)
-        ctx.loss, ctx.gradients = step.plan.loss, step.gradients(results, leaves)
+        ctx.loss, ctx.gradients = step.plan.loss, step.gradients(results, leaves.inputs)
+        ctx.marked = leaves.marked
         ctx.names = [output.name for output in step.plan.outputs]
         ctx.step, ctx.factor = step, step.factor
         return _mark(ctx, step, step.outputs(args, results))
@@ -102,6 +155,7 @@ class _InCall(torch.autograd.Function):
                 )
         gradients, ctx.gradients = ctx.gradients, None
         _once(gradients)
+        _mark_later(ctx.marked)
         incoming = tangents[ctx.loss]
         if incoming is None:
             return (None,) * (3 + len(gradients))
@@ -120,7 +174,7 @@ class _Updating(torch.autograd.Function):
         ctx: Any,
         step: Step,
         args: tuple[Any, ...],
-        leaves: list[int],
+        leaves: Leaves,
         *tensors: Tensor,
     ) -> tuple[Any, ...]:
         assert step.optimizers is not None, "a plan with updates has an optimizer"
@@ -147,7 +201,7 @@ class _InBackward(torch.autograd.Function):
         ctx: Any,
         step: Step,
         args: tuple[Any, ...],
-        leaves: list[int],
+        leaves: Leaves,
         *tensors: Tensor,
     ) -> tuple[Any, ...]:
         ctx.step, ctx.runs, ctx.leaves = step, step.start(args), leaves
@@ -167,6 +221,7 @@ class _InBackward(torch.autograd.Function):
     def backward(ctx: Any, *incoming: Tensor | None) -> tuple[Tensor | None, ...]:
         runs, ctx.runs = ctx.runs, None
         _once(runs)
+        _mark_later(ctx.leaves.marked)
         if any(tensor._version != version for tensor, version in ctx.versions):
             raise RuntimeError(
                 "fxsched: a parameter or input was changed in place between the call "
@@ -187,10 +242,11 @@ class _InBackward(torch.autograd.Function):
                 gradient = torch.zeros(shape, dtype=dtype, device=device)
             tangents[i] = gradient.contiguous()
         results = ctx.step.advance(runs, tangents)
-        gradients = ctx.step.gradients(results, ctx.leaves)
+        leaves = ctx.leaves.inputs
+        gradients = ctx.step.gradients(results, leaves)
         reached = _reached(incoming, ctx.step.plan.outputs)
         if reached is not None:
-            pairs = zip(ctx.leaves, gradients, strict=True)
+            pairs = zip(leaves, gradients, strict=True)
             gradients = [g if i in reached else None for i, g in pairs]
         return (None, None, None, *gradients)
 

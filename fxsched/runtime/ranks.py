@@ -35,8 +35,9 @@ from ..state.ownership import (
 )
 from ..state.part_steps import guard_part_steps
 from ..state.scaler import guard_scalers
+from ..state.separate_steps import guard_separate_steps
 from ..state.unmade import forget, make, make_all, make_empty
-from ..transport.processes import MESSAGES, Processes
+from ..transport.processes import BACKENDS, MESSAGES, Processes
 from .run import Run
 from .runnable import Runnable
 from .threads import Inputs, Tangents
@@ -54,6 +55,7 @@ class Ranks:
         self, workers: int, near: bool = True, timeout: float | None = None
     ) -> None:
         self.processes = Processes(workers, near, timeout)
+        BACKENDS.add(self.processes)
         self.rank = self.processes.rank
         self.here: Sequence[int] = (self.rank,)
         if "OMP_NUM_THREADS" not in os.environ and torch.get_num_threads() > 1:
@@ -338,6 +340,7 @@ class Ranks:
         if entry is None or len(entry.updaters) < self.processes.workers:
             guard_torch_clipping(self.processes.workers)
             guard_optimizers(self.rank)
+            guard_separate_steps(self.rank)
             guard_averages()
             guard_scalers()
 

@@ -11,6 +11,7 @@ from torch import Tensor, fx
 
 from ..clock.timeline import Event
 from ..ir import ops
+from ..ir.graphs import Role
 from ..ir.loss_scale import Scale
 from ..jobs.job import Job
 from ..plans.metrics import STEPS
@@ -206,6 +207,15 @@ class Step:
                     tensor = args[output.state]
                     outputs[position] = Tensor.copy_(tensor, outputs[position])
         return tuple(outputs)
+
+    def parameters(self, args: tuple[Any, ...]) -> dict[str, Tensor]:
+        """The model's parameters among the arguments of a call, by their names."""
+        return {
+            self.plan.weight_name(state): args[self.plan.weight_at(state.input)]
+            for group in self.plan.groups
+            for state in group.state
+            if state.role is Role.PARAMETER
+        }
 
     def gradients(
         self, results: dict[str, Any], leaves: Sequence[int]

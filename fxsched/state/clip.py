@@ -15,7 +15,7 @@ from ..jobs.job import PlanError
 from ..jobs.user_values import shown
 from ..transport.processes import everyone
 from .cuts import CUTS, piece, pieces_of
-from .ownership import OWNERSHIPS, first_owner
+from .ownership import OWNERSHIPS, first_owner, is_updated_by_all
 
 Piece = tuple[int, int]  # a position, and the number of a part of what is there
 Norms = dict[torch.dtype, dict[Piece, float]]  # by the gradient's type
@@ -99,7 +99,8 @@ def joined_norms(
 
     own: those that this rank speaks for, by position and number of the part.
     """
-    values = torch._foreach_norm(list(own.values()), norm_type) if own else ()
+    with torch._C.DisableTorchFunctionSubclass():  # gradients of this rank, by design
+        values = torch._foreach_norm(list(own.values()), norm_type) if own else ()
     norms: Norms = {}
     for dtype in dict.fromkeys(value.dtype for value in values):
         same = [i for i, value in enumerate(values) if value.dtype == dtype]
@@ -187,9 +188,8 @@ def guard_torch_clipping(workers: int) -> None:
     """
 
     def check(parameters: Sequence[Tensor]) -> None:
-        entries = (OWNERSHIPS.get(parameter) for parameter in parameters)
-        apart = any(e is not None and len(e.updaters) < workers for e in entries)
-        if apart or any(parameter in CUTS for parameter in parameters):
+        everywhere = all(is_updated_by_all(each, workers) for each in parameters)
+        if not everywhere or any(parameter in CUTS for parameter in parameters):
             raise PlanError(
                 "torch.nn.utils.clip_grad_norm_ sees only the gradients of this rank; "
                 "call fxsched.clip_grad_norm_(model, max_norm) on every rank"

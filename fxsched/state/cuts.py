@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, MutableMapping, Sequence
 from contextlib import contextmanager
 from functools import partial
+from types import MethodType
 from typing import Any, NamedTuple
 
 import torch
@@ -19,7 +20,10 @@ from torch.utils.weak import TensorWeakRef, WeakIdKeyDictionary
 
 from ..ir.graphs import Spec
 from ..ir.parts import Cut, KeptParts
+from ..jobs.job import PlanError
 from .ownership import (
+    CHANGES,
+    FILLS,
     OWNERSHIPS,
     Ownership,
     exchanged,
@@ -66,6 +70,7 @@ class Parts(NamedTuple):
 
 
 CUTS: MutableMapping[Tensor, Parts] = WeakIdKeyDictionary()
+HOOKS = ("register_hook", "register_post_accumulate_grad_hook")
 
 
 def cut_weight(
@@ -75,6 +80,7 @@ def cut_weight(
 
     turn: ranks take turns to speak for whole weights.
     """
+    refuse_hooks(name, weight)
     cut, owners, _ = place
     spec = spec_of(weight)
     kept = tuple(p for p, ranks in enumerate(owners) if rank in ranks)
@@ -102,6 +108,10 @@ def cut_weight(
     weight.data = nothing(weight).expand(spec.shape)
     parts = f"parts {', '.join(map(str, kept))}" if kept else "no part"
     refuse(weight, f"{parts} of {name}, which ranks have in {cut.parts} parts")
+    for method in FILLS:
+        setattr(weight, method, MethodType(_filling(method), weight))
+    for method in (*CHANGES, *HOOKS):
+        setattr(weight, method, MethodType(_refusal(name, method), weight))
 
 
 def is_newest(tensor: Tensor, rank: int) -> bool:
@@ -199,6 +209,39 @@ def _note_written(weight: Tensor) -> None:
 def stacked(parts: Sequence[Tensor]) -> Tensor:
     """Several parts as one tensor, [how many, *shape of one]; one as it is."""
     return torch.stack(list(parts)) if parts[1:] else parts[0]
+
+
+def _filling(method: str) -> Callable[..., Any]:
+    """What fills a weight, and leaves this rank its parts of that."""
+    real = getattr(Tensor, method)
+
+    def fill(weight: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        put(weight, real(spec_of(weight).empty(), *args, **kwargs))
+        return weight
+
+    return fill
+
+
+def _refusal(name: str, method: str) -> Callable[..., Any]:
+    def refuse(weight: Tensor, *args: Any, **kwargs: Any) -> Any:
+        remedy = "call it in `with fxsched.local_parts(model)`"
+        if method in HOOKS:
+            remedy = "leave the weight whole by shards={names: ..}"
+        raise PlanError(
+            f"{name}.{method}: ranks have {name} in parts, of which no rank sees all; "
+            f"{remedy}"
+        )
+
+    return refuse
+
+
+def refuse_hooks(name: str, weight: Tensor) -> None:
+    """Raises PlanError for hooks on the gradient of a weight, which gets none."""
+    if weight._backward_hooks or weight._post_accumulate_grad_hooks:
+        raise PlanError(
+            f"{name} has a hook on its gradient, which ranks have in parts; leave the "
+            "weight whole by shards={names: ..}, or remove the hook"
+        )
 
 
 def _empty_parts(weight: Tensor, spec: Spec, count: int) -> Iterator[Tensor]:

@@ -1,25 +1,40 @@
 """Which ranks keep a parameter or buffer, and what the others hold in its place.
 
 A parameter that a rank doesn't keep is one NaN there, expanded to its shape. It refuses
-to be copied, saved or written: torch.save(model.state_dict()) and copy.deepcopy(model)
-are errors that say what to call instead. So does a copy that is behind, of a parameter
-that the user's loop steps on one rank alone, where the schedule's u says so.
+to be copied, saved or loaded: torch.save(model.state_dict()) and copy.deepcopy(model)
+are errors that say what to call instead. So is a backward() that brings it a gradient
+from outside of the model. Methods that change it in place, as a layer's
+reset_parameters() does, leave that to the ranks that keep it, and draw the same random
+numbers. All this holds as well for a copy that is behind, of a parameter that the
+user's loop steps on one rank alone, where the schedule's u says so.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, MutableMapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from types import MethodType
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
-from torch.utils.weak import WeakIdKeyDictionary
+from torch import Tensor, nn
+from torch.utils.weak import TensorWeakRef, WeakIdKeyDictionary
 
 from ..ir.graphs import Spec
 from ..jobs.job import PlanError
+from ..transport.processes import tell_all
 from .unmade import READS, UNMADE, WRITES
+
+FILLS = (
+    *("uniform_", "normal_", "bernoulli_", "exponential_", "log_normal_", "cauchy_"),
+    *("geometric_", "random_", "zero_", "fill_"),
+)
+CHANGES = (
+    *("add_", "sub_", "mul_", "div_", "neg_", "pow_", "lerp_", "addcmul_", "addcdiv_"),
+    *("clamp_", "clamp_min_", "clamp_max_", "erfinv_"),
+)
+LACKS = "_fxsched_lacks"  # the attribute that says what a rank has instead
 
 
 class Ownership(NamedTuple):
@@ -48,6 +63,7 @@ class Ownership(NamedTuple):
 
 # of all models of this process: a model may have several backends, one after another
 OWNERSHIPS: MutableMapping[Tensor, Ownership] = WeakIdKeyDictionary()
+_HOOKED: MutableMapping[Tensor, None] = WeakIdKeyDictionary()
 
 
 def give_up(name: str, tensor: Tensor, values: bool = True) -> None:
@@ -71,23 +87,36 @@ def nothing(tensor: Tensor) -> Tensor:
 
 
 def refuse(tensor: Tensor, what: str) -> None:
-    """Makes a tensor refuse to be read and written.
+    """Makes a tensor refuse to be read and loaded, and to get a gradient from outside
+    of the model; leaves to its owners what changes it in place.
 
     what: this rank has instead of its values.
     """
+    setattr(tensor, LACKS, what)
     for method in READS + WRITES:
         setattr(tensor, method, MethodType(_refusal(what, method), tensor))
+    if not isinstance(tensor, nn.Parameter):
+        return  # a buffer has no gradient, and each rank may write its own
+    for method in FILLS + CHANGES:
+        setattr(tensor, method, MethodType(_left_to_owners(method), tensor))
+    if tensor not in _HOOKED:
+        _HOOKED[tensor] = None
+        trained = tensor.requires_grad
+        tensor.requires_grad_().register_hook(  # type: ignore[no-untyped-call]
+            partial(_refuse_gradient, TensorWeakRef(tensor))
+        )
+        tensor.requires_grad_(trained)
 
 
 def take_back(tensor: Tensor) -> None:
     """Ends the refusals of a tensor, which has its newest values."""
-    for method in READS + WRITES:
-        vars(tensor).pop(method, None)
+    for name in (LACKS, *READS, *WRITES, *FILLS, *CHANGES):
+        vars(tensor).pop(name, None)
 
 
 def is_given_up(tensor: Tensor) -> bool:
     """Whether this rank has given a tensor up to its owners, or to its updater."""
-    return READS[0] in vars(tensor) and tensor not in UNMADE
+    return LACKS in vars(tensor)
 
 
 def has_memory(tensor: Tensor) -> bool:
@@ -110,6 +139,11 @@ def newest_owner(tensor: Tensor) -> int:
 def is_updated(tensor: Tensor, rank: int) -> bool:
     """Whether a rank updates a parameter; each those that no program reads."""
     return tensor not in OWNERSHIPS or rank in OWNERSHIPS[tensor].updaters
+
+
+def is_updated_by_all(tensor: Tensor, workers: int) -> bool:
+    """Whether each of so many ranks updates a parameter."""
+    return tensor not in OWNERSHIPS or len(OWNERSHIPS[tensor].updaters) >= workers
 
 
 def spec_of(tensor: Tensor) -> Spec:
@@ -154,6 +188,34 @@ def _refusal(what: str, method: str) -> Callable[..., Any]:
         raise PlanError(f"this rank has {what}; {remedy}, called on every rank")
 
     return refuse
+
+
+def _left_to_owners(method: str) -> Callable[..., Any]:
+    """What changes a tensor on the ranks that keep it, and here draws as many random
+    numbers."""
+    real = getattr(Tensor, method)
+
+    def leave(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling():
+            return real(tensor, *args, **kwargs)
+        if method in FILLS:
+            real(spec_of(tensor).empty(), *args, **kwargs)
+        return tensor
+
+    return leave
+
+
+def _refuse_gradient(reference: TensorWeakRef, gradient: Tensor) -> None:
+    tensor = reference()
+    what = None if tensor is None else vars(tensor).get(LACKS)
+    if what is not None:
+        error = PlanError(
+            f"the loss has a term outside of the model, but this rank has {what}; add "
+            "fxsched.parameter_sum(model, function), called on every rank, or compute "
+            "it in the model"
+        )
+        tell_all(error)
+        raise error
 
 
 @contextmanager

@@ -379,6 +379,13 @@ class Processes:
         return list(values)
 
 
+def tell_all(error: BaseException) -> None:
+    """Tells the ranks of all backends that this one cannot go on, and why."""
+    for processes in list(BACKENDS):
+        processes.fail(error)
+
+
+BACKENDS: weakref.WeakSet[Processes] = weakref.WeakSet()  # those of a backend
 _everyone: dict[str, tuple[Any, Processes]] = {}  # by lane
 _limits: deque[float] = deque(maxlen=1)  # of the last backend that was given one
 
