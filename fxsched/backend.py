@@ -197,9 +197,10 @@ def backend(
     rows: "all", every rank passes whole batches; or "local", each passes those rows
         alone that schedule.local_rows(rank, batch) lists, in that order, and outputs
         come back whole; see LocalSampler. In one process there is no difference.
-    buffers: for buffers that F writes, by name, what the values of several workers that
-        run the stage's F become: "mean", "sum" (of what each added) or "last" (the last
-        microbatch's). Running statistics of BatchNorm and InstanceNorm are averaged,
+    buffers: for buffers that F writes microbatch after microbatch (updates within a
+        call, or a loss_reduction that isn't "exact"), by name, what the values of
+        several workers that run the stage's F become: "mean", "sum" (of what each
+        added) or "last" (the last microbatch's). Running statistics are averaged,
         counters summed; others need this, or one worker that runs the stage's F.
     outputs: what the microbatches' values of an output without a row for each sample
         become, by its key in what the model returns, its attribute, or its position:
