@@ -89,6 +89,12 @@ def written(write: Callable[[Tensor], object], m: Any, x: Tensor, y: Tensor) -> 
     return F.cross_entropy(m.head(rows), y)
 
 
+def viewed(m: Any, x: Tensor, y: Tensor) -> Tensor:
+    rows = torch.tanh(m.tower(x)) * 1
+    rows[0] = 0.0
+    return F.cross_entropy(m.head(rows.view(-1, 2, 3).flatten(1)), y)
+
+
 def first_row(rows: Tensor) -> None:
     rows[0] = 0.0
 
@@ -156,6 +162,7 @@ CASES: dict[str, tuple[Forward, tuple[Tensor, ...], dict[int, int | None]]] = {
         {1: None},
     ),
     "ctc, exported": (broken, SPEECH, {}),
+    "views after a write": (viewed, (X, Y), {}),
     **{
         f"writes {write.__name__}": (partial(written, write), (X, Y), {})
         for write in (

@@ -171,16 +171,10 @@ def _bind(
     ]
     if fixed:
         alone = len(fixed) == len(cut)
-        like = (
-            []
-            if not alone
-            else [
-                names_of(nodes[i])[0].name
-                for i in user_tensors(gm, inputs)
-                if i not in dims and inputs[i].shape[0] == fixed[0].length
-            ]
-        )
-        raise _fixed(nodes[fixed[0].input], fixed[0], alone, like)
+        shared = [i for i in user_tensors(gm, inputs) if i not in dims]
+        like = [i for i in shared if inputs[i].shape[0] == fixed[0].length and alone]
+        names = [names_of(nodes[i])[0].name for i in like]
+        raise _fixed(nodes[fixed[0].input], fixed[0], alone, names)
     _check_apart(nodes, inputs, batch)
     return batch
 

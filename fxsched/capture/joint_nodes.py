@@ -211,7 +211,7 @@ class _Joining:
     def _part(self, node: fx.Node, reader: fx.Node) -> fx.Node:
         """A microbatch's rows of a joint value, as it is where they are read."""
         writers = self.writers.get(storage(self.trace.values[node]), ())
-        before = [n for n in writers if n in self.joint and n < reader]
+        before = [n for n in writers if n in self.joint and node < n < reader]
         key = node, before[-1] if before else None
         if key not in self.parts:
             rows, old = self.trace.rows(node), self.trace.new[node]
