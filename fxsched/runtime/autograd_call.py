@@ -11,6 +11,7 @@ from torch import Tensor
 
 from ..ir.graphs import Output
 from ..ir.loss_scale import hand_over, infinite
+from ..jobs.job import PlanError
 from .cut_weights import cut_weights
 from .step import Step
 
@@ -94,8 +95,8 @@ class _InCall(torch.autograd.Function):
     def backward(ctx: Any, *tangents: Tensor | None) -> tuple[Tensor | None, ...]:
         for position, gradient in enumerate(tangents):
             if gradient is not None and position != ctx.loss:
-                raise RuntimeError(
-                    f"fxsched: output {ctx.names[position]!r} got a gradient, but B "
+                raise PlanError(
+                    f"output {ctx.names[position]!r} got a gradient, but B "
                     f"already ran in the call, from output {ctx.names[ctx.loss]!r}, "
                     "the loss; compute all of the loss in the model, or return no "
                     "scalar: then B runs in backward()"
