@@ -394,7 +394,7 @@ def test_a_gradient_into_logits_after_b_ran_in_the_call() -> None:
         r"output 1 got a gradient, but B already ran in the call, from output 0, the "
         r"loss; compute all of the loss in the model, or return no scalar"
     )
-    with pytest.raises(RuntimeError, match=message):
+    with pytest.raises(PlanError, match=message):
         (loss + logits.sum()).backward()
 
 

@@ -111,6 +111,8 @@ def _settings() -> Iterator[None]:
             # a tensor
             specialize_float=True,
             allow_rnn=True,
+            # a hook that is added after the first call is another model
+            skip_nnmodule_hook_guards=False,
         ),
         # lengths that happen to equal the batch size must not share its symbol
         shapes.patch(use_duck_shape=False),

@@ -133,7 +133,6 @@ def first_frames(look: Callable[[FrameType], bool]) -> Iterator[None]:
 
 def _functions(code: CodeType) -> list[FunctionType]:
     """Those of a code that have a closure."""
-    gc.unfreeze()  # the next line finds nothing of what gc.freeze() has put aside
     found = gc.get_referrers(code)
     return [f for f in found if isinstance(f, FunctionType) and f.__closure__]
 

@@ -35,7 +35,8 @@ def with_casts(casts_then: Sequence[tuple[str, torch.dtype]]) -> Iterator[None]:
 @contextmanager
 def modes_after_errors() -> Iterator[None]:
     """Where a model is traced or planned: outside of torch.inference_mode, in which
-    composite operations come whole.
+    composite operations come whole, and of detect_anomaly, which looks at gradients of
+    tensors that have no values.
 
     After an error inside, gradients and autocast are as they were before: a model's
     regions are entered by one node and left by another, which may never have run.
@@ -46,7 +47,11 @@ def modes_after_errors() -> Iterator[None]:
         for kind in DEVICES
     ]
     try:
-        with torch.inference_mode(False), torch.set_grad_enabled(gradients):
+        with (
+            torch.inference_mode(False),
+            torch.set_grad_enabled(gradients),
+            torch.autograd.set_detect_anomaly(False),
+        ):
             yield
     except BaseException:
         torch.set_grad_enabled(gradients)

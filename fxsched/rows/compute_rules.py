@@ -103,6 +103,12 @@ def reduced(kind: Kind, effect: Effect, call: OpCall) -> Rows:
     return Rows(kind, cause=rows.cause)
 
 
+def histogram(call: OpCall) -> Rows:
+    """histc: a sum over the batch, but between its extremes where no range is given."""
+    given = call.get("min", 0) != call.get("max", 0)
+    return reduced(Kind.SUM if given else Kind.OTHER, Effect.REDUCTION, call)
+
+
 def _dims(call: OpCall, count: int) -> set[int]:
     """The dimensions that an operation works along."""
     dims = call.get("dim", call.get("dims"))

@@ -12,6 +12,7 @@ from .compute_rules import (
     along,
     batch_norm,
     filled,
+    histogram,
     pointwise,
     pointwise_first,
     recurrent,
@@ -40,8 +41,9 @@ def _last(count: int) -> Rule:
 
 
 TABLE: tuple[tuple[Rule, str], ...] = (
-    (partial(reduced, Kind.SUM, Effect.REDUCTION), "sum nansum histc bincount"),
+    (partial(reduced, Kind.SUM, Effect.REDUCTION), "sum nansum bincount"),
     (partial(reduced, Kind.MEAN, Effect.REDUCTION), "mean"),
+    (histogram, "histc"),
     (
         partial(reduced, Kind.OTHER, Effect.STATISTICS),
         "var std var_mean std_mean linalg_vector_norm norm",
@@ -84,7 +86,7 @@ TABLE: tuple[tuple[Rule, str], ...] = (
         "max_pool2d_with_indices avg_pool2d _adaptive_avg_pool2d "
         "adaptive_max_pool2d upsample_nearest2d upsample_bilinear2d "
         "upsample_bicubic2d _upsample_bilinear2d_aa _upsample_bicubic2d_aa "
-        "upsample_nearest_exact2d triu tril linalg_inv_ex linalg_cholesky_ex "
+        "_upsample_nearest_exact2d triu tril linalg_inv_ex linalg_cholesky_ex "
         "linalg_qr _linalg_det _linalg_eigh _linalg_svd linalg_matrix_exp inverse "
         "grid_sampler_2d linalg_eig _linalg_eigvals _linalg_slogdet linalg_lu "
         "linalg_lu_factor_ex cholesky",

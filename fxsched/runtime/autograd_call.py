@@ -147,8 +147,8 @@ class _InCall(torch.autograd.Function):
     def backward(ctx: Any, *tangents: Tensor | None) -> tuple[Tensor | None, ...]:
         for position, gradient in enumerate(tangents):
             if gradient is not None and position != ctx.loss:
-                raise RuntimeError(
-                    f"fxsched: output {ctx.names[position]!r} got a gradient, but B "
+                raise PlanError(
+                    f"output {ctx.names[position]!r} got a gradient, but B "
                     f"already ran in the call, from output {ctx.names[ctx.loss]!r}, "
                     "the loss; compute all of the loss in the model, or return no "
                     "scalar: then B runs in backward()"
