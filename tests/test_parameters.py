@@ -10,6 +10,8 @@ from torch import Tensor, nn
 
 import fxsched
 from fxsched import PlanError, schedules
+from fxsched.ir.parts import Cut, KeptParts
+from fxsched.state.cuts import cut_weight
 from tests.ranks_parameters import batch, build
 from tests.started_ranks import run_ranks
 
@@ -55,3 +57,27 @@ def test_a_sum_over_parameters_of_one_process_is_pythons() -> None:
     found.backward()
     for parameter in model.parameters():
         torch.testing.assert_close(parameter.grad, 2 * parameter.detach())
+
+
+def test_a_weight_in_parts_is_filled_and_else_refused() -> None:
+    model = nn.Linear(4, 4, bias=False)
+    place = KeptParts(Cut(0, 1, 2), ((0,), (1,)), (None, None))
+    cut_weight("weight", model.weight, place, 0, 0)
+    torch.manual_seed(0)
+    wanted = torch.empty(4, 4).uniform_(-1, 1)
+    torch.manual_seed(0)
+    nn.init.uniform_(model.weight, -1, 1)
+    with fxsched.local_parts(model):
+        assert torch.equal(model.weight.data, wanted[:2])
+    with pytest.raises(PlanError, match=r"weight\.mul_: ranks have weight in parts, o"):
+        model.weight.mul_(2)
+    with pytest.raises(PlanError, match=r"leave the weight whole by shards={names: .."):
+        model.weight.register_hook(torch.neg)
+    with pytest.raises(
+        PlanError, match="parameter_sum has no term of weight, which ra"
+    ):
+        fxsched.parameter_sum(model, lambda name, p: p.sum())
+    hooked = nn.Parameter(torch.ones(4, 4))
+    hooked.register_hook(torch.neg)
+    with pytest.raises(PlanError, match="has a hook on its gradient, which ranks have"):
+        cut_weight("weight", hooked, place, 0, 0)

@@ -57,6 +57,12 @@ NAMES = {
         "torch.backends.mkldnn:enabled",
     ),
     "graphs.py": ("torch._C:_set_grad_enabled",),
+    "rank_gradients.py": ("torch._C:DisableTorchFunctionSubclass",),
+    "autograd_call.py": (
+        "torch.autograd:Variable._execution_engine.queue_callback",
+        "torch:Tensor._backward_hooks",
+        "torch:Tensor._post_accumulate_grad_hooks",
+    ),
     "inductor.py": (
         "torch._inductor.compile_fx:compile_fx",
         "torch.fx.experimental.symbolic_shapes:ShapeEnv",
