@@ -49,6 +49,7 @@ if TYPE_CHECKING:
         load_full_state_dict,
     )
     from .state.norms import gradient_norm, gradient_norms, parameter_norms
+    from .state.parameter_sums import parameter_sum
     from .state.stream import stream_state_dict
     from .tuner.search import search
 
