@@ -11,7 +11,7 @@ from tests.test_row_numbers import train
 def main() -> None:
     train("uneven graphs", schedules.one_f_one_b(2, 4))
     train("ctc of targets one after another", schedules.ddp(2, 4))
-    train("writes range_of_rows", schedules.fsdp(2, 4))
+    train("writes first_row", schedules.fsdp(2, 4))
     print(f"rank {dist.get_rank()}: equal to eager", flush=True)
 
 

@@ -215,7 +215,7 @@ def test_gradients_are_eagers(name: str, kind: str) -> None:
 
 def test_the_plan_says_where_gradients_meet() -> None:
     text = fxsched.explain(MEET["mean"](), schedules.gpipe(2, 4), *batch())
-    where = r"rows of the batch meet in .+, at\s\S*test_own_backward.py:\d+: grad"
+    where = r"rows of the batch meet in .+, at\s\S*test_own_backward.py:\d+:\s+grad"
     assert re.search(where, text)
 
 
