@@ -105,6 +105,8 @@ def named_cut(problem: Problem, blocks: list[Block], request: Request) -> Cut:
     for marked in {maker for maker, _ in problem.apart}:
         starts.add(min(r for maker, r in problem.apart if maker == marked))
     starts.discard(0)
+    if len(names) == stages == len(starts):
+        starts.remove(min(starts))  # what comes before the first named module joins it
     if stages is not None and len(starts) + 1 != stages:
         raise PlanError(
             f"stages names {len(names)} modules, which makes {len(starts) + 1} stages, "
