@@ -41,8 +41,8 @@ def stand_ins(node: fx.Node, batch: Batch, tracker: Tracker) -> Any:
         if not isinstance(value, Tensor):
             known = isinstance(value, torch.SymInt)
             return batch.part_of(value) if known else value
-        shape: Any = map(batch.part_of, value.shape)
-        new = torch.empty(*shape, dtype=value.dtype, device=value.device)
+        shape: Any = tuple(map(batch.part_of, value.shape))
+        new = torch.empty(shape, dtype=value.dtype, device=value.device)
         new.requires_grad_(value.requires_grad)
         tracker.put(new, Rows(Kind.OTHER, cause=cause))
         return new
