@@ -205,6 +205,33 @@ def test_totals_are_not_added_to_state_in_each_microbatch(
         run(torch.randn(8, 4), torch.arange(8) % 5)
 
 
+def test_state_of_the_batch_is_refused_where_microbatches_would_write_it() -> None:
+    class Statistic(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(4, 5)
+            self.register_buffer("mean", torch.zeros(5))
+            self.mean: Tensor
+
+        def forward(self, x: Tensor, y: Tensor) -> Tensor:
+            z = self.linear(x)
+            with torch.no_grad():
+                self.mean.lerp_(z.mean(0), 0.1)
+            return F.cross_entropy(z, y)
+
+    given = torch.randn(8, 4), torch.arange(8) % 5
+    backend = fxsched.backend(schedules.gpipe(2, 4), loss_reduction="weighted")
+    model = Statistic()
+    with pytest.raises(PlanError, match=r"into its own state.*\n  at .*lerp_"):
+        torch.compile(model, backend=backend)(*given)
+    assert not model.mean.any()
+    torch._dynamo.reset()
+    plain = copy.deepcopy(model)
+    backend = fxsched.backend(schedules.gpipe(2, 4))
+    assert_close(torch.compile(model, backend=backend)(*given), plain(*given))
+    assert_close(model.mean, plain.mean)
+
+
 @pytest.mark.parametrize("how", ["set", "added", "moved"])
 def test_totals_may_be_state(how: str) -> None:
     model = Keeps(how)

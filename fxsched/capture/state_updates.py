@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor, fx
 
 from ..ir.graphs import Output, Role, Spec, storage, written_storages
-from ..ir.user_line import user_line
+from ..ir.user_line import line_of, user_line
 from ..jobs.job import PlanError
 from ..rows.kinds import Kind
 from .graph_inputs import origin_of, placeholders
@@ -27,23 +27,39 @@ def mark_written(trace: Microbatch) -> None:
                 new.meta["role"] = Role.BUFFER
 
 
-def keeps_rows(trace: Microbatch) -> bool:
-    """Whether the model keeps what it computes of the batch, but for statistics of a
-    normalization: each microbatch then sees what those before it left."""
+def kept_rows(trace: Microbatch) -> fx.Node | None:
+    """The first node that writes what comes of the batch into the model's state, but
+    for statistics of a normalization; each microbatch sees what those before it left.
+    """
     inputs = {
         storage(node.meta["val"]) for node in trace.graph.find_nodes(op="placeholder")
     }
+    node: fx.Node
     for node in trace.graph.nodes:
         learned = {id(t) for t in node.meta.get("learns", ())}
         for written in node.meta.get("mutates", ()):
             state = storage(written) in inputs and id(written) not in learned
             if state and trace.tracker.of(written).kind is not Kind.SHARED:
-                return True
+                return node
     returns: Sequence[Returned] = trace.gm.meta["returns"]
-    return any(
-        returned.replaces and (rows := trace.rows(old)) and rows.kind is not Kind.SHARED
-        for old, returned in zip(trace.outputs(), returns, strict=True)
-    )
+    for old, returned in zip(trace.outputs(), returns, strict=True):
+        rows = trace.rows(old) if returned.replaces else None
+        if rows is not None and rows.kind is not Kind.SHARED:
+            assert isinstance(old, fx.Node), "it has rows"
+            return old
+    return None
+
+
+def refuse_weighted(trace: Microbatch) -> None:
+    """Raises PlanError for state of the batch beside loss_reduction="weighted"."""
+    kept = kept_rows(trace)
+    if kept is not None:
+        raise PlanError(
+            'loss_reduction="weighted": the model writes what it computes of the batch '
+            "into its own state, which would go from microbatch to microbatch"
+            f"{line_of(kept.meta.get('stack_trace'))}\n"
+            "  leave loss_reduction out: state then has eager's value, of all rows"
+        )
 
 
 class StateUpdates:

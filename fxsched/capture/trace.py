@@ -30,7 +30,7 @@ from .kept_totals import refuse_kept_totals
 from .meta_device import cpu_specs, is_meta, on_cpu
 from .microbatch import Microbatch
 from .output_leaves import output_leaves
-from .state_updates import keeps_rows
+from .state_updates import kept_rows, refuse_weighted
 from .state_versions import version_state, written_state
 from .tensor_hooks import hook_at_source
 from .traced_outputs import declared_outputs, finish_outputs
@@ -110,13 +110,15 @@ def trace_microbatch(
         if exact and by_weight and not weighted and trace.tracker.weighed:
             weighted = True
             trace = _interpreted(gm, inputs, batch, specs, weighted, exact)
-        if exact and not once and keeps_rows(trace):  # from microbatch to microbatch
+        if exact and not once and kept_rows(trace):  # from microbatch to microbatch
             refuse_kept(gm)
             exact = weighted = False
             trace = _interpreted(gm, inputs, batch, specs, weighted, exact)
         if batch_norm == "batch" and trace.tracker.kept:
             refuse_microbatch(trace.tracker.kept)
         refuse_kept_totals(trace)
+        if weighted and not exact:
+            refuse_weighted(trace)
         rows = tuple(map(trace.rows, trace.outputs()))
         leaves = list(map(output_leaves(trace).get, trace.outputs()))
         joined = NOTHING_JOINED

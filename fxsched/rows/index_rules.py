@@ -176,9 +176,6 @@ def taken(call: OpCall) -> Rows:
     """index_select: along one dimension, by an index of one."""
     tensor, index = call.args[0], call.of(call.get("index"))
     rows, dim = call.of(tensor), call.get("dim", 0) % max(tensor.dim(), 1)
-    new = [call.of(each) for each in call.tensors() if each.is_floating_point()][1:]
-    if any(each.kind is not Kind.SHARED and each.place != rows.place for each in new):
-        return Rows(Kind.OTHER, cause=call.mixed(Effect.ORDER, rows, index, *new))
     if rows.kind is not Kind.APART:
         return _from_shared(call, rows, index._replace(dim=dim))
     cause = first_cause([rows, index])
