@@ -28,9 +28,6 @@ from fxsched.ir.graphs import tensors
 from fxsched.rows.kinds import Kind, Rows
 from fxsched.rows.tracker import Tracker
 
-# the tables of torch's tests forbid to set flags such as mkldnn's for good
-vars(torch.backends)["__allow_nonbracketed_mutation_flag"] = True
-
 Cut = Mapping[int, int]  # the dimension of the rows, by the position of a tensor
 DRAWS = "rand drop bernoulli multinomial normal poisson uniform exponential geometric"
 UNFIT = (

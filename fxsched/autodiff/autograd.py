@@ -169,17 +169,12 @@ def _lstm_in_steps(graph: fx.Graph) -> Iterator[None]:
     It would use oneDNN's layer otherwise, whose forward keeps what its backward needs
     only while autograd records, and F runs without autograd.
     """
+    if all(getattr(n.target, "__name__", "") != "lstm" for n in graph.nodes):
+        yield
+        return
     onednn: Any = torch.backends.mkldnn
-    enabled = onednn.enabled
-    present = any(getattr(n.target, "__name__", "") == "lstm" for n in graph.nodes)
-    if present:
-        onednn.enabled = False
-    try:
-        with _WholeStates() if present else contextlib.nullcontext():
-            yield
-    finally:
-        if onednn.enabled != enabled:
-            onednn.enabled = enabled
+    with onednn.flags(enabled=False, allow_tf32=False), _WholeStates():
+        yield
 
 
 def _without_tangents(joint: fx.GraphModule, live: tuple[bool, ...]) -> set[int]:
