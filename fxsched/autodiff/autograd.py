@@ -173,7 +173,7 @@ def _lstm_in_steps(graph: fx.Graph) -> Iterator[None]:
         yield
         return
     onednn: Any = torch.backends.mkldnn
-    with onednn.flags(enabled=False, allow_tf32=False), _WholeStates():
+    with onednn.flags(enabled=False, allow_tf32=None), _WholeStates():
         yield
 
 
