@@ -34,6 +34,23 @@ class Rows(nn.Module):
         return nn.functional.cross_entropy(self.last(hidden), y)
 
 
+class Halves(nn.Module):
+    """A norm for each half of the batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 3)
+        self.norms = nn.ModuleList(nn.BatchNorm1d(3) for _ in range(2))
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        hidden, half = self.layer(x), len(x) // 2
+        halves = hidden[:half], hidden[half:]
+        hidden = torch.cat(
+            [norm(h) for norm, h in zip(self.norms, halves, strict=True)]
+        )
+        return nn.functional.cross_entropy(hidden, y)
+
+
 def labels(size: int = 8) -> Tensor:
     return torch.randint(0, 3, (size,))
 
@@ -152,3 +169,8 @@ def test_exported_models_train_as_on_the_whole_batch() -> None:
     losses = trained(step, model, x, y)
     assert losses == pytest.approx(trained(reference, reference, x, y), rel=1e-9)
     torch.testing.assert_close(model.state_dict(), reference.state_dict())
+
+
+@pytest.mark.parametrize("kind", [schedules.one_f_one_b, schedules.ddp, schedules.fsdp])
+def test_norms_of_halves_see_their_half_of_the_batch(kind) -> None:
+    assert_as_eager(Halves(), torch.randn(8, 4), kind(2, 4))

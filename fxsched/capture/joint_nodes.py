@@ -124,7 +124,7 @@ class _Joining:
         for node in self.domains.nodes:
             if node not in self.joint:
                 self._read_parts(node)
-            elif not self.wants_spread or self.whole.new[node].meta["mutates"]:
+            elif not self.wants_spread or self._writes(node):
                 self._of_whole(node)
         final = self._finals(outputs)
         self.versions.drop_unused({version.new for version in final.values()})
@@ -132,6 +132,11 @@ class _Joining:
             self._drop(node)
         for node, version in final.items():
             trace.new[node], trace.values[node] = version
+
+    def _writes(self, node: fx.Node) -> bool:
+        """Whether a node writes, on all rows; what gives a number doesn't."""
+        new = self.whole.new[node]
+        return isinstance(new, fx.Node) and bool(new.meta["mutates"])
 
     def _finals(self, outputs: Sequence[fx.Node]) -> dict[fx.Node, Version]:
         """What becomes of the outputs that are of the whole batch."""
