@@ -173,4 +173,4 @@ def test_exported_models_train_as_on_the_whole_batch() -> None:
 
 @pytest.mark.parametrize("kind", [schedules.one_f_one_b, schedules.ddp, schedules.fsdp])
 def test_norms_of_halves_see_their_half_of_the_batch(kind) -> None:
-    assert_as_eager(Halves(), torch.randn(8, 4), kind(2, 4))
+    assert_as_eager(Halves(), torch.randn(8, 4, dtype=torch.float64), kind(2, 4))
