@@ -12,7 +12,7 @@ from torch import Tensor
 from ..ir.graphs import Output
 from ..ir.loss_scale import hand_over, infinite
 from ..jobs.job import PlanError
-from ..state.ownership import is_given_up, is_updated, is_updated_by_all
+from ..state.ownership import has_hooks, is_updated, is_updated_by_all
 from ..state.rank_gradients import mark_gradients
 from .cut_weights import cut_weights
 from .step import Step
@@ -69,10 +69,7 @@ def _differ(step: Step, tensors: Iterable[Any]) -> bool:
 def _refuse_hooks(parameters: Mapping[str, Tensor]) -> None:
     """Raises PlanError for hooks on gradients that no backward() brings."""
     for name, parameter in parameters.items():
-        hooks: Any = parameter
-        if is_given_up(parameter):  # its hook is ours
-            continue
-        if hooks._backward_hooks or hooks._post_accumulate_grad_hooks:
+        if has_hooks(parameter):
             raise PlanError(
                 f"{name} has a hook on its gradient, but backend(optimizer=) steps it "
                 "in the call, without a backward(); leave optimizer= out, or remove "

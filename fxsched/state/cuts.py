@@ -27,6 +27,7 @@ from .ownership import (
     OWNERSHIPS,
     Ownership,
     exchanged,
+    has_hooks,
     is_given_up,
     nothing,
     refuse,
@@ -237,7 +238,7 @@ def _refusal(name: str, method: str) -> Callable[..., Any]:
 
 def refuse_hooks(name: str, weight: Tensor) -> None:
     """Raises PlanError for hooks on the gradient of a weight, which gets none."""
-    if weight._backward_hooks or weight._post_accumulate_grad_hooks:
+    if has_hooks(weight):
         raise PlanError(
             f"{name} has a hook on its gradient, which ranks have in parts; leave the "
             "weight whole by shards={names: ..}, or remove the hook"

@@ -114,6 +114,14 @@ def take_back(tensor: Tensor) -> None:
         vars(tensor).pop(name, None)
 
 
+def has_hooks(tensor: Tensor) -> bool:
+    """Whether a user has put hooks on a tensor's gradient."""
+    hooked: Any = tensor
+    before = (hooked._backward_hooks or {}).values()
+    own = (getattr(hook, "func", None) is _refuse_gradient for hook in before)
+    return bool(hooked._post_accumulate_grad_hooks) or not all(own)
+
+
 def is_given_up(tensor: Tensor) -> bool:
     """Whether this rank has given a tensor up to its owners, or to its updater."""
     return LACKS in vars(tensor)
