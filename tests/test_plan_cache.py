@@ -84,6 +84,15 @@ def contrastive(**options: Any) -> Case:
     return Contrastive(), (torch.randn(8, 8), torch.randn(8, 8)), options
 
 
+def pooled() -> Case:
+    """What torch.nn.functional dispatches by its arguments."""
+    torch.manual_seed(1)
+    layers = nn.Conv2d(1, 8, 3), nn.MaxPool2d(2), nn.AdaptiveMaxPool2d(1), nn.Flatten()
+    model = Net()
+    model.layers = nn.Sequential(*layers)
+    return model, (torch.randn(8, 1, 8, 8), torch.arange(8)), {}
+
+
 def named(name: str, **options: Any) -> Case:
     return (*build(name), options)
 
@@ -99,6 +108,7 @@ CASES: dict[str, tuple[Callable[[], Case], Schedule]] = {
     "spread": (lambda: contrastive(pairs="spread"), schedules.ddp(4)),
     "deterministic": (lambda: net(deterministic=True), schedules.gpipe(2, 4)),
     "looked at": (lambda: net(check_finite=True), schedules.gpipe(2, 4)),
+    "pooled": (pooled, schedules.one_f_one_b(2, 4)),
     "rounded": (lambda: net(message_dtype=torch.bfloat16), schedules.gpipe(2, 4)),
 }
 
