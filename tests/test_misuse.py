@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.flop_counter import FlopCounterMode
 
 import fxsched
 from fxsched import Plan, PlanError, Schedule, schedules
@@ -497,3 +498,14 @@ def test_a_name_that_is_near_is_in_pythons_error() -> None:
     with pytest.raises(AttributeError, match="has no attribute 'bakend'") as raised:
         _ = fxsched.bakend
     assert raised.value.name == "bakend" and raised.value.obj is fxsched
+
+
+def test_a_dispatch_mode_around_the_call_is_refused() -> None:
+    backend = fxsched.backend(schedules.gpipe(2, 4), transport="threads")
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1))
+    step = torch.compile(model, backend=backend)
+    message = "^FlopCounterMode is active around .* call the compiled model outside"
+    for _ in range(2):
+        with FlopCounterMode(display=False), pytest.raises(PlanError, match=message):
+            step(torch.randn(8, 4))
+        step(torch.randn(8, 4))

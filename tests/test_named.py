@@ -54,10 +54,10 @@ def compiled(model: nn.Module, **options: Any) -> Any:
 
 def backend_of(call: Any) -> Any:
     """What Dynamo has behind a compiled module."""
-    from fxsched.capture.dynamo import _innermost
+    from fxsched.capture.compiled_modules import innermost
 
     convert = call.dynamo_ctx.callback._torchdynamo_orig_backend
-    return _innermost(convert._torchdynamo_orig_backend)
+    return innermost(convert._torchdynamo_orig_backend)
 
 
 def test_the_name_is_listed() -> None:

@@ -33,7 +33,7 @@ from ..ir.lazy import lazy_module
 from ..ir.request import Request
 from ..jobs.job import PlanError
 from .caller import Argument, Call, owner_of, read_call
-from .compiled_modules import export_broken_modules
+from .compiled_modules import export_broken_modules, innermost
 from .ctc import OURS, ctc_traced
 from .graph_breaks import Exporter, not_whole
 from .graph_inputs import origin_of, placeholders
@@ -89,7 +89,7 @@ def _forget(backend: Any) -> None:
     calls in its own: fxsched's is one that all ranks call together."""
     known = torch._dynamo.eval_frame.cached_backends
     for key, wrapper in list(known.items()):
-        if _innermost(wrapper) is backend:
+        if innermost(wrapper) is backend:
             del known[key]
 
 
@@ -121,15 +121,6 @@ def _settings() -> Iterator[None]:
         yield
 
 
-def _innermost(backend: Any) -> Any:
-    """The backend that torch.compile or others wrapped."""
-    while (inner := getattr(backend, "__wrapped__", None)) is not None or (
-        inner := getattr(backend, "compiler_fn", None)
-    ) is not None:
-        backend = inner
-    return backend
-
-
 def _own_backend(compiler: Any) -> Any:
     """The innermost backend; where torch.compile was given the name "fxsched", one that
     is made for this call of it alone, and takes the name's place there.
@@ -137,7 +128,7 @@ def _own_backend(compiler: Any) -> Any:
     Else models of one class would share it: Dynamo takes wrappers of equal backends
     with equal options for the same.
     """
-    backend = _innermost(compiler)
+    backend = innermost(compiler)
     make = getattr(backend, "from_compile", None)
     if make is None:
         return backend

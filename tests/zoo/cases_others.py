@@ -97,6 +97,34 @@ for name, arguments in WITH_NORM.items():
     )
 
 
+# one small model of most of timm's modules, on 32 x 32 pixels; these take img_size
+SIZED = """
+mobileone_s1 coat_tiny convit_tiny deit_tiny_patch16_224 efficientformer_l1@224
+efficientformerv2_s0 efficientvit_m0 gcvit_xxtiny hiera_tiny_224
+maxvit_pico_rw_256 mixer_s16_224 mobilevit_xxs mvitv2_tiny nest_tiny pit_xs_224
+repvit_m0_9 sequencer2d_s swiftformer_xs swinv2_tiny_window8_256
+swinv2_cr_tiny_224 tnt_s_legacy_patch16_224 twins_svt_small visformer_tiny
+vit_srelpos_small_patch16_224 vitamin_small_224 volo_d1_224 xcit_nano_12_p8_224
+"""
+UNSIZED = """
+convmixer_1024_20_ks9_p14 cpubone_nano crossvit_tiny_240 csatv2@64
+cs3darknet_focus_s cspnext_tiny davit_tiny densenet121 dla102x edgenext_xx_small
+tinynet_e efficientvim_m1 efficientvit_b0 fasternet_t0 fastvit_s12
+focalnet_tiny_srf hardcorenas_b hgnetv2_b0 sam2_hiera_tiny hrnet_w18_small
+iformer_s inception_next_atto inception_v3@96 lcnetv2_small lowformer_b0
+mambaout_femto poolformer_s12 lcnet_035 nextvit_small nf_regnet_b0 pvt_v2_b0
+rdnet_tiny repghostnet_050 resnetv2_18 rexnet_100 selecsls42 legacy_seresnet18
+shvit_s1 skresnet18 starnet_s050 tiny_vit_5m_224 tresnet_m ese_vovnet19b_slim_dw
+legacy_xception xception41p
+"""
+for names, takes_size in ((SIZED, True), (UNSIZED, False)):
+    for each in names.split():
+        kind, _, pixels = each.partition("@")
+        size = int(pixels or 32)
+        values = {"img_size": size} if takes_size else {}
+        TIMM.add(f"timm_{kind}", functools.partial(of_timm, kind, size, values))
+
+
 def of_torchvision(kind: str, size: int, values: dict[str, Any]) -> Any:
     need("torchvision")
     models = importlib.import_module("torchvision.models")
