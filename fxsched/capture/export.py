@@ -16,7 +16,6 @@ from torch import Tensor, nn
 from torch.export import Dim, ExportedProgram, export
 from torch.export.graph_signature import InputKind
 
-from ..ir.garbage import nothing_frozen
 from ..jobs.job import PlanError
 from .caller import Call
 from .ctc import ctc_traced
@@ -147,8 +146,7 @@ def _traced(called: _Called, dynamic: Any) -> tuple[_Called, ExportedProgram]:
     tensors = tuple(called.call.tensors)
     try:
         kept, shown = _kept_attributes(called), shown_functions()
-        unfrozen = nothing_frozen()
-        with warnings.catch_warnings(), kept, shown, ctc_traced(), unfrozen:
+        with warnings.catch_warnings(), kept, shown, ctc_traced():
             # PythonState sees what a forward writes, and RNNs write what they restore
             warnings.filterwarnings("ignore", "The tensor attribute")
             program = export(called, tensors, dynamic_shapes=(dynamic,), strict=False)

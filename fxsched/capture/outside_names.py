@@ -8,7 +8,6 @@ plain, and not if they change while tracing: caches, and what is said once.
 
 from __future__ import annotations
 
-import gc
 import inspect
 import re
 import sys
@@ -19,6 +18,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from ..ir.garbage import referrers
 from .export_errors import foreign, installed
 from .noted_values import DEPTH, Noted
 from .structure import PLAIN
@@ -133,7 +133,7 @@ def first_frames(look: Callable[[FrameType], bool]) -> Iterator[None]:
 
 def _functions(code: CodeType) -> list[FunctionType]:
     """Those of a code that have a closure."""
-    found = gc.get_referrers(code)
+    found = referrers(code)
     return [f for f in found if isinstance(f, FunctionType) and f.__closure__]
 
 

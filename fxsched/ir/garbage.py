@@ -8,17 +8,17 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 
-@contextmanager
-def nothing_frozen() -> Iterator[None]:
-    """While it is open, gc.get_referrers also finds what gc.freeze() has put aside."""
-    frozen = gc.get_freeze_count() > 0
+def referrers(value: object) -> list[object]:
+    """What refers to a value, also among what gc.freeze() has put aside, which
+    gc.get_referrers leaves out."""
+    if not gc.get_freeze_count():
+        return gc.get_referrers(value)
+    gc.collect()  # else garbage would be put aside too
     gc.unfreeze()
     try:
-        yield
+        return gc.get_referrers(value)
     finally:
-        if frozen:
-            gc.collect()  # else what could be let go of would be put aside too
-            gc.freeze()
+        gc.freeze()
 
 
 @contextmanager
