@@ -21,6 +21,26 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--update-golden", action="store_true", help="write tests/golden/ anew"
     )
+    parser.addoption(
+        "--quick", action="store_true", help="one case of each test that is not slow"
+    )
+
+
+def pytest_collection_modifyitems(
+    config: pytest.Config, items: list[pytest.Item]
+) -> None:
+    """With --quick, keeps the first case of each test that isn't marked as slow."""
+    if not config.getoption("quick"):
+        return
+    first = {item.nodeid.partition("[")[0]: item for item in reversed(items)}
+    kept = [
+        item
+        for item in items
+        if first[item.nodeid.partition("[")[0]] is item
+        and item.get_closest_marker("slow") is None
+    ]
+    config.hook.pytest_deselected(items=[item for item in items if item not in set(kept)])
+    items[:] = kept
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
