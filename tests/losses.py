@@ -53,11 +53,28 @@ def read_before(h: Tensor) -> Tensor:
     return out.pow(2).mean() + before
 
 
+def mean_written(h: Tensor) -> Tensor:
+    """h [batch, WIDTH]."""
+    out = torch.zeros(3)
+    out[0] = h.mean()
+    return out.sum().square() + h.square().mean()
+
+
+def sum_written_over(h: Tensor) -> Tensor:
+    """h [batch, WIDTH]."""
+    out = h.sum(0)
+    out[:2] = 1.5
+    out[2:].copy_(h.mean(0)[2:])
+    return out.exp().sum() + h.square().mean()
+
+
 # of h [batch, WIDTH]
 LOSSES: dict[str, Callable[[Tensor], Tensor]] = {
     "sum times size": lambda h: h.sum() * len(h),
     "sum over size": lambda h: h.sum() / len(h),
     "mean and sum": lambda h: h.square().mean() + h.cumsum(0).square().sum() / 16,
+    "mean written": mean_written,
+    "sum written over": sum_written_over,
     "mean and size": lambda h: h.mean() + len(h),
     "mean to the size": lambda h: h.mean().abs() ** len(h) * 1e3,
     "sum squared": lambda h: h.sum() ** 2,
