@@ -68,6 +68,16 @@ def sum_written_over(h: Tensor) -> Tensor:
     return out.exp().sum() + h.square().mean()
 
 
+def rows_written(h: Tensor) -> Tensor:
+    """h [batch, WIDTH]: rows that a microbatch need not have."""
+    out = h.clone()
+    out[3:5].mul_(0.5)
+    out[2:4] += out.mean(0)
+    half = torch.zeros_like(h)
+    half[: len(h) // 2] = out[len(h) // 2 :]
+    return (out + half).square().mean()
+
+
 # of h [batch, WIDTH]
 LOSSES: dict[str, Callable[[Tensor], Tensor]] = {
     "sum times size": lambda h: h.sum() * len(h),
@@ -75,6 +85,7 @@ LOSSES: dict[str, Callable[[Tensor], Tensor]] = {
     "mean and sum": lambda h: h.square().mean() + h.cumsum(0).square().sum() / 16,
     "mean written": mean_written,
     "sum written over": sum_written_over,
+    "rows written": rows_written,
     "mean and size": lambda h: h.mean() + len(h),
     "mean to the size": lambda h: h.mean().abs() ** len(h) * 1e3,
     "sum squared": lambda h: h.sum() ** 2,

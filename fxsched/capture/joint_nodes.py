@@ -281,7 +281,9 @@ class _Joining:
     def _join(self, part: fx.Node, how: str, dim: int, node: fx.Node) -> fx.Node:
         """What microbatches make, for the whole batch, after they wrote into it."""
         args = (part, how, dim, self.microbatches)
-        new = self._added(self._last_writer(node) or part, joint.join, args, node)
+        last = self._last_writer(node)
+        after = part if last is None or last < part else last
+        new = self._added(after, joint.join, args, node)
         value = self.whole.values[node]
         new.meta.update(val=value, work=copied(value))
         return new
