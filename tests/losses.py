@@ -86,6 +86,7 @@ LOSSES: dict[str, Callable[[Tensor], Tensor]] = {
     "mean written": mean_written,
     "sum written over": sum_written_over,
     "rows written": rows_written,
+    "masked mean": lambda h: torch.masked.mean(h).exp() + h.square().mean(),
     "mean and size": lambda h: h.mean() + len(h),
     "mean to the size": lambda h: h.mean().abs() ** len(h) * 1e3,
     "sum squared": lambda h: h.sum() ** 2,

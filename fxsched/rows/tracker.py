@@ -202,6 +202,8 @@ class Tracker:
                 rows = _scaled(node, rows, tensor, degree)
             if _is_functional(node):
                 rows = self._of_loss(node, rows)
+            if node.target is torch.masked.mean and rows.kind is Kind.SUM:
+                rows = rows._replace(kind=Kind.MEAN)  # by a size out of sight
             rows = self._placed(node, rows, example)
             if self.exact:
                 rows = self._anew(node, rows, example)
