@@ -53,10 +53,40 @@ def read_before(h: Tensor) -> Tensor:
     return out.pow(2).mean() + before
 
 
+def mean_written(h: Tensor) -> Tensor:
+    """h [batch, WIDTH]."""
+    out = torch.zeros(3)
+    out[0] = h.mean()
+    return out.sum().square() + h.square().mean()
+
+
+def sum_written_over(h: Tensor) -> Tensor:
+    """h [batch, WIDTH]."""
+    out = h.sum(0)
+    out[:2] = 1.5
+    out[2:].copy_(h.mean(0)[2:])
+    return out.exp().sum() + h.square().mean()
+
+
+def rows_written(h: Tensor) -> Tensor:
+    """h [batch, WIDTH]: rows that a microbatch need not have."""
+    out = h.clone()
+    out[3:5].mul_(0.5)
+    out[2:4] += out.mean(0)
+    half = torch.zeros_like(h)
+    half[: len(h) // 2] = out[len(h) // 2 :]
+    return (out + half).square().mean()
+
+
 # of h [batch, WIDTH]
 LOSSES: dict[str, Callable[[Tensor], Tensor]] = {
     "sum times size": lambda h: h.sum() * len(h),
     "sum over size": lambda h: h.sum() / len(h),
+    "mean and sum": lambda h: h.square().mean() + h.cumsum(0).square().sum() / 16,
+    "mean written": mean_written,
+    "sum written over": sum_written_over,
+    "rows written": rows_written,
+    "masked mean": lambda h: torch.masked.mean(h).exp() + h.square().mean(),
     "mean and size": lambda h: h.mean() + len(h),
     "mean to the size": lambda h: h.mean().abs() ** len(h) * 1e3,
     "sum squared": lambda h: h.sum() ** 2,

@@ -48,6 +48,11 @@ def unread(s: Any, z: Tensor, x: Tensor, y: Tensor, i: Tensor) -> Tensor:
     return F.cross_entropy(z, y, ignore_index=0)
 
 
+def summed(s: Any, z: Tensor, x: Tensor, y: Tensor, i: Tensor) -> Tensor:
+    s.m.mul_(0.9).add_(z.detach().sum(0), alpha=0.01)
+    return F.cross_entropy(z, y, ignore_index=0)
+
+
 def queue(s: Any, z: Tensor, x: Tensor, y: Tensor, i: Tensor) -> Tensor:
     k = F.normalize(x, dim=1)
     logits = torch.cat([(z * k).sum(1, keepdim=True), z @ s.q.clone()], 1)
@@ -181,6 +186,7 @@ STATEFUL: dict[str, Callable[[], nn.Module]] = {
     "centre": lambda: Kept(centre, m=zeros(1, WIDTH)),
     "centre_first": lambda: Kept(centre_first, m=zeros(WIDTH)),
     "unread": lambda: Kept(unread, m=zeros(WIDTH)),
+    "summed": lambda: Kept(summed, m=zeros(WIDTH)),
     "queue": lambda: Kept(
         queue,
         q=F.normalize(torch.randn(WIDTH, SAMPLES), dim=0),

@@ -169,6 +169,9 @@ APART = {
     "hook: clamp": lambda: Model(hooked(lambda g: g.clamp(-1e-3, 1e-3), late=True)),
     "hook: row": lambda: Model(hooked(lambda g: g / g.norm(dim=1, keepdim=True))),
 }
+MEET["hook: both"] = lambda: Model(
+    lambda m, h: (z := hooked(lambda g: g / 2)(m, h)) + z.flip(0).cos()
+)
 APART["all"] = lambda: Model(
     lambda m, h: hooked(lambda g: g.clamp(-1e-3, 1e-3), True)(
         m, Linear.apply(h, m.b.weight)
@@ -176,7 +179,7 @@ APART["all"] = lambda: Model(
     Entropy.apply,
 )
 CASES = [("norm", "1f1b"), ("weights", "ddp"), ("hook: late", "fsdp")]
-CASES += [("all", "interleaved")]
+CASES += [("all", "interleaved"), ("hook: both", "1f1b")]
 
 
 def batch() -> tuple[Tensor, Tensor]:

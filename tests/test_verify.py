@@ -107,6 +107,18 @@ def test_eager_is_given_the_random_numbers_of_the_plan() -> None:
     assert check(drawing).passed
 
 
+def test_what_is_read_of_all_rows_after_a_write_and_draws() -> None:
+    def written(s: Any, x: Tensor) -> Tensor:
+        x = torch.nn.functional.dropout(x, 0.25)
+        copy, out = x.clone(), torch.zeros_like(x)
+        copy[:, 1] += x[:, 0]
+        out[:, :2] = copy[:, :2]
+        out[:, 2:] = (copy - copy.topk(2, 0).values.mean(0))[:, 2:]
+        return out.square().mean()
+
+    assert check(written).passed
+
+
 def test_random_numbers_that_eager_draws_otherwise_are_named() -> None:
     def drawing(s: Any, x: Tensor) -> Tensor:
         if not torch.compiler.is_compiling():

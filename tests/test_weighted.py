@@ -187,25 +187,18 @@ class Keeps(nn.Module):
         return F.cross_entropy(self.linear(x), y)
 
 
-@pytest.mark.parametrize(
-    ("how", "reduction"),
-    [
-        ("added", "weighted"),
-        ("moved", "weighted"),
-        ("replaced", "weighted"),
-        ("replaced", "exact"),
-    ],
-)
-def test_totals_are_not_added_to_state_in_each_microbatch(
-    how: str, reduction: Any
-) -> None:
+@pytest.mark.parametrize("reduction", ["weighted", "exact"])
+def test_totals_are_not_added_to_state_in_each_microbatch(reduction: Any) -> None:
     backend = fxsched.backend(schedules.gpipe(1, 4), loss_reduction=reduction)
-    run = torch.compile(Keeps(how), backend=backend)
+    run = torch.compile(Keeps("replaced"), backend=backend)
     with pytest.raises(PlanError, match=r"adds what inputs alone .*\n  at .*seen"):
         run(torch.randn(8, 4), torch.arange(8) % 5)
 
 
-def test_state_of_the_batch_is_refused_where_microbatches_would_write_it() -> None:
+@pytest.mark.parametrize("reduction", ["weighted", "mean", "sum"])
+def test_state_of_the_batch_is_refused_where_microbatches_would_write_it(
+    reduction: Any,
+) -> None:
     class Statistic(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -220,7 +213,7 @@ def test_state_of_the_batch_is_refused_where_microbatches_would_write_it() -> No
             return F.cross_entropy(z, y)
 
     given = torch.randn(8, 4), torch.arange(8) % 5
-    backend = fxsched.backend(schedules.gpipe(2, 4), loss_reduction="weighted")
+    backend = fxsched.backend(schedules.gpipe(2, 4), loss_reduction=reduction)
     model = Statistic()
     with pytest.raises(PlanError, match=r"into its own state.*\n  at .*lerp_"):
         torch.compile(model, backend=backend)(*given)
@@ -232,10 +225,34 @@ def test_state_of_the_batch_is_refused_where_microbatches_would_write_it() -> No
     assert_close(model.mean, plain.mean)
 
 
+@pytest.mark.parametrize("reduction", ["weighted", "mean"])
+def test_a_counter_counts_calls(reduction: Any) -> None:
+    class Counts(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(4, 5)
+            self.register_buffer("calls", torch.zeros(()))
+            self.calls: Tensor
+
+        def forward(self, x: Tensor, y: Tensor) -> Tensor:
+            self.calls.add_(1)
+            return F.cross_entropy(self.linear(x) * self.calls, y)
+
+    model = Counts()
+    backend = fxsched.backend(schedules.ddp(2, 4), loss_reduction=reduction)
+    run, plain = torch.compile(model, backend=backend), copy.deepcopy(model)
+    given = torch.randn(8, 4), torch.arange(8) % 5
+    for _ in range(2):
+        assert_close(run(*given), plain(*given))
+    assert_close(model.calls, plain.calls)
+
+
+@pytest.mark.parametrize("reduction", ["weighted", "exact"])
 @pytest.mark.parametrize("how", ["set", "added", "moved"])
-def test_totals_may_be_state(how: str) -> None:
+def test_totals_may_be_state(how: str, reduction: Any) -> None:
     model = Keeps(how)
     plain, x = copy.deepcopy(model), torch.randn(8, 4)
-    run = torch.compile(model, backend=fxsched.backend(schedules.gpipe(1, 4)))
+    backend = fxsched.backend(schedules.gpipe(1, 4), loss_reduction=reduction)
+    run = torch.compile(model, backend=backend)
     assert_close(run(x, torch.arange(8) % 5), plain(x, torch.arange(8) % 5))
     assert_close(model.seen, plain.seen)

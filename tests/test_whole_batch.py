@@ -384,7 +384,8 @@ def test_random_models_whose_rows_meet(seed: int) -> None:
     "name",
     [
         *("pdist", "lstm", "lstm from a mean", "expanded mean", "sum times size"),
-        *("view across rows", "barlow twins", "segment", "hardswish"),
+        *("view across rows", "barlow twins", "segment", "hardswish", "mean and sum"),
+        *("mean written", "sum written over", "rows written", "masked mean"),
     ],
 )
 def test_what_no_rule_knows_runs_on_all_rows(name: str) -> None:

@@ -26,6 +26,7 @@ from ..ir.user_line import line_of
 from ..jobs.job import PlanError
 from ..rows.domains import Domains
 from ..rows.kinds import Kind, Rows
+from ..rows.own_backward import own_name
 from .batch_norms import ONCE
 from .microbatch import VERSION, Microbatch, is_region
 from .row_versions import RowVersions, Version
@@ -268,7 +269,7 @@ class _Joining:
         """Whether a value is a view of one that the whole batch has too."""
         if node.op == "placeholder" or not node.all_input_nodes:
             return False
-        if node in self.trace.tracker.unlinear:  # its B runs once
+        if own_name(node) is not None:  # its B runs once
             return False
         first = node.all_input_nodes[0]
         source, value = self.trace.values.get(first), self.trace.values[node]
@@ -280,7 +281,9 @@ class _Joining:
     def _join(self, part: fx.Node, how: str, dim: int, node: fx.Node) -> fx.Node:
         """What microbatches make, for the whole batch, after they wrote into it."""
         args = (part, how, dim, self.microbatches)
-        new = self._added(self._last_writer(node) or part, joint.join, args, node)
+        last = self._last_writer(node)
+        after = part if last is None or last < part else last
+        new = self._added(after, joint.join, args, node)
         value = self.whole.values[node]
         new.meta.update(val=value, work=copied(value))
         return new

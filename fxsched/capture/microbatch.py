@@ -37,7 +37,7 @@ from .batch_norms import ONCE, learn
 from .effects import INSTANCE_NORMS, EffectMeter, holds_tensor
 from .graph_inputs import origin_of
 from .refusals import where_of
-from .whole_sizes import has_sizes, stand_ins
+from .whole_sizes import has_sizes, stand_ins, write_nothing
 
 
 class _Value(NamedTuple):
@@ -271,16 +271,22 @@ class Microbatch:
         try:
             value = self._run(node, args, kwargs)
         except PlanError:
-            stand_in = stand_ins(node, batch, tracker) if tracker.exact else None
+            if tracker.exact and node.target is setitem:
+                write_nothing(node, args[0], tracker)
+                return _Value(None, False)
+            stand_in = self._stand_in(node) if tracker.exact else None
             if stand_in is None:
                 raise
             return _Value(stand_in, False)
         example = node.meta.get("example_value")
         if tracker.exact and not has_sizes(value, example, batch):
-            stand_in = stand_ins(node, batch, tracker)
+            stand_in = self._stand_in(node)
             if stand_in is not None:
                 return _Value(stand_in, False)
         return _Value(value)
+
+    def _stand_in(self, node: fx.Node) -> Any:
+        return stand_ins(node, self.batch, self.tracker, self.values)
 
     def _follow_backward(
         self, tracker: Tracker, node: fx.Node, args: Any, value: Any

@@ -116,6 +116,7 @@ class RowVersions:
         effects = effects or node in self.trace.tracker.unlinear
         again = node in self.joint and not effects and node not in self._inside
         again = again and storage(self.trace.values[node]) not in self._written
+        again = again and node not in self.trace.arguments  # parts of a mean in a sum
         if not again or self._reads_sizes(node):
             return None
         for choice in self._choices(node):

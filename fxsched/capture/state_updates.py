@@ -50,13 +50,13 @@ def kept_rows(trace: Microbatch) -> fx.Node | None:
     return None
 
 
-def refuse_weighted(trace: Microbatch) -> None:
-    """Raises PlanError for state of the batch beside loss_reduction="weighted"."""
+def refuse_running(trace: Microbatch) -> None:
+    """Raises PlanError for state of the batch, unless loss_reduction="exact"."""
     kept = kept_rows(trace)
     if kept is not None:
         raise PlanError(
-            'loss_reduction="weighted": the model writes what it computes of the batch '
-            "into its own state, which would go from microbatch to microbatch"
+            "loss_reduction= of microbatches: the model writes what it computes of the "
+            "batch into its own state, which would go from microbatch to microbatch"
             f"{line_of(kept.meta.get('stack_trace'))}\n"
             "  leave loss_reduction out: state then has eager's value, of all rows"
         )

@@ -30,7 +30,7 @@ from .kept_totals import refuse_kept_totals
 from .meta_device import cpu_specs, is_meta, on_cpu
 from .microbatch import Microbatch
 from .output_leaves import output_leaves
-from .state_updates import kept_rows, refuse_weighted
+from .state_updates import kept_rows, refuse_running
 from .state_versions import version_state, written_state
 from .tensor_hooks import hook_at_source
 from .traced_outputs import declared_outputs, finish_outputs
@@ -92,10 +92,11 @@ def trace_microbatch(
         gm, specs = on_cpu(gm), {**cpu_specs(inputs), **specs}
     cut = batch.microbatches > 1
     exact, weighted = exact and cut, weighted and cut
-    once = once and exact
+    apart = once and cut and not exact
+    once = once and cut
     if exact and labels_decide(gm) and by_weight:
         weighted = True
-    if once:
+    if once and exact:
         gm = part_statistics(gm)
     if exact and batch_norm == "batch":
         gm = whole_batch_norms(gm)
@@ -103,6 +104,8 @@ def trace_microbatch(
     training = torch.is_grad_enabled()
     with torch.enable_grad():  # without gradients too, B decides where to cut
         trace = _interpreted(gm, inputs, batch, specs, weighted, exact)
+        if apart:
+            refuse_running(trace)
         if once and written_state(trace):
             plain = _interpreted(gm, inputs, batch, specs, False, False)
             gm = version_state(plain, written_state(plain))
@@ -117,8 +120,6 @@ def trace_microbatch(
         if batch_norm == "batch" and trace.tracker.kept:
             refuse_microbatch(trace.tracker.kept)
         refuse_kept_totals(trace)
-        if weighted and not exact:
-            refuse_weighted(trace)
         rows = tuple(map(trace.rows, trace.outputs()))
         leaves = list(map(output_leaves(trace).get, trace.outputs()))
         joined = NOTHING_JOINED

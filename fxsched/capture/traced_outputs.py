@@ -10,6 +10,7 @@ from torch import Tensor, fx
 from ..ir.graphs import REPLICATED, Output, Role, storage, written_storages
 from ..ir.user_line import line_of, user_line
 from ..jobs.job import PlanError
+from ..rows.kinds import SHARED
 from .microbatch import Microbatch
 from .origins import plain
 from .outputs import TracedOutput, decide, describe, origins_of
@@ -103,7 +104,7 @@ class _OutputReader:
             returned.label is not None,
             fake,
             old.meta["example_value"].shape,
-            frozenset() if old in trace.joint else self._origins_of(old),
+            self._origins_of(old, returned),
             trace.rows(old),
             str(user_line(old.meta.get("stack_trace"))),
         )
@@ -134,15 +135,19 @@ class _OutputReader:
             )
         return size
 
-    def _origins_of(self, old: fx.Node) -> frozenset[str]:
-        """What a value comes of; computed for all, once it is asked for."""
+    def _origins_of(self, old: fx.Node, returned: Returned) -> frozenset[str]:
+        """What a microbatch's value comes of; computed for all, once it is asked
+        for. Totals that it is given are the whole batch's."""
+        if old in self.trace.joint:
+            return frozenset()
         if self._origins is None:
             nodes = [n for n in self.trace.gm.graph.nodes if n.op != "output"]
             sources = {n: o for n in nodes if (o := self._source(n)) is not None}
             self._origins = origins_of(
                 nodes, sources, self.trace.values, self._writes_of
             )
-        return self._origins[old]
+        same = returned.version is not None and self.trace.rows(old) == SHARED
+        return self._origins[old] - {"batch"} if same else self._origins[old]
 
     def _writes_of(self, node: fx.Node) -> Sequence[Tensor]:
         new = self.trace.new.get(node)

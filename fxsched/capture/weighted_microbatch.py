@@ -8,10 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from ..ir.graphs import Role, Spec
+from ..ir.graphs import Role, Spec, storage, tensors
 from ..rows.early_values import Early, early_values
 from ..rows.kinds import Kind, Rows, first_cause, meet
-from ..rows.weighted_loss import Whole, parts_of_sum
+from ..rows.weighted_loss import IN_PLACE, Whole, parts_of_sum
 from .batch import Batch
 from .microbatch import Microbatch, is_region
 
@@ -56,6 +56,8 @@ class WeightedMicrobatch(Microbatch):
         of what they add up to."""
         rows = [self.rows(operand) for operand in node.args]
         uneven = [] if any(map(meet, rows)) else parts_of_sum(node, rows)
+        if 0 in uneven and node.target in IN_PLACE and self._is_read_after(node):
+            return None
         if uneven:
             self.arguments[node] = node.args
         for i in uneven:
@@ -71,6 +73,15 @@ class WeightedMicrobatch(Microbatch):
             node.update_arg(i, part)
         cause = first_cause([each for each in rows if each is not None])
         return Rows(Kind.SUM, cause=cause) if uneven else None
+
+    def _is_read_after(self, node: fx.Node) -> bool:
+        """Whether what a node writes into is read by others later."""
+        into: Any = node.args[0]
+        where = storage(self.values[into])
+        aliases = [
+            n for n, v in self.values.items() if where in map(storage, tensors(v))
+        ]
+        return any(user > node for alias in aliases for user in alias.users)
 
     def _set_aside(self, node: fx.Node, value: Tensor) -> None:
         """What reads a value from here on reads an input, computed before the step."""

@@ -3,13 +3,15 @@ them: of x.topk(4, 0) or x[3] a microbatch of two rows has nothing."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+from math import prod
 from typing import Any
 
 import torch
 from torch import Tensor, fx
 from torch.utils._pytree import tree_map
 
-from ..ir.graphs import tensors
+from ..ir.graphs import storage, tensors
 from ..rows.kinds import Cause, Effect, Kind, Rows
 from ..rows.tracker import Tracker
 from .batch import Batch
@@ -27,11 +29,15 @@ def has_sizes(value: Any, example: Any, batch: Batch) -> bool:
     )
 
 
-def stand_ins(node: fx.Node, batch: Batch, tracker: Tracker) -> Any:
+def stand_ins(
+    node: fx.Node, batch: Batch, tracker: Tracker, values: Mapping[fx.Node, Any]
+) -> Any:
     """Values of the sizes that the symbols say, in place of what a microbatch can't
-    compute; None if some are not known."""
-    name = getattr(node.target, "__name__", str(node.target))
-    cause = Cause(Effect.ORDER, name, node.meta.get("stack_trace"))
+    compute; None if some are not known. That of a view is one: it may be written into.
+
+    values: of the microbatch.
+    """
+    cause = _cause(node)
     example = node.meta.get("example_value")
     shapes = [list(map(batch.part_of, each.shape)) for each in tensors(example)]
     if not shapes or any(None in shape for shape in shapes):
@@ -42,9 +48,41 @@ def stand_ins(node: fx.Node, batch: Batch, tracker: Tracker) -> Any:
             known = isinstance(value, torch.SymInt)
             return batch.part_of(value) if known else value
         shape: Any = tuple(map(batch.part_of, value.shape))
-        new = torch.empty(shape, dtype=value.dtype, device=value.device)
-        new.requires_grad_(value.requires_grad)
+        source = _source(node, value, values)
+        if source is None:
+            new = torch.empty(shape, dtype=value.dtype, device=value.device)
+            new.requires_grad_(value.requires_grad)
+        else:  # beyond its end, perhaps, which nobody reads
+            new = source.as_strided(shape, _strides(shape))
         tracker.put(new, Rows(Kind.OTHER, cause=cause))
         return new
 
     return tree_map(made, example)
+
+
+def write_nothing(node: fx.Node, into: Tensor, tracker: Tracker) -> None:
+    """Writes into a tensor what it is, in place of what a microbatch can't write."""
+    into.copy_(into.detach())
+    tracker.put(into, tracker.of(into)._replace(cause=_cause(node)))
+
+
+def _cause(node: fx.Node) -> Cause:
+    name = getattr(node.target, "__name__", str(node.target))
+    return Cause(Effect.ORDER, name, node.meta.get("stack_trace"))
+
+
+def _source(
+    node: fx.Node, value: Tensor, values: Mapping[fx.Node, Any]
+) -> Tensor | None:
+    """What a node's value is a view of."""
+    for read in node.all_input_nodes:
+        example, own = read.meta.get("example_value"), values.get(read)
+        if isinstance(example, Tensor) and isinstance(own, Tensor):
+            if storage(example) == storage(value) and own.dtype == value.dtype:
+                return own
+    return None
+
+
+def _strides(shape: Sequence[int]) -> list[int]:
+    """Of a tensor without gaps."""
+    return [prod(shape[i + 1 :]) for i in range(len(shape))]

@@ -27,6 +27,19 @@ def pointwise(call: OpCall) -> Rows:
     return beside(call, *aligned)._replace(numbers=numbers)
 
 
+def copied(call: OpCall) -> Rows:
+    """copy: what is written over counts for its shape."""
+    values = [call.of(tensor) for tensor in call.tensors()]
+    if len(values) < 2 or any(rows.kind is Kind.APART for rows in values):
+        return pointwise(call)
+    return values[1]
+
+
+def shrunk(call: OpCall) -> Rows:
+    """embedding_renorm_: the weights that are looked up, however often, alike."""
+    return call.of(call.args[0])
+
+
 def pointwise_first(call: OpCall) -> Rows:
     """Which gives what its gradient needs beside its result, as log_sigmoid does."""
     return pointwise(call._replace(out=call.out[0]))

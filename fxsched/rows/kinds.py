@@ -137,7 +137,7 @@ class OpCall(NamedTuple):
 
     def inner(self, tensor: Tensor, rows: Rows) -> int:
         """How many neighbours along its dimension belong to one row."""
-        return int(tensor.shape[rows.dim]) // (rows.outer * self.size)
+        return max(int(tensor.shape[rows.dim]) // (rows.outer * self.size), 1)
 
 
 Rule = Callable[[OpCall], Rows | Sequence[Rows]]

@@ -11,6 +11,7 @@ from .compute_rules import (
     CASTS,
     along,
     batch_norm,
+    copied,
     filled,
     histogram,
     pointwise,
@@ -18,6 +19,7 @@ from .compute_rules import (
     recurrent,
     reduced,
     renorm,
+    shrunk,
     trailing,
 )
 from .declared import DECLARED, kept
@@ -60,6 +62,7 @@ TABLE: tuple[tuple[Rule, str], ...] = (
         "_fft_c2c glu",
     ),
     (renorm, "renorm"),
+    (shrunk, "embedding_renorm"),
     (
         partial(trailing, lambda call: len(call.get("normalized_shape"))),
         "native_layer_norm _fused_rms_norm rms_norm layer_norm",
@@ -136,7 +139,7 @@ TABLE: tuple[tuple[Rule, str], ...] = (
     (
         pointwise,
         "native_dropout bernoulli uniform normal exponential masked_fill where "
-        "clamp clamp_min clamp_max copy fill_diagonal "
+        "clamp clamp_min clamp_max fill_diagonal "
         "floor_divide remainder rsub hardswish _prelu_kernel complex polar poisson "
         "_standard_gamma rrelu_with_noise_functional binomial random geometric cauchy "
         "log_normal",
@@ -155,6 +158,7 @@ RULES: dict[str, Rule] = {
     **PICKS,
     **{name: rule for rule, names in TABLE for name in names.split()},
     **dict.fromkeys(CASTS, pointwise),
+    "copy": copied,
 }
 RULES = {name: where_known(rule) for name, rule in RULES.items()}
 POINTWISE, KEPT = where_known(pointwise), where_known(kept)

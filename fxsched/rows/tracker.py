@@ -85,6 +85,7 @@ class Tracker:
         self.kept: Cause | None = None
         self.labels: list[Labels] = []
         self._rows: dict[int, tuple[Tensor, Rows]] = {}
+        self._written: dict[int, Rows] = {}  # of shared tensors, by their storage
         self._node: fx.Node | None = None
         self._targets: list[tuple[Tensor, int]] = []
 
@@ -95,6 +96,8 @@ class Tracker:
     def of(self, tensor: Tensor) -> Rows:
         """The rows of a tensor; one that is not known has none."""
         entry = self._rows.get(id(tensor))
+        if entry is None and self._written:
+            return self._written.get(storage(tensor), SHARED)
         return SHARED if entry is None else entry[1]
 
     def share(self, places: Container[int]) -> None:
@@ -139,18 +142,25 @@ class Tracker:
         self.put(tensor, rows)
         if before == rows and rows.kind in (Kind.APART, Kind.SHARED):
             return
-        where = tensor.untyped_storage()._cdata
+        where = storage(tensor)
         for other, old in list(self._rows.values()):
-            if other is tensor or other.untyped_storage()._cdata != where:
+            if other is tensor or storage(other) != where:
                 continue
             same = before.place == rows.place or before.reduced
             if old.kind is Kind.APART and same:
-                self.put(
-                    other, old._replace(cause=old.cause or first_cause((rows, before)))
-                )
+                cause = old.cause or first_cause((rows, before))
+                self.put(other, old._replace(cause=cause))
             else:
-                cause = first_cause((old, rows)) or self._unsure()
-                self.put(other, UNKNOWN._replace(cause=cause))
+                self.put(other, self._both(old, rows))
+        self._written[where] = self._both(self._written.get(where, SHARED), rows)
+
+    def _both(self, old: Rows, new: Rows) -> Rows:
+        """The rows of a tensor after others were written into a part of it."""
+        kinds = {old.kind, new.kind}
+        cause = first_cause((old, new))
+        if cause is None and kinds <= {Kind.MEAN, Kind.SHARED}:
+            return new if old.kind is Kind.SHARED else old
+        return UNKNOWN._replace(cause=cause or self._unsure())
 
     def note_backward(
         self, node: fx.Node, value: Any, meets: Cause | None, linear: bool
@@ -192,6 +202,8 @@ class Tracker:
                 rows = _scaled(node, rows, tensor, degree)
             if _is_functional(node):
                 rows = self._of_loss(node, rows)
+            if node.target is torch.masked.mean and rows.kind is Kind.SUM:
+                rows = rows._replace(kind=Kind.MEAN)  # by a size out of sight
             rows = self._placed(node, rows, example)
             if self.exact:
                 rows = self._anew(node, rows, example)

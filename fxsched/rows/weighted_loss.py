@@ -30,8 +30,9 @@ from ..jobs.job import PlanError
 from .kinds import Kind, Rows
 from .tracker import Tracker
 
-ADDITIONS: tuple[Any, ...] = (operator.add, operator.iadd, operator.sub, operator.isub)
-ADDITIONS += (torch.add, torch.sub, "add", "add_", "sub", "sub_")
+IN_PLACE = (operator.iadd, operator.isub, "add_", "sub_")
+ADDITIONS: tuple[Any, ...] = (operator.add, operator.sub, torch.add, torch.sub)
+ADDITIONS += ("add", "sub", *IN_PLACE)
 
 
 def labels_decide(gm: fx.GraphModule) -> bool:
