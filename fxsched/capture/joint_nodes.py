@@ -76,7 +76,7 @@ class _Joining:
         nodes = [n for n in nodes if not is_region(n)]
         self.domains = Domains(
             *(nodes, trace.tracker, trace.values.get),
-            *(self._flops, trace.rows_beside, self._written),
+            *(self._flops, trace.rows_beside, self._written, self._seconds),
         )
         self.joint = self.domains.joint()
         self.of_all = [*self.joint, *self.domains.whole]  # need the whole batch
@@ -161,6 +161,8 @@ class _Joining:
         """What a microbatch computes of a joint value, if it may and can."""
         if not self.wants_spread or node not in self.joint:
             return None
+        if node in self.domains.around:
+            return None
         version = self.versions.of(node, dim)
         self.spread |= version is not None
         return version
@@ -194,6 +196,11 @@ class _Joining:
         new = self.trace.new.get(node)
         work = new.meta.get("work") if isinstance(new, fx.Node) else None
         return work.flops if work else 0.0
+
+    def _seconds(self, node: fx.Node) -> float:
+        new = self.trace.new.get(node)
+        work = new.meta.get("work") if isinstance(new, fx.Node) else None
+        return work.forward + work.backward if work else 0.0
 
     def _drop(self, node: fx.Node) -> None:
         """A microbatch does nothing of its own in a joint node."""
