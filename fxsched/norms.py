@@ -30,7 +30,8 @@ def trace_norms(trace: Trace, request: Request, updates_once: bool) -> Traced:
     if why:
         traced = trace("microbatch")
         text = f"BatchNorm takes its statistics of each microbatch: {why}"
-        return _said(traced, text) if traced.norms else traced
+        quiet = _quiet(traced) if request.batch_norm is None else traced
+        return _said(quiet, text) if traced.norms else traced
     whole: Norms = "parts" if request.rows == "local" else "whole"
     traced = trace(whole)
     if not traced.norms:
@@ -44,6 +45,17 @@ def trace_norms(trace: Trace, request: Request, updates_once: bool) -> Traced:
     if seen.error:
         raise seen.error
     return _said(best, _costs(trace, request, whole, seen, spreads))
+
+
+def _quiet(traced: Traced) -> Traced:
+    """Without warnings of what comes with the schedule."""
+    outputs = [
+        rows._replace(cause=None)
+        if rows and rows.cause and "batch_norm" in rows.cause.operation
+        else rows
+        for rows in traced.rows.outputs
+    ]
+    return traced._replace(rows=traced.rows._replace(outputs=tuple(outputs)))
 
 
 def _microbatches(request: Request, updates_once: bool) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import networkx as nx
 from torch import fx
@@ -157,27 +157,34 @@ class _Parts:
             for i, block in enumerate(blocks)
         ]
         self.phases = phases_of(self.reads, joint)
-        self.roots: list[frozenset[str]] = []  # what of the batch each one comes of
-        for block, reads in zip(blocks, self.reads, strict=True):
+        # what of the batch each one comes of, if of nothing that microbatches make
+        self.roots: list[frozenset[str] | None] = []
+        for block, reads, is_joint in zip(blocks, self.reads, joint, strict=True):
+            before = [self.roots[r] for r in reads]
+            known = [each for each in before if each is not None]
             inputs = (p for n in block for p in n.all_input_nodes)
             own = (p.name for p in inputs if p.meta.get("role") is Role.BATCH)
-            self.roots.append(frozenset(own).union(*(self.roots[r] for r in reads)))
+            free = is_joint and len(known) == len(before)
+            self.roots.append(frozenset(own).union(*known) if free else None)
         self.cut = [i for i, is_joint in enumerate(joint) if not is_joint]
         self.whole = {i for i, is_joint in enumerate(joint) if is_joint}
 
     def alone(self, group: Sequence[int]) -> bool:
-        """Whether blocks of the whole batch read nothing that microbatches make."""
+        """Whether blocks of the whole batch read nothing but inputs of the model."""
         return not any(set(self.reads[i]) - set(group) for i in group)
 
     def groups(self, problem: Problem, named: Cut | None) -> list[list[int]]:
         """The blocks of the whole batch by stages, in order: those that rows meet as
-        often before, but for long branches of the graph, and stages that are named."""
+        often before; and, of those that nothing in microbatches comes before, long
+        branches of the graph and stages that are named by themselves."""
         groups: list[list[int]] = []
         for phase in sorted({self.phases[i] for i in self.whole}):
-            own: dict[tuple[int, int, tuple[str, ...]], list[int]] = {}
+            own: dict[tuple[Any, ...], list[int]] = {}
             for i in (i for i in sorted(self.whole) if self.phases[i] == phase):
-                roots = sorted(self.roots[i])
-                key = named[i] if named else 0, len(roots), tuple(roots)
+                roots = self.roots[i]
+                key: tuple[Any, ...] = (1,)
+                if roots is not None:
+                    key = 0, named[i] if named else 0, len(roots), tuple(sorted(roots))
                 own.setdefault(key, []).append(i)
             groups += self._joined([own[key] for key in sorted(own)], problem)
         return groups
