@@ -168,6 +168,7 @@ MODELS: dict[str, Callable[[], tuple[nn.Module, Inputs]]] = {
     ),
 }
 
+
 def drawn(workers: int) -> Schedule:
     """Weights, jobs and their order at random places."""
     draw = random.Random(workers)
