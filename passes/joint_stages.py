@@ -47,7 +47,7 @@ def stages_with_joint(blocks: list[Block], request: Request) -> Fitted:
     if request.stages != "auto":
         named = named_cut(every, blocks, request)
     groups = parts.groups(every, named)
-    choices = []
+    choices: list[_Choice] = []
     for cut in _cuts(blocks, parts, groups, named, request):
         stage = dict(zip(parts.cut, cut, strict=True))
         count = max(cut, default=-1) + 1

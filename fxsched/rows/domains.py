@@ -13,7 +13,6 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from torch import Tensor, fx
 
 from ..ir.graphs import storage, tensors
-from .around_norms import around_norms
 from .kinds import Kind, Rows, meet
 from .tracker import Tracker
 
@@ -26,9 +25,8 @@ class Domains:
     beside: the rows of a node's value, if these that it reads are of the whole batch;
         None if it must not run again.
     writes: the tensors that a node writes into.
-    seconds: F and B of each.
-    whole: for nodes of microbatches, what they read as it is for the whole batch.
     around: the BatchNorms that run on all rows, with what lies around them.
+    whole: for nodes of microbatches, what they read as it is for the whole batch.
     """
 
     def __init__(
@@ -39,13 +37,13 @@ class Domains:
         flops: Callable[[fx.Node], float],
         beside: Callable[[fx.Node, Collection[fx.Node]], Rows | None],
         writes: Callable[[fx.Node], Iterable[Tensor]],
-        seconds: Callable[[fx.Node], float],
+        around: Collection[fx.Node],
     ) -> None:
         self.nodes, self.tracker, self.value, self.flops = nodes, tracker, value, flops
         self.beside, self.writes = beside, writes
         self.whole: dict[fx.Node, list[fx.Node]] = {}
         self.own: dict[fx.Node, set[fx.Node]] = {}
-        self.around = around_norms(nodes, tracker.met, seconds)
+        self.around = around
 
     def rows(self, node: fx.Node) -> Rows | None:
         """The rows of a tensor."""
