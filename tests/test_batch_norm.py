@@ -180,7 +180,7 @@ def test_norms_of_halves_see_their_half_of_the_batch(kind) -> None:
 
 
 class Towers(nn.Module):
-    """A deep image tower with norms, a text tower without, and a loss over all pairs."""
+    """A deep image tower with norms, a text tower without, a loss over all pairs."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -205,7 +205,7 @@ def pictures() -> tuple[Tensor, Tensor]:
 def test_a_tower_with_norms_is_one_stage_beside_the_other_tower(make) -> None:
     plan = fxsched.plan(Towers(), make(2, 4), *pictures())
     joint = [s for s, data in plan.stages.nodes(data=True) if data.get("joint")]
-    tower, loss = joint
+    tower, _ = joint
     assert plan.stages.nodes[tower]["modules"][0].startswith("image")
     at = {str(job): place.compute for job, place in plan.placements.items()}
     texts = {at[f"{s}F0"] for s in plan.stages if s not in joint}
