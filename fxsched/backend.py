@@ -129,7 +129,7 @@ def backend(
     clip_grad_norm: float | None = None,
     skip_nonfinite: bool = False,
     pairs: Pairs = "auto",
-    batch_norm: BatchNorm = "microbatch",
+    batch_norm: BatchNorm | None = None,
     flight_record: str | PathLike[str] | None = None,
     deterministic: bool = False,
     check_finite: bool = False,
@@ -160,10 +160,10 @@ def backend(
         them in one joint stage; "spread", where it can be, each microbatch computes its
         own rows of them, of its own embeddings and those of all, gathered; "auto",
         whichever the schedule's step should be shorter with.
-    batch_norm: what BatchNorm takes its statistics of in training: each "microbatch",
-        with a warning, or the whole "batch", as eager does: a joint stage puts together
-        the microbatches' means and variances. Needs loss_reduction="exact", a momentum
-        and float32 or wider.
+    batch_norm: what BatchNorm takes its statistics of in training: the whole "batch",
+        as eager does, in joint stages, or each "microbatch". None: the whole batch,
+        where each update and the loss are of it (loss_reduction="exact"), and each
+        microbatch else. Plan.explain() says what it costs.
     stage_compiler: "eager" or "inductor".
     passes: functions (program, request) -> program, run on each worker's program
         before its frees are put in; see fxsched.passes.
@@ -282,11 +282,6 @@ def backend(
         raise PlanError(
             'batch_norm="batch" runs BatchNorm in joint stages, which come with '
             f'loss_reduction="exact", not "{loss_reduction}"; leave one of them out'
-        )
-    if batch_norm == "batch" and message_dtype is not None:
-        raise PlanError(
-            'batch_norm="batch" puts together means and variances of microbatches, '
-            "which message_dtype= would round on their way; leave one of them out"
         )
     request = Request(
         schedule,

@@ -63,7 +63,7 @@ def plan(
     skip_nonfinite: bool = False,
     order: Order = "static",
     pairs: Pairs = "auto",
-    batch_norm: BatchNorm = "microbatch",
+    batch_norm: BatchNorm | None = None,
     deterministic: bool = False,
     check_finite: bool = False,
     gradient_dtype: torch.dtype | None = None,

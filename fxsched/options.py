@@ -52,7 +52,7 @@ WORDS: dict[str, tuple[str | None, ...]] = {
     "carry": get_args(Carry),
     "loss_reduction": get_args(LossReduction),
     "pairs": get_args(Pairs),
-    "batch_norm": get_args(BatchNorm),
+    "batch_norm": (None, *get_args(BatchNorm)),
     "stage_compiler": get_args(StageCompiler),
     "ragged": get_args(Ragged),
     "rows": get_args(PassedRows),
@@ -412,9 +412,6 @@ def check_deterministic(request: Request, stage_compiler: StageCompiler) -> None
         "out": request.schedule.average_every is not None,
         "stage_compiler='inductor' rounds as it fuses, and fuses stage by stage; take "
         "'eager'": stage_compiler == "inductor",
-        "batch_norm='batch' adds up statistics of microbatches; take 'microbatch'": (
-            request.batch_norm == "batch"
-        ),
         "pairs='spread' adds up gradients of embeddings by rows; take 'joint'": (
             request.pairs == "spread"
         ),

@@ -12,15 +12,18 @@ from .draw.palette import clock
 from .ir.facts import FACTS, facts
 from .ir.request import Request
 from .jobs.job import PlanError
+from .partition.joint_memory import fullest
 from .passes.partition import assign_stages
 
 Trace = Callable[[bool], Traced]  # of a microbatch, whose pairs may be spread
 
 
 class Predicted(NamedTuple):
-    """A step's seconds, or why it can't be planned."""
+    """A step's seconds, and bytes on the worker that holds the most; or why it can't be
+    planned."""
 
     seconds: float
+    bytes: float = 0.0
     error: PlanError | None = None
 
 
@@ -39,7 +42,7 @@ def trace_pairs(trace: Trace, request: Request) -> Traced:
             spread, "pairs of rows are spread over microbatches, as pairs= says"
         )
     joint = trace(False)
-    times = [_predicted(each, request) for each in (spread, joint)]
+    times = [predicted(each, request) for each in (spread, joint)]
     if all(time.error for time in times):
         raise times[1].error or times[0].error  # type: ignore[misc]
     chosen = spread if times[0].seconds < times[1].seconds else joint
@@ -61,11 +64,12 @@ def _said(traced: Traced, text: str) -> Traced:
     return traced
 
 
-def _predicted(traced: Traced, request: Request) -> Predicted:
+def predicted(traced: Traced, request: Request) -> Predicted:
     """The step by estimates of its stages."""
     try:
         known = facts(assign_stages(traced.graph, request))
+        assert known.schedule is not None, "stages are assigned"
+        seconds = step_seconds(run_stages(known.schedule, known.stages))
+        return Predicted(seconds, fullest(known.schedule, known.stages).bytes)
     except PlanError as error:
-        return Predicted(float("inf"), error)
-    assert known.schedule is not None, "rows meet"
-    return Predicted(step_seconds(run_stages(known.schedule, known.stages)))
+        return Predicted(float("inf"), error=error)

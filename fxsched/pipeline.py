@@ -185,7 +185,7 @@ def make_plan(
 
 def _said(known: Facts) -> Iterator[str]:
     """What explain() says of the model, where there is something to say."""
-    yield from (known.meeting, known.pairs, known.totals, known.sliced)
+    yield from (known.meeting, known.pairs, known.norms, known.totals, known.sliced)
 
 
 def _without_shards(cut: StageGraph, request: Request) -> Callable[[], Plan] | None:
@@ -217,9 +217,9 @@ def _without_shards(cut: StageGraph, request: Request) -> Callable[[], Plan] | N
 def _notes(step: StepIR, request: Request) -> tuple[str, ...]:
     """Joint stages and updates, if there are any; what the user asked for and does not
     get."""
-    pairs = [step.facts.pairs] if step.facts.pairs else []
+    said = filter(None, (step.facts.pairs, step.facts.norms))
     joint = joint_text(request.schedule, step.facts.stages)
-    return (*joint, *pairs, *_updates(step, request), *_unmet(step, request))
+    return (*joint, *said, *_updates(step, request), *_unmet(step, request))
 
 
 def _updates(step: StepIR, request: Request) -> tuple[str, ...]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -12,6 +13,7 @@ from torch.optim import Optimizer
 
 from .autodiff import inductor
 from .capture.batch import Batch, batch_of
+from .capture.batch_norms import Norms
 from .capture.graph_inputs import call_text
 from .capture.meta_device import refuse_meta
 from .capture.trace import Traced, trace_microbatch
@@ -23,6 +25,7 @@ from .ir.parts import bytes_of_parts, in_parts
 from .ir.request import LossReduction, Request
 from .jobs.job import PlanError
 from .jobs.schedule import Schedule
+from .norms import trace_norms
 from .options import Options
 from .pairs import trace_pairs
 from .passes.model_passes import run_model_passes
@@ -177,7 +180,9 @@ def _traced(
 ) -> Traced:
     """A microbatch of the call."""
 
-    def trace(spread: bool) -> Traced:
+    once = _updates_once(options.request.schedule)
+
+    def trace(norms: Norms, spread: bool) -> Traced:
         traced = trace_microbatch(
             gm,
             args,
@@ -188,8 +193,8 @@ def _traced(
             request.loss_reduction == "exact",
             _sees_whole_batch(options.request),
             spread,
-            request.batch_norm,
-            _updates_once(options.request.schedule),
+            norms,
+            once,
         )
         if options.measured is not None:
             options.measured.apply(traced.graph)
@@ -197,7 +202,10 @@ def _traced(
             graph=run_model_passes(traced.graph, request, options.model_passes)
         )
 
-    return trace_pairs(trace, request)
+    def paired(norms: Norms) -> Traced:
+        return trace_pairs(partial(trace, norms), request)
+
+    return trace_norms(paired, request, once)
 
 
 def _traces(

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple
 
 import networkx as nx
 from torch import fx
 
-from ..ir.graphs import tensors
+from ..clock.stage_graph import run_stages, step_seconds
+from ..ir.graphs import Role, tensors
 from ..ir.request import Request
 from ..ir.user_line import line_of
 from ..jobs.job import PlanError
 from ..jobs.schedule import Schedule
-from ..partition.cut_cost import Cut, Problem
+from ..partition.cut_cost import BRANCH, Cut, Problem
 from ..partition.joint_memory import check_memory
 from ..partition.joint_stages import cut_apart, cut_phases, phases_of, with_joint
 from ..partition.planner import MemoryLimitError, stage_graph
@@ -34,31 +36,88 @@ def stages_with_joint(blocks: list[Block], request: Request) -> Fitted:
     after:  the same nodes; z in a stage of microbatches, the others in the last stage
 
     Stages of microbatches are numbered first, as without joint ones; what runs on all
-    rows comes after them, a stage for each time that rows meet on the way.
+    rows comes after them, a stage for each time that rows meet on the way, and for each
+    of several long branches. Such branches that nothing in microbatches comes before
+    count among the schedule's stages where that makes the step shorter, and run where
+    it is shortest, if w knows nothing of them.
     """
     parts = _Parts(blocks)
-    problem = cut_problem([blocks[i] for i in parts.cut], request)
-    before = [parts.phases[i] for i in parts.cut]
-    if request.stages == "auto":
-        cut = _cut_within(problem, before, request)
-    else:
-        named = named_cut(problem, [blocks[i] for i in parts.cut], request)
-        cut = cut_apart(named, before)
-    count = max(cut, default=-1) + 1
-    stage = dict(zip(parts.cut, cut, strict=True)) | parts.numbered(count)
+    every = cut_problem(blocks, request)
+    named = None
+    if request.stages != "auto":
+        named = named_cut(every, blocks, request)
+    groups = parts.groups(every, named)
+    choices: list[_Choice] = []
+    for cut in _cuts(blocks, parts, groups, named, request):
+        stage = dict(zip(parts.cut, cut, strict=True))
+        count = max(cut, default=-1) + 1
+        stage |= {i: count + k for k, group in enumerate(groups) for i in group}
+        choices += _placed(stage, every, parts, request.schedule, count)
+    best = min(choices, key=lambda choice: choice.seconds)
     for i, block in enumerate(blocks):
         for node in block:
-            node.meta["stage"] = stage[i]
-    beside: dict[int, int] = {}
-    for i in parts.whole:
-        near = [stage[r] for r in parts.reads[i] if r not in parts.whole]
-        beside[stage[i]] = max([beside.get(stage[i], 0), *near])
-    schedule = with_joint(request.schedule, beside, count + len(beside))
-    stages = _stages_of(blocks, stage, parts.whole, request)
-    schedule = schedule.fitted(stages)
+            node.meta["stage"] = best.stage[i]
+    schedule, stages = best.fitted
     read = _bytes_read(blocks, len(stages))
     check_memory(schedule, stages, read, request.carry, request.memory_limit)
-    return Fitted(schedule, stages)
+    return best.fitted
+
+
+class _Choice(NamedTuple):
+    """The stage of each block, the schedule for them, and its step."""
+
+    stage: Mapping[int, int]
+    fitted: Fitted
+    seconds: float
+
+
+def _cuts(
+    blocks: list[Block],
+    parts: _Parts,
+    groups: Sequence[Sequence[int]],
+    named: Cut | None,
+    request: Request,
+) -> Iterator[Cut]:
+    """Cuts of what runs in microbatches."""
+    before = [parts.phases[i] for i in parts.cut]
+    if named is not None:
+        yield cut_apart(tuple(named[i] for i in parts.cut), before)
+        return
+    problem = cut_problem([blocks[i] for i in parts.cut], request)
+    yield _cut_within(problem, before, request)
+    schedule = request.schedule
+    branches = sum(parts.alone(group) for group in groups)
+    fewer = (schedule.stages or schedule.workers) - branches
+    if branches and before and fewer >= len(set(before)):
+        fewer_stages = replace(schedule, stages=fewer)
+        yield _cut_within(problem, before, replace(request, schedule=fewer_stages))
+
+
+def _placed(
+    stage: Mapping[int, int],
+    problem: Problem,
+    parts: _Parts,
+    schedule: Schedule,
+    count: int,
+) -> Iterator[_Choice]:
+    """The schedule for these stages, with what reads no stage of microbatches, of which
+    there are `count`, beside each of them, where w has no worker for it."""
+    beside: dict[int, int] = {}  # -1: none
+    for i in sorted(parts.whole):
+        near = [stage[r] for r in parts.reads[i] if r not in parts.whole]
+        beside[stage[i]] = max([beside.get(stage[i], -1), *near])
+    stages = stage_graph(problem, tuple(stage[i] for i in range(len(stage))))
+    for s in beside:
+        stages.nodes[s]["joint"] = True
+    places = range(min(count, schedule.workers))
+    if schedule.is_open or -1 not in beside.values() or not places:
+        places = range(1)
+    for place in places:
+        near_of = {s: place if near < 0 else near for s, near in beside.items()}
+        made = with_joint(schedule, near_of, count + len(beside)).fitted(stages)
+        events = run_stages(made, stages)
+        seconds = step_seconds(events) if events.complete else float("inf")
+        yield _Choice(stage, Fitted(made, stages), seconds)
 
 
 def _cut_within(problem: Problem, phases: Sequence[int], request: Request) -> Cut:
@@ -98,28 +157,58 @@ class _Parts:
             for i, block in enumerate(blocks)
         ]
         self.phases = phases_of(self.reads, joint)
+        # what of the batch each one comes of, if of nothing that microbatches make
+        self.roots: list[frozenset[str] | None] = []
+        for block, reads, is_joint in zip(blocks, self.reads, joint, strict=True):
+            before = [self.roots[r] for r in reads]
+            known = [each for each in before if each is not None]
+            inputs = (p for n in block for p in n.all_input_nodes)
+            own = (p.name for p in inputs if p.meta.get("role") is Role.BATCH)
+            free = is_joint and len(known) == len(before)
+            self.roots.append(frozenset(own).union(*known) if free else None)
         self.cut = [i for i, is_joint in enumerate(joint) if not is_joint]
         self.whole = {i for i, is_joint in enumerate(joint) if is_joint}
 
-    def numbered(self, first: int) -> dict[int, int]:
-        """The stages of the blocks of the whole batch."""
-        phases = sorted({self.phases[i] for i in self.whole})
-        number = {phase: first + k for k, phase in enumerate(phases)}
-        return {i: number[self.phases[i]] for i in sorted(self.whole)}
+    def alone(self, group: Sequence[int]) -> bool:
+        """Whether blocks of the whole batch read nothing but inputs of the model."""
+        return not any(set(self.reads[i]) - set(group) for i in group)
 
+    def groups(self, problem: Problem, named: Cut | None) -> list[list[int]]:
+        """The blocks of the whole batch by stages, in order: those that rows meet as
+        often before; and, of those that nothing in microbatches comes before, long
+        branches of the graph and stages that are named by themselves."""
+        groups: list[list[int]] = []
+        for phase in sorted({self.phases[i] for i in self.whole}):
+            own: dict[tuple[Any, ...], list[int]] = {}
+            for i in (i for i in sorted(self.whole) if self.phases[i] == phase):
+                roots = self.roots[i]
+                key: tuple[Any, ...] = (1,)
+                if roots is not None:
+                    key = 0, named[i] if named else 0, len(roots), tuple(sorted(roots))
+                own.setdefault(key, []).append(i)
+            groups += self._joined([own[key] for key in sorted(own)], problem)
+        return groups
 
-def _stages_of(
-    blocks: list[Block],
-    stage: Mapping[int, int],
-    joint: set[int],
-    request: Request,
-) -> nx.DiGraph[int]:
-    """The stages, as schedules see them."""
-    problem = cut_problem(blocks, request)
-    stages = stage_graph(problem, tuple(stage[i] for i in range(len(blocks))))
-    for i in joint:
-        stages.nodes[stage[i]]["joint"] = True
-    return stages
+    def _joined(self, groups: list[list[int]], problem: Problem) -> list[list[int]]:
+        """Groups of one phase, in order, of which those with little work go to the
+        first that reads them, or to the only one that they read."""
+        least = BRANCH * problem.seconds
+        for k in range(len(groups) - 1):
+            if sum(problem.units[i].seconds for i in groups[k]) < least:
+                later = range(k + 1, len(groups))
+                readers = (j for j in later if self._reads(groups[j], groups[k]))
+                groups[next(readers, len(groups) - 1)] += groups[k]
+                groups[k] = []
+        groups = [sorted(group) for group in groups if group]
+        last = groups[-1]
+        if sum(problem.units[i].seconds for i in last) < least and len(groups) > 1:
+            both = sorted(groups[-2] + last)
+            if not any(set(self.reads[i]) - set(both) for i in last):
+                groups[-2:] = [both]
+        return groups
+
+    def _reads(self, readers: Sequence[int], read: Sequence[int]) -> bool:
+        return not set(read).isdisjoint(r for i in readers for r in self.reads[i])
 
 
 def _is_joint(block: Block) -> bool:

@@ -60,13 +60,15 @@ def assign_stages(gm: fx.GraphModule, request: Request) -> fx.GraphModule:
     if request.stages == "auto":
         choice = choose_cut(problem, request.schedule, request.memory_limit)
         cut, schedule = choice.cut, choice.schedule
+        stages = stage_graph(problem, cut)
     else:
         cut = named_cut(problem, blocks, request)
-        schedule = request.schedule.fitted(stage_graph(problem, cut))
+        stages = stage_graph(problem, cut)
+        schedule = request.schedule.fitted(stages)
     for block, stage in zip(blocks, cut, strict=True):
         for node in block:
             node.meta["stage"] = stage
-    gm.meta[FACTS] = replace(facts(gm), schedule=schedule)
+    gm.meta[FACTS] = replace(facts(gm), schedule=schedule, stages=stages)
     return gm
 
 

@@ -179,6 +179,8 @@ class Trainer:
     def backward(self, number: int, ids: Tensor, x: Tensor, scale: float) -> Tensor:
         """The loss over the microbatches; its gradients, times scale, are added."""
         parts = max(p for p in range(1, MICROBATCHES + 1) if len(ids) % p == 0)
+        if self.models[number].kind == "normed":
+            parts = 1  # its statistics are the whole batch's
         total = torch.zeros(())
         for i, part in zip(ids.chunk(parts), x.chunk(parts), strict=True):
             loss = self.loss_of(number, self.call(number, i, part), i) / parts

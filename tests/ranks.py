@@ -223,8 +223,7 @@ def contract() -> None:
     backend = fxsched.backend(schedules.gpipe(2, 4), passes=[note])
     run = torch.compile(model, backend=backend)
     run(x)["logits"].pow(2).sum().backward()
-    parts = [reference(part)["logits"] for part in y.chunk(4)]
-    torch.cat(parts).pow(2).sum().backward()
+    reference(y)["logits"].pow(2).sum().backward()
     torch.testing.assert_close(x.grad, y.grad)
     pairs = zip(model.parameters(), reference.parameters(), strict=True)
     for mine, other in pairs:

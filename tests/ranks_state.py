@@ -67,7 +67,8 @@ def eager(model: nn.Module) -> Callable[..., None]:
 
 
 def planned(model: nn.Module, schedule: Schedule, **options: Any) -> Any:
-    run = torch.compile(model, backend=fxsched.backend(schedule, **options))
+    backend = fxsched.backend(schedule, batch_norm="microbatch", **options)
+    run = torch.compile(model, backend=backend)
     return lambda x, y: run(x, y).backward()
 
 

@@ -118,7 +118,9 @@ def test_a_model_that_breaks_is_verified(capfd: Any) -> None:
     model.breaks = True
     assert fxsched.verify(model, ONE, torch.randn(4, 3, 8)).passed
     assert "captured by torch.export" in capfd.readouterr().err
-    found = fxsched.verify(Statistics(8, 8), ONE, torch.randn(4, 8))
+    assert fxsched.verify(Statistics(8, 8), ONE, torch.randn(4, 8)).passed
+    parted = {"batch_norm": "microbatch"}
+    found = fxsched.verify(Statistics(8, 8), ONE, torch.randn(4, 8), **parted)
     assert not found.passed
     assert "batch_norm" in found.why, found.why
 

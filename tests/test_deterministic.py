@@ -103,7 +103,6 @@ def refused(message: str, **options: object) -> None:
 
 def test_what_is_not_deterministic_is_refused() -> None:
     refused("inductor", stage_compiler="inductor")
-    refused("batch_norm='batch'", batch_norm="batch")
     refused("pairs='spread' adds up gradients of embeddings by rows", pairs="spread")
     with pytest.raises(PlanError, match="give True or False"):
         fxsched.backend(schedules.gpipe(2, 4), deterministic="yes")
@@ -126,7 +125,8 @@ class Statistics(nn.Module):
 def test_buffers_that_several_workers_write_are_refused() -> None:
     x = torch.randn(8, 3)
     with pytest.raises(PlanError, match="several workers run it, where one process"):
-        fxsched.plan(Statistics(), schedules.ddp(2, 4), x, deterministic=True)
+        options = {"deterministic": True, "batch_norm": "microbatch"}
+        fxsched.plan(Statistics(), schedules.ddp(2, 4), x, **options)
 
 
 class Thrice(nn.Module):

@@ -221,7 +221,6 @@ def test_both_ends_agree_on_the_type() -> None:
     [
         ({"message_dtype": torch.int8}, r"message_dtype=torch.int8\): give torch.bfl"),
         ({"message_dtype": NARROW, "deterministic": True}, "rounds what goes from"),
-        ({"message_dtype": NARROW, "batch_norm": "batch"}, "means and variances"),
     ],
 )
 def test_refusals(options: dict[str, Any], error: str) -> None:

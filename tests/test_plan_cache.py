@@ -99,7 +99,7 @@ def named(name: str, **options: Any) -> Case:
 
 CASES: dict[str, tuple[Callable[[], Case], Schedule]] = {
     "labels 1f1b": (net, schedules.one_f_one_b(2, 4)),
-    "whole norms": (lambda: net(batch_norm="batch"), schedules.ddp(4)),
+    "whole norms": (net, schedules.ddp(4)),
     "gpt split backward": (lambda: named("gpt"), schedules.zb_h1(2, 4)),
     "towers by their graph": (lambda: named("two_tower"), schedules.graph(3, 4)),
     "unet recomputed": (lambda: named("unet", carry="recompute"), schedules.fsdp(4)),
@@ -178,8 +178,11 @@ def table(*workers: int) -> Schedule:
         (lambda: (net(), shifted(0)), lambda: (net(), shifted(0, -1))),
         (lambda: (net(), table(0, 1)), lambda: (net(), table(0, 1, 0, 1))),
         (
-            lambda: (net(), schedules.gpipe(2, 4)),
-            lambda: (net(), replace(schedules.gpipe(2, 4), in_flight=1)),
+            lambda: (net(batch_norm="microbatch"), schedules.gpipe(2, 4)),
+            lambda: (
+                net(batch_norm="microbatch"),
+                replace(schedules.gpipe(2, 4), in_flight=1),
+            ),
         ),
         (lambda: (net(), shifted(0)), lambda: (net(2.0), shifted(0))),
         (

@@ -81,7 +81,10 @@ def test_sums_are_named() -> None:
 
 
 def test_a_loss_outside_and_batch_statistics() -> None:
-    found = check(lambda s, x: s.norm(x), loss=lambda out: out.pow(2).mean())
+    outside = {"loss": lambda out: out.pow(2).mean()}
+    assert check(lambda s, x: s.norm(x), **outside).passed
+    parted = {**outside, "batch_norm": "microbatch"}
+    found = check(lambda s, x: s.norm(x), **parted)
     assert "batch_norm gives something else" in found.why
     failed = {each.name for each in found.differences if not each.passed}
     assert {"loss", "output", "buffer norm.num_batches_tracked"} <= failed
@@ -92,7 +95,8 @@ def test_batch_statistics_before_rows_meet_are_named() -> None:
         x = s.norm(x)
         return F.cross_entropy(x @ x.t(), torch.arange(len(x)))
 
-    found = check(pairs)
+    assert check(pairs).passed
+    found = check(pairs, batch_norm="microbatch")
     assert not found.passed
     assert "batch_norm" in found.why
 

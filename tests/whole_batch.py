@@ -167,7 +167,6 @@ MODELS: dict[str, Callable[[], tuple[nn.Module, Inputs]]] = {
         },
     ),
 }
-OPTIONS: dict[str, dict[str, Any]] = {"batch norm": {"batch_norm": "batch"}}
 
 
 def drawn(workers: int) -> Schedule:
@@ -226,9 +225,7 @@ def compare(
     eager = copy.deepcopy(model.double())
     torch._dynamo.reset()
     made = SCHEDULES[schedule](workers)
-    step = fxsched.compile(
-        model, made, order=order, pairs=pairs, **OPTIONS.get(name, {})
-    )
+    step = fxsched.compile(model, made, order=order, pairs=pairs)
     try:
         difference = apart(steps(step, model, inputs), steps(eager, eager, inputs))
         kind = "equal" if difference < TOLERANCE else "differs"

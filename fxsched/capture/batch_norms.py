@@ -1,4 +1,7 @@
-"""BatchNorm in training, of the whole batch, as operations whose rows can be followed.
+"""BatchNorm in training, of the whole batch.
+
+"whole": it runs once, on all rows, with what lies between it and other BatchNorms.
+"parts": microbatches go on, and only their means and variances are put together:
 
 before: y = batch_norm(x, mean, var, w, b, True, 0.1, 1e-5)
 after:  m = x.mean(dims); v = (x - m).square().mean(dims)
@@ -9,7 +12,7 @@ after:  m = x.mean(dims); v = (x - m).square().mean(dims)
 from __future__ import annotations
 
 import operator
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -21,8 +24,10 @@ from ..jobs.job import PlanError
 from ..rows.kinds import Cause
 from .graph_inputs import origin_of
 
+Norms = Literal["microbatch", "parts", "whole"]
 ONCE = "once"  # key of node.meta: runs for the whole batch alone
-DROPPED = "dropped"  # of what adds to a count, which `learn` does too
+NORM = "norm"  # ... a BatchNorm that does, and what lies around it with it
+COUNTS = "counts"  # of what adds to a count, which `learn` does too
 COUNT = "num_batches_tracked"
 FUNCTIONAL = ("x", "mean", "var", "weight", "bias", "training", "momentum", "eps")
 ATEN = ("x", "weight", "bias", "mean", "var", "training", "momentum", "eps")
@@ -65,21 +70,29 @@ def learn(
             count.add_(1)
 
 
-def whole_batch_norms(gm: fx.GraphModule) -> fx.GraphModule:
+def whole_batch_norms(gm: fx.GraphModule, norms: Norms) -> fx.GraphModule:
     """A copy of Dynamo's graph whose BatchNorms in training are of the whole batch.
 
     Raises PlanError for those whose statistics cannot be.
     """
     graph = fx.Graph()
     new: dict[fx.Node, fx.Node] = {}
+    count = 0
     for node in gm.graph.nodes:
         new[node] = graph.node_copy(node, new.__getitem__)
         norm = _norm(new[node])
-        if norm is not None and norm.training:
+        if norm is None or not norm.training:
+            continue
+        count += 1
+        _refuse_momentum(node, norm)
+        if norms == "parts":
             new[node] = _written_out(graph, new[node], norm)
-    _drop_counts(graph)
+        else:
+            _run_once(new[node], norm)
+    for node in [n for n in graph.nodes if n.target is learn or NORM in n.meta]:
+        _settle_state(node)
     result = lazy_module(gm, graph)
-    result.meta.update(gm.meta)
+    result.meta.update(gm.meta, norms=count)
     return result
 
 
@@ -99,7 +112,7 @@ def refuse_kept(gm: fx.GraphModule) -> None:
                 'batch_norm="batch": the model also keeps, in its own state, what it '
                 "computes of the batch, which goes from microbatch to microbatch"
                 f"{line_of(update.meta.get('stack_trace'))}\n"
-                '  compute it after the call, or leave batch_norm="microbatch"'
+                '  compute it after the call, or write batch_norm="microbatch"'
             )
 
 
@@ -117,6 +130,17 @@ def _norm(node: fx.Node) -> _Norm | None:
     return _Norm(**{name: every[name] for name in _Norm._fields})
 
 
+def _run_once(node: fx.Node, norm: _Norm) -> None:
+    """Marks a norm, and calls what has no least number of rows: microbatches of one row
+    are traced too."""
+    node.target = torch.batch_norm
+    values = (*(getattr(norm, name) for name in ATEN), torch.backends.cudnn.enabled)
+    node.args, node.kwargs = values, {}
+    node.meta.update({NORM: True, ONCE: True})
+    if norm.mean is not None:
+        _count(norm.mean)
+
+
 def _written_out(graph: fx.Graph, node: fx.Node, norm: _Norm) -> fx.Node:
     """after: see the file. Takes a node's place."""
 
@@ -128,7 +152,12 @@ def _written_out(graph: fx.Graph, node: fx.Node, norm: _Norm) -> fx.Node:
         return new
 
     example = norm.x.meta["example_value"]
-    _refuse(node, norm, example)
+    if example.dtype in (torch.float16, torch.bfloat16):
+        raise PlanError(
+            f"a BatchNorm of {example.dtype} has statistics of another type, which "
+            f"microbatches can't put together{line_of(node.meta['stack_trace'])}\n"
+            '  write batch_norm="microbatch" for it, or give it float32'
+        )
     dims = [0, *range(2, example.dim())]
     shape = [1, -1, *[1] * (example.dim() - 2)]
     mean = added(torch.mean, norm.x, dims, True)
@@ -149,47 +178,55 @@ def _written_out(graph: fx.Graph, node: fx.Node, norm: _Norm) -> fx.Node:
     return value
 
 
-def _refuse(node: fx.Node, norm: _Norm, example: Tensor) -> None:
-    """Raises PlanError for BatchNorms that are not computed so."""
-    why = None
+def _refuse_momentum(node: fx.Node, norm: _Norm) -> None:
+    """Raises PlanError for a BatchNorm whose momentum follows its count of calls."""
     if isinstance(norm.momentum, fx.Node) or norm.momentum is None:
-        why = "with momentum=None counts calls"
-    elif example.dtype in (torch.float16, torch.bfloat16):
-        why = f"of {example.dtype} has statistics of another type"
-    if why is not None:
         raise PlanError(
-            f'batch_norm="batch": a BatchNorm {why}{line_of(node.meta["stack_trace"])}'
-            '\n  leave batch_norm="microbatch" for it, or give it a momentum and '
-            "float32"
+            'batch_norm="batch": a BatchNorm with momentum=None counts calls'
+            f"{line_of(node.meta['stack_trace'])}\n"
+            '  write batch_norm="microbatch" for it, or give it a momentum'
         )
 
 
 def _count(mean: fx.Node) -> fx.Node | None:
-    """The count of calls, if the model adds to it; that is marked to be dropped."""
+    """The count of calls, if the model adds to it; what does is marked."""
+    state = _count_beside(mean)
+    users = state.users if state is not None else ()
+    adds = [n for n in users if n.target in ADDS and COUNTS not in n.meta]
+    for add in adds:
+        add.meta[COUNTS] = add.meta[ONCE] = True
+    return state if adds else None
+
+
+def _count_beside(mean: fx.Node) -> fx.Node | None:
     prefix = origin_of(mean).name.removesuffix("running_mean")
-    for state in mean.graph.find_nodes(op="placeholder"):
-        if origin_of(state).name == prefix + COUNT:
-            adds = [
-                n for n in state.users if n.target in ADDS and DROPPED not in n.meta
-            ]
-            for add in adds:
-                add.meta[DROPPED] = True
-            return state if adds else None
-    return None
+    inputs = mean.graph.find_nodes(op="placeholder")
+    return next((n for n in inputs if origin_of(n).name == prefix + COUNT), None)
 
 
-def _drop_counts(graph: fx.Graph) -> None:
-    """Erases what `learn` counts itself. Raises PlanError where others read what it
-    writes: they would be in microbatches."""
-    for update in graph.find_nodes(op="call_function", target=learn):
-        for state in filter(None, update.args[:3]):
-            assert isinstance(state, fx.Node)
-            users = [user for user in state.users if user.target is not learn]
-            for user in users:
-                if DROPPED not in user.meta or user.users:
-                    raise PlanError(
-                        f'batch_norm="batch": {origin_of(state).name} is read besides'
-                        f"{line_of(user.meta.get('stack_trace'))}\n  read it after the "
-                        'call, or leave batch_norm="microbatch"'
-                    )
-                graph.erase_node(user)
+def _settle_state(norm: fx.Node) -> None:
+    """Erases what adds to a count that `learn` adds to. Raises PlanError where others
+    read what a norm writes: they would be in microbatches."""
+    states = norm.args[:3] if norm.target is learn else _state(norm)
+    for state in filter(None, states):
+        assert isinstance(state, fx.Node)
+        for user in list(state.users):
+            if user.target is learn or NORM in user.meta:
+                continue
+            if COUNTS not in user.meta or user.users:
+                raise PlanError(
+                    f'batch_norm="batch": {origin_of(state).name} is read besides'
+                    f"{line_of(user.meta.get('stack_trace'))}\n  read it after the "
+                    'call, or write batch_norm="microbatch"'
+                )
+            if norm.target is learn:
+                norm.graph.erase_node(user)
+
+
+def _state(node: fx.Node) -> list[fx.Node | None]:
+    """What a BatchNorm writes: its statistics, and their count of calls."""
+    norm = _norm(node)
+    assert norm is not None
+    if norm.mean is None:
+        return []
+    return [norm.mean, norm.var, _count_beside(norm.mean)]

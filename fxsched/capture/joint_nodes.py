@@ -19,11 +19,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, fx
 
-from ..costmodel.costs import copied
+from ..costmodel.costs import Work, copied
 from ..ir import joint
 from ..ir.graphs import REPLICATED, Role, storage, tensors
 from ..ir.user_line import line_of
 from ..jobs.job import PlanError
+from ..rows.around_norms import around_norms
 from ..rows.domains import Domains
 from ..rows.kinds import Kind, Rows
 from ..rows.own_backward import own_name
@@ -75,9 +76,15 @@ class _Joining:
         self.trace, self.microbatches = trace, trace.batch.microbatches
         nodes = [n for n in trace.gm.graph.nodes if n.op.startswith("call")]
         nodes = [n for n in nodes if not is_region(n)]
+        around = around_norms(nodes, trace.tracker.met, self._seconds)
         self.domains = Domains(
-            *(nodes, trace.tracker, trace.values.get),
-            *(self._flops, trace.rows_beside, self._written),
+            nodes,
+            trace.tracker,
+            trace.values.get,
+            self._flops,
+            trace.rows_beside,
+            self._written,
+            around,
         )
         self.joint = self.domains.joint()
         self.of_all = [*self.joint, *self.domains.whole]  # need the whole batch
@@ -162,6 +169,8 @@ class _Joining:
         """What a microbatch computes of a joint value, if it may and can."""
         if not self.wants_spread or node not in self.joint:
             return None
+        if node in self.domains.around:
+            return None
         version = self.versions.of(node, dim)
         self.spread |= version is not None
         return version
@@ -192,9 +201,16 @@ class _Joining:
         return Version(new, value)
 
     def _flops(self, node: fx.Node) -> float:
-        new = self.trace.new.get(node)
-        work = new.meta.get("work") if isinstance(new, fx.Node) else None
-        return work.flops if work else 0.0
+        return self._work(node).flops
+
+    def _seconds(self, node: fx.Node) -> float:
+        return self._work(node).forward + self._work(node).backward
+
+    def _work(self, node: fx.Node) -> Work:
+        new, nothing = self.trace.new.get(node), Work(0, 0.0, 0.0, 0)
+        known = new.meta.get("work", nothing) if isinstance(new, fx.Node) else nothing
+        assert isinstance(known, Work)
+        return known
 
     def _drop(self, node: fx.Node) -> None:
         """A microbatch does nothing of its own in a joint node."""

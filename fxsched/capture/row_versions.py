@@ -101,6 +101,9 @@ class RowVersions:
             return None
         if node not in self.joint and self._is_own(node, dim):
             return Version(new, trace.values[node])
+        if node in self.domains.around:
+            own = dim is not None and self._is_own(node, dim)
+            return self.part(node, dim) if own and dim is not None else None
         if dim is not None and self._is_of_sizes(node):
             return self._eye(node, dim) or self._run(node, dim) or self.part(node, dim)
         if node in self.joint and storage(trace.values[node]) in self._written:
@@ -209,7 +212,8 @@ class RowVersions:
         dims = self.dims(node)
         if not dims:
             return [None, "whole"]
-        gathered = node not in self.joint and self.domains.in_parts(node)
+        made = node not in self.joint or node in self.domains.around
+        gathered = made and self.domains.in_parts(node)
         gathered |= len(dims) == 1 and self._is_of_sizes(node)
         return [*dims, *["whole"] * gathered]
 

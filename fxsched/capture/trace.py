@@ -16,14 +16,13 @@ from torch import fx
 from ..ir.facts import FACTS, Facts
 from ..ir.graphs import Spec
 from ..ir.lazy import lazy_module
-from ..ir.request import BatchNorm
 from ..ir.writes import find_writes
 from ..rows.early_values import Early
 from ..rows.row_warnings import meeting_text
 from ..rows.tracker import OutputRows
 from ..rows.weighted_loss import labels_decide, part_means
 from .batch import Batch
-from .batch_norms import refuse_kept, refuse_microbatch, whole_batch_norms
+from .batch_norms import Norms, refuse_kept, refuse_microbatch, whole_batch_norms
 from .instance_norms import part_statistics
 from .joint_nodes import NOTHING_JOINED, join_rows
 from .kept_totals import refuse_kept_totals
@@ -45,6 +44,8 @@ class Traced(NamedTuple):
     weighted: whether there may be such inputs.
     meets: whether rows of different microbatches meet.
     spread: whether microbatches compute their own rows of what these meet in.
+    norms: how many BatchNorms have statistics of the batch; or, where these are of each
+        microbatch, 1 for any.
     """
 
     graph: fx.GraphModule
@@ -53,6 +54,7 @@ class Traced(NamedTuple):
     weighted: bool
     meets: bool
     spread: bool
+    norms: int
 
 
 def trace_microbatch(
@@ -65,7 +67,7 @@ def trace_microbatch(
     exact: bool = False,
     by_weight: bool = True,
     spread: bool = False,
-    batch_norm: BatchNorm = "microbatch",
+    norms: Norms = "microbatch",
     once: bool = False,
 ) -> Traced:
     """A copy of Dynamo's graph for one microbatch, on fake tensors.
@@ -81,7 +83,8 @@ def trace_microbatch(
     by_weight: whether it may be weighted then, where that suffices.
     spread: whether microbatches compute their own rows of what rows meet in, where they
         can.
-    batch_norm: whether BatchNorm in training sees microbatches, or the whole batch.
+    norms: whether BatchNorm in training sees microbatches, or the whole batch, and how;
+        see batch_norms.py.
     once: whether state that the model writes gets a new version once a call, where
         operations are of the whole batch; else microbatch after microbatch.
 
@@ -98,8 +101,8 @@ def trace_microbatch(
         weighted = True
     if once and exact:
         gm = part_statistics(gm)
-    if exact and batch_norm == "batch":
-        gm = whole_batch_norms(gm)
+    if exact and norms != "microbatch":
+        gm = whole_batch_norms(gm, norms)
     hook_at_source(gm)
     training = torch.is_grad_enabled()
     with torch.enable_grad():  # without gradients too, B decides where to cut
@@ -117,7 +120,7 @@ def trace_microbatch(
             refuse_kept(gm)
             exact = weighted = False
             trace = _interpreted(gm, inputs, batch, specs, weighted, exact)
-        if batch_norm == "batch" and trace.tracker.kept:
+        if norms != "microbatch" and trace.tracker.kept:
             refuse_microbatch(trace.tracker.kept)
         refuse_kept_totals(trace)
         rows = tuple(map(trace.rows, trace.outputs()))
@@ -141,7 +144,8 @@ def trace_microbatch(
     rows = tuple(trace.rows(o) if o in trace.spread else r for r, o in pairs)
     rows = tuple(map(trace.rows_left, rows, trace.outputs()))
     known = OutputRows(rows, tuple(trace.tracker.labels))
-    return Traced(graph, known, trace.early(), weighted, *joined)
+    count = trace.gm.meta.get("norms", 0) or int(trace.tracker.kept is not None)
+    return Traced(graph, known, trace.early(), weighted, *joined, count)
 
 
 def _interpreted(

@@ -36,7 +36,7 @@ def replay(
         a mean.
     optimizer: of its parameters.
     batches: of each call, the arguments: a tensor, several, or a dict by name. Tensors
-        are cut along dimension 0 into the plan's microbatches.
+        are cut along dimension 0 into the plan's microbatches, unless rows meet.
     clip_grad_norm: as given to the backend.
     arrivals: where updates were in order of arrival, backend.arrivals of each call: a
         job reads what the updates before its read left, and each update steps its
@@ -126,6 +126,9 @@ class _Weights:
             velocity = past[-1][1] if past else torch.zeros_like(value)
             self.history[name] = [(value, velocity)]
         microbatches, total = self.plan.schedule.microbatches, 0.0
+        if any(joint for _, joint in self.plan.stages.nodes(data="joint")):
+            # one update, of all rows
+            microbatches = every = 1
         for b in range(microbatches):
             self._put(b, Direction.FORWARD)
             args, kwargs = microbatch_of(batch, b, microbatches)

@@ -20,8 +20,8 @@ FACTS = "facts"  # the key of gm.meta that has them
 
 @dataclass(frozen=True)
 class Facts:
-    """The trace says the first six, planning `pairs`; a pass that finds out more
-    replaces the record.
+    """The trace says the first six, planning `pairs` and `norms`; a pass that finds out
+    more replaces the record.
 
     outputs: how each output of the model is put together.
     writes: what the model writes into, by position of the input.
@@ -30,9 +30,10 @@ class Facts:
     meeting: where rows of the batch meet, if they do, for people.
     linear: whether all gradients are in proportion to the one that arrives.
     pairs: whether rows meet in pairs in a joint stage or not, and why, for people.
+    norms: which batch BatchNorms are of, and what that costs, for people.
     schedule: the user's, fitted to the stages (assign_stages).
-    stages: a networkx.DiGraph; see clock.stage_record (split_stages; times and
-        `held` by differentiate_stages).
+    stages: a networkx.DiGraph; see clock.stage_record (estimates by assign_stages; all
+        of it by split_stages; times and `held` by differentiate_stages).
     groups: weights by owners and readers (split_stages; who gives gradients by
         differentiate_stages).
     loss: position of the output that B starts from in the call itself, or None
@@ -52,6 +53,7 @@ class Facts:
     linear: bool = True
     schedule: Schedule | None = None
     pairs: str = ""
+    norms: str = ""
     stages: nx.DiGraph[int] = field(default_factory=nx.DiGraph)
     groups: tuple[Group, ...] = ()
     loss: int | None = None

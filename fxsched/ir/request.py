@@ -94,7 +94,7 @@ class Request:
     skip_nonfinite: bool = False
     order: Order = "static"
     pairs: Pairs = "auto"
-    batch_norm: BatchNorm = "microbatch"
+    batch_norm: BatchNorm | None = None
     deterministic: bool = False
     check_finite: bool = False
     gradient_dtype: torch.dtype | None = None

@@ -41,29 +41,30 @@ def check_memory(
     if limit is None:
         return
     again = _recomputed(stages, read)
-    fullest = _fullest(schedule, stages if carry == "saved" else again)
-    if fullest.bytes <= limit:
+    most = fullest(schedule, stages if carry == "saved" else again)
+    if most.bytes <= limit:
         return
-    text = f"memory_limit={limit:.0f}: worker {fullest.worker} holds "
-    text += f"{fullest.bytes:.0f} bytes"
+    text = f"memory_limit={limit:.0f}: worker {most.worker} holds "
+    text += f"{most.bytes:.0f} bytes"
     if late := waiting_stages(stages, schedule.in_order):
         joint = late[min(late)]
         text += (
             f", for F of all {schedule.microbatches} microbatches come before stage "
             f"{joint}*, where their rows meet"
         )
-    least = _fullest(schedule, again).bytes
+    least = fullest(schedule, again).bytes
     if carry == "saved" and least <= limit:
         raise PlanError(
             f'{text}; write carry="recompute", so that B runs F again (gradient '
             f"caching), with which it is {least:.0f}"
         )
-    if carry == "saved" and least < fullest.bytes:
+    if carry == "saved" and least < most.bytes:
         text += f' ({least:.0f} with carry="recompute")'
     raise PlanError(f"{text}; raise the limit, use more workers, or a smaller batch")
 
 
-def _fullest(schedule: Schedule, stages: nx.DiGraph[int]) -> Fullest:
+def fullest(schedule: Schedule, stages: nx.DiGraph[int]) -> Fullest:
+    """The worker that holds the most of these stages."""
     memory = held_memory(schedule, stages, run_stages(schedule, stages))
     held = [each.total for each in memory]
     return Fullest(held.index(max(held)), max(held))

@@ -25,6 +25,7 @@ class Domains:
     beside: the rows of a node's value, if these that it reads are of the whole batch;
         None if it must not run again.
     writes: the tensors that a node writes into.
+    around: the BatchNorms that run on all rows, with what lies around them.
     whole: for nodes of microbatches, what they read as it is for the whole batch.
     """
 
@@ -36,11 +37,13 @@ class Domains:
         flops: Callable[[fx.Node], float],
         beside: Callable[[fx.Node, Collection[fx.Node]], Rows | None],
         writes: Callable[[fx.Node], Iterable[Tensor]],
+        around: Collection[fx.Node],
     ) -> None:
         self.nodes, self.tracker, self.value, self.flops = nodes, tracker, value, flops
         self.beside, self.writes = beside, writes
         self.whole: dict[fx.Node, list[fx.Node]] = {}
         self.own: dict[fx.Node, set[fx.Node]] = {}
+        self.around = around
 
     def rows(self, node: fx.Node) -> Rows | None:
         """The rows of a tensor."""
@@ -114,7 +117,7 @@ class Domains:
             meets = node in self.tracker.met or meet(self.rows(node))
             meets = meets or node in written
             apart = all(map(self.in_parts, reads)) and self._clean(node)
-            if "once" in node.meta:
+            if "once" in node.meta or node in self.around:
                 joint[node] = None
             elif meets or (reads and not (apart and (again or node in worth))):
                 useful = (node in worth or node in ends) and node not in written

@@ -23,10 +23,9 @@ class RowsWarning(UserWarning):
 
 REMEDIES = {
     Effect.STATISTICS: (
-        "each microbatch has statistics of its own; fxsched.backend(schedule, "
-        'batch_norm="batch") gives BatchNorm those of the whole batch, and layers '
-        "that normalise each row "
-        "(GroupNorm, LayerNorm) do not depend on the cut"
+        "each microbatch has statistics of its own; without batch_norm= and "
+        "loss_reduction= BatchNorm has those of the whole batch, and layers that "
+        "normalise each row (GroupNorm, LayerNorm) do not depend on the cut"
     ),
     Effect.PAIRS: "rows meet those of their own microbatch only",
     Effect.RATIO: (

@@ -221,7 +221,10 @@ class Tracker:
         if rows.cause is None:
             return rows
         if "batch_norm" in rows.cause.operation:
-            self.kept = self.kept or rows.cause
+            if "once" in node.meta:
+                self.where = self.where or rows.cause
+            else:
+                self.kept = self.kept or rows.cause
             return rows._replace(cause=None)
         self.meets = True
         self.where = self.where or rows.cause

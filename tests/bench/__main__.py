@@ -22,6 +22,7 @@ from . import (
     gloo,
     lengths,
     memory,
+    norms,
     overhead,
     plan,
     predict,
@@ -77,6 +78,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     _add_converge(commands.add_parser("converge", help=_first(converge.__doc__)))
     _add_first(commands.add_parser("first", help=_first(first.__doc__)))
     lengths.add_options(commands.add_parser("lengths", help=_first(lengths.__doc__)))
+    norms.add_options(commands.add_parser("norms", help=_first(norms.__doc__)))
     _add_overhead(commands.add_parser("overhead", help=_first(overhead.__doc__)))
     _add_peers(commands.add_parser("peers", help=_first(race.__doc__)))
     _add_memory(commands.add_parser("memory", help=_first(memory.__doc__)))
