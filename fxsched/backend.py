@@ -27,6 +27,7 @@ from .capture.early_writes import early_writes, take_early_writes
 from .capture.graph_breaks import GraphBreak, left_to_python
 from .capture.picked_rows import cut_outputs, pick_rows
 from .capture.refusals import refusal
+from .capture.vmaps import flatten_vmaps
 from .clock.timeline import Event
 from .costmodel.measure import Profile
 from .ir.loss_scale import read_scale
@@ -419,6 +420,7 @@ class Backend:
         self, gm: fx.GraphModule, inputs: Sequence[Any], **options: Any
     ) -> Callable[..., Sequence[Any]]:
         """torch.compile's side: from a traced graph to a function of its inputs."""
+        flatten_vmaps(gm)
         broken = left_to_python() or refusal(gm) or compile_options_error(options)
         gm = inline_checkpoints(gm)
         note_origins(gm, inputs)

@@ -20,7 +20,9 @@ from .compute_rules import (
     renorm,
     trailing,
 )
+from ..ir.graphs import operation_name
 from .declared import DECLARED, kept
+from .higher_order import RULES as BODIES
 from .index_rules import RULES as PICKS
 from .index_rules import picked
 from .kinds import Effect, Kind, Rule, where_known
@@ -157,17 +159,20 @@ RULES: dict[str, Rule] = {
     **dict.fromkeys(CASTS, pointwise),
 }
 RULES = {name: where_known(rule) for name, rule in RULES.items()}
+HIGHER = {name: where_known(rule) for name, rule in BODIES.items()}
 POINTWISE, KEPT = where_known(pointwise), where_known(kept)
 
 
 def rule_of(func: Any) -> Rule | None:
     """The rule of an operation, in place or not; None if there is none."""
-    return KEPT if func._schema.name in DECLARED else _own_rule(func)
+    return KEPT if operation_name(func) in DECLARED else _own_rule(func)
 
 
 @cache
 def _own_rule(func: Any) -> Rule | None:
-    library, _, name = func._schema.name.partition("::")
+    library, _, name = operation_name(func).partition("::")
+    if library == "higher_order":
+        return HIGHER.get(name)
     for each in (name, name.rstrip("_")):
         if each in RULES and library in ("aten", "fxsched"):
             return RULES[each]

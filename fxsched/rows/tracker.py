@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, fx
 
-from ..ir.graphs import storage, tensors
+from ..ir.graphs import is_mutable, storage, tensors
 from .kinds import (
     SHARED,
     UNKNOWN,
@@ -114,7 +114,8 @@ class Tracker:
         if not results:
             return
         stack = self._node.meta.get("stack_trace") if self._node else None
-        call = OpCall(func, args, kwargs, out, self.of, self.size, stack)
+        whole = not self.symbols  # parts of tensors, not of a batch
+        call = OpCall(func, args, kwargs, out, self.of, self.size, stack, whole)
         rule = rule_of(func)
         if rule is None:
             operands = [self.of(tensor) for tensor in call.tensors()]
@@ -124,7 +125,7 @@ class Tracker:
             rows = rule(call)
         every = [rows] * len(results) if isinstance(rows, Rows) else rows
         for tensor, each in zip(results, every, strict=True):
-            if func._schema.is_mutable:
+            if is_mutable(func):
                 self._write(tensor, each)
             elif each != SHARED or id(tensor) in self._rows:
                 self.put(tensor, each)
