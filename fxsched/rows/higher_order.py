@@ -26,20 +26,41 @@ FILLS = ("new_ones", "new_zeros", "new_full", "ones_like", "zeros_like", "full_l
 def flex_attention(call: OpCall) -> Rows:
     """Of query, key and value [batch, heads, length, width], whose rows are batches or
     heads."""
-    (score, (*blocks, mask)), captured = call.args[3:5], [*call.args[7:9], (), ()]
     values = [call.of(each) for each in call.tensors()]
-    apart = [rows for rows in map(call.of, call.args[:3]) if rows != SHARED]
-    dim = apart[0].dim if apart else 0
-    cause = first_cause(values)
-    if not apart or dim > 1 or not _beside(call, call.args[:3], dim):
-        cause = call.mixed(Effect.PAIRS, *values)
-    elif not (
-        _follows(call, score, 1 + dim, captured[0])
-        and _follows(call, mask, dim, captured[1])
-        and _beside(call, [*tensors(blocks)], dim)
+    read, dim, cause = parts(call), _dim(call), first_cause(values)
+    if read is None:
+        effect = Effect.PAIRS if dim > 1 else Effect.ORDER
+        return Rows(Kind.APART, dim, cause=call.mixed(effect, *values))
+    in_parts = {id(tensor) for tensor, _ in read}
+    others = [each for each in call.tensors() if id(each) not in in_parts]
+    if not (
+        all(_is_beside(call, *each) for each in read)
+        and all(call.of(each) == SHARED for each in others)
     ):
-        cause = call.mixed(Effect.ORDER, *values)
+        cause = call.mixed(Effect.PAIRS, *values)
     return Rows(Kind.APART, dim, cause=cause)
+
+
+def parts(call: OpCall) -> list[tuple[Tensor, int]] | None:
+    """The tensors of which a call on parts reads parts, and along which dimension; None
+    if a graph makes something of a row's number."""
+    score, (*blocks, mask) = call.args[3:5]
+    captured, dim = [*call.args[7:9], (), ()], _dim(call)
+    if dim > 1:
+        return None
+    read = [(each, dim) for each in (*call.args[:3], *tensors(blocks))]
+    for graph, place, given in ((score, 1, captured[0]), (mask, 0, captured[1])):
+        taken = _taken(graph, place + dim, given)
+        if taken is None:
+            return None
+        read += [(each, 0) for each in taken]
+    return read
+
+
+def _dim(call: OpCall) -> int:
+    """The dimension that is cut."""
+    rows = [call.of(each) for each in call.args[:3]]
+    return next((each.dim for each in rows if each != SHARED), 0)
 
 
 def mapped(call: OpCall) -> Rows:
@@ -48,39 +69,33 @@ def mapped(call: OpCall) -> Rows:
     values = [call.of(each) for each in tensors((slices, others))]
     cause = first_cause(values)
     shared = all(call.of(each) == SHARED for each in tensors(others))
-    if not shared or not _beside(call, [*tensors(slices)], 0):
+    if not shared or not all(_is_beside(call, each, 0) for each in tensors(slices)):
         cause = call.mixed(Effect.MIX, *values)
     return Rows(Kind.APART, 0, cause=cause)
 
 
-def _beside(call: OpCall, values: Sequence[Tensor], dim: int) -> bool:
-    """Whether each has the rows along a dimension, or is the same for all of them."""
-    for each in values:
-        rows = call.of(each)
-        same = rows == SHARED and (each.shape[dim] == 1 or call.whole)
-        if not same and rows != Rows(Kind.APART, dim, cause=rows.cause):
-            return False
-    return True
+def _is_beside(call: OpCall, value: Tensor, dim: int) -> bool:
+    """Whether a tensor has the rows along a dimension, or is the same for all."""
+    rows = call.of(value)
+    if rows == SHARED:
+        return call.whole or value.shape[dim] == 1
+    return rows == Rows(Kind.APART, dim, cause=rows.cause)
 
 
-def _follows(call: OpCall, graph: Any, place: int, captured: Sequence[Any]) -> bool:
-    """Whether a graph takes a row for what it is, whatever its number: it reads the
-    number to take the row's part of captured tensors, and these in no other way."""
+def _taken(graph: Any, place: int, captured: Sequence[Any]) -> list[Tensor] | None:
+    """The captured tensors that a graph takes a row's part of, by its number; None if
+    it does something else with the number, or with these."""
     if not isinstance(graph, fx.GraphModule):
-        return False
+        return None
     given = graph.graph.find_nodes(op="placeholder")
-    rows = [call.of(each) if isinstance(each, Tensor) else SHARED for each in captured]
-    held = given[len(given) - len(rows) :] if rows else []
-    parts = {n for n, each in zip(held, rows, strict=True) if each != SHARED}
-    known = (Rows(Kind.APART, 0, cause=each.cause) for each in rows)
-    if any(r not in (SHARED, a) for r, a in zip(rows, known, strict=True)):
-        return False
-    number = given[place]
-    for node in graph.graph.nodes:
-        reads = {number, *parts}.intersection(node.all_input_nodes)
-        if reads and not (_is_filled(node) or _takes_row(node, number, parts)):
-            return False
-    return True
+    number, held = given[place], given[len(given) - len(captured) :]
+    takes = {node for node in number.users if not _is_filled(node)}
+    taken = {node.args[0] for node in takes}
+    if not takes <= {u for n in taken for u in n.users} or not taken <= set(held):
+        return None
+    if not all(_takes_row(user, number) for node in taken for user in node.users):
+        return None
+    return [t for n, t in zip(held, captured, strict=True) if n in taken]
 
 
 def _is_filled(node: fx.Node) -> bool:
@@ -89,14 +104,13 @@ def _is_filled(node: fx.Node) -> bool:
     return name in FILLS and len(node.all_input_nodes) == 1
 
 
-def _takes_row(node: fx.Node, number: fx.Node, parts: set[fx.Node]) -> bool:
-    """Whether a node is part[number] or part[number, ..]."""
+def _takes_row(node: fx.Node, number: fx.Node) -> bool:
+    """Whether a node is tensor[number] or tensor[number, ..]."""
     if node.target not in TAKES:
         return False
-    source, index = node.args[:2]
+    index = node.args[1]
     first, *rest = index if isinstance(index, (tuple, list)) else (index,)
-    others = {each for each in rest if isinstance(each, fx.Node)}
-    return source in parts and first is number and others.isdisjoint({number, *parts})
+    return first is number and number not in rest and node.args[0] not in rest
 
 
 RULES = {"flex_attention": flex_attention, "map_impl": mapped}

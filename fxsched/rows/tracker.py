@@ -108,15 +108,18 @@ class Tracker:
         self._node = node
         self._targets.clear()
 
+    def call(self, func: Any, args: Sequence[Any], kwargs: Any, out: Any) -> OpCall:
+        """An operation as rules see it."""
+        stack = self._node.meta.get("stack_trace") if self._node else None
+        whole = not self.symbols  # parts of tensors, not of a batch
+        return OpCall(func, args, kwargs, out, self.of, self.size, stack, whole)
+
     def see(self, func: Any, args: Sequence[Any], kwargs: Any, out: Any) -> None:
         """Notes the rows of an operation's result."""
         results = list(tensors(out))
         if not results:
             return
-        stack = self._node.meta.get("stack_trace") if self._node else None
-        whole = not self.symbols  # parts of tensors, not of a batch
-        call = OpCall(func, args, kwargs, out, self.of, self.size, stack, whole)
-        rule = rule_of(func)
+        call, rule = self.call(func, args, kwargs, out), rule_of(func)
         if rule is None:
             operands = [self.of(tensor) for tensor in call.tensors()]
             shared = all(rows.kind is Kind.SHARED for rows in operands)
