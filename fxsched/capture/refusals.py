@@ -11,6 +11,7 @@ from torch._ops import HigherOrderOperator
 
 from ..ir.user_line import user_line
 from ..jobs.job import PlanError
+from ..rows.declared import DECLARED, lacks_dims
 from ..rows.own_backward import own_name
 from ..rows.rule_table import rule_of
 
@@ -62,6 +63,11 @@ def refusal(gm: fx.GraphModule) -> PlanError | None:
             return PlanError(
                 f"the model uses torch.{name}{where_of(node)}, whose operations cannot "
                 f"be cut into jobs; write {BRANCHES[name]}"
+            )
+        if node.target in DECLARED and lacks_dims(node):
+            return PlanError(
+                f"placements({node.target}, forward=) has Shard(..) of more dimensions "
+                f"than the tensors have{where_of(node)}; give those that they have"
             )
         if isinstance(node.target, HigherOrderOperator) and not (
             own_name(node) or rule_of(node.target)

@@ -11,22 +11,24 @@ after:  j = index(lengths, [b]); m = j
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterator, Sequence
+from collections.abc import Container, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, fx
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from ..ir.graphs import is_mutable, tensors
+from ..ir.graphs import is_mutable, is_view, tensors
 from .spoken import Spoken
 
 ENTER, EXIT = "_vmap_increment_nesting", "_vmap_decrement_nesting"
 
 
 def flatten_vmaps(gm: fx.GraphModule) -> None:
-    """Rewrites what torch.vmap does to values without gradients. Other calls of it stay:
-    tracing them would lose gradients of the model's own making."""
+    """Rewrites what torch.vmap does to values without gradients.
+
+    Its other calls stay: tracing them would lose gradients of the model's own making.
+    """
     for region in list(_regions(gm.graph)):
         inside = set(region)
         reads = dict.fromkeys(n for node in region for n in node.all_input_nodes)
@@ -72,14 +74,16 @@ def _traced(
         trace = make_fx(inner.run, tracing_mode="symbolic", _allow_non_fake_inputs=True)
         traced: fx.GraphModule = trace(*values)
     traced.graph.eliminate_dead_code()
+    seen = set[fx.Node]()
     for node in traced.graph.nodes:
         if node.op == "call_function":
-            _write_nothing(node)
+            _write_nothing(node, seen)
+        seen.add(node)
     return traced
 
 
-def _write_nothing(node: fx.Node) -> None:
-    """Writes into what nothing else reads become values of their own.
+def _write_nothing(node: fx.Node, before: Container[fx.Node]) -> None:
+    """A write into what nothing else reads later becomes a value of its own.
 
     before: zeros = new_zeros(x, [2]); y = index_put_(zeros, [i], ones)
     after:  zeros = new_zeros(x, [2]); y = index_put(zeros, [i], ones)
@@ -90,7 +94,10 @@ def _write_nothing(node: fx.Node) -> None:
     name, written = func._schema.name.split("::")[1], node.args[0]
     plain = getattr(torch.ops.aten, name.removesuffix("_"), None)
     plain = getattr(plain, func._overloadname, None)
-    if plain and written.op == "call_function" and list(written.users) == [node]:
+    made = written.op == "call_function" and not is_view(written.target)
+    others = [user for user in written.users if user is not node]
+    read = any(each not in before or is_view(each.target) for each in others)
+    if plain and made and not read:
         node.target = plain
 
 

@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
-from torch import Tensor
+from torch import Tensor, fx
 
 from ..ir.graphs import tensors
-from ..jobs.job import PlanError
 from .compute_rules import beside
 from .kinds import SHARED, Cause, Effect, Kind, OpCall, Rows, first_cause
 
@@ -74,6 +73,30 @@ def backward_meets(call: OpCall) -> Cause | None:
     return Cause(Effect.BACKWARD, str(call.func), call.stack)
 
 
+def lacks_dims(node: fx.Node) -> bool:
+    """Whether all that is said of a node's operator is of tensors that have more
+    dimensions than the node's."""
+    args, kwargs = fx.map_arg((node.args, node.kwargs), _example)
+    call = OpCall(node.target, args, kwargs, _example(node), lambda _: SHARED, 1, None)
+    forward = DECLARED[node.target].forward
+    return bool(forward) and not any(_has_dims(call, each) for each in forward or ())
+
+
+def _example(node: fx.Node) -> Any:
+    return node.meta.get("example_value")
+
+
+def _has_dims(call: OpCall, strategy: Strategy) -> bool:
+    """Whether tensors have the dimensions along which they are said to be parts."""
+    schema = call.func._schema
+    inputs = _pairs(schema.arguments, _arguments(call), strategy.inputs)
+    outputs = _pairs(schema.returns, _results(call), strategy.outputs)
+    return all(
+        rows.kind is not Kind.APART or 0 <= rows.dim < tensor.dim()
+        for tensor, rows in (*inputs, *outputs)
+    )
+
+
 def _are_gradients(
     values: Sequence[tuple[Tensor, Rows]], gradients: Iterator[tuple[Tensor, Rows]]
 ) -> bool:
@@ -89,7 +112,8 @@ def _fitting(call: OpCall, strategies: Sequence[Strategy]) -> Strategy | None:
     """The first that the rows of a call's arguments fit."""
     for strategy in strategies:
         pairs = _pairs(call.func._schema.arguments, _arguments(call), strategy.inputs)
-        if all(_fits(call, tensor, rows) for tensor, rows in pairs):
+        fit = _has_dims(call, strategy) and all(_fits(call, *each) for each in pairs)
+        if fit:
             return strategy
     return None
 
@@ -119,10 +143,6 @@ def _pairs(
         if "Tensor" in str(field.type):
             rows = next(each)
             for tensor in tensors(value):
-                count = tensor.dim()
-                if rows.kind is Kind.APART and not -count <= rows.dim < count:
-                    raise PlanError(
-                        f"placements(..) has Shard({rows.dim}) for a tensor of {count} "
-                        "dimensions; give a dimension that it has"
-                    )
-                yield tensor, rows._replace(dim=rows.dim % max(count, 1))
+                negative = rows.dim < 0
+                dim = rows.dim + negative * tensor.dim()
+                yield tensor, rows._replace(dim=dim)
