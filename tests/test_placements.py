@@ -97,11 +97,12 @@ def test_a_llama_is_trained_without_stages_of_the_whole_batch(kind: str) -> None
     model, ids = Llama(kind), torch.randint(24, (8, LENGTH))
     start = copy.deepcopy(model.state_dict())
     switch = Switch(model, fxsched.backend(schedules.ddp(2)))
-    for name, schedule in SCHEDULES.items():
+    names = SCHEDULES if kind == "operator" else ("1f1b", "fsdp", "shards")
+    for name in names:
         eager = Llama(kind)
         for each in (model, eager):
             each.load_state_dict(start)
-        with fxsched.backend(schedule(), profile=True) as backend:
+        with fxsched.backend(SCHEDULES[name](), profile=True) as backend:
             assert_trained(partial(switch, backend), model, eager, ids)
             assert not any(event.job.joint for event in backend.timeline), name
     text = fxsched.explain(Llama(kind), SCHEDULES["shards"](), ids)
@@ -164,6 +165,16 @@ def numbered(net: Net, y: Tensor) -> Tensor:
     return attended(y, score_mod=lambda s, b, h, i, j: s * (1 + b))
 
 
+def sized(net: Net, y: Tensor) -> Tensor:
+    size = y.shape[0]
+    return attended(y, score_mod=lambda s, b, h, i, j: s / size)
+
+
+def looked_up(net: Net, y: Tensor, n: Tensor) -> Tensor:
+    """By the row of the batch, and by what isn't one."""
+    return attended(y, score_mod=lambda s, b, h, i, j: s * (n[b] > n[j]))
+
+
 def mapped(net: Net, y: Tensor) -> Tensor:
     from torch._higher_order_ops.map import map as each
 
@@ -177,13 +188,18 @@ GRAPHS = {
     "lengths": lengths,
     "biased": biased,
     "numbered": numbered,
+    "sized": sized,
+    "looked up": looked_up,
     "map": mapped,
     "region": lambda net, y: net.again(net.again(y)),
     "vmap": lambda net, y, n: (
         y * torch.vmap(lambda i: (i > 3).float())(n)[:, None, None]
     ),
 }
-TAKES = ("masked", "lengths", "vmap")
+TAKES, MEET = (
+    ("masked", "lengths", "looked up", "vmap"),
+    ("numbered", "sized", "looked up"),
+)
 
 
 @pytest.mark.parametrize("name", GRAPHS)
@@ -196,7 +212,7 @@ def test_operations_that_are_given_graphs_are_eagers(name: str) -> None:
         step = torch.compile(model, backend=backend)
         assert_trained(step, model, eager, *inputs)
         joint = any(event.job.joint for event in backend.timeline)
-        assert joint is (name == "numbered")
+        assert joint is (name in MEET)
 
 
 def test_rows_are_apart_where_that_is_said() -> None:

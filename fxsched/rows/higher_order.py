@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, fx
@@ -23,20 +23,25 @@ TAKES = (operator.getitem, torch.ops.aten.index.Tensor)
 FILLS = ("new_ones", "new_zeros", "new_full", "ones_like", "zeros_like", "full_like")
 
 
+class _Captured(NamedTuple):
+    """What graphs read beside numbers. taken: tensors of which they take what belongs
+    to a row, by its number; whole: what they read in another way."""
+
+    taken: list[Tensor]
+    whole: list[Any]
+
+
 def flex_attention(call: OpCall) -> Rows:
     """Of query, key and value [batch, heads, length, width], whose rows are batches or
     heads."""
     values = [call.of(each) for each in call.tensors()]
-    read, dim, cause = parts(call), _dim(call), first_cause(values)
-    if read is None:
+    read, captured, dim = parts(call), _captured(call), _dim(call)
+    if read is None or captured is None:
         effect = Effect.PAIRS if dim > 1 else Effect.ORDER
         return Rows(Kind.APART, dim, cause=call.mixed(effect, *values))
-    in_parts = {id(tensor) for tensor, _ in read}
-    others = [each for each in call.tensors() if id(each) not in in_parts]
-    if not (
-        all(_is_beside(call, *each) for each in read)
-        and all(call.of(each) == SHARED for each in others)
-    ):
+    cause = first_cause(values)
+    shared = all(_is_shared(call, each) for each in captured.whole)
+    if not shared or not all(_is_beside(call, *each) for each in read):
         cause = call.mixed(Effect.PAIRS, *values)
     return Rows(Kind.APART, dim, cause=cause)
 
@@ -44,17 +49,23 @@ def flex_attention(call: OpCall) -> Rows:
 def parts(call: OpCall) -> list[tuple[Tensor, int]] | None:
     """The tensors of which a call on parts reads parts, and along which dimension; None
     if a graph makes something of a row's number."""
-    score, (*blocks, mask) = call.args[3:5]
-    captured, dim = [*call.args[7:9], (), ()], _dim(call)
-    if dim > 1:
+    captured, dim = _captured(call), _dim(call)
+    if captured is None or dim > 1:
         return None
-    read = [(each, dim) for each in (*call.args[:3], *tensors(blocks))]
-    for graph, place, given in ((score, 1, captured[0]), (mask, 0, captured[1])):
-        taken = _taken(graph, place + dim, given)
-        if taken is None:
-            return None
-        read += [(each, 0) for each in taken]
-    return read
+    beside = [*call.args[:3], *tensors(call.args[4][:-1])]
+    read = [(each, dim) for each in beside] + [(each, 0) for each in captured.taken]
+    whole = set(map(id, captured.whole))
+    return None if any(id(each) in whole for each, _ in read) else read
+
+
+def _captured(call: OpCall) -> _Captured | None:
+    """That of both graphs; None if one makes something of a row's number."""
+    dim, given = _dim(call), [*call.args[7:9], (), ()]
+    score = _reads(call.args[3], 1 + dim, given[0])
+    mask = _reads(call.args[4][-1], dim, given[1])
+    if score is None or mask is None:
+        return None
+    return _Captured(score.taken + mask.taken, score.whole + mask.whole)
 
 
 def _dim(call: OpCall) -> int:
@@ -68,7 +79,7 @@ def mapped(call: OpCall) -> Rows:
     _, slices, others = call.args[:3]
     values = [call.of(each) for each in tensors((slices, others))]
     cause = first_cause(values)
-    shared = all(call.of(each) == SHARED for each in tensors(others))
+    shared = all(_is_shared(call, each) for each in others)
     if not shared or not all(_is_beside(call, each, 0) for each in tensors(slices)):
         cause = call.mixed(Effect.MIX, *values)
     return Rows(Kind.APART, 0, cause=cause)
@@ -82,20 +93,30 @@ def _is_beside(call: OpCall, value: Tensor, dim: int) -> bool:
     return rows == Rows(Kind.APART, dim, cause=rows.cause)
 
 
-def _taken(graph: Any, place: int, captured: Sequence[Any]) -> list[Tensor] | None:
-    """The captured tensors that a graph takes a row's part of, by its number; None if
-    it does something else with the number, or with these."""
+def _is_shared(call: OpCall, value: object) -> bool:
+    """Whether a value is the same for all rows; numbers may be of the batch's size."""
+    return call.of(value) == SHARED if isinstance(value, Tensor) else call.whole
+
+
+def _reads(graph: Any, place: int, captured: Sequence[Any]) -> _Captured | None:
+    """What a graph reads; None if it makes something of the number at a place."""
     if not isinstance(graph, fx.GraphModule):
         return None
     given = graph.graph.find_nodes(op="placeholder")
     number, held = given[place], given[len(given) - len(captured) :]
-    takes = {node for node in number.users if not _is_filled(node)}
+    takes = [node for node in number.users if not _is_filled(node)]
+    if not all(_takes_row(node, number) for node in takes):
+        return None
     taken = {node.args[0] for node in takes}
-    if not takes <= {u for n in taken for u in n.users} or not taken <= set(held):
+    if any(user not in takes for node in taken for user in node.users):
         return None
-    if not all(_takes_row(user, number) for node in taken for user in node.users):
-        return None
-    return [t for n, t in zip(held, captured, strict=True) if n in taken]
+    found = _Captured([], [])
+    for node, value in zip(held, captured, strict=True):
+        if node in taken:
+            found.taken.append(value)
+        elif node.users:
+            found.whole.append(value)
+    return found if len(found.taken) == len(taken) else None
 
 
 def _is_filled(node: fx.Node) -> bool:
@@ -110,7 +131,8 @@ def _takes_row(node: fx.Node, number: fx.Node) -> bool:
         return False
     index = node.args[1]
     first, *rest = index if isinstance(index, (tuple, list)) else (index,)
-    return first is number and number not in rest and node.args[0] not in rest
+    own = isinstance(node.args[0], fx.Node) and node.args[0] not in (number, *rest)
+    return own and first is number and number not in rest
 
 
 RULES = {"flex_attention": flex_attention, "map_impl": mapped}
