@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from .jobs.job import Direction, Job, Placement, PlanError
     from .jobs.schedule import Schedule
     from .plans.plan import Plan
-    from .rows.declared import keeps_rows
+    from .rows.placements import keeps_rows, placements
     from .rows.row_warnings import RowsWarning
     from .runtime.length_check import LengthsWarning
     from .runtime.local_rows import LocalSampler
@@ -97,6 +97,7 @@ __all__ = [
     "parameter_norms",
     "parameter_sum",
     "passes",
+    "placements",
     "plan",
     "profile",
     "replay",
@@ -138,7 +139,7 @@ MODULES = {
     "jobs.schedule": ("Schedule",),
     "passes": ("passes",),
     "plans.plan": ("Plan",),
-    "rows.declared": ("keeps_rows",),
+    "rows.placements": ("keeps_rows", "placements"),
     "rows.row_warnings": ("RowsWarning",),
     "runtime.length_check": ("LengthsWarning",),
     "runtime.local_rows": ("LocalSampler",),

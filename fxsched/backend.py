@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch.optim import Optimizer
 
-from .autodiff.activation_checkpoints import inline_checkpoints
+from .autodiff.activation_checkpoints import inline_bodies
 from .capture.batch import fixed_size
 from .capture.caller import Dims
 from .capture.dynamo import (
@@ -27,6 +27,7 @@ from .capture.early_writes import early_writes, take_early_writes
 from .capture.graph_breaks import GraphBreak, left_to_python
 from .capture.picked_rows import cut_outputs, pick_rows
 from .capture.refusals import refusal
+from .capture.vmaps import flatten_vmaps
 from .clock.timeline import Event
 from .costmodel.measure import Profile
 from .ir.loss_scale import read_scale
@@ -414,8 +415,9 @@ class Backend:
         self, gm: fx.GraphModule, inputs: Sequence[Any], **options: Any
     ) -> Callable[..., Sequence[Any]]:
         """torch.compile's side: from a traced graph to a function of its inputs."""
+        gm = inline_bodies(gm)
+        flatten_vmaps(gm)
         broken = left_to_python() or refusal(gm) or compile_options_error(options)
-        gm = inline_checkpoints(gm)
         note_origins(gm, inputs)
         note_arguments(gm, inputs)
         if broken is None:

@@ -359,9 +359,7 @@ def test_an_operation_of_the_users_own_keeps_rows_where_they_say_so() -> None:
     assert rows is not None and rows.cause is not None
 
 
-@pytest.mark.parametrize(
-    "name", ["doubled", "rows::tripled", "nowhere::x", doubled, ""]
-)
+@pytest.mark.parametrize("name", ["doubled", "rows::tripled", "nowhere::x", print, ""])
 def test_what_is_no_operation_keeps_no_rows(name: Any) -> None:
     with pytest.raises(PlanError, match="give the name of an operation"):
         fxsched.keeps_rows(name)

@@ -1,4 +1,5 @@
-"""torch.utils.checkpoint in a model: what it marks is computed again in B."""
+"""Calls of graphs in a model, which are put in the place of the calls, and
+torch.utils.checkpoint, which is one: what it marks is computed again in B."""
 
 from __future__ import annotations
 
@@ -14,16 +15,21 @@ from ..ir.graphs import draws
 from ..ir.lazy import lazy_module
 
 MARK = torch.ops.higher_order.tag_activation_checkpoint
+CALLS = {  # of graphs, by the first argument that is one of theirs
+    MARK: 1,
+    torch.ops.higher_order.wrap: 1,
+    torch.ops.higher_order.invoke_subgraph: 2,  # torch.compiler.nested_compile_region
+}
 
 
-def inline_checkpoints(gm: fx.GraphModule) -> fx.GraphModule:
-    """Dynamo's graph with checkpointed functions in place of their calls; their nodes
-    carry the number of the call as meta["recompute"].
+def inline_bodies(gm: fx.GraphModule) -> fx.GraphModule:
+    """Dynamo's graph with functions that it calls as graphs in place of their calls;
+    nodes of checkpointed ones carry the number of the call as meta["recompute"].
 
     before: y = tag_activation_checkpoint(body, x); z = y[0]
     after:  h = linear(x, w); z = tanh(h)
     """
-    if not gm.graph.find_nodes(op="call_function", target=MARK):
+    if all(node.target not in CALLS for node in gm.graph.nodes):
         return gm
     inliner = _Inliner()
     result = inliner.copy(gm, {}, None)
@@ -51,13 +57,15 @@ class _Inliner:
                 return fx.map_arg(node.args[0], new.__getitem__)
             if node.op == "get_attr":
                 new[node] = self.attribute(gm, node)
-            elif node.target is MARK:
-                body, *arguments = node.args
+            elif node.target in CALLS:
+                body, arguments = node.args[0], node.args[CALLS[node.target] :]
                 inner = getattr(gm, body.target)
                 inputs = inner.graph.find_nodes(op="placeholder")
                 values = fx.map_arg(tuple(arguments), new.__getitem__)
                 known = dict(zip(inputs, values, strict=True))
-                number = next(self.regions) if region is None else region
+                number = region
+                if region is None and node.target is MARK:
+                    number = next(self.regions)
                 new[node] = self.copy(inner, known, number)
             elif node.target is operator.getitem and isinstance(
                 new[node.args[0]], tuple

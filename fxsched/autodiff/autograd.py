@@ -35,6 +35,7 @@ from .joint_graph import (
     recompute_in_backward,
     refuse_effects,
     reshape_views,
+    want_captured,
 )
 from .stage_graphs import StageGraphs, arrange_graphs
 
@@ -98,6 +99,7 @@ def _joint_graph(
     assert isinstance(gm, fx.GraphModule)
     refuse_effects(gm)
     reshape_views(gm.graph)
+    want_captured(gm)
     return gm
 
 

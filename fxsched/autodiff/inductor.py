@@ -90,6 +90,8 @@ def _unseeded(flat: fx.GraphModule) -> tuple[fx.Graph, bool]:
             random = True
         elif _is_seed(node):
             continue
+        elif node.target is ops.wanting:  # Inductor gives all that is asked of it
+            new[node] = new[node.args[0]]
         elif node.target is ops.seeded:
             target, _, *args = node.args
             args, kwargs = fx.map_arg((tuple(args), node.kwargs), new.__getitem__)

@@ -7,7 +7,8 @@ from typing import Literal, NamedTuple
 import torch
 from torch import fx
 
-from ..ir.graphs import Spec, base, draws
+from ..ir import ops
+from ..ir.graphs import Spec, base, draws, result
 from ..jobs.job import PlanError
 from .activation_checkpoints import is_forward, recomputed
 
@@ -64,6 +65,30 @@ def reshape_views(graph: fx.Graph) -> None:
     for node in graph.find_nodes(op="call_function", target=aten.view.default):
         if not base(node).meta["val"].is_contiguous():
             node.target = aten.reshape.default
+
+
+def want_captured(gm: fx.GraphModule) -> None:
+    """Has FlexAttention's backward give gradients of tensors that its score_mod reads:
+    it asks these whether they want one, which nothing does where programs run.
+
+    before: g = flex_attention_backward(q, .., joint, mask, 1., {}, (table,), ())
+    after:  t = wanting(table)
+            g = flex_attention_backward(q, .., joint, mask, 1., {}, (t,), ())
+    """
+    flex = torch.ops.higher_order.flex_attention_backward
+    for node in gm.graph.find_nodes(op="call_function", target=flex):
+        *before, captured, masked = node.args
+        given = result(getattr(gm, node.args[8].target))[5 : 5 + len(captured)]
+        new = []
+        for each, gradient in zip(captured, given, strict=True):
+            with gm.graph.inserting_before(node):
+                wanted = gradient is not None
+                new.append(
+                    gm.graph.call_function(ops.wanting, (each,)) if wanted else each
+                )
+                if wanted:
+                    new[-1].meta = {**node.meta, "val": each.meta["val"]}
+        node.args = (*before, tuple(new), masked)
 
 
 def recompute_in_backward(joint: Joint) -> None:

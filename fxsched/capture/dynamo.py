@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import inspect
 import re
+import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import wraps
@@ -101,6 +102,11 @@ def _settings() -> Iterator[None]:
     in eager mode with no more than a warning.
     """
     config: Any = torch._dynamo.config
+    silenced = "ignore_logging_functions"  # since torch 2.13
+    ignored = {}
+    if hasattr(config, silenced):
+        # a warning would break the graph, such as create_block_mask's
+        ignored[silenced] = {*getattr(config, silenced), warnings.warn}
     shapes: Any = torch.fx.experimental._config
     with (
         config.patch(
@@ -113,6 +119,7 @@ def _settings() -> Iterator[None]:
             allow_rnn=True,
             # a hook that is added after the first call is another model
             skip_nnmodule_hook_guards=False,
+            **ignored,
         ),
         # lengths that happen to equal the batch size must not share its symbol
         shapes.patch(use_duck_shape=False),

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, fx
 
 from ..costmodel.costs import Meter
-from ..ir.graphs import tensors
+from ..ir.graphs import operation_name, tensors
 from ..rows.tracker import Tracker
 
 BATCH_NORMS = ("native_batch_norm", "cudnn_batch_norm", "miopen_batch_norm")
@@ -38,7 +38,7 @@ class EffectMeter(Meter):  # type: ignore[no-untyped-call]
             self.written += tensors(args[position : position + 1])
             self.written += tensors((kwargs or {}).get(name))
         # their schemas do not say that running statistics are written in training
-        if func._schema.name.removeprefix("aten::") in BATCH_NORMS and args[5]:
+        if operation_name(func).removeprefix("aten::") in BATCH_NORMS and args[5]:
             self.learned += [*tensors(args[3]), *tensors(args[4])]
             self.written += self.learned
         out = super().__torch_dispatch__(func, types, args, kwargs)
@@ -49,9 +49,10 @@ class EffectMeter(Meter):  # type: ignore[no-untyped-call]
 @cache
 def _written(func: Any) -> tuple[tuple[int, str], ...]:
     """The arguments that an operation writes into."""
+    schema = getattr(func, "_schema", None)
     return tuple(
         (i, argument.name)
-        for i, argument in enumerate(func._schema.arguments)
+        for i, argument in enumerate(schema.arguments if schema else ())
         if argument.alias_info is not None and argument.alias_info.is_write
     )
 

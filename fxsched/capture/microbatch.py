@@ -187,7 +187,7 @@ class Microbatch:
             value, fits = self._value(node, args, kwargs)
         self.values[node] = value
         if fits:
-            self._follow_backward(self.tracker, node, args, value)
+            self._follow_backward(self.tracker, node, args, kwargs, value)
         weighed = self.tracker.weighed
         self.tracker.settle(node, args[0] if node.target is setitem else value)
         region = is_region(node)
@@ -289,12 +289,12 @@ class Microbatch:
         return stand_ins(node, self.batch, self.tracker, self.values)
 
     def _follow_backward(
-        self, tracker: Tracker, node: fx.Node, args: Any, value: Any
+        self, tracker: Tracker, node: fx.Node, args: Any, kwargs: Any, value: Any
     ) -> None:
         """Notes what becomes of rows in a node's backward, if a user wrote it."""
         if node.op == "call_function":
             with self.mode:
-                backward = own_backward(node, args, value, tracker)
+                backward = own_backward(node, args, kwargs, value, tracker)
             if backward is not None:
                 tracker.note_backward(node, value, *backward)
 
@@ -334,7 +334,7 @@ class Microbatch:
                 again = self._run(node, args, kwargs)
         except PlanError:  # it doesn't go with the size of a microbatch
             return None
-        self._follow_backward(tracker, node, args, again)
+        self._follow_backward(tracker, node, args, kwargs, again)
         tracker.settle(node, again)
         return tracker.of(again)
 

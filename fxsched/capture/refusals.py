@@ -11,6 +11,9 @@ from torch._ops import HigherOrderOperator
 
 from ..ir.user_line import user_line
 from ..jobs.job import PlanError
+from ..rows.declared import DECLARED, lacks_dims
+from ..rows.own_backward import own_name
+from ..rows.rule_table import rule_of
 
 # Nodes that open a transform of torch.func; what follows runs inside it.
 TRANSFORMS = {
@@ -60,6 +63,22 @@ def refusal(gm: fx.GraphModule) -> PlanError | None:
             return PlanError(
                 f"the model uses torch.{name}{where_of(node)}, whose operations cannot "
                 f"be cut into jobs; write {BRANCHES[name]}"
+            )
+        if node.target in DECLARED and lacks_dims(node):
+            return PlanError(
+                f"placements({node.target}, forward=) has Shard(..) of more dimensions "
+                f"than the tensors have{where_of(node)}; give those that they have"
+            )
+        if isinstance(node.target, HigherOrderOperator) and not (
+            own_name(node) or rule_of(node.target)
+        ):
+            kernel = "triton" in name
+            what = "a Triton kernel" if kernel else f"torch.ops.higher_order.{name}"
+            return PlanError(
+                f"the model calls {what}{where_of(node)}, of which it isn't known what "
+                "it does to rows of a batch; make it an operator of torch.library "
+                f"({'triton_op' if kernel else 'custom_op'}) and say it with "
+                "fxsched.placements, or write it with other torch operations"
             )
         name = name or str(node.target)
         if name in EXACT and node.op != "placeholder":

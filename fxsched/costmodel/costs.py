@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
 from ..ir import ops
-from ..ir.graphs import draws, is_view, tensors
+from ..ir.graphs import draws, is_mutable, is_view, tensors
 
 aten = torch.ops.aten
 
@@ -105,7 +105,7 @@ ALSO = {
 
 def cost_of(func: Any, args: Any, kwargs: dict[str, Any], out: Any) -> Cost:
     """The cost of one operation on (fake) tensors; a view costs nothing."""
-    if is_view(func) and not func._schema.is_mutable:
+    if is_view(func) and not is_mutable(func):
         return Cost()
     packet = getattr(func, "overloadpacket", func)
     formula = flop_registry.get(ALSO.get(packet, packet))
@@ -144,6 +144,8 @@ class Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     random: how many of them drew random numbers.
     """
+
+    supports_higher_order_operators = True
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]

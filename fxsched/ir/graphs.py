@@ -216,6 +216,17 @@ def module_prefixes(node: fx.Node) -> list[str]:
     return [".".join(parts[: i + 1]) for i in range(len(parts)) if parts[0]]
 
 
+def operation_name(target: Any) -> str:
+    """What an operation is called: "aten::add", "higher_order::flex_attention"."""
+    schema = getattr(target, "_schema", None)
+    return str(schema.name) if schema else f"higher_order::{target.name()}"
+
+
+def is_mutable(target: Any) -> bool:
+    """Whether an operation writes into what it is given, by its schema."""
+    return bool(getattr(getattr(target, "_schema", None), "is_mutable", False))
+
+
 def draws(target: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
     """Whether an aten operation draws random numbers; dropout of nothing doesn't."""
     if torch.Tag.nondeterministic_seeded not in getattr(target, "tags", ()):

@@ -287,6 +287,11 @@ def wait(token: Tensor) -> None:
 _generator = threading.Lock()
 
 
+def wanting(value: Tensor) -> Tensor:
+    """The same values, of which FlexAttention's backward gives a gradient."""
+    return value.detach().requires_grad_()
+
+
 def seeded(target: Callable[..., Any], seed: int, /, *args: Any, **kwargs: Any) -> Any:
     """Calls `target` with the default generators seeded, and puts them back after.
 

@@ -1,44 +1,148 @@
-"""Operations of which users say that they keep rows of a batch apart."""
+"""What is known of operators of users: what becomes of rows and other parts in them."""
 
 from __future__ import annotations
 
-import torch
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
 
-from ..jobs.job import PlanError
+from torch import Tensor, fx
+
+from ..ir.graphs import tensors
 from .compute_rules import beside
-from .kinds import Kind, OpCall, Rows
+from .kinds import SHARED, Cause, Effect, Kind, OpCall, Rows, first_cause
 
-DECLARED: set[str] = set()
-
-
-def keeps_rows(operation: str) -> None:
-    """Says that an operation of your own keeps the rows of a batch apart.
-
-    operation: its name as torch.library has it, such as "mylib::attention". Along the
-        dimension in which its arguments have their rows, all its results have them
-        too, each computed of that row (and of arguments without rows) alone.
-
-    Call it before the model's first call. An operation without this runs once on the
-    rows of the whole batch, for it may mix them. One with torch.Tag.pointwise needs no
-    more. Raises PlanError for what is no operation.
-    """
-    library, _, name = str(operation).partition("::")
-    known = isinstance(operation, str) and library and name
-    if not known or not hasattr(getattr(torch.ops, library), name):
-        raise PlanError(
-            f"keeps_rows({operation!r}): give the name of an operation that "
-            'torch.library knows, such as "mylib::attention"'
-        )
-    if library == "aten":
-        raise PlanError(
-            f"keeps_rows({operation!r}): fxsched has rules for PyTorch's own operations"
-        )
-    DECLARED.add(operation)
+GRADIENTS = {Kind.SHARED: Kind.SUM, Kind.SUM: Kind.SHARED, Kind.MEAN: Kind.SHARED}
 
 
-def kept(call: OpCall) -> Rows:
-    """The rule of operations that keep rows apart."""
+class Strategy(NamedTuple):
+    """The placements of an operator's inputs, and of its outputs then."""
+
+    inputs: tuple[Rows, ...]
+    outputs: tuple[Rows, ...]
+
+
+class Declared(NamedTuple):
+    """What is said of an operator. forward: None where it keeps rows apart, wherever
+    they are; backward: None where it follows from forward."""
+
+    forward: tuple[Strategy, ...] | None = None
+    backward: tuple[Strategy, ...] | None = None
+
+
+DECLARED: dict[Any, Declared] = {}  # by overload
+
+
+def kept(call: OpCall) -> Rows | Sequence[Rows]:
+    """The rule of what is declared."""
+    said = DECLARED[call.func]
     values = [call.of(tensor) for tensor in call.tensors()]
-    if not any(rows.kind is Kind.APART for rows in values):
-        return Rows(Kind.UNKNOWN)
-    return beside(call, *values)
+    if said.forward is None:
+        apart = any(rows.kind is Kind.APART for rows in values) and not call.whole
+        return beside(call, *values) if apart else Rows(Kind.UNKNOWN)
+    found, cause = _fitting(call, said.forward), first_cause(values)
+    if found is None or (call.whole and backward_meets(call)):
+        return Rows(Kind.OTHER, cause=call.mixed(Effect.MIX, *values))
+    outputs = _pairs(call.func._schema.returns, _results(call), found.outputs)
+    return [rows._replace(cause=cause) for _, rows in outputs]
+
+
+def parts(call: OpCall) -> list[tuple[Tensor, int]] | None:
+    """The tensors of which a call on parts reads parts, and along which dimension; None
+    if that isn't known."""
+    found = _fitting(call, DECLARED[call.func].forward or ())
+    if found is None:
+        return None
+    inputs = _pairs(call.func._schema.arguments, _arguments(call), found.inputs)
+    return [(tensor, rows.dim) for tensor, rows in inputs if rows.kind is Kind.APART]
+
+
+def backward_meets(call: OpCall) -> Cause | None:
+    """Where parts meet in the backward of a call, if they do and F has them apart."""
+    said = DECLARED[call.func]
+    found = _fitting(call, said.forward or ())
+    if found is None or said.backward is None:
+        return None
+    schema, arguments = call.func._schema, _arguments(call)
+    inputs = [*_pairs(schema.arguments, arguments, found.inputs)]
+    outputs = [*_pairs(schema.returns, _results(call), found.outputs)]
+    for strategy in said.backward:
+        arriving = _pairs(schema.returns, _results(call), strategy.inputs)
+        given = _pairs(schema.arguments, arguments, strategy.outputs)
+        if _are_gradients(outputs, arriving) and _are_gradients(inputs, given):
+            return None
+    return Cause(Effect.BACKWARD, str(call.func), call.stack)
+
+
+def lacks_dims(node: fx.Node) -> bool:
+    """Whether all that is said of a node's operator is of tensors that have more
+    dimensions than the node's."""
+    args, kwargs = fx.map_arg((node.args, node.kwargs), _example)
+    call = OpCall(node.target, args, kwargs, _example(node), lambda _: SHARED, 1, None)
+    forward = DECLARED[node.target].forward
+    return bool(forward) and not any(_has_dims(call, each) for each in forward or ())
+
+
+def _example(node: fx.Node) -> Any:
+    return node.meta.get("example_value")
+
+
+def _has_dims(call: OpCall, strategy: Strategy) -> bool:
+    """Whether tensors have the dimensions along which they are said to be parts."""
+    schema = call.func._schema
+    inputs = _pairs(schema.arguments, _arguments(call), strategy.inputs)
+    outputs = _pairs(schema.returns, _results(call), strategy.outputs)
+    return all(
+        rows.kind is not Kind.APART or 0 <= rows.dim < tensor.dim()
+        for tensor, rows in (*inputs, *outputs)
+    )
+
+
+def _are_gradients(
+    values: Sequence[tuple[Tensor, Rows]], gradients: Iterator[tuple[Tensor, Rows]]
+) -> bool:
+    """Whether these are the placements of the gradients of values that have some."""
+    return all(
+        gradient == rows._replace(kind=GRADIENTS.get(rows.kind, rows.kind))
+        for (tensor, rows), (_, gradient) in zip(values, gradients, strict=True)
+        if tensor.is_floating_point() or tensor.is_complex()
+    )
+
+
+def _fitting(call: OpCall, strategies: Sequence[Strategy]) -> Strategy | None:
+    """The first that the rows of a call's arguments fit."""
+    for strategy in strategies:
+        pairs = _pairs(call.func._schema.arguments, _arguments(call), strategy.inputs)
+        fit = _has_dims(call, strategy) and all(_fits(call, *each) for each in pairs)
+        if fit:
+            return strategy
+    return None
+
+
+def _fits(call: OpCall, tensor: Tensor, wanted: Rows) -> bool:
+    rows = call.of(tensor)
+    if rows == SHARED and wanted.kind is Kind.APART:
+        return call.whole or tensor.shape[wanted.dim] == 1
+    return rows._replace(cause=None) == wanted
+
+
+def _arguments(call: OpCall) -> list[Any]:
+    return [call.get(each.name) for each in call.func._schema.arguments]
+
+
+def _results(call: OpCall) -> Sequence[Any]:
+    several = len(call.func._schema.returns) > 1
+    return call.out if several else [call.out]
+
+
+def _pairs(
+    fields: Sequence[Any], values: Sequence[Any], placed: Sequence[Rows]
+) -> Iterator[tuple[Tensor, Rows]]:
+    """Tensors with their placements, whose dimensions are counted from the first."""
+    each = iter(placed)
+    for field, value in zip(fields, values, strict=True):
+        if "Tensor" in str(field.type):
+            rows = next(each)
+            for tensor in tensors(value):
+                negative = rows.dim < 0
+                dim = rows.dim + negative * tensor.dim()
+                yield tensor, rows._replace(dim=dim)

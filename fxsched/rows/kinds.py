@@ -93,6 +93,7 @@ class OpCall(NamedTuple):
     """One operation: its arguments and result (fake tensors), and their rows.
 
     size: rows of the batch that the tensors have.
+    whole: whether what has no rows is as long as all rows, and is read in parts.
     """
 
     func: Any
@@ -102,6 +103,7 @@ class OpCall(NamedTuple):
     of: Callable[[Tensor], Rows]
     size: int
     stack: str | None
+    whole: bool = False
 
     def get(self, name: str, default: Any = None) -> Any:
         """The argument that the operation's schema calls so."""

@@ -21,6 +21,7 @@ from torch._ops import HigherOrderOperator
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..ir.graphs import tensors
+from .declared import DECLARED, backward_meets
 from .grades import Grade, Grades
 from .kinds import Cause, Effect, Kind, Rows
 from .tracker import Tracker
@@ -50,15 +51,20 @@ class Backward(NamedTuple):
 
 
 def own_backward(
-    node: fx.Node, args: Sequence[Any], value: Any, tracker: Tracker
+    node: fx.Node, args: Sequence[Any], kwargs: Any, value: Any, tracker: Tracker
 ) -> Backward | None:
     """What becomes of rows in the backward of a node of Dynamo's graph, if a user wrote
-    it and it runs.
+    it, or says what it does, and it runs.
 
-    args, value: of the node, fake; `tracker` has their rows.
+    args, kwargs, value: of the node, fake; `tracker` has their rows.
     """
     name = own_name(node)
-    if name is None or not any(t.requires_grad for t in tensors(value)):
+    if not any(t.requires_grad for t in tensors(value)):
+        return None
+    if node.target in DECLARED:
+        call = tracker.call(node.target, args, kwargs, value)
+        return Backward(backward_meets(call) if tracker.symbols else None, True)
+    if name is None:
         return None
     body = _Body(tracker)
     if name == HOOK:

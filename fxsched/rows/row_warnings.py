@@ -52,8 +52,8 @@ def meeting_text(tracker: Tracker, meets: bool) -> str:
     if cause.effect is Effect.UNSURE:
         return (
             f"rows of the batch may meet in {cause.operation}{at}, for which there is "
-            'no rule; if they don\'t, loss_reduction="mean" leaves microbatches to '
-            "themselves"
+            "no rule; if they don't, fxsched.placements says so of an operator of "
+            'yours, and loss_reduction="mean" leaves microbatches to themselves'
         )
     return f"rows of the batch meet in {cause.operation}{at}: {cause.effect.value}"
 

@@ -6,7 +6,10 @@ from functools import cache, partial
 from typing import Any
 
 import torch
+from torch import Tensor
 
+from ..ir.graphs import operation_name
+from . import declared, higher_order
 from .compute_rules import (
     CASTS,
     along,
@@ -23,9 +26,10 @@ from .compute_rules import (
     trailing,
 )
 from .declared import DECLARED, kept
+from .higher_order import RULES as BODIES
 from .index_rules import RULES as PICKS
 from .index_rules import picked
-from .kinds import Effect, Kind, Rule, where_known
+from .kinds import Effect, Kind, OpCall, Rule, where_known
 from .layout_rules import RULES as MOVES
 from .loss_rules import losses, nll_loss
 from .product_rules import (
@@ -161,17 +165,30 @@ RULES: dict[str, Rule] = {
     "copy": copied,
 }
 RULES = {name: where_known(rule) for name, rule in RULES.items()}
+HIGHER = {name: where_known(rule) for name, rule in BODIES.items()}
 POINTWISE, KEPT = where_known(pointwise), where_known(kept)
 
 
 def rule_of(func: Any) -> Rule | None:
     """The rule of an operation, in place or not; None if there is none."""
-    return KEPT if func._schema.name in DECLARED else _own_rule(func)
+    return KEPT if func in DECLARED else _own_rule(func)
+
+
+def parts_of(call: OpCall) -> list[tuple[Tensor, int]] | None:
+    """The tensors of which a call on parts must read parts, and along which dimension,
+    of an operation that says so; None for others."""
+    if call.func in DECLARED:
+        return declared.parts(call)
+    if operation_name(call.func) == "higher_order::flex_attention":
+        return higher_order.parts(call)
+    return None
 
 
 @cache
 def _own_rule(func: Any) -> Rule | None:
-    library, _, name = func._schema.name.partition("::")
+    library, _, name = operation_name(func).partition("::")
+    if library == "higher_order":
+        return HIGHER.get(name)
     for each in (name, name.rstrip("_")):
         if each in RULES and library in ("aten", "fxsched"):
             return RULES[each]

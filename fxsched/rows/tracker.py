@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, fx
 
-from ..ir.graphs import storage, tensors
+from ..ir.graphs import is_mutable, storage, tensors
 from .kinds import (
     SHARED,
     UNKNOWN,
@@ -111,14 +111,18 @@ class Tracker:
         self._node = node
         self._targets.clear()
 
+    def call(self, func: Any, args: Sequence[Any], kwargs: Any, out: Any) -> OpCall:
+        """An operation as rules see it."""
+        stack = self._node.meta.get("stack_trace") if self._node else None
+        whole = not self.symbols  # parts of tensors, not of a batch
+        return OpCall(func, args, kwargs, out, self.of, self.size, stack, whole)
+
     def see(self, func: Any, args: Sequence[Any], kwargs: Any, out: Any) -> None:
         """Notes the rows of an operation's result."""
         results = list(tensors(out))
         if not results:
             return
-        stack = self._node.meta.get("stack_trace") if self._node else None
-        call = OpCall(func, args, kwargs, out, self.of, self.size, stack)
-        rule = rule_of(func)
+        call, rule = self.call(func, args, kwargs, out), rule_of(func)
         if rule is None:
             operands = [self.of(tensor) for tensor in call.tensors()]
             shared = all(rows.kind is Kind.SHARED for rows in operands)
@@ -127,7 +131,7 @@ class Tracker:
             rows = rule(call)
         every = [rows] * len(results) if isinstance(rows, Rows) else rows
         for tensor, each in zip(results, every, strict=True):
-            if func._schema.is_mutable:
+            if is_mutable(func):
                 self._write(tensor, each)
             elif each != SHARED or id(tensor) in self._rows:
                 self.put(tensor, each)

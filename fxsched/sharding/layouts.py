@@ -16,12 +16,13 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor, fx
-from torch._ops import HigherOrderOperator
+from torch._ops import HigherOrderOperator, OpOverload
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..ir.facts import facts
 from ..ir.graphs import tensors
 from ..rows.kinds import SHARED, UNKNOWN, Kind, Rows
+from ..rows.rule_table import parts_of, rule_of
 from ..rows.tracker import Tracker
 from .channel_rules import channel_layout
 from .vocabulary_rules import vocabulary_layout
@@ -129,7 +130,10 @@ class Follower:
         if call.is_item:
             source, item = call.args
             return (known[source][item],)
-        if isinstance(call.target, HigherOrderOperator):  # a backward pass of its own
+        if (
+            isinstance(call.target, HigherOrderOperator)
+            and rule_of(call.target) is None
+        ):
             return (UNKNOWN,) * len(list(tensors(call.value)))
         layout = vocabulary_layout(call.target, call.args, call.kwargs, known)
         if layout is not None:
@@ -138,15 +142,28 @@ class Follower:
 
     def followed(self, call: Operation, known: Layouts, parts: int) -> Layout:
         """The same of as many parts."""
-        tracker = Tracker(parts, set())
-        for read, layout in known.items():
-            for tensor, rows in zip(tensors(value_of(read)), layout, strict=True):
-                if rows != SHARED:
-                    tracker.put(tensor, rows)
+        tracker = _tracker(known, parts)
         args, kwargs = fx.map_arg((call.args, call.kwargs), value_of)
         with torch.no_grad(), self._mode, _uncached(), _Watch(tracker):
             out = self._run(call, args, kwargs)
         return tuple(map(tracker.of, tensors(out)))
+
+    def slices(self, call: Operation, known: Layouts) -> dict[fx.Node, Rows] | None:
+        """The whole operands that a call on parts reads parts of, if its operation says
+        so; None of others."""
+        if not isinstance(call.target, (OpOverload, HigherOrderOperator)):
+            return None
+        tracker = _tracker(known, self.shards)
+        args, kwargs = fx.map_arg((call.args, call.kwargs), value_of)
+        parts = parts_of(tracker.call(call.target, args, kwargs, call.value))
+        if parts is None:
+            return None
+        dims = {id(tensor): dim for tensor, dim in parts if tensor.shape[dim] > 1}
+        return {
+            read: Rows(Kind.APART, dims[id(value_of(read))])
+            for read in call.reads
+            if read not in known and id(value_of(read)) in dims
+        }
 
     def part(self, value: Any, layout: Layout) -> Any:
         """A shard's part of a value, as a fake tensor of its own."""
@@ -167,8 +184,20 @@ class Follower:
             return getattr(self._interpreter, call.op)(call.target, args, kwargs)
 
 
+def _tracker(known: Layouts, parts: int) -> Tracker:
+    """One that knows how operands are laid out."""
+    tracker = Tracker(parts, set())
+    for read, layout in known.items():
+        for tensor, rows in zip(tensors(value_of(read)), layout, strict=True):
+            if rows != SHARED:
+                tracker.put(tensor, rows)
+    return tracker
+
+
 class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Shows a tracker the operations that run."""
+
+    supports_higher_order_operators = True
 
     def __init__(self, tracker: Tracker) -> None:
         super().__init__()  # type: ignore[no-untyped-call]

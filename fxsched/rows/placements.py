@@ -1,0 +1,160 @@
+"""What users say of their operators: fxsched.placements and fxsched.keeps_rows."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch._ops import OpOverload, OpOverloadPacket
+from torch.utils.flop_counter import flop_registry, register_flop_formula
+
+from ..jobs.job import PlanError
+from ..jobs.user_values import shown
+from .declared import DECLARED, Declared, Strategy
+from .kinds import SHARED, Kind, Rows
+
+SUMS = {"sum": Kind.SUM, "avg": Kind.MEAN}
+
+
+def placements(
+    op: Any,
+    forward: Mapping[Any, Any] | None = None,
+    backward: Mapping[Any, Any] | None = None,
+    flops: Callable[..., float] | None = None,
+) -> None:
+    """Says how an operator of your own may be computed in parts: of a batch, in
+    microbatches, or of heads and the like, in shards.
+
+    op: an operator of torch.library: its name, such as "mylib::attention",
+        torch.ops.mylib.attention, or what torch.library.custom_op or triton_op gave. A
+        Triton kernel that the model calls has to be in one.
+    forward: the outputs' placements by the inputs': {(Shard(0), Replicate()): Shard(0)}
+        for rows of a first argument that stay apart. They are those of
+        torch.distributed.tensor, one for each tensor, or list of tensors, among the
+        arguments and results, in the order of its schema: Shard(dim), a part along a
+        dimension; Replicate(), all of it; Partial() and Partial("avg"), what adds up,
+        or has a mean. An argument that is None fits any. A whole input with one element
+        along the dimension fits Shard.
+    backward: the same of gradients, the inputs' by the outputs'. By default it follows
+        from forward: a part's gradient is a part, that of what all read adds up. {}
+        says that parts meet in it.
+    flops: the floating-point operations of a call, a function of its arguments, with
+        the shapes of tensors in their place.
+
+    Call it before the model's first call. What no entry of forward fits runs once, on
+    the rows of the whole batch, and stays whole in shards; fxsched.verify names an
+    operator of which more is said than is true. Raises PlanError for what is no
+    operator, and placements that don't fit its schema.
+    """
+    overload = _overload("placements", op)
+    what = f"placements({overload}"
+    if flops is not None:
+        _count_flops(overload, flops)
+    if forward is None:
+        if backward is not None or flops is None:
+            raise PlanError(
+                f"{what}): give forward=, such as {{(Shard(0), Shard(0)): Shard(0)}}"
+            )
+        return
+    schema = overload._schema
+    given, gives = _places(schema.arguments), _places(schema.returns)
+    back = None
+    if backward is not None:
+        back = _strategies(f"{what}, backward=)", backward, gives, given)
+    ahead = _strategies(f"{what}, forward=)", forward, given, gives)
+    DECLARED[overload] = Declared(ahead, back)
+
+
+def keeps_rows(op: Any) -> None:
+    """Says that an operator of your own keeps the rows of a batch apart.
+
+    op: as in fxsched.placements, of which this is the short form. Along the dimension
+        in which its arguments have their rows, all its results have them too, each
+        computed of that row (and of arguments without rows) alone.
+
+    Call it before the model's first call. An operator without this runs once on the
+    rows of the whole batch, for it may mix them. One with torch.Tag.pointwise needs no
+    more. Raises PlanError for what is no operator.
+    """
+    DECLARED[_overload("keeps_rows", op)] = Declared()
+
+
+def _places(fields: Sequence[Any]) -> list[str]:
+    """The names of an operator's tensors, or their types."""
+    places = [field for field in fields if "Tensor" in str(field.type)]
+    return [field.name or str(field.type) for field in places]
+
+
+def _overload(what: str, op: Any) -> OpOverload[Any, Any]:
+    """The operator's one overload. Raises PlanError for what is none."""
+    found: Any = getattr(op, "_qualname", op)  # of what custom_op gave
+    if isinstance(found, str):
+        library, _, name = found.partition("::")
+        found = getattr(getattr(torch.ops, library, None), name or "?", None)
+    names = list(map(str, found)) if isinstance(found, OpOverloadPacket) else []
+    if len(names) == 1 or "default" in names:
+        found = getattr(found, names[0] if len(names) == 1 else "default")
+    if not isinstance(found, OpOverload):
+        raise PlanError(
+            f"{what}({shown(op)}): give the name of an operation that torch.library "
+            'knows, such as "mylib::attention"'
+        )
+    if found.namespace in ("aten", "prim", "fxsched"):
+        raise PlanError(
+            f"{what}({shown(op)}): fxsched has rules for PyTorch's own operations"
+        )
+    return found
+
+
+def _strategies(
+    what: str, given: object, inputs: Sequence[str], outputs: Sequence[str]
+) -> tuple[Strategy, ...]:
+    if not isinstance(given, Mapping):
+        raise PlanError(
+            f"{what}: give placements of outputs by those of inputs, such as "
+            f"{{(Shard(0), Shard(0)): Shard(0)}}, not {shown(given)}"
+        )
+    return tuple(
+        Strategy(_placed(what, key, inputs), _placed(what, value, outputs))
+        for key, value in given.items()
+    )
+
+
+def _placed(what: str, given: Any, names: Sequence[str]) -> tuple[Rows, ...]:
+    several = given if isinstance(given, (tuple, list)) else (given,)
+    if len(several) != len(names):
+        raise PlanError(
+            f"{what}: {shown(given)} has {len(several)} placements for the "
+            f"{len(names)} tensors {', '.join(names)}; give one for each"
+        )
+    return tuple(_rows(what, each) for each in several)
+
+
+def _rows(what: str, placement: Any) -> Rows:
+    kind = type(placement).__name__
+    if kind == "Shard":
+        return Rows(Kind.APART, placement.dim)
+    if kind == "Partial" and placement.reduce_op in SUMS:
+        return Rows(SUMS[placement.reduce_op])
+    if kind == "Replicate":
+        return SHARED
+    raise PlanError(
+        f"{what}: {shown(placement)} is no placement; give Shard(dim), Replicate(), "
+        'Partial() or Partial("avg") of torch.distributed.tensor'
+    )
+
+
+def _count_flops(overload: OpOverload[Any, Any], flops: object) -> None:
+    """Tells PyTorch's own counter, too."""
+    if not callable(flops):
+        raise PlanError(
+            f"placements({overload}, flops={shown(flops)}): give a function of the "
+            "operator's arguments, with shapes in the place of tensors"
+        )
+
+    def formula(*args: Any, out_shape: Any = None, **kwargs: Any) -> int:
+        return int(flops(*args, **kwargs))
+
+    flop_registry.pop(overload.overloadpacket, None)
+    register_flop_formula(overload.overloadpacket)(formula)
