@@ -33,14 +33,14 @@ def pytest_collection_modifyitems(
     if not config.getoption("quick"):
         return
     first = {item.nodeid.partition("[")[0]: item for item in reversed(items)}
-    kept = [
+    kept = {
         item
         for item in items
         if first[item.nodeid.partition("[")[0]] is item
         and item.get_closest_marker("slow") is None
-    ]
-    config.hook.pytest_deselected(items=[item for item in items if item not in set(kept)])
-    items[:] = kept
+    }
+    config.hook.pytest_deselected(items=[item for item in items if item not in kept])
+    items[:] = [item for item in items if item in kept]
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:

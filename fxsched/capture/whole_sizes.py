@@ -42,7 +42,7 @@ def stand_ins(
     shapes = [list(map(batch.part_of, each.shape)) for each in tensors(example)]
     if not shapes or any(None in shape for shape in shapes):
         return None
-    if "batch_norm" in name and "norm" not in node.meta:  # of each microbatch
+    if "batch_norm" in _name(node) and "norm" not in node.meta:  # of each microbatch
         return None
 
     def made(value: Any) -> Any:
@@ -69,8 +69,11 @@ def write_nothing(node: fx.Node, into: Tensor, tracker: Tracker) -> None:
 
 
 def _cause(node: fx.Node) -> Cause:
-    name = getattr(node.target, "__name__", str(node.target))
-    return Cause(Effect.ORDER, name, node.meta.get("stack_trace"))
+    return Cause(Effect.ORDER, _name(node), node.meta.get("stack_trace"))
+
+
+def _name(node: fx.Node) -> str:
+    return str(getattr(node.target, "__name__", node.target))
 
 
 def _source(
@@ -79,9 +82,10 @@ def _source(
     """What a node's value is a view of."""
     for read in node.all_input_nodes:
         example, own = read.meta.get("example_value"), values.get(read)
-        if isinstance(example, Tensor) and isinstance(own, Tensor):
-            if storage(example) == storage(value) and own.dtype == value.dtype:
-                return own
+        if not isinstance(example, Tensor) or not isinstance(own, Tensor):
+            continue
+        if storage(example) == storage(value) and own.dtype == value.dtype:
+            return own
     return None
 
 
