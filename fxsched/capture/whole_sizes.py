@@ -77,8 +77,9 @@ def _source(
     """What a node's value is a view of."""
     for read in node.all_input_nodes:
         example, own = read.meta.get("example_value"), values.get(read)
-        known = isinstance(example, Tensor) and isinstance(own, Tensor)
-        if known and storage(example) == storage(value) and own.dtype == value.dtype:
+        if not isinstance(example, Tensor) or not isinstance(own, Tensor):
+            continue
+        if storage(example) == storage(value) and own.dtype == value.dtype:
             return own
     return None
 
