@@ -167,7 +167,8 @@ def placed(call: OpCall) -> Rows:
     values = [rows, index, new]
     if rows.kind is not Kind.APART:
         return Rows(Kind.OTHER, cause=call.mixed(Effect.ORDER, *values))
-    if dim == rows.dim or index.kind is not Kind.SHARED or new.place != rows.place:
+    beside = new.kind is Kind.APART and new.place == rows.place
+    if dim == rows.dim or index.kind is not Kind.SHARED or not beside:
         return rows._replace(cause=call.mixed(Effect.ORDER, *values))
     return rows._replace(cause=first_cause(values))
 

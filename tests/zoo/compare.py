@@ -349,17 +349,7 @@ def compare_once(case: Case, schedule: Schedule) -> str:
         warnings.simplefilter("always", fxsched.RowsWarning)
         found, plan = train_planned(case, schedule)
     warned = any(each.category is fxsched.RowsWarning for each in said)
-    if not case.apart and not warned and not learns(case, whole):
+    if not case.apart and not warned:
         wanted = whole
     cut = f", {len(plan.cuts)} weights cut" if schedule.shards > 1 else ""
     return f"{difference(found, wanted, tolerance):.1e}{cut}"
-
-
-def learns(case: Case, trained: Training) -> bool:
-    """Whether a step changes buffers, and BatchNorm may be what does: it sees a
-    microbatch at a time."""
-    model = build(case)[0]
-    before = dict(model.named_buffers())
-    norms = nn.modules.batchnorm._BatchNorm
-    changed = any(not torch.equal(b, before[k]) for k, b in trained.buffers.items())
-    return changed and any(isinstance(each, norms) for each in model.modules())
