@@ -145,7 +145,7 @@ def page() -> str:
     parts = [HEAD]
     for then in CASES:
         told = textwrap.fill(said(then), 92, break_on_hyphens=False)
-        parts.append(f"```python\n{body(then)}\n```\n\n{told}\n")
+        parts.append(f"```py\n{body(then)}\n```\n\n{told}\n")
     return "\n".join(parts)
 
 
