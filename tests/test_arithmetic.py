@@ -71,6 +71,7 @@ OTHERS: dict[str, Callable[[], fxsched.Plan]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", OTHERS)
 def test_the_digest_covers(name: str) -> None:
     other = OTHERS[name]()
@@ -104,6 +105,7 @@ def test_equal_models_have_equal_digests() -> None:
     assert plan(Model()).digest == plain().digest
 
 
+@pytest.mark.slow
 def test_another_process_with_other_hashes_has_the_same_digest() -> None:
     script = "from tests.test_arithmetic import plain; print(plain().digest)"
     found = subprocess.run(

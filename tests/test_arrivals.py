@@ -98,11 +98,13 @@ def test_twenty_updates_equal_the_replay(case: str) -> None:
     check(schedule, name, order=order, **options)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", [0, 1, 23])  # 23: tied weights, no prefetch
 def test_random_plans_equal_the_replay(seed: int) -> None:
     fuzz_arrivals.check_plan(seed)
 
 
+@pytest.mark.slow
 def test_servers_on_ranks_equal_the_replay() -> None:
     done = run_ranks(4, "tests.ranks_arrivals")
     assert done.stdout.count("equal to the replay") == 2 * 4, done.stdout
@@ -124,6 +126,7 @@ def test_no_staleness_is_synchronous(order: Order) -> None:
     backend.close()
 
 
+@pytest.mark.slow
 def test_no_worker_is_further_ahead_than_it_may_with_random_delays() -> None:
     assert max(fuzz_arrivals.check(1, 6, "threads")) <= 1
 

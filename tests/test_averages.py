@@ -42,6 +42,7 @@ def test_twenty_updates_equal_their_replay(name: str) -> None:
     check(make(), made, "threads", "dynamic" if "pipelines" in name else "static")
 
 
+@pytest.mark.slow
 def test_ranks_equal_the_replay() -> None:
     done = run_ranks(2, "tests.ranks_averages")
     assert done.stdout.count("equal to the replay") == 2 * 3, done.stdout
@@ -87,11 +88,13 @@ def drawn(seed: int) -> Schedule:
     return replace(copies, average_every=average, elastic=elastic)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(6))
 def test_random_copies_of_a_pipeline_equal_their_replay(seed: int) -> None:
     check(drawn(seed), (adamw, momentum)[seed % 2], "threads")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("elastic", [None, 0.5])
 def test_what_is_received_is_as_simulated(elastic: float | None) -> None:
     model, x = even()

@@ -75,6 +75,7 @@ def scores(hidden: Tensor, cand: Tensor) -> Tensor:
     return (hidden[:, None] * cand.view(hidden.shape[0], -1, WIDTH)).sum(2)
 
 
+@pytest.mark.slow
 def test_a_multiple_of_the_batch_is_declared() -> None:
     q, cand = torch.randn(ROWS, WIDTH), torch.randn(3 * ROWS, WIDTH)
     equal(Linear(scores), q, cand, batch_dims={"args[0]": 0})
@@ -252,6 +253,7 @@ class Inputs:
     more: dict[str, list[Tensor]]
 
 
+@pytest.mark.slow
 def test_names_inside_of_dicts_lists_and_dataclasses() -> None:
     def model(batch: Inputs, **others: Tensor) -> Tensor:
         x = batch.x @ weight + batch.more["cand"][0].unflatten(0, (-1, 2)).sum(1)
@@ -275,6 +277,7 @@ def test_names_inside_of_dicts_lists_and_dataclasses() -> None:
         torch.testing.assert_close(loss, model(batch, scale=scale))
 
 
+@pytest.mark.slow
 def test_a_name_that_is_none_of_the_call() -> None:
     x, y = torch.randn(5, ROWS, WIDTH), torch.randn(ROWS)
     message = r"called without 'X'; its arguments are x, y; did you mean 'x'\?"
@@ -303,6 +306,7 @@ def test_batch_dims_of_other_kinds(dims: Any, message: str) -> None:
         fxsched.backend(schedules.gpipe(2, 4), batch_dims=dims)
 
 
+@pytest.mark.slow
 def test_a_table_whose_length_the_model_fixes() -> None:
     class Table(nn.Module):
         def __init__(self) -> None:
@@ -342,6 +346,7 @@ def test_samples_that_are_compared_with_each_other() -> None:
     )
 
 
+@pytest.mark.slow
 def test_plan_explain_and_profile_take_them() -> None:
     x, y = torch.randn(5, ROWS, WIDTH), torch.randn(ROWS)
     way, dims = schedules.gpipe(2, 4), {"x": 1}

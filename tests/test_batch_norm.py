@@ -82,6 +82,7 @@ def assert_as_eager(
         torch.testing.assert_close(*grads, **close)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("error::fxsched.RowsWarning")
 @pytest.mark.parametrize("name", ["gpipe", "ddp", "one_f_one_b"])
 def test_convolutions_train_as_on_the_whole_batch(name) -> None:
@@ -164,6 +165,7 @@ class Broken(Rows):
         return super().forward(x, y)
 
 
+@pytest.mark.slow
 def test_exported_models_train_as_on_the_whole_batch() -> None:
     model, x, y = Broken().double(), torch.randn(8, 4, dtype=torch.float64), labels()
     reference = copy.deepcopy(model)

@@ -186,6 +186,7 @@ class Counters(nn.Module):
         return [self.place]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("turn", [False, True])
 def test_what_does_not_come_of_the_batch_needs_no_stage_for_it(turn: bool) -> None:
     model, schedule = Counters(turn), schedules.ddp(2, 4)

@@ -117,6 +117,7 @@ def call(graph: fx.Graph, job: str) -> fx.Node:
     return next(n for n in graph.nodes if n.meta.get("job") == Job.parse(job))
 
 
+@pytest.mark.slow
 def test_a_plan_with_a_joint_stage_is_sound() -> None:
     plan, graph = copied()
     plan.check()

@@ -56,6 +56,7 @@ def stepped(
     return [loss.detach(), *gradients], held
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("dropout", "schedule"),
     [(0.0, schedules.zb_h1(2, 2)), (0.5, schedules.one_f_one_b(2, 2))],
@@ -87,6 +88,7 @@ def test_marked_models_equal_eager() -> None:
     torch.testing.assert_close(found, [sum(losses).detach(), *gradients])  # type: ignore
 
 
+@pytest.mark.slow
 def test_stages_that_differ_in_marks_alone_are_told_apart() -> None:
     class Half(Net):
         def forward(self, x: Tensor) -> Tensor:

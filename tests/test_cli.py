@@ -68,6 +68,7 @@ def numbers(pattern: str, text: str) -> list[float]:
 TRANSPORTS = pytest.mark.parametrize("transport", ["threads", "torchrun"])
 
 
+@pytest.mark.slow
 @TRANSPORTS
 def test_prints_data_and_a_picture_of_the_step(
     printed: dict[str, str], transport: str

@@ -72,6 +72,7 @@ def pair(kind: type[nn.Module] = Breaks) -> tuple[Any, Any]:
     return model, copy.deepcopy(model)
 
 
+@pytest.mark.slow
 def test_a_model_that_breaks_trains_as_in_eager_and_says_why(capfd: Any) -> None:
     model, eager = pair()
     with fxsched.compile(model, ONE, stages=CUT) as step:
@@ -83,6 +84,7 @@ def test_a_model_that_breaks_trains_as_in_eager_and_says_why(capfd: Any) -> None
         assert model.seen.item() == eager.seen.item() == 2
 
 
+@pytest.mark.slow
 def test_torch_compile_goes_by_export_too_and_says_why(capfd: Any) -> None:
     model, eager = pair()
     with fxsched.backend(ONE, stages=CUT) as backend:
@@ -93,6 +95,7 @@ def test_torch_compile_goes_by_export_too_and_says_why(capfd: Any) -> None:
         assert error.count("captured by torch.export: Dynamo's graph breaks at") == 1
 
 
+@pytest.mark.slow
 def test_what_Dynamo_takes_for_a_fixed_batch_goes_by_export(capfd: Any) -> None:
     model, eager = Lists(8, 8), Lists(8, 8)
     eager.load_state_dict(model.state_dict())
@@ -113,6 +116,7 @@ def test_what_is_no_module_is_an_error_that_names_compile(breaks: bool) -> None:
         call(torch.ones(4, 3, 8))
 
 
+@pytest.mark.slow
 def test_a_model_that_breaks_is_verified(capfd: Any) -> None:
     model = Lists(8, 8)
     model.breaks = True
@@ -125,6 +129,7 @@ def test_a_model_that_breaks_is_verified(capfd: Any) -> None:
     assert "batch_norm" in found.why, found.why
 
 
+@pytest.mark.slow
 def test_what_tracing_read_is_a_new_plan_once_it_changes(capfd: Any) -> None:
     model, eager = pair()
     step = fxsched.compile(model, ONE)
@@ -183,6 +188,7 @@ class ReadsOutside(nn.Linear):
         return (scaled(rows) * number).pow(2).mean()
 
 
+@pytest.mark.slow
 def test_what_a_model_reads_outside_of_it_is_a_new_plan_once_it_changes(
     monkeypatch: pytest.MonkeyPatch, capfd: Any
 ) -> None:
@@ -203,6 +209,7 @@ def test_what_a_model_reads_outside_of_it_is_a_new_plan_once_it_changes(
     assert "test_compile.number was 1.0 and is 2.0" in capfd.readouterr().err
 
 
+@pytest.mark.slow
 def test_weights_that_a_model_does_not_register_are_trained() -> None:
     model, x = ReadsOutside(), torch.randn(4, 4)
     weights = [*model.parameters(), *shared.parameters(), *model.tables]
@@ -310,6 +317,7 @@ REFUSALS = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("refusal", REFUSALS, ids=lambda each: each.model.__name__)
 def test_what_neither_can_trace_is_an_error_with_what_to_do(
     refusal: Refusal, capfd: Any
@@ -326,6 +334,7 @@ def test_what_neither_can_trace_is_an_error_with_what_to_do(
     assert "def forward" not in capfd.readouterr().err
 
 
+@pytest.mark.slow
 def test_a_batch_taken_apart_and_put_together_stays_one() -> None:
     torch.manual_seed(0)
     model, eager = Lists(8, 8), Lists(8, 8)
@@ -365,12 +374,14 @@ class Rows(nn.Linear):
         return torch.stack([row * 2 for row in super().forward(x)])
 
 
+@pytest.mark.slow
 def test_a_model_trains_over_ranks() -> None:
     done = run_ranks(2, "tests.broken_models", "gpt2", "--only", "1f1b")
     assert "gpt2" in done.stdout and " equal " in done.stdout
     assert "traced again" not in done.stderr + done.stdout
 
 
+@pytest.mark.slow
 def test_a_model_that_breaks_is_planned_without_running_it() -> None:
     plan = fxsched.plan(Breaks(), ONE, *batch(4), stages=CUT)
     assert [stage["modules"] for stage in plan.stages.nodes.values()]

@@ -64,6 +64,7 @@ def test_one_that_closes_after_a_failure_has_said_why() -> None:
     assert str(first.lost(None)) == "rank 2 lost rank 0 at call 4"
 
 
+@pytest.mark.slow
 def test_ranks_that_may_be_lost_are_all_named() -> None:
     store = dist.HashStore()  # type: ignore[attr-defined]
     controls = [Control(rank, 3, 4.0, store) for rank in range(3)]

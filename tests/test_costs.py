@@ -45,6 +45,7 @@ def test_attention_on_a_cpu_has_flops_both_ways() -> None:
     assert backward.total.flops >= 2 * forward.total.flops
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["gpt", "unet", "encoder_decoder"])
 def test_nodes_cost_together_what_the_real_stage_graphs_do(name: str) -> None:
     model, inputs = build(name)

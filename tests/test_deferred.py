@@ -130,6 +130,7 @@ def test_a_generator_is_where_drawing_would_have_left_it(
     assert torch.equal(torch.get_rng_state(), wanted)
 
 
+@pytest.mark.slow
 def test_a_model_trains_the_same_however_it_was_built() -> None:
     assert trained(schedules.one_f_one_b(2, 2), True) == trained(
         schedules.one_f_one_b(2, 2), False

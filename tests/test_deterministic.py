@@ -26,6 +26,7 @@ WAYS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", WAYS)
 def test_threads_have_the_bits_of_one_process(way: str) -> None:
     order = "static" if way in ("ddp", "gpipe", "zb_h1") else "dynamic"
@@ -38,6 +39,7 @@ def test_a_loss_over_pairs_has_the_bits_of_one_worker() -> None:
     assert bits.compare("contrastive", schedules.zero2(2, 4))
 
 
+@pytest.mark.slow
 def test_ranks_have_the_bits_of_one_process() -> None:
     cases = ("--models", "chain", "--schedules", "1f1b")
     done = run_ranks(2, "tests.train_all", "--ranks", "2", "--bits", "0", *cases)

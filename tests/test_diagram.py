@@ -280,6 +280,7 @@ def test_save_takes_the_format_from_the_name(tmp_path: Path) -> None:
         diagram.save(tmp_path / "a.png")
 
 
+@pytest.mark.slow
 def test_large_pictures_are_quick_and_small() -> None:
     simulation = simulate(schedules.one_f_one_b(64, 1000))
     began = time.perf_counter()

@@ -38,6 +38,7 @@ def test_draws_of_the_whole_batch_are_made_once(kind: type[Drawing], name: str) 
     assert not torch.equal(numbers[0][0], numbers[1][0])  # each step draws anew
 
 
+@pytest.mark.slow
 def test_two_ranks_draw_the_same_whatever_their_generators_do() -> None:
     done = run_ranks(2, "tests.ranks_draws")
     assert done.stdout.count("draws hold") == 2, done.stdout
@@ -100,6 +101,7 @@ def branched(x: Tensor) -> Tensor:
     return x if torch.rand(1) < 0.5 else -x
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("draw", "message"),
     [
@@ -122,6 +124,7 @@ def test_draws_that_a_trace_would_change_are_refused(
         step(torch.ones(8, 8))
 
 
+@pytest.mark.slow
 def test_dropout_between_layers_of_an_rnn_is_refused() -> None:
     class Model(nn.Module):
         def __init__(self) -> None:

@@ -82,6 +82,7 @@ def test_a_float_of_another_backend_is_compiled_once() -> None:
     assert len(graphs) <= 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("first", ["here", "there"])
 def test_a_second_thread_plans_too(first: str) -> None:
     """Past the limit of Dynamo's own settings, which a new thread starts with."""

@@ -147,12 +147,14 @@ def test_data_parallel_zero_bubble_equals_eager(name: str) -> None:
     compiled(name, fxsched.schedules.replicate(schedule, 2))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("schedule", ["graph", "fslpp", "random"])
 @pytest.mark.parametrize("name", BRANCHING)
 def test_models_with_many_branches_equal_eager(name: str, schedule: str) -> None:
     compiled(name, SCHEDULES[schedule]())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("schedule", ["bubble_filled", "nested"])
 def test_encoders_beside_a_trunk_equal_eager(schedule: str) -> None:
     compiled("three_encoder", library(schedule))
@@ -164,6 +166,7 @@ def test_recomputing_forward_in_backward_equals_eager(name: str, schedule: str) 
     compiled(name, SCHEDULES[schedule](), carry="recompute")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "schedule"), [("mlp", "one_f_one_b"), ("two_tower", "fslpp")]
 )

@@ -98,6 +98,7 @@ def batch() -> tuple[Tensor, Tensor]:
     return torch.randn(8, 5, 8), torch.randn(8, 5, 8)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("experts", "names"),
     [
@@ -126,6 +127,7 @@ def test_experts_are_cut_by_expert(experts: Experts, names: list[str]) -> None:
     assert words["router.weight"] == "whole"
 
 
+@pytest.mark.slow
 def test_dense_experts_are_cut_by_expert() -> None:
     schedule = schedules.sharded(schedules.gpipe(1, 2), 2)
     cuts = fxsched.plan(Mixture(dense), schedule, *batch()).cuts
@@ -133,6 +135,7 @@ def test_dense_experts_are_cut_by_expert() -> None:
     assert (words["up"], words["down"]) == ("expert", "expert")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("experts", "count", "name", "why"),
     [

@@ -61,6 +61,7 @@ CASES: dict[str, tuple[str, ...]] = {  # on rank 0 and on rank 1, or on both
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", BOTH)
 @pytest.mark.parametrize("case", CASES)
 def test_what_one_rank_does_alone_ends_on_all(said: Said, way: str, case: str) -> None:

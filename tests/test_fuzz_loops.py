@@ -8,6 +8,7 @@ from .fuzz_loops import outcome
 from .loops import random_loop
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(6))
 def test_a_random_loop_equals_eager(seed: int) -> None:
     kind, why = outcome(seed, 0)

@@ -291,6 +291,7 @@ def report(
 MODELS = [bert, t5, clip, lxmert, vit, bart, whisper, llama, resnet, whole_gpt2]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("make", MODELS)
 def test_equal_to_eager(make: Make, report: Callable[[Plan], None]) -> None:
     plan = assert_trains_as_eager(make, schedules.one_f_one_b(4, MICROBATCHES))
@@ -302,6 +303,7 @@ def test_equal_to_eager(make: Make, report: Callable[[Plan], None]) -> None:
         assert_towers_apart(plan)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("make", [clip, lxmert])
 def test_equal_to_eager_with_branches_side_by_side(
     make: Make, report: Callable[[Plan], None]
@@ -312,6 +314,7 @@ def test_equal_to_eager_with_branches_side_by_side(
         assert_towers_apart(plan)
 
 
+@pytest.mark.slow
 def test_equal_to_eager_where_a_tied_weight_is_kept_elsewhere() -> None:
     assert_trains_as_eager(bart, schedules.fslpp(4, 2, MICROBATCHES))
 

@@ -180,6 +180,7 @@ def test_a_module_below_the_root_with_its_own_getattr(schedule: Schedule) -> Non
     assert names(plan) == set(model.state_dict())
 
 
+@pytest.mark.slow
 def test_stages_start_at_modules_that_are_reached_oddly() -> None:
     model, schedule = Root(Block(), Mixin()), schedules.gpipe(2, 2)
     x = torch.randn(8, 4)
@@ -189,6 +190,7 @@ def test_stages_start_at_modules_that_are_reached_oddly() -> None:
     assert_trains_as_eager(model, schedule, x, stages=["blocks.0.linear"])
 
 
+@pytest.mark.slow
 @SCHEDULES
 def test_lists_tuples_dicts_and_objects(schedule: Schedule) -> None:
     plan = assert_trains_as_eager(Ways(), schedule, torch.randn(8, 4))
@@ -350,6 +352,7 @@ class OfObject(nn.Module):
         return self.swin(pixel_values=images, labels=labels).loss
 
 
+@pytest.mark.slow
 def test_swin() -> None:
     images, labels = torch.randn(4, 1, 16, 16), torch.randint(3, (4,))
     model = OfObject()
@@ -403,6 +406,7 @@ def test_a_model_without_parameters(schedule: Schedule, mean: bool) -> None:
 # ------------------------------------------------------------------------- on ranks
 
 
+@pytest.mark.slow
 def test_ranks() -> None:
     done = run_ranks(2, "tests.ranks_identity")
     counts: dict[str, int] = {}

@@ -18,11 +18,13 @@ CASES = (
 )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.fault)
 def test_survivors_name_the_rank_that_failed(case: Case) -> None:
     assert run(case) == []
 
 
+@pytest.mark.slow
 def test_a_slow_rank_a_full_disk_and_a_cut_link_are_survived_or_named() -> None:
     command = [sys.executable, "-m", "tests.inject_plans", "--first", "8", "--plans"]
     done = subprocess.run([*command, "4"], cwd=ROOT, capture_output=True, text=True)

@@ -48,6 +48,7 @@ def planned(carry: str) -> Plan:
     return plan(carry=carry)
 
 
+@pytest.mark.slow
 def test_a_profile_measures_what_is_joint_on_whole_rows() -> None:
     x = torch.ones(ROWS, 8, WIDTH)
     whole, parted = (
@@ -67,6 +68,7 @@ def held(plan: Plan) -> float:
     return max(peaks.at_once.total for peaks in plan.memory)
 
 
+@pytest.mark.slow
 def test_all_microbatches_of_the_encoders_are_held_but_under_recompute() -> None:
     saved, recomputed = planned("saved"), planned("recompute")
     stage = saved.stages.nodes[0]
@@ -75,6 +77,7 @@ def test_all_microbatches_of_the_encoders_are_held_but_under_recompute() -> None
     assert recomputed.stages.nodes[2]["held"] == saved.stages.nodes[2]["held"]
 
 
+@pytest.mark.slow
 def test_a_memory_limit_proposes_recompute_where_that_suffices() -> None:
     whole, least = held(planned("saved")), held(planned("recompute"))
     assert held(plan(memory_limit=1.1 * whole)) == whole

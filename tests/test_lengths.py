@@ -99,6 +99,7 @@ def test_lengths_are_filled_up_by_less_than_a_quarter() -> None:
     assert len({bucket(n) for n in range(33, 513)}) == 16
 
 
+@pytest.mark.slow
 def test_thirty_lengths_are_four_plans_of_one_graph() -> None:
     counters.clear()
     model = Language()
@@ -109,6 +110,7 @@ def test_thirty_lengths_are_four_plans_of_one_graph() -> None:
     assert counters["stats"]["unique_graphs"] == 1
 
 
+@pytest.mark.slow
 def test_hugging_face_names_are_known() -> None:
     from transformers import BertConfig, BertForMaskedLM
 
@@ -128,6 +130,7 @@ def test_hugging_face_names_are_known() -> None:
     assert backend._last.plan.inputs
 
 
+@pytest.mark.slow
 def test_a_mask_and_what_a_batch_may_be_else() -> None:
     """Filled up along both dimensions; with dropout, which draws what it did."""
     model = Language(dropout=0.5)
@@ -315,6 +318,7 @@ class Pair(nn.Module):
         return scores.softmax(-1) @ x
 
 
+@pytest.mark.slow
 def test_two_lengths_are_filled_up_each_to_its_own() -> None:
     model = Pair()
     run, backend = compiled(model, {"source": (1, 0), 1: (-1, 0)})
@@ -329,6 +333,7 @@ def refused(message: str, lengths: Any, model: Any, *inputs: Any, **named: Any) 
         run(*inputs, **named)
 
 
+@pytest.mark.slow
 def test_declarations_that_do_not_fit_the_call() -> None:
     (tokens, labels), model = batch(39), Language()
     refused(r"lengths='bucket'\) knows input_ids, inputs_", "bucket", model, tokens)
@@ -391,6 +396,7 @@ def test_options_that_are_none_or_do_not_go_with_it() -> None:
         wrong("doesn't go with rows='local' or inp", lengths="bucket", **options)
 
 
+@pytest.mark.slow
 def test_a_model_that_dynamo_breaks_is_traced_once() -> None:
     class Breaks(Language):
         def forward(self, tokens: Tensor, labels: Tensor) -> Any:  # type: ignore
@@ -408,6 +414,7 @@ def test_a_model_that_dynamo_breaks_is_traced_once() -> None:
         run(*batch(39))
 
 
+@pytest.mark.slow
 def test_plans_and_verify_take_it() -> None:
     model, inputs = Language(), batch(35)
     plan = fxsched.plan(model, GPIPE, *inputs, lengths=LABELLED)
@@ -426,6 +433,7 @@ def test_what_cannot_be_tried_is_said() -> None:
         run(batch(39)[0])
 
 
+@pytest.mark.slow
 def test_a_loss_of_nothing_does_not_tell() -> None:
     """A mean over no labels is NaN, whatever is added."""
 
@@ -441,5 +449,6 @@ def test_a_loss_of_nothing_does_not_tell() -> None:
         run(tokens, labels)
 
 
+@pytest.mark.slow
 def test_ranks_share_plans_of_lengths() -> None:
     run_ranks(2, "tests.ranks_lengths")

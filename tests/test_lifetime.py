@@ -55,6 +55,7 @@ def collect() -> None:
         gc.collect()
 
 
+@pytest.mark.slow
 def test_the_least_recently_called_plan_goes_first(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -95,5 +95,6 @@ def test_in_one_process_it_is_the_whole_batch() -> None:
     torch.testing.assert_close(torch.compile(model, backend=backend)(x), model(x))
 
 
+@pytest.mark.slow
 def test_ranks_with_rows_of_their_own_train_as_with_all() -> None:
     run_ranks(2, "tests.ranks_local")

@@ -124,6 +124,7 @@ def test_zero_shares_the_state_and_frees_gradients() -> None:
     assert 0.45 * ddp.state < zero1.state < 0.75 * ddp.state
 
 
+@pytest.mark.slow
 def test_a_limit_is_of_all_kinds() -> None:
     model, inputs = build("gpt")
     adamw = torch.optim.AdamW(model.parameters())

@@ -228,6 +228,7 @@ def test_refusals(options: dict[str, Any], error: str) -> None:
         fxsched.backend(schedules.gpipe(2, 2), **options)
 
 
+@pytest.mark.slow
 def test_ranks_are_eager_with_the_same_casts() -> None:
     done = run_ranks(2, "tests.ranks_message_dtype").stdout
     assert done.count("casts are eager's") == 2, done

@@ -50,6 +50,7 @@ def _raises(name: str) -> bool:
     return name.endswith(("Error", "BadParameter")) and name != "AssertionError"
 
 
+@pytest.mark.slow
 def test_each_message_has_a_test_for_its_wording() -> None:
     files = sorted((ROOT / "tests").rglob("*.py"))
     texts = [word for f in files for word in words_of(ast.parse(f.read_text()))]
@@ -67,6 +68,7 @@ def test_each_message_has_a_test_for_its_wording() -> None:
     assert len(messages()) > 350 and missing == []
 
 
+@pytest.mark.slow
 def test_the_page_quotes_messages_that_there_are() -> None:
     page = (ROOT / "docs" / "troubleshooting.md").read_text()
     quotes = re.findall(r"^### (.*)$", page, re.M)
@@ -189,6 +191,7 @@ def planned(model: nn.Module, *inputs: Tensor) -> None:
     fxsched.plan(model, schedules.gpipe(2, 2), *inputs)
 
 
+@pytest.mark.slow
 def test_of_models() -> None:
     x = torch.randn(4, 3)
     with pytest.raises(PlanError, match="whose operations cannot be cut into jobs"):

@@ -25,6 +25,7 @@ class Middle(nn.Module):
         return self.last(self.act(x)).mean()
 
 
+@pytest.mark.slow
 def test_a_model_on_meta_is_planned_as_on_the_cpu() -> None:
     schedule = schedules.one_f_one_b(2, 2)
     tokens = torch.zeros(4, 8, dtype=torch.long)

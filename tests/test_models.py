@@ -149,6 +149,7 @@ def digest() -> str:
     return total.hexdigest()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("part", Parts._fields)
 def test_pages_are_pictures_words_and_sounds(part: str) -> None:
     found = getattr(all_pages(), part)
@@ -188,6 +189,7 @@ def test_a_tenth_is_held_out_and_none_of_it_is_learnt_from() -> None:
         assert [len(part[0]) for part in data] == [len(train), len(held_out)]
 
 
+@pytest.mark.slow
 def test_another_process_with_other_hashes_reads_the_same() -> None:
     script = "from tests.test_models import digest; print(digest())"
     seed = "1" if os.environ.get("PYTHONHASHSEED") == "0" else "0"
@@ -265,6 +267,7 @@ def test_the_target_of_a_byte_is_the_next_byte() -> None:
     assert tokens.min() == 0 and targets.max() == 99
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
 def test_every_model_learns(name: str) -> None:
     case = CASES[name]

@@ -87,6 +87,7 @@ def test_each_compile_has_a_backend_of_its_own() -> None:
     steps[1](x)
 
 
+@pytest.mark.slow
 def test_a_schedule_is_an_object_or_a_file_or_has_other_stages(tmp_path: Path) -> None:
     x, made = torch.randn(4, 4), schedules.gpipe(2, 2)
     made.save(tmp_path / "gpipe.json")

@@ -178,6 +178,7 @@ def tried(info: Any) -> Iterator[tuple[Cut, Claim]]:
             yield from ((cut, claim) for claim in found if claim.is_made and claim.fits)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("group", range(GROUPS))
 def test_what_a_rule_claims_holds_for_parts_and_the_whole(group: int) -> None:
     torch.manual_seed(0)

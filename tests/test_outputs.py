@@ -92,6 +92,7 @@ def vars_of(value: Any) -> Any:
     return vars(value) if isinstance(value, Found) else value
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("give", "names"), [(as_tuple, [3, 4]), (as_dataclass, ["worst"])]
 )
@@ -118,6 +119,7 @@ def test_the_mean_and_the_last() -> None:
     torch.testing.assert_close(found, wanted)
 
 
+@pytest.mark.slow
 def test_several_losses_get_gradients() -> None:
     def give(model: Model, x: Tensor, each: Tensor) -> Any:
         return each.mean(), each.pow(2).sum(), model.scale.exp(), each.max()
@@ -157,6 +159,7 @@ def test_what_no_row_goes_into_is_the_same_for_all() -> None:
     torch.testing.assert_close(found, wanted)
 
 
+@pytest.mark.slow
 def test_what_is_stored_counts_as_an_output() -> None:
     def give(model: Model, x: Tensor, each: Tensor) -> Any:
         model.last = each.detach().amax()

@@ -43,6 +43,7 @@ def test_another_name_is_an_error() -> None:
         fxsched.gpipe  # type: ignore[attr-defined]  # noqa: B018
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "first",
     [

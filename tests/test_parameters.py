@@ -16,6 +16,7 @@ from tests.ranks_parameters import batch, build
 from tests.started_ranks import run_ranks
 
 
+@pytest.mark.slow
 def test_two_ranks_change_parameters_as_one_process() -> None:
     done = run_ranks(2, "tests.ranks_parameters")
     assert done.stdout.count("parameters hold") == 2, done.stdout

@@ -143,6 +143,7 @@ def gpt12() -> tuple[Problem, list[float]]:
     return problem, parts
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stages", [2, 3, 4, 6, 8])
 def test_gpt_is_balanced_and_no_worse_than_cuts_between_blocks(
     stages: int, record_property: Callable[[str, object], None]
@@ -168,6 +169,7 @@ def test_gpt_is_balanced_and_no_worse_than_cuts_between_blocks(
     assert max(busy) <= by_hand * (1 + 1e-9)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["graph", "one_f_one_b"])
 def test_each_of_three_encoders_has_its_own_worker(name: str) -> None:
     config = ThreeEncoderConfig(vocabulary=64, width=32)
@@ -373,6 +375,7 @@ class Wide(nn.Module):
         return x.mean()
 
 
+@pytest.mark.slow
 def test_the_planner_chooses_more_stages_where_they_fill_the_pipeline() -> None:
     few = fxsched.plan(Wide(8), in_loops(2), torch.ones(512, 512))
     many = fxsched.plan(Wide(8), in_loops(32), torch.ones(512, 512))
@@ -391,6 +394,7 @@ def test_stages_that_w_does_not_look_at_are_several(workers: int, stages: int) -
     assert len(plan.stages) == workers
 
 
+@pytest.mark.slow
 def test_a_profile_replaces_estimates() -> None:
     class Slow(Chain):
         def forward(self, x: Tensor) -> Tensor:
@@ -413,6 +417,7 @@ def test_a_profile_replaces_estimates() -> None:
     assert sum(seconds(plan)) == pytest.approx(total, rel=0.01)
 
 
+@pytest.mark.slow
 def test_a_profile_is_fitted_to_steps_that_ran() -> None:
     model, x, schedule = Wide(8), torch.ones(512, 512), schedules.gpipe(2, 4)
     plan = fxsched.plan(model, schedule, x)
@@ -447,6 +452,7 @@ def test_explain_says_what_limits_the_step() -> None:
     assert re.search(r"^0 +layers\.0, .* 0 +\d+\.\d % .* MiB +1: 1\.0 MiB", text, re.M)
 
 
+@pytest.mark.slow
 def test_evaluation_is_cut_as_training_is() -> None:
     model, x = Wide(8), torch.ones(8, 512)
     trained = fxsched.plan(model, schedules.gpipe(2, 4), x)

@@ -281,6 +281,7 @@ def growth(values: list[float]) -> float:
     return float((last / first) ** (1 / (len(values) - window - half)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("lr", "exponent"), [(0.1, 1), (0.5, 0)])
 def test_a_quadratic_converges_as_stability_says(lr: float, exponent: int) -> None:
     workers, updates = 4, 160

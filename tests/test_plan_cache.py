@@ -131,6 +131,7 @@ def result(case: Case, schedule: Schedule) -> tuple[str, list[Tensor]]:
     return text, [value.detach() for value in values if value is not None]
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::fxsched.RowsWarning")
 @pytest.mark.parametrize("name", CASES)
 def test_what_is_found_runs_as_what_was_made(name: str, traces: list[None]) -> None:
@@ -171,6 +172,7 @@ def table(*workers: int) -> Schedule:
     return Schedule(2, 4, None, lambda s, b, d: (workers[s],) * 2, name="mine")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("one", "other"),
     [
@@ -204,6 +206,7 @@ def test_what_differs_is_planned_anew(
     assert len(traces) == 2 * made, "both are found now"
 
 
+@pytest.mark.slow
 def test_modes_are_part_of_a_plan(traces: list[None]) -> None:
     def call(dtype: torch.dtype | None) -> Tensor:
         model, inputs, _ = net()
@@ -254,6 +257,7 @@ def test_passes_of_the_users_own_are_planned_anew(place: Path) -> None:
     assert not place.exists()
 
 
+@pytest.mark.slow
 def test_what_others_may_write_is_not_read(place: Path, traces: list[None]) -> None:
     result(net(), shifted(0))
     made = len(traces)
@@ -267,6 +271,7 @@ def test_what_others_may_write_is_not_read(place: Path, traces: list[None]) -> N
     assert len(traces) == 3 * made
 
 
+@pytest.mark.slow
 def test_a_file_that_was_cut_short_is_made_anew(
     place: Path, traces: list[None]
 ) -> None:
@@ -280,6 +285,7 @@ def test_a_file_that_was_cut_short_is_made_anew(
     assert len(traces) == 2 * made
 
 
+@pytest.mark.slow
 def test_the_folder_keeps_the_plans_used_last(
     place: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -296,6 +302,7 @@ def test_the_folder_keeps_the_plans_used_last(
     assert old in left and new not in left and len(left) == 2
 
 
+@pytest.mark.slow
 def test_an_empty_variable_keeps_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -319,6 +326,7 @@ print(backend.plan.digest, sum(p.grad.abs().sum().item() for p in model.paramete
 """
 
 
+@pytest.mark.slow
 def test_another_process_finds_it(place: Path) -> None:
     def start(*more: str) -> str:
         code = "\n".join([*more, START])

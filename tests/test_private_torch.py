@@ -103,6 +103,7 @@ def test_dynamo_compiles_a_frame_with_what_the_wrapper_reads() -> None:
     assert "real_stack" in inspect.getsource(torch._dynamo.exc.Unsupported.__init__)
 
 
+@pytest.mark.slow
 def test_custom_meta_goes_on_to_the_backward() -> None:
     model, inputs = cases.build("gpt")
     plan = fxsched.plan(model, fxsched.schedules.gpipe(1, 2), *inputs)

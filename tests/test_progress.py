@@ -76,6 +76,7 @@ def test_logging_that_is_set_up_decides(capfd: Any) -> None:
     assert capfd.readouterr().err == ""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("setting", ["+fxsched", "-fxsched"])
 def test_TORCH_LOGS_sets_the_level(setting: str) -> None:
     ran = subprocess.run(

@@ -71,6 +71,7 @@ class Turned(nn.Module):
         return self.last(x.transpose(1, 2)).square().mean()
 
 
+@pytest.mark.slow
 def test_dropout_is_the_same_wherever_the_model_is_cut() -> None:
     torch.manual_seed(0)
     model, x = Turned(), torch.randn(4, 6, 8)

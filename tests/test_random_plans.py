@@ -15,6 +15,7 @@ from tests.random_plans import assert_family_equals_eager, random_family, within
 MODELS, SCHEDULES, CHUNK = 50, 8, 5  # models share a trace among their schedules
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("first", range(0, MODELS, CHUNK))
 def test_random_plans_are_sound_and_equal_eager(first: int) -> None:
     for seed in range(first, first + CHUNK):

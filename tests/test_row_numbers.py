@@ -204,6 +204,7 @@ def test_what_numbers_of_rows_pick_is_of_the_whole_batch(name: str) -> None:
     train(name, SCHEDULES[list(CASES).index(name) % len(SCHEDULES)]())
 
 
+@pytest.mark.slow
 def test_ranks_are_eager_s() -> None:
     done = run_ranks(2, "tests.ranks_row_numbers")
     assert done.stdout.count("equal to eager") == 2
@@ -260,6 +261,7 @@ class Listed(nn.Module):
         return {"loss": F.cross_entropy(scores, y), "rows": rows, "scores": scores}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", range(len(SCHEDULES)))
 def test_a_list_of_samples_comes_back_in_order(number: int) -> None:
     torch._dynamo.reset()

@@ -224,6 +224,7 @@ def test_rows_that_meet_have_a_cause(name: str) -> None:
     assert __file__ in str(rows.cause.stack)
 
 
+@pytest.mark.slow
 def test_clip_meets_at_its_logits() -> None:
     transformers = pytest.importorskip("transformers")
     sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}

@@ -41,6 +41,7 @@ def by_ranks(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
     return folder, done.stdout
 
 
+@pytest.mark.slow
 def test_killed_ranks_of_fsdp_resume_under_1f1b_and_on_threads_to_the_bit(
     by_ranks: tuple[Path, str],
 ) -> None:
@@ -68,6 +69,7 @@ def test_what_ranks_have_apart_is_not_shared_out(by_ranks: tuple[Path, str]) -> 
         fxsched.load(folder, training.model, extra=extra)
 
 
+@pytest.mark.slow
 def test_ranks_killed_while_they_save_leave_a_checkpoint_that_loads() -> None:
     command = [sys.executable, "-m", "tests.kill_saves", "--runs", "2", "--seed", "1"]
     done = subprocess.run(
@@ -76,6 +78,7 @@ def test_ranks_killed_while_they_save_leave_a_checkpoint_that_loads() -> None:
     assert "killed 2 times, " in done.stdout, done.stdout + done.stderr
 
 
+@pytest.mark.slow
 def test_a_schedule_that_corrects_by_velocities_resumes_to_the_bit(
     tmp_path: Path,
 ) -> None:

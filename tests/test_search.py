@@ -133,6 +133,7 @@ def test_unequal_stages_stage_by_stage() -> None:
     assert simulate(found, chain, None, 0.0).latency >= 6 * 6.0
 
 
+@pytest.mark.slow
 def test_a_plan_has_its_own_workers_and_microbatches() -> None:
     model, inputs = two_tower()
     schedule = fxsched.schedules.graph(2, MICROBATCHES)

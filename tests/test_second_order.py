@@ -49,6 +49,7 @@ def test_create_graph_is_an_error_at_the_call(rows: bool) -> None:
         torch.testing.assert_close(found.grad, wanted.grad)
 
 
+@pytest.mark.slow
 def test_a_gradient_inside_the_model_shows_the_line() -> None:
     class Penalty(Critic):
         def forward(self, x: Tensor) -> Tensor:

@@ -23,6 +23,7 @@ from .shard_sweep import CASES, Cell, check
 ATTENTION = F.scaled_dot_product_attention
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "schedule", "shards", "by"),
     [
@@ -40,6 +41,7 @@ def test_dropout_in_shards_is_that_without(
     assert share(plan, made(name)[0], CASES[name].layers) <= 1 / shards + 0.05
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("weights", [False, True])
 def test_multihead_attention_is_cut_by_heads(weights: bool) -> None:
     class Attends(nn.Module):
@@ -180,6 +182,7 @@ class Noisy(nn.Module):
         return F.dropout(x, 0.3).square().mean()
 
 
+@pytest.mark.slow
 def test_what_draws_otherwise_is_whole_and_said() -> None:
     torch.manual_seed(0)
     model, x = Noisy(), torch.randn(4, 8)

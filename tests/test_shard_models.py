@@ -8,6 +8,7 @@ from .shard_models import CASES, made, share, sums
 from .shard_sweep import Cell, check
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "schedule", "by"),
     [

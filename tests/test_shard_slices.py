@@ -73,6 +73,7 @@ def test_norms_in_slices_equal_eager(schedule: Schedule, dim: int, count: int) -
     assert SLICED.format(dim, count) in " ".join(plan.explain().split())
 
 
+@pytest.mark.slow
 def test_dropout_in_slices_draws_the_numbers_of_the_whole() -> None:
     plan = train_both(alone(2), dropout=0.3, shards=NORMS)
     assert SLICED.format(0, 11) in " ".join(plan.explain().split())
@@ -85,6 +86,7 @@ def sent(plan: Plan, worker: int) -> list[int]:
     return [sum(s.bytes for s in n.args[0].meta["specs"]) for n in forward]
 
 
+@pytest.mark.slow
 def test_slices_are_sent_in_the_place_of_whole_sums() -> None:
     model, inputs = gpt()
     value = 2 * 16 * 32 * 4  # of a microbatch
@@ -95,6 +97,7 @@ def test_slices_are_sent_in_the_place_of_whole_sums() -> None:
     assert Counter(sent(plan, 1)) == {value: 4}
 
 
+@pytest.mark.slow
 def test_sums_among_four_shards_go_by_slices_where_they_are_large() -> None:
     torch.manual_seed(0)
     model = GPT(GPTConfig(**WIDE))
@@ -107,6 +110,7 @@ def test_sums_among_four_shards_go_by_slices_where_they_are_large() -> None:
     assert sum(sent(plan, 1)) < 4 * 2 * value
 
 
+@pytest.mark.slow
 def test_a_memory_limit_is_that_of_shards() -> None:
     model, inputs = gpt()
     whole = fxsched.plan(model, schedules.gpipe(1, 4), *inputs)

@@ -27,6 +27,7 @@ def in_shards() -> Schedule:
     return sharded(schedules.gpipe(1, 2), 2)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "schedule", "made", "options"),
     [

@@ -73,11 +73,13 @@ def check(name: str, schedule: Schedule, **options: Any) -> None:
     assert_equal(train(model, step, "adamw"), wanted)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_any_schedule_in_shards_equals_eager(schedule: str) -> None:
     check("gpt", SCHEDULES[schedule]())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shards", [2, 4])
 @pytest.mark.parametrize("name", ["two_tower", "encoder_decoder", "experts", "unet"])
 def test_any_model_in_shards_equals_eager(name: str, shards: int) -> None:
@@ -97,15 +99,18 @@ def test_weights_cut_by_name_equal_eager(words: dict[str, str]) -> None:
     check("gpt", schedules.sharded(schedules.gpipe(2, 4), 2), shards=words)
 
 
+@pytest.mark.slow
 def test_a_mask_of_as_many_rows_as_heads_is_not_cut() -> None:
     check("three_encoder", schedules.sharded(schedules.gpipe(1, 4), 2))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", [{"carry": "recompute"}, {"order": "dynamic"}])
 def test_shards_go_with_options(options: dict[str, Any]) -> None:
     check("gpt", SCHEDULES["1f1b"](), **options)
 
 
+@pytest.mark.slow
 def test_shards_go_with_autocast_around_the_call() -> None:
     model, inputs = gpt()
     found = []
@@ -150,6 +155,7 @@ def test_dropout_draws_the_numbers_that_it_draws_without_shards() -> None:
     torch.testing.assert_close(*gradients)
 
 
+@pytest.mark.slow
 def test_a_block_has_two_sums_forward_and_two_backward() -> None:
     model, inputs = gpt()
     plan = fxsched.plan(model, SCHEDULES["alone"](), *inputs)

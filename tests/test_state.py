@@ -15,11 +15,13 @@ from tests.ranks_state import Tied, batch, build, eager, planned
 from tests.started_ranks import run_ranks
 
 
+@pytest.mark.slow
 def test_two_ranks_clip_save_and_resume_as_one_process() -> None:
     done = run_ranks(2, "tests.ranks_state")
     assert done.stdout.count("whole state") == 2, done.stdout
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("norm_type", [2.0, float("inf")])
 def test_clipping_in_one_process_is_torchs(norm_type: float) -> None:
     model, _ = build()

@@ -63,6 +63,7 @@ def test_state_is_eagers_after_each_call(kind: str, schedule: str) -> None:
     check(STATEFUL[kind](), SCHEDULES[schedule](2))
 
 
+@pytest.mark.slow
 def test_ranks_keep_one_version() -> None:
     done = run_ranks(2, "tests.ranks_state_versions")
     assert done.stdout.count("rank 1: ") == 12, done.stdout

@@ -24,6 +24,7 @@ def widest(text: str) -> int:
     return max(map(len, text.splitlines()))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("workers", [2, 16])
 def test_a_plan_prints_as_a_summary_that_fits(workers: int) -> None:
     plan = plan_of(workers)
@@ -48,6 +49,7 @@ def test_a_plan_is_one_line_in_a_debugger() -> None:
     assert text.endswith(" sent>") and widest(text) <= 88 and "\n" not in text
 
 
+@pytest.mark.slow
 def test_a_summary_of_many_workers_shows_the_first() -> None:
     plan = fxsched.plan(Chain(16), schedules.ddp(32, 32), *batch(32))
     assert "\n15  " in str(plan) and str(plan).endswith("\nand 16 more")

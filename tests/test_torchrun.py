@@ -19,6 +19,7 @@ def printed(processes: int) -> str:
     return start(processes, "tests.ranks", *CASES[processes]).stdout
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("processes", [2, 4])
 def test_ranks_equal_eager(processes: int) -> None:
     cases = len(EVERY_RANK[processes]())

@@ -8,6 +8,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from tests.test_readme import blocks
 from tests.torchrun import ONE_THREAD, ROOT
 
@@ -25,6 +27,7 @@ torch.testing.assert_close(compiled(2 * x), broken(2 * x))
 """
 
 
+@pytest.mark.slow
 def test_trainers_train_compiled_models_as_they_are(tmp_path: Path) -> None:
     page = blocks(ROOT / "docs" / "huggingface.md", "python")
     code = "\n".join([*(text for _, text in page), BROKEN])

@@ -210,6 +210,7 @@ def test_without_a_scalar_loss_backward_runs_the_b_jobs(order: str, carry: str) 
     torch.testing.assert_close(gradients(model), gradients(reference))
 
 
+@pytest.mark.slow
 def test_new_batch_sizes_and_lengths_plan_again_and_old_ones_are_kept() -> None:
     model = Chain()
     reference = copy.deepcopy(model)
@@ -315,6 +316,7 @@ def test_a_frozen_start_has_no_backward_jobs() -> None:
     assert backward == {1, 2, 3}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("carry", ["saved", "recompute"])
 def test_dropout_gives_the_same_numbers_under_every_schedule(carry: str) -> None:
     ways = [
@@ -369,6 +371,7 @@ def test_named_modules_start_stages() -> None:
     assert modules == [["layers.0", "layers.1", "layers.2"], ["layers.3"]]
 
 
+@pytest.mark.slow
 def test_one_microbatch_of_one_row() -> None:
     model, inputs = Chain(), batch(4)
     reference = copy.deepcopy(model)
@@ -458,6 +461,7 @@ class Positions(nn.Module):
         return x.mean()
 
 
+@pytest.mark.slow
 def test_shared_inputs_may_have_any_length() -> None:
     model, shared = Positions(), {"mask": None, "positions": None}
     run = compiled(model, schedules.gpipe(2, 4), batch_dims=shared)
@@ -468,6 +472,7 @@ def test_shared_inputs_may_have_any_length() -> None:
         torch.testing.assert_close(run(x, mask, positions), wanted)
 
 
+@pytest.mark.slow
 def test_a_changing_number_is_planned_anew() -> None:
     model, (x, y) = Chain(), batch()
 
@@ -530,6 +535,7 @@ def test_a_shared_table_keeps_its_own_length() -> None:
         torch.testing.assert_close(run(x, y, table), model(x, y, table))
 
 
+@pytest.mark.slow
 def test_layers_that_have_no_gradient_in_eval_mode_equal_eager() -> None:
     """nn.TransformerEncoderLayer calls an operation without a derivative there."""
     layers = (nn.TransformerEncoderLayer(8, 2, 8, batch_first=True) for _ in range(2))

@@ -157,6 +157,7 @@ def test_a_block_serves_parcels_of_other_sizes(
         assert len(here.lent) == blocks
 
 
+@pytest.mark.slow
 def test_two_that_fill_each_others_sockets_go_on(
     pair: tuple[Neighbour, Neighbour],
 ) -> None:

@@ -67,6 +67,7 @@ def test_equals_the_plain_loop(name: str, schedule: str) -> None:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "schedule"),
     [("gpt", "fsdp"), ("two_tower", "spread"), ("unet", "zb_h1"), ("gpt", "zero2")],

@@ -16,11 +16,13 @@ from tests.started_ranks import run_ranks
 from tests.updates import adamw, batches, build_double, eager
 
 
+@pytest.mark.slow
 def test_two_ranks_that_update_half_each_save_and_resume_as_one_process() -> None:
     done = run_ranks(2, "tests.ranks_updates_state")
     assert done.stdout.count("state of updates") == 2, done.stdout
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("order", ["static", "dynamic"])
 def test_owners_that_share_weights_update_them_once(order: Order) -> None:
     """A random w puts a stage's weights on workers that run none of its jobs, which may
@@ -40,6 +42,7 @@ def test_owners_that_share_weights_update_them_once(order: Order) -> None:
     torch.testing.assert_close(found, state, rtol=1e-7, atol=1e-9)
 
 
+@pytest.mark.slow
 def test_copies_are_renewed_before_they_are_sent() -> None:
     """Where the loop steps, and a copy of one worker is what others fetch."""
     model, inputs = build("mlp")

@@ -41,6 +41,7 @@ def train(schedule: fxsched.Schedule, *passes: Any, **options: Any) -> float:
     return float((found - wanted).norm() / wanted.norm())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "order"),
     [("apart", "static"), ("apart", "dynamic"), ("ddp", "static"), ("zb_h1", "static")],
@@ -50,6 +51,7 @@ def test_bf16_sends_train_as_eager_to_bf16(name: str, order: str) -> None:
     assert 1e-4 < train(schedule, bf16_sends, order=order) < 1e-2
 
 
+@pytest.mark.slow
 def test_bf16_sends_halve_what_is_sent() -> None:
     model, inputs = build("two_tower")
     plans = [

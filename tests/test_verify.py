@@ -60,6 +60,7 @@ def test_what_is_equal_passes_and_leaves_the_model_alone(
     assert torch.equal(torch.get_rng_state(), state)
 
 
+@pytest.mark.slow
 def test_rows_that_meet_are_named_with_stage_and_line() -> None:
     def pairs(s: Any, x: Tensor) -> Tensor:
         return F.cross_entropy(x @ x.t(), torch.arange(len(x)))
@@ -72,6 +73,7 @@ def test_rows_that_meet_are_named_with_stage_and_line() -> None:
     assert "every row of the batch meets every other" in found.why
 
 
+@pytest.mark.slow
 def test_sums_are_named() -> None:
     assert check(lambda s, x: x.sum()).passed
     found = check(lambda s, x: x.sum(), loss_reduction="mean")
@@ -90,6 +92,7 @@ def test_a_loss_outside_and_batch_statistics() -> None:
     assert {"loss", "output", "buffer norm.num_batches_tracked"} <= failed
 
 
+@pytest.mark.slow
 def test_batch_statistics_before_rows_meet_are_named() -> None:
     def pairs(s: Any, x: Tensor) -> Tensor:
         x = s.norm(x)
@@ -101,6 +104,7 @@ def test_batch_statistics_before_rows_meet_are_named() -> None:
     assert "batch_norm" in found.why
 
 
+@pytest.mark.slow
 def test_eager_is_given_the_random_numbers_of_the_plan() -> None:
     def drawing(s: Any, x: Tensor) -> Tensor:
         order = torch.randperm(len(x))
@@ -133,6 +137,7 @@ def test_random_numbers_that_eager_draws_otherwise_are_named() -> None:
     assert "aten.rand.default draws random numbers otherwise in eager" in found.why
 
 
+@pytest.mark.slow
 def test_what_is_rounding_in_float32_is_repeated_in_float64() -> None:
     def cancelling(s: Any, x: Tensor) -> Tensor:
         return x.square().mean() + 3e4 - 3e4
@@ -213,6 +218,7 @@ def test_gradients_and_buffers_that_depart_are_named(
         assert kind in found.why and line in found.why, found.why
 
 
+@pytest.mark.slow
 def test_an_operation_without_a_rule_is_found_by_running_it() -> None:
     def sorted_rows(s: Any, x: Tensor) -> Tensor:
         return (torch.searchsorted(torch.zeros(1), x) * x.t().contiguous().t()).mean()
@@ -225,6 +231,7 @@ def test_an_operation_without_a_rule_is_found_by_running_it() -> None:
     assert "pdist gives something else" in found.why
 
 
+@pytest.mark.slow
 def test_ignored_labels_are_named_and_weighted_passes() -> None:
     torch._dynamo.reset()
     assert fxsched.verify(Words(mean), GPIPE, *batch()).passed

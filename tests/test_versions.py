@@ -48,6 +48,7 @@ def test_random_plans_equal_their_replay(seed: int) -> None:
     check(seed)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("ranks", "plans"), [(2, 10), (4, 5)])
 def test_ranks_equal_the_replay(ranks: int, plans: int) -> None:
     done = run_ranks(ranks, "tests.ranks_versions")

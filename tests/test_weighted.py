@@ -96,6 +96,7 @@ def test_a_sum_and_a_count_are_divided_after_the_call() -> None:
         assert_close(gradients(model), gradients(plain))
 
 
+@pytest.mark.slow
 def test_padded_labels_in_llama() -> None:
     transformers = pytest.importorskip("transformers")
     config = transformers.LlamaConfig(
@@ -133,6 +134,7 @@ def refused(compute: Any, match: str) -> None:
         planned(Words(compute), schedules.gpipe(2, 4), *batch())
 
 
+@pytest.mark.slow
 def test_what_no_weights_make_exact_is_refused() -> None:
     def spread(model: nn.Module, scores: Tensor, labels: Tensor) -> Tensor:
         return scores.std()
@@ -150,11 +152,13 @@ def test_what_no_weights_make_exact_is_refused() -> None:
     refused(by_class, "what class weights add up to is not known before the step")
 
 
+@pytest.mark.slow
 def test_two_ranks() -> None:
     done = run_ranks(2, "tests.ranks_losses")
     assert done.stdout.count("equal to eager") == 4, done.stdout
 
 
+@pytest.mark.slow
 def test_explain_says_what_weighs_a_loss() -> None:
     schedule = schedules.gpipe(2, 4)
     plan = fxsched.plan(Words(LOSSES["mean"]), schedule, *batch())
@@ -195,6 +199,7 @@ def test_totals_are_not_added_to_state_in_each_microbatch(reduction: Any) -> Non
         run(torch.randn(8, 4), torch.arange(8) % 5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("reduction", ["weighted", "mean", "sum"])
 def test_state_of_the_batch_is_refused_where_microbatches_would_write_it(
     reduction: Any,

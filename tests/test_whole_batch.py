@@ -159,6 +159,7 @@ SCHEDULES = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_a_loss_over_all_pairs_is_that_of_the_whole_batch(name: str) -> None:
     train(Towers, SCHEDULES[name], batch())
@@ -236,6 +237,7 @@ def test_microbatches_compute_their_rows_of_pairs(name: str) -> None:
     )
 
 
+@pytest.mark.slow
 def test_pairs_are_spread_where_the_step_should_be_shorter() -> None:
     few, many = (batch(rows) for rows in (8, 1024))
     text = (
@@ -368,6 +370,7 @@ def test_padding_a_batch_that_meets_is_refused() -> None:
         torch.compile(model, backend=backend)(batch(7)[0])
 
 
+@pytest.mark.slow
 def test_two_ranks() -> None:
     done = run_ranks(2, "tests.ranks_whole_batch")
     assert done.stdout.count("equal to eager") == 8, done.stdout

@@ -78,6 +78,7 @@ def test_each_worker_has_a_share_of_the_parameters() -> None:
     assert shares == pytest.approx([0.25] * 4, rel=0.1)
 
 
+@pytest.mark.slow
 def test_ranks_equal_the_plain_loop_and_share_the_optimizer() -> None:
     done = run_ranks(4, "tests.ranks_updates")
     assert done.stdout.count("equal to the plain loop") == 4 * 8, done.stdout
