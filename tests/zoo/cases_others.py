@@ -97,7 +97,8 @@ for name, arguments in WITH_NORM.items():
     )
 
 
-# one small model of most of timm's modules, on 32 x 32 pixels; these take img_size
+# A small model of most of timm's modules, on 32 x 32 pixels if no size is given. The
+# first ones take img_size.
 SIZED = """
 mobileone_s1 coat_tiny convit_tiny deit_tiny_patch16_224 efficientformer_l1@224
 efficientformerv2_s0 efficientvit_m0 gcvit_xxtiny hiera_tiny_224
@@ -122,7 +123,8 @@ for names, takes_size in ((SIZED, True), (UNSIZED, False)):
         kind, _, pixels = each.partition("@")
         size = int(pixels or 32)
         values = {"img_size": size} if takes_size else {}
-        TIMM.add(f"timm_{kind}", functools.partial(of_timm, kind, size, values))
+        make = functools.partial(of_timm, kind, size, values)
+        TIMM.add(f"timm_{kind}", make, apart=False)
 
 
 def of_torchvision(kind: str, size: int, values: dict[str, Any]) -> Any:
