@@ -112,6 +112,7 @@ def refused(why: str, model: nn.Module, x: Tensor, **options) -> None:
 
 
 def test_half_precision_trains_as_on_the_whole_batch() -> None:
+    torch.manual_seed(0)
     x = torch.randn(8, 4).bfloat16()
     assert_as_eager(Rows(), x, schedules.gpipe(2, 4), far=0.05)
 
