@@ -23,8 +23,10 @@ import torch.fx.experimental._config
 from torch import Tensor, fx
 from torch._dynamo import convert_frame
 from torch._dynamo.exc import (
+    InternalTorchDynamoError,
     ObservedException,
     TensorifyScalarRestartAnalysis,
+    TorchDynamoException,
     Unsupported,
     UserError,
 )
@@ -42,6 +44,8 @@ from .lengths import symbolic_dims
 from .origins import Frame, Origins, Path
 from .returns import read_returns
 from .samples import names_of, user_tensors
+
+BREAKS = (Unsupported, UserError, InternalTorchDynamoError)  # of a model's line
 
 
 def configure_dynamo() -> None:
@@ -75,10 +79,7 @@ def configure_dynamo() -> None:
         with _settings(), backend.tracing():
             try:
                 return original(*bound.args, **bound.kwargs)
-            except (
-                Unsupported,
-                UserError,
-            ) as error:  # Dynamo would run the frame without a word
+            except BREAKS as error:  # Dynamo would run the frame without a word
                 raise frame_error(error, backend) from error
 
     vars(compile_frame)["fxsched"] = True
@@ -308,15 +309,16 @@ def _constants(gm: fx.GraphModule) -> Iterator[Tensor]:
             yield value
 
 
-def frame_error(error: Unsupported | UserError, backend: Exporter) -> PlanError:
+def frame_error(error: TorchDynamoException, backend: Exporter) -> PlanError:
     """The error for a frame that Dynamo gives up: the model raised, or breaks it."""
     raised = error.__cause__
+    stack = getattr(error, "real_stack", None)
     if not isinstance(raised, ObservedException):
-        broken = not_whole(error.real_stack, error)
+        broken = not_whole(stack, error)
         broken.backend = backend
         return broken
     text = str(raised).removeprefix("raised exception ")
     # before 2.12 Dynamo names its own variable, which says the class alone
     text = re.sub(r"ExceptionVariable\(<class '([\w.]+)'>\)", r"\1", text)
-    where = list(error.real_stack)[-1]
+    where = list(stack or ())[-1]
     return PlanError(f"{where.filename}:{where.lineno}: the model raised {text}")
