@@ -96,6 +96,7 @@ class Halve:
         return program
 
 
+@pytest.mark.slow
 def test_a_pass_that_is_an_object_is_known_by_its_class() -> None:
     one, other = (plan(Model(), passes=[Halve()]).arithmetic.passes for _ in range(2))
     assert one == other != plan(Model(), passes=[halve]).arithmetic.passes

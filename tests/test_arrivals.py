@@ -92,6 +92,7 @@ CASES: dict[str, tuple[Schedule, str, Order, dict[str, Any]]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", CASES)
 def test_twenty_updates_equal_the_replay(case: str) -> None:
     schedule, name, order, options = CASES[case]

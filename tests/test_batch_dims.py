@@ -147,6 +147,7 @@ def test_outputs_and_gradients_of_inputs_along_dimension_1() -> None:
     equal(Rows(), torch.randn(5, ROWS, WIDTH), batch_dims={"x": 1})
 
 
+@pytest.mark.slow
 def test_what_all_samples_share_is_declared() -> None:
     """As long as the batch, or not."""
 

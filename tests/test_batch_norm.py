@@ -90,6 +90,7 @@ def test_convolutions_train_as_on_the_whole_batch(name) -> None:
     assert_as_eager(Convs(), x, getattr(schedules, name)(2, 4))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", [{}, {"track_running_stats": False}])
 def test_microbatches_of_one_row_train_as_on_the_whole_batch(options) -> None:
     x = torch.randn(4, 4, dtype=torch.float64)
@@ -143,6 +144,7 @@ class Keeps(Rows):
         return super().forward(x, y)
 
 
+@pytest.mark.slow
 def test_a_model_may_keep_what_it_sees_besides() -> None:
     x = torch.randn(8, 4, dtype=torch.float64)
     assert_as_eager(Keeps(), x, schedules.gpipe(2, 4))
@@ -177,6 +179,7 @@ def test_exported_models_train_as_on_the_whole_batch() -> None:
     torch.testing.assert_close(model.state_dict(), reference.state_dict())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", [schedules.one_f_one_b, schedules.ddp, schedules.fsdp])
 def test_norms_of_halves_see_their_half_of_the_batch(kind) -> None:
     assert_as_eager(Halves(), torch.randn(8, 4, dtype=torch.float64), kind(2, 4))
@@ -204,6 +207,7 @@ def pictures() -> tuple[Tensor, Tensor]:
     return torch.randn(8, 2, 6, 6), torch.randn(8, 256)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("make", [schedules.one_f_one_b, schedules.graph])
 def test_a_tower_with_norms_is_one_stage_beside_the_other_tower(make) -> None:
     plan = fxsched.plan(Towers(), make(2, 4), *pictures())
@@ -224,6 +228,7 @@ def test_lost_data_parallelism_is_said() -> None:
     assert "its rows are not spread over workers" in " ".join(plan.explain().split())
 
 
+@pytest.mark.slow
 def test_stages_may_be_named_where_all_rows_run() -> None:
     x = torch.randn(8, 2, 6, 6)
     plan = fxsched.plan(
@@ -232,6 +237,7 @@ def test_stages_may_be_named_where_all_rows_run() -> None:
     assert len(plan.stages) == 3
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "options", [{"rows": "local"}, {"carry": "recompute"}, {"deterministic": True}]
 )

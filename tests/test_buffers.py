@@ -125,6 +125,7 @@ def grown(model: Model, hidden: Tensor) -> None:
     model.n = model.n + hidden.detach().mean(0)
 
 
+@pytest.mark.slow
 def test_new_values_may_have_another_shape() -> None:
     check(Model(grown), schedules.ddp(2, 4), calls=2)
 
@@ -245,6 +246,7 @@ class Squared(nn.Module):
         return list(self.buffers())
 
 
+@pytest.mark.slow
 def test_a_number_of_pythons_counts_calls() -> None:
     def learn(model: Model, hidden: Tensor) -> None:
         model.calls += 1

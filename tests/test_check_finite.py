@@ -69,6 +69,7 @@ def test_an_update_is_named() -> None:
             train(torch.randn(8, 4))
 
 
+@pytest.mark.slow
 def test_finite_steps_go_on_and_nothing_is_added_without_it() -> None:
     assert step("").isfinite()
     x = torch.randn(8, 4)

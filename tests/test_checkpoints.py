@@ -75,6 +75,7 @@ def test_what_is_marked_is_not_held(dropout: float, schedule: Schedule) -> None:
         assert held < 0.5 * all_held
 
 
+@pytest.mark.slow
 def test_marked_models_equal_eager() -> None:
     torch.manual_seed(0)
     model = Net(again=True)

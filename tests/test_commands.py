@@ -294,6 +294,7 @@ def test_search_prints_what_it_compared_and_the_best(
     assert [float(step) for step in best] == [pytest.approx(least, abs=1e-3)]
 
 
+@pytest.mark.slow
 def test_search_for_a_model_ends_with_its_plan(
     model: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -473,6 +474,7 @@ def test_updates_are_simulated_and_compared(capsys: pytest.CaptureFixture[str]) 
     assert plain and often and float(plain[1]) < float(often[1])
 
 
+@pytest.mark.slow
 def test_shards_are_asked_for_wherever_a_schedule_is_named(
     model: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

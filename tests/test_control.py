@@ -45,6 +45,7 @@ def test_a_rank_that_plans_a_call_which_another_runs_is() -> None:
         first.idle(1, None, time.monotonic())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seen", [1, None])
 def test_a_rank_that_broke_its_connections_for_another_is_not_blamed(
     seen: int | None,

@@ -35,6 +35,7 @@ def test_threads_have_the_bits_of_one_process(way: str) -> None:
     assert bits.compare(model, WAYS[way](), order=order, stages=stages)
 
 
+@pytest.mark.slow
 def test_a_loss_over_pairs_has_the_bits_of_one_worker() -> None:
     assert bits.compare("contrastive", schedules.zero2(2, 4))
 
@@ -73,6 +74,7 @@ def test_out_of_order_gradients_wait_and_memory_counts_them() -> None:
     assert bits.compare("mlp", BACKWARDS)
 
 
+@pytest.mark.slow
 def test_the_check_finds_two_additions_in_another_order() -> None:
     plan = fxsched.plan(
         Chain(), schedules.ddp(2, 4), torch.randn(8, 3), deterministic=True
@@ -159,6 +161,7 @@ class Normalized(nn.Module):
         return (x @ self.weight).tanh().mean()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("model", "message"),
     [

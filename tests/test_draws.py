@@ -27,6 +27,7 @@ SCHEDULES: dict[str, Callable[[], Schedule]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", SCHEDULES)
 @pytest.mark.parametrize("kind", [Once, Rows])
 def test_draws_of_the_whole_batch_are_made_once(kind: type[Drawing], name: str) -> None:

@@ -9,6 +9,7 @@ import pytest
 from tests.endurance import Held, cases, endure, grown, loop
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["1f1b", "fsdp"])
 def test_steps_add_no_threads_descriptors_or_tensors(name: str, tmp_path: Path) -> None:
     """Resident memory levels off only after more steps than these."""

@@ -77,6 +77,7 @@ def test_threads_equal_eager(name: str, schedule: str) -> None:
     compiled(name, SCHEDULES[schedule]())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_threads_in_dynamic_order_equal_eager(schedule: str) -> None:
     compiled("two_tower", SCHEDULES[schedule](), order="dynamic")
@@ -118,6 +119,7 @@ def test_every_schedule_of_the_library_is_run() -> None:
     assert equal == set(LIBRARY) | known - {"random", "apart"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("schedule", LIBRARY)
 @pytest.mark.parametrize("name", ["gpt", "two_tower"])
 def test_the_library_equals_eager(name: str, schedule: str) -> None:
@@ -140,6 +142,7 @@ def test_zero_bubble_equals_eager(
     compiled(name, library(schedule), **options)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["gpt", "two_tower"])
 def test_data_parallel_zero_bubble_equals_eager(name: str) -> None:
     """Both groups sum W's gradients; gpt's token embedding is also its last weight."""

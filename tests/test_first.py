@@ -68,6 +68,7 @@ def test_stages_that_are_alike_are_differentiated_once() -> None:
     assert one is other
 
 
+@pytest.mark.slow
 def test_graphs_that_are_alike_are_compiled_once(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -11,6 +11,7 @@ CASES, LINES = 60, 6  # the command's models have 40
 GROUPS = 4
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("group", range(GROUPS))
 def test_random_models_equal_eager(group: int) -> None:
     for seed in range(group, CASES, GROUPS):

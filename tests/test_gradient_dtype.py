@@ -23,17 +23,20 @@ WAYS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", WAYS)
 def test_sums_are_cast_once(way: str) -> None:
     schedule, dtype, order = WAYS[way]
     cases.compare(schedule, dtype, order=order)
 
 
+@pytest.mark.slow
 def test_ranks_have_the_bits_of_one_process() -> None:
     done = run_ranks(2, "tests.ranks_gradient_dtype")
     assert done.stdout.count("have the bits of one process") == 1
 
 
+@pytest.mark.slow
 def test_updates_in_the_program_get_the_finished_sum() -> None:
     model, x, y = cases.model()
     eager = copy.deepcopy(model)
@@ -61,6 +64,7 @@ def plan(schedule: Schedule, tied: bool = True, **options: Any) -> fxsched.Plan:
     return fxsched.plan(model, schedule, x, y, **options)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("in_order", [False, True])
 def test_memory_counts_sums_in_their_type(in_order: bool) -> None:
     planned = plan(schedules.one_f_one_b(2, 4), not in_order, deterministic=in_order)
@@ -72,6 +76,7 @@ def test_memory_counts_sums_in_their_type(in_order: bool) -> None:
         assert held == counted
 
 
+@pytest.mark.slow
 def test_partial_sums_are_sent_in_their_type_and_finished_ones_in_the_weights() -> None:
     program = plan(schedules.ddp(2, 4), stages="auto").programs[0]
     types: dict[Any, set[torch.dtype]] = {ops.send: set(), ops.recv: set()}
@@ -84,6 +89,7 @@ def test_partial_sums_are_sent_in_their_type_and_finished_ones_in_the_weights() 
     assert sent == {torch.float32, torch.bfloat16}
 
 
+@pytest.mark.slow
 def test_stages_count_sums_in_their_type() -> None:
     own, wide = (
         plan(schedules.ddp(2, 4), gradient_dtype=None),

@@ -342,6 +342,7 @@ def assert_towers_apart(plan: Plan) -> None:
             assert len(towers[maker] | towers[reader]) <= 1, (maker, reader)
 
 
+@pytest.mark.slow
 def test_a_graph_break_inside_a_model_shows_its_line() -> None:
     model, inputs = gpt2()
     backend = fxsched.backend(schedules.gpipe(2, 4))

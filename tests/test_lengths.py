@@ -423,6 +423,7 @@ def test_plans_and_verify_take_it() -> None:
     assert fxsched.verify(model, GPIPE, *inputs, lengths=LABELLED).passed
 
 
+@pytest.mark.slow
 def test_what_cannot_be_tried_is_said() -> None:
     class Shuffled(Language):
         def forward(self, tokens: Tensor) -> Tensor:  # type: ignore[override]

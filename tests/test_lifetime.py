@@ -74,6 +74,7 @@ def test_the_least_recently_called_plan_goes_first(
     assert anew == [True, True, False, True, False, True]
 
 
+@pytest.mark.slow
 def test_a_closed_backend_holds_nothing_and_says_so() -> None:
     before, model = workers(), Net()
     with fxsched.backend(schedules.gpipe(2, 2), profile=True) as backend:
@@ -119,6 +120,7 @@ def test_threads_and_plans_go_with_the_compiled_function() -> None:
     torch.testing.assert_close(trained(again, model, 4), trained(model, model, 4))
 
 
+@pytest.mark.slow
 def test_all_goes_with_the_backend() -> None:
     collect()
     before, files = workers(), sources()

@@ -146,11 +146,13 @@ def assert_equal_to_casts(
             torch.testing.assert_close(own.grad, other.grad, rtol=1e-5, atol=1e-7)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", WAYS)
 def test_it_is_eager_with_the_same_casts(name: str) -> None:
     assert_equal_to_casts(skip(), WAYS[name]())
 
 
+@pytest.mark.slow
 def test_rows_that_meet_are_eagers_with_the_same_casts() -> None:
     assert_equal_to_casts(skip(joint=True), joint(), parts=1)
 
@@ -169,6 +171,7 @@ def sent(plan: fxsched.Plan) -> list[str]:
     ]
 
 
+@pytest.mark.slow
 def test_bytes_are_of_that_type_wherever_they_are_told() -> None:
     plan, narrow = (planned(skip(), rows(), message_dtype=d) for d in (None, NARROW))
     narrow.check()
@@ -194,6 +197,7 @@ class Kinds(nn.Module):
         return h.gather(1, best[:, None]).sum() * size, told
 
 
+@pytest.mark.slow
 def test_what_is_small_or_told_travels_as_it_is() -> None:
     options = {"stages": ["b"], "schedule": schedules.gpipe(2, 1)}
     kinds = set(sent(planned(Kinds(), rows(), message_dtype=NARROW, **options)))
@@ -201,6 +205,7 @@ def test_what_is_small_or_told_travels_as_it_is() -> None:
     assert kinds == forward | {"float32[8, 8]"}
 
 
+@pytest.mark.slow
 def test_weights_and_their_gradients_stay_exact() -> None:
     for schedule in (schedules.fsdp(2), schedules.ddp(2)):
         options = {"schedule": schedule, "stages": "auto", "message_dtype": NARROW}
@@ -208,6 +213,7 @@ def test_weights_and_their_gradients_stay_exact() -> None:
         assert "float32[8, 8]" in found and not any("bfloat16" in s for s in found)
 
 
+@pytest.mark.slow
 def test_both_ends_agree_on_the_type() -> None:
     plan = planned(skip(), rows(), message_dtype=NARROW)
     wide = planned(skip(), rows())

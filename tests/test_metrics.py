@@ -100,6 +100,7 @@ def test_without_a_profile_there_are_none() -> None:
         fxsched.backend(schedules.gpipe(2, 2)).metrics  # noqa: B018
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("order", ["static", "dynamic"])
 def test_jobs_are_ranges_of_a_profiler_that_runs(order: Order) -> None:
     model, inputs = cases.build("mlp")

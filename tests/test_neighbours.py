@@ -109,6 +109,7 @@ def three(rank: int, met: Barrier, board: Any, result: Connection) -> None:
     result.send("done")
 
 
+@pytest.mark.slow
 def test_three_that_wait_in_a_row_read_what_others_send_meanwhile() -> None:
     context = multiprocessing.get_context("fork")
     with context.Manager() as manager:

@@ -141,6 +141,7 @@ def test_several_losses_get_gradients() -> None:
         (found[0] + found[3]).backward()
 
 
+@pytest.mark.slow
 def test_what_no_row_goes_into_is_the_same_for_all() -> None:
     def give(model: Model, x: Tensor, each: Tensor) -> Any:
         table = torch.arange(4)[None] - torch.arange(4)[:, None]

@@ -222,6 +222,7 @@ def test_the_plan_says_where_gradients_meet() -> None:
     assert re.search(where, text)
 
 
+@pytest.mark.slow
 def test_a_scaled_loss_is_an_error_unless_b_starts_from_it() -> None:
     torch.manual_seed(0)
     model = APART["hook: clamp"]()

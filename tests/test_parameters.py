@@ -22,6 +22,7 @@ def test_two_ranks_change_parameters_as_one_process() -> None:
     assert done.stdout.count("parameters hold") == 2, done.stdout
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["one_f_one_b", "fsdp"])
 def test_hooks_run_once_with_the_gradient_of_the_whole_batch(name: str) -> None:
     torch._dynamo.reset()

@@ -86,6 +86,7 @@ def test_parallel_branches_are_in_different_stages(stages: int) -> None:
     assert set.union(*found) == {"0", "1", "2"}
 
 
+@pytest.mark.slow
 def test_parallel_branches_take_turns_in_the_numbers_of_stages() -> None:
     plan = fxsched.plan(Towers(2, 8), schedules.gpipe(4, 4), rows(), rows())
     first, second, *_ = (towers_of(names) for names in modules(plan))
@@ -274,6 +275,7 @@ class Bulky(nn.Module):
         return y.mean()
 
 
+@pytest.mark.slow
 def test_a_memory_limit_moves_work_away_from_a_full_worker() -> None:
     tokens = torch.randint(0, 4096, (64, 32))
     schedule = schedules.gpipe(2, 4)
@@ -383,6 +385,7 @@ def test_the_planner_chooses_more_stages_where_they_fill_the_pipeline() -> None:
     assert len(many.stages) == 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("workers", "stages"), [(1, 1), (2, 8), (3, 9)])
 def test_stages_that_w_does_not_look_at_are_several(workers: int, stages: int) -> None:
     schedule = schedules.ddp(workers, 6)

@@ -120,6 +120,7 @@ def test_cuts_are_those_of_brute_force(
     assert max(ratios) <= 1 + 1e-9
 
 
+@pytest.mark.slow
 def test_the_method_for_large_graphs_is_close_on_small_ones(
     monkeypatch: pytest.MonkeyPatch, record_property: Callable[[str, object], None]
 ) -> None:

@@ -70,6 +70,7 @@ def plan_of(schedule: str) -> Plan:
     return make(SCHEDULES[schedule]())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rank", [0, 1])
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_program_of(schedule: str, rank: int, golden: Golden) -> None:

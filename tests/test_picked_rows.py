@@ -49,6 +49,7 @@ def batch(size: int) -> tuple[Tensor, Tensor]:
     return torch.randn(size, 7, 6), labels.where(torch.rand(size, 7) < 0.4, PADDING)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("breaks", [False, True])
 def test_as_many_rows_as_values_say(breaks: bool) -> None:
     torch.manual_seed(0)

@@ -28,6 +28,7 @@ def pipemare(annealed: int = 12, **options: Any) -> Schedule:
     return schedules.pipemare(3, 4, annealed, **options)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_saved_and_loaded_half_way_equals_an_uninterrupted_run(name: str) -> None:
     model, inputs = build_double("mlp")

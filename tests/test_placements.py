@@ -87,6 +87,7 @@ def assert_trained(
         torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["operator", "flex"])
 def test_a_llama_is_trained_without_stages_of_the_whole_batch(kind: str) -> None:
     ALL_ATTENTION_FUNCTIONS.register("operator", by_operator)
@@ -110,6 +111,7 @@ def test_a_llama_is_trained_without_stages_of_the_whole_batch(kind: str) -> None
         assert re.search(rf"{name}_proj.weight +2 +{rows} x 16 +column", text)
 
 
+@pytest.mark.slow
 def test_transformers_own_flex_attention_is_trained() -> None:
     torch.manual_seed(0)
     model, ids = Llama("flex_attention"), torch.randint(24, (8, LENGTH))
@@ -202,6 +204,7 @@ TAKES, MEET = (
 )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", GRAPHS)
 def test_operations_that_are_given_graphs_are_eagers(name: str) -> None:
     torch.manual_seed(0)
@@ -215,6 +218,7 @@ def test_operations_that_are_given_graphs_are_eagers(name: str) -> None:
         assert joint is (name in MEET)
 
 
+@pytest.mark.slow
 def test_rows_are_apart_where_that_is_said() -> None:
     model, x = Net(lambda net, y: scaled(y)), torch.randn(8, 8)
     schedule = schedules.gpipe(2, 4)
@@ -230,6 +234,7 @@ def test_rows_are_apart_where_that_is_said() -> None:
     assert "meet" not in fxsched.explain(model, schedule, x)
 
 
+@pytest.mark.slow
 def test_what_is_said_too_much_is_found_by_verify() -> None:
     model, x = Net(lambda net, y: scaled(y)), torch.randn(8, 8)
     fxsched.placements(scaled, forward=ROWS)

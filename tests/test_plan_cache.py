@@ -144,6 +144,7 @@ def test_what_is_found_runs_as_what_was_made(name: str, traces: list[None]) -> N
     torch.testing.assert_close(second[1], first[1], rtol=0, atol=0)
 
 
+@pytest.mark.slow
 def test_programs_with_the_optimizer_are_found(traces: list[None]) -> None:
     def losses() -> list[float]:
         model, inputs, _ = net()

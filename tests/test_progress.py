@@ -49,6 +49,7 @@ def unset(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     progress.LOG.handlers.clear()
 
 
+@pytest.mark.slow
 def test_a_backend_says_once_what_it_planned(capfd: Any) -> None:
     call = step()
     for rows in (4, 8, 8, 12):

@@ -102,6 +102,7 @@ def assert_like_eager(
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "schedule",
     [
@@ -136,6 +137,7 @@ def test_weights_live_where_a_whole_batch_would_have_them() -> None:
     assert {group.owners for group in plan.groups} == {(0, 1, 2, 3)}
 
 
+@pytest.mark.slow
 def test_a_multiple_of_the_batch_in_fewer_microbatches() -> None:
     class Candidates(Chain):
         def forward(self, x: Tensor, cand: Tensor) -> Tensor:  # type: ignore[override]
@@ -180,6 +182,7 @@ def test_padding_along_dimension_1_and_of_a_multiple() -> None:
         assert_like_eager(run, model, reference, *inputs)
 
 
+@pytest.mark.slow
 def test_padding_is_refused_where_it_would_count() -> None:
     x, y = torch.randn(7, 4), torch.randn(7, 4)
 

@@ -24,6 +24,7 @@ def losses(run: nn.Module, inputs: tuple[Tensor, Tensor], steps: int) -> list[fl
     return [float(run(*inputs)) for _ in range(steps)]
 
 
+@pytest.mark.slow
 def test_the_same_seed_and_the_same_state_repeat_dropout(run) -> None:
     step, inputs = run
     torch.manual_seed(3)
@@ -43,6 +44,7 @@ def test_the_same_seed_and_the_same_state_repeat_dropout(run) -> None:
     assert losses(step, inputs, 1) != first[2:]
 
 
+@pytest.mark.slow
 def test_a_step_takes_one_number_and_none_without_dropout(run) -> None:
     step, inputs = run
     torch.manual_seed(9)

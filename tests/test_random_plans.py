@@ -28,6 +28,7 @@ def test_random_plans_are_sound_and_equal_eager(first: int) -> None:
             pytest.fail(f"random_family({seed}, {SCHEDULES}): {text}")
 
 
+@pytest.mark.slow
 def test_soak_says_which_seed_is_wrong(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -44,6 +45,7 @@ def test_soak_says_which_seed_is_wrong(
     assert "0 of 2 plans equal eager" in printed
 
 
+@pytest.mark.slow
 def test_what_a_worker_receives_in_the_call_is_there_in_backward() -> None:
     """Worker 1 has nothing to do in the call but to receive what its B will read."""
     size = 2000  # so long an F that worker 1 waits for it

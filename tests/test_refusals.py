@@ -119,5 +119,6 @@ def test_what_is_for_inductor_is_refused() -> None:
     assert_ordinary()
 
 
+@pytest.mark.slow
 def test_the_page_of_refusals_is_what_models_raise() -> None:
     assert PAGE.read_text() == page(), "python -m tests.refusals writes it"

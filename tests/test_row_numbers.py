@@ -199,6 +199,7 @@ def train(name: str, schedule: Schedule) -> None:
         torch.testing.assert_close(state[key], value)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
 def test_what_numbers_of_rows_pick_is_of_the_whole_batch(name: str) -> None:
     train(name, SCHEDULES[list(CASES).index(name) % len(SCHEDULES)]())

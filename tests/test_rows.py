@@ -300,6 +300,7 @@ class KeepsAverage(Model):
         return super().forward(x)
 
 
+@pytest.mark.slow
 def test_what_no_rule_knows_is_named_where_all_rows_were_asked_for() -> None:
     def compute(s: Any, x: Tensor) -> Tensor:
         return F.pdist(s.linear(x)).mean()

@@ -51,6 +51,7 @@ def tree() -> nx.DiGraph[int]:
     return stages
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("row", [0, 2])
 @pytest.mark.parametrize("key", ["zb_1p", "zb_2p"])
 def test_as_short_as_the_schedules_searched_for_zero_bubble(row: int, key: str) -> None:
@@ -60,12 +61,14 @@ def test_as_short_as_the_schedules_searched_for_zero_bubble(row: int, key: str) 
     assert peak <= ROWS[row]["workers"] * int(key[3])
 
 
+@pytest.mark.slow
 def test_and_with_one_stage_a_worker_where_b_frees_memory_too() -> None:
     row = ROWS[0]
     rate, _, stages, _ = find(row, "zb_2p", effort=0.3, stages=8, kept=kept(row))
     assert stages == 8 and rate == pytest.approx(row["zb_2p"], abs=1e-4)
 
 
+@pytest.mark.slow
 def test_equal_seeds_give_equal_schedules() -> None:
     def orders(seed: int) -> list[tuple[Job, int]]:
         found = search(TIMES, 4, 8, 5, 0.1, seed, quiet=True, effort=0.1)
@@ -74,6 +77,7 @@ def test_equal_seeds_give_equal_schedules() -> None:
     assert orders(3) == orders(3)
 
 
+@pytest.mark.slow
 def test_the_table_marks_the_best_and_its_step_is_the_simulated_one(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
@@ -145,6 +149,7 @@ def test_a_plan_has_its_own_workers_and_microbatches() -> None:
     assert simulate(found, plan.stages, None, None).latency <= before.latency
 
 
+@pytest.mark.slow
 def test_a_model_is_planned_for_each_number_of_stages_that_it_has() -> None:
     model, inputs = mlp()
     found = search(model, 2, args=inputs, stages=(2, 99), quiet=True, effort=0.1)
@@ -163,6 +168,7 @@ def least_bytes(options: dict[str, Any]) -> int:
     return int(re.findall(r"(\d+) bytes", str(refused.value))[0])
 
 
+@pytest.mark.slow
 def test_an_optimizers_state_counts_where_weights_are_stepped() -> None:
     weights = [p.nbytes for p in mlp()[0].parameters()]
     stateless = least_bytes({"optimizer": torch.optim.SGD})

@@ -28,6 +28,7 @@ def compiled(model: nn.Module) -> Any:
     return torch.compile(model, backend=fxsched.backend(schedules.gpipe(2, 2)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rows", [False, True])
 def test_create_graph_is_an_error_at_the_call(rows: bool) -> None:
     torch.manual_seed(0)

@@ -41,6 +41,7 @@ def planned(schedule: Schedule, count: int = 3) -> Plan:
     return fxsched.plan(Blocks(count), schedule, torch.randn(ROWS, WIDTH))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "base",
     [
@@ -66,6 +67,7 @@ def test_it_is_beside_the_plan_of_the_schedule_without_shards(base: Schedule) ->
     assert not any(peaks.at_once.total for peaks in whole.memory[1::2])
 
 
+@pytest.mark.slow
 def test_without_shards_it_is_planned_under_the_call_s_autocast() -> None:
     base = schedules.one_f_one_b(1, MICROBATCHES)
     plain, plan = planned(base), planned(schedules.sharded(base, 2))
@@ -111,6 +113,7 @@ def test_what_other_stages_are_sent_is_not_between_shards() -> None:
     assert sent.forward == MICROBATCHES * each
 
 
+@pytest.mark.slow
 def test_explain_says_what_shards_save_and_what_that_costs() -> None:
     torch.manual_seed(0)
     model = GPT(GPTConfig(vocabulary=64, width=32, layers=2))
@@ -130,6 +133,7 @@ def test_explain_says_what_shards_save_and_what_that_costs() -> None:
     assert "F + B ms       weights    held      shards    sends" in text
 
 
+@pytest.mark.slow
 def test_without_shards_nothing_is_said_of_them() -> None:
     plan = planned(schedules.one_f_one_b(2, MICROBATCHES))
     assert plan.whole is None

@@ -131,6 +131,7 @@ def train(model: nn.Module, schedule: Schedule, x: Tensor) -> tuple[list[Tensor]
     return values, backend.plan
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("schedule", "autocast"),
     [

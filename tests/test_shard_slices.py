@@ -59,6 +59,7 @@ def train_both(schedule: Schedule, dropout: float = 0.0, **options: Any) -> Plan
     return backend.plan
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("schedule", "dim", "count"),
     [
@@ -123,6 +124,7 @@ def test_a_memory_limit_is_that_of_shards() -> None:
         fxsched.plan(model, alone(2), *inputs, memory_limit=0.95 * most, shards=words)
 
 
+@pytest.mark.slow
 def test_names_of_what_is_not_between_sums_are_refused() -> None:
     model, inputs = gpt()
     with pytest.raises(

@@ -60,6 +60,7 @@ def test_updates_in_shards_equal_the_plain_loop(
     assert_close(optimizer.state_dict(), others[0].state_dict(), **TOLERANCE)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "schedule",
     [
@@ -81,6 +82,7 @@ def test_stale_shards_equal_their_replay(schedule: Schedule) -> None:
     assert_close(dict(mine.state_dict()), dict(model.state_dict()), **TOLERANCE)
 
 
+@pytest.mark.slow
 def test_state_is_whole_between_calls_and_rates_may_change() -> None:
     """Each call of the program is followed by one of the plain loop, in turns."""
     model, inputs = build_double("mlp")
@@ -121,6 +123,7 @@ def test_an_update_that_is_not_finite_is_skipped_by_all_shards() -> None:
     assert_close(after, before, rtol=0, atol=0)
 
 
+@pytest.mark.slow
 def test_an_optimizer_that_needs_whole_weights_is_refused() -> None:
     model, inputs = build_double("mlp")
     optimizer = torch.optim.Adafactor(model.parameters(), 0.1)
@@ -147,6 +150,7 @@ def test_what_updates_in_shards_do_not_go_with_is_said(
         fxsched.backend(sharded(schedule, 2), optimizer=optimizer, **options)
 
 
+@pytest.mark.slow
 def test_shards_of_copies_share_the_optimizer_each_with_its_own() -> None:
     copies = schedules.replicate(sharded(schedules.gpipe(1, 2), 2), 2, zero=2)
     model, inputs = build_double("mlp")

@@ -86,6 +86,7 @@ def test_any_model_in_shards_equals_eager(name: str, shards: int) -> None:
     check(name, schedules.sharded(schedules.one_f_one_b(2, 4), shards))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "words",
     [
@@ -200,6 +201,7 @@ def shard(job: Job) -> int:
     return job.stage.shard
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shards", [2, 4])
 def test_each_shard_has_its_share_of_the_blocks(shards: int) -> None:
     model, inputs = gpt()
@@ -224,6 +226,7 @@ def test_each_shard_has_its_share_of_the_blocks(shards: int) -> None:
     assert max(numbers) <= (1 / shards + 0.05) * blocks
 
 
+@pytest.mark.slow
 def test_a_stage_stays_one_in_tables() -> None:
     model, inputs = gpt()
     plan = fxsched.plan(model, SCHEDULES["1f1b"](), *inputs)
@@ -235,6 +238,7 @@ def test_a_stage_stays_one_in_tables() -> None:
     assert "0F0.1/2" in str(plan.table(1))
 
 
+@pytest.mark.slow
 def test_explain_says_what_is_cut_and_why_the_rest_is_not() -> None:
     model, inputs = gpt()
     text = fxsched.plan(model, SCHEDULES["1f1b"](), *inputs).explain()
@@ -250,6 +254,7 @@ def test_a_job_of_a_shard_prints_its_shard() -> None:
     assert str(Job(Piece(9, 2, 1, 3), 4, B)) == "2B4.1/3"
 
 
+@pytest.mark.slow
 def test_w_and_n_take_the_shard_as_a_fourth_argument() -> None:
     asked = set()
 
@@ -270,6 +275,7 @@ def test_an_argument_with_a_default_is_not_taken_for_the_shard() -> None:
     assert schedule.place(Job(0, 0, F), 0) == Placement(1, 1)
 
 
+@pytest.mark.slow
 def test_a_wrong_rule_is_found_before_it_trains(monkeypatch: Any) -> None:
     model, inputs = gpt()
 
@@ -286,6 +292,7 @@ def plan_gpt(schedule: Schedule, **options: Any) -> None:
     fxsched.plan(model, schedule, *inputs, **options)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("shards", "words", "message"),
     [

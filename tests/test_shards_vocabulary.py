@@ -71,6 +71,7 @@ def assert_trains(model: Words, schedule: Schedule, **options: Any) -> None:
     torch.testing.assert_close(*both, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("model", "shards"),
     [
@@ -83,12 +84,14 @@ def test_a_named_vocabulary_equals_eager(model: Words, shards: int) -> None:
     assert_trains(model, in_shards(shards), shards=WORDS)
 
 
+@pytest.mark.slow
 def test_logits_that_are_returned_are_whole() -> None:
     model = Words()
     model.returned = True
     assert_trains(model, in_shards(), shards=WORDS)
 
 
+@pytest.mark.slow
 def test_a_vocabulary_goes_with_autocast() -> None:
     model, inputs = Words(), batch()
     eager = copy.deepcopy(model)
@@ -104,6 +107,7 @@ def test_a_vocabulary_goes_with_autocast() -> None:
         torch.testing.assert_close(mine.grad, its.grad, rtol=3e-2, atol=3e-3)
 
 
+@pytest.mark.slow
 def test_auto_cuts_a_vocabulary_where_that_is_faster() -> None:
     for classes, width, how in (
         (4096, 64, "column"),

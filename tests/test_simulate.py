@@ -268,6 +268,7 @@ EXACT: dict[str, Callable[[], Schedule]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "schedule"),
     [*(("two_tower", each) for each in EXACT), ("gpt", "fsdp"), ("gpt", "zero bubble")],

@@ -127,6 +127,7 @@ def test_equal_timelines_do_not_part() -> None:
     assert "waits between jobs: the same" in text
 
 
+@pytest.mark.slow
 def test_a_comparison_fits_a_screen() -> None:
     schedule = schedules.lpp(64, 8, 128)
     one = simulate(schedule).timeline

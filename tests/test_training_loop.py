@@ -245,6 +245,7 @@ def images() -> tuple[Tensor, Tensor]:
     return torch.randn(8, 3, 8, 8), torch.randint(0, 5, (8,))
 
 
+@pytest.mark.slow
 @ORDERS
 def test_batchnorm_statistics_equal_eager(order) -> None:
     model, inputs = Normed(), images()
@@ -254,6 +255,7 @@ def test_batchnorm_statistics_equal_eager(order) -> None:
     assert_like(model, reference)
 
 
+@pytest.mark.slow
 def test_batchnorm_statistics_are_averaged_over_the_workers_of_a_stage() -> None:
     model, inputs = Normed(), images()
     copies = [copy.deepcopy(model) for _ in range(2)]
@@ -284,6 +286,7 @@ class Regions(Chain):
         return (self.layers[5](x.float()) + fixed - y).pow(2).mean()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", [schedules.gpipe(4, 4), schedules.fslpp(4, 2, 4)])
 def test_autocast_and_no_grad_regions_survive_stage_boundaries(way: Schedule) -> None:
     model, inputs = Regions(6), batch()
@@ -341,6 +344,7 @@ def test_dropout_gives_the_same_numbers_under_every_schedule(carry: str) -> None
         torch.testing.assert_close(other, found[0])
 
 
+@pytest.mark.slow
 def test_dropout_is_the_same_in_the_recomputed_forward() -> None:
     model, inputs = Chain(dropout=0.5), batch()
     results = []
@@ -385,6 +389,7 @@ def test_one_microbatch_of_one_row() -> None:
     assert_like(model, reference)
 
 
+@pytest.mark.slow
 def test_plan_for_many_workers_on_one_machine() -> None:
     plan = fxsched.plan(Chain(16), schedules.fslpp(16, 4, 16), *batch(16))
     plan.check()

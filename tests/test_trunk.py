@@ -40,6 +40,7 @@ def test_stages_of_the_trunk_are_on_workers_in_turns(name: str, encoders: int) -
     assert [where[s] for s in range(4, 8)] == [0, 1, 2, 3]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("encoders", [1, 3])
 def test_nested_holds_as_much_of_encoders_however_many_microbatches(
     encoders: int,

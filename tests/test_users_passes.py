@@ -78,6 +78,7 @@ def test_all_owners_of_weights_get_a_gradient_with_the_same_bits() -> None:
         assert groups and all(map(decoded, groups.values()))
 
 
+@pytest.mark.slow
 def test_owners_keep_the_same_bits_where_one_worker_gives_all_gradients() -> None:
     """Both workers keep the weights, and worker 0 runs all jobs; updates too."""
     schedule = Schedule(2, 2, 1, w=lambda s, b, d: (b, 0), n=lambda s, b, d: b)
@@ -182,6 +183,7 @@ def test_any_constant_may_be_an_argument() -> None:
     assert given[3] is Color.RED
 
 
+@pytest.mark.slow
 def test_stage_graphs_are_walked_once_and_changed_alone() -> None:
     def double(program: fx.GraphModule, request: object) -> fx.GraphModule:
         for name, graph in stage_graphs(program):

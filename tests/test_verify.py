@@ -42,6 +42,7 @@ def check(after: Callable[..., Any], **options: Any) -> Verification:
     return fxsched.verify(Two(after), GPIPE, rows(), **options)
 
 
+@pytest.mark.slow
 def test_what_is_equal_passes_and_leaves_the_model_alone(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
@@ -82,6 +83,7 @@ def test_sums_are_named() -> None:
     assert check(lambda s, x: x.sum(), loss_reduction="sum").passed
 
 
+@pytest.mark.slow
 def test_a_loss_outside_and_batch_statistics() -> None:
     outside = {"loss": lambda out: out.pow(2).mean()}
     assert check(lambda s, x: s.norm(x), **outside).passed
@@ -115,6 +117,7 @@ def test_eager_is_given_the_random_numbers_of_the_plan() -> None:
     assert check(drawing).passed
 
 
+@pytest.mark.slow
 def test_what_is_read_of_all_rows_after_a_write_and_draws() -> None:
     def written(s: Any, x: Tensor) -> Tensor:
         x = torch.nn.functional.dropout(x, 0.25)
@@ -127,6 +130,7 @@ def test_what_is_read_of_all_rows_after_a_write_and_draws() -> None:
     assert check(written).passed
 
 
+@pytest.mark.slow
 def test_random_numbers_that_eager_draws_otherwise_are_named() -> None:
     def drawing(s: Any, x: Tensor) -> Tensor:
         if not torch.compiler.is_compiling():
@@ -191,6 +195,7 @@ def statistic(s: Any, x: Tensor) -> Tensor:
     return x.square().mean()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("after", "line"),
     [

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 
+import pytest
 import torch
 from torch import Tensor, nn
 
@@ -56,6 +57,7 @@ def test_a_loss_of_turned_values() -> None:
         torch.testing.assert_close(mine.grad, other.grad)
 
 
+@pytest.mark.slow
 def test_contiguous_alone_in_a_stage_hands_its_gradient_on() -> None:
     torch.manual_seed(0)
     model, x = Cut(), torch.randn(8, 4)
@@ -93,6 +95,7 @@ class ChannelsLast(nn.Module):
         return x.contiguous(memory_format=torch.channels_last)
 
 
+@pytest.mark.slow
 def test_values_of_another_order_of_memory_than_they_are_sent_in() -> None:
     torch.manual_seed(0)
     layers = ChannelsLast(), nn.Conv2d(3, 4, 1), Rows(), nn.Linear(4, 2), Mean()

@@ -51,6 +51,7 @@ def test_under_every_schedule(schedule: Schedule, options: dict[str, Any]) -> No
     assert_close(found, wanted)
 
 
+@pytest.mark.slow
 def test_weights_are_those_of_each_batch() -> None:
     words, labels = batch()
     model = Words(mean)
@@ -73,6 +74,7 @@ def test_the_mean_of_microbatches_is_warned_of_and_differs() -> None:
     assert abs(float(loss - wanted)) > 1e-3
 
 
+@pytest.mark.slow
 def test_a_sum_and_a_count_are_divided_after_the_call() -> None:
     def both(model: nn.Module, scores: Tensor, labels: Tensor) -> Any:
         keep = labels != IGNORED

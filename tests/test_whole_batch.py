@@ -221,6 +221,7 @@ SPREAD = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", SPREAD)
 def test_microbatches_compute_their_rows_of_pairs(name: str) -> None:
     """Their losses, outputs and gradients; nothing but what is gathered is joint."""
@@ -318,6 +319,7 @@ def test_stages_that_the_user_names_are_cut_where_rows_meet(mix: str) -> None:
     train(lambda: Mixed(MIXES[mix]), SCHEDULES["ddp"], batch(), stages=["before.2"])
 
 
+@pytest.mark.slow
 def test_functions_of_sums_over_the_batch_take_numbers_not_rows() -> None:
     train(lambda: Ratio(MIXES["softmax"]), SCHEDULES["1f1b"], batch())
     plan = fxsched.plan(Ratio(MIXES["softmax"]), SCHEDULES["1f1b"], *batch())
@@ -391,6 +393,7 @@ def test_what_no_rule_knows_runs_on_all_rows(name: str) -> None:
     assert row.joint is not (name in ("lstm", "hardswish"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["retrieval", "llama items"])
 def test_models_as_people_train_them(name: str) -> None:
     assert compare(name, "1f1b", "static", 2).kind == "equal"

@@ -61,6 +61,7 @@ RECURRENT: dict[str, Callable[[], nn.Module]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", RECURRENT)
 def test_recurrent_modules_are_planned(name: str) -> None:
     torch.manual_seed(0)

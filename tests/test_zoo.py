@@ -21,12 +21,14 @@ SHARDED = (  # what they do between cut weights
 )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", cases.FAST)
 def test_a_row_is_equal_to_eager(name: str) -> None:
     row = run(CASES[name])
     assert row.kind == "equal", show([row])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", SHARDED)
 def test_a_row_in_shards_is_equal_to_eager(name: str) -> None:
     row = run(CASES[name], Asked("gpipe", shards=2))
