@@ -79,6 +79,7 @@ def test_prints_data_and_a_picture_of_the_step(
     assert re.findall(r"^ +([01])  (?=.*F)(?=.*B)[\w. -]+$", text, re.M) == ["0", "1"]
 
 
+@pytest.mark.slow
 def test_a_short_table_of_stages_stands_for_the_plan(printed: dict[str, str]) -> None:
     text = printed["torchrun"]
     rows = re.findall(r"^(\d) +\S.*  (\d)  +(\S+) %$", text, re.M)
@@ -87,6 +88,7 @@ def test_a_short_table_of_stages_stands_for_the_plan(printed: dict[str, str]) ->
     assert text.count("\n") <= 24 and max(map(len, text.splitlines())) <= 80
 
 
+@pytest.mark.slow
 def test_tables_are_the_plan_and_the_program_of_a_worker(
     printed: dict[str, str],
 ) -> None:
@@ -99,6 +101,7 @@ def test_tables_are_the_plan_and_the_program_of_a_worker(
         assert len(re.findall(rf"^\d+ +{job} ", text, re.M)) == 1
 
 
+@pytest.mark.slow
 @TRANSPORTS
 def test_prints_accuracies_above_chance(
     printed: dict[str, str], transport: str
@@ -113,6 +116,7 @@ def test_prints_accuracies_above_chance(
     assert [float(train), float(held_out)] == pytest.approx(after, abs=2e-3)
 
 
+@pytest.mark.slow
 @TRANSPORTS
 def test_differs_from_eager_by_rounding_only(
     printed: dict[str, str], transport: str
@@ -122,6 +126,7 @@ def test_differs_from_eager_by_rounding_only(
     assert max(map(float, found[0])) < 1e-5
 
 
+@pytest.mark.slow
 def test_a_stale_demo_lowers_the_rate_and_equals_its_replay(
     printed: dict[str, str],
 ) -> None:
@@ -148,6 +153,7 @@ def test_rates_shrink_with_what_is_stable() -> None:
     assert shares == pytest.approx([1, 1 / 2, (5**0.5 - 1) / 4])  # Idle Speculations
 
 
+@pytest.mark.slow
 def test_torchrun_prints_the_same_losses_as_threads(printed: dict[str, str]) -> None:
     threads, ranks = (
         numbers(r"(\d\.\d+) at ", printed[t]) for t in ("threads", "torchrun")

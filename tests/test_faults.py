@@ -70,27 +70,32 @@ def test_what_one_rank_does_alone_ends_on_all(said: Said, way: str, case: str) -
         assert re.search(text, said[rank, f"{way} {case}"])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", BOTH)
 def test_a_call_that_others_do_not_make_ends_in_time(said: Said, way: str) -> None:
     text = r"TimeoutError: rank 1 waited 2.* s for rank 0 at call 14, job 1F0; rank 0"
     assert re.search(text, said[1, f"{way} extra"])
 
 
+@pytest.mark.slow
 def test_a_rank_that_closes_ends_those_that_call(said: Said) -> None:
     assert "rank 0 has closed its backend after call 22" in said[1, "closed"]
     assert said[0, "left"].strip() == said[1, "left"].strip() == "[]"
 
 
+@pytest.mark.slow
 def test_a_closed_backend_leaves_no_descriptors_and_threads(said: Said) -> None:
     assert said[0, "more"].strip() == said[1, "more"].strip() == "False"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", ["distributed dynamic", "gloo dynamic"])
 @pytest.mark.parametrize("case", ["exception", "refused"])
 def test_a_failure_ends_ranks_in_dynamic_order(said: Said, way: str, case: str) -> None:
     test_what_one_rank_does_alone_ends_on_all(said, way, case)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rank", [0, 1])
 @pytest.mark.parametrize(
     ("case", "text"),

@@ -51,6 +51,7 @@ def test_killed_ranks_of_fsdp_resume_under_1f1b_and_on_threads_to_the_bit(
     assert wanted == [str(found)] * 4, printed
 
 
+@pytest.mark.slow
 def test_a_model_built_without_memory_on_ranks_trains_like_one_built_as_ever(
     by_ranks: tuple[Path, str],
 ) -> None:
@@ -60,6 +61,7 @@ def test_a_model_built_without_memory_on_ranks_trains_like_one_built_as_ever(
     assert str((losses[3:], training.digest())) in by_ranks[1]
 
 
+@pytest.mark.slow
 def test_what_ranks_have_apart_is_not_shared_out(by_ranks: tuple[Path, str]) -> None:
     folder, _ = by_ranks
     training = Training.of(schedules.gpipe(2, 2), 1)

@@ -26,18 +26,22 @@ def test_ranks_equal_eager(processes: int) -> None:
     assert printed(processes).count("equal to eager") == cases * processes
 
 
+@pytest.mark.slow
 def test_ranks_keep_one_model_between_them() -> None:
     assert "one model between 4 ranks" in printed(4)
 
 
+@pytest.mark.slow
 def test_ranks_hold_weights_of_few_jobs() -> None:
     assert printed(2).count("no more weights than asked for") == 2
 
 
+@pytest.mark.slow
 def test_owners_start_from_the_first_and_end_with_the_same_bits() -> None:
     assert "same bits on 2 ranks" in printed(2)
 
 
+@pytest.mark.slow
 def test_backward_after_the_call_evaluation_and_new_shapes() -> None:
     assert printed(2).count("contract holds") == 2, printed(2)
     for text, ranks in (
@@ -50,10 +54,12 @@ def test_backward_after_the_call_evaluation_and_new_shapes() -> None:
             assert re.search(f"rank {rank}: .*{text}", printed(2)), text
 
 
+@pytest.mark.slow
 def test_ranks_plan_by_what_rank_0_measured_and_get_its_errors() -> None:
     assert printed(2).count("the batch size is fixed to 8") == 2
     assert printed(2).count("Twofold: onetwo") == 2
 
 
+@pytest.mark.slow
 def test_a_world_of_another_size_is_an_error_on_every_rank() -> None:
     assert printed(2).count("the schedule has 4 workers, but torch.distr") == 2
