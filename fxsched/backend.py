@@ -25,6 +25,7 @@ from .capture.dynamo import (
 )
 from .capture.early_writes import early_writes, take_early_writes
 from .capture.graph_breaks import GraphBreak, left_to_python
+from .capture.lowered import lowered
 from .capture.picked_rows import cut_outputs, pick_rows
 from .capture.refusals import refusal
 from .capture.vmaps import flatten_vmaps
@@ -424,7 +425,7 @@ class Backend:
             ask_for_symbolic_sizes(gm, inputs, self.request)
         broken = broken or fixed_size(gm, inputs, self.request)
         graph, kept = copy_graph(gm, inputs)
-        captured = pick_rows(take_early_writes(graph))
+        captured = pick_rows(take_early_writes(lowered(graph)))
 
         def call(*args: Any) -> Sequence[Any]:
             try:

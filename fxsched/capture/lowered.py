@@ -1,0 +1,122 @@
+"""Dynamo's graph in aten operations, before autograd: composites stay whole.
+
+before: h = linear(x, w); h[:, 0] = 0; y = h.view(len(x), -1)
+after:  h = aten.linear(x, w); h0 = aten.select(h, 1, 0); aten.fill_(h0, 0)
+        y = aten.view(h, [s0, -1])
+
+What has a body of its own stays as Dynamo has it: a torch.autograd.Function, a hook, a
+function that is mapped.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch._ops import HigherOrderOperator
+from torch.fx.experimental.proxy_tensor import (
+    get_proxy_mode,
+    make_fx,
+    track_tensor_tree,
+)
+from torch.utils import _pytree as pytree
+
+from ..ir.lazy import lazy_module
+from .graph_inputs import placeholders
+
+KEPT = ("module", "stack_trace", "recompute")
+aten = torch.ops.aten
+
+
+def lowered(gm: fx.GraphModule) -> fx.GraphModule:
+    """The same graph in aten operations; sizes of the batch are symbols in both."""
+    inputs = placeholders(gm)
+    values = [node.meta.get("example_value") for node in inputs]
+    with _as_before(values):
+        trace = make_fx(_Lowering(gm).run, pre_dispatch=True)
+        traced: fx.GraphModule = trace(*values)
+    graph = traced.graph
+    for old, new in zip(inputs, placeholders(traced), strict=True):
+        new.meta, new.name = dict(old.meta), old.name
+    for node in graph.nodes:
+        if node.op not in ("placeholder", "output"):
+            node.meta["example_value"] = node.meta.pop("val", None)
+        if node.target is aten.lift_fresh_copy.default:
+            _write_out(traced, node)
+    graph.output_node().meta = dict(gm.graph.output_node().meta)
+    for node in reversed(graph.nodes):
+        sized = node.op == "get_attr" or node.target in (aten.sym_size.int, torch.tensor)
+        if not node.users and sized:
+            graph.erase_node(node)
+    result = lazy_module(traced, graph)
+    result.meta.update(gm.meta)
+    return result
+
+
+def _write_out(gm: fx.GraphModule, node: fx.Node) -> None:
+    """Writes a constant out, as the model's code does."""
+    constant: Tensor = getattr(gm, str(node.args[0].target))  # type: ignore[union-attr]
+    if constant.dim() == 0:
+        for user in list(node.users):
+            if user.target is aten.fill_.Tensor:
+                user.target = aten.fill_.Scalar
+                user.args = (user.args[0], constant.item())
+    node.target, node.args = torch.tensor, (constant.tolist(),)
+    node.kwargs = {"dtype": constant.dtype}
+
+
+@contextmanager
+def _as_before(values: list[Any]) -> Iterator[None]:
+    """Puts back what tracing changes. Constants of the graph are no fake tensors."""
+    fakes = [value for value in values if isinstance(value, Tensor)]
+    mode: Any = fakes[0].fake_mode  # type: ignore[attr-defined]
+    training, allowed = torch.is_grad_enabled(), mode.allow_non_fake_inputs
+    mode.allow_non_fake_inputs = True
+    try:
+        yield
+    finally:
+        torch._C._set_grad_enabled(training)
+        mode.allow_non_fake_inputs = allowed
+
+
+class _Lowering(fx.Interpreter):
+    """Runs a graph while it is traced, and tells new nodes what is known of old ones."""
+
+    def run_node(self, node: fx.Node) -> Any:
+        graph = self._tracer().graph
+        last = next(iter(reversed(graph.nodes)))
+        value = self._kept(node) if self._has_bodies(node) else super().run_node(node)
+        new = last.next
+        while node.op not in ("placeholder", "output") and new.op != "root":
+            known = {key: node.meta[key] for key in KEPT if key in node.meta}
+            new.meta.update({"module": "", **known})
+            new = new.next
+        return value
+
+    def _tracer(self) -> Any:
+        mode = get_proxy_mode()
+        assert mode is not None, "it runs while it is traced"
+        return mode.tracer
+
+    def _has_bodies(self, node: fx.Node) -> bool:
+        return isinstance(node.target, HigherOrderOperator)
+
+    def _kept(self, node: fx.Node) -> Any:
+        """Copies a node as it is; its value is Dynamo's."""
+        tracer = self._tracer()
+        args, kwargs = self.fetch_args_kwargs_from_env(node)
+
+        def proxied(value: Any) -> Any:
+            if not isinstance(value, fx.GraphModule):
+                return tracer.unwrap_proxy(value)
+            name = f"body_{len(tracer.graph.nodes)}"
+            setattr(tracer.root, name, value)
+            return tracer.create_proxy("get_attr", name, (), {})
+
+        args, kwargs = pytree.tree_map(proxied, (tuple(args), dict(kwargs)))
+        proxy = tracer.create_proxy("call_function", node.target, args, kwargs)
+        value = node.meta["example_value"]
+        return track_tensor_tree(value, proxy, constant=None, tracer=tracer)
