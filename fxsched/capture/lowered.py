@@ -76,7 +76,8 @@ def _as_before(values: list[Any]) -> Iterator[None]:
     training, allowed = torch.is_grad_enabled(), mode.allow_non_fake_inputs
     mode.allow_non_fake_inputs = True
     try:
-        yield
+        with mode:
+            yield
     finally:
         torch._C._set_grad_enabled(training)
         mode.allow_non_fake_inputs = allowed

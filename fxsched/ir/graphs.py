@@ -222,6 +222,22 @@ def operation_name(target: Any) -> str:
     return str(schema.name) if schema else f"higher_order::{target.name()}"
 
 
+def name_of(target: Any) -> str:
+    """A target's short name: "add_" of aten.add_.Tensor, "getitem" of operator's."""
+    packet = getattr(target, "overloadpacket", target)
+    return str(getattr(packet, "__name__", target))
+
+
+def named_arguments(node: fx.Node) -> dict[str, Any]:
+    """What an operation is called with, by the names in its schema, with defaults; that
+    of a Python function, by position only."""
+    schema = getattr(node.target, "_schema", None)
+    if schema is None:
+        return {str(i): each for i, each in enumerate(node.args)} | node.kwargs
+    known = {each.name: each.default_value for each in schema.arguments}
+    return known | dict(zip(known, node.args, strict=False)) | node.kwargs
+
+
 def is_mutable(target: Any) -> bool:
     """Whether an operation writes into what it is given, by its schema."""
     return bool(getattr(getattr(target, "_schema", None), "is_mutable", False))
