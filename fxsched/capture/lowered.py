@@ -25,6 +25,7 @@ from torch.fx.experimental.proxy_tensor import (
 from torch.utils import _pytree as pytree
 
 from ..ir.lazy import lazy_module
+from ..rows.own_backward import own_name
 from .graph_inputs import placeholders
 
 KEPT = ("module", "stack_trace", "recompute")
@@ -113,6 +114,7 @@ class _Lowering(fx.Interpreter):
         def proxied(value: Any) -> Any:
             if not isinstance(value, fx.GraphModule):
                 return tracer.unwrap_proxy(value)
+            value = lowered(value) if own_name(node) is not None else value
             name = f"body_{len(tracer.graph.nodes)}"
             setattr(tracer.root, name, value)
             return tracer.create_proxy("get_attr", name, (), {})

@@ -8,12 +8,14 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from ..ir.graphs import Role, Spec, storage, tensors
+from ..ir.graphs import Role, Spec, is_mutable, storage, tensors
 from ..rows.early_values import Early, early_values
 from ..rows.kinds import Kind, Rows, first_cause, meet
-from ..rows.weighted_loss import IN_PLACE, Whole, parts_of_sum
+from ..rows.weighted_loss import Whole, parts_of_sum
 from .batch import Batch
 from .microbatch import Microbatch, is_region
+
+aten = torch.ops.aten
 
 
 class WeightedMicrobatch(Microbatch):
@@ -56,7 +58,7 @@ class WeightedMicrobatch(Microbatch):
         of what they add up to."""
         rows = [self.rows(operand) for operand in node.args]
         uneven = [] if any(map(meet, rows)) else parts_of_sum(node, rows)
-        if 0 in uneven and node.target in IN_PLACE and self._is_read_after(node):
+        if 0 in uneven and is_mutable(node.target) and self._is_read_after(node):
             return None
         if uneven:
             self.arguments[node] = node.args
@@ -65,7 +67,7 @@ class WeightedMicrobatch(Microbatch):
             if isinstance(part, fx.Node):
                 with self.gm.graph.inserting_before(node):
                     args = (part, 1.0 / self.batch.microbatches)
-                    whole, part = part, self.gm.graph.call_function(torch.mul, args)
+                    whole, part = part, self.gm.graph.call_function(aten.mul.Tensor, args)
                 part.meta.update(whole.meta)
                 self.call(part)
             else:
@@ -121,7 +123,7 @@ class WeightedMicrobatch(Microbatch):
         if not self.whole.nodes:
             return None
         for node in reversed(self.graph.nodes):
-            call = node.op in ("call_function", "call_method")
+            call = node.op == "call_function"
             unread = call and not node.users and "mutates" in node.meta
             if unread and not node.meta["mutates"] and not is_region(node):
                 self.graph.erase_node(node)

@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
 from torch import fx
 
-from .graphs import Role, storage, tensors, touches
+from .graphs import Role, name_of, storage, tensors, touches
 from .user_line import user_line
-
-ADDS = (operator.add, torch.add, "add", "__add__")
-ADDS_IN_PLACE = (operator.iadd, "add_", "__iadd__")
 
 
 class Write(NamedTuple):
@@ -90,14 +86,14 @@ def _adds(state: fx.Node, writer: fx.Node, touching: list[fx.Node]) -> bool:
     """
     if state.meta["val"].dtype is torch.bool:
         return False
-    if writer.target in ADDS_IN_PLACE:
+    if name_of(writer.target) == "add_":
         return touching == [writer] and writer.args[0] is state and _unread(writer)
-    if writer.target != "copy_" or not isinstance(writer.args[1], fx.Node):
+    if name_of(writer.target) != "copy_" or not isinstance(writer.args[1], fx.Node):
         return False
     value = writer.args[1]
     reads = [arg for arg in value.args if arg is state]
     return (
-        value.target in ADDS
+        name_of(value.target) == "add"
         and len(reads) == 1
         and not (value.kwargs and value.args[0] is not state)
         and touching == [value, writer]

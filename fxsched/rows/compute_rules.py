@@ -20,7 +20,7 @@ def pointwise(call: OpCall) -> Rows:
     if not apart:
         return _of_reduced(call, aligned)
     numbers = any(rows.numbers for rows in apart)
-    if numbers and name_of(call) not in CASTS:
+    if numbers and call.name not in CASTS:
         return apart[0]._replace(
             cause=call.mixed(Effect.ORDER, *aligned), numbers=False
         )
@@ -53,7 +53,7 @@ def recurrent(call: OpCall) -> Rows | Sequence[Rows]:
         return UNKNOWN._replace(cause=rows.cause)
     values = [call.of(tensor) for tensor in call.tensors()]
     rows = rows._replace(cause=first_cause(values))
-    first = call.get("batch_first") and name_of(call) != "mkldnn_rnn_layer"
+    first = call.get("batch_first") and call.name != "mkldnn_rnn_layer"
     if rows.dim != (0 if first else 1) or any(each.reduced for each in values):
         rows = rows._replace(cause=call.mixed(Effect.MIX, *values))
     return [rows, *(rows._replace(dim=max(s.dim() - 2, 0)) for s in call.out[1:])]
@@ -68,7 +68,7 @@ def _of_reduced(call: OpCall, values: Sequence[Rows]) -> Rows:
     reduced = [rows for rows in values if rows.reduced]
     if not reduced:
         return SHARED
-    cause, name = first_cause(values), name_of(call)
+    cause, name = first_cause(values), call.name
     if name in CASTS or name == "neg":
         return reduced[0]._replace(cause=cause)
     if name in ("add", "sub", "rsub"):
@@ -198,11 +198,6 @@ def filled(call: OpCall) -> Rows:
     rows = call.of(next(call.tensors()))
     if any(call.of(value).kind is not Kind.SHARED for value in [*call.tensors()][1:]):
         return pointwise(call)
-    if rows.kind is not Kind.APART or name_of(call).startswith("new_"):
+    if rows.kind is not Kind.APART or call.name.startswith("new_"):
         return SHARED
     return rows._replace(numbers=False, cause=None)
-
-
-def name_of(call: OpCall) -> str:
-    """An aten operation's name, in place or not."""
-    return str(call.func.overloadpacket.__name__).rstrip("_")

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Collection, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, fx
 
+from ..ir.graphs import is_mutable, is_view
 from ..ir.lazy import lazy_module
-
-WRITES = (operator.setitem, operator.iadd, operator.isub, operator.imul)
 
 
 class Early(NamedTuple):
@@ -70,7 +68,9 @@ def _needed(nodes: Sequence[fx.Node], wanted: Sequence[fx.Node]) -> set[fx.Node]
 
 
 def _writes(user: fx.Node, node: fx.Node) -> bool:
-    """Whether a node writes into one that it reads."""
-    target: Any = user.target
-    method = user.op == "call_method" and str(target).endswith("_")
-    return (method or target in WRITES) and bool(user.args) and user.args[0] is node
+    """Whether a node writes into one that it reads, or into a view of it."""
+    if not user.args or user.args[0] is not node:
+        return False
+    if is_view(user.target) and not is_mutable(user.target):
+        return any(_writes(each, user) for each in user.users)
+    return is_mutable(user.target)

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, fx
 
-from ..ir.graphs import is_view, storage, tensors
+from ..ir.graphs import is_view, name_of, storage, tensors
 from .tracker import OVER, TIMES, Tracker
 
 
@@ -118,7 +118,7 @@ class Grades:
     def see(self, func: Any, args: Sequence[Any], kwargs: Any, out: Any) -> None:
         """Notes the grades of an operation's results."""
         read = [*tensors(args), *tensors(tuple(kwargs.values()))]
-        name = str(func.overloadpacket.__name__).rstrip("_")
+        name = name_of(func).rstrip("_")
         grades = [self.of(tensor) for tensor in read]
         if is_view(func) and not func._schema.is_mutable:
             grade = grades[0]
@@ -135,13 +135,13 @@ class Grades:
     def settle(self, node: fx.Node, value: Any) -> None:
         """Notes the sizes of the batch that a node reads as numbers."""
         degree = self.tracker.degree(node)
-        name = str(getattr(node.target, "__name__", node.target))
+        name = name_of(node.target)
         if degree is None or (name in SHAPED and not _reads_fraction(node)):
             return
         first = node.args[0] if node.args else None
-        if node.target in TIMES or self.tracker.counts(_example(first)):
+        if name in TIMES or self.tracker.counts(_example(first)):
             degree = -degree
-        elif node.target not in OVER:
+        elif name not in OVER:
             degree = 0
         for tensor in tensors(value):
             before = self.of(tensor)

@@ -7,7 +7,6 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from .compute_rules import name_of
 from .kinds import SHARED, UNKNOWN, Effect, Kind, OpCall, Rows, Rule, first_cause
 
 
@@ -150,7 +149,7 @@ def gathered(call: OpCall) -> Rows:
         else operand.shape[rows.dim] == index.shape[rows.dim]
         for operand, each in zip(read, values, strict=True)
     )
-    from_table = name_of(call) == "gather" and call.of(tensor) == SHARED
+    from_table = call.name == "gather" and call.of(tensor) == SHARED
     right = from_table if dim == rows.dim else beside
     if right and rows.kind is Kind.APART and not any(r.numbers for r in values):
         return rows._replace(cause=first_cause(values))

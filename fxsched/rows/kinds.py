@@ -14,6 +14,8 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
+from ..ir.graphs import name_of
+
 
 class Kind(Enum):
     """What became of the rows."""
@@ -104,6 +106,11 @@ class OpCall(NamedTuple):
     size: int
     stack: str | None
     whole: bool = False
+
+    @property
+    def name(self) -> str:
+        """An aten operation's name, in place or not."""
+        return name_of(self.func).rstrip("_")
 
     def get(self, name: str, default: Any = None) -> Any:
         """The argument that the operation's schema calls so."""

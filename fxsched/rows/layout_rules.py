@@ -178,7 +178,7 @@ def alike(call: OpCall, values: Sequence[Rows]) -> Rows:
         return Rows(Kind.OTHER, cause=call.mixed(Effect.BOTH, *values))
     if reduced:
         cause = call.mixed(Effect.STATISTICS, *reduced, *apart)
-    cat = call.func.overloadpacket.__name__ == "cat"
+    cat = call.name == "cat"
     if len({rows.dim if cat else rows.place for rows in apart}) > 1:
         cause = call.mixed(Effect.PAIRS, *values)
     numbers = any(rows.numbers for rows in apart)

@@ -20,7 +20,7 @@ from torch import Tensor, fx
 from torch._ops import HigherOrderOperator
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ..ir.graphs import tensors
+from ..ir.graphs import name_of, tensors
 from .declared import DECLARED, backward_meets
 from .grades import Grade, Grades
 from .kinds import Cause, Effect, Kind, Rows
@@ -207,6 +207,4 @@ def _cause(where: fx.Node, node: fx.Node, effect: Effect) -> Cause:
 
 def _name(node: fx.Node) -> str:
     words = {FUNCTION: "a torch.autograd.Function", HOOK: "a hook on a gradient"}
-    return words.get(own_name(node) or "") or str(
-        getattr(node.target, "__name__", node.target)
-    )
+    return words.get(own_name(node) or "") or name_of(node.target)

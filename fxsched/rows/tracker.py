@@ -8,16 +8,13 @@ Sizes that depend on the batch are numbers by then; Dynamo's symbols tell of tho
 
 from __future__ import annotations
 
-import inspect
-import operator
 from collections.abc import Callable, Container, Sequence
 from typing import Any, NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, fx
 
-from ..ir.graphs import is_mutable, storage, tensors
+from ..ir.graphs import is_mutable, name_of, named_arguments, storage, tensors
 from .kinds import (
     SHARED,
     UNKNOWN,
@@ -182,38 +179,27 @@ class Tracker:
                 self.put(tensor, rows._replace(cause=rows.cause or meets))
 
     def settle(self, node: fx.Node, value: Any, scaled: bool = True) -> None:
-        """Corrects the rows of a node's value, or of what x[i] = y writes into, by what
-        Dynamo's symbols say.
+        """Corrects the rows of a node's value by what the symbols of its sizes say.
 
         scaled: whether numbers of the batch's size count, too.
         """
         degree = self.degree(node) if scaled else None
-        items = node.target is operator.setitem
-        source: Any = node.args[0] if items else node
-        examples = list(tensors(source.meta.get("example_value")))
+        examples = list(tensors(node.meta.get("example_value")))
         results = list(tensors(value))
         if len(examples) != len(results):
             return
-        if not self.sized:
-            for tensor in results if _is_functional(node) else ():
-                self.put(tensor, self._of_loss(node, self.of(tensor)))
-            return
         for tensor, example in zip(results, examples, strict=True):
             rows = self.of(tensor)
-            if items and rows.kind is Kind.APART and picks_rows(node, rows.dim):
-                rows = rows._replace(cause=rows.cause or _cause(Effect.ORDER, node))
-            elif degree is not None:
+            if degree is not None:
                 rows = _scaled(node, rows, tensor, degree)
-            if _is_functional(node):
-                rows = self._of_loss(node, rows)
-            if node.target is torch.masked.mean and rows.kind is Kind.SUM:
-                rows = rows._replace(kind=Kind.MEAN)  # by a size out of sight
-            rows = self._placed(node, rows, example)
-            if self.exact:
-                rows = self._anew(node, rows, example)
+            rows = self._of_loss(node, rows)
+            if self.sized:
+                rows = self._placed(node, rows, example)
+                if self.exact:
+                    rows = self._anew(node, rows, example)
             if rows != self.of(tensor):
                 self.put(tensor, rows)
-        if len(self._targets) == 1:
+        if self.sized and len(self._targets) == 1:
             self._label(node, *self._targets[0])
 
     def _anew(self, node: fx.Node, rows: Rows, example: Tensor) -> Rows:
@@ -249,21 +235,17 @@ class Tracker:
         return self.joins(example.shape[rows.dim])
 
     def _of_loss(self, node: fx.Node, rows: Rows) -> Rows:
-        """Losses of torch.nn.functional divide by sizes out of sight."""
-        target: Any = node.target
-        signature = inspect.signature(target)
-        call = signature.bind_partial(*node.args, **node.kwargs)
-        call.apply_defaults()
-        reduction = call.arguments.get("reduction")
-        if rows.kind is Kind.SUM and reduction in ("mean", "batchmean"):
+        """Losses divide by sizes out of sight."""
+        call = named_arguments(node)
+        if rows.kind is Kind.SUM and call.get("reduction") == 1:
             return rows._replace(kind=Kind.MEAN)
         ratio = rows.cause is not None and rows.cause.effect is Effect.RATIO
-        if self._targets and ratio and call.arguments.get("weight") is None:
+        if self._targets and ratio and call.get("weight") is None:
             return Rows(Kind.MEAN)  # with label_smoothing
         return rows
 
     def _label(self, node: fx.Node, target: Tensor, ignored: int) -> None:
-        labels = node.kwargs.get("target", node.args[1] if len(node.args) > 1 else None)
+        labels = named_arguments(node).get("target")
         if isinstance(labels, fx.Node):
             stack = node.meta.get("stack_trace")
             self.labels.append(Labels(labels, self.of(target), ignored, stack))
@@ -279,7 +261,7 @@ class Tracker:
             if _counts_rows(node):
                 return Rows(Kind.APART, dims[0], numbers=True)
             cause = None
-            if node.target in NUMBERED or len(dims) > 1:
+            if name_of(node.target) in NUMBERED or len(dims) > 1:
                 effect = Effect.PAIRS if len(dims) > 1 else Effect.ORDER
                 cause = _cause(effect, node)
             return Rows(Kind.APART, dims[0], cause=cause)
@@ -299,9 +281,8 @@ class Tracker:
 
     def _picks(self, node: fx.Node) -> bool:
         """Whether a node draws among the numbers of the batch's rows."""
-        given = (*node.args, *node.kwargs.values())
-        numbers = [a.meta.get("example_value") for a in given if isinstance(a, fx.Node)]
-        return node.target in INDICES and any(map(self.counts, numbers))
+        numbers = [n.meta.get("example_value") for n in node.all_input_nodes]
+        return name_of(node.target) in INDICES and any(map(self.counts, numbers))
 
     def depends(self, size: object) -> bool:
         """Whether a size is the batch's, or a multiple of it, or such."""
@@ -329,12 +310,11 @@ class Tracker:
 
 WEIGHED = (Effect.RATIO, Effect.CONSTANT, Effect.BOTH)
 _NLL = RULES["nll_loss_forward"]
-NUMBERED: tuple[Any, ...] = (torch.eye, torch.linspace, torch.randperm, torch.arange)
-NUMBERED += (torch.tril_indices, torch.range)
-INDICES = (torch.randint, torch.randint_like, "random_")
-TIMES = (operator.mul, operator.imul, torch.mul, "mul", "mul_")
-OVER = (operator.truediv, operator.itruediv, torch.div, "div", "div_", "true_divide")
-OTHERS = (operator.add, operator.sub, operator.pow, torch.add, torch.sub, torch.pow)
+NUMBERED = ("eye", "linspace", "randperm", "arange", "tril_indices", "triu_indices")
+INDICES = ("randint", "randint_like", "random_")
+TIMES = ("mul", "mul_")
+OVER = ("div", "div_", "true_divide")
+OTHERS = ("add", "sub", "pow")
 
 
 def _power(expression: Any, symbol: Any) -> int:
@@ -356,49 +336,23 @@ def _power(expression: Any, symbol: Any) -> int:
 
 def _counts_rows(node: fx.Node) -> bool:
     """Whether a node gives numbers from 0 on, which are those of rows."""
-    if node.target is not torch.arange:
-        return False
-    start: Any = node.kwargs.get("start", 0)
-    step: Any = node.kwargs.get("step", 1)
-    if len(node.args) > 1:
-        start, step, *_ = (node.args[0], *node.args[2:3], step)
-    return bool(start == 0 and step == 1)
+    call = named_arguments(node)
+    counts = name_of(node.target) == "arange"
+    return counts and (call.get("start", 0), call.get("step", 1)) == (0, 1)
 
 
 def _cause(effect: Effect, node: fx.Node) -> Cause:
-    name = getattr(node.target, "__name__", str(node.target))
-    return Cause(effect, name, node.meta.get("stack_trace"))
-
-
-def _is_functional(node: fx.Node) -> bool:
-    return getattr(node.target, "__module__", "") == F.__name__
-
-
-def picks_rows(node: fx.Node, dim: int) -> bool:
-    """Whether items are written to rows of a dimension by their numbers, or a range:
-    those are other rows in each microbatch. A tensor's numbers are known to rules."""
-    target, index = node.args[:2]
-    assert isinstance(target, fx.Node)
-    items: Any = index if isinstance(index, tuple) else (index,)
-    given = sum(item is not None and item is not Ellipsis for item in items)
-    place = 0
-    for item in items:
-        width = target.meta["example_value"].dim() - given if item is Ellipsis else 1
-        if item is not None and place <= dim < place + width:
-            value = item.meta["example_value"] if isinstance(item, fx.Node) else item
-            every = item is Ellipsis or item == slice(None)
-            return not every and not isinstance(value, Tensor)
-        place += width if item is not None else 0
-    return False
+    return Cause(effect, name_of(node.target), node.meta.get("stack_trace"))
 
 
 def _scaled(node: fx.Node, rows: Rows, tensor: Tensor, degree: int) -> Rows:
     """The rows of a value that was computed with a number of the batch's size."""
     if rows.kind is Kind.SHARED and tensor.dim() == 0:
         return Rows(Kind.SUM if degree == 1 else Kind.UNKNOWN, numbers=degree == 1)
-    if node.target in OVER:
+    name = name_of(node.target)
+    if name in OVER:
         degree = -degree
-    elif node.target not in TIMES:
-        return UNKNOWN if node.target in OTHERS else rows
+    elif name not in TIMES:
+        return UNKNOWN if name in OTHERS else rows
     kinds = {(Kind.SUM, -1): Kind.MEAN, (Kind.MEAN, 1): Kind.SUM}
     return rows._replace(kind=kinds.get((rows.kind, degree), Kind.UNKNOWN))

@@ -13,16 +13,13 @@ after:  total = cross_entropy(x, y, reduction="sum")
 
 from __future__ import annotations
 
-import inspect
-import operator
 from collections.abc import Sequence
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, fx
 
-from ..ir.graphs import storage
+from ..ir.graphs import name_of, named_arguments, storage
 from ..ir.lazy import lazy_module
 from ..ir.request import LossReduction
 from ..ir.user_line import line_of
@@ -30,20 +27,18 @@ from ..jobs.job import PlanError
 from .kinds import Kind, Rows
 from .tracker import Tracker
 
-IN_PLACE = (operator.iadd, operator.isub, "add_", "sub_")
-ADDITIONS: tuple[Any, ...] = (operator.add, operator.sub, torch.add, torch.sub)
-ADDITIONS += ("add", "sub", *IN_PLACE)
+aten = torch.ops.aten
+MEANS = ("cross_entropy_loss", "nll_loss_nd", "nll_loss", "nll_loss2d")  # over labels
+MEAN, SUM = 1, 2  # as operations have their reduction
+ADDITIONS = ("add", "sub", "add_", "sub_")
 
 
 def labels_decide(gm: fx.GraphModule) -> bool:
     """Whether a graph has means over labels that the call hands in."""
     for node in gm.graph.nodes:
-        if node.target in (F.cross_entropy, F.nll_loss):
-            target: Any = node.target
-            call = inspect.signature(target).bind(*node.args, **node.kwargs)
-            call.apply_defaults()
-            mean = call.arguments["reduction"] == "mean"
-            if mean and _handed_in(call.arguments["target"]):
+        if name_of(node.target) in MEANS:
+            call = named_arguments(node)
+            if call["reduction"] == MEAN and _handed_in(call["target"]):
                 return True
     return False
 
@@ -76,7 +71,7 @@ def part_means(gm: fx.GraphModule, whole: bool = False) -> fx.GraphModule:
     new: dict[fx.Node, fx.Node] = {}
     for node in gm.graph.nodes:
         copy = new[node] = graph.node_copy(node, new.__getitem__)
-        if node.target in (F.cross_entropy, F.nll_loss):
+        if name_of(node.target) in MEANS:
             new[node] = _parted(graph, copy, whole)
     result = lazy_module(gm, graph)
     result.meta.update(gm.meta)
@@ -84,24 +79,21 @@ def part_means(gm: fx.GraphModule, whole: bool = False) -> fx.GraphModule:
 
 
 def _parted(graph: fx.Graph, node: fx.Node, whole: bool) -> fx.Node:
-    target: Any = node.target
-    call = inspect.signature(target).bind(*node.args, **node.kwargs)
-    call.apply_defaults()
-    labels = call.arguments["target"]
+    call = named_arguments(node)
+    labels, weight = call["target"], call["weight"]
     classes = not labels.meta["example_value"].is_floating_point()
-    if call.arguments["reduction"] != "mean" or not classes:
+    if call["reduction"] != MEAN or not classes:
         return node
-    if whole and (call.arguments["weight"] is not None or not _handed_in(labels)):
+    if whole and (weight is not None or not _handed_in(labels)):
         return node
-    if call.arguments["weight"] is not None:
+    if weight is not None:
         raise PlanError(
             'loss_reduction="weighted": what class weights add up to is not known '
             f"before the step{line_of(node.meta.get('stack_trace'))}\n"
             '  write reduction="sum", divide by weight[labels].sum() there, or return '
             "both from the model"
         )
-    call.arguments["reduction"] = "sum"
-    node.args, node.kwargs = call.args, call.kwargs
+    node.args, node.kwargs = tuple((call | {"reduction": SUM}).values()), {}
     example = node.meta["example_value"]
 
     def added(target: Any, args: tuple[Any, ...], value: Any) -> fx.Node:
@@ -109,13 +101,10 @@ def _parted(graph: fx.Graph, node: fx.Node, whole: bool) -> fx.Node:
         new.meta.update(node.meta, example_value=value)
         return new
 
-    mask = added(
-        operator.ne,
-        (labels, call.arguments["ignore_index"]),
-        labels.meta["example_value"],
-    )
-    count = added(torch.sum, (mask,), example)
-    return added(operator.truediv, (node, count), example)
+    ignored = labels, call["ignore_index"]
+    mask = added(aten.ne.Scalar, ignored, labels.meta["example_value"])
+    count = added(aten.sum.default, (mask,), example)
+    return added(aten.div.Tensor, (node, count), example)
 
 
 class Whole:
@@ -159,7 +148,7 @@ class Whole:
 def parts_of_sum(node: fx.Node, rows: Sequence[Rows | None]) -> list[int]:
     """Which of the two operands of an addition are means, or shared, beside a sum; they
     count once for each microbatch."""
-    if node.target not in ADDITIONS or len(rows) != 2:
+    if name_of(node.target) not in ADDITIONS or len(rows) != 2:
         return []
     kinds = [None if each is None else each.kind for each in rows]
     if Kind.SUM not in kinds:
