@@ -24,7 +24,13 @@ import torch
 from torch import Tensor, fx
 
 from ..costmodel.costs import copied
-from ..ir.graphs import REGION_ENTERS, REGION_EXITS, storage, written_storages
+from ..ir.graphs import (
+    REGION_ENTERS,
+    REGION_EXITS,
+    name_of,
+    storage,
+    written_storages,
+)
 from ..ir.own_rows import eye_columns, eye_rows, own_diagonal
 from ..jobs.job import PlanError
 from ..rows.domains import Domains
@@ -32,7 +38,7 @@ from ..rows.kinds import Kind, Rows
 from .microbatch import Microbatch
 from .whole_batch import WholeBatch
 
-DIAGONALS = ("diagonal", "diag", torch.diagonal, torch.diag)
+DIAGONALS = ("diagonal", "diag")
 CHOICES = 32  # of what to read of operands, that are tried for one node
 Dim = int | None  # with the rows; None for a part of a sum or mean over them
 
@@ -108,7 +114,7 @@ class RowVersions:
             return self._eye(node, dim) or self._run(node, dim) or self.part(node, dim)
         if node in self.joint and storage(trace.values[node]) in self._written:
             return None  # what a microbatch computes again would lack what is written
-        if node.target in DIAGONALS and len(node.args) == 1 and dim == 0:
+        if name_of(node.target) in DIAGONALS and len(node.args) == 1 and dim == 0:
             return self._diagonal(node)
         return self._run(node, dim)
 
@@ -131,7 +137,7 @@ class RowVersions:
     def _eye(self, node: fx.Node, dim: int) -> Version | None:
         """A microbatch's rows, or columns, of ones on the diagonal."""
         value = self.whole.values[node]
-        if node.target is not torch.eye or self.dims(node) != [0, 1]:
+        if name_of(node.target) != "eye" or self.dims(node) != [0, 1]:
             return None
         if value.shape[0] != value.shape[1]:
             return None

@@ -141,7 +141,8 @@ class Tracker:
         if rows.kind is Kind.UNKNOWN:
             rows = rows._replace(cause=rows.cause or self._unsure())
         self.put(tensor, rows)
-        if before == rows and rows.kind in (Kind.APART, Kind.SHARED):
+        plain = rows.kind in (Kind.APART, Kind.SHARED) and rows.cause is None
+        if before == rows and plain:
             return
         where = storage(tensor)
         for other, old in list(self._rows.values()):
