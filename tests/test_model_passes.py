@@ -12,6 +12,8 @@ import fxsched
 from fxsched import PlanError, schedules
 from fxsched.ir.request import Request
 
+GELU = torch.ops.aten.gelu.default
+
 
 class Net(nn.Module):
     def __init__(self) -> None:
@@ -25,14 +27,14 @@ class Net(nn.Module):
 def tanh(gm: fx.GraphModule, request: Request) -> fx.GraphModule:
     """GELU by its approximation."""
     for node in gm.graph.nodes:
-        if node.target is torch.nn.functional.gelu:
+        if node.target is GELU:
             node.kwargs = {"approximate": "tanh"}
     return gm
 
 
 def twice(gm: fx.GraphModule, request: Request) -> fx.GraphModule:
     """GELU of twice its input, of nodes of its own."""
-    for node in gm.graph.find_nodes(op="call_function", target=nn.functional.gelu):
+    for node in gm.graph.find_nodes(op="call_function", target=GELU):
         with gm.graph.inserting_before(node):
             double = gm.graph.call_function(torch.mul, (node.args[0], 2.0))
         node.args = (double,)
@@ -95,7 +97,7 @@ def with_input(gm: fx.GraphModule, request: Request) -> fx.GraphModule:
 
 
 def impossible(gm: fx.GraphModule, request: Request) -> fx.GraphModule:
-    for node in gm.graph.find_nodes(op="call_function", target=nn.functional.gelu):
+    for node in gm.graph.find_nodes(op="call_function", target=GELU):
         node.target = torch.linalg.inv
     return gm
 

@@ -9,7 +9,7 @@ import torch
 from torch import fx
 
 from fxsched.ir.facts import facts
-from fxsched.ir.graphs import Role, Spec
+from fxsched.ir.graphs import Role, Spec, name_of
 from fxsched.ir.step_ir import Line, Message, StepIR
 from fxsched.jobs.job import Direction, Job, Placement
 
@@ -113,11 +113,8 @@ def node_text(node: fx.Node) -> str:
     if node.op == "placeholder":
         line = f"{node.name}: {specs_text(node)}"
     else:
-        if node.op == "call_method":
-            args[0:1], target = [], f"{args[0]}.{node.target}"
-        else:
-            prefix = "self." if node.op in ("call_module", "get_attr") else ""
-            target = prefix + getattr(node.target, "__name__", str(node.target))
+        prefix = "self." if node.op in ("call_module", "get_attr") else ""
+        target = prefix + name_of(node.target)
         line = f"{node.name} = {target}({', '.join(args)})"
     return f"{line}  # {', '.join(notes)}" if notes else line
 

@@ -28,29 +28,36 @@ from ..ir.lazy import lazy_module
 from ..rows.own_backward import own_name
 from .graph_inputs import placeholders
 
-KEPT = ("module", "stack_trace", "recompute")
 aten = torch.ops.aten
+KEPT = ("module", "stack_trace", "recompute")  # of node.meta
+UNREAD = (aten.sym_size.int, torch.tensor)  # do nothing that nobody reads
 
 
 def lowered(gm: fx.GraphModule) -> fx.GraphModule:
-    """The same graph in aten operations; sizes of the batch are symbols in both."""
+    """The same graph in aten operations; sizes of the batch are symbols in both.
+
+    What a node of Dynamo's comes to ends in one that has its name, which is often the
+    user's for it.
+    """
     inputs = placeholders(gm)
     values = [node.meta.get("example_value") for node in inputs]
+    lowering = _Lowering(gm)
     with _as_before(values):
-        trace = make_fx(_Lowering(gm).run, pre_dispatch=True)
-        traced: fx.GraphModule = trace(*values)
-    graph = traced.graph
-    for old, new in zip(inputs, placeholders(traced), strict=True):
-        new.meta, new.name = dict(old.meta), old.name
-    for node in graph.nodes:
-        if node.op not in ("placeholder", "output"):
-            node.meta["example_value"] = node.meta.pop("val", None)
+        traced: fx.GraphModule = make_fx(lowering.run, pre_dispatch=True)(*values)
+    for old, node in zip(inputs, placeholders(traced), strict=True):
+        node.meta, lowering.names[node] = dict(old.meta), old.name
+    graph, new = fx.Graph(), dict[fx.Node, fx.Node]()
+    for node in traced.graph.nodes:
         if node.target is aten.lift_fresh_copy.default:
             _write_out(traced, node)
-    graph.output_node().meta = dict(gm.graph.output_node().meta)
+        node.name = lowering.names.get(node, node.name)
+        new[node] = graph.node_copy(node, new.__getitem__)
+        if node.op == "output":
+            new[node].meta = dict(gm.graph.output_node().meta)
+        elif node.op != "placeholder":
+            new[node].meta["example_value"] = new[node].meta.pop("val", None)
     for node in reversed(graph.nodes):
-        sized = node.op == "get_attr" or node.target in (aten.sym_size.int, torch.tensor)
-        if not node.users and sized:
+        if not node.users and (node.op == "get_attr" or node.target in UNREAD):
             graph.erase_node(node)
     result = lazy_module(traced, graph)
     result.meta.update(gm.meta)
@@ -87,15 +94,23 @@ def _as_before(values: list[Any]) -> Iterator[None]:
 class _Lowering(fx.Interpreter):
     """Runs a graph while it is traced, and tells new nodes what is known of old ones."""
 
+    def __init__(self, gm: fx.GraphModule) -> None:
+        super().__init__(gm)
+        self.names: dict[fx.Node, str] = {}  # of new nodes, as Dynamo has them
+
     def run_node(self, node: fx.Node) -> Any:
         graph = self._tracer().graph
         last = next(iter(reversed(graph.nodes)))
         value = self._kept(node) if self._has_bodies(node) else super().run_node(node)
         new = last.next
-        while node.op not in ("placeholder", "output") and new.op != "root":
+        made = node.op not in ("placeholder", "output") and new.op != "root"
+        while made and new.op != "root":
             known = {key: node.meta[key] for key in KEPT if key in node.meta}
             new.meta.update({"module": "", **known})
+            last = new
             new = new.next
+        if made:
+            self.names[last] = node.name
         return value
 
     def _tracer(self) -> Any:
