@@ -157,7 +157,7 @@ class _WholeStates(TorchFunctionMode):
         self, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         result = func(*args, **(kwargs or {}))
-        if func is not torch.lstm:
+        if func is not torch.ops.aten.lstm.input:
             return result
         rows, *states = result
         pairs = zip(states, args[1], strict=True)
@@ -171,7 +171,7 @@ def _lstm_in_steps(graph: fx.Graph) -> Iterator[None]:
     It would use oneDNN's layer otherwise, whose forward keeps what its backward needs
     only while autograd records, and F runs without autograd.
     """
-    if all(getattr(n.target, "__name__", "") != "lstm" for n in graph.nodes):
+    if all(n.target is not torch.ops.aten.lstm.input for n in graph.nodes):
         yield
         return
     onednn: Any = torch.backends.mkldnn

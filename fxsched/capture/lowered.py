@@ -92,7 +92,7 @@ def _as_before(values: list[Any]) -> Iterator[None]:
 
 
 class _Lowering(fx.Interpreter):
-    """Runs a graph while it is traced, and tells new nodes what is known of old ones."""
+    """Runs a graph while it is traced; new nodes learn what is known of old ones."""
 
     def __init__(self, gm: fx.GraphModule) -> None:
         super().__init__(gm)
@@ -101,7 +101,8 @@ class _Lowering(fx.Interpreter):
     def run_node(self, node: fx.Node) -> Any:
         graph = self._tracer().graph
         last = next(iter(reversed(graph.nodes)))
-        value = self._kept(node) if self._has_bodies(node) else super().run_node(node)
+        bodies = isinstance(node.target, HigherOrderOperator)
+        value = self._kept(node) if bodies else super().run_node(node)
         new = last.next
         made = node.op not in ("placeholder", "output") and new.op != "root"
         while made and new.op != "root":
@@ -117,9 +118,6 @@ class _Lowering(fx.Interpreter):
         mode = get_proxy_mode()
         assert mode is not None, "it runs while it is traced"
         return mode.tracer
-
-    def _has_bodies(self, node: fx.Node) -> bool:
-        return isinstance(node.target, HigherOrderOperator)
 
     def _kept(self, node: fx.Node) -> Any:
         """Copies a node as it is; its value is Dynamo's."""

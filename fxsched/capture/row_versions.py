@@ -20,7 +20,6 @@ from contextlib import contextmanager
 from itertools import product
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor, fx
 
 from ..costmodel.costs import copied

@@ -67,7 +67,8 @@ class WeightedMicrobatch(Microbatch):
             if isinstance(part, fx.Node):
                 with self.gm.graph.inserting_before(node):
                     args = (part, 1.0 / self.batch.microbatches)
-                    whole, part = part, self.gm.graph.call_function(aten.mul.Tensor, args)
+                    whole = part
+                    part = self.gm.graph.call_function(aten.mul.Tensor, args)
                 part.meta.update(whole.meta)
                 self.call(part)
             else:

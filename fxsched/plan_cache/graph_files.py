@@ -10,14 +10,12 @@ import io
 import pickle
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache
-from types import FunctionType
 from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, fx
 from torch._subclasses import FakeTensor, FakeTensorMode
-from torch.nn import functional
 
 from ..ir.garbage import no_collection
 from ..ir.graphs import Spec
@@ -26,12 +24,6 @@ from ..ir.meta import META, SPENT
 from ..jobs.schedule import Schedule
 from .asked import Noting
 
-DISPATCHED = {  # functions of torch.nn.functional whose own name is another's
-    value: name
-    for name, value in vars(functional).items()
-    if "<locals>" in getattr(value, "__qualname__", "")
-    and value.__module__ == functional.__name__
-}
 LEFT = META.keys() - set(SPENT)  # of node.meta
 READ: WeakKeyDictionary[fx.Graph, list[fx.Node]] = WeakKeyDictionary()  # their nodes
 
@@ -91,8 +83,6 @@ class _Packer(pickle.Pickler):
             return _fake, (Spec.of(obj), obj.requires_grad)
         if isinstance(obj, FakeTensorMode):
             return type(None), ()
-        if isinstance(obj, FunctionType) and obj in DISPATCHED:
-            return getattr, (functional, DISPATCHED[obj])
         if obj is torch._C._set_grad_enabled:
             return getattr, (torch._C, "_set_grad_enabled")
         for name in ("w", "n"):  # where none is given

@@ -13,7 +13,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import fields
 from functools import cache
 from pathlib import Path
-from types import FunctionType
 from typing import Any
 
 import torch
@@ -22,7 +21,7 @@ from torch import Tensor, fx, nn
 from ..ir.modes import casts
 from ..ir.request import Request
 from .asked import settings
-from .graph_files import DISPATCHED, CannotKeep
+from .graph_files import CannotKeep
 
 SPACES = {"aten", "prims", "prim"}  # of operations that only releases change
 PACKAGES = {"torch", "operator", "_operator", "math", "builtins", "fxsched", "passes"}
@@ -193,8 +192,6 @@ def _name(target: Any) -> str:
 
 
 def _qualified(target: Any) -> str:
-    if isinstance(target, FunctionType) and target in DISPATCHED:
-        return DISPATCHED[target]
     name = getattr(target, "__qualname__", None) or getattr(target, "__name__", None)
     if name is None:
         raise CannotKeep(f"a function of the class {type(target).__name__}")
