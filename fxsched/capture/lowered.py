@@ -15,6 +15,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, fx
 from torch._ops import HigherOrderOperator
 from torch.fx.experimental.proxy_tensor import (
@@ -101,8 +102,8 @@ class _Lowering(fx.Interpreter):
     def run_node(self, node: fx.Node) -> Any:
         graph = self._tracer().graph
         last = next(iter(reversed(graph.nodes)))
-        bodies = isinstance(node.target, HigherOrderOperator)
-        value = self._kept(node) if bodies else super().run_node(node)
+        known = isinstance(node.target, HigherOrderOperator) or node.target is F.linear
+        value = self._kept(node) if known else super().run_node(node)
         new = last.next
         made = node.op not in ("placeholder", "output") and new.op != "root"
         while made and new.op != "root":
@@ -120,7 +121,10 @@ class _Lowering(fx.Interpreter):
         return mode.tracer
 
     def _kept(self, node: fx.Node) -> Any:
-        """Copies a node as it is; its value is Dynamo's."""
+        """Copies a node as it is; its value is Dynamo's.
+
+        Linear layers too: to run one on symbols takes a hundred times as long.
+        """
         tracer = self._tracer()
         args, kwargs = self.fetch_args_kwargs_from_env(node)
 
@@ -133,6 +137,7 @@ class _Lowering(fx.Interpreter):
             return tracer.create_proxy("get_attr", name, (), {})
 
         args, kwargs = pytree.tree_map(proxied, (tuple(args), dict(kwargs)))
-        proxy = tracer.create_proxy("call_function", node.target, args, kwargs)
+        target = aten.linear.default if node.target is F.linear else node.target
+        proxy = tracer.create_proxy("call_function", target, args, kwargs)
         value = node.meta["example_value"]
         return track_tensor_tree(value, proxy, constant=None, tracer=tracer)
