@@ -81,6 +81,7 @@ class Domains:
             into = {storage(t) for node in joint for t in self.writes(node)}
             into |= self._missed(joint, places)
             new = {n for n in self.nodes if n not in joint and places[n] & into}
+            new |= self._torn(joint, places)
             if not new:
                 return joint
             written |= new
@@ -104,6 +105,25 @@ class Domains:
                     if any(where in places[n] for n in others):
                         missed.add(where)
         return missed
+
+    def _torn(
+        self,
+        joint: Collection[fx.Node],
+        places: Mapping[fx.Node, Collection[int]],
+    ) -> set[fx.Node]:
+        """What lies between values of microbatches and a write into them of what met of
+        their rows: no stage could have the memory and all that reads it."""
+        torn = set[fx.Node]()
+        met = {*joint, *(n for reads in self.whole.values() for n in reads)}
+        for node in self.nodes:
+            written = set(map(storage, self.writes(node)))
+            if node in joint or not written:
+                continue
+            before = _ancestors(node) | {node}
+            own = {n for n in before if written & set(places.get(n, ()))} - set(joint)
+            if any((_ancestors(n) | {n}) & own for n in met & before):
+                torn |= {n for n in before if (_ancestors(n) | {n}) & own}
+        return torn - set(joint)
 
     def _joint(self, written: Collection[fx.Node]) -> dict[fx.Node, None]:
         worth, ends = self._worth(), self._ends()
@@ -197,3 +217,13 @@ class Domains:
             if self.reduced(node) or (apart and all(user in ends for user in users)):
                 ends.add(node)
         return ends
+
+
+def _ancestors(node: fx.Node) -> set[fx.Node]:
+    """All that a node comes of."""
+    found, queue = set[fx.Node](), [node]
+    while queue:
+        new = set(queue.pop().all_input_nodes) - found
+        found |= new
+        queue += new
+    return found
