@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from ..ir.graphs import Spec
+from ..ir.graphs import Spec, name_of
 from ..ir.modes import casts
 from ..ir.request import Request
 from ..ir.user_line import user_line
@@ -143,8 +143,10 @@ def _name(target: Any) -> str:
     """A function's or method's name, with its module's."""
     if isinstance(target, str):
         return target
+    if isinstance(target, torch._ops.OpOverload):
+        return f"{target.namespace}.{name_of(target)}"
     name = getattr(target, "__qualname__", None) or getattr(target, "__name__", None)
-    if name is None or isinstance(target, torch._ops.OpOverload):
+    if name is None:
         return str(target)
     return f"{getattr(target, '__module__', None)}.{name}"
 
