@@ -45,6 +45,9 @@ def stand_ins(
     if "batch_norm" in _name(node) and "norm" not in node.meta:  # of each microbatch
         return None
 
+    read = tensors([values.get(each) for each in node.all_input_nodes])
+    learns = torch.is_grad_enabled() and any(each.requires_grad for each in read)
+
     def made(value: Any) -> Any:
         if not isinstance(value, Tensor):
             known = isinstance(value, torch.SymInt)
@@ -53,7 +56,7 @@ def stand_ins(
         source = _source(node, value, values)
         if source is None:
             new = torch.empty(shape, dtype=value.dtype, device=value.device)
-            new.requires_grad_(value.requires_grad)
+            new.requires_grad_(learns and value.is_floating_point())
         else:  # beyond its end, perhaps, which nobody reads
             new = source.as_strided(shape, _strides(shape))
         tracker.put(new, Rows(Kind.OTHER, cause=cause))
