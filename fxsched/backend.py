@@ -23,12 +23,10 @@ from .capture.dynamo import (
     note_arguments,
     note_origins,
 )
-from .capture.early_writes import early_writes, take_early_writes
+from .capture.early_writes import early_writes
 from .capture.graph_breaks import GraphBreak, left_to_python
-from .capture.lowered import lowered
-from .capture.picked_rows import cut_outputs, pick_rows
-from .capture.refusals import refusal
-from .capture.vmaps import flatten_vmaps
+from .capture.lowered import aten_graph
+from .capture.picked_rows import cut_outputs
 from .clock.timeline import Event
 from .costmodel.measure import Profile
 from .ir.loss_scale import read_scale
@@ -417,15 +415,18 @@ class Backend:
     ) -> Callable[..., Sequence[Any]]:
         """torch.compile's side: from a traced graph to a function of its inputs."""
         gm = inline_bodies(gm)
-        flatten_vmaps(gm)
-        broken = left_to_python() or refusal(gm) or compile_options_error(options)
+        broken = left_to_python() or compile_options_error(options)
         note_origins(gm, inputs)
         note_arguments(gm, inputs)
         if broken is None:
             ask_for_symbolic_sizes(gm, inputs, self.request)
+        captured, kept = copy_graph(gm, inputs)
+        if broken is None:
+            try:
+                captured = aten_graph(captured)
+            except PlanError as error:
+                broken = error
         broken = broken or fixed_size(gm, inputs, self.request)
-        graph, kept = copy_graph(gm, inputs)
-        captured = pick_rows(take_early_writes(lowered(graph)))
 
         def call(*args: Any) -> Sequence[Any]:
             try:

@@ -18,7 +18,9 @@ from torch._subclasses.fake_tensor import DynamicOutputShapeException
 
 from ..ir.ctc import ctc_loss
 
-OURS = {F.ctc_loss: ctc_loss, torch.ctc_loss: ctc_loss}
+OURS = dict.fromkeys(
+    (F.ctc_loss, torch.ctc_loss, torch.ops.aten.ctc_loss.Tensor), ctc_loss
+)
 _OPEN: ContextVar[bool] = ContextVar("fxsched_ctc_loss", default=False)
 
 

@@ -7,7 +7,6 @@ reads some of the records that are handed to it here.
 
 from __future__ import annotations
 
-import hashlib
 import inspect
 import re
 import warnings
@@ -20,7 +19,7 @@ import torch
 import torch._dynamo
 import torch._dynamo.guards as guards
 import torch.fx.experimental._config
-from torch import Tensor, fx
+from torch import fx
 from torch._dynamo import convert_frame
 from torch._dynamo.exc import (
     InternalTorchDynamoError,
@@ -37,9 +36,9 @@ from ..ir.request import Request
 from ..jobs.job import PlanError
 from .caller import Argument, Call, owner_of, read_call
 from .compiled_modules import export_broken_modules, innermost
-from .ctc import OURS, ctc_traced
+from .ctc import ctc_traced
 from .graph_breaks import Exporter, not_whole
-from .graph_inputs import origin_of, placeholders
+from .graph_inputs import origin_of, placeholders, text_of
 from .lengths import symbolic_dims
 from .origins import Frame, Origins, Path
 from .returns import read_returns
@@ -279,34 +278,22 @@ def copy_graph(
     for node in gm.graph.nodes:
         if node not in left_out:
             new[node] = graph.node_copy(node, new.__getitem__)
-            new[node].target = OURS.get(node.target, node.target)
     result = lazy_module(gm, graph)
     nodes, paths = [nodes[i] for i in kept], [paths[i] for i in kept]
     inputs = [inputs[i] for i in kept]
     sources = [
         f"{path} {origin_of(node)}" for path, node in zip(paths, nodes, strict=True)
     ]
-    inner = [str(m.graph) for m in result.modules() if isinstance(m, fx.GraphModule)]
-    constants = [str(id(tensor)) for tensor in _constants(gm)]
     translator, scope = InstructionTranslator.current_tx(), _traced_frame().scope
     returns = read_returns(translator, gm, paths, inputs, scope)
-    text = "\n".join([*sources, *inner, *constants, str(returns)])
     result.meta.update(call=gm.meta["call"], returns=returns)
-    result.meta["text"] = hashlib.sha256(text.encode()).hexdigest()
+    result.meta["text"] = text_of(result, sources)
     return result, tuple(kept)
 
 
 def _is_offset(node: fx.Node, path: str) -> bool:
     """Whether an input is a tensor's storage_offset(), and nothing reads it."""
     return path.endswith(".storage_offset()") and not node.users
-
-
-def _constants(gm: fx.GraphModule) -> Iterator[Tensor]:
-    """Tensors that belong to the graph itself."""
-    for node in gm.graph.find_nodes(op="get_attr"):
-        value = getattr(gm, str(node.target), None)
-        if isinstance(value, Tensor):
-            yield value
 
 
 def frame_error(error: TorchDynamoException, backend: Exporter) -> PlanError:

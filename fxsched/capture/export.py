@@ -22,14 +22,13 @@ from .ctc import ctc_traced
 from .drawn_numbers import refuse_seeding
 from .export_errors import not_exported
 from .exported_graph import ExportedGraph
-from .exported_nodes import ROOT
 from .noted_values import Change
 from .outside_names import OutsideNames, first_frames
 from .outside_tensors import OutsideTensors
 from .own_gradients import refuse_own_gradients, shown_functions
 from .python_state import PythonState
 from .structure import Structure
-from .translator import Exported, Translator
+from .translator import ROOT, Exported, Translator
 from .whole_batches import Pin, Returns, WholeBatches
 
 

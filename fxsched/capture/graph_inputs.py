@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Sequence
 from typing import Any
 
@@ -42,3 +43,16 @@ def origin_of(node: fx.Node) -> Origin:
     """Where an input comes from, as dynamo.note_origins wrote it down."""
     origin: Origin = node.meta["origin"]
     return origin
+
+
+def text_of(gm: fx.GraphModule, sources: Sequence[str]) -> str:
+    """What tells a graph from others: its nodes, where inputs come from, where outputs
+    go, and which tensors are constants of it."""
+    graphs = [m.graph for m in gm.modules() if isinstance(m, fx.GraphModule)]
+    values = [
+        getattr(gm, str(node.target), None)
+        for node in gm.graph.find_nodes(op="get_attr")
+    ]
+    constants = [str(id(value)) for value in values if isinstance(value, Tensor)]
+    text = [*sources, *map(str, graphs), *constants, str(gm.meta["returns"])]
+    return hashlib.sha256("\n".join(text).encode()).hexdigest()

@@ -1,22 +1,23 @@
-"""Dynamo's graph in aten operations, before autograd: composites stay whole.
+"""A model's graph in aten operations, before autograd: composites stay whole.
 
 before: h = linear(x, w); h[:, 0] = 0; y = h.view(len(x), -1)
 after:  h = aten.linear(x, w); h0 = aten.select(h, 1, 0); aten.fill_(h0, 0)
         y = aten.view(h, [s0, -1])
 
-What has a body of its own stays as Dynamo has it: a torch.autograd.Function, a hook, a
-function that is mapped.
+What has a body of its own stays as the tracer has it: a torch.autograd.Function, a
+hook, a function that is mapped. Regions of torch.export and torch.vmap are opened.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, fx
+from torch._guards import detect_fake_mode
 from torch._ops import HigherOrderOperator
 from torch.fx.experimental.proxy_tensor import (
     get_proxy_mode,
@@ -25,49 +26,93 @@ from torch.fx.experimental.proxy_tensor import (
 )
 from torch.utils import _pytree as pytree
 
+from ..ir.graphs import REGION_ENTERS, REGION_EXITS, is_mutable, name_of
 from ..ir.lazy import lazy_module
 from ..rows.own_backward import own_name
+from .ctc import OURS
+from .early_writes import take_early_writes
 from .graph_inputs import placeholders
+from .picked_rows import pick_rows
+from .refusals import refusal, refuse_transforms, refused
+from .vmaps import Flat, flat_vmaps
 
 aten = torch.ops.aten
 KEPT = ("module", "stack_trace", "recompute")  # of node.meta
-UNREAD = (aten.sym_size.int, torch.tensor)  # do nothing that nobody reads
+LINEAR = (F.linear, aten.linear.default)
+GRADIENTS = torch.ops.higher_order.wrap_with_set_grad_enabled
+AUTOCAST = torch.ops.higher_order.wrap_with_autocast
+CHECKS = ("_assert", "sym_constrain_range")  # of values: microbatches have others
+LEARNS = ("batch_norm", "instance_norm")  # write, which their schemas don't say
+
+
+def aten_graph(gm: fx.GraphModule) -> fx.GraphModule:
+    """A model's graph as all that plans it reads it.
+
+    Raises PlanError, with its line, for what no plan can have.
+    """
+    refuse_transforms(gm)
+    result = lowered(gm)
+    error = refusal(result)
+    if error is not None:
+        raise error
+    return pick_rows(take_early_writes(result))
 
 
 def lowered(gm: fx.GraphModule) -> fx.GraphModule:
     """The same graph in aten operations; sizes of the batch are symbols in both.
 
-    What a node of Dynamo's comes to ends in one that has its name, which is often the
-    user's for it.
+    What a node comes to ends in one that has its name, which is often the user's for
+    it.
     """
     inputs = placeholders(gm)
     values = [node.meta.get("example_value") for node in inputs]
-    lowering = _Lowering(gm)
+    names = dict[fx.Node, str]()
     with _as_before(values):
-        traced: fx.GraphModule = make_fx(lowering.run, pre_dispatch=True)(*values)
+        trace = make_fx(_Lowering(gm, names).run, pre_dispatch=True)
+        traced: fx.GraphModule = trace(*values)
     for old, node in zip(inputs, placeholders(traced), strict=True):
-        node.meta, lowering.names[node] = dict(old.meta), old.name
+        node.meta, names[node] = dict(old.meta), old.name
     graph, new = fx.Graph(), dict[fx.Node, fx.Node]()
     for node in traced.graph.nodes:
         if node.target is aten.lift_fresh_copy.default:
             _write_out(traced, node)
-        node.name = lowering.names.get(node, node.name)
+        node.name = names.get(node, node.name)
         new[node] = graph.node_copy(node, new.__getitem__)
         if node.op == "output":
             new[node].meta = dict(gm.graph.output_node().meta)
         elif node.op != "placeholder":
             new[node].meta["example_value"] = new[node].meta.pop("val", None)
-    for node in reversed(graph.nodes):
-        if not node.users and (node.op == "get_attr" or node.target in UNREAD):
-            graph.erase_node(node)
+    graph.eliminate_dead_code(_acts)
     result = lazy_module(traced, graph)
     result.meta.update(gm.meta)
     return result
 
 
+def _acts(node: fx.Node) -> bool:
+    """Whether a node does something though nothing reads it."""
+    if node.op != "call_function":
+        return node.op != "get_attr"
+    schema, name = getattr(node.target, "_schema", None), name_of(node.target)
+    if schema is None:
+        regions = (*REGION_ENTERS, *REGION_EXITS)
+        return isinstance(node.target, HigherOrderOperator) or node.target in regions
+    tags = getattr(node.target, "tags", ())
+    acts = (
+        torch.Tag.nondeterministic_seeded in tags
+        or is_mutable(node.target)
+        or name in LEARNS
+        or not schema.returns
+    )
+    return acts and not name.startswith(CHECKS)
+
+
 def _write_out(gm: fx.GraphModule, node: fx.Node) -> None:
     """Writes a constant out, as the model's code does."""
-    constant: Tensor = getattr(gm, str(node.args[0].target))  # type: ignore[union-attr]
+    (source,) = node.all_input_nodes
+    if source.op == "placeholder":  # torch.export made an input of it
+        node.target = aten.clone.default
+        return
+    constant: Tensor = getattr(gm, str(source.target))
     if constant.dim() == 0:
         for user in list(node.users):
             if user.target is aten.fill_.Tensor:
@@ -78,10 +123,9 @@ def _write_out(gm: fx.GraphModule, node: fx.Node) -> None:
 
 
 @contextmanager
-def _as_before(values: list[Any]) -> Iterator[None]:
+def _as_before(values: Sequence[Any]) -> Iterator[None]:
     """Puts back what tracing changes. Constants of the graph are no fake tensors."""
-    fakes = [value for value in values if isinstance(value, Tensor)]
-    mode: Any = fakes[0].fake_mode  # type: ignore[attr-defined]
+    mode: Any = detect_fake_mode(values)
     training, allowed = torch.is_grad_enabled(), mode.allow_non_fake_inputs
     mode.allow_non_fake_inputs = True
     try:
@@ -93,26 +137,28 @@ def _as_before(values: list[Any]) -> Iterator[None]:
 
 
 class _Lowering(fx.Interpreter):
-    """Runs a graph while it is traced; new nodes learn what is known of old ones."""
+    """Runs a graph while it is traced; new nodes learn what is known of old ones.
 
-    def __init__(self, gm: fx.GraphModule) -> None:
+    names: of new nodes, as the tracer has them.
+    """
+
+    def __init__(self, gm: fx.GraphModule, names: dict[fx.Node, str]) -> None:
         super().__init__(gm)
-        self.names: dict[fx.Node, str] = {}  # of new nodes, as Dynamo has them
+        self.names, self.vmaps = names, flat_vmaps(gm)
 
     def run_node(self, node: fx.Node) -> Any:
         graph = self._tracer().graph
         last = next(iter(reversed(graph.nodes)))
-        known = isinstance(node.target, HigherOrderOperator) or node.target is F.linear
-        value = self._kept(node) if known else super().run_node(node)
-        new = last.next
-        made = node.op not in ("placeholder", "output") and new.op != "root"
-        while made and new.op != "root":
-            known = {key: node.meta[key] for key in KEPT if key in node.meta}
-            new.meta.update({"module": "", **known})
-            last = new
-            new = new.next
-        if made:
-            self.names[last] = node.name
+        with refused(node):
+            value = self._value(node)
+        if node.op in ("placeholder", "output") or last.next.op == "root":
+            return value
+        known = {key: node.meta[key] for key in KEPT if key in node.meta}
+        while last.next.op != "root":
+            last = last.next
+            if "module" not in last.meta:  # else it is of a body
+                last.meta.update({"module": "", **known})
+        self.names.setdefault(last, node.name)
         return value
 
     def _tracer(self) -> Any:
@@ -120,8 +166,42 @@ class _Lowering(fx.Interpreter):
         assert mode is not None, "it runs while it is traced"
         return mode.tracer
 
+    def _value(self, node: fx.Node) -> Any:
+        if node in self.vmaps:
+            return self._flat(self.vmaps[node])
+        if node.target in (GRADIENTS, AUTOCAST):
+            return self._region(node)
+        if isinstance(node.target, HigherOrderOperator) or node.target in LINEAR:
+            return self._kept(node)
+        return super().run_node(node)
+
+    def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
+        return super().call_function(OURS.get(target, target), args, kwargs)
+
+    def _flat(self, flat: Flat) -> None:
+        """Runs the operations that torch.vmap comes to, in place of its nodes."""
+        values = _Lowering(flat.gm, self.names).run(*(self.env[n] for n in flat.reads))
+        self.env.update(dict.fromkeys(flat.nodes))
+        self.env.update(zip(flat.results, values, strict=True))
+
+    def _region(self, node: fx.Node) -> Any:
+        """A region of autocast or without gradients, between its enter and exit.
+
+        before: y = wrap_with_set_grad_enabled(False, body, x)[0]
+        after:  _set_grad_enabled(False); y = mul(x, 2); _set_grad_enabled(True)
+        """
+        args, _ = self.fetch_args_kwargs_from_env(node)
+        at = next(i for i, a in enumerate(args) if isinstance(a, fx.GraphModule))
+        gradients, before = node.target is GRADIENTS, torch.is_grad_enabled()
+        enter: Any = REGION_ENTERS[gradients]
+        leave: Any = enter if gradients else REGION_EXITS[0]
+        entered = enter(*args[:at])
+        values = _Lowering(args[at], self.names).run(*args[at + 1 :])
+        leave(before if gradients else entered)
+        return values
+
     def _kept(self, node: fx.Node) -> Any:
-        """Copies a node as it is; its value is Dynamo's.
+        """Copies a node as it is; its value is the tracer's.
 
         Linear layers too: to run one on symbols takes a hundred times as long.
         """
@@ -137,7 +217,7 @@ class _Lowering(fx.Interpreter):
             return tracer.create_proxy("get_attr", name, (), {})
 
         args, kwargs = pytree.tree_map(proxied, (tuple(args), dict(kwargs)))
-        target = aten.linear.default if node.target is F.linear else node.target
+        target = aten.linear.default if node.target in LINEAR else node.target
         proxy = tracer.create_proxy("call_function", target, args, kwargs)
         value = node.meta["example_value"]
         return track_tensor_tree(value, proxy, constant=None, tracer=tracer)

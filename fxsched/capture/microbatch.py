@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Collection, Mapping, Sequence
 from operator import setitem
 from typing import Any, NamedTuple
 
@@ -36,7 +35,7 @@ from .batch import Batch
 from .batch_norms import ONCE, learn
 from .effects import INSTANCE_NORMS, EffectMeter, holds_tensor
 from .graph_inputs import origin_of
-from .refusals import where_of
+from .refusals import refused, where_of
 from .whole_sizes import has_sizes, stand_ins, write_nothing
 
 
@@ -204,7 +203,7 @@ class Microbatch:
         flops, _, seconds = effects.total
         backward = 0.0
         if not region and fits:
-            with _refused(node):
+            with refused(node):
                 backward = self._costs.backward_seconds(node, args, kwargs, self.values)
         if recomputed and not effects.random:
             backward, saved = backward + seconds, []
@@ -303,7 +302,7 @@ class Microbatch:
         target: Any = node.target
         if is_region(node):
             return target(*args, **kwargs)
-        with _refused(node):
+        with refused(node):
             return getattr(self._interpreter, node.op)(target, args, kwargs)
 
     def _tracker(self, exact: bool = False) -> Tracker:
@@ -364,23 +363,6 @@ class Microbatch:
         self.call(node)
         node.args = ()  # Dynamo's graph knows nothing of it
         return node
-
-
-@contextmanager
-def _refused(node: fx.Node) -> Iterator[None]:
-    """Errors of a node, as PlanErrors with its line."""
-    try:
-        yield
-    except PlanError as error:
-        raise PlanError(f"{error}{where_of(node)}") from error
-    except Exception as error:
-        name = getattr(node.target, "__name__", str(node.target))
-        why = str(error).split("\n")[0].split(".Hint")[0]
-        raise PlanError(
-            f"{name} cannot be planned{where_of(node)} ({type(error).__name__}: "
-            f"{why}); write it with other torch operations, or compute it outside "
-            "the compiled model"
-        ) from error
 
 
 def is_region(node: fx.Node) -> bool:

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, fx
 from torch._ops import HigherOrderOperator
 
+from ..ir.graphs import name_of, named_arguments
 from ..ir.user_line import user_line
 from ..jobs.job import PlanError
 from ..rows.declared import DECLARED, lacks_dims
 from ..rows.own_backward import own_name
 from ..rows.rule_table import rule_of
+from .vmaps import vmaps
 
 # Nodes that open a transform of torch.func; what follows runs inside it.
 TRANSFORMS = {
@@ -42,23 +45,30 @@ EXACT = {
 RECURRENT = ("lstm", "gru", "rnn_tanh", "rnn_relu")
 
 
-def refusal(gm: fx.GraphModule) -> PlanError | None:
-    """The error for what the graph holds and no plan can, with its line.
+def refuse_transforms(gm: fx.GraphModule) -> None:
+    """Raises PlanError for transforms of torch.func, but for those that are opened.
 
-    Transforms of torch.func turn on modes of the whole thread in one node and off in
-    another (hooks for saved tensors among them): run or traced node by node, an error
-    between leaves them on for all that runs later.
+    They turn on modes of the whole thread in one node and off in another (hooks for
+    saved tensors among them): run or traced node by node, an error between leaves them
+    on for all that runs later.
     """
-    nodes = list(gm.graph.nodes)
+    opened = {node for nodes in vmaps(gm.graph) for node in nodes}
+    nodes = [node for node in gm.graph.nodes if node not in opened]
     for i, node in enumerate(nodes):
-        name = getattr(node.target, "__name__", "")
+        name = name_of(node.target)
         if name in TRANSFORMS:
             where = next(filter(None, map(where_of, nodes[i:])), "")
-            return PlanError(
+            raise PlanError(
                 f"the model uses {TRANSFORMS[name]}{where}; fxsched cannot cut what it "
                 "does into jobs: write it out with torch operations, or compute it "
                 "outside the compiled model"
             )
+
+
+def refusal(gm: fx.GraphModule) -> PlanError | None:
+    """The error for what the graph holds and no plan can, with its line."""
+    for node in gm.graph.nodes:
+        name = name_of(node.target)
         if isinstance(node.target, HigherOrderOperator) and name in BRANCHES:
             return PlanError(
                 f"the model uses torch.{name}{where_of(node)}, whose operations cannot "
@@ -80,28 +90,27 @@ def refusal(gm: fx.GraphModule) -> PlanError | None:
                 f"({'triton_op' if kernel else 'custom_op'}) and say it with "
                 "fxsched.placements, or write it with other torch operations"
             )
-        name = name or str(node.target)
         if name in EXACT and node.op != "placeholder":
             return PlanError(
                 f"{name} raises where it finds no solution{where_of(node)}, which a "
                 f"planned step cannot; take torch.linalg.{EXACT[name]}, which gives "
                 "`info` beside the result"
             )
-        if node.kwargs.get("generator") is not None:
+        named = named_arguments(node)
+        if named.get("generator") is not None:
             return PlanError(
                 f"{name} draws from a torch.Generator{where_of(node)}, which each "
                 "microbatch would draw from in its turn; leave generator= out (a step "
                 "follows torch.manual_seed), or draw outside of the model and pass the "
                 "numbers as a tensor"
             )
-        if name in RECURRENT and _drops_between_layers(node.args):
+        if name in RECURRENT and _drops_between_layers(named):
             return PlanError(
                 f"{name} has dropout between its layers{where_of(node)}, which PyTorch "
                 "leaves out where it traces a backward; make each layer a module of "
                 "its own, with nn.Dropout between them"
             )
-        sparse = True in node.args[6:7] or node.kwargs.get("sparse")
-        if "embedding" in name and sparse:
+        if named.get("sparse"):
             return PlanError(
                 f"an embedding has sparse=True{where_of(node)}, and sparse gradients "
                 "cannot be sent or added up; use sparse=False"
@@ -115,16 +124,27 @@ def refusal(gm: fx.GraphModule) -> PlanError | None:
     return None
 
 
-def _drops_between_layers(args: Sequence[Any]) -> bool:
-    """Of the arguments of an RNN: [.., layers, dropout, training, two ways, ..]."""
-    first = next(
-        (i for i, each in enumerate(args) if isinstance(each, bool)), len(args)
-    )
-    layers, dropout, training = (*args[first + 1 : first + 4], 1, 0.0, False)[:3]
-    return bool(layers > 1 and dropout and training)
+def _drops_between_layers(named: Mapping[str, Any]) -> bool:
+    return bool(named["num_layers"] > 1 and named["dropout"] and named["train"])
 
 
 def where_of(node: fx.Node) -> str:
     """Where the user's code made a node, as text to follow what it is."""
     line = user_line(node.meta.get("stack_trace"))
     return f" at\n  {line}\n " if line else ""
+
+
+@contextmanager
+def refused(node: fx.Node) -> Iterator[None]:
+    """Errors of a node, as PlanErrors with its line."""
+    try:
+        yield
+    except PlanError as error:
+        raise PlanError(f"{error}{where_of(node)}") from error
+    except Exception as error:
+        why = str(error).split("\n")[0].split(".Hint")[0]
+        raise PlanError(
+            f"{name_of(node.target)} cannot be planned{where_of(node)} "
+            f"({type(error).__name__}: {why}); write it with other torch operations, "
+            "or compute it outside the compiled model"
+        ) from error

@@ -18,7 +18,6 @@ from .exported_graph import ExportedGraph
 from .lengths import symbolic_dims
 from .noted_values import Change, Noted
 from .python_state import PythonState, noted_reads
-from .refusals import refusal
 from .structure import Structure
 
 TRACES = 64  # of a model that are kept
@@ -112,11 +111,7 @@ class Traces:
         named = read_signature(self.model.forward, args, kwargs)
         dims = [self._dims(tensor, named.tensors) for tensor in call.tensors]
         with modes_after_errors():
-            export = export_model(self.model, call, named, dims)
-        refused = refusal(export.graph.gm)
-        if refused is not None:
-            raise refused
-        return export
+            return export_model(self.model, call, named, dims)
 
     def _dims(self, tensor: Tensor, named: Sequence[Any]) -> list[int]:
         """The dimensions of a tensor whose sizes may be others."""

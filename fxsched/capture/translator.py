@@ -1,28 +1,30 @@
-"""torch.export's graphs in Dynamo's convention; see dynamo.py.
+"""torch.export's graphs as Dynamo hands them over; see dynamo.py.
 
-Inputs that are read come first, and know where they come from; see exported_nodes.py
-for the rest.
+Only inputs that are read are there, the state first, and know where they come from;
+nodes know the modules that they were called in. lowered.py does the rest.
 """
 
 from __future__ import annotations
 
-import hashlib
 import operator
+import re
 from collections.abc import Mapping, Sequence
+from itertools import count
 from typing import Any, NamedTuple
 
 from torch import Tensor, fx, nn
 
 from .caller import Call, parts
-from .early_writes import take_early_writes
 from .exported_graph import ExportedGraph
-from .exported_nodes import ROOT, Nodes
-from .graph_inputs import origin_of, placeholders
+from .graph_inputs import origin_of, placeholders, text_of
+from .lowered import aten_graph
 from .origins import Origin
-from .picked_rows import pick_rows
 from .returns import Returned
 from .structure import Structure
 from .whole_batches import Pin, Returns
+
+ROOT = "model"  # what the model is called inside of what is exported
+CALLED_AGAIN = re.compile(r"@\d+")
 
 
 class Exported(NamedTuple):
@@ -55,54 +57,56 @@ class Translator:
         named: Call,
     ) -> None:
         self.exported, self.model, self.call, self.named = exported, model, call, named
-        self.nodes = Nodes()
         self.state: list[Tensor] = []
         self.used: list[int] = []
 
     def graph(self) -> ExportedGraph:
+        exported, gm = self.exported, self.exported.gm
         self._inputs()
-        outputs = self.nodes.body(self.exported.gm)
-        returned = [each for each in outputs if not _is_input(each)]
-        gm = self.nodes.module(tuple(returned))
-        positions = {node: i for i, node in enumerate(placeholders(gm))}
-        result, returns = self.exported.result, self.exported.returns
-        sources = tuple(positions.get(each) for each in outputs)
+        _note_nodes(gm)
+        outputs: Any = gm.graph.output_node().args[0]
+        returned = [not _is_input(each) for each in outputs]
         labels = [
             _label(name)
-            for name, each in zip(returns.names, outputs, strict=True)
-            if not _is_input(each)
+            for name, own in zip(exported.returns.names, returned, strict=True)
+            if own
         ]
+        names = [node.name for node in placeholders(gm)]
+        sources = tuple(
+            None if own else names.index(each.name)
+            for each, own in zip(outputs, returned, strict=True)
+        )
+        gm.graph.output_node().args = (
+            tuple(each for each, own in zip(outputs, returned, strict=True) if own),
+        )
         gm.meta["call"] = self.named._replace(tensors=())
         gm.meta["returns"] = tuple(map(Returned, labels))
-        gm = pick_rows(take_early_writes(gm))
-        gm.meta["text"] = self._text(gm)
-        result = result.without_tensors()
-        state, used = tuple(self.state), tuple(self.used)
-        guards = _guards(gm, self.exported.pins)
-        places = tuple(returns.places)
-        return ExportedGraph(gm, state, used, result, sources, places, guards)
-
-    def _text(self, gm: fx.GraphModule) -> str:
-        """What tells this graph from others."""
-        origins = [str(origin_of(node)) for node in placeholders(gm)]
-        constants = [f"{name} {id(value)}" for name, value in self.nodes.root.items()]
-        text = [str(gm.graph), *origins, *constants, str(gm.meta["returns"])]
-        return hashlib.sha256("\n".join(text).encode()).hexdigest()
+        gm = aten_graph(gm)
+        gm.meta["text"] = text_of(gm, [str(origin_of(n)) for n in placeholders(gm)])
+        guards = _guards(gm, exported.pins)
+        return ExportedGraph(
+            gm,
+            tuple(self.state),
+            tuple(self.used),
+            exported.result.without_tensors(),
+            sources,
+            tuple(exported.returns.places),
+            guards,
+        )
 
     def _inputs(self) -> None:
-        """The inputs that are read: first the state, then those of the call."""
+        """Says where inputs come from, which are the state's first, and erases those
+        that are not read."""
         nodes, targets = placeholders(self.exported.gm), self.exported.targets
         registered = _registry(self.model)
-        position = 0
-        arguments = []
+        positions = count()
         for node, target in zip(nodes, targets, strict=True):
-            if target is None:
-                arguments.append((node, position))
-                position += 1
-            elif node.users:
-                self._state(node, target, registered)
-        for node, position in arguments:
-            if node.users:
+            position = next(positions) if target is None else None
+            if not node.users:
+                self.exported.gm.graph.erase_node(node)
+            elif position is None:
+                self._state(node, str(target), registered)
+            else:
                 self._argument(node, position, registered)
 
     def _state(self, node: fx.Node, target: str, registered: Mapping[int, str]) -> None:
@@ -115,7 +119,7 @@ class Translator:
         written = name or self.exported.paths.get(target) or f"self.{path}"
         origin = Origin(written, False, registered=name is not None)
         self.state.append(tensor)
-        self.nodes.input(node, origin=origin, arguments=())
+        node.meta.update(origin=origin, arguments=())
 
     def _argument(
         self, node: fx.Node, position: int, registered: Mapping[int, str]
@@ -126,7 +130,25 @@ class Translator:
         name = state or (names[0].name if names else self.call.names[position])
         origin = Origin(name, state is None, registered=state is not None)
         self.used.append(position)
-        self.nodes.input(node, origin=origin, arguments=names)
+        node.meta.update(origin=origin, arguments=names)
+
+
+def _note_nodes(gm: fx.GraphModule) -> None:
+    """Writes down what Dynamo notes of nodes, those of bodies too."""
+    for each in gm.modules():
+        for node in each.graph.nodes if isinstance(each, fx.GraphModule) else ():
+            node.meta["example_value"] = node.meta.get("val")
+            node.meta["module"] = _module_of(node)
+
+
+def _module_of(node: fx.Node) -> str:
+    """The dotted name of the innermost module that a node was called in, or ''."""
+    stack: Mapping[str, tuple[Any, ...]] = node.meta.get("nn_module_stack") or {}
+    for path, *_ in reversed(list(stack.values())):
+        name = CALLED_AGAIN.sub("", str(path))
+        if name == ROOT or name.startswith(f"{ROOT}."):
+            return name.removeprefix(ROOT).removeprefix(".")
+    return ""
 
 
 def _guards(gm: fx.GraphModule, pins: Sequence[Pin]) -> tuple[Pin, ...]:
