@@ -11,13 +11,12 @@ after:  m = x.mean(dims); v = (x - m).square().mean(dims)
 
 from __future__ import annotations
 
-import operator
 from typing import Any, Literal, NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, fx
 
+from ..ir.graphs import name_of, named_arguments
 from ..ir.lazy import lazy_module
 from ..ir.user_line import line_of
 from ..jobs.job import PlanError
@@ -29,20 +28,15 @@ ONCE = "once"  # key of node.meta: runs for the whole batch alone
 NORM = "norm"  # ... a BatchNorm that does, and what lies around it with it
 COUNTS = "counts"  # of what adds to a count, which `learn` does too
 COUNT = "num_batches_tracked"
-FUNCTIONAL = ("x", "mean", "var", "weight", "bias", "training", "momentum", "eps")
-ATEN = ("x", "weight", "bias", "mean", "var", "training", "momentum", "eps")
-OPERATORS = (torch.batch_norm, torch.ops.aten.batch_norm.default)
-ADDS = ("add_", operator.iadd, torch.ops.aten.add_.Tensor)
-NAMES = {"input": "x", "running_mean": "mean", "running_var": "var"}
-DEFAULTS = {"weight": None, "bias": None, "training": False, "momentum": 0.1}
+aten = torch.ops.aten
 
 
 class _Norm(NamedTuple):
-    x: fx.Node
-    mean: fx.Node | None
-    var: fx.Node | None
+    input: fx.Node
     weight: fx.Node | None
     bias: fx.Node | None
+    running_mean: fx.Node | None
+    running_var: fx.Node | None
     training: bool
     momentum: Any
     eps: float
@@ -87,8 +81,10 @@ def whole_batch_norms(gm: fx.GraphModule, norms: Norms) -> fx.GraphModule:
         _refuse_momentum(node, norm)
         if norms == "parts":
             new[node] = _written_out(graph, new[node], norm)
-        else:
-            _run_once(new[node], norm)
+            continue
+        new[node].meta.update({NORM: True, ONCE: True})
+        if norm.running_mean is not None:
+            _count(norm.running_mean)
     for node in [n for n in graph.nodes if n.target is learn or NORM in n.meta]:
         _settle_state(node)
     result = lazy_module(gm, graph)
@@ -117,28 +113,10 @@ def refuse_kept(gm: fx.GraphModule) -> None:
 
 
 def _norm(node: fx.Node) -> _Norm | None:
-    if node.target is not F.batch_norm and node.target not in OPERATORS:
+    if name_of(node.target) != "batch_norm":
         return None
-    names = FUNCTIONAL if node.target is F.batch_norm else ATEN
-    named = {NAMES.get(k, k): v for k, v in node.kwargs.items()}
-    every: dict[str, Any] = {
-        **DEFAULTS,
-        "eps": 1e-5,
-        **named,
-        **dict(zip(names, node.args, strict=False)),
-    }
-    return _Norm(**{name: every[name] for name in _Norm._fields})
-
-
-def _run_once(node: fx.Node, norm: _Norm) -> None:
-    """Marks a norm, and calls what has no least number of rows: microbatches of one row
-    are traced too."""
-    node.target = torch.batch_norm
-    values = (*(getattr(norm, name) for name in ATEN), torch.backends.cudnn.enabled)
-    node.args, node.kwargs = values, {}
-    node.meta.update({NORM: True, ONCE: True})
-    if norm.mean is not None:
-        _count(norm.mean)
+    named = named_arguments(node)
+    return _Norm(*(named[name] for name in _Norm._fields))
 
 
 def _written_out(graph: fx.Graph, node: fx.Node, norm: _Norm) -> fx.Node:
@@ -151,29 +129,31 @@ def _written_out(graph: fx.Graph, node: fx.Node, norm: _Norm) -> fx.Node:
         new.meta.update(node.meta, example_value=value)
         return new
 
-    example = norm.x.meta["example_value"]
+    example = norm.input.meta["example_value"]
     if example.dtype in (torch.float16, torch.bfloat16):
         raise PlanError(
             f"a BatchNorm of {example.dtype} has statistics of another type, which "
             f"microbatches can't put together{line_of(node.meta['stack_trace'])}\n"
             '  write batch_norm="microbatch" for it, or give it float32'
         )
+    mul, reshape = aten.mul.Tensor, aten.reshape.default
     dims = [0, *range(2, example.dim())]
     shape = [1, -1, *[1] * (example.dim() - 2)]
-    mean = added(torch.mean, norm.x, dims, True)
-    apart = added(torch.sub, norm.x, mean)
-    var = added(torch.mean, added(torch.square, apart), dims, True)
-    if norm.mean is not None:
-        numbers = added(torch.numel, norm.x)
-        args = norm.mean, norm.var, _count(norm.mean), mean, var, numbers
-        update = graph.call_function(learn, (*args, norm.momentum))
+    mean = added(aten.mean.dim, norm.input, dims, True)
+    apart = added(aten.sub.Tensor, norm.input, mean)
+    var = added(aten.mean.dim, added(aten.square.default, apart), dims, True)
+    if norm.running_mean is not None:
+        state = norm.running_mean, norm.running_var, _count(norm.running_mean)
+        numbers = added(aten.sym_numel.default, norm.input)
+        args = (*state, mean, var, numbers, norm.momentum)
+        update = graph.call_function(learn, args)
         update.meta.update(node.meta, example_value=None, once=True)
-    scale = added(torch.rsqrt, added(torch.add, var, norm.eps))
-    value = added(torch.mul, apart, scale)
+    scale = added(aten.rsqrt.default, added(aten.add.Tensor, var, norm.eps))
+    value = added(mul, apart, scale)
     if norm.weight is not None:
-        value = added(torch.mul, value, added(torch.reshape, norm.weight, shape))
+        value = added(mul, value, added(reshape, norm.weight, shape))
     if norm.bias is not None:
-        value = added(torch.add, value, added(torch.reshape, norm.bias, shape))
+        value = added(aten.add.Tensor, value, added(reshape, norm.bias, shape))
     graph.erase_node(node)
     return value
 
@@ -192,7 +172,7 @@ def _count(mean: fx.Node) -> fx.Node | None:
     """The count of calls, if the model adds to it; what does is marked."""
     state = _count_beside(mean)
     users = state.users if state is not None else ()
-    adds = [n for n in users if n.target in ADDS and COUNTS not in n.meta]
+    adds = [n for n in users if name_of(n.target) == "add_" and COUNTS not in n.meta]
     for add in adds:
         add.meta[COUNTS] = add.meta[ONCE] = True
     return state if adds else None
@@ -227,6 +207,6 @@ def _state(node: fx.Node) -> list[fx.Node | None]:
     """What a BatchNorm writes: its statistics, and their count of calls."""
     norm = _norm(node)
     assert norm is not None
-    if norm.mean is None:
+    if norm.running_mean is None:
         return []
-    return [norm.mean, norm.var, _count_beside(norm.mean)]
+    return [norm.running_mean, norm.running_var, _count_beside(norm.running_mean)]

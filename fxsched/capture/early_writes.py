@@ -14,12 +14,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, fx, nn
 
+from ..ir.graphs import name_of
 from ..ir.lazy import lazy_module
 from .effects import writes_first
 from .graph_inputs import placeholders
 
 EARLY = "early"  # gm.meta: the writes into weights
-DATA = ("_get_data_attr", "detach")
+DATA = "detach"
 
 
 class EarlyWrite(NamedTuple):
@@ -64,7 +65,7 @@ def take_early_writes(gm: fx.GraphModule) -> fx.GraphModule:
 def _source(writer: fx.Node) -> Any:
     """What a node writes into, or what that is the data of."""
     target: Any = writer.args[0]
-    while isinstance(target, fx.Node) and _name(target) in DATA:
+    while isinstance(target, fx.Node) and name_of(target.target) == DATA:
         target = target.args[0]
     return target
 
@@ -79,7 +80,7 @@ def _writing(gm: fx.GraphModule, weight: fx.Node) -> list[fx.Node]:
         if not node.op.startswith("call") or not reads or not own.issuperset(reads):
             continue
         own.add(node)
-        if reads[0] in same and _name(node) in DATA:
+        if reads[0] in same and name_of(node.target) == DATA:
             same.add(node)
         if reads[0] in same and writes_first(node):
             writes.append(node)
@@ -93,10 +94,6 @@ def _writing(gm: fx.GraphModule, weight: fx.Node) -> list[fx.Node]:
     early = [n for n in until if n not in needed and own & set(n.all_input_nodes)]
     late = [user for n in writes for user in n.users if user not in needed]
     return [] if early or late else [n for n in nodes if n in needed - {weight}]
-
-
-def _name(node: fx.Node) -> str:
-    return str(getattr(node.target, "__name__", node.target))
 
 
 def _alone(

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import operator
 from functools import cache
 from typing import Any
 
-import torch
 from torch import Tensor, fx
 
 from ..costmodel.costs import Meter
@@ -14,12 +12,6 @@ from ..ir.graphs import operation_name, tensors
 from ..rows.tracker import Tracker
 
 BATCH_NORMS = ("native_batch_norm", "cudnn_batch_norm", "miopen_batch_norm")
-WRITES = (
-    *(operator.iadd, operator.isub, operator.imul, operator.itruediv, operator.ipow),
-    *(operator.ifloordiv, operator.imod, operator.imatmul, operator.setitem),
-    *(operator.iand, operator.ior, operator.ixor, operator.ilshift, operator.irshift),
-)
-INSTANCE_NORMS = (torch.instance_norm, torch.nn.functional.instance_norm)
 
 
 class EffectMeter(Meter):  # type: ignore[no-untyped-call]
@@ -58,12 +50,8 @@ def _written(func: Any) -> tuple[tuple[int, str], ...]:
 
 
 def writes_first(node: fx.Node) -> bool:
-    """Whether a node of Dynamo's graph writes into its first argument, by its name."""
-    if not node.args:
-        return False
-    name = str(getattr(node.target, "__name__", node.target)).split(".")[0]
-    in_place = name.endswith("_") and not name.endswith("__")
-    return in_place or node.target in WRITES or bool(node.kwargs.get("inplace"))
+    """Whether a node writes into its first argument."""
+    return 0 in [position for position, _ in _written(node.target)]
 
 
 def holds_tensor(value: object) -> bool:

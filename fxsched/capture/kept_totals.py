@@ -10,14 +10,14 @@ from collections.abc import Container, Iterable, Sequence
 
 from torch import Tensor, fx
 
-from ..ir.graphs import Role, storage, tensors
+from ..ir.graphs import Role, name_of, storage, tensors
 from ..ir.user_line import line_of
 from ..jobs.job import PlanError
 from .microbatch import Microbatch
 from .returns import Returned
 from .weighted_microbatch import WeightedMicrobatch
 
-SETS = ("copy_", "fill_")  # methods that write over what was there
+SETS = ("copy_", "fill_")  # write over what was there
 
 
 def refuse_kept_totals(trace: Microbatch) -> None:
@@ -35,7 +35,7 @@ def refuse_kept_totals(trace: Microbatch) -> None:
     for node in trace.graph.nodes:
         written = {storage(t) for t in node.meta.get("mutates", ())}
         reads = node.all_input_nodes
-        sets = node.op == "call_method" and node.target in SETS
+        sets = name_of(node.target) in SETS
         if sets:
             reads = reads[1:]  # not what it writes over
         again = _any_of(reads, of_totals) and (not sets or _any_of(reads, of_state))

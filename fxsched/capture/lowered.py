@@ -17,8 +17,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, fx
-from torch._guards import detect_fake_mode
 from torch._ops import HigherOrderOperator
+from torch._subclasses import FakeTensor, FakeTensorMode
 from torch.fx.experimental.proxy_tensor import (
     get_proxy_mode,
     make_fx,
@@ -125,7 +125,8 @@ def _write_out(gm: fx.GraphModule, node: fx.Node) -> None:
 @contextmanager
 def _as_before(values: Sequence[Any]) -> Iterator[None]:
     """Puts back what tracing changes. Constants of the graph are no fake tensors."""
-    mode: Any = detect_fake_mode(values)
+    modes = (v.fake_mode for v in values if isinstance(v, FakeTensor))
+    mode = next(modes, None) or FakeTensorMode()  # of what takes no tensors
     training, allowed = torch.is_grad_enabled(), mode.allow_non_fake_inputs
     mode.allow_non_fake_inputs = True
     try:

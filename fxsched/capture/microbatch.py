@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
-from operator import setitem
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from torch import Tensor, fx, nn
@@ -22,6 +21,7 @@ from ..ir.graphs import (
     REPLICATED,
     Role,
     Spec,
+    name_of,
     storage,
     tensors,
 )
@@ -33,8 +33,9 @@ from ..rows.tracker import Tracker
 from .autograd_costs import AutogradCosts
 from .batch import Batch
 from .batch_norms import ONCE, learn
-from .effects import INSTANCE_NORMS, EffectMeter, holds_tensor
+from .effects import EffectMeter, holds_tensor, writes_first
 from .graph_inputs import origin_of
+from .instance_norms import INSTANCE_NORM
 from .refusals import refused, where_of
 from .whole_sizes import has_sizes, stand_ins, write_nothing
 
@@ -188,7 +189,7 @@ class Microbatch:
         if fits:
             self._follow_backward(self.tracker, node, args, kwargs, value)
         weighed = self.tracker.weighed
-        self.tracker.settle(node, args[0] if node.target is setitem else value)
+        self.tracker.settle(node, value)
         region = is_region(node)
         self._follow(node, effects)
         if VERSION in node.meta:
@@ -207,7 +208,7 @@ class Microbatch:
                 backward = self._costs.backward_seconds(node, args, kwargs, self.values)
         if recomputed and not effects.random:
             backward, saved = backward + seconds, []
-        statistics = node.target in (*INSTANCE_NORMS, learn)
+        statistics = node.target is learn or name_of(node.target) == INSTANCE_NORM
         learned = effects.written if statistics else effects.learned
         new = self.graph.node_copy(node, lambda n: self.new[n])
         new.meta = {
@@ -270,9 +271,9 @@ class Microbatch:
         try:
             value = self._run(node, args, kwargs)
         except PlanError:
-            if tracker.exact and node.target is setitem:
+            if tracker.exact and writes_first(node):
                 write_nothing(node, args[0], tracker)
-                return _Value(None, False)
+                return _Value(args[0], False)
             stand_in = self._stand_in(node) if tracker.exact else None
             if stand_in is None:
                 raise
@@ -348,16 +349,15 @@ class Microbatch:
 
     def _key(self, node: fx.Node) -> str:
         """A name that a node keeps in other traces of the model."""
-        target = getattr(node.target, "__name__", str(node.target))
-        place = f"{node.meta['module']}:{target}"
+        place = f"{node.meta['module']}:{name_of(node.target)}"
         self._count[place] += 1
         return f"{place}:{self._count[place]}"
 
     def append(
-        self, method: str, *args: fx.Node, like: fx.Node | None = None
+        self, target: Callable[..., Any], *args: fx.Node, like: fx.Node | None = None
     ) -> fx.Node:
         """Another operation on values of Dynamo's graph, at the place of `like`."""
-        node = fx.Graph().call_method(method, args)
+        node = fx.Graph().call_function(target, args)
         place = (like or args[0]).meta
         node.meta = {k: place[k] for k in ("stack_trace", "module") if k in place}
         self.call(node)

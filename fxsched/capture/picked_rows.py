@@ -26,7 +26,6 @@ from .returns import Returned
 
 FILLED = "filled"  # node.meta of results that are filled up
 SHAPES = "shapes"  # gm.meta: where the shape of an output that is filled up is
-CHECKS = ("_assert_scalar", "_check", "_check_is_size", "sym_constrain_range_for_size")
 SYMBOLS = (torch.SymInt, torch.SymBool, torch.SymFloat)
 
 
@@ -219,9 +218,8 @@ def _module_of(
     for i, node in enumerate(inputs):
         new[node] = graph.placeholder(f"value_{i}")
     for node in part.nodes:
-        if not any(check in str(node.target) for check in CHECKS):
-            new[node] = graph.node_copy(node, new.__getitem__)
-            new[node].meta = {}  # which has Dynamo's values
+        new[node] = graph.node_copy(node, new.__getitem__)
+        new[node].meta = {}  # which has values of the whole batch
     graph.output([new[node] for node in part.results])
     return lazy_module(gm, graph, "Selection")
 

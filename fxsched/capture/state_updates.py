@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 from torch import Tensor, fx
 
 from ..ir.graphs import Output, Role, Spec, storage, written_storages
@@ -14,6 +15,8 @@ from ..rows.kinds import Kind
 from .graph_inputs import origin_of, placeholders
 from .microbatch import Microbatch
 from .returns import Returned
+
+aten = torch.ops.aten
 
 
 def mark_written(trace: Microbatch) -> None:
@@ -169,8 +172,8 @@ class StateUpdates:
                 "keep its shape and type, and have no dimension that is the batch"
             )
         placeholder = next(n for n, new in trace.new.items() if new is state)
-        value = trace.append("detach", old) if after.requires_grad else old
-        trace.append("copy_", placeholder, value, like=old)
+        value = trace.append(aten.detach.default, old) if after.requires_grad else old
+        trace.append(aten.copy_.default, placeholder, value, like=old)
 
 
 def _where(state: fx.Node, old: fx.Node) -> str:

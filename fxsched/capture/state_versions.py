@@ -14,6 +14,7 @@ from collections.abc import Iterable, Sequence
 from itertools import count
 from typing import Any
 
+import torch
 from torch import Tensor, fx
 
 from ..ir.graphs import Role, Spec, storage, tensors
@@ -24,6 +25,8 @@ from .batch_norms import COUNT
 from .graph_inputs import origin_of, placeholders
 from .microbatch import READ, VERSION, Microbatch
 from .returns import Returned
+
+CLONE = torch.ops.aten.clone.default
 
 
 def written_state(trace: Microbatch) -> dict[int, fx.Node]:
@@ -103,7 +106,7 @@ class _Versions:
         """Begins a version of a state, which what was a view of the last is one of."""
         state = self.states[place]
         before = self.latest.get(place, self.new[state])
-        version = self.latest[place] = self.graph.call_method("clone", (before,))
+        version = self.latest[place] = self.graph.call_function(CLONE, (before,))
         version.meta.update(
             example_value=state.meta["example_value"],
             stack_trace=writer.meta.get("stack_trace"),

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, fx
 from torch.utils._pytree import tree_map
 
-from ..ir.graphs import storage, tensors
+from ..ir.graphs import name_of, storage, tensors
 from ..rows.kinds import Cause, Effect, Kind, Rows
 from ..rows.tracker import Tracker
 from .batch import Batch
@@ -42,7 +42,9 @@ def stand_ins(
     shapes = [list(map(batch.part_of, each.shape)) for each in tensors(example)]
     if not shapes or any(None in shape for shape in shapes):
         return None
-    if "batch_norm" in _name(node) and "norm" not in node.meta:  # of each microbatch
+    if (
+        name_of(node.target) == "batch_norm" and "norm" not in node.meta
+    ):  # of each microbatch
         return None
 
     read = tensors([values.get(each) for each in node.all_input_nodes])
@@ -72,11 +74,7 @@ def write_nothing(node: fx.Node, into: Tensor, tracker: Tracker) -> None:
 
 
 def _cause(node: fx.Node) -> Cause:
-    return Cause(Effect.ORDER, _name(node), node.meta.get("stack_trace"))
-
-
-def _name(node: fx.Node) -> str:
-    return str(getattr(node.target, "__name__", node.target))
+    return Cause(Effect.ORDER, name_of(node.target), node.meta.get("stack_trace"))
 
 
 def _source(
