@@ -10,7 +10,7 @@ hook, a function that is mapped. Regions of torch.export and torch.vmap are open
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -38,6 +38,8 @@ from .vmaps import Flat, flat_vmaps
 
 aten = torch.ops.aten
 KEPT = ("module", "stack_trace", "recompute")  # of node.meta
+# Functions that tracing would not see, or not as one operation, and what is taken.
+SEEN: Mapping[Any, Any] = {torch._C._autograd._get_data_attr: torch.detach, **OURS}
 LINEAR = (F.linear, aten.linear.default)
 GRADIENTS = torch.ops.higher_order.wrap_with_set_grad_enabled
 AUTOCAST = torch.ops.higher_order.wrap_with_autocast
@@ -75,7 +77,7 @@ def lowered(gm: fx.GraphModule) -> fx.GraphModule:
     graph, new = fx.Graph(), dict[fx.Node, fx.Node]()
     for node in traced.graph.nodes:
         if node.target is aten.lift_fresh_copy.default:
-            _write_out(traced, node)
+            _write_out(traced, node, names)
         node.name = names.get(node, node.name)
         new[node] = graph.node_copy(node, new.__getitem__)
         if node.op == "output":
@@ -106,18 +108,21 @@ def _acts(node: fx.Node) -> bool:
     return acts and not name.startswith(CHECKS)
 
 
-def _write_out(gm: fx.GraphModule, node: fx.Node) -> None:
+def _write_out(gm: fx.GraphModule, node: fx.Node, names: dict[fx.Node, str]) -> None:
     """Writes a constant out, as the model's code does."""
     (source,) = node.all_input_nodes
     if source.op == "placeholder":  # torch.export made an input of it
         node.target = aten.clone.default
         return
     constant: Tensor = getattr(gm, str(source.target))
-    if constant.dim() == 0:
-        for user in list(node.users):
-            if user.target is aten.fill_.Tensor:
-                user.target = aten.fill_.Scalar
-                user.args = (user.args[0], constant.item())
+    for user in list(node.users):
+        if user.target is aten.detach_.default:
+            user.replace_all_uses_with(node)
+            names[node] = names.pop(user, node.name)
+            gm.graph.erase_node(user)
+        elif user.target is aten.fill_.Tensor and constant.dim() == 0:
+            user.target = aten.fill_.Scalar
+            user.args = (user.args[0], constant.item())
     node.target, node.args = torch.tensor, (constant.tolist(),)
     node.kwargs = {"dtype": constant.dtype}
 
@@ -177,7 +182,7 @@ class _Lowering(fx.Interpreter):
         return super().run_node(node)
 
     def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
-        return super().call_function(OURS.get(target, target), args, kwargs)
+        return super().call_function(SEEN.get(target, target), args, kwargs)
 
     def _flat(self, flat: Flat) -> None:
         """Runs the operations that torch.vmap comes to, in place of its nodes."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from torch import fx
 
+from ..ir.graphs import storage
 from ..jobs.job import PlanError
 from ..rows.own_backward import HOOK, own_name
 from .effects import writes_first
@@ -31,7 +32,9 @@ def hook_at_source(gm: fx.GraphModule) -> None:
         if not others:
             continue
         late = [n for n in free if isinstance(n, fx.Node) and place[n] > place[tensor]]
-        if late or any(map(writes_first, others)):
+        between = list(place)[place[tensor] + 1 : place[node]]
+        written = {_memory(n.args[0]) for n in between if writes_first(n)}
+        if late or _memory(tensor) in written:
             raise PlanError(
                 "a hook on a gradient is added after its tensor was read"
                 f"{where_of(node)}"
@@ -41,3 +44,7 @@ def hook_at_source(gm: fx.GraphModule) -> None:
         tensor.append(node)
         tensor.append(body)
         tensor.replace_all_uses_with(node, lambda user, hook=node: user is not hook)
+
+
+def _memory(node: fx.Node) -> int:
+    return storage(node.meta["example_value"])

@@ -42,11 +42,8 @@ def stand_ins(
     shapes = [list(map(batch.part_of, each.shape)) for each in tensors(example)]
     if not shapes or any(None in shape for shape in shapes):
         return None
-    if (
-        name_of(node.target) == "batch_norm" and "norm" not in node.meta
-    ):  # of each microbatch
-        return None
-
+    if name_of(node.target) == "batch_norm" and "norm" not in node.meta:
+        return None  # it is of each microbatch
     read = tensors([values.get(each) for each in node.all_input_nodes])
     learns = torch.is_grad_enabled() and any(each.requires_grad for each in read)
 
