@@ -10,7 +10,7 @@ import torch
 from torch import fx
 
 from ..costmodel.costs import send_seconds
-from ..ir.boundary import stage_boundary
+from ..ir.boundary import BOUNDARY
 from ..ir.graphs import Role, module_prefixes, tensors
 from ..ir.request import Request
 from ..jobs.job import PlanError
@@ -53,7 +53,7 @@ def cut_problem(blocks: list[Block], request: Request) -> Problem:
                 there = send_time(node)
                 gradient = any(t.requires_grad for t in tensors(node.meta["val"]))
                 edges.append(Hyperedge(i, readers, there, there * gradient))
-            if node.target is stage_boundary:
+            if node.target is BOUNDARY:
                 apart |= {(i, reader) for reader in readers}
     return Problem(tuple(units), tuple(edges), rounds=0.0, apart=frozenset(apart))
 

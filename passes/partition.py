@@ -7,7 +7,7 @@ from dataclasses import replace
 import networkx as nx
 from torch import Tensor, fx
 
-from ..ir.boundary import stage_boundary
+from ..ir.boundary import BOUNDARY
 from ..ir.facts import FACTS, facts
 from ..ir.graphs import (
     REGION_ENTERS,
@@ -124,7 +124,7 @@ def _blocks(gm: fx.GraphModule, request: Request, shared: set[fx.Node]) -> list[
     nodes = [n for n in nodes if n.target not in (*REGION_ENTERS, *REGION_EXITS)]
     nodes = [n for n in nodes if n not in shared]
     tied = [[n, *n.users] for n in nodes if not isinstance(n.meta["val"], Tensor)]
-    tied += [[*n.all_input_nodes, n] for n in nodes if n.target is stage_boundary]
+    tied += [[*n.all_input_nodes, n] for n in nodes if n.target is BOUNDARY]
     tied += _written(gm, nodes)
     tied += _counters(nodes)
     tied += [

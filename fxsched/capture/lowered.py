@@ -39,7 +39,8 @@ from .vmaps import Flat, flat_vmaps
 aten = torch.ops.aten
 KEPT = ("module", "stack_trace", "recompute")  # of node.meta
 # Functions that tracing would not see, or not as one operation, and what is taken.
-SEEN: Mapping[Any, Any] = {torch._C._autograd._get_data_attr: torch.detach, **OURS}
+AUTOGRAD: Any = torch._C._autograd
+SEEN: Mapping[Any, Any] = {AUTOGRAD._get_data_attr: torch.detach, **OURS}
 LINEAR = (F.linear, aten.linear.default)
 GRADIENTS = torch.ops.higher_order.wrap_with_set_grad_enabled
 AUTOCAST = torch.ops.higher_order.wrap_with_autocast
