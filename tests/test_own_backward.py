@@ -172,6 +172,9 @@ APART = {
 MEET["hook: both"] = lambda: Model(
     lambda m, h: (z := hooked(lambda g: g / 2)(m, h)) + z.flip(0).cos()
 )
+MEET["hook: written"] = lambda: Model(
+    lambda m, h: hooked(lambda g: g / g.norm(), late=True)(m, h.mul_(2))
+)
 APART["all"] = lambda: Model(
     lambda m, h: hooked(lambda g: g.clamp(-1e-3, 1e-3), True)(
         m, Linear.apply(h, m.b.weight)
@@ -179,7 +182,7 @@ APART["all"] = lambda: Model(
     Entropy.apply,
 )
 CASES = [("norm", "1f1b"), ("weights", "ddp"), ("hook: late", "fsdp")]
-CASES += [("all", "interleaved"), ("hook: both", "1f1b")]
+CASES += [("all", "interleaved"), ("hook: both", "1f1b"), ("hook: written", "1f1b")]
 
 
 def batch() -> tuple[Tensor, Tensor]:

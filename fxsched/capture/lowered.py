@@ -158,14 +158,18 @@ class _Lowering(fx.Interpreter):
         last = next(iter(reversed(graph.nodes)))
         with refused(node):
             value = self._value(node)
-        if node.op in ("placeholder", "output") or last.next.op == "root":
+        if node.op in ("placeholder", "output"):
             return value
         known = {key: node.meta[key] for key in KEPT if key in node.meta}
+        named = None
         while last.next.op != "root":
             last = last.next
             if "module" not in last.meta:  # else it is of a body
                 last.meta.update({"module": "", **known})
-        self.names.setdefault(last, node.name)
+            sized = isinstance(last.meta.get("val"), torch.SymInt)  # read of a result
+            named = named if sized and named else last
+        if named is not None:
+            self.names.setdefault(named, node.name)
         return value
 
     def _tracer(self) -> Any:

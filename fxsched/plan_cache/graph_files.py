@@ -18,7 +18,7 @@ from torch import Tensor, fx
 from torch._subclasses import FakeTensor, FakeTensorMode
 
 from ..ir.garbage import no_collection
-from ..ir.graphs import Spec
+from ..ir.graphs import Spec, name_of
 from ..ir.lazy import lazy_module
 from ..ir.meta import META, SPENT
 from ..jobs.schedule import Schedule
@@ -74,7 +74,7 @@ class _Packer(pickle.Pickler):
             name = type(obj).__name__
             return _module, (obj.graph, name, inside), obj.meta, None, None, _know
         if isinstance(obj, torch._ops.OpOverload):
-            if obj.namespace == "fxsched":
+            if name_of(obj).startswith("picked"):
                 raise CannotKeep(f"{obj}, which reads what its trace left")
             return _overload, (obj._schema.name, obj._overloadname)
         if isinstance(obj, torch._ops.HigherOrderOperator):
