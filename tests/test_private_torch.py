@@ -32,8 +32,11 @@ NAMES = {
         "torch._dynamo.symbolic_convert:InstructionTranslator.current_tx",
         "torch.fx.experimental._config:use_duck_shape",
     ),
-    "export.py": (
-        "torch.export.graph_signature:InputKind",
+    "export.py": ("torch.export.graph_signature:InputKind",),
+    "lowered.py": (
+        "torch._C._autograd:_get_data_attr",
+        "torch.fx.experimental.proxy_tensor:get_proxy_mode",
+        "torch.fx.experimental.proxy_tensor:track_tensor_tree",
         "torch.ops:higher_order.wrap_with_set_grad_enabled",
         "torch.ops:higher_order.wrap_with_autocast",
         "torch.amp.autocast_mode:_enter_autocast",

@@ -70,9 +70,9 @@ def lowered(gm: fx.GraphModule) -> fx.GraphModule:
     inputs = placeholders(gm)
     values = [node.meta.get("example_value") for node in inputs]
     names = dict[fx.Node, str]()
+    lowering = _Lowering(gm, names, flat_vmaps(gm))
     with _as_before(values):
-        trace = make_fx(_Lowering(gm, names).run, pre_dispatch=True)
-        traced: fx.GraphModule = trace(*values)
+        traced: fx.GraphModule = make_fx(lowering.run, pre_dispatch=True)(*values)
     for old, node in zip(inputs, placeholders(traced), strict=True):
         node.meta, names[node] = dict(old.meta), old.name
     graph, new = fx.Graph(), dict[fx.Node, fx.Node]()
@@ -147,11 +147,17 @@ class _Lowering(fx.Interpreter):
     """Runs a graph while it is traced; new nodes learn what is known of old ones.
 
     names: of new nodes, as the tracer has them.
+    vmaps: what it comes to, by the first node of each.
     """
 
-    def __init__(self, gm: fx.GraphModule, names: dict[fx.Node, str]) -> None:
+    def __init__(
+        self,
+        gm: fx.GraphModule,
+        names: dict[fx.Node, str],
+        vmaps: Mapping[fx.Node, Flat],
+    ) -> None:
         super().__init__(gm)
-        self.names, self.vmaps = names, flat_vmaps(gm)
+        self.names, self.vmaps = names, vmaps
 
     def run_node(self, node: fx.Node) -> Any:
         graph = self._tracer().graph
@@ -191,7 +197,7 @@ class _Lowering(fx.Interpreter):
 
     def _flat(self, flat: Flat) -> None:
         """Runs the operations that torch.vmap comes to, in place of its nodes."""
-        values = _Lowering(flat.gm, self.names).run(*(self.env[n] for n in flat.reads))
+        values = self._body(flat.gm, *(self.env[n] for n in flat.reads))
         self.env.update(dict.fromkeys(flat.nodes))
         self.env.update(zip(flat.results, values, strict=True))
 
@@ -207,9 +213,12 @@ class _Lowering(fx.Interpreter):
         enter: Any = REGION_ENTERS[gradients]
         leave: Any = enter if gradients else REGION_EXITS[0]
         entered = enter(*args[:at])
-        values = _Lowering(args[at], self.names).run(*args[at + 1 :])
+        values = self._body(args[at], *args[at + 1 :])
         leave(before if gradients else entered)
         return values
+
+    def _body(self, gm: fx.GraphModule, *args: Any) -> Any:
+        return _Lowering(gm, self.names, self.vmaps).run(*args)
 
     def _kept(self, node: fx.Node) -> Any:
         """Copies a node as it is; its value is the tracer's.

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 from torch._ops import HigherOrderOperator
+from torch._subclasses import FakeTensor
 
 from ..ir.graphs import name_of, named_arguments
 from ..ir.user_line import user_line
@@ -69,6 +70,13 @@ def refusal(gm: fx.GraphModule) -> PlanError | None:
     """The error for what the graph holds and no plan can, with its line."""
     for node in gm.graph.nodes:
         name = name_of(node.target)
+        if node.op == "get_attr" and isinstance(
+            getattr(gm, str(node.target), None), FakeTensor
+        ):
+            return PlanError(
+                "the model makes a tensor in a way that tracing doesn't see"
+                f"{where_of(node)}; write it with other torch operations"
+            )
         if isinstance(node.target, HigherOrderOperator) and name in BRANCHES:
             return PlanError(
                 f"the model uses torch.{name}{where_of(node)}, whose operations cannot "

@@ -54,8 +54,11 @@ def vmaps(graph: fx.Graph) -> Iterator[list[fx.Node]]:
 
 
 def flat_vmaps(gm: fx.GraphModule) -> dict[fx.Node, Flat]:
-    """What each torch.vmap comes to, by its first node."""
-    return {nodes[0]: _flat(gm, nodes) for nodes in vmaps(gm.graph)}
+    """What each torch.vmap comes to, also in bodies, by its first node."""
+    graphs = [each for each in gm.modules() if isinstance(each, fx.GraphModule)]
+    return {
+        nodes[0]: _flat(each, nodes) for each in graphs for nodes in vmaps(each.graph)
+    }
 
 
 def _reads(nodes: Sequence[fx.Node]) -> list[fx.Node]:
