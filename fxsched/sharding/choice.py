@@ -123,8 +123,7 @@ def _cut(
     grower.reasons.setdefault(weight, rule if ways else none)
     for rows in ways:
         layout = _layout(grower.follower, node, {weight: (rows,)})
-        call = Operation.of(node)
-        table = lookup_of(call.target, call.args, call.kwargs) is not None
+        table = lookup_of(node) is not None
         if not is_plain(layout) or not (is_part(layout) or table):
             continue
         grower.reasons[weight] = "nothing of what it makes is added up"

@@ -30,11 +30,10 @@ def vocabulary_call(
 
     known: how operands are laid out, `parts` what they are then.
     """
-    key = call.target, call.args, call.kwargs
-    layout = vocabulary_layout(*key, known)
+    layout = vocabulary_layout(call, known)
     if layout is None or layout[0].kind is not Kind.SUM:
         return None
-    lookup, loss = lookup_of(*key), loss_of(*key)
+    lookup, loss = lookup_of(call), loss_of(call)
     if lookup is not None:
         local = _lookup(lookup, follower.shards)
     else:
