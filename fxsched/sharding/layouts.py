@@ -35,6 +35,17 @@ Layout = tuple[Rows, ...]  # of the tensors in a value
 Layouts = Mapping[fx.Node, Layout]
 
 
+class Each(NamedTuple):
+    """An argument that is another one on each shard."""
+
+    every: tuple[Any, ...]
+
+    @staticmethod
+    def of(argument: Any, shard: int) -> Any:
+        """An argument on a shard."""
+        return argument.every[shard] if isinstance(argument, Each) else argument
+
+
 class Operation(NamedTuple):
     """What a node calls.
 

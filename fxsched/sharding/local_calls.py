@@ -14,7 +14,7 @@ from torch import Tensor, fx
 from ..ir import joint
 from ..ir.graphs import name_of, named_arguments, tensors
 from ..rows.kinds import Kind, Rows
-from .layouts import Follower, Layout, Layouts, Operation, part_shape, value_of
+from .layouts import Each, Follower, Layout, Layouts, Operation, part_shape, value_of
 from .own_rows import own_call, start_of
 from .picked_experts import lone_call
 
@@ -30,11 +30,10 @@ ENDS = (None, sys.maxsize)  # of a slice that goes on to the end
 class LocalCall(NamedTuple):
     """A node's call on parts.
 
-    args, kwargs: those of the node, with sizes of parts.
+    args, kwargs: those of the node, with sizes of parts; or Each.
     slices: operands of which each shard has all, and reads its part.
     value: what it gives, as fake tensors.
     target: what is called in the place of what the node calls, or None.
-    ranged: such a target that is given the shard's number, for its range of a table.
     join: what gives the node's value, of all shards' and of operands, if that is no
         sum and no gather.
     """
@@ -44,18 +43,20 @@ class LocalCall(NamedTuple):
     slices: Mapping[fx.Node, Rows]
     value: Any
     target: Any = None
-    ranged: Any = None
     join: Operation | None = None
+
+    @property
+    def ranged(self) -> bool:
+        """Whether it is given the shard's number, for its range of a table."""
+        return "shard" in self.kwargs
 
     def on_shard(self, node: Operation, shard: int) -> Operation:
         """What a shard calls in the place of a node's operation."""
-        call = node._replace(args=self.args, kwargs=self.kwargs)
-        if self.ranged is not None:
-            kwargs = {**self.kwargs, "shard": shard}
-            return call._replace(op="call_function", target=self.ranged, kwargs=kwargs)
-        if self.target is None:
-            return call
-        return call._replace(op="call_function", target=self.target)
+        args = tuple(Each.of(each, shard) for each in self.args)
+        kwargs = {key: Each.of(each, shard) for key, each in self.kwargs.items()}
+        if self.target is not None:
+            node = node._replace(op="call_function", target=self.target)
+        return node._replace(args=args, kwargs=kwargs)
 
 
 def local_call(

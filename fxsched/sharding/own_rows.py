@@ -18,8 +18,8 @@ from ..ir import joint
 from ..ir.graphs import name_of, named_arguments, tensors
 from ..rows.kinds import SHARED, UNKNOWN, Kind, Rows
 from .expert_calls import grouped_part, of_groups, of_picked, picked_part
-from .layouts import Follower, Layout, Layouts, Operation, value_of
-from .picked_experts import Each, Lone, lone_layout
+from .layouts import Each, Follower, Layout, Layouts, Operation, value_of
+from .picked_experts import Lone, lone_layout
 
 GROUPED = ("_grouped_mm", "grouped_mm_fallback")
 
@@ -42,12 +42,6 @@ class Start(NamedTuple):
     weights: fx.Node
     owner: Owner
     x: fx.Node | None = None  # of a grouped product
-
-
-class Own(NamedTuple):
-    """An argument that is p * step on shard p."""
-
-    step: int
 
 
 class RowFollower(Follower):
@@ -118,13 +112,10 @@ def own_call(
 ) -> tuple[Any, tuple[Any, ...]]:
     """What a shard calls in the place of one that picks weights, and its arguments."""
     weights, owner, x = start
-    step = Own(owner.experts // follower.shards)
+    first = Each(tuple(range(0, owner.experts, owner.experts // follower.shards)))
     if owner.grouped:
-        target: Any = grouped_part
-        args: tuple[Any, ...] = (call.target, x, weights, owner.numbers, step)
-    else:
-        target, args = picked_part, (weights, owner.numbers, step, owner.experts)
-    return target, args
+        return grouped_part, (call.target, x, weights, owner.numbers, first)
+    return picked_part, (weights, owner.numbers, first, owner.experts)
 
 
 def zeroing(rows: Rows, value: Any, numbers: Any, p: int, shards: int) -> Any:
@@ -133,18 +124,6 @@ def zeroing(rows: Rows, value: Any, numbers: Any, p: int, shards: int) -> Any:
     count = owner.experts // shards
     args = (value, numbers, rows.dim, p * count, count, owner.experts)
     return (of_groups if owner.grouped else of_picked), args
-
-
-def on_shard(args: Any, p: int) -> tuple[Any, ...]:
-    """Arguments with their numbers on a shard."""
-    return tuple(
-        p * each.step
-        if isinstance(each, Own)
-        else each.every[p]
-        if isinstance(each, Each)
-        else each
-        for each in args
-    )
 
 
 def as_sums(known: Layouts) -> tuple[dict[fx.Node, Layout], set[fx.Node]]:

@@ -18,11 +18,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import fx
 
-from ..ir.graphs import Role, is_mutable, name_of, tensors
+from ..ir.graphs import Call, Role, is_mutable, name_of, tensors
 from ..ir.lazy import lazy_module
 from ..ir.picked import SELECTIONS, Selection, keep_selection
 from ..rows.kinds import UNKNOWN, Kind, Rows
-from .layouts import Layout, Layouts, Operation, value_of
+from .layouts import Each, Layout, Layouts, Operation, value_of
 
 ADDS = ("index_add", "index_add_")
 aten = torch.ops.aten
@@ -34,10 +34,11 @@ class Lone(NamedTuple):
     shard: int
 
 
-class Each(NamedTuple):
-    """An argument that is another one on each shard."""
+class Place(NamedTuple):
+    """The shard that a matrix of a stack is on, and its number there."""
 
-    every: tuple[Any, ...]
+    shard: int
+    number: int
 
 
 def is_selection(node: fx.Node) -> bool:
@@ -101,8 +102,9 @@ def _divides(stack: fx.Node, shards: int) -> bool:
 
 def lone_layout(call: Operation, known: Layouts, shards: int) -> Layout | None:
     """What becomes of what belongs to one shard; None if nothing does."""
-    if _of_stack(call, known):
-        return (lone(_number(call) // _own(call, shards)),)
+    place = _place(call, known, shards)
+    if place is not None:
+        return (lone(place.shard),)
     layouts = {rows for layout in known.values() for rows in layout}
     if not any(isinstance(rows.owner, Lone) for rows in layouts):
         return None
@@ -123,39 +125,32 @@ def lone_layout(call: Operation, known: Layouts, shards: int) -> Layout | None:
 def lone_call(call: Operation, known: Layouts, shards: int) -> tuple[Any, ...] | None:
     """The arguments of a shard's call, of a stack's matrix or a selection; None of what
     has those of the whole."""
-    if _of_stack(call, known):
-        return call.args[0], 0, _number(call) % _own(call, shards)
+    place = _place(call, known, shards)
+    if place is not None:
+        return call.args[0], 0, place.number
     if call.target is not torch.ops.fxsched.picked.default:
         return None
     parts = split_selection(call, shards)
     return parts and tuple(map(Each, zip(*parts.every, strict=True)))
 
 
-def _of_stack(call: Operation, known: Layouts) -> bool:
-    """Whether a call is stack[e], of a stack that is cut into its matrices."""
-    whole = (Rows(Kind.APART, 0),)
-    return _is_matrix(call) and known.get(call.args[0]) == whole
+def _place(call: Operation, known: Layouts, shards: int) -> Place | None:
+    """Where a call's matrix is, of a stack that is cut into its matrices."""
+    if not _is_matrix(call) or known.get(call.args[0]) != (Rows(Kind.APART, 0),):
+        return None
+    count = int(value_of(call.args[0]).shape[0])
+    return Place(*divmod(call.args[2] % count, count // shards))
 
 
-def _is_matrix(call: Operation) -> bool:
+def _is_matrix(call: Call) -> bool:
     """Whether a call is stack[e]."""
     return call.target is aten.select.int and call.args[1] == 0
-
-
-def _number(call: Operation) -> int:
-    """e, counted from 0."""
-    return int(call.args[2]) % int(value_of(call.args[0]).shape[0])
-
-
-def _own(call: Operation, shards: int) -> int:
-    """How many matrices of a stack each shard has."""
-    return int(value_of(call.args[0]).shape[0]) // shards
 
 
 def _stack(value: fx.Node) -> fx.Node | None:
     """What a value is a matrix of, as it is or transposed."""
     while len(value.all_input_nodes) == 1:
-        if _is_matrix(Operation.of(value)):
+        if _is_matrix(value):
             return value.all_input_nodes[0]
         (value,) = value.all_input_nodes
     return None

@@ -21,7 +21,7 @@ from .demand import Demand
 from .grower import Grower
 from .layouts import Operation, value_of
 from .nodes import writes_operand
-from .own_rows import is_lone, on_shard, zeroing
+from .own_rows import is_lone, zeroing
 from .region import Region
 
 aten = torch.ops.aten
@@ -103,9 +103,7 @@ class Rewriter:
         share = 1.0 if rows_of_all else 1 / len(self.every)
         for p in self.every:
             mine = call.on_shard(operation, p)
-            reads = {n: self._read(node, n, p) for n in mine.reads}
-            operands = mine.on(reads)
-            operands = operands._replace(args=on_shard(operands.args, p))
+            operands = mine.on({n: self._read(node, n, p) for n in mine.reads})
             self._parts[node, p] = (
                 self._dropped(node, operands, p)
                 if node.meta.get("random") and not rows_of_all

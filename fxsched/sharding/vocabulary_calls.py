@@ -9,7 +9,7 @@ import torch
 from torch import fx
 
 from ..rows.kinds import Kind
-from .layouts import Follower, Layouts, Operation, value_of
+from .layouts import Each, Follower, Layouts, Operation, value_of
 from .local_calls import LocalCall
 from .vocabulary_parts import (
     cross_entropy_of_parts,
@@ -48,10 +48,9 @@ def vocabulary_call(
 
 
 def _lookup(lookup: Lookup, shards: int) -> LocalCall:
-    kwargs = {"padding_idx": lookup.padding_idx, "shards": shards}
-    return LocalCall(
-        (lookup.indices, lookup.weight), kwargs, {}, None, ranged=embedding_part
-    )
+    args = (lookup.indices, lookup.weight, lookup.padding_idx, shards)
+    shard = {"shard": Each(tuple(range(shards)))}
+    return LocalCall(args, shard, {}, None, embedding_part)
 
 
 def _loss(loss: ClassLoss, call: Operation, shards: int) -> LocalCall:
@@ -67,4 +66,5 @@ def _loss(loss: ClassLoss, call: Operation, shards: int) -> LocalCall:
     join = Operation(
         "call_function", cross_entropy_of_parts, read, settings, call.value
     )
-    return LocalCall(args, {}, {}, None, ranged=cross_entropy_part, join=join)
+    shard = {"shard": Each(tuple(range(shards)))}
+    return LocalCall(args, shard, {}, None, cross_entropy_part, join)
