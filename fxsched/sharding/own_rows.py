@@ -54,10 +54,10 @@ class RowFollower(Follower):
                 for layout in known.values()
                 for rows in layout
             )
-        own = None if call.is_item else lone_layout(call, known, self.shards)
-        if own is None and not call.is_item:
-            own = own_layout(self, call, known)
-        return super().layout(call, known) if own is None else own
+        own = None
+        if not call.is_item:
+            own = lone_layout(call, known, self.shards) or own_layout(self, call, known)
+        return own or super().layout(call, known)
 
 
 def start_of(call: Operation, known: Layouts, shards: int) -> Start | None:
