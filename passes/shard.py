@@ -22,7 +22,6 @@ from ..sharding.attention import open_attention
 from ..sharding.choice import choose_regions
 from ..sharding.grower import Grower
 from ..sharding.in_place import open_writes
-from ..sharding.multihead import open_multihead
 from ..sharding.named import named_region
 from ..sharding.nodes import in_flow, where
 from ..sharding.own_rows import RowFollower
@@ -60,8 +59,7 @@ def shard_stages(gm: fx.GraphModule, request: Request) -> fx.GraphModule:
         _check_kept(gm, request, Region({}))
         return gm
     _drop_dead(gm.graph)
-    model, calls = gm, open_multihead(gm)
-    gm, inside = open_attention(calls.gm)
+    model, (gm, inside) = gm, open_attention(gm)
     gm, writes = open_writes(gm)
     grower = Grower(gm, RowFollower(gm, schedule.shards), _kept_whole(gm, request))
     ways = [
@@ -83,9 +81,7 @@ def shard_stages(gm: fx.GraphModule, request: Request) -> fx.GraphModule:
     )
     whole = lazy_module(gm, best.graph, "Shards")
     whole.meta[FACTS] = known
-    try_shards(
-        model, whole, _through((writes, inside, calls.origins), best.rewriter.joined)
-    )
+    try_shards(model, whole, _through((writes, inside), best.rewriter.joined))
     return whole
 
 

@@ -130,7 +130,7 @@ def test_auto_cuts_a_vocabulary_where_that_is_faster() -> None:
         (
             Words(),
             {"shards": {"head": "column"}, "message_dtype": torch.bfloat16},
-            "would round the numbers that cross_entropy in the model is made of",
+            "would round the numbers that cross_entropy_loss in the model is made of",
         ),
         (Words(11), {"shards": WORDS}, "it is 11 x 8, of which no row dimension"),
     ],

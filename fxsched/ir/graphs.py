@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from enum import Enum
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, fx
@@ -228,14 +228,27 @@ def name_of(target: Any) -> str:
     return str(getattr(packet, "__name__", target))
 
 
-def named_arguments(node: fx.Node) -> dict[str, Any]:
+class Call(Protocol):
+    """What a node calls, or something else that is described as a node is."""
+
+    @property
+    def target(self) -> Any: ...
+
+    @property
+    def args(self) -> tuple[Any, ...]: ...
+
+    @property
+    def kwargs(self) -> dict[str, Any]: ...
+
+
+def named_arguments(call: Call) -> dict[str, Any]:
     """What an operation is called with, by the names in its schema, with defaults; that
     of a Python function, by position only."""
-    schema = getattr(node.target, "_schema", None)
+    schema = getattr(call.target, "_schema", None)
     if schema is None:
-        return {str(i): each for i, each in enumerate(node.args)} | node.kwargs
+        return {str(i): each for i, each in enumerate(call.args)} | call.kwargs
     known = {each.name: each.default_value for each in schema.arguments}
-    return known | dict(zip(known, node.args, strict=False)) | node.kwargs
+    return known | dict(zip(known, call.args, strict=False)) | call.kwargs
 
 
 def is_mutable(target: Any) -> bool:

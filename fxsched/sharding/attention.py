@@ -7,37 +7,20 @@ between them: written out, that draws the numbers that it draws inside.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, fx
 
 from ..costmodel.costs import Work, copied
-from ..ir.facts import FACTS, facts
-from ..ir.graphs import tensors
-from ..ir.lazy import lazy_module
-from ..ir.regions import Regions
+from ..ir.graphs import named_arguments, tensors
 from .layouts import Follower, Operation, value_of
 from .nodes import in_flow
+from .opened import Nodes, Opened, opened
 
 aten = torch.ops.aten
-TARGETS = (
-    F.scaled_dot_product_attention,
-    aten.scaled_dot_product_attention.default,
-)
+FREE = Work(0, 0.0, 0.0, 0)
 HALVES = (torch.float16, torch.bfloat16)
-
-
-class Opened(NamedTuple):
-    """A graph whose attention with dropout is written out.
-
-    origins: the nodes of the graph before that, by those that give the same now.
-    """
-
-    gm: fx.GraphModule
-    origins: Mapping[fx.Node, fx.Node]
 
 
 def open_attention(gm: fx.GraphModule) -> Opened:
@@ -45,49 +28,27 @@ def open_attention(gm: fx.GraphModule) -> Opened:
 
     before: y = scaled_dot_product_attention(q, k, v, None, 0.1)
     after:  weights = attention_weights(q, k, None, 0.35)
-            dropped = dropout(weights, 0.1)
+            dropped = dropout(weights, 0.1, True)
             y = attended(dropped, v, float32)
 
     Heads of keys and values that several heads of queries share are repeated first.
     """
-    nodes = in_flow(gm.graph.nodes)
-    if not any(map(draws_on_cpu, nodes)):
-        return Opened(gm, {node: node for node in nodes})
-    follower, graph = Follower(gm, 1), fx.Graph()
-    new: dict[fx.Node, fx.Node] = {}
-    with Regions() as regions:
-        for node in nodes:
-            regions.pass_by(node)
-            if draws_on_cpu(node):
-                new[node] = _Writer(follower, graph, node).write(new)
-            else:
-                new[node] = graph.node_copy(node, new.__getitem__)
-    opened = lazy_module(gm, graph, "Opened")
-    opened.meta[FACTS] = facts(gm)
-    return Opened(opened, {mine: node for node, mine in new.items()})
+    follower = Follower(gm, 1)
+
+    def write(graph: fx.Graph, node: fx.Node, new: Nodes) -> fx.Node | None:
+        return _Writer(follower, graph, node).write(new) if draws_on_cpu(node) else None
+
+    return opened(gm, in_flow(gm.graph.nodes), write)
 
 
 def draws_on_cpu(node: fx.Node) -> bool:
     """Whether a node is attention with dropout, computed as it is on the CPU."""
     return (
-        node.target in TARGETS
+        node.target is aten.scaled_dot_product_attention.default
         and node.meta.get("random") == 1
         and not node.meta.get("joint")
         and all(t.device.type == "cpu" for t in tensors(value_of(node)))
     )
-
-
-class _Call(NamedTuple):
-    """The arguments of scaled_dot_product_attention."""
-
-    query: Any
-    key: Any
-    value: Any
-    attn_mask: Any = None
-    dropout_p: float = 0.0
-    is_causal: bool = False
-    scale: float | None = None
-    enable_gqa: bool = False
 
 
 class _Writer:
@@ -96,63 +57,55 @@ class _Writer:
     def __init__(self, follower: Follower, graph: fx.Graph, node: fx.Node) -> None:
         self.follower, self.graph, self.node = follower, graph, node
 
-    def write(self, new: Mapping[fx.Node, fx.Node]) -> fx.Node:
+    def write(self, new: Nodes) -> fx.Node:
         """The node that gives the call's value, on values of the new graph."""
         node, (flops, forward, backward, held) = self.node, self.node.meta["work"]
         third = Work(flops // 2, forward / 3, backward / 3, held // 3)
-        given: Any = fx.map_arg((node.args, node.kwargs), new.__getitem__)
-        call = _Call(*given[0], **given[1])
-        query, width = call.query, int(value_of(call.query).shape[-1])
-        scale = 1 / math.sqrt(width) if call.scale is None else call.scale
-        key, value = (self._repeated(call, each) for each in (call.key, call.value))
-        mask = self._causal(call) if call.is_causal else call.attn_mask
-        weights = self._add(attention_weights, (query, key, mask, scale), third)
-        dropped = self._add(
-            F.dropout, (weights, call.dropout_p), third._replace(flops=0)
+        query, key, value, mask, p, causal, scale, shared = fx.map_arg(
+            tuple(named_arguments(node).values()), new.__getitem__
         )
+        if scale is None:
+            scale = 1 / math.sqrt(int(value_of(query).shape[-1]))
+        if shared:
+            key, value = (self._repeated(query, each) for each in (key, value))
+        if causal:
+            mask = self._causal(query, key)
+        weights = self._add(attention_weights, third, query, key, mask, scale)
+        free = third._replace(flops=0)
+        dropped = self._add(aten.dropout.default, free, weights, p, True)
         dropped.meta["random"] = node.meta["random"]
-        out = self._add(attended, (dropped, value, value_of(node).dtype), third)
+        out = self._add(attended, third, dropped, value, value_of(node).dtype)
         assert value_of(out).shape == value_of(node).shape, (
             f"{node} opened gives {value_of(out).shape}"
         )
         out.meta["key"] = node.meta["key"]
         return out
 
-    def _repeated(self, call: _Call, read: fx.Node) -> fx.Node:
+    def _repeated(self, query: fx.Node, read: fx.Node) -> fx.Node:
         """Keys or values, as many heads of them as of queries."""
-        shapes = (value_of(each).shape for each in (call.query, read))
-        heads, groups = (int(shape[-3]) if len(shape) > 2 else 1 for shape in shapes)
-        if not call.enable_gqa or heads == groups:
+        heads, groups = (int(value_of(each).shape[-3]) for each in (query, read))
+        if heads == groups:
             return read
-        return self._copy(torch.repeat_interleave, (read, heads // groups, -3))
+        return self._copy(aten.repeat_interleave.self_int, read, heads // groups, -3)
 
-    def _causal(self, call: _Call) -> fx.Node:
+    def _causal(self, query: fx.Node, key: fx.Node) -> fx.Node:
         """Which keys each query sees that sees those before it."""
-        query, key = value_of(call.query), value_of(call.key)
-        sizes = (int(query.shape[-2]), int(key.shape[-2]))
-        options = {"dtype": torch.bool, "device": query.device}
-        return self._copy(torch.tril, (self._copy(torch.ones, (sizes,), options),))
+        sizes = [int(value_of(each).shape[-2]) for each in (query, key)]
+        device = value_of(query).device
+        every = self._copy(aten.ones.default, sizes, dtype=torch.bool, device=device)
+        return self._copy(aten.tril.default, every)
 
-    def _copy(
-        self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None
-    ) -> fx.Node:
-        new = self._add(target, args, Work(0, 0.0, 0.0, 0), kwargs)
+    def _copy(self, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
+        new = self._add(target, FREE, *args, **kwargs)
         new.meta["work"] = copied(value_of(new))
         return new
 
-    def _add(
-        self,
-        target: Any,
-        args: tuple[Any, ...],
-        work: Work,
-        kwargs: dict[str, Any] | None = None,
-    ) -> fx.Node:
+    def _add(self, target: Any, work: Work, *args: Any, **kwargs: Any) -> fx.Node:
         """Another operation where the call is."""
         new = self.graph.call_function(target, args, kwargs)
-        given = fx.map_arg((new.args, new.kwargs), value_of)
         new.meta = {
             **self.node.meta,
-            "val": self.follower.run(Operation.of(new), *given),
+            "val": self.follower.value(Operation.of(new)),
             "work": work,
             "random": 0,
             "mutates": (),

@@ -10,7 +10,7 @@ from ..ir.request import Request
 from ..rows.kinds import Kind, Rows
 from .cost import gain
 from .grower import Grower
-from .layouts import Follower, Operation, is_part, is_plain, value_of
+from .layouts import Operation, is_part, is_plain, value_of
 from .nodes import is_weight, where
 from .picked_experts import expert_seeds, is_selection, why_picked
 from .region import Region
@@ -122,27 +122,20 @@ def _cut(
     rule = why_picked(node) if is_selection(node) else f"{where(node)} has no rule"
     grower.reasons.setdefault(weight, rule if ways else none)
     for rows in ways:
-        layout = _layout(grower.follower, node, {weight: (rows,)})
-        call = Operation.of(node)
-        table = lookup_of(call.target, call.args, call.kwargs) is not None
+        layout = grower.follower.layout(Operation.of(node), {weight: (rows,)})
+        table = lookup_of(node) is not None
         if not is_plain(layout) or not (is_part(layout) or table):
             continue
         grower.reasons[weight] = "nothing of what it makes is added up"
         region = grower.grow({weight: rows}, gathers=False)
         if region is None:
             continue
-        ranged = any(call.ranged is not None for call in region.calls.values())
+        ranged = any(call.ranged for call in region.calls.values())
         if ranged or (kept and not region.summed):
             ranges.setdefault(weight, region)
         elif region.summed:
             return region
     return None
-
-
-def _layout(
-    follower: Follower, node: fx.Node, known: dict[fx.Node, tuple[Rows, ...]]
-) -> tuple[Rows, ...]:
-    return follower.layout(Operation.of(node), known)
 
 
 def _ways(shape: Sequence[int], shards: int) -> Iterator[Rows]:

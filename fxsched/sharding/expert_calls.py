@@ -6,17 +6,16 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 
 def grouped_part(
-    product: str, x: Tensor, weights: Tensor, ends: Tensor, first: int
+    product: Any, x: Tensor, weights: Tensor, ends: Tensor, first: int
 ) -> Tensor:
     """A grouped product with some neighbouring weights of all.
 
-    product: its name. x: [rows, k], in groups that end at `ends`. weights: [own, k, n],
-    those of the groups from `first` on. Gives [rows, n].
+    product: its operation. x: [rows, k], in groups that end at `ends`. weights:
+    [own, k, n], those of the groups from `first` on. Gives [rows, n].
     """
     start, end = _bounds(ends, first, len(weights))
     rows = torch.arange(len(x), device=x.device)
@@ -25,7 +24,7 @@ def grouped_part(
     # what comes after the last group is made of memory as it is found
     moved = x[(rows + start) % len(x)].masked_fill(~mine, 0)
     own = ends[first : first + len(weights)] - start
-    made: Tensor = _product(product)(moved, weights, offs=own)
+    made: Tensor = product(moved, weights, offs=own)
     return made.masked_fill(~mine, 0)[(rows - start) % len(x)]
 
 
@@ -57,12 +56,6 @@ def of_picked(
     numbers = torch.where(numbers < 0, numbers + total, numbers)
     mine = _has(numbers, first, count, total)
     return x.masked_fill(~_along(mine, x, dim), 0)
-
-
-def _product(name: str) -> Any:
-    if name == "grouped_mm_fallback":
-        return torch.ops.transformers.grouped_mm_fallback
-    return getattr(F if hasattr(F, name) else torch, name)
 
 
 def _bounds(ends: Tensor, first: int, count: int) -> tuple[Tensor | int, Tensor]:

@@ -2,30 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import (
-    Callable,
-    Container,
-    Iterable,
-    Iterator,
-    Mapping,
-    Sequence,
-)
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from torch import fx
 
+from ..ir.graphs import name_of
 from ..ir.parts import WeightCut
 from ..rows.kinds import Kind, Rows
 from .layouts import Follower, Layout, Operation, is_part, is_plain, value_of
 from .local_calls import local_call
-from .nodes import (
-    draws_itself,
-    in_flow,
-    is_weight,
-    name_of,
-    where,
-    whole_nodes,
-)
+from .nodes import draws_itself, in_flow, is_weight, where, whole_nodes
 from .own_rows import as_sums, is_lone, is_sum, numbers_of, picked_beside
 from .picked_experts import is_selection, why_picked
 from .region import Region
@@ -264,7 +251,7 @@ class Grower:
             return why_picked(node)
         if self._has_rule(node, known):
             return f"all of {what} is read by {where(node)}"
-        if name_of(node) in RESHAPES:
+        if name_of(node.target) in RESHAPES:
             shards = self.follower.shards
             return f"heads or blocks in {where(node)} don't divide by {shards}"
         return f"{where(node)} has no rule for parts of {what}"

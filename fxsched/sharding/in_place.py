@@ -3,73 +3,55 @@ parts, or a sum of them."""
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Container, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, fx
+from torch._ops import OpOverload
 
-from ..ir.facts import FACTS, facts
 from ..ir.graphs import storage, tensors
-from ..ir.lazy import lazy_module
 from ..ir.regions import Regions
 from ..ir.writes import touching
-from .attention import Opened
 from .layouts import Follower, Operation, value_of
 from .nodes import in_flow, writes_operand
-
-OPERATORS = {
-    operator.iadd: operator.add,
-    operator.isub: operator.sub,
-    operator.imul: operator.mul,
-    operator.itruediv: operator.truediv,
-}
+from .opened import Nodes, Opened, opened
 
 
 def open_writes(gm: fx.GraphModule) -> Opened:
     """Does arithmetic out of place where nothing else shares the memory.
 
     before: y = linear(h, w)
-            y += x
-            z = relu(y, inplace=True)
+            y_1 = add_(y, x)
+            z = relu_(y_1)
     after:  y = linear(h, w)
-            y_1 = y + x
+            y_1 = add(y, x)
             z = relu(y_1)
     """
     nodes, follower = in_flow(gm.graph.nodes), Follower(gm, 1)
     alike = _alike(follower, nodes)
     inputs = [node for node in nodes if node.op == "placeholder"]
     kept = set[int]().union(*map(_places, inputs))
-    twins: dict[fx.Node, Operation] = {}
-    for place, group in touching(nodes).items():
-        if place not in kept and _is_alone(place, group, alike):
-            twins |= {node: alike[node] for node in group if node in alike}
-    if not twins:
-        return Opened(gm, {node: node for node in nodes})
-    places = {storage(value_of(node)) for node in twins}
-    graph, origins = fx.Graph(), dict[fx.Node, fx.Node]()
-    new: dict[fx.Node, fx.Node] = {}
-    with Regions() as regions:
-        for node in nodes:
-            regions.pass_by(node)
-            call = twins.get(node)
-            if call is None:
-                new[node] = graph.node_copy(node, new.__getitem__)
-            else:
-                mine = call.on(new)
-                new[node] = graph.create_node(*mine[:4], node.name)
-                new[node].meta = {**node.meta, "mutates": ()}
-            origins[new[node]] = node
-            views = _places(node) & places
-            if views & set[int]().union(*map(_places, node.all_input_nodes)):
-                _renew(follower, new[node])
-            if call is not None:  # what others have of this memory is the new value
-                for other in [n for n in new if not views.isdisjoint(_places(n))]:
-                    new[other] = new[node]
-    opened = lazy_module(gm, graph, "OutOfPlace")
-    opened.meta[FACTS] = facts(gm)
-    return Opened(opened, origins)
+    lone = {
+        place
+        for place, group in touching(nodes).items()
+        if place not in kept and _is_alone(place, group, alike)
+    }
+
+    def write(graph: fx.Graph, node: fx.Node, new: Nodes) -> fx.Node | None:
+        places = _places(node) & lone
+        if not places.intersection(*map(_places, node.all_input_nodes)):
+            return None
+        call = alike.get(node, Operation.of(node)).on(new)
+        mine = graph.create_node(*call[:4], node.name)
+        mine.meta = {**node.meta, "val": follower.value(call)}
+        if node in alike:
+            mine.meta["mutates"] = ()
+            # what others have of this memory is the new value
+            new.update({n: mine for n in new if not places.isdisjoint(_places(n))})
+        return mine
+
+    return opened(gm, nodes, write)
 
 
 def _alike(follower: Follower, nodes: Sequence[fx.Node]) -> dict[fx.Node, Operation]:
@@ -79,10 +61,7 @@ def _alike(follower: Follower, nodes: Sequence[fx.Node]) -> dict[fx.Node, Operat
         for node in nodes:
             regions.pass_by(node)
             twin = _twin(node) if node.meta.get("mutates") else None
-            if twin is None:
-                continue
-            args, kwargs = fx.map_arg((twin.args, twin.kwargs), value_of)
-            if _is_like(follower.run(twin, args, kwargs), value_of(node)):
+            if twin and _is_like(follower.value(twin), value_of(node)):
                 alike[node] = twin
     return alike
 
@@ -103,20 +82,17 @@ def _is_alone(place: int, group: Sequence[fx.Node], alike: Container[fx.Node]) -
 
 def _twin(node: fx.Node) -> Operation | None:
     """A call's arithmetic out of place; None if there is none, or it draws numbers."""
-    call = Operation.of(node)
-    name = str(getattr(node.target, "__name__", node.target))
+    target = node.target
+    if not isinstance(target, OpOverload) or target.namespace != "aten":
+        return None
+    name = target.overloadpacket.__name__
+    packet = getattr(torch.ops.aten, name.removesuffix("_"), None)
+    twin = getattr(packet, target._overloadname, target)
+    if twin in (target, torch.ops.aten.copy.default):  # which has no gradient
+        return None
     if node.meta.get("random") or len(node.meta["mutates"]) != 1:
         return None
-    if node.kwargs.get("inplace") is True:
-        return call._replace(kwargs={**node.kwargs, "inplace": False})
-    if node.target in OPERATORS:
-        return call._replace(target=OPERATORS[node.target])
-    plain = name[:-1] if name.endswith("_") and not name.endswith("__") else ""
-    if node.op == "call_method" and hasattr(Tensor, plain):
-        return call._replace(target=plain)
-    if getattr(torch, name, None) is node.target and hasattr(torch, plain):
-        return call._replace(target=getattr(torch, plain))
-    return None
+    return Operation.of(node)._replace(target=twin)
 
 
 def _is_like(value: Any, other: Any) -> bool:
@@ -126,12 +102,6 @@ def _is_like(value: Any, other: Any) -> bool:
         (t.shape, t.dtype, t.stride(), t.requires_grad) for t in (value, other)
     )
     return mine == its
-
-
-def _renew(follower: Follower, node: fx.Node) -> None:
-    """Gives a node a value of its own, or a view of what it reads now."""
-    args, kwargs = fx.map_arg((node.args, node.kwargs), value_of)
-    node.meta["val"] = follower.run(Operation.of(node), args, kwargs)
 
 
 def _places(node: fx.Node) -> set[int]:

@@ -14,13 +14,12 @@ from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, fx
 from torch._ops import HigherOrderOperator, OpOverload
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..ir.facts import facts
-from ..ir.graphs import tensors
+from ..ir.graphs import name_of, named_arguments, tensors
 from ..rows.kinds import SHARED, UNKNOWN, Kind, Rows
 from ..rows.rule_table import parts_of, rule_of
 from ..rows.tracker import Tracker
@@ -28,17 +27,23 @@ from .channel_rules import channel_layout
 from .vocabulary_rules import vocabulary_layout
 
 aten = torch.ops.aten
-BIASES: dict[Any, int] = {  # where products take what they add
-    **dict.fromkeys((F.linear, F.conv1d, F.conv2d, F.conv3d), 2),
-    **dict.fromkeys((F.conv_transpose1d, F.conv_transpose2d, F.conv_transpose3d), 2),
-    aten.linear.default: 2,
-    aten.convolution.default: 2,
-    aten.conv2d.default: 2,
-    torch.addmm: 0,
-    aten.addmm.default: 0,
-}
+PRODUCTS = (
+    *("linear", "conv1d", "conv2d", "conv3d"),
+    *("conv_transpose1d", "conv_transpose2d", "conv_transpose3d"),
+)
 Layout = tuple[Rows, ...]  # of the tensors in a value
 Layouts = Mapping[fx.Node, Layout]
+
+
+class Each(NamedTuple):
+    """An argument that is another one on each shard."""
+
+    every: tuple[Any, ...]
+
+    @staticmethod
+    def of(argument: Any, shard: int) -> Any:
+        """An argument on a shard."""
+        return argument.every[shard] if isinstance(argument, Each) else argument
 
 
 class Operation(NamedTuple):
@@ -75,12 +80,12 @@ class Operation(NamedTuple):
     @property
     def bias(self) -> fx.Node | None:
         """What is added to a product, as by a linear layer."""
-        place = BIASES.get(self.target)
-        if place is None or (place == 0 and self.kwargs):  # addmm's beta and alpha
+        if self.target is aten.addmm.default and not self.kwargs:  # beta and alpha
+            bias = self.args[0]
+        elif name_of(self.target) in PRODUCTS:
+            bias = named_arguments(self).get("bias")
+        else:
             return None
-        bias = self.kwargs.get("bias")
-        if bias is None and len(self.args) > place:
-            bias = self.args[place]
         return bias if isinstance(bias, fx.Node) else None
 
     @property
@@ -93,14 +98,10 @@ class Operation(NamedTuple):
     @property
     def unbiased(self) -> Operation:
         """The product without its bias."""
-        if self.target in (torch.addmm, aten.addmm.default):
-            return self._replace(target=torch.mm, args=self.args[1:])
-        kwargs = {key: value for key, value in self.kwargs.items() if key != "bias"}
-        place = BIASES[self.target]
-        if len(self.args) > place:
-            args = (*self.args[:place], None, *self.args[place + 1 :])
-            return self._replace(args=args, kwargs=kwargs)
-        return self._replace(kwargs=kwargs)
+        if self.target is aten.addmm.default:
+            return self._replace(target=aten.mm.default, args=self.args[1:])
+        given = named_arguments(self) | {"bias": None}
+        return self._replace(args=tuple(given.values()), kwargs={})
 
     @property
     def is_item(self) -> bool:
@@ -135,7 +136,7 @@ class Follower:
             and rule_of(call.target) is None
         ):
             return (UNKNOWN,) * len(list(tensors(call.value)))
-        layout = vocabulary_layout(call.target, call.args, call.kwargs, known)
+        layout = vocabulary_layout(call, known)
         if layout is not None:
             return layout
         return self.followed(call, known, self.shards)
@@ -173,6 +174,10 @@ class Follower:
         with self._mode:
             new = value.new_empty(part_shape(value.shape, layout[0], self.shards))
         return new.requires_grad_(value.requires_grad)
+
+    def value(self, call: Operation) -> Any:
+        """What a call gives for the values of what it reads."""
+        return self.run(call, *fx.map_arg((call.args, call.kwargs), value_of))
 
     def run(self, call: Operation, args: Any, kwargs: Any) -> Any:
         """What a call gives for other fake tensors."""

@@ -2,43 +2,38 @@
 
 from __future__ import annotations
 
-import operator
+import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import product
 from typing import Any, NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, fx
 
 from ..ir import joint
-from ..ir.graphs import tensors
+from ..ir.graphs import name_of, named_arguments, tensors
 from ..rows.kinds import Kind, Rows
-from .layouts import (
-    Follower,
-    Layout,
-    Layouts,
-    Operation,
-    part_shape,
-    value_of,
-)
+from .layouts import Each, Follower, Layout, Layouts, Operation, part_shape, value_of
 from .own_rows import own_call, start_of
 from .picked_experts import lone_call
 
-HEADED = ("query", "key", "value")
-SIZED = ("view", "reshape", "expand", "broadcast_to")
-SPLITS = ("split", "split_with_sizes", "tensor_split")
+# Arguments that are the shape of what is made, or lengths along a dimension.
+SHAPES = ("size", "shape")
+LENGTHS = (
+    *("split_size", "split_sizes", "indices"),
+    *("start", "end", "length", "num_groups"),
+)
+ENDS = (None, sys.maxsize)  # of a slice that goes on to the end
 
 
 class LocalCall(NamedTuple):
     """A node's call on parts.
 
-    args, kwargs: those of the node, with sizes of parts.
+    args, kwargs: those of the node, with sizes of parts; or Each.
     slices: operands of which each shard has all, and reads its part.
     value: what it gives, as fake tensors.
     target: what is called in the place of what the node calls, or None.
-    ranged: such a target that is given the shard's number, for its range of a table.
     join: what gives the node's value, of all shards' and of operands, if that is no
         sum and no gather.
     """
@@ -48,18 +43,20 @@ class LocalCall(NamedTuple):
     slices: Mapping[fx.Node, Rows]
     value: Any
     target: Any = None
-    ranged: Any = None
     join: Operation | None = None
+
+    @property
+    def ranged(self) -> bool:
+        """Whether it is given the shard's number, for its range of a table."""
+        return "shard" in self.kwargs
 
     def on_shard(self, node: Operation, shard: int) -> Operation:
         """What a shard calls in the place of a node's operation."""
-        call = node._replace(args=self.args, kwargs=self.kwargs)
-        if self.ranged is not None:
-            kwargs = {**self.kwargs, "shard": shard}
-            return call._replace(op="call_function", target=self.ranged, kwargs=kwargs)
-        if self.target is None:
-            return call
-        return call._replace(op="call_function", target=self.target)
+        args = tuple(Each.of(each, shard) for each in self.args)
+        kwargs = {key: Each.of(each, shard) for key, each in self.kwargs.items()}
+        if self.target is not None:
+            node = node._replace(op="call_function", target=self.target)
+        return node._replace(args=args, kwargs=kwargs)
 
 
 def local_call(
@@ -136,11 +133,11 @@ def _lengths(values: Iterable[Tensor], layout: Layout, shards: int) -> Iterator[
 def _keeps_groups(call: Operation, values: Mapping[fx.Node, Any]) -> bool:
     """Whether as many heads of queries share a head of keys and values as before: else
     attention has the right shape, and other pairs of heads."""
-    if call.target is not F.scaled_dot_product_attention:
+    if name_of(call.target) != "scaled_dot_product_attention":
         return True
-    given = dict(zip(HEADED, call.args, strict=False)) | call.kwargs
-    whole = [value_of(given[name]).shape for name in HEADED]
-    part = [_given(values, given[name]).shape for name in HEADED]
+    headed = list(named_arguments(call).values())[:3]  # query, key and value
+    whole = [value_of(each).shape for each in headed]
+    part = [_given(values, each).shape for each in headed]
     return len(whole[0]) < 4 or all(
         whole[0][-3] * part[i][-3] == whole[i][-3] * part[0][-3] for i in (1, 2)
     )
@@ -189,52 +186,36 @@ def _variants(
     call: Operation, wanted: Sequence[list[int]], shards: int
 ) -> Iterator[tuple[Any, Any]]:
     """The arguments of a call, and those with the sizes of parts."""
-    args, kwargs = call.args, call.kwargs
-    name = str(getattr(call.target, "__name__", call.target)).split(".")[0]
-    if name == "group_norm" and wanted[0][1] < int(call.value.shape[1]):
-        # by groups of the same size
-        groups = kwargs.get("num_groups", args[1] if len(args) > 1 else 1) // shards
-        if len(args) > 1:
-            yield (args[0], groups, *args[2:]), kwargs
-        else:
-            yield args, {**kwargs, "num_groups": groups}
-        return
-    yield args, kwargs
-    if name in SIZED and wanted:
-        if len(args) > 1 and isinstance(args[1], (tuple, list)):
-            yield (args[0], tuple(wanted[0]), *args[2:]), kwargs
-        elif "size" in kwargs or "shape" in kwargs:
-            key = "size" if "size" in kwargs else "shape"
-            yield args, {**kwargs, key: tuple(wanted[0])}
-        else:
-            yield (args[0], *wanted[0]), kwargs
-    if name == "unflatten" and wanted and len(args) == 3:
-        dim = args[1] % value_of(args[0]).dim()
-        count = len(args[2])
-        yield (args[0], args[1], tuple(wanted[0][dim : dim + count])), kwargs
-    if name in SPLITS and len(args) > 1:
-        sizes = args[1]
-        fewer = (
-            [size // shards for size in sizes]
-            if isinstance(sizes, (tuple, list))
-            else sizes // shards
-        )
-        yield (args[0], fewer, *args[2:]), kwargs
-    if call.target is operator.getitem:
-        yield (args[0], _less(args, shards)), kwargs
+    given = named_arguments(call)
+    sizes = {
+        **{name: wanted[0] for name in SHAPES if name in given and wanted},
+        **_fewer({name: given[name] for name in LENGTHS if name in given}, shards),
+    }
+    if "sizes" in given and wanted:  # that one dimension becomes
+        dim = given["dim"] % value_of(given["self"]).dim()
+        sizes["sizes"] = wanted[0][dim : dim + len(given["sizes"])]
+    args = (sizes.get(name, each) for name, each in zip(given, call.args, strict=False))
+    sized = tuple(args), {key: sizes.get(key, call.kwargs[key]) for key in call.kwargs}
+    cut = name_of(call.target) == "group_norm" and wanted[0][1] < call.value.shape[1]
+    if not cut:  # else into groups of the same size
+        yield call.args, call.kwargs
+    if sizes:
+        yield sized
 
 
-def _less(args: Any, shards: int) -> Any:
-    """An index, with slices of parts, along every dimension that has one."""
+def _fewer(lengths: Mapping[str, Any], shards: int) -> dict[str, Any]:
+    """A part's lengths, or ends; none if they don't divide."""
 
-    def each(index: Any) -> Any:
-        if not isinstance(index, slice):
-            return index
-        ends = (index.start, index.stop)
-        if any(end is not None and (end % shards) for end in ends):
-            return index
-        start, stop = (end and end // shards for end in ends)
-        return slice(start, stop, index.step)
+    def fits(length: Any) -> bool:
+        if isinstance(length, (tuple, list)):
+            return all(map(fits, length))
+        return length in ENDS or (isinstance(length, int) and length % shards == 0)
 
-    index = args[1]
-    return tuple(map(each, index)) if isinstance(index, tuple) else each(index)
+    def part(length: Any) -> Any:
+        if isinstance(length, (tuple, list)):
+            return list(map(part, length))
+        return length if length in ENDS else length // shards
+
+    if not all(map(fits, lengths.values())):
+        return {}
+    return {name: part(length) for name, length in lengths.items()}

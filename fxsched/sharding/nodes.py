@@ -2,29 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import (
-    Iterable,
-    Sequence,
-)
+from collections.abc import Iterable, Sequence
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, fx
 
 from ..ir import joint
-from ..ir.graphs import REGION_ENTERS, REGION_EXITS, Role, storage, tensors
+from ..ir.graphs import REGION_ENTERS, REGION_EXITS, Role, name_of, storage, tensors
 from .layouts import value_of
 
-DROPOUTS = (F.dropout, torch.dropout, torch.ops.aten.dropout.default)
+DROPOUT = torch.ops.aten.dropout.default
 
 
 def where(node: fx.Node) -> str:
     """An operation, and the module that it is in."""
-    return f"{name_of(node)} in {node.meta['module'] or 'the model'}"
-
-
-def name_of(node: fx.Node) -> str:
-    return str(getattr(node.target, "__name__", node.target))
+    return f"{name_of(node.target)} in {node.meta['module'] or 'the model'}"
 
 
 def in_flow(nodes: Iterable[fx.Node]) -> list[fx.Node]:
@@ -52,9 +44,7 @@ def draws_itself(node: fx.Node) -> bool:
     of the same ones."""
     fake = value_of(node)
     dropout = (
-        node.target in DROPOUTS
-        and isinstance(fake, Tensor)
-        and (fake.is_contiguous() and not writes_operand(node))
+        node.target is DROPOUT and isinstance(fake, Tensor) and fake.is_contiguous()
     )
     return bool(node.meta.get("random")) and not dropout
 

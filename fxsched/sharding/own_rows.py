@@ -8,7 +8,6 @@ made zeros first, and what comes of it is a sum.
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
@@ -16,13 +15,13 @@ import torch
 from torch import Tensor, fx
 
 from ..ir import joint
-from ..ir.graphs import tensors
+from ..ir.graphs import name_of, named_arguments, tensors
 from ..rows.kinds import SHARED, UNKNOWN, Kind, Rows
 from .expert_calls import grouped_part, of_groups, of_picked, picked_part
-from .layouts import Follower, Layout, Layouts, Operation, value_of
-from .picked_experts import Each, Lone, lone_layout
+from .layouts import Each, Follower, Layout, Layouts, Operation, value_of
+from .picked_experts import Lone, lone_layout
 
-GROUPED = ("grouped_mm", "_grouped_mm", "grouped_mm_fallback")
+GROUPED = ("_grouped_mm", "grouped_mm_fallback")
 
 
 class Owner(NamedTuple):
@@ -45,12 +44,6 @@ class Start(NamedTuple):
     x: fx.Node | None = None  # of a grouped product
 
 
-class Own(NamedTuple):
-    """An argument that is p * step on shard p."""
-
-    step: int
-
-
 class RowFollower(Follower):
     """Follows parts, and rows that belong to one shard each."""
 
@@ -61,10 +54,10 @@ class RowFollower(Follower):
                 for layout in known.values()
                 for rows in layout
             )
-        own = None if call.is_item else lone_layout(call, known, self.shards)
-        if own is None and not call.is_item:
-            own = own_layout(self, call, known)
-        return super().layout(call, known) if own is None else own
+        own = None
+        if not call.is_item:
+            own = lone_layout(call, known, self.shards) or own_layout(self, call, known)
+        return own or super().layout(call, known)
 
 
 def start_of(call: Operation, known: Layouts, shards: int) -> Start | None:
@@ -119,13 +112,10 @@ def own_call(
 ) -> tuple[Any, tuple[Any, ...]]:
     """What a shard calls in the place of one that picks weights, and its arguments."""
     weights, owner, x = start
-    step = Own(owner.experts // follower.shards)
+    first = Each(tuple(range(0, owner.experts, owner.experts // follower.shards)))
     if owner.grouped:
-        target: Any = grouped_part
-        args: tuple[Any, ...] = (_name(call), x, weights, owner.numbers, step)
-    else:
-        target, args = picked_part, (weights, owner.numbers, step, owner.experts)
-    return target, args
+        return grouped_part, (call.target, x, weights, owner.numbers, first)
+    return picked_part, (weights, owner.numbers, first, owner.experts)
 
 
 def zeroing(rows: Rows, value: Any, numbers: Any, p: int, shards: int) -> Any:
@@ -134,18 +124,6 @@ def zeroing(rows: Rows, value: Any, numbers: Any, p: int, shards: int) -> Any:
     count = owner.experts // shards
     args = (value, numbers, rows.dim, p * count, count, owner.experts)
     return (of_groups if owner.grouped else of_picked), args
-
-
-def on_shard(args: Any, p: int) -> tuple[Any, ...]:
-    """Arguments with their numbers on a shard."""
-    return tuple(
-        p * each.step
-        if isinstance(each, Own)
-        else each.every[p]
-        if isinstance(each, Each)
-        else each
-        for each in args
-    )
 
 
 def as_sums(known: Layouts) -> tuple[dict[fx.Node, Layout], set[fx.Node]]:
@@ -197,19 +175,14 @@ def _owned(rows: Rows, tensor: Tensor, length: int, owner: object) -> Rows:
     return UNKNOWN
 
 
-def _name(call: Operation) -> str:
-    return str(getattr(call.target, "__name__", "")).split(".")[0]
-
-
 def _grouped(call: Operation) -> Start | None:
     """Of a grouped product of rows [rows, k] and weights [experts, k, n]."""
-    named = {key: each for key, each in call.kwargs.items() if each is not None}
-    if _name(call) not in GROUPED or named.keys() - {"offs"}:
+    given = list(named_arguments(call).values())
+    if name_of(call.target) not in GROUPED or len(given) < 3:
         return None
-    given = [*call.args, *named.values()]
-    if len(given) != 3 or not all(isinstance(each, fx.Node) for each in given):
+    x, weights, ends, *rest = given
+    if any(each is not None for each in rest) or not isinstance(ends, fx.Node):
         return None
-    x, weights, ends = given
     if (value_of(x).dim(), value_of(weights).dim()) != (2, 3):
         return None
     return Start(weights, Owner(ends, True, int(value_of(weights).shape[0])), x)
@@ -217,14 +190,10 @@ def _grouped(call: Operation) -> Start | None:
 
 def _picked(call: Operation) -> Start | None:
     """Of weights[numbers]."""
-    if call.target is not operator.getitem or len(call.args) != 2:
+    if call.target is not torch.ops.aten.index.Tensor or len(call.args[1]) != 1:
         return None
-    weights, numbers = call.args
-    if not isinstance(weights, fx.Node) or not isinstance(numbers, fx.Node):
-        return None
-    index, table = value_of(numbers), value_of(weights)
-    if not isinstance(index, Tensor) or not isinstance(table, Tensor):
-        return None
+    weights, (numbers,) = call.args
+    index = value_of(numbers)
     if index.dim() != 1 or index.dtype not in (torch.int32, torch.int64):
         return None
-    return Start(weights, Owner(numbers, False, int(table.shape[0])))
+    return Start(weights, Owner(numbers, False, int(value_of(weights).shape[0])))

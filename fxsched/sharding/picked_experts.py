@@ -11,23 +11,21 @@ The sum of what they give is what the whole did.
 
 from __future__ import annotations
 
-import operator
-import re
 from collections.abc import Iterator
 from functools import cache
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, fx
+from torch import fx
 
-from ..ir.graphs import Role, tensors
+from ..ir.graphs import Call, Role, is_mutable, name_of, tensors
 from ..ir.lazy import lazy_module
 from ..ir.picked import SELECTIONS, Selection, keep_selection
 from ..rows.kinds import UNKNOWN, Kind, Rows
-from .layouts import Layout, Layouts, Operation, value_of
+from .layouts import Each, Layout, Layouts, Operation, value_of
 
 ADDS = ("index_add", "index_add_")
-IN_PLACE = re.compile("i(add|sub|mul|matmul|truediv|floordiv|mod|pow|and|or|xor)")
+aten = torch.ops.aten
 
 
 class Lone(NamedTuple):
@@ -36,10 +34,11 @@ class Lone(NamedTuple):
     shard: int
 
 
-class Each(NamedTuple):
-    """An argument that is another one on each shard."""
+class Place(NamedTuple):
+    """The shard that a matrix of a stack is on, and its number there."""
 
-    every: tuple[Any, ...]
+    shard: int
+    number: int
 
 
 def is_selection(node: fx.Node) -> bool:
@@ -103,8 +102,9 @@ def _divides(stack: fx.Node, shards: int) -> bool:
 
 def lone_layout(call: Operation, known: Layouts, shards: int) -> Layout | None:
     """What becomes of what belongs to one shard; None if nothing does."""
-    if _of_stack(call, known):
-        return (lone(_number(call) // _own(call, shards)),)
+    place = _place(call, known, shards)
+    if place is not None:
+        return (lone(place.shard),)
     layouts = {rows for layout in known.values() for rows in layout}
     if not any(isinstance(rows.owner, Lone) for rows in layouts):
         return None
@@ -125,41 +125,32 @@ def lone_layout(call: Operation, known: Layouts, shards: int) -> Layout | None:
 def lone_call(call: Operation, known: Layouts, shards: int) -> tuple[Any, ...] | None:
     """The arguments of a shard's call, of a stack's matrix or a selection; None of what
     has those of the whole."""
-    if _of_stack(call, known):
-        return call.args[0], _number(call) % _own(call, shards)
+    place = _place(call, known, shards)
+    if place is not None:
+        return call.args[0], 0, place.number
     if call.target is not torch.ops.fxsched.picked.default:
         return None
     parts = split_selection(call, shards)
     return parts and tuple(map(Each, zip(*parts.every, strict=True)))
 
 
-def _of_stack(call: Operation, known: Layouts) -> bool:
-    """Whether a call is stack[e], of a stack that is cut into its matrices."""
-    whole = (Rows(Kind.APART, 0),)
-    return _is_matrix(call) and known.get(call.args[0]) == whole
+def _place(call: Operation, known: Layouts, shards: int) -> Place | None:
+    """Where a call's matrix is, of a stack that is cut into its matrices."""
+    if not _is_matrix(call) or known.get(call.args[0]) != (Rows(Kind.APART, 0),):
+        return None
+    count = int(value_of(call.args[0]).shape[0])
+    return Place(*divmod(call.args[2] % count, count // shards))
 
 
-def _is_matrix(call: Operation) -> bool:
+def _is_matrix(call: Call) -> bool:
     """Whether a call is stack[e]."""
-    if call.target is not operator.getitem or not isinstance(call.args[1], int):
-        return False
-    return isinstance(value_of(call.args[0]), Tensor)
-
-
-def _number(call: Operation) -> int:
-    """e, counted from 0."""
-    return int(call.args[1]) % int(value_of(call.args[0]).shape[0])
-
-
-def _own(call: Operation, shards: int) -> int:
-    """How many matrices of a stack each shard has."""
-    return int(value_of(call.args[0]).shape[0]) // shards
+    return call.target is aten.select.int and call.args[1] == 0
 
 
 def _stack(value: fx.Node) -> fx.Node | None:
     """What a value is a matrix of, as it is or transposed."""
     while len(value.all_input_nodes) == 1:
-        if _is_matrix(Operation.of(value)):
+        if _is_matrix(value):
             return value.all_input_nodes[0]
         (value,) = value.all_input_nodes
     return None
@@ -187,36 +178,19 @@ def _terms(selection: Selection) -> list[fx.Node]:
         return []
     result: Any = results[0]
     terms = list(_chain(result))[::-1]
-    if terms:
-        base: Any = terms[0].args[0]
-        apart = all(len(term.users) == 1 for term in terms)
-        apart &= _name(terms[0]) == ADDS[0] or len(base.users) == 1
-    else:  # each adds to it in place, and nothing reads it in between
-        terms = [n for n in graph.nodes if ADDS[1] == _name(n) and n in result.users]
-        apart = result.users.keys() == {*terms, end}
-        apart &= not any(n.users for n in terms) and result.op != "placeholder"
-    plain = all(
-        len(n.args) == 4 and not n.kwargs and n.args[0] not in n.args[1:] for n in terms
-    )
-    writes = any(_writes(n) and n not in terms for n in graph.nodes)
+    base: Any = terms[0].args[0] if terms else None
+    apart = all(len(term.users) == 1 for term in terms)
+    if terms and is_mutable(terms[0].target):
+        apart &= len(base.users) == 1
+    plain = all(not n.kwargs and n.args[0] not in n.args[1:] for n in terms)
+    writes = any(is_mutable(n.target) and n not in terms for n in graph.nodes)
     return terms if apart and plain and not writes else []
 
 
 def _chain(node: Any) -> Iterator[fx.Node]:
-    while isinstance(node, fx.Node) and _name(node) in ADDS:
+    while isinstance(node, fx.Node) and name_of(node.target) in ADDS:
         yield node
         node = node.args[0]
-
-
-def _name(node: fx.Node) -> str:
-    return str(getattr(node.target, "__name__", node.target)).split(".")[0]
-
-
-def _writes(node: fx.Node) -> bool:
-    name = _name(node)
-    inner = name.endswith("_") and not name.endswith("__")
-    inner |= name == "setitem" or IN_PLACE.fullmatch(name) is not None
-    return inner or "out" in node.kwargs
 
 
 def _of_shard(
@@ -244,7 +218,7 @@ def _of_shard(
         if node is base:
             total = new[node]
             if own.start:  # it is added once
-                total = graph.call_function(torch.zeros_like, (total,))
+                total = graph.call_function(aten.zeros_like.default, (total,))
     graph.output([total])
     inputs = [n for n in every if n.op == "placeholder"]
     name = keep_selection(Selection(lazy_module(selection.gm, graph, "Selection"), ()))

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import (
-    Sequence,
-)
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -48,7 +46,7 @@ class Region:
     def waits(self, node: fx.Node) -> bool:
         """Whether what shards have of a value is joined before anything is done to it:
         to the sum, a bias is added; no other sum of a table's rows is smaller."""
-        ranged = node in self.calls and self.calls[node].ranged is not None
+        ranged = node in self.calls and self.calls[node].ranged
         return node in self.unbiased or ranged
 
     @property

@@ -21,8 +21,11 @@ from .demand import Demand
 from .grower import Grower
 from .layouts import Operation, value_of
 from .nodes import writes_operand
-from .own_rows import is_lone, on_shard, zeroing
+from .own_rows import is_lone, zeroing
 from .region import Region
+
+aten = torch.ops.aten
+VIEWS = (aten.narrow.default, aten.unflatten.int, aten.select.int)
 
 
 class Rewriter:
@@ -100,9 +103,7 @@ class Rewriter:
         share = 1.0 if rows_of_all else 1 / len(self.every)
         for p in self.every:
             mine = call.on_shard(operation, p)
-            reads = {n: self._read(node, n, p) for n in mine.reads}
-            operands = mine.on(reads)
-            operands = operands._replace(args=on_shard(operands.args, p))
+            operands = mine.on({n: self._read(node, n, p) for n in mine.reads})
             self._parts[node, p] = (
                 self._dropped(node, operands, p)
                 if node.meta.get("random") and not rows_of_all
@@ -175,28 +176,27 @@ class Rewriter:
     def _dropped(self, node: fx.Node, call: Operation, p: int) -> fx.Node:
         """Dropout of a part, by the same random numbers as of the whole value."""
         (rows,) = self.region.layouts[node]
-        fake, named = value_of(node), "input" in call.kwargs
-        x = call.kwargs["input"] if named else call.args[0]
-        whole = tuple(map(int, fake.shape))
+        fake, (x, *rest) = value_of(node), call.args
+        whole = list(map(int, fake.shape))
         options = {"dtype": fake.dtype, "device": fake.device}
-        ones = self._make(node, torch.ones, (whole,), p, options)
-        kwargs = {key: each for key, each in call.kwargs.items() if key != "input"}
-        drop = call._replace(args=(ones, *call.args[1:]), kwargs=kwargs)
-        kept = self._add(node, drop, p, 0.0)
+        ones = self._make(node, aten.ones.default, (whole,), p, options)
+        kept = self._add(node, call._replace(args=(ones, *rest)), p, 0.0)
         mine = self._part(node, kept, rows, p)
-        mine = self._make(node, torch.clone, (mine,), p)  # so that B holds no more
-        return self._make(node, torch.mul, (x, mine), p)
+        mine = self._make(node, aten.clone.default, (mine,), p)  # B holds no more
+        return self._make(node, aten.mul.Tensor, (x, mine), p)
 
     def _part(self, node: fx.Node, whole: fx.Node, rows: Rows, p: int) -> fx.Node:
         """A shard's part of a value that it has all of."""
         dim, outer = rows.dim, rows.outer
         size = int(value_of(whole).shape[dim]) // (outer * len(self.every))
         if outer == 1:
-            return self._make(node, torch.narrow, (whole, dim, p * size, size), p)
-        sizes = (outer, len(self.every), size)
-        blocks = self._make(node, torch.unflatten, (whole, dim, sizes), p)
-        mine = self._make(node, torch.select, (blocks, dim + 1, p), p)
-        return self._make(node, torch.flatten, (mine, dim, dim + 1), p)
+            return self._make(
+                node, aten.narrow.default, (whole, dim, p * size, size), p
+            )
+        sizes = [outer, len(self.every), size]
+        blocks = self._make(node, aten.unflatten.int, (whole, dim, sizes), p)
+        mine = self._make(node, aten.select.int, (blocks, dim + 1, p), p)
+        return self._make(node, aten.flatten.using_ints, (mine, dim, dim + 1), p)
 
     def _deal(self, read: fx.Node, rows: Rows) -> list[fx.Node]:
         """The parts of a value that shard 0 has, made there."""
@@ -210,7 +210,7 @@ class Rewriter:
     ) -> list[fx.Node]:
         """All parts of a value, on one shard: views, whose gradients are one copy."""
         size = int(value_of(whole).shape[rows.dim]) // len(self.every)
-        parts = self._make(node, torch.split, (whole, size, rows.dim), p)
+        parts = self._make(node, aten.split.Tensor, (whole, size, rows.dim), p)
         items = [self._make(node, operator.getitem, (parts, q), p) for q in self.every]
         for each in (parts, *items):
             each.meta["work"] = Work(0, 0.0, each.meta["work"].backward, 0)
@@ -237,7 +237,7 @@ class Rewriter:
         """The sum of parts of a sum, or of slices of them, and of the bias."""
         total = parts[0]
         for each in parts[1:]:
-            total = self._make(node, torch.add, (total, each), p)
+            total = self._make(node, aten.add.Tensor, (total, each), p)
         bias = Operation.of(node).bias if node in self.region.unbiased else None
         if bias is None:
             return total
@@ -246,11 +246,11 @@ class Rewriter:
         if rows is not None and rows.dim == along:
             added = self._part(node, added, rows._replace(dim=0), p)
         if shape is not None:
-            added = self._make(node, torch.reshape, (added, shape), p)
+            added = self._make(node, aten.reshape.default, (added, list(shape)), p)
         kind = value_of(total).dtype
         if value_of(added).dtype != kind:  # as autocast takes it
-            added = self._make(node, torch.Tensor.to, (added, kind), p)
-        return self._make(node, torch.add, (total, added), p)
+            added = self._make(node, aten.to.dtype, (added, kind), p)
+        return self._make(node, aten.add.Tensor, (total, added), p)
 
     def _zeroed(self, node: fx.Node, p: int) -> fx.Node:
         """What a shard has, with zeros for rows of others."""
@@ -273,14 +273,14 @@ class Rewriter:
     ) -> fx.Node:
         dim = rows.dim
         if rows.outer == 1:
-            return self._make(node, torch.cat, (list(parts), dim), p)
+            return self._make(node, aten.cat.default, (list(parts), dim), p)
         size = int(value_of(parts[0]).shape[dim]) // rows.outer
         blocks = [
-            self._make(node, torch.unflatten, (each, dim, (rows.outer, size)), p)
+            self._make(node, aten.unflatten.int, (each, dim, [rows.outer, size]), p)
             for each in parts
         ]
-        joined = self._make(node, torch.cat, (blocks, dim + 1), p)
-        return self._make(node, torch.flatten, (joined, dim, dim + 1), p)
+        joined = self._make(node, aten.cat.default, (blocks, dim + 1), p)
+        return self._make(node, aten.flatten.using_ints, (joined, dim, dim + 1), p)
 
     def _join(self, node: fx.Node, p: int) -> fx.Node:
         """The value that what all shards have comes to."""
@@ -323,8 +323,7 @@ class Rewriter:
         if call.target in (joint.join, joint.part):  # of values as they were
             new.meta["val"] = value_of(node)
         elif new.meta["val"] is None:
-            args, kwargs = fx.map_arg((call.args, call.kwargs), value_of)
-            new.meta["val"] = self.follower.run(call, args, kwargs)
+            new.meta["val"] = self.follower.value(call)
         return new
 
     def _is_same(self, node: fx.Node, call: Operation) -> bool:
@@ -353,7 +352,7 @@ def _held(node: fx.Node, reads: Sequence[fx.Node]) -> int:
 
 def _work(node: fx.Node) -> Work:
     values = list(tensors(value_of(node)))
-    if node.target in (torch.narrow, torch.unflatten, torch.select):
+    if node.target in VIEWS:
         return Work(0, 0.0, 0.0, 0)
     return copied(values[0])
 

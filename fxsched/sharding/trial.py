@@ -42,7 +42,8 @@ def try_shards(
     except (IndexError, RuntimeError):
         return False
     found = _run(sharded, values, set(same.values()))
-    for a, b in [*same.items(), *_outputs(whole, sharded)]:
+    ends = whole.graph.output_node(), sharded.graph.output_node()
+    for a, b in [*same.items(), ends]:
         if not all(map(_near, tensors(wanted[a]), tensors(found[b]))):
             raise PlanError(
                 f"the shards give another {a.name} than the model, by a rule of "
@@ -51,11 +52,6 @@ def try_shards(
                 f"{line_of(a.meta.get('stack_trace'))}"
             )
     return True
-
-
-def _outputs(*graphs: fx.GraphModule) -> list[tuple[fx.Node, fx.Node]]:
-    whole, sharded = (gm.graph.output_node() for gm in graphs)
-    return [(whole, sharded)]
 
 
 class _Inputs:

@@ -7,14 +7,15 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor, fx
 
+from ..ir.graphs import name_of
 from .vocabulary_rules import lookup_of, loss_of
 
 SAME = (
-    *("view", "reshape", "flatten", "to", "long", "contiguous", "clone", "getitem"),
-    *("transpose", "squeeze", "unsqueeze", "pad", "detach", "narrow", "select"),
-    *("expand", "gather"),
+    *("view", "reshape", "flatten", "to", "contiguous", "clone", "detach", "slice"),
+    *("index", "select", "narrow", "gather", "chunk", "split", "unbind", "getitem"),
+    *("transpose", "squeeze", "unsqueeze", "pad", "expand"),
 )
-COMPARED = ("eq", "ne", "lt", "le", "gt", "ge", "size")
+COMPARED = ("eq", "ne", "lt", "le", "gt", "ge")
 
 
 def index_ranges(graph: fx.Graph) -> dict[fx.Node, int]:
@@ -37,27 +38,22 @@ def _range(node: fx.Node) -> int | None:
             size = _size(user, read)
             if size is not None:
                 sizes.append(size)
-            elif _name(user) in SAME and user.args[0] is read:
+            elif name_of(user.target) in SAME and user.args[0] is read:
                 queue += {user} - seen
                 seen.add(user)
-            elif _name(user) not in COMPARED:
+            elif name_of(user.target) not in COMPARED:
                 return None
     return min(sizes, default=None)
 
 
 def _size(user: fx.Node, read: fx.Node) -> int | None:
     """The rows of a table that a node reads by an index; None if it doesn't."""
-    key = user.target, user.args, user.kwargs
-    lookup, loss = lookup_of(*key), loss_of(*key)
+    lookup, loss = lookup_of(user), loss_of(user)
     if lookup is not None and lookup.indices is read:
         return int(lookup.weight.meta["val"].shape[0])
     if loss is not None and loss.labels is read:
         return int(loss.logits.meta["val"].shape[1])
     return None
-
-
-def _name(node: fx.Node) -> str:
-    return str(getattr(node.target, "__name__", node.target)).strip("_")
 
 
 def spread_out(shape: Iterable[int], size: int, generator: torch.Generator) -> Tensor:

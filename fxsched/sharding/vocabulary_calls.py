@@ -9,7 +9,7 @@ import torch
 from torch import fx
 
 from ..rows.kinds import Kind
-from .layouts import Follower, Layouts, Operation, value_of
+from .layouts import Each, Follower, Layouts, Operation, value_of
 from .local_calls import LocalCall
 from .vocabulary_parts import (
     cross_entropy_of_parts,
@@ -30,11 +30,10 @@ def vocabulary_call(
 
     known: how operands are laid out, `parts` what they are then.
     """
-    key = call.target, call.args, call.kwargs
-    layout = vocabulary_layout(*key, known)
+    layout = vocabulary_layout(call, known)
     if layout is None or layout[0].kind is not Kind.SUM:
         return None
-    lookup, loss = lookup_of(*key), loss_of(*key)
+    lookup, loss = lookup_of(call), loss_of(call)
     if lookup is not None:
         local = _lookup(lookup, follower.shards)
     else:
@@ -49,10 +48,9 @@ def vocabulary_call(
 
 
 def _lookup(lookup: Lookup, shards: int) -> LocalCall:
-    kwargs = {"padding_idx": lookup.padding_idx, "shards": shards}
-    return LocalCall(
-        (lookup.indices, lookup.weight), kwargs, {}, None, ranged=embedding_part
-    )
+    args = (lookup.indices, lookup.weight, lookup.padding_idx, shards)
+    shard = {"shard": Each(tuple(range(shards)))}
+    return LocalCall(args, shard, {}, None, embedding_part)
 
 
 def _loss(loss: ClassLoss, call: Operation, shards: int) -> LocalCall:
@@ -68,4 +66,5 @@ def _loss(loss: ClassLoss, call: Operation, shards: int) -> LocalCall:
     join = Operation(
         "call_function", cross_entropy_of_parts, read, settings, call.value
     )
-    return LocalCall(args, {}, {}, None, ranged=cross_entropy_part, join=join)
+    shard = {"shard": Each(tuple(range(shards)))}
+    return LocalCall(args, shard, {}, None, cross_entropy_part, join)

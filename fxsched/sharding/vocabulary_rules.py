@@ -6,15 +6,17 @@ become others on shards (vocabulary_calls.py).
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-import torch.nn.functional as F
+import torch
 from torch import fx
 
+from ..ir.graphs import Call, named_arguments
 from ..rows.kinds import Kind, Rows
 
+aten = torch.ops.aten
+REDUCTIONS = ("none", "mean", "sum")  # as ATen numbers them
 Known = Mapping[fx.Node, tuple[Rows, ...]]
 
 
@@ -38,62 +40,46 @@ class ClassLoss(NamedTuple):
     label_smoothing: float
 
 
-def lookup_of(target: Any, args: Any, kwargs: Any) -> Lookup | None:
+def lookup_of(call: Call) -> Lookup | None:
     """The embedding that a call is, if parts of its weight can be read by index."""
-    if target is not F.embedding:
+    if call.target is not aten.embedding.default:
         return None
-    given = _arguments(target, args, kwargs)
-    plain = not given["scale_grad_by_freq"] and not given["sparse"]
-    nodes = (given["input"], given["weight"])
-    if given["max_norm"] is not None or not plain or not _are_nodes(*nodes):
+    weight, indices, padding, by_count, sparse = named_arguments(call).values()
+    if by_count or sparse or not _are_nodes(weight, indices):
         return None
-    padding = given["padding_idx"]
-    if padding is not None and padding < 0:
-        padding += int(given["weight"].meta["val"].shape[0])
-    return Lookup(*nodes, padding)
+    return Lookup(indices, weight, None if padding < 0 else padding)
 
 
-def loss_of(target: Any, args: Any, kwargs: Any) -> ClassLoss | None:
+def loss_of(call: Call) -> ClassLoss | None:
     """The cross entropy that a call is, if it is one of labels."""
-    if target is not F.cross_entropy:
+    if call.target is not aten.cross_entropy_loss.default:
         return None
-    given = _arguments(target, args, kwargs)
-    logits, labels, weight = (given[name] for name in ("input", "target", "weight"))
-    old = (given["size_average"], given["reduce"]) != (None, None)
-    if old or not _are_nodes(logits, labels):
+    logits, labels, weight, reduction, *settings = named_arguments(call).values()
+    if not _are_nodes(logits, labels):
         return None
     values, numbers = logits.meta["val"], labels.meta["val"]
     if numbers.is_floating_point() or values.dim() != numbers.dim() + 1:
         return None
     if values.dim() < 2:
         return None
-    settings = (given[n] for n in ("reduction", "ignore_index", "label_smoothing"))
-    return ClassLoss(logits, labels, weight, *settings)
+    return ClassLoss(logits, labels, weight, REDUCTIONS[reduction], *settings)
 
 
-def vocabulary_layout(
-    target: Any, args: Any, kwargs: Any, known: Known
-) -> tuple[Rows, ...] | None:
+def vocabulary_layout(call: Call, known: Known) -> tuple[Rows, ...] | None:
     """The layout of what a call makes of a vocabulary in parts; None for others.
 
     A sum of tables' rows, and of losses what others can't go on with as it is.
     """
-    lookup = lookup_of(target, args, kwargs)
+    lookup = lookup_of(call)
     if lookup is not None and list(known) == [lookup.weight]:
         (rows,) = known[lookup.weight]
         if (rows.kind, rows.dim, rows.outer) == (Kind.APART, 0, 1):
             return (Rows(Kind.SUM),)
         if (rows.kind, rows.dim) == (Kind.APART, 1):
             return (rows._replace(dim=lookup.indices.meta["val"].dim()),)
-    loss = loss_of(target, args, kwargs)
+    loss = loss_of(call)
     parts = {} if loss is None else {loss.logits: (Rows(Kind.APART, 1),)}
     return (Rows(Kind.SUM),) if parts and known == parts else None
-
-
-def _arguments(target: Any, args: Any, kwargs: Any) -> dict[str, Any]:
-    call = inspect.signature(target).bind(*args, **kwargs)
-    call.apply_defaults()
-    return call.arguments
 
 
 def _are_nodes(*values: Any) -> bool:
