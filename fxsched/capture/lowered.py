@@ -10,7 +10,7 @@ hook, a function that is mapped. Regions of torch.export and torch.vmap are open
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -68,9 +68,9 @@ def lowered(gm: fx.GraphModule) -> fx.GraphModule:
     it.
     """
     inputs = placeholders(gm)
-    values = [node.meta.get("example_value") for node in inputs]
+    values = _distinct(node.meta.get("example_value") for node in inputs)
     names = dict[fx.Node, str]()
-    lowering = _Lowering(gm, names, flat_vmaps(gm))
+    lowering = _Lowering(gm, names, flat_vmaps(gm), _bodies(gm))
     with _as_before(values):
         traced: fx.GraphModule = make_fx(lowering.run, pre_dispatch=True)(*values)
     for old, node in zip(inputs, placeholders(traced), strict=True):
@@ -88,6 +88,32 @@ def lowered(gm: fx.GraphModule) -> fx.GraphModule:
     graph.eliminate_dead_code(_acts)
     result = lazy_module(traced, graph)
     result.meta.update(gm.meta)
+    return result
+
+
+def _bodies(gm: fx.GraphModule) -> dict[fx.GraphModule, fx.GraphModule]:
+    """What the bodies of backwards and hooks of the model's own come to."""
+    graphs = [each for each in gm.modules() if isinstance(each, fx.GraphModule)]
+    nodes = [node for each in graphs for node in each.graph.nodes if own_name(node)]
+    bodies = [
+        getattr(node.graph.owning_module, str(read.target))
+        for node in nodes
+        for read in node.all_input_nodes
+        if read.op == "get_attr"
+    ]
+    return {body: lowered(body) for body in bodies if isinstance(body, fx.GraphModule)}
+
+
+def _distinct(values: Iterable[Any]) -> list[Any]:
+    """The values, with others in place of tensors that come twice: what is traced knows
+    a tensor by its identity. In Dynamo's graph of a backward, the gradient of a result
+    and that result, if it is saved, are one."""
+    seen, result = set[int](), []
+    for value in values:
+        if isinstance(value, Tensor) and id(value) in seen:
+            value = value.detach().requires_grad_(value.requires_grad)
+        seen.add(id(value))
+        result.append(value)
     return result
 
 
@@ -148,6 +174,7 @@ class _Lowering(fx.Interpreter):
 
     names: of new nodes, as the tracer has them.
     vmaps: what it comes to, by the first node of each.
+    bodies: those of backwards and hooks of the model's own, lowered.
     """
 
     def __init__(
@@ -155,9 +182,10 @@ class _Lowering(fx.Interpreter):
         gm: fx.GraphModule,
         names: dict[fx.Node, str],
         vmaps: Mapping[fx.Node, Flat],
+        bodies: Mapping[fx.GraphModule, fx.GraphModule],
     ) -> None:
         super().__init__(gm)
-        self.names, self.vmaps = names, vmaps
+        self.names, self.vmaps, self.bodies = names, vmaps, bodies
 
     def run_node(self, node: fx.Node) -> Any:
         graph = self._tracer().graph
@@ -218,7 +246,7 @@ class _Lowering(fx.Interpreter):
         return values
 
     def _body(self, gm: fx.GraphModule, *args: Any) -> Any:
-        return _Lowering(gm, self.names, self.vmaps).run(*args)
+        return _Lowering(gm, self.names, self.vmaps, self.bodies).run(*args)
 
     def _kept(self, node: fx.Node) -> Any:
         """Copies a node as it is; its value is the tracer's.
@@ -231,7 +259,7 @@ class _Lowering(fx.Interpreter):
         def proxied(value: Any) -> Any:
             if not isinstance(value, fx.GraphModule):
                 return tracer.unwrap_proxy(value)
-            value = lowered(value) if own_name(node) is not None else value
+            value = self.bodies.get(value, value)
             name = f"body_{len(tracer.graph.nodes)}"
             setattr(tracer.root, name, value)
             return tracer.create_proxy("get_attr", name, (), {})

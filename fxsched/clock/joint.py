@@ -206,17 +206,23 @@ def order_phases(jobs: Jobs) -> Jobs:
     A joint job that waits for microbatches begins a phase: what waits for it comes
     after all that it waits for. Inside a phase joint jobs come first, the others by n;
     so if n is an order of the jobs without joint ones, this is one of those with them.
+    Where it is none, as that of a schedule which is made for fewer stages, a job comes
+    after those that it waits for.
     """
     phases: list[int] = []
     for kind, before in enumerate(jobs.preds):
         last = max((phases[p] for p in before), default=0)
         begins = kind in jobs.joint and not jobs.joint.issuperset(before)
         phases.append(last + begins)
-    regular = jobs.n[: jobs.regular]
-    least, span = min(regular), max(regular) - min(regular) + 2
     width = len(jobs.kinds)
+    n = jobs.n[: jobs.regular]
+    for i in range(jobs.regular):
+        kind, row = i % width, i - i % width
+        same = [p for p in jobs.preds[kind] if phases[p] == phases[kind]]
+        n[i] = max([n[i], *(n[row + p] + 1 for p in same if p not in jobs.joint)])
+    least, span = min(n), max(n) - min(n) + 2
     n = [
         phases[i % width] * span + (least - 1 if i % width in jobs.joint else rank)
-        for i, rank in enumerate(regular)
+        for i, rank in enumerate(n)
     ]
     return replace(jobs, n=n)
