@@ -317,6 +317,15 @@ def test_strict_orders_found_for_joint_stages_are_kept() -> None:
     assert ran == ["0F1", "0F0", "1F*", "1B*", "0B1", "0B0"]
 
 
+def test_a_strict_order_made_for_fewer_stages_fits() -> None:
+    """n that has B before F, as orders have of stages beyond theirs."""
+    stages = graph([(0, 1), (1, 2), (2, 3)], {1})
+    schedule = Schedule(
+        1, 2, n=lambda s, b, d: -s if d is FORWARD else -9, in_order=True
+    )
+    check(fxsched.simulate(schedule, stages, None), stages)
+
+
 def test_pictures_show_a_joint_job_as_one_block() -> None:
     schedule = fxsched.schedules.gpipe(workers=2, microbatches=2)
     times = {"F": 2, "B": 3}
