@@ -32,6 +32,7 @@ from .placed_operators import (
     by_operator,
     scaled,
 )
+from .started_ranks import run_ranks
 from .traced_once import Switch
 
 ROWS = {(Shard(0), Replicate()): Shard(0)}
@@ -109,6 +110,12 @@ def test_a_llama_is_trained_without_stages_of_the_whole_batch(kind: str) -> None
     text = fxsched.explain(Llama(kind), SCHEDULES["shards"](), ids)
     for rows, name in ((16, "q"), (8, "k"), (8, "v")):
         assert re.search(rf"{name}_proj.weight +2 +{rows} x 16 +column", text)
+
+
+@pytest.mark.slow
+def test_ranks_are_eager_s() -> None:
+    done = run_ranks(2, "tests.ranks_placements")
+    assert done.stdout.count("equal to eager") == 2
 
 
 @pytest.mark.slow
