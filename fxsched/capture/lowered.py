@@ -33,7 +33,7 @@ from .ctc import OURS
 from .early_writes import take_early_writes
 from .graph_inputs import placeholders
 from .picked_rows import pick_rows
-from .refusals import refusal, refuse_transforms, refused
+from .refusals import refusal, refuse_generators, refuse_transforms, refused
 from .vmaps import Flat, flat_vmaps
 
 aten = torch.ops.aten
@@ -54,6 +54,7 @@ def aten_graph(gm: fx.GraphModule) -> fx.GraphModule:
     Raises PlanError, with its line, for what no plan can have.
     """
     refuse_transforms(gm)
+    refuse_generators(gm)
     result = lowered(gm)
     error = refusal(result)
     if error is not None:

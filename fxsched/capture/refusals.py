@@ -66,6 +66,19 @@ def refuse_transforms(gm: fx.GraphModule) -> None:
             )
 
 
+def refuse_generators(gm: fx.GraphModule) -> None:
+    """Raises PlanError for draws from a torch.Generator, which torch.export makes an
+    input that operations do not take."""
+    for node in gm.graph.nodes:
+        if named_arguments(node).get("generator") is not None:
+            raise PlanError(
+                f"{name_of(node.target)} draws from a torch.Generator{where_of(node)}, "
+                "which each microbatch would draw from in its turn; leave generator= "
+                "out (a step follows torch.manual_seed), or draw outside of the model "
+                "and pass the numbers as a tensor"
+            )
+
+
 def refusal(gm: fx.GraphModule) -> PlanError | None:
     """The error for what the graph holds and no plan can, with its line."""
     for node in gm.graph.nodes:
@@ -105,13 +118,6 @@ def refusal(gm: fx.GraphModule) -> PlanError | None:
                 "`info` beside the result"
             )
         named = named_arguments(node)
-        if named.get("generator") is not None:
-            return PlanError(
-                f"{name} draws from a torch.Generator{where_of(node)}, which each "
-                "microbatch would draw from in its turn; leave generator= out (a step "
-                "follows torch.manual_seed), or draw outside of the model and pass the "
-                "numbers as a tensor"
-            )
         if name in RECURRENT and _drops_between_layers(named):
             return PlanError(
                 f"{name} has dropout between its layers{where_of(node)}, which PyTorch "
