@@ -40,7 +40,7 @@ def open_writes(gm: fx.GraphModule) -> Opened:
 
     def write(graph: fx.Graph, node: fx.Node, new: Nodes) -> fx.Node | None:
         places = _places(node) & lone
-        if not places.intersection(*map(_places, node.all_input_nodes)):
+        if places.isdisjoint(p for n in node.all_input_nodes for p in _places(n)):
             return None
         call = alike.get(node, Operation.of(node)).on(new)
         mine = graph.create_node(*call[:4], node.name)
