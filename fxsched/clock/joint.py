@@ -215,7 +215,7 @@ def order_phases(jobs: Jobs) -> Jobs:
         begins = kind in jobs.joint and not jobs.joint.issuperset(before)
         phases.append(last + begins)
     width = len(jobs.kinds)
-    n = jobs.n[: jobs.regular]
+    n = list(jobs.n[: jobs.regular])
     for i in range(jobs.regular):
         kind, row = i % width, i - i % width
         same = [p for p in jobs.preds[kind] if phases[p] == phases[kind]]
