@@ -12,6 +12,7 @@ from ..ir.graphs import Output, Role, Spec, storage, written_storages
 from ..ir.user_line import line_of, user_line
 from ..jobs.job import PlanError
 from ..rows.kinds import Kind
+from .effects import nodes_in, targets_of
 from .graph_inputs import origin_of, placeholders
 from .microbatch import Microbatch
 from .returns import Returned
@@ -31,25 +32,20 @@ def mark_written(trace: Microbatch) -> None:
 
 
 def kept_rows(trace: Microbatch) -> fx.Node | None:
-    """The first node that writes what comes of the batch into the model's state, but
-    for statistics of a normalization; each microbatch sees what those before it left.
-    """
-    inputs = {
-        storage(node.meta["val"]) for node in trace.graph.find_nodes(op="placeholder")
-    }
-    node: fx.Node
-    for node in trace.graph.nodes:
-        learned = {id(t) for t in node.meta.get("learns", ())}
-        for written in node.meta.get("mutates", ()):
-            state = storage(written) in inputs and id(written) not in learned
-            if state and trace.tracker.of(written).kind is not Kind.SHARED:
-                return node
+    """The first node of what comes of the batch and goes into the model's state, but
+    for statistics of a normalization."""
     returns: Sequence[Returned] = trace.gm.meta["returns"]
-    for old, returned in zip(trace.outputs(), returns, strict=True):
-        rows = trace.rows(old) if returned.replaces else None
+    pairs = zip(trace.outputs(), returns, strict=True)
+    kept = [old for old, r in pairs if r.replaces or r.version is not None]
+    kept += [
+        node
+        for node in trace.gm.graph.nodes
+        if any(n.op == "placeholder" for n in nodes_in(list(targets_of(node).values())))
+    ]
+    for node in sorted(n for n in kept if isinstance(n, fx.Node)):
+        rows = trace.rows(node)
         if rows is not None and rows.kind is not Kind.SHARED:
-            assert isinstance(old, fx.Node), "it has rows"
-            return old
+            return node
     return None
 
 

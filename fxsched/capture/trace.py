@@ -23,6 +23,7 @@ from ..rows.tracker import OutputRows
 from ..rows.weighted_loss import labels_decide, part_means
 from .batch import Batch
 from .batch_norms import Norms, refuse_kept, refuse_microbatch, whole_batch_norms
+from .functional import return_state, written_state
 from .instance_norms import part_statistics
 from .joint_nodes import NOTHING_JOINED, join_rows
 from .kept_totals import refuse_kept_totals
@@ -30,7 +31,6 @@ from .meta_device import cpu_specs, is_meta, on_cpu
 from .microbatch import Microbatch
 from .output_leaves import output_leaves
 from .state_updates import kept_rows, refuse_running
-from .state_versions import version_state, written_state
 from .tensor_hooks import hook_at_source
 from .traced_outputs import declared_outputs, finish_outputs
 from .weighted_microbatch import WeightedMicrobatch
@@ -106,14 +106,13 @@ def trace_microbatch(
     hook_at_source(gm)
     training = torch.is_grad_enabled()
     with torch.enable_grad():  # without gradients too, B decides where to cut
+        if once:
+            gm = return_state(gm, written_state(gm, inputs))
         trace = _interpreted(gm, inputs, batch, specs, weighted, exact)
         if apart:
             refuse_running(trace)
-        if once and written_state(trace):
-            plain = _interpreted(gm, inputs, batch, specs, False, False)
-            gm = version_state(plain, written_state(plain))
-            trace = _interpreted(gm, inputs, batch, specs, weighted, exact)
-        if exact and by_weight and not weighted and trace.tracker.weighed:
+        weighed = not trace.tracker.weighed.isdisjoint(trace.returned())
+        if exact and by_weight and not weighted and weighed:
             weighted = True
             trace = _interpreted(gm, inputs, batch, specs, weighted, exact)
         if exact and not once and kept_rows(trace):  # from microbatch to microbatch

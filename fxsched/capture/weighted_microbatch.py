@@ -8,12 +8,13 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from ..ir.graphs import Role, Spec, is_mutable, storage, tensors
+from ..ir.graphs import Role, Spec
+from ..ir.regions import is_region
 from ..rows.early_values import Early, early_values
 from ..rows.kinds import Kind, Rows, first_cause, meet
 from ..rows.weighted_loss import Whole, parts_of_sum
 from .batch import Batch
-from .microbatch import Microbatch, is_region
+from .microbatch import Microbatch
 
 aten = torch.ops.aten
 
@@ -34,6 +35,7 @@ class WeightedMicrobatch(Microbatch):
         self.whole = Whole(self.tracker)
         self.totals: list[fx.Node] = []  # of the whole batch, inputs here
         self._own: dict[fx.Node, tuple[Any, Tensor]] = {}  # a microbatch's own value
+        self._wanted = self.returned()
 
     def note_input(self, node: fx.Node, value: Any) -> None:
         """What depends on inputs alone starts from these."""
@@ -58,10 +60,10 @@ class WeightedMicrobatch(Microbatch):
         of what they add up to."""
         rows = [self.rows(operand) for operand in node.args]
         uneven = [] if any(map(meet, rows)) else parts_of_sum(node, rows)
-        if 0 in uneven and is_mutable(node.target) and self._is_read_after(node):
+        floats = node.meta["example_value"].is_floating_point() if uneven else False
+        if not floats or node not in self._wanted:
             return None
-        if uneven:
-            self.arguments[node] = node.args
+        self.arguments[node] = node.args
         for i in uneven:
             part: Any = node.args[i]
             if isinstance(part, fx.Node):
@@ -75,16 +77,7 @@ class WeightedMicrobatch(Microbatch):
                 part = part / self.batch.microbatches
             node.update_arg(i, part)
         cause = first_cause([each for each in rows if each is not None])
-        return Rows(Kind.SUM, cause=cause) if uneven else None
-
-    def _is_read_after(self, node: fx.Node) -> bool:
-        """Whether what a node writes into is read by others later."""
-        into: Any = node.args[0]
-        where = storage(self.values[into])
-        aliases = [
-            n for n, v in self.values.items() if where in map(storage, tensors(v))
-        ]
-        return any(user > node for alias in aliases for user in alias.users)
+        return Rows(Kind.SUM, cause=cause)
 
     def _set_aside(self, node: fx.Node, value: Tensor) -> None:
         """What reads a value from here on reads an input, computed before the step."""

@@ -8,7 +8,7 @@ Sizes that depend on the batch are numbers by then; Dynamo's symbols tell of tho
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -62,8 +62,8 @@ class Tracker:
         rows, though others went into them, start anew. `meets` says whether they do;
         `met` has the nodes after which rows are apart again, `where` is the first
         operation that they meet in; `kept` is what
-        microbatches do by themselves all the same; `weighed` whether sums are divided
-        by each other, or added to what is none.
+        microbatches do by themselves all the same; `weighed` are nodes in which sums
+        are divided by each other, or added to what is none.
     """
 
     def __init__(
@@ -75,7 +75,7 @@ class Tracker:
     ) -> None:
         self.size, self.symbols, self.exact, self.joins = size, symbols, exact, joins
         self.met: set[fx.Node] = set()
-        self.meets = self.weighed = False
+        self.meets, self.weighed = False, set[fx.Node]()
         self.unlinear: set[fx.Node] = set()  # with a B of the user's, not linear
         self.sized = True  # Dynamo's symbols say of values where they have rows
         self.where: Cause | None = None
@@ -96,12 +96,6 @@ class Tracker:
         if entry is None and self._written:
             return self._written.get(storage(tensor), SHARED)
         return SHARED if entry is None else entry[1]
-
-    def share(self, places: Container[int]) -> None:
-        """Notes of all tensors in some memory that they are the same for all rows."""
-        for tensor, _ in list(self._rows.values()):
-            if storage(tensor) in places:
-                self.put(tensor, SHARED)
 
     def enter(self, node: fx.Node) -> None:
         """Says which node of Dynamo's graph the next operations belong to."""
@@ -219,7 +213,7 @@ class Tracker:
             return rows._replace(cause=None)
         self.meets = True
         self.where = self.where or rows.cause
-        self.weighed |= rows.cause.effect in WEIGHED
+        self.weighed |= {node} if rows.cause.effect in WEIGHED else set()
         if not self.in_parts(rows, example):
             return rows
         self.met.add(node)

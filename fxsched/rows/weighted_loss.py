@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from ..ir.graphs import name_of, named_arguments, storage
+from ..ir.graphs import ancestors, name_of, named_arguments
 from ..ir.lazy import lazy_module
 from ..ir.request import LossReduction
 from ..ir.user_line import line_of
@@ -45,17 +45,8 @@ def labels_decide(gm: fx.GraphModule) -> bool:
 
 def _handed_in(node: fx.Node) -> bool:
     """Whether a value comes of inputs that are tensors."""
-    seen, queue = set[fx.Node](), [node]
-    while queue:
-        node = queue.pop()
-        if node in seen:
-            continue
-        seen.add(node)
-        queue += node.all_input_nodes
-        tensor = isinstance(node.meta.get("example_value"), Tensor)
-        if node.op == "placeholder" and tensor:
-            return True
-    return False
+    inputs = (n for n in ancestors([node]) if n.op == "placeholder")
+    return any(isinstance(n.meta.get("example_value"), Tensor) for n in inputs)
 
 
 def part_means(gm: fx.GraphModule, whole: bool = False) -> fx.GraphModule:
@@ -131,10 +122,6 @@ class Whole:
         written: what the node writes into. drawn: whether it draws random numbers.
         """
         if drawn or any(read not in self._early for read in node.all_input_nodes):
-            touched = set(map(storage, written))
-            for early, held in list(self._early.items()):
-                if isinstance(held, Tensor) and storage(held) in touched:
-                    del self._early[early]
             return False
         self._early[node] = value
         if not isinstance(value, Tensor) or written:
