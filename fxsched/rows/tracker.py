@@ -110,10 +110,13 @@ class Tracker:
 
     def see(self, func: Any, args: Sequence[Any], kwargs: Any, out: Any) -> None:
         """Notes the rows of an operation's result."""
+        call, rule = self.call(func, args, kwargs, out), rule_of(func)
         results = list(tensors(out))
+        if rule is None:
+            targets = tensors(_targets(call))
+            results += [t for t in targets if all(t is not each for each in results)]
         if not results:
             return
-        call, rule = self.call(func, args, kwargs, out), rule_of(func)
         if rule is None:
             operands = [self.of(tensor) for tensor in call.tensors()]
             shared = all(rows.kind is Kind.SHARED for rows in operands)
@@ -334,6 +337,14 @@ def _counts_rows(node: fx.Node) -> bool:
     call = named_arguments(node)
     counts = name_of(node.target) == "arange"
     return counts and (call.get("start", 0), call.get("step", 1)) == (0, 1)
+
+
+def _targets(call: OpCall) -> list[Any]:
+    """What an operation writes into, by its schema."""
+    if not is_mutable(call.func):
+        return []
+    infos = {each.name: each.alias_info for each in call.func._schema.arguments}
+    return [call.get(name) for name, info in infos.items() if info and info.is_write]
 
 
 def _cause(effect: Effect, node: fx.Node) -> Cause:
