@@ -9,9 +9,10 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import fxsched
-from fxsched import schedules
+from fxsched import PlanError, schedules
 
 
 def rows_and_columns(m: Any, h: Tensor) -> Tensor:
@@ -119,3 +120,16 @@ def test_writes_are_eagers(use: Callable[[Any, Tensor], Tensor]) -> None:
     torch.testing.assert_close(dict(model.named_buffers()), dict(eager.named_buffers()))
     for mine, its in zip(model.parameters(), eager.parameters(), strict=True):
         torch.testing.assert_close(mine.grad, its.grad)
+
+
+class Recomputed(Model):
+    def forward(self, x: Tensor) -> Tensor:
+        return checkpoint(super().forward, x, use_reentrant=False)
+
+
+def test_state_written_in_a_checkpoint_is_refused() -> None:
+    torch._dynamo.reset()
+    model = Recomputed(unused)
+    step = torch.compile(model, backend=fxsched.backend(schedules.gpipe(2, 3)))
+    with pytest.raises(PlanError, match=r"inside torch.utils.checkpoint at\n.*copy_"):
+        step(torch.randn(6, 4))

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.autograd import Function
 
 import fxsched
-from fxsched import PlanError, schedules
+from fxsched import schedules
 from fxsched.rows.own_backward import own_name
 
 from .test_rows import rows_of

@@ -21,8 +21,8 @@ from ..ir.lazy import lazy_module
 from ..ir.user_line import line_of
 from ..jobs.job import PlanError
 from ..rows.kinds import Cause
-from .functional import COUNT
 from .graph_inputs import origin_of
+from .returned_state import COUNT
 
 Norms = Literal["microbatch", "parts", "whole"]
 ONCE = "once"  # key of node.meta: runs for the whole batch alone

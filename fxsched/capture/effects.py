@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import fx
 
 from ..ir.graphs import is_mutable, name_of, named_arguments
+from ..jobs.job import PlanError
+from .refusals import where_of
 
 NORMS = {"batch_norm": "training", "instance_norm": "use_input_stats"}
 STATISTICS = ("running_mean", "running_var")
@@ -28,18 +29,31 @@ def targets_of(node: fx.Node) -> dict[str, Any]:
     }
 
 
+def written_by(node: fx.Node) -> list[fx.Node]:
+    """What a node writes into, by its schema."""
+    found: list[fx.Node] = []
+    fx.map_arg(list(targets_of(node).values()), found.append)
+    return found
+
+
 def statistics_of(node: fx.Node) -> list[fx.Node]:
-    """The running mean and variance that a normalization in training moves, which its
-    schema doesn't say."""
-    if node.op != "call_function" or name_of(node.target) not in NORMS:
+    """The running statistics that a normalization in training moves, which its schema
+    doesn't say."""
+    name = name_of(node.target)
+    if name == "learn":
+        return [n for n in node.args[:3] if isinstance(n, fx.Node)]
+    if node.op != "call_function" or name not in NORMS:
         return []
     named = named_arguments(node)
-    moves = named[NORMS[name_of(node.target)]]
-    return [named[name] for name in STATISTICS if moves and named[name] is not None]
+    moved = [named[each] for each in STATISTICS if named[each] is not None]
+    return moved if named[NORMS[name]] else []
 
 
-def nodes_in(value: Any) -> Iterator[fx.Node]:
-    """The nodes among an argument's values."""
-    found: list[fx.Node] = []
-    fx.map_arg(value, found.append)
-    yield from found
+def refuse_recomputed(node: fx.Node) -> None:
+    """Raises PlanError for a node in a checkpoint that writes into a buffer."""
+    if "recompute" in node.meta:
+        raise PlanError(
+            f"a buffer is written inside torch.utils.checkpoint{where_of(node)}\n"
+            "eager writes it twice, in F and as B computes it again; move what "
+            "writes it (such as BatchNorm in training) out of the checkpoint"
+        )

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import operator
 from collections import Counter
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -25,11 +25,8 @@ from ..ir.graphs import is_view, named_arguments, storage, tensors
 from ..ir.lazy import lazy_module
 from ..ir.regions import Regions
 from ..ir.written import gives_one, written
-from .effects import nodes_in, statistics_of, targets_of
-from .graph_inputs import origin_of, placeholders
-from .returns import Returned
+from .effects import targets_of, written_by
 
-COUNT = "num_batches_tracked"
 aten = torch.ops.aten
 COPY = aten.copy_.default
 SET_GRADIENTS: Any = torch._C._set_grad_enabled
@@ -37,7 +34,7 @@ SET_GRADIENTS: Any = torch._C._set_grad_enabled
 
 def without_writes(gm: fx.GraphModule) -> fx.GraphModule:
     """The graph, as the file says; itself if it writes nothing."""
-    return _Functional(gm).run() if any(map(targets_of, gm.graph.nodes)) else gm
+    return _Functional(gm).run() if any(map(written_by, gm.graph.nodes)) else gm
 
 
 class _Functional:
@@ -67,7 +64,7 @@ class _Functional:
                 self.gradients[node] = torch.is_grad_enabled()
                 if node.op == "output":
                     self._finish(node)
-                elif targets_of(node) and not _is_alone(node):
+                elif written_by(node) and not _is_alone(node):
                     self._write(node)
                 else:
                     self._copy(node)
@@ -93,7 +90,7 @@ class _Functional:
         if node.op == "call_function":
             reads = node.all_input_nodes[: 1 if _is_step(node) else None]
         for read in reads:
-            alike = _is_step(node) or _spec_of(read) == _spec_of(node)
+            alike = _is_step(node) or _spec(_value(read)) == _spec(_value(node))
             if alike and not memory.isdisjoint(_memory(read)):
                 return read
         return None
@@ -113,10 +110,10 @@ class _Functional:
         """A node's new one, of what memory is now."""
         number = self.versions[self._root(node)]
         if self.made.get(node, 0) != number:
-            again = self._again if node not in self.same else self._latest
-            self.new[node] = again(
-                node if node not in self.same else self.parents[node]
-            )
+            if node in self.same:
+                self.new[node] = self._latest(self.parents[node])
+            else:
+                self.new[node] = self._again(node)
             self.made[node] = number
         return self.new[node]
 
@@ -148,12 +145,14 @@ class _Functional:
 
     def _write(self, node: fx.Node) -> None:
         """Makes new versions of what a node writes into."""
-        targets = list(nodes_in(list(targets_of(node).values())))
+        targets = written_by(node)
         plain = self._out_of_place(node, targets[0])
         versions = self._written(node, targets) if plain is None else [plain]
         for target, version in zip(targets, versions, strict=True):
             root = self._root(target)
-            self.new[root], self.last[root] = version, node
+            before = self.last.get(root, node)  # in a checkpoint it is refused
+            self.last[root] = before if "recompute" in before.meta else node
+            self.new[root] = version
             self.versions[root] += 1
             self.made[root] = self.versions[root]
         if node not in self.new:
@@ -171,9 +170,9 @@ class _Functional:
             source: Any = node.args[1]
             return self._latest(source) if is_version(source, root) else None
         twin = _twin(node.target)
-        args, kwargs = fx.map_arg(given, lambda n: n.meta["example_value"])
+        args, kwargs = fx.map_arg(given, _value)
         value = twin(*args, **kwargs) if twin else None
-        if _spec(value) != _spec(root.meta["example_value"]):
+        if _spec(value) != _spec(_value(root)):
             return None
         args, kwargs = fx.map_arg(given, self._latest)
         return self._added(node, twin, args, value, kwargs)
@@ -185,11 +184,11 @@ class _Functional:
         rest = fx.map_arg(rest, self._latest)
         roots = fx.map_arg(into, lambda n: self._latest(self._root(n)))
         paths = fx.map_arg(into, self._path)
-        examples = [self._root(n).meta["example_value"].clone() for n in targets]
+        examples = [_value(self._root(n)).clone() for n in targets]
         args = node.target, {**rest, **roots}, paths
         if gives_one(node.target, paths):
             return [self._added(node, written, args, examples[0])]
-        every = (node.meta["example_value"], *examples)
+        every = (_value(node), *examples)
         new = self._added(node, written, args, every)
         items = [
             self._added(node, operator.getitem, (new, i), value)
@@ -223,10 +222,10 @@ class _Functional:
 
     def _keep(self, root: fx.Node) -> fx.Node:
         """Writes the last version of an input into it."""
-        like, args = self.last[root], (self.inputs[root], self.new[root])
-        self._set_gradients(True, not _requires_grad(root), like)
-        new = self._added(like, COPY, args, root.meta["example_value"])
-        self._set_gradients(not _requires_grad(root), True, like)
+        like, gradients = self.last[root], not is_weight(root)
+        self._set_gradients(True, gradients, like)
+        new = self._added(like, COPY, (self.inputs[root], self.new[root]), _value(root))
+        self._set_gradients(gradients, True, like)
         return new
 
 
@@ -240,7 +239,7 @@ def _twin(target: Any) -> OpOverload | None:
 
 def _is_alone(node: fx.Node) -> bool:
     """Whether a write is all that happens to an input."""
-    targets = list(nodes_in(list(targets_of(node).values())))
+    targets = written_by(node)
     inputs = targets[0].op == "placeholder" and not is_weight(targets[0])
     return inputs and len(targets) == 1 == len(targets[0].users) and not node.users
 
@@ -249,8 +248,12 @@ def _is_step(node: fx.Node) -> bool:
     return node.target is operator.getitem or is_view(node.target)
 
 
+def _value(node: fx.Node) -> Any:
+    return node.meta.get("example_value")
+
+
 def _memory(node: fx.Node) -> set[int]:
-    return set(map(storage, tensors(node.meta.get("example_value"))))
+    return set(map(storage, tensors(_value(node))))
 
 
 def _spec(value: Any) -> str:
@@ -258,10 +261,6 @@ def _spec(value: Any) -> str:
     if not isinstance(value, Tensor):
         return ""
     return f"{value.dtype} {value.shape} {value.stride()} {value.storage_offset()}"
-
-
-def _spec_of(node: fx.Node) -> str:
-    return _spec(node.meta.get("example_value"))
 
 
 def is_version(value: Any, state: fx.Node) -> bool:
@@ -272,77 +271,10 @@ def is_version(value: Any, state: fx.Node) -> bool:
     if not isinstance(value, fx.Node) or value.op != "call_function":
         return False
     read = state.op != "placeholder" or len(state.users) > 1
-    return read and _spec_of(value) == _spec_of(state)
+    return read and _spec(_value(value)) == _spec(_value(state))
 
 
 def is_weight(node: fx.Node) -> bool:
     """Whether an input is a parameter, or trained."""
-    parameter = isinstance(node.meta.get("example_value"), nn.Parameter)
-    return parameter or _requires_grad(node)
-
-
-def _requires_grad(node: fx.Node) -> bool:
-    return bool(getattr(node.meta.get("example_value"), "requires_grad", False))
-
-
-def written_state(gm: fx.GraphModule, inputs: Sequence[Any]) -> set[int]:
-    """The positions of inputs that are state and written, but for weights that are
-    trained and the statistics of normalizations."""
-    nodes = placeholders(gm)
-    index = {node: i for i, node in enumerate(nodes)}
-    moved = [origin_of(n).name for node in gm.graph.nodes for n in statistics_of(node)]
-    learned = {f"{name.removesuffix('running_mean')}{COUNT}" for name in moved}
-    return {
-        index[n]
-        for node in gm.graph.nodes
-        for n in targets_of(node).values()
-        if n in index
-        and origin_of(n).name not in learned
-        and not origin_of(n).argument
-        and not inputs[index[n]].requires_grad
-    }
-
-
-def return_state(gm: fx.GraphModule, states: Collection[int]) -> fx.GraphModule:
-    """A copy that returns the last versions of inputs and does not write into them;
-    gm.meta["returns"] says which outputs they are.
-
-    before: m_1 = lerp(m, z, 0.1); m.copy_(m_1); return y
-    after:  m_1 = lerp(m, z, 0.1); return y, m_1
-    """
-    graph, new = fx.Graph(), dict[fx.Node, Any]()
-    index = {n: i for i, n in enumerate(placeholders(gm)) if i in states}
-    kept: dict[int, fx.Node] = {}  # what writes, by the input's position
-    for node in gm.graph.nodes:
-        written_into = [n for n in targets_of(node).values() if n in index]
-        if written_into:
-            kept[index[written_into[0]]] = node
-            new[node] = _version(graph, node, new)
-        elif node.op != "output":
-            new[node] = graph.node_copy(node, new.__getitem__)
-    old: Any = gm.graph.output_node().args[0]
-    returns, results = list(gm.meta["returns"]), list(old)
-    for position, node in sorted(kept.items()):
-        same = [i for i, each in enumerate(old) if each is node]
-        for i in same:
-            returns[i] = returns[i]._replace(version=position)
-        if not same:
-            results.append(node)
-            name = origin_of(placeholders(gm)[position]).name
-            returns.append(Returned(None, (name,), (), position, kept=True))
-    output = graph.output(fx.map_arg(tuple(results), new.__getitem__))
-    output.meta = dict(gm.graph.output_node().meta)
-    result = lazy_module(gm, graph)
-    result.meta.update(gm.meta, returns=tuple(returns))
-    return result
-
-
-def _version(graph: fx.Graph, node: fx.Node, new: dict[fx.Node, Any]) -> Any:
-    """What an input is after a node has written into it."""
-    if node.target is COPY and is_version(node.args[1], node.all_input_nodes[0]):
-        return new[node.all_input_nodes[1]]
-    call = fx.map_arg(named_arguments(node), new.__getitem__)
-    args: Any = node.target, call, {name: [] for name in targets_of(node)}
-    version = graph.call_function(written, args)
-    version.meta = dict(node.meta)
-    return version
+    value = _value(node)
+    return isinstance(value, nn.Parameter) or bool(getattr(value, "requires_grad", 0))

@@ -22,7 +22,8 @@ def refuse_kept_totals(trace: Microbatch) -> None:
     """Raises PlanError where state becomes what it was and such a total."""
     if not isinstance(trace, WeightedMicrobatch) or not trace.totals:
         return
-    totals, state = set(trace.totals), set(trace.graph.find_nodes(op="placeholder"))
+    totals = set(trace.totals.values())
+    state = set(trace.graph.find_nodes(op="placeholder"))
     state -= {n for n in state if n.meta["role"] is Role.BATCH} | totals
     kept = {node: node.all_input_nodes for node in trace.graph.nodes}
     kept = {node: reads for node, reads in kept.items() if node.meta.get("mutates")}

@@ -32,10 +32,9 @@ from ..rows.own_backward import own_backward
 from ..rows.tracker import Tracker
 from .autograd_costs import AutogradCosts
 from .batch import Batch
-from .batch_norms import learn
-from .effects import nodes_in, statistics_of, targets_of
+from .effects import refuse_recomputed, statistics_of, written_by
 from .graph_inputs import origin_of
-from .refusals import refused, where_of
+from .refusals import refused
 from .whole_sizes import has_sizes, stand_ins
 
 
@@ -105,7 +104,7 @@ class Microbatch:
             elif node.op != "output":
                 self.call(node)
 
-    def note_input(self, node: fx.Node, value: Any) -> None:
+    def note_input(self, node: fx.Node) -> None:
         """An input, a number or a constant of the call."""
 
     def totals_text(self) -> str:
@@ -134,7 +133,7 @@ class Microbatch:
             # a size argument: the batch size becomes the microbatch size
             size = self.batch.size(node.meta.get("example_value"), value)
             self.values[node] = self.new[node] = size
-            self.note_input(node, value)
+            self.note_input(node)
             return
         name, role = origin_of(node).name, self._role(node, value, index)
         if role is not Role.BATCH:
@@ -154,7 +153,7 @@ class Microbatch:
             fake = spec.empty().requires_grad_(value.requires_grad)
         self.put_input(node, new, fake)
         if role in (Role.BATCH, Role.SHARED):
-            self.note_input(node, fake)
+            self.note_input(node)
         if role is Role.BATCH and self.batch.microbatches > 1:
             self.tracker.put(fake, Rows(Kind.APART, self.batch.dims[index]))
 
@@ -186,7 +185,7 @@ class Microbatch:
         if isinstance(value, Tensor):
             self.values[node] = new.meta["val"] = self.mode.from_tensor(value)
             if not value.requires_grad:
-                self.note_input(node, self.values[node])
+                self.note_input(node)
 
     def call(self, node: fx.Node) -> None:
         """Runs a node, and copies it if it gives tensors or writes into them."""
@@ -201,17 +200,15 @@ class Microbatch:
             self._follow_backward(self.tracker, node, args, kwargs, value)
         self.tracker.settle(node, value)
         region = is_region(node)
-        learned = list(
-            nodes_in(node.args[:3]) if node.target is learn else statistics_of(node)
-        )
-        into = [*nodes_in(list(targets_of(node).values())), *learned]
+        learned = statistics_of(node)
+        into = [*written_by(node), *learned]
         written = tuple(tensors([self.values[n] for n in into]))
         if not (region or written or list(tensors(value))):
             self.new[node] = value
             return
         recomputed = {k: node.meta[k] for k in ("recompute",) if k in node.meta}
-        if recomputed:
-            self._refuse_writes(node, written)
+        if not self._costs.resident.isdisjoint(map(storage, written)):
+            refuse_recomputed(node)
         flops, _, seconds = effects.total
         backward = 0.0
         if not region and fits:
@@ -240,15 +237,6 @@ class Microbatch:
         """Whether drawn tensors are to be the same in all of several microbatches."""
         shared = (self.tracker.of(t).kind is Kind.SHARED for t in tensors(value))
         return self.batch.microbatches > 1 and all(shared)
-
-    def _refuse_writes(self, node: fx.Node, written: Sequence[Tensor]) -> None:
-        """Raises PlanError for a node in a checkpoint that writes into a buffer."""
-        if any(storage(t) in self._costs.resident for t in written):
-            raise PlanError(
-                f"a buffer is written inside torch.utils.checkpoint{where_of(node)}\n"
-                "eager writes it twice, in F and as B computes it again; move what "
-                "writes it (such as BatchNorm in training) out of the checkpoint"
-            )
 
     def _value(self, node: fx.Node, args: Any, kwargs: Any) -> _Value:
         """Runs a node; where it doesn't go with the size of a microbatch, and the whole

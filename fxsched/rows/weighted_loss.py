@@ -25,7 +25,6 @@ from ..ir.request import LossReduction
 from ..ir.user_line import line_of
 from ..jobs.job import PlanError
 from .kinds import Kind, Rows
-from .tracker import Tracker
 
 aten = torch.ops.aten
 MEANS = ("cross_entropy_loss", "nll_loss_nd", "nll_loss", "nll_loss2d")  # over labels
@@ -96,40 +95,6 @@ def _parted(graph: fx.Graph, node: fx.Node, whole: bool) -> fx.Node:
     mask = added(aten.ne.Scalar, ignored, labels.meta["example_value"])
     count = added(aten.sum.default, (mask,), example)
     return added(aten.div.Tensor, (node, count), example)
-
-
-class Whole:
-    """Finds what the whole batch's inputs decide, while a microbatch is traced.
-
-    nodes: of Dynamo's graph, whose values become inputs of the traced graph.
-    """
-
-    def __init__(self, tracker: Tracker) -> None:
-        self.tracker = tracker
-        self.nodes: list[fx.Node] = []
-        self._early: dict[fx.Node, Any] = {}  # values that depend on inputs alone
-
-    def note_input(self, node: fx.Node, value: Any) -> None:
-        """An input or a number of the call."""
-        self._early[node] = value
-
-    def decides(
-        self, node: fx.Node, value: Any, written: Sequence[Tensor], drawn: bool
-    ) -> bool:
-        """Whether a node's value is to be computed for the whole batch beforehand: it
-        reduces the batch, and depends on inputs alone.
-
-        written: what the node writes into. drawn: whether it draws random numbers.
-        """
-        if drawn or any(read not in self._early for read in node.all_input_nodes):
-            return False
-        self._early[node] = value
-        if not isinstance(value, Tensor) or written:
-            return False
-        if not self.tracker.of(value).reduced:
-            return False
-        self.nodes.append(node)
-        return True
 
 
 def parts_of_sum(node: fx.Node, rows: Sequence[Rows | None]) -> list[int]:
