@@ -217,8 +217,7 @@ class _Functional:
         for node in results:
             if self._is_root(node):
                 results[node] = written.get(self._root(node), results[node])
-        new = self.graph.node_copy(output, results.__getitem__)
-        new.meta = dict(output.meta)
+        self.graph.node_copy(output, results.__getitem__)
 
     def _keep(self, root: fx.Node) -> fx.Node:
         """Writes the last version of an input into it."""
