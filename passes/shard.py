@@ -21,7 +21,6 @@ from ..partition.planner import fastest, predict
 from ..sharding.attention import open_attention
 from ..sharding.choice import choose_regions
 from ..sharding.grower import Grower
-from ..sharding.in_place import open_writes
 from ..sharding.named import named_region
 from ..sharding.nodes import in_flow, where
 from ..sharding.own_rows import RowFollower
@@ -60,7 +59,6 @@ def shard_stages(gm: fx.GraphModule, request: Request) -> fx.GraphModule:
         return gm
     _drop_dead(gm.graph)
     model, (gm, inside) = gm, open_attention(gm)
-    gm, writes = open_writes(gm)
     grower = Grower(gm, RowFollower(gm, schedule.shards), _kept_whole(gm, request))
     ways = [
         _Way.of(region, Rewriter(grower, each, request), schedule)
@@ -81,7 +79,8 @@ def shard_stages(gm: fx.GraphModule, request: Request) -> fx.GraphModule:
     )
     whole = lazy_module(gm, best.graph, "Shards")
     whole.meta[FACTS] = known
-    try_shards(model, whole, _through((writes, inside), best.rewriter.joined))
+    joined = best.rewriter.joined.items()
+    try_shards(model, whole, {inside[n]: new for n, new in joined if n in inside})
     return whole
 
 
@@ -153,15 +152,6 @@ def _fastest(ways: Sequence[_Way], request: Request) -> _Way:
         choices.append(choice._replace(seconds=choice.seconds + JOB * jobs))
     within = fastest(choices, request.memory_limit)
     return ways[choices.index(within)]
-
-
-def _through(
-    origins: Sequence[Mapping[fx.Node, fx.Node]], new: Mapping[fx.Node, fx.Node]
-) -> dict[fx.Node, fx.Node]:
-    """What is there for nodes, by what these were before others were written out."""
-    for each in origins:
-        new = {each[node]: value for node, value in new.items() if node in each}
-    return dict(new)
 
 
 def _kept_whole(gm: fx.GraphModule, request: Request) -> set[int]:

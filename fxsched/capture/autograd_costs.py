@@ -13,7 +13,6 @@ from torch._subclasses import FakeTensorMode
 
 from ..costmodel.costs import Meter, backward_of
 from ..ir.graphs import Spec, storage, tensors
-from .effects import holds_tensor
 
 
 class AutogradCosts:
@@ -59,7 +58,7 @@ class AutogradCosts:
         ]
         constants = fx.map_arg(
             (node.args, node.kwargs),
-            lambda n: None if holds_tensor(values[n]) else values[n],
+            lambda n: None if list(tensors(values[n])) else values[n],
         )
         key = f"{node.op} {node.target} {id(node.target)} {shapes} {constants}"
         if key not in self._seconds:

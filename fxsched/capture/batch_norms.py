@@ -22,12 +22,12 @@ from ..ir.user_line import line_of
 from ..jobs.job import PlanError
 from ..rows.kinds import Cause
 from .graph_inputs import origin_of
+from .returned_state import COUNT
 
 Norms = Literal["microbatch", "parts", "whole"]
 ONCE = "once"  # key of node.meta: runs for the whole batch alone
 NORM = "norm"  # ... a BatchNorm that does, and what lies around it with it
 COUNTS = "counts"  # of what adds to a count, which `learn` does too
-COUNT = "num_batches_tracked"
 aten = torch.ops.aten
 
 
@@ -72,8 +72,11 @@ def whole_batch_norms(gm: fx.GraphModule, norms: Norms) -> fx.GraphModule:
     graph = fx.Graph()
     new: dict[fx.Node, fx.Node] = {}
     count = 0
+    counting = set[fx.Node]().union(*map(_counting, gm.graph.nodes))
     for node in gm.graph.nodes:
         new[node] = graph.node_copy(node, new.__getitem__)
+        if node in counting:
+            new[node].meta.update({COUNTS: True, ONCE: True})
         norm = _norm(new[node])
         if norm is None or not norm.training:
             continue
@@ -83,10 +86,11 @@ def whole_batch_norms(gm: fx.GraphModule, norms: Norms) -> fx.GraphModule:
             new[node] = _written_out(graph, new[node], norm)
             continue
         new[node].meta.update({NORM: True, ONCE: True})
-        if norm.running_mean is not None:
-            _count(norm.running_mean)
-    for node in [n for n in graph.nodes if n.target is learn or NORM in n.meta]:
-        _settle_state(node)
+    for node in reversed(graph.nodes):
+        if node.target is learn or NORM in node.meta:
+            _refuse_reads(node)
+        if norms == "parts" and COUNTS in node.meta:
+            graph.erase_node(node)
     result = lazy_module(gm, graph)
     result.meta.update(gm.meta, norms=count)
     return result
@@ -143,7 +147,9 @@ def _written_out(graph: fx.Graph, node: fx.Node, norm: _Norm) -> fx.Node:
     apart = added(aten.sub.Tensor, norm.input, mean)
     var = added(aten.mean.dim, added(aten.square.default, apart), dims, True)
     if norm.running_mean is not None:
-        state = norm.running_mean, norm.running_var, _count(norm.running_mean)
+        count = _count_beside(norm.running_mean)
+        counted = count is not None and any(COUNTS in n.meta for n in count.users)
+        state = norm.running_mean, norm.running_var, count if counted else None
         numbers = added(aten.sym_numel.default, norm.input)
         args = (*state, mean, var, numbers, norm.momentum)
         update = graph.call_function(learn, args)
@@ -168,14 +174,18 @@ def _refuse_momentum(node: fx.Node, norm: _Norm) -> None:
         )
 
 
-def _count(mean: fx.Node) -> fx.Node | None:
-    """The count of calls, if the model adds to it; what does is marked."""
-    state = _count_beside(mean)
-    users = state.users if state is not None else ()
-    adds = [n for n in users if name_of(n.target) == "add_" and COUNTS not in n.meta]
-    for add in adds:
-        add.meta[COUNTS] = add.meta[ONCE] = True
-    return state if adds else None
+def _counting(node: fx.Node) -> set[fx.Node]:
+    """What adds to a count of calls, if that is all that is done with it."""
+    norm = _norm(node)
+    mean = norm.running_mean if norm is not None and norm.training else None
+    state = _count_beside(mean) if mean is not None else None
+    adds, queue = set[fx.Node](), [] if state is None else [state]
+    while queue:
+        new = set(queue.pop().users) - adds
+        adds |= new
+        queue += new
+    plain = all(name_of(n.target) in ("add", "add_", "copy_") for n in adds)
+    return adds if plain else set()
 
 
 def _count_beside(mean: fx.Node) -> fx.Node | None:
@@ -184,23 +194,19 @@ def _count_beside(mean: fx.Node) -> fx.Node | None:
     return next((n for n in inputs if origin_of(n).name == prefix + COUNT), None)
 
 
-def _settle_state(norm: fx.Node) -> None:
-    """Erases what adds to a count that `learn` adds to. Raises PlanError where others
-    read what a norm writes: they would be in microbatches."""
-    states = norm.args[:3] if norm.target is learn else _state(norm)
-    for state in filter(None, states):
+def _refuse_reads(norm: fx.Node) -> None:
+    """Raises PlanError where others read what a norm writes: they would be in
+    microbatches."""
+    for state in filter(None, norm.args[:3] if norm.target is learn else _state(norm)):
         assert isinstance(state, fx.Node)
-        for user in list(state.users):
-            if user.target is learn or NORM in user.meta:
-                continue
-            if COUNTS not in user.meta or user.users:
+        for user in state.users:
+            known = user.target is learn or NORM in user.meta or COUNTS in user.meta
+            if not known:
                 raise PlanError(
                     f'batch_norm="batch": {origin_of(state).name} is read besides'
                     f"{line_of(user.meta.get('stack_trace'))}\n  read it after the "
                     'call, or write batch_norm="microbatch"'
                 )
-            if norm.target is learn:
-                norm.graph.erase_node(user)
 
 
 def _state(node: fx.Node) -> list[fx.Node | None]:

@@ -12,15 +12,15 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, fx, nn
+from torch import fx
 
-from ..ir.graphs import name_of
+from ..ir.graphs import ancestors
 from ..ir.lazy import lazy_module
-from .effects import writes_first
+from .functional import is_weight
 from .graph_inputs import placeholders
 
 EARLY = "early"  # gm.meta: the writes into weights
-DATA = "detach"
+COPY = torch.ops.aten.copy_.default
 
 
 class EarlyWrite(NamedTuple):
@@ -47,60 +47,23 @@ def take_early_writes(gm: fx.GraphModule) -> fx.GraphModule:
     What is written must come of that weight alone. Other writes stay, and are errors.
     """
     writes = []
-    written = {_source(n) for n in gm.graph.nodes if writes_first(n)}
     for i, weight in enumerate(placeholders(gm)):
-        example = weight.meta.get("example_value")
-        trained = isinstance(example, Tensor) and example.requires_grad
-        if weight in written and (trained or isinstance(example, nn.Parameter)):
-            nodes = _writing(gm, weight)
-            if nodes:
-                writes.append(EarlyWrite(i, _alone(gm, weight, nodes)))
-                for node in reversed(nodes):
-                    if not node.users:
-                        gm.graph.erase_node(node)
+        ends = [n for n in weight.users if n.target is COPY and n.args[0] is weight]
+        if ends and is_weight(weight):
+            nodes = sorted(ancestors(ends[0].all_input_nodes[1:]))
+            apart = all(n.op == "call_function" for n in nodes if n is not weight)
+            later = {user for n in nodes[:-1] for user in n.users} - {*nodes, *ends}
+            if apart and not later:
+                writes.append(EarlyWrite(i, _alone(gm, [*nodes, ends[0]])))
+                for node in (ends[0], *reversed(nodes[1:])):
+                    node.replace_all_uses_with(weight)
+                    gm.graph.erase_node(node)
     gm.meta[EARLY] = tuple(writes)
     return gm
 
 
-def _source(writer: fx.Node) -> Any:
-    """What a node writes into, or what that is the data of."""
-    target: Any = writer.args[0]
-    while isinstance(target, fx.Node) and name_of(target.target) == DATA:
-        target = target.args[0]
-    return target
-
-
-def _writing(gm: fx.GraphModule, weight: fx.Node) -> list[fx.Node]:
-    """The nodes that write into a weight, and what these need; none if others read it
-    before."""
-    nodes = list(gm.graph.nodes)
-    own, same, writes = {weight}, {weight}, list[fx.Node]()
-    for node in nodes:
-        reads = node.all_input_nodes
-        if not node.op.startswith("call") or not reads or not own.issuperset(reads):
-            continue
-        own.add(node)
-        if reads[0] in same and name_of(node.target) == DATA:
-            same.add(node)
-        if reads[0] in same and writes_first(node):
-            writes.append(node)
-    if not writes:
-        return []
-    needed = set(writes)
-    for node in reversed(nodes):
-        if node in own and not needed.isdisjoint(node.users):
-            needed.add(node)
-    until = nodes[: nodes.index(writes[-1])]
-    early = [n for n in until if n not in needed and own & set(n.all_input_nodes)]
-    late = [user for n in writes for user in n.users if user not in needed]
-    return [] if early or late else [n for n in nodes if n in needed - {weight}]
-
-
-def _alone(
-    gm: fx.GraphModule, weight: fx.Node, nodes: Sequence[fx.Node]
-) -> fx.GraphModule:
-    graph = fx.Graph()
-    new = {weight: graph.placeholder("weight")}
+def _alone(gm: fx.GraphModule, nodes: Sequence[fx.Node]) -> fx.GraphModule:
+    graph, new = fx.Graph(), dict[fx.Node, fx.Node]()
     for node in nodes:
         new[node] = graph.node_copy(node, new.__getitem__)
         new[node].meta = {}  # which has Dynamo's values

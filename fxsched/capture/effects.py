@@ -1,59 +1,59 @@
-"""What an operation writes into, beside what it takes."""
+"""What an operation writes into, by its schema."""
 
 from __future__ import annotations
 
-from functools import cache
 from typing import Any
 
-from torch import Tensor, fx
+import torch
+from torch import fx
 
-from ..costmodel.costs import Meter
-from ..ir.graphs import operation_name, tensors
-from ..rows.tracker import Tracker
+from ..ir.graphs import is_mutable, name_of, named_arguments
+from ..jobs.job import PlanError
+from .refusals import where_of
 
-BATCH_NORMS = ("native_batch_norm", "cudnn_batch_norm", "miopen_batch_norm")
-
-
-class EffectMeter(Meter):  # type: ignore[no-untyped-call]
-    """Counts what operations take, and notes what they write into."""
-
-    def __init__(self, tracker: Tracker) -> None:
-        super().__init__()
-        self.written: list[Tensor] = []
-        self.tracker = tracker
-        self.learned: list[Tensor] = []  # of these, running statistics
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
-        for position, name in _written(func):
-            self.written += tensors(args[position : position + 1])
-            self.written += tensors((kwargs or {}).get(name))
-        # their schemas do not say that running statistics are written in training
-        if operation_name(func).removeprefix("aten::") in BATCH_NORMS and args[5]:
-            self.learned += [*tensors(args[3]), *tensors(args[4])]
-            self.written += self.learned
-        out = super().__torch_dispatch__(func, types, args, kwargs)
-        self.tracker.see(func, args, kwargs or {}, out)
-        return out
+NORMS = {"batch_norm": "training", "instance_norm": "use_input_stats"}
+STATISTICS = ("running_mean", "running_var")
 
 
-@cache
-def _written(func: Any) -> tuple[tuple[int, str], ...]:
-    """The arguments that an operation writes into."""
-    schema = getattr(func, "_schema", None)
-    return tuple(
-        (i, argument.name)
-        for i, argument in enumerate(schema.arguments if schema else ())
-        if argument.alias_info is not None and argument.alias_info.is_write
-    )
+def targets_of(node: fx.Node) -> dict[str, Any]:
+    """What a node writes into, by the argument's name: nodes, and lists of them."""
+    target: Any = node.target
+    if not is_mutable(target) or torch.Tag.inplace_view in target.tags:
+        return {}
+    named = named_arguments(node)
+    return {
+        each.name: named[each.name]
+        for each in target._schema.arguments
+        if each.alias_info is not None and each.alias_info.is_write
+        if named[each.name] is not None
+    }
 
 
-def writes_first(node: fx.Node) -> bool:
-    """Whether a node writes into its first argument."""
-    return 0 in [position for position, _ in _written(node.target)]
+def written_by(node: fx.Node) -> list[fx.Node]:
+    """What a node writes into, by its schema."""
+    found: list[fx.Node] = []
+    fx.map_arg(list(targets_of(node).values()), found.append)
+    return found
 
 
-def holds_tensor(value: object) -> bool:
-    """Whether a value is a tensor, or a list or tuple with one in it."""
-    return any(True for _ in tensors(value))
+def statistics_of(node: fx.Node) -> list[fx.Node]:
+    """The running statistics that a normalization in training moves, which its schema
+    doesn't say."""
+    name = name_of(node.target)
+    if name == "learn":
+        return [n for n in node.args[:3] if isinstance(n, fx.Node)]
+    if node.op != "call_function" or name not in NORMS:
+        return []
+    named = named_arguments(node)
+    moved = [named[each] for each in STATISTICS if named[each] is not None]
+    return moved if named[NORMS[name]] else []
+
+
+def refuse_recomputed(node: fx.Node) -> None:
+    """Raises PlanError for a node in a checkpoint that writes into a buffer."""
+    if "recompute" in node.meta:
+        raise PlanError(
+            f"a buffer is written inside torch.utils.checkpoint{where_of(node)}\n"
+            "eager writes it twice, in F and as B computes it again; move what "
+            "writes it (such as BatchNorm in training) out of the checkpoint"
+        )

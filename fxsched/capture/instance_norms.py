@@ -1,7 +1,7 @@
-"""Running statistics of InstanceNorm as an operation beside it.
+"""Running statistics of InstanceNorm as operations beside it.
 
 before: y = instance_norm(x, w, b, mean, var, True, 0.1, 1e-5, True)
-after:  learn_instances(mean, var, x, 0.1)
+after:  mean.copy_(moved_mean(mean, x, 0.1)); var.copy_(moved_var(var, x, 0.1))
         y = instance_norm(x, w, b, None, None, True, 0.1, 1e-5, True)
 """
 
@@ -12,19 +12,25 @@ from torch import Tensor, fx
 
 from ..ir.graphs import name_of, named_arguments
 from ..ir.lazy import lazy_module
+from .effects import statistics_of
+from .functional import without_writes
 
-INSTANCE_NORM = "instance_norm"
 
+def moved_mean(mean: Tensor, x: Tensor, momentum: float) -> Tensor:
+    """A running mean [channels], moved towards that of means of instances.
 
-def learn_instances(mean: Tensor, var: Tensor, x: Tensor, momentum: float) -> None:
-    """Moves running statistics towards the means of those of instances.
-
-    x: [batch, channels, ..]. mean, var: [channels]; the variance is the unbiased one.
+    x: [batch, channels, ..].
     """
     with torch.no_grad():
-        each = x.flatten(2)
-        mean.mul_(1 - momentum).add_(each.mean(2).mean(0), alpha=momentum)
-        var.mul_(1 - momentum).add_(each.var(2).mean(0), alpha=momentum)
+        new = x.flatten(2).mean(2).mean(0)
+        return mean.mul(1 - momentum).add(new, alpha=momentum)
+
+
+def moved_var(var: Tensor, x: Tensor, momentum: float) -> Tensor:
+    """The same of their unbiased variances."""
+    with torch.no_grad():
+        new = x.flatten(2).var(2).mean(0)
+        return var.mul(1 - momentum).add(new, alpha=momentum)
 
 
 def part_statistics(gm: fx.GraphModule) -> fx.GraphModule:
@@ -37,21 +43,25 @@ def part_statistics(gm: fx.GraphModule) -> fx.GraphModule:
         copy = new[node] = graph.node_copy(node, new.__getitem__)
         if _learns(copy):
             named = named_arguments(copy)
-            read = ("running_mean", "running_var", "input", "momentum")
-            args = tuple(named[name] for name in read)
             with graph.inserting_before(copy):
-                learn = graph.call_function(learn_instances, args)
-            learn.meta.update(node.meta, example_value=None)
-            named.update(running_mean=None, running_var=None)
+                for name, moved in MOVED.items():
+                    args = named[name], named["input"], named["momentum"]
+                    value = graph.call_function(moved, args)
+                    write = graph.call_function(COPY, (named[name], value))
+                    for each in (value, write):
+                        each.meta = {**node.meta}
+                        each.meta["example_value"] = named[name].meta["example_value"]
+            named.update(dict.fromkeys(MOVED))
             copy.args, copy.kwargs = tuple(named.values()), {}
     result = lazy_module(gm, graph)
     result.meta.update(gm.meta)
-    return result
+    return without_writes(result)
+
+
+MOVED = {"running_mean": moved_mean, "running_var": moved_var}
+COPY = torch.ops.aten.copy_.default
 
 
 def _learns(node: fx.Node) -> bool:
     """Whether a node is an InstanceNorm in training that keeps statistics."""
-    if name_of(node.target) != INSTANCE_NORM:
-        return False
-    named = named_arguments(node)
-    return named["running_mean"] is not None and bool(named["use_input_stats"])
+    return name_of(node.target) == "instance_norm" and bool(statistics_of(node))

@@ -21,7 +21,8 @@ from torch import Tensor, fx
 
 from ..costmodel.costs import Work, copied
 from ..ir import joint
-from ..ir.graphs import REPLICATED, Role, storage, tensors
+from ..ir.graphs import REPLICATED, Role, ancestors, storage
+from ..ir.regions import is_region
 from ..ir.user_line import line_of
 from ..jobs.job import PlanError
 from ..rows.around_norms import around_norms
@@ -29,7 +30,7 @@ from ..rows.domains import Domains
 from ..rows.kinds import Kind, Rows
 from ..rows.own_backward import own_name
 from .batch_norms import ONCE
-from .microbatch import VERSION, Microbatch, is_region
+from .microbatch import Microbatch
 from .row_versions import RowVersions, Version
 from .whole_batch import WholeBatch
 
@@ -61,8 +62,8 @@ def join_rows(
     once = any(ONCE in node.meta for node in trace.gm.graph.nodes)
     if trace.tracker.meets or numbers or once:
         joining = _Joining(trace, spread)
-        needed = not joining.needed(wanted).isdisjoint(joining.of_all)
-        if numbers or once or needed or joining.writes():
+        needed = not ancestors(wanted).isdisjoint(joining.of_all)
+        if numbers or once or needed:
             joining.run(wanted)
             return Joined(True, joining.spread)
     return NOTHING_JOINED
@@ -83,42 +84,12 @@ class _Joining:
             trace.values.get,
             self._flops,
             trace.rows_beside,
-            self._written,
             around,
         )
         self.joint = self.domains.joint()
         self.of_all = [*self.joint, *self.domains.whole]  # need the whole batch
-        self.writers: dict[int, list[fx.Node]] = {}  # of microbatches, by storage
-        for node in nodes:
-            for where in set(map(storage, self._written(node))):
-                self.writers.setdefault(where, []).append(node)
         self.new: dict[fx.Node, Any] = {}  # of the whole batch
-        # of a microbatch, of joint values, and after which writes into these
-        self.parts: dict[tuple[fx.Node, fx.Node | None], fx.Node] = {}
-
-    def writes(self) -> bool:
-        """Whether what runs on all rows writes into something."""
-        new = map(self.trace.new.get, self.joint)
-        return any(isinstance(n, fx.Node) and n.meta["mutates"] for n in new)
-
-    def needed(self, outputs: Sequence[fx.Node]) -> set[fx.Node]:
-        """These nodes, all that they come from, and what writes into that."""
-        needed, queue = set[fx.Node](), list(outputs)
-        while queue:
-            node = queue.pop()
-            if node not in needed:
-                needed.add(node)
-                queue += node.all_input_nodes
-                for each in tensors(self.trace.values[node]):
-                    queue += self.writers.get(storage(each), ())
-        return needed
-
-    def _written(self, node: fx.Node) -> Sequence[Tensor]:
-        new = self.trace.new[node]
-        written: Sequence[Tensor] = ()
-        if isinstance(new, fx.Node):
-            written = new.meta.get("mutates", ())
-        return written
+        self.parts: dict[fx.Node, fx.Node] = {}  # of a microbatch, of joint values
 
     def run(self, outputs: Sequence[fx.Node]) -> None:
         """Adds the nodes that the outputs need."""
@@ -132,7 +103,7 @@ class _Joining:
         for node in self.domains.nodes:
             if node not in self.joint:
                 self._read_parts(node)
-            elif not self.wants_spread or self._writes(node):
+            elif not self.wants_spread or ONCE in node.meta:
                 self._of_whole(node)
         final = self._finals(outputs)
         self.versions.drop_unused({version.new for version in final.values()})
@@ -140,11 +111,6 @@ class _Joining:
             self._drop(node)
         for node, version in final.items():
             trace.new[node], trace.values[node] = version
-
-    def _writes(self, node: fx.Node) -> bool:
-        """Whether a node writes, on all rows; what gives a number doesn't."""
-        new = self.whole.new[node]
-        return isinstance(new, fx.Node) and bool(new.meta["mutates"])
 
     def _finals(self, outputs: Sequence[fx.Node]) -> dict[fx.Node, Version]:
         """What becomes of the outputs that are of the whole batch."""
@@ -228,35 +194,26 @@ class _Joining:
             elif read in self.joint and isinstance(new, fx.Node):
                 old = self.trace.new[read]
                 if isinstance(old, fx.Node) and self.domains.in_parts(read):
-                    new.replace_input_with(old, self._part(read, node))
+                    new.replace_input_with(old, self._part(read))
 
-    def _part(self, node: fx.Node, reader: fx.Node) -> fx.Node:
-        """A microbatch's rows of a joint value, as it is where they are read."""
-        writers = self.writers.get(storage(self.trace.values[node]), ())
-        before = [n for n in writers if n in self.joint and node < n < reader]
-        key = node, before[-1] if before else None
-        if key not in self.parts:
+    def _part(self, node: fx.Node) -> fx.Node:
+        """A microbatch's rows of a joint value."""
+        if node not in self.parts:
             rows, old = self.trace.rows(node), self.trace.new[node]
             assert rows is not None, "a tensor"
             version = self._version(node, rows.dim)
             if version is not None:
-                return self.parts.setdefault(key, version.new)
+                return self.parts.setdefault(node, version.new)
             args = (self._of_whole(node), rows.dim, self.microbatches)
-            last = args[0] if key[1] is None else self._of_whole(key[1])
-            new = self._added(last, joint.part, args, node)
+            new = self._added(args[0], joint.part, args, node)
             new.meta.update(val=old.meta["val"], work=copied(old.meta["val"]))
-            self.parts[key] = new
-        return self.parts[key]
+            self.parts[node] = new
+        return self.parts[node]
 
     def _of_whole(self, node: fx.Node) -> Any:
         """The value of a node on the whole batch."""
         if node not in self.new:
             self.new[node] = self._made(node)
-            value = self.trace.values[node]
-            written = VERSION in node.meta and isinstance(value, Tensor)
-            if written and node not in self.joint:
-                for writer in self.writers[storage(value)]:
-                    self._of_whole(writer)
         return self.new[node]
 
     def _made(self, node: fx.Node) -> Any:
@@ -291,29 +248,14 @@ class _Joining:
         source, value = self.trace.values.get(first), self.trace.values[node]
         if not (isinstance(source, Tensor) and isinstance(value, Tensor)):
             return False
-        same = storage(source) == storage(value) and self.domains.in_parts(first)
-        return same and storage(value) not in self.writers
+        return storage(source) == storage(value) and self.domains.in_parts(first)
 
     def _join(self, part: fx.Node, how: str, dim: int, node: fx.Node) -> fx.Node:
-        """What microbatches make, for the whole batch, after they wrote into it."""
-        args = (part, how, dim, self.microbatches)
-        last = self._last_writer(node)
-        after = part if last is None or last < part else last
-        new = self._added(after, joint.join, args, node)
+        """What microbatches make, for the whole batch."""
+        new = self._added(part, joint.join, (part, how, dim, self.microbatches), node)
         value = self.whole.values[node]
         new.meta.update(val=value, work=copied(value))
         return new
-
-    def _last_writer(self, node: fx.Node) -> fx.Node | None:
-        """What writes last into a value of microbatches before rows of it meet."""
-        writers = self.writers.get(storage(self.trace.values[node]), [])
-        last = None
-        for each in self.trace.gm.graph.nodes if writers else ():
-            # a list of results is in microbatches, its items are not
-            if each in node.users and not {each, *each.users}.isdisjoint(self.of_all):
-                break
-            last = self.trace.new[each] if each in writers else last
-        return last
 
     def _added(self, after: fx.Node, target: Any, args: Any, like: fx.Node) -> fx.Node:
         graph = self.trace.graph
@@ -345,7 +287,7 @@ class _Joining:
 
     def _refuse_effects(self, node: fx.Node, new: fx.Node, own: fx.Node) -> None:
         """Raises PlanError for what must not run for the whole batch besides."""
-        if ONCE in node.meta or VERSION in node.meta:
+        if ONCE in node.meta:
             return
         where = line_of(node.meta.get("stack_trace"))
         drawn = own.meta["random"] and not new.meta[REPLICATED]
@@ -356,17 +298,6 @@ class _Joining:
                 "\n  compute it after rows have met, or, if rows don't meet (tokens "
                 "sorted by expert and back), write fxsched.backend(schedule, "
                 'loss_reduction="mean")'
-            )
-        kept = {
-            storage(t)
-            for read, value in self.whole.values.items()
-            if read not in self.joint
-            for t in tensors(value)
-        }
-        if kept & set(map(storage, own.meta["mutates"])):
-            raise PlanError(
-                "rows of the whole batch meet in an operation that writes into what "
-                f"each microbatch has{where}\n  write it without writing in place"
             )
 
 

@@ -6,67 +6,39 @@ the step; each microbatch would add it to the model's state again.
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable, Sequence
+from collections.abc import Sequence
 
-from torch import Tensor, fx
+from torch import fx
 
-from ..ir.graphs import Role, name_of, storage, tensors
+from ..ir.graphs import Role, ancestors, name_of
 from ..ir.user_line import line_of
 from ..jobs.job import PlanError
 from .microbatch import Microbatch
 from .returns import Returned
 from .weighted_microbatch import WeightedMicrobatch
 
-SETS = ("copy_", "fill_")  # write over what was there
-
 
 def refuse_kept_totals(trace: Microbatch) -> None:
     """Raises PlanError where state becomes what it was and such a total."""
     if not isinstance(trace, WeightedMicrobatch) or not trace.totals:
         return
-    state = [
-        node
-        for node in trace.graph.find_nodes(op="placeholder")
-        if node.meta["role"] is not Role.BATCH and node not in trace.totals
-    ]
-    of_totals = _reached(trace.graph, trace.totals)
-    of_state = _reached(trace.graph, state)
-    kept = set(map(_storage, state))
-    for node in trace.graph.nodes:
-        written = {storage(t) for t in node.meta.get("mutates", ())}
-        reads = node.all_input_nodes
-        sets = name_of(node.target) in SETS
-        if sets:
-            reads = reads[1:]  # not what it writes over
-        again = _any_of(reads, of_totals) and (not sets or _any_of(reads, of_state))
-        if again and not kept.isdisjoint(written):
-            raise _kept(node)
+    totals = set(trace.totals.values())
+    state = set(trace.graph.find_nodes(op="placeholder"))
+    state -= {n for n in state if n.meta["role"] is Role.BATCH} | totals
+    kept = {node: node.all_input_nodes for node in trace.graph.nodes}
+    kept = {node: reads for node, reads in kept.items() if node.meta.get("mutates")}
+    for node in kept:
+        if name_of(node.target) == "copy_":
+            kept[node] = kept[node][1:]  # not what it writes over
     returns: Sequence[Returned] = trace.gm.meta["returns"]
     for old, returned in zip(trace.outputs(), returns, strict=True):
         new = trace.new.get(old) if isinstance(old, fx.Node) else None
-        if not returned.replaces or not isinstance(new, fx.Node):
-            continue
-        if _any_of([new], of_totals) and _any_of([new], of_state):
-            raise _kept(new)
-
-
-def _reached(graph: fx.Graph, sources: Iterable[fx.Node]) -> set[object]:
-    """The memory of values that depend on some."""
-    reached = set(map(_storage, sources))
-    for node in graph.nodes:
-        if _any_of(node.all_input_nodes, reached):
-            results = tensors(node.meta.get("val"))
-            reached.update(map(storage, (*results, *node.meta.get("mutates", ()))))
-    return reached
-
-
-def _any_of(nodes: Iterable[fx.Node], memory: Container[object]) -> bool:
-    return any(storage(t) in memory for n in nodes for t in tensors(n.meta.get("val")))
-
-
-def _storage(node: fx.Node) -> object:
-    value = node.meta["val"]
-    return storage(value) if isinstance(value, Tensor) else None
+        if returned.replaces and isinstance(new, fx.Node):
+            kept[new] = [new]
+    for node, reads in kept.items():
+        sources = ancestors(reads)
+        if sources & totals and sources & state:
+            raise _kept(node)
 
 
 def _kept(node: fx.Node) -> PlanError:

@@ -31,6 +31,7 @@ from ..ir.lazy import lazy_module
 from ..rows.own_backward import own_name
 from .ctc import OURS
 from .early_writes import take_early_writes
+from .functional import without_writes
 from .graph_inputs import placeholders
 from .picked_rows import pick_rows
 from .refusals import refusal, refuse_generators, refuse_transforms, refused
@@ -59,7 +60,7 @@ def aten_graph(gm: fx.GraphModule) -> fx.GraphModule:
     error = refusal(result)
     if error is not None:
         raise error
-    return pick_rows(take_early_writes(result))
+    return pick_rows(take_early_writes(without_writes(result)))
 
 
 def lowered(gm: fx.GraphModule) -> fx.GraphModule:

@@ -41,9 +41,8 @@ def on_cpu(gm: fx.GraphModule) -> fx.GraphModule:
     """
     graph = fx.Graph()
     new: dict[fx.Node, fx.Node] = {}
-    graph.output(graph.graph_copy(gm.graph, new))
-    for old, node in [*new.items(), (gm.graph.output_node(), graph.output_node())]:
-        node.meta = dict(old.meta)
+    for old in gm.graph.nodes:
+        node = new[old] = graph.node_copy(old, new.__getitem__)
         node.args = fx.node.map_aggregate(node.args, _off_meta)
         node.kwargs = fx.node.map_aggregate(node.kwargs, _off_meta)
     result = lazy_module(gm, graph)

@@ -14,17 +14,17 @@ from typing import Any, NamedTuple
 from torch import Tensor, fx, nn
 from torch._subclasses import FakeTensorMode
 
-from ..costmodel.costs import Work
+from ..costmodel.costs import Meter, Work
 from ..ir.graphs import (
-    REGION_ENTERS,
-    REGION_EXITS,
     REPLICATED,
     Role,
     Spec,
+    ancestors,
     name_of,
     storage,
     tensors,
 )
+from ..ir.regions import is_region
 from ..jobs.job import PlanError
 from ..rows.early_values import Early
 from ..rows.kinds import SHARED, Kind, Rows
@@ -32,12 +32,25 @@ from ..rows.own_backward import own_backward
 from ..rows.tracker import Tracker
 from .autograd_costs import AutogradCosts
 from .batch import Batch
-from .batch_norms import ONCE, learn
-from .effects import EffectMeter, holds_tensor, writes_first
+from .effects import refuse_recomputed, statistics_of, written_by
 from .graph_inputs import origin_of
-from .instance_norms import INSTANCE_NORM
-from .refusals import refused, where_of
-from .whole_sizes import has_sizes, stand_ins, write_nothing
+from .refusals import refused
+from .whole_sizes import has_sizes, stand_ins
+
+
+class RowMeter(Meter):  # type: ignore[no-untyped-call]
+    """Counts what operations take, and follows the rows of what they give."""
+
+    def __init__(self, tracker: Tracker) -> None:
+        super().__init__()
+        self.tracker = tracker
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        out = super().__torch_dispatch__(func, types, args, kwargs)
+        self.tracker.see(func, args, kwargs or {}, out)
+        return out
 
 
 class _Value(NamedTuple):
@@ -45,10 +58,6 @@ class _Value(NamedTuple):
 
     value: Any
     fits: bool = True
-
-
-VERSION = "version"  # of node.meta: the number of the version of state that it makes
-READ = "read_versions"  # of gm.meta: the numbers of those that the model reads
 
 
 class Microbatch:
@@ -80,7 +89,6 @@ class Microbatch:
         self.tracker = self._tracker(exact)
         self._costs = AutogradCosts(gm, self.mode)
         self._interpreter = self._costs.interpreter
-        self._apart: set[fx.Node | int] = set()  # what the batch or draws went into
         self._first: dict[int, fx.Node] = {}  # the input that a tensor of state is
         self._count: Counter[str] = Counter()  # nodes, by module and operation
 
@@ -96,7 +104,7 @@ class Microbatch:
             elif node.op != "output":
                 self.call(node)
 
-    def note_input(self, node: fx.Node, value: Any) -> None:
+    def note_input(self, node: fx.Node) -> None:
         """An input, a number or a constant of the call."""
 
     def totals_text(self) -> str:
@@ -113,15 +121,19 @@ class Microbatch:
         assert isinstance(results, (tuple, list))
         return list(results)
 
+    def returned(self) -> set[fx.Node]:
+        """What the user gets, and all that it comes of; not what only state does."""
+        pairs = zip(self.outputs(), self.gm.meta["returns"], strict=True)
+        nodes = [old for old, each in pairs if each.version is None]
+        return ancestors(old for old in nodes if isinstance(old, fx.Node))
+
     def _placeholder(self, node: fx.Node, index: int) -> None:
         value = self.inputs[index]
         if not isinstance(value, Tensor):
             # a size argument: the batch size becomes the microbatch size
             size = self.batch.size(node.meta.get("example_value"), value)
             self.values[node] = self.new[node] = size
-            if self.batch.changes(node.meta.get("example_value")):
-                self._apart.add(node)
-            self.note_input(node, value)
+            self.note_input(node)
             return
         name, role = origin_of(node).name, self._role(node, value, index)
         if role is not Role.BATCH:
@@ -141,9 +153,7 @@ class Microbatch:
             fake = spec.empty().requires_grad_(value.requires_grad)
         self.put_input(node, new, fake)
         if role in (Role.BATCH, Role.SHARED):
-            self.note_input(node, fake)
-        if role is Role.BATCH:
-            self._apart.add(node)
+            self.note_input(node)
         if role is Role.BATCH and self.batch.microbatches > 1:
             self.tracker.put(fake, Rows(Kind.APART, self.batch.dims[index]))
 
@@ -175,32 +185,30 @@ class Microbatch:
         if isinstance(value, Tensor):
             self.values[node] = new.meta["val"] = self.mode.from_tensor(value)
             if not value.requires_grad:
-                self.note_input(node, self.values[node])
+                self.note_input(node)
 
     def call(self, node: fx.Node) -> None:
         """Runs a node, and copies it if it gives tensors or writes into them."""
         args = fx.map_arg(node.args, lambda n: self.values[n])
         kwargs = fx.map_arg(node.kwargs, lambda n: self.values[n])
         self.tracker.enter(node)
-        effects = EffectMeter(self.tracker)
+        effects = RowMeter(self.tracker)
         with self.mode, self._costs.saved_bytes() as saved, effects:
             value, fits = self._value(node, args, kwargs)
         self.values[node] = value
         if fits:
             self._follow_backward(self.tracker, node, args, kwargs, value)
-        weighed = self.tracker.weighed
         self.tracker.settle(node, value)
         region = is_region(node)
-        self._follow(node, effects)
-        if VERSION in node.meta:
-            self._make_once(node, effects)
-            self.tracker.weighed = weighed
-        if not (region or effects.written or holds_tensor(value)):
+        learned = statistics_of(node)
+        into = [*written_by(node), *learned]
+        written = tuple(tensors([self.values[n] for n in into]))
+        if not (region or written or list(tensors(value))):
             self.new[node] = value
             return
         recomputed = {k: node.meta[k] for k in ("recompute",) if k in node.meta}
-        if recomputed:
-            self._refuse_writes(node, effects)
+        if not self._costs.resident.isdisjoint(map(storage, written)):
+            refuse_recomputed(node)
         flops, _, seconds = effects.total
         backward = 0.0
         if not region and fits:
@@ -208,15 +216,13 @@ class Microbatch:
                 backward = self._costs.backward_seconds(node, args, kwargs, self.values)
         if recomputed and not effects.random:
             backward, saved = backward + seconds, []
-        statistics = node.target is learn or name_of(node.target) == INSTANCE_NORM
-        learned = effects.written if statistics else effects.learned
         new = self.graph.node_copy(node, lambda n: self.new[n])
         new.meta = {
             "val": value,
             "module": node.meta["module"],
             "work": Work(flops, seconds, backward, sum(saved)),
-            "mutates": tuple(effects.written),
-            "learns": tuple(learned),
+            "mutates": written,
+            "learns": written if learned else (),
             "random": effects.random,
             REPLICATED: effects.random > 0 and self._is_replicated(value),
             "stack_trace": node.meta.get("stack_trace"),
@@ -227,42 +233,10 @@ class Microbatch:
         }
         self.new[node] = new
 
-    def _follow(self, node: fx.Node, effects: EffectMeter) -> None:
-        """Notes whether the batch, or draws, went into a node's value."""
-        reads = node.all_input_nodes
-        memory = map(storage, tensors([self.values[n] for n in reads]))
-        if effects.random or not self._apart.isdisjoint((*reads, *memory)):
-            self._apart |= {node, *map(storage, effects.written)}
-
-    def _make_once(self, node: fx.Node, effects: EffectMeter) -> None:
-        """A version of state that the batch goes into is made of the whole batch, and
-        then the same for all microbatches, unless it is a mean that none of them reads.
-        """
-        number, places = node.meta[VERSION], set(map(storage, effects.written))
-        if self.batch.microbatches == 1 or self._apart.isdisjoint(places):
-            return
-        group = [n for n in self.gm.graph.nodes if n.meta.get(VERSION) == number]
-        made = tensors([effects.written, [self.values.get(n) for n in group]])
-        every = [self.tracker.of(t) for t in made]
-        means = all(rows.kind is Kind.MEAN and rows.cause is None for rows in every)
-        if not means or number in self.gm.meta[READ]:
-            self.tracker.share(places)
-            for each in group:
-                each.meta[ONCE] = True
-
     def _is_replicated(self, value: Any) -> bool:
         """Whether drawn tensors are to be the same in all of several microbatches."""
         shared = (self.tracker.of(t).kind is Kind.SHARED for t in tensors(value))
         return self.batch.microbatches > 1 and all(shared)
-
-    def _refuse_writes(self, node: fx.Node, effects: EffectMeter) -> None:
-        """Raises PlanError for a node in a checkpoint that writes into a buffer."""
-        if any(storage(t) in self._costs.resident for t in effects.written):
-            raise PlanError(
-                f"a buffer is written inside torch.utils.checkpoint{where_of(node)}\n"
-                "eager writes it twice, in F and as B computes it again; move what "
-                "writes it (such as BatchNorm in training) out of the checkpoint"
-            )
 
     def _value(self, node: fx.Node, args: Any, kwargs: Any) -> _Value:
         """Runs a node; where it doesn't go with the size of a microbatch, and the whole
@@ -271,9 +245,6 @@ class Microbatch:
         try:
             value = self._run(node, args, kwargs)
         except PlanError:
-            if tracker.exact and writes_first(node):
-                write_nothing(node, args[0], tracker)
-                return _Value(args[0], False)
             stand_in = self._stand_in(node) if tracker.exact else None
             if stand_in is None:
                 raise
@@ -330,7 +301,7 @@ class Microbatch:
         args, kwargs = fx.map_arg((node.args, node.kwargs), self.values.__getitem__)
         tracker.enter(node)
         try:
-            with self.mode, EffectMeter(tracker):
+            with self.mode, RowMeter(tracker):
                 again = self._run(node, args, kwargs)
         except PlanError:  # it doesn't go with the size of a microbatch
             return None
@@ -363,8 +334,3 @@ class Microbatch:
         self.call(node)
         node.args = ()  # Dynamo's graph knows nothing of it
         return node
-
-
-def is_region(node: fx.Node) -> bool:
-    """Whether a node opens or closes a region, such as one of autocast."""
-    return node.target in REGION_ENTERS or node.target in REGION_EXITS

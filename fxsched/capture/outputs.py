@@ -7,12 +7,12 @@ the operations that make them. Of other numbers the user says what they are.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, get_args
 
-from torch import Tensor, fx
+from torch import Tensor
 
-from ..ir.graphs import Output, storage, tensors
+from ..ir.graphs import Output
 from ..ir.request import OutputReduction
 from ..jobs.job import PlanError
 from ..rows.kinds import Kind, Rows
@@ -49,42 +49,6 @@ class TracedOutput(NamedTuple):
         if self.rows is None or self.rows.cause or "state" in self.origins:
             return None
         return {Kind.MEAN: "mean", Kind.SUM: "sum"}.get(self.rows.kind)
-
-
-def origins_of(
-    nodes: Sequence[fx.Node],
-    inputs: Mapping[fx.Node, str],
-    values: Mapping[fx.Node, Any],
-    written: Callable[[fx.Node], Sequence[Tensor]],
-) -> dict[fx.Node, frozenset[str]]:
-    """What each node comes of: what is its own, and that of all that it reads.
-
-    written: the tensors that a node writes into; what shares their memory comes of the
-        same from then on.
-    """
-    origins: dict[fx.Node, frozenset[str]] = {}
-    by_storage: dict[int, frozenset[str]] = {}
-    for node in nodes:
-        own_origins = frozenset({inputs[node]} if node in inputs else ())
-        for read in node.all_input_nodes:
-            own_origins |= origins[read].union(
-                *_of_storages(values.get(read), by_storage)
-            )
-        places = {storage(t) for t in written(node)}
-        new = {storage(t) for t in tensors(values.get(node))} - by_storage.keys()
-        for place in places | new:
-            by_storage[place] = by_storage.get(place, frozenset()) | own_origins
-        origins[node] = own_origins.union(*_of_storages(values.get(node), by_storage))
-    for node in nodes:  # what is written into it later too
-        later = _of_storages(values.get(node), by_storage)
-        origins[node] = origins[node].union(*later)
-    return origins
-
-
-def _of_storages(
-    value: Any, by_storage: Mapping[int, frozenset[str]]
-) -> list[frozenset[str]]:
-    return [by_storage.get(storage(t), frozenset()) for t in tensors(value)]
 
 
 def describe(traced: TracedOutput, batch: Batch, how: str | None) -> Output:

@@ -9,7 +9,7 @@ See ir/picked.py. Rows of the batch meet there, so it is part of a joint stage.
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import networkx as nx
@@ -17,11 +17,11 @@ import torch
 from torch import Tensor, fx
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
-from ..ir.graphs import REGION_ENTERS, REGION_EXITS, storage, tensors
+from ..ir.graphs import tensors
 from ..ir.lazy import lazy_module
 from ..ir.modes import casts
 from ..ir.picked import Selection, cut_to_shape, keep_selection
-from .effects import writes_first
+from ..ir.regions import inside_regions, is_region
 from .returns import Returned
 
 FILLED = "filled"  # node.meta of results that are filled up
@@ -65,8 +65,7 @@ def _is_open(node: fx.Node) -> bool:
 
 
 def _selections(graph: fx.Graph) -> list[set[fx.Node]]:
-    """The nodes of each: those with open values, their readers, what these write into,
-    and all between."""
+    """The nodes of each: those with open values, their readers, and all between."""
     inside = {node for node in graph.nodes if _is_open(node)}
     flow: nx.DiGraph[fx.Node] = nx.DiGraph()
     for node in graph.nodes if inside else ():
@@ -75,30 +74,11 @@ def _selections(graph: fx.Graph) -> list[set[fx.Node]]:
     inside |= {reader for node in inside for reader in flow.successors(node)}
     lists = [node for node in inside if isinstance(_value(node), (tuple, list))]
     inside |= {item for node in lists for item in flow.successors(node)}
-    inside |= _targets(inside)
     before = set[fx.Node]().union(*(nx.ancestors(flow, node) for node in inside))
     after = set[fx.Node]().union(*(nx.descendants(flow, node) for node in inside))
     parts = nx.weakly_connected_components(flow.subgraph(inside | before & after))
     place = {node: i for i, node in enumerate(graph.nodes)}
     return sorted(map(set, parts), key=lambda part: min(map(place.__getitem__, part)))
-
-
-def _targets(nodes: Iterable[fx.Node]) -> set[fx.Node]:
-    """What nodes write into, and what that is a view of, but for inputs."""
-    targets, queue = set[fx.Node](), [n for n in nodes if writes_first(n)]
-    while queue:
-        node = queue.pop()
-        target = node.args[0]
-        if not isinstance(target, fx.Node) or not target.op.startswith("call"):
-            continue
-        if writes_first(node) or _memory(node) & _memory(target):
-            queue += [target] if target not in targets else []
-            targets.add(target)
-    return targets
-
-
-def _memory(node: Any) -> set[int]:
-    return set(map(storage, tensors(_value(node))))
 
 
 class _Part(NamedTuple):
@@ -136,50 +116,19 @@ class _Part(NamedTuple):
 
 def _can_be_one(part: _Part) -> bool:
     """Whether it takes tensors and numbers and gives tensors, what it gives with sizes
-    of its own is an output, and no region or write is between its nodes."""
+    of its own is an output, and no region is between its nodes."""
     takes = [isinstance(_value(n), (Tensor, int, torch.SymInt)) for n in part.reads]
     gives = [isinstance(_value(n), Tensor) for n in part.results]
     opened = [n for n in part.results if _is_open(n)]
     readers = {user for n in opened for user in n.users if user not in part.nodes}
-    later = set(part.after)
-    writes = [n for n in part.span if writes_first(n) and n.args[0] not in later]
-    writes = [n for n in writes if n.args[0] not in part.results]
     return (
         all(takes)
         and all(gives)
         and all(user.op == "output" for user in readers)
-        and not writes
-        and not any(_must_stay(node, part.nodes) for node in part.span)
-        and not any(map(_is_region, part.span))
-        and not _in_region(part.before)
+        and not any(map(is_region, part.span))
+        and not casts()
+        and part.nodes[0] not in inside_regions(part.nodes[0].graph)
     )
-
-
-def _must_stay(node: fx.Node, nodes: Sequence[fx.Node]) -> bool:
-    """Whether a node has to be before some of these, for what either writes into."""
-    read = set[int]().union(*map(_memory, node.all_input_nodes))
-    written = _memory(node.args[0]) if writes_first(node) else set()
-    for later in (n for n in nodes if n > node):
-        if writes_first(later) and _memory(later.args[0]) & read:
-            return True
-        if written & set[int]().union(*map(_memory, later.all_input_nodes)):
-            return True
-    return False
-
-
-def _is_region(node: fx.Node) -> bool:
-    return node.target in REGION_ENTERS or node.target in REGION_EXITS
-
-
-def _in_region(before: Iterable[fx.Node]) -> bool:
-    """Whether gradients are off, or autocast is on, after these nodes."""
-    entered, gradients = len(casts()), True
-    for node in before:
-        entered += node.target is REGION_ENTERS[0]
-        entered -= node.target in REGION_EXITS
-        if node.target is REGION_ENTERS[1]:
-            gradients = bool(node.args[0])
-    return entered > 0 or not gradients
 
 
 def _with_operation(gm: fx.GraphModule, part: _Part) -> fx.GraphModule:

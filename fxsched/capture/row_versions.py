@@ -23,14 +23,9 @@ from typing import Any, NamedTuple
 from torch import Tensor, fx
 
 from ..costmodel.costs import copied
-from ..ir.graphs import (
-    REGION_ENTERS,
-    REGION_EXITS,
-    name_of,
-    storage,
-    written_storages,
-)
+from ..ir.graphs import name_of
 from ..ir.own_rows import eye_columns, eye_rows, own_diagonal
+from ..ir.regions import inside_regions
 from ..jobs.job import PlanError
 from ..rows.domains import Domains
 from ..rows.kinds import Kind, Rows
@@ -71,8 +66,7 @@ class RowVersions:
         self.of_whole, self.part, self.numbers = of_whole, part, numbers
         self._versions: dict[tuple[fx.Node, Dim], Version | None] = {}
         self._added: list[fx.Node] = []
-        self._inside = _inside_regions(trace.gm.graph)
-        self._written = written_storages(trace.graph)
+        self._inside = inside_regions(trace.gm.graph)
 
     def drop_unused(self, outputs: Collection[fx.Node]) -> None:
         """Erases what was only tried, but for what is returned."""
@@ -111,8 +105,6 @@ class RowVersions:
             return self.part(node, dim) if own and dim is not None else None
         if dim is not None and self._is_of_sizes(node):
             return self._eye(node, dim) or self._run(node, dim) or self.part(node, dim)
-        if node in self.joint and storage(trace.values[node]) in self._written:
-            return None  # what a microbatch computes again would lack what is written
         if name_of(node.target) in DIAGONALS and len(node.args) == 1 and dim == 0:
             return self._diagonal(node)
         return self._run(node, dim)
@@ -123,7 +115,6 @@ class RowVersions:
         effects = new.meta.get("random") or new.meta.get("mutates")
         effects = effects or node in self.trace.tracker.unlinear
         again = node in self.joint and not effects and node not in self._inside
-        again = again and storage(self.trace.values[node]) not in self._written
         again = again and node not in self.trace.arguments  # parts of a mean in a sum
         if not again or self._reads_sizes(node):
             return None
@@ -275,16 +266,3 @@ def _unlogged() -> Iterator[None]:
         yield
     finally:
         logger.disabled = before
-
-
-def _inside_regions(graph: fx.Graph) -> set[fx.Node]:
-    """The nodes in regions of autocast and the like, in which they must run."""
-    autocast, set_gradients = REGION_ENTERS
-    opened, gradients, inside = 0, True, set()
-    for node in graph.nodes:
-        if node.target is set_gradients:
-            gradients = bool(node.args[0])
-        opened += (node.target is autocast) - (node.target in REGION_EXITS)
-        if opened or not gradients:
-            inside.add(node)
-    return inside

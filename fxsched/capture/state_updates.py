@@ -12,6 +12,7 @@ from ..ir.graphs import Output, Role, Spec, storage, written_storages
 from ..ir.user_line import line_of, user_line
 from ..jobs.job import PlanError
 from ..rows.kinds import Kind
+from .effects import written_by
 from .graph_inputs import origin_of, placeholders
 from .microbatch import Microbatch
 from .returns import Returned
@@ -31,25 +32,20 @@ def mark_written(trace: Microbatch) -> None:
 
 
 def kept_rows(trace: Microbatch) -> fx.Node | None:
-    """The first node that writes what comes of the batch into the model's state, but
-    for statistics of a normalization; each microbatch sees what those before it left.
-    """
-    inputs = {
-        storage(node.meta["val"]) for node in trace.graph.find_nodes(op="placeholder")
-    }
-    node: fx.Node
-    for node in trace.graph.nodes:
-        learned = {id(t) for t in node.meta.get("learns", ())}
-        for written in node.meta.get("mutates", ()):
-            state = storage(written) in inputs and id(written) not in learned
-            if state and trace.tracker.of(written).kind is not Kind.SHARED:
-                return node
+    """The first node of what comes of the batch and goes into the model's state, but
+    for statistics of a normalization."""
     returns: Sequence[Returned] = trace.gm.meta["returns"]
-    for old, returned in zip(trace.outputs(), returns, strict=True):
-        rows = trace.rows(old) if returned.replaces else None
+    pairs = zip(trace.outputs(), returns, strict=True)
+    kept = [old for old, r in pairs if r.replaces or r.version is not None]
+    kept += [
+        node
+        for node in trace.gm.graph.nodes
+        if any(n.op == "placeholder" for n in written_by(node))
+    ]
+    for node in sorted(n for n in kept if isinstance(n, fx.Node)):
+        rows = trace.rows(node)
         if rows is not None and rows.kind is not Kind.SHARED:
-            assert isinstance(old, fx.Node), "it has rows"
-            return old
+            return node
     return None
 
 
@@ -76,40 +72,47 @@ class StateUpdates:
     def __init__(self, trace: Microbatch, training: bool, once: bool) -> None:
         self.trace, self.training, self.once = trace, training, once
         self.written = written_storages(trace.graph)
+        self.states = {  # what is no part of the batch, by position
+            i: state
+            for i, node in enumerate(placeholders(trace.gm))
+            if isinstance(state := trace.new[node], fx.Node)
+            and state.meta["role"] is not Role.BATCH
+        }
 
     def output(self, position: int, old: Any) -> Output | None:
         """The output that is state after the step: a buffer that the model writes
         into and returns, or a new tensor in the place of an old one."""
-        trace = self.trace
-        if not self._is_tensor(old):
-            return None
-        buffer = self._returned_buffer(trace.values[old], self._states())
-        if buffer is not None:
-            return Output("state", state=buffer.meta["index"])
-        replaced = self._replaced(position)
-        if not replaced or trace.batch.microbatches == 1:
+        replaced = self._replaced(position, old)
+        if self._is_tensor(old) and storage(self.trace.values[old]) in self.written:
+            for state in self.states.values():
+                if _is_same(state.meta["val"], self.trace.values[old]):
+                    return Output("state", state=state.meta["index"])
+        if self.trace.batch.microbatches == 1:
             return None
         for state in replaced:
             self._check(state, old)
             state.meta["role"] = Role.BUFFER
             if not self.once:
                 self._replace(state, old)
-        if self.once:
+        if self.once or not replaced:
             return None
         return Output("state", state=replaced[0].meta["index"], replaced=True)
 
     def placed(self, position: int, old: Any, output: Output) -> Output:
         """An output that is a new version of state, or not, with where it goes."""
         returned: Returned = self.trace.gm.meta["returns"][position]
-        replaced = [] if returned.version is not None else self._replaced(position)
-        index = replaced[0].meta["index"] if replaced else returned.version
-        if index is None or not self.once or not self._is_tensor(old):
+        replaced = self._replaced(position, old)
+        if returned.version is not None and self._is_tensor(old):
+            state = self.states[returned.version]
+            self._check(state, old)
+        elif replaced and self.once:
+            state = replaced[0]
+        else:
             return output
-        self._check(self._states()[index], old)
         return output._replace(
             differentiable=False,
-            state=index,
-            replaced=bool(replaced),
+            state=state.meta["index"],
+            replaced=returned.version is None,
             kept=returned.kept,
         )
 
@@ -118,32 +121,11 @@ class StateUpdates:
         new = self.trace.new[old] if isinstance(old, fx.Node) else old
         return isinstance(new, fx.Node) and isinstance(self.trace.values[old], Tensor)
 
-    def _states(self) -> dict[int, fx.Node]:
-        """What is no part of the batch, by position."""
-        return {
-            i: state
-            for i, node in enumerate(placeholders(self.trace.gm))
-            if isinstance(state := self.trace.new[node], fx.Node)
-            and state.meta["role"] is not Role.BATCH
-        }
-
-    def _replaced(self, position: int) -> list[fx.Node]:
+    def _replaced(self, position: int, old: Any) -> list[fx.Node]:
         """What an output takes the place of."""
         returned: Returned = self.trace.gm.meta["returns"][position]
-        states = self._states()
-        return [states[i] for i in returned.replaces if i in states]
-
-    def _returned_buffer(
-        self, value: Tensor, states: dict[int, fx.Node]
-    ) -> fx.Node | None:
-        """The state that an output is, which the model writes into."""
-        if storage(value) not in self.written:
-            return None
-        for state in states.values():
-            buffer = state.meta["val"]
-            if storage(buffer) == storage(value) and Spec.of(buffer) == Spec.of(value):
-                return state
-        return None
+        places = returned.replaces if self._is_tensor(old) else ()
+        return [self.states[i] for i in places if i in self.states]
 
     def _check(self, state: fx.Node, old: fx.Node) -> None:
         """Raises PlanError for state that is trained, or would be part of gradients."""
@@ -174,6 +156,10 @@ class StateUpdates:
         placeholder = next(n for n, new in trace.new.items() if new is state)
         value = trace.append(aten.detach.default, old) if after.requires_grad else old
         trace.append(aten.copy_.default, placeholder, value, like=old)
+
+
+def _is_same(value: Tensor, other: Tensor) -> bool:
+    return storage(value) == storage(other) and Spec.of(value) == Spec.of(other)
 
 
 def _where(state: fx.Node, old: fx.Node) -> str:

@@ -10,18 +10,15 @@ from __future__ import annotations
 
 from torch import fx
 
-from ..ir.graphs import storage
 from ..jobs.job import PlanError
 from ..rows.own_backward import HOOK, own_name
-from .effects import writes_first
 from .refusals import where_of
 
 
 def hook_at_source(gm: fx.GraphModule) -> None:
     """Moves each hook to its tensor, in place.
 
-    Raises PlanError for one that can't be: its tensor is written into before it, or it
-    reads what comes later.
+    Raises PlanError for one that reads what comes later.
     """
     place = {node: i for i, node in enumerate(gm.graph.nodes)}
     for node in place:
@@ -31,20 +28,13 @@ def hook_at_source(gm: fx.GraphModule) -> None:
         others = [user for user in tensor.users if user is not node]
         if not others:
             continue
-        late = [n for n in free if isinstance(n, fx.Node) and place[n] > place[tensor]]
-        between = list(place)[place[tensor] + 1 : place[node]]
-        written = {_memory(n.args[0]) for n in between if writes_first(n)}
-        if late or _memory(tensor) in written:
+        if any(isinstance(n, fx.Node) and place[n] > place[tensor] for n in free):
             raise PlanError(
                 "a hook on a gradient is added after its tensor was read"
                 f"{where_of(node)}"
-                "  and what it reads came later, or the tensor was written into; call "
-                "register_hook right after the line that makes the tensor"
+                "  and what it reads came later; call register_hook right after the "
+                "line that makes the tensor"
             )
         tensor.append(node)
         tensor.append(body)
         tensor.replace_all_uses_with(node, lambda user, hook=node: user is not hook)
-
-
-def _memory(node: fx.Node) -> int:
-    return storage(node.meta["example_value"])

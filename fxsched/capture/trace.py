@@ -29,8 +29,8 @@ from .kept_totals import refuse_kept_totals
 from .meta_device import cpu_specs, is_meta, on_cpu
 from .microbatch import Microbatch
 from .output_leaves import output_leaves
+from .returned_state import return_state, written_state
 from .state_updates import kept_rows, refuse_running
-from .state_versions import version_state, written_state
 from .tensor_hooks import hook_at_source
 from .traced_outputs import declared_outputs, finish_outputs
 from .weighted_microbatch import WeightedMicrobatch
@@ -104,22 +104,21 @@ def trace_microbatch(
     if exact and norms != "microbatch":
         gm = whole_batch_norms(gm, norms)
     hook_at_source(gm)
-    training = torch.is_grad_enabled()
+    training, call = torch.is_grad_enabled(), (inputs, batch, specs)
     with torch.enable_grad():  # without gradients too, B decides where to cut
-        trace = _interpreted(gm, inputs, batch, specs, weighted, exact)
+        if once:
+            gm = return_state(gm, written_state(gm, inputs))
+        trace = _interpreted(gm, weighted, exact, *call)
         if apart:
             refuse_running(trace)
-        if once and written_state(trace):
-            plain = _interpreted(gm, inputs, batch, specs, False, False)
-            gm = version_state(plain, written_state(plain))
-            trace = _interpreted(gm, inputs, batch, specs, weighted, exact)
-        if exact and by_weight and not weighted and trace.tracker.weighed:
+        weighed = not trace.tracker.weighed.isdisjoint(trace.returned())
+        if exact and by_weight and not weighted and weighed:
             weighted = True
-            trace = _interpreted(gm, inputs, batch, specs, weighted, exact)
+            trace = _interpreted(gm, weighted, exact, *call)
         if exact and not once and kept_rows(trace):  # from microbatch to microbatch
             refuse_kept(gm)
             exact = weighted = False
-            trace = _interpreted(gm, inputs, batch, specs, weighted, exact)
+            trace = _interpreted(gm, weighted, exact, *call)
         if norms != "microbatch" and trace.tracker.kept:
             refuse_microbatch(trace.tracker.kept)
         refuse_kept_totals(trace)
@@ -149,16 +148,10 @@ def trace_microbatch(
 
 
 def _interpreted(
-    gm: fx.GraphModule,
-    inputs: Sequence[Any],
-    batch: Batch,
-    specs: Mapping[int, Spec],
-    weighted: bool,
-    exact: bool,
+    gm: fx.GraphModule, weighted: bool, exact: bool, *call: Any
 ) -> Microbatch:
-    trace = Microbatch(gm, inputs, batch, specs, exact=exact)
-    if weighted:
-        parted = part_means(gm, whole=exact)
-        trace = WeightedMicrobatch(parted, inputs, batch, specs, exact=exact)
+    kind: Any = WeightedMicrobatch if weighted else Microbatch
+    gm = part_means(gm, whole=exact) if weighted else gm
+    trace: Microbatch = kind(gm, *call, exact=exact)
     trace.interpret()
     return trace

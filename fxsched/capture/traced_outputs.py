@@ -7,13 +7,13 @@ from typing import Any
 
 from torch import Tensor, fx
 
-from ..ir.graphs import REPLICATED, Output, Role, storage, written_storages
+from ..ir.graphs import REPLICATED, Output, Role, ancestors, storage, written_storages
 from ..ir.user_line import line_of, user_line
 from ..jobs.job import PlanError
 from ..rows.kinds import SHARED
 from .microbatch import Microbatch
 from .origins import plain
-from .outputs import TracedOutput, decide, describe, origins_of
+from .outputs import TracedOutput, decide, describe
 from .picked_rows import FILLED
 from .returns import Returned
 from .state_updates import StateUpdates, mark_written
@@ -78,7 +78,6 @@ class _OutputReader:
         self.trace, self.declared = trace, declared
         self.open: dict[int, TracedOutput] = {}
         self._written = written_storages(trace.graph)
-        self._origins: dict[fx.Node, frozenset[str]] | None = None
 
     def output(self, position: int, old: Any) -> Output:
         """How the microbatches' values of one output become what the user gets."""
@@ -136,25 +135,13 @@ class _OutputReader:
         return size
 
     def _origins_of(self, old: fx.Node, returned: Returned) -> frozenset[str]:
-        """What a microbatch's value comes of; computed for all, once it is asked
-        for. Totals that it is given are the whole batch's."""
+        """What a microbatch's value comes of. Totals that it is given are the whole
+        batch's."""
         if old in self.trace.joint:
             return frozenset()
-        if self._origins is None:
-            nodes = [n for n in self.trace.gm.graph.nodes if n.op != "output"]
-            sources = {n: o for n in nodes if (o := self._source(n)) is not None}
-            self._origins = origins_of(
-                nodes, sources, self.trace.values, self._writes_of
-            )
+        sources = frozenset(filter(None, map(self._source, ancestors([old]))))
         same = returned.version is not None and self.trace.rows(old) == SHARED
-        return self._origins[old] - {"batch"} if same else self._origins[old]
-
-    def _writes_of(self, node: fx.Node) -> Sequence[Tensor]:
-        new = self.trace.new.get(node)
-        writes: Sequence[Tensor] = ()
-        if isinstance(new, fx.Node):
-            writes = new.meta.get("mutates", ())
-        return writes
+        return sources - {"batch"} if same else sources
 
     def _source(self, node: fx.Node) -> str | None:
         """What a value comes of that no other value gave it."""

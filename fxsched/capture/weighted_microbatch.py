@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, fx
 
-from ..ir.graphs import Role, Spec, is_mutable, storage, tensors
+from ..ir.graphs import Role, Spec
+from ..ir.regions import is_region
 from ..rows.early_values import Early, early_values
 from ..rows.kinds import Kind, Rows, first_cause, meet
-from ..rows.weighted_loss import Whole, parts_of_sum
-from .batch import Batch
-from .microbatch import Microbatch, is_region
+from ..rows.weighted_loss import parts_of_sum
+from .microbatch import Microbatch
 
 aten = torch.ops.aten
 
@@ -22,22 +21,16 @@ class WeightedMicrobatch(Microbatch):
     """One whose reductions of inputs alone are inputs themselves, computed for the
     whole batch before the step; see rows/weighted_loss.py."""
 
-    def __init__(
-        self,
-        gm: fx.GraphModule,
-        inputs: Sequence[Any],
-        batch: Batch,
-        specs: Mapping[int, Spec],
-        exact: bool = False,
-    ) -> None:
-        super().__init__(gm, inputs, batch, specs, exact=exact)
-        self.whole = Whole(self.tracker)
-        self.totals: list[fx.Node] = []  # of the whole batch, inputs here
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.totals: dict[fx.Node, fx.Node] = {}  # of the whole batch, inputs here
+        self._early: set[fx.Node] = set()  # what inputs alone decide
         self._own: dict[fx.Node, tuple[Any, Tensor]] = {}  # a microbatch's own value
+        self._wanted = self.returned()
 
-    def note_input(self, node: fx.Node, value: Any) -> None:
+    def note_input(self, node: fx.Node) -> None:
         """What depends on inputs alone starts from these."""
-        self.whole.note_input(node, value)
+        self._early.add(node)
 
     def call(self, node: fx.Node) -> None:
         """As for any microbatch; what inputs decide becomes an input."""
@@ -50,7 +43,11 @@ class WeightedMicrobatch(Microbatch):
             self.tracker.put(value, level)
             new.meta["rows"] = level
         drawn = new.meta["random"] or is_region(node)
-        if self.whole.decides(node, value, new.meta["mutates"], drawn):
+        if drawn or not self._early.issuperset(node.all_input_nodes):
+            return
+        self._early.add(node)
+        tensor = isinstance(value, Tensor) and not new.meta["mutates"]
+        if tensor and self.tracker.of(value).reduced:
             self._set_aside(node, value)
 
     def _level(self, node: fx.Node) -> Rows | None:
@@ -58,10 +55,10 @@ class WeightedMicrobatch(Microbatch):
         of what they add up to."""
         rows = [self.rows(operand) for operand in node.args]
         uneven = [] if any(map(meet, rows)) else parts_of_sum(node, rows)
-        if 0 in uneven and is_mutable(node.target) and self._is_read_after(node):
+        floats = node.meta["example_value"].is_floating_point() if uneven else False
+        if not floats or node not in self._wanted:
             return None
-        if uneven:
-            self.arguments[node] = node.args
+        self.arguments[node] = node.args
         for i in uneven:
             part: Any = node.args[i]
             if isinstance(part, fx.Node):
@@ -75,21 +72,12 @@ class WeightedMicrobatch(Microbatch):
                 part = part / self.batch.microbatches
             node.update_arg(i, part)
         cause = first_cause([each for each in rows if each is not None])
-        return Rows(Kind.SUM, cause=cause) if uneven else None
-
-    def _is_read_after(self, node: fx.Node) -> bool:
-        """Whether what a node writes into is read by others later."""
-        into: Any = node.args[0]
-        where = storage(self.values[into])
-        aliases = [
-            n for n, v in self.values.items() if where in map(storage, tensors(v))
-        ]
-        return any(user > node for alias in aliases for user in alias.users)
+        return Rows(Kind.SUM, cause=cause)
 
     def _set_aside(self, node: fx.Node, value: Tensor) -> None:
         """What reads a value from here on reads an input, computed before the step."""
         self._own[node] = self.new[node], value
-        number = len(self.whole.nodes) - 1
+        number = len(self.totals)
         last = self.graph.find_nodes(op="placeholder")[-1]
         with self.graph.inserting_after(last):
             new = self.graph.placeholder(f"batch_total_{number}")
@@ -98,8 +86,7 @@ class WeightedMicrobatch(Microbatch):
         index = len(self.inputs) + number
         new.meta.update(role=Role.SHARED, name=new.name, index=index, module="")
         self.put_input(node, new, fake)
-        self.totals.append(new)
-        self.whole.note_input(node, fake)
+        self.totals[node] = new
 
     def outputs(self) -> list[Any]:
         """What is returned is the microbatch's own: outputs are put together."""
@@ -110,9 +97,9 @@ class WeightedMicrobatch(Microbatch):
 
     def totals_text(self) -> str:
         """What explain() says of them."""
-        if not self.whole.nodes:
+        if not self.totals:
             return ""
-        size = sum(self.values[node].nbytes for node in self.whole.nodes)
+        size = sum(self.values[node].nbytes for node in self.totals)
         return (
             "the loss weighs rows by what inputs alone decide, such as ignored labels "
             f"or masks: totals of the whole batch ({size} B) are computed before the "
@@ -121,13 +108,13 @@ class WeightedMicrobatch(Microbatch):
 
     def early(self) -> Early | None:
         """What computes the inputs that follow those of the call."""
-        if not self.whole.nodes:
+        if not self.totals:
             return None
         for node in reversed(self.graph.nodes):
             call = node.op == "call_function"
             unread = call and not node.users and "mutates" in node.meta
             if unread and not node.meta["mutates"] and not is_region(node):
                 self.graph.erase_node(node)
-        early = early_values(self.gm, self.whole.nodes, range(len(self.inputs)))
+        early = early_values(self.gm, list(self.totals), range(len(self.inputs)))
         assert early is not None, "inputs alone decide these"
         return early

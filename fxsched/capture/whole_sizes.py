@@ -3,15 +3,14 @@ them: of x.topk(4, 0) or x[3] a microbatch of two rows has nothing."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from math import prod
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, fx
 from torch.utils._pytree import tree_map
 
-from ..ir.graphs import name_of, storage, tensors
+from ..ir.graphs import name_of, tensors
 from ..rows.kinds import Cause, Effect, Kind, Rows
 from ..rows.tracker import Tracker
 from .batch import Batch
@@ -33,7 +32,7 @@ def stand_ins(
     node: fx.Node, batch: Batch, tracker: Tracker, values: Mapping[fx.Node, Any]
 ) -> Any:
     """Values of the sizes that the symbols say, in place of what a microbatch can't
-    compute; None if some are not known. That of a view is one: it may be written into.
+    compute; None if some are not known.
 
     values: of the microbatch.
     """
@@ -45,48 +44,21 @@ def stand_ins(
     if name_of(node.target) == "batch_norm" and "norm" not in node.meta:
         return None  # it is of each microbatch
     read = tensors([values.get(each) for each in node.all_input_nodes])
-    learns = torch.is_grad_enabled() and any(each.requires_grad for each in read)
+    learned = [t.as_strided((), ()) for t in read if t.requires_grad]
 
     def made(value: Any) -> Any:
         if not isinstance(value, Tensor):
             known = isinstance(value, torch.SymInt)
             return batch.part_of(value) if known else value
         shape: Any = tuple(map(batch.part_of, value.shape))
-        source = _source(node, value, values)
-        if source is None:
-            new = torch.empty(shape, dtype=value.dtype, device=value.device)
-            new.requires_grad_(learns and value.is_floating_point())
-        else:  # beyond its end, perhaps, which nobody reads
-            new = source.as_strided(shape, _strides(shape))
+        new = torch.empty(shape, dtype=value.dtype, device=value.device)
+        if value.is_floating_point():  # its gradient reaches what the node reads
+            new = sum((each.to(value.dtype) for each in learned), new)
         tracker.put(new, Rows(Kind.OTHER, cause=cause))
         return new
 
     return tree_map(made, example)
 
 
-def write_nothing(node: fx.Node, into: Tensor, tracker: Tracker) -> None:
-    """Writes into a tensor what it is, in place of what a microbatch can't write."""
-    into.copy_(into.detach())
-    tracker.put(into, tracker.of(into)._replace(cause=_cause(node)))
-
-
 def _cause(node: fx.Node) -> Cause:
     return Cause(Effect.ORDER, name_of(node.target), node.meta.get("stack_trace"))
-
-
-def _source(
-    node: fx.Node, value: Tensor, values: Mapping[fx.Node, Any]
-) -> Tensor | None:
-    """What a node's value is a view of."""
-    for read in node.all_input_nodes:
-        example, own = read.meta.get("example_value"), values.get(read)
-        if not isinstance(example, Tensor) or not isinstance(own, Tensor):
-            continue
-        if storage(example) == storage(value) and own.dtype == value.dtype:
-            return own
-    return None
-
-
-def _strides(shape: Sequence[int]) -> list[int]:
-    """Of a tensor without gaps."""
-    return [prod(shape[i + 1 :]) for i in range(len(shape))]

@@ -199,6 +199,17 @@ def tensors(value: Any) -> Iterator[Tensor]:
             yield from tensors(item)
 
 
+def ancestors(nodes: Iterable[fx.Node]) -> set[fx.Node]:
+    """These nodes, and all that they come of."""
+    queue = list(nodes)
+    found = set(queue)
+    while queue:
+        new = set(queue.pop().all_input_nodes) - found
+        found |= new
+        queue += new
+    return found
+
+
 def written_storages(graph: fx.Graph) -> set[int]:
     """The memory that a traced microbatch writes into."""
     return {storage(t) for n in graph.nodes for t in n.meta.get("mutates", ())}

@@ -11,6 +11,24 @@ from torch import fx
 from .graphs import REGION_ENTERS, REGION_EXITS
 
 
+def is_region(node: fx.Node) -> bool:
+    """Whether a node opens or closes a region."""
+    return node.target in REGION_ENTERS or node.target in REGION_EXITS
+
+
+def inside_regions(graph: fx.Graph) -> set[fx.Node]:
+    """The nodes in regions, in which they must run."""
+    autocast, set_gradients = REGION_ENTERS
+    opened, gradients, inside = 0, True, set()
+    for node in graph.nodes:
+        if node.target is set_gradients:
+            gradients = bool(node.args[0])
+        opened += (node.target is autocast) - (node.target in REGION_EXITS)
+        if opened or not gradients:
+            inside.add(node)
+    return inside
+
+
 class Regions:
     """Follows a graph's own regions, which are pairs of nodes; all that are open end
     with it, and gradients are on at its start."""

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, fx
 
-from ..ir.graphs import is_mutable, is_view
+from ..ir.graphs import ancestors
 from ..ir.lazy import lazy_module
 
 
@@ -32,12 +32,11 @@ def early_values(
 ) -> Early | None:
     """A function of the graph's arguments that computes these nodes, or None if they
     depend on more than the arguments `inputs`, numbers and constants."""
-    nodes = list(gm.graph.nodes)
-    needed = _needed(nodes, wanted)
+    needed = ancestors(wanted)
     graph = fx.Graph()
     new: dict[fx.Node, fx.Node] = {}
     index, read = 0, list[int]()
-    for node in nodes:
+    for node in gm.graph.nodes:
         if node.op == "placeholder":
             tensor = isinstance(node.meta.get("example_value"), Tensor)
             if node in needed:
@@ -50,27 +49,3 @@ def early_values(
             new[node] = graph.node_copy(node, new.__getitem__)
     graph.output(tuple(new[node] for node in wanted))
     return Early(lazy_module(gm, graph), tuple(read))
-
-
-def _needed(nodes: Sequence[fx.Node], wanted: Sequence[fx.Node]) -> set[fx.Node]:
-    """These nodes, what they read, and what writes into that before."""
-    needed: set[fx.Node] = set()
-    last = max(map(nodes.index, wanted))
-    queue = list(wanted)
-    while queue:
-        node = queue.pop()
-        if node in needed:
-            continue
-        needed.add(node)
-        queue += node.all_input_nodes
-        queue += [user for user in node.users if _writes(user, node)]
-    return needed & set(nodes[: last + 1])
-
-
-def _writes(user: fx.Node, node: fx.Node) -> bool:
-    """Whether a node writes into one that it reads, or into a view of it."""
-    if not user.args or user.args[0] is not node:
-        return False
-    if is_view(user.target) and not is_mutable(user.target):
-        return any(_writes(each, user) for each in user.users)
-    return is_mutable(user.target)

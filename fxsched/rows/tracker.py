@@ -8,7 +8,7 @@ Sizes that depend on the batch are numbers by then; Dynamo's symbols tell of tho
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -62,8 +62,8 @@ class Tracker:
         rows, though others went into them, start anew. `meets` says whether they do;
         `met` has the nodes after which rows are apart again, `where` is the first
         operation that they meet in; `kept` is what
-        microbatches do by themselves all the same; `weighed` whether sums are divided
-        by each other, or added to what is none.
+        microbatches do by themselves all the same; `weighed` are nodes in which sums
+        are divided by each other, or added to what is none.
     """
 
     def __init__(
@@ -75,7 +75,7 @@ class Tracker:
     ) -> None:
         self.size, self.symbols, self.exact, self.joins = size, symbols, exact, joins
         self.met: set[fx.Node] = set()
-        self.meets = self.weighed = False
+        self.meets, self.weighed = False, set[fx.Node]()
         self.unlinear: set[fx.Node] = set()  # with a B of the user's, not linear
         self.sized = True  # Dynamo's symbols say of values where they have rows
         self.where: Cause | None = None
@@ -97,12 +97,6 @@ class Tracker:
             return self._written.get(storage(tensor), SHARED)
         return SHARED if entry is None else entry[1]
 
-    def share(self, places: Container[int]) -> None:
-        """Notes of all tensors in some memory that they are the same for all rows."""
-        for tensor, _ in list(self._rows.values()):
-            if storage(tensor) in places:
-                self.put(tensor, SHARED)
-
     def enter(self, node: fx.Node) -> None:
         """Says which node of Dynamo's graph the next operations belong to."""
         self._node = node
@@ -116,10 +110,13 @@ class Tracker:
 
     def see(self, func: Any, args: Sequence[Any], kwargs: Any, out: Any) -> None:
         """Notes the rows of an operation's result."""
+        call, rule = self.call(func, args, kwargs, out), rule_of(func)
         results = list(tensors(out))
+        if rule is None:
+            targets = tensors(_targets(call))
+            results += [t for t in targets if all(t is not each for each in results)]
         if not results:
             return
-        call, rule = self.call(func, args, kwargs, out), rule_of(func)
         if rule is None:
             operands = [self.of(tensor) for tensor in call.tensors()]
             shared = all(rows.kind is Kind.SHARED for rows in operands)
@@ -219,7 +216,7 @@ class Tracker:
             return rows._replace(cause=None)
         self.meets = True
         self.where = self.where or rows.cause
-        self.weighed |= rows.cause.effect in WEIGHED
+        self.weighed |= {node} if rows.cause.effect in WEIGHED else set()
         if not self.in_parts(rows, example):
             return rows
         self.met.add(node)
@@ -340,6 +337,14 @@ def _counts_rows(node: fx.Node) -> bool:
     call = named_arguments(node)
     counts = name_of(node.target) == "arange"
     return counts and (call.get("start", 0), call.get("step", 1)) == (0, 1)
+
+
+def _targets(call: OpCall) -> list[Any]:
+    """What an operation writes into, by its schema."""
+    if not is_mutable(call.func):
+        return []
+    infos = {each.name: each.alias_info for each in call.func._schema.arguments}
+    return [call.get(name) for name, info in infos.items() if info and info.is_write]
 
 
 def _cause(effect: Effect, node: fx.Node) -> Cause:

@@ -19,13 +19,12 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from ..ir.graphs import name_of, named_arguments, storage
+from ..ir.graphs import ancestors, name_of, named_arguments
 from ..ir.lazy import lazy_module
 from ..ir.request import LossReduction
 from ..ir.user_line import line_of
 from ..jobs.job import PlanError
 from .kinds import Kind, Rows
-from .tracker import Tracker
 
 aten = torch.ops.aten
 MEANS = ("cross_entropy_loss", "nll_loss_nd", "nll_loss", "nll_loss2d")  # over labels
@@ -45,17 +44,8 @@ def labels_decide(gm: fx.GraphModule) -> bool:
 
 def _handed_in(node: fx.Node) -> bool:
     """Whether a value comes of inputs that are tensors."""
-    seen, queue = set[fx.Node](), [node]
-    while queue:
-        node = queue.pop()
-        if node in seen:
-            continue
-        seen.add(node)
-        queue += node.all_input_nodes
-        tensor = isinstance(node.meta.get("example_value"), Tensor)
-        if node.op == "placeholder" and tensor:
-            return True
-    return False
+    inputs = (n for n in ancestors([node]) if n.op == "placeholder")
+    return any(isinstance(n.meta.get("example_value"), Tensor) for n in inputs)
 
 
 def part_means(gm: fx.GraphModule, whole: bool = False) -> fx.GraphModule:
@@ -105,44 +95,6 @@ def _parted(graph: fx.Graph, node: fx.Node, whole: bool) -> fx.Node:
     mask = added(aten.ne.Scalar, ignored, labels.meta["example_value"])
     count = added(aten.sum.default, (mask,), example)
     return added(aten.div.Tensor, (node, count), example)
-
-
-class Whole:
-    """Finds what the whole batch's inputs decide, while a microbatch is traced.
-
-    nodes: of Dynamo's graph, whose values become inputs of the traced graph.
-    """
-
-    def __init__(self, tracker: Tracker) -> None:
-        self.tracker = tracker
-        self.nodes: list[fx.Node] = []
-        self._early: dict[fx.Node, Any] = {}  # values that depend on inputs alone
-
-    def note_input(self, node: fx.Node, value: Any) -> None:
-        """An input or a number of the call."""
-        self._early[node] = value
-
-    def decides(
-        self, node: fx.Node, value: Any, written: Sequence[Tensor], drawn: bool
-    ) -> bool:
-        """Whether a node's value is to be computed for the whole batch beforehand: it
-        reduces the batch, and depends on inputs alone.
-
-        written: what the node writes into. drawn: whether it draws random numbers.
-        """
-        if drawn or any(read not in self._early for read in node.all_input_nodes):
-            touched = set(map(storage, written))
-            for early, held in list(self._early.items()):
-                if isinstance(held, Tensor) and storage(held) in touched:
-                    del self._early[early]
-            return False
-        self._early[node] = value
-        if not isinstance(value, Tensor) or written:
-            return False
-        if not self.tracker.of(value).reduced:
-            return False
-        self.nodes.append(node)
-        return True
 
 
 def parts_of_sum(node: fx.Node, rows: Sequence[Rows | None]) -> list[int]:
