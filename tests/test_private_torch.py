@@ -32,7 +32,7 @@ NAMES = {
         "torch._dynamo.symbolic_convert:InstructionTranslator.current_tx",
         "torch.fx.experimental._config:use_duck_shape",
     ),
-    "export.py": ("torch.export.graph_signature:InputKind",),
+    "export.py": ("torch.export:ExportedProgram.graph_signature",),
     "lowered.py": (
         "torch._C._autograd:_get_data_attr",
         "torch.fx.experimental.proxy_tensor:get_proxy_mode",

@@ -175,9 +175,8 @@ def ask_for_symbolic_sizes(
 def mark_sizes(call: Call, request: Request) -> None:
     """Asks for symbolic sizes where arguments have their samples or a length."""
     for argument, tensor in call.tensors:
-        if not isinstance(tensor, torch.nn.Parameter):
-            for dim in symbolic_dims(argument, tensor, request):
-                torch._dynamo.maybe_mark_dynamic(tensor, dim)
+        for dim in symbolic_dims(argument, tensor, request):
+            torch._dynamo.maybe_mark_dynamic(tensor, dim)
 
 
 def note_origins(gm: fx.GraphModule, inputs: Sequence[Any]) -> None:

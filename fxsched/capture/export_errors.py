@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import traceback
+from collections.abc import Sequence
 
 import torch
 
@@ -20,9 +21,7 @@ HINTS = {"DataDependent": VALUES, "data-dependent": VALUES, "unbacked": VALUES}
 
 def not_exported(error: Exception) -> PlanError:
     """The error for a line of the model that can't be traced either."""
-    frames = traceback.extract_tb(error.__traceback__)
-    own = [each for each in frames if not foreign(each.filename)]
-    where = "".join(traceback.format_list((own or list(frames))[-1:])).strip()
+    where = own_line(traceback.extract_tb(error.__traceback__))
     why = f"{type(error).__name__}: {str(error).strip()}".split("\n")[0]
     what = next(
         (hint for word, hint in HINTS.items() if word in f"{why} {error}"),
@@ -32,6 +31,12 @@ def not_exported(error: Exception) -> PlanError:
         f"the model can't be traced; torch.export stops at\n  {where}\n  ({why})\n"
         f"{what}"
     )
+
+
+def own_line(frames: Sequence[traceback.FrameSummary]) -> str:
+    """The innermost of frames that is of the user's code, as text."""
+    own = [each for each in frames if not foreign(each.filename)]
+    return "".join(traceback.format_list((own or list(frames))[-1:])).strip()
 
 
 def foreign(file: str) -> bool:

@@ -57,6 +57,8 @@ def symbolic_dims(argument: Argument, tensor: Tensor, request: Request) -> list[
     """The dimensions whose sizes are others in other calls, or in a microbatch; one
     row can't be cut, and tracers take a length of 1 for a constant."""
     dims = set[int | None]()
+    if isinstance(tensor, torch.nn.Parameter):
+        return []
     if request.schedule.microbatches > 1:
         dims.add(dim_of(argument, tensor, request.batch_dims))
     if request.lengths is not None:

@@ -152,12 +152,17 @@ class Origins:
     def _registry(self, module: nn.Module) -> dict[int, str]:
         """The first name of each parameter and buffer below a module, by its id."""
         if module not in self.registries:
-            names: dict[int, str] = {}
-            for each in (nn.Module.named_parameters, nn.Module.named_buffers):
-                for name, tensor in each(module, remove_duplicate=False):
-                    names.setdefault(id(tensor), name)
-            self.registries[module] = names
+            self.registries[module] = registry(module)
         return self.registries[module]
+
+
+def registry(module: nn.Module) -> dict[int, str]:
+    """The first name of each parameter and buffer below a module, by its id."""
+    names: dict[int, str] = {}
+    for each in (nn.Module.named_parameters, nn.Module.named_buffers):
+        for name, tensor in each(module, remove_duplicate=False):
+            names.setdefault(id(tensor), name)
+    return names
 
 
 def plain(expression: str) -> str:

@@ -17,7 +17,7 @@ from torch.autograd import Function
 from torch.autograd.graph import saved_tensors_hooks
 
 from ..jobs.job import PlanError
-from .export_errors import foreign
+from .export_errors import own_line
 
 APPLY: Any = inspect.getattr_static(Function, "apply")
 
@@ -56,15 +56,15 @@ def refuse_own_gradients(frame: FrameType) -> bool:
     """Raises PlanError, with the user's line, where a model starts to make one; gives
     whether other frames of this code may."""
     what, caller = MAKERS.get(frame.f_code), frame.f_back
-    if what is None or not torch.is_grad_enabled():
-        return what is not None
-    if caller is not None and caller.f_code.co_filename.startswith(OPERATIONS):
-        return True
-    hooks = frame.f_locals.get("self")
-    plain = type(hooks) is saved_tensors_hooks
-    if isinstance(hooks, saved_tensors_hooks) and not plain:
-        return True  # torch.utils.checkpoint's, which give tensors back as they were
-    raise _error(what, frame)
+    if what is None:
+        return False
+    operation = caller and caller.f_code.co_filename.startswith(OPERATIONS)
+    hooks = type(frame.f_locals.get("self"))
+    # torch.utils.checkpoint's give tensors back as they were
+    kept = issubclass(hooks, saved_tensors_hooks) and hooks is not saved_tensors_hooks
+    if torch.is_grad_enabled() and not operation and not kept:
+        raise _error(what, frame)
+    return True
 
 
 def refuse_grad_fn(func: object) -> None:
@@ -75,9 +75,7 @@ def refuse_grad_fn(func: object) -> None:
 
 
 def _error(what: str, frame: FrameType) -> PlanError:
-    stack = traceback.extract_stack(frame)
-    own = [each for each in stack if not foreign(each.filename)]
-    where = "".join(traceback.format_list((own or list(stack))[-1:])).strip()
+    where = own_line(traceback.extract_stack(frame))
     return PlanError(
         f"the model has {what}, which torch.export can't trace, at\n  {where}\n"
         "write it with torch operations (detach() where no gradient goes), or rewrite "
