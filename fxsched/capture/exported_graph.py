@@ -18,7 +18,7 @@ from torch import Tensor, fx
 
 from ..ir.graphs import storage
 from .caller import Argument, Call, parts
-from .graph_inputs import origin_of, placeholders, symbol_of, text_of
+from .graph_inputs import placeholders, symbol_of
 from .lowered import aten_graph
 from .model_run import ModelRun
 from .origins import Origin, registry
@@ -105,7 +105,6 @@ def exported_graph(program: Any, run: ModelRun, named: Call) -> ExportedGraph:
     gm.meta["call"] = named._replace(tensors=())
     gm.meta["returns"] = tuple(map(Returned, labels))
     gm = aten_graph(gm)
-    gm.meta["text"] = text_of(gm, [str(origin_of(n)) for n in placeholders(gm)])
     result, places = run.result.without_tensors(), run.returns.places
     guards = _guards(gm, run.calls.pins)
     return ExportedGraph(gm, state, used, result, tuple(sources), places, guards)

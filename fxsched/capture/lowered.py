@@ -31,7 +31,7 @@ from ..ir.lazy import lazy_module
 from ..rows.own_backward import own_name
 from .ctc import OURS
 from .early_writes import take_early_writes
-from .graph_inputs import placeholders
+from .graph_inputs import placeholders, text_of
 from .picked_rows import pick_rows
 from .refusals import refusal, refuse_transforms, refused
 from .vmaps import Flat, flat_vmaps
@@ -58,6 +58,10 @@ def aten_graph(gm: fx.GraphModule) -> fx.GraphModule:
     error = refusal(result)
     if error is not None:
         raise error
+    for node in placeholders(result):
+        if node.meta["origin"] is None:  # which nothing reads
+            result.graph.erase_node(node)
+    result.meta["text"] = text_of(result)
     return pick_rows(take_early_writes(result))
 
 

@@ -8,7 +8,7 @@ way there, and whether it finds a short one, does not matter.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from typing import Any, NamedTuple
 
 from torch import nn
@@ -41,7 +41,7 @@ class Frame(NamedTuple):
     """
 
     scope: dict[str, Any]
-    outside: frozenset[str]
+    outside: Set[str]
 
     def module(self, expression: str) -> nn.Module | None:
         """The module that an expression stands for; None if it's something else."""
@@ -81,10 +81,6 @@ class Origins:
             module = self._module(expression)
             if module is not None:
                 self.roots.setdefault(module, expression)
-        self.calls: dict[int, list[str]] = {}  # names of modules, by their ids
-        for root in self.roots:
-            for name, module in nn.Module.named_modules(root, remove_duplicate=False):
-                self.calls.setdefault(id(module), []).append(self._under(root, name))
         self.inputs = _unique(
             [
                 self._origin([path, *others.get(path[-1], ())], value)
@@ -92,21 +88,12 @@ class Origins:
             ]
         )
 
-    def module_name(self, stack: dict[str, tuple[Any, ...]]) -> str:
+    def module_name(self, stack: Mapping[str, tuple[Any, ...]]) -> str:
         """The dotted name of the innermost module that a node was called in, or ''.
 
-        stack: where each module around the call was found, by its id.
+        stack: where each module around the call was found.
         """
-        if not stack:
-            return ""
-        key, (where, *_) = next(reversed(stack.items()))
-        written = self._written(str(where))
-        number = key.split("@")[0]
-        names = self.calls.get(int(number), ()) if number.isdecimal() else ()
-        return written if written in names or not names else names[0]
-
-    def _written(self, where: str) -> str:
-        """The name of a module as the way to it has it."""
+        where = str([*stack.values()][-1][0]) if stack else ""
         path = _shorten(where)
         for root, expression in self.roots.items():
             start = _shorten(expression)
