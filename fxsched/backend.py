@@ -17,7 +17,6 @@ from .autodiff.activation_checkpoints import inline_bodies
 from .capture.batch import fixed_size
 from .capture.caller import Dims
 from .capture.dynamo import (
-    ask_for_symbolic_sizes,
     configure_dynamo,
     note_call,
 )
@@ -416,8 +415,6 @@ class Backend:
         gm = inline_bodies(gm)
         broken = left_to_python() or compile_options_error(options)
         note_call(gm, inputs)
-        if broken is None:
-            ask_for_symbolic_sizes(gm, inputs, self.request)
         nodes = enumerate(placeholders(gm))
         kept = [i for i, node in nodes if node.meta["origin"] is not None]
         captured = gm
@@ -433,8 +430,7 @@ class Backend:
                 if broken is not None:
                     raise broken
                 return self.run(captured, tuple(args[i] for i in kept))
-            except GraphBreak as error:
-                error.backend = self
+            except GraphBreak:
                 raise
             except BaseException as error:
                 self._write(error)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections import UserDict
+from collections import UserDict, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import fields, is_dataclass
+from dataclasses import is_dataclass
 from inspect import Parameter, signature
 from types import CellType, CodeType, FunctionType, ModuleType
 from typing import Any, NamedTuple
@@ -143,13 +143,16 @@ def leaves(
 
 def inside(value: Any) -> Iterator[tuple[str, Any]]:
     """What a container or object holds, and how to write it."""
-    if is_dataclass(value):
-        yield from ((f".{f.name}", getattr(value, f.name, None)) for f in fields(value))
-    elif isinstance(value, (dict, UserDict)):
+    fields = is_dataclass(value) or hasattr(value, "_fields")
+    if isinstance(value, (dict, UserDict)) and not fields:
         yield from ((f"[{key!r}]", each) for key, each in value.items())
-    elif isinstance(value, tuple) and hasattr(value, "_fields"):
-        yield from ((f".{key}", getattr(value, key)) for key in value._fields)
-    elif isinstance(value, (list, tuple)):
+    elif isinstance(value, (list, tuple, deque)) and not fields:
         yield from ((f"[{i}]", each) for i, each in enumerate(value))
     else:
-        yield from ((f".{k}", v) for k, v in getattr(value, "__dict__", {}).items())
+        names = [*getattr(value, "_fields", ()), *getattr(value, "__dict__", ())]
+        for kind in type(value).__mro__:
+            own = getattr(kind, "__slots__", ())
+            names += [own] if isinstance(own, str) else own
+        for name in dict.fromkeys(names):
+            if not name.startswith("__"):
+                yield f".{name}", getattr(value, name, None)

@@ -24,7 +24,6 @@ from torch._dynamo import convert_frame
 from torch._dynamo.exc import (
     InternalTorchDynamoError,
     ObservedException,
-    TensorifyScalarRestartAnalysis,
     TorchDynamoException,
     Unsupported,
     UserError,
@@ -36,12 +35,11 @@ from ..jobs.job import PlanError
 from .caller import Call, owner_of, read_call
 from .compiled_modules import export_broken_modules, innermost
 from .ctc import ctc_traced
-from .graph_breaks import Exporter, not_whole
+from .graph_breaks import not_whole
 from .graph_inputs import placeholders
 from .lengths import symbolic_dims
-from .origins import Frame, Origins, Path
+from .origins import Origins, Path
 from .returns import read_returns
-from .samples import names_of, user_tensors
 
 BREAKS = (Unsupported, UserError, InternalTorchDynamoError)  # of a model's line
 
@@ -72,13 +70,12 @@ def configure_dynamo() -> None:
         arguments["one_graph"] = True  # a part of a model has no plan
         _forget(backend)
         backend.serve(arguments["compiler_fn"])
-        if request.schedule.microbatches > 1 or request.lengths is not None:
-            mark_sizes(read_call(arguments["code"], arguments["locals"]), request)
+        _mark_sizes(read_call(arguments["code"], arguments["locals"]), request)
         with _settings(), backend.tracing():
             try:
                 return original(*bound.args, **bound.kwargs)
             except BREAKS as error:  # Dynamo would run the frame without a word
-                raise frame_error(error, backend) from error
+                raise _frame_error(error) from error
 
     vars(compile_frame)["fxsched"] = True
     vars(convert_frame)["_compile"] = compile_frame
@@ -146,32 +143,7 @@ def _own_backend(compiler: Any) -> Any:
     return made
 
 
-def ask_for_symbolic_sizes(
-    gm: fx.GraphModule, inputs: Sequence[Any], request: Request
-) -> None:
-    """Makes Dynamo trace again with a symbolic batch size, and symbolic lengths, unless
-    it has already.
-
-    Called inside a torch.compile backend; raises Dynamo's restart signal.
-    """
-    nodes = placeholders(gm)
-    asked = False
-    for i in user_tensors(gm, inputs):
-        for dim in symbolic_dims(names_of(nodes[i])[0], inputs[i], request):
-            known = isinstance(nodes[i].meta["example_value"].shape[dim], torch.SymInt)
-            marked = getattr(inputs[i], "_dynamo_weak_dynamic_indices", ())
-            if not known and dim not in marked:
-                torch._dynamo.maybe_mark_dynamic(inputs[i], dim)
-                asked = True
-    if not asked:
-        return
-    # the second trace may take other branches than the one that was logged
-    translator: Any = InstructionTranslator.current_tx()
-    translator.speculation_log.clear()
-    raise TensorifyScalarRestartAnalysis()
-
-
-def mark_sizes(call: Call, request: Request) -> None:
+def _mark_sizes(call: Call, request: Request) -> None:
     """Asks for symbolic sizes where arguments have their samples or a length."""
     for argument, tensor in call.tensors:
         for dim in symbolic_dims(argument, tensor, request):
@@ -191,9 +163,10 @@ def note_call(gm: fx.GraphModule, inputs: Sequence[Any]) -> None:
     scope = _scope(root)
     owner = owner_of(root.f_code, root.f_locals)
     outside = {f"L[{name!r}]" for name in (*root.f_code.co_freevars, owner)}
-    paths = [_path(_source(node), node.name) for node in placeholders(gm)]
     others = _other_paths(translator.output.guards)
-    origins = Origins(Frame(scope, outside), paths, others, inputs)
+    paths = [_path(_source(node), node.name) for node in placeholders(gm)]
+    ways = [[path, *others.get(path[-1], ())] for path in paths]
+    origins = Origins(scope, outside, ways, inputs)
     for node in gm.graph.nodes:
         node.meta["module"] = origins.module_name(node.meta.get("nn_module_stack", {}))
     call = read_call(root.f_code, root.f_locals)
@@ -252,16 +225,14 @@ def _path(source: Any, name: str = "") -> Path:
     return tuple(reversed(names))
 
 
-def frame_error(error: TorchDynamoException, backend: Exporter) -> PlanError:
+def _frame_error(error: TorchDynamoException) -> PlanError:
     """The error for a frame that Dynamo gives up: the model raised, or breaks it."""
     raised = error.__cause__
-    stack = getattr(error, "real_stack", None)
+    stack = list(getattr(error, "real_stack", None) or ())
     if not isinstance(raised, ObservedException):
-        broken = not_whole(stack, error)
-        broken.backend = backend
-        return broken
+        return not_whole(stack, error)
     text = str(raised).removeprefix("raised exception ")
     # before 2.12 Dynamo names its own variable, which says the class alone
     text = re.sub(r"ExceptionVariable\(<class '([\w.]+)'>\)", r"\1", text)
-    where = list(stack or ())[-1]
-    return PlanError(f"{where.filename}:{where.lineno}: the model raised {text}")
+    where = f"{stack[-1].filename}:{stack[-1].lineno}"
+    return PlanError(f"{where}: the model raised {text}")

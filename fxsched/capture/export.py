@@ -16,10 +16,9 @@ from torch.export import Dim, ExportedProgram, export
 from ..jobs.job import PlanError
 from .caller import Call
 from .ctc import ctc_traced
-from .export_errors import not_exported
 from .exported_graph import ROOT, ExportedGraph, exported_graph
+from .graph_breaks import not_exported
 from .model_run import ModelRun
-from .own_gradients import shown_functions
 
 
 class _Stopped(Exception):
@@ -66,8 +65,7 @@ def export_model(
 def _traced(called: _Called, dynamic: Any) -> ExportedProgram:
     tensors = tuple(called.run.call.tensors)
     try:
-        kept, shown = _kept_attributes(called), shown_functions()
-        with warnings.catch_warnings(), kept, shown, ctc_traced():
+        with warnings.catch_warnings(), _kept_attributes(called), ctc_traced():
             # changes are seen by ModelRun, and RNNs write what they restore
             warnings.filterwarnings("ignore", "The tensor attribute")
             return export(called, tensors, dynamic_shapes=(dynamic,), strict=False)

@@ -12,7 +12,7 @@ from .drawn_numbers import refuse_seeding
 from .model_values import noted_model
 from .noted_values import Change, Noted
 from .outside_names import OutsideNames, first_frames
-from .own_gradients import refuse_own_gradients
+from .own_gradients import no_own_gradients
 from .structure import Structure
 from .torch_calls import Returns, TorchCalls
 
@@ -38,7 +38,7 @@ class ModelRun:
         args, kwargs = self.call.with_tensors(tensors)
         self.before = noted_model({"self": self.model})
         try:
-            with self.calls, first_frames(self._look):
+            with no_own_gradients(), self.calls, first_frames(self._look):
                 result = self.result = Structure(self.model(*args, **kwargs))
             self.returns = self.calls.returned(result.tensors, result.names)
         finally:
@@ -48,10 +48,9 @@ class ModelRun:
                 change.undo()
         return tuple(self.returns.values)
 
-    def _look(self, frame: FrameType) -> bool:
+    def _look(self, frame: FrameType) -> None:
         self.outside.look(frame)
         refuse_seeding(frame)
-        return refuse_own_gradients(frame)
 
     def path_of(self, weight: nn.Parameter) -> str | None:
         """How the model writes a weight that it doesn't register."""

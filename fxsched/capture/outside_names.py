@@ -20,8 +20,8 @@ from torch import Tensor, nn
 
 from ..ir.garbage import referrers
 from .caller import PLAIN
-from .export_errors import foreign, installed
 from .noted_values import DEPTH, Noted, closure
+from .user_frames import foreign, installed
 
 MINE = re.compile(r"fxsched\.(?!models\.)")
 LONG = 1000  # entries of a container that are not looked at
@@ -94,18 +94,16 @@ class OutsideNames(Noted):
 
 
 @contextmanager
-def first_frames(look: Callable[[FrameType], bool]) -> Iterator[None]:
-    """Shows the first frame of each code that runs in this thread.
-
-    look: gives whether it wants to see the next one too.
-    """
+def first_frames(look: Callable[[FrameType], None]) -> Iterator[None]:
+    """Shows the first frame of each code that runs in this thread."""
     seen: dict[int, CodeType] = {}
     before = sys.gettrace()
 
     def call(frame: FrameType, event: Any, argument: Any) -> Any:
         code = frame.f_code
-        if id(code) not in seen and not look(frame):
+        if id(code) not in seen:
             seen[id(code)] = code
+            look(frame)
         return None if before is None else before(frame, event, argument)
 
     sys.settrace(call)

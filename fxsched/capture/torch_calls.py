@@ -21,7 +21,7 @@ from torch.overrides import TorchFunctionMode
 
 from ..ir.graphs import storage, tensors
 from ..jobs.job import PlanError
-from .own_gradients import refuse_grad_fn
+from .own_gradients import refuse_hooks
 
 ASKED = ("__get__", "dim", "size", "numel", "is_floating_point")
 
@@ -80,7 +80,7 @@ class TorchCalls(TorchFunctionMode):
         args: Sequence[Any] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        refuse_grad_fn(func)
+        refuse_hooks(func)
         named = dict(kwargs or {})
         dim = named.get("dim", args[1] if len(args) > 1 else 0)
         if func is Tensor.__len__:  # list(x) asks for it after its rows
