@@ -22,7 +22,7 @@ from .graph_inputs import placeholders, symbol_of
 from .lowered import aten_graph
 from .model_run import ModelRun
 from .origins import Origin, registry
-from .returns import Returned
+from .returns import Returned, label_of
 from .structure import Structure
 from .torch_calls import Pin, Place
 
@@ -101,7 +101,8 @@ def exported_graph(program: Any, run: ModelRun, named: Call) -> ExportedGraph:
     sources = [inputs.index(each) if each in inputs else None for each in results]
     own = [i for i, source in enumerate(sources) if source is None]
     gm.graph.output_node().args = (tuple(results[i] for i in own),)
-    labels = [_label(run.returns.names[i]) for i in own]
+    paths = [parts(run.returns.names[i]) for i in own]
+    labels = [label_of([int(k) if k.isdecimal() else k for k in p]) for p in paths]
     gm.meta["call"] = named._replace(tensors=())
     gm.meta["returns"] = tuple(map(Returned, labels))
     gm = aten_graph(gm)
@@ -176,11 +177,3 @@ def _guards(gm: fx.GraphModule, pins: Sequence[Pin]) -> list[Pin]:
     environment = inputs[0].meta["example_value"].fake_mode.shape_env
     asked = [*(Pin(guard.expr, True) for guard in environment.guards), *pins]
     return [Pin(e.size.xreplace(environment.replacements), e.value) for e in asked]
-
-
-def _label(name: str) -> int | str:
-    """['logits'] as logits, [0] as 0: how backend(outputs=) names it."""
-    keys = parts(name)
-    if len(keys) == 1 and keys[0].isdecimal():
-        return int(keys[0])
-    return ".".join(keys) if keys else 0

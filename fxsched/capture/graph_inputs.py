@@ -49,10 +49,8 @@ def text_of(gm: fx.GraphModule) -> str:
     """What tells a graph from others: its nodes, where inputs come from, where outputs
     go, and which tensors are constants of it."""
     graphs = [m.graph for m in gm.modules() if isinstance(m, fx.GraphModule)]
-    values = [
-        getattr(gm, str(node.target), None)
-        for node in gm.graph.find_nodes(op="get_attr")
-    ]
+    names = (str(node.target) for node in gm.graph.find_nodes(op="get_attr"))
+    values = (getattr(gm, name, None) for name in names)
     constants = [str(id(value)) for value in values if isinstance(value, Tensor)]
     origins = [str(origin_of(node)) for node in placeholders(gm)]
     text = [*origins, *map(str, graphs), *constants, str(gm.meta["returns"])]

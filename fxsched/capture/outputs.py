@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, get_args
 
+import torch
 from torch import Tensor, fx
 
 from ..ir.graphs import Output, storage, tensors
@@ -62,29 +63,22 @@ def origins_of(
     written: the tensors that a node writes into; what shares their memory comes of the
         same from then on.
     """
-    origins: dict[fx.Node, frozenset[str]] = {}
+    by_node: dict[fx.Node, frozenset[str]] = {}
     by_storage: dict[int, frozenset[str]] = {}
+
+    def of_memory(node: fx.Node) -> frozenset[str]:
+        places = map(storage, tensors(values.get(node)))
+        return frozenset().union(*(by_storage.get(place, ()) for place in places))
+
     for node in nodes:
-        own_origins = frozenset({inputs[node]} if node in inputs else ())
+        own = frozenset({inputs[node]} if node in inputs else ())
         for read in node.all_input_nodes:
-            own_origins |= origins[read].union(
-                *_of_storages(values.get(read), by_storage)
-            )
-        places = {storage(t) for t in written(node)}
-        new = {storage(t) for t in tensors(values.get(node))} - by_storage.keys()
-        for place in places | new:
-            by_storage[place] = by_storage.get(place, frozenset()) | own_origins
-        origins[node] = own_origins.union(*_of_storages(values.get(node), by_storage))
-    for node in nodes:  # what is written into it later too
-        later = _of_storages(values.get(node), by_storage)
-        origins[node] = origins[node].union(*later)
-    return origins
-
-
-def _of_storages(
-    value: Any, by_storage: Mapping[int, frozenset[str]]
-) -> list[frozenset[str]]:
-    return [by_storage.get(storage(t), frozenset()) for t in tensors(value)]
+            own |= by_node[read] | of_memory(read)
+        new = set(map(storage, tensors(values.get(node)))) - by_storage.keys()
+        for place in new.union(map(storage, written(node))):
+            by_storage[place] = by_storage.get(place, frozenset()) | own
+        by_node[node] = own
+    return {node: own | of_memory(node) for node, own in by_node.items()}
 
 
 def describe(traced: TracedOutput, batch: Batch, how: str | None) -> Output:
@@ -199,11 +193,14 @@ def _apart(traced: TracedOutput, batch: Batch) -> PlanError:
 def _possible(traced: TracedOutput, how: str) -> None:
     """Raises PlanError for a reduction that a type doesn't have."""
     dtype = traced.value.dtype
-    numbers = dtype.is_floating_point or dtype.is_complex
-    wrong = (how == "mean" and not numbers) or (
-        how == "sum" and str(dtype)[6:] == "bool"
-    )
-    if wrong or (how in ("max", "min") and dtype.is_complex):
+    ordered = not dtype.is_complex
+    has = {
+        "mean": dtype.is_floating_point or dtype.is_complex,
+        "sum": dtype != torch.bool,
+        "max": ordered,
+        "min": ordered,
+    }
+    if not has.get(how, True):
         raise PlanError(
             f"backend(outputs={{{traced.name!r}: {how!r}}}): it is {_shape(traced)}, "
             f"which has no {how}; give another of {', '.join(REDUCTIONS)}"

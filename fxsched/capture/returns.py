@@ -52,9 +52,7 @@ def read_returns(
     labels: dict[str, int | str] = {}
     for value in translator.stack[-1:]:
         for found in _tensors(value, effects):
-            path: Path = found.path or (0,)
-            label = path[0] if len(path) == 1 else ".".join(map(str, path))
-            labels.setdefault(found.name, label)
+            labels.setdefault(found.name, label_of(found.path))
     stored: dict[str, list[str]] = {}
     for found in _stores(effects):
         stored.setdefault(found.name, []).append(found.text)
@@ -67,6 +65,13 @@ def read_returns(
         replaced = tuple(dict.fromkeys(i for i in old if i is not None))
         returns.append(Returned(labels.get(name), places, replaced))
     return tuple(returns)
+
+
+def label_of(path: Sequence[int | str]) -> int | str:
+    """How backend(outputs=) names what is there in what a model returns."""
+    if len(path) > 1:
+        return ".".join(map(str, path))
+    return path[0] if path else 0
 
 
 def _before(

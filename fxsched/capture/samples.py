@@ -8,6 +8,7 @@ backend(batch_dims=) or refused.
 from __future__ import annotations
 
 import difflib
+import json
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar
 
@@ -187,11 +188,7 @@ def _line(entries: Sequence[BatchInput], dims: Dims, batch: int) -> str:
     for entry in entries:
         if not entry.declared and entry.length != batch:
             said[entry.name] = _guess(entry, batch)
-    return ", ".join(f"{_quoted(key)}: {dim}" for key, dim in said.items())
-
-
-def _quoted(key: str | int) -> str:
-    return f'"{key}"' if isinstance(key, str) else str(key)
+    return ", ".join(f"{json.dumps(key)}: {dim}" for key, dim in said.items())
 
 
 def _guess(entry: BatchInput, batch: int) -> int | None:
