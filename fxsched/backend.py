@@ -17,14 +17,12 @@ from .autodiff.activation_checkpoints import inline_bodies
 from .capture.batch import fixed_size
 from .capture.caller import Dims
 from .capture.dynamo import (
-    ask_for_symbolic_sizes,
     configure_dynamo,
-    copy_graph,
-    note_arguments,
-    note_origins,
+    note_call,
 )
 from .capture.early_writes import early_writes
 from .capture.graph_breaks import GraphBreak, left_to_python
+from .capture.graph_inputs import placeholders
 from .capture.lowered import aten_graph
 from .capture.picked_rows import cut_outputs
 from .clock.timeline import Event
@@ -416,14 +414,13 @@ class Backend:
         """torch.compile's side: from a traced graph to a function of its inputs."""
         gm = inline_bodies(gm)
         broken = left_to_python() or compile_options_error(options)
-        note_origins(gm, inputs)
-        note_arguments(gm, inputs)
-        if broken is None:
-            ask_for_symbolic_sizes(gm, inputs, self.request)
-        captured, kept = copy_graph(gm, inputs)
+        note_call(gm, inputs)
+        nodes = enumerate(placeholders(gm))
+        kept = [i for i, node in nodes if node.meta["origin"] is not None]
+        captured = gm
         if broken is None:
             try:
-                captured = aten_graph(captured)
+                captured = aten_graph(gm)
             except PlanError as error:
                 broken = error
         broken = broken or fixed_size(gm, inputs, self.request)
@@ -433,8 +430,7 @@ class Backend:
                 if broken is not None:
                     raise broken
                 return self.run(captured, tuple(args[i] for i in kept))
-            except GraphBreak as error:
-                error.backend = self
+            except GraphBreak:
                 raise
             except BaseException as error:
                 self._write(error)

@@ -27,12 +27,10 @@ NAMES = {
         "torch._dynamo.config:allow_rnn",
         "torch._dynamo.config:patch",
         "torch._dynamo:maybe_mark_dynamic",
-        "torch._dynamo.exc:TensorifyScalarRestartAnalysis",
         "torch._dynamo.exc:Unsupported",
         "torch._dynamo.symbolic_convert:InstructionTranslator.current_tx",
         "torch.fx.experimental._config:use_duck_shape",
     ),
-    "export.py": ("torch.export.graph_signature:InputKind",),
     "lowered.py": (
         "torch._C._autograd:_get_data_attr",
         "torch.fx.experimental.proxy_tensor:get_proxy_mode",

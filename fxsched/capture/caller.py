@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections import UserDict
+from collections import UserDict, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import fields, is_dataclass
-from inspect import Parameter
-from types import CodeType, FunctionType, ModuleType
+from dataclasses import is_dataclass
+from inspect import Parameter, signature
+from types import CellType, CodeType, FunctionType, ModuleType
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor, nn
 
 DEPTH = 20  # of objects in objects that are looked through
+PLAIN = (int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
+TRACED = (Tensor, torch.SymInt, torch.SymFloat, torch.SymBool)
 STATE = (nn.Module, ModuleType, FunctionType, type, str)
 Dims = Mapping[str | int, int | None]
 
@@ -53,40 +56,58 @@ def parts(name: str) -> list[str]:
 
 def read_call(code: CodeType, variables: Mapping[str, Any]) -> Call:
     """What a function is called with: its code, and the variables of its frame."""
-    return _call(list(_arguments(code, variables)), _signature(code, variables))
+    owner = owner_of(code, variables)
+    cells = tuple(CellType() for _ in code.co_freevars)
+    own = dict(signature(FunctionType(code, {}, closure=cells)).parameters)
+    own.pop(owner or "", None)
+    # the parameters that a model's forward has under its decorators
+    forward = getattr(type(variables[owner]), "forward", None) if owner else None
+    under = list(signature(forward).parameters)[1:] if forward else []
+    return _call(own, variables, under)
 
 
 def read_signature(
     function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Call:
     """The same of a function and what it is called with, as its signature names it."""
-    signature = inspect.signature(function)
-    bound = signature.bind(*args, **kwargs)
+    bound = signature(function).bind(*args, **kwargs)
     bound.apply_defaults()
-    top: list[tuple[Argument, Any]] = []
-    for name, value in bound.arguments.items():
-        kind = signature.parameters[name].kind
-        if kind is Parameter.VAR_POSITIONAL:
-            at = len(top)
-            top += [(Argument(f"{name}[{i}]", at + i), v) for i, v in enumerate(value)]
-        elif kind is Parameter.VAR_KEYWORD:
-            top += [(Argument(each), v) for each, v in value.items()]
-        else:
-            position = None if kind is Parameter.KEYWORD_ONLY else len(top)
-            top.append((Argument(name, position), value))
-    return _call(top, list(signature.parameters))
+    parameters = bound.signature.parameters
+    return _call(parameters, bound.arguments, list(parameters))
 
 
-def _call(top: Sequence[tuple[Argument, Any]], parameters: Sequence[str]) -> Call:
+def _call(
+    parameters: Mapping[str, Parameter], values: Mapping[str, Any], more: Sequence[str]
+) -> Call:
+    top = list(_arguments(parameters, values))
     seen: set[int] = set()
     tensors = [
-        (Argument(name, each.position), tensor)
+        (Argument(name, each.position), leaf)
         for each, value in top
-        for name, tensor in _tensors(value, each.name, seen)
+        for name, leaf in leaves(value, each.name, seen)
+        if isinstance(leaf, Tensor)
     ]
-    names = [each.name for each, _ in (*top, *tensors)] + list(parameters)
+    names = dict.fromkeys([*(each.name for each, _ in (*top, *tensors)), *more])
     positions = [each.position for each, _ in top if each.position is not None]
-    return Call(tuple(tensors), tuple(dict.fromkeys(names)), len(positions))
+    return Call(tuple(tensors), tuple(names), len(positions))
+
+
+def _arguments(
+    parameters: Mapping[str, Parameter], values: Mapping[str, Any]
+) -> Iterator[tuple[Argument, Any]]:
+    position = 0
+    for name, parameter in parameters.items():
+        value = values.get(name)
+        if parameter.kind is Parameter.VAR_POSITIONAL:
+            for i, each in enumerate(value or ()):
+                yield Argument(f"{name}[{i}]", position + i), each
+        elif parameter.kind is Parameter.VAR_KEYWORD:
+            yield from ((Argument(key), each) for key, each in (value or {}).items())
+        elif parameter.kind is Parameter.KEYWORD_ONLY:
+            yield Argument(name), value
+        else:
+            yield Argument(name, position), value
+            position += 1
 
 
 def owner_of(code: CodeType, variables: Mapping[str, Any]) -> str | None:
@@ -104,58 +125,34 @@ def owner_of(code: CodeType, variables: Mapping[str, Any]) -> str | None:
     return None
 
 
-def _arguments(
-    code: CodeType, variables: Mapping[str, Any]
-) -> Iterator[tuple[Argument, Any]]:
-    """The arguments, without a method's `self`."""
-    owner = owner_of(code, variables)
-    names = iter(code.co_varnames)
-    position = -1 if owner else 0
-    for _ in range(code.co_argcount):
-        name = next(names)
-        if name != owner:
-            yield Argument(name, position), variables.get(name)
-        position += 1
-    for _ in range(code.co_kwonlyargcount):
-        name = next(names)
-        yield Argument(name), variables.get(name)
-    if code.co_flags & inspect.CO_VARARGS:
-        name = next(names)
-        for i, value in enumerate(variables.get(name, ())):
-            yield Argument(f"{name}[{i}]", position + i), value
-    if code.co_flags & inspect.CO_VARKEYWORDS:
-        for name, value in variables.get(next(names), {}).items():
-            yield Argument(name), value
-
-
-def _signature(code: CodeType, variables: Mapping[str, Any]) -> list[str]:
-    """The parameters that a model's forward has under its decorators."""
-    owner = owner_of(code, variables)
-    forward = getattr(type(variables.get(owner)), "forward", None) if owner else None
-    return list(inspect.signature(forward).parameters)[1:] if forward else []
-
-
-def _tensors(
-    value: Any, name: str, seen: set[int], depth: int = 0
-) -> Iterator[tuple[str, Tensor]]:
-    """The tensors in an argument; what is in a module is state."""
-    if isinstance(value, Tensor):
+def leaves(
+    value: Any, name: str = "", seen: set[int] | None = None, depth: int = 0
+) -> Iterator[tuple[str, Any]]:
+    """What is in containers and objects, and how to write it after the value's name;
+    what is in a module is state."""
+    seen = set() if seen is None else seen
+    whole = isinstance(value, (*TRACED, *PLAIN, *STATE)) or depth == DEPTH
+    parts = [] if whole else list(inside(value))
+    if not parts:
         yield name, value
-    elif not isinstance(value, STATE) and id(value) not in seen and depth < DEPTH:
+    elif id(value) not in seen:
         seen.add(id(value))
-        for end, each in inside(value):
-            yield from _tensors(each, name + end, seen, depth + 1)
+        for end, each in parts:
+            yield from leaves(each, name + end, seen, depth + 1)
 
 
 def inside(value: Any) -> Iterator[tuple[str, Any]]:
     """What a container or object holds, and how to write it."""
-    if is_dataclass(value):
-        yield from ((f".{f.name}", getattr(value, f.name, None)) for f in fields(value))
-    elif isinstance(value, (dict, UserDict)):
+    fields = is_dataclass(value) or hasattr(value, "_fields")
+    if isinstance(value, (dict, UserDict)) and not fields:
         yield from ((f"[{key!r}]", each) for key, each in value.items())
-    elif isinstance(value, tuple) and hasattr(value, "_fields"):
-        yield from ((f".{key}", getattr(value, key)) for key in value._fields)
-    elif isinstance(value, (list, tuple)):
+    elif isinstance(value, (list, tuple, deque)) and not fields:
         yield from ((f"[{i}]", each) for i, each in enumerate(value))
     else:
-        yield from ((f".{k}", v) for k, v in getattr(value, "__dict__", {}).items())
+        names = [*getattr(value, "_fields", ()), *getattr(value, "__dict__", ())]
+        for kind in type(value).__mro__:
+            own = getattr(kind, "__slots__", ())
+            names += [own] if isinstance(own, str) else own
+        for name in dict.fromkeys(names):
+            if not name.startswith("__"):
+                yield f".{name}", getattr(value, name, None)

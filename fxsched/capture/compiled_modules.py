@@ -28,20 +28,25 @@ def export_broken_modules() -> None:
 
     @wraps(original)
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if torch._C._len_torch_dispatch_stack():
-            _refuse_modes(self)
+        if torch._C._len_torch_dispatch_stack() and _backend_of(self):
+            _refuse_modes()
         try:
             return original(self, *args, **kwargs)
         except GraphBreak as error:
-            broken = error
-        if broken.backend is None:
+            broken, backend = error, _backend_of(self)
+        if backend is None:
             raise broken
-        exported = broken.backend.exported(self._orig_mod, broken, args, kwargs)
-        self.forward = exported
+        self.forward = backend.exported(self._orig_mod, broken, args, kwargs)
         return original(self, *args, **kwargs)
 
     vars(call)["fxsched"] = True
     OptimizedModule.__call__ = call  # type: ignore[method-assign]
+
+
+def _backend_of(module: OptimizedModule) -> Any:
+    """A compiled module's backend, if it is one of ours."""
+    backend = innermost(module.dynamo_ctx.callback)
+    return backend if isinstance(getattr(backend, "request", None), Request) else None
 
 
 def innermost(backend: Any) -> Any:
@@ -52,13 +57,12 @@ def innermost(backend: Any) -> Any:
     return backend
 
 
-def _refuse_modes(module: OptimizedModule) -> None:
-    """Raises a PlanError if a TorchDispatchMode of the user is active around the call
-    of a model of ours: Dynamo compiles nothing under a TorchDispatchMode."""
+def _refuse_modes() -> None:
+    """Raises a PlanError if a TorchDispatchMode of the user is active: Dynamo compiles
+    nothing under one."""
     stack = _get_current_dispatch_mode_stack()
     modes = [mode for mode in stack if getattr(mode, "_mode_key", None) is None]
-    backend = innermost(module.dynamo_ctx.callback)
-    if modes and isinstance(getattr(backend, "request", None), Request):
+    if modes:
         name = type(modes[-1]).__name__.lstrip("_")
         raise PlanError(
             f"{name} is active around the call of the compiled model, but a "

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from ..jobs.job import PlanError
-from .export_errors import foreign
+from .user_frames import foreign
 
 SEED, STATE = inspect.unwrap(torch.manual_seed).__code__, torch.set_rng_state.__code__
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import inspect
 import re
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import wraps
 from typing import Any
@@ -19,30 +19,27 @@ import torch
 import torch._dynamo
 import torch._dynamo.guards as guards
 import torch.fx.experimental._config
-from torch import fx
+from torch import fx, nn
 from torch._dynamo import convert_frame
 from torch._dynamo.exc import (
     InternalTorchDynamoError,
     ObservedException,
-    TensorifyScalarRestartAnalysis,
     TorchDynamoException,
     Unsupported,
     UserError,
 )
 from torch._dynamo.symbolic_convert import InstructionTranslator
 
-from ..ir.lazy import lazy_module
 from ..ir.request import Request
 from ..jobs.job import PlanError
-from .caller import Argument, Call, owner_of, read_call
+from .caller import Call, owner_of, read_call
 from .compiled_modules import export_broken_modules, innermost
 from .ctc import ctc_traced
-from .graph_breaks import Exporter, not_whole
-from .graph_inputs import origin_of, placeholders, text_of
+from .graph_breaks import not_whole
+from .graph_inputs import placeholders
 from .lengths import symbolic_dims
-from .origins import Frame, Origins, Path
+from .origins import Origins, Path
 from .returns import read_returns
-from .samples import names_of, user_tensors
 
 BREAKS = (Unsupported, UserError, InternalTorchDynamoError)  # of a model's line
 
@@ -73,13 +70,12 @@ def configure_dynamo() -> None:
         arguments["one_graph"] = True  # a part of a model has no plan
         _forget(backend)
         backend.serve(arguments["compiler_fn"])
-        if request.schedule.microbatches > 1 or request.lengths is not None:
-            mark_sizes(read_call(arguments["code"], arguments["locals"]), request)
+        _mark_sizes(read_call(arguments["code"], arguments["locals"]), request)
         with _settings(), backend.tracing():
             try:
                 return original(*bound.args, **bound.kwargs)
             except BREAKS as error:  # Dynamo would run the frame without a word
-                raise frame_error(error, backend) from error
+                raise _frame_error(error) from error
 
     vars(compile_frame)["fxsched"] = True
     vars(convert_frame)["_compile"] = compile_frame
@@ -147,86 +143,56 @@ def _own_backend(compiler: Any) -> Any:
     return made
 
 
-def ask_for_symbolic_sizes(
-    gm: fx.GraphModule, inputs: Sequence[Any], request: Request
-) -> None:
-    """Makes Dynamo trace again with a symbolic batch size, and symbolic lengths, unless
-    it has already.
-
-    Called inside a torch.compile backend; raises Dynamo's restart signal.
-    """
-    nodes = placeholders(gm)
-    asked = False
-    for i in user_tensors(gm, inputs):
-        for dim in symbolic_dims(names_of(nodes[i])[0], inputs[i], request):
-            known = isinstance(nodes[i].meta["example_value"].shape[dim], torch.SymInt)
-            marked = getattr(inputs[i], "_dynamo_weak_dynamic_indices", ())
-            if not known and dim not in marked:
-                torch._dynamo.maybe_mark_dynamic(inputs[i], dim)
-                asked = True
-    if not asked:
-        return
-    # the second trace may take other branches than the one that was logged
-    translator: Any = InstructionTranslator.current_tx()
-    translator.speculation_log.clear()
-    raise TensorifyScalarRestartAnalysis()
-
-
-def mark_sizes(call: Call, request: Request) -> None:
+def _mark_sizes(call: Call, request: Request) -> None:
     """Asks for symbolic sizes where arguments have their samples or a length."""
     for argument, tensor in call.tensors:
-        if not isinstance(tensor, torch.nn.Parameter):
-            for dim in symbolic_dims(argument, tensor, request):
-                torch._dynamo.maybe_mark_dynamic(tensor, dim)
+        for dim in symbolic_dims(argument, tensor, request):
+            torch._dynamo.maybe_mark_dynamic(tensor, dim)
 
 
-def note_origins(gm: fx.GraphModule, inputs: Sequence[Any]) -> None:
-    """Writes down where inputs come from, as meta["origin"], and which modules nodes
-    are called in, as meta["module"].
-
-    Called inside a torch.compile backend: Dynamo's way to an input is of no use later.
-    """
-    paths = [_path(_source(node), node.name) for node in placeholders(gm)]
-    origins = Origins(_traced_frame(), paths, _other_paths(), inputs)
-    for node, origin in zip(placeholders(gm), origins.inputs, strict=True):
-        node.meta["origin"] = origin
-    for node in gm.graph.nodes:
-        node.meta["module"] = origins.module_name(node.meta.get("nn_module_stack", {}))
-
-
-def note_arguments(gm: fx.GraphModule, inputs: Sequence[Any]) -> None:
-    """Writes down what the caller calls inputs, as meta["arguments"], and all that it
-    may name, as gm.meta["call"].
+def note_call(gm: fx.GraphModule, inputs: Sequence[Any]) -> None:
+    """Writes down what Dynamo forgets of its graph: where inputs come from, as
+    meta["origin"], what the caller calls them, as meta["arguments"], which modules
+    nodes are called in, as meta["module"]; all that the caller may name, as
+    gm.meta["call"], and where outputs go, as gm.meta["returns"].
 
     Called inside a torch.compile backend.
     """
     translator: Any = InstructionTranslator.current_tx()
     root = translator.output.root_tx
+    scope = _scope(root)
+    owner = owner_of(root.f_code, root.f_locals)
+    outside = {f"L[{name!r}]" for name in (*root.f_code.co_freevars, owner)}
+    others = _other_paths(translator.output.guards)
+    paths = [_path(_source(node), node.name) for node in placeholders(gm)]
+    ways = [[path, *others.get(path[-1], ())] for path in paths]
+    origins = Origins(scope, outside, ways, inputs)
+    for node in gm.graph.nodes:
+        node.meta["module"] = origins.module_name(node.meta.get("nn_module_stack", {}))
     call = read_call(root.f_code, root.f_locals)
-    names: dict[int, list[Argument]] = {}
-    for argument, tensor in call.tensors:
-        names.setdefault(id(tensor), []).append(argument)
-    for node, value in zip(placeholders(gm), inputs, strict=True):
-        node.meta["arguments"] = tuple(names.get(id(value), ()))
-        state = node.meta["arguments"] and origin_of(node).registered
-        if state and not isinstance(value, torch.nn.Parameter):
+    for i, node in enumerate(placeholders(gm)):
+        names = tuple(each for each, tensor in call.tensors if tensor is inputs[i])
+        origin = origins.inputs[i]
+        node.meta.update(origin=origin, arguments=names)
+        if origin.registered and names and not isinstance(inputs[i], nn.Parameter):
             # a buffer in the call is state; another tensor there would be the batch
             same: Any = guards.GuardBuilder.ID_MATCH
             guards.install_guard(_source(node).make_guard(same))
+        if paths[i][-1].endswith(".storage_offset()") and not node.users:
+            # where in its memory a batch begins, which Dynamo asks for if that changes
+            # (`for x in data`) and nothing reads: each batch would be another plan
+            node.meta["origin"] = None
     gm.meta["call"] = call._replace(tensors=())  # which must not live on
+    ends = [path[-1] for path in paths]
+    gm.meta["returns"] = read_returns(translator, gm, ends, inputs, scope)
 
 
-def _traced_frame() -> Frame:
-    """The frame of the compiled function, as the expressions of guards see it."""
-    translator: Any = InstructionTranslator.current_tx()
-    root = translator.output.root_tx
+def _scope(root: Any) -> dict[str, Any]:
+    """What the expressions of guards may name, for the function that is compiled."""
     names: Any = guards  # what a guard's expression may call
     late = getattr(names, "_get_closure_vars", None)
-    scope = {**(late() if late else names.CLOSURE_VARS)}
-    scope.update(L=root.f_locals, G=root.f_globals)
-    owner = owner_of(root.f_code, root.f_locals)
-    outside = [*root.f_code.co_freevars, *filter(None, [owner])]
-    return Frame(scope, frozenset(f"L[{name!r}]" for name in outside))
+    known = late() if late else names.CLOSURE_VARS
+    return {**known, "L": root.f_locals, "G": root.f_globals}
 
 
 def _source(node: fx.Node) -> Any:
@@ -234,14 +200,13 @@ def _source(node: fx.Node) -> Any:
     return getattr(argument, "source", None) or getattr(node, "_dynamo_source", None)
 
 
-def _other_paths() -> dict[str, list[Path]]:
+def _other_paths(known: Iterable[Any]) -> dict[str, list[Path]]:
     """Further paths to what Dynamo found before, by the expression of the first.
 
     It makes one input of a tensor that it meets again, and a guard that it stays one.
     """
-    translator: Any = InstructionTranslator.current_tx()
     others: dict[str, list[Path]] = {}
-    for guard in translator.output.guards:
+    for guard in known:
         function = getattr(guard.create_fn, "func", None)
         if function is guards.GuardBuilder.DUPLICATE_INPUT:
             first = _path(guard.create_fn.keywords["source_b"])[-1]
@@ -260,52 +225,14 @@ def _path(source: Any, name: str = "") -> Path:
     return tuple(reversed(names))
 
 
-def copy_graph(
-    gm: fx.GraphModule, inputs: Sequence[Any]
-) -> tuple[fx.GraphModule, tuple[int, ...]]:
-    """A copy of Dynamo's graph, with what Dynamo forgets after it was compiled; and the
-    positions of the inputs that it has.
-
-    It leaves out where in its memory a batch begins, which Dynamo asks for if that
-    changes (`for x in data`) and nothing reads: each batch would be another plan.
-    """
-    nodes = placeholders(gm)
-    paths = [_path(_source(node), node.name)[-1] for node in nodes]
-    kept = [i for i, node in enumerate(nodes) if not _is_offset(node, paths[i])]
-    graph = fx.Graph()
-    new: dict[fx.Node, fx.Node] = {}
-    left_out = {node for i, node in enumerate(nodes) if i not in kept}
-    for node in gm.graph.nodes:
-        if node not in left_out:
-            new[node] = graph.node_copy(node, new.__getitem__)
-    result = lazy_module(gm, graph)
-    nodes, paths = [nodes[i] for i in kept], [paths[i] for i in kept]
-    inputs = [inputs[i] for i in kept]
-    sources = [
-        f"{path} {origin_of(node)}" for path, node in zip(paths, nodes, strict=True)
-    ]
-    translator, scope = InstructionTranslator.current_tx(), _traced_frame().scope
-    returns = read_returns(translator, gm, paths, inputs, scope)
-    result.meta.update(call=gm.meta["call"], returns=returns)
-    result.meta["text"] = text_of(result, sources)
-    return result, tuple(kept)
-
-
-def _is_offset(node: fx.Node, path: str) -> bool:
-    """Whether an input is a tensor's storage_offset(), and nothing reads it."""
-    return path.endswith(".storage_offset()") and not node.users
-
-
-def frame_error(error: TorchDynamoException, backend: Exporter) -> PlanError:
+def _frame_error(error: TorchDynamoException) -> PlanError:
     """The error for a frame that Dynamo gives up: the model raised, or breaks it."""
     raised = error.__cause__
-    stack = getattr(error, "real_stack", None)
+    stack = list(getattr(error, "real_stack", None) or ())
     if not isinstance(raised, ObservedException):
-        broken = not_whole(stack, error)
-        broken.backend = backend
-        return broken
+        return not_whole(stack, error)
     text = str(raised).removeprefix("raised exception ")
     # before 2.12 Dynamo names its own variable, which says the class alone
     text = re.sub(r"ExceptionVariable\(<class '([\w.]+)'>\)", r"\1", text)
-    where = list(stack or ())[-1]
-    return PlanError(f"{where.filename}:{where.lineno}: the model raised {text}")
+    where = f"{stack[-1].filename}:{stack[-1].lineno}"
+    return PlanError(f"{where}: the model raised {text}")

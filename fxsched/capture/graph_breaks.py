@@ -1,47 +1,40 @@
-"""Graphs that hold only a part of the model, and the line at which Dynamo left it."""
+"""Lines of a model at which Dynamo, or torch.export after it, stops tracing."""
 
 from __future__ import annotations
 
 import os
 import traceback
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol
+from collections.abc import Sequence
+from traceback import FrameSummary
 
 import torch
-from torch import nn
 
 from ..jobs.job import PlanError
+from .user_frames import own_frame, where_it_is
 
+TORCH = os.path.dirname(torch.__file__)
+COMPILES, CALLS = "/_dynamo/convert_frame.py", "/_dynamo/eval_frame.py"
+BY_VALUES = ("DataDependent", "data-dependent", "unbacked")  # in torch.export's errors
+VALUES = (
+    "it decides by values of a tensor, which only a run has: write it with "
+    "torch.where or a mask, or decide outside of the model and pass a Python value"
+)
+REWRITE = "write that line with torch operations, or move it out of the model"
 EXPORTED = (
     "fxsched.compile(model, schedule) runs an nn.Module that Dynamo breaks, if "
     "torch.export can trace it"
 )
 
 
-class Exporter(Protocol):
-    """A backend, which can have torch.export trace a model."""
-
-    def exported(
-        self,
-        model: nn.Module,
-        broken: GraphBreak,
-        args: Sequence[Any],
-        kwargs: Mapping[str, Any],
-    ) -> Callable[..., Any]:
-        """The model, traced for this call."""
-
-
 class GraphBreak(PlanError):
     """Dynamo can't trace a model as one graph.
 
     text: what to do about it. line: where it breaks, and why.
-    backend: whose call it ends.
     """
 
     def __init__(self, text: str, line: str) -> None:
         super().__init__(f"{text}; {EXPORTED}")
         self.text, self.line = text, line
-        self.backend: Exporter | None = None
 
     def __reduce__(self) -> tuple[type[GraphBreak], tuple[str, str]]:
         return type(self), (self.text, self.line)
@@ -57,56 +50,48 @@ def left_to_python() -> GraphBreak | None:
     Called inside a torch.compile backend. Dynamo runs a function that it has rules to
     skip in Python, and compiles what that calls.
     """
-    skipped = _skipped_frame()
-    if skipped is None:
+    stack = traceback.extract_stack()
+    files = [frame.filename for frame in stack]
+    inner = next((i for i, file in enumerate(files) if file.endswith(COMPILES)), 0)
+    calls = [i for i, file in enumerate(files[:inner]) if file.endswith(CALLS)]
+    between = stack[calls[-1] + 1 : inner] if calls else []
+    skipped = [frame for frame in between if not frame.filename.startswith(TORCH)]
+    if not skipped:
         return None
-    where = "".join(traceback.format_list([skipped])).strip()
     return GraphBreak(
         "the model does not trace as one graph; Dynamo leaves this to Python\n"
-        f"  {where}\n"
+        f"  {where_it_is(skipped[-1])}\n"
         "fxsched plans whole models: torch.compile(model, backend, fullgraph=True) "
         "tells why it does",
-        f"{_short(skipped)} is left to Python",
+        f"{_short(skipped[-1])} is left to Python",
     )
 
 
-def not_whole(
-    stack: Sequence[traceback.FrameSummary] | None, reason: object
-) -> GraphBreak:
+def not_whole(frames: Sequence[FrameSummary], reason: object) -> GraphBreak:
     """The error for a line of the model that Dynamo can't trace, and why it can't."""
-    frames = list(stack or ())
-    library = os.path.dirname(traceback.__file__)
-    # of what breaks inside Python's own library, the line that calls it
-    while len(frames) > 1 and os.path.dirname(frames[-1].filename) == library:
-        frames.pop()
-    where = "".join(traceback.format_list(frames[-1:])).strip()
     why = str(reason).split("\n")[0]
+    where, short = "", ""
+    if frames:
+        where, short = where_it_is(own_frame(frames)), _short(own_frame(frames))
     return GraphBreak(
         f"the model does not trace as one graph; it breaks at\n  {where}\n"
         f"  ({why})\n"
         "fxsched plans whole models: rewrite that line with torch operations, or "
         "move it out of the compiled function",
-        f"{_short(frames[-1]) if frames else ''} ({why})".strip(),
+        f"{short} ({why})".strip(),
     )
 
 
-def _short(frame: traceback.FrameSummary) -> str:
+def not_exported(error: Exception) -> PlanError:
+    """The error for a line of the model that torch.export can't trace either."""
+    where = where_it_is(own_frame(traceback.extract_tb(error.__traceback__)))
+    text = f"{type(error).__name__}: {str(error).strip()}"
+    by_values = any(word in text for word in BY_VALUES)
+    return PlanError(
+        "the model can't be traced; torch.export stops at\n"
+        f"  {where}\n  ({text.splitlines()[0]})\n{VALUES if by_values else REWRITE}"
+    )
+
+
+def _short(frame: FrameSummary) -> str:
     return f"{os.path.basename(frame.filename)}:{frame.lineno}, {frame.line}"
-
-
-def _skipped_frame() -> traceback.FrameSummary | None:
-    """The user's Python frame between torch.compile's call and Dynamo, if any."""
-    stack = traceback.extract_stack()
-    paths = [frame.filename.replace("\\", "/") for frame in stack]
-    dynamo = [i for i, p in enumerate(paths) if p.endswith("/_dynamo/convert_frame.py")]
-    calls = [
-        i
-        for i, p in enumerate(paths)
-        if p.endswith("/_dynamo/eval_frame.py") and dynamo and i < dynamo[0]
-    ]
-    if not calls:
-        return None
-    torch_folder = os.path.dirname(torch.__file__)
-    between = stack[calls[-1] + 1 : dynamo[0]]
-    user = [frame for frame in between if not frame.filename.startswith(torch_folder)]
-    return user[-1] if user else None

@@ -40,19 +40,18 @@ def symbol_of(size: object) -> Any:
 
 
 def origin_of(node: fx.Node) -> Origin:
-    """Where an input comes from, as dynamo.note_origins wrote it down."""
+    """Where an input comes from, as dynamo.py or exported_graph.py wrote it down."""
     origin: Origin = node.meta["origin"]
     return origin
 
 
-def text_of(gm: fx.GraphModule, sources: Sequence[str]) -> str:
+def text_of(gm: fx.GraphModule) -> str:
     """What tells a graph from others: its nodes, where inputs come from, where outputs
     go, and which tensors are constants of it."""
     graphs = [m.graph for m in gm.modules() if isinstance(m, fx.GraphModule)]
-    values = [
-        getattr(gm, str(node.target), None)
-        for node in gm.graph.find_nodes(op="get_attr")
-    ]
+    names = (str(node.target) for node in gm.graph.find_nodes(op="get_attr"))
+    values = (getattr(gm, name, None) for name in names)
     constants = [str(id(value)) for value in values if isinstance(value, Tensor)]
-    text = [*sources, *map(str, graphs), *constants, str(gm.meta["returns"])]
+    origins = [str(origin_of(node)) for node in placeholders(gm)]
+    text = [*origins, *map(str, graphs), *constants, str(gm.meta["returns"])]
     return hashlib.sha256("\n".join(text).encode()).hexdigest()

@@ -16,7 +16,7 @@ from ..ir.request import Fill, Lengths, Request
 from ..jobs.job import PlanError
 from .caller import Argument, parts
 from .graph_inputs import placeholders
-from .samples import check_names, dim_of, names_of, user_tensors
+from .samples import check_dim, check_names, dim_of, names_of, only, user_tensors
 
 STEPS = 4  # lengths of plans in each doubling
 # what lengths="bucket" knows, by the names that Hugging Face gives arguments
@@ -57,6 +57,8 @@ def symbolic_dims(argument: Argument, tensor: Tensor, request: Request) -> list[
     """The dimensions whose sizes are others in other calls, or in a microbatch; one
     row can't be cut, and tracers take a length of 1 for a constant."""
     dims = set[int | None]()
+    if isinstance(tensor, torch.nn.Parameter):
+        return []
     if request.schedule.microbatches > 1:
         dims.add(dim_of(argument, tensor, request.batch_dims))
     if request.lengths is not None:
@@ -91,14 +93,9 @@ def declared_lengths(
     for i in user_tensors(gm, inputs):
         names = names_of(nodes[i])
         for name in names:
-            _check_dim(name, inputs[i], lengths)
-        fills = {fill_of(name, inputs[i], lengths) for name in names}
-        if len(fills) > 1:
-            raise PlanError(
-                f"{' and '.join(a.name for a in names)} are one tensor, of which "
-                "lengths= says different things; pass a clone() for one of them"
-            )
-        fill = fills.pop()
+            declared = {} if lengths == "bucket" else lengths
+            check_dim(name, inputs[i], declared, "lengths")
+        fill = only({fill_of(n, inputs[i], lengths) for n in names}, names, "lengths")
         if fill is not None:
             _check_value(names[0].name, inputs[i], fill.value)
             length = inputs[i].shape[fill.dim]
@@ -113,27 +110,12 @@ def declared_lengths(
     return found
 
 
-def _check_dim(argument: Argument, tensor: Tensor, lengths: Lengths) -> None:
-    """Raises PlanError for a dimension that a tensor doesn't have."""
-    if lengths == "bucket":
-        return
-    key = argument.key(lengths)
-    if key is not None and fill_of(argument, tensor, lengths) is None:
-        dim, value = lengths[key]
-        raise PlanError(
-            f"backend(lengths={{{key!r}: ({dim}, {value})}}): {argument.name} has no "
-            f"dimension {dim}; its shape is {list(tensor.shape)}"
-        )
-
-
 def _check_value(name: str, tensor: Tensor, value: float) -> None:
     """Raises PlanError for a value that the tensor's type doesn't have."""
-    dtype = tensor.dtype
+    dtype, fits = tensor.dtype, True
     if dtype == torch.bool:
         fits = value in (0, 1)
-    elif dtype.is_floating_point or dtype.is_complex:
-        fits = True
-    else:
+    elif not (dtype.is_floating_point or dtype.is_complex):
         known = torch.iinfo(dtype)
         fits = float(value).is_integer() and known.min <= value <= known.max
     if not fits:

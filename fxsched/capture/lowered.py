@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -32,7 +33,7 @@ from ..rows.own_backward import own_name
 from .ctc import OURS
 from .early_writes import take_early_writes
 from .functional import without_writes
-from .graph_inputs import placeholders
+from .graph_inputs import placeholders, text_of
 from .picked_rows import pick_rows
 from .refusals import refusal, refuse_generators, refuse_transforms, refused
 from .vmaps import Flat, flat_vmaps
@@ -43,8 +44,10 @@ KEPT = ("module", "stack_trace", "recompute")  # of node.meta
 AUTOGRAD: Any = torch._C._autograd
 SEEN: Mapping[Any, Any] = {AUTOGRAD._get_data_attr: torch.detach, **OURS}
 LINEAR = (F.linear, aten.linear.default)
-GRADIENTS = torch.ops.higher_order.wrap_with_set_grad_enabled
-AUTOCAST = torch.ops.higher_order.wrap_with_autocast
+REGIONS = (
+    torch.ops.higher_order.wrap_with_set_grad_enabled,
+    torch.ops.higher_order.wrap_with_autocast,
+)
 CHECKS = ("_assert", "sym_constrain_range")  # of values: microbatches have others
 LEARNS = ("batch_norm", "instance_norm")  # write, which their schemas don't say
 
@@ -60,6 +63,10 @@ def aten_graph(gm: fx.GraphModule) -> fx.GraphModule:
     error = refusal(result)
     if error is not None:
         raise error
+    for node in placeholders(result):
+        if node.meta["origin"] is None:  # which nothing reads
+            result.graph.erase_node(node)
+    result.meta["text"] = text_of(result)
     return pick_rows(take_early_writes(without_writes(result)))
 
 
@@ -216,7 +223,7 @@ class _Lowering(fx.Interpreter):
     def _value(self, node: fx.Node) -> Any:
         if node in self.vmaps:
             return self._flat(self.vmaps[node])
-        if node.target in (GRADIENTS, AUTOCAST):
+        if node.target in REGIONS:
             return self._region(node)
         if isinstance(node.target, HigherOrderOperator) or node.target in LINEAR:
             return self._kept(node)
@@ -238,14 +245,10 @@ class _Lowering(fx.Interpreter):
         after:  _set_grad_enabled(False); y = mul(x, 2); _set_grad_enabled(True)
         """
         args, _ = self.fetch_args_kwargs_from_env(node)
-        at = next(i for i, a in enumerate(args) if isinstance(a, fx.GraphModule))
-        gradients, before = node.target is GRADIENTS, torch.is_grad_enabled()
-        enter: Any = REGION_ENTERS[gradients]
-        leave: Any = enter if gradients else REGION_EXITS[0]
-        entered = enter(*args[:at])
-        values = self._body(args[at], *args[at + 1 :])
-        leave(before if gradients else entered)
-        return values
+        runs = (partial(self._body, each) for each in args)
+        pairs = zip(args, runs, strict=True)
+        region: Any = node.target
+        return region(*(r if isinstance(a, fx.GraphModule) else a for a, r in pairs))
 
     def _body(self, gm: fx.GraphModule, *args: Any) -> Any:
         return _Lowering(gm, self.names, self.vmaps, self.bodies).run(*args)

@@ -5,17 +5,20 @@ from __future__ import annotations
 import inspect
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
-from types import BuiltinFunctionType, MethodType
+from contextlib import suppress
+from operator import is_
+from types import BuiltinFunctionType, FunctionType, MethodType
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch._subclasses import FakeTensor
 
-from .caller import STATE
-from .structure import PLAIN, Structure
+from .caller import PLAIN, STATE
+from .structure import Structure
 
 ATOMS = (Tensor, *STATE, *PLAIN, MethodType, BuiltinFunctionType)
+CONTAINERS = (Mapping, list, tuple, set, frozenset)
 COMPILED = "_compile_kwargs"  # of modules: Lightning's copy of compile()'s arguments
 DEPTH = 6  # of objects in objects
 
@@ -64,94 +67,60 @@ class _Missing:
 MISSING: Any = _Missing()
 
 
-class _Entry:
-    """Values in one container, which are compared at once by their ids.
+class _Entry(NamedTuple):
+    """What a container, or a function's closure, held.
 
-    keys: of a mapping; those that it lacks too. None for lists, tuples and sets.
+    keys: of a mapping; those that it lacks too. None for all that it holds.
     """
 
-    def __init__(
-        self, path: str, holder: Any, keys: Sequence[Any] | None, whole: bool
-    ) -> None:
-        self.path, self.holder, self.keys, self.whole = path, holder, keys, whole
-        self.values = self.now()
-        self.ids = tuple(map(id, self.values))
-
-    def now(self) -> list[Any]:
-        if self.keys is None:
-            return list(self.holder)
-        return [self.holder.get(key, MISSING) for key in self.keys]
-
-    def same(self) -> bool:
-        return tuple(map(id, self.now())) == self.ids and (
-            not self.whole or len(self.holder) == len(self.ids)
-        )
+    path: str
+    holder: Any
+    keys: Sequence[Any] | None
+    values: Mapping[Any, Any]
 
     def changes(self) -> Iterator[Change]:
-        old = dict(enumerate(self.values))
-        new = dict(enumerate(self.now()))
-        keys = dict(enumerate(self.keys or range(max(len(old), len(new)))))
-        if self.whole and self.keys is not None:
-            added = [key for key in self.holder if key not in self.keys]
-            for i, key in enumerate(added, len(keys)):
-                keys[i], new[i] = key, self.holder[key]
-        for i, key in keys.items():
-            a, b = old.get(i, MISSING), new.get(i, MISSING)
+        old, new = self.values, _held(self.holder, self.keys)
+        if old.keys() == new.keys() and all(map(is_, old.values(), new.values())):
+            return
+        for key in {**old, **new}:
+            a, b = old.get(key, MISSING), new.get(key, MISSING)
             if not _same(a, b):
                 yield Change(_member(self.path, key), a, b, self.holder, key)
 
 
 class Noted:
-    """Values that were noted."""
+    """Values that were noted, to see later what has changed."""
 
     def __init__(self) -> None:
         self.entries: list[_Entry] = []
-        self._empty: list[_Entry] = []
-        self._holders: list[Any] = []  # of these, for one look at all
         self._seen: set[int] = set()
 
     def changes(self) -> list[Change]:
         """What is no longer what it was."""
-        filled = self._empty if any(self._holders) else []
-        return [
-            change
-            for entry in (*self.entries, *filled)
-            if not entry.same()
-            for change in entry.changes()
-        ]
+        # most are empty: a module's hooks
+        filled = (each for each in self.entries if each.values or each.holder)
+        return [change for entry in filled for change in entry.changes()]
 
     def path_of(self, value: object) -> str | None:
         """How a value that was noted is written."""
         for entry in self.entries:
-            names = range(len(entry.values)) if entry.keys is None else entry.keys
-            for key, each in zip(names, entry.values, strict=True):
+            for key, each in entry.values.items():
                 if each is value:
                     return _member(entry.path, key)
         return None
 
     def note(
-        self,
-        path: str,
-        holder: Any,
-        keys: Sequence[Any] | None,
-        whole: bool,
-        depth: int = 0,
+        self, path: str, holder: Any, keys: Sequence[Any] | None = None, depth: int = 0
     ) -> None:
         """Notes the values of a container, and what hangs on them.
 
-        keys: of a mapping, which it may lack; None for lists, tuples and sets.
-        whole: whether what is added is a change too.
+        keys: of a mapping, which it may lack; None for all, and for what is added.
         """
-        if not whole and not keys:
+        if keys is not None and not keys:
             return
-        entry = _Entry(path, holder, keys, whole)
-        if whole and not entry.ids:  # most are: a module's hooks
-            self._empty.append(entry)
-            self._holders.append(holder)
-            return
+        entry = _Entry(path, holder, keys, _held(holder, keys))
         self.entries.append(entry)
-        names = range(len(entry.values)) if keys is None else keys
-        for key, value in zip(names, entry.values, strict=True):
+        for key, value in entry.values.items():
             if depth < DEPTH and value is not MISSING and key != COMPILED:
                 self._inside(_member(path, key), value, depth + 1)
 
@@ -159,13 +128,32 @@ class Noted:
         if isinstance(value, ATOMS) or id(value) in self._seen:
             return
         self._seen.add(id(value))
-        if isinstance(value, Mapping):
-            self.note(path, value, list(value), True, depth)
-        elif isinstance(value, (list, tuple, set, frozenset)):
-            self.note(path, value, None, True, depth)
+        if isinstance(value, CONTAINERS):
+            self.note(path, value, None, depth)
         values = getattr(value, "__dict__", None)
         if isinstance(values, dict) and not inspect.isroutine(value):
-            self.note(path, values, list(values), True, depth)
+            self.note(path, values, None, depth)
+
+
+def _held(holder: Any, keys: Sequence[Any] | None) -> Mapping[Any, Any]:
+    """What a container or closure holds, by key, name or position."""
+    if isinstance(holder, FunctionType):
+        holder = closure(holder)
+    if keys is not None:
+        return {key: holder.get(key, MISSING) for key in keys}
+    return dict(holder if isinstance(holder, Mapping) else enumerate(holder))
+
+
+def closure(function: FunctionType) -> dict[str, Any]:
+    """The values of a function's closure that there are; of a tensor, which may be
+    traced, its type."""
+    names, held = function.__code__.co_freevars, dict[str, Any]()
+    for name, cell in zip(names, function.__closure__ or (), strict=True):
+        with suppress(ValueError):  # it is empty
+            value = cell.cell_contents
+            held[name] = type(value) if isinstance(value, Tensor) else value
+    held.pop("__class__", None)
+    return held
 
 
 def _same(a: Any, b: Any, depth: int = 0) -> bool:

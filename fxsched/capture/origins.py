@@ -8,7 +8,8 @@ way there, and whether it finds a short one, does not matter.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
+from functools import cache, partial
 from typing import Any, NamedTuple
 
 from torch import nn
@@ -33,91 +34,48 @@ class Origin(NamedTuple):
     also: str = ""
 
 
-class Frame(NamedTuple):
-    """The function that is traced.
-
-    scope: what expressions such as L['self'].table are evaluated in.
-    outside: those of its variables that are no arguments of the call.
-    """
-
-    scope: dict[str, Any]
-    outside: frozenset[str]
-
-    def module(self, expression: str) -> nn.Module | None:
-        """The module that an expression stands for; None if it's something else."""
-        try:
-            value = eval(expression, self.scope)
-        except (ArithmeticError, AttributeError, LookupError, NameError, SyntaxError):
-            return None
-        except (TypeError, ValueError):
-            return None
-        return value if isinstance(value, nn.Module) else None
-
-
 class Origins:
     """The origins of a call's inputs, and the names of its modules.
 
-    paths: for each input, the expressions that it was reached by, from a variable of
-        the frame on: L['self'], L['self']._modules, L['self']._modules['a'], ..
-    others: other paths to inputs, by the last expression of the first.
+    scope: what expressions such as L['self'].table are evaluated in.
+    outside: variables of the frame, so written, that are no arguments of the call.
+    paths: for each input, the ways that it was reached by, each the expressions from a
+        variable of the frame on: L['self'], L['self']._modules, L['self']._modules['a']
     values: the inputs.
     """
 
     def __init__(
         self,
-        frame: Frame,
-        paths: Sequence[Path],
-        others: Mapping[str, Sequence[Path]],
+        scope: dict[str, Any],
+        outside: Set[str],
+        paths: Sequence[Sequence[Path]],
         values: Sequence[Any],
     ) -> None:
-        self.frame = frame
-        self.known: dict[str, nn.Module | None] = {}  # by expression
-        self.registries: dict[nn.Module, dict[int, str]] = {}
-        first = [each for path in paths for each in self._through(path)[:1]]
+        self.outside = outside
+        self._module = cache(partial(_module_at, scope=scope))
+        self._registry = cache(registry)
+        first = [each for ways in paths for each in self._through(ways[0])[:1]]
         if not first:  # no state at all
-            first = [f"L[{name!r}]" for name in frame.scope["L"]]
+            first = [f"L[{name!r}]" for name in scope["L"]]
         self.roots: dict[nn.Module, str] = {}  # where each was found first
         for expression in first:
             module = self._module(expression)
             if module is not None:
                 self.roots.setdefault(module, expression)
-        self.calls: dict[int, list[str]] = {}  # names of modules, by their ids
-        for root in self.roots:
-            for name, module in nn.Module.named_modules(root, remove_duplicate=False):
-                self.calls.setdefault(id(module), []).append(self._under(root, name))
-        self.inputs = _unique(
-            [
-                self._origin([path, *others.get(path[-1], ())], value)
-                for path, value in zip(paths, values, strict=True)
-            ]
-        )
+        self.inputs = _unique(list(map(self._origin, paths, values)))
 
-    def module_name(self, stack: dict[str, tuple[Any, ...]]) -> str:
+    def module_name(self, stack: Mapping[str, tuple[Any, ...]]) -> str:
         """The dotted name of the innermost module that a node was called in, or ''.
 
-        stack: where each module around the call was found, by its id.
+        stack: where each module around the call was found.
         """
-        if not stack:
-            return ""
-        key, (where, *_) = next(reversed(stack.items()))
-        written = self._written(str(where))
-        number = key.split("@")[0]
-        names = self.calls.get(int(number), ()) if number.isdecimal() else ()
-        return written if written in names or not names else names[0]
-
-    def _written(self, where: str) -> str:
-        """The name of a module as the way to it has it."""
+        where = str([*stack.values()][-1][0]) if stack else ""
         path = _shorten(where)
         for root, expression in self.roots.items():
             start = _shorten(expression)
             if path == start or path.startswith((start + ".", start + "[")):
                 return self._under(root, path[len(start) :].removeprefix("."))
         return plain(where)
-
-    def _module(self, expression: str) -> nn.Module | None:
-        if expression not in self.known:
-            self.known[expression] = self.frame.module(expression)
-        return self.known[expression]
 
     def _through(self, path: Path) -> list[str]:
         """The expressions on the way to an input that are modules."""
@@ -138,29 +96,43 @@ class Origins:
 
     def _way(self, path: Path, value: object) -> Origin:
         through = self._through(path)
-        ways = [(self.known[each], each) for each in through] or self.roots.items()
-        for module, expression in ways:
-            assert module is not None
+        for expression in through or self.roots.values():
+            module = self._module(expression)
+            assert module is not None, "it is on the way"
             name = self._registry(module).get(id(value))
             if name is not None:
                 inside = module in self.roots
-                full = self._under(module, name) if inside else _join(expression, name)
+                full = self._under(module, name) if inside else plain(expression, name)
                 return Origin(full, argument=False, registered=True)
-        variable = path[0].startswith("L[") and path[0] not in self.frame.outside
+        variable = path[0].startswith("L[") and path[0] not in self.outside
         return Origin(plain(path[-1]), variable and not through, registered=False)
 
-    def _registry(self, module: nn.Module) -> dict[int, str]:
-        """The first name of each parameter and buffer below a module, by its id."""
-        if module not in self.registries:
-            names: dict[int, str] = {}
-            for each in (nn.Module.named_parameters, nn.Module.named_buffers):
-                for name, tensor in each(module, remove_duplicate=False):
-                    names.setdefault(id(tensor), name)
-            self.registries[module] = names
-        return self.registries[module]
+
+def evaluated(expression: str, scope: dict[str, Any]) -> Any:
+    """What an expression of Dynamo's stands for; None if it can't be told."""
+    try:
+        return eval(expression, scope)
+    except (ArithmeticError, AttributeError, LookupError, NameError, SyntaxError):
+        return None
+    except (TypeError, ValueError):
+        return None
 
 
-def plain(expression: str) -> str:
+def _module_at(expression: str, scope: dict[str, Any]) -> nn.Module | None:
+    value = evaluated(expression, scope)
+    return value if isinstance(value, nn.Module) else None
+
+
+def registry(module: nn.Module) -> dict[int, str]:
+    """The first name of each parameter and buffer below a module, by its id."""
+    names: dict[int, str] = {}
+    for each in (nn.Module.named_parameters, nn.Module.named_buffers):
+        for name, tensor in each(module, remove_duplicate=False):
+            names.setdefault(id(tensor), name)
+    return names
+
+
+def plain(expression: str, *more: str) -> str:
     """L['self']._modules['a'].tables[0] as self.a.tables[0].
 
     Dynamo's own names for globals of other functions may hold addresses, which are
@@ -168,7 +140,8 @@ def plain(expression: str) -> str:
     """
     text = re.sub(r"^G\['___unnamed_scope_\w*'\]", "G", _shorten(expression))
     text = re.sub(r"^G\['___weakref_\w*'\]\(\)", "G['object']", text)
-    return re.sub(r"^[LG]\['(?:__import_)?([^']*)'\]", r"\1", text)
+    text = re.sub(r"^[LG]\['(?:__import_)?([^']*)'\]", r"\1", text)
+    return ".".join([text, *more])
 
 
 def _shorten(expression: str) -> str:
@@ -177,22 +150,15 @@ def _shorten(expression: str) -> str:
     return re.sub(r"\._(?:modules|parameters|buffers)\['([^']*)'\]", r".\1", text)
 
 
-def _join(expression: str, name: str) -> str:
-    return f"{plain(expression)}.{name}"
-
-
 def _unique(origins: Sequence[Origin]) -> list[Origin]:
     """The same with a number behind a name that another has; parameters and buffers
     keep theirs."""
-    names: dict[str, int] = {}
+    unique, taken = list(origins), set[str]()
     for i in sorted(range(len(origins)), key=lambda i: not origins[i].registered):
-        name = origins[i].name
-        count = 1
-        while name in names:
-            count += 1
-            name = f"{origins[i].name} ({count})"
-        names[name] = i
-    return [
-        origins[i]._replace(name=name)
-        for name, i in sorted(names.items(), key=lambda item: item[1])
-    ]
+        name, number = origins[i].name, 1
+        while name in taken:
+            number += 1
+            name = f"{origins[i].name} ({number})"
+        taken.add(name)
+        unique[i] = origins[i]._replace(name=name)
+    return unique

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, get_args
 
+import torch
 from torch import Tensor
 
 from ..ir.graphs import Output
@@ -163,11 +164,14 @@ def _apart(traced: TracedOutput, batch: Batch) -> PlanError:
 def _possible(traced: TracedOutput, how: str) -> None:
     """Raises PlanError for a reduction that a type doesn't have."""
     dtype = traced.value.dtype
-    numbers = dtype.is_floating_point or dtype.is_complex
-    wrong = (how == "mean" and not numbers) or (
-        how == "sum" and str(dtype)[6:] == "bool"
-    )
-    if wrong or (how in ("max", "min") and dtype.is_complex):
+    ordered = not dtype.is_complex
+    has = {
+        "mean": dtype.is_floating_point or dtype.is_complex,
+        "sum": dtype != torch.bool,
+        "max": ordered,
+        "min": ordered,
+    }
+    if not has.get(how, True):
         raise PlanError(
             f"backend(outputs={{{traced.name!r}: {how!r}}}): it is {_shape(traced)}, "
             f"which has no {how}; give another of {', '.join(REDUCTIONS)}"

@@ -19,9 +19,9 @@ from typing import Any
 from torch import Tensor, nn
 
 from ..ir.garbage import referrers
-from .export_errors import foreign, installed
-from .noted_values import DEPTH, Noted
-from .structure import PLAIN
+from .caller import PLAIN
+from .noted_values import DEPTH, Noted, closure
+from .user_frames import foreign, installed
 
 MINE = re.compile(r"fxsched\.(?!models\.)")
 LONG = 1000  # entries of a container that are not looked at
@@ -49,27 +49,35 @@ class OutsideNames(Noted):
             return
         if installed(file):
             plain = [n for n in names if isinstance(scope.get(n, self), PLAIN)]
-            self._installed.note(path, scope, plain, False)
+            self._installed.note(path, scope, plain)
             return
-        self._names(path, scope, scope, names, 0)
+        self._names(path, scope, scope, names)
         caller = frame.f_back
         if code.co_freevars and caller and code not in caller.f_code.co_consts:
             for function in _functions(code):
-                cells, free = _Cells(function), [*names, *code.co_freevars]
-                self._names(function.__qualname__, function, cells, free, 0)
+                free = [*names, *code.co_freevars]
+                path, cells = function.__qualname__, closure(function)
+                self._names(path, function, cells, free)
 
     def settle(self) -> None:
         """Ends the trace: forgets of installed packages what it has changed."""
-        self.entries += [e for e in self._installed.entries if e.same()]
+        self.entries += [e for e in self._installed.entries if not [*e.changes()]]
         self._installed, self._known = Noted(), {}
 
     def _names(
-        self, path: str, owner: Any, values: Mapping[str, Any], names: Any, depth: int
+        self,
+        path: str,
+        owner: Any,
+        values: Mapping[str, Any],
+        names: Sequence[str],
+        depth: int = 0,
     ) -> None:
         """Notes names in a scope, and what they have of the same names."""
         _, known = self._known.setdefault(id(owner), (owner, set()))
+        holder = owner if isinstance(owner, FunctionType) else values
         here = [name for name in names if name in values]
-        self.note(path, values, [name for name in here if name not in known], False)
+        new = [name for name in here if name not in known]
+        self.note(path, holder, new)
         known.update(here)
         for name in here:
             value = values[name]
@@ -85,43 +93,17 @@ class OutsideNames(Noted):
             super()._inside(path, value, depth)
 
 
-class _Cells(Mapping[str, Any]):
-    """The values of a function's closure."""
-
-    def __init__(self, function: FunctionType) -> None:
-        names, cells = function.__code__.co_freevars, function.__closure__ or ()
-        self.cells = dict(zip(names, cells, strict=True))
-        self.cells.pop("__class__", None)
-
-    def __getitem__(self, name: str) -> Any:
-        try:
-            value = self.cells[name].cell_contents
-        except ValueError as empty:
-            raise KeyError(name) from empty
-        if isinstance(value, Tensor):
-            return type(value)  # not to keep what is traced
-        return value
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self.cells)
-
-    def __len__(self) -> int:
-        return len(self.cells)
-
-
 @contextmanager
-def first_frames(look: Callable[[FrameType], bool]) -> Iterator[None]:
-    """Shows the first frame of each code that runs in this thread.
-
-    look: gives whether it wants to see the next one too.
-    """
+def first_frames(look: Callable[[FrameType], None]) -> Iterator[None]:
+    """Shows the first frame of each code that runs in this thread."""
     seen: dict[int, CodeType] = {}
     before = sys.gettrace()
 
     def call(frame: FrameType, event: Any, argument: Any) -> Any:
         code = frame.f_code
-        if id(code) not in seen and not look(frame):
+        if id(code) not in seen:
             seen[id(code)] = code
+            look(frame)
         return None if before is None else before(frame, event, argument)
 
     sys.settrace(call)

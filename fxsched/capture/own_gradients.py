@@ -6,9 +6,8 @@ import inspect
 import os
 import sys
 import traceback
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from types import CodeType, FrameType
 from typing import Any
 
 import torch
@@ -17,69 +16,63 @@ from torch.autograd import Function
 from torch.autograd.graph import saved_tensors_hooks
 
 from ..jobs.job import PlanError
-from .export_errors import foreign
+from .user_frames import own_frame, where_it_is
 
 APPLY: Any = inspect.getattr_static(Function, "apply")
-
-
-def _apply(kind: type[Function], *args: Any, **kwargs: Any) -> Any:
-    return APPLY.__get__(None, kind)(*args, **kwargs)
-
-
+ENTER: Any = saved_tensors_hooks.__enter__
+GRAD_FN: Any = Tensor.grad_fn
 # Operations that were registered with their gradients stay what they are in a graph.
 OPERATIONS = os.path.join(os.path.dirname(torch.__file__), "_library")
-MAKERS: Mapping[CodeType, str] = {
-    _apply.__code__: "a gradient of its own (torch.autograd.Function, or a "
-    "backward hook of a module)",
-    Tensor.register_hook.__code__: "a hook on a gradient",
-    Tensor.register_post_accumulate_grad_hook.__code__: "a hook on a gradient",
-    saved_tensors_hooks.__enter__.__code__: "hooks on saved tensors",
+HOOKS: Mapping[Callable[..., Any], str] = {
+    Tensor.register_hook: "a hook on a gradient",
+    Tensor.register_post_accumulate_grad_hook: "a hook on a gradient",
+    GRAD_FN.__get__: "what reads grad_fn, for hooks on it or such",
 }
-GRAD_FN: Any = Tensor.grad_fn  # whose hooks nothing else tells of
 
 
 @contextmanager
-def shown_functions() -> Iterator[None]:
-    """Gives torch.autograd.Function.apply a frame; since torch 2.14 it has none."""
-    own = "apply" in vars(Function)
-    Function.apply = classmethod(_apply)  # type: ignore[method-assign, assignment]
+def no_own_gradients() -> Iterator[None]:
+    """Raises PlanError, with the user's line, where a model makes one inside."""
+
+    def apply(kind: type[Function], *args: Any, **kwargs: Any) -> Any:
+        if not sys._getframe(1).f_code.co_filename.startswith(OPERATIONS):
+            _refuse(
+                "a gradient of its own (torch.autograd.Function, or a backward hook "
+                "of a module)"
+            )
+        return APPLY.__get__(None, kind)(*args, **kwargs)
+
+    def enter(hooks: saved_tensors_hooks) -> None:
+        # torch.utils.checkpoint's give tensors back as they were
+        if type(hooks) is saved_tensors_hooks:
+            _refuse("hooks on saved tensors")
+        ENTER(hooks)
+
+    own = "apply" in vars(Function)  # until torch 2.13
+    Function.apply = classmethod(apply)  # type: ignore[method-assign, assignment]
+    saved_tensors_hooks.__enter__ = enter  # type: ignore[method-assign]
     try:
         yield
     finally:
+        saved_tensors_hooks.__enter__ = ENTER  # type: ignore[method-assign]
         if own:
             Function.apply = APPLY  # type: ignore[method-assign]
         else:
             del Function.apply
 
 
-def refuse_own_gradients(frame: FrameType) -> bool:
-    """Raises PlanError, with the user's line, where a model starts to make one; gives
-    whether other frames of this code may."""
-    what, caller = MAKERS.get(frame.f_code), frame.f_back
-    if what is None or not torch.is_grad_enabled():
-        return what is not None
-    if caller is not None and caller.f_code.co_filename.startswith(OPERATIONS):
-        return True
-    hooks = frame.f_locals.get("self")
-    plain = type(hooks) is saved_tensors_hooks
-    if isinstance(hooks, saved_tensors_hooks) and not plain:
-        return True  # torch.utils.checkpoint's, which give tensors back as they were
-    raise _error(what, frame)
-
-
-def refuse_grad_fn(func: object) -> None:
+def refuse_hooks(func: Callable[..., Any]) -> None:
     """Raises PlanError, with the user's line, if a function of torch that is called
-    reads Tensor.grad_fn, on which a model may put a hook."""
-    if torch.is_grad_enabled() and func == GRAD_FN.__get__:
-        raise _error("what reads grad_fn, for hooks on it or such", sys._getframe(1))
+    puts a hook on a gradient, or may."""
+    if func in HOOKS:
+        _refuse(HOOKS[func])
 
 
-def _error(what: str, frame: FrameType) -> PlanError:
-    stack = traceback.extract_stack(frame)
-    own = [each for each in stack if not foreign(each.filename)]
-    where = "".join(traceback.format_list((own or list(stack))[-1:])).strip()
-    return PlanError(
-        f"the model has {what}, which torch.export can't trace, at\n  {where}\n"
-        "write it with torch operations (detach() where no gradient goes), or rewrite "
-        "the line at which Dynamo breaks"
-    )
+def _refuse(what: str) -> None:
+    if torch.is_grad_enabled():
+        raise PlanError(
+            f"the model has {what}, which torch.export can't trace, at\n"
+            f"  {where_it_is(own_frame(traceback.extract_stack()))}\n"
+            "write it with torch operations (detach() where no gradient goes), or "
+            "rewrite the line at which Dynamo breaks"
+        )

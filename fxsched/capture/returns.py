@@ -12,6 +12,9 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, fx
 
+from .caller import DEPTH
+from .origins import evaluated
+
 Path = tuple[int | str, ...]
 
 
@@ -48,11 +51,11 @@ def read_returns(
     effects = translator.output.side_effects
     labels: dict[str, int | str] = {}
     for value in translator.stack[-1:]:
-        for path, name in _tensors(value, effects, ()):
-            labels.setdefault(name, _label(path))
+        for found in _tensors(value, effects):
+            labels.setdefault(found.name, label_of(found.path))
     stored: dict[str, list[str]] = {}
-    for source, name in _stores(effects):
-        stored.setdefault(name, []).append(source)
+    for found in _stores(effects):
+        stored.setdefault(found.name, []).append(found.text)
     outputs: Any = gm.graph.output_node().args[0]
     returns = []
     for node in outputs:
@@ -64,7 +67,8 @@ def read_returns(
     return tuple(returns)
 
 
-def _label(path: Path) -> int | str:
+def label_of(path: Sequence[int | str]) -> int | str:
+    """How backend(outputs=) names what is there in what a model returns."""
     if len(path) > 1:
         return ".".join(map(str, path))
     return path[0] if path else 0
@@ -76,75 +80,71 @@ def _before(
     """The input of the graph that a place held before the call."""
     if source in sources:
         return sources.index(source)
-    try:
-        old = eval(source, scope)
-    except (NameError, AttributeError, LookupError, TypeError):  # it is a new place
-        return None
-    if not isinstance(old, Tensor):
-        return None
-    return next((i for i, value in enumerate(inputs) if value is old), None)
+    old = evaluated(source, scope)
+    same = (i for i, value in enumerate(inputs) if value is old)
+    return next(same, None) if isinstance(old, Tensor) else None
 
 
-def _tensors(value: Any, effects: Any, path: Path) -> Iterator[tuple[Path, str]]:
-    """The graph's values in a value of Dynamo's: their paths in it, and their names."""
+class _Found(NamedTuple):
+    """One of the graph's values in a value of Dynamo's: its name, its path there, and
+    how Python writes it."""
+
+    name: str
+    path: tuple[int | str, ...] = ()
+    text: str = ""
+
+
+def _tensors(
+    value: Any, effects: Any, path: Path = (), text: str = ""
+) -> Iterator[_Found]:
     value = value.unwrap() if hasattr(value, "unwrap") else value
-    proxy = vars(value).get("proxy")
-    node = getattr(proxy, "node", None)
+    node = getattr(vars(value).get("proxy"), "node", None)
     if isinstance(node, fx.Node):
-        yield path, node.name
-        return
-    for key, child in _children(value, effects):
-        if len(path) < 20:  # a list may hold itself
-            yield from _tensors(child, effects, (*path, key))
+        yield _Found(node.name, path, text)
+    elif len(path) < DEPTH:  # a list may hold itself
+        for key, end, child in _children(value, effects):
+            yield from _tensors(child, effects, (*path, key), text + end)
 
 
-def _children(value: Any, effects: Any) -> Iterator[tuple[int | str, Any]]:
-    """Items and attributes of a value of Dynamo's, by key."""
+def _children(value: Any, effects: Any) -> Iterator[tuple[int | str, str, Any]]:
+    """Items and attributes of a value of Dynamo's: the key, how to write it, and it."""
     members = vars(value)
-    yield from _items(value)
+    items = members.get("items")
+    if isinstance(items, (list, tuple)):
+        items = dict(enumerate(items))
+    for key, child in items.items() if isinstance(items, dict) else ():
+        label = _constant(key)
+        yield label, f"[{label!r}]", child
     fields: tuple[str, ...] = getattr(members.get("value"), "_fields", ())
     for name, inner in members.items():
         # what a user's class has of list, tuple or dict
         if name.endswith("_vt") and hasattr(inner, "__dict__"):
-            for key, child in _children(inner, effects):
-                if isinstance(key, int) and key < len(fields):
-                    key = fields[key]
-                yield key, child
-    yield from (effects.store_attr_mutations.get(value) or {}).items()
-
-
-def _items(value: Any) -> Iterator[tuple[int | str, Any]]:
-    """Of a dict, list or tuple of Dynamo's."""
-    items = vars(value).get("items")
-    if isinstance(items, dict):
-        yield from ((_constant(key), child) for key, child in items.items())
-    elif isinstance(items, (list, tuple)):
-        yield from enumerate(items)
+            for key, end, child in _children(inner, effects):
+                field = fields[key : key + 1] if isinstance(key, int) else ()
+                yield (field[0], f".{field[0]}", child) if field else (key, end, child)
+    for name, child in (effects.store_attr_mutations.get(value) or {}).items():
+        yield name, f".{name}", child
 
 
 def _constant(key: Any) -> int | str:
     constant = getattr(key, "vt", key)
     try:
-        label = constant.as_python_constant()
+        label = constant if isinstance(key, int) else constant.as_python_constant()
     except NotImplementedError:
         return str(key)
     return label if isinstance(label, (int, str)) else str(label)
 
 
-def _stores(effects: Any) -> Iterator[tuple[str, str]]:
-    """What the function stores outside of itself: the place, and the value's name."""
+def _stores(effects: Any) -> Iterator[_Found]:
+    """What the function stores outside of itself."""
     for owner in list(effects.id_to_variable.values()):
         base = _place(getattr(owner, "source", None))
         if base is None or not effects.is_modified(owner):
             continue
-        attributes = effects.store_attr_mutations.get(owner) or {}
-        for name, value in attributes.items():
-            place = f"{base}.{name}"
-            if type(owner).__name__ == "NewGlobalVariable":
-                place = base
-            yield from _stored(place, value, effects)
-        for key, value in _items(owner):
-            yield from _stored(f"{base}[{key!r}]", value, effects)
+        variable = type(owner).__name__ == "NewGlobalVariable"
+        for key, end, child in _children(owner, effects):
+            place = base if variable else base + end
+            yield from _tensors(child, effects, (key,), place)
 
 
 def _place(source: Any) -> str | None:
@@ -154,9 +154,3 @@ def _place(source: Any) -> str | None:
         return name() if callable(name) else name
     except NotImplementedError:  # Dynamo's name for what the function makes
         return None
-
-
-def _stored(place: str, value: Any, effects: Any) -> Iterator[tuple[str, str]]:
-    """The graph's values in what is stored in one place."""
-    for path, name in _tensors(value, effects, ()):
-        yield place + "".join(f"[{key!r}]" for key in path), name

@@ -8,8 +8,9 @@ backend(batch_dims=) or refused.
 from __future__ import annotations
 
 import difflib
+import json
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, fx
@@ -19,17 +20,47 @@ from ..jobs.job import PlanError
 from .caller import Argument, Call, Dims, parts
 from .graph_inputs import origin_of, placeholders
 
+T = TypeVar("T")
+
 
 def samples_of(
     gm: fx.GraphModule, inputs: Sequence[Any], request: Request
 ) -> tuple[int, list[BatchInput]]:
-    """How many samples a call has, and the tensors that have them.
+    """How many samples a call has, and the tensors that have them: as many as all are
+    long, or what others are multiples of.
 
     Raises PlanError if that isn't known.
     """
-    count = request.schedule.microbatches
-    table = _SampleTable(gm, inputs, request.batch_dims, count)
-    return table.length(), table.cut
+    dims, entries = request.batch_dims, list[BatchInput]()
+    for node, value in zip(placeholders(gm), inputs, strict=True):
+        for argument in node.meta["arguments"] if isinstance(value, Tensor) else ():
+            check_dim(argument, value, dims, "batch_dims")
+    for i in user_tensors(gm, inputs):
+        names = names_of(placeholders(gm)[i])
+        dim = only({dim_of(each, inputs[i], dims) for each in names}, names)
+        declared = any(each.key(dims) is not None for each in names)
+        shape = tuple(inputs[i].shape)
+        entries.append(BatchInput(i, names[0].name, shape, dim, declared))
+    cut = [entry for entry in entries if entry.dim is not None]
+    if not cut:
+        raise PlanError(
+            "backend(batch_dims=) says of all arguments that microbatches share "
+            "them; one must be the batch, or Schedule(microbatches=1)"
+        )
+    if len({e.length for e in cut if not e.declared}) > 1:
+        raise _differ(entries, dims, request.schedule.microbatches)
+    least = min(cut, key=lambda e: e.length)
+    for entry in cut:
+        if least.length and entry.length % least.length:
+            raise PlanError(
+                f"{entry.name} has length {entry.length} along dimension "
+                f"{entry.dim}, which is no multiple of the {least.length} of "
+                f"{least.name}, so its rows can't be told apart by samples:\n"
+                f"{_shapes(entries)}\n"
+                "pass as many rows for each sample, or say with backend(batch_dims="
+                "{..: None}) what all microbatches share"
+            )
+    return least.length, cut
 
 
 def user_tensors(gm: fx.GraphModule, inputs: Sequence[Any]) -> list[int]:
@@ -98,106 +129,66 @@ class BatchInput(NamedTuple):
         return 0 if self.dim is None else self.shape[self.dim]
 
 
-class _SampleTable:
-    """The tensors of a call, by what the rule and the user say of them."""
-
-    def __init__(
-        self, gm: fx.GraphModule, inputs: Sequence[Any], dims: Dims, count: int
-    ) -> None:
-        self.dims, self.count = dims, count
-        nodes = placeholders(gm)
-        self.entries = [
-            self._entry(i, names_of(nodes[i]), inputs[i])
-            for i in user_tensors(gm, inputs)
-        ]
-        self.cut = [entry for entry in self.entries if entry.dim is not None]
-        for node, value in zip(nodes, inputs, strict=True):
-            if isinstance(value, Tensor) and value.dim() == 0:
-                for argument in node.meta.get("arguments", ()):
-                    self._check_dim(argument, value)
-
-    def _check_dim(self, argument: Argument, tensor: Tensor) -> None:
-        """Raises PlanError for a dimension that a tensor doesn't have."""
-        key = argument.key(self.dims)
-        dim = None if key is None else self.dims[key]
-        if dim is not None and not -tensor.dim() <= dim < tensor.dim():
-            raise PlanError(
-                f"backend(batch_dims={{{key!r}: {dim}}}): {argument.name} has no "
-                f"dimension {dim}; its shape is {list(tensor.shape)}"
-            )
-
-    def _entry(self, i: int, names: Sequence[Argument], tensor: Tensor) -> BatchInput:
-        shape = tuple(tensor.shape)
-        for argument in names:
-            self._check_dim(argument, tensor)
-        dims = {dim_of(argument, tensor, self.dims) for argument in names}
-        if len(dims) > 1:
-            raise PlanError(
-                f"{' and '.join(a.name for a in names)} are one tensor, of which "
-                "batch_dims says different things; pass a clone() for one of them"
-            )
-        first = names[0]
-        declared = any(argument.key(self.dims) is not None for argument in names)
-        return BatchInput(i, first.name, shape, dims.pop(), declared)
-
-    def length(self) -> int:
-        """How many samples there are: the length of all, or what others are multiples
-        of.
-
-        Raises PlanError if arguments that nothing is declared of differ in length.
-        """
-        if not self.cut:
-            raise PlanError(
-                "backend(batch_dims=) says of all arguments that microbatches share "
-                "them; one must be the batch, or Schedule(microbatches=1)"
-            )
-        if len({e.length for e in self.cut if not e.declared}) > 1:
-            raise self._differ()
-        least = min(self.cut, key=lambda e: e.length)
-        for entry in self.cut:
-            if least.length and entry.length % least.length:
-                raise PlanError(
-                    f"{entry.name} has length {entry.length} along dimension "
-                    f"{entry.dim}, which is no multiple of the {least.length} of "
-                    f"{least.name}, so its rows can't be told apart by samples:\n"
-                    f"{self._shapes()}\n"
-                    "pass as many rows for each sample, or say with backend(batch_dims="
-                    "{..: None}) what all microbatches share"
-                )
-        return least.length
-
-    def _shapes(self) -> str:
-        width = max(len(entry.name) for entry in self.entries)
-        return "\n".join(f"  {e.name:<{width}}  {list(e.shape)}" for e in self.entries)
-
-    def _differ(self) -> PlanError:
-        found = dict.fromkeys(e.length for e in self.cut if not e.declared)
-        lengths = [n for n in found if n > 1]
-        lengths = [n for n in lengths if n % self.count == 0] or lengths
-        lines = "".join(
-            f"  if a batch is {n} samples:  fxsched.backend(schedule, "
-            f"batch_dims={{{self._line(n)}}})\n"
-            for n in lengths[:4]
-        )
-        return PlanError(
-            "arguments of the model differ in length along dimension 0, so it isn't "
-            f"known which of them are cut into microbatches:\n{self._shapes()}\n"
-            f"say it, in the way of\n{lines}"
-            "the dimension is the one with the samples, or a multiple of them in "
-            "order; None is for what all microbatches share"
+def check_dim(
+    argument: Argument, tensor: Tensor, dims: Mapping[str | int, Any], option: str
+) -> None:
+    """Raises PlanError for a dimension of an option that a tensor doesn't have; it
+    stands alone there, or first."""
+    key = argument.key(dims)
+    said = None if key is None else dims[key]
+    dim = said[0] if isinstance(said, tuple) else said
+    if dim is not None and not -tensor.dim() <= dim < tensor.dim():
+        said = tuple(said) if isinstance(said, tuple) else said
+        raise PlanError(
+            f"backend({option}={{{key!r}: {said}}}): {argument.name} has no "
+            f"dimension {dim}; its shape is {list(tensor.shape)}"
         )
 
-    def _line(self, batch: int) -> str:
-        """What batch_dims should say, as far as shapes tell."""
-        said = dict(self.dims)
-        for entry in self.cut:
-            if not entry.declared and entry.length != batch:
-                said[entry.name] = _guess(entry, batch)
-        return ", ".join(f"{_quoted(key)}: {dim}" for key, dim in said.items())
+
+def only(said: set[T], names: Sequence[Argument], option: str = "batch_dims") -> T:
+    """What an option says of a tensor by all of its names.
+
+    Raises PlanError if that differs.
+    """
+    if len(said) > 1:
+        raise PlanError(
+            f"{' and '.join(each.name for each in names)} are one tensor, of which "
+            f"{option}= says different things; pass a clone() for one of them"
+        )
+    return said.pop()
 
 
-def _quoted(key: str | int) -> str:
-    return f'"{key}"' if isinstance(key, str) else str(key)
+def _shapes(entries: Sequence[BatchInput]) -> str:
+    width = max(len(entry.name) for entry in entries)
+    return "\n".join(f"  {e.name:<{width}}  {list(e.shape)}" for e in entries)
+
+
+def _differ(entries: Sequence[BatchInput], dims: Dims, count: int) -> PlanError:
+    """The error for arguments that nothing is declared of and that differ in length."""
+    lengths = dict.fromkeys(e.length for e in entries if not e.declared)
+    long = [n for n in lengths if n > 1]
+    long = [n for n in long if n % count == 0] or long
+    lines = "".join(
+        f"  if a batch is {n} samples:  fxsched.backend(schedule, "
+        f"batch_dims={{{_line(entries, dims, n)}}})\n"
+        for n in long[:4]
+    )
+    return PlanError(
+        "arguments of the model differ in length along dimension 0, so it isn't "
+        f"known which of them are cut into microbatches:\n{_shapes(entries)}\n"
+        f"say it, in the way of\n{lines}"
+        "the dimension is the one with the samples, or a multiple of them in "
+        "order; None is for what all microbatches share"
+    )
+
+
+def _line(entries: Sequence[BatchInput], dims: Dims, batch: int) -> str:
+    """What batch_dims should say, as far as shapes tell."""
+    said = dict(dims)
+    for entry in entries:
+        if not entry.declared and entry.length != batch:
+            said[entry.name] = _guess(entry, batch)
+    return ", ".join(f"{json.dumps(key)}: {dim}" for key, dim in said.items())
 
 
 def _guess(entry: BatchInput, batch: int) -> int | None:

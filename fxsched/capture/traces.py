@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -13,11 +12,12 @@ from ..ir.request import Request
 from ..jobs.job import PlanError
 from .caller import read_signature
 from .drawn_numbers import without_drawn_numbers
-from .export import Export, export_model
+from .export import export_model
 from .exported_graph import ExportedGraph
 from .lengths import symbolic_dims
+from .model_run import ModelRun
+from .model_values import noted_model, noted_reads
 from .noted_values import Change, Noted
-from .python_state import PythonState, noted_reads
 from .structure import Structure
 
 TRACES = 64  # of a model that are kept
@@ -39,12 +39,10 @@ class Trace:
 
     def serves(self, key: Hashable, call: Structure) -> bool:
         """Whether it is of this kind of call, the model aside."""
-        if key != self.key:
-            return False
         sizes = tuple(tuple(tensor.shape) for tensor in call.tensors)
-        if sizes not in self.sizes and self.graph.fits(call.tensors):
-            self.sizes.add(sizes)
-        return sizes in self.sizes
+        if key == self.key and sizes not in self.sizes:
+            self.sizes.update([sizes] if self.graph.fits(call.tensors) else [])
+        return key == self.key and sizes in self.sizes
 
     def stale(self) -> str | None:
         """What of the model is another than when it was traced."""
@@ -91,36 +89,29 @@ class Traces:
     def _trace(self, key: Hashable, call: Structure) -> Trace:
         """Traces it; twice if it wrote into the model, as some do in a first call."""
         first: Sequence[Change] = ()
-        for again in (False, True):
+        while True:
+            run = ModelRun(self.model, call)
             with noted_reads() as reads, without_drawn_numbers():
-                graph, changes, outside = self._export(call)
-            if not changes:
+                graph = self._export(run)
+            if not run.changes:
                 break
-            if again or any(change.holds_traced() for change in changes):
+            if first or any(change.holds_traced() for change in run.changes):
                 for change in reversed(first):
                     change.undo()
-                raise _keeps(changes[0])
-            first = changes
+                raise _keeps(run.changes[0])
+            first = run.changes
             for change in first:
                 change.redo()
-        state = PythonState(self.model, reads, outside.modules)
-        return Trace(key, graph, (state, outside))
+        inside = noted_model({"self": self.model, **run.outside.modules}, reads)
+        return Trace(key, graph, (inside, run.outside))
 
-    def _export(self, call: Structure) -> Export:
-        args, kwargs = call.value
+    def _export(self, run: ModelRun) -> ExportedGraph:
+        args, kwargs = run.call.value
         named = read_signature(self.model.forward, args, kwargs)
-        dims = [self._dims(tensor, named.tensors) for tensor in call.tensors]
+        known = {id(t): symbolic_dims(a, t, self.request) for a, t in named.tensors}
+        dims = [known.get(id(tensor), ()) for tensor in run.call.tensors]
         with modes_after_errors():
-            return export_model(self.model, call, named, dims)
-
-    def _dims(self, tensor: Tensor, named: Sequence[Any]) -> list[int]:
-        """The dimensions of a tensor whose sizes may be others."""
-        if not tensor.dim() or isinstance(tensor, nn.Parameter):
-            return []
-        for argument, value in named:
-            if value is tensor:
-                return symbolic_dims(argument, tensor, self.request)
-        return []
+            return export_model(run, named, dims)
 
 
 def _keeps(change: Change) -> PlanError:
