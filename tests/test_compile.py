@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import copy
 import random
+from collections import deque
 from typing import Any, NamedTuple
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
 
 import fxsched
 from fxsched import PlanError, schedules
@@ -300,6 +302,13 @@ class Hooked(nn.Linear):
         self.register_full_backward_hook(lambda *gradients: None)
 
 
+class Saves(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        torch._dynamo.graph_break()
+        with saved_tensors_hooks(lambda saved: saved / 2, lambda kept: kept * 2):
+            return super().forward(x)
+
+
 class Refusal(NamedTuple):
     model: type[nn.Linear]
     message: str
@@ -313,6 +322,7 @@ REFUSALS = [
     Refusal(Reverses, r"gradient of its own .*\n.*\n +return Reversed.apply.*detach"),
     Refusal(Hooks, r"a hook on a gradient.*\n.*\n +rows.register_hook"),
     Refusal(Hooked, r"a backward hook of a module"),
+    Refusal(Saves, r"hooks on saved tensors.*\n.*\n +with saved_tensors_hooks"),
     Refusal(Draws, r"draws numbers with random, .*torch.rand"),
 ]
 
@@ -349,6 +359,31 @@ def test_a_batch_taken_apart_and_put_together_stays_one() -> None:
     torch.testing.assert_close(model.weight.grad, eager.weight.grad)
     with pytest.raises(PlanError, match="goes through the batch row by row"):
         fxsched.compile(Rows(8, 8), ONE)(torch.ones(4, 8))
+
+
+class Pair:
+    """An object without a __dict__."""
+
+    __slots__ = ("first", "second")
+
+    def __init__(self, pair: tuple[Tensor, Tensor]) -> None:
+        self.first, self.second = pair
+
+
+class OfPairs(nn.Linear):
+    def forward(self, pair: Any) -> Tensor:
+        torch._dynamo.graph_break()
+        x, y = (pair.first, pair.second) if isinstance(pair, Pair) else pair
+        return super().forward(x) + y
+
+
+@pytest.mark.parametrize("kind", [Pair, deque])
+def test_a_batch_is_found_in_any_object(kind: Any) -> None:
+    model = OfPairs(8, 8)
+    step = fxsched.compile(model, ONE)
+    for rows in (4, 8):
+        pair = kind((torch.randn(rows, 8), torch.randn(rows, 8)))
+        torch.testing.assert_close(step(pair), model(pair))
 
 
 class Lists(nn.Linear):

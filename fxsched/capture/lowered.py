@@ -27,7 +27,7 @@ from torch.fx.experimental.proxy_tensor import (
 )
 from torch.utils import _pytree as pytree
 
-from ..ir.graphs import REGION_ENTERS, REGION_EXITS, is_mutable, name_of
+from ..ir.graphs import name_of
 from ..ir.lazy import lazy_module
 from ..rows.own_backward import own_name
 from .ctc import OURS
@@ -128,18 +128,12 @@ def _distinct(values: Iterable[Any]) -> list[Any]:
 
 def _acts(node: fx.Node) -> bool:
     """Whether a node does something though nothing reads it."""
-    if node.op != "call_function":
-        return node.op != "get_attr"
     schema, name = getattr(node.target, "_schema", None), name_of(node.target)
-    if schema is None:
-        regions = (*REGION_ENTERS, *REGION_EXITS)
-        return isinstance(node.target, HigherOrderOperator) or node.target in regions
-    tags = getattr(node.target, "tags", ())
     acts = (
-        torch.Tag.nondeterministic_seeded in tags
-        or is_mutable(node.target)
+        node.is_impure()
+        or isinstance(node.target, HigherOrderOperator)
         or name in LEARNS
-        or not schema.returns
+        or (schema is not None and not schema.returns)
     )
     return acts and not name.startswith(CHECKS)
 
