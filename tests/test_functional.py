@@ -98,7 +98,10 @@ def chosen_rows(m: Any, h: Tensor) -> Tensor:
     h[numbers, numbers % 4] = 0
     out = torch.zeros(len(h) + 1, 4)
     out[1:] = h
-    return (out[:-1] * h).sum()
+    out[: len(h) - 1] += 1
+    more = torch.zeros(8, 4)
+    more[: len(h)] = 1
+    return (out[:-1] * h).sum() + (more * h.mean(0)).sum()
 
 
 def sizes(m: Any, h: Tensor) -> Tensor:

@@ -166,8 +166,13 @@ class Tracker:
         """Notes the rows of what was written by these views: microbatches need not have
         those of the batch's."""
         for rows in map(self.of, views):
-            for tensor in tensors(value) if meet(rows) or rows.kind in UNSURE else ():
-                self.put(tensor, UNKNOWN._replace(cause=rows.cause))
+            for tensor in tensors(value):
+                own = self.of(tensor)
+                alike = rows.kind is not Kind.APART or own.kind is rows.kind
+                if not alike or meet(rows) or rows.kind in UNSURE:
+                    cause = rows.cause or own.cause
+                    known = own if cause and own.kind is Kind.APART else UNKNOWN
+                    self.put(tensor, known._replace(cause=cause))
 
     def note_backward(
         self, node: fx.Node, value: Any, meets: Cause | None, linear: bool
