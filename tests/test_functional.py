@@ -86,6 +86,39 @@ def unused(m: Any, h: Tensor) -> Tensor:
     return h.sum()
 
 
+def first_rows(m: Any, h: Tensor) -> Tensor:
+    h[:2] = 0  # as many as a microbatch has
+    h.narrow(0, 1, 2).mul_(2)
+    h[-1] = 1
+    return h.pow(2).mean()
+
+
+def chosen_rows(m: Any, h: Tensor) -> Tensor:
+    numbers = torch.arange(len(h))
+    h[numbers, numbers % 4] = 0
+    out = torch.zeros(len(h) + 1, 4)
+    out[1:] = h
+    out[: len(h) - 1] += 1
+    more = torch.zeros(8, 4)
+    more[: len(h)] = 1
+    return (out[:-1] * h).sum() + (more * h.mean(0)).sum()
+
+
+def sizes(m: Any, h: Tensor) -> Tensor:
+    with torch.no_grad():
+        m.a[:2] += len(h)
+        m.b.fill_(len(h))
+        m.b.div_(2 * len(h))
+    return (h * m.a * m.b).mean() + (h * torch.full((4,), len(h))).mean()
+
+
+def sums(m: Any, h: Tensor) -> Tensor:
+    with torch.no_grad():
+        m.a.copy_(h.sum(0))
+        m.a.mul_(1 / len(h))
+    return (h * m.a).sum()
+
+
 class Model(nn.Module):
     def __init__(self, use: Callable[[Any, Tensor], Tensor]) -> None:
         super().__init__()
@@ -101,6 +134,7 @@ class Model(nn.Module):
 USES = (
     *(rows_and_columns, of_views, without_gradients, by_data),
     *(several_at_once, by_an_operator_of_the_users, of_integers, masked, unused),
+    *(first_rows, chosen_rows, sizes, sums),
 )
 
 

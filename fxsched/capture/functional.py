@@ -3,8 +3,9 @@
 before: h = linear(x, w); relu_(h); row = select(h, 0, 0); fill_(row, 1); add_(m, row)
         y = h + m
 after:  h = linear(x, w); h_1 = relu(h)
-        h_2 = written(fill_, {self: h_1, value: 1}, {self: [select(0, 0)]})
-        row = select(h_2, 0, 0); m_1 = add(m, row); y = h_2 + m_1; copy_(m, m_1)
+        row = select(h_1, 0, 0)
+        h_2 = written(fill_, {self: h_1, value: 1}, {self: [select(0, 0)]}, [row])
+        row_1 = select(h_2, 0, 0); m_1 = add(m, row_1); y = h_2 + m_1; copy_(m, m_1)
 
 Only inputs are written, at the end, and what normalizations move. Bodies of a user's
 functions stay as they are.
@@ -185,7 +186,8 @@ class _Functional:
         roots = fx.map_arg(into, lambda n: self._latest(self._root(n)))
         paths = fx.map_arg(into, self._path)
         examples = [_value(self._root(n)).clone() for n in targets]
-        args = node.target, {**rest, **roots}, paths
+        views = [self._latest(n) for n in targets if not self._is_root(n)]
+        args = node.target, {**rest, **roots}, paths, views
         if gives_one(node.target, paths):
             return [self._added(node, written, args, examples[0])]
         every = (_value(node), *examples)

@@ -25,6 +25,7 @@ from ..ir.graphs import (
     tensors,
 )
 from ..ir.regions import is_region
+from ..ir.written import written
 from ..jobs.job import PlanError
 from ..rows.early_values import Early
 from ..rows.kinds import SHARED, Kind, Rows
@@ -198,16 +199,18 @@ class Microbatch:
         self.values[node] = value
         if fits:
             self._follow_backward(self.tracker, node, args, kwargs, value)
+        if node.target is written:
+            self.tracker.note_write(value, list(tensors(args[3])))
         self.tracker.settle(node, value)
         region = is_region(node)
         learned = statistics_of(node)
         into = [*written_by(node), *learned]
-        written = tuple(tensors([self.values[n] for n in into]))
-        if not (region or written or list(tensors(value))):
+        mutated = tuple(tensors([self.values[n] for n in into]))
+        if not (region or mutated or list(tensors(value))):
             self.new[node] = value
             return
         recomputed = {k: node.meta[k] for k in ("recompute",) if k in node.meta}
-        if not self._costs.resident.isdisjoint(map(storage, written)):
+        if not self._costs.resident.isdisjoint(map(storage, mutated)):
             refuse_recomputed(node)
         flops, _, seconds = effects.total
         backward = 0.0
@@ -221,8 +224,8 @@ class Microbatch:
             "val": value,
             "module": node.meta["module"],
             "work": Work(flops, seconds, backward, sum(saved)),
-            "mutates": written,
-            "learns": written if learned else (),
+            "mutates": mutated,
+            "learns": mutated if learned else (),
             "random": effects.random,
             REPLICATED: effects.random > 0 and self._is_replicated(value),
             "stack_trace": node.meta.get("stack_trace"),
@@ -291,7 +294,7 @@ class Microbatch:
         new, value = self.new.get(node), self.values[node]
         if not isinstance(new, fx.Node) or not isinstance(value, Tensor):
             return None
-        if new.meta["random"] or new.meta["mutates"]:
+        if new.meta["random"] or new.meta["mutates"] or node.target is written:
             return None
         tracker = self._tracker()
         for read in node.all_input_nodes:

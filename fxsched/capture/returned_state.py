@@ -80,7 +80,7 @@ def _version(graph: fx.Graph, node: fx.Node, new: dict[fx.Node, Any]) -> Any:
     if node.target is COPY and is_version(node.args[1], node.all_input_nodes[0]):
         return new[node.all_input_nodes[1]]
     call = fx.map_arg(named_arguments(node), new.__getitem__)
-    args: Any = node.target, call, {name: [] for name in targets_of(node)}
+    args: Any = node.target, call, {name: [] for name in targets_of(node)}, ()
     version = graph.call_function(written, args)
     version.meta = dict(node.meta)
     return version

@@ -26,6 +26,7 @@ from ..costmodel.costs import copied
 from ..ir.graphs import name_of
 from ..ir.own_rows import eye_columns, eye_rows, own_diagonal
 from ..ir.regions import inside_regions
+from ..ir.written import written
 from ..jobs.job import PlanError
 from ..rows.domains import Domains
 from ..rows.kinds import Kind, Rows
@@ -114,6 +115,7 @@ class RowVersions:
         new = self.trace.new[node]
         effects = new.meta.get("random") or new.meta.get("mutates")
         effects = effects or node in self.trace.tracker.unlinear
+        effects = effects or node.target is written
         again = node in self.joint and not effects and node not in self._inside
         again = again and node not in self.trace.arguments  # parts of a mean in a sum
         if not again or self._reads_sizes(node):

@@ -14,11 +14,14 @@ from torch import Tensor
 Path = Sequence[tuple[str, Sequence[Any], Mapping[str, Any]] | int]
 
 
-def written(op: Any, call: Mapping[str, Any], paths: Mapping[str, Any]) -> Any:
+def written(
+    op: Any, call: Mapping[str, Any], paths: Mapping[str, Any], before: Sequence[Any]
+) -> Any:
     """What tensors are after an operation wrote into views of them.
 
     call: its arguments by name, with the tensors in the place of the views.
     paths: from each of these to its view, by name; a list of them for a list.
+    before: the views as they were, for what is known of them.
 
     Gives the tensor; or the operation's result and the tensors, where these are
     several, or the result is more than what was written into. Gradients are those of

@@ -24,6 +24,7 @@ from .kinds import (
     OpCall,
     Rows,
     first_cause,
+    meet,
 )
 from .rule_table import RULES, rule_of
 
@@ -161,6 +162,18 @@ class Tracker:
             return new if old.kind is Kind.SHARED else old
         return UNKNOWN._replace(cause=cause or self._unsure())
 
+    def note_write(self, value: Any, views: Sequence[Tensor]) -> None:
+        """Notes the rows of what was written by these views: microbatches need not have
+        those of the batch's."""
+        for rows in map(self.of, views):
+            for tensor in tensors(value):
+                own = self.of(tensor)
+                alike = rows.kind is not Kind.APART or own.kind is rows.kind
+                if not alike or meet(rows) or rows.kind in UNSURE:
+                    cause = rows.cause or own.cause
+                    known = own if cause and own.kind is Kind.APART else UNKNOWN
+                    self.put(tensor, known._replace(cause=cause))
+
     def note_backward(
         self, node: fx.Node, value: Any, meets: Cause | None, linear: bool
     ) -> None:
@@ -189,7 +202,7 @@ class Tracker:
         for tensor, example in zip(results, examples, strict=True):
             rows = self.of(tensor)
             if degree is not None:
-                rows = _scaled(node, rows, tensor, degree)
+                rows = _scaled(node, rows, tensor, degree, self.computes(node))
             rows = self._of_loss(node, rows)
             if self.sized:
                 rows = self._placed(node, rows, example)
@@ -280,7 +293,17 @@ class Tracker:
     def _picks(self, node: fx.Node) -> bool:
         """Whether a node draws among the numbers of the batch's rows."""
         numbers = [n.meta.get("example_value") for n in node.all_input_nodes]
-        return name_of(node.target) in INDICES and any(map(self.counts, numbers))
+        name = name_of(_operation(node)[0]).rstrip("_")
+        return name in INDICES and any(map(self.counts, numbers))
+
+    def computes(self, node: fx.Node) -> bool:
+        """Whether a number of the batch's size is among what a node computes with, and
+        not a size or a position."""
+        target, named = _operation(node)
+        arguments = target._schema.arguments if hasattr(target, "_schema") else ()
+        values = [named[each.name] for each in arguments if "int" not in str(each.type)]
+        read = (n for n in values if isinstance(n, fx.Node))
+        return any(self.counts(n.meta.get("example_value")) for n in read)
 
     def depends(self, size: object) -> bool:
         """Whether a size is the batch's, or a multiple of it, or such."""
@@ -306,13 +329,13 @@ class Tracker:
         return None
 
 
+UNSURE = (Kind.UNKNOWN, Kind.OTHER)
 WEIGHED = (Effect.RATIO, Effect.CONSTANT, Effect.BOTH)
 _NLL = RULES["nll_loss_forward"]
 NUMBERED = ("eye", "linspace", "randperm", "arange", "tril_indices", "triu_indices")
-INDICES = ("randint", "randint_like", "random_")
+INDICES = ("randint", "randint_like", "random")
 TIMES = ("mul", "mul_")
 OVER = ("div", "div_", "true_divide")
-OTHERS = ("add", "sub", "pow")
 
 
 def _power(expression: Any, symbol: Any) -> int:
@@ -351,14 +374,27 @@ def _cause(effect: Effect, node: fx.Node) -> Cause:
     return Cause(effect, name_of(node.target), node.meta.get("stack_trace"))
 
 
-def _scaled(node: fx.Node, rows: Rows, tensor: Tensor, degree: int) -> Rows:
-    """The rows of a value that was computed with a number of the batch's size."""
+def _operation(node: fx.Node) -> tuple[Any, dict[str, Any]]:
+    """What a node calls, and with what; of a write, the operation that writes."""
+    args: Any = node.args
+    if name_of(node.target) == "written":
+        return args[0], args[1]
+    return node.target, named_arguments(node)
+
+
+def _scaled(
+    node: fx.Node, rows: Rows, tensor: Tensor, degree: int, computed: bool
+) -> Rows:
+    """The rows of a value of a node that reads a number of the batch's size.
+
+    computed: whether it computes with it.
+    """
     if rows.kind is Kind.SHARED and tensor.dim() == 0:
         return Rows(Kind.SUM if degree == 1 else Kind.UNKNOWN, numbers=degree == 1)
     name = name_of(node.target)
     if name in OVER:
         degree = -degree
     elif name not in TIMES:
-        return UNKNOWN if name in OTHERS else rows
+        return UNKNOWN if computed and name not in NUMBERED else rows
     kinds = {(Kind.SUM, -1): Kind.MEAN, (Kind.MEAN, 1): Kind.SUM}
     return rows._replace(kind=kinds.get((rows.kind, degree), Kind.UNKNOWN))
