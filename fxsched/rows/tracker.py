@@ -297,14 +297,23 @@ class Tracker:
         return known and bool(value.node.expr.free_symbols & self.symbols)  # type: ignore[attr-defined]
 
     def degree(self, node: fx.Node) -> int | None:
-        """The power of the batch size in a number that a node reads: 1, -1, 0 for
-        anything else that depends on it, or None."""
-        for read in node.all_input_nodes:
-            value = read.meta.get("example_value")
-            if not isinstance(value, (torch.SymInt, torch.SymFloat)):
-                continue
-            expression = value.node.expr
-            for symbol in expression.free_symbols & self.symbols:
+        """The power of the batch size in a number that a node computes with: 1, -1, 0
+        for anything else that depends on it, or None. Sizes and positions that it reads
+        don't count, nor the end of a range."""
+        if name_of(node.target) == "arange":
+            return None
+        schema = getattr(node.target, "_schema", None)
+        fields = schema.arguments if schema else ()
+        sizes = {field.name for field in fields if "int" in str(field.type)}
+        reads: list[fx.Node] = []
+        for name, given in named_arguments(node).items():
+            if name not in sizes:
+                fx.map_arg(given, reads.append)
+        for read in reads:
+            value: Any = read.meta.get("example_value")
+            if self.counts(value):
+                expression = value.node.expr
+                symbol = next(iter(expression.free_symbols & self.symbols))
                 return _power(expression, symbol)
         return None
 
