@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, fx
 
-from ..ir.graphs import tensors
+from ..ir.graphs import named_arguments, tensors
 from .compute_rules import beside
 from .kinds import SHARED, Cause, Effect, Kind, OpCall, Rows, first_cause
 
@@ -34,35 +34,35 @@ DECLARED: dict[Any, Declared] = {}  # by overload
 
 def kept(call: OpCall) -> Rows | Sequence[Rows]:
     """The rule of what is declared."""
-    said = DECLARED[call.func]
+    said = DECLARED[call.target]
     values = [call.of(tensor) for tensor in call.tensors()]
     if said.forward is None:
-        apart = any(rows.kind is Kind.APART for rows in values) and not call.whole
+        apart = any(rows.apart for rows in values) and not call.whole
         return beside(call, *values) if apart else Rows(Kind.UNKNOWN)
     found, cause = _fitting(call, said.forward), first_cause(values)
     if found is None or (call.whole and backward_meets(call)):
         return Rows(Kind.OTHER, cause=call.mixed(Effect.MIX, *values))
-    outputs = _pairs(call.func._schema.returns, _results(call), found.outputs)
+    outputs = _pairs(call.target._schema.returns, _results(call), found.outputs)
     return [rows._replace(cause=cause) for _, rows in outputs]
 
 
 def parts(call: OpCall) -> list[tuple[Tensor, int]] | None:
     """The tensors of which a call on parts reads parts, and along which dimension; None
     if that isn't known."""
-    found = _fitting(call, DECLARED[call.func].forward or ())
+    found = _fitting(call, DECLARED[call.target].forward or ())
     if found is None:
         return None
-    inputs = _pairs(call.func._schema.arguments, _arguments(call), found.inputs)
-    return [(tensor, rows.dim) for tensor, rows in inputs if rows.kind is Kind.APART]
+    inputs = _pairs(call.target._schema.arguments, _arguments(call), found.inputs)
+    return [(tensor, rows.dim) for tensor, rows in inputs if rows.apart]
 
 
 def backward_meets(call: OpCall) -> Cause | None:
     """Where parts meet in the backward of a call, if they do and F has them apart."""
-    said = DECLARED[call.func]
+    said = DECLARED[call.target]
     found = _fitting(call, said.forward or ())
     if found is None or said.backward is None:
         return None
-    schema, arguments = call.func._schema, _arguments(call)
+    schema, arguments = call.target._schema, _arguments(call)
     inputs = [*_pairs(schema.arguments, arguments, found.inputs)]
     outputs = [*_pairs(schema.returns, _results(call), found.outputs)]
     for strategy in said.backward:
@@ -70,7 +70,7 @@ def backward_meets(call: OpCall) -> Cause | None:
         given = _pairs(schema.arguments, arguments, strategy.outputs)
         if _are_gradients(outputs, arriving) and _are_gradients(inputs, given):
             return None
-    return Cause(Effect.BACKWARD, str(call.func), call.stack)
+    return Cause(Effect.BACKWARD, str(call.target), call.stack)
 
 
 def lacks_dims(node: fx.Node) -> bool:
@@ -88,11 +88,11 @@ def _example(node: fx.Node) -> Any:
 
 def _has_dims(call: OpCall, strategy: Strategy) -> bool:
     """Whether tensors have the dimensions along which they are said to be parts."""
-    schema = call.func._schema
+    schema = call.target._schema
     inputs = _pairs(schema.arguments, _arguments(call), strategy.inputs)
     outputs = _pairs(schema.returns, _results(call), strategy.outputs)
     return all(
-        rows.kind is not Kind.APART or 0 <= rows.dim < tensor.dim()
+        not rows.apart or 0 <= rows.dim < tensor.dim()
         for tensor, rows in (*inputs, *outputs)
     )
 
@@ -111,7 +111,7 @@ def _are_gradients(
 def _fitting(call: OpCall, strategies: Sequence[Strategy]) -> Strategy | None:
     """The first that the rows of a call's arguments fit."""
     for strategy in strategies:
-        pairs = _pairs(call.func._schema.arguments, _arguments(call), strategy.inputs)
+        pairs = _pairs(call.target._schema.arguments, _arguments(call), strategy.inputs)
         fit = _has_dims(call, strategy) and all(_fits(call, *each) for each in pairs)
         if fit:
             return strategy
@@ -126,11 +126,11 @@ def _fits(call: OpCall, tensor: Tensor, wanted: Rows) -> bool:
 
 
 def _arguments(call: OpCall) -> list[Any]:
-    return [call.get(each.name) for each in call.func._schema.arguments]
+    return [*named_arguments(call).values()]
 
 
 def _results(call: OpCall) -> Sequence[Any]:
-    several = len(call.func._schema.returns) > 1
+    several = len(call.target._schema.returns) > 1
     return call.out if several else [call.out]
 
 

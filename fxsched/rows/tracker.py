@@ -112,7 +112,7 @@ class Tracker:
         """An operation as rules see it."""
         stack = self._node.meta.get("stack_trace") if self._node else None
         whole = not self.symbols  # parts of tensors, not of a batch
-        return OpCall(func, args, kwargs, out, self.of, self.size, stack, whole)
+        return OpCall(func, tuple(args), kwargs, out, self.of, self.size, stack, whole)
 
     def see(self, func: Any, args: Sequence[Any], kwargs: Any, out: Any) -> None:
         """Notes the rows of an operation's result."""
