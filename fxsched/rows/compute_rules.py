@@ -13,16 +13,13 @@ from .kinds import SHARED, Effect, Kind, OpCall, Rows, first_cause, unknown
 def pointwise(call: OpCall) -> Rows:
     """Element by element, shapes broadcast."""
     ranks = max(out.dim() for out in tensors(call.out))
-    aligned = [
-        (r := call.of(t))._replace(dim=r.dim + ranks - t.dim()) for t in call.tensors()
-    ]
+    aligned = call.aligned(call.tensors(), ranks)
     apart = [rows for rows in aligned if rows.apart]
     if not apart:
         return _of_reduced(call, aligned)
     numbers = any(rows.numbers for rows in apart)
     if numbers and call.name not in CASTS:
-        order = call.mixed(Effect.ORDER, *aligned)
-        return apart[0]._replace(cause=order, numbers=False)
+        return call.kept(apart[0]._replace(numbers=False), Effect.ORDER, *aligned)
     return beside(call, *aligned)._replace(numbers=numbers)
 
 
@@ -50,10 +47,10 @@ def recurrent(call: OpCall) -> Rows | Sequence[Rows]:
     rows = call.of(call.args[0])
     if not rows.apart:
         return unknown(rows)
-    rows = rows._replace(cause=first_cause(call.values))
+    values = call.values
     first = call.get("batch_first") and call.name != "mkldnn_rnn_layer"
-    if rows.dim != (0 if first else 1) or any(each.reduced for each in call.values):
-        rows = rows._replace(cause=call.mixed(Effect.MIX, *call.values))
+    mixed = rows.dim != (0 if first else 1) or any(each.reduced for each in values)
+    rows = call.kept(rows, Effect.MIX if mixed else None, *values)
     return [rows, *(rows._replace(dim=max(s.dim() - 2, 0)) for s in call.out[1:])]
 
 
@@ -134,9 +131,7 @@ def _over(call: OpCall, dims: Container[int]) -> Rows:
     rows = call.of(call.args[0])
     if rows.reduced:
         return call.other(Effect.FUNCTION, rows)
-    if rows.dim in dims:
-        return rows._replace(cause=call.mixed(Effect.ORDER, rows))
-    return rows
+    return call.kept(rows, Effect.ORDER if rows.dim in dims else None, rows)
 
 
 def trailing(width: Callable[[OpCall], int], call: OpCall) -> Rows:
@@ -146,7 +141,7 @@ def trailing(width: Callable[[OpCall], int], call: OpCall) -> Rows:
     if not rows.apart:
         apart = [other for other in others if other.apart]
         if apart and rows.kind is Kind.SHARED:
-            return apart[0]._replace(cause=call.mixed(Effect.STATISTICS, *values))
+            return call.kept(apart[0], Effect.STATISTICS, *values)
         return call.other(Effect.FUNCTION, *values)
     cause = first_cause(values)
     if any(other.reduced for other in others):

@@ -88,7 +88,7 @@ class Grades:
             return
         name = name_of(node.target)
         first = node.args[0] if node.args else None
-        if name in TIMES or self.tracker.counts(_example(first)):
+        if name in TIMES or self.tracker.depends(_example(first)):
             degree = -degree
         elif name not in OVER:
             degree = 0

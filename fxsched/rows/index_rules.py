@@ -7,7 +7,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from .kinds import SHARED, UNKNOWN, Effect, Kind, OpCall, Rows, first_cause, unknown
+from .compute_rules import beside
+from .kinds import SHARED, UNKNOWN, Effect, Kind, OpCall, Rows, unknown
 
 
 def embedded(call: OpCall) -> Rows:
@@ -33,10 +34,8 @@ def by_sample(call: OpCall) -> Rows:
     """CTC: a loss for each sample, whose targets lie in rows, or one after another."""
     values = call.values
     apart = [rows._replace(cause=None) == Rows(Kind.APART) for rows in values[1:]]
-    cause = first_cause(values)
-    if not all(apart) or values[0].place != (1, 1) or call.args[1].dim() < 2:
-        cause = call.mixed(Effect.ORDER, *values)
-    return Rows(Kind.APART, cause=cause)
+    right = all(apart) and values[0].place == (1, 1) and call.args[1].dim() > 1
+    return call.kept(Rows(Kind.APART), None if right else Effect.ORDER, *values)
 
 
 def _reordered(call: OpCall, rows: Rows, index: Rows) -> Rows:
@@ -54,8 +53,8 @@ def indexed(call: OpCall) -> Rows:
     if any(i.dtype in (torch.bool, torch.uint8) for _, i in tensors):
         return unknown(rows)
     positions = [d for d, _ in tensors]
-    beside = positions == list(range(positions[0], positions[-1] + 1))
-    start = positions[0] if beside else 0
+    adjacent = positions == list(range(positions[0], positions[-1] + 1))
+    start = positions[0] if adjacent else 0
     rank = max(i.dim() for _, i in tensors)
     index = _of_indices(call, [i for _, i in tensors], rank)
     picked = index._replace(dim=index.dim + start)
@@ -67,11 +66,9 @@ def indexed(call: OpCall) -> Rows:
             return picked._replace(numbers=rows.numbers, cause=rows.cause)
         return _reordered(call, rows, picked)
     left = sum(d not in positions for d in range(rows.dim))
-    before = rank if not beside or positions[0] < rows.dim else 0
-    cause = first_cause([rows, index])
-    if index.kind is not Kind.SHARED:
-        cause = call.mixed(Effect.PAIRS, rows, index)
-    return rows._replace(dim=left + before, cause=cause)
+    before = rank if not adjacent or positions[0] < rows.dim else 0
+    effect = None if index.kind is Kind.SHARED else Effect.PAIRS
+    return call.kept(rows._replace(dim=left + before), effect, rows, index)
 
 
 def _one_row_each(call: OpCall, tensor: Tensor, rows: Rows) -> bool:
@@ -81,28 +78,21 @@ def _one_row_each(call: OpCall, tensor: Tensor, rows: Rows) -> bool:
 
 def _of_indices(call: OpCall, indices: Sequence[Tensor], rank: int) -> Rows:
     """The rows of indices that are broadcast to one shape."""
-    values = [
-        (r := call.of(index))._replace(dim=r.dim + rank - index.dim())
-        for index in indices
-    ]
+    values = call.aligned(indices, rank)
     apart = [rows for rows in values if rows.apart]
     if not apart:
         return next((rows for rows in values if rows.kind is not Kind.SHARED), SHARED)
-    cause = first_cause(values)
-    if any(rows.place != apart[0].place for rows in apart):
-        cause = call.mixed(Effect.PAIRS, *values)
     numbers = all(rows.numbers for rows in apart)
-    return apart[0]._replace(cause=cause, numbers=numbers)
+    return beside(call, *values)._replace(numbers=numbers)
 
 
 def _from_shared(call: OpCall, rows: Rows, picked: Rows) -> Rows:
     """What indices pick from a value that holds no rows."""
     if picked.kind is Kind.SHARED:
         return rows
-    cause = first_cause([rows, picked])
-    if rows.kind is not Kind.SHARED or picked.numbers:
-        cause = call.mixed(Effect.ORDER, rows, picked)
-    return picked._replace(numbers=False, cause=cause)
+    right = rows.kind is Kind.SHARED and not picked.numbers
+    effect = None if right else Effect.ORDER
+    return call.kept(picked._replace(numbers=False), effect, rows, picked)
 
 
 def written(call: OpCall) -> Rows:
@@ -118,13 +108,12 @@ def written(call: OpCall) -> Rows:
         return rows if same and mask.place == rows.place else UNKNOWN
     chosen = indices[rows.dim] if rows.dim < len(indices) else None
     by = _of_indices(call, tensors, max(i.dim() for i in tensors))
-    cause = first_cause([rows, new, by])
     if chosen is None:
-        if by.kind is not Kind.SHARED:
-            cause = call.mixed(Effect.PAIRS, rows, by)
-    elif not (call.of(chosen).numbers and _one_row_each(call, tensor, rows)):
-        cause = call.mixed(Effect.ORDER, rows, by)
-    return rows._replace(cause=cause)
+        effect = None if by.kind is Kind.SHARED else Effect.PAIRS
+    else:
+        own = call.of(chosen).numbers and _one_row_each(call, tensor, rows)
+        effect = None if own else Effect.ORDER
+    return call.kept(rows, effect, rows, by, new)
 
 
 def gathered(call: OpCall) -> Rows:
@@ -137,19 +126,19 @@ def gathered(call: OpCall) -> Rows:
         return call.other(Effect.FUNCTION, *values)
     rows, dim = call.of(index), call.dim(tensor)
     # what isn't of the batch but as long as the index was made of the batch's size
-    beside = all(
+    together = all(
         each.place == rows.place
         if each.apart
         else operand.shape[rows.dim] == index.shape[rows.dim]
         for operand, each in zip(read, values, strict=True)
     )
     from_table = call.name == "gather" and call.of(tensor) == SHARED
-    right = from_table if dim == rows.dim else beside
+    right = from_table if dim == rows.dim else together
     if right and rows.apart and not any(r.numbers for r in values):
-        return rows._replace(cause=first_cause(values))
+        return call.kept(rows, None, *values)
     places = {rows.place for rows in apart}
     effect = Effect.PAIRS if len(places) > 1 else Effect.ORDER
-    return apart[0]._replace(numbers=False, cause=call.mixed(effect, *values))
+    return call.kept(apart[0]._replace(numbers=False), effect, *values)
 
 
 def placed(call: OpCall) -> Rows:
@@ -160,22 +149,12 @@ def placed(call: OpCall) -> Rows:
     values = [rows, index, new]
     if not rows.apart:
         return call.other(Effect.ORDER, *values)
-    beside = new.apart and new.place == rows.place
-    if dim == rows.dim or index.kind is not Kind.SHARED or not beside:
-        return rows._replace(cause=call.mixed(Effect.ORDER, *values))
-    return rows._replace(cause=first_cause(values))
+    together = new.apart and new.place == rows.place
+    right = together and dim != rows.dim and index.kind is Kind.SHARED
+    return call.kept(rows, None if right else Effect.ORDER, *values)
 
 
 def taken(call: OpCall) -> Rows:
     """index_select: along one dimension, by an index of one."""
-    tensor, index = call.args[0], call.of(call.get("index"))
-    rows, dim = call.of(tensor), call.dim(tensor)
-    if not rows.apart:
-        return _from_shared(call, rows, index._replace(dim=dim))
-    cause = first_cause([rows, index])
-    if dim == rows.dim:
-        if not (index.numbers and _one_row_each(call, tensor, rows)):
-            cause = call.mixed(Effect.ORDER, rows, index)
-    elif index.kind is not Kind.SHARED:
-        cause = call.mixed(Effect.PAIRS, rows, index)
-    return rows._replace(cause=cause)
+    tensor, index = call.args[0], call.get("index")
+    return indexed(call._replace(args=(tensor, [None] * call.dim(tensor) + [index])))

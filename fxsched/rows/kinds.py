@@ -8,7 +8,7 @@ them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterator, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from enum import Enum
 from typing import Any, NamedTuple
 
@@ -145,6 +145,11 @@ class OpCall(NamedTuple):
         """The tensors among the arguments, also in lists."""
         return tensors((*self.args, *self.kwargs.values()))
 
+    def aligned(self, tensors: Iterable[Tensor], count: int) -> list[Rows]:
+        """The rows of tensors that are broadcast to as many dimensions."""
+        values = ((self.of(tensor), tensor.dim()) for tensor in tensors)
+        return [rows._replace(dim=rows.dim + count - own) for rows, own in values]
+
     def mixed(self, effect: Effect, *before: Rows) -> Cause:
         """The first cause among values, or this operation as one.
 
@@ -156,6 +161,11 @@ class OpCall(NamedTuple):
         if cause is None or (unsure and effect is not Effect.ORDER):
             return Cause(effect, str(self.target), self.stack)
         return cause
+
+    def kept(self, rows: Rows, effect: Effect | None, *before: Rows) -> Rows:
+        """Rows that stay where they are, with what mixed them before, or here."""
+        cause = self.mixed(effect, *before) if effect else first_cause(before)
+        return rows._replace(cause=cause)
 
     def other(self, effect: Effect, *before: Rows) -> Rows:
         """Those of a value that microbatches' do not make up."""

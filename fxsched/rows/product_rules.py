@@ -73,8 +73,8 @@ def _with_reduced(roles: str, call: OpCall, a: Rows, b: Rows) -> Rows:
     apart, role = (a, left) if a.apart else (b, right)
     if not apart.apart or role[apart.dim] == "k":
         return call.other(Effect.FUNCTION, a, b)
-    cause = call.mixed(Effect.STATISTICS, a, b)
-    return apart._replace(dim=out.index(role[apart.dim]), cause=cause)
+    apart = apart._replace(dim=out.index(role[apart.dim]))
+    return call.kept(apart, Effect.STATISTICS, a, b)
 
 
 def distances(call: OpCall) -> Rows:
@@ -88,13 +88,10 @@ def attention(call: OpCall) -> Rows:
     """Of query, key and value [batch, heads, length, width], and a mask that may have
     rows along the same dimension."""
     rows, read = attended(call, call.args[:3]), call.args[:3]
-    for mask in call.tensors():
-        theirs, shift = call.of(mask), read[0].dim() - mask.dim()
-        if any(mask is each for each in read) or not theirs.apart:
-            continue
-        if rows.place != (theirs.dim + shift, theirs.outer):
-            cause = call.mixed(Effect.PAIRS, rows, theirs)
-            rows = rows._replace(cause=cause)
+    masks = [t for t in call.tensors() if all(t is not each for each in read)]
+    for mask in call.aligned(masks, read[0].dim()):
+        if mask.apart and mask.place != rows.place:
+            rows = call.kept(rows, Effect.PAIRS, rows, mask)
     return rows
 
 

@@ -25,7 +25,7 @@ from .kinds import (
     Rows,
     first_cause,
 )
-from .rule_table import RULES, rule_of
+from .rule_table import rule_of
 
 
 class Labels(NamedTuple):
@@ -121,8 +121,7 @@ class Tracker:
             return
         call, rule = self.call(func, args, kwargs, out), rule_of(func)
         if rule is None:
-            operands = [self.of(tensor) for tensor in call.tensors()]
-            shared = all(rows.kind is Kind.SHARED for rows in operands)
+            shared = all(rows.kind is Kind.SHARED for rows in call.values)
             rows: Rows | Sequence[Rows] = SHARED if shared else UNKNOWN
         else:
             rows = rule(call)
@@ -132,7 +131,8 @@ class Tracker:
                 self._write(tensor, each)
             elif each != SHARED or id(tensor) in self._rows:
                 self.put(tensor, each)
-        if rule is _NLL and call.get("reduction") == 1 and call.get("weight") is None:
+        mean = call.name in MEANS and call.get("reduction") == 1
+        if mean and call.get("weight") is None:
             self._targets.append((args[1], call.get("ignore_index")))
 
     def _write(self, tensor: Tensor, rows: Rows) -> None:
@@ -149,7 +149,7 @@ class Tracker:
             if other is tensor or storage(other) != where:
                 continue
             same = before.place == rows.place or before.reduced
-            if old.kind is Kind.APART and same:
+            if old.apart and same:
                 cause = old.cause or first_cause((rows, before))
                 self.put(other, old._replace(cause=cause))
             else:
@@ -200,8 +200,10 @@ class Tracker:
                     rows = self._anew(node, rows, example)
             if rows != self.of(tensor):
                 self.put(tensor, rows)
-        if self.sized and len(self._targets) == 1:
-            self._label(node, *self._targets[0])
+        labels = named_arguments(node).get("target")
+        if self.sized and len(self._targets) == 1 and isinstance(labels, fx.Node):
+            (target, ignored), stack = self._targets[0], node.meta.get("stack_trace")
+            self.labels.append(Labels(labels, self.of(target), ignored, stack))
 
     def _anew(self, node: fx.Node, rows: Rows, example: Tensor) -> Rows:
         """The rows of a value that other rows went into, or may have, computed on all
@@ -230,10 +232,13 @@ class Tracker:
 
     def in_parts(self, rows: Rows, example: Tensor) -> bool:
         """Whether microbatches have a value's rows, one after another."""
-        dims = [i for i, size in enumerate(example.shape) if self.depends(size)]
-        if rows.kind is not Kind.APART or rows.outer > 1 or dims != [rows.dim]:
+        if not rows.apart or rows.outer > 1 or self._dims(example) != [rows.dim]:
             return False
         return self.joins(example.shape[rows.dim])
+
+    def _dims(self, example: Tensor) -> list[int]:
+        """The dimensions whose sizes are of the batch."""
+        return [i for i, size in enumerate(example.shape) if self.depends(size)]
 
     def _of_loss(self, node: fx.Node, rows: Rows) -> Rows:
         """Losses divide by sizes out of sight."""
@@ -245,56 +250,39 @@ class Tracker:
             return Rows(Kind.MEAN)  # with label_smoothing
         return rows
 
-    def _label(self, node: fx.Node, target: Tensor, ignored: int) -> None:
-        labels = named_arguments(node).get("target")
-        if isinstance(labels, fx.Node):
-            stack = node.meta.get("stack_trace")
-            self.labels.append(Labels(labels, self.of(target), ignored, stack))
-
     def _placed(self, node: fx.Node, rows: Rows, example: Tensor) -> Rows:
         """With the dimension of the batch that the symbolic shape shows."""
-        dims = [i for i, size in enumerate(example.shape) if self.depends(size)]
-        if self._picks(node):
+        dims, name = self._dims(example), name_of(node.target)
+        apart = Rows(Kind.APART, dims[0] if dims else 0)
+        numbers = [n.meta.get("example_value") for n in node.all_input_nodes]
+        if name in INDICES and any(map(self.depends, numbers)):  # draws among rows
             kind = Kind.APART if dims else Kind.OTHER
-            order = _cause(Effect.ORDER, node)
-            return Rows(kind, dims[0] if dims else 0, cause=order)
+            return apart._replace(kind=kind, cause=_cause(Effect.ORDER, node))
         if rows.kind is Kind.SHARED and dims:
-            if _counts_rows(node):
-                return Rows(Kind.APART, dims[0], numbers=True)
-            cause = None
-            if name_of(node.target) in NUMBERED or len(dims) > 1:
-                effect = Effect.PAIRS if len(dims) > 1 else Effect.ORDER
-                cause = _cause(effect, node)
-            return Rows(Kind.APART, dims[0], cause=cause)
+            if len(dims) > 1:
+                return apart._replace(cause=_cause(Effect.PAIRS, node))
+            counts = _counts_rows(node)
+            ordered = name in NUMBERED and not counts
+            cause = _cause(Effect.ORDER, node) if ordered else None
+            return apart._replace(numbers=counts, cause=cause)
         if rows.reduced and dims:  # one value of all rows, for each of them
             cause = rows.cause or _cause(Effect.STATISTICS, node)
-            return Rows(Kind.APART, dims[0], cause=cause)
+            return apart._replace(cause=cause)
         if rows.kind is Kind.UNKNOWN and len(dims) == 1:
-            return Rows(Kind.APART, dims[0], cause=_cause(Effect.UNSURE, node))
-        if rows.kind is Kind.APART and dims != [rows.dim] and rows.cause is None:
-            if len(dims) == 1 and self.size == 1:
-                return rows._replace(dim=dims[0], outer=1)
-            return UNKNOWN
-        apart = rows.kind is Kind.APART and rows.cause is None
-        if apart and not all(self.joins(example.shape[dim]) for dim in dims):
+            return apart._replace(cause=_cause(Effect.UNSURE, node))
+        if not rows.apart or rows.cause is not None:
+            return rows
+        if dims != [rows.dim]:
+            one = len(dims) == 1 and self.size == 1
+            return rows._replace(dim=dims[0], outer=1) if one else UNKNOWN
+        if not self.joins(example.shape[rows.dim]):
             return rows._replace(cause=_cause(Effect.ORDER, node))
         return rows
 
-    def _picks(self, node: fx.Node) -> bool:
-        """Whether a node draws among the numbers of the batch's rows."""
-        numbers = [n.meta.get("example_value") for n in node.all_input_nodes]
-        return name_of(node.target) in INDICES and any(map(self.counts, numbers))
-
-    def depends(self, size: object) -> bool:
-        """Whether a size is the batch's, or a multiple of it, or such."""
-        return isinstance(size, torch.SymInt) and bool(
-            size.node.expr.free_symbols & self.symbols
-        )
-
-    def counts(self, value: object) -> bool:
-        """Whether a number is the batch's size, or computed of it."""
-        known = isinstance(value, (torch.SymInt, torch.SymFloat))
-        return known and bool(value.node.expr.free_symbols & self.symbols)  # type: ignore[attr-defined]
+    def depends(self, number: object) -> bool:
+        """Whether a number is the batch's size, or a multiple of it, or such."""
+        known = isinstance(number, (torch.SymInt, torch.SymFloat))
+        return known and bool(number.node.expr.free_symbols & self.symbols)  # type: ignore[attr-defined]
 
     def degree(self, node: fx.Node) -> int | None:
         """The power of the batch size in a number that a node computes with: 1, -1, 0
@@ -311,7 +299,7 @@ class Tracker:
                 fx.map_arg(given, reads.append)
         for read in reads:
             value: Any = read.meta.get("example_value")
-            if self.counts(value):
+            if self.depends(value):
                 expression = value.node.expr
                 symbol = next(iter(expression.free_symbols & self.symbols))
                 return _power(expression, symbol)
@@ -319,12 +307,10 @@ class Tracker:
 
 
 WEIGHED = (Effect.RATIO, Effect.CONSTANT, Effect.BOTH)
-_NLL = RULES["nll_loss_forward"]
+MEANS = ("nll_loss_forward", "nll_loss2d_forward")  # over labels
 NUMBERED = ("eye", "linspace", "randperm", "arange", "tril_indices", "triu_indices")
 INDICES = ("randint", "randint_like", "random_")
-TIMES = ("mul", "mul_")
-OVER = ("div", "div_", "true_divide")
-OTHERS = ("add", "sub", "pow")
+TIMES, OVER, OTHERS = ("mul", "mul_"), ("div", "div_"), ("add", "sub", "pow")
 
 
 def _power(expression: Any, symbol: Any) -> int:
