@@ -26,6 +26,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from fxsched.ir.graphs import tensors
 from fxsched.rows.kinds import Kind, Rows
+from fxsched.rows.rule_table import RULES
 from fxsched.rows.tracker import Tracker
 
 Cut = Mapping[int, int]  # the dimension of the rows, by the position of a tensor
@@ -279,3 +280,15 @@ def test_rules_are_those_of_dtensor(name: str, mesh: DeviceMesh) -> None:
     with torch.no_grad():
         ours = [placement(each.rows) for each in claims(call, given, cut)]
     assert ours == theirs
+
+
+def test_no_rule_is_of_what_pytorch_opens_before_the_rules_see_it() -> None:
+    key = torch._C.DispatchKey.CompositeImplicitAutograd
+    opened = set()
+    for name in RULES:
+        packet: Any = getattr(torch.ops.aten, name, None)
+        overloads = [getattr(packet, o) for o in (packet.overloads() if packet else ())]
+        known = [o for o in overloads if torch._C._dispatch_has_kernel(o.name())]
+        if known and all(each.has_kernel_for_dispatch_key(key) for each in known):
+            opened.add(name)
+    assert opened <= {"_fused_rms_norm"}  # which has a kernel of its own on GPUs

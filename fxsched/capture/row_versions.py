@@ -179,7 +179,7 @@ class RowVersions:
     def _reads_sizes(self, node: fx.Node) -> bool:
         """Whether a node reads a number that depends on the batch's size."""
         values = (n.meta.get("example_value") for n in node.all_input_nodes)
-        return any(map(self.domains.tracker.counts, values))
+        return any(map(self.domains.tracker.depends, values))
 
     def _choices(self, node: fx.Node) -> Iterator[dict[fx.Node, Version]]:
         """What a microbatch may read of what a node reads: as few whole values as can

@@ -31,25 +31,18 @@ def around_norms(
     flow: nx.DiGraph[fx.Node] = nx.DiGraph()
     flow.add_nodes_from(nodes)
     flow.add_edges_from((p, n) for n in nodes for p in n.all_input_nodes if p in flow)
-    core = _reached(flow.successors, norms) & _reached(flow.predecessors, norms)
+    core = _reached(flow, norms) & _reached(flow.reverse(copy=False), norms)
     apart = flow.subgraph(n for n in nodes if n not in met or n in core)
     around = set(core)
     for part in nx.weakly_connected_components(flow.subgraph(core)):
         work = sum(map(seconds, part))
-        for way in (apart.predecessors, apart.successors):
+        for way in (apart.reverse(copy=False), apart):
             more = _reached(way, part) - core
             if sum(map(seconds, more)) <= work:
                 around |= more
     return around
 
 
-def _reached(
-    way: Callable[[fx.Node], Iterable[fx.Node]], starts: Iterable[fx.Node]
-) -> set[fx.Node]:
+def _reached(flow: nx.DiGraph[fx.Node], starts: Iterable[fx.Node]) -> set[fx.Node]:
     """The starts, and all that is reached from them."""
-    found, queue = set(starts), list(starts)
-    while queue:
-        new = set(way(queue.pop())) - found
-        found |= new
-        queue += new
-    return found
+    return {node for layer in nx.bfs_layers(flow, [*starts]) for node in layer}

@@ -7,30 +7,26 @@ from collections.abc import Callable, Container, Sequence
 from torch import Tensor
 
 from ..ir.graphs import tensors
-from .kinds import SHARED, UNKNOWN, Effect, Kind, OpCall, Rows, first_cause
+from .kinds import SHARED, Effect, Kind, OpCall, Rows, first_cause, unknown
 
 
 def pointwise(call: OpCall) -> Rows:
     """Element by element, shapes broadcast."""
     ranks = max(out.dim() for out in tensors(call.out))
-    aligned = [
-        (r := call.of(t))._replace(dim=r.dim + ranks - t.dim()) for t in call.tensors()
-    ]
-    apart = [rows for rows in aligned if rows.kind is Kind.APART]
+    aligned = call.aligned(call.tensors(), ranks)
+    apart = [rows for rows in aligned if rows.apart]
     if not apart:
         return _of_reduced(call, aligned)
     numbers = any(rows.numbers for rows in apart)
     if numbers and call.name not in CASTS:
-        return apart[0]._replace(
-            cause=call.mixed(Effect.ORDER, *aligned), numbers=False
-        )
+        return call.kept(apart[0]._replace(numbers=False), Effect.ORDER, *aligned)
     return beside(call, *aligned)._replace(numbers=numbers)
 
 
 def copied(call: OpCall) -> Rows:
     """copy: what is written over counts for its shape."""
-    values = [call.of(tensor) for tensor in call.tensors()]
-    if len(values) < 2 or any(rows.kind is Kind.APART for rows in values):
+    values = call.values
+    if len(values) < 2 or any(rows.apart for rows in values):
         return pointwise(call)
     return values[1]
 
@@ -49,17 +45,16 @@ def recurrent(call: OpCall) -> Rows | Sequence[Rows]:
     """A layer over [time, batch, features], or batch first, where the operation does
     that itself; its states are [..., batch, features]."""
     rows = call.of(call.args[0])
-    if rows.kind is not Kind.APART:
-        return UNKNOWN._replace(cause=rows.cause)
-    values = [call.of(tensor) for tensor in call.tensors()]
-    rows = rows._replace(cause=first_cause(values))
+    if not rows.apart:
+        return unknown(rows)
+    values = call.values
     first = call.get("batch_first") and call.name != "mkldnn_rnn_layer"
-    if rows.dim != (0 if first else 1) or any(each.reduced for each in values):
-        rows = rows._replace(cause=call.mixed(Effect.MIX, *values))
+    mixed = rows.dim != (0 if first else 1) or any(each.reduced for each in values)
+    rows = call.kept(rows, Effect.MIX if mixed else None, *values)
     return [rows, *(rows._replace(dim=max(s.dim() - 2, 0)) for s in call.out[1:])]
 
 
-CASTS = ("_to_copy", "clone", "detach", "alias", "copy", "lift_fresh", "contiguous")
+CASTS = ("_to_copy", "clone", "detach", "alias", "copy", "lift_fresh")
 
 
 def _of_reduced(call: OpCall, values: Sequence[Rows]) -> Rows:
@@ -83,10 +78,10 @@ def _of_reduced(call: OpCall, values: Sequence[Rows]) -> Rows:
         if values[0].kind is Kind.SUM and values[1].numbers:  # by the batch's size
             return Rows(Kind.MEAN, cause=cause)
         if len(reduced) == 2:
-            return Rows(Kind.OTHER, cause=call.mixed(Effect.RATIO, *values))
+            return call.other(Effect.RATIO, *values)
     if name == "where" and len(kinds) == 1:
         return Rows(kinds.pop(), cause=cause)
-    return Rows(Kind.OTHER, cause=call.mixed(Effect.FUNCTION, *values))
+    return call.other(Effect.FUNCTION, *values)
 
 
 def added_up(call: OpCall, kinds: set[Kind], values: Sequence[Rows]) -> Rows:
@@ -96,23 +91,21 @@ def added_up(call: OpCall, kinds: set[Kind], values: Sequence[Rows]) -> Rows:
     if kinds == {Kind.SUM}:
         return Rows(Kind.SUM, cause=first_cause(values))
     effect = Effect.CONSTANT if Kind.SHARED in kinds else Effect.BOTH
-    return Rows(Kind.OTHER, cause=call.mixed(effect, *values))
+    return call.other(effect, *values)
 
 
 def reduced(kind: Kind, effect: Effect, call: OpCall) -> Rows:
     """Over some dimensions, or all: with rows along none of them, they stay apart."""
     tensor = call.args[0]
-    rows, count = call.of(tensor), tensor.dim()
+    rows, dims = call.of(tensor), call.dims(tensor)
     if rows.reduced:
-        if kind is Kind.OTHER or rows.kind is Kind.OTHER:
-            return Rows(Kind.OTHER, cause=call.mixed(Effect.FUNCTION, rows))
+        if Kind.OTHER in (kind, rows.kind):
+            return call.other(Effect.FUNCTION, rows)
         return Rows(rows.kind, cause=rows.cause)
-    dims = _dims(call, count)
     if rows.dim not in dims:
-        gone = 0 if call.get("keepdim", False) else sum(d < rows.dim for d in dims)
-        return rows._replace(dim=rows.dim - gone)
+        return rows if call.get("keepdim") else rows.without(dims)
     if kind is Kind.OTHER or rows.numbers:
-        return Rows(Kind.OTHER, cause=call.mixed(effect, rows))
+        return call.other(effect, rows)
     return Rows(kind, cause=rows.cause)
 
 
@@ -122,49 +115,37 @@ def histogram(call: OpCall) -> Rows:
     return reduced(Kind.SUM if given else Kind.OTHER, Effect.REDUCTION, call)
 
 
-def _dims(call: OpCall, count: int) -> set[int]:
-    """The dimensions that an operation works along."""
-    dims = call.get("dim", call.get("dims"))
-    if dims is None or (isinstance(dims, (tuple, list)) and not dims):
-        return set(range(count))
-    return {d % count for d in ([dims] if isinstance(dims, int) else dims) if count}
-
-
 def along(call: OpCall) -> Rows:
     """softmax, sort, cumsum: along dimensions that stay; roll without any goes through
     all elements."""
-    return _over(call, _dims(call, call.args[0].dim()))
+    return _over(call, call.dims(call.args[0]))
 
 
 def renorm(call: OpCall) -> Rows:
     """Slices along a dimension, each over all the others."""
-    count = call.args[0].dim()
-    return _over(call, set(range(count)) - _dims(call, count))
+    tensor = call.args[0]
+    return _over(call, set(range(tensor.dim())) - call.dims(tensor))
 
 
 def _over(call: OpCall, dims: Container[int]) -> Rows:
     rows = call.of(call.args[0])
     if rows.reduced:
-        return Rows(Kind.OTHER, cause=call.mixed(Effect.FUNCTION, rows))
-    if rows.dim in dims:
-        return rows._replace(cause=call.mixed(Effect.ORDER, rows))
-    return rows
+        return call.other(Effect.FUNCTION, rows)
+    return call.kept(rows, Effect.ORDER if rows.dim in dims else None, rows)
 
 
 def trailing(width: Callable[[OpCall], int], call: OpCall) -> Rows:
     """Over the last dimensions; the ones before them are apart."""
     tensor = next(call.tensors())
-    rows = call.of(tensor)
-    others = [call.of(each) for each in call.tensors()][1:]
-    if rows.kind is not Kind.APART:
-        apart = [other for other in others if other.kind is Kind.APART]
+    rows, *others = values = call.values
+    if not rows.apart:
+        apart = [other for other in others if other.apart]
         if apart and rows.kind is Kind.SHARED:
-            mixed = call.mixed(Effect.STATISTICS, rows, *others)
-            return apart[0]._replace(cause=mixed)
-        return Rows(Kind.OTHER, cause=call.mixed(Effect.FUNCTION, rows, *others))
-    cause = first_cause([rows, *others])
+            return call.kept(apart[0], Effect.STATISTICS, *values)
+        return call.other(Effect.FUNCTION, *values)
+    cause = first_cause(values)
     if any(other.reduced for other in others):
-        cause = call.mixed(Effect.STATISTICS, rows, *others)
+        cause = call.mixed(Effect.STATISTICS, *values)
     if rows.dim >= tensor.dim() - width(call):
         cause = call.mixed(Effect.MIX, rows)
     return rows._replace(cause=cause)
@@ -172,7 +153,7 @@ def trailing(width: Callable[[OpCall], int], call: OpCall) -> Rows:
 
 def beside(call: OpCall, *values: Rows) -> Rows:
     """Values of one shape, some of which hold rows."""
-    apart = [rows for rows in values if rows.kind is Kind.APART]
+    apart = [rows for rows in values if rows.apart]
     cause = first_cause(values)
     if any(rows.reduced for rows in values):
         cause = call.mixed(Effect.STATISTICS, *values)
@@ -187,7 +168,7 @@ def batch_norm(call: OpCall) -> Sequence[Rows]:
     rows = call.of(tensor)
     training = call.get("training", call.get("train", True))
     # instance_norm lays rows beside channels, each of which has its own statistics
-    if training and rows.kind is Kind.APART and rows.dim != 1:
+    if training and rows.apart and rows.dim != 1:
         rows = rows._replace(cause=call.mixed(Effect.STATISTICS, rows))
     return [rows, *[SHARED] * (len(call.out) - 1)]
 
@@ -195,9 +176,43 @@ def batch_norm(call: OpCall) -> Sequence[Rows]:
 def filled(call: OpCall) -> Rows:
     """A new tensor that takes no more than its shape from another, or not even that
     (new_zeros): Dynamo's symbols say of those whether they have rows."""
-    rows = call.of(next(call.tensors()))
-    if any(call.of(value).kind is not Kind.SHARED for value in [*call.tensors()][1:]):
+    rows, *others = call.values
+    if any(other.kind is not Kind.SHARED for other in others):
         return pointwise(call)
-    if rows.kind is not Kind.APART or call.name.startswith("new_"):
+    if not rows.apart or call.name.startswith("new_"):
         return SHARED
     return rows._replace(numbers=False, cause=None)
+
+
+def losses(call: OpCall) -> Rows:
+    """Element by element, then reduced as the argument `reduction` says."""
+    whole = call._replace(out=max(call.tensors(), key=Tensor.dim))  # not reduced yet
+    return _by_reduction(call, pointwise(whole), call.values)
+
+
+def _by_reduction(call: OpCall, rows: Rows, values: Sequence[Rows]) -> Rows:
+    reduction = call.get("reduction", 1)
+    if reduction == 0:
+        return rows
+    if not rows.apart:
+        return call.other(Effect.FUNCTION, *values)
+    return Rows(Kind.MEAN if reduction == 1 else Kind.SUM, cause=rows.cause)
+
+
+def nll_loss(call: OpCall) -> Sequence[Rows]:
+    """Of log probabilities [n, classes, ..] and labels [n, ..]; the mean is one over
+    equal parts only where no label is ignored, which tracker.py notes."""
+    scores, labels, *weights = call.values
+    values = [scores, labels]
+    apart = [rows for rows in values if rows.apart]
+    if not apart or any(rows.reduced for rows in values):
+        return [call.other(Effect.FUNCTION, *values)] * 2
+    rows = beside(call, *values) if len(apart) > 1 else apart[0]
+    if labels.numbers:
+        rows = rows._replace(cause=call.mixed(Effect.ORDER, *values))
+    elif scores.apart and scores.dim == 1:
+        rows = rows._replace(cause=call.mixed(Effect.MIX, *values))
+    loss = _by_reduction(call, rows, values)
+    if call.get("reduction", 1) == 1 and weights:
+        loss = call.other(Effect.RATIO, *values)
+    return [loss, Rows(Kind.SUM, cause=labels.cause)]

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from torch import Tensor, fx
 
-from ..ir.graphs import tensors
+from ..ir.graphs import named_arguments, tensors
 from .compute_rules import beside
 from .kinds import SHARED, Cause, Effect, Kind, OpCall, Rows, first_cause
 
 GRADIENTS = {Kind.SHARED: Kind.SUM, Kind.SUM: Kind.SHARED, Kind.MEAN: Kind.SHARED}
+
+
+Placed = tuple[Tensor, Rows]
 
 
 class Strategy(NamedTuple):
@@ -34,43 +37,38 @@ DECLARED: dict[Any, Declared] = {}  # by overload
 
 def kept(call: OpCall) -> Rows | Sequence[Rows]:
     """The rule of what is declared."""
-    said = DECLARED[call.func]
-    values = [call.of(tensor) for tensor in call.tensors()]
-    if said.forward is None:
-        apart = any(rows.kind is Kind.APART for rows in values) and not call.whole
+    forward, values = DECLARED[call.target].forward, call.values
+    if forward is None:
+        apart = any(rows.apart for rows in values) and not call.whole
         return beside(call, *values) if apart else Rows(Kind.UNKNOWN)
-    found, cause = _fitting(call, said.forward), first_cause(values)
+    found, cause = _fitting(call), first_cause(values)
     if found is None or (call.whole and backward_meets(call)):
-        return Rows(Kind.OTHER, cause=call.mixed(Effect.MIX, *values))
-    outputs = _pairs(call.func._schema.returns, _results(call), found.outputs)
-    return [rows._replace(cause=cause) for _, rows in outputs]
+        return call.other(Effect.MIX, *values)
+    return [rows._replace(cause=cause) for _, rows in _outputs(call, found.outputs)]
 
 
 def parts(call: OpCall) -> list[tuple[Tensor, int]] | None:
     """The tensors of which a call on parts reads parts, and along which dimension; None
     if that isn't known."""
-    found = _fitting(call, DECLARED[call.func].forward or ())
+    found = _fitting(call)
     if found is None:
         return None
-    inputs = _pairs(call.func._schema.arguments, _arguments(call), found.inputs)
-    return [(tensor, rows.dim) for tensor, rows in inputs if rows.kind is Kind.APART]
+    inputs = _inputs(call, found.inputs)
+    return [(tensor, rows.dim) for tensor, rows in inputs if rows.apart]
 
 
 def backward_meets(call: OpCall) -> Cause | None:
     """Where parts meet in the backward of a call, if they do and F has them apart."""
-    said = DECLARED[call.func]
-    found = _fitting(call, said.forward or ())
-    if found is None or said.backward is None:
+    found, backward = _fitting(call), DECLARED[call.target].backward
+    if found is None or backward is None:
         return None
-    schema, arguments = call.func._schema, _arguments(call)
-    inputs = [*_pairs(schema.arguments, arguments, found.inputs)]
-    outputs = [*_pairs(schema.returns, _results(call), found.outputs)]
-    for strategy in said.backward:
-        arriving = _pairs(schema.returns, _results(call), strategy.inputs)
-        given = _pairs(schema.arguments, arguments, strategy.outputs)
+    inputs, outputs = _inputs(call, found.inputs), _outputs(call, found.outputs)
+    for strategy in backward:
+        arriving = _outputs(call, strategy.inputs)
+        given = _inputs(call, strategy.outputs)
         if _are_gradients(outputs, arriving) and _are_gradients(inputs, given):
             return None
-    return Cause(Effect.BACKWARD, str(call.func), call.stack)
+    return Cause(Effect.BACKWARD, str(call.target), call.stack)
 
 
 def lacks_dims(node: fx.Node) -> bool:
@@ -78,8 +76,8 @@ def lacks_dims(node: fx.Node) -> bool:
     dimensions than the node's."""
     args, kwargs = fx.map_arg((node.args, node.kwargs), _example)
     call = OpCall(node.target, args, kwargs, _example(node), lambda _: SHARED, 1, None)
-    forward = DECLARED[node.target].forward
-    return bool(forward) and not any(_has_dims(call, each) for each in forward or ())
+    forward = DECLARED[node.target].forward or ()
+    return bool(forward) and not any(_has_dims(call, each) for each in forward)
 
 
 def _example(node: fx.Node) -> Any:
@@ -88,18 +86,11 @@ def _example(node: fx.Node) -> Any:
 
 def _has_dims(call: OpCall, strategy: Strategy) -> bool:
     """Whether tensors have the dimensions along which they are said to be parts."""
-    schema = call.func._schema
-    inputs = _pairs(schema.arguments, _arguments(call), strategy.inputs)
-    outputs = _pairs(schema.returns, _results(call), strategy.outputs)
-    return all(
-        rows.kind is not Kind.APART or 0 <= rows.dim < tensor.dim()
-        for tensor, rows in (*inputs, *outputs)
-    )
+    pairs = *_inputs(call, strategy.inputs), *_outputs(call, strategy.outputs)
+    return all(not rows.apart or 0 <= rows.dim < each.dim() for each, rows in pairs)
 
 
-def _are_gradients(
-    values: Sequence[tuple[Tensor, Rows]], gradients: Iterator[tuple[Tensor, Rows]]
-) -> bool:
+def _are_gradients(values: Sequence[Placed], gradients: Sequence[Placed]) -> bool:
     """Whether these are the placements of the gradients of values that have some."""
     return all(
         gradient == rows._replace(kind=GRADIENTS.get(rows.kind, rows.kind))
@@ -108,41 +99,40 @@ def _are_gradients(
     )
 
 
-def _fitting(call: OpCall, strategies: Sequence[Strategy]) -> Strategy | None:
-    """The first that the rows of a call's arguments fit."""
-    for strategy in strategies:
-        pairs = _pairs(call.func._schema.arguments, _arguments(call), strategy.inputs)
-        fit = _has_dims(call, strategy) and all(_fits(call, *each) for each in pairs)
-        if fit:
+def _fitting(call: OpCall) -> Strategy | None:
+    """The first of what is said that the rows of a call's arguments fit."""
+    for strategy in DECLARED[call.target].forward or ():
+        pairs = _inputs(call, strategy.inputs)
+        if _has_dims(call, strategy) and all(_fits(call, *each) for each in pairs):
             return strategy
     return None
 
 
 def _fits(call: OpCall, tensor: Tensor, wanted: Rows) -> bool:
     rows = call.of(tensor)
-    if rows == SHARED and wanted.kind is Kind.APART:
+    if rows == SHARED and wanted.apart:
         return call.whole or tensor.shape[wanted.dim] == 1
     return rows._replace(cause=None) == wanted
 
 
-def _arguments(call: OpCall) -> list[Any]:
-    return [call.get(each.name) for each in call.func._schema.arguments]
+def _inputs(call: OpCall, placed: Sequence[Rows]) -> list[Placed]:
+    values = [*named_arguments(call).values()]
+    return _pairs(call.target._schema.arguments, values, placed)
 
 
-def _results(call: OpCall) -> Sequence[Any]:
-    several = len(call.func._schema.returns) > 1
-    return call.out if several else [call.out]
+def _outputs(call: OpCall, placed: Sequence[Rows]) -> list[Placed]:
+    fields = call.target._schema.returns
+    return _pairs(fields, call.out if len(fields) > 1 else [call.out], placed)
 
 
 def _pairs(
     fields: Sequence[Any], values: Sequence[Any], placed: Sequence[Rows]
-) -> Iterator[tuple[Tensor, Rows]]:
+) -> list[Placed]:
     """Tensors with their placements, whose dimensions are counted from the first."""
-    each = iter(placed)
-    for field, value in zip(fields, values, strict=True):
-        if "Tensor" in str(field.type):
-            rows = next(each)
-            for tensor in tensors(value):
-                negative = rows.dim < 0
-                dim = rows.dim + negative * tensor.dim()
-                yield tensor, rows._replace(dim=dim)
+    pairs = zip(fields, values, strict=True)
+    of_tensors = [value for field, value in pairs if "Tensor" in str(field.type)]
+    return [
+        (tensor, rows._replace(dim=rows.dim + (rows.dim < 0) * tensor.dim()))
+        for value, rows in zip(of_tensors, placed, strict=True)
+        for tensor in tensors(value)
+    ]

@@ -11,7 +11,6 @@ import operator
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor, fx
 
 from ..ir.graphs import is_view, name_of, storage, tensors
@@ -27,76 +26,26 @@ class Grade(NamedTuple):
 
 FLAT = Grade()
 NOTHING: Grade | None = None  # of zeros, which have any
-PRODUCTS = frozenset(("mul", "mm", "bmm", "mv", "dot", "vdot"))
-BIASED = frozenset(("addmm", "baddbmm", "addmv"))  # a sum with a product
-SUMS = frozenset(
-    ("add", "sub", "cat", "stack", "where", "copy", "index_put", "masked_scatter")
-)
-ZEROS = frozenset(
-    (
-        "zeros",
-        "zeros_like",
-        "new_zeros",
-        "empty",
-        "empty_like",
-        "new_empty",
-        "zero",
-        "empty_strided",
-        "new_empty_strided",
+HOW = {
+    name: how
+    for how, names in (
+        ("product", "mul mm bmm mv dot vdot"),
+        ("biased", "addmm baddbmm addmv"),  # a sum with a product
+        ("sum", "add sub cat stack where copy index_put masked_scatter"),
+        (
+            "zeros",
+            "zeros zeros_like new_zeros empty empty_like new_empty zero empty_strided "
+            "new_empty_strided",
+        ),
+        (
+            "linear",
+            "clone _to_copy detach alias neg sum mean cumsum flip roll index "
+            "index_select gather slice_backward select_backward triu tril repeat "
+            "constant_pad_nd",
+        ),
     )
-)
-LINEAR = frozenset(
-    (
-        "clone",
-        "_to_copy",
-        "detach",
-        "alias",
-        "neg",
-        "sum",
-        "mean",
-        "cumsum",
-        "flip",
-        "roll",
-        "index",
-        "index_select",
-        "gather",
-        "slice_backward",
-        "select_backward",
-        "triu",
-        "tril",
-        "repeat",
-        "contiguous",
-        "constant_pad_nd",
-    )
-)
-SHAPED = frozenset(
-    (
-        "view",
-        "reshape",
-        "expand",
-        "unflatten",
-        "zeros",
-        "ones",
-        "empty",
-        "new_zeros",
-        "new_ones",
-        "new_empty",
-        "arange",
-        "repeat",
-        "narrow",
-        "getitem",
-        "split",
-        "chunk",
-        "flatten",
-        "broadcast_to",
-        "tile",
-        "size",
-        "sum",
-        "mean",
-        "zeros_like",
-        "ones_like",
-    )
-)
+    for name in names.split()
+}
 
 
 class Grades:
@@ -124,7 +73,7 @@ class Grades:
             grade = grades[0]
         else:
             whole = [not (t.is_floating_point() or t.is_complex()) for t in read]
-            if name in SUMS and all(
+            if HOW.get(name) == "sum" and all(
                 g == FLAT for g, w in zip(grades, whole, strict=True) if w
             ):  # by a mask or an index
                 grades = [g for g, w in zip(grades, whole, strict=True) if not w]
@@ -135,11 +84,11 @@ class Grades:
     def settle(self, node: fx.Node, value: Any) -> None:
         """Notes the sizes of the batch that a node reads as numbers."""
         degree = self.tracker.degree(node)
-        name = name_of(node.target)
-        if degree is None or (name in SHAPED and not _reads_fraction(node)):
+        if degree is None:
             return
+        name = name_of(node.target)
         first = node.args[0] if node.args else None
-        if name in TIMES or self.tracker.counts(_example(first)):
+        if name in TIMES or self.tracker.depends(_example(first)):
             degree = -degree
         elif name not in OVER:
             degree = 0
@@ -155,25 +104,22 @@ def _example(value: Any) -> object:
     return value.meta.get("example_value") if isinstance(value, fx.Node) else None
 
 
-def _reads_fraction(node: fx.Node) -> bool:
-    """Whether a number that a node reads is no size, such as 1 / len(x)."""
-    reads = map(_example, node.all_input_nodes)
-    return any(isinstance(each, torch.SymFloat) for each in reads)
-
-
 def _result(
     name: str, read: Sequence[Grade | None], args: Sequence[Any]
 ) -> Grade | None:
-    if name in ZEROS or (name in ("full", "scalar_tensor") and _is_zero(args)):
+    how, zero = HOW.get(name), bool(args) and _is_zero(args)
+    if how == "zeros" or (name in ("full", "scalar_tensor") and zero):
         return NOTHING
-    if name in BIASED:
+    if name == "div" and len(read) > 1:
+        return _quotient(*read)
+    if how == "product" or name == "div":
+        return _product(read)
+    if how == "biased":
         return _alike([read[0], _product(read[1:])])
-    if name in PRODUCTS or name == "div":
-        return _quotient(*read) if name == "div" and len(read) > 1 else _product(read)
-    if name in SUMS or (name == "masked_fill" and not _is_zero(args)):
+    if how == "sum" or (name == "masked_fill" and not zero):
         number = name in ("add", "sub", "masked_fill") and len(read) < 2
         return _alike([*read, *[FLAT] * number])
-    linear = name in LINEAR or name == "masked_fill"
+    linear = how == "linear" or name == "masked_fill"
     if linear and all(each == FLAT for each in read[1:]):
         return read[0] if read else FLAT
     return _any(read)
@@ -204,7 +150,7 @@ def _quotient(above: Grade | None, below: Grade | None) -> Grade | None:
     if above is None:
         return NOTHING
     below = below or Grade(None, None)
-    known = above.power is not None and below.power is not None
+    known = None not in (above.power, below.power)
     power = operator.sub(above.power, below.power) if known else None
     return Grade(power, above.degree if below.degree == 0 else None)
 

@@ -133,6 +133,3 @@ def _takes_row(node: fx.Node, number: fx.Node) -> bool:
     first, *rest = index if isinstance(index, (tuple, list)) else (index,)
     own = isinstance(node.args[0], fx.Node) and node.args[0] not in (number, *rest)
     return own and first is number and number not in rest
-
-
-RULES = {"flex_attention": flex_attention, "map_impl": mapped}

@@ -7,17 +7,16 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from .kinds import SHARED, UNKNOWN, Effect, Kind, OpCall, Rows, Rule, first_cause
+from .compute_rules import beside
+from .kinds import SHARED, UNKNOWN, Effect, Kind, OpCall, Rows, unknown
 
 
 def embedded(call: OpCall) -> Rows:
     """embedding: rows of a table by index. Gradients may be divided by how often one
     is in the batch."""
     table, index = call.of(call.args[0]), call.of(call.args[1])
-    if table.kind is not Kind.SHARED or index.kind is not Kind.APART:
-        return _by_shared(call, table, index)
-    if index.numbers:
-        return index._replace(numbers=False, cause=call.mixed(Effect.ORDER, index))
+    if table.kind is not Kind.SHARED or not index.apart or index.numbers:
+        return _reordered(call, table, index)
     if call.get("scale_grad_by_freq"):
         return index._replace(cause=call.mixed(Effect.STATISTICS, index))
     return index
@@ -25,7 +24,7 @@ def embedded(call: OpCall) -> Rows:
 
 def picked(call: OpCall) -> Rows:
     """fxsched's own: what is computed of as many rows as values say."""
-    cause = call.mixed(Effect.PICKED, *map(call.of, call.tensors()))
+    cause = call.mixed(Effect.PICKED, *call.values)
     if cause.effect is Effect.PICKED:
         cause = cause._replace(operation="a selection")
     return Rows(Kind.OTHER, cause=cause)
@@ -33,19 +32,16 @@ def picked(call: OpCall) -> Rows:
 
 def by_sample(call: OpCall) -> Rows:
     """CTC: a loss for each sample, whose targets lie in rows, or one after another."""
-    values = [call.of(tensor) for tensor in call.tensors()]
+    values = call.values
     apart = [rows._replace(cause=None) == Rows(Kind.APART) for rows in values[1:]]
-    cause = first_cause(values)
-    if not all(apart) or values[0].place != (1, 1) or call.args[1].dim() < 2:
-        cause = call.mixed(Effect.ORDER, *values)
-    return Rows(Kind.APART, cause=cause)
+    right = all(apart) and values[0].place == (1, 1) and call.args[1].dim() > 1
+    return call.kept(Rows(Kind.APART), None if right else Effect.ORDER, *values)
 
 
-def _by_shared(call: OpCall, table: Rows, index: Rows) -> Rows:
-    cause = call.mixed(Effect.ORDER, table, index)
-    if index.kind is Kind.APART:
-        return index._replace(numbers=False, cause=cause)
-    return Rows(Kind.OTHER, cause=cause)
+def _reordered(call: OpCall, rows: Rows, index: Rows) -> Rows:
+    """What an index picks of rows, in an order of its own."""
+    lost = call.other(Effect.ORDER, rows, index)
+    return index._replace(numbers=False, cause=lost.cause) if index.apart else lost
 
 
 def indexed(call: OpCall) -> Rows:
@@ -55,29 +51,24 @@ def indexed(call: OpCall) -> Rows:
     rows = call.of(tensor)
     tensors = [(d, i) for d, i in enumerate(indices) if i is not None]
     if any(i.dtype in (torch.bool, torch.uint8) for _, i in tensors):
-        return UNKNOWN._replace(cause=rows.cause)
+        return unknown(rows)
     positions = [d for d, _ in tensors]
-    beside = positions == list(range(positions[0], positions[-1] + 1))
-    start = positions[0] if beside else 0
+    adjacent = positions == list(range(positions[0], positions[-1] + 1))
+    start = positions[0] if adjacent else 0
     rank = max(i.dim() for _, i in tensors)
     index = _of_indices(call, [i for _, i in tensors], rank)
     picked = index._replace(dim=index.dim + start)
-    if rows.kind is not Kind.APART:
+    if not rows.apart:
         return _from_shared(call, rows, picked)
     chosen = indices[rows.dim] if rows.dim in positions else None
     if chosen is not None:
         if call.of(chosen).numbers and _one_row_each(call, tensor, rows):
             return picked._replace(numbers=rows.numbers, cause=rows.cause)
-        order = call.mixed(Effect.ORDER, rows, index)
-        if index.kind is Kind.APART:
-            return picked._replace(numbers=False, cause=order)
-        return Rows(Kind.OTHER, cause=order)
+        return _reordered(call, rows, picked)
     left = sum(d not in positions for d in range(rows.dim))
-    before = rank if not beside or positions[0] < rows.dim else 0
-    cause = first_cause([rows, index])
-    if index.kind is not Kind.SHARED:
-        cause = call.mixed(Effect.PAIRS, rows, index)
-    return rows._replace(dim=left + before, cause=cause)
+    before = rank if not adjacent or positions[0] < rows.dim else 0
+    effect = None if index.kind is Kind.SHARED else Effect.PAIRS
+    return call.kept(rows._replace(dim=left + before), effect, rows, index)
 
 
 def _one_row_each(call: OpCall, tensor: Tensor, rows: Rows) -> bool:
@@ -87,50 +78,42 @@ def _one_row_each(call: OpCall, tensor: Tensor, rows: Rows) -> bool:
 
 def _of_indices(call: OpCall, indices: Sequence[Tensor], rank: int) -> Rows:
     """The rows of indices that are broadcast to one shape."""
-    values = [
-        (r := call.of(index))._replace(dim=r.dim + rank - index.dim())
-        for index in indices
-    ]
-    apart = [rows for rows in values if rows.kind is Kind.APART]
+    values = call.aligned(indices, rank)
+    apart = [rows for rows in values if rows.apart]
     if not apart:
         return next((rows for rows in values if rows.kind is not Kind.SHARED), SHARED)
-    cause = first_cause(values)
-    if any(rows.place != apart[0].place for rows in apart):
-        cause = call.mixed(Effect.PAIRS, *values)
     numbers = all(rows.numbers for rows in apart)
-    return apart[0]._replace(cause=cause, numbers=numbers)
+    return beside(call, *values)._replace(numbers=numbers)
 
 
 def _from_shared(call: OpCall, rows: Rows, picked: Rows) -> Rows:
     """What indices pick from a value that holds no rows."""
     if picked.kind is Kind.SHARED:
         return rows
-    cause = first_cause([rows, picked])
-    if rows.kind is not Kind.SHARED or picked.numbers:
-        cause = call.mixed(Effect.ORDER, rows, picked)
-    return picked._replace(numbers=False, cause=cause)
+    right = rows.kind is Kind.SHARED and not picked.numbers
+    effect = None if right else Effect.ORDER
+    return call.kept(picked._replace(numbers=False), effect, rows, picked)
 
 
 def written(call: OpCall) -> Rows:
     """index_put: x[i, :, j] = values."""
     tensor, indices, values = call.args[0], call.args[1], call.args[2]
     rows, new = call.of(tensor), call.of(values)
-    if rows.kind is not Kind.APART or new.kind not in (Kind.APART, Kind.SHARED):
-        return UNKNOWN._replace(cause=first_cause([rows, new]))
+    if not rows.apart or new.kind not in (Kind.APART, Kind.SHARED):
+        return unknown(rows, new)
     tensors = [i for i in indices if i is not None]
     if any(i.dtype in (torch.bool, torch.uint8) for i in tensors):
-        masks = [call.of(i) for i in tensors]
-        same = len(tensors) == 1 and masks[0].kind is Kind.APART and values.dim() == 0
-        return rows if same and masks[0].place == rows.place else UNKNOWN
+        mask = call.of(tensors[0])
+        same = len(tensors) == 1 and mask.apart and values.dim() == 0
+        return rows if same and mask.place == rows.place else UNKNOWN
     chosen = indices[rows.dim] if rows.dim < len(indices) else None
     by = _of_indices(call, tensors, max(i.dim() for i in tensors))
-    cause = first_cause([rows, new, by])
     if chosen is None:
-        if by.kind is not Kind.SHARED:
-            cause = call.mixed(Effect.PAIRS, rows, by)
-    elif not (call.of(chosen).numbers and _one_row_each(call, tensor, rows)):
-        cause = call.mixed(Effect.ORDER, rows, by)
-    return rows._replace(cause=cause)
+        effect = None if by.kind is Kind.SHARED else Effect.PAIRS
+    else:
+        own = call.of(chosen).numbers and _one_row_each(call, tensor, rows)
+        effect = None if own else Effect.ORDER
+    return call.kept(rows, effect, rows, by, new)
 
 
 def gathered(call: OpCall) -> Rows:
@@ -138,64 +121,40 @@ def gathered(call: OpCall) -> Rows:
     tensor, index = call.args[0], call.get("index")
     read = [each for each in call.tensors() if each.dim() == tensor.dim()]
     values = [call.of(each) for each in read]
-    apart = [rows for rows in values if rows.kind is Kind.APART]
+    apart = [rows for rows in values if rows.apart]
     if not apart or any(rows.reduced for rows in values):
-        return Rows(Kind.OTHER, cause=call.mixed(Effect.FUNCTION, *values))
-    rows, dim = call.of(index), call.get("dim", 0) % max(tensor.dim(), 1)
+        return call.other(Effect.FUNCTION, *values)
+    rows, dim = call.of(index), call.dim(tensor)
     # what isn't of the batch but as long as the index was made of the batch's size
-    beside = all(
+    together = all(
         each.place == rows.place
-        if each.kind is Kind.APART
+        if each.apart
         else operand.shape[rows.dim] == index.shape[rows.dim]
         for operand, each in zip(read, values, strict=True)
     )
     from_table = call.name == "gather" and call.of(tensor) == SHARED
-    right = from_table if dim == rows.dim else beside
-    if right and rows.kind is Kind.APART and not any(r.numbers for r in values):
-        return rows._replace(cause=first_cause(values))
+    right = from_table if dim == rows.dim else together
+    if right and rows.apart and not any(r.numbers for r in values):
+        return call.kept(rows, None, *values)
     places = {rows.place for rows in apart}
     effect = Effect.PAIRS if len(places) > 1 else Effect.ORDER
-    return apart[0]._replace(numbers=False, cause=call.mixed(effect, *values))
+    return call.kept(apart[0]._replace(numbers=False), effect, *values)
 
 
 def placed(call: OpCall) -> Rows:
     """index_add and its like: into places of one dimension, by an index of one."""
     tensor, index, source = call.args[0], call.of(call.get("index")), call.get("source")
-    rows, dim = call.of(tensor), call.get("dim", 0) % max(tensor.dim(), 1)
+    rows, dim = call.of(tensor), call.dim(tensor)
     new = call.of(source) if isinstance(source, Tensor) and source.dim() else rows
     values = [rows, index, new]
-    if rows.kind is not Kind.APART:
-        return Rows(Kind.OTHER, cause=call.mixed(Effect.ORDER, *values))
-    beside = new.kind is Kind.APART and new.place == rows.place
-    if dim == rows.dim or index.kind is not Kind.SHARED or not beside:
-        return rows._replace(cause=call.mixed(Effect.ORDER, *values))
-    return rows._replace(cause=first_cause(values))
+    if not rows.apart:
+        return call.other(Effect.ORDER, *values)
+    together = new.apart and new.place == rows.place
+    right = together and dim != rows.dim and index.kind is Kind.SHARED
+    return call.kept(rows, None if right else Effect.ORDER, *values)
 
 
 def taken(call: OpCall) -> Rows:
     """index_select: along one dimension, by an index of one."""
-    tensor, index = call.args[0], call.of(call.get("index"))
-    rows, dim = call.of(tensor), call.get("dim", 0) % max(tensor.dim(), 1)
-    if rows.kind is not Kind.APART:
-        return _from_shared(call, rows, index._replace(dim=dim))
-    cause = first_cause([rows, index])
-    if dim == rows.dim:
-        if not (index.numbers and _one_row_each(call, tensor, rows)):
-            cause = call.mixed(Effect.ORDER, rows, index)
-    elif index.kind is not Kind.SHARED:
-        cause = call.mixed(Effect.PAIRS, rows, index)
-    return rows._replace(cause=cause)
-
-
-RULES: dict[str, Rule] = {
-    "embedding": embedded,
-    "ctc_rows": by_sample,
-    **dict.fromkeys(("index", "_unsafe_index"), indexed),
-    **dict.fromkeys(("index_put", "_unsafe_index_put", "_index_put_impl"), written),
-    **dict.fromkeys(
-        ("gather", "scatter", "scatter_add", "scatter_reduce", "take_along_dim"),
-        gathered,
-    ),
-    "index_select": taken,
-    **dict.fromkeys(("index_add", "index_copy", "index_fill"), placed),
-}
+    tensor, index = call.args[0], call.get("index")
+    return indexed(call._replace(args=(tensor, [None] * call.dim(tensor) + [index])))

@@ -8,13 +8,13 @@ them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from enum import Enum
 from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from ..ir.graphs import name_of
+from ..ir.graphs import name_of, named_arguments, tensors
 
 
 class Kind(Enum):
@@ -71,6 +71,11 @@ class Rows(NamedTuple):
     owner: object = None
 
     @property
+    def apart(self) -> bool:
+        """Whether there is a part of the value for each row."""
+        return self.kind is Kind.APART
+
+    @property
     def reduced(self) -> bool:
         """Whether rows were added up, or reduced in another way."""
         return self.kind in (Kind.SUM, Kind.MEAN, Kind.OTHER)
@@ -79,6 +84,10 @@ class Rows(NamedTuple):
     def place(self) -> tuple[int, int]:
         """Where the rows are, to compare with another value's."""
         return self.dim, self.outer
+
+    def without(self, dims: Container[int]) -> Rows:
+        """The same of a value that lacks these dimensions, none of which has rows."""
+        return self._replace(dim=sum(d not in dims for d in range(self.dim)))
 
 
 SHARED = Rows(Kind.SHARED)
@@ -98,8 +107,8 @@ class OpCall(NamedTuple):
     whole: whether what has no rows is as long as all rows, and is read in parts.
     """
 
-    func: Any
-    args: Sequence[Any]
+    target: Any
+    args: tuple[Any, ...]
     kwargs: dict[str, Any]
     out: Any
     of: Callable[[Tensor], Rows]
@@ -110,27 +119,36 @@ class OpCall(NamedTuple):
     @property
     def name(self) -> str:
         """An aten operation's name, in place or not."""
-        return name_of(self.func).rstrip("_")
+        return name_of(self.target).rstrip("_")
+
+    @property
+    def values(self) -> list[Rows]:
+        """The rows of the tensors among the arguments."""
+        return [self.of(tensor) for tensor in self.tensors()]
 
     def get(self, name: str, default: Any = None) -> Any:
         """The argument that the operation's schema calls so."""
-        if name in self.kwargs:
-            return self.kwargs[name]
-        for i, argument in enumerate(self.func._schema.arguments):
-            if argument.name == name:
-                if i < len(self.args):
-                    return self.args[i]
-                value = argument.default_value
-                return default if value is None else value
-        return default
+        value = named_arguments(self).get(name)
+        return default if value is None else value
+
+    def dim(self, tensor: Tensor, name: str = "dim", default: int = 0) -> int:
+        """The dimension of a tensor that an argument tells, counted from the first."""
+        return int(self.get(name, default)) % max(tensor.dim(), 1)
+
+    def dims(self, tensor: Tensor) -> set[int]:
+        """The dimensions of a tensor that it works along: all where it says none."""
+        dims = self.get("dim", self.get("dims"))
+        dims = [dims] if isinstance(dims, int) else dims or range(tensor.dim())
+        return {d % tensor.dim() for d in dims if tensor.dim()}
 
     def tensors(self) -> Iterator[Tensor]:
         """The tensors among the arguments, also in lists."""
-        for value in (*self.args, *self.kwargs.values()):
-            if isinstance(value, Tensor):
-                yield value
-            elif isinstance(value, (tuple, list)):
-                yield from (each for each in value if isinstance(each, Tensor))
+        return tensors((*self.args, *self.kwargs.values()))
+
+    def aligned(self, tensors: Iterable[Tensor], count: int) -> list[Rows]:
+        """The rows of tensors that are broadcast to as many dimensions."""
+        values = ((self.of(tensor), tensor.dim()) for tensor in tensors)
+        return [rows._replace(dim=rows.dim + count - own) for rows, own in values]
 
     def mixed(self, effect: Effect, *before: Rows) -> Cause:
         """The first cause among values, or this operation as one.
@@ -141,8 +159,17 @@ class OpCall(NamedTuple):
         cause = first_cause(before)
         unsure = cause is not None and cause.effect is Effect.UNSURE
         if cause is None or (unsure and effect is not Effect.ORDER):
-            return Cause(effect, str(self.func), self.stack)
+            return Cause(effect, str(self.target), self.stack)
         return cause
+
+    def kept(self, rows: Rows, effect: Effect | None, *before: Rows) -> Rows:
+        """Rows that stay where they are, with what mixed them before, or here."""
+        cause = self.mixed(effect, *before) if effect else first_cause(before)
+        return rows._replace(cause=cause)
+
+    def other(self, effect: Effect, *before: Rows) -> Rows:
+        """Those of a value that microbatches' do not make up."""
+        return Rows(Kind.OTHER, cause=self.mixed(effect, *before))
 
     def inner(self, tensor: Tensor, rows: Rows) -> int:
         """How many neighbours along its dimension belong to one row."""
@@ -159,13 +186,18 @@ def first_cause(values: Sequence[Rows]) -> Cause | None:
     return next(iter(unsure or causes), None)
 
 
+def unknown(*before: Rows) -> Rows:
+    """Those of a value that comes of these in a way that no rule knows."""
+    return UNKNOWN._replace(cause=first_cause(before))
+
+
 def where_known(rule: Rule) -> Rule:
     """A rule that is asked only where all arguments are known, some not shared."""
 
     def guarded(call: OpCall) -> Rows | Sequence[Rows]:
-        values = [call.of(tensor) for tensor in call.tensors()]
+        values = call.values
         if any(rows.kind is Kind.UNKNOWN for rows in values):
-            return UNKNOWN._replace(cause=first_cause(values))
+            return unknown(*values)
         if all(rows.kind is Kind.SHARED for rows in values):
             return SHARED
         return rule(call)

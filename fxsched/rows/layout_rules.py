@@ -8,13 +8,13 @@ from typing import Any
 
 from torch import Tensor
 
-from .kinds import UNKNOWN, Effect, Kind, OpCall, Rows, Rule, first_cause
+from .kinds import Effect, Kind, OpCall, Rows, first_cause, unknown
 
 
 def reshaped(call: OpCall) -> Rows:
     """view, flatten and such: the order of the elements stays."""
     tensor, rows = _first(call)
-    if rows.kind is not Kind.APART:
+    if not rows.apart:
         return rows
     before = math.prod(map(int, tensor.shape[: rows.dim])) * rows.outer
     reach = 1
@@ -25,7 +25,7 @@ def reshaped(call: OpCall) -> Rows:
                 break
             return rows._replace(dim=dim, outer=outer)
         reach *= size
-    return _lost(rows)
+    return unknown(rows)
 
 
 def permuted(call: OpCall) -> Rows:
@@ -39,10 +39,9 @@ def permuted(call: OpCall) -> Rows:
 def transposed(call: OpCall) -> Rows:
     """Two dimensions change places."""
     tensor, rows = _first(call)
-    count = tensor.dim()
-    if count < 2:
+    if tensor.dim() < 2:
         return rows
-    a, b = call.get("dim0", 0) % count, call.get("dim1", 1) % count
+    a, b = call.dim(tensor, "dim0"), call.dim(tensor, "dim1", 1)
     return rows._replace(dim={a: b, b: a}.get(rows.dim, rows.dim))
 
 
@@ -51,51 +50,42 @@ def expanded(call: OpCall) -> Rows:
     tensor, rows = _first(call)
     shift = call.out.dim() - tensor.dim()
     times = call.get("repeats")
-    outer = rows.outer
-    if times is not None and rows.kind is Kind.APART:
-        outer *= int(times[rows.dim + shift])
-    return rows._replace(dim=rows.dim + shift, outer=outer)
+    again = int(times[rows.dim + shift]) if times and rows.apart else 1
+    return rows._replace(dim=rows.dim + shift, outer=rows.outer * again)
 
 
 def unsqueezed(call: OpCall) -> Rows:
     """A new dimension of length 1."""
     _, rows = _first(call)
-    dim = call.get("dim") % call.out.dim()
-    return rows._replace(dim=rows.dim + (rows.dim >= dim))
+    return rows._replace(dim=rows.dim + (rows.dim >= call.dim(call.out)))
 
 
 def squeezed(call: OpCall) -> Rows:
     """Without some dimensions of length 1."""
     tensor, rows = _first(call)
-    dims = call.get("dim")
-    if dims is None:
-        dims = range(tensor.dim())
-    count = tensor.dim()
-    gone = {d % count for d in ([dims] if isinstance(dims, int) else dims) if count}
-    gone = {d for d in gone if int(tensor.shape[d]) == 1}
-    if rows.kind is Kind.APART and rows.dim in gone:
-        if call.size > 1:
-            return _lost(rows)
-        gone.discard(rows.dim)  # of a batch of one row; its true shape keeps it
-    return rows._replace(dim=rows.dim - sum(d < rows.dim for d in gone))
+    some = call.dims(tensor) if call.out.dim() < tensor.dim() else ()
+    gone = {d for d in some if int(tensor.shape[d]) == 1}
+    if rows.apart and rows.dim in gone and call.size > 1:
+        return unknown(rows)
+    return rows.without(gone)  # a batch of one row keeps its dimension
 
 
 def selected(call: OpCall) -> Rows:
     """One place of a dimension, which goes."""
     tensor, rows = _first(call)
-    dim = call.get("dim") % tensor.dim()
-    if rows.kind is not Kind.APART or dim != rows.dim:
-        return rows._replace(dim=rows.dim - (dim < rows.dim))
+    dim = call.dim(tensor)
+    if not rows.apart or dim != rows.dim:
+        return rows.without({dim})
     if rows.outer * call.size == int(tensor.shape[dim]) > call.size == 1:
-        return _lost(rows)
-    return Rows(Kind.OTHER, cause=call.mixed(Effect.ORDER, rows))
+        return unknown(rows)
+    return call.other(Effect.ORDER, rows)
 
 
 def sliced(call: OpCall) -> Rows:
     """A range of a dimension."""
     tensor, rows = _first(call)
-    dim = call.get("dim", 0) % tensor.dim()
-    if rows.kind is not Kind.APART or dim != rows.dim:
+    dim = call.dim(tensor)
+    if not rows.apart or dim != rows.dim:
         return rows
     size, taken = int(tensor.shape[dim]), int(call.out.shape[dim])
     if size == taken:
@@ -105,26 +95,26 @@ def sliced(call: OpCall) -> Rows:
     whole = taken > 0 and start % block == 0 and taken % block == 0
     if call.get("step", 1) == 1 and whole:
         return rows._replace(outer=taken // block)
-    return Rows(Kind.OTHER, cause=call.mixed(Effect.ORDER, rows))
+    return call.other(Effect.ORDER, rows)
 
 
 def parted(call: OpCall) -> Rows | Sequence[Rows]:
     """split, chunk: parts along one dimension."""
     tensor, rows = _first(call)
-    dim = call.get("dim", 0) % tensor.dim()
-    if rows.kind is not Kind.APART or dim != rows.dim:
+    dim = call.dim(tensor)
+    if not rows.apart or dim != rows.dim:
         return rows
     block = call.size * call.inner(tensor, rows)
     sizes = [int(part.shape[dim]) for part in call.out]
     if any(size % block for size in sizes) or 0 in sizes:
-        return Rows(Kind.OTHER, cause=call.mixed(Effect.ORDER, rows))
+        return call.other(Effect.ORDER, rows)
     return [rows._replace(outer=size // block) for size in sizes]
 
 
 def windowed(call: OpCall) -> Rows:
     """unfold: windows along one dimension, their elements along a new last one."""
     tensor, rows = _first(call)
-    if rows.kind is Kind.APART and call.get("dimension") % tensor.dim() == rows.dim:
+    if rows.apart and call.dim(tensor, "dimension") == rows.dim:
         return rows._replace(cause=call.mixed(Effect.MIX, rows))
     return rows
 
@@ -132,42 +122,40 @@ def windowed(call: OpCall) -> Rows:
 def diagonal(call: OpCall) -> Rows:
     """Two dimensions become one, at their end."""
     tensor, rows = _first(call)
-    gone = {call.get(name, i) % tensor.dim() for i, name in enumerate(("dim1", "dim2"))}
-    if rows.kind is Kind.APART and rows.dim in gone:
-        return Rows(Kind.OTHER, cause=call.mixed(Effect.ORDER, rows))
-    return rows._replace(dim=rows.dim - sum(d < rows.dim for d in gone))
+    gone = {call.dim(tensor, "dim1"), call.dim(tensor, "dim2", 1)}
+    if rows.apart and rows.dim in gone:
+        return call.other(Effect.ORDER, rows)
+    return rows.without(gone)
 
 
 def strided(call: OpCall) -> Rows:
     """as_strided, where it keeps the shape."""
     tensor, rows = _first(call)
-    return rows if call.out.shape == tensor.shape else _lost(rows)
+    return rows if call.out.shape == tensor.shape else unknown(rows)
 
 
 def joined(call: OpCall) -> Rows:
     """cat: along the batch, rows of several tensors lie in blocks."""
     tensors: list[Tensor] = [t for t in call.get("tensors") if t.numel()]
-    dim = call.get("dim", 0) % call.out.dim()
     values = [call.of(tensor) for tensor in tensors]
     rows = alike(call, values)
-    if rows.kind is not Kind.APART or rows.dim != dim:
+    if not rows.apart or rows.dim != call.dim(call.out):
         return rows
     inner = {call.inner(t, r) for t, r in zip(tensors, values, strict=True)}
     if len(inner) > 1 or any(r.kind is Kind.SHARED for r in values):
-        return _lost(rows)
+        return unknown(rows)
     return rows._replace(outer=sum(r.outer for r in values))
 
 
 def stacked(call: OpCall) -> Rows:
     """Values side by side along a new dimension."""
-    rows = alike(call, [call.of(tensor) for tensor in call.get("tensors")])
-    dim = call.get("dim", 0) % call.out.dim()
-    return rows._replace(dim=rows.dim + (rows.dim >= dim))
+    rows = alike(call, call.values)
+    return rows._replace(dim=rows.dim + (rows.dim >= call.dim(call.out)))
 
 
 def alike(call: OpCall, values: Sequence[Rows]) -> Rows:
     """Rows of several values side by side, each as it is."""
-    apart = [rows for rows in values if rows.kind is Kind.APART]
+    apart = [rows for rows in values if rows.apart]
     reduced = [rows for rows in values if rows.reduced]
     cause = first_cause(values)
     if not apart:
@@ -175,7 +163,7 @@ def alike(call: OpCall, values: Sequence[Rows]) -> Rows:
         kinds |= {Kind.MEAN for rows in values if rows.kind is Kind.SHARED}
         if len(kinds) == 1:
             return Rows(kinds.pop(), cause=cause)
-        return Rows(Kind.OTHER, cause=call.mixed(Effect.BOTH, *values))
+        return call.other(Effect.BOTH, *values)
     if reduced:
         cause = call.mixed(Effect.STATISTICS, *reduced, *apart)
     cat = call.name == "cat"
@@ -188,36 +176,3 @@ def alike(call: OpCall, values: Sequence[Rows]) -> Rows:
 def _first(call: OpCall) -> tuple[Any, Rows]:
     tensor = call.args[0]
     return tensor, call.of(tensor)
-
-
-def _lost(rows: Rows) -> Rows:
-    """Rows of which no one dimension is known any more."""
-    return UNKNOWN._replace(cause=rows.cause)
-
-
-RULES: dict[str, Rule] = {
-    **dict.fromkeys(
-        ("view", "_unsafe_view", "reshape", "_reshape_alias", "flatten", "unflatten"),
-        reshaped,
-    ),
-    "permute": permuted,
-    **dict.fromkeys(("transpose", "t", "swapaxes"), transposed),
-    **dict.fromkeys(("expand", "repeat"), expanded),
-    "unsqueeze": unsqueezed,
-    "squeeze": squeezed,
-    "select": selected,
-    "slice": sliced,
-    **dict.fromkeys(
-        (
-            *("split", "split_with_sizes", "chunk"),
-            *("unsafe_split", "unsafe_split_with_sizes"),
-        ),
-        parted,
-    ),
-    "unbind": selected,
-    "as_strided": strided,
-    "unfold": windowed,
-    "diagonal": diagonal,
-    "cat": joined,
-    "stack": stacked,
-}

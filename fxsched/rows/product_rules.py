@@ -7,23 +7,21 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from .compute_rules import added_up, beside, trailing
-from .kinds import SHARED, UNKNOWN, Effect, Kind, OpCall, Rows, first_cause
+from .kinds import SHARED, Effect, Kind, OpCall, Rows, first_cause, unknown
 
 
-def multiplied(roles: tuple[str, str, str], first: int, call: OpCall) -> Rows:
-    """Matrix products, by the letters of their dimensions: nik, nkj -> nij."""
-    a, b = (call.of(each) for each in call.args[first : first + 2])
+def multiplied(roles: str, call: OpCall) -> Rows:
+    """Matrix products, to which a bias may be added, by the letters of their
+    dimensions: "ik kj ij"."""
+    *biases, a, b = call.values[:3]
     rows = _multiplied(roles, call, a, b)
-    if not first:
-        return rows
-    bias = call.args[0]
-    added = call.of(bias)
-    shift = call.out.dim() - bias.dim()
-    if Kind.APART in (rows.kind, added.kind):
-        return beside(call, rows, added._replace(dim=added.dim + shift))
-    if rows.kind is Kind.SHARED and added.kind is Kind.SHARED:
-        return SHARED
-    return added_up(call, {rows.kind, added.kind}, [rows, added])
+    for added in biases:
+        added = added._replace(dim=added.dim + call.out.dim() - call.args[0].dim())
+        if rows.apart or added.apart:
+            return beside(call, rows, added)
+        if rows.kind is not Kind.SHARED or added.kind is not Kind.SHARED:
+            return added_up(call, {rows.kind, added.kind}, [rows, added])
+    return rows
 
 
 def trilinear(call: OpCall) -> Rows:
@@ -33,18 +31,18 @@ def trilinear(call: OpCall) -> Rows:
     values = []
     for tensor, new in zip(call.args[:3], call.args[3:6], strict=True):
         rows = call.of(tensor)
-        if rows.kind is not Kind.APART and rows != SHARED:
-            return UNKNOWN._replace(cause=rows.cause)
+        if not rows.apart and rows != SHARED:
+            return unknown(rows)
         places = [dim for dim in range(count) if dim not in new]
         values.append(rows._replace(dim=places[rows.dim]))
     rows, gone = beside(call, *values), call.args[6]
     if rows.dim in gone:
         return Rows(Kind.SUM, cause=rows.cause)
-    return rows._replace(dim=rows.dim - sum(dim < rows.dim for dim in gone))
+    return rows.without(gone)
 
 
-def _multiplied(roles: tuple[str, str, str], call: OpCall, a: Rows, b: Rows) -> Rows:
-    left, right, out = roles
+def _multiplied(roles: str, call: OpCall, a: Rows, b: Rows) -> Rows:
+    left, right, out = roles.split(" ")
     cause = first_cause([a, b])
     if a.reduced or b.reduced:
         return _with_reduced(roles, call, a, b)
@@ -67,39 +65,33 @@ def _multiplied(roles: tuple[str, str, str], call: OpCall, a: Rows, b: Rows) -> 
     return a._replace(dim=out.index(role), cause=cause)
 
 
-def _with_reduced(roles: tuple[str, str, str], call: OpCall, a: Rows, b: Rows) -> Rows:
-    left, right, out = roles
+def _with_reduced(roles: str, call: OpCall, a: Rows, b: Rows) -> Rows:
+    left, right, out = roles.split(" ")
     if Kind.SHARED in (a.kind, b.kind):
         kind = a.kind if a.reduced else b.kind
         return Rows(kind, cause=first_cause([a, b]))
-    apart, role = (a, left) if a.kind is Kind.APART else (b, right)
-    if apart.kind is not Kind.APART or role[apart.dim] == "k":
-        return Rows(Kind.OTHER, cause=call.mixed(Effect.FUNCTION, a, b))
-    cause = call.mixed(Effect.STATISTICS, a, b)
-    return apart._replace(dim=out.index(role[apart.dim]), cause=cause)
+    apart, role = (a, left) if a.apart else (b, right)
+    if not apart.apart or role[apart.dim] == "k":
+        return call.other(Effect.FUNCTION, a, b)
+    apart = apart._replace(dim=out.index(role[apart.dim]))
+    return call.kept(apart, Effect.STATISTICS, a, b)
 
 
 def distances(call: OpCall) -> Rows:
     """cdist, of each row of one matrix to each of another: [.., i, k], [.., j, k]."""
     matrix = call.args[0].dim() == 2
-    roles = ("ik", "jk", "ij") if matrix else ("nik", "njk", "nij")
-    rows = multiplied(roles, 0, call)
-    if rows.kind is Kind.APART:
-        return rows
-    return Rows(Kind.OTHER, cause=call.mixed(Effect.FUNCTION, rows))
+    rows = multiplied("ik jk ij" if matrix else "nik njk nij", call)
+    return rows if rows.apart else call.other(Effect.FUNCTION, rows)
 
 
 def attention(call: OpCall) -> Rows:
     """Of query, key and value [batch, heads, length, width], and a mask that may have
     rows along the same dimension."""
     rows, read = attended(call, call.args[:3]), call.args[:3]
-    for mask in call.tensors():
-        theirs, shift = call.of(mask), read[0].dim() - mask.dim()
-        if any(mask is each for each in read) or theirs.kind is not Kind.APART:
-            continue
-        if rows.place != (theirs.dim + shift, theirs.outer):
-            cause = call.mixed(Effect.PAIRS, rows, theirs)
-            rows = rows._replace(cause=cause)
+    masks = [t for t in call.tensors() if all(t is not each for each in read)]
+    for mask in call.aligned(masks, read[0].dim()):
+        if mask.apart and mask.place != rows.place:
+            rows = call.kept(rows, Effect.PAIRS, rows, mask)
     return rows
 
 
@@ -111,7 +103,7 @@ def with_weights(count: int, call: OpCall) -> Rows:
     weights = [each for each in weights if each is not call.get("mask")]
     values = [call.of(each) for each in weights]
     if any(rows.kind is not Kind.SHARED for rows in values):
-        return Rows(Kind.OTHER, cause=call.mixed(Effect.MIX, *values))
+        return call.other(Effect.MIX, *values)
     return attended(call, read)
 
 
@@ -120,12 +112,12 @@ def attended(call: OpCall, read: Sequence[Tensor]) -> Rows:
     one."""
     values = [call.of(each) for each in read]
     if any(rows.reduced for rows in values):
-        return Rows(Kind.OTHER, cause=call.mixed(Effect.FUNCTION, *values))
-    apart = [rows for rows in values if rows.kind is Kind.APART]
+        return call.other(Effect.FUNCTION, *values)
+    apart = [rows for rows in values if rows.apart]
     if not apart:  # a mask alone holds the rows
-        apart = [call.of(each) for each in call.tensors() if call.of(each) != SHARED]
+        apart = [rows for rows in call.values if rows != SHARED]
     rows = beside(call, *values) if len(apart) > 1 else apart[0]
-    cause = rows.cause or first_cause([call.of(each) for each in call.tensors()])
+    cause = rows.cause or first_cause(call.values)
     if rows.dim >= call.args[0].dim() - 2:
         cause = call.mixed(Effect.PAIRS, *values)
     return rows._replace(cause=cause)
@@ -135,8 +127,8 @@ def convolution(call: OpCall) -> Rows:
     """Of inputs [batch, channels, ..] with weights, which may be of groups."""
     rows, weight = call.of(call.args[0]), call.of(call.args[1])
     grouped = rows.dim == 1 and call.get("groups", 1) % call.size == 0
-    if rows.kind is weight.kind is Kind.APART and grouped and rows.outer == 1:
+    if rows.apart and weight.apart and grouped and rows.outer == 1:
         return rows._replace(cause=first_cause([rows, weight]))
     if weight.kind is not Kind.SHARED:
-        return Rows(Kind.OTHER, cause=call.mixed(Effect.MIX, rows, weight))
+        return call.other(Effect.MIX, rows, weight)
     return trailing(lambda call: call.args[0].dim() - 1, call)

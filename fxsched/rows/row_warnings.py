@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Iterator, Sequence
-from typing import Any, TypeGuard
+from typing import Any
 
 from torch import Tensor, fx
 
@@ -39,6 +40,18 @@ REMEDIES = {
     Effect.ORDER: "each microbatch does so by itself; fxsched.verify shows it",
     Effect.BOTH: "divide the sum by the batch size, or multiply the mean by it",
 }
+REDUCTIONS = {
+    (Kind.SUM, "mean"): (
+        'the loss is a sum over the batch, but loss_reduction="mean" takes the mean of '
+        "its {0} microbatches: it and its gradients are 1/{0} of eager's\n"
+        '  write fxsched.backend(schedule, loss_reduction="sum")'
+    ),
+    (Kind.MEAN, "sum"): (
+        'the loss is a mean over the batch, but loss_reduction="sum" adds up its {0} '
+        "microbatches: it and its gradients are {0} times eager's\n"
+        "  leave loss_reduction out, or return a sum"
+    ),
+}
 OTHERWISE = "each microbatch does it by itself"
 
 
@@ -56,49 +69,6 @@ def meeting_text(tracker: Tracker, meets: bool) -> str:
             'yours, and loss_reduction="mean" leaves microbatches to themselves'
         )
     return f"rows of the batch meet in {cause.operation}{at}: {cause.effect.value}"
-
-
-def _of_loss(
-    rows: Rows, reduction: str, microbatches: int, exact: bool
-) -> Iterator[str]:
-    """What the user should know of the loss, if anything."""
-    if rows.kind is Kind.UNKNOWN:
-        return
-    if _told(rows.cause, exact):
-        yield _of_cause("the loss", rows.cause, microbatches)
-    if rows.kind is Kind.SUM and reduction == "mean":
-        yield (
-            'the loss is a sum over the batch, but loss_reduction="mean" takes the '
-            f"mean of its {microbatches} microbatches: it and its gradients are "
-            f"1/{microbatches} of eager's\n"
-            '  write fxsched.backend(schedule, loss_reduction="sum")'
-        )
-    if rows.kind is Kind.MEAN and reduction == "sum":
-        yield (
-            'the loss is a mean over the batch, but loss_reduction="sum" adds up its '
-            f"{microbatches} microbatches: it and its gradients are {microbatches} "
-            "times eager's\n"
-            "  leave loss_reduction out, or return a sum"
-        )
-
-
-def _of_output(
-    position: int, rows: Rows, microbatches: int, exact: bool
-) -> Iterator[str]:
-    """What the user should know of an output that has a row for each sample."""
-    if rows.kind is Kind.APART and _told(rows.cause, exact):
-        yield _of_cause(f"output {position}", rows.cause, microbatches)
-    elif rows.kind is Kind.APART and rows.numbers:
-        yield (
-            f"output {position} has the numbers of the rows in each of {microbatches} "
-            "microbatches, not in the whole batch; make it after the call"
-        )
-
-
-def _told(cause: Cause | None, exact: bool) -> TypeGuard[Cause]:
-    """Whether a cause is worth a warning: what may mix rows isn't, where the user says
-    what becomes of microbatches."""
-    return cause is not None and (exact or cause.effect is not Effect.UNSURE)
 
 
 def _of_labels(least: int, most: int, ignored: int, stack: str | None) -> str:
@@ -125,19 +95,30 @@ def _complaints(
     reduction: str,
     microbatches: int,
     exact: bool,
-) -> list[str]:
-    """For the outputs of a model: the loss first, each cause once."""
-    texts: list[str] = []
-    seen: set[Cause | None] = set()
-    if loss is not None and (whole := rows[loss]) is not None:
-        texts += _of_loss(whole, reduction, microbatches, exact)
-        seen = {whole.cause}
-    for position, each in enumerate(rows):
-        if each is None or position == loss or each.cause in seen - {None}:
+) -> Iterator[str]:
+    """What the user should know of the outputs of a model: the loss first, each cause
+    once."""
+    seen: set[Cause] = set()
+    for position in sorted(range(len(rows)), key=lambda i: i != loss):
+        each = rows[position]
+        if each is None or each.cause in seen:
             continue
-        texts += _of_output(position, each, microbatches, exact)
-        seen.add(each.cause)
-    return texts
+        cause, is_loss = each.cause, position == loss
+        if cause is not None:
+            seen.add(cause)
+            # what may mix rows is no news where the user says how losses add up
+            told = exact or cause.effect is not Effect.UNSURE
+            if told and (each.apart or (is_loss and each.kind is not Kind.UNKNOWN)):
+                what = "the loss" if is_loss else f"output {position}"
+                yield _of_cause(what, cause, microbatches)
+        elif each.apart and each.numbers and not is_loss:
+            yield (
+                f"output {position} has the numbers of the rows in each of "
+                f"{microbatches} microbatches, not in the whole batch; make it after "
+                "the call"
+            )
+        if is_loss and (each.kind, reduction) in REDUCTIONS:
+            yield REDUCTIONS[each.kind, reduction].format(microbatches)
 
 
 class RowWatch:
@@ -165,9 +146,9 @@ class RowWatch:
         if loss is None:
             scalars = [i for i, o in enumerate(outputs) if o.kind == "scalar"]
             loss = scalars[0] if len(scalars) == 1 else None
-        self.texts = _complaints(
-            rows.outputs, loss, reduction, self.microbatches, exact
-        )
+        self.texts = [
+            *_complaints(rows.outputs, loss, reduction, self.microbatches, exact)
+        ]
         self.labels: tuple[Labels, ...] = ()
         self.early: Early | None = None
         self.pending: list[Tensor] = []
@@ -220,8 +201,6 @@ def _labels_counted(
     labels: Tensor, rows: Rows, ignored: int, microbatches: int
 ) -> Tensor:
     """How many labels of each microbatch are not ignored: [microbatches]."""
-    before = rows.outer
-    for size in labels.shape[: rows.dim]:
-        before *= size
+    before = rows.outer * math.prod(labels.shape[: rows.dim])
     counted = labels.reshape(before, microbatches, -1) != ignored
     return counted.sum((0, 2))

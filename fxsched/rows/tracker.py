@@ -26,7 +26,7 @@ from .kinds import (
     first_cause,
     meet,
 )
-from .rule_table import RULES, rule_of
+from .rule_table import rule_of
 
 
 class Labels(NamedTuple):
@@ -107,7 +107,7 @@ class Tracker:
         """An operation as rules see it."""
         stack = self._node.meta.get("stack_trace") if self._node else None
         whole = not self.symbols  # parts of tensors, not of a batch
-        return OpCall(func, args, kwargs, out, self.of, self.size, stack, whole)
+        return OpCall(func, tuple(args), kwargs, out, self.of, self.size, stack, whole)
 
     def see(self, func: Any, args: Sequence[Any], kwargs: Any, out: Any) -> None:
         """Notes the rows of an operation's result."""
@@ -119,8 +119,7 @@ class Tracker:
         if not results:
             return
         if rule is None:
-            operands = [self.of(tensor) for tensor in call.tensors()]
-            shared = all(rows.kind is Kind.SHARED for rows in operands)
+            shared = all(rows.kind is Kind.SHARED for rows in call.values)
             rows: Rows | Sequence[Rows] = SHARED if shared else UNKNOWN
         else:
             rows = rule(call)
@@ -130,7 +129,8 @@ class Tracker:
                 self._write(tensor, each)
             elif each != SHARED or id(tensor) in self._rows:
                 self.put(tensor, each)
-        if rule is _NLL and call.get("reduction") == 1 and call.get("weight") is None:
+        mean = call.name in MEANS and call.get("reduction") == 1
+        if mean and call.get("weight") is None:
             self._targets.append((args[1], call.get("ignore_index")))
 
     def _write(self, tensor: Tensor, rows: Rows) -> None:
@@ -147,7 +147,7 @@ class Tracker:
             if other is tensor or storage(other) != where:
                 continue
             same = before.place == rows.place or before.reduced
-            if old.kind is Kind.APART and same:
+            if old.apart and same:
                 cause = old.cause or first_cause((rows, before))
                 self.put(other, old._replace(cause=cause))
             else:
@@ -202,7 +202,7 @@ class Tracker:
         for tensor, example in zip(results, examples, strict=True):
             rows = self.of(tensor)
             if degree is not None:
-                rows = _scaled(node, rows, tensor, degree, self.computes(node))
+                rows = _scaled(node, rows, tensor, degree)
             rows = self._of_loss(node, rows)
             if self.sized:
                 rows = self._placed(node, rows, example)
@@ -210,8 +210,10 @@ class Tracker:
                     rows = self._anew(node, rows, example)
             if rows != self.of(tensor):
                 self.put(tensor, rows)
-        if self.sized and len(self._targets) == 1:
-            self._label(node, *self._targets[0])
+        labels = named_arguments(node).get("target")
+        if self.sized and len(self._targets) == 1 and isinstance(labels, fx.Node):
+            (target, ignored), stack = self._targets[0], node.meta.get("stack_trace")
+            self.labels.append(Labels(labels, self.of(target), ignored, stack))
 
     def _anew(self, node: fx.Node, rows: Rows, example: Tensor) -> Rows:
         """The rows of a value that other rows went into, or may have, computed on all
@@ -240,10 +242,13 @@ class Tracker:
 
     def in_parts(self, rows: Rows, example: Tensor) -> bool:
         """Whether microbatches have a value's rows, one after another."""
-        dims = [i for i, size in enumerate(example.shape) if self.depends(size)]
-        if rows.kind is not Kind.APART or rows.outer > 1 or dims != [rows.dim]:
+        if not rows.apart or rows.outer > 1 or self._dims(example) != [rows.dim]:
             return False
         return self.joins(example.shape[rows.dim])
+
+    def _dims(self, example: Tensor) -> list[int]:
+        """The dimensions whose sizes are of the batch."""
+        return [i for i, size in enumerate(example.shape) if self.depends(size)]
 
     def _of_loss(self, node: fx.Node, rows: Rows) -> Rows:
         """Losses divide by sizes out of sight."""
@@ -255,87 +260,69 @@ class Tracker:
             return Rows(Kind.MEAN)  # with label_smoothing
         return rows
 
-    def _label(self, node: fx.Node, target: Tensor, ignored: int) -> None:
-        labels = named_arguments(node).get("target")
-        if isinstance(labels, fx.Node):
-            stack = node.meta.get("stack_trace")
-            self.labels.append(Labels(labels, self.of(target), ignored, stack))
-
     def _placed(self, node: fx.Node, rows: Rows, example: Tensor) -> Rows:
         """With the dimension of the batch that the symbolic shape shows."""
-        dims = [i for i, size in enumerate(example.shape) if self.depends(size)]
-        if self._picks(node):
+        dims, name = self._dims(example), name_of(_operation(node)[0]).rstrip("_")
+        apart = Rows(Kind.APART, dims[0] if dims else 0)
+        numbers = [n.meta.get("example_value") for n in node.all_input_nodes]
+        if name in INDICES and any(map(self.depends, numbers)):  # draws among rows
             kind = Kind.APART if dims else Kind.OTHER
-            order = _cause(Effect.ORDER, node)
-            return Rows(kind, dims[0] if dims else 0, cause=order)
+            return apart._replace(kind=kind, cause=_cause(Effect.ORDER, node))
         if rows.kind is Kind.SHARED and dims:
-            if _counts_rows(node):
-                return Rows(Kind.APART, dims[0], numbers=True)
-            cause = None
-            if name_of(node.target) in NUMBERED or len(dims) > 1:
-                effect = Effect.PAIRS if len(dims) > 1 else Effect.ORDER
-                cause = _cause(effect, node)
-            return Rows(Kind.APART, dims[0], cause=cause)
+            if len(dims) > 1:
+                return apart._replace(cause=_cause(Effect.PAIRS, node))
+            counts = _counts_rows(node)
+            ordered = name in NUMBERED and not counts
+            cause = _cause(Effect.ORDER, node) if ordered else None
+            return apart._replace(numbers=counts, cause=cause)
         if rows.reduced and dims:  # one value of all rows, for each of them
             cause = rows.cause or _cause(Effect.STATISTICS, node)
-            return Rows(Kind.APART, dims[0], cause=cause)
+            return apart._replace(cause=cause)
         if rows.kind is Kind.UNKNOWN and len(dims) == 1:
-            return Rows(Kind.APART, dims[0], cause=_cause(Effect.UNSURE, node))
-        if rows.kind is Kind.APART and dims != [rows.dim] and rows.cause is None:
-            if len(dims) == 1 and self.size == 1:
-                return rows._replace(dim=dims[0], outer=1)
-            return UNKNOWN
-        apart = rows.kind is Kind.APART and rows.cause is None
-        if apart and not all(self.joins(example.shape[dim]) for dim in dims):
+            return apart._replace(cause=_cause(Effect.UNSURE, node))
+        if not rows.apart or rows.cause is not None:
+            return rows
+        if dims != [rows.dim]:
+            one = len(dims) == 1 and self.size == 1
+            return rows._replace(dim=dims[0], outer=1) if one else UNKNOWN
+        if not self.joins(example.shape[rows.dim]):
             return rows._replace(cause=_cause(Effect.ORDER, node))
         return rows
 
-    def _picks(self, node: fx.Node) -> bool:
-        """Whether a node draws among the numbers of the batch's rows."""
-        numbers = [n.meta.get("example_value") for n in node.all_input_nodes]
-        name = name_of(_operation(node)[0]).rstrip("_")
-        return name in INDICES and any(map(self.counts, numbers))
-
-    def computes(self, node: fx.Node) -> bool:
-        """Whether a number of the batch's size is among what a node computes with, and
-        not a size or a position."""
-        target, named = _operation(node)
-        arguments = target._schema.arguments if hasattr(target, "_schema") else ()
-        values = [named[each.name] for each in arguments if "int" not in str(each.type)]
-        read = (n for n in values if isinstance(n, fx.Node))
-        return any(self.counts(n.meta.get("example_value")) for n in read)
-
-    def depends(self, size: object) -> bool:
-        """Whether a size is the batch's, or a multiple of it, or such."""
-        return isinstance(size, torch.SymInt) and bool(
-            size.node.expr.free_symbols & self.symbols
-        )
-
-    def counts(self, value: object) -> bool:
-        """Whether a number is the batch's size, or computed of it."""
-        known = isinstance(value, (torch.SymInt, torch.SymFloat))
-        return known and bool(value.node.expr.free_symbols & self.symbols)  # type: ignore[attr-defined]
+    def depends(self, number: object) -> bool:
+        """Whether a number is the batch's size, or a multiple of it, or such."""
+        known = isinstance(number, (torch.SymInt, torch.SymFloat))
+        return known and bool(number.node.expr.free_symbols & self.symbols)  # type: ignore[attr-defined]
 
     def degree(self, node: fx.Node) -> int | None:
-        """The power of the batch size in a number that a node reads: 1, -1, 0 for
-        anything else that depends on it, or None."""
-        for read in node.all_input_nodes:
-            value = read.meta.get("example_value")
-            if not isinstance(value, (torch.SymInt, torch.SymFloat)):
-                continue
-            expression = value.node.expr
-            for symbol in expression.free_symbols & self.symbols:
+        """The power of the batch size in a number that a node computes with: 1, -1, 0
+        for anything else that depends on it, or None. Sizes and positions that it reads
+        don't count, nor the end of a range."""
+        target, named = _operation(node)
+        schema = getattr(target, "_schema", None)
+        if schema is None or name_of(target) == "arange":
+            return None
+        fields = schema.arguments
+        sizes = {field.name for field in fields if "int" in str(field.type)}
+        reads: list[fx.Node] = []
+        for name, given in named.items():
+            if name not in sizes:
+                fx.map_arg(given, reads.append)
+        for read in reads:
+            value: Any = read.meta.get("example_value")
+            if self.depends(value):
+                expression = value.node.expr
+                symbol = next(iter(expression.free_symbols & self.symbols))
                 return _power(expression, symbol)
         return None
 
 
 UNSURE = (Kind.UNKNOWN, Kind.OTHER)
 WEIGHED = (Effect.RATIO, Effect.CONSTANT, Effect.BOTH)
-_NLL = RULES["nll_loss_forward"]
+MEANS = ("nll_loss_forward", "nll_loss2d_forward")  # over labels
 NUMBERED = ("eye", "linspace", "randperm", "arange", "tril_indices", "triu_indices")
 INDICES = ("randint", "randint_like", "random")
-TIMES = ("mul", "mul_")
-OVER = ("div", "div_", "true_divide")
+TIMES, OVER = ("mul", "mul_"), ("div", "div_")
 
 
 def _power(expression: Any, symbol: Any) -> int:
@@ -364,9 +351,9 @@ def _counts_rows(node: fx.Node) -> bool:
 
 def _targets(call: OpCall) -> list[Any]:
     """What an operation writes into, by its schema."""
-    if not is_mutable(call.func):
+    if not is_mutable(call.target):
         return []
-    infos = {each.name: each.alias_info for each in call.func._schema.arguments}
+    infos = {each.name: each.alias_info for each in call.target._schema.arguments}
     return [call.get(name) for name, info in infos.items() if info and info.is_write]
 
 
@@ -382,19 +369,14 @@ def _operation(node: fx.Node) -> tuple[Any, dict[str, Any]]:
     return node.target, named_arguments(node)
 
 
-def _scaled(
-    node: fx.Node, rows: Rows, tensor: Tensor, degree: int, computed: bool
-) -> Rows:
-    """The rows of a value of a node that reads a number of the batch's size.
-
-    computed: whether it computes with it.
-    """
+def _scaled(node: fx.Node, rows: Rows, tensor: Tensor, degree: int) -> Rows:
+    """The rows of a value that was computed with a number of the batch's size."""
     if rows.kind is Kind.SHARED and tensor.dim() == 0:
         return Rows(Kind.SUM if degree == 1 else Kind.UNKNOWN, numbers=degree == 1)
     name = name_of(node.target)
     if name in OVER:
         degree = -degree
     elif name not in TIMES:
-        return UNKNOWN if computed and name not in NUMBERED else rows
+        return rows if name in NUMBERED else UNKNOWN
     kinds = {(Kind.SUM, -1): Kind.MEAN, (Kind.MEAN, 1): Kind.SUM}
     return rows._replace(kind=kinds.get((rows.kind, degree), Kind.UNKNOWN))
