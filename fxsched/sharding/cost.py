@@ -10,7 +10,7 @@ from torch import fx
 from ..costmodel.costs import rates_of, send_seconds
 from ..ir.graphs import tensors
 from .layouts import value_of
-from .nodes import is_weight
+from .nodes import matrices
 from .region import Region
 
 
@@ -55,11 +55,7 @@ def _is_sent(value: fx.Node, region: Region, chosen: Region) -> bool:
         for user in queue.pop().users:
             if user in chosen.layouts:
                 return True
-            matrix = any(
-                is_weight(read) and value_of(read).dim() > 1
-                for read in user.all_input_nodes
-            )
-            if user not in seen and user not in region.layouts and not matrix:
+            if not (user in seen or user in region.layouts or matrices(user)):
                 seen.add(user)
                 queue.append(user)
     return False

@@ -10,9 +10,17 @@ from torch import fx
 from ..ir.graphs import name_of
 from ..ir.parts import WeightCut
 from ..rows.kinds import Kind, Rows
-from .layouts import Follower, Layout, Operation, is_part, is_plain, value_of
+from .layouts import (
+    Follower,
+    Layout,
+    Operation,
+    equal_parts,
+    is_part,
+    is_plain,
+    value_of,
+)
 from .local_calls import local_call
-from .nodes import draws_itself, in_flow, is_weight, where, whole_nodes
+from .nodes import draws_itself, in_flow, is_weight, matrices, where, whole_nodes
 from .own_rows import as_sums, is_lone, is_sum, numbers_of, picked_beside
 from .picked_experts import is_selection, why_picked
 from .region import Region
@@ -93,9 +101,7 @@ class Grower:
 
     def told(self, region: Region) -> Iterator[WeightCut]:
         """What is said of the model's matrices, in the order in which they are read."""
-        for weight in dict.fromkeys(w for n in self.nodes for w in n.all_input_nodes):
-            if not is_weight(weight) or value_of(weight).dim() < 2:
-                continue
+        for weight in dict.fromkeys(w for n in self.nodes for w in matrices(n)):
             shape = tuple(map(int, value_of(weight).shape))
             if weight in region.weights:
                 dim = region.weights[weight].dim
@@ -118,9 +124,9 @@ class Grower:
             for read, rows in region.calls[node].slices.items():
                 for maker, weight in self._makers(read):
                     fresh = weight not in region.weights and weight not in tried
-                    dims = self._columns(maker, weight, rows.outer) if fresh else []
-                    if dims and self.may_cut(weight):
-                        found[weight] = Rows(Kind.APART, dims[0], rows.outer)
+                    ways = self._columns(maker, weight, rows.outer) if fresh else []
+                    if ways and self.may_cut(weight):
+                        found[weight] = ways[0]
             for weight in picked_beside(
                 region.layouts[node], self._whole_makers(region, node)
             ):
@@ -146,27 +152,25 @@ class Grower:
             if node in seen or node not in self.weighed:
                 continue
             seen.add(node)
-            weights = list(filter(is_weight, node.all_input_nodes))
-            matrices = [weight for weight in weights if value_of(weight).dim() > 1]
-            if len(seen) > MOST or (weights and len(matrices) != 1):
+            own = matrices(node)
+            weights = any(map(is_weight, node.all_input_nodes))
+            if len(seen) > MOST or (weights and len(own) != 1):
                 return []
-            if matrices:
-                found.append((node, matrices[0]))
+            if own:
+                found.append((node, own[0]))
             else:
                 queue += node.all_input_nodes
         return found
 
-    def _columns(self, node: fx.Node, weight: fx.Node, outer: int) -> list[int]:
-        """The dimensions of a weight that are some of what a node makes of it."""
-        shape, shards = value_of(weight).shape, self.follower.shards
-        call = Operation.of(node)
+    def _columns(self, node: fx.Node, weight: fx.Node, outer: int) -> list[Rows]:
+        """The ways to cut a weight by which what a node makes of it is in parts."""
         found = []
-        for dim, size in enumerate(shape):
-            if size % (outer * shards) == 0:
-                cut = {weight: (Rows(Kind.APART, dim, outer),)}
-                layout = self.follower.layout(call, cut)
+        for rows in equal_parts(value_of(weight).shape, self.follower.shards):
+            if rows.outer == outer:
+                cut = {weight: (rows,)}
+                layout = self.follower.layout(Operation.of(node), cut)
                 if is_plain(layout) and is_part(layout):
-                    found.append(dim)
+                    found.append(rows)
         return found
 
     def _spread(self, seeds: Mapping[fx.Node, Rows], gathers: bool) -> Region | None:

@@ -31,6 +31,7 @@ PRODUCTS = (
     *("linear", "conv1d", "conv2d", "conv3d"),
     *("conv_transpose1d", "conv_transpose2d", "conv_transpose3d"),
 )
+OUTERS = (1, 2, 3)  # blocks along a dimension, as query, key and value in one weight
 Layout = tuple[Rows, ...]  # of the tensors in a value
 Layouts = Mapping[fx.Node, Layout]
 
@@ -264,6 +265,16 @@ def part_shape(shape: Sequence[int], rows: Rows, shards: int) -> list[int]:
     if rows.kind is Kind.APART:
         sizes[rows.dim] //= shards
     return sizes
+
+
+def equal_parts(shape: Sequence[int], shards: int) -> list[Rows]:
+    """The ways to cut a value into parts of the same size, in blocks or not."""
+    return [
+        Rows(Kind.APART, dim, outer)
+        for dim, size in enumerate(shape)
+        for outer in OUTERS
+        if size % (outer * shards) == 0
+    ]
 
 
 def value_of(node: fx.Node) -> Any:

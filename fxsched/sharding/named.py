@@ -10,11 +10,11 @@ from torch import fx
 
 from ..ir.user_line import line_of
 from ..jobs.job import PlanError
-from ..rows.kinds import Kind, Rows
-from .choice import OUTERS, is_apart, picked_region
+from ..rows.kinds import Rows
+from .choice import picked_region
 from .grower import Grower
-from .layouts import value_of
-from .nodes import is_weight, where
+from .layouts import equal_parts, value_of
+from .nodes import matrices, where
 from .picked_experts import is_selection, why_picked
 from .region import Region
 from .stacks import WORD, is_stack
@@ -40,9 +40,8 @@ def named_region(
     for node in filter(is_selection, nodes):
         region = picked_region(grower, node)
         every = region.weights if region is not None else ()
-        matrices = [weight for weight in every if value_of(weight).dim() > 1]
-        if region is not None and experts.issuperset(matrices):
-            chosen.add(region)
+        if all(value_of(w).dim() < 2 or w in experts for w in every):
+            chosen.take(region)
     for gathers in (False, True):
         for node, weight, word in named:
             if weight in chosen.weights:
@@ -54,9 +53,7 @@ def named_region(
             if word == WORD and not (picked or is_stack(node, weight)):
                 continue
             region = _grown(grower, node, weight, word, gathers)
-            if region is not None and is_apart(region, chosen):
-                chosen.add(region)
-            elif gathers:
+            if not chosen.take(region) and gathers:
                 raise PlanError(_refusal(grower, node, weight, word))
     return chosen
 
@@ -65,12 +62,7 @@ def _named(
     nodes: Sequence[fx.Node], words: Mapping[str, str]
 ) -> list[tuple[fx.Node, fx.Node, str]]:
     """The nodes of named modules that read a matrix, with it and its word."""
-    readers = [
-        (node, weight)
-        for node in nodes
-        for weight in node.all_input_nodes
-        if is_weight(weight) and value_of(weight).dim() > 1
-    ]
+    readers = [(node, weight) for node in nodes for weight in matrices(node)]
     found: list[tuple[fx.Node, fx.Node, str]] = []
     for pattern, word in words.items():
         mine = [
@@ -116,12 +108,8 @@ def _ways(grower: Grower, node: fx.Node, weight: fx.Node, word: str) -> list[Row
     if word == WORD:  # be it that their products are added up
         words = {0: words[0] and WORD}
     dims = [dim for dim in words if words[dim] == word]
-    return [
-        Rows(Kind.APART, dim, outer)
-        for outer in OUTERS
-        for dim in dims
-        if shape[dim] % (outer * shards) == 0
-    ]
+    ways = [rows for rows in equal_parts(shape, shards) if rows.dim in dims]
+    return sorted(ways, key=lambda rows: rows.outer)
 
 
 def _check_word(

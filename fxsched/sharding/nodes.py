@@ -39,6 +39,12 @@ def is_weight(node: fx.Node) -> bool:
     return node.meta.get("role") is Role.PARAMETER
 
 
+def matrices(node: fx.Node) -> list[fx.Node]:
+    """The parameters of two dimensions or more that a node reads."""
+    reads = filter(is_weight, node.all_input_nodes)
+    return [weight for weight in reads if value_of(weight).dim() > 1]
+
+
 def draws_itself(node: fx.Node) -> bool:
     """Whether a node draws random numbers, unless it is a dropout whose parts can be
     of the same ones."""

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass, field, fields
 
 from torch import fx
 
@@ -54,21 +52,24 @@ class Region:
         """The nodes whose value is neither the sum nor the parts side by side."""
         return {node for node, call in self.calls.items() if call.join is not None}
 
-    def add(self, other: Region) -> None:
-        """Takes in another region."""
-        for mine, its in zip(self._fields, other._fields, strict=True):
-            mine.update(its)
-        self.unbiased |= other.unbiased
+    def is_apart(self, other: Region) -> bool:
+        """Whether another region has nothing of this one."""
+        mine, its = ({*each.layouts, *each.weights} for each in (self, other))
+        return mine.isdisjoint(its)
+
+    def take(self, other: Region | None) -> bool:
+        """Takes in another region, if there is one that has nothing of this one;
+        returns whether it did."""
+        if other is None or not self.is_apart(other):
+            return False
+        for each in fields(self):
+            getattr(self, each.name).update(getattr(other, each.name))
+        return True
 
     def copy(self) -> Region:
         """Another, which may be changed."""
         new = Region({})
-        new.add(self)
+        new.take(self)
         for readers in (new.summed, new.gathered, new.sliced, new.zeroed):
             readers.update({node: set(some) for node, some in readers.items()})
         return new
-
-    @property
-    def _fields(self) -> Sequence[dict[fx.Node, Any]]:
-        made = self.weights, self.layouts, self.calls, self.scattered
-        return (*made, self.summed, self.gathered, self.sliced, self.zeroed)
