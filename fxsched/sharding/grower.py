@@ -230,7 +230,7 @@ class Grower:
             sums = {n for n in known if is_sum(known[n])}
             fewer = {n: layout for n, layout in known.items() if n not in sums}
             if sums and (not fewer or self._call(region, node, fewer, parts)):
-                self._read_sums(region, node, sums)
+                _gather(region, node, sums)
                 return True
         sums = {n for n in known if is_sum(known[n])}
         rest = set(known) - sums
@@ -239,9 +239,7 @@ class Grower:
             return False
         if rest & set(region.weights) or any(is_lone(known[n]) for n in rest):
             return False
-        for read in rest:
-            region.gathered.setdefault(read, set()).add(node)
-        self._read_sums(region, node, sums)
+        _gather(region, node, known)
         return True
 
     def _reason(
@@ -266,12 +264,6 @@ class Grower:
             return True
         layout = self.follower.layout(Operation.of(node), known)
         return all(rows.kind is not Kind.UNKNOWN for rows in layout)
-
-    def _read_sums(
-        self, region: Region, node: fx.Node, sums: Iterable[fx.Node]
-    ) -> None:
-        for read in sums:
-            region.summed.setdefault(read, set()).add(node)
 
     def _layout(self, region: Region, node: fx.Node) -> Layout:
         if node in region.weights:
@@ -320,3 +312,9 @@ class Grower:
                 region.weights[weight] = rows
                 parts[weight] = self.follower.part(value_of(weight), (rows,))
         return True
+
+
+def _gather(region: Region, node: fx.Node, reads: Iterable[fx.Node]) -> None:
+    """Notes that a node reads all of some values."""
+    for read in reads:
+        region.gathered.setdefault(read, set()).add(node)

@@ -35,13 +35,6 @@ class Lone(NamedTuple):
     shard: int
 
 
-class Place(NamedTuple):
-    """The shard that a matrix of a stack is on, and its number there."""
-
-    shard: int
-    number: int
-
-
 def is_selection(node: fx.Node) -> bool:
     """Whether a node computes rows that values pick."""
     return node.target is torch.ops.fxsched.picked.default
@@ -100,7 +93,7 @@ def lone_layout(call: Operation, known: Layouts, shards: int) -> Layout | None:
     """What becomes of what belongs to one shard; None if nothing does."""
     place = _place(call, known, shards)
     if place is not None:
-        return (lone(place.shard),)
+        return (lone(place[0]),)
     layouts = {rows for layout in known.values() for rows in layout}
     if not any(isinstance(rows.owner, Lone) for rows in layouts):
         return None
@@ -123,19 +116,21 @@ def lone_call(call: Operation, known: Layouts, shards: int) -> tuple[Any, ...] |
     has those of the whole."""
     place = _place(call, known, shards)
     if place is not None:
-        return call.args[0], 0, place.number
+        return call.args[0], 0, place[1]
     if call.target is not torch.ops.fxsched.picked.default:
         return None
     parts = split_selection(call, shards)
     return parts and tuple(map(Each, zip(*parts.every, strict=True)))
 
 
-def _place(call: Operation, known: Layouts, shards: int) -> Place | None:
-    """Where a call's matrix is, of a stack that is cut into its matrices."""
+def _place(call: Operation, known: Layouts, shards: int) -> tuple[int, int] | None:
+    """The shard that a call's matrix is on, and its number there, of a stack that is
+    cut into its matrices."""
     if not _is_matrix(call) or known.get(call.args[0]) != (Rows(Kind.APART, 0),):
         return None
     count = int(value_of(call.args[0]).shape[0])
-    return Place(*divmod(call.args[2] % count, count // shards))
+    number: int = call.args[2] % count
+    return divmod(number, count // shards)
 
 
 def _is_matrix(call: Call) -> bool:

@@ -9,6 +9,7 @@ from torch import fx
 from ..rows.kinds import Rows
 from .layouts import Layout
 from .local_calls import LocalCall
+from .own_rows import is_sum
 
 
 @dataclass
@@ -17,10 +18,9 @@ class Region:
 
     weights: how weights are cut.
     layouts, calls: of each node that runs in parts, what it has and what it calls.
-    summed: the nodes whose sum others read, gathered: those of which others read all
-        parts, sliced: those of whose sum others read the slice of their shard, zeroed:
-        those with rows of other shards that others, in parts, read as zeros, each with
-        these readers.
+    gathered: the nodes of which others read the sum, or all parts, sliced: those of
+        whose sum others read the slice of their shard, zeroed: those with rows of other
+        shards that others, in parts, read as zeros, each with these readers.
     scattered: of sums that are made in slices, each on its shard, how they are cut.
     unbiased: the nodes whose bias is added to the sum.
     """
@@ -28,7 +28,6 @@ class Region:
     weights: dict[fx.Node, Rows]
     layouts: dict[fx.Node, Layout] = field(default_factory=dict)
     calls: dict[fx.Node, LocalCall] = field(default_factory=dict)
-    summed: dict[fx.Node, set[fx.Node]] = field(default_factory=dict)
     gathered: dict[fx.Node, set[fx.Node]] = field(default_factory=dict)
     sliced: dict[fx.Node, set[fx.Node]] = field(default_factory=dict)
     scattered: dict[fx.Node, Rows] = field(default_factory=dict)
@@ -37,9 +36,12 @@ class Region:
 
     def whole(self, node: fx.Node, reader: fx.Node) -> bool:
         """Whether a reader takes all of a value that is in parts."""
-        return any(
-            reader in readers.get(node, ()) for readers in (self.summed, self.gathered)
-        )
+        return reader in self.gathered.get(node, ())
+
+    @property
+    def summed(self) -> list[fx.Node]:
+        """The nodes whose sum others read."""
+        return [node for node in self.gathered if is_sum(self.layouts[node])]
 
     def waits(self, node: fx.Node) -> bool:
         """Whether what shards have of a value is joined before anything is done to it:
@@ -70,6 +72,6 @@ class Region:
         """Another, which may be changed."""
         new = Region({})
         new.take(self)
-        for readers in (new.summed, new.gathered, new.sliced, new.zeroed):
+        for readers in (new.gathered, new.sliced, new.zeroed):
             readers.update({node: set(some) for node, some in readers.items()})
         return new

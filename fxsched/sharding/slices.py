@@ -53,7 +53,8 @@ def in_slices(
 def sum_slice(grower: Grower, region: Region, node: fx.Node, dim: int) -> Rows | None:
     """How a sum that others read is cut along a dimension; None if it isn't one, or
     doesn't divide."""
-    if node not in region.summed or node in region.joined or node.target is joint.part:
+    waits = node in region.joined or node.target is joint.part
+    if waits or node not in region.gathered:
         return None
     if [rows.kind for rows in region.layouts[node]] != [Kind.SUM]:
         return None
@@ -102,13 +103,14 @@ def _with_slices(
     new.layouts.update({node: sliced[node] for node in calls})
     new.calls.update(calls)
     for node in sliced:
-        readers = {reader for reader in node.users if reader in calls}
         if node in calls:
-            others = set(node.users) - readers
+            others = node.users.keys() - calls.keys()
             if others:
                 new.gathered[node] = others
-        elif readers & region.summed[node]:
+            continue
+        readers = region.gathered[node] & calls.keys()
+        if readers:
             (new.scattered[node],) = sliced[node]
-            new.sliced[node] = readers & region.summed[node]
-            new.summed[node] -= readers
+            new.sliced[node] = readers
+            new.gathered[node] -= readers
     return new

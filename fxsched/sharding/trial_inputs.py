@@ -7,14 +7,10 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor, fx
 
-from ..ir.graphs import name_of
+from ..ir.graphs import is_mutable, is_view, name_of
 from .vocabulary_rules import lookup_of, loss_of
 
-SAME = (
-    *("view", "reshape", "flatten", "to", "contiguous", "clone", "detach", "slice"),
-    *("index", "select", "narrow", "gather", "chunk", "split", "unbind", "getitem"),
-    *("transpose", "squeeze", "unsqueeze", "pad", "expand"),
-)
+SAME = ("clone", "index", "gather", "getitem", "pad")  # beside views
 COMPARED = ("eq", "ne", "lt", "le", "gt", "ge")
 
 
@@ -38,12 +34,18 @@ def _range(node: fx.Node) -> int | None:
             size = _size(user, read)
             if size is not None:
                 sizes.append(size)
-            elif name_of(user.target) in SAME and user.args[0] is read:
+            elif _keeps(user) and user.args[0] is read:
                 queue += {user} - seen
                 seen.add(user)
             elif name_of(user.target) not in COMPARED:
                 return None
     return min(sizes, default=None)
+
+
+def _keeps(user: fx.Node) -> bool:
+    """Whether a node gives some of the numbers that it reads."""
+    view = is_view(user.target) and not is_mutable(user.target)
+    return view or name_of(user.target) in SAME
 
 
 def _size(user: fx.Node, read: fx.Node) -> int | None:
