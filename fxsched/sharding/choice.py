@@ -11,10 +11,9 @@ from ..rows.kinds import Rows
 from .cost import gain
 from .grower import Grower
 from .layouts import Operation, equal_parts, is_part, is_plain, value_of
-from .nodes import matrices, where
+from .nodes import is_stack, matrices, where
 from .picked_experts import expert_seeds, is_selection, why_picked
 from .region import Region
-from .stacks import is_stack
 from .vocabulary_rules import lookup_of
 
 

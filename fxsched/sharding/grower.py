@@ -20,11 +20,20 @@ from .layouts import (
     value_of,
 )
 from .local_calls import local_call
-from .nodes import draws_itself, in_flow, is_weight, matrices, where, whole_nodes
+from .nodes import (
+    AROUND,
+    WORD,
+    draws_itself,
+    in_flow,
+    is_stack,
+    is_weight,
+    matrices,
+    where,
+    why_whole,
+)
 from .own_rows import as_sums, is_lone, is_sum, numbers_of, picked_beside
 from .picked_experts import is_selection, why_picked
 from .region import Region
-from .stacks import WORD, is_stack, why_whole
 from .together import Together
 from .vocabulary_calls import vocabulary_call
 
@@ -48,7 +57,8 @@ class Grower:
         self.nodes = in_flow(gm.graph.nodes)
         self.place = {node: i for i, node in enumerate(self.nodes)}
         self.together = Together.of(self.nodes)
-        self.whole = whole_nodes(self.nodes) | self.together.kept
+        around = {node for node in self.nodes if node.target in AROUND}
+        self.whole = around | self.together.kept
         self.weighed: set[fx.Node] = set()
         for node in self.nodes:
             reads = node.all_input_nodes
@@ -217,6 +227,7 @@ class Grower:
         Returns whether that went without a gather, or some are allowed.
         """
         known = {n: self._layout(region, n) for n in reads}
+        sums = {n for n in known if is_sum(known[n])}
         if node.op != "output" and node not in self.whole:
             due = any(map(region.waits, known))
             if not due and self._call(region, node, known, parts):
@@ -227,12 +238,10 @@ class Grower:
                 for read in own:
                     region.zeroed.setdefault(read, set()).add(node)
                 return True
-            sums = {n for n in known if is_sum(known[n])}
             fewer = {n: layout for n, layout in known.items() if n not in sums}
             if sums and (not fewer or self._call(region, node, fewer, parts)):
                 _gather(region, node, sums)
                 return True
-        sums = {n for n in known if is_sum(known[n])}
         rest = set(known) - sums
         gathers = gathers and self._has_rule(node, known)
         if rest and node.op != "output" and not gathers:

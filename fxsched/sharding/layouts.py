@@ -193,10 +193,9 @@ class Follower:
 def _tracker(known: Layouts, parts: int) -> Tracker:
     """One that knows how operands are laid out."""
     tracker = Tracker(parts, set())
-    for read, layout in known.items():
-        for tensor, rows in zip(tensors(value_of(read)), layout, strict=True):
-            if rows != SHARED:
-                tracker.put(tensor, rows)
+    for tensor, rows in laid_out(known):
+        if rows != SHARED:
+            tracker.put(tensor, rows)
     return tracker
 
 
@@ -275,6 +274,12 @@ def equal_parts(shape: Sequence[int], shards: int) -> list[Rows]:
         for outer in OUTERS
         if size % (outer * shards) == 0
     ]
+
+
+def laid_out(known: Layouts) -> Iterator[tuple[Tensor, Rows]]:
+    """The tensors in values, each with how it is laid out."""
+    for read, layout in known.items():
+        yield from zip(tensors(value_of(read)), layout, strict=True)
 
 
 def value_of(node: fx.Node) -> Any:

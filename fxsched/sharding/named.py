@@ -14,10 +14,9 @@ from ..rows.kinds import Rows
 from .choice import picked_region
 from .grower import Grower
 from .layouts import equal_parts, value_of
-from .nodes import matrices, where
+from .nodes import WORD, is_stack, matrices, where
 from .picked_experts import is_selection, why_picked
 from .region import Region
-from .stacks import WORD, is_stack
 
 
 def named_region(
@@ -52,7 +51,9 @@ def named_region(
             # as biases may go along
             if word == WORD and not (picked or is_stack(node, weight)):
                 continue
-            region = _grown(grower, node, weight, word, gathers)
+            ways = _ways(grower, node, weight, word)
+            grown = (grower.grow({weight: rows}, gathers) for rows in ways)
+            region = next(filter(None, grown), None)
             if not chosen.take(region) and gathers:
                 raise PlanError(_refusal(grower, node, weight, word))
     return chosen
@@ -88,17 +89,6 @@ def _named(
         found += mine
     place = {node: i for i, node in enumerate(nodes)}
     return sorted(found, key=lambda each: place[each[0]])
-
-
-def _grown(
-    grower: Grower, node: fx.Node, weight: fx.Node, word: str, gathers: bool
-) -> Region | None:
-    """The region of one weight, if there is one."""
-    regions = (
-        grower.grow({weight: rows}, gathers)
-        for rows in _ways(grower, node, weight, word)
-    )
-    return next((region for region in regions if region is not None), None)
 
 
 def _ways(grower: Grower, node: fx.Node, weight: fx.Node, word: str) -> list[Rows]:
