@@ -26,8 +26,8 @@ from ..sharding.nodes import in_flow, where
 from ..sharding.own_rows import RowFollower
 from ..sharding.region import Region
 from ..sharding.rewrite import Rewriter
+from ..sharding.slices import slices_text, variants
 from ..sharding.trial import try_shards
-from ..sharding.variants import slices_text, variants
 from .cut_problem import cut_problem
 
 # Seconds of a worker's core for a job with its messages, which simulating leaves out.

@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 from torch import fx
 
 from ..ir.request import Request
-from ..rows.kinds import Kind, Rows
+from ..rows.kinds import Rows
 from .cost import gain
 from .grower import Grower
-from .layouts import Operation, is_part, is_plain, value_of
-from .nodes import is_weight, where
+from .layouts import Operation, equal_parts, is_part, is_plain, value_of
+from .nodes import is_stack, matrices, where
 from .picked_experts import expert_seeds, is_selection, why_picked
 from .region import Region
-from .stacks import is_stack
 from .vocabulary_rules import lookup_of
-
-OUTERS = (1, 2, 3)  # blocks along a dimension, as query, key and value in one weight
 
 
 def choose_regions(
@@ -34,21 +31,19 @@ def choose_regions(
     """
     chosen, ranges = Region({}), dict[fx.Node, Region]()
     for node in filter(is_selection, nodes):
-        region = picked_region(grower, node)
-        if region is not None and is_apart(region, chosen):
-            chosen.add(region)
+        chosen.take(picked_region(grower, node))
     for stacks in (True, False):
         for node in nodes:
             if node in chosen.layouts:
                 continue
-            for weight in _matrices(node, chosen):
-                if stacks and not is_stack(node, weight):
+            for weight in matrices(node):
+                known = weight in chosen.weights
+                if known or (stacks and not is_stack(node, weight)):
                     continue
                 ways = _ways_to_cut(grower, weight, stacks, request)
                 kept = weight.meta["index"] in request.cuts
                 region = _cut(grower, node, weight, ways, ranges, kept)
-                if region is not None and is_apart(region, chosen):
-                    chosen.add(region)
+                if chosen.take(region):
                     break
     return _with_ranges(grower, chosen, ranges, request)
 
@@ -60,36 +55,26 @@ def picked_region(grower: Grower, node: fx.Node) -> Region | None:
     return region if region is not None and region.summed else None
 
 
-def _matrices(node: fx.Node, chosen: Region) -> list[fx.Node]:
-    """The matrices that a node reads and that aren't cut yet."""
-    return [
-        read
-        for read in node.all_input_nodes
-        if is_weight(read) and value_of(read).dim() > 1 and read not in chosen.weights
-    ]
-
-
 def _with_ranges(
     grower: Grower, chosen: Region, ranges: Mapping[fx.Node, Region], request: Request
 ) -> list[Region]:
     """What is chosen with the vocabularies that are faster in parts; then with all."""
     slow: list[Region] = []
     for weight, region in ranges.items():
-        if not is_apart(region, chosen):
+        if not chosen.is_apart(region):
             continue
         kept = weight.meta["index"] in request.cuts
         if request.message_dtype is not None and region.joined and not kept:
             why = "message_dtype= would round what its loss is made of"
             grower.reasons[weight] = why
         elif kept or gain(region, chosen, grower.follower.shards) > 0:
-            chosen.add(region)
+            chosen.take(region)
         else:
             grower.reasons[weight] = "it would be slower in parts"
             slow.append(region)
     every = chosen.copy()
     for region in slow:
-        if is_apart(region, every):
-            every.add(region)
+        every.take(region)
     return [chosen, every] if slow else [chosen]
 
 
@@ -100,7 +85,7 @@ def _ways_to_cut(
     kept = request.cuts.get(weight.meta["index"])
     return [
         rows
-        for rows in _ways(value_of(weight).shape, grower.follower.shards)
+        for rows in equal_parts(value_of(weight).shape, grower.follower.shards)
         if (kept is None or (rows.dim, rows.outer) == kept.cut[:2])
         and (not stacks or rows.place == (0, 1))
     ]
@@ -136,17 +121,3 @@ def _cut(
         elif region.summed:
             return region
     return None
-
-
-def _ways(shape: Sequence[int], shards: int) -> Iterator[Rows]:
-    for dim, size in enumerate(shape):
-        for outer in OUTERS:
-            if size % (outer * shards) == 0:
-                yield Rows(Kind.APART, dim, outer)
-
-
-def is_apart(region: Region, chosen: Region) -> bool:
-    """Whether a region has nothing of those that are chosen."""
-    return chosen.layouts.keys().isdisjoint(region.layouts) and (
-        chosen.weights.keys().isdisjoint(region.weights)
-    )

@@ -10,7 +10,8 @@ from torch import fx
 from ..costmodel.costs import rates_of, send_seconds
 from ..ir.graphs import tensors
 from .layouts import value_of
-from .nodes import is_weight
+from .nodes import matrices
+from .own_rows import is_sum
 from .region import Region
 
 
@@ -39,13 +40,11 @@ def _sent(region: Region, chosen: Region) -> Iterator[tuple[fx.Node, float]]:
     )
     for node in entering:
         yield node, 1.0 - _is_sent(node, region, chosen)
-    for node in region.summed:
-        if region.calls[node].join is None:
+    for node in region.gathered:
+        if is_sum(region.layouts[node]) and region.calls[node].join is None:
             yield node, 1.0 - _is_sent(node, region, chosen)
         else:
             yield node, _bytes(region.calls[node].value) / _bytes(value_of(node))
-    for node in region.gathered.keys() - region.summed.keys():
-        yield node, _bytes(region.calls[node].value) / _bytes(value_of(node))
 
 
 def _is_sent(value: fx.Node, region: Region, chosen: Region) -> bool:
@@ -55,11 +54,7 @@ def _is_sent(value: fx.Node, region: Region, chosen: Region) -> bool:
         for user in queue.pop().users:
             if user in chosen.layouts:
                 return True
-            matrix = any(
-                is_weight(read) and value_of(read).dim() > 1
-                for read in user.all_input_nodes
-            )
-            if user not in seen and user not in region.layouts and not matrix:
+            if not (user in seen or user in region.layouts or matrices(user)):
                 seen.add(user)
                 queue.append(user)
     return False

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from torch import fx
 
 from .grower import Grower
-from .layouts import Operation, value_of
-from .nodes import is_weight
+from .layouts import Operation
+from .nodes import matrices
 from .region import Region
 
 
@@ -87,7 +87,7 @@ class Demand:
         """Whether each shard that reads a value makes it, of what it has."""
         if node in self.pinned or "stage" not in node.meta:
             return False
-        if any(is_weight(n) and value_of(n).dim() > 1 for n in node.all_input_nodes):
+        if matrices(node):
             return False
         made = [n for n in node.all_input_nodes if "stage" in n.meta]
         return node in near or all(self.wanted[n] >= self.wanted[node] for n in made)

@@ -10,13 +10,30 @@ from torch import fx
 from ..ir.graphs import name_of
 from ..ir.parts import WeightCut
 from ..rows.kinds import Kind, Rows
-from .layouts import Follower, Layout, Operation, is_part, is_plain, value_of
+from .layouts import (
+    Follower,
+    Layout,
+    Operation,
+    equal_parts,
+    is_part,
+    is_plain,
+    value_of,
+)
 from .local_calls import local_call
-from .nodes import draws_itself, in_flow, is_weight, where, whole_nodes
+from .nodes import (
+    AROUND,
+    WORD,
+    draws_itself,
+    in_flow,
+    is_stack,
+    is_weight,
+    matrices,
+    where,
+    why_whole,
+)
 from .own_rows import as_sums, is_lone, is_sum, numbers_of, picked_beside
 from .picked_experts import is_selection, why_picked
 from .region import Region
-from .stacks import WORD, is_stack, why_whole
 from .together import Together
 from .vocabulary_calls import vocabulary_call
 
@@ -40,7 +57,8 @@ class Grower:
         self.nodes = in_flow(gm.graph.nodes)
         self.place = {node: i for i, node in enumerate(self.nodes)}
         self.together = Together.of(self.nodes)
-        self.whole = whole_nodes(self.nodes) | self.together.kept
+        around = {node for node in self.nodes if node.target in AROUND}
+        self.whole = around | self.together.kept
         self.weighed: set[fx.Node] = set()
         for node in self.nodes:
             reads = node.all_input_nodes
@@ -93,9 +111,7 @@ class Grower:
 
     def told(self, region: Region) -> Iterator[WeightCut]:
         """What is said of the model's matrices, in the order in which they are read."""
-        for weight in dict.fromkeys(w for n in self.nodes for w in n.all_input_nodes):
-            if not is_weight(weight) or value_of(weight).dim() < 2:
-                continue
+        for weight in dict.fromkeys(w for n in self.nodes for w in matrices(n)):
             shape = tuple(map(int, value_of(weight).shape))
             if weight in region.weights:
                 dim = region.weights[weight].dim
@@ -118,9 +134,9 @@ class Grower:
             for read, rows in region.calls[node].slices.items():
                 for maker, weight in self._makers(read):
                     fresh = weight not in region.weights and weight not in tried
-                    dims = self._columns(maker, weight, rows.outer) if fresh else []
-                    if dims and self.may_cut(weight):
-                        found[weight] = Rows(Kind.APART, dims[0], rows.outer)
+                    ways = self._columns(maker, weight, rows.outer) if fresh else []
+                    if ways and self.may_cut(weight):
+                        found[weight] = ways[0]
             for weight in picked_beside(
                 region.layouts[node], self._whole_makers(region, node)
             ):
@@ -146,27 +162,25 @@ class Grower:
             if node in seen or node not in self.weighed:
                 continue
             seen.add(node)
-            weights = list(filter(is_weight, node.all_input_nodes))
-            matrices = [weight for weight in weights if value_of(weight).dim() > 1]
-            if len(seen) > MOST or (weights and len(matrices) != 1):
+            own = matrices(node)
+            weights = any(map(is_weight, node.all_input_nodes))
+            if len(seen) > MOST or (weights and len(own) != 1):
                 return []
-            if matrices:
-                found.append((node, matrices[0]))
+            if own:
+                found.append((node, own[0]))
             else:
                 queue += node.all_input_nodes
         return found
 
-    def _columns(self, node: fx.Node, weight: fx.Node, outer: int) -> list[int]:
-        """The dimensions of a weight that are some of what a node makes of it."""
-        shape, shards = value_of(weight).shape, self.follower.shards
-        call = Operation.of(node)
+    def _columns(self, node: fx.Node, weight: fx.Node, outer: int) -> list[Rows]:
+        """The ways to cut a weight by which what a node makes of it is in parts."""
         found = []
-        for dim, size in enumerate(shape):
-            if size % (outer * shards) == 0:
-                cut = {weight: (Rows(Kind.APART, dim, outer),)}
-                layout = self.follower.layout(call, cut)
+        for rows in equal_parts(value_of(weight).shape, self.follower.shards):
+            if rows.outer == outer:
+                cut = {weight: (rows,)}
+                layout = self.follower.layout(Operation.of(node), cut)
                 if is_plain(layout) and is_part(layout):
-                    found.append(dim)
+                    found.append(rows)
         return found
 
     def _spread(self, seeds: Mapping[fx.Node, Rows], gathers: bool) -> Region | None:
@@ -213,6 +227,7 @@ class Grower:
         Returns whether that went without a gather, or some are allowed.
         """
         known = {n: self._layout(region, n) for n in reads}
+        sums = {n for n in known if is_sum(known[n])}
         if node.op != "output" and node not in self.whole:
             due = any(map(region.waits, known))
             if not due and self._call(region, node, known, parts):
@@ -223,21 +238,17 @@ class Grower:
                 for read in own:
                     region.zeroed.setdefault(read, set()).add(node)
                 return True
-            sums = {n for n in known if is_sum(known[n])}
             fewer = {n: layout for n, layout in known.items() if n not in sums}
             if sums and (not fewer or self._call(region, node, fewer, parts)):
-                self._read_sums(region, node, sums)
+                _gather(region, node, sums)
                 return True
-        sums = {n for n in known if is_sum(known[n])}
         rest = set(known) - sums
         gathers = gathers and self._has_rule(node, known)
         if rest and node.op != "output" and not gathers:
             return False
         if rest & set(region.weights) or any(is_lone(known[n]) for n in rest):
             return False
-        for read in rest:
-            region.gathered.setdefault(read, set()).add(node)
-        self._read_sums(region, node, sums)
+        _gather(region, node, known)
         return True
 
     def _reason(
@@ -262,12 +273,6 @@ class Grower:
             return True
         layout = self.follower.layout(Operation.of(node), known)
         return all(rows.kind is not Kind.UNKNOWN for rows in layout)
-
-    def _read_sums(
-        self, region: Region, node: fx.Node, sums: Iterable[fx.Node]
-    ) -> None:
-        for read in sums:
-            region.summed.setdefault(read, set()).add(node)
 
     def _layout(self, region: Region, node: fx.Node) -> Layout:
         if node in region.weights:
@@ -316,3 +321,9 @@ class Grower:
                 region.weights[weight] = rows
                 parts[weight] = self.follower.part(value_of(weight), (rows,))
         return True
+
+
+def _gather(region: Region, node: fx.Node, reads: Iterable[fx.Node]) -> None:
+    """Notes that a node reads all of some values."""
+    for read in reads:
+        region.gathered.setdefault(read, set()).add(node)

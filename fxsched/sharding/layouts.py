@@ -31,6 +31,7 @@ PRODUCTS = (
     *("linear", "conv1d", "conv2d", "conv3d"),
     *("conv_transpose1d", "conv_transpose2d", "conv_transpose3d"),
 )
+OUTERS = (1, 2, 3)  # blocks along a dimension, as query, key and value in one weight
 Layout = tuple[Rows, ...]  # of the tensors in a value
 Layouts = Mapping[fx.Node, Layout]
 
@@ -192,10 +193,9 @@ class Follower:
 def _tracker(known: Layouts, parts: int) -> Tracker:
     """One that knows how operands are laid out."""
     tracker = Tracker(parts, set())
-    for read, layout in known.items():
-        for tensor, rows in zip(tensors(value_of(read)), layout, strict=True):
-            if rows != SHARED:
-                tracker.put(tensor, rows)
+    for tensor, rows in laid_out(known):
+        if rows != SHARED:
+            tracker.put(tensor, rows)
     return tracker
 
 
@@ -264,6 +264,22 @@ def part_shape(shape: Sequence[int], rows: Rows, shards: int) -> list[int]:
     if rows.kind is Kind.APART:
         sizes[rows.dim] //= shards
     return sizes
+
+
+def equal_parts(shape: Sequence[int], shards: int) -> list[Rows]:
+    """The ways to cut a value into parts of the same size, in blocks or not."""
+    return [
+        Rows(Kind.APART, dim, outer)
+        for dim, size in enumerate(shape)
+        for outer in OUTERS
+        if size % (outer * shards) == 0
+    ]
+
+
+def laid_out(known: Layouts) -> Iterator[tuple[Tensor, Rows]]:
+    """The tensors in values, each with how it is laid out."""
+    for read, layout in known.items():
+        yield from zip(tensors(value_of(read)), layout, strict=True)
 
 
 def value_of(node: fx.Node) -> Any:

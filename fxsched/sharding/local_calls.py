@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from itertools import product
 from typing import Any, NamedTuple
@@ -14,7 +14,16 @@ from torch import Tensor, fx
 from ..ir import joint
 from ..ir.graphs import name_of, named_arguments, tensors
 from ..rows.kinds import Kind, Rows
-from .layouts import Each, Follower, Layout, Layouts, Operation, part_shape, value_of
+from .layouts import (
+    Each,
+    Follower,
+    Layout,
+    Layouts,
+    Operation,
+    laid_out,
+    part_shape,
+    value_of,
+)
 from .own_rows import own_call, start_of
 from .picked_experts import lone_call
 
@@ -80,8 +89,8 @@ def local_call(
     told = follower.slices(call, known)
     every = [*_slices(follower, call, known, layout)] if told is None else [told]
     single = any(
-        1 in _lengths(tensors(value_of(read)), known[read], follower.shards)
-        for read in known
+        rows.kind is Kind.APART and int(tensor.shape[rows.dim]) // follower.shards == 1
+        for tensor, rows in laid_out(known)
     )
     if single:
         # of parts of length 1 wrong shapes broadcast: as much as rules allow is cut
@@ -123,13 +132,6 @@ def _special(follower: Follower, call: Operation, known: Layouts) -> LocalCall |
     return LocalCall(args, {}, cut, call.value, target)
 
 
-def _lengths(values: Iterable[Tensor], layout: Layout, shards: int) -> Iterator[int]:
-    """How long parts are in the dimension that is cut."""
-    for tensor, rows in zip(values, layout, strict=True):
-        if rows.kind is Kind.APART:
-            yield int(tensor.shape[rows.dim]) // shards
-
-
 def _keeps_groups(call: Operation, values: Mapping[fx.Node, Any]) -> bool:
     """Whether as many heads of queries share a head of keys and values as before: else
     attention has the right shape, and other pairs of heads."""
@@ -153,13 +155,10 @@ def _slices(
 ) -> Iterator[dict[fx.Node, Rows]]:
     """Parts that whole operands may be read by: of none, then of some that are as long,
     in a dimension, as what is cut."""
+    given = zip(tensors(call.value), layout, strict=True)
     cut = {
         (int(tensor.shape[rows.dim]), rows.outer)
-        for value, layouts in (
-            (call.value, layout),
-            *((value_of(read), known[read]) for read in known),
-        )
-        for tensor, rows in zip(tensors(value), layouts, strict=True)
+        for tensor, rows in (*given, *laid_out(known))
         if rows.kind is Kind.APART
     }
     choices: list[list[tuple[fx.Node, Rows] | None]] = []

@@ -10,14 +10,13 @@ from torch import fx
 
 from ..ir.user_line import line_of
 from ..jobs.job import PlanError
-from ..rows.kinds import Kind, Rows
-from .choice import OUTERS, is_apart, picked_region
+from ..rows.kinds import Rows
+from .choice import picked_region
 from .grower import Grower
-from .layouts import value_of
-from .nodes import is_weight, where
+from .layouts import equal_parts, value_of
+from .nodes import WORD, is_stack, matrices, where
 from .picked_experts import is_selection, why_picked
 from .region import Region
-from .stacks import WORD, is_stack
 
 
 def named_region(
@@ -40,9 +39,8 @@ def named_region(
     for node in filter(is_selection, nodes):
         region = picked_region(grower, node)
         every = region.weights if region is not None else ()
-        matrices = [weight for weight in every if value_of(weight).dim() > 1]
-        if region is not None and experts.issuperset(matrices):
-            chosen.add(region)
+        if all(value_of(w).dim() < 2 or w in experts for w in every):
+            chosen.take(region)
     for gathers in (False, True):
         for node, weight, word in named:
             if weight in chosen.weights:
@@ -53,10 +51,10 @@ def named_region(
             # as biases may go along
             if word == WORD and not (picked or is_stack(node, weight)):
                 continue
-            region = _grown(grower, node, weight, word, gathers)
-            if region is not None and is_apart(region, chosen):
-                chosen.add(region)
-            elif gathers:
+            ways = _ways(grower, node, weight, word)
+            grown = (grower.grow({weight: rows}, gathers) for rows in ways)
+            region = next(filter(None, grown), None)
+            if not chosen.take(region) and gathers:
                 raise PlanError(_refusal(grower, node, weight, word))
     return chosen
 
@@ -65,12 +63,7 @@ def _named(
     nodes: Sequence[fx.Node], words: Mapping[str, str]
 ) -> list[tuple[fx.Node, fx.Node, str]]:
     """The nodes of named modules that read a matrix, with it and its word."""
-    readers = [
-        (node, weight)
-        for node in nodes
-        for weight in node.all_input_nodes
-        if is_weight(weight) and value_of(weight).dim() > 1
-    ]
+    readers = [(node, weight) for node in nodes for weight in matrices(node)]
     found: list[tuple[fx.Node, fx.Node, str]] = []
     for pattern, word in words.items():
         mine = [
@@ -98,17 +91,6 @@ def _named(
     return sorted(found, key=lambda each: place[each[0]])
 
 
-def _grown(
-    grower: Grower, node: fx.Node, weight: fx.Node, word: str, gathers: bool
-) -> Region | None:
-    """The region of one weight, if there is one."""
-    regions = (
-        grower.grow({weight: rows}, gathers)
-        for rows in _ways(grower, node, weight, word)
-    )
-    return next((region for region in regions if region is not None), None)
-
-
 def _ways(grower: Grower, node: fx.Node, weight: fx.Node, word: str) -> list[Rows]:
     """How a weight can be cut that is named by a word."""
     shards, shape = grower.follower.shards, value_of(weight).shape
@@ -116,12 +98,8 @@ def _ways(grower: Grower, node: fx.Node, weight: fx.Node, word: str) -> list[Row
     if word == WORD:  # be it that their products are added up
         words = {0: words[0] and WORD}
     dims = [dim for dim in words if words[dim] == word]
-    return [
-        Rows(Kind.APART, dim, outer)
-        for outer in OUTERS
-        for dim in dims
-        if shape[dim] % (outer * shards) == 0
-    ]
+    ways = [rows for rows in equal_parts(shape, shards) if rows.dim in dims]
+    return sorted(ways, key=lambda rows: rows.outer)
 
 
 def _check_word(

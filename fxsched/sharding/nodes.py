@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 
 import torch
 from torch import Tensor, fx
@@ -11,7 +11,10 @@ from ..ir import joint
 from ..ir.graphs import REGION_ENTERS, REGION_EXITS, Role, name_of, storage, tensors
 from .layouts import value_of
 
+# What opens and closes regions such as autocast's, or leads into the whole batch.
+AROUND = (*REGION_ENTERS, *REGION_EXITS, joint.join)
 DROPOUT = torch.ops.aten.dropout.default
+WORD = "expert"  # how a stack of matrices is cut whose parts are whole matrices
 
 
 def where(node: fx.Node) -> str:
@@ -39,6 +42,27 @@ def is_weight(node: fx.Node) -> bool:
     return node.meta.get("role") is Role.PARAMETER
 
 
+def matrices(node: fx.Node) -> list[fx.Node]:
+    """The parameters of two dimensions or more that a node reads."""
+    reads = filter(is_weight, node.all_input_nodes)
+    return [weight for weight in reads if value_of(weight).dim() > 1]
+
+
+def is_stack(node: fx.Node, weight: fx.Node) -> bool:
+    """Whether a weight that a node reads is several matrices: of three dimensions, and
+    not a convolution's."""
+    return value_of(weight).dim() > 2 and "conv" not in str(node.target)
+
+
+def why_whole(weight: fx.Node, shards: int, reason: str) -> str:
+    """Why a weight stays whole, if one that was tried stays so for a reason."""
+    experts = int(value_of(weight).shape[0])
+    stacked = any(is_stack(node, weight) for node in weight.users)
+    if stacked and experts > 1 and experts % shards:
+        return f"its {experts} experts don't divide by {shards}"
+    return reason
+
+
 def draws_itself(node: fx.Node) -> bool:
     """Whether a node draws random numbers, unless it is a dropout whose parts can be
     of the same ones."""
@@ -57,10 +81,3 @@ def writes_operand(node: fx.Node) -> bool:
         for read in node.all_input_nodes
         for t in tensors(read.meta.get("val"))
     )
-
-
-def whole_nodes(nodes: Sequence[fx.Node]) -> set[fx.Node]:
-    """Those that lead into what is of the whole batch, or open and close regions such
-    as autocast's."""
-    around = (*REGION_ENTERS, *REGION_EXITS, joint.join)
-    return {node for node in nodes if node.target in around}

@@ -18,7 +18,15 @@ from ..ir import joint
 from ..ir.graphs import name_of, named_arguments, tensors
 from ..rows.kinds import SHARED, UNKNOWN, Kind, Rows
 from .expert_calls import grouped_part, of_groups, of_picked, picked_part
-from .layouts import Each, Follower, Layout, Layouts, Operation, value_of
+from .layouts import (
+    Each,
+    Follower,
+    Layout,
+    Layouts,
+    Operation,
+    laid_out,
+    value_of,
+)
 from .picked_experts import Lone, lone_layout
 
 GROUPED = ("_grouped_mm", "grouped_mm_fallback")
@@ -80,12 +88,7 @@ def own_layout(follower: Follower, call: Operation, known: Layouts) -> Layout | 
     start = start_of(call, known, follower.shards)
     if start is not None:
         return (Rows(Kind.OWN, 0, owner=start.owner),)
-    own = [
-        (tensor, rows)
-        for read, layout in known.items()
-        for tensor, rows in zip(tensors(value_of(read)), layout, strict=True)
-        if rows != SHARED
-    ]
+    own = [(tensor, rows) for tensor, rows in laid_out(known) if rows != SHARED]
     if all(rows.kind is not Kind.OWN for _, rows in own):
         return None
     lengths = {int(tensor.shape[rows.dim]) for tensor, rows in own if tensor.dim()}

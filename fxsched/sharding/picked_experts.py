@@ -18,11 +18,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import fx
 
-from ..ir.graphs import Call, Role, is_mutable, name_of, tensors
+from ..ir.graphs import Call, is_mutable, name_of, tensors
 from ..ir.lazy import lazy_module
 from ..ir.picked import SELECTIONS, Selection, keep_selection
 from ..rows.kinds import UNKNOWN, Kind, Rows
 from .layouts import Each, Layout, Layouts, Operation, value_of
+from .nodes import is_weight
 
 ADDS = ("index_add", "index_add_")
 aten = torch.ops.aten
@@ -32,13 +33,6 @@ class Lone(NamedTuple):
     """Says that all of a value belongs to one shard; others have what has its shape."""
 
     shard: int
-
-
-class Place(NamedTuple):
-    """The shard that a matrix of a stack is on, and its number there."""
-
-    shard: int
-    number: int
 
 
 def is_selection(node: fx.Node) -> bool:
@@ -88,23 +82,18 @@ def expert_seeds(node: fx.Node, shards: int) -> dict[fx.Node, Rows]:
     seeds: dict[fx.Node, Rows] = {}
     for value, who in readers.items():
         stack = _stack(value)
-        if value.meta.get("role") is Role.PARAMETER and len(who) == 1:
+        if is_weight(value) and len(who) == 1:
             seeds[value] = lone(*who)
-        elif stack is not None and _divides(stack, shards):
+        elif stack and is_weight(stack) and not len(value_of(stack)) % shards:
             seeds[stack] = Rows(Kind.APART, 0)
     return seeds
-
-
-def _divides(stack: fx.Node, shards: int) -> bool:
-    learned = stack.meta.get("role") is Role.PARAMETER
-    return learned and int(value_of(stack).shape[0]) % shards == 0
 
 
 def lone_layout(call: Operation, known: Layouts, shards: int) -> Layout | None:
     """What becomes of what belongs to one shard; None if nothing does."""
     place = _place(call, known, shards)
     if place is not None:
-        return (lone(place.shard),)
+        return (lone(place[0]),)
     layouts = {rows for layout in known.values() for rows in layout}
     if not any(isinstance(rows.owner, Lone) for rows in layouts):
         return None
@@ -127,19 +116,21 @@ def lone_call(call: Operation, known: Layouts, shards: int) -> tuple[Any, ...] |
     has those of the whole."""
     place = _place(call, known, shards)
     if place is not None:
-        return call.args[0], 0, place.number
+        return call.args[0], 0, place[1]
     if call.target is not torch.ops.fxsched.picked.default:
         return None
     parts = split_selection(call, shards)
     return parts and tuple(map(Each, zip(*parts.every, strict=True)))
 
 
-def _place(call: Operation, known: Layouts, shards: int) -> Place | None:
-    """Where a call's matrix is, of a stack that is cut into its matrices."""
+def _place(call: Operation, known: Layouts, shards: int) -> tuple[int, int] | None:
+    """The shard that a call's matrix is on, and its number there, of a stack that is
+    cut into its matrices."""
     if not _is_matrix(call) or known.get(call.args[0]) != (Rows(Kind.APART, 0),):
         return None
     count = int(value_of(call.args[0]).shape[0])
-    return Place(*divmod(call.args[2] % count, count // shards))
+    number: int = call.args[2] % count
+    return divmod(number, count // shards)
 
 
 def _is_matrix(call: Call) -> bool:
@@ -197,29 +188,19 @@ def _of_shard(
     selection: Selection, terms: list[fx.Node], own: range
 ) -> tuple[str, tuple[int, ...]]:
     """A selection of some experts alone, and the places of what it reads."""
-    every = list(selection.gm.graph.nodes)
     base: Any = terms[0].args[0]
-    mine, others = {terms[i] for i in own}, set(terms)
-    live = set[fx.Node]()
-    queue: list[fx.Node] = [base, *(n for each in mine for n in each.all_input_nodes)]
-    while queue:
-        node = queue.pop()
-        if node not in live and node not in others:
-            live.add(node)
-            queue += node.all_input_nodes
     graph, new = fx.Graph(), dict[fx.Node, Any]()
-    total: Any = None
-    for node in (n for n in every if n in live or n in mine):
-        if node in mine:
-            more = (fx.map_arg(each, new.__getitem__) for each in node.args[1:])
-            total = graph.create_node(node.op, node.target, (total, *more))
-            continue
-        new[node] = graph.node_copy(node, new.__getitem__)
-        if node is base:
-            total = new[node]
-            if own.start:  # it is added once
-                total = graph.call_function(aten.zeros_like.default, (total,))
-    graph.output([total])
-    inputs = [n for n in every if n.op == "placeholder"]
+    graph.output(graph.graph_copy(selection.gm.graph, new))
+    for i, term in enumerate(terms):
+        if i not in own:
+            new[term].replace_all_uses_with(new[term].args[0])
+            graph.erase_node(new[term])
+    if own.start:  # what they add to is added once
+        with graph.inserting_after(new[base]):
+            zeros = graph.call_function(aten.zeros_like.default, (new[base],))
+        new[terms[own.start]].replace_input_with(new[base], zeros)
+    inputs = graph.find_nodes(op="placeholder")
+    graph.eliminate_dead_code(lambda node: node.op == "output")
+    used = tuple(i for i, node in enumerate(inputs) if node.users)
     name = keep_selection(Selection(lazy_module(selection.gm, graph, "Selection"), ()))
-    return name, tuple(i for i, n in enumerate(inputs) if n in live)
+    return name, used

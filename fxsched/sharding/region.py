@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass, field, fields
 
 from torch import fx
 
 from ..rows.kinds import Rows
 from .layouts import Layout
 from .local_calls import LocalCall
+from .own_rows import is_sum
 
 
 @dataclass
@@ -19,10 +18,9 @@ class Region:
 
     weights: how weights are cut.
     layouts, calls: of each node that runs in parts, what it has and what it calls.
-    summed: the nodes whose sum others read, gathered: those of which others read all
-        parts, sliced: those of whose sum others read the slice of their shard, zeroed:
-        those with rows of other shards that others, in parts, read as zeros, each with
-        these readers.
+    gathered: the nodes of which others read the sum, or all parts, sliced: those of
+        whose sum others read the slice of their shard, zeroed: those with rows of other
+        shards that others, in parts, read as zeros, each with these readers.
     scattered: of sums that are made in slices, each on its shard, how they are cut.
     unbiased: the nodes whose bias is added to the sum.
     """
@@ -30,7 +28,6 @@ class Region:
     weights: dict[fx.Node, Rows]
     layouts: dict[fx.Node, Layout] = field(default_factory=dict)
     calls: dict[fx.Node, LocalCall] = field(default_factory=dict)
-    summed: dict[fx.Node, set[fx.Node]] = field(default_factory=dict)
     gathered: dict[fx.Node, set[fx.Node]] = field(default_factory=dict)
     sliced: dict[fx.Node, set[fx.Node]] = field(default_factory=dict)
     scattered: dict[fx.Node, Rows] = field(default_factory=dict)
@@ -39,9 +36,12 @@ class Region:
 
     def whole(self, node: fx.Node, reader: fx.Node) -> bool:
         """Whether a reader takes all of a value that is in parts."""
-        return any(
-            reader in readers.get(node, ()) for readers in (self.summed, self.gathered)
-        )
+        return reader in self.gathered.get(node, ())
+
+    @property
+    def summed(self) -> list[fx.Node]:
+        """The nodes whose sum others read."""
+        return [node for node in self.gathered if is_sum(self.layouts[node])]
 
     def waits(self, node: fx.Node) -> bool:
         """Whether what shards have of a value is joined before anything is done to it:
@@ -54,21 +54,24 @@ class Region:
         """The nodes whose value is neither the sum nor the parts side by side."""
         return {node for node, call in self.calls.items() if call.join is not None}
 
-    def add(self, other: Region) -> None:
-        """Takes in another region."""
-        for mine, its in zip(self._fields, other._fields, strict=True):
-            mine.update(its)
-        self.unbiased |= other.unbiased
+    def is_apart(self, other: Region) -> bool:
+        """Whether another region has nothing of this one."""
+        mine, its = ({*each.layouts, *each.weights} for each in (self, other))
+        return mine.isdisjoint(its)
+
+    def take(self, other: Region | None) -> bool:
+        """Takes in another region, if there is one that has nothing of this one;
+        returns whether it did."""
+        if other is None or not self.is_apart(other):
+            return False
+        for each in fields(self):
+            getattr(self, each.name).update(getattr(other, each.name))
+        return True
 
     def copy(self) -> Region:
         """Another, which may be changed."""
         new = Region({})
-        new.add(self)
-        for readers in (new.summed, new.gathered, new.sliced, new.zeroed):
+        new.take(self)
+        for readers in (new.gathered, new.sliced, new.zeroed):
             readers.update({node: set(some) for node, some in readers.items()})
         return new
-
-    @property
-    def _fields(self) -> Sequence[dict[fx.Node, Any]]:
-        made = self.weights, self.layouts, self.calls, self.scattered
-        return (*made, self.summed, self.gathered, self.sliced, self.zeroed)

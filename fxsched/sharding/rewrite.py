@@ -71,13 +71,10 @@ class Rewriter:
 
     def _input(self, node: fx.Node) -> None:
         rows = self.region.weights.get(node)
-        if rows is None:
+        if rows is None or is_lone((rows,)):
+            made = self._parts if rows else self._whole
             new = self._graph.node_copy(node)
-            self._whole.update({(node, p): new for p in self.every})
-            return
-        if is_lone((rows,)):
-            new = self._graph.node_copy(node)
-            self._parts.update({(node, p): new for p in self.every})
+            made.update({(node, p): new for p in self.every})
             return
         for p in self.every:
             index, shards = self.request.inputs + len(self.inputs), len(self.every)
@@ -118,9 +115,14 @@ class Rewriter:
     def _made_whole(self, node: fx.Node, p: int) -> fx.Node:
         """All of a value on a shard, of what all have."""
         (rows,) = self.region.layouts[node]
-        if self.region.calls[node].join is not None:
-            return self._join(node, p)
-        return self._gather(node, p) if rows.kind is Kind.APART else self._sum(node, p)
+        join = self.region.calls[node].join
+        parts = [self._parts[node, q] for q in self.every]
+        if join is not None:
+            call = join.on({read: self._whole[read, p] for read in join.reads})
+            return self._make(node, call.target, (parts, *call.args), p, call.kwargs)
+        if rows.kind is Kind.APART:
+            return self._joined(node, parts, rows, p)
+        return self._sum(node, p)
 
     @contextmanager
     def _later(self, node: fx.Node, rounds: int) -> Iterator[None]:
@@ -263,14 +265,10 @@ class Rewriter:
             self._level[node] = level
         return self._zeros[node, p]
 
-    def _gather(self, node: fx.Node, p: int) -> fx.Node:
-        """The parts of all shards as one value."""
-        (rows,) = self.region.layouts[node]
-        return self._joined(node, [self._parts[node, q] for q in self.every], rows, p)
-
     def _joined(
         self, node: fx.Node, parts: Sequence[fx.Node], rows: Rows, p: int
     ) -> fx.Node:
+        """The parts of all shards as one value."""
         dim = rows.dim
         if rows.outer == 1:
             return self._make(node, aten.cat.default, (list(parts), dim), p)
@@ -281,14 +279,6 @@ class Rewriter:
         ]
         joined = self._make(node, aten.cat.default, (blocks, dim + 1), p)
         return self._make(node, aten.flatten.using_ints, (joined, dim, dim + 1), p)
-
-    def _join(self, node: fx.Node, p: int) -> fx.Node:
-        """The value that what all shards have comes to."""
-        join = self.region.calls[node].join
-        assert join is not None, "only such values are joined"
-        call = join.on({read: self._whole[read, p] for read in join.reads})
-        parts = [self._parts[node, q] for q in self.every]
-        return self._make(node, call.target, (parts, *call.args), p, call.kwargs)
 
     def _make(
         self,
@@ -315,27 +305,21 @@ class Rewriter:
             **node.meta,
             "shard": p,
             "level": self._level[node],
-            "val": value_of(node) if self._is_same(node, call) else None,
             "work": work._replace(flops=int(work.flops), held=_held(node, reads)),
             "draws": self._draws[node],
             "mutates": _mutated(node, call) if call.target is node.target else (),
         }
-        if call.target in (joint.join, joint.part):  # of values as they were
-            new.meta["val"] = value_of(node)
-        elif new.meta["val"] is None:
-            new.meta["val"] = self.follower.value(call)
+        # the whole batch's are of values as they were
+        same = call.target in (joint.join, joint.part) or _is_same(node, call)
+        new.meta["val"] = value_of(node) if same else self.follower.value(call)
         return new
 
-    def _is_same(self, node: fx.Node, call: Operation) -> bool:
-        """Whether a call reads what the node does, as it is."""
-        reads, pairs = node.all_input_nodes, call.reads
-        return (
-            call.target is node.target
-            and len(reads) == len(pairs)
-            and all(
-                value_of(a) is value_of(b) for a, b in zip(reads, pairs, strict=True)
-            )
-        )
+
+def _is_same(node: fx.Node, call: Operation) -> bool:
+    """Whether a call reads what the node does, as it is."""
+    every = (node.all_input_nodes, call.reads)
+    mine, its = ([id(value_of(n)) for n in reads] for reads in every)
+    return call.target is node.target and mine == its
 
 
 def _held(node: fx.Node, reads: Sequence[fx.Node]) -> int:

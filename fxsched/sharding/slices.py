@@ -8,24 +8,100 @@ arXiv 2205.05198): as many bytes as sums on all shards, and the work between the
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from fnmatch import fnmatchcase
 from typing import Any
 
 from torch import fx
 
 from ..ir import joint
+from ..jobs.job import PlanError
 from ..rows.kinds import Kind, Rows
 from .demand import Demand
 from .grower import Grower
 from .layouts import Layout, Operation, is_plain, value_of
 from .local_calls import LocalCall, local_call
-from .nodes import draws_itself, is_weight
+from .nodes import draws_itself, is_weight, where
 from .region import Region
 
 # Along which values are sliced: of a batch, a sequence, their features.
 DIMS = (0, 1, 2)
 
 
-def in_slices(
+def variants(
+    grower: Grower, region: Region, slices: list[str] | None = None
+) -> list[Region]:
+    """The ways in which a region can run, of which the fastest is to be taken.
+
+    slices: patterns of names of modules whose norms and the like are to be in slices;
+        None for all, where that is faster.
+    Raises PlanError for names of modules that nothing can be sliced in.
+    """
+    if slices is None:
+        ways = [region, *_sliced(grower, region, lambda node: True)[:1]]
+    else:
+        ways = _named(grower, region, slices) if slices else [region]
+    if grower.follower.shards > 2:
+        ways += [_sums_in_slices(grower, each) for each in ways]
+    return ways
+
+
+def _sliced(
+    grower: Grower, region: Region, may: Callable[[fx.Node], bool]
+) -> list[Region]:
+    """The region in slices along each dimension, that of the most nodes first."""
+    every = [_in_slices(grower, region, dim, may) for dim in DIMS]
+    some = [each for each in every if each.scattered]
+    return sorted(some, key=lambda each: -len(each.layouts))
+
+
+def _named(grower: Grower, region: Region, patterns: list[str]) -> list[Region]:
+    """The ways in which something of each module that is named is in slices."""
+
+    def may(node: fx.Node) -> bool:
+        return _is_in(node, patterns) or not any(map(is_weight, node.all_input_nodes))
+
+    ways = _sliced(grower, region, may)
+    for pattern in patterns:
+        fits = [
+            way
+            for way in ways
+            if any(_is_in(n, [pattern]) for n in way.layouts.keys() - region.layouts)
+        ]
+        if not fits:
+            raise PlanError(
+                f"shards={{{pattern!r}: 'sequence'}}: nothing in modules of that name "
+                f"comes of sums, with rows that divide by {grower.follower.shards}; "
+                "name norms and dropout between weights that are cut"
+            )
+        ways = fits
+    return ways[:1]
+
+
+def _is_in(node: fx.Node, patterns: list[str]) -> bool:
+    name = str(node.meta["module"])
+    return any(
+        fnmatchcase(name, each) or fnmatchcase(name, f"{each}.*") for each in patterns
+    )
+
+
+def slices_text(way: Region, region: Region) -> str:
+    """What is said of a way in which a region runs; "" if nothing is in slices."""
+    between = [node for node in way.layouts if node not in region.layouts]
+    if between:
+        first, dim = between[0], way.layouts[between[0]][0].dim
+        several = f"{len(between)} operations" if between[1:] else "one operation"
+        return (
+            f"between sums, each shard has a slice of dimension {dim}: {several}, such "
+            f"as {where(first)}"
+        )
+    if way.scattered:
+        count = len(way.scattered)
+        sums = f"{count} sums are" if count > 1 else "one sum is"
+        return f"{sums} made in slices, one on each shard, which all gather"
+    return ""
+
+
+def _in_slices(
     grower: Grower, region: Region, dim: int, may: Callable[[fx.Node], bool]
 ) -> Region:
     """A region, with all that may be between its sums in slices along a dimension.
@@ -37,7 +113,7 @@ def in_slices(
     calls: dict[fx.Node, LocalCall] = {}
     for node in grower.nodes:
         if node in region.layouts:
-            rows = sum_slice(grower, region, node, dim)
+            rows = _sum_slice(grower, region, node, dim)
             if rows is not None:
                 sliced[node] = (rows,)
                 parts[node] = grower.follower.part(value_of(node), (rows,))
@@ -50,10 +126,11 @@ def in_slices(
     return _with_slices(region, sliced, calls)
 
 
-def sum_slice(grower: Grower, region: Region, node: fx.Node, dim: int) -> Rows | None:
+def _sum_slice(grower: Grower, region: Region, node: fx.Node, dim: int) -> Rows | None:
     """How a sum that others read is cut along a dimension; None if it isn't one, or
     doesn't divide."""
-    if node not in region.summed or node in region.joined or node.target is joint.part:
+    waits = node in region.joined or node.target is joint.part
+    if waits or node not in region.gathered:
         return None
     if [rows.kind for rows in region.layouts[node]] != [Kind.SUM]:
         return None
@@ -62,12 +139,12 @@ def sum_slice(grower: Grower, region: Region, node: fx.Node, dim: int) -> Rows |
     return Rows(Kind.APART, dim) if fits else None
 
 
-def sums_in_slices(grower: Grower, region: Region) -> Region:
+def _sums_in_slices(grower: Grower, region: Region) -> Region:
     """A region whose sums that several shards read are made in slices, which all then
     gather: fewer bytes than all parts on all, if there are more than two."""
     new, demand = region.copy(), Demand(grower, region)
     for node in region.summed:
-        ways = (sum_slice(grower, region, node, dim) for dim in DIMS)
+        ways = (_sum_slice(grower, region, node, dim) for dim in DIMS)
         rows = next((each for each in ways if each is not None), None)
         if rows is not None and len(demand.wanted[node]) > 1:
             new.scattered.setdefault(node, rows)
@@ -102,13 +179,14 @@ def _with_slices(
     new.layouts.update({node: sliced[node] for node in calls})
     new.calls.update(calls)
     for node in sliced:
-        readers = {reader for reader in node.users if reader in calls}
         if node in calls:
-            others = set(node.users) - readers
+            others = node.users.keys() - calls.keys()
             if others:
                 new.gathered[node] = others
-        elif readers & region.summed[node]:
+            continue
+        readers = region.gathered[node] & calls.keys()
+        if readers:
             (new.scattered[node],) = sliced[node]
-            new.sliced[node] = readers & region.summed[node]
-            new.summed[node] -= readers
+            new.sliced[node] = readers
+            new.gathered[node] -= readers
     return new
