@@ -70,7 +70,7 @@ class Batch:
 
 
 def batch_of(gm: fx.GraphModule, inputs: Sequence[Any], request: Request) -> Batch:
-    """How the inputs of Dynamo's graph are cut into the request's microbatches.
+    """How the inputs of the model's graph are cut into the request's microbatches.
 
     Raises PlanError if that isn't known, if the batch doesn't divide, or if the model
     fixes its size.

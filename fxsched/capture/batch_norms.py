@@ -65,7 +65,7 @@ def learn(
 
 
 def whole_batch_norms(gm: fx.GraphModule, norms: Norms) -> fx.GraphModule:
-    """A copy of Dynamo's graph whose BatchNorms in training are of the whole batch.
+    """A copy of the model's graph whose BatchNorms in training are of the whole batch.
 
     Raises PlanError for those whose statistics cannot be.
     """

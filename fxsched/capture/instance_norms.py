@@ -34,7 +34,7 @@ def moved_var(var: Tensor, x: Tensor, momentum: float) -> Tensor:
 
 
 def part_statistics(gm: fx.GraphModule) -> fx.GraphModule:
-    """A copy of Dynamo's graph, as the file says; the graph itself if it has none."""
+    """A copy of the model's graph, as the file says; itself if it has none."""
     if not any(map(_learns, gm.graph.nodes)):
         return gm
     graph = fx.Graph()

@@ -51,7 +51,7 @@ def join_rows(
 ) -> Joined:
     """Replaces what microbatches cannot compute by operations on the whole batch.
 
-    outputs: of Dynamo's graph, those that shall be the whole batch's. parted: those
+    outputs: of the model's graph, those that shall be the whole batch's. parted: those
         whose values of microbatches the user says how to put together.
     spread: whether microbatches compute rows of them where they can; see
         row_versions.py.

@@ -68,7 +68,7 @@ def symbolic_dims(argument: Argument, tensor: Tensor, request: Request) -> list[
 
 
 class LengthInput(NamedTuple):
-    """An input of Dynamo's graph that is filled up.
+    """An input of the model's graph that is filled up.
 
     size: the graph's for that dimension, an int where the model fixes it.
     """

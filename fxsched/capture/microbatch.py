@@ -1,4 +1,4 @@
-"""Dynamo's graph, run once on fake tensors of a microbatch's size and copied.
+"""The model's graph, run once on fake tensors of a microbatch's size and copied.
 
 An interpreter in the sense of fx.Interpreter: it visits each node once, in order. What
 computes tensors is copied; sizes become the numbers that they are in a microbatch.
@@ -64,9 +64,9 @@ class _Value(NamedTuple):
 class Microbatch:
     """The graph of one microbatch while it is made.
 
-    gm: Dynamo's graph.
+    gm: the model's graph.
     graph: the new one.
-    new: the new node, or the constant, for each of Dynamo's nodes.
+    new: the new node, or the constant, for each of the model's nodes.
     values: what each of these gives, fake.
     """
 
@@ -117,7 +117,7 @@ class Microbatch:
         return None
 
     def outputs(self) -> list[Any]:
-        """What Dynamo's graph returns."""
+        """What the model's graph returns."""
         (results,) = self.gm.graph.output_node().args
         assert isinstance(results, (tuple, list))
         return list(results)
@@ -330,10 +330,10 @@ class Microbatch:
     def append(
         self, target: Callable[..., Any], *args: fx.Node, like: fx.Node | None = None
     ) -> fx.Node:
-        """Another operation on values of Dynamo's graph, at the place of `like`."""
+        """Another operation on values of the model's graph, at the place of `like`."""
         node = fx.Graph().call_function(target, args)
         place = (like or args[0]).meta
         node.meta = {k: place[k] for k in ("stack_trace", "module") if k in place}
         self.call(node)
-        node.args = ()  # Dynamo's graph knows nothing of it
+        node.args = ()  # the model's graph knows nothing of it
         return node

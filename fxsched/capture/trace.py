@@ -1,4 +1,4 @@
-"""From Dynamo's graph to the fx graph of one microbatch.
+"""From the model's graph to the fx graph of one microbatch.
 
 Dynamo gave it a symbolic batch size. That is bound to the size of a microbatch and the
 graph is run on fake tensors, so that every node knows its shape and nothing in the
@@ -70,7 +70,7 @@ def trace_microbatch(
     norms: Norms = "microbatch",
     once: bool = False,
 ) -> Traced:
-    """A copy of Dynamo's graph for one microbatch, on fake tensors.
+    """A copy of the model's graph for one microbatch, on fake tensors.
 
     inputs: what the compiled function is called with (real tensors, ints).
     batch: how it is cut.

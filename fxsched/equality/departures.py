@@ -38,8 +38,8 @@ def rounding(value: Tensor) -> float:
 def first_departure(
     gm: fx.GraphModule, args: Sequence[Any], traced: TracedCall, numbers: Numbers
 ) -> Departure | None:
-    """Runs Dynamo's graph on the whole batch and the traced one on microbatches, with
-    the same random numbers, and compares their values, then the gradients of these.
+    """Runs the model's graph on the whole batch and the traced one on microbatches,
+    with the same random numbers, and compares their values, then the gradients of these.
 
     Values that are the numbers of the rows are no departures.
     """
@@ -79,7 +79,7 @@ class _Whole(fx.Interpreter):
 
 
 def _pairs(gm: fx.GraphModule, traced: TracedCall) -> Iterator[tuple[fx.Node, fx.Node]]:
-    """The traced nodes that are made of nodes of Dynamo's graph as they are."""
+    """The traced nodes that are made of nodes of the model's graph as they are."""
     inputs = placeholders(gm)
     named = {node.name: node for node in gm.graph.nodes}
     for node in traced.graph.graph.nodes:

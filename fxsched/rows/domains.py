@@ -19,7 +19,7 @@ from .tracker import Tracker
 class Domains:
     """Finds the joint nodes of a graph whose rows were tracked.
 
-    nodes: of Dynamo's graph, those that compute.
+    nodes: of the model's graph, those that compute.
     value: the microbatch's value of each. flops: of each.
     beside: the rows of a node's value, if these that it reads are of the whole batch;
         None if it must not run again.

@@ -2,7 +2,7 @@
 torch.autograd.Function, or a hook on a tensor.
 
 B of PyTorch's own operations keeps rows apart where F does. What a user wrote is in
-Dynamo's graph as a body of its own, which is followed here as F is:
+the model's graph as a body of its own, which is followed here as F is:
 
     y = autograd_function_apply(fwd_body, bwd_body, x, w)[0]; z = register_hook(y, body)
 
@@ -53,8 +53,8 @@ class Backward(NamedTuple):
 def own_backward(
     node: fx.Node, args: Sequence[Any], kwargs: Any, value: Any, tracker: Tracker
 ) -> Backward | None:
-    """What becomes of rows in the backward of a node of Dynamo's graph, if a user wrote
-    it, or says what it does, and it runs.
+    """What becomes of rows in the backward of a node of the model's graph, if a user
+    wrote it, or says what it does, and it runs.
 
     args, kwargs, value: of the node, fake; `tracker` has their rows.
     """

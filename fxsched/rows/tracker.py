@@ -33,7 +33,7 @@ class Labels(NamedTuple):
     """A mean over the labels that are not `ignored`: how many each microbatch has says
     whether it is a mean over equal parts.
 
-    node: the labels, in Dynamo's graph; None where that is no longer needed.
+    node: the labels, in the model's graph; None where that is no longer needed.
     """
 
     node: fx.Node | None
@@ -99,7 +99,7 @@ class Tracker:
         return SHARED if entry is None else entry[1]
 
     def enter(self, node: fx.Node) -> None:
-        """Says which node of Dynamo's graph the next operations belong to."""
+        """Says which node of the model's graph the next operations belong to."""
         self._node = node
         self._targets.clear()
 

@@ -1,7 +1,8 @@
 """Whether what lengths= adds reaches what a model returns: tried before it is planned.
 
-Dynamo's graph runs on a few samples as they are and filled up, in float64, where what a
-mask hides is zero and what rounding does is far below what one position more does.
+The model's graph runs on a few samples as they are and filled up, in float64, where
+what a mask hides is zero and what rounding does is far below what one position more
+does.
 Weights are random there: those of a new model may be zeros that hide what they will
 show once trained, and a rank hasn't all of them. What dropout draws is all ones.
 """

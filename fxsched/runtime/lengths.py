@@ -113,7 +113,7 @@ def _targets(
 
 
 def _allowed(gm: fx.GraphModule, sizes: Sizes) -> bool:
-    """Whether Dynamo's graph is one for these sizes."""
+    """Whether the model's graph is one for these sizes."""
     for node in placeholders(gm):
         example = node.meta.get("example_value")
         if isinstance(example, Tensor):
