@@ -39,7 +39,7 @@ def first_departure(
     gm: fx.GraphModule, args: Sequence[Any], traced: TracedCall, numbers: Numbers
 ) -> Departure | None:
     """Runs the model's graph on the whole batch and the traced one on microbatches,
-    with the same random numbers, and compares their values, then the gradients of these.
+    with the same random numbers, and compares values and their gradients.
 
     Values that are the numbers of the rows are no departures.
     """
