@@ -428,6 +428,7 @@ class Backend:
         def call(*args: Any) -> Sequence[Any]:
             try:
                 if broken is not None:
+                    refuse_outer_ddp()
                     raise broken
                 return self.run(captured, tuple(args[i] for i in kept))
             except GraphBreak:

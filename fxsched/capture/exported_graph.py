@@ -22,6 +22,7 @@ from .graph_inputs import placeholders, symbol_of
 from .lowered import aten_graph
 from .model_run import ModelRun
 from .origins import Origin, registry
+from .refusals import refuse_generators
 from .returns import Returned, label_of
 from .structure import Structure
 from .torch_calls import Pin, Place
@@ -95,6 +96,7 @@ def exported_graph(program: Any, run: ModelRun, named: Call) -> ExportedGraph:
         for node in each.graph.nodes if isinstance(each, fx.GraphModule) else ():
             node.meta["example_value"] = node.meta.get("val")
             node.meta["module"] = _module_of(node)
+    refuse_generators(gm)
     state, used = _take_inputs(gm, program, run, named)
     results: Any = gm.graph.output_node().args[0]
     inputs = placeholders(gm)

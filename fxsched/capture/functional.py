@@ -90,6 +90,9 @@ class _Functional:
         memory, reads = _memory(node), list(self.inputs)
         if node.op == "call_function":
             reads = node.all_input_nodes[: 1 if _is_step(node) else None]
+        if node.target is operator.getitem and not _is_step(node):
+            same = [n for n in node.args[0].users if n.args == node.args]  # type: ignore[union-attr]
+            return next((n for n in same if n in self.new and n is not node), None)
         for read in reads:
             alike = _is_step(node) or _spec(_value(read)) == _spec(_value(node))
             if alike and not memory.isdisjoint(_memory(read)):
@@ -170,7 +173,8 @@ class _Functional:
         if node.target is COPY:
             source: Any = node.args[1]
             return self._latest(source) if is_version(source, root) else None
-        twin = _twin(node.target)
+        draws = torch.Tag.nondeterministic_seeded in node.target.tags  # type: ignore[union-attr]
+        twin = None if draws else _twin(node.target)
         args, kwargs = fx.map_arg(given, _value)
         value = twin(*args, **kwargs) if twin else None
         if _spec(value) != _spec(_value(root)):
@@ -246,7 +250,11 @@ def _is_alone(node: fx.Node) -> bool:
 
 
 def _is_step(node: fx.Node) -> bool:
-    return node.target is operator.getitem or is_view(node.target)
+    """Whether a node gives a view of what it reads first, or one of several."""
+    source: Any = node.args[0] if node.args else None
+    if node.target is operator.getitem:
+        return isinstance(source, fx.Node) and _is_step(source)
+    return is_view(node.target)
 
 
 def _value(node: fx.Node) -> Any:

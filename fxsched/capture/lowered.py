@@ -35,7 +35,7 @@ from .early_writes import take_early_writes
 from .functional import without_writes
 from .graph_inputs import placeholders, text_of
 from .picked_rows import pick_rows
-from .refusals import refusal, refuse_generators, refuse_transforms, refused
+from .refusals import refusal, refuse_transforms, refused
 from .vmaps import Flat, flat_vmaps
 
 aten = torch.ops.aten
@@ -58,7 +58,6 @@ def aten_graph(gm: fx.GraphModule) -> fx.GraphModule:
     Raises PlanError, with its line, for what no plan can have.
     """
     refuse_transforms(gm)
-    refuse_generators(gm)
     result = lowered(gm)
     error = refusal(result)
     if error is not None:
@@ -84,6 +83,7 @@ def lowered(gm: fx.GraphModule) -> fx.GraphModule:
         traced: fx.GraphModule = make_fx(lowering.run, pre_dispatch=True)(*values)
     for old, node in zip(inputs, placeholders(traced), strict=True):
         node.meta, names[node] = dict(old.meta), old.name
+        node.target = old.name
     graph, new = fx.Graph(), dict[fx.Node, fx.Node]()
     for node in traced.graph.nodes:
         if node.target is aten.lift_fresh_copy.default:
