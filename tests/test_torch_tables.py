@@ -13,7 +13,7 @@ OPERATORS = (
     *("gather", "index_add", "index_put", "linalg.norm", "logsumexp", "masked_fill"),
     *("nn.functional.conv3d", "nn.functional.cross_entropy", "nn.functional.dropout"),
     *("nn.functional.embedding", "nn.functional.gelu", "roll", "scatter_add"),
-    *("sort", "topk", "var"),
+    *("randint_like", "sort", "topk", "var"),
 )
 MODULES = ("BatchNorm1d", "Bilinear", "CrossEntropyLoss", "InstanceNorm1d", "Linear")
 OTHERS = ("MSELoss", "MultiheadAttention", "Softmax")

@@ -44,6 +44,8 @@ KEPT = ("module", "stack_trace", "recompute")  # of node.meta
 AUTOGRAD: Any = torch._C._autograd
 SEEN: Mapping[Any, Any] = {AUTOGRAD._get_data_attr: torch.detach, **OURS}
 LINEAR = (F.linear, aten.linear.default)
+# Has no gradient, which the operation itself doesn't know.
+RANDINT = (torch.randint_like, aten.randint_like.default, aten.randint_like.low_dtype)
 REGIONS = (
     torch.ops.higher_order.wrap_with_set_grad_enabled,
     torch.ops.higher_order.wrap_with_autocast,
@@ -224,6 +226,8 @@ class _Lowering(fx.Interpreter):
         return super().run_node(node)
 
     def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
+        if target in RANDINT:
+            args = (args[0].detach(), *args[1:])
         return super().call_function(SEEN.get(target, target), args, kwargs)
 
     def _flat(self, flat: Flat) -> None:
