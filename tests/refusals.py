@@ -60,10 +60,6 @@ def mapped(m: Any, x: Tensor) -> Tensor:
     return torch.vmap(lambda row: m.two(m.one(row)))(x).pow(2).mean()
 
 
-def solved(m: Any, x: Tensor) -> Tensor:
-    return torch.linalg.solve(m.one.weight + 9 * torch.eye(4), x.T).pow(2).mean()
-
-
 def chosen(m: Any, x: Tensor) -> Tensor:
     return torch.cond(x.sum() > 0, m.one, m.two, (x,)).pow(2).mean()
 
@@ -94,7 +90,7 @@ def distinct(m: Any, x: Tensor) -> Tensor:
 
 
 CASES: tuple[Callable[[Any, Tensor], Any], ...] = (
-    *(branched, distinct, solved, sparse, embedded),
+    *(branched, distinct, sparse, embedded),
     *(normed, averaged, chosen, gradient, tangent, mapped),
 )
 

@@ -414,6 +414,19 @@ def test_an_error_of_the_models_own_names_the_job() -> None:
     assert rows.splitlines()[0] == "worker 0" and " 0F0 " in rows
 
 
+def test_a_matrix_without_an_inverse_raises_as_in_eager() -> None:
+    """torch.linalg.inv raises by an effect, which stages don't have."""
+
+    def then(made: Tensor, x: Tensor) -> Tensor:
+        square = made[:, :3, None] @ made[:, None, :3] * 0  # of rank 0
+        return torch.linalg.inv(square).mean()
+
+    with pytest.raises(torch.linalg.LinAlgError, match="is singular"):
+        Of(then)(torch.ones(4, 3))
+    with pytest.raises(torch.linalg.LinAlgError, match="is singular"):
+        run(Of(then), two(stages=1))
+
+
 class Block(nn.Module):
     def __init__(self) -> None:
         super().__init__()

@@ -11,6 +11,7 @@ MODELS = models()
 OPERATORS = (
     *("addmm", "amax", "argmax", "bmm", "cat", "cdist", "cumsum", "einsum", "fft.fft"),
     *("gather", "index_add", "index_put", "linalg.norm", "logsumexp", "masked_fill"),
+    *("linalg.cholesky", "linalg.inv", "linalg.lu_factor", "linalg.solve"),
     *("nn.functional.conv3d", "nn.functional.cross_entropy", "nn.functional.dropout"),
     *("nn.functional.embedding", "nn.functional.gelu", "roll", "scatter_add"),
     *("randint_like", "sort", "topk", "var"),

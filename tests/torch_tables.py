@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import difflib
 import io
 import itertools
 import logging
@@ -273,6 +274,10 @@ def main() -> int:
     logging.getLogger("fxsched").setLevel(logging.ERROR)
     every, start = models(), time.perf_counter()
     chosen = options.names or [n for n in every if n.startswith(options.only)]
+    for name in chosen:
+        if name not in every:
+            near = difflib.get_close_matches(name, every, 3)
+            parser.error(f"no row {name!r}; did you mean {', '.join(near) or 'op ..'}?")
     kinds: dict[str, Counter[str]] = {"op": Counter(), "module": Counter()}
     for name in chosen:
         row = verdict(name, every[name]())

@@ -10,6 +10,7 @@ hook, a function that is mapped. Regions of torch.export and torch.vmap are open
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -27,7 +28,7 @@ from torch.fx.experimental.proxy_tensor import (
 )
 from torch.utils import _pytree as pytree
 
-from ..ir.graphs import name_of
+from ..ir.graphs import name_of, named_arguments
 from ..ir.lazy import lazy_module
 from ..rows.own_backward import own_name
 from .ctc import OURS
@@ -52,6 +53,17 @@ REGIONS = (
 )
 CHECKS = ("_assert", "sym_constrain_range")  # of values: microbatches have others
 LEARNS = ("batch_norm", "instance_norm")  # write, which their schemas don't say
+# Raise for what has no solution by an effect of its own, which graphs of stages lack;
+# these raise inside, as eager does.
+CHECKED = {
+    aten.linalg_inv.default: aten.linalg_inv_ex.default,
+    aten.inverse.default: aten.linalg_inv_ex.default,
+    aten.linalg_solve.default: aten.linalg_solve_ex.default,
+    aten.linalg_cholesky.default: aten.linalg_cholesky_ex.default,
+    aten.cholesky.default: aten.linalg_cholesky_ex.default,
+    aten.linalg_lu_factor.default: aten.linalg_lu_factor_ex.default,
+    aten.linalg_ldl_factor.default: aten.linalg_ldl_factor_ex.default,
+}
 
 
 def aten_graph(gm: fx.GraphModule) -> fx.GraphModule:
@@ -91,11 +103,13 @@ def lowered(gm: fx.GraphModule) -> fx.GraphModule:
         if node.target is aten.lift_fresh_copy.default:
             _write_out(traced, node, names)
         node.name = names.get(node, node.name)
-        new[node] = graph.node_copy(node, new.__getitem__)
+        copy = new[node] = graph.node_copy(node, new.__getitem__)
         if node.op == "output":
-            new[node].meta = dict(gm.graph.output_node().meta)
+            copy.meta = dict(gm.graph.output_node().meta)
         elif node.op != "placeholder":
-            new[node].meta["example_value"] = new[node].meta.pop("val", None)
+            copy.meta["example_value"] = copy.meta.pop("val", None)
+        if node.target in CHECKED:
+            new[node] = _checked(copy)
     graph.eliminate_dead_code(_acts)
     result = lazy_module(traced, graph)
     result.meta.update(gm.meta)
@@ -157,6 +171,26 @@ def _write_out(gm: fx.GraphModule, node: fx.Node, names: dict[fx.Node, str]) -> 
             user.args = (user.args[0], constant.item())
     node.target, node.args = torch.tensor, (constant.tolist(),)
     node.kwargs = {"dtype": constant.dtype}
+
+
+def _checked(node: fx.Node) -> fx.Node:
+    """What raises inside, in the place of what raises by an effect."""
+    value, target = node.meta["example_value"], CHECKED[node.target]  # type: ignore[index]
+    names = [each.name for each in target._schema.arguments]  # A, upper or such
+    given = dict(zip(names, named_arguments(node).values(), strict=False))
+    node.target, node.args = target, ()
+    node.kwargs = {**given, "check_errors": True}
+    args, kwargs = fx.map_arg((node.args, node.kwargs), _example)
+    node.meta["example_value"] = target(*args, **kwargs)
+    if not isinstance(value, Tensor):
+        return node
+    first = node.graph.call_function(operator.getitem, (node, 0))
+    first.meta = {**node.meta, "example_value": value}
+    return first
+
+
+def _example(node: fx.Node) -> Any:
+    return node.meta["example_value"]
 
 
 @contextmanager

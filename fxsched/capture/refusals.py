@@ -33,16 +33,6 @@ BRANCHES = {
     "scan": "a Python loop",
     "associative_scan": "torch.cumsum and the like, or a Python loop",
 }
-# They raise for what cannot be solved: by an effect, which graphs of a stage lack.
-EXACT = {
-    "linalg_solve": "solve_ex(A, B)",
-    "linalg_inv": "inv_ex(A)",
-    "inverse": "inv_ex(A)",
-    "linalg_cholesky": "cholesky_ex(A)",
-    "cholesky": "cholesky_ex(A)",
-    "linalg_lu_factor": "lu_factor_ex(A)",
-    "linalg_ldl_factor": "ldl_factor_ex(A)",
-}
 RECURRENT = ("lstm", "gru", "rnn_tanh", "rnn_relu")
 
 
@@ -110,12 +100,6 @@ def refusal(gm: fx.GraphModule) -> PlanError | None:
                 "it does to rows of a batch; make it an operator of torch.library "
                 f"({'triton_op' if kernel else 'custom_op'}) and say it with "
                 "fxsched.placements, or write it with other torch operations"
-            )
-        if name in EXACT and node.op != "placeholder":
-            return PlanError(
-                f"{name} raises where it finds no solution{where_of(node)}, which a "
-                f"planned step cannot; take torch.linalg.{EXACT[name]}, which gives "
-                "`info` beside the result"
             )
         named = named_arguments(node)
         if name in RECURRENT and _drops_between_layers(named):
