@@ -7,6 +7,7 @@ the page against it.
 from __future__ import annotations
 
 import inspect
+import random
 import re
 import textwrap
 import warnings
@@ -41,7 +42,9 @@ class Of(nn.Module):
         self.norm, self.embed = nn.BatchNorm1d(4), nn.Embedding(4, 4, sparse=True)
         self.running = nn.BatchNorm1d(4, momentum=None)
         self.register_buffer("mask", torch.tensor([True, False, True, True]))
+        self.lstm = nn.LSTM(4, 4, num_layers=2, dropout=0.5)
         self.register_buffer("eye", torch.eye(4).to_sparse())
+        self.register_buffer("mean", torch.zeros(()))
 
     def forward(self, x: Tensor) -> Any:
         return self.then(self, x)
@@ -89,9 +92,59 @@ def distinct(m: Any, x: Tensor) -> Tensor:
         return m.one(x).float().unique().mean() * torch.histc(x).mean()
 
 
+def drawn(m: Any, x: Tensor) -> Tensor:
+    return m.one(x * random.random()).pow(2).mean()
+
+
+def seeded(m: Any, x: Tensor) -> Tensor:
+    torch.manual_seed(0)
+    return m.one(x + torch.rand(4)).pow(2).mean()
+
+
+def generated(m: Any, x: Tensor) -> Tensor:
+    noise = torch.rand(4, generator=torch.Generator().manual_seed(1))
+    return m.one(x + noise).pow(2).mean()
+
+
+def by_row(m: Any, x: Tensor) -> Tensor:
+    return torch.stack([m.one(row).pow(2).sum() for row in x]).mean()
+
+
+def kept(m: Any, x: Tensor) -> Tensor:
+    m.mean = 0.9 * m.mean + 0.1 * m.one(x).mean()
+    return m.two(x).pow(2).mean() + m.mean
+
+
+def scaled(m: Any, x: Tensor) -> Tensor:
+    with torch.no_grad():
+        m.one.weight.mul_(x.mean())
+    return m.one(x).pow(2).mean()
+
+
+def recurrent(m: Any, x: Tensor) -> Tensor:
+    return m.lstm(x[None])[0].pow(2).mean()
+
+
+def solved(m: Any, x: Tensor) -> Tensor:
+    return torch.linalg.eigvals(m.one.weight).abs().sum() + m.one(x).pow(2).mean()
+
+
+def saved(m: Any, x: Tensor) -> Tensor:
+    with torch.autograd.graph.saved_tensors_hooks(Tensor.half, Tensor.float):
+        return m.one(x).pow(2).mean()
+
+
+def hooked(m: Any, x: Tensor) -> Tensor:
+    y = m.one(x)
+    bound = (y * 2).detach().abs().mean()
+    y.register_hook(lambda gradient: gradient.clamp(-bound, bound))
+    return y.pow(2).mean()
+
+
 CASES: tuple[Callable[[Any, Tensor], Any], ...] = (
     *(branched, distinct, sparse, embedded),
-    *(normed, averaged, chosen, gradient, tangent, mapped),
+    *(normed, averaged, chosen, gradient, tangent, mapped, drawn, seeded, generated),
+    *(by_row, kept, scaled, recurrent, solved, saved, hooked),
 )
 
 
@@ -132,7 +185,8 @@ def said(then: Callable[[Any, Tensor], Any]) -> str:
     ]
     text = kept[0]
     for line in filter(None, kept[1:]):
-        text += line if line[0] in ",;" else f"; {line}"
+        joint = "" if line[0] in ",;" else " " if line.startswith("and ") else "; "
+        text = text.removesuffix(",") + joint + line
     return text.replace("torch.export stops", "torch.export stops here")
 
 

@@ -9,6 +9,7 @@ from torch import fx
 
 from ..ir import ops
 from ..ir.graphs import Spec, base, draws, result
+from ..ir.user_line import line_of
 from ..jobs.job import PlanError
 from .activation_checkpoints import is_forward, recomputed
 
@@ -39,17 +40,14 @@ class Joint(NamedTuple):
 
 def refuse_effects(joint: fx.GraphModule) -> None:
     """Raises PlanError for operations that do more than give values."""
-    names = [
-        str(node.args[1])
-        for node in joint.graph.nodes
-        if getattr(node.target, "__name__", "") == "with_effects"
-    ]
-    if names:
-        raise PlanError(
-            f"the model calls {', '.join(dict.fromkeys(names))}, which does more than "
-            "give tensors (it prints, or raises for some values), as planned steps do; "
-            "leave it out, or take what only computes (torch.linalg's _ex functions)"
-        )
+    for node in joint.graph.nodes:
+        if getattr(node.target, "__name__", "") == "with_effects":
+            raise PlanError(
+                f"the model calls {node.args[1]}, which does more than give tensors "
+                "(it prints, or raises for some values), as planned steps do"
+                f"{line_of(node.meta.get('stack_trace'))}\n  leave it out, or take "
+                "what only computes (torch.linalg's _ex functions)"
+            )
 
 
 def reshape_views(graph: fx.Graph) -> None:

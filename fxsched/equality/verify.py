@@ -230,9 +230,15 @@ class _Trial:
                 values[f"gradient of input {keystr(path)}"] = value.grad
         before = dict(self.before)
         for name, buffer in self.model.named_buffers():
-            if name not in before or not torch.equal(buffer, before[name]):
+            if name not in before or not _is_same(buffer, before[name]):
                 values[f"buffer {name}"] = buffer.detach()
         return values
+
+
+def _is_same(a: Tensor, b: Tensor) -> bool:
+    if a.layout is not torch.strided:  # which torch.equal doesn't know
+        a, b = a.to_dense(), b.to_dense()
+    return torch.equal(a, b)
 
 
 def _plain(outputs: Any) -> Any:
