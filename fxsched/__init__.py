@@ -36,7 +36,6 @@ if TYPE_CHECKING:
     from .plans.plan import Plan
     from .rows.placements import keeps_rows, placements
     from .rows.row_warnings import RowsWarning
-    from .runtime.length_check import LengthsWarning
     from .runtime.local_rows import LocalSampler
     from .schedules.saved import load_schedule
     from .simulator.simulate import Simulation, simulate
@@ -63,7 +62,6 @@ __all__ = [
     "Direction",
     "Event",
     "Job",
-    "LengthsWarning",
     "Link",
     "LocalSampler",
     "Placement",
@@ -141,7 +139,6 @@ MODULES = {
     "plans.plan": ("Plan",),
     "rows.placements": ("keeps_rows", "placements"),
     "rows.row_warnings": ("RowsWarning",),
-    "runtime.length_check": ("LengthsWarning",),
     "runtime.local_rows": ("LocalSampler",),
     "schedules": ("schedules",),
     "schedules.saved": ("load_schedule",),

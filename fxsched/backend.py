@@ -35,7 +35,6 @@ from .ir.request import (
     Carry,
     CheckInputs,
     CutWord,
-    Lengths,
     LossReduction,
     Order,
     OutputReduction,
@@ -52,7 +51,6 @@ from .options import (
     Options,
     above_zero,
     check_deterministic,
-    check_lengths,
     check_local_rows,
     check_shards,
     check_updates,
@@ -61,7 +59,6 @@ from .options import (
     checked_schedule,
     compile_options_error,
     cut_words,
-    filled_lengths,
     flag,
     flight_recorder,
     look_ahead,
@@ -84,8 +81,6 @@ from .progress import tell
 from .route import Route
 from .runtime.autograd_call import call_step
 from .runtime.input_agreement import InputRule
-from .runtime.length_check import check_filled
-from .runtime.lengths import FilledCall, fill_lengths
 from .runtime.local_rows import spread_rows
 from .runtime.padding import Padded, check_padded, pad
 from .runtime.ranks import Ranks
@@ -117,7 +112,6 @@ def backend(
     input_from: int | None = None,
     batch_dims: Dims | None = None,
     ragged: Ragged = "error",
-    lengths: Lengths | None = None,
     rows: PassedRows = "all",
     buffers: Mapping[str, BufferReduction] | None = None,
     outputs: Mapping[int | str, OutputReduction] | None = None,
@@ -185,13 +179,6 @@ def backend(
         "fewer", the most microbatches that divide it, of equal size, so that the loss
         stays the mean (a batch of 7 by 4 microbatches is one of 7); or "pad", the last
         sample repeated, for models that return rows and no loss.
-    lengths: for calls that differ in lengths, such as those of sequences, what has one:
-        by name or position, the dimension and the value that it is filled up with,
-        {"input_ids": (1, 0), "attention_mask": (1, 0), "labels": (1, -100)}; or
-        "bucket", those that Hugging Face's models have by their names. Each is filled
-        up to one of four lengths in each doubling, so that calls share plans; outputs
-        are cut back. A model whose results depend on what is added is a PlanError, at
-        the first call that is filled up.
     rows: "all", every rank passes whole batches; or "local", each passes those rows
         alone that schedule.local_rows(rank, batch) lists, in that order, and outputs
         come back whole; see LocalSampler. In one process there is no difference.
@@ -273,7 +260,6 @@ def backend(
     check_words(order=order, carry=carry, loss_reduction=loss_reduction)
     check_words(stage_compiler=stage_compiler, ragged=ragged, rows=rows)
     check_local_rows(rows, ragged, input_from, loss_reduction)
-    check_lengths(lengths, rows, input_from)
     check_words(transport=transport, check_inputs=check_inputs, pairs=pairs)
     check_words(batch_norm=batch_norm)
     if batch_norm == "batch" and loss_reduction != "exact":
@@ -291,7 +277,6 @@ def backend(
         prefetch=look_ahead(prefetch),
         batch_dims=sample_dims(batch_dims),
         ragged=ragged,
-        lengths=filled_lengths(lengths),
         rows=rows,
         most=schedule.microbatches,
         buffers=reductions("buffers", buffers, get_args(BufferReduction)),
@@ -351,7 +336,6 @@ class Backend:
         self._served: weakref.WeakSet[Any] = weakref.WeakSet()
         self._steps: dict[str, Step] = {}  # the last one to be called is the last
         self._said: set[str] = set()  # what was warned of
-        self._tried: set[str] = set()  # graphs that leave out what lengths= adds
         configure_dynamo()
 
     def __enter__(self) -> Backend:
@@ -478,8 +462,6 @@ class Backend:
         self._start_workers()
         if isinstance(self._workers, Ranks):
             self._workers.call()
-        filled = self._filled(gm, args)
-        args = args if filled is None else filled.args
         args, padded = self.sized(gm, args)
         step = self._step(gm, args)
         if padded is not None:
@@ -496,20 +478,7 @@ class Backend:
                 OWNERSHIPS[value] = OWNERSHIPS[old]
         if padded is not None:
             outputs = padded.trimmed(outputs, step.plan)
-        if filled is not None:
-            outputs = filled.trimmed(gm, outputs)
         return cut_outputs(gm, outputs)
-
-    def _filled(self, gm: fx.GraphModule, args: tuple[Any, ...]) -> FilledCall | None:
-        """The call with its lengths filled up, which is tried once for each graph."""
-        if self.request.lengths is None:
-            return None
-        filled = fill_lengths(gm, args, self.request.lengths)
-        if filled is None or gm.meta["text"] in self._tried:
-            return filled
-        if check_filled(gm, args, filled, self.request):
-            self._tried.add(gm.meta["text"])
-        return filled
 
     def _step(self, gm: fx.GraphModule, args: tuple[Any, ...]) -> Step:
         """The step for these inputs, planned now if there is none yet."""

@@ -22,7 +22,6 @@ from .ir.request import (
     BufferReduction,
     Carry,
     CutWord,
-    Lengths,
     Order,
     OutputReduction,
     Pairs,
@@ -36,7 +35,6 @@ from .passes.model_passes import ModelPass, run_model_passes
 from .passes.users import Pass
 from .planning import plan_call
 from .plans.plan import Plan
-from .runtime.lengths import fill_lengths
 from .runtime.padding import check_padded
 from .schedules.arguments import positive
 from .state.ownership import specs_of, stand_in
@@ -55,7 +53,6 @@ def plan(
     profile: Profile | None = None,
     batch_dims: Dims | None = None,
     ragged: Ragged = "error",
-    lengths: Lengths | None = None,
     buffers: Mapping[str, BufferReduction] | None = None,
     outputs: Mapping[int | str, OutputReduction] | None = None,
     optimizer: Optimizer | None = None,
@@ -91,7 +88,6 @@ def plan(
         profile=profile,
         batch_dims=batch_dims,
         ragged=ragged,
-        lengths=lengths,
         buffers=buffers,
         outputs=outputs,
         optimizer=optimizer,
@@ -206,9 +202,6 @@ class _PlanOnly(Backend):
     """A backend that stops at the plan."""
 
     def run(self, gm: fx.GraphModule, args: tuple[Any, ...]) -> Sequence[Any]:
-        if self.request.lengths is not None:
-            filled = fill_lengths(gm, args, self.request.lengths)
-            args = args if filled is None else filled.args
         args, padded = self.sized(gm, args)
         with modes_after_errors():
             plan = plan_call(gm, args, self.options).plan

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import difflib
 import inspect
-import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from os import PathLike, fspath
@@ -22,8 +21,6 @@ from .ir.request import (
     Carry,
     CheckInputs,
     CutWord,
-    Fill,
-    Lengths,
     LossReduction,
     Order,
     Pairs,
@@ -157,41 +154,6 @@ def check_local_rows(
             "backend(rows='local') doesn't go with ragged=, input_from= or "
             "loss_reduction='weighted', which need the whole batch on every rank"
         )
-
-
-def check_lengths(lengths: object, rows: PassedRows, input_from: int | None) -> None:
-    """Raises PlanError for what lengths= doesn't go with."""
-    if lengths is not None and (rows == "local" or input_from is not None):
-        raise PlanError(
-            "backend(lengths=) doesn't go with rows='local' or input_from=: the ranks' "
-            "own lengths would differ; pass whole batches on all ranks"
-        )
-
-
-def filled_lengths(lengths: object) -> Lengths | None:
-    """What has a length, by argument, and what it is filled up with."""
-    if lengths is None or lengths == "bucket":
-        return lengths
-    if not isinstance(lengths, Mapping) or not lengths:
-        raise PlanError(
-            f"backend(lengths={lengths!r}): give 'bucket', for Hugging Face's names, "
-            'or a dict, such as {"input_ids": (1, 0), "labels": (1, -100)}'
-        )
-    fills: dict[str | int, Fill] = {}
-    for key, fill in lengths.items():
-        if not (parts(key) if isinstance(key, str) else is_int(key)):
-            raise PlanError(
-                f"backend(lengths={{{key!r}: ..}}): name an argument, or give its "
-                "position"
-            )
-        pair = isinstance(fill, tuple) and len(fill) == 2
-        if not (pair and is_int(fill[0]) and is_number(fill[1], -math.inf)):
-            raise PlanError(
-                f"backend(lengths={{{key!r}: {fill!r}}}): give the dimension with the "
-                "length and the value that it is filled up with, such as (1, 0)"
-            )
-        fills[key] = Fill(int(fill[0]), fill[1])
-    return fills
 
 
 def stage_names(stages: object) -> str | tuple[str, ...]:

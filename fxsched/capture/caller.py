@@ -31,7 +31,7 @@ class Argument(NamedTuple):
     name: str
     position: int | None = None
 
-    def key(self, dims: Mapping[str | int, Any]) -> str | int | None:
+    def key(self, dims: Dims) -> str | int | None:
         """The key that is nearest to it, of those that name it or what it is in."""
         path = parts(self.name)
         names = [k for k in dims if isinstance(k, str)]

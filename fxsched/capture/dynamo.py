@@ -37,9 +37,9 @@ from .compiled_modules import export_broken_modules, innermost
 from .ctc import ctc_traced
 from .graph_breaks import not_whole
 from .graph_inputs import placeholders
-from .lengths import symbolic_dims
 from .origins import Origins, Path
 from .returns import read_returns
+from .samples import symbolic_dim
 
 BREAKS = (Unsupported, UserError, InternalTorchDynamoError)  # of a model's line
 
@@ -144,9 +144,10 @@ def _own_backend(compiler: Any) -> Any:
 
 
 def _mark_sizes(call: Call, request: Request) -> None:
-    """Asks for symbolic sizes where arguments have their samples or a length."""
+    """Asks for symbolic sizes where arguments have their samples."""
     for argument, tensor in call.tensors:
-        for dim in symbolic_dims(argument, tensor, request):
+        dim = symbolic_dim(argument, tensor, request)
+        if dim is not None:
             torch._dynamo.maybe_mark_dynamic(tensor, dim)
 
 

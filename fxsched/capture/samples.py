@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import difflib
 import json
-from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple, TypeVar
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, fx
@@ -19,8 +19,6 @@ from ..ir.request import Request
 from ..jobs.job import PlanError
 from .caller import Argument, Call, Dims, parts
 from .graph_inputs import origin_of, placeholders
-
-T = TypeVar("T")
 
 
 def samples_of(
@@ -34,10 +32,10 @@ def samples_of(
     dims, entries = request.batch_dims, list[BatchInput]()
     for node, value in zip(placeholders(gm), inputs, strict=True):
         for argument in node.meta["arguments"] if isinstance(value, Tensor) else ():
-            check_dim(argument, value, dims, "batch_dims")
+            check_dim(argument, value, dims)
     for i in user_tensors(gm, inputs):
         names = names_of(placeholders(gm)[i])
-        dim = only({dim_of(each, inputs[i], dims) for each in names}, names)
+        dim = _only({dim_of(each, inputs[i], dims) for each in names}, names)
         declared = any(each.key(dims) is not None for each in names)
         shape = tuple(inputs[i].shape)
         entries.append(BatchInput(i, names[0].name, shape, dim, declared))
@@ -89,10 +87,17 @@ def dim_of(argument: Argument, tensor: Tensor, dims: Dims) -> int | None:
     return dim % tensor.dim() if dim is not None and known else None
 
 
-def check_names(
-    call: Call, dims: Mapping[str | int, Any], option: str = "batch_dims"
-) -> None:
-    """Raises PlanError for arguments of an option that the call doesn't have."""
+def symbolic_dim(argument: Argument, tensor: Tensor, request: Request) -> int | None:
+    """The dimension whose size is another in a microbatch, if there is one; one row
+    can't be cut, and tracers take a length of 1 for a constant."""
+    if isinstance(tensor, torch.nn.Parameter) or request.schedule.microbatches == 1:
+        return None
+    dim = dim_of(argument, tensor, request.batch_dims)
+    return dim if dim is not None and tensor.shape[dim] > 1 else None
+
+
+def check_names(call: Call, dims: Dims) -> None:
+    """Raises PlanError for arguments in batch_dims= that the call doesn't have."""
     known = [parts(name) for name in call.names]
     for key in dims:
         if isinstance(key, str):
@@ -103,12 +108,12 @@ def check_names(
             near = near or difflib.get_close_matches(key.lower(), call.names, 1)
             hint = f"; did you mean {near[0]!r}?" if near else ""
             raise PlanError(
-                f"backend({option}={{{key!r}: ..}}): the model is called without "
+                f"backend(batch_dims={{{key!r}: ..}}): the model is called without "
                 f"{key!r}; its arguments are {', '.join(call.names)}{hint}"
             )
         if not 0 <= key < call.positions:
             raise PlanError(
-                f"backend({option}={{{key}: ..}}): the model is called with "
+                f"backend(batch_dims={{{key}: ..}}): the model is called with "
                 f"{call.positions} arguments by position; give 0 to "
                 f"{call.positions - 1}, or a name"
             )
@@ -129,31 +134,26 @@ class BatchInput(NamedTuple):
         return 0 if self.dim is None else self.shape[self.dim]
 
 
-def check_dim(
-    argument: Argument, tensor: Tensor, dims: Mapping[str | int, Any], option: str
-) -> None:
-    """Raises PlanError for a dimension of an option that a tensor doesn't have; it
-    stands alone there, or first."""
+def check_dim(argument: Argument, tensor: Tensor, dims: Dims) -> None:
+    """Raises PlanError for a declared dimension that a tensor doesn't have."""
     key = argument.key(dims)
-    said = None if key is None else dims[key]
-    dim = said[0] if isinstance(said, tuple) else said
+    dim = None if key is None else dims[key]
     if dim is not None and not -tensor.dim() <= dim < tensor.dim():
-        said = tuple(said) if isinstance(said, tuple) else said
         raise PlanError(
-            f"backend({option}={{{key!r}: {said}}}): {argument.name} has no "
+            f"backend(batch_dims={{{key!r}: {dim}}}): {argument.name} has no "
             f"dimension {dim}; its shape is {list(tensor.shape)}"
         )
 
 
-def only(said: set[T], names: Sequence[Argument], option: str = "batch_dims") -> T:
-    """What an option says of a tensor by all of its names.
+def _only(said: set[int | None], names: Sequence[Argument]) -> int | None:
+    """The dimension that is declared of a tensor by all of its names.
 
     Raises PlanError if that differs.
     """
     if len(said) > 1:
         raise PlanError(
             f"{' and '.join(each.name for each in names)} are one tensor, of which "
-            f"{option}= says different things; pass a clone() for one of them"
+            "batch_dims= says different things; pass a clone() for one of them"
         )
     return said.pop()
 

@@ -14,32 +14,37 @@ from .caller import read_signature
 from .drawn_numbers import without_drawn_numbers
 from .export import export_model
 from .exported_graph import ExportedGraph
-from .lengths import symbolic_dims
 from .model_run import ModelRun
 from .model_values import noted_model, noted_reads
 from .noted_values import Change, Noted
+from .samples import symbolic_dim
 from .structure import Structure
 
 TRACES = 64  # of a model that are kept
+Sizes = tuple[tuple[int, ...], ...]
 
 
 class Trace:
     """A traced graph, and what must be as it was for it to be that of a call.
 
     key: of the call's structure, types and modes.
+    sizes: shapes of calls that it serves.
     read: what the model's Python read.
     """
 
     def __init__(
-        self, key: Hashable, graph: ExportedGraph, read: Sequence[Noted]
+        self,
+        key: Hashable,
+        sizes: Sizes,
+        graph: ExportedGraph,
+        read: Sequence[Noted],
     ) -> None:
-        self.key, self.graph, self.read = key, graph, read
+        self.key, self.sizes, self.graph, self.read = key, {sizes}, graph, read
         self.kinds = list(map(_kind, graph.state))
-        self.sizes: set[Hashable] = set()  # that it is known to serve
 
     def serves(self, key: Hashable, call: Structure) -> bool:
         """Whether it is of this kind of call, the model aside."""
-        sizes = tuple(tuple(tensor.shape) for tensor in call.tensors)
+        sizes = _sizes(call)
         if key == self.key and sizes not in self.sizes:
             self.sizes.update([sizes] if self.graph.fits(call.tensors) else [])
         return key == self.key and sizes in self.sizes
@@ -57,7 +62,7 @@ class Trace:
 class Traces:
     """Those of one model.
 
-    request: what is to be cut into microbatches or filled up.
+    request: what is to be cut into microbatches.
     say: told why a call is traced again.
     """
 
@@ -72,7 +77,7 @@ class Traces:
 
         Raises PlanError, with the user's line, for what cannot be traced.
         """
-        layouts = tuple(tensor.is_contiguous() for tensor in call.tensors)
+        layouts = tuple((each.dim(), each.is_contiguous()) for each in call.tensors)
         key = (call.key, tuple(map(_kind, call.tensors)), layouts, _modes())
         stale: list[str] = []
         for trace in reversed(self.traces):
@@ -92,7 +97,7 @@ class Traces:
         while True:
             run = ModelRun(self.model, call)
             with noted_reads() as reads, without_drawn_numbers():
-                graph = self._export(run)
+                graph = self._export(run, key)
             if not run.changes:
                 break
             if first or any(change.holds_traced() for change in run.changes):
@@ -103,13 +108,24 @@ class Traces:
             for change in first:
                 change.redo()
         inside = noted_model({"self": self.model, **run.outside.modules}, reads)
-        return Trace(key, graph, (inside, run.outside))
+        return Trace(key, _sizes(call), graph, (inside, run.outside))
 
-    def _export(self, run: ModelRun) -> ExportedGraph:
+    def _export(self, run: ModelRun, key: Hashable) -> ExportedGraph:
+        """The graph, in which sizes are symbolic that are others in a microbatch, or
+        were in an earlier trace of such a call, as in Dynamo's second graph."""
         args, kwargs = run.call.value
         named = read_signature(self.model.forward, args, kwargs)
-        known = {id(t): symbolic_dims(a, t, self.request) for a, t in named.tensors}
-        dims = [known.get(id(tensor), ()) for tensor in run.call.tensors]
+        batch = {id(t): symbolic_dim(a, t, self.request) for a, t in named.tensors}
+        earlier = [s for each in self.traces if each.key == key for s in each.sizes]
+        dims = [
+            [
+                dim
+                for dim, size in enumerate(tensor.shape)
+                if dim == batch.get(id(tensor))
+                or any(size != sizes[i][dim] for sizes in earlier)
+            ]
+            for i, tensor in enumerate(run.call.tensors)
+        ]
         with modes_after_errors():
             return export_model(run, named, dims)
 
@@ -120,6 +136,10 @@ def _keeps(change: Change) -> PlanError:
         "it is traced, and not in each call; keep it in a buffer (register_buffer, "
         "and .copy_() or .add_() in forward), or write it outside of forward"
     )
+
+
+def _sizes(call: Structure) -> Sizes:
+    return tuple(tuple(tensor.shape) for tensor in call.tensors)
 
 
 def _kind(tensor: Tensor) -> Hashable:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Literal, NamedTuple
+from typing import Literal
 
 import torch
 
@@ -27,16 +27,6 @@ BufferReduction = Literal["mean", "sum", "last"]
 CutWord = Literal["column", "row", "expert", "sequence"]
 Shards = Literal["auto"] | tuple[tuple[str, CutWord], ...]
 OutputReduction = Literal["mean", "sum", "max", "min", "last"]
-
-
-class Fill(NamedTuple):
-    """The dimension of an argument that has a length, and what it is filled up with."""
-
-    dim: int
-    value: float
-
-
-Lengths = Literal["bucket"] | Mapping[str | int, tuple[int, float]]  # each a Fill
 
 
 @dataclass(frozen=True)
@@ -79,7 +69,6 @@ class Request:
     prefetch: int = 1
     batch_dims: Mapping[str | int, int | None] = field(default_factory=dict)
     ragged: Ragged = "error"
-    lengths: Lengths | None = None
     most: int = 1
     shards: Shards = "auto"
     inputs: int = 0

@@ -32,11 +32,11 @@ def too_many(value: object) -> str:
     return f", {LARGEST:,} at most" if is_count(value, inf) else ""
 
 
-def is_number(value: object, least: float = 0.0) -> bool:
+def is_number(value: object) -> bool:
     """Whether a user's number is one (not an array, nor True), finite, and not below
-    `least`."""
+    0."""
     real = isinstance(value, Real) and not isinstance(value, bool)
-    return real and least <= float(value) < inf  # type: ignore[arg-type]
+    return real and 0 <= float(value) < inf  # type: ignore[arg-type]
 
 
 def shown(value: object) -> str:
