@@ -49,13 +49,13 @@ def trace_norms(trace: Trace, request: Request, updates_once: bool) -> Traced:
 
 def _quiet(traced: Traced) -> Traced:
     """Without warnings of what comes with the schedule."""
-    outputs = [
+    outputs = tuple(
         rows._replace(cause=None)
         if rows and rows.cause and "batch_norm" in rows.cause.operation
         else rows
-        for rows in traced.rows.outputs
-    ]
-    return traced._replace(rows=traced.rows._replace(outputs=tuple(outputs)))
+        for rows in traced.rows
+    )
+    return traced._replace(rows=outputs)
 
 
 def _microbatches(request: Request, updates_once: bool) -> str:

@@ -230,7 +230,8 @@ def _traces(
     watch = None
     if request.schedule.microbatches > 1:
         loss = facts(stages.graph).loss
-        watch = RowWatch(gm, traced.graph, traced.rows, loss, request, exact)
+        rows, labels = traced.rows, traced.labels
+        watch = RowWatch(traced.graph, rows, labels, loss, request, exact)
     return Traces(stages, request.loss_reduction, watch, traced.early)
 
 
@@ -271,7 +272,7 @@ def _loss_reduction(traced: Traced, request: Request) -> LossReduction:
     """How the microbatches' losses are put together: "mean" or "sum"."""
     if request.loss_reduction not in ("exact", "weighted"):
         return request.loss_reduction
-    pairs = zip(facts(traced.graph).outputs, traced.rows.outputs, strict=True)
+    pairs = zip(facts(traced.graph).outputs, traced.rows, strict=True)
     losses = [rows for output, rows in pairs if rows and output.kind == "scalar"]
     if request.loss_reduction == "weighted":
         return reduction_of(losses)

@@ -21,13 +21,12 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.debug import CommDebugMode
 from torch.testing._internal.common_methods_invocations import op_db
 from torch.testing._internal.distributed.fake_pg import FakeStore
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from fxsched.ir.graphs import tensors
 from fxsched.rows.kinds import Kind, Rows
 from fxsched.rows.rule_table import RULES
-from fxsched.rows.tracker import Tracker
+from fxsched.rows.tracker import Tracker, Watch
 
 Cut = Mapping[int, int]  # the dimension of the rows, by the position of a tensor
 DRAWS = "rand drop bernoulli multinomial normal poisson uniform exponential geometric"
@@ -47,19 +46,6 @@ OPERATORS = [
     if each.dtypes and not any(word in each.name for word in (*UNFIT, *SIZED))
 ]
 GROUPS = 8
-
-
-class Watch(TorchDispatchMode):
-    def __init__(self, tracker: Tracker) -> None:
-        super().__init__()
-        self.tracker = tracker
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
-        out = func(*args, **(kwargs or {}))
-        self.tracker.see(func, args, kwargs or {}, out)
-        return out
 
 
 class Claim(NamedTuple):

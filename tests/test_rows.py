@@ -40,7 +40,7 @@ def rows_of(model: nn.Module, *inputs: Tensor) -> list[Rows | None]:
     tracer = Tracer(backend.options)
     with pytest.raises(MicrobatchTraced) as end:
         torch.compile(model, backend=tracer)(*inputs)
-    return list(end.value.traced.rows.outputs)
+    return list(end.value.traced.rows)
 
 
 def pairs(s: Model, x: Tensor, y: Tensor) -> Tensor:
@@ -148,6 +148,30 @@ def test_rows_apart_end_in_a_sum_or_a_mean(name: str) -> None:
     assert rows_of(Model(compute), *inputs) == [Rows(kind)]
 
 
+def doubled_otherwise(s: Model, x: Tensor) -> Tensor:
+    """A batch after itself, beside one in which each row comes twice."""
+    h = s.linear(x)
+    both = torch.cat([torch.cat([h, -h]), h.repeat_interleave(2, 0)], 1)
+    return (both[:, :6] * both[:, 6:]).mean()
+
+
+SIZED = {
+    "added": lambda weight, size: weight + size,
+    "divided": lambda weight, size: weight / size,
+    "above": lambda weight, size: torch.tensor(size).clamp(min=3),
+}
+
+
+@pytest.mark.parametrize("name", SIZED)
+def test_a_sum_over_another_number_than_the_batchs_size_is_no_mean(name: str) -> None:
+    def compute(s: Model, x: Tensor) -> Tensor:
+        number = SIZED[name](s.linear.weight.pow(2).sum(), len(x))
+        return s.linear(x).pow(2).sum() / number
+
+    (rows,) = rows_of(Model(compute), FEATURES)
+    assert rows is not None and rows.kind in (Kind.OTHER, Kind.UNKNOWN)
+
+
 MIXED: dict[str, tuple[Effect, Callable[..., Any], tuple[Tensor, ...]]] = {
     "contrastive": (Effect.PAIRS, pairs, (FEATURES, FEATURES + 1)),
     "batch norm": (
@@ -181,6 +205,7 @@ MIXED: dict[str, tuple[Effect, Callable[..., Any], tuple[Tensor, ...]]] = {
         lambda s, x, y: F.embedding(y, s.linear.weight, None, 2.0, 2.0, True).mean(),
         (FEATURES, CLASSES),
     ),
+    "doubled in two orders": (Effect.PAIRS, doubled_otherwise, (FEATURES,)),
     "flipped": (
         Effect.ORDER,
         lambda s, x: (s.linear(x) * x.flip(0)).mean(),

@@ -81,7 +81,7 @@ class _Joining:
         self.domains = Domains(
             nodes,
             trace.tracker,
-            trace.values.get,
+            trace.rows,
             self._flops,
             trace.rows_beside,
             around,

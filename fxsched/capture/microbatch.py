@@ -29,29 +29,14 @@ from ..ir.written import written
 from ..jobs.job import PlanError
 from ..rows.early_values import Early
 from ..rows.kinds import SHARED, Kind, Rows
-from ..rows.own_backward import own_backward
-from ..rows.tracker import Tracker
+from ..rows.own_backward import follow_backward
+from ..rows.tracker import Tracker, Watch
 from .autograd_costs import AutogradCosts
 from .batch import Batch
 from .effects import refuse_recomputed, statistics_of, written_by
 from .graph_inputs import origin_of
 from .refusals import refused
 from .whole_sizes import has_sizes, stand_ins
-
-
-class RowMeter(Meter):  # type: ignore[no-untyped-call]
-    """Counts what operations take, and follows the rows of what they give."""
-
-    def __init__(self, tracker: Tracker) -> None:
-        super().__init__()
-        self.tracker = tracker
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
-        out = super().__torch_dispatch__(func, types, args, kwargs)
-        self.tracker.see(func, args, kwargs or {}, out)
-        return out
 
 
 class _Value(NamedTuple):
@@ -193,8 +178,8 @@ class Microbatch:
         args = fx.map_arg(node.args, lambda n: self.values[n])
         kwargs = fx.map_arg(node.kwargs, lambda n: self.values[n])
         self.tracker.enter(node)
-        effects = RowMeter(self.tracker)
-        with self.mode, self._costs.saved_bytes() as saved, effects:
+        effects, watch = Meter(), Watch(self.tracker)
+        with self.mode, self._costs.saved_bytes() as saved, effects, watch:
             value, fits = self._value(node, args, kwargs)
         self.values[node] = value
         if fits:
@@ -268,9 +253,7 @@ class Microbatch:
         """Notes what becomes of rows in a node's backward, if a user wrote it."""
         if node.op == "call_function":
             with self.mode:
-                backward = own_backward(node, args, kwargs, value, tracker)
-            if backward is not None:
-                tracker.note_backward(node, value, *backward)
+                follow_backward(node, args, kwargs, value, tracker)
 
     def _run(self, node: fx.Node, args: Any, kwargs: Any) -> Any:
         """What a node gives. Raises PlanError, with its line, for what can't be run."""
@@ -304,7 +287,7 @@ class Microbatch:
         args, kwargs = fx.map_arg((node.args, node.kwargs), self.values.__getitem__)
         tracker.enter(node)
         try:
-            with self.mode, RowMeter(tracker):
+            with self.mode, Watch(tracker):
                 again = self._run(node, args, kwargs)
         except PlanError:  # it doesn't go with the size of a microbatch
             return None

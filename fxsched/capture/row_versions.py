@@ -91,8 +91,7 @@ class RowVersions:
     def dims(self, node: fx.Node) -> list[int]:
         """The dimensions of a value that are as long as the batch, or a multiple."""
         value = node.meta.get("example_value")
-        shape = value.shape if isinstance(value, Tensor) else ()
-        return [i for i, size in enumerate(shape) if self.domains.tracker.depends(size)]
+        return self.domains.tracker.dims(value) if isinstance(value, Tensor) else []
 
     def _find(self, node: fx.Node, dim: Dim) -> Version | None:
         trace = self.trace
@@ -226,7 +225,7 @@ class RowVersions:
         """A node's value of these; None if it can't be computed of them."""
         trace, tracker = self.trace, self.trace.tracker
         before = {n: Version(trace.new[n], trace.values[n]) for n in (*operands, node)}
-        exact, labels = tracker.exact, len(tracker.labels)
+        exact = tracker.exact
         tracker.exact, tracker.sized = False, False
         for n, (new, value) in operands.items():
             trace.new[n], trace.values[n] = new, value
@@ -240,7 +239,6 @@ class RowVersions:
             return None
         finally:
             tracker.exact, tracker.sized = exact, True
-            del tracker.labels[labels:]
             for n, (new, value) in before.items():
                 trace.new[n], trace.values[n] = new, value
 
@@ -249,7 +247,7 @@ class RowVersions:
         if not isinstance(version.value, Tensor):
             return False
         rows, shape = self.rows(version), list(self.whole.values[node].shape)
-        if rows.cause is not None or rows.numbers:
+        if not rows.plain:
             return False
         if dim is None:
             kinds = Kind.SUM, Kind.MEAN

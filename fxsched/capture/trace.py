@@ -18,8 +18,8 @@ from ..ir.graphs import Spec
 from ..ir.lazy import lazy_module
 from ..ir.writes import find_writes
 from ..rows.early_values import Early
-from ..rows.row_warnings import meeting_text
-from ..rows.tracker import OutputRows
+from ..rows.kinds import Rows
+from ..rows.row_warnings import Labels, labels_of, meeting_text
 from ..rows.weighted_loss import labels_decide, part_means
 from .batch import Batch
 from .batch_norms import Norms, refuse_kept, refuse_microbatch, whole_batch_norms
@@ -39,7 +39,8 @@ from .weighted_microbatch import WeightedMicrobatch
 class Traced(NamedTuple):
     """A microbatch, and what is known of it besides its graph.
 
-    rows: what became of the rows of the batch.
+    rows: what became of the rows of the batch in each output; None for no tensor.
+    labels: those that means over labels are of.
     early: what computes inputs that follow those of the call, for the whole batch.
     weighted: whether there may be such inputs.
     meets: whether rows of different microbatches meet.
@@ -49,7 +50,8 @@ class Traced(NamedTuple):
     """
 
     graph: fx.GraphModule
-    rows: OutputRows
+    rows: tuple[Rows | None, ...]
+    labels: dict[fx.Node, Labels]
     early: Early | None
     weighted: bool
     meets: bool
@@ -142,9 +144,9 @@ def trace_microbatch(
     pairs = zip(rows, trace.outputs(), strict=True)
     rows = tuple(trace.rows(o) if o in trace.spread else r for r, o in pairs)
     rows = tuple(map(trace.rows_left, rows, trace.outputs()))
-    known = OutputRows(rows, tuple(trace.tracker.labels))
+    labels = labels_of(trace.gm, trace.rows)
     count = trace.gm.meta.get("norms", 0) or int(trace.tracker.kept is not None)
-    return Traced(graph, known, trace.early(), weighted, *joined, count)
+    return Traced(graph, rows, labels, trace.early(), weighted, *joined, count)
 
 
 def _interpreted(

@@ -115,6 +115,6 @@ class WeightedMicrobatch(Microbatch):
             unread = call and not node.users and "mutates" in node.meta
             if unread and not node.meta["mutates"] and not is_region(node):
                 self.graph.erase_node(node)
-        early = early_values(self.gm, list(self.totals), range(len(self.inputs)))
+        early = early_values(list(self.totals), range(len(self.inputs)))
         assert early is not None, "inputs alone decide these"
         return early

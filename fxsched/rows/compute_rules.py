@@ -17,10 +17,9 @@ def pointwise(call: OpCall) -> Rows:
     apart = [rows for rows in aligned if rows.apart]
     if not apart:
         return _of_reduced(call, aligned)
-    numbers = any(rows.numbers for rows in apart)
-    if numbers and call.name not in CASTS:
+    if any(rows.numbers for rows in apart) and call.name not in CASTS:
         return call.kept(apart[0]._replace(numbers=False), Effect.ORDER, *aligned)
-    return beside(call, *aligned)._replace(numbers=numbers)
+    return beside(call, *aligned)
 
 
 def copied(call: OpCall) -> Rows:
@@ -118,25 +117,22 @@ def histogram(call: OpCall) -> Rows:
 def along(call: OpCall) -> Rows:
     """softmax, sort, cumsum: along dimensions that stay; roll without any goes through
     all elements."""
-    return _over(call, call.dims(call.args[0]))
+    return _over(call.dims(call.args[0]), Effect.ORDER, call)
 
 
 def renorm(call: OpCall) -> Rows:
     """Slices along a dimension, each over all the others."""
     tensor = call.args[0]
-    return _over(call, set(range(tensor.dim())) - call.dims(tensor))
-
-
-def _over(call: OpCall, dims: Container[int]) -> Rows:
-    rows = call.of(call.args[0])
-    if rows.reduced:
-        return call.other(Effect.FUNCTION, rows)
-    return call.kept(rows, Effect.ORDER if rows.dim in dims else None, rows)
+    return _over(set(range(tensor.dim())) - call.dims(tensor), Effect.ORDER, call)
 
 
 def trailing(width: Callable[[OpCall], int], call: OpCall) -> Rows:
     """Over the last dimensions; the ones before them are apart."""
-    tensor = next(call.tensors())
+    count = next(call.tensors()).dim()
+    return _over(range(count - width(call), count), Effect.MIX, call)
+
+
+def _over(dims: Container[int], effect: Effect, call: OpCall) -> Rows:
     rows, *others = values = call.values
     if not rows.apart:
         apart = [other for other in others if other.apart]
@@ -146,8 +142,8 @@ def trailing(width: Callable[[OpCall], int], call: OpCall) -> Rows:
     cause = first_cause(values)
     if any(other.reduced for other in others):
         cause = call.mixed(Effect.STATISTICS, *values)
-    if rows.dim >= tensor.dim() - width(call):
-        cause = call.mixed(Effect.MIX, rows)
+    if rows.dim in dims:
+        cause = call.mixed(effect, rows)
     return rows._replace(cause=cause)
 
 
@@ -159,7 +155,8 @@ def beside(call: OpCall, *values: Rows) -> Rows:
         cause = call.mixed(Effect.STATISTICS, *values)
     if any(rows.place != apart[0].place for rows in apart):
         cause = call.mixed(Effect.PAIRS, *values)
-    return apart[0]._replace(cause=cause)
+    numbers = any(rows.numbers for rows in apart)
+    return apart[0]._replace(cause=cause, numbers=numbers)
 
 
 def batch_norm(call: OpCall) -> Sequence[Rows]:

@@ -11,9 +11,6 @@ from ..ir.graphs import named_arguments, tensors
 from .compute_rules import beside
 from .kinds import SHARED, Cause, Effect, Kind, OpCall, Rows, first_cause
 
-GRADIENTS = {Kind.SHARED: Kind.SUM, Kind.SUM: Kind.SHARED, Kind.MEAN: Kind.SHARED}
-
-
 Placed = tuple[Tensor, Rows]
 
 
@@ -93,7 +90,7 @@ def _has_dims(call: OpCall, strategy: Strategy) -> bool:
 def _are_gradients(values: Sequence[Placed], gradients: Sequence[Placed]) -> bool:
     """Whether these are the placements of the gradients of values that have some."""
     return all(
-        gradient == rows._replace(kind=GRADIENTS.get(rows.kind, rows.kind))
+        gradient == rows.of_gradient
         for (tensor, rows), (_, gradient) in zip(values, gradients, strict=True)
         if tensor.is_floating_point() or tensor.is_complex()
     )
@@ -103,16 +100,9 @@ def _fitting(call: OpCall) -> Strategy | None:
     """The first of what is said that the rows of a call's arguments fit."""
     for strategy in DECLARED[call.target].forward or ():
         pairs = _inputs(call, strategy.inputs)
-        if _has_dims(call, strategy) and all(_fits(call, *each) for each in pairs):
+        if _has_dims(call, strategy) and all(call.fits(*each) for each in pairs):
             return strategy
     return None
-
-
-def _fits(call: OpCall, tensor: Tensor, wanted: Rows) -> bool:
-    rows = call.of(tensor)
-    if rows == SHARED and wanted.apart:
-        return call.whole or tensor.shape[wanted.dim] == 1
-    return rows._replace(cause=None) == wanted
 
 
 def _inputs(call: OpCall, placed: Sequence[Rows]) -> list[Placed]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
 
-from torch import Tensor, fx
+from torch import fx
 
 from .kinds import Kind, Rows, meet
 from .tracker import Tracker
@@ -20,7 +20,7 @@ class Domains:
     """Finds the joint nodes of a graph whose rows were tracked.
 
     nodes: of the model's graph, those that compute.
-    value: the microbatch's value of each. flops: of each.
+    rows: of each one's value, if it is a tensor. flops: of each.
     beside: the rows of a node's value, if these that it reads are of the whole batch;
         None if it must not run again.
     around: the BatchNorms that run on all rows, with what lies around them.
@@ -31,37 +31,28 @@ class Domains:
         self,
         nodes: Sequence[fx.Node],
         tracker: Tracker,
-        value: Callable[[fx.Node], object],
+        rows: Callable[[fx.Node], Rows | None],
         flops: Callable[[fx.Node], float],
         beside: Callable[[fx.Node, Collection[fx.Node]], Rows | None],
         around: Collection[fx.Node],
     ) -> None:
-        self.nodes, self.tracker, self.value, self.flops = nodes, tracker, value, flops
+        self.nodes, self.tracker, self.rows, self.flops = nodes, tracker, rows, flops
         self.beside = beside
         self.whole: dict[fx.Node, list[fx.Node]] = {}
         self.own: dict[fx.Node, set[fx.Node]] = {}
         self.around = around
 
-    def rows(self, node: fx.Node) -> Rows | None:
-        """The rows of a tensor."""
-        value = self.value(node)
-        return self.tracker.of(value) if isinstance(value, Tensor) else None
-
-    def in_parts(self, node: fx.Node) -> bool:
+    def in_parts(self, node: fx.Node, rows: Rows | None = None) -> bool:
         """Whether microbatches have this value's rows, one after another."""
-        rows = self.rows(node)
-        return rows is not None and self._rows_in_parts(node, rows)
-
-    def _rows_in_parts(self, node: fx.Node, rows: Rows) -> bool:
-        if rows.cause is not None or rows.numbers:
+        rows = rows or self.rows(node)
+        if rows is None or not rows.plain:
             return False
         return self.tracker.in_parts(rows, node.meta["example_value"])
 
     def reduced(self, node: fx.Node) -> bool:
         """Whether the whole batch's value is the sum or mean of microbatches'."""
         rows = self.rows(node)
-        known = rows is not None and rows.kind in (Kind.SUM, Kind.MEAN)
-        return known and rows is not None and rows.cause is None and not rows.numbers
+        return rows is not None and rows.plain and rows.kind in (Kind.SUM, Kind.MEAN)
 
     def joint(self) -> dict[fx.Node, None]:
         """The nodes that run on all rows, in order."""
@@ -96,7 +87,8 @@ class Domains:
         ]
         if not whole or node not in self.own:
             return False
-        if self.own[node] - set(whole) or any(map(self._has_rows, whole)):
+        sizes = (self.tracker.dims(n.meta["example_value"]) for n in whole)
+        if self.own[node] - set(whole) or any(sizes):
             return False
         self.whole[node] = whole
         return True
@@ -108,7 +100,7 @@ class Domains:
             if node in self.tracker.met:
                 others = {n for n in node.all_input_nodes if self._is_other(n)}
                 rows = self.beside(node, others) if others else None
-                if rows and self._rows_in_parts(node, rows):
+                if rows and self.in_parts(node, rows):
                     own[node] = others
         return own
 
@@ -117,10 +109,6 @@ class Domains:
         rows = self.rows(node)
         shared = rows is None or rows.kind is Kind.SHARED
         return not shared and not self.in_parts(node)
-
-    def _has_rows(self, node: fx.Node) -> bool:
-        """Whether a size of a value depends on the batch."""
-        return any(map(self.tracker.depends, node.meta["example_value"].shape))
 
     def _clean(self, node: fx.Node) -> bool:
         return self.in_parts(node) or self.reduced(node)

@@ -27,25 +27,18 @@ class Early(NamedTuple):
             return values
 
 
-def early_values(
-    gm: fx.GraphModule, wanted: Sequence[fx.Node], inputs: Collection[int]
-) -> Early | None:
-    """A function of the graph's arguments that computes these nodes, or None if they
+def early_values(wanted: Sequence[fx.Node], inputs: Collection[int]) -> Early | None:
+    """A function of their graph's arguments that computes these nodes, or None if they
     depend on more than the arguments `inputs`, numbers and constants."""
-    needed = ancestors(wanted)
-    graph = fx.Graph()
-    new: dict[fx.Node, fx.Node] = {}
-    index, read = 0, list[int]()
-    for node in gm.graph.nodes:
-        if node.op == "placeholder":
-            tensor = isinstance(node.meta.get("example_value"), Tensor)
-            if node in needed:
-                if tensor and index not in inputs:
-                    return None
-                new[node] = graph.placeholder(node.name)
-                read.append(index)
-            index += 1
-        elif node in needed:
+    needed, old = ancestors(wanted), wanted[0].graph
+    places = enumerate(old.find_nodes(op="placeholder"))
+    read = {node: i for i, node in places if node in needed}
+    tensors = (n for n in read if isinstance(n.meta.get("example_value"), Tensor))
+    if any(read[node] not in inputs for node in tensors):
+        return None
+    graph, new = fx.Graph(), dict[fx.Node, fx.Node]()
+    for node in old.nodes:
+        if node in needed:
             new[node] = graph.node_copy(node, new.__getitem__)
     graph.output(tuple(new[node] for node in wanted))
-    return Early(lazy_module(gm, graph), tuple(read))
+    return Early(lazy_module(old.owning_module, graph), tuple(read.values()))

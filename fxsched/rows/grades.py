@@ -7,14 +7,14 @@ in the gradient that arrives: twice that gradient, twice a value of degree 1.
 
 from __future__ import annotations
 
-import operator
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-from torch import Tensor, fx
+from torch import Tensor
 
-from ..ir.graphs import is_view, name_of, storage, tensors
-from .tracker import OVER, TIMES, Tracker
+from ..ir.graphs import is_mutable, is_view, storage, tensors
+from .kinds import OpCall, Rows
+from .tracker import Tracker
 
 
 class Grade(NamedTuple):
@@ -48,124 +48,94 @@ HOW = {
 }
 
 
-class Grades:
-    """Those of the tensors of one trace; a tensor and its views have one."""
+class Graded(Tracker):
+    """Follows them beside the rows; a tensor and its views have one grade."""
 
-    def __init__(self, tracker: Tracker) -> None:
-        self.tracker = tracker
-        self._of: dict[int, tuple[Tensor, Grade | None]] = {}
+    def __init__(self, outer: Tracker) -> None:
+        super().__init__(outer.size, outer.symbols)
+        self._grades: dict[int, Grade | None] = {}  # by storage
 
-    def of(self, tensor: Tensor) -> Grade | None:
+    def grade(self, tensor: Tensor) -> Grade | None:
         """The grade of a tensor; None for zeros."""
-        entry = self._of.get(storage(tensor))
-        return FLAT if entry is None else entry[1]
+        return self._grades.get(storage(tensor), FLAT)
 
-    def put(self, tensor: Tensor, grade: Grade | None) -> None:
+    def put_grade(self, tensor: Tensor, grade: Grade | None) -> None:
         """Notes the grade of a tensor."""
-        self._of[storage(tensor)] = tensor, grade
+        self._grades[storage(tensor)] = grade
 
     def see(self, func: Any, args: Sequence[Any], kwargs: Any, out: Any) -> None:
-        """Notes the grades of an operation's results."""
-        read = [*tensors(args), *tensors(tuple(kwargs.values()))]
-        name = name_of(func).rstrip("_")
-        grades = [self.of(tensor) for tensor in read]
-        if is_view(func) and not func._schema.is_mutable:
-            grade = grades[0]
-        else:
-            whole = [not (t.is_floating_point() or t.is_complex()) for t in read]
-            if HOW.get(name) == "sum" and all(
-                g == FLAT for g, w in zip(grades, whole, strict=True) if w
-            ):  # by a mask or an index
-                grades = [g for g, w in zip(grades, whole, strict=True) if not w]
-            grade = _result(name, grades, args)
+        """Notes the rows and grades of an operation's results."""
+        super().see(func, args, kwargs, out)
+        call = self.call(func, args, kwargs, out)
+        grades = [self.grade(tensor) for tensor in call.tensors()]
+        view = is_view(func) and not is_mutable(func)
+        grade = grades[0] if view else _result(call, grades)
         for tensor in tensors(out):
-            self.put(tensor, grade)
+            self.put_grade(tensor, grade)
 
-    def settle(self, node: fx.Node, value: Any) -> None:
-        """Notes the sizes of the batch that a node reads as numbers."""
-        degree = self.tracker.degree(node)
-        if degree is None:
-            return
-        name = name_of(node.target)
-        first = node.args[0] if node.args else None
-        if name in TIMES or self.tracker.depends(_example(first)):
-            degree = -degree
-        elif name not in OVER:
-            degree = 0
-        for tensor in tensors(value):
-            before = self.of(tensor)
-            if before is not None:
-                known = degree and before.power is not None
-                power = before.power + degree if known else None  # type: ignore[operator]
-                self.put(tensor, before._replace(power=power))
+    def scaled(self, rows: Rows, tensor: Tensor, factor: int) -> Rows:
+        """Notes what a number of the batch's size does to a tensor's grade."""
+        before = self.grade(tensor)
+        if before is not None:
+            known = factor != 0 and before.power is not None
+            power = before.power - factor if known else None  # type: ignore[operator]
+            self.put_grade(tensor, before._replace(power=power))
+        return rows
 
 
-def _example(value: Any) -> object:
-    return value.meta.get("example_value") if isinstance(value, fx.Node) else None
-
-
-def _result(
-    name: str, read: Sequence[Grade | None], args: Sequence[Any]
-) -> Grade | None:
-    how, zero = HOW.get(name), bool(args) and _is_zero(args)
-    if how == "zeros" or (name in ("full", "scalar_tensor") and zero):
+def _result(call: OpCall, read: Sequence[Grade | None]) -> Grade | None:
+    name, last = call.name, call.args[-1] if call.args else None
+    zero, how = not isinstance(last, Tensor) and last == 0, HOW.get(name)
+    if how == "zeros" or (zero and name in ("full", "scalar_tensor")):
         return NOTHING
-    if name == "div" and len(read) > 1:
-        return _quotient(*read)
-    if how == "product" or name == "div":
+    if name == "div" and call.get("rounding_mode") is None:
+        read, how = [*read[:1], *map(_inverse, read[1:])], "product"
+    if name == "masked_fill":
+        how = "linear" if zero else "sum"
+    if how == "product":
         return _product(read)
     if how == "biased":
         return _alike([read[0], _product(read[1:])])
-    if how == "sum" or (name == "masked_fill" and not zero):
+    if how == "sum":
+        read = _without_masks(call, read)
         number = name in ("add", "sub", "masked_fill") and len(read) < 2
         return _alike([*read, *[FLAT] * number])
-    linear = how == "linear" or name == "masked_fill"
-    if linear and all(each == FLAT for each in read[1:]):
-        return read[0] if read else FLAT
-    return _any(read)
+    if how == "linear" and read and all(each == FLAT for each in read[1:]):
+        return read[0]
+    # of a function that need not be linear
+    return _each(lambda p: 0 if set(p) <= {0} else None, [r or FLAT for r in read])
 
 
-def _is_zero(args: Sequence[Any]) -> bool:
-    return not isinstance(args[-1], Tensor) and args[-1] == 0
+def _without_masks(
+    call: OpCall, read: Sequence[Grade | None]
+) -> Sequence[Grade | None]:
+    """Without masks and indices, where they depend on neither."""
+    pairs = list(zip(read, call.tensors(), strict=True))
+    floats = [g for g, t in pairs if t.is_floating_point() or t.is_complex()]
+    masks = [g for g, t in pairs if not (t.is_floating_point() or t.is_complex())]
+    return floats if all(grade == FLAT for grade in masks) else read
+
+
+def _each(rule: Callable[[Any], int | None], read: Sequence[Grade]) -> Grade:
+    """What becomes of each of the two powers."""
+    return Grade(*map(rule, zip(*read, strict=True)))
 
 
 def _product(read: Sequence[Grade | None]) -> Grade | None:
-    if any(each is None for each in read):
+    known = [each for each in read if each is not None]
+    if len(known) < len(read):
         return NOTHING
-    powers, degrees = zip(*filter(None, read), strict=True)
-    return Grade(_total(powers), _total(degrees))
+    return _each(lambda powers: None if None in powers else sum(powers), known)
 
 
-def _total(powers: Iterable[int | None]) -> int | None:
-    total = 0
-    for power in powers:
-        if power is None:
-            return None
-        total += power
-    return total
-
-
-def _quotient(above: Grade | None, below: Grade | None) -> Grade | None:
-    """Of degree 1 in a gradient only if that is not below: else it is not linear."""
-    if above is None:
-        return NOTHING
-    below = below or Grade(None, None)
-    known = None not in (above.power, below.power)
-    power = operator.sub(above.power, below.power) if known else None
-    return Grade(power, above.degree if below.degree == 0 else None)
+def _inverse(grade: Grade | None) -> Grade:
+    """That of one divided by it, which is not linear in the gradient."""
+    power, degree = grade or Grade(None, None)
+    return Grade(None if power is None else -power, 0 if degree == 0 else None)
 
 
 def _alike(read: Sequence[Grade | None]) -> Grade | None:
     """What is added up has to be of one grade."""
     known = [each for each in read if each is not None]
-    if not known:
-        return NOTHING
-    same = [len(set(each)) == 1 for each in zip(*known, strict=True)]
-    return Grade(*(each if s else None for each, s in zip(known[0], same, strict=True)))
-
-
-def _any(read: Sequence[Grade | None]) -> Grade:
-    """Of a function that need not be linear."""
-    known = [each or FLAT for each in read]
-    flat = [all(power == 0 for power in each) for each in zip(*known, strict=True)]
-    return Grade(*(0 if f else None for f in flat)) if known else FLAT
+    same = _each(lambda p: p[0] if len(set(p)) == 1 else None, known)
+    return same if known else NOTHING

@@ -10,62 +10,39 @@ take what belongs to these from captured tensors: lengths[b].
 from __future__ import annotations
 
 import operator
-from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, fx
 
 from ..ir.graphs import tensors
-from .kinds import SHARED, Effect, Kind, OpCall, Rows, first_cause
+from .kinds import SHARED, Effect, Kind, OpCall, Rows
 
 TAKES = (operator.getitem, torch.ops.aten.index.Tensor)
 FILLS = ("new_ones", "new_zeros", "new_full", "ones_like", "zeros_like", "full_like")
 
 
-class _Captured(NamedTuple):
-    """What graphs read beside numbers. taken: tensors of which they take what belongs
-    to a row, by its number; whole: what they read in another way."""
+class _Read(NamedTuple):
+    """What a call on parts reads: of some tensors parts, along a dimension each, and
+    others as they are."""
 
-    taken: list[Tensor]
+    parts: list[tuple[Tensor, int]]
     whole: list[Any]
 
 
 def flex_attention(call: OpCall) -> Rows:
     """Of query, key and value [batch, heads, length, width], whose rows are batches or
     heads."""
-    values = [call.of(each) for each in call.tensors()]
-    read, captured, dim = parts(call), _captured(call), _dim(call)
-    if read is None or captured is None:
-        effect = Effect.PAIRS if dim > 1 else Effect.ORDER
-        return Rows(Kind.APART, dim, cause=call.mixed(effect, *values))
-    cause = first_cause(values)
-    shared = all(_is_shared(call, each) for each in captured.whole)
-    if not shared or not all(_is_beside(call, *each) for each in read):
-        cause = call.mixed(Effect.PAIRS, *values)
-    return Rows(Kind.APART, dim, cause=cause)
+    read, dim = _read(call), _dim(call)
+    numbered = read is None and dim < 2
+    return _apart(call, read, dim, Effect.ORDER if numbered else Effect.PAIRS)
 
 
 def parts(call: OpCall) -> list[tuple[Tensor, int]] | None:
     """The tensors of which a call on parts reads parts, and along which dimension; None
     if a graph makes something of a row's number."""
-    captured, dim = _captured(call), _dim(call)
-    if captured is None or dim > 1:
-        return None
-    beside = [*call.args[:3], *tensors(call.args[4][:-1])]
-    read = [(each, dim) for each in beside] + [(each, 0) for each in captured.taken]
-    whole = set(map(id, captured.whole))
-    return None if any(id(each) in whole for each, _ in read) else read
-
-
-def _captured(call: OpCall) -> _Captured | None:
-    """That of both graphs; None if one makes something of a row's number."""
-    dim, given = _dim(call), [*call.args[7:9], (), ()]
-    score = _reads(call.args[3], 1 + dim, given[0])
-    mask = _reads(call.args[4][-1], dim, given[1])
-    if score is None or mask is None:
-        return None
-    return _Captured(score.taken + mask.taken, score.whole + mask.whole)
+    read = _read(call)
+    return None if read is None else read.parts
 
 
 def _dim(call: OpCall) -> int:
@@ -77,46 +54,57 @@ def _dim(call: OpCall) -> int:
 def mapped(call: OpCall) -> Rows:
     """Of slices along the first dimension, each by itself, and others as they are."""
     _, slices, others = call.args[:3]
-    values = [call.of(each) for each in tensors((slices, others))]
-    cause = first_cause(values)
-    shared = all(_is_shared(call, each) for each in others)
-    if not shared or not all(_is_beside(call, each, 0) for each in tensors(slices)):
-        cause = call.mixed(Effect.MIX, *values)
-    return Rows(Kind.APART, 0, cause=cause)
+    read = _Read([(each, 0) for each in tensors(slices)], others)
+    return _apart(call, read, 0, Effect.MIX)
 
 
-def _is_beside(call: OpCall, value: Tensor, dim: int) -> bool:
-    """Whether a tensor has the rows along a dimension, or is the same for all."""
-    rows = call.of(value)
-    if rows == SHARED:
-        return call.whole or value.shape[dim] == 1
-    return rows == Rows(Kind.APART, dim, cause=rows.cause)
+def _apart(call: OpCall, read: _Read | None, dim: int, effect: Effect) -> Rows:
+    """Rows that are apart if what is read has them where it should."""
+    right = read is not None and all(
+        call.fits(value, rows)
+        for value, rows in (
+            *((tensor, Rows(Kind.APART, place)) for tensor, place in read.parts),
+            *((value, SHARED) for value in read.whole),
+        )
+    )
+    rows = Rows(Kind.APART, dim)
+    return call.kept(rows, None if right else effect, *call.values)
 
 
-def _is_shared(call: OpCall, value: object) -> bool:
-    """Whether a value is the same for all rows; numbers may be of the batch's size."""
-    return call.of(value) == SHARED if isinstance(value, Tensor) else call.whole
+def _read(call: OpCall) -> _Read | None:
+    """What FlexAttention reads; None if a graph makes something of a row's number."""
+    dim, (*tables, mask) = _dim(call), call.args[4]
+    read = _Read([(each, dim) for each in (*call.args[:3], *tensors(tables))], [])
+    score, given = call.args[3], (*call.args[7:9], (), ())
+    for graph, place, captured in ((score, 1 + dim, given[0]), (mask, dim, given[1])):
+        taken = _taken(graph, place, len(captured)) if dim < 2 else None
+        if taken is None:
+            return None
+        for value, row in zip(captured, taken, strict=True):
+            if row:
+                read.parts.append((value, 0))
+            elif row is not None:
+                read.whole.append(value)
+    whole = set(map(id, read.whole))
+    return None if any(id(each) in whole for each, _ in read.parts) else read
 
 
-def _reads(graph: Any, place: int, captured: Sequence[Any]) -> _Captured | None:
-    """What a graph reads; None if it makes something of the number at a place."""
+def _taken(graph: Any, place: int, count: int) -> list[bool | None] | None:
+    """Of each of the last inputs of a graph, whether it takes what belongs to a row, by
+    the number at a place; None if it reads nothing. None for all of them if it makes
+    something else of the number."""
     if not isinstance(graph, fx.GraphModule):
         return None
     given = graph.graph.find_nodes(op="placeholder")
-    number, held = given[place], given[len(given) - len(captured) :]
+    number, held = given[place], given[len(given) - count :]
     takes = [node for node in number.users if not _is_filled(node)]
     if not all(_takes_row(node, number) for node in takes):
         return None
     taken = {node.args[0] for node in takes}
     if any(user not in takes for node in taken for user in node.users):
         return None
-    found = _Captured([], [])
-    for node, value in zip(held, captured, strict=True):
-        if node in taken:
-            found.taken.append(value)
-        elif node.users:
-            found.whole.append(value)
-    return found if len(found.taken) == len(taken) else None
+    known = taken <= set(held)
+    return [n in taken if n.users else None for n in held] if known else None
 
 
 def _is_filled(node: fx.Node) -> bool:

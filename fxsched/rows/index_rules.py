@@ -58,8 +58,12 @@ def indexed(call: OpCall) -> Rows:
     rank = max(i.dim() for _, i in tensors)
     index = _of_indices(call, [i for _, i in tensors], rank)
     picked = index._replace(dim=index.dim + start)
+    if not rows.apart and index.kind is Kind.SHARED:
+        return rows
+    if rows.kind is Kind.SHARED and picked.apart and not picked.numbers:
+        return picked
     if not rows.apart:
-        return _from_shared(call, rows, picked)
+        return _reordered(call, rows, picked)
     chosen = indices[rows.dim] if rows.dim in positions else None
     if chosen is not None:
         if call.of(chosen).numbers and _one_row_each(call, tensor, rows):
@@ -86,19 +90,11 @@ def _of_indices(call: OpCall, indices: Sequence[Tensor], rank: int) -> Rows:
     return beside(call, *values)._replace(numbers=numbers)
 
 
-def _from_shared(call: OpCall, rows: Rows, picked: Rows) -> Rows:
-    """What indices pick from a value that holds no rows."""
-    if picked.kind is Kind.SHARED:
-        return rows
-    right = rows.kind is Kind.SHARED and not picked.numbers
-    effect = None if right else Effect.ORDER
-    return call.kept(picked._replace(numbers=False), effect, rows, picked)
-
-
 def written(call: OpCall) -> Rows:
-    """index_put: x[i, :, j] = values."""
+    """index_put: x[i, :, j] = values, which may be a number."""
     tensor, indices, values = call.args[0], call.args[1], call.args[2]
-    rows, new = call.of(tensor), call.of(values)
+    rows = call.of(tensor)
+    new = call.of(values) if isinstance(values, Tensor) else SHARED
     if not rows.apart or new.kind not in (Kind.APART, Kind.SHARED):
         return unknown(rows, new)
     tensors = [i for i in indices if i is not None]
@@ -143,15 +139,11 @@ def gathered(call: OpCall) -> Rows:
 
 def placed(call: OpCall) -> Rows:
     """index_add and its like: into places of one dimension, by an index of one."""
-    tensor, index, source = call.args[0], call.of(call.get("index")), call.get("source")
-    rows, dim = call.of(tensor), call.dim(tensor)
-    new = call.of(source) if isinstance(source, Tensor) and source.dim() else rows
-    values = [rows, index, new]
-    if not rows.apart:
-        return call.other(Effect.ORDER, *values)
-    together = new.apart and new.place == rows.place
-    right = together and dim != rows.dim and index.kind is Kind.SHARED
-    return call.kept(rows, None if right else Effect.ORDER, *values)
+    tensor, values = call.args[0], call.get("source", call.get("value"))
+    if not call.of(tensor).apart:
+        return call.other(Effect.ORDER, *call.values)
+    indices = [None] * call.dim(tensor) + [call.get("index")]
+    return written(call._replace(args=(tensor, indices, values)))
 
 
 def taken(call: OpCall) -> Rows:

@@ -76,9 +76,20 @@ class Rows(NamedTuple):
         return self.kind is Kind.APART
 
     @property
+    def plain(self) -> bool:
+        """Whether no rows met on the way to it, and their numbers are no values."""
+        return self.cause is None and not self.numbers
+
+    @property
     def reduced(self) -> bool:
         """Whether rows were added up, or reduced in another way."""
         return self.kind in (Kind.SUM, Kind.MEAN, Kind.OTHER)
+
+    @property
+    def of_gradient(self) -> Rows:
+        """The rows of a value's gradient: a part's is a part, that of what all read
+        adds up."""
+        return self._replace(kind=GRADIENTS.get(self.kind, self.kind))
 
     @property
     def place(self) -> tuple[int, int]:
@@ -90,6 +101,7 @@ class Rows(NamedTuple):
         return self._replace(dim=sum(d not in dims for d in range(self.dim)))
 
 
+GRADIENTS = {Kind.SHARED: Kind.SUM, Kind.SUM: Kind.SHARED, Kind.MEAN: Kind.SHARED}
 SHARED = Rows(Kind.SHARED)
 UNKNOWN = Rows(Kind.UNKNOWN)
 
@@ -145,6 +157,10 @@ class OpCall(NamedTuple):
         """The tensors among the arguments, also in lists."""
         return tensors((*self.args, *self.kwargs.values()))
 
+    def others(self, read: Sequence[Tensor]) -> list[Tensor]:
+        """The tensors among the arguments but these."""
+        return [t for t in self.tensors() if all(t is not each for each in read)]
+
     def aligned(self, tensors: Iterable[Tensor], count: int) -> list[Rows]:
         """The rows of tensors that are broadcast to as many dimensions."""
         values = ((self.of(tensor), tensor.dim()) for tensor in tensors)
@@ -170,6 +186,16 @@ class OpCall(NamedTuple):
     def other(self, effect: Effect, *before: Rows) -> Rows:
         """Those of a value that microbatches' do not make up."""
         return Rows(Kind.OTHER, cause=self.mixed(effect, *before))
+
+    def fits(self, value: object, wanted: Rows) -> bool:
+        """Whether an argument has these rows, or is the same for all of them; numbers
+        may be of the batch's size."""
+        if not isinstance(value, Tensor):
+            return self.whole
+        rows = self.of(value)
+        if rows == SHARED and wanted.apart:
+            return self.whole or value.shape[wanted.dim] == 1
+        return rows._replace(cause=None) == wanted
 
     def inner(self, tensor: Tensor, rows: Rows) -> int:
         """How many neighbours along its dimension belong to one row."""

@@ -13,21 +13,19 @@ the same rows, that of one without is a sum.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, fx
 from torch._ops import HigherOrderOperator
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..ir.graphs import name_of, tensors
 from .declared import DECLARED, backward_meets
-from .grades import Grade, Grades
+from .grades import Grade, Graded
 from .kinds import Cause, Effect, Kind, Rows
-from .tracker import Tracker
+from .tracker import Tracker, Watch
 
 FUNCTION, HOOK = "autograd_function_apply", "register_hook"  # its names in Dynamo
-OUT = {Kind.SUM: (Kind.SHARED, 0), Kind.MEAN: (Kind.SHARED, -1)}  # gradients of these
 SUMS = {Kind.SUM: 0, Kind.MEAN: -1, Kind.SHARED: -1}  # powers that make one a sum
 
 
@@ -39,157 +37,131 @@ def own_name(node: fx.Node) -> str | None:
     return None
 
 
-class Backward(NamedTuple):
-    """What becomes of rows in a user's backward.
-
-    meets: where they meet, if they do. linear: whether gradients are in proportion to
-        those that arrive.
-    """
-
-    meets: Cause | None
-    linear: bool
-
-
-def own_backward(
+def follow_backward(
     node: fx.Node, args: Sequence[Any], kwargs: Any, value: Any, tracker: Tracker
-) -> Backward | None:
-    """What becomes of rows in the backward of a node of the model's graph, if a user
-    wrote it, or says what it does, and it runs.
+) -> None:
+    """Notes what becomes of rows in the backward of a node of the model's graph, if a
+    user wrote it, or says what it does, and it runs.
 
     args, kwargs, value: of the node, fake; `tracker` has their rows.
     """
-    name = own_name(node)
     if not any(t.requires_grad for t in tensors(value)):
-        return None
+        return
     if node.target in DECLARED:
         call = tracker.call(node.target, args, kwargs, value)
-        return Backward(backward_meets(call) if tracker.symbols else None, True)
-    if name is None:
-        return None
+        tracker.note_backward(node, value, backward_meets(call), linear=True)
+    elif own_name(node) is not None:
+        meets, linear = _followed(node, args, value, tracker)
+        tracker.note_backward(node, value, meets, linear)
+
+
+def _followed(
+    node: fx.Node, args: Sequence[Any], value: Any, tracker: Tracker
+) -> tuple[Cause | None, bool]:
+    """Where rows meet in a user's backward, if they do, and whether gradients are in
+    proportion to those that arrive."""
     body = _Body(tracker)
-    if name == HOOK:
-        gradients, inputs = _of_hook(body, args), args[:1]
+    if own_name(node) == HOOK:
+        gradients, inputs = body.of_hook(*args), args[:1]
     else:
-        gradients, inputs = _of_function(body, args, value), args[2:]
+        gradients, inputs = body.of_function(value, *args), args[2:]
     if body.unknown is not None or len(gradients) != len(inputs):
         where = body.unknown or node
-        return Backward(_cause(where, node, Effect.UNSURE), False)
+        return _cause(where, node, Effect.UNSURE), False
     meets, linear = None, True
     for gradient, of in zip(gradients, inputs, strict=True):
         if isinstance(gradient, Tensor) and isinstance(of, Tensor):
-            rows, grade = body.rows.of(gradient), body.grades.of(gradient)
+            rows, grade = body.of(gradient), body.grade(gradient)
             if not _is_right(rows, grade, tracker.of(of)):
                 meets = meets or body.cause(rows, node)
             linear &= grade is None or grade.degree == 1
-    return Backward(meets if tracker.symbols else None, linear)
-
-
-def _of_hook(body: _Body, args: Sequence[Any]) -> Sequence[Any]:
-    tensor, hook, *free = args
-    return [body.run(hook, [body.gradient(tensor), *map(body.copy, free)])]
-
-
-def _of_function(body: _Body, args: Sequence[Any], value: Any) -> Sequence[Any]:
-    """The gradients of its inputs, by their positions; none if Dynamo's form of it is
-    not known."""
-    forward, backward, *inputs = args
-    result = body.run(forward, [body.copy(each) for each in inputs])
-    if body.unknown is not None or not isinstance(result, tuple) or len(result) != 2:
-        return ()
-    outputs = value if isinstance(value, (tuple, list)) else (value,)
-    saved = result[1]
-    gradients = body.run(backward, [*map(body.gradient, outputs), *saved])
-    return gradients if isinstance(gradients, (tuple, list)) else [gradients]
+    return meets, linear
 
 
 def _is_right(rows: Rows, grade: Grade | None, of: Rows) -> bool:
     """Whether a microbatch's gradient of a value is what the step takes it for."""
     if grade is None:
         return True
-    if rows.cause is not None or rows.numbers or grade.power is None:
+    if not rows.plain or grade.power is None:
         return False
-    if of.kind is Kind.APART:
-        same = rows.kind is Kind.APART and rows.place == of.place
-        return same and grade.power == 0
-    if of.kind in OUT:
-        return (rows.kind, grade.power) == OUT[of.kind]
+    if of.apart and rows.place != of.place:
+        return False
+    wanted = of.of_gradient.kind
+    if wanted in (Kind.APART, Kind.SHARED):
+        return (rows.kind, grade.power) == (wanted, _power(of))
     return SUMS.get(rows.kind) == grade.power
 
 
-class _Body(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Runs graphs on fake tensors and follows the rows of their values.
+def _power(of: Rows) -> int:
+    """Of the number of microbatches, in the gradient that arrives at a value."""
+    return -1 if of.kind is Kind.MEAN else 0
+
+
+class _Body(Graded):
+    """The rows of the values of a backward's graphs, which run on fake tensors.
 
     unknown: a node that could not be followed.
+    mixed: the first of a power that is not known.
     """
 
     def __init__(self, outer: Tracker) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__(outer)
         self.outer = outer
-        self.rows = Tracker(outer.size, outer.symbols)
-        self.grades = Grades(self.rows)
         self.unknown: fx.Node | None = None
-        self.mixed: fx.Node | None = None  # the first of a power that is not known
+        self.mixed: fx.Node | None = None
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
-        out = func(*args, **(kwargs or {}))
-        self.rows.see(func, args, kwargs or {}, out)
-        self.grades.see(func, args, kwargs or {}, out)
-        return out
+    def of_hook(
+        self, tensor: Tensor, hook: fx.GraphModule, *free: Any
+    ) -> Sequence[Any]:
+        """The gradient that a hook makes of a tensor's."""
+        return [self._run(hook, [self._gradient(tensor), *map(self._copy, free)])]
 
-    def copy(self, value: Any) -> Any:
+    def of_function(
+        self, value: Any, forward: fx.GraphModule, backward: fx.GraphModule, *args: Any
+    ) -> Sequence[Any]:
+        """The gradients of a function's inputs, by their positions; none if Dynamo's
+        form of it is not known."""
+        result = self._run(forward, [*map(self._copy, args)])
+        known = self.unknown is None and isinstance(result, tuple)
+        if not known or len(result) != 2:
+            return ()
+        outputs = value if isinstance(value, (tuple, list)) else (value,)
+        gradients = self._run(backward, [*map(self._gradient, outputs), *result[1]])
+        return gradients if isinstance(gradients, (tuple, list)) else [gradients]
+
+    def _copy(self, value: Any) -> Any:
         """A value of the graph around, for a body that may write into it."""
         if not isinstance(value, Tensor):
             return value
         new = value.detach().clone()
-        self.rows.put(new, self.outer.of(value))
+        self.put(new, self.outer.of(value))
         return new
 
-    def gradient(self, value: Any) -> Any:
+    def _gradient(self, value: Any) -> Any:
         """The gradient that arrives at a value: of a microbatch, one with rows where
         that has some, a part of a sum where it has none."""
         if not isinstance(value, Tensor):
             return None
-        new, rows, power = torch.zeros_like(value), self.outer.of(value), 0
-        if rows.kind in OUT:
-            kind, power = OUT[rows.kind]
-            rows = Rows(kind)
-        elif rows.kind is not Kind.APART:
-            rows = Rows(Kind.SUM, cause=rows.cause)
-        self.rows.put(new, rows)
-        self.grades.put(new, Grade(power, 1))
+        new, of = torch.zeros_like(value), self.outer.of(value)
+        unsure = of.kind in (Kind.OTHER, Kind.UNKNOWN)
+        self.put(new, Rows(Kind.SUM, cause=of.cause) if unsure else of.of_gradient)
+        self.put_grade(new, Grade(_power(of), 1))
         return new
 
-    def run(self, gm: fx.GraphModule, args: Sequence[Any]) -> Any:
-        """What a graph returns."""
-        values: dict[fx.Node, Any] = {}
-        given, interpreter = iter(args), fx.Interpreter(gm)
+    def _run(self, gm: fx.GraphModule, args: Sequence[Any]) -> Any:
         with torch.no_grad():
-            for node in gm.graph.nodes:
-                if node.op == "placeholder":
-                    values[node] = next(given, None)
-                    continue
-                read = fx.map_arg((node.args, node.kwargs), values.__getitem__)
-                if node.op == "output":
-                    return read[0][0]
-                self.rows.enter(node)
-                call: Any = getattr(interpreter, node.op)
-                with self:
-                    values[node] = call(node.target, *read)
-                self._settle(node, values[node])
-        raise AssertionError("a graph without an output")
+            return _Run(gm, self).run(*args)
 
-    def _settle(self, node: fx.Node, value: Any) -> None:
+    def settle(self, node: fx.Node, value: Any) -> None:
+        """As of any value; notes what could not be followed."""
         results = list(tensors(value))
         known = list(tensors(node.meta.get("example_value")))
         nested = isinstance(node.target, HigherOrderOperator)
-        if results and node.op != "get_attr" and (nested or len(known) != len(results)):
+        if results and (nested or len(known) != len(results)):
             self.unknown = self.unknown or node
             return
-        self.rows.settle(node, value, scaled=False)
-        self.grades.settle(node, value)
-        grades = map(self.grades.of, results)
+        super().settle(node, value)
+        grades = map(self.grade, results)
         if self.mixed is None and any(g and g.power is None for g in grades):
             self.mixed = node
 
@@ -198,6 +170,28 @@ class _Body(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if rows.cause is not None and rows.cause.stack:
             return rows.cause._replace(effect=Effect.BACKWARD)
         return _cause(self.mixed or node, node, Effect.BACKWARD)
+
+
+class _Run(fx.Interpreter):
+    """Shows what the nodes of a graph give."""
+
+    def __init__(self, gm: fx.GraphModule, body: _Body) -> None:
+        super().__init__(gm)
+        self.body = body
+
+    def placeholder(self, target: Any, args: Any, kwargs: Any) -> Any:
+        """What it is given, if it is."""
+        return next(self.args_iter, None)
+
+    def run_node(self, node: fx.Node) -> Any:
+        """What a node gives, which the body learns."""
+        if not node.op.startswith("call"):
+            return super().run_node(node)
+        self.body.enter(node)
+        with Watch(self.body):
+            value = super().run_node(node)
+        self.body.settle(node, value)
+        return value
 
 
 def _cause(where: fx.Node, node: fx.Node, effect: Effect) -> Cause:

@@ -88,8 +88,7 @@ def attention(call: OpCall) -> Rows:
     """Of query, key and value [batch, heads, length, width], and a mask that may have
     rows along the same dimension."""
     rows, read = attended(call, call.args[:3]), call.args[:3]
-    masks = [t for t in call.tensors() if all(t is not each for each in read)]
-    for mask in call.aligned(masks, read[0].dim()):
+    for mask in call.aligned(call.others(read), read[0].dim()):
         if mask.apart and mask.place != rows.place:
             rows = call.kept(rows, Effect.PAIRS, rows, mask)
     return rows
@@ -98,10 +97,8 @@ def attention(call: OpCall) -> Rows:
 def with_weights(count: int, call: OpCall) -> Rows:
     """Of the first `count` arguments [batch, length, width], projected by the call's
     own weights."""
-    read = call.args[:count]
-    weights = [t for t in call.tensors() if all(t is not each for each in read)]
-    weights = [each for each in weights if each is not call.get("mask")]
-    values = [call.of(each) for each in weights]
+    read, mask = call.args[:count], call.get("mask")
+    values = [call.of(each) for each in call.others(read) if each is not mask]
     if any(rows.kind is not Kind.SHARED for rows in values):
         return call.other(Effect.MIX, *values)
     return attended(call, read)

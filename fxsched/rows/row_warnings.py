@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
 from torch import Tensor, fx
 
@@ -15,11 +15,39 @@ from ..ir.request import Request
 from ..ir.user_line import line_of, user_line
 from .early_values import Early, early_values
 from .kinds import Cause, Effect, Kind, Rows
-from .tracker import Labels, OutputRows, Tracker
+from .tracker import Tracker
+from .weighted_loss import label_mean
 
 
 class RowsWarning(UserWarning):
     """The losses or outputs of microbatches do not make up those of the whole batch."""
+
+
+class Labels(NamedTuple):
+    """A mean over the labels that are not `ignored`: how many each microbatch has says
+    whether it is a mean over equal parts."""
+
+    rows: Rows
+    ignored: int
+    stack: str | None
+
+    def counts(self, labels: Tensor, microbatches: int) -> Tensor:
+        """How many labels of each microbatch are not ignored: [microbatches]."""
+        before = self.rows.outer * math.prod(labels.shape[: self.rows.dim])
+        counted = labels.reshape(before, microbatches, -1) != self.ignored
+        return counted.sum((0, 2))
+
+
+def labels_of(
+    gm: fx.GraphModule, rows: Callable[[fx.Node], Rows | None]
+) -> dict[fx.Node, Labels]:
+    """What the means over labels of a graph are of, where classes have no weights."""
+    calls = ((node, label_mean(node)) for node in gm.graph.nodes)
+    return {
+        call["target"]: Labels(of, call["ignore_index"], node.meta.get("stack_trace"))
+        for node, call in calls
+        if call and call["weight"] is None and (of := rows(call["target"]))
+    }
 
 
 REMEDIES = {
@@ -133,9 +161,9 @@ class RowWatch:
 
     def __init__(
         self,
-        gm: fx.GraphModule,
         traced: fx.GraphModule,
-        rows: OutputRows,
+        rows: Sequence[Rows | None],
+        labels: Mapping[fx.Node, Labels],
         loss: int | None,
         request: Request,
         exact: bool = False,
@@ -146,19 +174,13 @@ class RowWatch:
         if loss is None:
             scalars = [i for i, o in enumerate(outputs) if o.kind == "scalar"]
             loss = scalars[0] if len(scalars) == 1 else None
-        self.texts = [
-            *_complaints(rows.outputs, loss, reduction, self.microbatches, exact)
-        ]
-        self.labels: tuple[Labels, ...] = ()
+        self.texts = [*_complaints(rows, loss, reduction, self.microbatches, exact)]
+        self.labels = [*labels.values()]
         self.early: Early | None = None
         self.pending: list[Tensor] = []
-        mean = None if loss is None else rows.outputs[loss]
-        known = mean is not None and mean.kind is Kind.MEAN and mean.cause is None
-        if rows.labels and known and reduction == "mean":
-            nodes = [each.node for each in rows.labels if each.node is not None]
-            of = nodes[0].graph.owning_module or gm  # with weights, a copy of it
-            self.early = early_values(of, nodes, _cut(traced))
-            self.labels = tuple(each._replace(node=None) for each in rows.labels)
+        mean = loss is not None and rows[loss] == Rows(Kind.MEAN)
+        if labels and mean and reduction == "mean":
+            self.early = early_values([*labels], _cut(traced))
 
     def __call__(self, args: Sequence[Any], said: set[str]) -> None:
         """Warns of what was not said yet; `said` holds what was."""
@@ -169,7 +191,13 @@ class RowWatch:
         self.texts.clear()
         if self.early is None or "labels" in said:
             return
-        pending, self.pending = self.pending, self._count(args)
+        pending, self.pending = (
+            self.pending,
+            [
+                labels.counts(value, self.microbatches)
+                for value, labels in zip(self.early(*args), self.labels, strict=True)
+            ],
+        )
         if not self.pending[0].is_cuda:
             pending = self.pending
         for each, number in zip(self.labels, pending, strict=False):
@@ -180,13 +208,6 @@ class RowWatch:
                 text = _of_labels(least, most, each.ignored, each.stack)
                 warnings.warn(text, RowsWarning, stacklevel=2)
 
-    def _count(self, args: Sequence[Any]) -> list[Tensor]:
-        assert self.early is not None
-        return [
-            _labels_counted(value, each.rows, each.ignored, self.microbatches)
-            for value, each in zip(self.early(*args), self.labels, strict=True)
-        ]
-
 
 def _cut(traced: fx.GraphModule) -> set[int]:
     """Positions of what every call hands in: the batch, and what all rows share."""
@@ -195,12 +216,3 @@ def _cut(traced: fx.GraphModule) -> set[int]:
         for node in traced.graph.find_nodes(op="placeholder")
         if node.meta["role"] in (Role.BATCH, Role.SHARED)
     }
-
-
-def _labels_counted(
-    labels: Tensor, rows: Rows, ignored: int, microbatches: int
-) -> Tensor:
-    """How many labels of each microbatch are not ignored: [microbatches]."""
-    before = rows.outer * math.prod(labels.shape[: rows.dim])
-    counted = labels.reshape(before, microbatches, -1) != ignored
-    return counted.sum((0, 2))

@@ -28,14 +28,14 @@ def _product(roles: str) -> Rule:
 
 TABLE: tuple[tuple[Rule, str], ...] = (
     (layout.reshaped, "view _unsafe_view _reshape_alias"),
-    (layout.permuted, "permute"),
-    (layout.transposed, "transpose t"),
+    (layout.rearranged, "permute transpose t unsqueeze"),
     (layout.expanded, "expand repeat"),
-    (layout.unsqueezed, "unsqueeze"),
     (layout.squeezed, "squeeze"),
     (layout.selected, "select unbind"),
-    (layout.sliced, "slice"),
-    (layout.parted, "split split_with_sizes unsafe_split unsafe_split_with_sizes"),
+    (
+        layout.parted,
+        "slice split split_with_sizes unsafe_split unsafe_split_with_sizes",
+    ),
     (layout.strided, "as_strided"),
     (layout.windowed, "unfold"),
     (layout.diagonal, "diagonal"),

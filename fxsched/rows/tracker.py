@@ -9,12 +9,19 @@ Sizes that depend on the batch are numbers by then; Dynamo's symbols tell of tho
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, fx
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from ..ir.graphs import is_mutable, name_of, named_arguments, storage, tensors
+from ..ir.graphs import (
+    is_mutable,
+    name_of,
+    named_arguments,
+    storage,
+    tensors,
+)
 from .kinds import (
     SHARED,
     UNKNOWN,
@@ -27,30 +34,7 @@ from .kinds import (
     meet,
 )
 from .rule_table import rule_of
-
-
-class Labels(NamedTuple):
-    """A mean over the labels that are not `ignored`: how many each microbatch has says
-    whether it is a mean over equal parts.
-
-    node: the labels, in the model's graph; None where that is no longer needed.
-    """
-
-    node: fx.Node | None
-    rows: Rows
-    ignored: int
-    stack: str | None
-
-
-class OutputRows(NamedTuple):
-    """What became of the rows of a batch in what a model returns.
-
-    outputs: in each output; None for what is no tensor.
-    labels: those that means over labels are of.
-    """
-
-    outputs: tuple[Rows | None, ...]
-    labels: tuple[Labels, ...]
+from .weighted_loss import label_mean
 
 
 class Tracker:
@@ -58,7 +42,6 @@ class Tracker:
 
     size: rows of a microbatch.
     joins: whether microbatches' sizes add up to one of the batch.
-    labels: those that means over labels are of.
     exact: whether rows of different microbatches may meet: then values that keep their
         rows, though others went into them, start anew. `meets` says whether they do;
         `met` has the nodes after which rows are apart again, `where` is the first
@@ -81,11 +64,8 @@ class Tracker:
         self.sized = True  # Dynamo's symbols say of values where they have rows
         self.where: Cause | None = None
         self.kept: Cause | None = None
-        self.labels: list[Labels] = []
         self._rows: dict[int, tuple[Tensor, Rows]] = {}
-        self._written: dict[int, Rows] = {}  # of shared tensors, by their storage
         self._node: fx.Node | None = None
-        self._targets: list[tuple[Tensor, int]] = []
 
     def put(self, tensor: Tensor, rows: Rows) -> None:
         """Notes the rows of a tensor."""
@@ -93,15 +73,12 @@ class Tracker:
 
     def of(self, tensor: Tensor) -> Rows:
         """The rows of a tensor; one that is not known has none."""
-        entry = self._rows.get(id(tensor))
-        if entry is None and self._written:
-            return self._written.get(storage(tensor), SHARED)
-        return SHARED if entry is None else entry[1]
+        _, rows = self._rows.get(id(tensor), (tensor, SHARED))
+        return rows
 
     def enter(self, node: fx.Node) -> None:
         """Says which node of the model's graph the next operations belong to."""
         self._node = node
-        self._targets.clear()
 
     def call(self, func: Any, args: Sequence[Any], kwargs: Any, out: Any) -> OpCall:
         """An operation as rules see it."""
@@ -112,26 +89,16 @@ class Tracker:
     def see(self, func: Any, args: Sequence[Any], kwargs: Any, out: Any) -> None:
         """Notes the rows of an operation's result."""
         call, rule = self.call(func, args, kwargs, out), rule_of(func)
-        results = list(tensors(out))
-        if rule is None:
-            targets = tensors(_targets(call))
-            results += [t for t in targets if all(t is not each for each in results)]
+        into = [] if rule else _targets(call)
+        results = {id(tensor): tensor for tensor in tensors((out, into))}.values()
         if not results:
             return
-        if rule is None:
-            shared = all(rows.kind is Kind.SHARED for rows in call.values)
-            rows: Rows | Sequence[Rows] = SHARED if shared else UNKNOWN
-        else:
-            rows = rule(call)
+        shared = all(rows.kind is Kind.SHARED for rows in call.values)
+        rows = rule(call) if rule else SHARED if shared else UNKNOWN
         every = [rows] * len(results) if isinstance(rows, Rows) else rows
         for tensor, each in zip(results, every, strict=True):
-            if is_mutable(func):
-                self._write(tensor, each)
-            elif each != SHARED or id(tensor) in self._rows:
-                self.put(tensor, each)
-        mean = call.name in MEANS and call.get("reduction") == 1
-        if mean and call.get("weight") is None:
-            self._targets.append((args[1], call.get("ignore_index")))
+            note = self._write if is_mutable(func) else self.put
+            note(tensor, each)
 
     def _write(self, tensor: Tensor, rows: Rows) -> None:
         """Notes the rows of a tensor that was written into, and of its views."""
@@ -142,23 +109,17 @@ class Tracker:
         plain = rows.kind in (Kind.APART, Kind.SHARED) and rows.cause is None
         if before == rows and plain:
             return
-        where = storage(tensor)
         for other, old in list(self._rows.values()):
-            if other is tensor or storage(other) != where:
-                continue
-            same = before.place == rows.place or before.reduced
-            if old.apart and same:
-                cause = old.cause or first_cause((rows, before))
-                self.put(other, old._replace(cause=cause))
-            else:
-                self.put(other, self._both(old, rows))
-        self._written[where] = self._both(self._written.get(where, SHARED), rows)
+            if other is not tensor and storage(other) == storage(tensor):
+                self.put(other, self._both(old, before, rows))
 
-    def _both(self, old: Rows, new: Rows) -> Rows:
-        """The rows of a tensor after others were written into a part of it."""
-        kinds = {old.kind, new.kind}
+    def _both(self, old: Rows, before: Rows, new: Rows) -> Rows:
+        """The rows of a tensor after a part of it, which had others before, got new
+        ones."""
         cause = first_cause((old, new))
-        if cause is None and kinds <= {Kind.MEAN, Kind.SHARED}:
+        if old.apart and (before.place == new.place or before.reduced):
+            return old._replace(cause=old.cause or first_cause((new, before)))
+        if cause is None and {old.kind, new.kind} <= {Kind.MEAN, Kind.SHARED}:
             return new if old.kind is Kind.SHARED else old
         return UNKNOWN._replace(cause=cause or self._unsure())
 
@@ -181,28 +142,27 @@ class Tracker:
         and whether it is linear."""
         if not linear:
             self.unlinear.add(node)
-        if meets is not None and self.exact:
+        if meets is None or not self.symbols:
+            return
+        if self.exact:
             self.meets, self.where = True, self.where or meets
             self.met.add(node)
-        elif meets is not None:
+        else:
             for tensor in tensors(value):
                 rows = self.of(tensor)
                 self.put(tensor, rows._replace(cause=rows.cause or meets))
 
-    def settle(self, node: fx.Node, value: Any, scaled: bool = True) -> None:
-        """Corrects the rows of a node's value by what the symbols of its sizes say.
-
-        scaled: whether numbers of the batch's size count, too.
-        """
-        degree = self.degree(node) if scaled else None
+    def settle(self, node: fx.Node, value: Any) -> None:
+        """Corrects the rows of a node's value by what the symbols of its sizes say."""
+        factor = self._factor(node)
         examples = list(tensors(node.meta.get("example_value")))
         results = list(tensors(value))
         if len(examples) != len(results):
             return
         for tensor, example in zip(results, examples, strict=True):
             rows = self.of(tensor)
-            if degree is not None:
-                rows = _scaled(node, rows, tensor, degree)
+            if factor is not None:
+                rows = self.scaled(rows, tensor, factor)
             rows = self._of_loss(node, rows)
             if self.sized:
                 rows = self._placed(node, rows, example)
@@ -210,10 +170,6 @@ class Tracker:
                     rows = self._anew(node, rows, example)
             if rows != self.of(tensor):
                 self.put(tensor, rows)
-        labels = named_arguments(node).get("target")
-        if self.sized and len(self._targets) == 1 and isinstance(labels, fx.Node):
-            (target, ignored), stack = self._targets[0], node.meta.get("stack_trace")
-            self.labels.append(Labels(labels, self.of(target), ignored, stack))
 
     def _anew(self, node: fx.Node, rows: Rows, example: Tensor) -> Rows:
         """The rows of a value that other rows went into, or may have, computed on all
@@ -242,27 +198,27 @@ class Tracker:
 
     def in_parts(self, rows: Rows, example: Tensor) -> bool:
         """Whether microbatches have a value's rows, one after another."""
-        if not rows.apart or rows.outer > 1 or self._dims(example) != [rows.dim]:
+        if not rows.apart or rows.outer > 1 or self.dims(example) != [rows.dim]:
             return False
         return self.joins(example.shape[rows.dim])
 
-    def _dims(self, example: Tensor) -> list[int]:
+    def dims(self, example: Tensor) -> list[int]:
         """The dimensions whose sizes are of the batch."""
         return [i for i, size in enumerate(example.shape) if self.depends(size)]
 
     def _of_loss(self, node: fx.Node, rows: Rows) -> Rows:
         """Losses divide by sizes out of sight."""
-        call = named_arguments(node)
-        if rows.kind is Kind.SUM and call.get("reduction") == 1:
+        if rows.kind is Kind.SUM and named_arguments(node).get("reduction") == 1:
             return rows._replace(kind=Kind.MEAN)
         ratio = rows.cause is not None and rows.cause.effect is Effect.RATIO
-        if self._targets and ratio and call.get("weight") is None:
+        call = label_mean(node) if ratio else None
+        if call is not None and call["weight"] is None:
             return Rows(Kind.MEAN)  # with label_smoothing
         return rows
 
     def _placed(self, node: fx.Node, rows: Rows, example: Tensor) -> Rows:
         """With the dimension of the batch that the symbolic shape shows."""
-        dims, name = self._dims(example), name_of(_operation(node)[0]).rstrip("_")
+        dims, name = self.dims(example), name_of(_operation(node)[0]).rstrip("_")
         apart = Rows(Kind.APART, dims[0] if dims else 0)
         numbers = [n.meta.get("example_value") for n in node.all_input_nodes]
         if name in INDICES and any(map(self.depends, numbers)):  # draws among rows
@@ -294,35 +250,54 @@ class Tracker:
         known = isinstance(number, (torch.SymInt, torch.SymFloat))
         return known and bool(number.node.expr.free_symbols & self.symbols)  # type: ignore[attr-defined]
 
-    def degree(self, node: fx.Node) -> int | None:
-        """The power of the batch size in a number that a node computes with: 1, -1, 0
-        for anything else that depends on it, or None. Sizes and positions that it reads
-        don't count, nor the end of a range."""
+    def scaled(self, rows: Rows, tensor: Tensor, factor: int) -> Rows:
+        """The rows of a value that has such a factor."""
+        if rows.kind is Kind.SHARED and tensor.dim() == 0:
+            return Rows(Kind.SUM if factor == 1 else Kind.UNKNOWN, numbers=factor == 1)
+        kinds = {(Kind.SUM, -1): Kind.MEAN, (Kind.MEAN, 1): Kind.SUM}
+        return rows._replace(kind=kinds.get((rows.kind, factor), Kind.UNKNOWN))
+
+    def _factor(self, node: fx.Node) -> int | None:
+        """The power of the batch's size in the number that a node multiplies by, or
+        gives: 1, -1, 0 for anything else that depends on it, or None. Sizes and
+        positions that it reads don't count, nor the ends of a range."""
         target, named = _operation(node)
-        schema = getattr(target, "_schema", None)
-        if schema is None or name_of(target) == "arange":
+        schema, name = getattr(target, "_schema", None), name_of(target).rstrip("_")
+        if schema is None or name in NUMBERED:
             return None
-        fields = schema.arguments
-        sizes = {field.name for field in fields if "int" in str(field.type)}
+        sizes = {each.name for each in schema.arguments if "int" in str(each.type)}
         reads: list[fx.Node] = []
-        for name, given in named.items():
-            if name not in sizes:
-                fx.map_arg(given, reads.append)
-        for read in reads:
-            value: Any = read.meta.get("example_value")
-            if self.depends(value):
-                expression = value.node.expr
-                symbol = next(iter(expression.free_symbols & self.symbols))
-                return _power(expression, symbol)
+        fx.map_arg([v for k, v in named.items() if k not in sizes], reads.append)
+        values: list[Any] = [read.meta.get("example_value") for read in reads]
+        for value in filter(self.depends, values):
+            expression = value.node.expr
+            symbol = next(iter(expression.free_symbols & self.symbols))
+            return FACTORS.get(name, 0) * _power(expression, symbol)
         return None
+
+
+class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Shows a tracker the operations that run."""
+
+    supports_higher_order_operators = True
+
+    def __init__(self, tracker: Tracker) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.tracker = tracker
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        out = func(*args, **(kwargs or {}))
+        self.tracker.see(func, args, kwargs or {}, out)
+        return out
 
 
 UNSURE = (Kind.UNKNOWN, Kind.OTHER)
 WEIGHED = (Effect.RATIO, Effect.CONSTANT, Effect.BOTH)
-MEANS = ("nll_loss_forward", "nll_loss2d_forward")  # over labels
 NUMBERED = ("eye", "linspace", "randperm", "arange", "tril_indices", "triu_indices")
 INDICES = ("randint", "randint_like", "random")
-TIMES, OVER = ("mul", "mul_"), ("div", "div_")
+FACTORS = {"mul": 1, "div": -1, "scalar_tensor": 1, "full": 1, "fill": 1}
 
 
 def _power(expression: Any, symbol: Any) -> int:
@@ -367,16 +342,3 @@ def _operation(node: fx.Node) -> tuple[Any, dict[str, Any]]:
     if name_of(node.target) == "written":
         return args[0], args[1]
     return node.target, named_arguments(node)
-
-
-def _scaled(node: fx.Node, rows: Rows, tensor: Tensor, degree: int) -> Rows:
-    """The rows of a value that was computed with a number of the batch's size."""
-    if rows.kind is Kind.SHARED and tensor.dim() == 0:
-        return Rows(Kind.SUM if degree == 1 else Kind.UNKNOWN, numbers=degree == 1)
-    name = name_of(node.target)
-    if name in OVER:
-        degree = -degree
-    elif name not in TIMES:
-        return rows if name in NUMBERED else UNKNOWN
-    kinds = {(Kind.SUM, -1): Kind.MEAN, (Kind.MEAN, 1): Kind.SUM}
-    return rows._replace(kind=kinds.get((rows.kind, degree), Kind.UNKNOWN))

@@ -32,14 +32,19 @@ MEAN, SUM = 1, 2  # as operations have their reduction
 ADDITIONS = ("add", "sub", "add_", "sub_")
 
 
+def label_mean(node: fx.Node) -> dict[str, Any] | None:
+    """What a mean over labels, which are classes, is called with; None of others."""
+    if name_of(node.target) not in MEANS:
+        return None
+    call = named_arguments(node)
+    classes = not call["target"].meta["example_value"].is_floating_point()
+    return call if call["reduction"] == MEAN and classes else None
+
+
 def labels_decide(gm: fx.GraphModule) -> bool:
     """Whether a graph has means over labels that the call hands in."""
-    for node in gm.graph.nodes:
-        if name_of(node.target) in MEANS:
-            call = named_arguments(node)
-            if call["reduction"] == MEAN and _handed_in(call["target"]):
-                return True
-    return False
+    means = filter(None, map(label_mean, gm.graph.nodes))
+    return any(_handed_in(call["target"]) for call in means)
 
 
 def _handed_in(node: fx.Node) -> bool:
@@ -61,19 +66,17 @@ def part_means(gm: fx.GraphModule, whole: bool = False) -> fx.GraphModule:
     new: dict[fx.Node, fx.Node] = {}
     for node in gm.graph.nodes:
         copy = new[node] = graph.node_copy(node, new.__getitem__)
-        if name_of(node.target) in MEANS:
-            new[node] = _parted(graph, copy, whole)
+        new[node] = _parted(graph, copy, whole)
     result = lazy_module(gm, graph)
     result.meta.update(gm.meta)
     return result
 
 
 def _parted(graph: fx.Graph, node: fx.Node, whole: bool) -> fx.Node:
-    call = named_arguments(node)
-    labels, weight = call["target"], call["weight"]
-    classes = not labels.meta["example_value"].is_floating_point()
-    if call["reduction"] != MEAN or not classes:
+    call = label_mean(node)
+    if call is None:
         return node
+    labels, weight = call["target"], call["weight"]
     if whole and (weight is not None or not _handed_in(labels)):
         return node
     if weight is not None:

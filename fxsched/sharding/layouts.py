@@ -16,13 +16,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, fx
 from torch._ops import HigherOrderOperator, OpOverload
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..ir.facts import facts
 from ..ir.graphs import name_of, named_arguments, tensors
 from ..rows.kinds import SHARED, UNKNOWN, Kind, Rows
 from ..rows.rule_table import parts_of, rule_of
-from ..rows.tracker import Tracker
+from ..rows.tracker import Tracker, Watch
 from .channel_rules import channel_layout
 from .vocabulary_rules import vocabulary_layout
 
@@ -146,7 +145,7 @@ class Follower:
         """The same of as many parts."""
         tracker = _tracker(known, parts)
         args, kwargs = fx.map_arg((call.args, call.kwargs), value_of)
-        with torch.no_grad(), self._mode, _uncached(), _Watch(tracker):
+        with torch.no_grad(), self._mode, _uncached(), Watch(tracker):
             out = self._run(call, args, kwargs)
         return tuple(map(tracker.of, tensors(out)))
 
@@ -192,33 +191,24 @@ class Follower:
 
 def _tracker(known: Layouts, parts: int) -> Tracker:
     """One that knows how operands are laid out."""
-    tracker = Tracker(parts, set())
+    tracker = _Parts(parts, set())
     for tensor, rows in laid_out(known):
         if rows != SHARED:
             tracker.put(tensor, rows)
     return tracker
 
 
-class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Shows a tracker the operations that run."""
+class _Parts(Tracker):
+    """The rows of parts, which may also be of channels."""
 
-    supports_higher_order_operators = True
-
-    def __init__(self, tracker: Tracker) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.tracker = tracker
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
-        out = func(*args, **(kwargs or {}))
-        layouts = channel_layout(func, args, self.tracker)
+    def see(self, func: Any, args: Sequence[Any], kwargs: Any, out: Any) -> None:
+        """Notes the layout of an operation's result."""
+        layouts = channel_layout(func, args, self)
         if layouts is None:
-            self.tracker.see(func, args, kwargs or {}, out)
-            return out
+            super().see(func, args, kwargs, out)
+            return
         for tensor, rows in zip(tensors(out), layouts, strict=True):
-            self.tracker.put(tensor, rows)
-        return out
+            self.put(tensor, rows)
 
 
 @contextmanager
@@ -247,10 +237,7 @@ def is_plain(layout: Layout) -> bool:
     """Whether shards can go on with a value as it is: no parts were mixed, and all that
     was done to them has a rule."""
     kinds = (Kind.SHARED, Kind.APART, Kind.SUM, Kind.OWN)
-    return all(
-        rows.kind in kinds and rows.cause is None and not rows.numbers
-        for rows in layout
-    )
+    return all(rows.kind in kinds and rows.plain for rows in layout)
 
 
 def is_part(layout: Layout) -> bool:
