@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, fx
 
 from ..ir.graphs import ancestors
-from ..ir.lazy import lazy_module
+from ..ir.rewrites import extracted
 
 
 class Early(NamedTuple):
@@ -33,19 +33,13 @@ def early_values(
     """A function of the graph's arguments that computes these nodes, or None if they
     depend on more than the arguments `inputs`, numbers and constants."""
     needed = ancestors(wanted)
-    graph = fx.Graph()
-    new: dict[fx.Node, fx.Node] = {}
-    index, read = 0, list[int]()
-    for node in gm.graph.nodes:
-        if node.op == "placeholder":
-            tensor = isinstance(node.meta.get("example_value"), Tensor)
-            if node in needed:
-                if tensor and index not in inputs:
-                    return None
-                new[node] = graph.placeholder(node.name)
-                read.append(index)
-            index += 1
-        elif node in needed:
-            new[node] = graph.node_copy(node, new.__getitem__)
-    graph.output(tuple(new[node] for node in wanted))
-    return Early(lazy_module(gm, graph), tuple(read))
+    nodes = [node for node in gm.graph.nodes if node in needed]
+    places = {n: i for i, n in enumerate(gm.graph.find_nodes(op="placeholder"))}
+    reads = [node for node in nodes if node in places]
+    for node in reads:
+        tensor = isinstance(node.meta.get("example_value"), Tensor)
+        if tensor and places[node] not in inputs:
+            return None
+    calls = [node for node in nodes if node not in places]
+    graph = extracted(gm, reads, calls, wanted)
+    return Early(graph, tuple(places[node] for node in reads))
