@@ -15,12 +15,11 @@ import torch
 from torch import fx
 
 from ..ir.graphs import ancestors
-from ..ir.lazy import lazy_module
-from .functional import is_weight
+from ..ir.rewrites import extracted
+from .functional import COPY, is_weight
 from .graph_inputs import placeholders
 
 EARLY = "early"  # gm.meta: the writes into weights
-COPY = torch.ops.aten.copy_.default
 
 
 class EarlyWrite(NamedTuple):
@@ -54,18 +53,10 @@ def take_early_writes(gm: fx.GraphModule) -> fx.GraphModule:
             apart = all(n.op == "call_function" for n in nodes if n is not weight)
             later = {user for n in nodes[:-1] for user in n.users} - {*nodes, *ends}
             if apart and not later:
-                writes.append(EarlyWrite(i, _alone(gm, [*nodes, ends[0]])))
+                alone = extracted(gm, [weight], [*nodes[1:], ends[0]], [])
+                writes.append(EarlyWrite(i, alone))
                 for node in (ends[0], *reversed(nodes[1:])):
                     node.replace_all_uses_with(weight)
                     gm.graph.erase_node(node)
     gm.meta[EARLY] = tuple(writes)
     return gm
-
-
-def _alone(gm: fx.GraphModule, nodes: Sequence[fx.Node]) -> fx.GraphModule:
-    graph, new = fx.Graph(), dict[fx.Node, fx.Node]()
-    for node in nodes:
-        new[node] = graph.node_copy(node, new.__getitem__)
-        new[node].meta = {}  # which has Dynamo's values
-    graph.output(())
-    return lazy_module(gm, graph, "EarlyWrite")

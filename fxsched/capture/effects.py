@@ -16,8 +16,12 @@ STATISTICS = ("running_mean", "running_var")
 
 
 def targets_of(node: fx.Node) -> dict[str, Any]:
-    """What a node writes into, by the argument's name: nodes, and lists of them."""
+    """What a node writes into, by the argument's name: nodes, and lists of them; the
+    statistics of a normalization only if it runs once."""
     target: Any = node.target
+    if "once" in node.meta and name_of(target) in NORMS:
+        named = named_arguments(node)
+        return {name: named[name] for name in STATISTICS if named[name] is not None}
     if not is_mutable(target) or torch.Tag.inplace_view in target.tags:
         return {}
     named = named_arguments(node)
@@ -40,8 +44,6 @@ def statistics_of(node: fx.Node) -> list[fx.Node]:
     """The running statistics that a normalization in training moves, which its schema
     doesn't say."""
     name = name_of(node.target)
-    if name == "learn":
-        return [n for n in node.args[:3] if isinstance(n, fx.Node)]
     if node.op != "call_function" or name not in NORMS:
         return []
     named = named_arguments(node)

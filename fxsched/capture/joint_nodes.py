@@ -16,10 +16,9 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor, fx
 
-from ..costmodel.costs import Work, copied
+from ..costmodel.costs import Work
 from ..ir import joint
 from ..ir.graphs import REPLICATED, Role, ancestors, storage
 from ..ir.regions import is_region
@@ -31,8 +30,8 @@ from ..rows.kinds import Kind, Rows
 from ..rows.own_backward import own_name
 from .batch_norms import ONCE
 from .microbatch import Microbatch
-from .row_versions import RowVersions, Version
-from .whole_batch import WholeBatch
+from .row_versions import RowVersions
+from .whole_batch import WholeBatch, add, rows_of
 
 
 class Joined(NamedTuple):
@@ -97,8 +96,7 @@ class _Joining:
         self.whole = WholeBatch(trace)
         self.whole.interpret()
         self.versions = RowVersions(
-            *(trace, self.whole, self.domains, self.joint),
-            *(self._of_whole, self._rows_of, self._numbers),
+            trace, self.whole, self.domains, self.joint, self._of_whole
         )
         for node in self.domains.nodes:
             if node not in self.joint:
@@ -106,13 +104,13 @@ class _Joining:
             elif not self.wants_spread or ONCE in node.meta:
                 self._of_whole(node)
         final = self._finals(outputs)
-        self.versions.drop_unused({version.new for version in final.values()})
+        self.versions.drop_unused(final.values())
         for node in reversed(self.joint):
             self._drop(node)
         for node, version in final.items():
-            trace.new[node], trace.values[node] = version
+            trace.new[node], trace.values[node] = version, version.meta["val"]
 
-    def _finals(self, outputs: Sequence[fx.Node]) -> dict[fx.Node, Version]:
+    def _finals(self, outputs: Sequence[fx.Node]) -> dict[fx.Node, fx.Node]:
         """What becomes of the outputs that are of the whole batch."""
         final, trace = {}, self.trace
         for node in outputs:
@@ -127,11 +125,11 @@ class _Joining:
                     break
             else:
                 trace.joint.add(node)
-                version = Version(self._of_whole(node), self.whole.values[node])
+                version = self._of_whole(node)
             final[node] = version
         return final
 
-    def _version(self, node: fx.Node, dim: int | None) -> Version | None:
+    def _version(self, node: fx.Node, dim: int | None) -> fx.Node | None:
         """What a microbatch computes of a joint value, if it may and can."""
         if not self.wants_spread or node not in self.joint:
             return None
@@ -140,31 +138,6 @@ class _Joining:
         version = self.versions.of(node, dim)
         self.spread |= version is not None
         return version
-
-    def _rows_of(self, node: fx.Node, dim: int) -> Version:
-        """A microbatch's rows of a value that comes of the batch's size alone."""
-        whole = Version(self._of_whole(node), self.whole.values[node])
-        return self._own_rows(whole, dim, node)
-
-    def _numbers(self, like: fx.Node) -> Version:
-        """The numbers of a microbatch's rows, along a dimension of a value."""
-        value = self.whole.values[like]
-        size, device = value.shape[0], value.device
-        every = self._added(self.trace.new[like], torch.arange, (size,), like)
-        every.kwargs = {"device": device}
-        with self.trace.mode:
-            numbers = torch.arange(size, device=device)
-        every.meta.update(val=numbers, work=copied(numbers))
-        return self._own_rows(Version(every, numbers), 0, like)
-
-    def _own_rows(self, whole: Version, dim: int, like: fx.Node) -> Version:
-        args = (whole.new, dim, self.microbatches)
-        new = self._added(whole.new, joint.part, args, like)
-        with self.trace.mode:
-            value = whole.value.chunk(self.microbatches, dim)[0].clone()
-        self.trace.tracker.put(value, Rows(Kind.APART, dim))
-        new.meta.update(val=value, work=copied(value))
-        return Version(new, value)
 
     def _flops(self, node: fx.Node) -> float:
         return self._work(node).flops
@@ -199,15 +172,12 @@ class _Joining:
     def _part(self, node: fx.Node) -> fx.Node:
         """A microbatch's rows of a joint value."""
         if node not in self.parts:
-            rows, old = self.trace.rows(node), self.trace.new[node]
+            rows = self.trace.rows(node)
             assert rows is not None, "a tensor"
             version = self._version(node, rows.dim)
-            if version is not None:
-                return self.parts.setdefault(node, version.new)
-            args = (self._of_whole(node), rows.dim, self.microbatches)
-            new = self._added(args[0], joint.part, args, node)
-            new.meta.update(val=old.meta["val"], work=copied(old.meta["val"]))
-            self.parts[node] = new
+            if version is None:
+                version = rows_of(self.trace, self._of_whole(node), rows.dim, node)
+            self.parts[node] = version
         return self.parts[node]
 
     def _of_whole(self, node: fx.Node) -> Any:
@@ -226,16 +196,10 @@ class _Joining:
             return new
         version = None if self.versions.dims(node) else self._version(node, None)
         if version is not None:
-            how = "sum" if self.versions.rows(version).kind is Kind.SUM else "mean"
-            return self._join(version.new, how, 0, node)
-        if node not in self.joint and not self._is_view(node):
-            if self.domains.in_parts(node):
-                rows = self.trace.rows(node)
-                return self._join(new, "rows", rows.dim if rows else 0, node)
-            if self.domains.reduced(node):
-                rows = self.trace.rows(node)
-                how = "sum" if rows and rows.kind is Kind.SUM else "mean"
-                return self._join(new, how, 0, node)
+            return self._join(version, self.versions.rows(version), node)
+        known = self.domains.in_parts(node) or self.domains.reduced(node)
+        if known and node not in self.joint and not self._is_view(node):
+            return self._join(new, self.trace.rows(node), node)
         return self._copy(node, new, own)
 
     def _is_view(self, node: fx.Node) -> bool:
@@ -250,29 +214,13 @@ class _Joining:
             return False
         return storage(source) == storage(value) and self.domains.in_parts(first)
 
-    def _join(self, part: fx.Node, how: str, dim: int, node: fx.Node) -> fx.Node:
+    def _join(self, part: fx.Node, rows: Rows | None, node: fx.Node) -> fx.Node:
         """What microbatches make, for the whole batch."""
-        new = self._added(part, joint.join, (part, how, dim, self.microbatches), node)
+        assert rows is not None, "a tensor"
+        how = {Kind.SUM: "sum", Kind.MEAN: "mean"}.get(rows.kind, "rows")
+        args = part, how, rows.dim if how == "rows" else 0, self.microbatches
         value = self.whole.values[node]
-        new.meta.update(val=value, work=copied(value))
-        return new
-
-    def _added(self, after: fx.Node, target: Any, args: Any, like: fx.Node) -> fx.Node:
-        graph = self.trace.graph
-        place = _last_input(graph) if after.op == "placeholder" else after
-        with graph.inserting_after(place):
-            new = graph.call_function(target, args)
-        new.meta.update(
-            module=like.meta.get("module", ""),
-            mutates=(),
-            learns=(),
-            random=0,
-            stack_trace=like.meta.get("stack_trace"),
-            key=f"{target.__name__}:{new.name}",
-            rows=None,
-            joint=True,
-        )
-        return new
+        return add(self.trace, part, joint.join, *args, like=node, value=value)
 
     def _copy(self, node: fx.Node, new: fx.Node, own: fx.Node) -> fx.Node:
         """An operation of the whole batch, at its place in the program."""
@@ -299,8 +247,3 @@ class _Joining:
                 "sorted by expert and back), write fxsched.backend(schedule, "
                 'loss_reduction="mean")'
             )
-
-
-def _last_input(graph: fx.Graph) -> fx.Node:
-    inputs: list[fx.Node] = graph.find_nodes(op="placeholder")
-    return inputs[-1]

@@ -33,6 +33,7 @@ from ..ir.lazy import lazy_module
 from ..rows.own_backward import own_name
 from .ctc import OURS
 from .early_writes import take_early_writes
+from .effects import NORMS
 from .functional import without_writes
 from .graph_inputs import placeholders, text_of
 from .picked_rows import pick_rows
@@ -52,7 +53,6 @@ REGIONS = (
     torch.ops.higher_order.wrap_with_autocast,
 )
 CHECKS = ("_assert", "sym_constrain_range")  # of values: microbatches have others
-LEARNS = ("batch_norm", "instance_norm")  # write, which their schemas don't say
 # Raise for what has no solution by an effect of its own, which graphs of stages lack;
 # these raise inside, as eager does.
 CHECKED = {
@@ -148,7 +148,7 @@ def _acts(node: fx.Node) -> bool:
     acts = (
         node.is_impure()
         or isinstance(node.target, HigherOrderOperator)
-        or name in LEARNS
+        or name in NORMS
         or (schema is not None and not schema.returns)
     )
     return acts and not name.startswith(CHECKS)

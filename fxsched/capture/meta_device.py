@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, fx
 
 from ..ir.graphs import Spec
-from ..ir.lazy import lazy_module
+from ..ir.rewrites import rewritten
 from ..jobs.job import PlanError
 
 CPU = torch.device("cpu")
@@ -39,15 +39,14 @@ def on_cpu(gm: fx.GraphModule) -> fx.GraphModule:
     before: mask = torch.arange(4, device=device("meta"))
     after:  mask = torch.arange(4, device=device("cpu"))
     """
-    graph = fx.Graph()
-    new: dict[fx.Node, fx.Node] = {}
-    for old in gm.graph.nodes:
-        node = new[old] = graph.node_copy(old, new.__getitem__)
+
+    def write(node: fx.Node) -> fx.Node:
         node.args = fx.node.map_aggregate(node.args, _off_meta)
         node.kwargs = fx.node.map_aggregate(node.kwargs, _off_meta)
-    result = lazy_module(gm, graph)
-    result.meta.update(gm.meta)
-    for node in graph.find_nodes(op="get_attr"):
+        return node
+
+    result = rewritten(gm, write)
+    for node in result.graph.find_nodes(op="get_attr"):
         value = getattr(result, str(node.target), None)
         if isinstance(value, Tensor) and value.is_meta:
             setattr(result, str(node.target), torch.zeros_like(value, device=CPU))

@@ -22,6 +22,7 @@ from ..ir.lazy import lazy_module
 from ..ir.modes import casts
 from ..ir.picked import Selection, cut_to_shape, keep_selection
 from ..ir.regions import inside_regions, is_region
+from ..ir.rewrites import extracted
 from .returns import Returned
 
 FILLED = "filled"  # node.meta of results that are filled up
@@ -139,7 +140,9 @@ def _with_operation(gm: fx.GraphModule, part: _Part) -> fx.GraphModule:
     numbers = [n for n in part.reads if n not in values]
     opened = [n for n in part.results if _is_open(n)]
     at = tuple(map(part.results.index, opened))
-    name = keep_selection(Selection(_module_of(gm, part, [*values, *numbers]), at))
+    reads = [*values, *numbers]
+    own = extracted(gm, reads, part.nodes, part.results, "Selection")
+    name = keep_selection(Selection(own, at))
     args = name, [new[n] for n in values], [new[n] for n in numbers]
     call = graph.call_function(torch.ops.fxsched.picked.default, args)
     examples = [*map(_value, part.results), *(_shape(_value(n)) for n in opened)]
@@ -157,20 +160,6 @@ def _with_operation(gm: fx.GraphModule, part: _Part) -> fx.GraphModule:
     result.meta.update(gm.meta)
     _add_shapes(result, gm, dict(zip(opened, items[len(part.results) :], strict=True)))
     return result
-
-
-def _module_of(
-    gm: fx.GraphModule, part: _Part, inputs: Sequence[fx.Node]
-) -> fx.GraphModule:
-    """The selection's own graph."""
-    graph, new = fx.Graph(), dict[fx.Node, Any]()
-    for i, node in enumerate(inputs):
-        new[node] = graph.placeholder(f"value_{i}")
-    for node in part.nodes:
-        new[node] = graph.node_copy(node, new.__getitem__)
-        new[node].meta = {}  # which has values of the whole batch
-    graph.output([new[node] for node in part.results])
-    return lazy_module(gm, graph, "Selection")
 
 
 def _shape(value: Tensor) -> Tensor:

@@ -16,7 +16,7 @@ from typing import Any
 from torch import fx
 
 from ..ir.graphs import named_arguments
-from ..ir.lazy import lazy_module
+from ..ir.rewrites import added, rewritten
 from ..ir.written import written
 from .effects import refuse_recomputed, statistics_of, targets_of, written_by
 from .functional import COPY, is_version
@@ -26,61 +26,71 @@ from .returns import Returned
 COUNT = "num_batches_tracked"
 
 
-def written_state(gm: fx.GraphModule, inputs: Sequence[Any]) -> set[int]:
-    """The positions of inputs that are state and written, but for weights that are
-    trained and the statistics of normalizations."""
-    nodes = placeholders(gm)
-    index = {node: i for i, node in enumerate(nodes)}
-    moved = [origin_of(n).name for node in gm.graph.nodes for n in statistics_of(node)]
-    learned = {f"{name.removesuffix('running_mean')}{COUNT}" for name in moved}
-    return {
-        index[n]
-        for node in gm.graph.nodes
-        for n in written_by(node)
-        if n in index
-        and origin_of(n).name not in learned
-        and not origin_of(n).argument
-        and not inputs[index[n]].requires_grad
-    }
+def written_state(gm: fx.GraphModule, inputs: Sequence[Any], once: bool) -> set[int]:
+    """The positions of inputs that are state, written, and get new versions.
+
+    once: whether all do, but for weights that are trained and what normalizations of
+        microbatches write; else only what those of the whole batch do.
+    """
+    index = {node: i for i, node in enumerate(placeholders(gm))}
+    writes, whole, moved = dict[str, int](), set[str](), set[str]()
+    for node in gm.graph.nodes:
+        for state in (n for n in written_by(node) if n in index):
+            origin, trained = origin_of(state), inputs[index[state]].requires_grad
+            if not origin.argument and not trained:
+                writes[origin.name] = index[state]
+                whole |= {origin.name} if "once" in node.meta else set()
+        moved |= {origin_of(n).name for n in statistics_of(node)}
+    names = set(writes) - _counts(moved) if once else whole | _counts(whole)
+    return {i for name, i in writes.items() if name in names}
 
 
-def return_state(gm: fx.GraphModule, states: Collection[int]) -> fx.GraphModule:
+def _counts(statistics: Collection[str]) -> set[str]:
+    """The counts of calls beside running means."""
+    return {f"{name.removesuffix('running_mean')}{COUNT}" for name in statistics}
+
+
+def return_state(gm: fx.GraphModule, states: set[int]) -> fx.GraphModule:
     """A copy that returns the last versions of inputs and does not write into them;
     gm.meta["returns"] says which outputs they are."""
-    graph, new = fx.Graph(), dict[fx.Node, Any]()
-    index = {n: i for i, n in enumerate(placeholders(gm)) if i in states}
-    kept: dict[int, fx.Node] = {}  # what writes, by the input's position
-    for node in gm.graph.nodes:
-        written_into = [n for n in written_by(node) if n in index]
-        if written_into:
-            refuse_recomputed(node)
-            kept[index[written_into[0]]] = node
-            new[node] = _version(graph, node, new)
-        elif node.op != "output":
-            new[node] = graph.node_copy(node, new.__getitem__)
+    inputs, nodes = placeholders(gm), iter(gm.graph.nodes)
+    versions: dict[int, fx.Node] = {}  # by the input's position
     old: Any = gm.graph.output_node().args[0]
-    returns, results = list(gm.meta["returns"]), list(old)
-    for position, node in sorted(kept.items()):
-        same = [i for i, each in enumerate(old) if each is node]
-        for i in same:
+    returns = list(gm.meta["returns"])
+
+    def write(copy: fx.Node) -> fx.Node:
+        node = next(nodes)
+        into = [inputs.index(n) for n in written_by(node)[:1] if n in inputs]
+        if states.isdisjoint(into):
+            return copy
+        refuse_recomputed(node)
+        (position,) = into
+        versions[position] = _version(copy)
+        for i in (i for i, each in enumerate(old) if each is node):
             returns[i] = returns[i]._replace(version=position)
-        if not same:
-            results.append(node)
-            name = origin_of(placeholders(gm)[position]).name
+        return versions[position]
+
+    result = rewritten(gm, write)
+    output: Any = result.graph.output_node()
+    results, told = list(output.args[0]), {each.version for each in returns}
+    for position, version in sorted(versions.items()):
+        if position not in told:
+            results.append(version)
+            name = origin_of(inputs[position]).name
             returns.append(Returned(None, (name,), (), position, kept=True))
-    output = graph.output(fx.map_arg(tuple(results), new.__getitem__))
-    output.meta = dict(gm.graph.output_node().meta)
-    result = lazy_module(gm, graph)
-    result.meta.update(gm.meta, returns=tuple(returns))
+    output.args = (tuple(results),)
+    result.meta["returns"] = tuple(returns)
     return result
 
 
-def _version(graph: fx.Graph, node: fx.Node, new: dict[fx.Node, Any]) -> Any:
-    """What an input is after a node has written into it."""
-    if node.target is COPY and is_version(node.args[1], node.all_input_nodes[0]):
-        return new[node.all_input_nodes[1]]
-    call = fx.map_arg(named_arguments(node), new.__getitem__)
-    args: Any = node.target, call, {name: [] for name in targets_of(node)}, ()
-    version = graph.call_function(written, args)
-    version.meta = dict(node.meta)
+def _version(node: fx.Node) -> fx.Node:
+    """What an input is after a node has written into it; takes the node's place."""
+    graph, (state, *values) = node.graph, node.all_input_nodes
+    if node.target is COPY and is_version(node.args[1], state):
+        graph.erase_node(node)
+        return values[0]
+    paths = dict[str, Any]((name, []) for name in targets_of(node))
+    args = node.target, named_arguments(node), paths, ()
+    version = added(node, written, *args, value=node.meta["example_value"])
+    graph.erase_node(node)
     return version

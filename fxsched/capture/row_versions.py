@@ -18,8 +18,9 @@ import logging
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from itertools import product
-from typing import Any, NamedTuple
+from typing import Any
 
+import torch
 from torch import Tensor, fx
 
 from ..costmodel.costs import copied
@@ -31,26 +32,17 @@ from ..jobs.job import PlanError
 from ..rows.domains import Domains
 from ..rows.kinds import Kind, Rows
 from .microbatch import Microbatch
-from .whole_batch import WholeBatch
+from .whole_batch import WholeBatch, add, rows_of
 
 DIAGONALS = ("diagonal", "diag")
 CHOICES = 32  # of what to read of operands, that are tried for one node
 Dim = int | None  # with the rows; None for a part of a sum or mean over them
 
 
-class Version(NamedTuple):
-    """A node of the microbatch's graph, and its value."""
-
-    new: fx.Node
-    value: Tensor
-
-
 class RowVersions:
     """Versions of joint nodes that microbatches compute.
 
     of_whole: gives the node of a value of the whole batch.
-    part: gives a microbatch's rows of it, along a dimension.
-    numbers: gives the numbers of a microbatch's rows, for those of a value.
     """
 
     def __init__(
@@ -60,12 +52,10 @@ class RowVersions:
         domains: Domains,
         joint: Collection[fx.Node],
         of_whole: Callable[[fx.Node], fx.Node],
-        part: Callable[[fx.Node, int], Version],
-        numbers: Callable[[fx.Node], Version],
     ) -> None:
         self.trace, self.whole, self.domains, self.joint = trace, whole, domains, joint
-        self.of_whole, self.part, self.numbers = of_whole, part, numbers
-        self._versions: dict[tuple[fx.Node, Dim], Version | None] = {}
+        self.of_whole = of_whole
+        self._versions: dict[tuple[fx.Node, Dim], fx.Node | None] = {}
         self._added: list[fx.Node] = []
         self._inside = inside_regions(trace.gm.graph)
 
@@ -75,7 +65,7 @@ class RowVersions:
             if not new.users and new not in outputs:
                 self.trace.graph.erase_node(new)
 
-    def of(self, node: fx.Node, dim: Dim) -> Version | None:
+    def of(self, node: fx.Node, dim: Dim) -> fx.Node | None:
         """A microbatch's rows of a joint value along a dimension, or its part of what
         is a sum or mean over them; None if it can't have that."""
         key = node, dim
@@ -84,32 +74,32 @@ class RowVersions:
             self._versions[key] = self._find(node, dim)
         return self._versions[key]
 
-    def rows(self, version: Version) -> Rows:
+    def rows(self, version: fx.Node) -> Rows:
         """What became of the rows of the batch in it."""
-        return self.trace.tracker.of(version.value)
+        return self.trace.tracker.of(version.meta["val"])
 
     def dims(self, node: fx.Node) -> list[int]:
         """The dimensions of a value that are as long as the batch, or a multiple."""
         value = node.meta.get("example_value")
         return self.domains.tracker.dims(value) if isinstance(value, Tensor) else []
 
-    def _find(self, node: fx.Node, dim: Dim) -> Version | None:
+    def _find(self, node: fx.Node, dim: Dim) -> fx.Node | None:
         trace = self.trace
         new = trace.new[node]
         if not isinstance(new, fx.Node) or not isinstance(trace.values[node], Tensor):
             return None
         if node not in self.joint and self._is_own(node, dim):
-            return Version(new, trace.values[node])
+            return new
         if node in self.domains.around:
             own = dim is not None and self._is_own(node, dim)
-            return self.part(node, dim) if own and dim is not None else None
+            return self._part(node, dim) if own and dim is not None else None
         if dim is not None and self._is_of_sizes(node):
-            return self._eye(node, dim) or self._run(node, dim) or self.part(node, dim)
+            return self._eye(node, dim) or self._run(node, dim) or self._part(node, dim)
         if name_of(node.target) in DIAGONALS and len(node.args) == 1 and dim == 0:
             return self._diagonal(node)
         return self._run(node, dim)
 
-    def _run(self, node: fx.Node, dim: Dim) -> Version | None:
+    def _run(self, node: fx.Node, dim: Dim) -> fx.Node | None:
         """A joint node on a microbatch's parts of what it reads."""
         new = self.trace.new[node]
         effects = new.meta.get("random") or new.meta.get("mutates")
@@ -125,7 +115,7 @@ class RowVersions:
                 return version
         return None
 
-    def _eye(self, node: fx.Node, dim: int) -> Version | None:
+    def _eye(self, node: fx.Node, dim: int) -> fx.Node | None:
         """A microbatch's rows, or columns, of ones on the diagonal."""
         value = self.whole.values[node]
         if name_of(node.target) != "eye" or self.dims(node) != [0, 1]:
@@ -133,33 +123,44 @@ class RowVersions:
         if value.shape[0] != value.shape[1]:
             return None
         target = eye_columns if dim else eye_rows
-        args = (self.numbers(node), value.shape[0], value.dtype)
+        args = (self._numbers(node), value.shape[0], value.dtype)
         return self._made(node, target, args, dim)
 
-    def _diagonal(self, node: fx.Node) -> Version | None:
+    def _diagonal(self, node: fx.Node) -> fx.Node | None:
         """A microbatch's part of the diagonal of a value of all pairs."""
         (pairs,) = node.all_input_nodes
         shape = self.whole.values[pairs].shape
         rows = self.of(pairs, 0) if len(shape) == 2 and shape[0] == shape[1] else None
         if rows is None or node in self._inside:
             return None
-        return self._made(node, own_diagonal, (rows, self.numbers(pairs)), 0)
+        return self._made(node, own_diagonal, (rows, self._numbers(pairs)), 0)
 
-    def _made(
-        self, node: fx.Node, target: Any, args: tuple[Any, ...], dim: int
-    ) -> Version:
+    def _part(self, node: fx.Node, dim: int) -> fx.Node:
+        """A microbatch's rows of a value of the whole batch."""
+        return rows_of(self.trace, self.of_whole(node), dim, node)
+
+    def _numbers(self, like: fx.Node) -> fx.Node:
+        """The numbers of a microbatch's rows, along a dimension of a value."""
+        value, trace = self.whole.values[like], self.trace
+        size, device = value.shape[0], value.device
+        with trace.mode:
+            numbers = torch.arange(size, device=device)
+        new = add(trace, trace.new[like], torch.arange, size, like=like, value=numbers)
+        new.kwargs = {"device": device}
+        return rows_of(trace, new, 0, like)
+
+    def _made(self, node: fx.Node, target: Any, args: Any, dim: int) -> fx.Node:
         """What a function gives that takes a node's place."""
         old = self.trace.new[node]
-        values = [a.value if isinstance(a, Version) else a for a in args]
-        nodes = [a.new if isinstance(a, Version) else a for a in args]
+        values = fx.map_arg(args, lambda n: n.meta["val"])
         with self.trace.mode:
             value = target(*values)
         with self.trace.graph.inserting_after(old):
-            new = self.trace.graph.call_function(target, tuple(nodes))
+            new = self.trace.graph.call_function(target, args)
         new.meta = {**old.meta, "val": value, "work": copied(value)}
         self.trace.tracker.put(value, Rows(Kind.APART, dim))
         self._added.append(new)
-        return Version(new, value)
+        return new
 
     def _is_own(self, node: fx.Node, dim: Dim) -> bool:
         """Whether a microbatch has such a part anyway."""
@@ -180,7 +181,7 @@ class RowVersions:
         values = (n.meta.get("example_value") for n in node.all_input_nodes)
         return any(map(self.domains.tracker.depends, values))
 
-    def _choices(self, node: fx.Node) -> Iterator[dict[fx.Node, Version]]:
+    def _choices(self, node: fx.Node) -> Iterator[dict[fx.Node, fx.Node]]:
         """What a microbatch may read of what a node reads: as few whole values as can
         be, but not nothing else."""
         operands = {
@@ -191,7 +192,7 @@ class RowVersions:
         for choice in every:
             if all(dim == "whole" for dim in choice):
                 continue
-            versions: dict[fx.Node, Version] = {}
+            versions: dict[fx.Node, fx.Node] = {}
             for operand, dim in zip(operands, choice, strict=True):
                 version = self._operand(operand, dim)
                 if version is None:
@@ -214,47 +215,50 @@ class RowVersions:
         gathered |= len(dims) == 1 and self._is_of_sizes(node)
         return [*dims, *["whole"] * gathered]
 
-    def _operand(self, node: fx.Node, dim: Dim | str) -> Version | None:
+    def _operand(self, node: fx.Node, dim: Dim | str) -> fx.Node | None:
         if isinstance(dim, str):
-            return Version(self.of_whole(node), self.whole.values[node])
+            return self.of_whole(node)
         return self.of(node, dim)
 
     def _computed(
-        self, node: fx.Node, operands: dict[fx.Node, Version]
-    ) -> Version | None:
+        self, node: fx.Node, operands: dict[fx.Node, fx.Node]
+    ) -> fx.Node | None:
         """A node's value of these; None if it can't be computed of them."""
         trace, tracker = self.trace, self.trace.tracker
-        before = {n: Version(trace.new[n], trace.values[n]) for n in (*operands, node)}
+        old, touched = trace.new[node], (*operands, node)
+        before = [(n, trace.new[n], trace.values[n]) for n in touched]
         exact = tracker.exact
         tracker.exact, tracker.sized = False, False
-        for n, (new, value) in operands.items():
-            trace.new[n], trace.values[n] = new, value
+        trace.new.update(operands)
+        trace.values.update((n, new.meta["val"]) for n, new in operands.items())
         try:
-            with trace.graph.inserting_after(before[node].new), _unlogged():
+            with trace.graph.inserting_after(old), _unlogged():
                 Microbatch.call(trace, node)
-            self._added.append(trace.new[node])
-            trace.new[node].meta["key"] = before[node].new.meta["key"]  # as profiled
-            return Version(trace.new[node], trace.values[node])
+            version: fx.Node = trace.new[node]
+            self._added.append(version)
+            version.meta["key"] = old.meta["key"]  # as profiled
+            return version
         except PlanError:  # the shapes of these don't go together
             return None
         finally:
             tracker.exact, tracker.sized = exact, True
-            for n, (new, value) in before.items():
+            for n, new, value in before:
                 trace.new[n], trace.values[n] = new, value
 
-    def _is_right(self, node: fx.Node, dim: Dim, version: Version) -> bool:
+    def _is_right(self, node: fx.Node, dim: Dim, version: fx.Node) -> bool:
         """Whether a value is what is looked for."""
-        if not isinstance(version.value, Tensor):
+        value = version.meta["val"]
+        if not isinstance(value, Tensor):
             return False
         rows, shape = self.rows(version), list(self.whole.values[node].shape)
         if not rows.plain:
             return False
         if dim is None:
             kinds = Kind.SUM, Kind.MEAN
-            return rows.kind in kinds and list(version.value.shape) == shape
+            return rows.kind in kinds and list(value.shape) == shape
         shape[dim] //= self.trace.batch.microbatches
         apart = rows.kind is Kind.APART and rows.place == (dim, 1)
-        return apart and list(version.value.shape) == shape
+        return apart and list(value.shape) == shape
 
 
 @contextmanager

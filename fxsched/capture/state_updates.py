@@ -43,7 +43,7 @@ def kept_rows(trace: Microbatch) -> fx.Node | None:
         if any(n.op == "placeholder" for n in written_by(node))
     ]
     for node in sorted(n for n in kept if isinstance(n, fx.Node)):
-        rows = trace.rows(node)
+        rows = None if "once" in node.meta else trace.rows(node)
         if rows is not None and rows.kind is not Kind.SHARED:
             return node
     return None

@@ -108,8 +108,8 @@ def trace_microbatch(
     hook_at_source(gm)
     training, call = torch.is_grad_enabled(), (inputs, batch, specs)
     with torch.enable_grad():  # without gradients too, B decides where to cut
-        if once:
-            gm = return_state(gm, written_state(gm, inputs))
+        if once or exact:
+            gm = return_state(gm, written_state(gm, inputs, once))
         trace = _interpreted(gm, weighted, exact, *call)
         if apart:
             refuse_running(trace)

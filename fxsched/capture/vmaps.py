@@ -19,6 +19,7 @@ from torch.func import functionalize
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from ..ir.graphs import name_of, tensors
+from ..ir.rewrites import extracted
 
 ENTER, EXIT = "_vmap_increment_nesting", "_vmap_decrement_nesting"
 
@@ -69,13 +70,7 @@ def _reads(nodes: Sequence[fx.Node]) -> list[fx.Node]:
 def _flat(gm: fx.GraphModule, nodes: Sequence[fx.Node]) -> Flat:
     reads = _reads(nodes)
     results = [n for n in nodes if not set(nodes).issuperset(n.users)]
-    graph, new = fx.Graph(), dict[fx.Node, fx.Node]()
-    for node in reads:
-        new[node] = graph.placeholder(node.name)
-    for node in nodes:
-        new[node] = graph.node_copy(node, new.__getitem__)
-    graph.output(tuple(new[node] for node in results))
-    run: Any = fx.Interpreter(fx.GraphModule(gm, graph)).run
+    run: Any = fx.Interpreter(extracted(gm, reads, nodes, results)).run
     values = [node.meta.get("example_value") for node in reads]
     with torch.no_grad():
         for each in (lambda f: f, functionalize):

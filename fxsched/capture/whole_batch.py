@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from torch import Tensor, fx
 
+from ..costmodel.costs import copied
+from ..ir import joint
 from ..ir.graphs import Role
+from ..rows.kinds import Kind, Rows
 from .batch import Batch
 from .microbatch import Microbatch
 
@@ -29,3 +34,41 @@ class WholeBatch(Microbatch):
     def _attribute(self, node: fx.Node) -> None:
         super()._attribute(node)
         self.values[node] = self.part.values[node]
+
+
+def add(
+    trace: Microbatch,
+    after: fx.Node,
+    target: Any,
+    *args: Any,
+    like: fx.Node,
+    value: Any,
+) -> fx.Node:
+    """A node of the microbatch's graph that the model has not, at the place of one that
+    it has; its value is fake."""
+    if after.op == "placeholder":
+        after = trace.graph.find_nodes(op="placeholder")[-1]
+    with trace.graph.inserting_after(after):
+        new = trace.graph.call_function(target, args)
+    new.meta.update(
+        val=value,
+        work=copied(value),
+        module=like.meta.get("module", ""),
+        mutates=(),
+        learns=(),
+        random=0,
+        stack_trace=like.meta.get("stack_trace"),
+        key=f"{target.__name__}:{new.name}",
+        rows=None,
+        joint=True,
+    )
+    return new
+
+
+def rows_of(trace: Microbatch, whole: fx.Node, dim: int, like: fx.Node) -> fx.Node:
+    """A microbatch's rows, along a dimension, of a value of the whole batch."""
+    count = trace.batch.microbatches
+    with trace.mode:
+        value = whole.meta["val"].chunk(count, dim)[0].clone()
+    trace.tracker.put(value, Rows(Kind.APART, dim))
+    return add(trace, whole, joint.part, whole, dim, count, like=like, value=value)

@@ -11,6 +11,7 @@ from torch import Tensor, fx
 from torch.utils._pytree import tree_map
 
 from ..ir.graphs import name_of, tensors
+from ..ir.written import written
 from ..rows.kinds import Cause, Effect, Kind, Rows
 from ..rows.tracker import Tracker
 from .batch import Batch
@@ -61,4 +62,5 @@ def stand_ins(
 
 
 def _cause(node: fx.Node) -> Cause:
-    return Cause(Effect.ORDER, name_of(node.target), node.meta.get("stack_trace"))
+    target = node.args[0] if node.target is written else node.target
+    return Cause(Effect.ORDER, name_of(target), node.meta.get("stack_trace"))

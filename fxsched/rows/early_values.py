@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, fx
 
 from ..ir.graphs import ancestors
-from ..ir.lazy import lazy_module
+from ..ir.rewrites import extracted
 
 
 class Early(NamedTuple):
@@ -30,15 +30,14 @@ class Early(NamedTuple):
 def early_values(wanted: Sequence[fx.Node], inputs: Collection[int]) -> Early | None:
     """A function of their graph's arguments that computes these nodes, or None if they
     depend on more than the arguments `inputs`, numbers and constants."""
-    needed, old = ancestors(wanted), wanted[0].graph
-    places = enumerate(old.find_nodes(op="placeholder"))
-    read = {node: i for i, node in places if node in needed}
-    tensors = (n for n in read if isinstance(n.meta.get("example_value"), Tensor))
-    if any(read[node] not in inputs for node in tensors):
-        return None
-    graph, new = fx.Graph(), dict[fx.Node, fx.Node]()
-    for node in old.nodes:
-        if node in needed:
-            new[node] = graph.node_copy(node, new.__getitem__)
-    graph.output(tuple(new[node] for node in wanted))
-    return Early(lazy_module(old.owning_module, graph), tuple(read.values()))
+    needed, graph = ancestors(wanted), wanted[0].graph
+    nodes = [node for node in graph.nodes if node in needed]
+    places = {n: i for i, n in enumerate(graph.find_nodes(op="placeholder"))}
+    reads = [node for node in nodes if node in places]
+    for node in reads:
+        tensor = isinstance(node.meta.get("example_value"), Tensor)
+        if tensor and places[node] not in inputs:
+            return None
+    calls = [node for node in nodes if node not in places]
+    early = extracted(graph.owning_module, reads, calls, wanted)
+    return Early(early, tuple(places[node] for node in reads))

@@ -14,14 +14,15 @@ after:  total = cross_entropy(x, y, reduction="sum")
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, fx
 
 from ..ir.graphs import ancestors, name_of, named_arguments
-from ..ir.lazy import lazy_module
 from ..ir.request import LossReduction
+from ..ir.rewrites import added, rewritten
 from ..ir.user_line import line_of
 from ..jobs.job import PlanError
 from .kinds import Kind, Rows
@@ -62,17 +63,10 @@ def part_means(gm: fx.GraphModule, whole: bool = False) -> fx.GraphModule:
     after:  total = cross_entropy(x, y, reduction="sum"); kept = y != -100
             count = kept.sum(); loss = total / count
     """
-    graph = fx.Graph()
-    new: dict[fx.Node, fx.Node] = {}
-    for node in gm.graph.nodes:
-        copy = new[node] = graph.node_copy(node, new.__getitem__)
-        new[node] = _parted(graph, copy, whole)
-    result = lazy_module(gm, graph)
-    result.meta.update(gm.meta)
-    return result
+    return rewritten(gm, partial(_parted, whole=whole))
 
 
-def _parted(graph: fx.Graph, node: fx.Node, whole: bool) -> fx.Node:
+def _parted(node: fx.Node, whole: bool) -> fx.Node:
     call = label_mean(node)
     if call is None:
         return node
@@ -88,16 +82,10 @@ def _parted(graph: fx.Graph, node: fx.Node, whole: bool) -> fx.Node:
         )
     node.args, node.kwargs = tuple((call | {"reduction": SUM}).values()), {}
     example = node.meta["example_value"]
-
-    def added(target: Any, args: tuple[Any, ...], value: Any) -> fx.Node:
-        new = graph.call_function(target, args)
-        new.meta.update(node.meta, example_value=value)
-        return new
-
-    ignored = labels, call["ignore_index"]
-    mask = added(aten.ne.Scalar, ignored, labels.meta["example_value"])
-    count = added(aten.sum.default, (mask,), example)
-    return added(aten.div.Tensor, (node, count), example)
+    ignored, all_labels = call["ignore_index"], labels.meta["example_value"]
+    mask = added(node, aten.ne.Scalar, labels, ignored, value=all_labels)
+    count = added(node, aten.sum.default, mask, value=example)
+    return added(node, aten.div.Tensor, node, count, value=example)
 
 
 def parts_of_sum(node: fx.Node, rows: Sequence[Rows | None]) -> list[int]:
