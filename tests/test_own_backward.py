@@ -279,6 +279,41 @@ def test_a_hook_after_a_write_is_on_what_was_written() -> None:
         torch.testing.assert_close(found.grad, wanted.grad)
 
 
+class Queued(nn.Module):
+    """Has a hook on what only state reads, beside a queue of rows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(6, 6), nn.Linear(6, 1)
+        self.register_buffer("seen", torch.zeros(6))
+        self.register_buffer("queue", torch.randn(16, 6))
+        self.register_buffer("at", torch.zeros((), dtype=torch.long))
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.first(x)
+        twice = h * 2
+        twice.register_hook(lambda g: g / (g.norm() + 1))
+        with torch.no_grad():
+            self.seen.lerp_(twice.mean(0), 0.1)
+        y = h - (h @ self.queue.clone().T).softmax(-1) @ self.queue.clone()
+        at = (self.at + torch.arange(len(y))) % 16
+        self.queue.index_copy_(0, at, y.detach())
+        self.at.add_(len(y))
+        return self.last(y).square().mean()
+
+
+def test_a_hook_on_what_gets_no_gradient_never_runs() -> None:
+    torch.manual_seed(0)
+    model = Queued()
+    eager, x = copy.deepcopy(model), torch.randn(8, 6)
+    step = torch.compile(model, backend=fxsched.backend(schedules.gpipe(2, 2)))
+    for run in (step, eager):
+        run(x).backward()
+    torch.testing.assert_close(model.state_dict(), eager.state_dict())
+    for found, wanted in zip(model.parameters(), eager.parameters(), strict=True):
+        torch.testing.assert_close(found.grad, wanted.grad)
+
+
 def test_this_torch_has_a_form_of_backwards_that_is_followed() -> None:
     """It changed from 2.11 to 2.13; one that isn't known would count as if rows met."""
     found: list[str | None] = []

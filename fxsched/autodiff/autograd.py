@@ -26,7 +26,7 @@ from torch.fx.traceback import preserve_node_meta
 from torch.overrides import TorchFunctionMode
 
 from ..ir.facts import stage_facts
-from ..ir.graphs import REPLICATED, Spec
+from ..ir.graphs import REPLICATED, Spec, name_of
 from ..ir.lazy import all_lazy
 from ..ir.model_lines import LINE
 from .joint_graph import (
@@ -227,4 +227,13 @@ class _Tagged(torch.nn.Module):
 
     def forward(self, *args: Any) -> Any:
         with preserve_node_meta():
-            return fx.Interpreter(self.flat).run(*args)
+            return _Run(self.flat).run(*args)
+
+
+class _Run(fx.Interpreter):
+    """Leaves out hooks on what gets no gradient in a stage: they would never run."""
+
+    def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
+        if name_of(target) == "register_hook" and not args[0].requires_grad:
+            return args[0]
+        return super().call_function(target, args, kwargs)

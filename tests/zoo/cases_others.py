@@ -255,6 +255,112 @@ DIFFUSERS.add(
 )
 
 
+DIFFUSERS.add(
+    "dit",
+    functools.partial(
+        denoiser,
+        "DiTTransformer2DModel",
+        TRANSFORMER | {"num_embeds_ada_norm": 10, "norm_num_groups": 4},
+        timestep=None,
+        class_labels=None,
+    ),
+)
+DIFFUSERS.add(
+    "aura_flow",
+    functools.partial(
+        denoiser,
+        "AuraFlowTransformer2DModel",
+        {key: value for key, value in TRANSFORMER.items() if key != "num_layers"}
+        | {"num_mmdit_layers": 1, "num_single_dit_layers": 1, "pos_embed_max_size": 64}
+        | {"joint_attention_dim": 16, "caption_projection_dim": 16},
+        timestep=None,
+        encoder_hidden_states=(5, 16),
+    ),
+)
+DIFFUSERS.add(
+    "sana",
+    functools.partial(
+        denoiser,
+        "SanaTransformer2DModel",
+        TRANSFORMER
+        | {"patch_size": 1, "cross_attention_dim": 16, "caption_channels": 16}
+        | {"num_cross_attention_heads": 2, "cross_attention_head_dim": 8},
+        timestep=None,
+        encoder_hidden_states=(5, 16),
+    ),
+)
+DIFFUSERS.add(
+    "transformer_2d",
+    functools.partial(
+        denoiser,
+        "Transformer2DModel",
+        {"num_attention_heads": 2, "attention_head_dim": 8, "num_layers": 2}
+        | {"in_channels": 16, "norm_num_groups": 4, "cross_attention_dim": 16},
+        encoder_hidden_states=(5, 16),
+    ),
+)
+
+
+class Prior(nn.Module):
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x: Tensor, time: Tensor, image: Tensor, text: Tensor) -> Tensor:
+        out = self.inner(x, time, image, text, return_dict=False)[0]
+        return (out - image).pow(2).mean()
+
+
+@DIFFUSERS()
+def prior() -> tuple[nn.Module, Inputs]:
+    sizes = {"num_attention_heads": 2, "attention_head_dim": 8, "num_layers": 2}
+    inner = need("diffusers").PriorTransformer(
+        **sizes, embedding_dim=16, num_embeddings=5, additional_embeddings=4
+    )
+    x, image, text = torch.randn(BATCH, 16), torch.randn(BATCH, 16), (BATCH, 5, 16)
+    return Prior(inner), (x, torch.arange(BATCH), image, torch.randn(text))
+
+
+class Restored(nn.Module):
+    """The mean square of what an autoencoder doesn't restore."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (self.inner(x, return_dict=False)[0] - x).pow(2).mean()
+
+
+BLOCKS_OF = {
+    "down_block_types": ("DownEncoderBlock2D",) * 2,
+    "up_block_types": ("UpDecoderBlock2D",) * 2,
+}
+AUTOENCODERS = {
+    "AutoencoderTiny": {
+        "encoder_block_out_channels": (8, 8),
+        "decoder_block_out_channels": (8, 8),
+        "num_encoder_blocks": (1, 1),
+        "num_decoder_blocks": (1, 1),
+    },
+    "VQModel": BLOCKS
+    | BLOCKS_OF
+    | {"num_vq_embeddings": 16, "vq_embed_dim": 4, "latent_channels": 4},
+    "AsymmetricAutoencoderKL": BLOCKS_OF
+    | {"down_block_out_channels": (8, 16), "up_block_out_channels": (8, 16)}
+    | {"layers_per_down_block": 1, "layers_per_up_block": 1, "norm_num_groups": 4},
+}
+
+
+def restored(kind: str) -> tuple[nn.Module, Inputs]:
+    inner = getattr(need("diffusers"), kind)(**AUTOENCODERS[kind]).train()
+    return Restored(inner), (torch.randn(BATCH, 3, 8, 8),)
+
+
+for kind in AUTOENCODERS:
+    DIFFUSERS.add(kind, functools.partial(restored, kind))
+
+
 class Autoencoder(nn.Module):
     def __init__(self, inner: Any) -> None:
         super().__init__()
@@ -268,9 +374,5 @@ class Autoencoder(nn.Module):
 @DIFFUSERS()
 def autoencoder_kl() -> tuple[nn.Module, Inputs]:
     models = need("diffusers")
-    inner = models.AutoencoderKL(
-        **BLOCKS,
-        down_block_types=("DownEncoderBlock2D",) * 2,
-        up_block_types=("UpDecoderBlock2D",) * 2,
-    )
+    inner = models.AutoencoderKL(**BLOCKS, **BLOCKS_OF)
     return Autoencoder(inner), (torch.randn(BATCH, 3, 8, 8),)
