@@ -32,6 +32,7 @@ class Model(nn.Module):
         super().__init__()
         self.bag = nn.EmbeddingBag(20, WIDTH)
         self.tower, self.head = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, CLASSES)
+        self.register_buffer("table", torch.randn(BATCH, 2))  # not of the batch
         self.between = between
 
     def forward(self, *inputs: Tensor) -> Tensor:
@@ -93,6 +94,17 @@ def viewed(m: Any, x: Tensor, y: Tensor) -> Tensor:
     rows = torch.tanh(m.tower(x)) * 1
     rows[0] = 0.0
     return F.cross_entropy(m.head(rows.view(-1, 2, 3).flatten(1)), y)
+
+
+def columns(m: Any, x: Tensor, y: Tensor) -> Tensor:
+    rows = torch.tanh(m.tower(x)) * 1
+    rows[:, torch.tensor([0, 2])] = m.table
+    return F.cross_entropy(m.head(rows), y)
+
+
+def added_columns(m: Any, x: Tensor, y: Tensor) -> Tensor:
+    rows = torch.tanh(m.tower(x))
+    return F.cross_entropy(m.head(rows.index_add(1, torch.tensor([3, 2]), m.table)), y)
 
 
 def first_row(rows: Tensor) -> None:
@@ -159,6 +171,8 @@ CASES: dict[str, tuple[Forward, tuple[Tensor, ...], dict[int, int | None]]] = {
     ),
     "ctc, exported": (broken, SPEECH, {}),
     "views after a write": (viewed, (X, Y), {}),
+    "columns as long as the batch": (columns, (X, Y), {}),
+    "columns added as long as the batch": (added_columns, (X, Y), {}),
     **{
         f"writes {write.__name__}": (partial(written, write), (X, Y), {})
         for write in (
@@ -255,6 +269,7 @@ class Listed(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.tower, self.head = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, CLASSES)
+        self.register_buffer("table", torch.randn(BATCH, 2))  # not of the batch
 
     def forward(self, x: Tensor, y: Tensor) -> dict[str, Any]:
         rows = list(torch.tanh(self.tower(x)))

@@ -103,13 +103,24 @@ def written(call: OpCall) -> Rows:
         same = len(tensors) == 1 and mask.apart and values.dim() == 0
         return rows if same and mask.place == rows.place else UNKNOWN
     chosen = indices[rows.dim] if rows.dim < len(indices) else None
-    by = _of_indices(call, tensors, max(i.dim() for i in tensors))
+    rank = max(i.dim() for i in tensors)
+    by = _of_indices(call, tensors, rank)
     if chosen is None:
         effect = None if by.kind is Kind.SHARED else Effect.PAIRS
     else:
         own = call.of(chosen).numbers and _one_row_each(call, tensor, rows)
         effect = None if own else Effect.ORDER
+    there = indexed(call)
+    dim = there.dim - (tensor.dim() - len(tensors) + rank - _rank(values))
+    if new.apart and new.place != (dim, there.outer):
+        effect = effect or Effect.PAIRS
+    elif not new.apart and dim >= 0 and values.shape[dim] != 1:
+        effect = Effect.ORDER  # as long as the batch and not of it: of all rows
     return call.kept(rows, effect, rows, by, new)
+
+
+def _rank(value: object) -> int:
+    return value.dim() if isinstance(value, Tensor) else 0
 
 
 def gathered(call: OpCall) -> Rows:
