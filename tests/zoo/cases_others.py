@@ -170,6 +170,9 @@ def denoiser(kind: str, values: dict[str, Any], **inputs: Any) -> Any:
     need("diffusers")
     models = importlib.import_module("diffusers")
     model = getattr(models, kind)(**values).train()
+    for each in model.modules():
+        if hasattr(each, "dropout_prob"):
+            each.dropout_prob = 0.0  # of labels: as dropout, drawn for a microbatch
     sample = torch.randn(BATCH, values.get("in_channels", 4), 8, 8)
     given = {
         name: torch.arange(BATCH) if shape is None else torch.randn(BATCH, *shape)
