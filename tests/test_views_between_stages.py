@@ -108,3 +108,28 @@ def test_values_of_another_order_of_memory_than_they_are_sent_in() -> None:
     reference(x).backward()
     for mine, other in zip(model.parameters(), reference.parameters(), strict=True):
         torch.testing.assert_close(mine.grad, other.grad)
+
+
+class Pixels(nn.Module):
+    """contiguous() copies what another stage sent, but nothing in the whole model."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Conv2d(4, 4, 3, padding=1)
+        self.middle, self.last = Pixel(), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        loss: Tensor = self.last(self.middle(self.first(x))).square().mean()
+        return loss
+
+
+class Pixel(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x.permute(0, 2, 3, 1).contiguous().view(-1, x.shape[1])
+
+
+def test_pixels_in_channels_last_are_seen_as_rows() -> None:
+    torch.manual_seed(0)
+    x = torch.randn(8, 4, 4, 4).to(memory_format=torch.channels_last)
+    found = fxsched.verify(Pixels(), schedules.gpipe(2, 2), x, stages=["middle"])
+    assert found.passed

@@ -264,6 +264,11 @@ class _Lowering(fx.Interpreter):
             args = (args[0].detach(), *args[1:])
         return super().call_function(SEEN.get(target, target), args, kwargs)
 
+    def call_method(self, target: Any, args: Any, kwargs: Any) -> Any:
+        if target == "contiguous":  # the method leaves no node where nothing is copied;
+            return aten.contiguous.default(*args, **kwargs)  # a stage may have to copy
+        return super().call_method(target, args, kwargs)
+
     def _flat(self, flat: Flat) -> None:
         """Runs the operations that torch.vmap comes to, in place of its nodes."""
         values = self._body(flat.gm, *(self.env[n] for n in flat.reads))
