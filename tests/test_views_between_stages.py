@@ -113,12 +113,15 @@ def test_values_of_another_order_of_memory_than_they_are_sent_in() -> None:
 class Pixels(nn.Module):
     """contiguous() copies what another stage sent, but nothing in the whole model."""
 
-    def __init__(self) -> None:
+    def __init__(self, breaks: bool) -> None:
         super().__init__()
+        self.breaks = breaks
         self.first = nn.Conv2d(4, 4, 3, padding=1)
         self.middle, self.last = Pixel(), nn.Linear(4, 4)
 
     def forward(self, x: Tensor) -> Tensor:
+        if self.breaks:
+            torch._dynamo.graph_break()  # so that torch.export traces it
         loss: Tensor = self.last(self.middle(self.first(x))).square().mean()
         return loss
 
@@ -128,8 +131,10 @@ class Pixel(nn.Module):
         return x.permute(0, 2, 3, 1).contiguous().view(-1, x.shape[1])
 
 
-def test_pixels_in_channels_last_are_seen_as_rows() -> None:
+@pytest.mark.parametrize("breaks", [False, True])
+def test_pixels_in_channels_last_are_seen_as_rows(breaks: bool) -> None:
     torch.manual_seed(0)
     x = torch.randn(8, 4, 4, 4).to(memory_format=torch.channels_last)
-    found = fxsched.verify(Pixels(), schedules.gpipe(2, 2), x, stages=["middle"])
+    model, schedule = Pixels(breaks), schedules.gpipe(2, 2)
+    found = fxsched.verify(model, schedule, x, stages=["middle"])
     assert found.passed

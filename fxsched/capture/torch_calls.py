@@ -98,6 +98,8 @@ class TorchCalls(TorchFunctionMode):
         asked = getattr(func, "__name__", "") in ASKED
         for each in tensors((*args, *named.values())):
             self._look(each, asked)
+        if func is Tensor.contiguous:  # which leaves no node where nothing is copied
+            func = torch.ops.aten.contiguous.default
         return func(*args, **named)
 
     def _look(self, operand: Tensor, asked: bool) -> None:
