@@ -469,8 +469,8 @@ class Backend:
         if self._last is None or step.plan.trains or not self._last.plan.trains:
             self._last, self.plan = step, step.plan
         for write in early_writes(gm):
-            if not is_given_up(args[write.input]):
-                write(args)
+            if not is_given_up(args[write.read[0]]):
+                write(*args)
         outputs = call_step(step, args, self._said)
         for output, value in zip(step.plan.outputs, outputs, strict=True):
             old = args[output.state or 0] if output.replaced else None

@@ -8,35 +8,20 @@ Each microbatch would do so with a copy of the weight; eager PyTorch does so onc
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, NamedTuple
-
-import torch
 from torch import fx
 
 from ..ir.graphs import ancestors
 from ..ir.rewrites import extracted
+from ..rows.early_values import Early
 from .functional import COPY, is_weight
 from .graph_inputs import placeholders
 
 EARLY = "early"  # gm.meta: the writes into weights
 
 
-class EarlyWrite(NamedTuple):
-    """A graph that writes into a weight, its only input; the weight's position."""
-
-    input: int
-    gm: fx.GraphModule
-
-    def __call__(self, args: Sequence[Any]) -> None:
-        """Writes into the weight among a call's inputs."""
-        with torch.no_grad():
-            self.gm(args[self.input])
-
-
-def early_writes(gm: fx.GraphModule) -> tuple[EarlyWrite, ...]:
-    """Those that were taken out of a graph."""
-    found: tuple[EarlyWrite, ...] = gm.meta.get(EARLY, ())
+def early_writes(gm: fx.GraphModule) -> tuple[Early, ...]:
+    """Those that were taken out of a graph; each reads a weight, and writes into it."""
+    found: tuple[Early, ...] = gm.meta.get(EARLY, ())
     return found
 
 
@@ -54,7 +39,7 @@ def take_early_writes(gm: fx.GraphModule) -> fx.GraphModule:
             later = {user for n in nodes[:-1] for user in n.users} - {*nodes, *ends}
             if apart and not later:
                 alone = extracted(gm, [weight], [*nodes[1:], ends[0]], [])
-                writes.append(EarlyWrite(i, alone))
+                writes.append(Early(alone, (i,)))
                 for node in (ends[0], *reversed(nodes[1:])):
                     node.replace_all_uses_with(weight)
                     gm.graph.erase_node(node)

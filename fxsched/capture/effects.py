@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from ..ir.graphs import is_mutable, name_of, named_arguments
+from ..ir.graphs import name_of, named_arguments, written_arguments
 from ..jobs.job import PlanError
 from .refusals import where_of
 
@@ -22,15 +22,8 @@ def targets_of(node: fx.Node) -> dict[str, Any]:
     if "once" in node.meta and name_of(target) in NORMS:
         named = named_arguments(node)
         return {name: named[name] for name in STATISTICS if named[name] is not None}
-    if not is_mutable(target) or torch.Tag.inplace_view in target.tags:
-        return {}
-    named = named_arguments(node)
-    return {
-        each.name: named[each.name]
-        for each in target._schema.arguments
-        if each.alias_info is not None and each.alias_info.is_write
-        if named[each.name] is not None
-    }
+    views = torch.Tag.inplace_view in getattr(target, "tags", ())
+    return {} if views else written_arguments(node)
 
 
 def written_by(node: fx.Node) -> list[fx.Node]:

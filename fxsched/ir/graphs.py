@@ -267,6 +267,16 @@ def is_mutable(target: Any) -> bool:
     return bool(getattr(getattr(target, "_schema", None), "is_mutable", False))
 
 
+def written_arguments(call: Call) -> dict[str, Any]:
+    """What an operation writes into, by the names in its schema."""
+    if not is_mutable(call.target):
+        return {}
+    named, schema = named_arguments(call), call.target._schema
+    infos = {each.name: each.alias_info for each in schema.arguments}
+    into = [name for name, info in infos.items() if info and info.is_write]
+    return {name: named[name] for name in into if named[name] is not None}
+
+
 def draws(target: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
     """Whether an aten operation draws random numbers; dropout of nothing doesn't."""
     if torch.Tag.nondeterministic_seeded not in getattr(target, "tags", ()):

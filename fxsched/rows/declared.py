@@ -5,13 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from torch import Tensor, fx
+from torch import fx
 
 from ..ir.graphs import named_arguments, tensors
 from .compute_rules import beside
-from .kinds import SHARED, Cause, Effect, Kind, OpCall, Rows, first_cause
-
-Placed = tuple[Tensor, Rows]
+from .kinds import SHARED, UNKNOWN, Cause, Effect, OpCall, Placed, Rows
 
 
 class Strategy(NamedTuple):
@@ -32,26 +30,39 @@ class Declared(NamedTuple):
 DECLARED: dict[Any, Declared] = {}  # by overload
 
 
+class _Call(NamedTuple):
+    """The tensors that a call reads and gives, each with a placement."""
+
+    reads: list[Placed]
+    gives: list[Placed]
+
+    @property
+    def every(self) -> list[Placed]:
+        """Both."""
+        return [*self.reads, *self.gives]
+
+    @property
+    def has_dims(self) -> bool:
+        """Whether tensors have the dimensions along which they are said to be parts."""
+        return all(not r.apart or 0 <= r.dim < t.dim() for t, r in self.every)
+
+
 def kept(call: OpCall) -> Rows | Sequence[Rows]:
     """The rule of what is declared."""
-    forward, values = DECLARED[call.target].forward, call.values
-    if forward is None:
+    values = call.values
+    if DECLARED[call.target].forward is None:
         apart = any(rows.apart for rows in values) and not call.whole
-        return beside(call, *values) if apart else Rows(Kind.UNKNOWN)
-    found, cause = _fitting(call), first_cause(values)
-    if found is None or (call.whole and backward_meets(call)):
-        return call.other(Effect.MIX, *values)
-    return [rows._replace(cause=cause) for _, rows in _outputs(call, found.outputs)]
-
-
-def parts(call: OpCall) -> list[tuple[Tensor, int]] | None:
-    """The tensors of which a call on parts reads parts, and along which dimension; None
-    if that isn't known."""
+        return beside(call, *values) if apart else UNKNOWN
     found = _fitting(call)
-    if found is None:
-        return None
-    inputs = _inputs(call, found.inputs)
-    return [(tensor, rows.dim) for tensor, rows in inputs if rows.apart]
+    if found is None or (call.whole and backward_meets(call)):
+        return call.other(Effect.MIX)
+    return [rows for _, rows in found.gives]
+
+
+def reads(call: OpCall) -> list[Placed] | None:
+    """What a call on parts reads, each with its placement; None if that isn't known."""
+    found = _fitting(call)
+    return found.reads if found else None
 
 
 def backward_meets(call: OpCall) -> Cause | None:
@@ -59,11 +70,14 @@ def backward_meets(call: OpCall) -> Cause | None:
     found, backward = _fitting(call), DECLARED[call.target].backward
     if found is None or backward is None:
         return None
-    inputs, outputs = _inputs(call, found.inputs), _outputs(call, found.outputs)
     for strategy in backward:
-        arriving = _outputs(call, strategy.inputs)
-        given = _inputs(call, strategy.outputs)
-        if _are_gradients(outputs, arriving) and _are_gradients(inputs, given):
+        gradients = _placed(call, strategy.outputs, strategy.inputs).every
+        pairs = zip(found.every, gradients, strict=True)
+        if all(
+            gradient == rows.of_gradient
+            for (tensor, rows), (_, gradient) in pairs
+            if tensor.is_floating_point() or tensor.is_complex()
+        ):
             return None
     return Cause(Effect.BACKWARD, str(call.target), call.stack)
 
@@ -74,45 +88,27 @@ def lacks_dims(node: fx.Node) -> bool:
     args, kwargs = fx.map_arg((node.args, node.kwargs), _example)
     call = OpCall(node.target, args, kwargs, _example(node), lambda _: SHARED, 1, None)
     forward = DECLARED[node.target].forward or ()
-    return bool(forward) and not any(_has_dims(call, each) for each in forward)
+    return bool(forward) and not any(_placed(call, *each).has_dims for each in forward)
 
 
 def _example(node: fx.Node) -> Any:
     return node.meta.get("example_value")
 
 
-def _has_dims(call: OpCall, strategy: Strategy) -> bool:
-    """Whether tensors have the dimensions along which they are said to be parts."""
-    pairs = *_inputs(call, strategy.inputs), *_outputs(call, strategy.outputs)
-    return all(not rows.apart or 0 <= rows.dim < each.dim() for each, rows in pairs)
-
-
-def _are_gradients(values: Sequence[Placed], gradients: Sequence[Placed]) -> bool:
-    """Whether these are the placements of the gradients of values that have some."""
-    return all(
-        gradient == rows.of_gradient
-        for (tensor, rows), (_, gradient) in zip(values, gradients, strict=True)
-        if tensor.is_floating_point() or tensor.is_complex()
-    )
-
-
-def _fitting(call: OpCall) -> Strategy | None:
+def _fitting(call: OpCall) -> _Call | None:
     """The first of what is said that the rows of a call's arguments fit."""
     for strategy in DECLARED[call.target].forward or ():
-        pairs = _inputs(call, strategy.inputs)
-        if _has_dims(call, strategy) and all(call.fits(*each) for each in pairs):
-            return strategy
+        found = _placed(call, *strategy)
+        if found.has_dims and call.fit(found.reads):
+            return found
     return None
 
 
-def _inputs(call: OpCall, placed: Sequence[Rows]) -> list[Placed]:
-    values = [*named_arguments(call).values()]
-    return _pairs(call.target._schema.arguments, values, placed)
-
-
-def _outputs(call: OpCall, placed: Sequence[Rows]) -> list[Placed]:
-    fields = call.target._schema.returns
-    return _pairs(fields, call.out if len(fields) > 1 else [call.out], placed)
+def _placed(call: OpCall, inputs: Sequence[Rows], outputs: Sequence[Rows]) -> _Call:
+    schema, given = call.target._schema, [*named_arguments(call).values()]
+    gives = call.out if len(schema.returns) > 1 else [call.out]
+    reads = _pairs(schema.arguments, given, inputs)
+    return _Call(reads, _pairs(schema.returns, gives, outputs))
 
 
 def _pairs(

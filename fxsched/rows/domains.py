@@ -57,7 +57,7 @@ class Domains:
     def joint(self) -> dict[fx.Node, None]:
         """The nodes that run on all rows, in order."""
         self.own = self._own()
-        worth, ends = self._worth(), self._ends()
+        worth, ends = self._useful()
         joint: dict[fx.Node, None] = {}
         resumed: set[fx.Node] = set()  # of microbatches, after joint ones
         for node in self.nodes:
@@ -113,24 +113,17 @@ class Domains:
     def _clean(self, node: fx.Node) -> bool:
         return self.in_parts(node) or self.reduced(node)
 
-    def _worth(self) -> Collection[fx.Node]:
-        """The nodes from which microbatches have work to share."""
-        worth: set[fx.Node] = set()
+    def _useful(self) -> tuple[set[fx.Node], set[fx.Node]]:
+        """The nodes from which microbatches have work to share, and those after which
+        rows meet no more."""
+        worth, ends = set[fx.Node](), set[fx.Node]()
         for node in reversed(self.nodes):
+            stays_apart = node in self.own or node not in self.tracker.met
             work = self.flops(node) or not worth.isdisjoint(node.users)
-            if work and self._clean(node) and self._stays_apart(node):
+            if work and stays_apart and self._clean(node):
                 worth.add(node)
-        return worth
-
-    def _stays_apart(self, node: fx.Node) -> bool:
-        return node in self.own or node not in self.tracker.met
-
-    def _ends(self) -> Collection[fx.Node]:
-        """The nodes after which rows meet no more."""
-        ends: set[fx.Node] = set()
-        for node in reversed(self.nodes):
             users = (user for user in node.users if user.op != "output")
-            apart = self.in_parts(node) and self._stays_apart(node)
-            if self.reduced(node) or (apart and all(user in ends for user in users)):
+            apart = stays_apart and self.in_parts(node)
+            if self.reduced(node) or (apart and ends.issuperset(users)):
                 ends.add(node)
-        return ends
+        return worth, ends

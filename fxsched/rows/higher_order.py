@@ -10,83 +10,61 @@ take what belongs to these from captured tensors: lengths[b].
 from __future__ import annotations
 
 import operator
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
-from torch import Tensor, fx
+from torch import fx
 
 from ..ir.graphs import tensors
-from .kinds import SHARED, Effect, Kind, OpCall, Rows
+from .kinds import SHARED, Effect, Kind, OpCall, Placed, Rows
 
 TAKES = (operator.getitem, torch.ops.aten.index.Tensor)
 FILLS = ("new_ones", "new_zeros", "new_full", "ones_like", "zeros_like", "full_like")
 
 
-class _Read(NamedTuple):
-    """What a call on parts reads: of some tensors parts, along a dimension each, and
-    others as they are."""
-
-    parts: list[tuple[Tensor, int]]
-    whole: list[Any]
-
-
 def flex_attention(call: OpCall) -> Rows:
     """Of query, key and value [batch, heads, length, width], whose rows are batches or
     heads."""
-    read, dim = _read(call), _dim(call)
+    read, dim = reads(call), _dim(call)
     numbered = read is None and dim < 2
     return _apart(call, read, dim, Effect.ORDER if numbered else Effect.PAIRS)
-
-
-def parts(call: OpCall) -> list[tuple[Tensor, int]] | None:
-    """The tensors of which a call on parts reads parts, and along which dimension; None
-    if a graph makes something of a row's number."""
-    read = _read(call)
-    return None if read is None else read.parts
-
-
-def _dim(call: OpCall) -> int:
-    """The dimension that is cut."""
-    rows = [call.of(each) for each in call.args[:3]]
-    return next((each.dim for each in rows if each != SHARED), 0)
 
 
 def mapped(call: OpCall) -> Rows:
     """Of slices along the first dimension, each by itself, and others as they are."""
     _, slices, others = call.args[:3]
-    read = _Read([(each, 0) for each in tensors(slices)], others)
-    return _apart(call, read, 0, Effect.MIX)
+    parts = [(each, Rows(Kind.APART)) for each in tensors(slices)]
+    return _apart(call, [*parts, *((each, SHARED) for each in others)], 0, Effect.MIX)
 
 
-def _apart(call: OpCall, read: _Read | None, dim: int, effect: Effect) -> Rows:
+def _apart(call: OpCall, read: list[Placed] | None, dim: int, effect: Effect) -> Rows:
     """Rows that are apart if what is read has them where it should."""
-    right = read is not None and all(
-        call.fits(value, rows)
-        for value, rows in (
-            *((tensor, Rows(Kind.APART, place)) for tensor, place in read.parts),
-            *((value, SHARED) for value in read.whole),
-        )
-    )
-    rows = Rows(Kind.APART, dim)
-    return call.kept(rows, None if right else effect, *call.values)
+    right = read is not None and call.fit(read)
+    return call.kept(Rows(Kind.APART, dim), None if right else effect)
 
 
-def _read(call: OpCall) -> _Read | None:
-    """What FlexAttention reads; None if a graph makes something of a row's number."""
+def _dim(call: OpCall) -> int:
+    """The dimension of FlexAttention that is cut."""
+    rows = [call.of(each) for each in call.args[:3]]
+    return next((each.dim for each in rows if each != SHARED), 0)
+
+
+def reads(call: OpCall) -> list[Placed] | None:
+    """What FlexAttention on parts reads, each with its placement; None if a graph makes
+    something of a row's number."""
     dim, (*tables, mask) = _dim(call), call.args[4]
-    read = _Read([(each, dim) for each in (*call.args[:3], *tensors(tables))], [])
+    of_rows = (*call.args[:3], *tensors(tables))
+    read: list[Placed] = [(each, Rows(Kind.APART, dim)) for each in of_rows]
     score, given = call.args[3], (*call.args[7:9], (), ())
     for graph, place, captured in ((score, 1 + dim, given[0]), (mask, dim, given[1])):
         taken = _taken(graph, place, len(captured)) if dim < 2 else None
         if taken is None:
             return None
         for value, row in zip(captured, taken, strict=True):
-            if row:
-                read.parts.append((value, 0))
-            elif row is not None:
-                read.whole.append(value)
-    whole = set(map(id, read.whole))
-    return None if any(id(each) in whole for each, _ in read.parts) else read
+            if row is not None:
+                read.append((value, Rows(Kind.APART) if row else SHARED))
+    ways = {(id(value), rows.apart) for value, rows in read}
+    return read if len(ways) == len({each for each, _ in ways}) else None
 
 
 def _taken(graph: Any, place: int, count: int) -> list[bool | None] | None:

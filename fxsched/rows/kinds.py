@@ -112,6 +112,9 @@ def meet(rows: Rows | None) -> bool:
     return rows is not None and rows.cause is not None
 
 
+Placed = tuple[Any, Rows]  # an argument, or a result, and what rows it should have
+
+
 class OpCall(NamedTuple):
     """One operation: its arguments and result (fake tensors), and their rows.
 
@@ -164,34 +167,28 @@ class OpCall(NamedTuple):
     def aligned(self, tensors: Iterable[Tensor], count: int) -> list[Rows]:
         """The rows of tensors that are broadcast to as many dimensions."""
         values = ((self.of(tensor), tensor.dim()) for tensor in tensors)
-        return [rows._replace(dim=rows.dim + count - own) for rows, own in values]
+        return [
+            rows._replace(dim=rows.dim + count - own) if rows.apart else rows
+            for rows, own in values
+        ]
 
-    def mixed(self, effect: Effect, *before: Rows) -> Cause:
-        """The first cause among values, or this operation as one.
+    def kept(self, rows: Rows, effect: Effect | None) -> Rows:
+        """Rows that stay where they are, with what this operation does to them, if it
+        does and wasn't said yet."""
+        cause = Cause(effect, str(self.target), self.stack) if effect else None
+        return rows._replace(cause=rows.cause or cause)
 
-        Rows that are put in order and back, around an operation that has no rule, as
-        mixtures of experts do, are not known to be mixed.
-        """
-        cause = first_cause(before)
-        unsure = cause is not None and cause.effect is Effect.UNSURE
-        if cause is None or (unsure and effect is not Effect.ORDER):
-            return Cause(effect, str(self.target), self.stack)
-        return cause
-
-    def kept(self, rows: Rows, effect: Effect | None, *before: Rows) -> Rows:
-        """Rows that stay where they are, with what mixed them before, or here."""
-        cause = self.mixed(effect, *before) if effect else first_cause(before)
-        return rows._replace(cause=cause)
-
-    def other(self, effect: Effect, *before: Rows) -> Rows:
+    def other(self, effect: Effect) -> Rows:
         """Those of a value that microbatches' do not make up."""
-        return Rows(Kind.OTHER, cause=self.mixed(effect, *before))
+        return self.kept(Rows(Kind.OTHER), effect)
 
-    def fits(self, value: object, wanted: Rows) -> bool:
-        """Whether an argument has these rows, or is the same for all of them; numbers
-        may be of the batch's size."""
+    def fit(self, placed: Iterable[Placed]) -> bool:
+        """Whether arguments have these rows, or are the same for all of them."""
+        return all(self._fits(*each) for each in placed)
+
+    def _fits(self, value: object, wanted: Rows) -> bool:
         if not isinstance(value, Tensor):
-            return self.whole
+            return self.whole  # numbers may be of the batch's size
         rows = self.of(value)
         if rows == SHARED and wanted.apart:
             return self.whole or value.shape[wanted.dim] == 1
@@ -212,20 +209,36 @@ def first_cause(values: Sequence[Rows]) -> Cause | None:
     return next(iter(unsure or causes), None)
 
 
-def unknown(*before: Rows) -> Rows:
-    """Those of a value that comes of these in a way that no rule knows."""
-    return UNKNOWN._replace(cause=first_cause(before))
+def followed(rule: Rule, counted: slice = slice(None)) -> Rule:
+    """A rule that is asked only where all arguments are known, some not shared; what
+    mixed their rows before is no matter of the rule, and stays.
 
-
-def where_known(rule: Rule) -> Rule:
-    """A rule that is asked only where all arguments are known, some not shared."""
+    counted: the arguments of which that counts.
+    """
 
     def guarded(call: OpCall) -> Rows | Sequence[Rows]:
-        values = call.values
+        values, before = call.values, first_cause(call.values[counted])
         if any(rows.kind is Kind.UNKNOWN for rows in values):
-            return unknown(*values)
+            return UNKNOWN._replace(cause=first_cause(values))
         if all(rows.kind is Kind.SHARED for rows in values):
             return SHARED
-        return rule(call)
+        made = rule(call._replace(of=lambda each: call.of(each)._replace(cause=None)))
+        if isinstance(made, Rows):
+            return _after(before, made)
+        return [_after(before, rows) for rows in made]
 
     return guarded
+
+
+def _after(before: Cause | None, rows: Rows) -> Rows:
+    """Rows with the first cause: that of before, or their own.
+
+    Rows that are put in order and back, around an operation that has no rule, as
+    mixtures of experts do, are not known to be mixed.
+    """
+    if before is None or rows.kind is Kind.SHARED:
+        return rows
+    unsure = before.effect is Effect.UNSURE
+    if unsure and rows.cause and rows.cause.effect is not Effect.ORDER:
+        return rows
+    return rows._replace(cause=before)

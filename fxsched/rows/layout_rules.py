@@ -8,8 +8,8 @@ from collections.abc import Callable, Sequence
 from torch import Tensor
 
 from ..ir.graphs import tensors
-from .compute_rules import added_up, beside
-from .kinds import Effect, Kind, OpCall, Rows, Rule, unknown
+from .compute_rules import beside
+from .kinds import UNKNOWN, Effect, Kind, OpCall, Rows, Rule
 
 Moved = Rows | Sequence[Rows]
 
@@ -37,7 +37,7 @@ def reshaped(call: OpCall, tensor: Tensor, rows: Rows) -> Rows:
                 break
             return rows._replace(dim=dim, outer=outer)
         reach *= size
-    return unknown(rows)
+    return UNKNOWN
 
 
 @_moves
@@ -68,7 +68,7 @@ def squeezed(call: OpCall, tensor: Tensor, rows: Rows) -> Rows:
     some = call.dims(tensor) if call.out.dim() < tensor.dim() else ()
     gone = {d for d in some if int(tensor.shape[d]) == 1}
     if rows.dim in gone and call.size > 1:
-        return unknown(rows)
+        return UNKNOWN
     return rows.without(gone)  # a batch of one row keeps its dimension
 
 
@@ -79,15 +79,15 @@ def selected(call: OpCall, tensor: Tensor, rows: Rows) -> Rows:
     if dim != rows.dim:
         return rows.without({dim})
     if rows.outer * call.size == int(tensor.shape[dim]) > call.size == 1:
-        return unknown(rows)
-    return call.other(Effect.ORDER, rows)
+        return UNKNOWN
+    return call.other(Effect.ORDER)
 
 
 @_moves
 def diagonal(call: OpCall, tensor: Tensor, rows: Rows) -> Rows:
     """Two dimensions become one, at their end."""
     gone = {call.dim(tensor, "dim1"), call.dim(tensor, "dim2", 1)}
-    return call.other(Effect.ORDER, rows) if rows.dim in gone else rows.without(gone)
+    return call.other(Effect.ORDER) if rows.dim in gone else rows.without(gone)
 
 
 @_moves
@@ -100,7 +100,7 @@ def parted(call: OpCall, tensor: Tensor, rows: Rows) -> Moved:
     block = call.size * call.inner(tensor, rows)
     uneven = [int(call.get("start", 0)), *sizes]
     if call.get("step", 1) != 1 or 0 in sizes or any(n % block for n in uneven):
-        return call.other(Effect.ORDER, rows)
+        return call.other(Effect.ORDER)
     return [rows._replace(outer=size // block) for size in sizes]
 
 
@@ -108,37 +108,30 @@ def parted(call: OpCall, tensor: Tensor, rows: Rows) -> Moved:
 def windowed(call: OpCall, tensor: Tensor, rows: Rows) -> Rows:
     """unfold: windows along one dimension, their elements along a new last one."""
     along = call.dim(tensor, "dimension") == rows.dim
-    return call.kept(rows, Effect.MIX if along else None, rows)
+    return call.kept(rows, Effect.MIX if along else None)
 
 
 @_moves
 def strided(call: OpCall, tensor: Tensor, rows: Rows) -> Rows:
-    """as_strided, where it keeps the shape."""
-    return rows if call.out.shape == tensor.shape else unknown(rows)
+    """as_strided and such, where they keep the shape."""
+    return rows if call.out.shape == tensor.shape else UNKNOWN
 
 
 def joined(call: OpCall) -> Rows:
     """cat: along the batch, rows of several tensors lie in blocks."""
     read: list[Tensor] = [t for t in call.get("tensors") if t.numel()]
     values, dim = [call.of(tensor) for tensor in read], call.dim(call.out)
-    rows = alike(call, [r._replace(outer=1) if r.dim == dim else r for r in values])
+    rows = beside(call, *(r._replace(outer=1) if r.dim == dim else r for r in values))
     if not rows.apart or rows.dim != dim:
         return rows
     inner = {call.inner(t, r) for t, r in zip(read, values, strict=True)}
     if len(inner) > 1 or any(r.kind is Kind.SHARED for r in values):
-        return unknown(rows)
+        return UNKNOWN._replace(cause=rows.cause)
     return rows._replace(outer=sum(r.outer for r in values))
 
 
 def stacked(call: OpCall) -> Rows:
     """Values side by side along a new dimension."""
-    rows = alike(call, call.values)
+    rows = beside(call, *call.values)
     later = rows.apart and rows.dim >= call.dim(call.out)
     return rows._replace(dim=rows.dim + later)
-
-
-def alike(call: OpCall, values: Sequence[Rows]) -> Rows:
-    """Rows of several values side by side, each as it is."""
-    if any(rows.apart for rows in values):
-        return beside(call, *values)
-    return added_up(call, {rows.kind for rows in values}, values)

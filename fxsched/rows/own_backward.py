@@ -13,15 +13,17 @@ the same rows, that of one without is a sum.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import chain, repeat
+from math import isnan, nan
 from typing import Any
 
 import torch
 from torch import Tensor, fx
 from torch._ops import HigherOrderOperator
 
-from ..ir.graphs import name_of, tensors
+from ..ir.graphs import name_of, storage, tensors
 from .declared import DECLARED, backward_meets
-from .grades import Grade, Graded
+from .grades import FLAT, Grade, graded
 from .kinds import Cause, Effect, Kind, Rows
 from .tracker import Tracker, Watch
 
@@ -61,32 +63,37 @@ def _followed(
     """Where rows meet in a user's backward, if they do, and whether gradients are in
     proportion to those that arrive."""
     body = _Body(tracker)
+    gradients: Any = ()
     if own_name(node) == HOOK:
-        gradients, inputs = body.of_hook(*args), args[:1]
+        tensor, hook, *free = args
+        inputs = [tensor]
+        gradients = [body.run(hook, [body.gradient(tensor), *map(body.copy, free)])]
     else:
-        gradients, inputs = body.of_function(value, *args), args[2:]
+        forward, backward, *inputs = args
+        result = body.run(forward, [*map(body.copy, inputs)])
+        if body.unknown is None and isinstance(result, tuple) and len(result) == 2:
+            outputs = value if isinstance(value, (tuple, list)) else (value,)
+            arriving = map(body.gradient, outputs)
+            gradients = body.run(backward, [*arriving, *result[1]])
+    if not isinstance(gradients, (tuple, list)):
+        gradients = [gradients]
     if body.unknown is not None or len(gradients) != len(inputs):
-        where = body.unknown or node
-        return _cause(where, node, Effect.UNSURE), False
+        return _cause(body.unknown or node, node, Effect.UNSURE), False
     meets, linear = None, True
     for gradient, of in zip(gradients, inputs, strict=True):
         if isinstance(gradient, Tensor) and isinstance(of, Tensor):
             rows, grade = body.of(gradient), body.grade(gradient)
-            if not _is_right(rows, grade, tracker.of(of)):
+            if grade is not None and not _is_right(rows, grade, tracker.of(of)):
                 meets = meets or body.cause(rows, node)
             linear &= grade is None or grade.degree == 1
     return meets, linear
 
 
-def _is_right(rows: Rows, grade: Grade | None, of: Rows) -> bool:
+def _is_right(rows: Rows, grade: Grade, of: Rows) -> bool:
     """Whether a microbatch's gradient of a value is what the step takes it for."""
-    if grade is None:
-        return True
-    if not rows.plain or grade.power is None:
-        return False
-    if of.apart and rows.place != of.place:
-        return False
     wanted = of.of_gradient.kind
+    if not rows.plain or (of.apart and rows.place != of.place):
+        return False
     if wanted in (Kind.APART, Kind.SHARED):
         return (rows.kind, grade.power) == (wanted, _power(of))
     return SUMS.get(rows.kind) == grade.power
@@ -97,39 +104,41 @@ def _power(of: Rows) -> int:
     return -1 if of.kind is Kind.MEAN else 0
 
 
-class _Body(Graded):
-    """The rows of the values of a backward's graphs, which run on fake tensors.
+class _Body(Tracker):
+    """The rows and grades of the values of a backward's graphs, which run on fake
+    tensors. A tensor and its views have one grade.
 
     unknown: a node that could not be followed.
     mixed: the first of a power that is not known.
     """
 
     def __init__(self, outer: Tracker) -> None:
-        super().__init__(outer)
+        super().__init__(outer.size, outer.symbols)
         self.outer = outer
         self.unknown: fx.Node | None = None
         self.mixed: fx.Node | None = None
+        self._grades: dict[int, Grade | None] = {}  # by storage
 
-    def of_hook(
-        self, tensor: Tensor, hook: fx.GraphModule, *free: Any
-    ) -> Sequence[Any]:
-        """The gradient that a hook makes of a tensor's."""
-        return [self._run(hook, [self._gradient(tensor), *map(self._copy, free)])]
+    def grade(self, tensor: Tensor) -> Grade | None:
+        """The grade of a tensor; None for zeros."""
+        return self._grades.get(storage(tensor), FLAT)
 
-    def of_function(
-        self, value: Any, forward: fx.GraphModule, backward: fx.GraphModule, *args: Any
-    ) -> Sequence[Any]:
-        """The gradients of a function's inputs, by their positions; none if Dynamo's
-        form of it is not known."""
-        result = self._run(forward, [*map(self._copy, args)])
-        known = self.unknown is None and isinstance(result, tuple)
-        if not known or len(result) != 2:
-            return ()
-        outputs = value if isinstance(value, (tuple, list)) else (value,)
-        gradients = self._run(backward, [*map(self._gradient, outputs), *result[1]])
-        return gradients if isinstance(gradients, (tuple, list)) else [gradients]
+    def see(self, func: Any, args: Sequence[Any], kwargs: Any, out: Any) -> None:
+        """Notes the rows and grades of an operation's results."""
+        super().see(func, args, kwargs, out)
+        call = self.call(func, args, kwargs, out)
+        grade = graded(call, [self.grade(tensor) for tensor in call.tensors()])
+        self._grades |= {storage(tensor): grade for tensor in tensors(out)}
 
-    def _copy(self, value: Any) -> Any:
+    def scaled(self, rows: Rows, tensor: Tensor, factor: int) -> Rows:
+        """Notes what a number of the batch's size does to a tensor's grade."""
+        before = self.grade(tensor)
+        if before is not None:
+            power = before.power - factor if factor else nan
+            self._grades[storage(tensor)] = before._replace(power=power)
+        return rows
+
+    def copy(self, value: Any) -> Any:
         """A value of the graph around, for a body that may write into it."""
         if not isinstance(value, Tensor):
             return value
@@ -137,7 +146,7 @@ class _Body(Graded):
         self.put(new, self.outer.of(value))
         return new
 
-    def _gradient(self, value: Any) -> Any:
+    def gradient(self, value: Any) -> Any:
         """The gradient that arrives at a value: of a microbatch, one with rows where
         that has some, a part of a sum where it has none."""
         if not isinstance(value, Tensor):
@@ -145,12 +154,20 @@ class _Body(Graded):
         new, of = torch.zeros_like(value), self.outer.of(value)
         unsure = of.kind in (Kind.OTHER, Kind.UNKNOWN)
         self.put(new, Rows(Kind.SUM, cause=of.cause) if unsure else of.of_gradient)
-        self.put_grade(new, Grade(_power(of), 1))
+        self._grades[storage(new)] = Grade(_power(of), 1)
         return new
 
-    def _run(self, gm: fx.GraphModule, args: Sequence[Any]) -> Any:
-        with torch.no_grad():
-            return _Run(gm, self).run(*args)
+    def run(self, gm: fx.GraphModule, args: Sequence[Any]) -> Any:
+        """What a graph gives, whose nodes it learns of; some inputs may lack."""
+        run = fx.Interpreter(gm)
+        run.args_iter = chain(args, repeat(None))
+        for node in gm.graph.nodes:
+            self.enter(node)
+            with torch.no_grad(), Watch(self):
+                run.env[node] = value = run.run_node(node)
+            if node.op.startswith("call"):
+                self.settle(node, value)
+        return value
 
     def settle(self, node: fx.Node, value: Any) -> None:
         """As of any value; notes what could not be followed."""
@@ -162,7 +179,7 @@ class _Body(Graded):
             return
         super().settle(node, value)
         grades = map(self.grade, results)
-        if self.mixed is None and any(g and g.power is None for g in grades):
+        if self.mixed is None and any(g and isnan(g.power) for g in grades):
             self.mixed = node
 
     def cause(self, rows: Rows, node: fx.Node) -> Cause:
@@ -170,28 +187,6 @@ class _Body(Graded):
         if rows.cause is not None and rows.cause.stack:
             return rows.cause._replace(effect=Effect.BACKWARD)
         return _cause(self.mixed or node, node, Effect.BACKWARD)
-
-
-class _Run(fx.Interpreter):
-    """Shows what the nodes of a graph give."""
-
-    def __init__(self, gm: fx.GraphModule, body: _Body) -> None:
-        super().__init__(gm)
-        self.body = body
-
-    def placeholder(self, target: Any, args: Any, kwargs: Any) -> Any:
-        """What it is given, if it is."""
-        return next(self.args_iter, None)
-
-    def run_node(self, node: fx.Node) -> Any:
-        """What a node gives, which the body learns."""
-        if not node.op.startswith("call"):
-            return super().run_node(node)
-        self.body.enter(node)
-        with Watch(self.body):
-            value = super().run_node(node)
-        self.body.settle(node, value)
-        return value
 
 
 def _cause(where: fx.Node, node: fx.Node, effect: Effect) -> Cause:

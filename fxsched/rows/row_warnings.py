@@ -117,38 +117,6 @@ def _of_cause(what: str, cause: Cause, microbatches: int) -> str:
     )
 
 
-def _complaints(
-    rows: Sequence[Rows | None],
-    loss: int | None,
-    reduction: str,
-    microbatches: int,
-    exact: bool,
-) -> Iterator[str]:
-    """What the user should know of the outputs of a model: the loss first, each cause
-    once."""
-    seen: set[Cause] = set()
-    for position in sorted(range(len(rows)), key=lambda i: i != loss):
-        each = rows[position]
-        if each is None or each.cause in seen:
-            continue
-        cause, is_loss = each.cause, position == loss
-        if cause is not None:
-            seen.add(cause)
-            # what may mix rows is no news where the user says how losses add up
-            told = exact or cause.effect is not Effect.UNSURE
-            if told and (each.apart or (is_loss and each.kind is not Kind.UNKNOWN)):
-                what = "the loss" if is_loss else f"output {position}"
-                yield _of_cause(what, cause, microbatches)
-        elif each.apart and each.numbers and not is_loss:
-            yield (
-                f"output {position} has the numbers of the rows in each of "
-                f"{microbatches} microbatches, not in the whole batch; make it after "
-                "the call"
-            )
-        if is_loss and (each.kind, reduction) in REDUCTIONS:
-            yield REDUCTIONS[each.kind, reduction].format(microbatches)
-
-
 class RowWatch:
     """Looks at each call of one plan, until it has warned.
 
@@ -168,45 +136,71 @@ class RowWatch:
         request: Request,
         exact: bool = False,
     ) -> None:
-        reduction = request.loss_reduction
         self.microbatches = request.schedule.microbatches
-        outputs = facts(traced).outputs
+        self.reduction, self.exact = request.loss_reduction, exact
         if loss is None:
-            scalars = [i for i, o in enumerate(outputs) if o.kind == "scalar"]
+            outputs = enumerate(facts(traced).outputs)
+            scalars = [i for i, output in outputs if output.kind == "scalar"]
             loss = scalars[0] if len(scalars) == 1 else None
-        self.texts = [*_complaints(rows, loss, reduction, self.microbatches, exact)]
+        self.texts = [*self._complaints(rows, loss)]
         self.labels = [*labels.values()]
         self.early: Early | None = None
         self.pending: list[Tensor] = []
         mean = loss is not None and rows[loss] == Rows(Kind.MEAN)
-        if labels and mean and reduction == "mean":
+        if labels and mean and self.reduction == "mean":
             self.early = early_values([*labels], _cut(traced))
+
+    def _complaints(
+        self, rows: Sequence[Rows | None], loss: int | None
+    ) -> Iterator[str]:
+        """What the user should know of the outputs of a model: the loss first, each
+        cause once."""
+        seen: set[Cause] = set()
+        for position in sorted(range(len(rows)), key=lambda i: i != loss):
+            each, is_loss = rows[position], position == loss
+            if each is None or each.cause in seen:
+                continue
+            if each.cause is not None:
+                seen.add(each.cause)
+                # what may mix rows is no news where the user says how losses add up
+                told = self.exact or each.cause.effect is not Effect.UNSURE
+                if told and (each.apart or (is_loss and each.kind is not Kind.UNKNOWN)):
+                    what = "the loss" if is_loss else f"output {position}"
+                    yield _of_cause(what, each.cause, self.microbatches)
+            elif each.apart and each.numbers and not is_loss:
+                yield (
+                    f"output {position} has the numbers of the rows in each of "
+                    f"{self.microbatches} microbatches, not in the whole batch; make "
+                    "it after the call"
+                )
+            if is_loss and (each.kind, self.reduction) in REDUCTIONS:
+                text = REDUCTIONS[each.kind, self.reduction]
+                yield text.format(self.microbatches)
 
     def __call__(self, args: Sequence[Any], said: set[str]) -> None:
         """Warns of what was not said yet; `said` holds what was."""
         for text in self.texts:
-            if text not in said:
-                said.add(text)
-                warnings.warn(text, RowsWarning, stacklevel=2)
+            _warn(text, text, said)
         self.texts.clear()
         if self.early is None or "labels" in said:
             return
-        pending, self.pending = (
-            self.pending,
-            [
-                labels.counts(value, self.microbatches)
-                for value, labels in zip(self.early(*args), self.labels, strict=True)
-            ],
-        )
-        if not self.pending[0].is_cuda:
-            pending = self.pending
-        for each, number in zip(self.labels, pending, strict=False):
-            many = number.tolist()
+        pairs = zip(self.early(*args), self.labels, strict=True)
+        counts = [labels.counts(value, self.microbatches) for value, labels in pairs]
+        last, self.pending = self.pending, counts
+        counts = last if counts[0].is_cuda else counts
+        for each, count in zip(self.labels, counts, strict=False):
+            many = count.tolist()
             least, most = min(many), max(many)
-            if least < most and "labels" not in said:
-                said.add("labels")
+            if least < most:
                 text = _of_labels(least, most, each.ignored, each.stack)
-                warnings.warn(text, RowsWarning, stacklevel=2)
+                _warn("labels", text, said)
+
+
+def _warn(key: str, text: str, said: set[str]) -> None:
+    """Once."""
+    if key not in said:
+        said.add(key)
+        warnings.warn(text, RowsWarning, stacklevel=3)
 
 
 def _cut(traced: fx.GraphModule) -> set[int]:

@@ -21,6 +21,7 @@ from ..ir.graphs import (
     named_arguments,
     storage,
     tensors,
+    written_arguments,
 )
 from .kinds import (
     SHARED,
@@ -43,11 +44,10 @@ class Tracker:
     size: rows of a microbatch.
     joins: whether microbatches' sizes add up to one of the batch.
     exact: whether rows of different microbatches may meet: then values that keep their
-        rows, though others went into them, start anew. `meets` says whether they do;
-        `met` has the nodes after which rows are apart again, `where` is the first
-        operation that they meet in; `kept` is what
-        microbatches do by themselves all the same; `weighed` are nodes in which sums
-        are divided by each other, or added to what is none.
+        rows, though others went into them, start anew. `where` is the first operation
+        that they meet in, if they do, `met` has the nodes after which rows are apart
+        again; `kept` is what microbatches do by themselves all the same; `weighed` are
+        nodes in which sums are divided by each other, or added to what is none.
     """
 
     def __init__(
@@ -59,7 +59,7 @@ class Tracker:
     ) -> None:
         self.size, self.symbols, self.exact, self.joins = size, symbols, exact, joins
         self.met: set[fx.Node] = set()
-        self.meets, self.weighed = False, set[fx.Node]()
+        self.weighed: set[fx.Node] = set()
         self.unlinear: set[fx.Node] = set()  # with a B of the user's, not linear
         self.sized = True  # Dynamo's symbols say of values where they have rows
         self.where: Cause | None = None
@@ -89,7 +89,7 @@ class Tracker:
     def see(self, func: Any, args: Sequence[Any], kwargs: Any, out: Any) -> None:
         """Notes the rows of an operation's result."""
         call, rule = self.call(func, args, kwargs, out), rule_of(func)
-        into = [] if rule else _targets(call)
+        into = [] if rule else [*written_arguments(call).values()]
         results = {id(tensor): tensor for tensor in tensors((out, into))}.values()
         if not results:
             return
@@ -145,7 +145,7 @@ class Tracker:
         if meets is None or not self.symbols:
             return
         if self.exact:
-            self.meets, self.where = True, self.where or meets
+            self.where = self.where or meets
             self.met.add(node)
         else:
             for tensor in tensors(value):
@@ -185,7 +185,6 @@ class Tracker:
             else:
                 self.kept = self.kept or rows.cause
             return rows._replace(cause=None)
-        self.meets = True
         self.where = self.where or rows.cause
         self.weighed |= {node} if rows.cause.effect in WEIGHED else set()
         if not self.in_parts(rows, example):
@@ -322,14 +321,6 @@ def _counts_rows(node: fx.Node) -> bool:
     call = named_arguments(node)
     counts = name_of(node.target) == "arange"
     return counts and (call.get("start", 0), call.get("step", 1)) == (0, 1)
-
-
-def _targets(call: OpCall) -> list[Any]:
-    """What an operation writes into, by its schema."""
-    if not is_mutable(call.target):
-        return []
-    infos = {each.name: each.alias_info for each in call.target._schema.arguments}
-    return [call.get(name) for name, info in infos.items() if info and info.is_write]
 
 
 def _cause(effect: Effect, node: fx.Node) -> Cause:
