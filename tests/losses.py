@@ -92,6 +92,9 @@ LOSSES: dict[str, Callable[[Tensor], Tensor]] = {
     "sum squared": lambda h: h.sum() ** 2,
     "pdist": lambda h: F.pdist(h).mean(),
     "bilinear": lambda h: F.bilinear(h, h, torch.ones(1, 4, 4)).mean(),
+    "product of two orders": lambda h: (
+        torch.cat([h, h.sin()]).T @ h.repeat_interleave(2, 0)
+    ).mean(),
     "hardswish": lambda h: F.hardswish(h).mean(),
     "view across rows": lambda h: h.reshape(2, -1).softmax(0).pow(2).mean(),
     "view in groups": lambda h: (

@@ -385,6 +385,7 @@ def test_two_ranks() -> None:
         *("pdist", "lstm", "lstm from a mean", "expanded mean", "sum times size"),
         *("view across rows", "barlow twins", "segment", "hardswish", "mean and sum"),
         *("mean written", "sum written over", "rows written", "masked mean"),
+        "product of two orders",
     ],
 )
 def test_what_no_rule_knows_runs_on_all_rows(name: str) -> None:

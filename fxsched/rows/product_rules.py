@@ -32,7 +32,7 @@ def _multiplied(roles: str, call: OpCall, a: Rows, b: Rows) -> Rows:
     effect = Effect.ORDER if a.numbers or b.numbers else None
     if reduced:
         effect = Effect.STATISTICS
-    elif letters not in (letter, "kk") and (letters != "nn" or a.outer != b.outer):
+    elif letters != letter and (letters not in ("kk", "nn") or a.outer != b.outer):
         effect = Effect.PAIRS
     rows = Rows(Kind.SUM) if letter == "k" else rows._replace(dim=out.index(letter))
     return call.kept(rows, effect)
