@@ -20,7 +20,7 @@ from .capture.dynamo import (
     configure_dynamo,
     note_call,
 )
-from .capture.early_writes import early_writes
+from .capture.functional import early_writes
 from .capture.graph_breaks import GraphBreak, left_to_python
 from .capture.graph_inputs import placeholders
 from .capture.lowered import aten_graph

@@ -35,10 +35,9 @@ from .pipeline import StageGraph, cut_stages, make_plan
 from .plan_cache.find import found_or_made
 from .plans.plan import Plan
 from .progress import Progress
-from .rows.early_values import Early
 from .rows.kinds import Kind
 from .rows.row_warnings import RowWatch
-from .rows.weighted_loss import reduction_of
+from .rows.weighted_loss import Early, reduction_of
 from .runtime.input_agreement import Agreement
 from .runtime.local_rows import check_local
 from .runtime.ranks import Ranks

@@ -11,8 +11,8 @@ from typing import Any, Protocol
 from torch import fx, nn
 
 from .capture.batch import fixed_size, no_tensors
+from .capture.caller import Structure
 from .capture.graph_breaks import FixedBatch, GraphBreak
-from .capture.structure import Structure
 from .capture.traces import Traces
 from .ir.request import Request
 from .jobs.job import PlanError

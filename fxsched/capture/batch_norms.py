@@ -1,4 +1,4 @@
-"""BatchNorm in training, of the whole batch.
+"""BatchNorm in training, of the whole batch, and statistics of InstanceNorm.
 
 "whole": it runs once, on all rows, with what lies between it and other BatchNorms.
 "parts": microbatches go on, and only their means and variances are put together:
@@ -22,6 +22,7 @@ from ..ir.rewrites import added, rewritten
 from ..ir.user_line import line_of
 from ..jobs.job import PlanError
 from ..rows.kinds import Cause
+from .effects import statistics_of
 from .functional import COPY, without_writes
 
 Norms = Literal["microbatch", "parts", "whole"]
@@ -152,3 +153,43 @@ def _refuse_momentum(node: fx.Node, norm: _Norm) -> None:
             f"{line_of(node.meta['stack_trace'])}\n"
             '  write batch_norm="microbatch" for it, or give it a momentum'
         )
+
+
+def moved_mean(mean: Tensor, x: Tensor, momentum: float) -> Tensor:
+    """A running mean [channels], moved towards that of means of instances.
+
+    x: [batch, channels, ..].
+    """
+    return moved(mean, x.detach().flatten(2).mean(2).mean(0), momentum)
+
+
+def moved_var(var: Tensor, x: Tensor, momentum: float) -> Tensor:
+    """The same of their unbiased variances."""
+    return moved(var, x.detach().flatten(2).var(2).mean(0), momentum)
+
+
+MOVED = {"running_mean": moved_mean, "running_var": moved_var}
+
+
+def part_statistics(gm: fx.GraphModule) -> fx.GraphModule:
+    """A copy of the model's graph, with operations for statistics of InstanceNorm.
+
+    before: y = instance_norm(x, w, b, mean, var, True, 0.1, 1e-5, True)
+    after:  mean.copy_(moved_mean(mean, x, 0.1)); var.copy_(moved_var(var, x, 0.1))
+            y = instance_norm(x, w, b, None, None, True, 0.1, 1e-5, True)
+    """
+    return without_writes(rewritten(gm, _parted))
+
+
+def _parted(node: fx.Node) -> fx.Node:
+    if name_of(node.target) != "instance_norm" or not statistics_of(node):
+        return node
+    named = named_arguments(node)
+    with node.graph.inserting_before(node):
+        for name, move in MOVED.items():
+            state, example = named[name], named[name].meta["example_value"]
+            args = state, named["input"], named["momentum"]
+            value = added(node, move, *args, value=example)
+            added(node, COPY, state, value, value=example)
+    node.args, node.kwargs = tuple((named | dict.fromkeys(MOVED)).values()), {}
+    return node

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 import re
 from collections import UserDict, deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import is_dataclass
 from inspect import Parameter, signature
 from types import CellType, CodeType, FunctionType, ModuleType
@@ -19,6 +20,7 @@ PLAIN = (int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
 TRACED = (Tensor, torch.SymInt, torch.SymFloat, torch.SymBool)
 STATE = (nn.Module, ModuleType, FunctionType, type, str)
 Dims = Mapping[str | int, int | None]
+EMPTY: tuple[Any, ...] = (list, tuple, dict, set)
 
 
 class Argument(NamedTuple):
@@ -156,3 +158,48 @@ def inside(value: Any) -> Iterator[tuple[str, Any]]:
         for name in dict.fromkeys(names):
             if not name.startswith("__"):
                 yield f".{name}", getattr(value, name, None)
+
+
+class Structure:
+    """A value, taken apart.
+
+    names: of the tensors in it, each once, by where it was found first.
+    tensors: these tensors.
+    key: equal for values that differ in their tensors alone.
+    """
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+        self.names: list[str] = []
+        self.tensors: list[Any] = []
+        self._atoms: list[Any] = []  # that no copy has its own of
+        numbers: dict[int, int] = {}
+        key: list[Hashable] = []
+        for name, leaf in leaves(value):
+            if isinstance(leaf, TRACED):
+                if id(leaf) not in numbers:
+                    numbers[id(leaf)] = len(numbers)
+                    self.names.append(name)
+                    self.tensors.append(leaf)
+                key.append((name, numbers[id(leaf)]))
+            elif isinstance(leaf, PLAIN):
+                key.append((name, type(leaf), leaf))
+            elif isinstance(leaf, EMPTY) and not leaf:
+                key.append((name, type(leaf)))
+            else:
+                key.append((name, id(leaf)))
+                self._atoms.append(leaf)
+        self.key = tuple(key)
+
+    def with_tensors(self, tensors: Sequence[Any]) -> Any:
+        """A copy of the value with others in the place of its tensors."""
+        memo: dict[int, Any] = {id(each): each for each in self._atoms}
+        memo.update(zip(map(id, self.tensors), tensors, strict=True))
+        return copy.deepcopy(self.value, memo)
+
+    def without_tensors(self) -> Structure:
+        """The same, of which only the structure is wanted."""
+        result = copy.copy(self)
+        result.tensors = [object() for _ in self.tensors]
+        result.value = self.with_tensors(result.tensors)
+        return result

@@ -33,11 +33,9 @@ from torch._dynamo.symbolic_convert import InstructionTranslator
 from ..ir.request import Request
 from ..jobs.job import PlanError
 from .caller import Call, owner_of, read_call
-from .compiled_modules import export_broken_modules, innermost
 from .ctc import ctc_traced
-from .graph_breaks import not_whole
-from .graph_inputs import placeholders
-from .origins import Origins, Path
+from .graph_breaks import export_broken_modules, innermost, not_whole
+from .graph_inputs import Origins, Path, placeholders
 from .returns import read_returns
 from .samples import symbolic_dim
 

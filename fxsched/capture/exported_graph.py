@@ -1,4 +1,7 @@
-"""A graph that torch.export made of a model, and how a call of the model goes by it.
+"""A graph that torch.export makes of a model, and how a call of the model goes by it.
+
+No other file imports torch.export. Non-strict: the model's own Python runs once, on
+fake tensors.
 
 It becomes what Dynamo hands over, see dynamo.py: only inputs that are read are there,
 the state first, and know where they come from; nodes know the modules that they were
@@ -8,24 +11,81 @@ called in. lowered.py does the rest.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from itertools import count
 from operator import attrgetter
+from types import FrameType
 from typing import Any, NamedTuple
 
-from torch import Tensor, fx
+from torch import Tensor, fx, nn
+from torch.export import Dim, ExportedProgram, export
 
 from ..ir.graphs import storage
-from .caller import Argument, Call, parts
-from .graph_inputs import placeholders, symbol_of
+from ..jobs.job import PlanError
+from .caller import Argument, Call, Structure, parts
+from .ctc import ctc_traced
+from .graph_breaks import not_exported
+from .graph_inputs import Origin, placeholders, registry, symbol_of
 from .lowered import aten_graph
-from .model_run import ModelRun
-from .origins import Origin, registry
+from .noted_values import Change, Noted, noted_model
+from .outside_names import OutsideNames, first_frames
 from .refusals import refuse_generators
 from .returns import Returned, label_of
-from .structure import Structure
-from .torch_calls import Pin, Place
+from .torch_calls import (
+    Pin,
+    Place,
+    Returns,
+    TorchCalls,
+    no_own_gradients,
+    refuse_seeding,
+)
+
+
+class ModelRun:
+    """Runs a model for a call, (args, kwargs), with others in the place of its tensors.
+
+    result: what it returned. returns: what the graph is to give of it.
+    changes: what it wrote into itself and around it, which was undone.
+    outside: what it read around it. calls: what it called of torch.
+    """
+
+    result: Structure
+    returns: Returns
+    changes: Sequence[Change] = ()
+
+    def __init__(self, model: nn.Module, call: Structure) -> None:
+        self.model, self.call = model, call
+        self.before = Noted()
+        self.outside, self.calls = OutsideNames(), TorchCalls()
+
+    def __call__(self, tensors: Sequence[Any]) -> tuple[Any, ...]:
+        args, kwargs = self.call.with_tensors(tensors)
+        self.before = noted_model({"self": self.model})
+        try:
+            with no_own_gradients(), self.calls, first_frames(self._look):
+                result = self.result = Structure(self.model(*args, **kwargs))
+            self.returns = self.calls.returned(result.tensors, result.names)
+        finally:
+            self.changes = [*self.before.changes(), *self.outside.changes()]
+            self.outside.settle()
+            for change in reversed(self.changes):
+                change.undo()
+        return tuple(self.returns.values)
+
+    def _look(self, frame: FrameType) -> None:
+        self.outside.look(frame)
+        refuse_seeding(frame)
+
+    def path_of(self, weight: nn.Parameter) -> str | None:
+        """How the model writes a weight that it doesn't register."""
+        for path, module in self.outside.modules.items():
+            for name, each in module.named_parameters(path):
+                if each is weight:
+                    return name
+        return self.before.path_of(weight) or self.outside.path_of(weight)
+
 
 ROOT = "model"  # what the model is called inside of what is exported
 CALLED_AGAIN = re.compile(r"@\d+")
@@ -179,3 +239,73 @@ def _guards(gm: fx.GraphModule, pins: Sequence[Pin]) -> list[Pin]:
     environment = inputs[0].meta["example_value"].fake_mode.shape_env
     asked = [*(Pin(guard.expr, True) for guard in environment.guards), *pins]
     return [Pin(e.size.xreplace(environment.replacements), e.value) for e in asked]
+
+
+class _Stopped(Exception):
+    """The model raised: torch.export prints the whole graph that it gives an error."""
+
+    def __init__(self, error: Exception) -> None:
+        super().__init__()
+        self.error = error
+
+    def __setattr__(self, name: str, value: object) -> None:
+        if name != "partial_fx_graph":
+            super().__setattr__(name, value)
+
+
+class _Called(nn.Module):
+    """The model as a function of the tensors of a call alone."""
+
+    def __init__(self, run: ModelRun) -> None:
+        super().__init__()
+        self.add_module(ROOT, run.model)
+        self.training, self.run = run.model.training, run
+
+    def forward(self, *tensors: Tensor) -> tuple[Any, ...]:
+        try:
+            return self.run(tensors)
+        except Exception as error:
+            raise _Stopped(error) from error
+
+
+def export_model(
+    run: ModelRun, named: Call, dims: Sequence[Sequence[int]]
+) -> ExportedGraph:
+    """The graph of a model for a call.
+
+    named: the call, as the user names what is in it.
+    dims: for each of its tensors, the dimensions whose sizes may be others in later
+        calls.
+    Raises PlanError, with the user's line, for what cannot be traced.
+    """
+    dynamic = tuple(dict.fromkeys(each, Dim.AUTO) for each in dims)
+    return exported_graph(_traced(_Called(run), dynamic), run, named)
+
+
+def _traced(called: _Called, dynamic: Any) -> ExportedProgram:
+    tensors = tuple(called.run.call.tensors)
+    try:
+        with warnings.catch_warnings(), _kept_attributes(called), ctc_traced():
+            # changes are seen by ModelRun, and RNNs write what they restore
+            warnings.filterwarnings("ignore", "The tensor attribute")
+            return export(called, tensors, dynamic_shapes=(dynamic,), strict=False)
+    except _Stopped as stopped:
+        error = stopped.error
+    except Exception as raised:
+        error = raised
+    if isinstance(error, PlanError):
+        raise error
+    raise not_exported(error) from error
+
+
+@contextmanager
+def _kept_attributes(model: nn.Module) -> Iterator[None]:
+    """torch.export leaves copies in the place of lists and dicts that modules hold."""
+    attributes = [(vars(module), dict(vars(module))) for module in model.modules()]
+    try:
+        yield
+    finally:
+        for now, before in attributes:
+            for name, value in before.items():
+                if now.get(name) is not value:
+                    now[name] = value

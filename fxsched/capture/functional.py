@@ -22,15 +22,19 @@ import torch
 from torch import Tensor, fx, nn
 from torch._ops import OpOverload
 
-from ..ir.graphs import is_view, named_arguments, storage, tensors
+from ..ir.graphs import ancestors, is_view, named_arguments, storage, tensors
 from ..ir.lazy import lazy_module
 from ..ir.regions import Regions
+from ..ir.rewrites import extracted
 from ..ir.written import gives_one, written
+from ..rows.weighted_loss import Early
 from .effects import targets_of, written_by
+from .graph_inputs import placeholders
 
 aten = torch.ops.aten
 COPY = aten.copy_.default
 SET_GRADIENTS: Any = torch._C._set_grad_enabled
+EARLY = "early"  # gm.meta: the writes into weights
 
 
 def without_writes(gm: fx.GraphModule) -> fx.GraphModule:
@@ -287,3 +291,35 @@ def is_weight(node: fx.Node) -> bool:
     """Whether an input is a parameter, or trained."""
     value = _value(node)
     return isinstance(value, nn.Parameter) or bool(getattr(value, "requires_grad", 0))
+
+
+def early_writes(gm: fx.GraphModule) -> tuple[Early, ...]:
+    """Those that were taken out of a graph; each reads a weight, and writes into it."""
+    found: tuple[Early, ...] = gm.meta.get(EARLY, ())
+    return found
+
+
+def take_early_writes(gm: fx.GraphModule) -> fx.GraphModule:
+    """The graph, without what writes into weights before anything else reads them:
+    each microbatch would do so with a copy of the weight; eager PyTorch does so once.
+
+    before: data = w.data; data.clamp_(0, 4.6); y = x * w.exp()
+    after:  y = x * w.exp()                       # and w.clamp_(0, 4.6) in each call
+
+    What is written must come of that weight alone. Other writes stay, and are errors.
+    """
+    writes = []
+    for i, weight in enumerate(placeholders(gm)):
+        ends = [n for n in weight.users if n.target is COPY and n.args[0] is weight]
+        if ends and is_weight(weight):
+            nodes = sorted(ancestors(ends[0].all_input_nodes[1:]))
+            apart = all(n.op == "call_function" for n in nodes if n is not weight)
+            later = {user for n in nodes[:-1] for user in n.users} - {*nodes, *ends}
+            if apart and not later:
+                alone = extracted(gm, [weight], [*nodes[1:], ends[0]], [])
+                writes.append(Early(alone, (i,)))
+                for node in (ends[0], *reversed(nodes[1:])):
+                    node.replace_all_uses_with(weight)
+                    gm.graph.erase_node(node)
+    gm.meta[EARLY] = tuple(writes)
+    return gm

@@ -24,8 +24,7 @@ from ..ir.graphs import REPLICATED, Role, ancestors, storage
 from ..ir.regions import is_region
 from ..ir.user_line import line_of
 from ..jobs.job import PlanError
-from ..rows.around_norms import around_norms
-from ..rows.domains import Domains
+from ..rows.domains import Domains, around_norms
 from ..rows.kinds import Kind, Rows
 from ..rows.own_backward import own_name
 from .batch_norms import ONCE

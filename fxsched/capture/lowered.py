@@ -32,9 +32,8 @@ from ..ir.graphs import name_of, named_arguments
 from ..ir.lazy import lazy_module
 from ..rows.own_backward import own_name
 from .ctc import OURS
-from .early_writes import take_early_writes
 from .effects import NORMS
-from .functional import without_writes
+from .functional import take_early_writes, without_writes
 from .graph_inputs import placeholders, text_of
 from .picked_rows import pick_rows
 from .refusals import refusal, refuse_transforms, refused

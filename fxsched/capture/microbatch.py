@@ -27,10 +27,10 @@ from ..ir.graphs import (
 from ..ir.regions import is_region
 from ..ir.written import written
 from ..jobs.job import PlanError
-from ..rows.early_values import Early
 from ..rows.kinds import SHARED, Kind, Rows
 from ..rows.own_backward import follow_backward
 from ..rows.tracker import Tracker, Watch
+from ..rows.weighted_loss import Early
 from .autograd_costs import AutogradCosts
 from .batch import Batch
 from .effects import refuse_recomputed, statistics_of, written_by

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from torch import Tensor, fx
 
 from .caller import DEPTH
-from .origins import evaluated
+from .graph_inputs import evaluated
 
 Path = tuple[int | str, ...]
 

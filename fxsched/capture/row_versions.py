@@ -14,9 +14,7 @@ after:  texts, images = join(text), join(image)             # joint
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Collection, Iterator
-from contextlib import contextmanager
 from itertools import product
 from typing import Any
 
@@ -25,6 +23,7 @@ from torch import Tensor, fx
 
 from ..costmodel.costs import copied
 from ..ir.graphs import name_of
+from ..ir.modes import unlogged
 from ..ir.own_rows import eye_columns, eye_rows, own_diagonal
 from ..ir.regions import inside_regions
 from ..ir.written import written
@@ -232,7 +231,7 @@ class RowVersions:
         trace.new.update(operands)
         trace.values.update((n, new.meta["val"]) for n, new in operands.items())
         try:
-            with trace.graph.inserting_after(old), _unlogged():
+            with trace.graph.inserting_after(old), unlogged():
                 Microbatch.call(trace, node)
             version: fx.Node = trace.new[node]
             self._added.append(version)
@@ -259,14 +258,3 @@ class RowVersions:
         shape[dim] //= self.trace.batch.microbatches
         apart = rows.kind is Kind.APART and rows.place == (dim, 1)
         return apart and list(value.shape) == shape
-
-
-@contextmanager
-def _unlogged() -> Iterator[None]:
-    """Keeps what torch logs of shapes that don't go together from the user's screen."""
-    logger = logging.getLogger("torch._subclasses.fake_tensor")
-    before, logger.disabled = logger.disabled, True
-    try:
-        yield
-    finally:
-        logger.disabled = before

@@ -6,24 +6,137 @@ is only noted, as the one that this trace is for.
 
 They may read weights that they don't register: a global module's, those in a list.
 torch.export would make constants of them, without a gradient.
+
+Gradients of their own making, numbers that are not torch's and seeds are refused: they
+would be left out, or the same in each call.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import inspect
+import os
+import random
+import sys
+import traceback
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from operator import is_
+from types import FrameType
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch._subclasses import FakeTensor
+from torch.autograd import Function
+from torch.autograd.graph import saved_tensors_hooks
 from torch.overrides import TorchFunctionMode
 
 from ..ir.graphs import storage, tensors
 from ..jobs.job import PlanError
-from .own_gradients import refuse_hooks
+from .user_frames import foreign, own_frame, where_it_is
 
+SEED, STATE = inspect.unwrap(torch.manual_seed).__code__, torch.set_rng_state.__code__
+APPLY: Any = inspect.getattr_static(Function, "apply")
+ENTER: Any = saved_tensors_hooks.__enter__
+GRAD_FN: Any = Tensor.grad_fn
+# Operations that were registered with their gradients stay what they are in a graph.
+OPERATIONS = os.path.join(os.path.dirname(torch.__file__), "_library")
+HOOKS: Mapping[Callable[..., Any], str] = {
+    Tensor.register_hook: "a hook on a gradient",
+    Tensor.register_post_accumulate_grad_hook: "a hook on a gradient",
+    GRAD_FN.__get__: "what reads grad_fn, for hooks on it or such",
+}
 ASKED = ("__get__", "dim", "size", "numel", "is_floating_point")
+
+
+@contextmanager
+def without_drawn_numbers() -> Iterator[None]:
+    """Raises PlanError if what is inside draws numbers of random or numpy.random."""
+    python, numpy = random.getstate(), _numpy()
+    before = numpy.get_state() if numpy else None
+    try:
+        yield
+        drawn = ["random"] if random.getstate() != python else []
+        if numpy and _text(numpy.get_state()) != _text(before):
+            drawn.append("numpy.random")
+    finally:
+        random.setstate(python)
+        if numpy:
+            numpy.set_state(before)
+    if drawn:
+        raise PlanError(
+            f"the model's forward draws numbers with {' and '.join(drawn)}, which "
+            "tracing would make constants; draw them with torch (torch.rand), or "
+            "outside of the model and pass them as tensors"
+        )
+
+
+def refuse_seeding(frame: FrameType) -> None:
+    """Raises PlanError where a model that is traced seeds torch's generator."""
+    code, caller = frame.f_code, frame.f_back
+    own = code is STATE and caller and not foreign(caller.f_code.co_filename)
+    if code is SEED or own:  # fork_rng sets the state back
+        raise PlanError(
+            f"the model's forward calls torch.{code.co_name}, which would happen "
+            "once, while it is traced, and not in each call; call it before the model"
+        )
+
+
+def _numpy() -> Any:
+    return getattr(sys.modules.get("numpy"), "random", None)
+
+
+def _text(state: Any) -> str:
+    parts = [each.tobytes() if hasattr(each, "tobytes") else each for each in state]
+    return str(parts)
+
+
+@contextmanager
+def no_own_gradients() -> Iterator[None]:
+    """Raises PlanError, with the user's line, where a model makes one inside."""
+
+    def apply(kind: type[Function], *args: Any, **kwargs: Any) -> Any:
+        if not sys._getframe(1).f_code.co_filename.startswith(OPERATIONS):
+            _refuse(
+                "a gradient of its own (torch.autograd.Function, or a backward hook "
+                "of a module)"
+            )
+        return APPLY.__get__(None, kind)(*args, **kwargs)
+
+    def enter(hooks: saved_tensors_hooks) -> None:
+        # torch.utils.checkpoint's give tensors back as they were
+        if type(hooks) is saved_tensors_hooks:
+            _refuse("hooks on saved tensors")
+        ENTER(hooks)
+
+    own = "apply" in vars(Function)  # until torch 2.13
+    Function.apply = classmethod(apply)  # type: ignore[method-assign, assignment]
+    saved_tensors_hooks.__enter__ = enter  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        saved_tensors_hooks.__enter__ = ENTER  # type: ignore[method-assign]
+        if own:
+            Function.apply = APPLY  # type: ignore[method-assign]
+        else:
+            del Function.apply
+
+
+def refuse_hooks(func: Callable[..., Any]) -> None:
+    """Raises PlanError, with the user's line, if a function of torch that is called
+    puts a hook on a gradient, or may."""
+    if func in HOOKS:
+        _refuse(HOOKS[func])
+
+
+def _refuse(what: str) -> None:
+    if torch.is_grad_enabled():
+        raise PlanError(
+            f"the model has {what}, which torch.export can't trace, at\n"
+            f"  {where_it_is(own_frame(traceback.extract_stack()))}\n"
+            "write it with torch operations (detach() where no gradient goes), or "
+            "rewrite the line at which Dynamo breaks"
+        )
 
 
 class Pin(NamedTuple):

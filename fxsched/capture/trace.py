@@ -17,23 +17,24 @@ from ..ir.facts import FACTS, Facts
 from ..ir.graphs import Spec
 from ..ir.lazy import lazy_module
 from ..ir.writes import find_writes
-from ..rows.early_values import Early
 from ..rows.kinds import Rows
 from ..rows.row_warnings import Labels, labels_of, meeting_text
-from ..rows.weighted_loss import labels_decide, part_means
+from ..rows.weighted_loss import Early, labels_decide, part_means
 from .batch import Batch
-from .batch_norms import Norms, refuse_kept, refuse_microbatch, whole_batch_norms
-from .instance_norms import part_statistics
+from .batch_norms import (
+    Norms,
+    part_statistics,
+    refuse_kept,
+    refuse_microbatch,
+    whole_batch_norms,
+)
 from .joint_nodes import NOTHING_JOINED, join_rows
-from .kept_totals import refuse_kept_totals
 from .meta_device import cpu_specs, is_meta, on_cpu
 from .microbatch import Microbatch
-from .output_leaves import output_leaves
-from .returned_state import return_state, written_state
-from .state_updates import kept_rows, refuse_running
+from .state_updates import kept_rows, refuse_running, return_state, written_state
 from .tensor_hooks import hook_at_source
-from .traced_outputs import declared_outputs, finish_outputs
-from .weighted_microbatch import WeightedMicrobatch
+from .traced_outputs import declared_outputs, finish_outputs, output_leaves
+from .weighted_microbatch import WeightedMicrobatch, refuse_kept_totals
 
 
 class Traced(NamedTuple):

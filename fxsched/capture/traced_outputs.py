@@ -11,8 +11,8 @@ from ..ir.graphs import REPLICATED, Output, Role, ancestors, storage, written_st
 from ..ir.user_line import line_of, user_line
 from ..jobs.job import PlanError
 from ..rows.kinds import SHARED
+from .graph_inputs import plain
 from .microbatch import Microbatch
-from .origins import plain
 from .outputs import TracedOutput, decide, describe
 from .picked_rows import FILLED
 from .returns import Returned
@@ -156,3 +156,32 @@ class _OutputReader:
         if new.meta["role"] is Role.BATCH:
             return "batch"
         return "state" if storage(new.meta["val"]) in self._written else None
+
+
+def output_leaves(trace: Microbatch) -> dict[fx.Node, frozenset[int]]:
+    """For each output, the inputs of the call that its gradient reaches, by autograd's
+    records of the trace."""
+    inputs = trace.graph.find_nodes(op="placeholder")
+    index = {id(node.meta["val"]): node.meta["index"] for node in inputs}
+    return {
+        old: frozenset(
+            index[each] for each in _leaves(trace.values[old]) & index.keys()
+        )
+        for old in trace.outputs()
+        if isinstance(old, fx.Node) and isinstance(trace.values.get(old), Tensor)
+    }
+
+
+def _leaves(value: Tensor) -> set[int]:
+    """The tensors without a history that a value comes of, by their ids."""
+    if value.grad_fn is None:
+        return {id(value)} if value.requires_grad else set()
+    leaves, seen, queue = set[int](), {value.grad_fn}, [value.grad_fn]
+    while queue:
+        function: Any = queue.pop()
+        if hasattr(function, "variable"):
+            leaves.add(id(function.variable))
+        new = {each for each, _ in function.next_functions if each} - seen
+        seen |= new
+        queue += new
+    return leaves

@@ -10,15 +10,13 @@ from torch import Tensor, nn
 from ..ir.modes import casts, modes_after_errors
 from ..ir.request import Request
 from ..jobs.job import PlanError
-from .caller import read_signature
-from .drawn_numbers import without_drawn_numbers
-from .export import export_model
-from .exported_graph import ExportedGraph
-from .model_run import ModelRun
-from .model_values import noted_model, noted_reads
-from .noted_values import Change, Noted
+from .caller import Structure, read_signature
+from .exported_graph import ExportedGraph, ModelRun, export_model
+from .noted_values import Change, Noted, noted_model, noted_reads
 from .samples import symbolic_dim
-from .structure import Structure
+from .torch_calls import (
+    without_drawn_numbers,
+)
 
 TRACES = 64  # of a model that are kept
 Sizes = tuple[tuple[int, ...], ...]

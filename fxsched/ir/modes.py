@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 
@@ -30,6 +31,18 @@ def with_casts(casts_then: Sequence[tuple[str, torch.dtype]]) -> Iterator[None]:
                 on = kind in then
                 stack.enter_context(torch.autocast(kind, then.get(kind), enabled=on))
         yield
+
+
+@contextmanager
+def unlogged() -> Iterator[None]:
+    """Keeps what fake tensors log of calls that raise, as some that are tried do, from
+    the user's screen."""
+    log = logging.getLogger("torch._subclasses.fake_tensor")
+    before, log.disabled = log.disabled, True
+    try:
+        yield
+    finally:
+        log.disabled = before
 
 
 @contextmanager

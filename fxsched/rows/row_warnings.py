@@ -13,10 +13,9 @@ from ..ir.facts import facts
 from ..ir.graphs import Role
 from ..ir.request import Request
 from ..ir.user_line import line_of, user_line
-from .early_values import Early, early_values
 from .kinds import Cause, Effect, Kind, Rows
 from .tracker import Tracker
-from .weighted_loss import label_mean
+from .weighted_loss import Early, early_values, label_mean
 
 
 class RowsWarning(UserWarning):

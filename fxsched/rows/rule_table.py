@@ -11,10 +11,8 @@ from torch import Tensor
 
 from ..ir.graphs import operation_name
 from . import compute_rules as compute
-from . import declared, higher_order
-from . import index_rules as index
+from . import declared
 from . import layout_rules as layout
-from . import product_rules as product
 from .declared import DECLARED
 from .kinds import Effect, Kind, OpCall, Rows, Rule, followed
 
@@ -24,7 +22,7 @@ def _last(count: int) -> Rule:
 
 
 def _product(roles: str) -> Rule:
-    return partial(product.multiplied, roles)
+    return partial(compute.multiplied, roles)
 
 
 TABLE: dict[str, Rule] = {
@@ -39,14 +37,14 @@ TABLE: dict[str, Rule] = {
     "diagonal": layout.diagonal,
     "cat": layout.joined,
     "stack": layout.stacked,
-    "picked": index.picked,
-    "embedding": index.embedded,
-    "ctc_rows": index.by_sample,
-    "index _unsafe_index": index.indexed,
-    "index_put _unsafe_index_put _index_put_impl": index.written,
-    "gather scatter scatter_add scatter_reduce": index.gathered,
-    "index_select": index.taken,
-    "index_add index_copy index_fill": index.placed,
+    "picked": layout.picked,
+    "embedding": layout.embedded,
+    "ctc_rows": layout.by_sample,
+    "index _unsafe_index": layout.indexed,
+    "index_put _unsafe_index_put _index_put_impl": layout.written,
+    "gather scatter scatter_add scatter_reduce": layout.gathered,
+    "index_select": layout.taken,
+    "index_add index_copy index_fill": layout.placed,
     "sum nansum bincount": partial(compute.reduced, Kind.SUM, Effect.REDUCTION),
     "mean": partial(compute.reduced, Kind.MEAN, Effect.REDUCTION),
     "histc": compute.histogram,
@@ -67,8 +65,10 @@ TABLE: dict[str, Rule] = {
     "native_layer_norm _fused_rms_norm": partial(
         compute.trailing, lambda call, x: len(call.get("normalized_shape"))
     ),
-    "native_group_norm im2col col2im _embedding_bag max_pool3d_with_indices "
-    "avg_pool3d": partial(compute.trailing, lambda call, x: x.dim() - 1),
+    "native_group_norm": compute.group_norm,
+    "im2col col2im _embedding_bag max_pool3d_with_indices avg_pool3d": partial(
+        compute.trailing, lambda call, x: x.dim() - 1
+    ),
     "constant_pad_nd reflection_pad1d reflection_pad2d reflection_pad3d "
     "replication_pad1d replication_pad2d replication_pad3d": partial(
         compute.trailing, lambda call, x: len(call.args[1]) // 2
@@ -84,18 +84,18 @@ TABLE: dict[str, Rule] = {
     "grid_sampler_3d adaptive_max_pool3d _adaptive_avg_pool3d": _last(3),
     "native_batch_norm cudnn_batch_norm miopen_batch_norm _native_batch_norm_legit "
     "_native_batch_norm_legit_functional _batch_norm_with_update": compute.batch_norm,
-    "convolution mkldnn_convolution": product.convolution,
-    "_cdist_forward": product.distances,
+    "convolution mkldnn_convolution": compute.convolution,
+    "_cdist_forward": compute.distances,
     "mm addmm": _product("ik kj ij"),
     "bmm baddbmm": _product("nik nkj nij"),
     "mv addmv": _product("ik k i"),
     "dot vdot": _product("k k "),
-    "_trilinear": product.trilinear,
+    "_trilinear": compute.trilinear,
     "_scaled_dot_product_flash_attention_for_cpu _scaled_dot_product_flash_attention "
     "_scaled_dot_product_efficient_attention _scaled_dot_product_cudnn_attention "
-    "_scaled_dot_product_fused_attention_overrideable": product.attention,
-    "_native_multi_head_attention": partial(product.with_weights, 3),
-    "_transformer_encoder_layer_fwd": partial(product.with_weights, 1),
+    "_scaled_dot_product_fused_attention_overrideable": compute.attention,
+    "_native_multi_head_attention": partial(compute.with_weights, 3),
+    "_transformer_encoder_layer_fwd": partial(compute.with_weights, 1),
     "mse_loss smooth_l1_loss huber_loss binary_cross_entropy soft_margin_loss "
     "binary_cross_entropy_with_logits": compute.losses,
     "nll_loss_forward nll_loss2d_forward": compute.nll_loss,
@@ -107,8 +107,8 @@ TABLE: dict[str, Rule] = {
     "_thnn_fused_gru_cell": compute.pointwise,
     "zeros_like ones_like empty_like full_like rand_like randn_like randint_like "
     "new_zeros new_ones new_empty new_full new_empty_strided zero fill": compute.filled,
-    "flex_attention": higher_order.flex_attention,
-    "map_impl": higher_order.mapped,
+    "flex_attention": declared.flex_attention,
+    "map_impl": declared.mapped,
 }
 # The arguments of which it counts where rows met before, if not all: what is filled
 # gives its shape, and how weights of labels add up tells more.
@@ -147,7 +147,7 @@ def parts_of(call: OpCall) -> list[tuple[Tensor, int]] | None:
     if call.target in DECLARED:
         read = declared.reads(call)
     elif call.name == "flex_attention":
-        read = higher_order.reads(call)
+        read = declared.flex_reads(call)
     if read is None:
         return None
     return [(tensor, rows.dim) for tensor, rows in read if rows.apart]

@@ -16,8 +16,8 @@ from ..ir.loss_scale import Scale
 from ..jobs.job import Job
 from ..plans.metrics import STEPS
 from ..plans.plan import Plan
-from ..rows.early_values import Early
 from ..rows.row_warnings import RowWatch
+from ..rows.weighted_loss import Early
 from ..state.updates import StageOptimizers
 from .input_agreement import Agreement
 from .ranks import Ranks

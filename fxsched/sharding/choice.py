@@ -8,12 +8,20 @@ from torch import fx
 
 from ..ir.request import Request
 from ..rows.kinds import Rows
-from .cost import gain
 from .grower import Grower
-from .layouts import Operation, equal_parts, is_part, is_plain, value_of
-from .nodes import is_stack, matrices, where
+from .layouts import (
+    Operation,
+    equal_parts,
+    is_part,
+    is_plain,
+    is_stack,
+    matrices,
+    value_of,
+    where,
+)
 from .picked_experts import expert_seeds, is_selection, why_picked
 from .region import Region
+from .trial import gain
 from .vocabulary_rules import lookup_of
 
 

@@ -7,8 +7,7 @@ from collections.abc import Sequence
 from torch import fx
 
 from .grower import Grower
-from .layouts import Operation
-from .nodes import matrices
+from .layouts import Operation, matrices
 from .region import Region
 
 

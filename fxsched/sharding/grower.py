@@ -11,31 +11,29 @@ from ..ir.graphs import name_of
 from ..ir.parts import WeightCut
 from ..rows.kinds import Kind, Rows
 from .layouts import (
+    AROUND,
+    WORD,
     Follower,
     Layout,
     Operation,
+    draws_itself,
     equal_parts,
+    in_flow,
     is_part,
     is_plain,
-    value_of,
-)
-from .local_calls import local_call
-from .nodes import (
-    AROUND,
-    WORD,
-    draws_itself,
-    in_flow,
     is_stack,
     is_weight,
     matrices,
+    value_of,
     where,
     why_whole,
 )
+from .local_calls import local_call
 from .own_rows import as_sums, is_lone, is_sum, numbers_of, picked_beside
 from .picked_experts import is_selection, why_picked
 from .region import Region
 from .together import Together
-from .vocabulary_calls import vocabulary_call
+from .vocabulary_parts import vocabulary_call
 
 RESHAPES = ("view", "reshape", "unflatten")
 MOST = 24  # nodes between a weight and what its values meet

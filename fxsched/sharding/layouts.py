@@ -7,9 +7,8 @@ one dimension, or it is the sum of what they have.
 
 from __future__ import annotations
 
-import logging
 import operator
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -17,12 +16,21 @@ import torch
 from torch import Tensor, fx
 from torch._ops import HigherOrderOperator, OpOverload
 
+from ..ir import joint
 from ..ir.facts import facts
-from ..ir.graphs import name_of, named_arguments, tensors
+from ..ir.graphs import (
+    REGION_ENTERS,
+    REGION_EXITS,
+    Role,
+    name_of,
+    named_arguments,
+    storage,
+    tensors,
+)
+from ..ir.modes import unlogged
 from ..rows.kinds import SHARED, UNKNOWN, Kind, Rows
 from ..rows.rule_table import parts_of, rule_of
 from ..rows.tracker import Tracker, Watch
-from .channel_rules import channel_layout
 from .vocabulary_rules import vocabulary_layout
 
 aten = torch.ops.aten
@@ -33,6 +41,10 @@ PRODUCTS = (
 OUTERS = (1, 2, 3)  # blocks along a dimension, as query, key and value in one weight
 Layout = tuple[Rows, ...]  # of the tensors in a value
 Layouts = Mapping[fx.Node, Layout]
+# What opens and closes regions such as autocast's, or leads into the whole batch.
+AROUND = (*REGION_ENTERS, *REGION_EXITS, joint.join)
+DROPOUT = torch.ops.aten.dropout.default
+WORD = "expert"  # how a stack of matrices is cut whose parts are whole matrices
 
 
 class Each(NamedTuple):
@@ -181,7 +193,7 @@ class Follower:
 
     def run(self, call: Operation, args: Any, kwargs: Any) -> Any:
         """What a call gives for other fake tensors."""
-        with self._mode, _silent():
+        with self._mode, unlogged():
             return self._run(call, args, kwargs)
 
     def _run(self, call: Operation, args: Any, kwargs: Any) -> Any:
@@ -191,24 +203,11 @@ class Follower:
 
 def _tracker(known: Layouts, parts: int) -> Tracker:
     """One that knows how operands are laid out."""
-    tracker = _Parts(parts, set())
+    tracker = Tracker(parts, set())
     for tensor, rows in laid_out(known):
         if rows != SHARED:
             tracker.put(tensor, rows)
     return tracker
-
-
-class _Parts(Tracker):
-    """The rows of parts, which may also be of channels."""
-
-    def see(self, func: Any, args: Sequence[Any], kwargs: Any, out: Any) -> None:
-        """Notes the layout of an operation's result."""
-        layouts = channel_layout(func, args, self)
-        if layouts is None:
-            super().see(func, args, kwargs, out)
-            return
-        for tensor, rows in zip(tensors(out), layouts, strict=True):
-            self.put(tensor, rows)
 
 
 @contextmanager
@@ -220,17 +219,6 @@ def _uncached() -> Iterator[None]:
         yield
     finally:
         torch.set_autocast_cache_enabled(before)
-
-
-@contextmanager
-def _silent() -> Iterator[None]:
-    """Without what fake tensors log of calls that raise, as some that are tried do."""
-    log = logging.getLogger("torch._subclasses.fake_tensor")
-    before, log.disabled = log.disabled, True
-    try:
-        yield
-    finally:
-        log.disabled = before
 
 
 def is_plain(layout: Layout) -> bool:
@@ -272,3 +260,69 @@ def laid_out(known: Layouts) -> Iterator[tuple[Tensor, Rows]]:
 def value_of(node: fx.Node) -> Any:
     """What a node gives, in fake tensors."""
     return node.meta.get("val")
+
+
+def where(node: fx.Node) -> str:
+    """An operation, and the module that it is in."""
+    return f"{name_of(node.target)} in {node.meta['module'] or 'the model'}"
+
+
+def in_flow(nodes: Iterable[fx.Node]) -> list[fx.Node]:
+    """Nodes in their order, but for those that come after what reads them, as totals
+    of the whole batch may: these come just before it."""
+    ordered: dict[fx.Node, None] = {}
+    for last in nodes:
+        waiting = [last]
+        while waiting:
+            node = waiting[-1]
+            missing = [n for n in node.all_input_nodes if n not in ordered]
+            waiting += missing
+            if not missing:
+                ordered.setdefault(waiting.pop())
+    return list(ordered)
+
+
+def is_weight(node: fx.Node) -> bool:
+    """Whether a node is a parameter of the model."""
+    return node.meta.get("role") is Role.PARAMETER
+
+
+def matrices(node: fx.Node) -> list[fx.Node]:
+    """The parameters of two dimensions or more that a node reads."""
+    reads = filter(is_weight, node.all_input_nodes)
+    return [weight for weight in reads if value_of(weight).dim() > 1]
+
+
+def is_stack(node: fx.Node, weight: fx.Node) -> bool:
+    """Whether a weight that a node reads is several matrices: of three dimensions, and
+    not a convolution's."""
+    return value_of(weight).dim() > 2 and "conv" not in str(node.target)
+
+
+def why_whole(weight: fx.Node, shards: int, reason: str) -> str:
+    """Why a weight stays whole, if one that was tried stays so for a reason."""
+    experts = int(value_of(weight).shape[0])
+    stacked = any(is_stack(node, weight) for node in weight.users)
+    if stacked and experts > 1 and experts % shards:
+        return f"its {experts} experts don't divide by {shards}"
+    return reason
+
+
+def draws_itself(node: fx.Node) -> bool:
+    """Whether a node draws random numbers, unless it is a dropout whose parts can be
+    of the same ones."""
+    fake = value_of(node)
+    dropout = (
+        node.target is DROPOUT and isinstance(fake, Tensor) and fake.is_contiguous()
+    )
+    return bool(node.meta.get("random")) and not dropout
+
+
+def writes_operand(node: fx.Node) -> bool:
+    """Whether a node writes into what it reads, and not into memory of its own."""
+    written = {storage(t) for t in node.meta.get("mutates", ())}
+    return any(
+        storage(t) in written
+        for read in node.all_input_nodes
+        for t in tensors(read.meta.get("val"))
+    )

@@ -13,8 +13,7 @@ from ..jobs.job import PlanError
 from ..rows.kinds import Rows
 from .choice import picked_region
 from .grower import Grower
-from .layouts import equal_parts, value_of
-from .nodes import WORD, is_stack, matrices, where
+from .layouts import WORD, equal_parts, is_stack, matrices, value_of, where
 from .picked_experts import is_selection, why_picked
 from .region import Region
 

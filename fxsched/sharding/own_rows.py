@@ -17,7 +17,6 @@ from torch import Tensor, fx
 from ..ir import joint
 from ..ir.graphs import name_of, named_arguments, tensors
 from ..rows.kinds import SHARED, UNKNOWN, Kind, Rows
-from .expert_calls import grouped_part, of_groups, of_picked, picked_part
 from .layouts import (
     Each,
     Follower,
@@ -27,7 +26,14 @@ from .layouts import (
     laid_out,
     value_of,
 )
-from .picked_experts import Lone, lone_layout
+from .picked_experts import (
+    Lone,
+    grouped_part,
+    lone_layout,
+    of_groups,
+    of_picked,
+    picked_part,
+)
 
 GROUPED = ("_grouped_mm", "grouped_mm_fallback")
 

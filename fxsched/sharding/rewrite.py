@@ -19,8 +19,7 @@ from ..ir.request import Request
 from ..rows.kinds import Kind, Rows
 from .demand import Demand
 from .grower import Grower
-from .layouts import Operation, value_of
-from .nodes import writes_operand
+from .layouts import Operation, value_of, writes_operand
 from .own_rows import is_lone, zeroing
 from .region import Region
 

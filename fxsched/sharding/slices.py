@@ -18,9 +18,16 @@ from ..jobs.job import PlanError
 from ..rows.kinds import Kind, Rows
 from .demand import Demand
 from .grower import Grower
-from .layouts import Layout, Operation, is_plain, value_of
+from .layouts import (
+    Layout,
+    Operation,
+    draws_itself,
+    is_plain,
+    is_weight,
+    value_of,
+    where,
+)
 from .local_calls import LocalCall, local_call
-from .nodes import draws_itself, is_weight, where
 from .region import Region
 
 # Along which values are sliced: of a batch, a sequence, their features.

@@ -1,20 +1,25 @@
-"""Runs a model's microbatch in one piece and in shards, on random numbers."""
+"""What cutting a region saves, and whether it is right: a microbatch runs in one piece
+and in shards, on random numbers."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterable, Mapping
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, fx
 from torch.utils import _pytree as pytree
 
+from ..costmodel.costs import rates_of, send_seconds
 from ..ir.facts import facts
-from ..ir.graphs import is_mutable, is_view, name_of, numbered_draws, tensors
+from ..ir.graphs import is_view, name_of, numbered_draws, tensors
 from ..ir.parts import PartOf
 from ..ir.regions import Regions
 from ..ir.user_line import line_of
 from ..jobs.job import PlanError
+from .layouts import matrices, value_of
+from .own_rows import is_sum
+from .region import Region
 from .vocabulary_rules import lookup_of, loss_of
 
 FLOPS = 5e9  # of a microbatch's F, up to which it is tried: a tenth of a second
@@ -22,6 +27,66 @@ NEAR = 1e-3  # of the largest number, that results may be apart; of 16 bits, NEA
 NEAR_16 = 5e-2
 SAME = ("clone", "index", "gather", "getitem", "pad")  # beside views
 COMPARED = ("eq", "ne", "lt", "le", "gt", "ge")
+
+
+def gain(region: Region, chosen: Region, shards: int) -> float:
+    """Seconds that a microbatch's F and B get shorter by, if a region runs in parts and
+    not on one shard; below 0 if they get longer.
+
+    chosen: what runs in parts besides. A value that all shards are sent for it anyway
+    costs a latency and no bytes more.
+    """
+    work = [node.meta["work"] for node in region.layouts]
+    saved: float = sum(w.forward + w.backward for w in work) * (1 - 1 / shards)
+    return saved - sum(
+        _seconds(node, share * (shards - 1)) for node, share in _sent(region, chosen)
+    )
+
+
+def _sent(region: Region, chosen: Region) -> Iterator[tuple[fx.Node, float]]:
+    """Values that go from shard to shard, and how much of each a shard sends to each
+    other one."""
+    entering = dict.fromkeys(
+        read
+        for node in region.layouts
+        for read in node.all_input_nodes
+        if "stage" in read.meta and read not in region.layouts
+    )
+    for node in entering:
+        yield node, 1.0 - _is_sent(node, region, chosen)
+    for node in region.gathered:
+        if is_sum(region.layouts[node]) and region.calls[node].join is None:
+            yield node, 1.0 - _is_sent(node, region, chosen)
+        else:
+            yield node, _bytes(region.calls[node].value) / _bytes(value_of(node))
+
+
+def _is_sent(value: fx.Node, region: Region, chosen: Region) -> bool:
+    """Whether all shards are sent a value, or what is made of it, for other regions."""
+    seen, queue = set[fx.Node](), [value]
+    while queue:
+        for user in queue.pop().users:
+            if user in chosen.layouts:
+                return True
+            if not (user in seen or user in region.layouts or matrices(user)):
+                seen.add(user)
+                queue.append(user)
+    return False
+
+
+def _seconds(node: fx.Node, share: float) -> float:
+    """Seconds to send a share of a value forward and, if it has one, of its gradient
+    back, and to add up what comes."""
+    found = list(tensors(value_of(node)))
+    device = found[0].device
+    ways = 1 + any(t.requires_grad for t in found)
+    size = int(share * _bytes(value_of(node)))
+    added = size * 3 / rates_of(device).memory
+    return ways * (send_seconds(size, device) + added)
+
+
+def _bytes(value: Any) -> int:
+    return max(sum(t.nbytes for t in tensors(value)), 1)
 
 
 def try_shards(
@@ -121,8 +186,7 @@ def _range(node: fx.Node) -> int | None:
 
 def _keeps(user: fx.Node) -> bool:
     """Whether a node gives some of the numbers that it reads."""
-    view = is_view(user.target) and not is_mutable(user.target)
-    return view or name_of(user.target) in SAME
+    return is_view(user.target) or name_of(user.target) in SAME
 
 
 def _size(user: fx.Node, read: fx.Node) -> int | None:

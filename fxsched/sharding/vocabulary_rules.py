@@ -1,7 +1,7 @@
 """Rules for vocabularies in parts: tables that are read by index, and losses of logits.
 
 Other rules are of the operations that run; these are of the calls in the model, which
-become others on shards (vocabulary_calls.py).
+become others on shards (vocabulary_parts.py).
 """
 
 from __future__ import annotations
