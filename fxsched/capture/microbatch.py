@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 from torch import Tensor, fx, nn
 from torch._subclasses import FakeTensorMode
 
+from ..costmodel.autograd_costs import AutogradCosts
 from ..costmodel.costs import Meter, Work
 from ..ir.graphs import (
     REPLICATED,
@@ -31,12 +32,10 @@ from ..rows.kinds import SHARED, Kind, Rows
 from ..rows.own_backward import follow_backward
 from ..rows.tracker import Tracker, Watch
 from ..rows.weighted_loss import Early
-from .autograd_costs import AutogradCosts
-from .batch import Batch
+from .batch import Batch, has_sizes, stand_ins
 from .effects import refuse_recomputed, statistics_of, written_by
 from .graph_inputs import origin_of
 from .refusals import refused
-from .whole_sizes import has_sizes, stand_ins
 
 
 class _Value(NamedTuple):

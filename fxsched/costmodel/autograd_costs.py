@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, fx
 from torch._subclasses import FakeTensorMode
 
-from ..costmodel.costs import Meter, backward_of
 from ..ir.graphs import Spec, storage, tensors
+from .costs import Meter, backward_of
 
 
 class AutogradCosts:
