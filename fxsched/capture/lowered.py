@@ -30,13 +30,14 @@ from torch.utils import _pytree as pytree
 
 from ..ir.graphs import name_of, named_arguments
 from ..ir.lazy import lazy_module
-from ..rows.own_backward import own_name
+from ..jobs.job import PlanError
+from ..rows.own_backward import HOOK, own_name
 from .ctc import OURS
 from .effects import NORMS
 from .functional import take_early_writes, without_writes
 from .graph_inputs import placeholders, text_of
 from .picked_rows import pick_rows
-from .refusals import refusal, refuse_transforms, refused
+from .refusals import refusal, refuse_transforms, refused, where_of
 from .vmaps import Flat, flat_vmaps
 
 aten = torch.ops.aten
@@ -79,7 +80,9 @@ def aten_graph(gm: fx.GraphModule) -> fx.GraphModule:
         if node.meta["origin"] is None:  # which nothing reads
             result.graph.erase_node(node)
     result.meta["text"] = text_of(result)
-    return pick_rows(take_early_writes(without_writes(result)))
+    result = pick_rows(take_early_writes(without_writes(result)))
+    hook_at_source(result)
+    return result
 
 
 def lowered(gm: fx.GraphModule) -> fx.GraphModule:
@@ -310,3 +313,32 @@ class _Lowering(fx.Interpreter):
         proxy = tracer.create_proxy("call_function", target, args, kwargs)
         value = node.meta["example_value"]
         return track_tensor_tree(value, proxy, constant=None, tracer=tracer)
+
+
+def hook_at_source(gm: fx.GraphModule) -> None:
+    """Moves each Tensor.register_hook to its tensor, in place: it runs on the gradient
+    of all that read it, those before the hook too.
+
+    before: y = linear(x, w); half = y * 0.5; z = register_hook(y, body); out = z + half
+    after:  y = linear(x, w); z = register_hook(y, body); half = z * 0.5; out = z + half
+
+    Raises PlanError for one that reads what comes later.
+    """
+    place = {node: i for i, node in enumerate(gm.graph.nodes)}
+    for node in place:
+        if own_name(node) != HOOK:
+            continue
+        tensor, body, *free = node.args
+        others = [user for user in tensor.users if user is not node]
+        if not others:
+            continue
+        if any(isinstance(n, fx.Node) and place[n] > place[tensor] for n in free):
+            raise PlanError(
+                "a hook on a gradient is added after its tensor was read"
+                f"{where_of(node)}"
+                "  and what it reads came later; call register_hook right after the "
+                "line that makes the tensor"
+            )
+        tensor.append(node)
+        tensor.append(body)
+        tensor.replace_all_uses_with(node, lambda user, hook=node: user is not hook)

@@ -32,7 +32,6 @@ from .joint_nodes import NOTHING_JOINED, join_rows
 from .meta_device import cpu_specs, is_meta, on_cpu
 from .microbatch import Microbatch
 from .state_updates import kept_rows, refuse_running, return_state, written_state
-from .tensor_hooks import hook_at_source
 from .traced_outputs import declared_outputs, finish_outputs, output_leaves
 from .weighted_microbatch import WeightedMicrobatch, refuse_kept_totals
 
@@ -106,7 +105,6 @@ def trace_microbatch(
         gm = part_statistics(gm)
     if exact and norms != "microbatch":
         gm = whole_batch_norms(gm, norms)
-    hook_at_source(gm)
     training, call = torch.is_grad_enabled(), (inputs, batch, specs)
     with torch.enable_grad():  # without gradients too, B decides where to cut
         if once or exact:

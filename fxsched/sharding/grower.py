@@ -31,8 +31,7 @@ from .layouts import (
 from .local_calls import local_call
 from .own_rows import as_sums, is_lone, is_sum, numbers_of, picked_beside
 from .picked_experts import is_selection, why_picked
-from .region import Region
-from .together import Together
+from .region import Region, Together
 from .vocabulary_parts import vocabulary_call
 
 RESHAPES = ("view", "reshape", "unflatten")
