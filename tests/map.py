@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import re
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
@@ -40,8 +41,13 @@ def modules() -> dict[str, Module]:
 MODULES = modules()
 
 
-def imports(module: Module) -> Iterator[str]:
+@cache
+def imports(module: Module) -> tuple[str, ...]:
     """Full names of what a module imports, its own package's as fxsched.x."""
+    return tuple(_imports(module))
+
+
+def _imports(module: Module) -> Iterator[str]:
     here = module.path.relative_to(ROOT).parent.parts
     for node in ast.walk(ast.parse(module.path.read_text())):
         if isinstance(node, ast.Import):

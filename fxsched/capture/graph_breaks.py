@@ -16,9 +16,10 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from ..ir.request import Request
 from ..jobs.job import PlanError
-from .user_frames import own_frame, where_it_is
 
+LIBRARY = os.path.dirname(os.__file__)
 TORCH = os.path.dirname(torch.__file__)
+FOREIGN = (TORCH, os.path.dirname(__file__))
 COMPILES, CALLS = "/_dynamo/convert_frame.py", "/_dynamo/eval_frame.py"
 BY_VALUES = ("DataDependent", "data-dependent", "unbacked")  # in torch.export's errors
 VALUES = (
@@ -30,6 +31,28 @@ EXPORTED = (
     "fxsched.compile(model, schedule) runs an nn.Module that Dynamo breaks, if "
     "torch.export can trace it"
 )
+
+
+def own_frame(frames: Sequence[traceback.FrameSummary]) -> traceback.FrameSummary:
+    """The innermost of frames that is of the user's code, or of a package."""
+    own = [each for each in frames if not foreign(each.filename)]
+    return (own or list(frames))[-1]
+
+
+def where_it_is(frame: traceback.FrameSummary) -> str:
+    """A frame's file, line and code, as tracebacks have it."""
+    return "".join(traceback.format_list([frame])).strip()
+
+
+def foreign(file: str) -> bool:
+    """Whether a file is of torch, Python's library or fxsched's tracing."""
+    library = file.startswith((LIBRARY, "<frozen")) and not installed(file)
+    return file.startswith(FOREIGN) or library
+
+
+def installed(file: str) -> bool:
+    """Whether a file is of an installed package."""
+    return "site-packages" in file or "dist-packages" in file
 
 
 class GraphBreak(PlanError):

@@ -20,8 +20,8 @@ from torch import Tensor, nn
 
 from ..ir.garbage import referrers
 from .caller import PLAIN
+from .graph_breaks import foreign, installed
 from .noted_values import DEPTH, Noted, closure
-from .user_frames import foreign, installed
 
 MINE = re.compile(r"fxsched\.(?!models\.)")
 LONG = 1000  # entries of a container that are not looked at

@@ -33,7 +33,7 @@ from torch.overrides import TorchFunctionMode
 
 from ..ir.graphs import storage, tensors
 from ..jobs.job import PlanError
-from .user_frames import foreign, own_frame, where_it_is
+from .graph_breaks import foreign, own_frame, where_it_is
 
 SEED, STATE = inspect.unwrap(torch.manual_seed).__code__, torch.set_rng_state.__code__
 APPLY: Any = inspect.getattr_static(Function, "apply")
