@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import copy
+
 import torch
 import torch.distributed as dist
+from torch.testing import assert_close
 
+import fxsched
 from tests.state_models import STATEFUL
-from tests.test_state_versions import SCHEDULES, check
+from tests.test_state_versions import SCHEDULES, train
 
 ON_RANKS = {
     "1f1b": ("centre", "queue", "ema", "counters"),
@@ -19,7 +23,12 @@ def main() -> None:
     for schedule, kinds in ON_RANKS.items():
         for kind in kinds:
             torch.manual_seed(0)
-            check(STATEFUL[kind](), SCHEDULES[schedule](2))
+            model = STATEFUL[kind]()
+            eager = copy.deepcopy(model)
+            torch._dynamo.reset()
+            step = torch.compile(model, backend=fxsched.backend(SCHEDULES[schedule](2)))
+            wanted = train(eager, eager)
+            assert_close(train(step, model), wanted, rtol=1e-4, atol=1e-5)
             print(f"rank {dist.get_rank()}: {schedule}, {kind}", flush=True)
 
 

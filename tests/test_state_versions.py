@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator
+from functools import cache, partial
 from typing import Any
 
 import pytest
@@ -15,7 +16,7 @@ import fxsched
 from fxsched import Schedule, schedules
 from tests.started_ranks import run_ranks
 from tests.state_models import STATEFUL, batch
-from tests.traced_once import stages_traced_once
+from tests.traced_once import Switch
 from tests.whole_batch import drawn
 
 SCHEDULES: dict[str, Callable[[int], Schedule]] = {
@@ -28,9 +29,11 @@ SCHEDULES: dict[str, Callable[[int], Schedule]] = {
 
 
 @pytest.fixture(autouse=True, scope="module")
-def _once() -> Iterator[None]:
-    with stages_traced_once():
-        yield
+def _fresh_dynamo() -> Iterator[None]:
+    """After the file, whose schedules share what Dynamo has traced."""
+    yield
+    torch._dynamo.reset()
+    traced.cache_clear()
 
 
 def train(step: Callable[..., Any], model: nn.Module) -> list[Any]:
@@ -48,19 +51,24 @@ def train(step: Callable[..., Any], model: nn.Module) -> list[Any]:
     return [losses, fxsched.full_state_dict(model)]
 
 
-def check(model: nn.Module, schedule: Schedule, **options: Any) -> None:
-    """Trains a model both ways."""
-    eager = copy.deepcopy(model)
-    torch._dynamo.reset()
-    step = torch.compile(model, backend=fxsched.backend(schedule, **options))
-    assert_close(train(step, model), train(eager, eager), rtol=1e-4, atol=1e-5)
+@cache
+def traced(kind: str) -> tuple[nn.Module, Switch, nn.Module, list[Any]]:
+    """A model as it starts, as Dynamo traces it once for all schedules, and trained."""
+    torch.manual_seed(0)
+    model = STATEFUL[kind]()
+    switch = Switch(model, fxsched.backend(schedules.ddp(2, 4)))
+    start, eager = copy.deepcopy(model), copy.deepcopy(model)
+    return start, switch, model, train(eager, eager)
 
 
 @pytest.mark.parametrize("kind", STATEFUL)
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_state_is_eagers_after_each_call(kind: str, schedule: str) -> None:
-    torch.manual_seed(0)
-    check(STATEFUL[kind](), SCHEDULES[schedule](2))
+    start, switch, model, wanted = traced(kind)
+    with fxsched.backend(SCHEDULES[schedule](2)) as backend:
+        model.load_state_dict(start.state_dict())
+        found = train(partial(switch, backend), model)
+    assert_close(found, wanted, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.slow

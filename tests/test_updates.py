@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Iterator
 from dataclasses import replace
+from functools import cache
 from typing import Any
 
 import pytest
@@ -13,8 +14,9 @@ from torch import Tensor, nn
 from torch.testing import assert_close
 
 import fxsched
-from fxsched import PlanError, Schedule, schedules
+from fxsched import PlanError, schedules
 from tests.cases import MICROBATCHES
+from tests.traced_once import Switch
 from tests.train_all import LOOP, compare
 from tests.updates import (
     OPTIMIZERS,
@@ -24,25 +26,15 @@ from tests.updates import (
     batches,
     build_double,
     eager,
-    momentum,
 )
 
 
-def trained(
-    model: nn.Module,
-    schedule: Schedule,
-    inputs: tuple[Tensor, ...],
-    made: Callable[[nn.Module], torch.optim.Optimizer] = momentum,
-    **options: Any,
-) -> tuple[list[float], nn.Module]:
-    model = copy.deepcopy(model)
-    backend = fxsched.backend(
-        schedule, transport="threads", optimizer=made(model), **options
-    )
-    step = torch.compile(model, backend=backend)
-    losses = [step(*batch).item() for batch in batches(inputs)]
-    backend.close()
-    return losses, model
+@pytest.fixture(autouse=True, scope="module")
+def _fresh_dynamo() -> Iterator[None]:
+    """After the file, whose schedules share what Dynamo has traced."""
+    yield
+    torch._dynamo.reset()
+    traced.cache_clear()
 
 
 Trained = tuple[list[float], nn.Module]
@@ -54,17 +46,26 @@ def same(one: Trained, other: Trained) -> None:
     assert_close(mine, others, **TOLERANCE)
 
 
+@cache
+def traced(name: str) -> tuple[nn.Module, nn.Module, tuple[Tensor, ...], Switch]:
+    """A model as it starts, the same as Dynamo traces it once, and its batch."""
+    model, inputs = build_double(name)
+    first = fxsched.backend(schedules.gpipe(2, 4), transport="threads")
+    return copy.deepcopy(model), model, inputs, Switch(model, first)
+
+
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize("name", ["mlp", "gpt", "two_tower", "unet"])
 def test_equals_the_plain_loop(name: str, schedule: str) -> None:
-    model, inputs = build_double(name)
+    start, model, inputs, switch = traced(name)
     made = SCHEDULES[schedule]()
     every = made.update_every or MICROBATCHES
     optimizer = list(OPTIMIZERS.values())[len(name + schedule) % len(OPTIMIZERS)]
-    same(
-        trained(model, made, inputs, optimizer),
-        eager(model, optimizer, inputs, every),
-    )
+    model.load_state_dict(start.state_dict())
+    options: Any = {"transport": "threads", "optimizer": optimizer(model)}
+    with fxsched.backend(made, **options) as backend:
+        losses = [switch(backend, *batch).item() for batch in batches(inputs)]
+    same((losses, model), eager(start, optimizer, inputs, every))
 
 
 @pytest.mark.slow

@@ -7,12 +7,15 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
+from unittest.mock import patch
 
 import torch
 from torch import fx, nn
 
-from fxsched import Backend
+from fxsched import Backend, planning
 from fxsched.autodiff.stage_graphs import StageGraphs, stage_key
+from fxsched.capture.trace import Traced
+from fxsched.ir.graphs import Spec
 from fxsched.ir.lazy import lazy_module
 from fxsched.passes import differentiate
 from fxsched.plan_cache.key import trace_modes
@@ -78,31 +81,54 @@ class StageCache:
         return _copied(found.graphs)
 
 
+class MicrobatchCache:
+    """Traces of microbatches of the last models, by the model's graph, what it is
+    called with and how that is cut; each plan gets a graph of its own."""
+
+    def __init__(self, trace: Callable[..., Traced], most: int = 100) -> None:
+        self.trace, self.most = trace, most
+        self.kept: OrderedDict[Any, tuple[fx.GraphModule, Traced]] = OrderedDict()
+
+    def __call__(
+        self, gm: fx.GraphModule, inputs: Sequence[Any], *options: Any
+    ) -> Traced:
+        called = [
+            (Spec.of(x), x.requires_grad) if torch.is_tensor(x) else x for x in inputs
+        ]
+        key = id(gm), str(called), str(options), tuple(trace_modes())
+        if key not in self.kept:
+            self.kept[key] = gm, self.trace(gm, inputs, *options)
+            if len(self.kept) > self.most:
+                self.kept.popitem(last=False)
+        _, traced = self.kept[key]
+        return traced._replace(graph=_copy(traced.graph))
+
+
 CACHE = StageCache(differentiate.trace_stage)  # of this process
+MICROBATCHES = MicrobatchCache(planning.trace_microbatch)
 
 
 @contextmanager
 def stages_traced_once(cache: StageCache = CACHE) -> Iterator[StageCache]:
-    """Where a stage that any plan of this process had before is not traced again."""
-    with _tracing_by(cache):
+    """Where what any plan of this process had before is not traced again."""
+    with _tracing_by(cache, MICROBATCHES):
         yield cache
 
 
 @contextmanager
 def stages_traced_anew() -> Iterator[None]:
     """Where each plan traces its own stages, as users' plans do."""
-    with _tracing_by(CACHE.trace):
+    with _tracing_by(CACHE.trace, MICROBATCHES.trace):
         yield
 
 
 @contextmanager
-def _tracing_by(trace: Trace) -> Iterator[None]:
-    before = differentiate.trace_stage
-    differentiate.trace_stage = trace
-    try:
+def _tracing_by(stages: Trace, microbatches: Callable[..., Traced]) -> Iterator[None]:
+    with (
+        patch.object(differentiate, "trace_stage", stages),
+        patch.object(planning, "trace_microbatch", microbatches),
+    ):
         yield
-    finally:
-        differentiate.trace_stage = before
 
 
 def _graphs(graphs: StageGraphs) -> dict[str, fx.GraphModule]:
