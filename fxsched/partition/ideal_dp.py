@@ -92,8 +92,21 @@ class TooMany(Exception):
 
 # Ways to cut an ideal, by how many stages they have.
 Labels = dict[int, list[Label]]
-# A larger ideal and the units that it adds.
-Grow = Iterator[tuple[int, tuple[int, ...]]]
+
+
+class Step(NamedTuple):
+    """A larger ideal.
+
+    members: the units that it adds. seconds: of these.
+    joined: whether each is next to one that was added before.
+    ready: the units that could be added to it.
+    """
+
+    ideal: int
+    members: tuple[int, ...]
+    seconds: float
+    joined: bool
+    ready: int
 
 
 class Search:
@@ -114,7 +127,9 @@ class Search:
         self.quick = quick
         self.count = len(problem.units)
         self.heavy = BRANCH * problem.seconds / stages
+        self.seconds = [unit.seconds for unit in problem.units]
         self.preds = [_mask(problem.graph.predecessors(u)) for u in range(self.count)]
+        self.succs = [_mask(problem.graph.successors(u)) for u in range(self.count)]
         self.tail = _tails(problem)
         self.makes: list[list[tuple[int, float]]] = [[] for _ in range(self.count)]
         self.reads: list[list[tuple[int, float]]] = [[] for _ in range(self.count)]
@@ -149,47 +164,64 @@ class Search:
                     steps = self._any(ideal)
                 else:
                     steps = self._prefixes(ideal, order, place[ideal])
-                for larger, members in steps:
-                    extended = table[size + len(members)].setdefault(larger, {})
-                    stage = self._stage(ideal, larger, members)
+                for step in steps:
+                    reached = table[size + len(step.members)]
+                    extended = reached.setdefault(step.ideal, {})
+                    stage = self._stage(ideal, step)
                     if stage is not None:
-                        self._extend(labels, larger, stage, extended)
+                        self._extend(labels, step.ideal, stage, extended)
             table[size] = {}
         ends = table[self.count].get(whole, {}).get(self.stages, [])
         rounds = self.problem.rounds
         return min(ends, key=lambda e: rounds * e.slowest + e.longest, default=None)
 
-    def _prefixes(self, ideal: int, order: Sequence[int], start: int) -> Grow:
-        seconds = 0.0
-        for end in range(start, self.count):
-            seconds += self.problem.units[order[end]].seconds
-            members = tuple(order[start : end + 1])
-            if seconds > self.slowest and end > start:
+    def _prefixes(self, ideal: int, order: Sequence[int], start: int) -> Iterator[Step]:
+        step = Step(ideal, (), 0.0, True, 0)
+        for unit in order[start:]:
+            step = self._added(ideal, step, unit)
+            if step.seconds > self.slowest and len(step.members) > 1:
                 return
-            if self._splits(order[end], members):
+            if self._splits(unit, step.members):
                 return
-            ideal |= 1 << order[end]
-            yield ideal, members
+            yield step
 
-    def _any(self, ideal: int) -> Grow:
-        units = self.problem.units
+    def _any(self, ideal: int) -> Iterator[Step]:
+        ready = [u for u in range(self.count) if not self.preds[u] & ~ideal]
         seen = {ideal}
-        stack: list[tuple[int, tuple[int, ...], float]] = [(ideal, (), 0.0)]
+        stack = [Step(ideal, (), 0.0, True, _mask(ready) & ~ideal)]
         while stack:
-            now, members, seconds = stack.pop()
-            for unit in range(self.count):
-                larger = now | 1 << unit
-                if now >> unit & 1 or self.preds[unit] & ~now or larger in seen:
+            step = stack.pop()
+            for unit in _units(step.ready):
+                if step.ideal | 1 << unit in seen:
                     continue
-                more = seconds + units[unit].seconds
-                if (more > self.slowest and members) or self._splits(unit, members):
+                more = step.seconds + self.seconds[unit]
+                if more > self.slowest and step.members:
+                    continue
+                if self._splits(unit, step.members):
                     continue
                 self.visited += 1
                 if self.visited > (VISITS // 6 if self.quick else VISITS):
                     raise TooMany
-                seen.add(larger)
-                stack.append((larger, (*members, unit), more))
-                yield larger, (*members, unit)
+                larger = self._added(ideal, step, unit)
+                seen.add(larger.ideal)
+                stack.append(larger)
+                yield larger
+
+    def _added(self, ideal: int, step: Step, unit: int) -> Step:
+        """A step from an ideal with one more unit."""
+        bit = 1 << unit
+        near = (self.preds[unit] | self.succs[unit]) & step.ideal & ~ideal
+        larger, ready = step.ideal | bit, step.ready & ~bit
+        for reader in _units(self.succs[unit]):
+            if not self.preds[reader] & ~larger:
+                ready |= 1 << reader
+        return Step(
+            larger,
+            (*step.members, unit),
+            step.seconds + self.seconds[unit],
+            step.joined and bool(near or not step.members),
+            ready,
+        )
 
     def _splits(self, unit: int, members: Sequence[int]) -> bool:
         """Whether a unit may not share a stage with one of these."""
@@ -204,45 +236,38 @@ class Search:
             self.fronts[ideal] = [
                 (unit, max(self.tail[r] for r in _units(readers)))
                 for unit in range(self.count)
-                if ideal >> unit & 1 and (readers := self._readers(unit) & ~ideal)
+                if ideal >> unit & 1 and (readers := self.succs[unit] & ~ideal)
             ]
         return self.fronts[ideal]
-
-    def _readers(self, unit: int) -> int:
-        mask = 0
-        for readers, _ in self.makes[unit]:
-            mask |= readers
-        return mask
 
     def _exposed(self, ideal: int, larger: int, stage: Sequence[int]) -> float:
         """Seconds of the transfers that a stage takes part in: of each value that it
         reads, and of each that it makes and others read."""
-        read = (maker for unit in stage for maker, _ in self.reads[unit])
+        first = (unit for unit in stage if self.preds[unit] & ideal)
+        read = (maker for unit in first for maker, _ in self.reads[unit])
         exposed = 0.0
         for maker in dict.fromkeys(m for m in read if ideal >> m & 1):
             for readers, seconds in self.makes[maker]:
                 if readers & larger & ~ideal:
                     exposed += seconds
-        for unit in stage:
+        for unit in (unit for unit in stage if self.succs[unit] & ~larger):
             for readers, seconds in self.makes[unit]:
                 if readers & ~larger:
                     exposed += seconds
         return exposed
 
-    def _stage(
-        self, ideal: int, larger: int, members: tuple[int, ...]
-    ) -> Extension | None:
+    def _stage(self, ideal: int, step: Step) -> Extension | None:
         """The stage between two ideals; None if it takes too long for the bound."""
-        busy = sum(self.problem.units[u].seconds for u in members)
+        larger, members, busy = step.ideal, step.members, step.seconds
         exposed = self._exposed(ideal, larger, members) * EXPOSED
         if busy + exposed > self.slowest:
             return None
-        branches = mixed(self.problem, members, self.heavy)
+        branches = 0 if step.joined else mixed(self.problem, members, self.heavy)
         time = busy * (1 + MIXED * branches) + exposed
         if time > self.slowest:
             return None
         arrive: dict[int, float] = {}
-        for unit in members:
+        for unit in (unit for unit in members if self.preds[unit] & ideal):
             for maker, seconds in self.reads[unit]:
                 if ideal >> maker & 1:
                     arrive[maker] = max(arrive.get(maker, 0.0), seconds)
