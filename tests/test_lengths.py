@@ -40,8 +40,10 @@ def test_thirty_lengths_are_eleven_plans_of_one_graph() -> None:
     assert counters["stats"]["unique_graphs"] == 1
 
 
-@pytest.mark.parametrize("schedule", [schedules.one_f_one_b(2, 2), schedules.fsdp(2)])
-@pytest.mark.parametrize("dynamic", [True, None])
+@pytest.mark.parametrize(
+    ("schedule", "dynamic"),
+    [(schedules.one_f_one_b(2, 2), True), (schedules.fsdp(2), None)],
+)
 def test_padded_batches_train_as_in_eager(schedule: Schedule, dynamic: Any) -> None:
     torch.manual_seed(0)
     model = GPT(SMALL)

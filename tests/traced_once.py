@@ -17,8 +17,8 @@ from fxsched.autodiff.stage_graphs import StageGraphs, stage_key
 from fxsched.capture.trace import Traced
 from fxsched.ir.graphs import Spec
 from fxsched.ir.lazy import lazy_module
+from fxsched.ir.modes import trace_modes
 from fxsched.passes import differentiate
-from fxsched.plan_cache.key import trace_modes
 
 MOST = 100_000  # nodes of the graphs that are kept; about 5 KB each
 Trace = Callable[..., StageGraphs]

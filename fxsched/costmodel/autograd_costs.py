@@ -12,7 +12,12 @@ from torch import Tensor, fx
 from torch._subclasses import FakeTensorMode
 
 from ..ir.graphs import Spec, storage, tensors
+from ..ir.modes import trace_modes
 from .costs import Meter, backward_of
+
+# Of B, by operation, arguments and modes: PyTorch's own, whatever the model.
+SECONDS: dict[str, float] = {}
+MOST = 20_000  # entries
 
 
 class AutogradCosts:
@@ -61,11 +66,17 @@ class AutogradCosts:
             lambda n: None if list(tensors(values[n])) else values[n],
         )
         key = f"{node.op} {node.target} {id(node.target)} {shapes} {constants}"
-        if key not in self._seconds:
+        seconds = self._seconds
+        if getattr(node.target, "namespace", "") == "aten":
+            key += str(list(trace_modes()))
+            seconds = SECONDS
+        if key not in seconds:
             with self.mode:
                 run = partial(getattr(self.interpreter, node.op), node.target)
                 backward = backward_of(run, args, kwargs)
                 with Meter() as meter:
                     backward()
-            self._seconds[key] = meter.total.seconds
-        return self._seconds[key]
+            if len(SECONDS) > MOST:
+                SECONDS.clear()
+            seconds[key] = meter.total.seconds
+        return seconds[key]

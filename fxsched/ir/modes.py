@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from typing import Any
 
 import torch
 
@@ -19,6 +20,20 @@ def casts() -> list[tuple[str, torch.dtype]]:
         for kind in DEVICES
         if torch.is_autocast_enabled(kind)
     ]
+
+
+def trace_modes() -> Iterator[str]:
+    """What of torch's settings changes which operations a trace has."""
+    yield f"{torch.is_grad_enabled()} {torch.is_inference_mode_enabled()} {casts()}"
+    yield f"{torch.get_default_dtype()} {torch.get_default_device()}"
+    yield f"{torch.are_deterministic_algorithms_enabled()}"
+    yield f"{torch.get_float32_matmul_precision()} {torch.backends.mkldnn.enabled}"
+    cuda: Any = torch.backends.cuda
+    yield (
+        f"{cuda.flash_sdp_enabled()} {cuda.mem_efficient_sdp_enabled()} "
+        f"{cuda.math_sdp_enabled()} {cuda.cudnn_sdp_enabled()} "
+        f"{cuda.matmul.allow_tf32} {torch.backends.cudnn.enabled}"
+    )
 
 
 @contextmanager

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from ..ir.modes import casts
+from ..ir.modes import trace_modes
 from ..ir.request import Request
 from .asked import settings
 from .graph_files import CannotKeep
@@ -79,20 +79,6 @@ def _installed() -> tuple[str, ...]:
     capability = torch.backends.cpu.get_cpu_capability()
     versions = sys.version, platform.machine(), torch.__version__, capability
     return (code.hexdigest(), str(torch.version.git_version), *versions, *devices)
-
-
-def trace_modes() -> Iterator[str]:
-    """What of torch's settings changes which operations a trace has."""
-    yield f"{torch.is_grad_enabled()} {torch.is_inference_mode_enabled()} {casts()}"
-    yield f"{torch.get_default_dtype()} {torch.get_default_device()}"
-    yield f"{torch.are_deterministic_algorithms_enabled()}"
-    yield f"{torch.get_float32_matmul_precision()} {torch.backends.mkldnn.enabled}"
-    cuda: Any = torch.backends.cuda
-    yield (
-        f"{cuda.flash_sdp_enabled()} {cuda.mem_efficient_sdp_enabled()} "
-        f"{cuda.math_sdp_enabled()} {cuda.cudnn_sdp_enabled()} "
-        f"{cuda.matmul.allow_tf32} {torch.backends.cudnn.enabled}"
-    )
 
 
 def _argument_lines(args: Sequence[Any]) -> Iterator[str]:
