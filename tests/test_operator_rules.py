@@ -67,14 +67,14 @@ class Claim(NamedTuple):
         """Whether the whole has the shape that it would have. If not, a number that the
         operator was given is the size of a part; symbolic sizes tell of those."""
         shape = list(self.first.shape)
-        if self.rows.kind is Kind.APART:
+        if self.rows.kind is Kind.SHARD:
             shape[self.rows.dim] *= 2
         return list(self.whole.shape) == shape
 
     @property
     def holds(self) -> bool:
         first, second, whole = self.first, self.second, self.whole
-        if self.rows.kind is Kind.SHARED:
+        if self.rows.kind is Kind.REPLICATE:
             return close(first, whole) and close(second, whole)
         if self.rows.kind is Kind.SUM:
             return close(first + second, whole)
@@ -104,7 +104,7 @@ def claims(call: Callable[..., Any], given: Sequence[Any], cut: Cut) -> list[Cla
         values = [v.clone() if isinstance(v, Tensor) else v for v in values]
         tracker = Tracker(*(given[i].shape[d] for i, d in [*cut.items()][:1]), set())
         for i, dim in cut.items():
-            tracker.put(values[i], Rows(Kind.APART, dim))
+            tracker.put(values[i], Rows(Kind.SHARD, dim))
         with Watch(tracker):
             out = list(tensors(call(*values)))
         results.append(out)
@@ -185,7 +185,7 @@ def test_a_wrong_claim_is_found() -> None:
     x = torch.randn(4, 3)
     (claim,) = claims(torch.relu, [x], {0: 0})
     assert claim.is_made and claim.fits and claim.holds
-    for wrong in (Rows(Kind.APART, 1), Rows(Kind.SUM), Rows(Kind.MEAN)):
+    for wrong in (Rows(Kind.SHARD, 1), Rows(Kind.SUM), Rows(Kind.MEAN)):
         assert not (
             claim._replace(rows=wrong).fits and claim._replace(rows=wrong).holds
         )
@@ -247,9 +247,9 @@ def mesh() -> Iterator[DeviceMesh]:
 
 def placement(rows: Rows) -> Any:
     """In the words of torch.distributed.tensor."""
-    if rows.kind is Kind.APART:
+    if rows.kind is Kind.SHARD:
         return Shard(rows.dim)
-    return {Kind.SHARED: Replicate(), Kind.SUM: Partial()}.get(rows.kind)
+    return {Kind.REPLICATE: Replicate(), Kind.SUM: Partial()}.get(rows.kind)
 
 
 @pytest.mark.parametrize("name", PEERS)

@@ -28,7 +28,7 @@ from ..ir.graphs import (
 from ..ir.regions import is_region
 from ..ir.written import written
 from ..jobs.job import PlanError
-from ..rows.kinds import SHARED, Kind, Rows
+from ..rows.kinds import REPLICATE, Kind, Rows
 from ..rows.own_backward import follow_backward
 from ..rows.tracker import Tracker, Watch
 from ..rows.weighted_loss import Early
@@ -140,7 +140,7 @@ class Microbatch:
         if role in (Role.BATCH, Role.SHARED):
             self.note_input(node)
         if role is Role.BATCH and self.batch.microbatches > 1:
-            self.tracker.put(fake, Rows(Kind.APART, self.batch.dims[index]))
+            self.tracker.put(fake, Rows(Kind.SHARD, self.batch.dims[index]))
 
     def put_input(self, node: fx.Node, new: fx.Node, fake: Tensor) -> None:
         """A new placeholder for a node, and the value that it stands for."""
@@ -222,7 +222,7 @@ class Microbatch:
 
     def _is_replicated(self, value: Any) -> bool:
         """Whether drawn tensors are to be the same in all of several microbatches."""
-        shared = (self.tracker.of(t).kind is Kind.SHARED for t in tensors(value))
+        shared = (self.tracker.of(t).kind is Kind.REPLICATE for t in tensors(value))
         return self.batch.microbatches > 1 and all(shared)
 
     def _value(self, node: fx.Node, args: Any, kwargs: Any) -> _Value:
@@ -297,7 +297,7 @@ class Microbatch:
     def rows_left(self, rows: Rows | None, output: Any) -> Rows | None:
         """The rows of an output, with what microbatches do by themselves on the way."""
         if rows is None or output in self.joint:
-            rows = None if rows is None else SHARED
+            rows = None if rows is None else REPLICATE
         kept = self.tracker.kept
         if rows is None or rows.cause or kept is None:
             return rows

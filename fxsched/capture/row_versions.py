@@ -157,7 +157,7 @@ class RowVersions:
         with self.trace.graph.inserting_after(old):
             new = self.trace.graph.call_function(target, args)
         new.meta = {**old.meta, "val": value, "work": copied(value)}
-        self.trace.tracker.put(value, Rows(Kind.APART, dim))
+        self.trace.tracker.put(value, Rows(Kind.SHARD, dim))
         self._added.append(new)
         return new
 
@@ -204,7 +204,7 @@ class RowVersions:
         """The dimensions that a microbatch may have rows along, or "whole"; nothing for
         what is the same in all of them."""
         rows = self.domains.rows(node)
-        if rows is None or (rows.kind is Kind.SHARED and node not in self.joint):
+        if rows is None or (rows.kind is Kind.REPLICATE and node not in self.joint):
             return []
         dims = self.dims(node)
         if not dims:
@@ -256,5 +256,5 @@ class RowVersions:
             kinds = Kind.SUM, Kind.MEAN
             return rows.kind in kinds and list(value.shape) == shape
         shape[dim] //= self.trace.batch.microbatches
-        apart = rows.kind is Kind.APART and rows.place == (dim, 1)
+        apart = rows.kind is Kind.SHARD and rows.place == (dim, 1)
         return apart and list(value.shape) == shape

@@ -128,7 +128,7 @@ def kept_rows(trace: Microbatch) -> fx.Node | None:
     ]
     for node in sorted(n for n in kept if isinstance(n, fx.Node)):
         rows = None if "once" in node.meta else trace.rows(node)
-        if rows is not None and rows.kind is not Kind.SHARED:
+        if rows is not None and rows.kind is not Kind.REPLICATE:
             return node
     return None
 

@@ -10,7 +10,7 @@ from torch import Tensor, fx
 from ..ir.graphs import REPLICATED, Output, Role, ancestors, storage, written_storages
 from ..ir.user_line import line_of, user_line
 from ..jobs.job import PlanError
-from ..rows.kinds import SHARED
+from ..rows.kinds import REPLICATE
 from .graph_inputs import plain
 from .microbatch import Microbatch
 from .outputs import TracedOutput, decide, describe
@@ -140,7 +140,7 @@ class _OutputReader:
         if old in self.trace.joint:
             return frozenset()
         sources = frozenset(filter(None, map(self._source, ancestors([old]))))
-        same = returned.version is not None and self.trace.rows(old) == SHARED
+        same = returned.version is not None and self.trace.rows(old) == REPLICATE
         return sources - {"batch"} if same else sources
 
     def _source(self, node: fx.Node) -> str | None:

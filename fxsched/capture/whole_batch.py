@@ -70,5 +70,5 @@ def rows_of(trace: Microbatch, whole: fx.Node, dim: int, like: fx.Node) -> fx.No
     count = trace.batch.microbatches
     with trace.mode:
         value = whole.meta["val"].chunk(count, dim)[0].clone()
-    trace.tracker.put(value, Rows(Kind.APART, dim))
+    trace.tracker.put(value, Rows(Kind.SHARD, dim))
     return add(trace, whole, joint.part, whole, dim, count, like=like, value=value)

@@ -13,7 +13,7 @@ from ..capture.graph_inputs import placeholders
 from ..ir.facts import facts
 from ..ir.graphs import tensors
 from ..planning import TracedCall
-from ..rows.kinds import SHARED, Rows
+from ..rows.kinds import REPLICATE, Rows
 from .draws import Numbers, WholeDraws
 from .on_parts import OnParts, copied, joined
 
@@ -49,7 +49,7 @@ def first_departure(
     results = parts.run()
     pairs = [p for p in _pairs(gm, traced) if p[0] in parts.values and p[0].users]
     for node, source in pairs:
-        rows = node.meta.get("rows") or SHARED
+        rows = node.meta.get("rows") or REPLICATE
         if not rows.numbers and not _same(whole.seen[source], parts.seen[node], rows):
             return Departure(node, False)
     wanted = _gradients(outputs, [[whole.values[source]] for _, source in pairs])
@@ -58,7 +58,7 @@ def first_departure(
     least = max((_size(each) for (each,) in wanted), default=0.0) / 1000
     triples = list(zip(pairs, wanted, found, strict=True))
     for (node, _), (gradient,), each in reversed(triples):
-        rows = node.meta.get("rows") or SHARED
+        rows = node.meta.get("rows") or REPLICATE
         if not _gradients_same(gradient, each, rows, least):
             return Departure(_reader(node), True)
     return None

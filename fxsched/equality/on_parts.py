@@ -82,7 +82,7 @@ class OnParts:
         if not drawn:
             return run(node.target, args, kwargs)
         rows: Rows | None = node.meta.get("rows")
-        outer = rows.outer if rows is not None and rows.kind is Kind.APART else 1
+        outer = rows.outer if rows is not None and rows.kind is Kind.SHARD else 1
         with PartDraws(self.numbers, drawn, b, outer):
             return run(node.target, args, kwargs)
 

@@ -7,14 +7,14 @@ from collections.abc import Callable, Container, Sequence
 from torch import Tensor
 
 from ..ir.graphs import tensors
-from .kinds import SHARED, UNKNOWN, Effect, Kind, OpCall, Rows, first_cause
+from .kinds import REPLICATE, UNKNOWN, Effect, Kind, OpCall, Rows, first_cause
 
 CASTS = ("_to_copy", "clone", "detach", "alias", "copy", "lift_fresh")
 
 
 def beside(call: OpCall, *values: Rows) -> Rows:
     """Values of one shape side by side, or added up."""
-    apart, effect = [rows for rows in values if rows.apart], None
+    apart, effect = [rows for rows in values if rows.sharded], None
     if not apart:
         rows = added_up(call, {rows.kind for rows in values})
     else:
@@ -28,18 +28,18 @@ def beside(call: OpCall, *values: Rows) -> Rows:
 
 def added_up(call: OpCall, kinds: set[Kind]) -> Rows:
     """What sums, means and shared values add up to."""
-    if kinds <= {Kind.MEAN, Kind.SHARED}:
-        return Rows(Kind.MEAN if Kind.MEAN in kinds else Kind.SHARED)
+    if kinds <= {Kind.MEAN, Kind.REPLICATE}:
+        return Rows(Kind.MEAN if Kind.MEAN in kinds else Kind.REPLICATE)
     if kinds == {Kind.SUM}:
         return Rows(Kind.SUM)
-    return call.other(Effect.CONSTANT if Kind.SHARED in kinds else Effect.BOTH)
+    return call.other(Effect.CONSTANT if Kind.REPLICATE in kinds else Effect.BOTH)
 
 
 def pointwise(call: OpCall) -> Rows:
     """Element by element, shapes broadcast; what else it gives, its gradient needs."""
     aligned = call.aligned(call.tensors(), next(tensors(call.out)).dim())
     rows = beside(call, *aligned)
-    if not rows.apart:
+    if not rows.sharded:
         return _of_reduced(call, aligned)
     if rows.numbers and call.name not in CASTS:
         return call.kept(rows._replace(numbers=False, cause=None), Effect.ORDER)
@@ -51,17 +51,17 @@ def _of_reduced(call: OpCall, values: Sequence[Rows]) -> Rows:
     kinds, name = {rows.kind for rows in values}, call.name
     reduced = [rows for rows in values if rows.reduced]
     if not reduced:
-        return SHARED
+        return REPLICATE
     if name in CASTS or name == "neg":
         return reduced[0]
     if name in ("add", "sub", "rsub"):
         number = not isinstance(call.args[1], Tensor) and call.args[1] != 0
-        return added_up(call, kinds | ({Kind.SHARED} if number else set()))
+        return added_up(call, kinds | ({Kind.REPLICATE} if number else set()))
     if name == "mul" and len(reduced) == 1:
         return Rows(reduced[0].kind)
     if name == "div" and call.get("rounding_mode") is None:
         by = call.args[1]
-        if not isinstance(by, Tensor) or call.of(by).kind is Kind.SHARED:
+        if not isinstance(by, Tensor) or call.of(by).kind is Kind.REPLICATE:
             return Rows(reduced[0].kind)
         if values[0].kind is Kind.SUM and values[1].numbers:  # by the batch's size
             return Rows(Kind.MEAN)
@@ -76,10 +76,10 @@ def filled(call: OpCall) -> Rows:
     """A new tensor that takes no more than its shape from another, or not even that
     (new_zeros): Dynamo's symbols say of those whether they have rows."""
     rows, *others = call.values
-    if any(other.kind is not Kind.SHARED for other in others):
+    if any(other.kind is not Kind.REPLICATE for other in others):
         return pointwise(call)
-    if not rows.apart or call.name.startswith("new_"):
-        return SHARED
+    if not rows.sharded or call.name.startswith("new_"):
+        return REPLICATE
     return rows._replace(numbers=False)
 
 
@@ -87,7 +87,7 @@ def recurrent(call: OpCall) -> Rows | Sequence[Rows]:
     """A layer over [time, batch, features], or batch first, where the operation does
     that itself; its states are [..., batch, features]."""
     rows = call.of(call.args[0])
-    if not rows.apart:
+    if not rows.sharded:
         return UNKNOWN
     first = call.get("batch_first") and call.name != "mkldnn_rnn_layer"
     mixed = rows.dim != (0 if first else 1) or any(r.reduced for r in call.values)
@@ -120,9 +120,9 @@ def over(
 ) -> Rows:
     """Along some dimensions, which stay, of the first tensor; the others are apart."""
     rows, *others = call.values
-    if not rows.apart:
-        apart = [other for other in others if other.apart]
-        if apart and rows.kind is Kind.SHARED:
+    if not rows.sharded:
+        apart = [other for other in others if other.sharded]
+        if apart and rows.kind is Kind.REPLICATE:
             return call.kept(apart[0], Effect.STATISTICS)
         return call.other(Effect.FUNCTION)
     if rows.dim in dims(call, next(call.tensors())):
@@ -145,9 +145,9 @@ def batch_norm(call: OpCall) -> Sequence[Rows]:
     rows = call.of(call.args[0])
     training = call.get("training", call.get("train", True))
     # instance_norm lays rows beside channels, each of which has its own statistics
-    meets = training and rows.apart and rows.dim != 1
+    meets = training and rows.sharded and rows.dim != 1
     rows = call.kept(rows, Effect.STATISTICS if meets else None)
-    return [rows, *[SHARED] * (len(call.out) - 1)]
+    return [rows, *[REPLICATE] * (len(call.out) - 1)]
 
 
 def losses(call: OpCall) -> Rows:
@@ -160,7 +160,7 @@ def _by_reduction(call: OpCall, rows: Rows) -> Rows:
     reduction = call.get("reduction", 1)
     if reduction == 0:
         return rows
-    if not rows.apart:
+    if not rows.sharded:
         return call.other(Effect.FUNCTION)
     return Rows(Kind.MEAN if reduction == 1 else Kind.SUM, cause=rows.cause)
 
@@ -170,11 +170,11 @@ def nll_loss(call: OpCall) -> Sequence[Rows]:
     equal parts only where no label is ignored, which tracker.py notes."""
     scores, labels, *weights = call.values
     rows = beside(call, scores, labels)
-    if not rows.apart or scores.reduced or labels.reduced:
+    if not rows.sharded or scores.reduced or labels.reduced:
         return [call.other(Effect.FUNCTION)] * 2
     if labels.numbers:
         rows = call.kept(rows._replace(cause=None), Effect.ORDER)
-    elif scores.apart and scores.dim == 1:
+    elif scores.sharded and scores.dim == 1:
         rows = call.kept(rows._replace(cause=None), Effect.MIX)
     loss = _by_reduction(call, rows)
     if call.get("reduction", 1) == 1 and weights:
@@ -193,14 +193,14 @@ def multiplied(roles: str, call: OpCall) -> Rows:
 def _multiplied(roles: str, call: OpCall, a: Rows, b: Rows) -> Rows:
     left, right, out = roles.split(" ")
     pairs = (a, left), (b, right)
-    letters = "".join(role[rows.dim] for rows, role in pairs if rows.apart)
+    letters = "".join(role[rows.dim] for rows, role in pairs if rows.sharded)
     letter = letters.replace("k", "")[:1] or "k"
     reduced = [rows for rows in (a, b) if rows.reduced]
     if not letters and len(reduced) < 2:
-        return Rows(reduced[0].kind) if reduced else SHARED
+        return Rows(reduced[0].kind) if reduced else REPLICATE
     if reduced and letter == "k":
         return call.other(Effect.FUNCTION)
-    rows = a if a.apart else b
+    rows = a if a.sharded else b
     effect = Effect.ORDER if a.numbers or b.numbers else None
     if reduced:
         effect = Effect.STATISTICS
@@ -217,7 +217,7 @@ def trilinear(call: OpCall) -> Rows:
     values = []
     for tensor, new in zip(call.args[:3], call.args[3:6], strict=True):
         rows = call.of(tensor)
-        if not rows.apart and rows != SHARED:
+        if not rows.sharded and rows != REPLICATE:
             return UNKNOWN
         places = [dim for dim in range(count) if dim not in new]
         values.append(rows._replace(dim=places[rows.dim]))
@@ -229,7 +229,7 @@ def distances(call: OpCall) -> Rows:
     """cdist, of each row of one matrix to each of another: [.., i, k], [.., j, k]."""
     matrix = call.args[0].dim() == 2
     rows = multiplied("ik jk ij" if matrix else "nik njk nij", call)
-    return rows if rows.apart else call.other(Effect.FUNCTION)
+    return rows if rows.sharded else call.other(Effect.FUNCTION)
 
 
 def attention(call: OpCall) -> Rows:
@@ -237,7 +237,7 @@ def attention(call: OpCall) -> Rows:
     rows along the same dimension."""
     read = call.args[:3]
     rows, masks = attended(call, read), call.aligned(call.others(read), read[0].dim())
-    meets = any(mask.apart and mask.place != rows.place for mask in masks)
+    meets = any(mask.sharded and mask.place != rows.place for mask in masks)
     return call.kept(rows, Effect.PAIRS if meets else None)
 
 
@@ -246,7 +246,7 @@ def with_weights(count: int, call: OpCall) -> Rows:
     own weights."""
     read, mask = call.args[:count], call.get("mask")
     values = [call.of(each) for each in call.others(read) if each is not mask]
-    if any(rows.kind is not Kind.SHARED for rows in values):
+    if any(rows.kind is not Kind.REPLICATE for rows in values):
         return call.other(Effect.MIX)
     return attended(call, read)
 
@@ -258,8 +258,8 @@ def attended(call: OpCall, read: Sequence[Tensor]) -> Rows:
     if any(rows.reduced for rows in values):
         return call.other(Effect.FUNCTION)
     rows = beside(call, *values)
-    if not rows.apart:  # a mask alone holds the rows
-        rows = next(rows for rows in call.values if rows != SHARED)
+    if not rows.sharded:  # a mask alone holds the rows
+        rows = next(rows for rows in call.values if rows != REPLICATE)
     pairs = rows.dim >= call.args[0].dim() - 2
     return call.kept(rows, Effect.PAIRS if pairs else None)
 
@@ -270,27 +270,27 @@ def convolution(call: OpCall) -> Rows:
     a matrix."""
     x, weight, *bias = call.values
     groups = call.get("groups", 1)
-    grouped = x.apart and weight.apart and x.place == (1, 1)
+    grouped = x.sharded and weight.sharded and x.place == (1, 1)
     if grouped and groups % call.size == 0:
         return x
     if call.whole and groups == 1 and all(map(_is_of_channels, (x, weight))):
         roles = "nk kj nj" if call.get("transposed") else "nk jk nj"
         rows = _multiplied(roles, call, x, weight)
         return beside(call, rows, *(each._replace(dim=1) for each in bias))
-    if weight.kind is not Kind.SHARED:
+    if weight.kind is not Kind.REPLICATE:
         return call.other(Effect.MIX)
     return trailing(lambda call, x: x.dim() - 1, call)
 
 
 def _is_of_channels(rows: Rows) -> bool:
-    return rows.kind is Kind.SHARED or (rows.apart and rows.dim < 2)
+    return rows.kind is Kind.REPLICATE or (rows.sharded and rows.dim < 2)
 
 
 def group_norm(call: OpCall) -> Rows:
     """Whole groups of channels stay apart, as whole images do."""
     x, *weights = call.values
-    apart = call.whole and x.apart and x.place == (1, 1)
-    beside = all(rows in (SHARED, x._replace(dim=0)) for rows in weights)
+    apart = call.whole and x.sharded and x.place == (1, 1)
+    beside = all(rows in (REPLICATE, x._replace(dim=0)) for rows in weights)
     if apart and beside and call.get("group") % call.size == 0:
         return x
     return trailing(lambda call, x: x.dim() - 1, call)

@@ -18,7 +18,7 @@ from torch import fx
 
 from ..ir.graphs import named_arguments, tensors
 from .compute_rules import beside
-from .kinds import SHARED, UNKNOWN, Cause, Effect, Kind, OpCall, Placed, Rows
+from .kinds import REPLICATE, UNKNOWN, Cause, Effect, Kind, OpCall, Placed, Rows
 
 
 class Strategy(NamedTuple):
@@ -55,14 +55,14 @@ class _Call(NamedTuple):
     @property
     def has_dims(self) -> bool:
         """Whether tensors have the dimensions along which they are said to be parts."""
-        return all(not r.apart or 0 <= r.dim < t.dim() for t, r in self.every)
+        return all(not r.sharded or 0 <= r.dim < t.dim() for t, r in self.every)
 
 
 def kept(call: OpCall) -> Rows | Sequence[Rows]:
     """The rule of what is declared."""
     values = call.values
     if DECLARED[call.target].forward is None:
-        apart = any(rows.apart for rows in values) and not call.whole
+        apart = any(rows.sharded for rows in values) and not call.whole
         return beside(call, *values) if apart else UNKNOWN
     found = _fitting(call)
     if found is None or (call.whole and backward_meets(call)):
@@ -97,7 +97,9 @@ def lacks_dims(node: fx.Node) -> bool:
     """Whether all that is said of a node's operator is of tensors that have more
     dimensions than the node's."""
     args, kwargs = fx.map_arg((node.args, node.kwargs), _example)
-    call = OpCall(node.target, args, kwargs, _example(node), lambda _: SHARED, 1, None)
+    call = OpCall(
+        node.target, args, kwargs, _example(node), lambda _: REPLICATE, 1, None
+    )
     forward = DECLARED[node.target].forward or ()
     return bool(forward) and not any(_placed(call, *each).has_dims for each in forward)
 
@@ -146,20 +148,22 @@ def flex_attention(call: OpCall) -> Rows:
 def mapped(call: OpCall) -> Rows:
     """Of slices along the first dimension, each by itself, and others as they are."""
     _, slices, others = call.args[:3]
-    parts = [(each, Rows(Kind.APART)) for each in tensors(slices)]
-    return _apart(call, [*parts, *((each, SHARED) for each in others)], 0, Effect.MIX)
+    parts = [(each, Rows(Kind.SHARD)) for each in tensors(slices)]
+    return _apart(
+        call, [*parts, *((each, REPLICATE) for each in others)], 0, Effect.MIX
+    )
 
 
 def _apart(call: OpCall, read: list[Placed] | None, dim: int, effect: Effect) -> Rows:
     """Rows that are apart if what is read has them where it should."""
     right = read is not None and call.fit(read)
-    return call.kept(Rows(Kind.APART, dim), None if right else effect)
+    return call.kept(Rows(Kind.SHARD, dim), None if right else effect)
 
 
 def _dim(call: OpCall) -> int:
     """The dimension of FlexAttention that is cut."""
     rows = [call.of(each) for each in call.args[:3]]
-    return next((each.dim for each in rows if each != SHARED), 0)
+    return next((each.dim for each in rows if each != REPLICATE), 0)
 
 
 def flex_reads(call: OpCall) -> list[Placed] | None:
@@ -167,7 +171,7 @@ def flex_reads(call: OpCall) -> list[Placed] | None:
     something of a row's number."""
     dim, (*tables, mask) = _dim(call), call.args[4]
     of_rows = (*call.args[:3], *tensors(tables))
-    read: list[Placed] = [(each, Rows(Kind.APART, dim)) for each in of_rows]
+    read: list[Placed] = [(each, Rows(Kind.SHARD, dim)) for each in of_rows]
     score, given = call.args[3], (*call.args[7:9], (), ())
     for graph, place, captured in ((score, 1 + dim, given[0]), (mask, dim, given[1])):
         taken = _taken(graph, place, len(captured)) if dim < 2 else None
@@ -175,8 +179,8 @@ def flex_reads(call: OpCall) -> list[Placed] | None:
             return None
         for value, row in zip(captured, taken, strict=True):
             if row is not None:
-                read.append((value, Rows(Kind.APART) if row else SHARED))
-    ways = {(id(value), rows.apart) for value, rows in read}
+                read.append((value, Rows(Kind.SHARD) if row else REPLICATE))
+    ways = {(id(value), rows.sharded) for value, rows in read}
     return read if len(ways) == len({each for each, _ in ways}) else None
 
 

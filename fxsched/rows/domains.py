@@ -108,7 +108,7 @@ class Domains:
     def _is_other(self, node: fx.Node) -> bool:
         """Whether a value depends on the batch, and microbatches have no rows of it."""
         rows = self.rows(node)
-        shared = rows is None or rows.kind is Kind.SHARED
+        shared = rows is None or rows.kind is Kind.REPLICATE
         return not shared and not self.in_parts(node)
 
     def _clean(self, node: fx.Node) -> bool:

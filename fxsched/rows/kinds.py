@@ -1,9 +1,9 @@
 """How the values of a model depend on the rows of its batch.
 
-A value either does not depend on the batch, or keeps its rows apart along one
-dimension, or has them added up, or mixes them. Rules for operations (rule_table.py
-and the files of rules) say what comes of what; tracker.py follows a model through
-them.
+The words are those of torch.distributed.tensor: a value is replicated, where it does
+not depend on the batch, sharded, where it keeps rows apart along one dimension, or
+partial, where they are added up; or rows are mixed. Rules for operations (rule_table.py
+and the files of rules) say what comes of what; tracker.py follows a model through them.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from ..ir.graphs import name_of, named_arguments, tensors
 class Kind(Enum):
     """What became of the rows."""
 
-    SHARED = "shared"  # the same whatever the batch is, along every dimension
-    APART = "apart"  # a part of the value for each row
-    SUM = "sum"  # the whole batch's is the sum of its microbatches'
-    MEAN = "mean"  # ... is their mean
+    REPLICATE = "replicate"  # the same whatever the batch is, along every dimension
+    SHARD = "shard"  # a part of the value for each row
+    SUM = "partial sum"  # the whole batch's is the sum of its microbatches'
+    MEAN = "partial avg"  # ... is their mean
     OTHER = "other"  # ... is neither
     OWN = "own"  # each row belongs to one shard, as values say: sharding/own_rows.py
     UNKNOWN = "unknown"  # there is no rule for an operation on the way
@@ -57,7 +57,7 @@ class Cause(NamedTuple):
 class Rows(NamedTuple):
     """How one tensor depends on the batch.
 
-    dim, outer: if APART, that dimension is outer x rows x something.
+    dim, outer: if SHARD, that dimension is outer x rows x something.
     numbers: whether its values are the numbers of the rows, as of torch.arange(batch).
     cause: what mixed rows on the way, if anything did.
     owner: if OWN, what says whose each is.
@@ -71,9 +71,9 @@ class Rows(NamedTuple):
     owner: object = None
 
     @property
-    def apart(self) -> bool:
+    def sharded(self) -> bool:
         """Whether there is a part of the value for each row."""
-        return self.kind is Kind.APART
+        return self.kind is Kind.SHARD
 
     @property
     def plain(self) -> bool:
@@ -101,8 +101,12 @@ class Rows(NamedTuple):
         return self._replace(dim=sum(d not in dims for d in range(self.dim)))
 
 
-GRADIENTS = {Kind.SHARED: Kind.SUM, Kind.SUM: Kind.SHARED, Kind.MEAN: Kind.SHARED}
-SHARED = Rows(Kind.SHARED)
+GRADIENTS = {
+    Kind.REPLICATE: Kind.SUM,
+    Kind.SUM: Kind.REPLICATE,
+    Kind.MEAN: Kind.REPLICATE,
+}
+REPLICATE = Rows(Kind.REPLICATE)
 UNKNOWN = Rows(Kind.UNKNOWN)
 
 
@@ -168,7 +172,7 @@ class OpCall(NamedTuple):
         """The rows of tensors that are broadcast to as many dimensions."""
         values = ((self.of(tensor), tensor.dim()) for tensor in tensors)
         return [
-            rows._replace(dim=rows.dim + count - own) if rows.apart else rows
+            rows._replace(dim=rows.dim + count - own) if rows.sharded else rows
             for rows, own in values
         ]
 
@@ -190,7 +194,7 @@ class OpCall(NamedTuple):
         if not isinstance(value, Tensor):
             return self.whole  # numbers may be of the batch's size
         rows = self.of(value)
-        if rows == SHARED and wanted.apart:
+        if rows == REPLICATE and wanted.sharded:
             return self.whole or value.shape[wanted.dim] == 1
         return rows._replace(cause=None) == wanted
 
@@ -220,8 +224,8 @@ def followed(rule: Rule, counted: slice = slice(None)) -> Rule:
         values, before = call.values, first_cause(call.values[counted])
         if any(rows.kind is Kind.UNKNOWN for rows in values):
             return UNKNOWN._replace(cause=first_cause(values))
-        if all(rows.kind is Kind.SHARED for rows in values):
-            return SHARED
+        if all(rows.kind is Kind.REPLICATE for rows in values):
+            return REPLICATE
         made = rule(call._replace(of=lambda each: call.of(each)._replace(cause=None)))
         if isinstance(made, Rows):
             return _after(before, made)
@@ -236,7 +240,7 @@ def _after(before: Cause | None, rows: Rows) -> Rows:
     Rows that are put in order and back, around an operation that has no rule, as
     mixtures of experts do, are not known to be mixed.
     """
-    if before is None or rows.kind is Kind.SHARED:
+    if before is None or rows.kind is Kind.REPLICATE:
         return rows
     unsure = before.effect is Effect.UNSURE
     if unsure and rows.cause and rows.cause.effect is not Effect.ORDER:

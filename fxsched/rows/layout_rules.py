@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ..ir.graphs import tensors
 from .compute_rules import beside
-from .kinds import SHARED, UNKNOWN, Cause, Effect, Kind, OpCall, Rows, Rule
+from .kinds import REPLICATE, UNKNOWN, Cause, Effect, Kind, OpCall, Rows, Rule
 
 Moved = Rows | Sequence[Rows]
 
@@ -21,7 +21,7 @@ def _moves(rule: Callable[[OpCall, Tensor, Rows], Moved]) -> Rule:
     def guarded(call: OpCall) -> Moved:
         tensor = call.args[0]
         rows = call.of(tensor)
-        return rule(call, tensor, rows) if rows.apart else rows
+        return rule(call, tensor, rows) if rows.sharded else rows
 
     return guarded
 
@@ -123,10 +123,10 @@ def joined(call: OpCall) -> Rows:
     read: list[Tensor] = [t for t in call.get("tensors") if t.numel()]
     values, dim = [call.of(tensor) for tensor in read], call.dim(call.out)
     rows = beside(call, *(r._replace(outer=1) if r.dim == dim else r for r in values))
-    if not rows.apart or rows.dim != dim:
+    if not rows.sharded or rows.dim != dim:
         return rows
     inner = {call.inner(t, r) for t, r in zip(read, values, strict=True)}
-    if len(inner) > 1 or any(r.kind is Kind.SHARED for r in values):
+    if len(inner) > 1 or any(r.kind is Kind.REPLICATE for r in values):
         return UNKNOWN._replace(cause=rows.cause)
     return rows._replace(outer=sum(r.outer for r in values))
 
@@ -134,7 +134,7 @@ def joined(call: OpCall) -> Rows:
 def stacked(call: OpCall) -> Rows:
     """Values side by side along a new dimension."""
     rows = beside(call, *call.values)
-    later = rows.apart and rows.dim >= call.dim(call.out)
+    later = rows.sharded and rows.dim >= call.dim(call.out)
     return rows._replace(dim=rows.dim + later)
 
 
@@ -142,7 +142,7 @@ def embedded(call: OpCall) -> Rows:
     """embedding: rows of a table by index. Gradients may be divided by how often one
     is in the batch."""
     table, index = call.of(call.args[0]), call.of(call.args[1])
-    if table.kind is not Kind.SHARED or not index.apart or index.numbers:
+    if table.kind is not Kind.REPLICATE or not index.sharded or index.numbers:
         return _reordered(call, index)
     counted = call.get("scale_grad_by_freq")
     return call.kept(index, Effect.STATISTICS if counted else None)
@@ -156,14 +156,14 @@ def picked(call: OpCall) -> Rows:
 def by_sample(call: OpCall) -> Rows:
     """CTC: a loss for each sample, whose targets lie in rows, or one after another."""
     scores, *others = call.values
-    apart = all(rows == Rows(Kind.APART) for rows in others)
+    apart = all(rows == Rows(Kind.SHARD) for rows in others)
     right = apart and scores.place == (1, 1) and call.args[1].dim() > 1
-    return call.kept(Rows(Kind.APART), None if right else Effect.ORDER)
+    return call.kept(Rows(Kind.SHARD), None if right else Effect.ORDER)
 
 
 def _reordered(call: OpCall, index: Rows) -> Rows:
     """What an index picks of rows, in an order of its own."""
-    rows = index._replace(numbers=False) if index.apart else Rows(Kind.OTHER)
+    rows = index._replace(numbers=False) if index.sharded else Rows(Kind.OTHER)
     return call.kept(rows._replace(cause=None), Effect.ORDER)
 
 
@@ -181,11 +181,11 @@ def indexed(call: OpCall) -> Rows:
     rank = max(i.dim() for i in tensors)
     index = _of_indices(call, tensors, rank)
     picked = index._replace(dim=index.dim + start)
-    if not rows.apart and index.kind is Kind.SHARED:
+    if not rows.sharded and index.kind is Kind.REPLICATE:
         return rows
-    if rows.kind is Kind.SHARED and picked.apart and not picked.numbers:
+    if rows.kind is Kind.REPLICATE and picked.sharded and not picked.numbers:
         return picked
-    if not rows.apart:
+    if not rows.sharded:
         return _reordered(call, picked)
     if rows.dim in positions:
         alone = rows.outer == call.inner(tensor, rows) == 1  # a row at each place
@@ -194,7 +194,7 @@ def indexed(call: OpCall) -> Rows:
         return _reordered(call, picked)
     left = sum(d not in positions for d in range(rows.dim))
     before = rank if not adjacent or positions[0] < rows.dim else 0
-    effect = None if index.kind is Kind.SHARED else Effect.PAIRS
+    effect = None if index.kind is Kind.REPLICATE else Effect.PAIRS
     return call.kept(rows._replace(dim=left + before), effect)
 
 
@@ -205,9 +205,11 @@ def _is_mask(index: Tensor) -> bool:
 def _of_indices(call: OpCall, indices: Sequence[Tensor], rank: int) -> Rows:
     """The rows of indices that are broadcast to one shape."""
     values = call.aligned(indices, rank)
-    apart = [rows for rows in values if rows.apart]
+    apart = [rows for rows in values if rows.sharded]
     if not apart:
-        return next((rows for rows in values if rows.kind is not Kind.SHARED), SHARED)
+        return next(
+            (rows for rows in values if rows.kind is not Kind.REPLICATE), REPLICATE
+        )
     numbers = all(rows.numbers for rows in apart)
     return beside(call, *values)._replace(numbers=numbers)
 
@@ -216,21 +218,21 @@ def written(call: OpCall) -> Rows:
     """index_put: x[i, :, j] = values, which may be a number."""
     tensor, indices, values = call.args[0], call.args[1], call.args[2]
     rows = call.of(tensor)
-    new = call.of(values) if isinstance(values, Tensor) else SHARED
-    if not rows.apart or new.kind not in (Kind.APART, Kind.SHARED):
+    new = call.of(values) if isinstance(values, Tensor) else REPLICATE
+    if not rows.sharded or new.kind not in (Kind.SHARD, Kind.REPLICATE):
         return UNKNOWN
     tensors = [i for i in indices if i is not None]
     if any(map(_is_mask, tensors)):
         mask = call.of(tensors[0])
-        same = len(tensors) == 1 and mask.apart and values.dim() == 0
+        same = len(tensors) == 1 and mask.sharded and values.dim() == 0
         return rows if same and mask.place == rows.place else UNKNOWN
     there, rank = indexed(call), max(i.dim() for i in tensors)
     count = values.dim() if isinstance(values, Tensor) else 0
     dim = there.dim - (tensor.dim() - len(tensors) + rank - count)
     effect = None
-    if new.apart and new.place != (dim, there.outer):
+    if new.sharded and new.place != (dim, there.outer):
         effect = Effect.PAIRS
-    elif not new.apart and dim >= 0 and values.shape[dim] != 1:
+    elif not new.sharded and dim >= 0 and values.shape[dim] != 1:
         effect = Effect.ORDER  # as long as the batch and not of it: of all rows
     return call.kept(rows._replace(cause=there.cause), effect)
 
@@ -240,20 +242,20 @@ def gathered(call: OpCall) -> Rows:
     tensor, index = call.args[0], call.get("index")
     read = [each for each in call.tensors() if each.dim() == tensor.dim()]
     values = [call.of(each) for each in read]
-    apart = [rows for rows in values if rows.apart]
+    apart = [rows for rows in values if rows.sharded]
     if not apart or any(rows.reduced for rows in values):
         return call.other(Effect.FUNCTION)
     rows, dim = call.of(index), call.dim(tensor)
     # what isn't of the batch but as long as the index was made of the batch's size
     together = all(
         each.place == rows.place
-        if each.apart
+        if each.sharded
         else operand.shape[rows.dim] == index.shape[rows.dim]
         for operand, each in zip(read, values, strict=True)
     )
-    from_table = call.name == "gather" and call.of(tensor) == SHARED
+    from_table = call.name == "gather" and call.of(tensor) == REPLICATE
     right = from_table if dim == rows.dim else together
-    if right and rows.apart and not any(r.numbers for r in values):
+    if right and rows.sharded and not any(r.numbers for r in values):
         return rows
     several = len({rows.place for rows in apart}) > 1
     effect = Effect.PAIRS if several else Effect.ORDER
@@ -263,7 +265,7 @@ def gathered(call: OpCall) -> Rows:
 def placed(call: OpCall) -> Rows:
     """index_add and its like: into places of one dimension, by an index of one."""
     tensor, values = call.args[0], call.get("source", call.get("value"))
-    if not call.of(tensor).apart:
+    if not call.of(tensor).sharded:
         return call.other(Effect.ORDER)
     indices = [None] * call.dim(tensor) + [call.get("index")]
     return written(call._replace(args=(tensor, indices, values)))

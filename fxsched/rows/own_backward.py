@@ -42,7 +42,7 @@ OPERATIONS = {
 }
 HOW = {name: how for names, how in OPERATIONS.items() for name in names.split()}
 FUNCTION, HOOK = "autograd_function_apply", "register_hook"  # its names in Dynamo
-SUMS = {Kind.SUM: 0, Kind.MEAN: -1, Kind.SHARED: -1}  # powers that make one a sum
+SUMS = {Kind.SUM: 0, Kind.MEAN: -1, Kind.REPLICATE: -1}  # powers that make one a sum
 
 
 class Grade(NamedTuple):
@@ -178,9 +178,9 @@ def _followed(
 def _is_right(rows: Rows, grade: Grade, of: Rows) -> bool:
     """Whether a microbatch's gradient of a value is what the step takes it for."""
     wanted = of.of_gradient.kind
-    if not rows.plain or (of.apart and rows.place != of.place):
+    if not rows.plain or (of.sharded and rows.place != of.place):
         return False
-    if wanted in (Kind.APART, Kind.SHARED):
+    if wanted in (Kind.SHARD, Kind.REPLICATE):
         return (rows.kind, grade.power) == (wanted, _power(of))
     return SUMS.get(rows.kind) == grade.power
 

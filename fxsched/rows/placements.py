@@ -12,7 +12,7 @@ from torch.utils.flop_counter import flop_registry, register_flop_formula
 from ..jobs.job import PlanError
 from ..jobs.user_values import shown
 from .declared import DECLARED, Declared, Strategy
-from .kinds import SHARED, Kind, Rows
+from .kinds import REPLICATE, Kind, Rows
 
 SUMS = {"sum": Kind.SUM, "avg": Kind.MEAN}
 
@@ -134,11 +134,11 @@ def _placed(what: str, given: Any, names: Sequence[str]) -> tuple[Rows, ...]:
 def _rows(what: str, placement: Any) -> Rows:
     kind = type(placement).__name__
     if kind == "Shard":
-        return Rows(Kind.APART, placement.dim)
+        return Rows(Kind.SHARD, placement.dim)
     if kind == "Partial" and placement.reduce_op in SUMS:
         return Rows(SUMS[placement.reduce_op])
     if kind == "Replicate":
-        return SHARED
+        return REPLICATE
     raise PlanError(
         f"{what}: {shown(placement)} is no placement; give Shard(dim), Replicate(), "
         'Partial() or Partial("avg") of torch.distributed.tensor'

@@ -163,10 +163,12 @@ class RowWatch:
                 seen.add(each.cause)
                 # what may mix rows is no news where the user says how losses add up
                 told = self.exact or each.cause.effect is not Effect.UNSURE
-                if told and (each.apart or (is_loss and each.kind is not Kind.UNKNOWN)):
+                if told and (
+                    each.sharded or (is_loss and each.kind is not Kind.UNKNOWN)
+                ):
                     what = "the loss" if is_loss else f"output {position}"
                     yield _of_cause(what, each.cause, self.microbatches)
-            elif each.apart and each.numbers and not is_loss:
+            elif each.sharded and each.numbers and not is_loss:
                 yield (
                     f"output {position} has the numbers of the rows in each of "
                     f"{self.microbatches} microbatches, not in the whole batch; make "

@@ -126,7 +126,7 @@ RULES = {
 def _copied(call: OpCall) -> Rows | Sequence[Rows]:
     """copy: what is written over counts for its shape, where no rows are apart."""
     values = call.values
-    if len(values) == 2 and all(r.reduced or r.kind is Kind.SHARED for r in values):
+    if len(values) == 2 and all(r.reduced or r.kind is Kind.REPLICATE for r in values):
         return values[1]
     return POINTWISE(call)
 
@@ -150,7 +150,7 @@ def parts_of(call: OpCall) -> list[tuple[Tensor, int]] | None:
         read = declared.flex_reads(call)
     if read is None:
         return None
-    return [(tensor, rows.dim) for tensor, rows in read if rows.apart]
+    return [(tensor, rows.dim) for tensor, rows in read if rows.sharded]
 
 
 @cache

@@ -24,7 +24,7 @@ from ..ir.graphs import (
     written_arguments,
 )
 from .kinds import (
-    SHARED,
+    REPLICATE,
     UNKNOWN,
     Cause,
     Effect,
@@ -73,7 +73,7 @@ class Tracker:
 
     def of(self, tensor: Tensor) -> Rows:
         """The rows of a tensor; one that is not known has none."""
-        _, rows = self._rows.get(id(tensor), (tensor, SHARED))
+        _, rows = self._rows.get(id(tensor), (tensor, REPLICATE))
         return rows
 
     def enter(self, node: fx.Node) -> None:
@@ -93,8 +93,8 @@ class Tracker:
         results = {id(tensor): tensor for tensor in tensors((out, into))}.values()
         if not results:
             return
-        shared = all(rows.kind is Kind.SHARED for rows in call.values)
-        rows = rule(call) if rule else SHARED if shared else UNKNOWN
+        shared = all(rows.kind is Kind.REPLICATE for rows in call.values)
+        rows = rule(call) if rule else REPLICATE if shared else UNKNOWN
         every = [rows] * len(results) if isinstance(rows, Rows) else rows
         for tensor, each in zip(results, every, strict=True):
             note = self._write if is_mutable(func) else self.put
@@ -106,7 +106,7 @@ class Tracker:
         if rows.kind is Kind.UNKNOWN:
             rows = rows._replace(cause=rows.cause or self._unsure())
         self.put(tensor, rows)
-        plain = rows.kind in (Kind.APART, Kind.SHARED) and rows.cause is None
+        plain = rows.kind in (Kind.SHARD, Kind.REPLICATE) and rows.cause is None
         if before == rows and plain:
             return
         for other, old in list(self._rows.values()):
@@ -117,10 +117,10 @@ class Tracker:
         """The rows of a tensor after a part of it, which had others before, got new
         ones."""
         cause = first_cause((old, new))
-        if old.apart and (before.place == new.place or before.reduced):
+        if old.sharded and (before.place == new.place or before.reduced):
             return old._replace(cause=old.cause or first_cause((new, before)))
-        if cause is None and {old.kind, new.kind} <= {Kind.MEAN, Kind.SHARED}:
-            return new if old.kind is Kind.SHARED else old
+        if cause is None and {old.kind, new.kind} <= {Kind.MEAN, Kind.REPLICATE}:
+            return new if old.kind is Kind.REPLICATE else old
         return UNKNOWN._replace(cause=cause or self._unsure())
 
     def note_write(self, value: Any, views: Sequence[Tensor]) -> None:
@@ -129,10 +129,10 @@ class Tracker:
         for rows in map(self.of, views):
             for tensor in tensors(value):
                 own = self.of(tensor)
-                alike = rows.kind is not Kind.APART or own.kind is rows.kind
+                alike = rows.kind is not Kind.SHARD or own.kind is rows.kind
                 if not alike or meet(rows) or rows.kind in UNSURE:
                     cause = rows.cause or own.cause
-                    known = own if cause and own.kind is Kind.APART else UNKNOWN
+                    known = own if cause and own.kind is Kind.SHARD else UNKNOWN
                     self.put(tensor, known._replace(cause=cause))
 
     def note_backward(
@@ -197,7 +197,7 @@ class Tracker:
 
     def in_parts(self, rows: Rows, example: Tensor) -> bool:
         """Whether microbatches have a value's rows, one after another."""
-        if not rows.apart or rows.outer > 1 or self.dims(example) != [rows.dim]:
+        if not rows.sharded or rows.outer > 1 or self.dims(example) != [rows.dim]:
             return False
         return self.joins(example.shape[rows.dim])
 
@@ -218,12 +218,12 @@ class Tracker:
     def _placed(self, node: fx.Node, rows: Rows, example: Tensor) -> Rows:
         """With the dimension of the batch that the symbolic shape shows."""
         dims, name = self.dims(example), name_of(_operation(node)[0]).rstrip("_")
-        apart = Rows(Kind.APART, dims[0] if dims else 0)
+        apart = Rows(Kind.SHARD, dims[0] if dims else 0)
         numbers = [n.meta.get("example_value") for n in node.all_input_nodes]
         if name in INDICES and any(map(self.depends, numbers)):  # draws among rows
-            kind = Kind.APART if dims else Kind.OTHER
+            kind = Kind.SHARD if dims else Kind.OTHER
             return apart._replace(kind=kind, cause=_cause(Effect.ORDER, node))
-        if rows.kind is Kind.SHARED and dims:
+        if rows.kind is Kind.REPLICATE and dims:
             if len(dims) > 1:
                 return apart._replace(cause=_cause(Effect.PAIRS, node))
             counts = _counts_rows(node)
@@ -235,7 +235,7 @@ class Tracker:
             return apart._replace(cause=cause)
         if rows.kind is Kind.UNKNOWN and len(dims) == 1:
             return apart._replace(cause=_cause(Effect.UNSURE, node))
-        if not rows.apart or rows.cause is not None:
+        if not rows.sharded or rows.cause is not None:
             return rows
         if dims != [rows.dim]:
             one = len(dims) == 1 and self.size == 1
@@ -251,7 +251,7 @@ class Tracker:
 
     def scaled(self, rows: Rows, tensor: Tensor, factor: int) -> Rows:
         """The rows of a value that has such a factor."""
-        if rows.kind is Kind.SHARED and tensor.dim() == 0:
+        if rows.kind is Kind.REPLICATE and tensor.dim() == 0:
             return Rows(Kind.SUM if factor == 1 else Kind.UNKNOWN, numbers=factor == 1)
         kinds = {(Kind.SUM, -1): Kind.MEAN, (Kind.MEAN, 1): Kind.SUM}
         return rows._replace(kind=kinds.get((rows.kind, factor), Kind.UNKNOWN))

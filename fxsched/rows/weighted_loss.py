@@ -127,7 +127,7 @@ def parts_of_sum(node: fx.Node, rows: Sequence[Rows | None]) -> list[int]:
     kinds = [None if each is None else each.kind for each in rows]
     if Kind.SUM not in kinds:
         return []
-    return [i for i in (0, 1) if kinds[i] in (Kind.MEAN, Kind.SHARED, None)]
+    return [i for i in (0, 1) if kinds[i] in (Kind.MEAN, Kind.REPLICATE, None)]
 
 
 def reduction_of(losses: Sequence[Rows]) -> LossReduction:
@@ -137,7 +137,7 @@ def reduction_of(losses: Sequence[Rows]) -> LossReduction:
     Raises PlanError for those that are neither, or not all the same.
     """
     kinds = {rows.kind for rows in losses}
-    if kinds <= {Kind.MEAN, Kind.SHARED}:
+    if kinds <= {Kind.MEAN, Kind.REPLICATE}:
         return "mean"
     if kinds == {Kind.SUM}:
         return "sum"

@@ -99,7 +99,7 @@ class Grower:
         call = Operation.of(node)
         if call.bias is not None:
             call = call.unbiased
-        layout = self.follower.layout(call, {weight: (Rows(Kind.APART, dim),)})
+        layout = self.follower.layout(call, {weight: (Rows(Kind.SHARD, dim),)})
         if not is_plain(layout):
             return None
         if is_part(layout):
@@ -138,7 +138,7 @@ class Grower:
                 region.layouts[node], self._whole_makers(region, node)
             ):
                 if weight not in tried and self.may_cut(weight):
-                    found[weight] = Rows(Kind.APART, 0)
+                    found[weight] = Rows(Kind.SHARD, 0)
         return found
 
     def _whole_makers(
@@ -294,7 +294,7 @@ class Grower:
             operation = operation.unbiased
             layout = self.follower.layout(operation, known)
         kinds = {rows.kind for rows in layout}
-        if not is_plain(layout) or kinds == {Kind.SHARED}:
+        if not is_plain(layout) or kinds == {Kind.REPLICATE}:
             return False
         if not layout and any(is_sum(known[n]) for n in known):  # a write, once a shard
             return False

@@ -28,7 +28,7 @@ from ..ir.graphs import (
     tensors,
 )
 from ..ir.modes import unlogged
-from ..rows.kinds import SHARED, UNKNOWN, Kind, Rows
+from ..rows.kinds import REPLICATE, UNKNOWN, Kind, Rows
 from ..rows.rule_table import parts_of, rule_of
 from ..rows.tracker import Tracker, Watch
 from .vocabulary_rules import vocabulary_layout
@@ -173,7 +173,7 @@ class Follower:
             return None
         dims = {id(tensor): dim for tensor, dim in parts if tensor.shape[dim] > 1}
         return {
-            read: Rows(Kind.APART, dims[id(value_of(read))])
+            read: Rows(Kind.SHARD, dims[id(value_of(read))])
             for read in call.reads
             if read not in known and id(value_of(read)) in dims
         }
@@ -205,7 +205,7 @@ def _tracker(known: Layouts, parts: int) -> Tracker:
     """One that knows how operands are laid out."""
     tracker = Tracker(parts, set())
     for tensor, rows in laid_out(known):
-        if rows != SHARED:
+        if rows != REPLICATE:
             tracker.put(tensor, rows)
     return tracker
 
@@ -224,19 +224,19 @@ def _uncached() -> Iterator[None]:
 def is_plain(layout: Layout) -> bool:
     """Whether shards can go on with a value as it is: no parts were mixed, and all that
     was done to them has a rule."""
-    kinds = (Kind.SHARED, Kind.APART, Kind.SUM, Kind.OWN)
+    kinds = (Kind.REPLICATE, Kind.SHARD, Kind.SUM, Kind.OWN)
     return all(rows.kind in kinds and rows.plain for rows in layout)
 
 
 def is_part(layout: Layout) -> bool:
     """Whether a shard has a part of a value, along a dimension of it."""
-    return any(rows.kind in (Kind.APART, Kind.OWN) for rows in layout)
+    return any(rows.kind in (Kind.SHARD, Kind.OWN) for rows in layout)
 
 
 def part_shape(shape: Sequence[int], rows: Rows, shards: int) -> list[int]:
     """The shape of a shard's part."""
     sizes = list(map(int, shape))
-    if rows.kind is Kind.APART:
+    if rows.kind is Kind.SHARD:
         sizes[rows.dim] //= shards
     return sizes
 
@@ -244,7 +244,7 @@ def part_shape(shape: Sequence[int], rows: Rows, shards: int) -> list[int]:
 def equal_parts(shape: Sequence[int], shards: int) -> list[Rows]:
     """The ways to cut a value into parts of the same size, in blocks or not."""
     return [
-        Rows(Kind.APART, dim, outer)
+        Rows(Kind.SHARD, dim, outer)
         for dim, size in enumerate(shape)
         for outer in OUTERS
         if size % (outer * shards) == 0

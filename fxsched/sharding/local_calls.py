@@ -89,7 +89,7 @@ def local_call(
     told = follower.slices(call, known)
     every = [*_slices(follower, call, known, layout)] if told is None else [told]
     single = any(
-        rows.kind is Kind.APART and int(tensor.shape[rows.dim]) // follower.shards == 1
+        rows.kind is Kind.SHARD and int(tensor.shape[rows.dim]) // follower.shards == 1
         for tensor, rows in laid_out(known)
     )
     if single:
@@ -128,7 +128,7 @@ def _special(follower: Follower, call: Operation, known: Layouts) -> LocalCall |
     if start is None:
         return None
     target, args = own_call(follower, call, start)
-    cut = {} if start.weights in known else {start.weights: Rows(Kind.APART, 0)}
+    cut = {} if start.weights in known else {start.weights: Rows(Kind.SHARD, 0)}
     return LocalCall(args, {}, cut, call.value, target)
 
 
@@ -159,7 +159,7 @@ def _slices(
     cut = {
         (int(tensor.shape[rows.dim]), rows.outer)
         for tensor, rows in (*given, *laid_out(known))
-        if rows.kind is Kind.APART
+        if rows.kind is Kind.SHARD
     }
     choices: list[list[tuple[fx.Node, Rows] | None]] = []
     for read in call.reads:
@@ -167,7 +167,7 @@ def _slices(
         if read in known or not isinstance(value, Tensor):
             continue
         found = [
-            (read, Rows(Kind.APART, dim, outer))
+            (read, Rows(Kind.SHARD, dim, outer))
             for dim, size in enumerate(value.shape)
             for length, outer in sorted(cut)
             if size == length and size % (outer * follower.shards) == 0

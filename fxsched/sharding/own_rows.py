@@ -16,7 +16,7 @@ from torch import Tensor, fx
 
 from ..ir import joint
 from ..ir.graphs import name_of, named_arguments, tensors
-from ..rows.kinds import SHARED, UNKNOWN, Kind, Rows
+from ..rows.kinds import REPLICATE, UNKNOWN, Kind, Rows
 from .layouts import (
     Each,
     Follower,
@@ -82,7 +82,7 @@ def start_of(call: Operation, known: Layouts, shards: int) -> Start | None:
     rows, before = known.get(start.weights), known.get(start.x) if start.x else None
     if rows is None and before is None:
         return None
-    if rows is not None and rows != (Rows(Kind.APART, 0),):
+    if rows is not None and rows != (Rows(Kind.SHARD, 0),):
         return None
     if before not in (None, (Rows(Kind.OWN, 0, owner=start.owner),)):
         return None
@@ -94,7 +94,7 @@ def own_layout(follower: Follower, call: Operation, known: Layouts) -> Layout | 
     start = start_of(call, known, follower.shards)
     if start is not None:
         return (Rows(Kind.OWN, 0, owner=start.owner),)
-    own = [(tensor, rows) for tensor, rows in laid_out(known) if rows != SHARED]
+    own = [(tensor, rows) for tensor, rows in laid_out(known) if rows != REPLICATE]
     if all(rows.kind is not Kind.OWN for _, rows in own):
         return None
     lengths = {int(tensor.shape[rows.dim]) for tensor, rows in own if tensor.dim()}
@@ -104,7 +104,7 @@ def own_layout(follower: Follower, call: Operation, known: Layouts) -> Layout | 
     (length,), owner = lengths, own[0][1].owner
     alone = {
         read: tuple(
-            Rows(Kind.APART, rows.dim) if rows.kind is Kind.OWN else rows
+            Rows(Kind.SHARD, rows.dim) if rows.kind is Kind.OWN else rows
             for rows in layout
         )
         for read, layout in known.items()
@@ -176,8 +176,8 @@ def _is_zeroed(rows: Rows) -> bool:
 
 
 def _owned(rows: Rows, tensor: Tensor, length: int, owner: object) -> Rows:
-    apart = rows.kind is Kind.APART and rows.outer == 1 and not rows.numbers
-    if rows == SHARED:
+    apart = rows.kind is Kind.SHARD and rows.outer == 1 and not rows.numbers
+    if rows == REPLICATE:
         return rows
     if apart and rows.cause is None and int(tensor.shape[rows.dim]) == length:
         return Rows(Kind.OWN, rows.dim, owner=owner)

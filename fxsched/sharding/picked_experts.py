@@ -83,7 +83,7 @@ def expert_seeds(node: fx.Node, shards: int) -> dict[fx.Node, Rows]:
         if is_weight(value) and len(who) == 1:
             seeds[value] = lone(*who)
         elif stack and is_weight(stack) and not len(value_of(stack)) % shards:
-            seeds[stack] = Rows(Kind.APART, 0)
+            seeds[stack] = Rows(Kind.SHARD, 0)
     return seeds
 
 
@@ -124,7 +124,7 @@ def lone_call(call: Operation, known: Layouts, shards: int) -> tuple[Any, ...] |
 def _place(call: Operation, known: Layouts, shards: int) -> tuple[int, int] | None:
     """The shard that a call's matrix is on, and its number there, of a stack that is
     cut into its matrices."""
-    if not _is_matrix(call) or known.get(call.args[0]) != (Rows(Kind.APART, 0),):
+    if not _is_matrix(call) or known.get(call.args[0]) != (Rows(Kind.SHARD, 0),):
         return None
     count = int(value_of(call.args[0]).shape[0])
     number: int = call.args[2] % count

@@ -119,7 +119,7 @@ class Rewriter:
         if join is not None:
             call = join.on({read: self._whole[read, p] for read in join.reads})
             return self._make(node, call.target, (parts, *call.args), p, call.kwargs)
-        if rows.kind is Kind.APART:
+        if rows.kind is Kind.SHARD:
             return self._joined(node, parts, rows, p)
         return self._sum(node, p)
 

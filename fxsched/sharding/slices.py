@@ -143,7 +143,7 @@ def _sum_slice(grower: Grower, region: Region, node: fx.Node, dim: int) -> Rows 
         return None
     value, shards = value_of(node), grower.follower.shards
     fits = dim < value.dim() and int(value.shape[dim]) % shards == 0
-    return Rows(Kind.APART, dim) if fits else None
+    return Rows(Kind.SHARD, dim) if fits else None
 
 
 def _sums_in_slices(grower: Grower, region: Region) -> Region:
@@ -169,7 +169,7 @@ def _call(
         return None
     operation, follower = Operation.of(node), grower.follower
     layout = follower.layout(operation, reads)
-    if not is_plain(layout) or {rows.kind for rows in layout} != {Kind.APART}:
+    if not is_plain(layout) or {rows.kind for rows in layout} != {Kind.SHARD}:
         return None
     values = {n: parts[n] for n in reads}
     call = local_call(follower, operation, reads, values, layout)

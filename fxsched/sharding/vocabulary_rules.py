@@ -73,12 +73,12 @@ def vocabulary_layout(call: Call, known: Known) -> tuple[Rows, ...] | None:
     lookup = lookup_of(call)
     if lookup is not None and list(known) == [lookup.weight]:
         (rows,) = known[lookup.weight]
-        if (rows.kind, rows.dim, rows.outer) == (Kind.APART, 0, 1):
+        if (rows.kind, rows.dim, rows.outer) == (Kind.SHARD, 0, 1):
             return (Rows(Kind.SUM),)
-        if (rows.kind, rows.dim) == (Kind.APART, 1):
+        if (rows.kind, rows.dim) == (Kind.SHARD, 1):
             return (rows._replace(dim=lookup.indices.meta["val"].dim()),)
     loss = loss_of(call)
-    parts = {} if loss is None else {loss.logits: (Rows(Kind.APART, 1),)}
+    parts = {} if loss is None else {loss.logits: (Rows(Kind.SHARD, 1),)}
     return (Rows(Kind.SUM),) if parts and known == parts else None
 
 
