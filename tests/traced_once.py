@@ -97,7 +97,10 @@ class MicrobatchCache:
         ]
         key = id(gm), str(called), str(options), tuple(trace_modes())
         if key not in self.kept:
-            self.kept[key] = gm, self.trace(gm, inputs, *options)
+            traced = self.trace(gm, inputs, *options)
+            if not _is_in_order(traced.graph.graph):
+                return traced
+            self.kept[key] = gm, traced
             if len(self.kept) > self.most:
                 self.kept.popitem(last=False)
         _, traced = self.kept[key]
@@ -145,6 +148,17 @@ def _count(graphs: StageGraphs, stage: fx.GraphModule) -> int:
 
 def _copied(graphs: StageGraphs) -> StageGraphs:
     return graphs._replace(**{k: _copy(gm) for k, gm in _graphs(graphs).items()})
+
+
+def _is_in_order(graph: fx.Graph) -> bool:
+    """Whether each node comes after what it reads, as a copy must have it; values of
+    the whole batch may come later."""
+    seen = set[fx.Node]()
+    for node in graph.nodes:
+        if not seen.issuperset(node.all_input_nodes):
+            return False
+        seen.add(node)
+    return True
 
 
 def _copy(gm: fx.GraphModule) -> fx.GraphModule:
