@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import fxsched
 from fxsched import PlanError, schedules
-from fxsched.sharding.picked_experts import (
+from fxsched.ir.shard_calls import (
     grouped_part,
     of_groups,
     of_picked,

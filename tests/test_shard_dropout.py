@@ -14,7 +14,8 @@ from torch.overrides import TorchFunctionMode
 import fxsched
 from fxsched import Plan, Schedule, schedules
 from fxsched.ir import ops
-from fxsched.sharding.attention import attended, attention_weights, draws_on_cpu
+from fxsched.ir.shard_calls import attended, attention_weights
+from fxsched.sharding.attention import draws_on_cpu
 
 from .cases import microbatch
 from .shard_models import made, share, sums

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fxsched.sharding.vocabulary_parts import (
+from fxsched.ir.shard_calls import (
     cross_entropy_of_parts,
     cross_entropy_part,
     embedding_part,

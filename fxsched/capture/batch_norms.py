@@ -15,10 +15,11 @@ from __future__ import annotations
 from typing import Any, Literal, NamedTuple
 
 import torch
-from torch import Tensor, fx
+from torch import fx
 
 from ..ir.graphs import name_of, named_arguments
 from ..ir.rewrites import added, rewritten
+from ..ir.statistics import moved, moved_mean, moved_var, unbiased
 from ..ir.user_line import line_of
 from ..jobs.job import PlanError
 from ..rows.kinds import Cause
@@ -40,18 +41,6 @@ class _Norm(NamedTuple):
     training: bool
     momentum: Any
     eps: float
-
-
-def moved(state: Tensor, new: Tensor, momentum: float) -> Tensor:
-    """A running statistic [channels], moved towards that of a batch."""
-    with torch.no_grad():
-        return state.mul(1 - momentum).add(new.flatten(), alpha=momentum)
-
-
-def unbiased(var: Tensor, numbers: int) -> Tensor:
-    """A variance that is kept, of one [channels, ..] over all numbers of a batch."""
-    each = numbers // var.numel()
-    return var * (each / max(each - 1, 1))
 
 
 def whole_batch_norms(gm: fx.GraphModule, norms: Norms) -> fx.GraphModule:
@@ -153,19 +142,6 @@ def _refuse_momentum(node: fx.Node, norm: _Norm) -> None:
             f"{line_of(node.meta['stack_trace'])}\n"
             '  write batch_norm="microbatch" for it, or give it a momentum'
         )
-
-
-def moved_mean(mean: Tensor, x: Tensor, momentum: float) -> Tensor:
-    """A running mean [channels], moved towards that of means of instances.
-
-    x: [batch, channels, ..].
-    """
-    return moved(mean, x.detach().flatten(2).mean(2).mean(0), momentum)
-
-
-def moved_var(var: Tensor, x: Tensor, momentum: float) -> Tensor:
-    """The same of their unbiased variances."""
-    return moved(var, x.detach().flatten(2).var(2).mean(0), momentum)
 
 
 MOVED = {"running_mean": moved_mean, "running_var": moved_var}

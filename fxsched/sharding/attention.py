@@ -11,19 +11,19 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, fx
+from torch import fx
 
 from ..costmodel.costs import Work, copied
 from ..ir.facts import FACTS, facts
 from ..ir.graphs import named_arguments, tensors
 from ..ir.lazy import lazy_module
 from ..ir.regions import Regions
+from ..ir.shard_calls import attended, attention_weights
 from .layouts import Follower, Operation, in_flow, value_of
 
 Nodes = dict[fx.Node, fx.Node]
 aten = torch.ops.aten
 FREE = Work(0, 0.0, 0.0, 0)
-HALVES = (torch.float16, torch.bfloat16)
 
 
 class Opened(NamedTuple):
@@ -147,53 +147,3 @@ class _Writer:
             "key": f"{self.node.meta['key']}:{new.name}",
         }
         return new
-
-
-def attention_weights(
-    query: Tensor, key: Tensor, mask: Tensor | None, scale: float
-) -> Tensor:
-    """What attention weighs values by, as torch computes it on the CPU.
-
-    mask: added to the scores; of bools, those to keep.
-    """
-    cast = _autocast(query)
-    query, key = _precise(query, cast), _precise(key, cast)
-    factor = math.sqrt(abs(scale))
-    with torch.autocast(query.device.type, enabled=False):
-        scores = torch.matmul(
-            query * math.copysign(factor, scale), key.transpose(-2, -1) * factor
-        )
-        if mask is not None and mask.dtype is torch.bool:
-            mask = torch.zeros_like(mask, dtype=query.dtype).masked_fill(
-                ~mask, -math.inf
-            )
-        elif mask is not None:
-            mask = _cast(mask, cast)
-        scores = scores if mask is None else scores + mask
-        weights: Tensor = aten._safe_softmax(scores, -1)
-    return weights
-
-
-def attended(weights: Tensor, value: Tensor, dtype: torch.dtype) -> Tensor:
-    """Values weighed, in the type that attention gives them in."""
-    value = _precise(value, _autocast(value))
-    with torch.autocast(value.device.type, enabled=False):
-        return torch.matmul(weights, value).to(dtype)
-
-
-def _autocast(value: Tensor) -> torch.dtype | None:
-    """The type that autocast has attention in, if it is on."""
-    kind = value.device.type
-    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
-
-
-def _cast(value: Tensor, cast: torch.dtype | None) -> Tensor:
-    leaves = cast is None or value.dtype is torch.float64
-    return value if leaves else value.to(cast)
-
-
-def _precise(value: Tensor, cast: torch.dtype | None) -> Tensor:
-    """A value as attention reads it: of 16 bits, in 32."""
-    value = _cast(value, cast)
-    coarse = torch.backends.cuda.fp16_bf16_reduction_math_sdp_allowed()  # type: ignore[no-untyped-call]
-    return value.float() if value.dtype in HALVES and not coarse else value

@@ -32,7 +32,6 @@ from .local_calls import local_call
 from .own_rows import as_sums, is_lone, is_sum, numbers_of, picked_beside
 from .picked_experts import is_selection, why_picked
 from .region import Region, Together
-from .vocabulary_parts import vocabulary_call
 
 RESHAPES = ("view", "reshape", "unflatten")
 MOST = 24  # nodes between a weight and what its values meet
@@ -303,9 +302,7 @@ class Grower:
         if beside and kinds != {Kind.SUM}:
             return False
         read = {n: parts[n] for n in known if n in operation.reads}
-        call = vocabulary_call(self.follower, operation, known, read) or local_call(
-            self.follower, operation, known, read, layout
-        )
+        call = local_call(self.follower, operation, known, read, layout)
         if call is None or not all(map(self.may_cut, filter(is_weight, call.slices))):
             return False
         region.layouts[node], region.calls[node] = layout, call

@@ -13,6 +13,11 @@ from torch import Tensor, fx
 
 from ..ir import joint
 from ..ir.graphs import name_of, named_arguments, tensors
+from ..ir.shard_calls import (
+    cross_entropy_of_parts,
+    cross_entropy_part,
+    embedding_part,
+)
 from ..rows.kinds import Kind, Rows
 from .layouts import (
     Each,
@@ -26,6 +31,7 @@ from .layouts import (
 )
 from .own_rows import own_call, start_of
 from .picked_experts import lone_call
+from .vocabulary_rules import lookup_of, loss_of, vocabulary_layout
 
 # Arguments that are the shape of what is made, or lengths along a dimension.
 SHAPES = ("size", "shape")
@@ -79,7 +85,7 @@ def local_call(
 
     known: how operands are laid out, `parts` what they are then.
     """
-    special = _special(follower, call, known)
+    special = _special(follower, call, known, parts)
     if special is not None:
         return special
     wanted = [
@@ -117,8 +123,14 @@ def local_call(
     return None
 
 
-def _special(follower: Follower, call: Operation, known: Layouts) -> LocalCall | None:
-    """Of calls that pick experts, or rows of the whole batch; None of others."""
+def _special(
+    follower: Follower, call: Operation, known: Layouts, parts: Mapping[fx.Node, Any]
+) -> LocalCall | None:
+    """Of calls that pick experts, or rows of the whole batch, or read a vocabulary;
+    None of others."""
+    layout = vocabulary_layout(call, known)
+    if layout is not None and layout[0].kind is Kind.SUM:
+        return _of_range(follower, call, parts)
     if call.target is joint.part:
         return LocalCall(call.args, call.kwargs, {}, call.value)
     args = lone_call(call, known, follower.shards)
@@ -130,6 +142,32 @@ def _special(follower: Follower, call: Operation, known: Layouts) -> LocalCall |
     target, args = own_call(follower, call, start)
     cut = {} if start.weights in known else {start.weights: Rows(Kind.SHARD, 0)}
     return LocalCall(args, {}, cut, call.value, target)
+
+
+def _of_range(
+    follower: Follower, call: Operation, parts: Mapping[fx.Node, Any]
+) -> LocalCall:
+    """The call on a shard's range of a vocabulary."""
+    lookup, loss = lookup_of(call), loss_of(call)
+    args: tuple[Any, ...]
+    shard = {"shard": Each(tuple(range(follower.shards)))}
+    if loss is None:
+        assert lookup is not None, "no other call has such a layout"
+        args = *lookup, follower.shards
+        local = LocalCall(args, shard, {}, None, embedding_part)
+    else:
+        logits, labels, weight, *settings = loss
+        size, value = int(value_of(logits).shape[1]) // follower.shards, call.value
+        given = labels, weight, size, *settings, value.dtype
+        join = Operation("call_function", cross_entropy_of_parts, given, {}, value)
+        args = logits, labels, weight, loss.label_smoothing > 0
+        local = LocalCall(args, shard, {}, None, cross_entropy_part, join)
+    operation = local.on_shard(call, 0)
+    args, kwargs = fx.map_arg(
+        (operation.args, operation.kwargs), partial(_given, parts)
+    )
+    with torch.no_grad():
+        return local._replace(value=follower.run(operation, args, kwargs))
 
 
 def _keeps_groups(call: Operation, values: Mapping[fx.Node, Any]) -> bool:

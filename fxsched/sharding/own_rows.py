@@ -16,6 +16,7 @@ from torch import Tensor, fx
 
 from ..ir import joint
 from ..ir.graphs import name_of, named_arguments, tensors
+from ..ir.shard_calls import grouped_part, of_groups, of_picked, picked_part
 from ..rows.kinds import REPLICATE, UNKNOWN, Kind, Rows
 from .layouts import (
     Each,
@@ -26,14 +27,7 @@ from .layouts import (
     laid_out,
     value_of,
 )
-from .picked_experts import (
-    Lone,
-    grouped_part,
-    lone_layout,
-    of_groups,
-    of_picked,
-    picked_part,
-)
+from .picked_experts import Lone, lone_layout
 
 GROUPED = ("_grouped_mm", "grouped_mm_fallback")
 

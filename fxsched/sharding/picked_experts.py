@@ -16,7 +16,7 @@ from functools import cache
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, fx
+from torch import fx
 
 from ..ir.graphs import Call, tensors
 from ..ir.lazy import lazy_module
@@ -198,67 +198,3 @@ def _of_shard(
     used = tuple(i for i, node in enumerate(inputs) if node.users)
     name = keep_selection(Selection(lazy_module(selection.gm, graph, "Selection"), ()))
     return name, used
-
-
-def grouped_part(
-    product: Any, x: Tensor, weights: Tensor, ends: Tensor, first: int
-) -> Tensor:
-    """A grouped product with some neighbouring weights of all.
-
-    product: its operation. x: [rows, k], in groups that end at `ends`. weights:
-    [own, k, n], those of the groups from `first` on. Gives [rows, n].
-    """
-    start, end = _bounds(ends, first, len(weights))
-    rows = torch.arange(len(x), device=x.device)
-    mine = (rows < end - start).unsqueeze(1)
-    # a group starts where the one before it ends, and the first with the first row;
-    # what comes after the last group is made of memory as it is found
-    moved = x[(rows + start) % len(x)].masked_fill(~mine, 0)
-    own = ends[first : first + len(weights)] - start
-    made: Tensor = product(moved, weights, offs=own)
-    return made.masked_fill(~mine, 0)[(rows - start) % len(x)]
-
-
-def picked_part(weights: Tensor, numbers: Tensor, first: int, total: int) -> Tensor:
-    """weights[numbers], of `total` weights in all, with zeros for others than these,
-    those from `first` on."""
-    numbers = torch.where(numbers < 0, numbers + total, numbers)
-    mine = _has(numbers, first, len(weights), total)
-    picked = weights[torch.where(mine, numbers - first, 0)]
-    return picked.masked_fill(~_along(mine, picked, 0), 0)
-
-
-def of_groups(
-    x: Tensor, ends: Tensor, dim: int, first: int, count: int, total: int
-) -> Tensor:
-    """x, along a dimension in groups that end at `ends`, with zeros for all but `count`
-    of them."""
-    start, end = _bounds(ends, first, count)
-    rows = torch.arange(x.shape[dim], device=x.device)
-    mine = (rows >= start) & (rows < end)
-    return x.masked_fill(~_along(mine, x, dim), 0)
-
-
-def of_picked(
-    x: Tensor, numbers: Tensor, dim: int, first: int, count: int, total: int
-) -> Tensor:
-    """x, along a dimension made of weights that `numbers` pick, with zeros for all but
-    `count` of these."""
-    numbers = torch.where(numbers < 0, numbers + total, numbers)
-    mine = _has(numbers, first, count, total)
-    return x.masked_fill(~_along(mine, x, dim), 0)
-
-
-def _bounds(ends: Tensor, first: int, count: int) -> tuple[Tensor | int, Tensor]:
-    return (ends[first - 1] if first else 0), ends[first + count - 1]
-
-
-def _has(numbers: Tensor, first: int, count: int, total: int) -> Tensor:
-    """Which are of these `count`; what is beyond all is of the last ones, which have an
-    error for it."""
-    mine = numbers >= first
-    return mine if first + count == total else mine & (numbers < first + count)
-
-
-def _along(mine: Tensor, x: Tensor, dim: int) -> Tensor:
-    return mine.view(*[1] * dim, -1, *[1] * (x.dim() - dim - 1))
