@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 from torch import fx
 
+from ..checker.check_shards import try_shards
 from ..ir.facts import FACTS, facts
 from ..ir.graphs import REGION_ENTERS, REGION_EXITS, Output
 from ..ir.lazy import lazy_module
@@ -27,7 +28,6 @@ from ..sharding.own_rows import RowFollower
 from ..sharding.region import Region
 from ..sharding.rewrite import Rewriter
 from ..sharding.slices import slices_text, variants
-from ..sharding.trial import try_shards
 from .cut_problem import cut_problem
 
 # Seconds of a worker's core for a job with its messages, which simulating leaves out.
