@@ -18,6 +18,7 @@ from .capture.graph_inputs import call_text
 from .capture.meta_device import refuse_meta
 from .capture.trace import Traced, trace_microbatch
 from .checker.summary import CheckError
+from .ir.early import Early
 from .ir.facts import facts
 from .ir.garbage import no_collection
 from .ir.graphs import Specs, result
@@ -37,7 +38,7 @@ from .plans.plan import Plan
 from .progress import Progress
 from .rows.kinds import Kind
 from .rows.row_warnings import RowWatch
-from .rows.weighted_loss import Early, reduction_of
+from .rows.weighted_loss import reduction_of
 from .runtime.input_agreement import Agreement
 from .runtime.local_rows import check_local
 from .runtime.ranks import Ranks

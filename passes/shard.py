@@ -20,10 +20,9 @@ from ..jobs.schedule import Schedule
 from ..jobs.shards import in_pieces
 from ..partition.planner import fastest, predict
 from ..sharding.attention import open_attention
-from ..sharding.choice import choose_regions
+from ..sharding.choice import choose_regions, named_region
 from ..sharding.grower import Grower
 from ..sharding.layouts import in_flow, where
-from ..sharding.named import named_region
 from ..sharding.own_rows import RowFollower
 from ..sharding.region import Region
 from ..sharding.rewrite import Rewriter

@@ -22,12 +22,12 @@ import torch
 from torch import Tensor, fx, nn
 from torch._ops import OpOverload
 
+from ..ir.early import Early
 from ..ir.graphs import ancestors, is_view, named_arguments, storage, tensors
 from ..ir.lazy import lazy_module
 from ..ir.regions import Regions
 from ..ir.rewrites import extracted
 from ..ir.written import gives_one, written
-from ..rows.weighted_loss import Early
 from .effects import targets_of, written_by
 from .graph_inputs import placeholders
 

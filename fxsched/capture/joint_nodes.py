@@ -18,19 +18,16 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, fx
 
-from ..costmodel.costs import Work
 from ..ir import joint
 from ..ir.graphs import REPLICATED, Role, ancestors, storage
-from ..ir.regions import is_region
 from ..ir.user_line import line_of
 from ..jobs.job import PlanError
-from ..rows.domains import Domains, around_norms
 from ..rows.kinds import Kind, Rows
 from ..rows.own_backward import own_name
 from .batch_norms import ONCE
-from .microbatch import Microbatch
+from .domains import Domains
+from .microbatch import Microbatch, WholeBatch, add, rows_of
 from .row_versions import RowVersions
-from .whole_batch import WholeBatch, add, rows_of
 
 
 class Joined(NamedTuple):
@@ -73,18 +70,8 @@ class _Joining:
     def __init__(self, trace: Microbatch, spread: bool) -> None:
         self.wants_spread, self.spread = spread, False
         self.trace, self.microbatches = trace, trace.batch.microbatches
-        nodes = [n for n in trace.gm.graph.nodes if n.op.startswith("call")]
-        nodes = [n for n in nodes if not is_region(n)]
-        around = around_norms(nodes, trace.tracker.met, self._seconds)
-        self.domains = Domains(
-            nodes,
-            trace.tracker,
-            trace.rows,
-            self._flops,
-            trace.rows_beside,
-            around,
-        )
-        self.joint = self.domains.joint()
+        self.domains = Domains(trace)
+        self.joint = self.domains.joint
         self.of_all = [*self.joint, *self.domains.whole]  # need the whole batch
         self.new: dict[fx.Node, Any] = {}  # of the whole batch
         self.parts: dict[fx.Node, fx.Node] = {}  # of a microbatch, of joint values
@@ -94,9 +81,7 @@ class _Joining:
         trace = self.trace
         self.whole = WholeBatch(trace)
         self.whole.interpret()
-        self.versions = RowVersions(
-            trace, self.whole, self.domains, self.joint, self._of_whole
-        )
+        self.versions = RowVersions(trace, self.whole, self.domains, self._of_whole)
         for node in self.domains.nodes:
             if node not in self.joint:
                 self._read_parts(node)
@@ -137,18 +122,6 @@ class _Joining:
         version = self.versions.of(node, dim)
         self.spread |= version is not None
         return version
-
-    def _flops(self, node: fx.Node) -> float:
-        return self._work(node).flops
-
-    def _seconds(self, node: fx.Node) -> float:
-        return self._work(node).forward + self._work(node).backward
-
-    def _work(self, node: fx.Node) -> Work:
-        new, nothing = self.trace.new.get(node), Work(0, 0.0, 0.0, 0)
-        known = new.meta.get("work", nothing) if isinstance(new, fx.Node) else nothing
-        assert isinstance(known, Work)
-        return known
 
     def _drop(self, node: fx.Node) -> None:
         """A microbatch does nothing of its own in a joint node."""

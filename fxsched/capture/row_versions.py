@@ -28,10 +28,9 @@ from ..ir.own_rows import eye_columns, eye_rows, own_diagonal
 from ..ir.regions import inside_regions
 from ..ir.written import written
 from ..jobs.job import PlanError
-from ..rows.domains import Domains
 from ..rows.kinds import Kind, Rows
-from .microbatch import Microbatch
-from .whole_batch import WholeBatch, add, rows_of
+from .domains import Domains
+from .microbatch import Microbatch, WholeBatch, add, rows_of
 
 DIAGONALS = ("diagonal", "diag")
 CHOICES = 32  # of what to read of operands, that are tried for one node
@@ -49,11 +48,10 @@ class RowVersions:
         trace: Microbatch,
         whole: WholeBatch,
         domains: Domains,
-        joint: Collection[fx.Node],
         of_whole: Callable[[fx.Node], fx.Node],
     ) -> None:
-        self.trace, self.whole, self.domains, self.joint = trace, whole, domains, joint
-        self.of_whole = of_whole
+        self.trace, self.whole, self.domains = trace, whole, domains
+        self.joint, self.of_whole = domains.joint, of_whole
         self._versions: dict[tuple[fx.Node, Dim], fx.Node | None] = {}
         self._added: list[fx.Node] = []
         self._inside = inside_regions(trace.gm.graph)

@@ -13,13 +13,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import fx
 
+from ..ir.early import Early
 from ..ir.facts import FACTS, Facts
 from ..ir.graphs import Spec
 from ..ir.lazy import lazy_module
 from ..ir.writes import find_writes
 from ..rows.kinds import Rows
 from ..rows.row_warnings import Labels, labels_of, meeting_text
-from ..rows.weighted_loss import Early, labels_decide, part_means
+from ..rows.weighted_loss import labels_decide, part_means
 from .batch import Batch
 from .batch_norms import (
     Norms,
@@ -31,8 +32,8 @@ from .batch_norms import (
 from .joint_nodes import NOTHING_JOINED, join_rows
 from .meta_device import cpu_specs, is_meta, on_cpu
 from .microbatch import Microbatch
+from .outputs import declared_outputs, finish_outputs, output_leaves
 from .state_updates import kept_rows, refuse_running, return_state, written_state
-from .traced_outputs import declared_outputs, finish_outputs, output_leaves
 from .weighted_microbatch import WeightedMicrobatch, refuse_kept_totals
 
 

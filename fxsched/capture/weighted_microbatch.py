@@ -8,12 +8,13 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from ..ir.early import Early, early_values
 from ..ir.graphs import Role, Spec, ancestors, name_of
 from ..ir.regions import is_region
 from ..ir.user_line import line_of
 from ..jobs.job import PlanError
 from ..rows.kinds import Kind, Rows, first_cause, meet
-from ..rows.weighted_loss import Early, early_values, parts_of_sum
+from ..rows.weighted_loss import parts_of_sum
 from .microbatch import Microbatch
 from .returns import Returned
 

@@ -9,13 +9,14 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, fx
 
+from ..ir.early import Early, early_values
 from ..ir.facts import facts
 from ..ir.graphs import Role
 from ..ir.request import Request
 from ..ir.user_line import line_of, user_line
 from .kinds import Cause, Effect, Kind, Rows
 from .tracker import Tracker
-from .weighted_loss import Early, early_values, label_mean
+from .weighted_loss import label_mean
 
 
 class RowsWarning(UserWarning):

@@ -11,13 +11,13 @@ from torch import Tensor, fx
 
 from ..clock.timeline import Event
 from ..ir import ops
+from ..ir.early import Early
 from ..ir.graphs import Role
 from ..ir.loss_scale import Scale
 from ..jobs.job import Job
 from ..plans.metrics import STEPS
 from ..plans.plan import Plan
 from ..rows.row_warnings import RowWatch
-from ..rows.weighted_loss import Early
 from ..state.updates import StageOptimizers
 from .input_agreement import Agreement
 from .ranks import Ranks

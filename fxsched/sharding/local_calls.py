@@ -26,12 +26,14 @@ from .layouts import (
     Layouts,
     Operation,
     laid_out,
+    lookup_of,
+    loss_of,
     part_shape,
     value_of,
+    vocabulary_layout,
 )
 from .own_rows import own_call, start_of
 from .picked_experts import lone_call
-from .vocabulary_rules import lookup_of, loss_of, vocabulary_layout
 
 # Arguments that are the shape of what is made, or lengths along a dimension.
 SHAPES = ("size", "shape")

@@ -13,35 +13,37 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 import networkx as nx
 from torch import fx
 
-from .kinds import Kind, Rows, meet
-from .tracker import Tracker
+from ..costmodel.costs import Work
+from ..ir.regions import is_region
+from ..rows.kinds import Kind, Rows, meet
+from .microbatch import Microbatch
 
 
 class Domains:
-    """Finds the joint nodes of a graph whose rows were tracked.
+    """Finds the joint nodes of a graph, whose microbatch was traced.
 
-    nodes: of the model's graph, those that compute.
-    rows: of each one's value, if it is a tensor. flops: of each.
-    beside: the rows of a node's value, if these that it reads are of the whole batch;
-        None if it must not run again.
-    around: the BatchNorms that run on all rows, with what lies around them.
+    nodes: of the model's graph, those that compute. joint: those that run on all rows,
+        in order; around: of these, BatchNorms, with what lies around them.
     whole: for nodes of microbatches, what they read as it is for the whole batch.
     """
 
-    def __init__(
-        self,
-        nodes: Sequence[fx.Node],
-        tracker: Tracker,
-        rows: Callable[[fx.Node], Rows | None],
-        flops: Callable[[fx.Node], float],
-        beside: Callable[[fx.Node, Collection[fx.Node]], Rows | None],
-        around: Collection[fx.Node],
-    ) -> None:
-        self.nodes, self.tracker, self.rows, self.flops = nodes, tracker, rows, flops
-        self.beside = beside
+    def __init__(self, trace: Microbatch) -> None:
+        self.trace, self.tracker, self.rows = trace, trace.tracker, trace.rows
+        nodes = (n for n in trace.gm.graph.nodes if n.op.startswith("call"))
+        self.nodes = [node for node in nodes if not is_region(node)]
+        self.around = _around_norms(self.nodes, self.tracker.met, self._seconds)
         self.whole: dict[fx.Node, list[fx.Node]] = {}
-        self.own: dict[fx.Node, set[fx.Node]] = {}
-        self.around = around
+        self.own = self._own()
+        self.joint = self._joint()
+
+    def _work(self, node: fx.Node) -> Work:
+        new, nothing = self.trace.new.get(node), Work(0, 0.0, 0.0, 0)
+        known = new.meta.get("work", nothing) if isinstance(new, fx.Node) else nothing
+        assert isinstance(known, Work)
+        return known
+
+    def _seconds(self, node: fx.Node) -> float:
+        return self._work(node).forward + self._work(node).backward
 
     def in_parts(self, node: fx.Node, rows: Rows | None = None) -> bool:
         """Whether microbatches have this value's rows, one after another."""
@@ -55,9 +57,7 @@ class Domains:
         rows = self.rows(node)
         return rows is not None and rows.plain and rows.kind in (Kind.SUM, Kind.MEAN)
 
-    def joint(self) -> dict[fx.Node, None]:
-        """The nodes that run on all rows, in order."""
-        self.own = self._own()
+    def _joint(self) -> dict[fx.Node, None]:
         worth, ends = self._useful()
         joint: dict[fx.Node, None] = {}
         resumed: set[fx.Node] = set()  # of microbatches, after joint ones
@@ -100,7 +100,7 @@ class Domains:
         for node in self.nodes:
             if node in self.tracker.met:
                 others = {n for n in node.all_input_nodes if self._is_other(n)}
-                rows = self.beside(node, others) if others else None
+                rows = self.trace.rows_beside(node, others) if others else None
                 if rows and self.in_parts(node, rows):
                     own[node] = others
         return own
@@ -120,7 +120,7 @@ class Domains:
         worth, ends = set[fx.Node](), set[fx.Node]()
         for node in reversed(self.nodes):
             stays_apart = node in self.own or node not in self.tracker.met
-            work = self.flops(node) or not worth.isdisjoint(node.users)
+            work = self._work(node).flops or not worth.isdisjoint(node.users)
             if work and stays_apart and self._clean(node):
                 worth.add(node)
             users = (user for user in node.users if user.op != "output")
@@ -130,7 +130,7 @@ class Domains:
         return worth, ends
 
 
-def around_norms(
+def _around_norms(
     nodes: Sequence[fx.Node],
     met: Collection[fx.Node],
     seconds: Callable[[fx.Node], float],
