@@ -19,7 +19,11 @@ KEEPERS: dict[str, tuple[str, ...]] = {
         "transport.wrappers",
         "checkpoint.tensor_files",
     ),
-    "torch._dynamo": ("capture.dynamo", "capture.graph_breaks"),
+    "torch._dynamo": (
+        "capture.dynamo",
+        "torch_compat.frames",
+        "torch_compat.compiled_modules",
+    ),
     "torch.export": ("capture.exported_graph",),
     "torch._functorch": ("autodiff.autograd",),
     "torch._inductor": ("autodiff.inductor",),

@@ -54,7 +54,7 @@ def compiled(model: nn.Module, **options: Any) -> Any:
 
 def backend_of(call: Any) -> Any:
     """What Dynamo has behind a compiled module."""
-    from fxsched.capture.graph_breaks import innermost
+    from fxsched.torch_compat.compiled_modules import innermost
 
     convert = call.dynamo_ctx.callback._torchdynamo_orig_backend
     return innermost(convert._torchdynamo_orig_backend)

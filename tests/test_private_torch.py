@@ -18,18 +18,30 @@ from fxsched.ir.model_lines import LINES, line_in_model
 from tests import cases
 
 NAMES = {
-    "dynamo.py": (
+    "frames.py": (
         "torch._dynamo.convert_frame:_compile",
+        "torch._dynamo.eval_frame:cached_backends",
         "torch._dynamo.config:recompile_limit",
         "torch._dynamo.config:accumulated_recompile_limit",
         "torch._dynamo.config:fail_on_recompile_limit_hit",
         "torch._dynamo.config:specialize_float",
         "torch._dynamo.config:allow_rnn",
         "torch._dynamo.config:patch",
+        "torch.fx.experimental._config:use_duck_shape",
+    ),
+    "compiled_modules.py": (
+        "torch._dynamo:OptimizedModule.__call__",
+        "torch._C:_len_torch_dispatch_stack",
+        "torch.utils._python_dispatch:_get_current_dispatch_mode_stack",
+    ),
+    "own_gradients.py": (
+        "torch.autograd:Function.apply",
+        "torch.autograd.graph:saved_tensors_hooks.__enter__",
+    ),
+    "dynamo.py": (
         "torch._dynamo:maybe_mark_dynamic",
         "torch._dynamo.exc:Unsupported",
         "torch._dynamo.symbolic_convert:InstructionTranslator.current_tx",
-        "torch.fx.experimental._config:use_duck_shape",
     ),
     "lowered.py": (
         "torch._C._autograd:_get_data_attr",
@@ -44,7 +56,7 @@ NAMES = {
     "wrappers.py": (
         "torch.nn.parallel:DistributedDataParallel._get_active_ddp_module",
     ),
-    "ctc.py": (
+    "ctc_losses.py": (
         "torch._subclasses.fake_impls:register_op_impl",
         "torch._subclasses.fake_impls:op_implementations_dict",
         "torch._subclasses.fake_tensor:DynamicOutputShapeException",

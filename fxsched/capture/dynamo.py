@@ -1,26 +1,22 @@
-"""All that fxsched asks of Dynamo; no other file imports it.
+"""All that fxsched asks of Dynamo.
 
-It holds settings while Dynamo compiles a frame for fxsched, asks for a symbolic batch
-size, and writes down what is known of a graph only while Dynamo is at it. returns.py
-reads some of the records that are handed to it here.
+It asks for a symbolic batch size as Dynamo compiles a frame for fxsched, and writes
+down what is known of a graph only while Dynamo is at it. returns.py reads some of the
+records that are handed to it here; torch_compat has what stands around Dynamo's own
+functions.
 """
 
 from __future__ import annotations
 
-import inspect
 import re
-import warnings
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
-from functools import wraps
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
 import torch._dynamo
 import torch._dynamo.guards as guards
-import torch.fx.experimental._config
 from torch import fx, nn
-from torch._dynamo import convert_frame
 from torch._dynamo.exc import (
     InternalTorchDynamoError,
     ObservedException,
@@ -32,9 +28,11 @@ from torch._dynamo.symbolic_convert import InstructionTranslator
 
 from ..ir.request import Request
 from ..jobs.job import PlanError
+from ..torch_compat.compiled_modules import export_broken, innermost
+from ..torch_compat.ctc_losses import ctc_traced
+from ..torch_compat.frames import around_frames, forget, settings
 from .caller import Call, owner_of, read_call
-from .ctc import ctc_traced
-from .graph_breaks import export_broken_modules, innermost, not_whole
+from .graph_breaks import GraphBreak, not_whole
 from .graph_inputs import Origins, Path, placeholders
 from .returns import read_returns
 from .samples import symbolic_dim
@@ -43,83 +41,40 @@ BREAKS = (Unsupported, UserError, InternalTorchDynamoError)  # of a model's line
 
 
 def configure_dynamo() -> None:
-    """Makes Dynamo compile for fxsched's backends with the settings they need.
-
-    Its own settings, and those of other backends, stay as they are: ours hold while it
-    compiles a frame for one of ours, in whatever thread. Dynamo has no hook there (its
-    callbacks come after the limit is checked, and are skipped while another thread
-    compiles), so this stands around the function that compiles a frame.
-    """
-    export_broken_modules()
-    if getattr(convert_frame._compile, "fxsched", False):
-        return
-    original: Any = convert_frame._compile
-    parameters = inspect.signature(original)
-
-    @wraps(original)
-    def compile_frame(*args: Any, **kwargs: Any) -> Any:
-        bound = parameters.bind(*args, **kwargs)
-        arguments = bound.arguments
-        backend = _own_backend(arguments["compiler_fn"])
-        request = getattr(backend, "request", None)
-        if not isinstance(request, Request):
-            return original(*args, **kwargs)
-        backend.accept(arguments["locals"].values())
-        arguments["one_graph"] = True  # a part of a model has no plan
-        _forget(backend)
-        backend.serve(arguments["compiler_fn"])
-        _mark_sizes(read_call(arguments["code"], arguments["locals"]), request)
-        with _settings(), backend.tracing():
-            try:
-                return original(*bound.args, **bound.kwargs)
-            except BREAKS as error:  # Dynamo would run the frame without a word
-                raise _frame_error(error) from error
-
-    vars(compile_frame)["fxsched"] = True
-    vars(convert_frame)["_compile"] = compile_frame
+    """Makes Dynamo compile for fxsched's backends with the settings they need, and
+    torch.compile's modules that it breaks go on by torch.export. Its own settings, and
+    those of other backends, stay as they are."""
+    export_broken(GraphBreak, lambda backend: _request_of(backend) is not None)
+    around_frames(_compiled)
 
 
-def _forget(backend: Any) -> None:
-    """Takes a backend out of those that Dynamo keeps for good, and whose reset() it
-    calls in its own: fxsched's is one that all ranks call together."""
-    known = torch._dynamo.eval_frame.cached_backends
-    for key, wrapper in list(known.items()):
-        if innermost(wrapper) is backend:
-            del known[key]
+def _request_of(backend: Any) -> Request | None:
+    """That of a backend of ours."""
+    request = getattr(backend, "request", None)
+    return request if isinstance(request, Request) else None
+
+
+def _compiled(arguments: dict[str, Any]) -> AbstractContextManager[None] | None:
+    """What a frame of ours is compiled in."""
+    backend = _own_backend(arguments["compiler_fn"])
+    request = _request_of(backend)
+    if request is None:
+        return None
+    backend.accept(arguments["locals"].values())
+    arguments["one_graph"] = True  # a part of a model has no plan
+    forget(lambda wrapper: innermost(wrapper) is backend)
+    backend.serve(arguments["compiler_fn"])
+    _mark_sizes(read_call(arguments["code"], arguments["locals"]), request)
+    return _tracing(backend)
 
 
 @contextmanager
-def _settings() -> Iterator[None]:
-    """Dynamo's settings for models that fxsched plans, in this thread.
-
-    Sweeping over schedules compiles one model often; past its limit Dynamo would go on
-    in eager mode with no more than a warning.
-    """
-    config: Any = torch._dynamo.config
-    silenced = "ignore_logging_functions"  # since torch 2.13
-    ignored = {}
-    if hasattr(config, silenced):
-        # a warning would break the graph, such as create_block_mask's
-        ignored[silenced] = {*getattr(config, silenced), warnings.warn}
-    shapes: Any = torch.fx.experimental._config
-    with (
-        config.patch(
-            recompile_limit=max(config.recompile_limit, 1024),
-            accumulated_recompile_limit=max(config.accumulated_recompile_limit, 8192),
-            fail_on_recompile_limit_hit=True,
-            # a number in the call is a constant of the plan; a changing one is better
-            # a tensor
-            specialize_float=True,
-            allow_rnn=True,
-            # a hook that is added after the first call is another model
-            skip_nnmodule_hook_guards=False,
-            **ignored,
-        ),
-        # lengths that happen to equal the batch size must not share its symbol
-        shapes.patch(use_duck_shape=False),
-        ctc_traced(),
-    ):
-        yield
+def _tracing(backend: Any) -> Iterator[None]:
+    with settings(), ctc_traced(), backend.tracing():
+        try:
+            yield
+        except BREAKS as error:  # Dynamo would run the frame without a word
+            raise _frame_error(error) from error
 
 
 def _own_backend(compiler: Any) -> Any:

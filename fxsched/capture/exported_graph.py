@@ -24,8 +24,9 @@ from torch.export import Dim, ExportedProgram, export
 
 from ..ir.graphs import storage
 from ..jobs.job import PlanError
+from ..torch_compat.ctc_losses import ctc_traced
+from ..torch_compat.own_gradients import own_gradients
 from .caller import Argument, Call, Structure, parts
-from .ctc import ctc_traced
 from .graph_breaks import not_exported
 from .graph_inputs import Origin, placeholders, registry, symbol_of
 from .lowered import aten_graph
@@ -38,7 +39,7 @@ from .torch_calls import (
     Place,
     Returns,
     TorchCalls,
-    no_own_gradients,
+    refuse_gradients,
     refuse_seeding,
 )
 
@@ -64,7 +65,11 @@ class ModelRun:
         args, kwargs = self.call.with_tensors(tensors)
         self.before = noted_model({"self": self.model})
         try:
-            with no_own_gradients(), self.calls, first_frames(self._look):
+            with (
+                own_gradients(refuse_gradients),
+                self.calls,
+                first_frames(self._look),
+            ):
                 result = self.result = Structure(self.model(*args, **kwargs))
             self.returns = self.calls.returned(result.tensors, result.names)
         finally:

@@ -32,7 +32,7 @@ from ..ir.graphs import name_of, named_arguments
 from ..ir.lazy import lazy_module
 from ..jobs.job import PlanError
 from ..rows.own_backward import HOOK, own_name
-from .ctc import OURS
+from ..torch_compat.ctc_losses import OURS
 from .effects import NORMS
 from .functional import take_early_writes, without_writes
 from .graph_inputs import placeholders, text_of

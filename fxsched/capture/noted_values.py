@@ -9,7 +9,7 @@ from __future__ import annotations
 import inspect
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from operator import is_
 from types import BuiltinFunctionType, FunctionType, MethodType
 from typing import Any, NamedTuple
@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses import FakeTensor
 
+from ..torch_compat.module_reads import Reads
 from .caller import PLAIN, STATE, Structure
 
 ATOMS = (Tensor, *STATE, *PLAIN, MethodType, BuiltinFunctionType)
@@ -26,7 +27,6 @@ COMPILED = "_compile_kwargs"  # of modules: Lightning's copy of compile()'s argu
 DEPTH = 6  # of objects in objects
 OWN = frozenset(vars(nn.Module()))  # what torch itself keeps of a module
 OF_CLASSES = (*PLAIN, list, tuple, dict, set)
-Reads = Mapping[int, set[str]]
 
 
 class Change(NamedTuple):
@@ -186,22 +186,6 @@ def _member(path: str, key: object) -> str:
     for own in ("_parameters", "_buffers", "_modules"):
         path = path.removesuffix(f".{own}")
     return f"{path}.{key}" if isinstance(key, str) else f"{path}[{key!r}]"
-
-
-@contextmanager
-def noted_reads() -> Iterator[Reads]:
-    """Notes which attributes of modules are read, by the modules' ids."""
-    reads: dict[int, set[str]] = {}
-
-    def noting(module: nn.Module, name: str) -> Any:
-        reads.setdefault(id(module), set()).add(name)
-        return object.__getattribute__(module, name)
-
-    nn.Module.__getattribute__ = noting  # type: ignore[method-assign, assignment]
-    try:
-        yield reads
-    finally:
-        del nn.Module.__getattribute__
 
 
 def noted_model(roots: Mapping[str, nn.Module], reads: Reads | None = None) -> Noted:

@@ -14,7 +14,6 @@ would be left out, or the same in each call.
 from __future__ import annotations
 
 import inspect
-import os
 import random
 import sys
 import traceback
@@ -27,8 +26,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch._subclasses import FakeTensor
-from torch.autograd import Function
-from torch.autograd.graph import saved_tensors_hooks
 from torch.overrides import TorchFunctionMode
 
 from ..ir.graphs import storage, tensors
@@ -36,11 +33,7 @@ from ..jobs.job import PlanError
 from .graph_breaks import foreign, own_frame, where_it_is
 
 SEED, STATE = inspect.unwrap(torch.manual_seed).__code__, torch.set_rng_state.__code__
-APPLY: Any = inspect.getattr_static(Function, "apply")
-ENTER: Any = saved_tensors_hooks.__enter__
 GRAD_FN: Any = Tensor.grad_fn
-# Operations that were registered with their gradients stay what they are in a graph.
-OPERATIONS = os.path.join(os.path.dirname(torch.__file__), "_library")
 HOOKS: Mapping[Callable[..., Any], str] = {
     Tensor.register_hook: "a hook on a gradient",
     Tensor.register_post_accumulate_grad_hook: "a hook on a gradient",
@@ -91,45 +84,15 @@ def _text(state: Any) -> str:
     return str(parts)
 
 
-@contextmanager
-def no_own_gradients() -> Iterator[None]:
-    """Raises PlanError, with the user's line, where a model makes one inside."""
-
-    def apply(kind: type[Function], *args: Any, **kwargs: Any) -> Any:
-        if not sys._getframe(1).f_code.co_filename.startswith(OPERATIONS):
-            _refuse(
-                "a gradient of its own (torch.autograd.Function, or a backward hook "
-                "of a module)"
-            )
-        return APPLY.__get__(None, kind)(*args, **kwargs)
-
-    def enter(hooks: saved_tensors_hooks) -> None:
-        # torch.utils.checkpoint's give tensors back as they were
-        if type(hooks) is saved_tensors_hooks:
-            _refuse("hooks on saved tensors")
-        ENTER(hooks)
-
-    own = "apply" in vars(Function)  # until torch 2.13
-    Function.apply = classmethod(apply)  # type: ignore[method-assign, assignment]
-    saved_tensors_hooks.__enter__ = enter  # type: ignore[method-assign]
-    try:
-        yield
-    finally:
-        saved_tensors_hooks.__enter__ = ENTER  # type: ignore[method-assign]
-        if own:
-            Function.apply = APPLY  # type: ignore[method-assign]
-        else:
-            del Function.apply
-
-
 def refuse_hooks(func: Callable[..., Any]) -> None:
     """Raises PlanError, with the user's line, if a function of torch that is called
     puts a hook on a gradient, or may."""
     if func in HOOKS:
-        _refuse(HOOKS[func])
+        refuse_gradients(HOOKS[func])
 
 
-def _refuse(what: str) -> None:
+def refuse_gradients(what: str) -> None:
+    """Raises PlanError, with the user's line, for gradients of a model's own making."""
     if torch.is_grad_enabled():
         raise PlanError(
             f"the model has {what}, which torch.export can't trace, at\n"

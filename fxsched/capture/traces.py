@@ -10,9 +10,10 @@ from torch import Tensor, nn
 from ..ir.modes import casts, modes_after_errors
 from ..ir.request import Request
 from ..jobs.job import PlanError
+from ..torch_compat.module_reads import noted_reads
 from .caller import Structure, read_signature
 from .exported_graph import ExportedGraph, ModelRun, export_model
-from .noted_values import Change, Noted, noted_model, noted_reads
+from .noted_values import Change, Noted, noted_model
 from .samples import symbolic_dim
 from .torch_calls import (
     without_drawn_numbers,
