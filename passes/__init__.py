@@ -2,7 +2,7 @@
 
 For passes of the user's: encode_transfers and stage_graphs.
 
-Imports: autodiff, checker, clock, costmodel, ir, jobs, partition, sharding.
+Imports: autodiff, checker, clock, costmodel, ir, jobs, partition, rows, sharding.
 """
 
 from .users import encode_transfers, stage_graphs

@@ -19,15 +19,15 @@ from ..jobs.job import Piece, PlanError
 from ..jobs.schedule import Schedule
 from ..jobs.shards import in_pieces
 from ..partition.planner import fastest, predict
-from ..sharding.attention import open_attention
 from ..sharding.choice import choose_regions, named_region
 from ..sharding.grower import Grower
 from ..sharding.layouts import in_flow, where
 from ..sharding.own_rows import RowFollower
 from ..sharding.region import Region
-from ..sharding.rewrite import Rewriter
 from ..sharding.slices import slices_text, variants
 from .cut_problem import cut_problem
+from .open_attention import open_attention
+from .shard_graph import Rewriter
 
 # Seconds of a worker's core for a job with its messages, which simulating leaves out.
 JOB = 5e-5

@@ -15,7 +15,7 @@ import fxsched
 from fxsched import Plan, Schedule, schedules
 from fxsched.ir import ops
 from fxsched.ir.shard_calls import attended, attention_weights
-from fxsched.sharding.attention import draws_on_cpu
+from fxsched.passes.open_attention import draws_on_cpu
 
 from .cases import microbatch
 from .shard_models import made, share, sums

@@ -16,6 +16,7 @@ from torch import fx
 from ..ir import joint
 from ..jobs.job import PlanError
 from ..rows.kinds import Kind, Rows
+from .demand import Demand
 from .grower import Grower
 from .layouts import (
     Layout,
@@ -28,7 +29,6 @@ from .layouts import (
 )
 from .local_calls import LocalCall, local_call
 from .region import Region
-from .rewrite import Demand
 
 # Along which values are sliced: of a batch, a sequence, their features.
 DIMS = (0, 1, 2)

@@ -19,7 +19,7 @@ from ..ir.graphs import named_arguments, tensors
 from ..ir.lazy import lazy_module
 from ..ir.regions import Regions
 from ..ir.shard_calls import attended, attention_weights
-from .layouts import Follower, Operation, in_flow, value_of
+from ..sharding.layouts import Follower, Operation, in_flow, value_of
 
 Nodes = dict[fx.Node, fx.Node]
 aten = torch.ops.aten
