@@ -24,7 +24,7 @@ from torch import Tensor, nn
 import fxsched
 from fxsched import Plan
 from fxsched.sharding import choice
-from fxsched.sharding.trial import gain
+from fxsched.sharding.choice import gain
 from fxsched.state.cuts import CUTS, pieces_of
 
 from .cases import Result, assert_equal, eager_step, microbatch, optimizer, train

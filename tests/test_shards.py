@@ -15,7 +15,7 @@ import fxsched
 from fxsched import Direction, Placement, PlanError, Schedule, schedules
 from fxsched.jobs.job import Job, Piece
 from fxsched.models.gpt import GPT, GPTConfig
-from fxsched.sharding import rewrite
+from fxsched.passes import shard_graph
 from tests.cases import assert_equal, build, eager_step, train
 
 F, B, *_ = Direction
@@ -284,7 +284,7 @@ def test_a_wrong_rule_is_found_before_it_trains(monkeypatch: Any) -> None:
     def first_part(self: Any, node: Any, p: int) -> Any:
         return self._parts[node, 0]
 
-    monkeypatch.setattr(rewrite.Rewriter, "_sum", first_part)
+    monkeypatch.setattr(shard_graph.Rewriter, "_sum", first_part)
     with pytest.raises(PlanError, match="the shards give another out than the model"):
         fxsched.plan(model, SCHEDULES["alone"](), *inputs)
 
