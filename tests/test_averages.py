@@ -36,6 +36,7 @@ from tests.updates import TOLERANCE, adamw, batches, build_double, eager, moment
 from tests.zero import even
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_twenty_updates_equal_their_replay(name: str) -> None:
     make, made = SCHEDULES[name]
@@ -52,6 +53,7 @@ def plain(model: nn.Module) -> Optimizer:
     return torch.optim.SGD(model.parameters(), lr=0.05)
 
 
+@pytest.mark.slow
 def test_an_average_after_each_plain_step_is_that_of_gradients() -> None:
     """From equal weights, the mean of W steps is the step of the mean gradient."""
     model, inputs = build_double("mlp")

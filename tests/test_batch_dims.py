@@ -178,6 +178,7 @@ def test_most_of_a_length_decide_nothing() -> None:
     refused("differ in length", model, *(x.clone() for x in inputs))
 
 
+@pytest.mark.slow
 def test_packed_patches_beside_sequences() -> None:
     """Qwen2-VL's layout: two patches for each sample."""
 

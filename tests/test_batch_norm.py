@@ -112,6 +112,7 @@ def refused(why: str, model: nn.Module, x: Tensor, **options) -> None:
         fxsched.plan(model, way, x, labels(), **options)
 
 
+@pytest.mark.slow
 def test_half_precision_trains_as_on_the_whole_batch() -> None:
     torch.manual_seed(0)
     x = torch.randn(8, 4).bfloat16()
@@ -130,6 +131,7 @@ class Reads(Rows):
         return super().forward(x, y) + self.norm.running_mean.sum()
 
 
+@pytest.mark.slow
 def test_running_statistics_may_be_read() -> None:
     x = torch.randn(8, 4, dtype=torch.float64)
     assert_as_eager(Reads(), x, schedules.gpipe(2, 4))
@@ -223,6 +225,7 @@ def test_a_tower_with_norms_is_one_stage_beside_the_other_tower(make) -> None:
     assert '; of each microbatch (batch_norm="microbatch"): ' in text
 
 
+@pytest.mark.slow
 def test_lost_data_parallelism_is_said() -> None:
     x = torch.randn(8, 2, 6, 6)
     plan = fxsched.plan(Convs(), schedules.ddp(2, 4), x, labels(), deterministic=True)

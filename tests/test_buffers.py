@@ -97,6 +97,7 @@ def check(model: Any, schedule: Any, calls: int = 3) -> None:
             mine.grad = other.grad = None
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("learn", LEARNS)
 def test_state_has_one_new_value_a_call(learn: Any) -> None:
     ways = list(ONE_BY_ONE.values())
@@ -111,6 +112,7 @@ def test_a_buffer_written_in_place_stays_the_tensor_it_was() -> None:
     assert model.n is before and found["more"] is before
 
 
+@pytest.mark.slow
 def test_what_is_replaced_leaves_the_old_tensor_alone() -> None:
     model = Model(replaced)
     before, value = model.ema, model.ema.clone()

@@ -243,6 +243,7 @@ def test_compare_sorts_by_step_and_says_why_some_are_left_out(
     assert "give a multiple of that many" in dict(left_out)["parameter_server"]
 
 
+@pytest.mark.slow
 def test_compare_plans_a_users_model(
     model: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

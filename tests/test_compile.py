@@ -377,6 +377,7 @@ class OfPairs(nn.Linear):
         return super().forward(x) + y
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", [Pair, deque])
 def test_a_batch_is_found_in_any_object(kind: Any) -> None:
     model = OfPairs(8, 8)

@@ -137,6 +137,7 @@ def test_a_model_trains_the_same_however_it_was_built() -> None:
     )
 
 
+@pytest.mark.slow
 def test_building_and_planning_take_no_memory_for_what_is_not_made() -> None:
     with fxsched.deferred(draws=False):
         model = nn.Sequential(*(nn.Linear(1 << 15, 1 << 15) for _ in range(20)))

@@ -71,6 +71,7 @@ def compiled(name: str, schedule: fxsched.Schedule, **options: object) -> None:
             assert_equal(found, eager(name, schedule.microbatches)[optimizer])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize("name", MODELS)
 def test_threads_equal_eager(name: str, schedule: str) -> None:
@@ -127,6 +128,7 @@ def test_the_library_equals_eager(schedule: str) -> None:
     compiled(("gpt", "two_tower")[number % 2], library(schedule))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "schedule", "options"),
     [
@@ -178,6 +180,7 @@ def test_inductor_stages_equal_eager(name: str, schedule: str) -> None:
     compiled(name, SCHEDULES[schedule](), stage_compiler="inductor")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("schedule", ["ddp", "gpipe", "one_f_one_b"])
 def test_same_order_of_additions_gives_the_same_bits(schedule: str) -> None:
     model, inputs = build("mlp")

@@ -173,6 +173,7 @@ def test_an_attribute_set_in_forward(schedule: Schedule) -> None:
     assert {name.removesuffix(" (part)").rpartition(".")[0] for name in modules if name}
 
 
+@pytest.mark.slow
 @SCHEDULES
 def test_a_module_below_the_root_with_its_own_getattr(schedule: Schedule) -> None:
     model = Root(Mixin(), Block(), Mixin())

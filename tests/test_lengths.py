@@ -40,6 +40,7 @@ def test_thirty_lengths_are_eleven_plans_of_one_graph() -> None:
     assert counters["stats"]["unique_graphs"] == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("schedule", "dynamic"),
     [(schedules.one_f_one_b(2, 2), True), (schedules.fsdp(2), None)],
@@ -78,6 +79,7 @@ class Breaks(nn.Module):
         return self.head(self.embed(tokens)).square().mean()
 
 
+@pytest.mark.slow
 def test_a_length_that_changed_is_symbolic_in_the_next_export() -> None:
     """Two traces: of the first length, and of any, also of one token."""
     torch.manual_seed(0)

@@ -109,6 +109,7 @@ def test_replicas_keep_their_own_gradients() -> None:
     assert [p.each.gradients for p in plan.memory] == [whole, whole]
 
 
+@pytest.mark.slow
 def test_zero_shares_the_state_and_frees_gradients() -> None:
     model, inputs = build("mlp")
     adamw = torch.optim.AdamW(model.parameters())

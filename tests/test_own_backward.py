@@ -218,6 +218,7 @@ def test_rows_meet_where_gradients_are_not_of_rows(name: str) -> None:
     assert (loss.cause is not None) is (name in MEET)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "kind"), CASES)
 def test_gradients_are_eagers(name: str, kind: str) -> None:
     torch.manual_seed(0)
@@ -240,6 +241,7 @@ def test_gradients_are_eagers(name: str, kind: str) -> None:
             torch.testing.assert_close(found, wanted)
 
 
+@pytest.mark.slow
 def test_the_plan_says_where_gradients_meet() -> None:
     text = fxsched.explain(MEET["mean"](), schedules.gpipe(2, 4), *batch())
     where = r"rows of the batch meet in .+, at\s\S*test_own_backward.py:\d+:\s+grad"
@@ -302,6 +304,7 @@ class Queued(nn.Module):
         return self.last(y).square().mean()
 
 
+@pytest.mark.slow
 def test_a_hook_on_what_gets_no_gradient_never_runs() -> None:
     torch.manual_seed(0)
     model = Queued()

@@ -77,6 +77,7 @@ def seconds(plan: fxsched.Plan) -> list[float]:
     return [nodes[s]["forward"] + nodes[s]["backward"] for s in sorted(plan.stages)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stages", [3, 4, 6])
 def test_parallel_branches_are_in_different_stages(stages: int) -> None:
     inputs = [rows() for _ in range(3)]
@@ -99,6 +100,7 @@ def test_values_go_straight_to_the_stage_that_reads_them() -> None:
     assert sorted(plan.stages.edges) == [(0, 3), (1, 3), (2, 3)]
 
 
+@pytest.mark.slow
 def test_fewer_stages_than_branches_share_one() -> None:
     inputs = [rows() for _ in range(3)]
     plan = fxsched.plan(Towers(3, 4), schedules.gpipe(2, 4), *inputs)
@@ -291,6 +293,7 @@ def held(plan: fxsched.Plan) -> list[float]:
     return worker_bytes(plan.schedule, plan.stages, events)
 
 
+@pytest.mark.slow
 def test_a_memory_limit_that_no_cut_meets_says_what_can_be_reached() -> None:
     tokens = torch.randint(0, 4096, (64, 32))
     limit = 4096 * 16 * 8  # the table and its gradient, and nothing else
@@ -323,6 +326,7 @@ class Masked(nn.Module):
         return x.mean()
 
 
+@pytest.mark.slow
 def test_cheap_values_are_computed_where_they_are_read() -> None:
     plan = fxsched.plan(Masked(8), schedules.gpipe(4, 4), rows())
     assert sorted(plan.stages.edges) == [(0, 1), (1, 2), (2, 3)]

@@ -235,6 +235,7 @@ def test_parallel_stages_get_neighbouring_numbers() -> None:
     assert all(a < b for a, b in stage_graph(problem, cut).edges)
 
 
+@pytest.mark.slow
 def test_a_branch_gets_workers_in_proportion_to_its_work() -> None:
     """One branch of six units, one of two, a trunk of two; five workers."""
     edges = [*itertools.pairwise(range(6)), (6, 7), (5, 8), (7, 8), (8, 9)]

@@ -250,6 +250,7 @@ def test_functions_of_the_users_own_are_planned_anew(
     assert not list(place.glob("*"))
 
 
+@pytest.mark.slow
 def test_passes_of_the_users_own_are_planned_anew(place: Path) -> None:
     def nothing(program: Any, request: Any) -> Any:
         return program

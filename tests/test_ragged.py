@@ -167,6 +167,7 @@ def test_a_padded_batch_of_rows_is_equal_to_eager(order: str) -> None:
         torch.testing.assert_close(run(x), reference(x))
 
 
+@pytest.mark.slow
 def test_padding_along_dimension_1_and_of_a_multiple() -> None:
     class Times(Chain):
         def forward(self, x: Tensor, more: Tensor) -> Tensor:  # type: ignore[override]

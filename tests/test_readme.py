@@ -46,6 +46,7 @@ def with_python(own_test: str = '"{}"') -> list[Path]:
     ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("page", with_python(), ids=lambda page: page.stem)
 def test_blocks_run_and_print_what_the_page_says(
     page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

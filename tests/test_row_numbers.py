@@ -231,6 +231,7 @@ def test_ctc_losses_of_samples_stay_apart() -> None:
         assert "meet" not in backend.plan.explain()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("between", "inputs", "dims", "option"),
     [

@@ -51,6 +51,7 @@ def test_a_loaded_schedule_places_and_orders_the_same_jobs(
     assert runs[0].jobs.weights == runs[1].jobs.weights
 
 
+@pytest.mark.slow
 def test_a_loaded_schedule_trains_as_eager(tmp_path: Path) -> None:
     torch.manual_seed(0)
     model, reference, inputs = Chain(4), Chain(4), batch(8)

@@ -91,6 +91,7 @@ def test_the_table_marks_the_best_and_its_step_is_the_simulated_one(
     assert max(map(len, told.out.splitlines())) <= 88
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("objective", ["latency", "span"])
 @pytest.mark.parametrize("limit", [2.0, 4.0, None])
 def test_no_schedule_of_the_library_within_the_limit_is_shorter(

@@ -134,6 +134,7 @@ def gpt(**sizes: Any) -> tuple[GPT, tuple[Tensor, Tensor]]:
     return model, (torch.randint(1, 30, (8, 16)), torch.randint(1, 30, (8, 16)))
 
 
+@pytest.mark.slow
 def test_dropout_draws_the_numbers_that_it_draws_without_shards() -> None:
     class Dropped(nn.Module):
         def __init__(self) -> None:

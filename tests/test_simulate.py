@@ -360,6 +360,7 @@ def test_a_plan_is_simulated_with_other_durations() -> None:
     assert list(again.timeline) == list(units.timeline)
 
 
+@pytest.mark.slow
 def test_a_plan_keeps_its_cap_where_room_is_made_on_another_worker() -> None:
     schedule = Schedule(
         3,

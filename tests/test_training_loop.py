@@ -88,6 +88,7 @@ def test_the_incoming_gradient_multiplies() -> None:
     torch.testing.assert_close(gradients(model), [g * 3 for g in once])
 
 
+@pytest.mark.slow
 def test_without_gradients_only_forward_runs_and_grad_stays() -> None:
     model, inputs = Chain(), batch()
     run = compiled(model)
@@ -298,6 +299,7 @@ def test_autocast_and_no_grad_regions_survive_stage_boundaries(way: Schedule) ->
     assert model.layers[4].weight.grad is None
 
 
+@pytest.mark.slow
 def test_autocast_around_the_call() -> None:
     model, inputs = Chain(), batch()
     reference = copy.deepcopy(model)

@@ -24,6 +24,7 @@ from tests.test_check import copied
 from tests.updates import TOLERANCE, adamw, build_double
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("order", ["static", "dynamic"])
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_twenty_updates_equal_their_replay(name: str, order: Any) -> None:
@@ -137,6 +138,7 @@ def test_a_version_is_a_function() -> None:
         odd(3)
 
 
+@pytest.mark.slow
 def test_a_stale_schedule_is_saved_with_its_versions(tmp_path: Path) -> None:
     schedule = schedules.pipedream_2bw(2, 8)
     schedule.save(tmp_path / "s.json")

@@ -36,6 +36,7 @@ def test_weighted_means_are_eagers(name: str) -> None:
     assert_close(planned(Words(LOSSES[name]), schedules.gpipe(2, 4), *batch()), wanted)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("schedule", "options"),
     [
@@ -232,6 +233,7 @@ def test_state_of_the_batch_is_refused_where_microbatches_would_write_it(
     assert_close(model.mean, plain.mean)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("reduction", ["weighted", "mean"])
 def test_a_counter_counts_calls(reduction: Any) -> None:
     class Counts(nn.Module):

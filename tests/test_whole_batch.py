@@ -165,11 +165,13 @@ def test_a_loss_over_all_pairs_is_that_of_the_whole_batch(name: str) -> None:
     train(Towers, SCHEDULES[name], batch())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("option", [{"order": "dynamic"}, {"carry": "recompute"}])
 def test_in_any_order_and_with_gradient_caching(option: dict[str, str]) -> None:
     train(Towers, SCHEDULES["1f1b"], batch(), **option)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["gpipe", "graph", "zb_h1", "drawn 1"])
 def test_sigmoid_losses(name: str) -> None:
     train(Sigmoid, SCHEDULES[name], batch())
@@ -260,6 +262,7 @@ def test_pairs_are_spread_where_the_step_should_be_shorter() -> None:
     assert held < whole / 2  # a quarter of the pairs, and what is gathered
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["gpipe", "fsdp"])
 def test_what_is_of_all_pairs_comes_back_whole(name: str) -> None:
     own = torch.arange(8)
@@ -272,6 +275,7 @@ def test_rows_meet_in_the_middle(number: int, mix: str) -> None:
     train(lambda: Mixed(MIXES[mix]), SCHEDULES[name], batch())
 
 
+@pytest.mark.slow
 def test_a_plan_says_what_workers_send_of_a_joint_stages_gradients() -> None:
     plan = fxsched.plan(Towers(), schedules.ddp(2, 2), *batch(), pairs="joint")
     sizes = [
@@ -332,6 +336,7 @@ def test_no_mixing_no_joint_stage() -> None:
     assert not any(plan.stages.nodes[s].get("joint") for s in plan.stages)
 
 
+@pytest.mark.slow
 def test_without_gradients() -> None:
     model = Towers()
     step = torch.compile(model, backend=fxsched.backend(SCHEDULES["1f1b"]))
@@ -339,6 +344,7 @@ def test_without_gradients() -> None:
         torch.testing.assert_close(step(*batch()), model(*batch()))
 
 
+@pytest.mark.slow
 def test_updates_inside_a_batch_that_meets_are_refused() -> None:
     model = Towers()
     schedule = replace(SCHEDULES["gpipe"], update_every=2)
@@ -347,6 +353,7 @@ def test_updates_inside_a_batch_that_meets_are_refused() -> None:
         fxsched.plan(model, schedule, *batch(), optimizer=optimizer)
 
 
+@pytest.mark.slow
 def test_an_optimizer_in_the_program() -> None:
     model, eager = Towers(), Towers()
     eager.load_state_dict(model.state_dict())
