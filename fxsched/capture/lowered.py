@@ -55,14 +55,18 @@ REGIONS = (
 CHECKS = ("_assert", "sym_constrain_range")  # of values: microbatches have others
 # Raise for what has no solution by an effect of its own, which graphs of stages lack;
 # these raise inside, as eager does.
+CHECKS_INSIDE = {
+    "linalg_inv inverse": aten.linalg_inv_ex,
+    "linalg_solve": aten.linalg_solve_ex,
+    "linalg_cholesky cholesky": aten.linalg_cholesky_ex,
+    "linalg_lu_factor": aten.linalg_lu_factor_ex,
+    "linalg_ldl_factor": aten.linalg_ldl_factor_ex,
+}
 CHECKED = {
-    aten.linalg_inv.default: aten.linalg_inv_ex.default,
-    aten.inverse.default: aten.linalg_inv_ex.default,
-    aten.linalg_solve.default: aten.linalg_solve_ex.default,
-    aten.linalg_cholesky.default: aten.linalg_cholesky_ex.default,
-    aten.cholesky.default: aten.linalg_cholesky_ex.default,
-    aten.linalg_lu_factor.default: aten.linalg_lu_factor_ex.default,
-    aten.linalg_ldl_factor.default: aten.linalg_ldl_factor_ex.default,
+    getattr(aten, name).default: checks.default
+    for names, checks in CHECKS_INSIDE.items()
+    for name in names.split()
+    if hasattr(aten, name)  # cholesky is gone in torch 2.14
 }
 
 
@@ -177,7 +181,7 @@ def _write_out(gm: fx.GraphModule, node: fx.Node, names: dict[fx.Node, str]) -> 
 
 def _checked(node: fx.Node) -> fx.Node:
     """What raises inside, in the place of what raises by an effect."""
-    value, target = node.meta["example_value"], CHECKED[node.target]  # type: ignore[index]
+    value, target = node.meta["example_value"], CHECKED[node.target]
     names = [each.name for each in target._schema.arguments]  # A, upper or such
     given = dict(zip(names, named_arguments(node).values(), strict=False))
     node.target, node.args = target, ()
