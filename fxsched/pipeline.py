@@ -11,6 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import fx
 
+from .checker.reference import Reference
 from .clock.arrivals import ahead_text
 from .clock.joint import fit_joint, joint_text
 from .costmodel.measure import Known, known_nodes
@@ -143,6 +144,8 @@ def make_plan(
         step = fill(step, request)
         progress.after(step)
 
+    reference = Reference(gm, request, step.jobs)
+
     def write(worker: int) -> fx.GraphModule:
         program = lazy_module(gm, cut_program(step, request, worker), "Program")
         if passes:
@@ -161,6 +164,7 @@ def make_plan(
         step.timeline,
         step.lines,
         step.sent,
+        reference,
         _notes(step, request),
         cut.nodes,
         cut.inputs,

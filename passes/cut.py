@@ -167,7 +167,7 @@ class _ProgramWriter:
         """A value in the type of these shapes, in the task that makes or reads it."""
         args, name = (node, specs[0].dtype), f"{node.name}_cast"
         new = make(self.graph, Tensor.to, args, specs, *where, name=name)
-        new.meta["own"] = True  # to the checks it stands for the value
+        new.meta.update(own=True, replaces=node.name)
         return new
 
     def _line(self, line: Line) -> None:

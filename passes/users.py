@@ -48,6 +48,7 @@ def encode_transfers(
         first = min(recv.users, key=position.__getitem__)
         with graph.inserting_before(first):
             decoded = _each(graph, decode, recv, _dtypes(recv))
+            replaces(decoded, recv)
         readers = [user for user in recv.users if user in position]
         for reader in readers:
             reader.replace_input_with(recv, decoded)
@@ -64,13 +65,26 @@ def encode_transfers(
             with graph.inserting_before(send):
                 more = [()] * len(value.meta["specs"])
                 encoded[value] = _each(graph, encode, value, more)
+                replaces(encoded[value], value)
             if value in owned:  # all owners keep the same bits
                 with graph.inserting_before(send.next):  # the send is of this task
                     decoded = _each(graph, decode, encoded[value], _dtypes(value))
+                    replaces(decoded, value)
                 for reader in readers:
                     reader.replace_input_with(value, decoded)
         send.replace_input_with(value, encoded[value])
     return program
+
+
+def replaces(new: fx.Node, old: fx.Node | None = None) -> None:
+    """Says that a pass means what it does: a node of its own is in the place of another
+    one's value, though it computes something else; or, without `old`, a job's call is
+    of another module than the stage that was planned.
+
+    Without this the checks refuse what reads such a node. They hold it for the value of
+    `old` then, and a plan prints what its passes replace.
+    """
+    new.meta["replaces"] = new.name if old is None else old.name
 
 
 def _owned_gradients(graph: fx.Graph) -> set[fx.Node]:
@@ -134,7 +148,7 @@ def _copy(module: fx.GraphModule) -> fx.GraphModule:
     graph = fx.Graph()
     graph.output(graph.graph_copy(module.graph, {}))
     copied = lazy_module(module, graph, type(module).__name__)
-    copied.meta.update(module.meta)
+    copied.meta.update(module.meta, replaced=True)
     return copied
 
 

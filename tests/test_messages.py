@@ -15,7 +15,6 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 import fxsched
 from fxsched import PlanError, schedules
-from fxsched.checker.check_messages import check_summaries
 from fxsched.checker.summary import CheckError
 from fxsched.cli.main import main
 from fxsched.ir.picked import _most
@@ -146,13 +145,6 @@ def test_of_pictures_and_the_command_line(
 
 
 def test_of_the_checker() -> None:
-    plan = fxsched.plan(Mean(), schedules.fsdp(2, 2), torch.randn(4, 3))
-    summaries = [plan.examine(rank) for rank in range(2)]
-    for summary in summaries:
-        origins: Any = summary.origins
-        origins[:] = [origin._replace(weights=None) for origin in origins]
-    with pytest.raises(CheckError, match=r"sends no weights, but .* wants some"):
-        check_summaries(summaries)
     plan = fxsched.plan(Mean(), schedules.gpipe(1, 2), torch.randn(4, 3))
     graph = plan.programs[0].graph
     job = next(node for node in graph.nodes if "job" in node.meta)

@@ -130,10 +130,13 @@ def test_nodes_without_facts_take_those_of_their_neighbours() -> None:
         graph = program.graph
         for send in graph.find_nodes(op="call_function", target=ops.send):
             with graph.inserting_before(send):
+                (value,) = send.all_input_nodes
                 send.args = (graph.call_method("bfloat16", send.args),)
+            fxsched.passes.replaces(send.all_input_nodes[0], value)
         for recv in graph.find_nodes(op="call_function", target=ops.recv):
             with graph.inserting_after(recv):
                 wide = graph.call_method("float")
+            fxsched.passes.replaces(wide, recv)
             recv.replace_all_uses_with(wide)
             wide.args = (recv,)
             (spec,) = recv.meta["specs"]

@@ -1,4 +1,4 @@
 """Proves programs sound, without what made them.
 
-Imports: ir, jobs.
+Imports: clock, ir, jobs.
 """

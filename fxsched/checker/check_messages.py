@@ -1,74 +1,63 @@
 """A verifier of the programs of all workers.
 
-It reads nothing but finished programs and the schedule's placements. It proves that
-running them cannot deadlock, read what isn't there, or lose a gradient. Each program is
-examined by itself (check_program.py), so that ranks need no more than their own, and
-what the programs say of their messages is held against each other here.
+Each program is evaluated by itself on symbols (check_program.py) and held against a
+reference that shares no code with what wrote it (reference.py); ranks need no program
+but their own. What programs claim of each other's messages is decided here.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from itertools import accumulate, pairwise
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from torch import fx
 
-from ..ir.graphs import Group, Specs
-from ..jobs.job import Job, Placement
-from .check_averages import Part, Source, average_fault
-from .check_joint import JobPart, Rows, joint_fault
-from .check_order import Sum, order_fault, with_messages
-from .check_program import NO_UPDATES, examine, other_maker, other_microbatch
-from .check_updates import Updates
-from .summary import CheckError, End, Provenance, Summary
+from ..ir.graphs import Specs
+from .check_program import examine, fault_text
+from .reference import Reference
+from .summary import CheckError, Claim, End, Summary
+from .symbols import Links, Matcher, terms, text
 
 
-def check_programs(
-    programs: Sequence[fx.GraphModule],
-    placements: Mapping[Job, Placement],
-    groups: Sequence[Group],
-    updates: Updates = NO_UPDATES,
-) -> None:
+def check_programs(programs: Sequence[fx.GraphModule], reference: Reference) -> None:
     """Raises CheckError unless the programs are sound.
 
-    Sound: every job runs once, where w says; every recv has its send, of the same
-    shapes, and the other way round; each pair of workers sends and receives in one
-    order; with each send and its recv as one event, the programs' orders have no
-    circle, and neither do tasks; a job calls its own stage, and reads values of its own
-    microbatch, or of all in their order, and its own rows of what is made from all, and
-    what its own F saved or B carries; every value is there when it is
-    read, and freed once; the gradient of every parameter holds every B (or W) of every
-    microbatch once, and reaches all its owners; where updates.in_order, added up in
-    the order of microbatches. Where there are updates: each has the
-    gradients since the one before it, runs once on each worker that it should, in their
-    order, and each job reads the weights that the updates before its microbatch left.
+    Sound: every job runs once, where w says, and calls its own stage, as it was
+    planned, with the values that the reference says: weights of its version, its own
+    microbatch's values or those of all in their order, what its own F saved or B
+    carries, its own seed. Every update, average and result is what the reference says,
+    to the order of additions where updates or gradients have one; all owners of a
+    gradient add it up in the same order. Every recv has its send, of the same shapes,
+    and the other way round; each pair of workers sends and receives in one order; with
+    each send and its recv as one event, the programs' orders have no circle, and
+    neither do tasks. Every value is there when it is read, none is read once another
+    has gone over its memory, and all are freed once. What goes over weights waits for
+    the jobs and the copies here that read them, in any order of tasks.
     """
-    check_summaries(
-        [
-            examine(rank, program, placements, groups, updates)
-            for rank, program in enumerate(programs)
-        ]
-    )
+    summaries = [
+        examine(rank, program, reference) for rank, program in enumerate(programs)
+    ]
+    check_summaries(summaries, reference)
 
 
-def check_summaries(summaries: Sequence[Summary]) -> None:
+def check_summaries(summaries: Sequence[Summary], reference: Reference) -> None:
     """The same for programs of which there are summaries only: one for each, in the
-    order of the workers."""
+    order of the workers.
+
+    A claim may rest on what a message brings, and that on others: as no message waits
+    for itself, each is proved by those before it.
+    """
     messages = _match(summaries)
     _check_order(summaries)
     _check_cycle(summaries, messages)
     for summary in summaries:
         if summary.fault is not None:
             raise CheckError(summary.fault)
-    origins = _Provenances(summaries, messages)
-    origins.check_uses()
-    origins.check_joint()
+    _check_claims(summaries, messages, reference)
     _check_tasks(summaries, messages)
-    origins.check_gradients()
-    origins.check_weights()
-    origins.check_averages()
+    _check_replaced(summaries)
 
 
 class Delivery(NamedTuple):
@@ -100,21 +89,13 @@ def _match(summaries: Sequence[Summary]) -> dict[int, Delivery]:
             raise CheckError(
                 f"{_where(source, send)} and {_where(rank, recv)} name other workers"
             )
-        specs = summaries[source].origins[send.origin].specs
+        specs = send.specs
         if specs is not recv.specs and _shapes(specs) != _shapes(recv.specs):
             raise CheckError(
                 f"{_where(source, send)} sends {_text(specs)}, but "
                 f"{_where(rank, recv)} expects {_text(recv.specs)}"
             )
         messages[tag] = Delivery(source, rank, send, recv)
-        if (
-            recv.what == "fetch"
-            and summaries[source].origins[send.origin].weights is None
-        ):
-            raise CheckError(
-                f"{_where(source, send)} sends no weights, but {_where(rank, recv)} "
-                "wants some"
-            )
     for tag, (rank, send) in sends.items():
         if tag not in recvs:
             raise CheckError(f"{_where(rank, send)} has no recv")
@@ -216,160 +197,77 @@ def _circle(after: Sequence[Sequence[int]]) -> list[int]:
     return walked[walked.index(point) :][::-1] if left else []
 
 
-class _Provenances:
-    """Follows values back through messages to the jobs that made them."""
-
-    def __init__(
-        self, summaries: Sequence[Summary], messages: Mapping[int, Delivery]
-    ) -> None:
-        self.summaries, self.messages = summaries, messages
-        self.microbatches: dict[int, frozenset[int]] = {}  # by tag
-        self.sums: dict[tuple[int, int], Counter[Job] | None] = {}
-
-    def check_uses(self) -> None:
-        """Received values that a job reads are of its microbatch and, if kept for it
-        by an earlier job, made by that."""
-        uses = [(each.rank, use) for each in self.summaries for use in each.uses]
-        for rank, (job, name, tag, _) in uses:
-            others = self._microbatches(tag) - {job.microbatch}
-            if others and not job.joint:
-                raise CheckError(other_microbatch(rank, job, name, others))
-        for rank, (job, name, tag, wanted) in uses:
-            maker = None if wanted is None else self._maker(tag)
-            if wanted is not None and maker != wanted:
-                raise CheckError(other_maker(rank, job, name, maker, wanted))
-
-    def check_joint(self) -> None:
-        """Joint jobs read every microbatch once, in the order of the rows, and each
-        microbatch reads its own rows of what they make."""
-        uses = [
-            use._replace(rows=self._whole(use.rows))
-            for each in self.summaries
-            for use in each.joint_uses
-        ]
-        count = max((each.microbatches for each in self.summaries), default=1)
-        if fault := joint_fault(uses, count):
-            raise CheckError(fault)
-        for each in self.summaries:
-            if each.unread is not None:
-                raise CheckError(f"worker {each.rank}: {each.unread}")
-
-    def _whole(self, rows: Rows) -> Rows:
-        """With what came with messages."""
-        more = map(self._microbatches, rows.received)
-        parts = (*rows.parts, *self._more(rows.received))
-        return Rows(rows.microbatches.union(*more), parts, ())
-
-    def _more(self, tags: Iterable[int]) -> Iterator[JobPart]:
-        return (part for tag in tags for part in self._parts(tag))
-
-    def _parts(self, tag: int) -> tuple[JobPart, ...]:
-        """The results of jobs that a message was made from."""
-        origin = self._origin(tag)
-        return *origin.parts, *self._more(origin.received)
-
-    def _origin(self, tag: int) -> Provenance:
-        message = self.messages[tag]
-        return self.summaries[message.source].origins[message.send.origin]
-
-    def _maker(self, tag: int) -> Job | None:
-        origin = self._origin(tag)
-        while origin.forwards is not None:
-            origin = self._origin(origin.forwards)
-        return origin.maker
-
-    def _microbatches(self, tag: int) -> frozenset[int]:
-        if tag not in self.microbatches:
-            origin = self._origin(tag)
-            more = map(self._microbatches, origin.received)
-            self.microbatches[tag] = frozenset(origin.microbatches).union(*more)
-        return self.microbatches[tag]
-
-    def check_gradients(self) -> None:
-        """Each worker's gradient holds what all workers' jobs give, once."""
-        owed: dict[int, Counter[Job]] = {}
-        for summary in self.summaries:
-            for group, jobs in summary.gradients.items():
-                owed.setdefault(group, Counter()).update(jobs)
-        for summary in self.summaries:
-            for group, origin in summary.returns.items():
-                wanted = owed.get(group, Counter())
-                self._check_sum(summary.rank, group, origin, wanted)
-            for update, group, origin in summary.updates:
-                first = update.microbatch - (summary.every or 1)
-                given = owed.get(group, Counter())
-                if summary.alone:
-                    given = Counter(summary.gradients.get(group, ()))
-                wanted = Counter(
-                    job
-                    for job in given.elements()
-                    if first < job.microbatch <= update.microbatch
-                )
-                self._check_sum(summary.rank, group, origin, wanted)
-
-    def _check_sum(
-        self, rank: int, group: int, origin: int, wanted: Counter[Job]
-    ) -> None:
-        """Raises CheckError unless an origin adds up the gradients of these jobs."""
-        total = self._sum(rank, origin)
-        if total != wanted:
-            total = total or Counter()
-            wrong = sorted((wanted - total) + (total - wanted))
-            raise CheckError(
-                f"worker {rank} gets a gradient of group {group} in which "
-                f"{', '.join(map(str, wrong))} is missing or counted twice"
-            )
-        if self.summaries[rank].in_order:
-            order = with_messages(self._total(rank, origin), self._sent)
-            if fault := order_fault(order, wanted):
+def _check_claims(
+    summaries: Sequence[Summary], messages: Mapping[int, Delivery], reference: Reference
+) -> None:
+    """What programs say of values that come of other programs is so, and the same
+    gradient is added up in the same order wherever it is used."""
+    links = Links(
+        {tag: message.send.value for tag, message in messages.items()},
+        {(g, each.rank): left for each in summaries for g, left in each.left.items()},
+    )
+    matcher = Matcher(reference.gradient)
+    orders: dict[Any, Any] = {}
+    for summary in summaries:
+        for claim in summary.claims:
+            actual, wanted = links.close(claim.actual), links.close(claim.wanted)
+            if actual != wanted and not matcher.matches(actual, wanted):
+                found = Claim(claim.what, actual, wanted)
+                raise CheckError(_fault(summary.rank, found, reference))
+            if wanted[:1] != ("gradient",):
+                continue
+            first = orders.setdefault(wanted, actual)
+            if first is not actual and first != actual:
                 raise CheckError(
-                    f"worker {rank}: the gradient of group {group} {fault}"
+                    f"worker {summary.rank}: {claim.what}, {text(actual)}, and another "
+                    f"owner of it adds up {text(first)}: they would get other bits"
                 )
 
-    def _total(self, rank: int, origin: int) -> Sum:
-        return self.summaries[rank].origins[origin].total
 
-    def _sent(self, tag: int) -> Sum:
-        return self._origin(tag).total
+def _fault(rank: int, claim: Claim, reference: Reference) -> str:
+    """What is wrong with a claim, once all of it is known."""
+    if claim.wanted[:1] == ("gradient",):
+        group = claim.wanted[1]
+        wanted = reference.gradient(*claim.wanted[1:])
+        jobs, needed = (
+            Counter(terms(value[1] if value[:1] == ("cast",) else value))
+            for value in (claim.actual, wanted)
+        )
+        if wanted[:1] == ("terms",):
+            needed = Counter(wanted[1:])
+        elif wanted[:1] == ("cast",) and wanted[1][:1] == ("terms",):
+            needed = Counter(wanted[1][1:])
+        wrong = sorted({_job(each) for each in (needed - jobs) + (jobs - needed)})
+        if wrong:
+            return (
+                f"worker {rank} gets a gradient of group {group} in which "
+                f"{', '.join(wrong)} is missing or counted twice"
+            )
+        return (
+            f"worker {rank}: the gradient of group {group} adds up "
+            f"{text(claim.actual)}, and not {text(wanted)}"
+        )
+    return f"worker {rank}: {fault_text(claim)}"
 
-    def check_averages(self) -> None:
-        """Each average is of all replicas, at the same version, each once."""
-        for summary in self.summaries:
-            here = summary.rank
 
-            def resolve(source: Source | None) -> tuple[int, Part | None]:
-                if not isinstance(source, int):
-                    return here, source  # noqa: B023  # called at once
-                return self.messages[source].source, self._origin(source).part
+def _job(term: Any) -> str:
+    """The job whose gradient a term is."""
+    if term[:1] == ("item",) and term[1][:1] == ("job",):
+        return str(term[1][1])
+    return text(term)
 
-            for each in summary.averaged:
-                fault = average_fault(here, each, resolve)
-                if fault is not None:
-                    raise CheckError(fault)
 
-    def check_weights(self) -> None:
-        """Weights that came with messages are of the version that is wanted."""
-        for summary in self.summaries:
-            for task, group, tag, version, stale, gap in summary.weight_uses:
-                sent = self._origin(tag).weights
-                wanted = [(group, version, copied, gap) for copied in (True, stale)]
-                if sent not in wanted:
-                    raise CheckError(
-                        f"worker {summary.rank}: {task} wants version {version} of "
-                        f"group {group}, {gap:g} velocities away, and gets {sent}"
-                    )
-
-    def _sum(self, rank: int, number: int) -> Counter[Job] | None:
-        """The jobs whose gradients an origin adds up; None if it isn't such a sum."""
-        if (rank, number) not in self.sums:
-            origin = self.summaries[rank].origins[number]
-            jobs = None if origin.adds is None else Counter(origin.adds)
-            for tag in origin.added:
-                message = self.messages[tag]
-                more = self._sum(message.source, message.send.origin)
-                jobs = None if jobs is None or more is None else jobs + more
-            self.sums[rank, number] = jobs
-        return self.sums[rank, number]
+def _check_replaced(summaries: Sequence[Summary]) -> None:
+    """A pass that replaces a stage does the same to it on all workers."""
+    digests: dict[str, tuple[int, bytes]] = {}
+    for summary in summaries:
+        for name, digest in summary.replaced.items():
+            rank, first = digests.setdefault(name, (summary.rank, digest))
+            if first != digest:
+                raise CheckError(
+                    f"a pass makes {name} another on worker {summary.rank} than on "
+                    f"worker {rank}; give the same passes everywhere"
+                )
 
 
 def _where(rank: int, end: End) -> str:

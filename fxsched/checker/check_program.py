@@ -1,353 +1,473 @@
-"""What one worker's finished program shows by itself, and what others must know of it.
+"""Evaluates one worker's finished program on symbols.
 
-A program alone proves that its jobs are those that w puts there, that each calls its
-own stage and reads values of its own microbatch, and that every value is there when it
-is read and freed once. What it sends and receives is told to the others in a Summary.
+Each job and each update is held against the reference: then its results have its name.
+What depends on messages is claimed in a summary, which the check of all programs
+decides; so a rank needs no program but its own.
 """
 
 from __future__ import annotations
 
+import operator
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable
 from typing import Any
 
 from torch import fx
 
 from ..ir import ops
-from ..ir.graphs import Group, Specs, arguments, original, result
-from ..jobs.job import Direction, Job, Placement
-from .check_arrivals import ArrivalReads
-from .check_averages import AverageReads
-from .check_joint import joint_uses, rows_of, unread
-from .check_order import sum_of
-from .check_types import type_fault
-from .check_updates import UpdateFault, Updates, WeightReads
-from .summary import CheckError, End, Provenance, Summary, Use
+from ..ir.graphs import arguments
+from ..jobs.job import Direction, Job
+from .memory import OVERWRITES, Memory, is_job, order_tasks, task_of
+from .reference import Reference
+from .stage_digest import stage_digest
+from .summary import Claim, End, Summary
+from .symbols import Matcher, Symbol, is_open, received, symbol, text
 
-RECEIVES = (ops.recv, ops.fetch)
-NO_UPDATES = Updates()
+GONE = Symbol(("nothing",))
 
 
-def examine(
-    rank: int,
-    program: fx.GraphModule,
-    placements: Mapping[Job, Placement],
-    groups: Sequence[Group],
-    updates: Updates = NO_UPDATES,
-) -> Summary:
+def examine(rank: int, program: fx.GraphModule, reference: Reference) -> Summary:
     """The summary of a program; summary.fault says if it is not sound by itself."""
-    return _Examination(rank, program, placements, groups, updates).run()
+    return _Evaluation(rank, program, reference).run()
 
 
-STAGE = {
-    Direction.FORWARD: "forward",
-    Direction.BACKWARD: "backward",
-    Direction.WEIGHT: "weight",
-}
-KEEPS = {  # the job that keeps values for B, and for W
-    Direction.BACKWARD: Direction.FORWARD,
-    Direction.WEIGHT: Direction.BACKWARD,
-}
-
-
-class _Examination:
+class _Evaluation:
     def __init__(
-        self,
-        rank: int,
-        program: fx.GraphModule,
-        placements: Mapping[Job, Placement],
-        groups: Sequence[Group],
-        updates: Updates,
+        self, rank: int, program: fx.GraphModule, reference: Reference
     ) -> None:
-        self.rank, self.program = rank, program
-        self.placements, self.groups = placements, groups
+        self.rank, self.program, self.reference = rank, program, reference
         self.nodes = list(program.graph.nodes)
-        self.calls = [
-            node
-            for node in self.nodes
-            if "job" in node.meta and node.target is not ops.update
-        ]
-        planned = WeightReads(rank, self.nodes, groups, updates)
-        self.averages = AverageReads(planned, self.nodes)
-        self.weights: WeightReads | ArrivalReads = planned
-        if updates.ahead:
-            self.weights = ArrivalReads(rank, self.nodes, groups, updates, placements)
-        self.in_order, self.sum_dtype = updates.in_order, updates.gradient_dtype
-        self.joins = any(job.joint for job in placements)
-        self.here = [job for job, w in placements.items() if w.compute == rank]
+        self.names = {n.meta["replaces"] for n in self.nodes if "replaces" in n.meta}
+        self.replaced = {n.name: n for n in self.nodes if n.name in self.names}
         self.summary = Summary(rank)
-        self.positions: dict[str, int] = {}  # of tasks
-        self.known: dict[fx.Node, int] = {}  # origins
+        self.matcher = Matcher(reference.gradient)
+        self.values: dict[fx.Node, Any] = {}
+        self.memory = Memory(rank, self.nodes, reference)
+        self.updated: Counter[tuple[str, int]] = Counter()
+        self.noted: dict[str, Job] = {}  # by task
+        self.notes: Counter[str] = Counter()
+        self.read: Counter[tuple[int, int]] = Counter()  # copies, by group and b
+        self.digests: dict[Any, bytes] = {}
+        self.stages: dict[str, bool] = {}  # whether a stage is as planned
+        self.state: dict[int, Any] = {}  # buffers, by group
+        self.kept: dict[int, Any] = {}  # what is in the memory of a group's weights
 
     def run(self) -> Summary:
-        checks: tuple[Callable[[], None], ...] = (
-            self._jobs,
-            self._reads,
-            self._joint_reads,
-            self._lives,
-            self._gradients,
-            self._updates,
-        )
-        self._tasks()
-        for check in checks:  # all of them, for the summary is of all
-            try:
-                check()
-            except CheckError as error:
-                self.summary.fault = self.summary.fault or str(error)
-        self._ends()
-        self.summary.every = self.weights.all.every
-        self.summary.in_order = self.in_order
-        self.summary.alone = self.weights.all.average_every is not None
+        """Evaluates all nodes, the first fault or not: the summary is of all."""
+        self.positions = order_tasks(self.nodes, self.summary)
+        self._check_jobs()
+        for node in self.nodes:
+            if node.op == "placeholder":
+                value = self.values[node] = self.reference.placeholder(node, self.rank)
+                self.memory.give(node)
+                if "group" in node.meta:
+                    self.kept[node.meta["group"]] = value
+                continue
+            inputs = node.all_input_nodes
+            if fault := self.memory.read(node, inputs):
+                self._fault(fault)
+            if node.op == "output":
+                self._ends_with(node)
+            elif node.target is not ops.free:
+                value = self.values[node] = self._evaluated(node)
+                if fault := self.memory.make(node, inputs):
+                    self._fault(fault)
+                if node.target in OVERWRITES and "group" in node.meta:
+                    self.kept[node.meta["group"]] = value
+        self.summary.left = self.state
         return self.summary
 
-    def _jobs(self) -> None:
-        ran = Counter(node.meta["job"] for node in self.calls)
-        for job in ran:
-            if self.placements[job].compute != self.rank:
-                raise CheckError(
-                    f"{job} runs on worker {self.rank}, but w puts it on "
-                    f"{self.placements[job].compute}"
-                )
-        for job in self.here:
-            if ran[job] != 1:
-                raise CheckError(f"{job} runs {ran[job]} times")
+    # Faults and claims
 
-    def _reads(self) -> None:
-        """A job calls its own stage, and reads values of its own microbatch, besides
-        weights; B reads what its F saved, and W what its B carries."""
-        mixed, misled = [], []
-        for node in self.calls:
-            job: Job = node.meta["job"]
-            if node.target != f"{STAGE[job.direction]}_{job.stage}":
-                misled.append(f"worker {self.rank}: {job} calls {node.target}")
-            saved, wanted = node.args[1], None
-            if job.direction in KEEPS:
-                wanted = job._replace(direction=KEEPS[job.direction])
-            read: list[fx.Node] = []
-            fx.map_arg(node.args[1:], read.append)
-            for argument in read:
-                value, maker = original(argument), wanted if argument is saved else None
-                if value.target in RECEIVES:
-                    tag: Any = value.kwargs["tag"]
-                    self.summary.uses.append(Use(job, value.name, tag, maker))
-                    continue
-                rows = rows_of(value, RECEIVES, self.joins)
-                for tag in rows.received:
-                    self.summary.uses.append(Use(job, value.name, tag, None))
-                others = rows.microbatches - {job.microbatch}
-                if others and not job.joint:
-                    mixed.append(other_microbatch(self.rank, job, value.name, others))
-                if maker is not None and _maker(value) != maker:
-                    actual = _maker(value)
-                    misled.append(
-                        other_maker(self.rank, job, value.name, actual, maker)
-                    )
-        for fault in mixed + misled:
-            raise CheckError(fault)
+    def _fault(self, what: str) -> None:
+        """Notes what is wrong: the first fault, for all of the program is evaluated."""
+        self.summary.fault = self.summary.fault or what
 
-    def _joint_reads(self) -> None:
-        """For the check of all programs, which sees all microbatches."""
-        if self.joins:
-            self.summary.joint_uses += joint_uses(self.rank, self.calls, RECEIVES)
-            cut = [arguments(n)[2] for n in self.nodes if n.target is ops.rows]
-            every = [1 + job.microbatch for job in self.placements]
-            self.summary.microbatches = max(every + cut)
-            self.summary.unread = unread(self.nodes, RECEIVES)
+    def _claim(self, what: str, actual: Any, wanted: Any) -> None:
+        """A value is the wanted one."""
+        if actual == wanted:
+            return
+        claim = Claim(what, actual, wanted)
+        if is_open(actual) or is_open(wanted) or has_sums(wanted):
+            self.summary.claims.append(claim)
+        elif not self.matcher.matches(actual, wanted):
+            self._fault(f"worker {self.rank}: {fault_text(claim)}")
 
-    def _tasks(self) -> None:
-        """A task starts once all that it reads is there: what it reads of others here
-        must be made by tasks before it."""
-        calls = [n for n in self.nodes if n.op.startswith("call")]
-        calls = [n for n in calls if n.target not in RECEIVES]
-        for node in calls:
-            self.positions.setdefault(node.meta["task"], len(self.positions))
-        self.summary.tasks = list(self.positions)
-        waits: dict[tuple[int, int], None] = {}
-        for node in calls:
-            if node.target is ops.free:
-                continue
-            position = self.positions[node.meta["task"]]
-            for value in node.all_input_nodes:
-                if value.target in RECEIVES:
-                    tag: Any = value.kwargs["tag"]
-                    waits[position, tag] = None
-                elif value.op != "placeholder":
-                    before = value.meta["task"]
-                    if self.positions[before] > position:
-                        self.summary.circle = (before, node.meta["task"])
-        self.summary.waits = list(waits)
+    # Values
 
-    def _lives(self) -> None:
-        defined: set[fx.Node] = set()
-        freed: set[fx.Node] = set()
-        for node in self.nodes:
-            inputs = node.all_input_nodes
-            for value in inputs:
-                if value not in defined:
-                    raise CheckError(
-                        f"{self._where(node)} reads {value} before it is made"
-                    )
-                if value in freed:
-                    verb = "frees" if node.target is ops.free else "reads"
-                    raise CheckError(
-                        f"{self._where(node)} {verb} {value} after its free"
-                    )
-            if node.target is ops.free:
-                freed.update(inputs)
-            defined.add(node)
-        returned = set(self.program.graph.output_node().all_input_nodes)
-        for node in self.nodes:
-            if node in freed or node in returned or not node.op.startswith("call"):
-                continue
-            if node.target not in ops.VALUELESS:
-                raise CheckError(f"worker {self.rank} never frees {node}")
+    def _of(self, value: Any) -> Any:
+        if isinstance(value, fx.Node):
+            return self.values.get(value, GONE)
+        if isinstance(value, (tuple, list)):
+            return tuple(self._of(each) for each in value)
+        if isinstance(value, dict):
+            return {key: self._of(each) for key, each in value.items()}
+        return value
 
-    def _gradients(self) -> None:
-        """Each job gives the gradients that it should, and each group that is kept here
-        gets one; the check of all programs says whether it is the right one."""
-        split = any(job.direction is Direction.WEIGHT for job in self.placements)
-        gives = Direction.WEIGHT if split else Direction.BACKWARD
-        gradients = self.summary.gradients
-        for node in self.nodes:
-            group = node.meta.get("group")
-            job = _maker(node) if group is not None else None
-            if group is not None and job is not None and job.direction is gives:
-                gradients.setdefault(group, []).append(job)
-        trains = any(job.direction is Direction.BACKWARD for job in self.placements)
-        returned = result(self.program).get("groups", {})
-        lost = []
-        for number, group in enumerate(self.groups):
-            if not trains or not any(group.trained) or self.weights.all.every:
-                continue
-            if self.rank not in group.updaters:
-                continue
-            value = returned.get(str(number))
-            if value is None:
-                lost.append(
-                    f"worker {self.rank} keeps {', '.join(group.names[:3])} but "
-                    "gets no gradient of it"
-                )
-            else:
-                self.summary.returns[number] = self._origin(value)
-        self._all_give(gives)
-        self.summary.fault = self.summary.fault or type_fault(
-            self.rank, self.program, self.sum_dtype, self._added
-        )
-        if lost:
-            raise CheckError(lost[0])
-
-    def _added(self, node: fx.Node) -> set[int]:
-        """The microbatches that a sum adds up here, one after the other."""
-        jobs, _ = _contributions(node)
-        return {job.microbatch for job in jobs or ()} if self.in_order else {0, 1}
-
-    def _updates(self) -> None:
+    def _evaluated(self, node: fx.Node) -> Any:
         try:
-            self.weights.check_reads()
-            for job, group, gradients in self.weights.updates():
-                self.summary.updates.append((job, group, self._origin(gradients)))
-            self.summary.averaged += self.averages.averaged()
-        except UpdateFault as fault:
-            raise CheckError(str(fault)) from fault
-        finally:
-            self.summary.weight_uses = self.weights.uses
+            return self._evaluate(node)
+        except (AttributeError, LookupError, TypeError, ValueError):
+            called = node.format_node()
+            self._fault(f"{self.memory.where(node)} can't be called so: {called}")
+            return GONE
 
-    def _all_give(self, gives: Direction) -> None:
-        givers = [
-            set(self.summary.gradients.get(i, ())) for i in range(len(self.groups))
-        ]
-        wanted: dict[int, list[int]] = {}  # groups, by stage
-        for number, group in enumerate(self.groups):
-            for stage in group.givers:
-                wanted.setdefault(stage, []).append(number)
-        for job in self.here:
-            for number in wanted.get(job.stage, ()) if job.direction is gives else ():
-                if job not in givers[number]:
-                    names = ", ".join(self.groups[number].names[:3])
-                    raise CheckError(
-                        f"{job} gives no gradient of group {number}: {names}"
-                    )
+    def _evaluate(self, node: fx.Node) -> Any:
+        target = node.target
+        if is_job(node):
+            return self._job(node)
+        if "replaces" in node.meta:
+            return self._of(self.replaced.get(node.meta["replaces"], GONE))
+        if node.op != "call_function":
+            kind = "." if node.op == "call_method" else ""
+            return symbol(f"{kind}{target}", self._of(node.args), *_named(node, self))
+        rule = EVALUATE.get(target)
+        if rule is not None:
+            return rule(self, node)
+        word = getattr(target, "__name__", str(target))
+        if getattr(ops, word, None) is target:
+            return symbol(word, *self._of(node.args))
+        where = getattr(target, "__module__", "")
+        return symbol(f"{where}.{word}", *self._of(node.args), *_named(node, self))
 
-    def _ends(self) -> None:
-        for node in self.nodes:
-            if node.target is ops.send:
-                to, task = node.kwargs["to"], node.meta["task"]
-                origin, position = self._origin(node.args[0]), self.positions[task]
-                end = End("send", node.kwargs["tag"], to, task, position, origin, ())
-            elif node.target in RECEIVES:
-                what, task = node.target.__name__, node.meta["task"]
-                tag, source = node.kwargs["tag"], node.kwargs["source"]
-                end = End(what, tag, source, task, -1, -1, node.meta["specs"])
-            else:
-                continue
-            self.summary.ends.append(end)
-
-    def _origin(self, value: fx.Node) -> int:
-        """The position of a value's origin."""
-        if value not in self.known:
-            self.known[value] = len(self.summary.origins)
-            specs: Specs = value.meta["specs"]
-            made = rows_of(value, RECEIVES, self.joins)
-            source = original(value)
-            tag: Any = source.kwargs["tag"] if source.target in RECEIVES else None
-            adds, added = _contributions(value)
-            rows = tuple(sorted(made.microbatches))
-            self.summary.origins.append(
-                Provenance(
-                    specs,
-                    tag,
-                    _maker(value),
-                    rows,
-                    made.received,
-                    adds,
-                    added,
-                    made.parts,
-                    self.weights.of(value),
-                    self.averages.part(value),
-                    sum_of(value, RECEIVES, _maker) if self.in_order else None,
-                )
-            )
-        return self.known[value]
-
-    def _where(self, node: fx.Node) -> str:
-        name = getattr(node.target, "__name__", str(node.target))
-        if "tag" in node.kwargs:
-            name = f"{name}(tag={node.kwargs['tag']})"
-        return f"worker {self.rank}: {name} of {node.meta.get('task', node.name)}"
-
-
-def _maker(value: fx.Node) -> Job | None:
-    """The job that a part of its result comes from."""
-    value = original(value)
-    source = value.args[0] if value.args else None
-    return source.meta.get("job") if isinstance(source, fx.Node) else None
-
-
-def _contributions(node: fx.Node) -> tuple[tuple[Job, ...] | None, tuple[int, ...]]:
-    """The jobs whose gradients a value adds up, and the messages."""
-    jobs: list[Job] = []
-    tags: list[int] = []
-    open_ends = [node]
-    while open_ends:
-        node = original(open_ends.pop())
-        if node.target in RECEIVES:
-            tag: Any = node.kwargs["tag"]
-            tags.append(tag)
-        elif node.target in (ops.accumulate, ops.reduce, ops.cast):
-            open_ends += [a for a in node.args if isinstance(a, fx.Node)]
+    def _job(self, node: fx.Node) -> Any:
+        """A job has the arguments that it should; then its results have its name."""
+        job: Job = node.meta["job"]
+        number = self.reference.number(job)
+        if number < 0:
+            return GONE
+        name = self.reference.name(number)
+        target, wanted = self.reference.call(job, self.state)
+        replaced = "replaces" in node.meta
+        if node.target == target or replaced:
+            self._check_stage(str(node.target), target, replaced)
         else:
-            job = _maker(node)
-            if job is None:
-                return None, ()
-            jobs.append(job)
-    return tuple(jobs), tuple(tags)
+            self._fault(f"worker {self.rank}: {name} calls {node.target}")
+        read = arguments(node)
+        if len(read) != len(wanted):
+            self._fault(f"worker {self.rank}: {name} reads {len(read)} arguments")
+        for mine, want in zip(read, wanted, strict=False):
+            nested = isinstance(mine, (tuple, list)) and type(want) is tuple
+            if nested and len(mine) == len(want):
+                for one, other in zip(mine, want, strict=True):
+                    self._read(name, one, other)
+            else:
+                self._read(name, mine, want)
+        return self.reference.results_of(number)
+
+    def _read(self, name: str, value: Any, wanted: Any) -> None:
+        actual = self._of(value)
+        if actual is not wanted and actual != wanted:
+            self._claim(f"{name} reads {value}", actual, wanted)
+
+    def _check_stage(self, name: str, planned: str, replaced: bool) -> None:
+        """A job calls the planned graph, or a pass says that it doesn't."""
+        if name in self.stages:
+            return
+        module = self.program.get_submodule(name)
+        digest = stage_digest(module, self.digests)
+        self.stages[name] = same = digest == self.reference.digests.get(planned)
+        if same:
+            return
+        if replaced or getattr(module, "meta", {}).get("replaced"):
+            self.summary.replaced[name] = digest
+            return
+        self._fault(
+            f"worker {self.rank}: {name} computes something else than planned; a pass "
+            "that means it changes what fxsched.passes.stage_graphs gives, or calls "
+            "fxsched.passes.replaces"
+        )
+
+    def _item(self, node: fx.Node) -> Any:
+        source, position = arguments(node)
+        if not isinstance(source, fx.Node):
+            return GONE
+        value = symbol("item", self._of(source), position)
+        if self.reference.results["state"] and is_job(source):
+            for group in self.reference.writes(source.meta["job"], position):
+                self.state[group] = value
+        return value
+
+    def _sum(self, node: fx.Node) -> Any:
+        return symbol("sum", *self._of(node.args))
+
+    def _reduce(self, node: fx.Node) -> Any:
+        return symbol("sum", *self._of(node.args[1:]))
+
+    def _settle(self, node: fx.Node) -> Any:
+        how, last, before, *after = arguments(node)
+        if len(after) == 1:
+            return self._of(after[0])
+        return symbol("settle", *self._of((tuple(how), last, before, *after)))
+
+    def _collect(self, node: fx.Node) -> Any:
+        count, dim, *parts = self._of(node.args)
+        return symbol("collected", ("collect", dim), count, *parts)
+
+    def _total(self, node: fx.Node) -> Any:
+        count, scale, *parts = self._of(node.args)
+        return symbol("collected", ("total", scale), count, *parts)
+
+    def _fold(self, node: fx.Node) -> Any:
+        how, count, *parts = self._of(node.args)
+        return symbol("collected", ("fold", how), count, *parts)
+
+    def _factor(self, node: fx.Node) -> Any:
+        limit, skips, places, *norms = self._of(node.args)
+        pairs = ((norms[i] if i < len(norms) else GONE, k) for i, k in places)
+        return symbol("factor", limit, skips, *pairs)
+
+    def _received(self, node: fx.Node) -> Any:
+        kwargs = dict[str, Any](node.kwargs)
+        tag, source, specs = kwargs["tag"], kwargs["source"], node.meta["specs"]
+        what = node.target.__name__  # type: ignore[union-attr]
+        end = End(what, tag, source, node.meta["task"], -1, None, specs)
+        self.summary.ends.append(end)
+        return received(tag)
+
+    def _sent(self, node: fx.Node) -> None:
+        value, task = arguments(node)[0], node.meta["task"]
+        kwargs: dict[str, Any] = node.kwargs
+        to, tag = kwargs["to"], kwargs["tag"]
+        at, sent, specs = self.positions[task], self._of(value), value.meta["specs"]
+        self.summary.ends.append(End("send", tag, to, task, at, sent, specs))
+
+    def _nothing(self, node: fx.Node) -> None:
+        """Of an operation that gives no value."""
+
+    def _pause(self, node: fx.Node) -> Any:
+        self._results(self._of(node.args[0]), self.reference.called(self.rank))
+        return Symbol(("pause",))
+
+    def _update(self, node: fx.Node) -> Any:
+        """An update takes what it should; then it gives the next version."""
+        _, group, number, *read = arguments(node)
+        task, reference = task_of(node), self.reference
+        self.updated[task, group] += 1
+        if reference.by_arrival:
+            return self._update_on_arrival(node)
+        names = ("the weights", "the gradients", "the factor")
+        if not isinstance(number, int) or number >= reference.last_version:
+            self._fault(f"worker {self.rank}: {task} is update {number} of {group}")
+            return GONE
+        wanted = reference.update(group, number, self.rank)
+        for what, one, other in zip(names, read[:3], wanted, strict=True):
+            self._claim(f"{task} takes {what} {one}", self._of(one), other)
+        return reference.updated(group, number + 1, self.rank)
+
+    def _copy(self, node: fx.Node) -> Any:
+        if self.reference.by_arrival:
+            return self._read_on_arrival(node)
+        return self._of(node.args[1])
+
+    def _correct(self, node: fx.Node) -> Any:
+        return symbol("correct", *self._of(node.args[1:]))
+
+    def _renew(self, node: fx.Node) -> Any:
+        return self._of(node.args[2])
+
+    def _replica(self, node: fx.Node) -> Any:
+        _, group, moments, _, weights = self._of(node.args)
+        return symbol("replica", group, moments, weights)
+
+    def _take(self, node: fx.Node) -> Any:
+        """An average goes in the place of a replica when it should."""
+        _, group, *taken = self._of(node.args)
+        schedule, own = self.reference.schedule, taken[1]
+        version = own[2] if len(own) == 4 and own[0] == "weights" else -1
+        task = task_of(node)
+        if version < 1 or not schedule.averages(version):
+            self._fault(f"worker {self.rank}: {task} averages {text(own)}")
+            return GONE
+        wanted = self.reference.taken(group, version, self.rank)
+        for one, other in zip(taken, wanted, strict=True):
+            self._claim(f"{task} takes", one, other)
+        return self.reference.weights(group, version, self.rank)
+
+    # Updates in order of arrival: what is read is proved for each job
+
+    def _note(self, node: fx.Node) -> None:
+        job = Job.parse(arguments(node)[1])
+        self.noted[task_of(node)] = job
+        self.notes[str(job)] += 1
+
+    def _noted(self, node: fx.Node) -> Job | None:
+        """The read or the update that a node's task is noted as."""
+        job = self.noted.get(task_of(node))
+        if job is None:
+            self._fault(f"worker {self.rank}: {task_of(node)} is not noted")
+        return job
+
+    def _read_on_arrival(self, node: fx.Node) -> Any:
+        """A copy of weights for all jobs of a microbatch, after the update that their
+        version names."""
+        _, weights, *before = arguments(node)
+        job, value = self._noted(node), self._of(weights)
+        if job is None or value[:1] != ("live",):
+            self._fault(f"worker {self.rank}: {task_of(node)} copies {text(value)}")
+            return GONE
+        group, b = value[1], job.microbatch
+        stage = self.reference.groups[group].stages[0]
+        self.read[group, b] += 1
+        if job.direction is not Direction.FORWARD or job.stage != stage:
+            self._fault(
+                f"worker {self.rank}: {task_of(node)} copies weights of stage {stage} "
+                f"for {job}"
+            )
+        version = self.reference.schedule.seen(job)
+        if version:
+            self._check_waits(job, before, [version - 1])
+        return Symbol(("read", group, b))
+
+    def _update_on_arrival(self, node: fx.Node) -> Any:
+        _, group, number, weights, gradients, factor, *before = arguments(node)
+        job = self._noted(node)
+        if job is None:
+            return GONE
+        if number is not None:
+            self._fault(f"worker {self.rank}: {job} is number {number} in the order")
+        wanted = self.reference.update(group, job.microbatch, self.rank)
+        read = weights, gradients, factor
+        for one, other in zip(read, wanted, strict=True):
+            self._claim(f"{job} takes {one}", self._of(one), other)
+        self._check_waits(job, before, self.reference.awaited(job))
+        return Symbol(("updated", job.stage, job.microbatch))
+
+    def _check_waits(self, job: Job, before: list[Any], wanted: list[int]) -> None:
+        """A read or an update waits for updates of its stage."""
+        awaited = {self._of(value) for value in before}
+        for b in wanted:
+            if Symbol(("updated", job.stage, b)) not in awaited:
+                update = Job(job.stage, b, Direction.UPDATE)
+                self._fault(f"worker {self.rank}: {job} does not wait for {update}")
+
+    # The end
+
+    def _ends_with(self, output: fx.Node) -> None:
+        reference = self.reference
+        self._check_updates()
+        stays = self.memory.freed.union(output.all_input_nodes)
+        for value in self.nodes:
+            gives = value.target not in ops.VALUELESS and value.op.startswith("call")
+            if gives and value not in stays:
+                self._fault(f"worker {self.rank} never frees {value}")
+        wanted = reference.given_back(self.rank)
+        if not any(node.target is ops.pause for node in self.nodes):
+            wanted = reference.called(self.rank) | wanted
+        self._results(self._of(output.args[0]), wanted)
+        if reference.every is None or reference.by_arrival:
+            return
+        for group, known in enumerate(reference.groups):
+            if self.rank in known.owners and any(known.trained):
+                value = self.kept.get(group, Symbol(("weights", group, 0)))
+                last = reference.weights(group, reference.last_version, self.rank)
+                names = ", ".join(known.names[:3])
+                self._claim(f"the step leaves {names}", value, last)
+
+    def _check_jobs(self) -> None:
+        """Jobs run once, where w says."""
+        ran = Counter(node.meta["job"] for node in filter(is_job, self.nodes))
+        reference = self.reference
+        times = Counter({reference.number(job): n for job, n in ran.items()})
+        mine = reference.jobs_on(self.rank)
+        for number in times.keys() - set(mine):
+            where = f"w puts it on {reference.jobs.compute[number]}"
+            name = reference.name(number) if number >= 0 else "another job"
+            where = where if number >= 0 else "there is no such job"
+            self._fault(f"{name} runs on worker {self.rank}, but {where}")
+        for number in mine:
+            if times[number] != 1:
+                self._fault(f"{reference.name(number)} runs {times[number]} times")
+
+    def _check_updates(self) -> None:
+        """Each update is there once, and so is each copy that jobs read."""
+        wanted = Counter(
+            (str(job), group) for job, group in self.reference.updates_on(self.rank)
+        )
+        for task, group in wanted - self.updated:
+            self._fault(f"worker {self.rank}: {task} does not update group {group}")
+        for task, group in self.updated - wanted:
+            self._fault(
+                f"worker {self.rank}: {task} updates group {group} once more than it "
+                "should"
+            )
+        for job_text, count in self.notes.items():
+            if count != 1:
+                self._fault(f"worker {self.rank}: {job_text} is noted {count} times")
+        for (group, b), count in self.read.items():
+            if count != 1:
+                self._fault(
+                    f"worker {self.rank}: group {group} is copied {count} times for "
+                    f"microbatch {b}"
+                )
+
+    def _results(self, actual: Any, wanted: dict[str, Any]) -> None:
+        """What is returned is what should be."""
+        for key, values in wanted.items():
+            mine = actual.get(key, ()) if isinstance(actual, dict) else ()
+            if isinstance(values, dict):
+                for name, value in values.items():
+                    if not isinstance(mine, dict) or name not in mine:
+                        self._fault(self._lost(key, name))
+                    else:
+                        self._claim(f"{key}[{name}] is", mine[name], value)
+                for name in mine if isinstance(mine, dict) else ():
+                    if name not in values:
+                        self._fault(f"worker {self.rank} returns {key}[{name}] too")
+            elif len(mine) != len(values):
+                self._fault(f"worker {self.rank} returns {len(mine)} {key}")
+            else:
+                for i, (one, other) in enumerate(zip(mine, values, strict=True)):
+                    self._claim(f"{key}[{i}] is", one, other)
+
+    def _lost(self, key: str, name: str) -> str:
+        if key != "groups":
+            return f"worker {self.rank} returns no {key}[{name}]"
+        names = ", ".join(self.reference.groups[int(name)].names[:3])
+        return f"worker {self.rank} keeps {names} but gets no gradient of it"
 
 
-def other_microbatch(rank: int, job: Job, name: str, others: Collection[int]) -> str:
-    """The error for a job that reads another microbatch's value."""
-    return f"worker {rank}: {job} reads {name}, which is of microbatch {min(others)}"
+EVALUATE: dict[Any, Callable[[_Evaluation, fx.Node], Any]] = {
+    operator.getitem: _Evaluation._item,
+    ops.add: _Evaluation._sum,
+    ops.accumulate: _Evaluation._sum,
+    ops.reduce: _Evaluation._reduce,
+    ops.settle: _Evaluation._settle,
+    ops.collect: _Evaluation._collect,
+    ops.total: _Evaluation._total,
+    ops.fold: _Evaluation._fold,
+    ops.clip_factor: _Evaluation._factor,
+    ops.recv: _Evaluation._received,
+    ops.fetch: _Evaluation._received,
+    ops.send: _Evaluation._sent,
+    ops.free: _Evaluation._nothing,
+    ops.wait: _Evaluation._nothing,
+    ops.finite: _Evaluation._nothing,
+    ops.pause: _Evaluation._pause,
+    ops.update: _Evaluation._update,
+    ops.copy: _Evaluation._copy,
+    ops.correct: _Evaluation._correct,
+    ops.renew: _Evaluation._renew,
+    ops.replica: _Evaluation._replica,
+    ops.take: _Evaluation._take,
+    ops.note: _Evaluation._note,
+}
 
 
-def other_maker(rank: int, job: Job, name: str, maker: Job | None, wanted: Job) -> str:
-    """The error for a job that reads what another job than planned made."""
-    return f"worker {rank}: {job} reads {name}, which {maker} made, not {wanted}"
+def has_sums(wanted: Any) -> bool:
+    """Whether a wanted symbol names a gradient: all its owners' are held together."""
+    return isinstance(wanted, tuple) and (
+        wanted[:1] == ("gradient",) or any(map(has_sums, wanted))
+    )
+
+
+def fault_text(claim: Claim) -> str:
+    """What a claim says that does not hold."""
+    return f"{claim.what}, {text(claim.actual)}, and not {text(claim.wanted)}"
+
+
+def _named(node: fx.Node, evaluation: _Evaluation) -> list[Any]:
+    """Arguments of a call by name, in order."""
+    return [
+        (name, evaluation._of(value)) for name, value in sorted(node.kwargs.items())
+    ]

@@ -44,6 +44,7 @@ META = {
     "job": "job that a call is",
     "custom": "number of the node of a stage that a flat graph's node is of, as `line`",
     "own": "whether a user's pass made the node",
+    "replaces": "name of the node that it is in the place of, by what a pass says",
 }
 
 # Those that no one reads once stages are differentiated; compilers of stages read "val"
@@ -54,4 +55,5 @@ SPENT = ("val", "origin", "arguments", "work", "estimated", "mutates", "learns",
 GRAPH_META = {
     "facts": "Facts of the model",
     "lines": "the user's lines of a stage's nodes",
+    "replaced": "whether a pass of the user may have changed a stage",
 }

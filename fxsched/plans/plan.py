@@ -15,7 +15,7 @@ from torch import fx
 
 from ..checker.check_messages import check_programs
 from ..checker.check_program import examine
-from ..checker.check_updates import Updates
+from ..checker.reference import Reference
 from ..checker.summary import Summary
 from ..clock.activations import credits
 from ..clock.memory import Peaks, worker_memory
@@ -79,6 +79,7 @@ class Plan:
     loss: position of the output that B starts from in the call itself, or None.
     timeline: when each job should run, in seconds.
     lines: the step of all workers; see fxsched/ir/step_ir.py. specs: of their values.
+    reference: what the programs should compute; see fxsched/checker.
     nodes: what was known of the model's operations, by the names that profiles use.
     draws: whether jobs draw random numbers. redraws: whether B draws those of an F that
         ran on another worker.
@@ -109,6 +110,7 @@ class Plan:
     timeline: Timeline
     lines: Sequence[Line | Message]
     specs: Callable[[Value], Specs]
+    reference: Reference
     notes: tuple[str, ...] = ()
     nodes: Mapping[str, Known] = field(default_factory=dict)
     inputs: tuple[State, ...] = ()
@@ -345,38 +347,12 @@ class Plan:
 
     def check(self) -> None:
         """Raises CheckError unless the programs are sound; see fxsched/checker."""
-        check_programs(*self._checked(self.programs))
+        check_programs(self.programs, self.reference)
 
     def examine(self, rank: int) -> Summary:
         """What one worker's program shows by itself, and what the others need to know
         of it, for checker.check_messages.check_summaries."""
-        return examine(rank, *self._checked(self.programs[rank]))
-
-    def _checked(self, programs: T) -> tuple[T, Any, Any, Updates]:
-        """Programs, and what the checks know of the plan."""
-        dtype = self.gradient_dtype
-        updates = Updates(
-            current=self.current, in_order=self.in_order, gradient_dtype=dtype
-        )
-        if self.updates:
-            every, seen = self.schedule.update_every, self.schedule.seen
-            stale = self.schedule.version is not None
-            ahead = self.schedule.ahead if self.by_arrival else 0
-            updates = Updates(
-                every,
-                self.updates,
-                seen,
-                stale,
-                self.current,
-                self.schedule.gap,
-                ahead,
-                self.schedule.average_every,
-                self.schedule.elastic is not None,
-                len({job.microbatch for job in self.updates}),
-                self.in_order,
-                dtype,
-            )
-        return programs, self.placements, self.groups, updates
+        return examine(rank, self.programs[rank], self.reference)
 
     @property
     def digest(self) -> str:

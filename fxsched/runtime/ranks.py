@@ -195,7 +195,7 @@ class Ranks:
         wrong = [rank for rank, other in enumerate(digests) if other != digests[0]]
         if wrong:
             raise self._departed(plan, wrong[0])
-        check_summaries(summaries)
+        check_summaries(summaries, plan.reference)
         for rank, other in enumerate(passes_by_rank):
             if other != passes_by_rank[0]:
                 raise PlanError(

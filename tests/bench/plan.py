@@ -96,7 +96,7 @@ def measure(case: Case) -> Taken:
     found = [plan.examine(rank) for rank in here]
     assert not any(summary.fault or summary.circle for summary in found)
     if programs == "all":
-        check_summaries(found)
+        check_summaries(found, plan.reference)
     checked = time.perf_counter()
     order, lines = seconds["order_jobs"], sum(seconds[name] for name in LINES)
     front = sum(seconds.values()) - order - lines
