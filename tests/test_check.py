@@ -18,6 +18,7 @@ import fxsched
 from fxsched import CheckError, Job, Placement, Plan, Schedule, schedules
 from fxsched import pipeline as passes_in_order
 from fxsched.checker.check_messages import check_summaries
+from fxsched.checker.symbols import Symbol
 from fxsched.ir import ops
 from fxsched.ir.meta import GRAPH_META, META
 
@@ -354,6 +355,55 @@ def test_ranks_need_each_others_summaries_only(plan: Callable[[], Plan]) -> None
         [pickle.loads(pickle.dumps(own.examine(rank))) for rank in range(2)],
         own.reference,
     )
+
+
+def test_owners_of_a_gradient_add_it_up_in_one_order() -> None:
+    plan = crossed()
+    summaries = [plan.examine(rank) for rank in range(2)]
+    claims = summaries[1].claims
+    i = next(i for i, each in enumerate(claims) if each.wanted[:1] == ("gradient",))
+    terms = plan.reference.gradient(*claims[i].wanted[1:])[1:]
+    for order in (terms, terms[::-1]):
+        claims[i] = claims[i]._replace(actual=Symbol(("sum", *order)))
+        if order is terms:
+            check_summaries(summaries, plan.reference)
+            continue
+        with pytest.raises(CheckError, match="they would get other bits"):
+            check_summaries(summaries, plan.reference)
+
+
+def test_a_pass_changes_a_stage_on_all_workers_alike() -> None:
+    def slower(program: fx.GraphModule, request: object, workers: str) -> Any:
+        worker = next(n.meta["worker"] for n in program.graph.nodes if "n" in n.meta)
+        for _, flat in fxsched.passes.stage_graphs(program):
+            for node in flat.graph.nodes if str(worker) in workers else ():
+                if node.target is torch.ops.aten.relu.default:
+                    node.target = torch.ops.aten.abs.default
+        return program
+
+    def planned_with(workers: str) -> Plan:
+        alike = functools.partial(slower, workers=workers)
+        x = torch.ones(4, 3)
+        return fxsched.plan(Chain(), schedules.ddp(2, 2), x, passes=[alike])
+
+    planned_with("01").check()
+    with pytest.raises(CheckError, match=r"makes forward_\d another on worker 1"):
+        planned_with("1").check()
+
+
+def test_a_stage_that_a_pass_changes_without_a_word_is_found() -> None:
+    plan = pipeline()
+    stage = plan.programs[1].get_submodule("forward_1")
+    graph = fx.Graph()
+    graph.output(graph.graph_copy(stage.graph, {}))  # type: ignore[arg-type]
+    output = graph.output_node()
+    with graph.inserting_before(output):
+        first = output.args[0][0]  # type: ignore[index]
+        twice = graph.call_function(torch.mul, (first, 2))
+    output.replace_input_with(first, twice)  # type: ignore[arg-type]
+    plan.programs[1].forward_1 = fx.GraphModule(stage, graph)
+    with pytest.raises(CheckError, match="worker 1: forward_1 computes something else"):
+        plan.check()
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import enum
+import functools
 import math
 from typing import Any
 
@@ -153,6 +154,43 @@ def test_nodes_without_facts_take_those_of_their_neighbours() -> None:
     backend = fxsched.backend(schedule, ["b"], passes=[plain], transport="threads")
     loss = torch.compile(model, backend=backend)(x)
     torch.testing.assert_close(loss, model(x), rtol=2e-2, atol=2e-2)
+
+
+def test_what_a_pass_replaces_without_a_word_is_refused() -> None:
+    def negated(program: fx.GraphModule, request: object, says: bool) -> fx.GraphModule:
+        for send in program.graph.find_nodes(op="call_function", target=ops.send):
+            (value,) = send.all_input_nodes
+            with program.graph.inserting_before(send):
+                new = program.graph.call_function(torch.neg, (value,))
+            if says:
+                fxsched.passes.replaces(new, value)
+            send.args = (new,)
+        return program
+
+    with pytest.raises(
+        CheckError, match=r"reads recv_\d, torch.neg\(result 0 of \d[FB]\d\)"
+    ):
+        planned(functools.partial(negated, says=False)).check()
+    plan = planned(functools.partial(negated, says=True))
+    plan.check()
+    assert plan.replaced == ("passes replace values: neg (5)",)
+    assert "passes replace values: neg (5)" in plan.explain()
+
+
+def test_stages_that_a_pass_replaces_are_printed() -> None:
+    def doubled(program: fx.GraphModule, request: object) -> fx.GraphModule:
+        for name, flat in fxsched.passes.stage_graphs(program):
+            for node in flat.graph.nodes if name.startswith("forward_1") else ():
+                if node.op == "output":
+                    first = node.args[0][0]
+                    with flat.graph.inserting_before(node):
+                        twice = flat.graph.call_function(torch.mul, (first, 2))
+                    node.replace_input_with(first, twice)
+        return program
+
+    plan = planned(doubled)
+    plan.check()
+    assert plan.replaced == ("passes replace stages: forward_1",)
 
 
 class Color(enum.StrEnum):

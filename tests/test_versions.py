@@ -109,6 +109,18 @@ def test_an_update_waits_for_the_copy_that_others_are_renewed_from() -> None:
         plan.check()
 
 
+def test_others_are_renewed_from_a_copy() -> None:
+    """They may read what is sent when the next update goes over it."""
+    model, inputs = build_double("mlp")
+    plan = copied(fxsched.plan(model, SCHEDULES["owners"](), *inputs))
+    sends = calls(plan.programs[0], ops.send)
+    send = next(n for n in sends if "_sent" in str(n.args[0]))
+    (copied_weights,) = send.all_input_nodes
+    send.args = (copied_weights.args[1],)
+    with pytest.raises(CheckError, match="may update it by then; send a copy"):
+        plan.check()
+
+
 def odd(version: object) -> Schedule:
     return replace(
         schedules.gpipe(2, 4),

@@ -18,7 +18,7 @@ from ..ir.graphs import Specs
 from .check_program import examine, fault_text
 from .reference import Reference
 from .summary import CheckError, Claim, End, Summary
-from .symbols import Links, Matcher, terms, text
+from .symbols import RECEIVED, Links, Matcher, Open, terms, text
 
 
 def check_programs(programs: Sequence[fx.GraphModule], reference: Reference) -> None:
@@ -56,8 +56,9 @@ def check_summaries(summaries: Sequence[Summary], reference: Reference) -> None:
         if summary.fault is not None:
             raise CheckError(summary.fault)
     _check_claims(summaries, messages, reference)
+    _check_stays(summaries, messages)
     _check_tasks(summaries, messages)
-    _check_replaced(summaries)
+    _check_stages(summaries)
 
 
 class Delivery(NamedTuple):
@@ -224,6 +225,24 @@ def _check_claims(
                 )
 
 
+def _check_stays(
+    summaries: Sequence[Summary], messages: Mapping[int, Delivery]
+) -> None:
+    """What is read of another worker's weights while it may update them is a copy."""
+    for summary in summaries:
+        for tag, reader in summary.stays:
+            send = messages[tag].send
+            while send.stays and isinstance(send.value, Open):
+                if send.value.word != RECEIVED:
+                    break
+                send = messages[send.value.args[0]].send
+            if not send.stays:
+                raise CheckError(
+                    f"worker {summary.rank}: {reader} reads what tag {tag} brings, and "
+                    f"worker {messages[tag].source} may update it by then; send a copy"
+                )
+
+
 def _fault(rank: int, claim: Claim, reference: Reference) -> str:
     """What is wrong with a claim, once all of it is known."""
     if claim.wanted[:1] == ("gradient",):
@@ -257,11 +276,11 @@ def _job(term: Any) -> str:
     return text(term)
 
 
-def _check_replaced(summaries: Sequence[Summary]) -> None:
-    """A pass that replaces a stage does the same to it on all workers."""
+def _check_stages(summaries: Sequence[Summary]) -> None:
+    """A stage computes the same on all workers, whatever passes made of it."""
     digests: dict[str, tuple[int, bytes]] = {}
     for summary in summaries:
-        for name, digest in summary.replaced.items():
+        for name, digest in summary.stages.items():
             rank, first = digests.setdefault(name, (summary.rank, digest))
             if first != digest:
                 raise CheckError(

@@ -21,7 +21,7 @@ from .memory import OVERWRITES, Memory, is_job, order_tasks, task_of
 from .reference import Reference
 from .stage_digest import stage_digest
 from .summary import Claim, End, Summary
-from .symbols import Matcher, Symbol, is_open, received, symbol, text
+from .symbols import RECEIVED, Matcher, Open, Symbol, is_open, received, symbol, text
 
 GONE = Symbol(("nothing",))
 
@@ -48,8 +48,8 @@ class _Evaluation:
         self.notes: Counter[str] = Counter()
         self.read: Counter[tuple[int, int]] = Counter()  # copies, by group and b
         self.digests: dict[Any, bytes] = {}
-        self.stages: dict[str, bool] = {}  # whether a stage is as planned
         self.state: dict[int, Any] = {}  # buffers, by group
+        self.sends: list[int] = []  # which ends of messages are sends
         self.kept: dict[int, Any] = {}  # what is in the memory of a group's weights
 
     def run(self) -> Summary:
@@ -75,6 +75,12 @@ class _Evaluation:
                 if node.target in OVERWRITES and "group" in node.meta:
                     self.kept[node.meta["group"]] = value
         self.summary.left = self.state
+        changed = self.memory.changed
+        sent = [arguments(n)[0] for n in self.nodes if n.target is ops.send]
+        for i, value in zip(self.sends, sent, strict=True):
+            if value in changed:
+                end = self.summary.ends[i]
+                self.summary.ends[i] = end._replace(stays=False)
         return self.summary
 
     # Faults and claims
@@ -151,6 +157,8 @@ class _Evaluation:
             if nested and len(mine) == len(want):
                 for one, other in zip(mine, want, strict=True):
                     self._read(name, one, other)
+                    if self.reference.every and self.reference.is_stale(job, other):
+                        self._must_stay(self._of(one), name)
             else:
                 self._read(name, mine, want)
         return self.reference.results_of(number)
@@ -162,21 +170,17 @@ class _Evaluation:
 
     def _check_stage(self, name: str, planned: str, replaced: bool) -> None:
         """A job calls the planned graph, or a pass says that it doesn't."""
-        if name in self.stages:
+        if name in self.summary.stages:
             return
         module = self.program.get_submodule(name)
-        digest = stage_digest(module, self.digests)
-        self.stages[name] = same = digest == self.reference.digests.get(planned)
-        if same:
-            return
-        if replaced or getattr(module, "meta", {}).get("replaced"):
-            self.summary.replaced[name] = digest
-            return
-        self._fault(
-            f"worker {self.rank}: {name} computes something else than planned; a pass "
-            "that means it changes what fxsched.passes.stage_graphs gives, or calls "
-            "fxsched.passes.replaces"
-        )
+        digest = self.summary.stages[name] = stage_digest(module, self.digests)
+        replaced |= bool(getattr(module, "meta", {}).get("replaced"))
+        if digest != self.reference.digests[planned] and not replaced:
+            self._fault(
+                f"worker {self.rank}: {name} computes something else than planned; a "
+                "pass that means it changes what fxsched.passes.stage_graphs gives, or "
+                "calls fxsched.passes.replaces"
+            )
 
     def _item(self, node: fx.Node) -> Any:
         source, position = arguments(node)
@@ -230,6 +234,7 @@ class _Evaluation:
         kwargs: dict[str, Any] = node.kwargs
         to, tag = kwargs["to"], kwargs["tag"]
         at, sent, specs = self.positions[task], self._of(value), value.meta["specs"]
+        self.sends.append(len(self.summary.ends))
         self.summary.ends.append(End("send", tag, to, task, at, sent, specs))
 
     def _nothing(self, node: fx.Node) -> None:
@@ -264,7 +269,15 @@ class _Evaluation:
         return symbol("correct", *self._of(node.args[1:]))
 
     def _renew(self, node: fx.Node) -> Any:
-        return self._of(node.args[2])
+        new = self._of(node.args[2])
+        if self.reference.schedule.version is not None:
+            self._must_stay(new, task_of(node))
+        return new
+
+    def _must_stay(self, weights: Any, reader: str) -> None:
+        """Another worker's weights are read when it may have updated them again."""
+        if isinstance(weights, Open) and weights.word == RECEIVED:
+            self.summary.stays.append((weights.args[0], reader))
 
     def _replica(self, node: fx.Node) -> Any:
         _, group, moments, _, weights = self._of(node.args)

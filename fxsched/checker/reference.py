@@ -28,8 +28,8 @@ FORWARD = Direction.FORWARD
 class Reference:
     """A step of a plan, as symbols; see symbols.py.
 
-    gm: the graph of stages. jobs: all jobs, with the workers that w and u say.
-    digests: of the stages, as they were before passes of the user's ran.
+    gm: the graph of stages, as it is before passes of the user's run. jobs: all jobs,
+    with the workers that w and u say.
     """
 
     def __init__(self, gm: fx.GraphModule, request: Request, jobs: Jobs) -> None:
@@ -126,6 +126,16 @@ class Reference:
             if node.args == (call, position)
         ]
 
+    def is_stale(self, job: Job, weights: Any) -> bool:
+        """Whether what a job reads are weights that may be updated again before it is
+        over: the update does not wait for its gradient."""
+        if type(weights) is not Symbol or weights[0] not in ("weights", "averaged"):
+            return False
+        _, group, version, *_ = weights
+        gives = job.stage in self.groups[group].givers
+        changes = any(self.groups[group].trained)
+        return changes and not (gives and self.round(job.microbatch) <= version)
+
     def updated(self, group: int, version: int, owner: int) -> Symbol:
         """What an update makes; a replica may be averaged then."""
         alone = self.schedule.average_every is not None
@@ -148,6 +158,10 @@ class Reference:
             return Symbol(("weights", group, version))
         word = "averaged" if self.schedule.averages(version) else "weights"
         return Symbol((word, group, version, owner))
+
+    def is_planned(self, program: fx.GraphModule, stage: str) -> bool:
+        """Whether a stage of a program is as it was before passes of the user's."""
+        return stage_digest(program.get_submodule(stage), {}) == self.digests.get(stage)
 
     # Values
 

@@ -1,18 +1,21 @@
-"""A digest of what a stage computes: equal for graphs that are."""
+"""A digest of what a stage computes: equal for graphs that are, in any process."""
 
 from __future__ import annotations
 
 import hashlib
+import re
 from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
 
+ADDRESS = re.compile(r" at 0x[0-9a-f]+")
+
 
 def stage_digest(module: nn.Module, known: dict[nn.Module, bytes]) -> bytes:
     """Of a module and the graphs that it calls: operations, what they read, constants.
 
-    Of a module that is no graph it is its identity. known: digests so far.
+    Of a module that is no graph it is its class. known: digests so far.
     """
     if module not in known:
         known[module] = _digest(module, known)
@@ -21,7 +24,7 @@ def stage_digest(module: nn.Module, known: dict[nn.Module, bytes]) -> bytes:
 
 def _digest(module: nn.Module, known: dict[nn.Module, bytes]) -> bytes:
     if not isinstance(module, fx.GraphModule):
-        return f"{type(module).__qualname__} {id(module)}".encode()
+        return f"{type(module).__module__}.{type(module).__qualname__}".encode()
     text = hashlib.blake2b(digest_size=16)
     number = {node: f"%{i}" for i, node in enumerate(module.graph.nodes)}
     for node in module.graph.nodes:
@@ -32,8 +35,9 @@ def _digest(module: nn.Module, known: dict[nn.Module, bytes]) -> bytes:
             what = _constant(module, str(what), known)
         elif node.op == "placeholder":
             what = ""
-        text.update(f"{node.op} {what!r} {_args(node.args, number)}".encode())
-        text.update(f"{_args(node.kwargs, number)}\n".encode())
+        line = f"{node.op} {what!r} {_args(node.args, number)}"
+        line = f"{line} {_args(node.kwargs, number)}\n"
+        text.update(ADDRESS.sub("", line).encode())
     return text.digest()
 
 
@@ -54,9 +58,10 @@ def _constant(module: nn.Module, name: str, known: dict[nn.Module, bytes]) -> st
         value = getattr(value, part)
     if isinstance(value, nn.Module):
         return stage_digest(value, known).hex()
-    if isinstance(value, Tensor) and value.device.type != "meta":
-        with torch.no_grad():
-            return (
-                f"{value.dtype} {tuple(value.shape)} {value.untyped_storage()._cdata}"
-            )
-    return repr(value)
+    strided = type(value) in (Tensor, nn.Parameter) and value.layout is torch.strided
+    if not strided or value.is_meta:
+        return repr(value)
+    numbers = value.detach().cpu().resolve_conj().resolve_neg().contiguous()
+    data = numbers.reshape(-1).view(torch.uint8).numpy().tobytes()
+    digest = hashlib.blake2b(data, digest_size=16).hexdigest()
+    return f"{value.dtype} {tuple(value.shape)} {digest}"

@@ -17,7 +17,8 @@ class End(NamedTuple):
 
     what: "send", "recv" or "fetch". other: the worker at the other end. task: whose
     node it is. position: of the task among the program's, for a send. value: the symbol
-    of what is sent; None of a recv. specs: its shapes.
+    of what is sent; None of a recv. specs: its shapes. stays: whether nothing goes over
+    the memory of what is sent.
     """
 
     what: str
@@ -27,6 +28,7 @@ class End(NamedTuple):
     position: int
     value: Any
     specs: Specs
+    stays: bool = True
 
 
 class Claim(NamedTuple):
@@ -50,8 +52,10 @@ class Summary:
     ends: its sends and receives, in their order.
     waits: (task, tag) of each message that a task reads; tasks by position.
     claims: those that other programs decide.
+    stays: reads of received weights that another update need not wait for: the tag, and
+        what reads them. Their memory must stay as it is.
     left: the buffers that its jobs leave, by group.
-    replaced: the digests of stages that a pass of the user's replaced, by name.
+    stages: the digests of the stages that its jobs call, by name.
     """
 
     rank: int
@@ -61,5 +65,6 @@ class Summary:
     ends: list[End] = field(default_factory=list)
     waits: list[tuple[int, int]] = field(default_factory=list)
     claims: list[Claim] = field(default_factory=list)
+    stays: list[tuple[int, str]] = field(default_factory=list)
     left: dict[int, Any] = field(default_factory=dict)
-    replaced: dict[str, bytes] = field(default_factory=dict)
+    stages: dict[str, bytes] = field(default_factory=dict)

@@ -41,6 +41,7 @@ from ..simulator.durations import Durations
 from ..simulator.simulate import Simulation, run_placed
 from ..simulator.timeline_comparison import compare_timelines
 from .arithmetic import Arithmetic
+from .replaced import replaced_text
 
 T = TypeVar("T")
 
@@ -277,10 +278,18 @@ class Plan:
             self.schedule,
             self.stages,
             self._memory,
-            self.said,
+            (*self.said, *self.replaced),
             self.cuts,
             self._shard_costs,
         )
+
+    @property
+    def replaced(self) -> tuple[str, ...]:
+        """What the user's passes put in the place of values and stages, by what they
+        say (fxsched.passes.replaces); writes all programs, if there are passes."""
+        if not self.arithmetic.passes:
+            return ()
+        return tuple(replaced_text(self.programs, self.reference))
 
     @property
     def _load(self) -> Load:
