@@ -357,6 +357,37 @@ def test_ranks_need_each_others_summaries_only(plan: Callable[[], Plan]) -> None
     )
 
 
+@pytest.mark.parametrize(
+    ("target", "message"),
+    [
+        (ops.bundle, r"worker 2 goes over what .* brings, and worker 0 reads it after"),
+        (ops.accumulate, r"worker 0 goes over later, and worker 2: recv\(.* reads it"),
+    ],
+    ids=["read again", "written"],
+)
+def test_threads_share_what_is_sent(target: Any, message: str) -> None:
+    """Worker 2 adds up what comes in the place of the first, which is worker 0's."""
+    schedule = schedules.parameter_server(3, 2)
+    plan = copied(fxsched.plan(Chain(), schedule, torch.ones(4, 3)))
+    plan.check()
+    total = find(plan.programs[2], ops.reduce)
+    place: Any = total.args[1]
+    assert place.kwargs["source"] == 0
+    graph = plan.programs[0].graph
+    send = find(plan.programs[0], ops.send, tag=place.kwargs["tag"])
+    (value,) = send.all_input_nodes
+    free = free_of(value)
+    args = (value,) if target is ops.bundle else (value, value)
+    with graph.inserting_after(send):
+        new = graph.call_function(target, args)
+    new.meta.update(value.meta, task=send.meta["task"])
+    new.meta.pop("group", None)
+    free.args = (*free.args, new)
+    new.append(free)
+    with pytest.raises(CheckError, match=message):
+        plan.check()
+
+
 def test_owners_of_a_gradient_add_it_up_in_one_order() -> None:
     plan = crossed()
     summaries = [plan.examine(rank) for rank in range(2)]

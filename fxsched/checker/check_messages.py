@@ -56,7 +56,7 @@ def check_summaries(summaries: Sequence[Summary], reference: Reference) -> None:
         if summary.fault is not None:
             raise CheckError(summary.fault)
     _check_claims(summaries, messages, reference)
-    _check_stays(summaries, messages)
+    _check_memory(summaries, messages)
     _check_tasks(summaries, messages)
     _check_stages(summaries)
 
@@ -225,10 +225,23 @@ def _check_claims(
                 )
 
 
-def _check_stays(
+def _check_memory(
     summaries: Sequence[Summary], messages: Mapping[int, Delivery]
 ) -> None:
-    """What is read of another worker's weights while it may update them is a copy."""
+    """On threads a message is no copy: what goes over its memory at one end comes after
+    all that reads it at the other. Weights may be updated where they were read, by jobs
+    whose gradients the update is made of."""
+    for source, to, send, recv in messages.values():
+        if not send.stays and recv.what == "recv":
+            raise CheckError(
+                f"{_where(source, send)} sends what worker {source} goes over later, "
+                f"and {_where(to, recv)} reads it"
+            )
+        if not recv.stays and not send.last:
+            raise CheckError(
+                f"worker {to} goes over what {_where(to, recv)} brings, and worker "
+                f"{source} reads it after {_where(source, send)}, or sends it again"
+            )
     for summary in summaries:
         for tag, reader in summary.stays:
             send = messages[tag].send

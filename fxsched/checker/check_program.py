@@ -17,7 +17,7 @@ from torch import fx
 from ..ir import ops
 from ..ir.graphs import arguments
 from ..jobs.job import Direction, Job
-from .memory import OVERWRITES, Memory, is_job, order_tasks, task_of
+from .memory import OVERWRITES, RECEIVES, Memory, is_job, order_tasks, task_of
 from .reference import Reference
 from .stage_digest import stage_digest
 from .summary import Claim, End, Summary
@@ -49,7 +49,6 @@ class _Evaluation:
         self.read: Counter[tuple[int, int]] = Counter()  # copies, by group and b
         self.digests: dict[Any, bytes] = {}
         self.state: dict[int, Any] = {}  # buffers, by group
-        self.sends: list[int] = []  # which ends of messages are sends
         self.kept: dict[int, Any] = {}  # what is in the memory of a group's weights
 
     def run(self) -> Summary:
@@ -75,13 +74,20 @@ class _Evaluation:
                 if node.target in OVERWRITES and "group" in node.meta:
                     self.kept[node.meta["group"]] = value
         self.summary.left = self.state
-        changed = self.memory.changed
-        sent = [arguments(n)[0] for n in self.nodes if n.target is ops.send]
-        for i, value in zip(self.sends, sent, strict=True):
-            if value in changed:
-                end = self.summary.ends[i]
-                self.summary.ends[i] = end._replace(stays=False)
+        self._end_messages()
         return self.summary
+
+    def _end_messages(self) -> None:
+        """Notes what becomes of the memory of messages, once all of it is known."""
+        ends = [n for n in self.nodes if n.target is ops.send or n.target in RECEIVES]
+        for i, (node, end) in enumerate(zip(ends, self.summary.ends, strict=True)):
+            value = arguments(node)[0] if node.target is ops.send else node
+            over = self.memory.changed.get(value)
+            # an average waits for all replicas, and so does what takes it
+            if over is not None and over.target is not ops.take:
+                self.summary.ends[i] = end = end._replace(stays=False)
+            if value is not node and not self.memory.ends_with(value, node):
+                self.summary.ends[i] = end._replace(last=False)
 
     # Faults and claims
 
@@ -161,7 +167,10 @@ class _Evaluation:
                         self._must_stay(self._of(one), name)
             else:
                 self._read(name, mine, want)
-        return self.reference.results_of(number)
+        results = self.reference.results_of(number)
+        for group, position in self.reference.writes(job):
+            self.state[group] = symbol("item", results, position)
+        return results
 
     def _read(self, name: str, value: Any, wanted: Any) -> None:
         actual = self._of(value)
@@ -186,11 +195,7 @@ class _Evaluation:
         source, position = arguments(node)
         if not isinstance(source, fx.Node):
             return GONE
-        value = symbol("item", self._of(source), position)
-        if self.reference.results["state"] and is_job(source):
-            for group in self.reference.writes(source.meta["job"], position):
-                self.state[group] = value
-        return value
+        return symbol("item", self._of(source), position)
 
     def _sum(self, node: fx.Node) -> Any:
         return symbol("sum", *self._of(node.args))
@@ -234,7 +239,6 @@ class _Evaluation:
         kwargs: dict[str, Any] = node.kwargs
         to, tag = kwargs["to"], kwargs["tag"]
         at, sent, specs = self.positions[task], self._of(value), value.meta["specs"]
-        self.sends.append(len(self.summary.ends))
         self.summary.ends.append(End("send", tag, to, task, at, sent, specs))
 
     def _nothing(self, node: fx.Node) -> None:

@@ -187,6 +187,17 @@ class Memory:
                     found[task_of(value)] = job
         return found
 
+    def ends_with(self, value: fx.Node, send: fx.Node) -> bool:
+        """Whether a send is the last of all that reads a value, or what shares its
+        memory, and the only send."""
+        return all(
+            user is send
+            or user.target is ops.free
+            or (user.target is not ops.send and self.at[user] < self.at[send])
+            for each in self.shared.get(value, [value])
+            for user in each.users
+        )
+
     def where(self, node: fx.Node) -> str:
         """A node, its task and its worker, for people."""
         name = getattr(node.target, "__name__", str(node.target))

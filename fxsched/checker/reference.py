@@ -117,14 +117,14 @@ class Reference:
             return Symbol(("correct", number, version, gap, read))
         return read
 
-    def writes(self, job: Job, position: int) -> list[int]:
-        """The groups of buffers that a result of a job is."""
+    def writes(self, job: Job) -> list[tuple[int, int]]:
+        """The groups of buffers that a job writes, each with which of its results."""
+        written: Mapping[str, fx.Node] = self.results["state"]
+        if not written:
+            return []
         call = self.calls[job.stage, job.direction]
-        return [
-            int(number)
-            for number, node in self.results["state"].items()
-            if node.args == (call, position)
-        ]
+        made = ((int(group), arguments(node)) for group, node in written.items())
+        return [(group, position) for group, (of, position) in made if of is call]
 
     def is_stale(self, job: Job, weights: Any) -> bool:
         """Whether what a job reads are weights that may be updated again before it is

@@ -17,8 +17,9 @@ class End(NamedTuple):
 
     what: "send", "recv" or "fetch". other: the worker at the other end. task: whose
     node it is. position: of the task among the program's, for a send. value: the symbol
-    of what is sent; None of a recv. specs: its shapes. stays: whether nothing goes over
-    the memory of what is sent.
+    of what is sent; None of a recv. specs: its shapes. On threads both ends have the
+    same memory: stays, whether nothing goes over it at this end; last, of a send,
+    whether this worker neither reads it after that nor sends it to another.
     """
 
     what: str
@@ -29,6 +30,7 @@ class End(NamedTuple):
     value: Any
     specs: Specs
     stays: bool = True
+    last: bool = True
 
 
 class Claim(NamedTuple):
