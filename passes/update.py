@@ -151,7 +151,7 @@ class _Updates:
                         for owner in keepers.owners if spread else (line.worker,):
                             live[group, owner] += 1
                 continue
-            gap = self.request.schedule.gap(job)
+            gap = self.step.jobs.gap(self.step.jobs.number(job))
             for kept in self._stale(job, gap):
                 here = kept.worker == line.worker
                 if here and not gap and live[kept.group, kept.worker] == kept.version:

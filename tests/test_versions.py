@@ -145,6 +145,22 @@ def test_a_version_that_cannot_be_is_an_error(
         fxsched.simulate(odd(version))
 
 
+def test_a_plan_asks_for_no_version_again() -> None:
+    asked = []
+
+    def version(s: int, b: int, d: object) -> int:
+        asked.append((s, b, d))
+        return 0
+
+    model, inputs = build_double("mlp")
+    plan = fxsched.plan(model, odd(version), *inputs)
+    assert asked
+    asked.clear()
+    plan.check()
+    assert plan.memory and set(plan.versions.values()) == {0}
+    assert plan.simulate().memory and not asked
+
+
 def test_a_version_is_a_function() -> None:
     with pytest.raises(PlanError, match=r"Schedule\(version=3\): give a function"):
         odd(3)

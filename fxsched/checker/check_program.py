@@ -331,7 +331,7 @@ class _Evaluation:
                 f"worker {self.rank}: {task_of(node)} copies weights of stage {stage} "
                 f"for {job}"
             )
-        version = self.reference.schedule.seen(job)
+        version = self.reference.jobs.version(self.reference.number(job))
         if version:
             self._check_waits(job, before, [version - 1])
         return Symbol(("read", group, b))

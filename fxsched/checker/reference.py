@@ -111,8 +111,9 @@ class Reference:
             return Symbol(("weights", number, 0))
         if self.by_arrival:
             return Symbol(("read", number, job.microbatch))
-        version, gap = self.schedule.seen(job), self.schedule.gap(job)
-        read = self.weights(number, version, self._source(group, job))
+        at = self.number(job)
+        version, gap = self.jobs.version(at), self.jobs.gap(at)
+        read = self.weights(number, version, self._source(group, at))
         if gap:
             return Symbol(("correct", number, version, gap, read))
         return read
@@ -142,11 +143,10 @@ class Reference:
         replica = (owner,) if alone else ()
         return Symbol(("weights", group, version, *replica))
 
-    def _source(self, group: Group, job: Job) -> int:
+    def _source(self, group: Group, number: int) -> int:
         """The worker whose weights a job reads: the one that w names, if it keeps them,
         or its own, or else the first that does."""
         jobs = self.jobs
-        number = job.microbatch * len(jobs.kinds) + jobs.at[job.stage, job.direction]
         places = jobs.weights[number], jobs.compute[number], group.owners[0]
         return next(worker for worker in places if worker in group.owners)
 

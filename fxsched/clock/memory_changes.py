@@ -208,8 +208,8 @@ class StepChanges:
         replaced: dict[Version, int] = dict(self._replaced())
         live = _Live(replaced)
         for place, kind, b, here in self.regular:
-            job = self.jobs.job(self.order[place])
-            seen, gap = self.schedule.seen(job), self.schedule.gap(job)
+            number = self.order[place]
+            seen, gap = self.jobs.version(number), self.jobs.gap(number)
             if seen == b // self.every and not gap:
                 continue
             for g in self.reads[kind]:

@@ -53,11 +53,19 @@ def place_jobs(
         compute,
         priorities,
         joint=alone,
+        gaps=_gaps(schedule, kinds),
     )
     if alone and schedule.in_order:
         blocks = not run_jobs(jobs, [0.0] * len(jobs), in_order=True).complete
         return order_phases(jobs) if blocks else jobs
     return jobs
+
+
+def _gaps(schedule: Schedule, kinds: Sequence[Kind]) -> tuple[float, ...]:
+    """How far jobs of each kind read from their version of weights."""
+    if schedule.drift is None:
+        return ()
+    return tuple(schedule.gap(Job(s, 0, d)) for s, d in kinds)
 
 
 def check_size(schedule: Schedule, kinds: int) -> None:

@@ -41,6 +41,9 @@ class Jobs:
         those of all other jobs; one for each worker that takes the step, which
         `compute` has, as it has their n in `n`. What they wait for is in `more`.
     joint: the kinds that have one job, on all rows.
+    versions: how many of a call's updates the weights of each job have seen; () for
+        none. gaps: for each kind, how many velocities its jobs read away from their
+        version of weights; () for none.
     """
 
     kinds: tuple[Kind, ...]
@@ -53,6 +56,8 @@ class Jobs:
     more: Mapping[int, Sequence[int]] = field(default_factory=dict)
     updates: tuple[tuple[int, int], ...] = ()
     joint: frozenset[int] = frozenset()
+    versions: Sequence[int] = ()
+    gaps: Sequence[float] = ()
 
     def __len__(self) -> int:
         """How many numbers there are."""
@@ -78,6 +83,14 @@ class Jobs:
         if kind in self.joint:
             return Job(stage, ALL_ROWS, direction)
         return Job(stage, microbatch, direction)
+
+    def version(self, number: int) -> int:
+        """How many of a call's updates the weights of a job have seen."""
+        return self.versions[number] if self.versions else 0
+
+    def gap(self, number: int) -> float:
+        """How many velocities a job reads away from its version of weights."""
+        return self.gaps[number % len(self.kinds)] if self.gaps else 0.0
 
     @property
     def regular(self) -> int:

@@ -65,9 +65,19 @@ def add_updates(schedule: Schedule, jobs: Jobs, stages: Sequence[StageUpdate]) -
                 compute.append(worker)
                 n.append(rank)
                 updates.append((stage, last))
+    jobs = replace(jobs, versions=_versions(schedule, jobs, every))
     for update, number in _reads(schedule, jobs, stages):
         more.setdefault(jobs.regular + update, []).append(number)
     return replace(jobs, compute=compute, n=n, more=more, updates=tuple(updates))
+
+
+def _versions(schedule: Schedule, jobs: Jobs, every: int) -> list[int]:
+    """How many updates the weights of each job have seen, each asked once."""
+    if schedule.version is None:
+        every_kind = range(len(jobs.kinds))
+        return [b // every for b in range(jobs.microbatches) for _ in every_kind]
+    numbers = range(jobs.regular)
+    return [0 if jobs.unused(i) else schedule.seen(jobs.job(i)) for i in numbers]
 
 
 def _reads(
@@ -80,9 +90,9 @@ def _reads(
     reads = [[i for i, u in enumerate(stages) if s in u.readers] for s, _ in jobs.kinds]
     for b in range(jobs.microbatches):
         seen: dict[tuple[int, int], int] = {}  # by stage and update, the most so far
-        for kind, (s, d) in enumerate(jobs.kinds):
-            version = schedule.seen(Job(s, b, d)) if reads[kind] else 0
+        for kind, (s, _) in enumerate(jobs.kinds):
             number = b * len(jobs.kinds) + kind
+            version = jobs.version(number)
             for i in reads[kind] if not (b and kind in jobs.joint) else ():
                 here = jobs.weights[number], jobs.compute[number]
                 source = source_of(stages[i].workers, *here)

@@ -170,7 +170,7 @@ def fetches(
     _, numbers = _by_worker(jobs, timeline.order)
     here = np.asarray(jobs.compute, np.int64)[numbers]
     columns = _reads([groups_read(stages, s, d) for s, d in jobs.kinds], jobs, numbers)
-    updated = _updated(schedule, jobs, numbers)
+    updated = _updated(jobs, numbers)
     away, count = np.zeros(len(numbers), bool), np.zeros(len(numbers), np.int64)
     origin = np.asarray(jobs.weights, np.int64)[numbers]
     for read in columns:
@@ -183,18 +183,15 @@ def fetches(
     return numbers, away, count, origin
 
 
-def _updated(schedule: Schedule, jobs: Jobs, numbers: Numbers) -> Flags | None:
+def _updated(jobs: Jobs, numbers: Numbers) -> Flags | None:
     """Whether jobs read other versions of weights than the jobs before them; None, if a
     call has one."""
-    every = schedule.update_every or jobs.microbatches
-    if every == jobs.microbatches and schedule.drift is None:
+    if not (any(jobs.versions) or jobs.gaps):
         return None
-    seen = numbers // (len(jobs.kinds) * every)
-    if schedule.version is not None:
-        seen = np.array([schedule.seen(jobs.job(i)) for i in numbers.tolist()], int)
+    seen = np.array([jobs.version(i) for i in numbers.tolist()], int)
     other = np.asarray(np.diff(seen, prepend=seen[:1]) != 0)
-    if schedule.drift is not None:
-        gaps = np.array([schedule.gap(jobs.job(i)) for i in numbers.tolist()])
+    if jobs.gaps:
+        gaps = np.array([jobs.gap(i) for i in numbers.tolist()])
         other |= np.diff(gaps, prepend=gaps[:1]) != 0
     return other
 

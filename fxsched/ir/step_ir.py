@@ -201,8 +201,7 @@ class StepIR:
 
     def version(self, job: Job) -> int:
         """How many updates the weights of a job have seen."""
-        schedule = self.facts.schedule
-        return 0 if schedule is None else schedule.seen(job)
+        return self.jobs.version(self.jobs.number(job))
 
     @property
     def jobs(self) -> Jobs:

@@ -190,7 +190,8 @@ class Plan:
     @cached_property
     def versions(self) -> dict[Job, int]:
         """How many of a call's updates the weights of each F, B and W have seen."""
-        return {job: self.schedule.seen(job) for job in self.placements}
+        jobs = self.timeline.jobs
+        return {jobs.job(i): jobs.version(i) for i in range(jobs.regular)}
 
     @cached_property
     def memory(self) -> list[Peaks]:
