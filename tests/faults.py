@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import fx
 
-from fxsched import Job
+from fxsched import Job, passes
 from fxsched.ir import ops
 from tests.random_plans import Case, random_case
 
@@ -83,6 +83,7 @@ class Fuse:
             node, read = random.Random(self.trial.seed).choice(places)
             with program.graph.inserting_before(node):
                 new = program.graph.call_function(self.burn, (read,))
+            passes.replaces(new, read)
             node.replace_input_with(read, new)
             self.task = node.meta["task"]
         return program

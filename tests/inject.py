@@ -113,6 +113,7 @@ class Bomb:
         node, read = draw.choice(pairs)
         with program.graph.inserting_before(node):
             new = program.graph.call_function(self.pass_on, (read,))
+        fxsched.passes.replaces(new, read)
         node.replace_input_with(read, new)
         self.task = node.meta["task"]
         return program
