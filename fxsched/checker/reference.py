@@ -54,7 +54,7 @@ class Reference:
         self.by_worker: dict[int, list[int]] = {}
         self.sums: dict[tuple[int, ...], Any] = {}
 
-    # Jobs
+    # Jobs, and what they read
 
     def jobs_on(self, rank: int) -> list[int]:
         """The numbers of the jobs that run on a worker, without updates."""
@@ -248,15 +248,6 @@ class Reference:
     def round(self, b: int) -> int:
         """How many updates come before that of a microbatch's gradients."""
         return 0 if self.every is None else b // self.every
-
-    def gives(self, job: Job) -> list[int]:
-        """The groups that a job gives a gradient of."""
-        return [
-            int(number)
-            for number, nodes in self.results["groups"].items()
-            for node in nodes
-            if node.args[0] is self.calls[job.stage, job.direction]
-        ]
 
     def gradient(self, group: int, round: int, replica: int = -1) -> Any:
         """The sum of a group's gradients since an update; of a replica, its own.
@@ -511,10 +502,8 @@ class Reference:
 
     def _settled(self, group: int) -> Any:
         """A group's buffers after the step."""
-        (written,) = (self.results["state"][str(group)],)
+        written = self.results["state"][str(group)]
         workers = sorted({self._maker(written, b) for b in range(self.microbatches)})
-        if self._is_joint(written):
-            workers = [self._maker(written, 0)]
         left: Sequence[Any] = [latest(group, worker) for worker in workers]
         if len(left) == 1:
             return left[0]
