@@ -242,11 +242,11 @@ FAULTS = {
     reads_too_early: "0F3 does not wait for 0U0",
     goes_too_far_ahead: "0U3 does not wait for 0U1",
     twice: "0U0 updates group 0 once more than it should",
-    sends_what_changes: "0F0 reads fetch_0, group 0 where updates change it, and",
-    sends_the_others: "0B0 reads fetch_6, the copy of group 0 for microbatch 1, and",
+    sends_what_changes: "0F0 reads fetch_0, which is group 0 where updates change it;",
+    sends_the_others: "0B0 reads fetch_6, which is the copy of group 0 for",
     another_gradient: r"reduce 0 of round 1 reads recv_22 after reduce 0 of round 0",
     not_noted: "0U0 is not noted",
-    in_a_version: "0U3 takes weights_0_0U0, 0U0, and not group 0 where updates",
+    in_a_version: "0U3 takes weights_0_0U0, which is 0U0; it should be group 0",
 }
 
 

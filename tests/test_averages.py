@@ -287,12 +287,12 @@ def gradient_of_another(plan: Plan) -> None:
 
 
 FAULTS = {
-    one_twice: r"take 0 after 0U3 takes, average\(.*, and not average\(",
+    one_twice: r"take 0 after 0U3 takes average\(.*; it should be average\(",
     another_version: r"1U7 reads own_weights_1_1U3 after take 1 after 1U3 changed it",
     reads_its_own: r"1F4 reads \w+ after take 1 after 1U3 changed it",
     updates_its_own: r"1U5 reads \w+ after take 1 after 1U3 changed it",
-    reads_before: r"1F4 reads .*, and not the average of group 1 after 2 updates",
-    not_taken: r"the step leaves .*, and not the average of group 0 after 4 upd",
+    reads_before: r"1F4 reads .*; it should be the average of group 1 after 2 updates",
+    not_taken: r"the step leaves .*; it should be the average of group 0 af",
     gradient_of_another: r"is missing or counted twice",
 }
 
@@ -312,7 +312,7 @@ def test_finds_another_centre() -> None:
     later.args = (later.args[0], start, *later.args[2:])
     with pytest.raises(
         CheckError,
-        match=r"takes, average\(0.5, replica\(1, .*, and not average\(0.5, average",
+        match=r"takes average\(0.5, replica\(1, .*; it should be average\(0.5, average",
     ):
         check_freed(plan)
 

@@ -468,7 +468,7 @@ def test_finds_an_activation_of_another_microbatch() -> None:
     second.args, first.args = first.args, second.args
     second.append(free_of(later))  # type: ignore[arg-type]
     second.prepend(first)
-    message = "1F0 reads recv_0, result 0 of 0F1, and not result 0 of 0F0"
+    message = "reads recv_0, which is result 0 of 0F1; it should be result 0 of 0F0"
     with pytest.raises(CheckError, match=message):
         plan.check()
 

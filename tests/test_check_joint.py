@@ -78,7 +78,7 @@ def test_microbatches_in_another_order_are_found(first: int) -> None:
     assert len(read) == 6
     read[first], read[first + 1] = read[first + 1], read[first]
     node.update_arg(1, tuple(read))
-    message = r"2F\* reads .*, result 0 of (\dF)1, and not result 0 of \1?0"
+    message = r"2F\* reads .* result 0 of \dF1; it should be result 0 of \dF0"
     with pytest.raises(CheckError, match=message):
         plan.check()
 
@@ -105,7 +105,9 @@ def test_gradients_of_another_microbatchs_rows_are_found(stage: int) -> None:
     plan, graph = copied()
     swap(graph, "2B*", 3 * stage + 1, 3 * stage + 2)
     first = 3 * stage + 1
-    message = rf"{stage}B1 reads .*, result {first + 1} of 2B\*, and not result {first}"
+    message = (
+        rf"{stage}B1 reads .* result {first + 1} of 2B\*; it should be result {first}"
+    )
     with pytest.raises(CheckError, match=message):
         plan.check()
 
@@ -116,7 +118,7 @@ def test_results_of_two_encoders_may_not_overlap() -> None:
     for b in range(3):
         results[3 + b].update_arg(1, 2 + b)
     with pytest.raises(
-        CheckError, match=r"B0 reads .*, result 2 of 2B\*, and not result 3"
+        CheckError, match=r"B0 reads .* result 2 of 2B\*; it should be result 3"
     ):
         plan.check()
 
@@ -138,7 +140,7 @@ def test_a_gradient_that_counts_twice_for_another_is_found(place: int) -> None:
     plan, graph = copied(Centred)
     first, _ = sums(graph)
     first.update_arg(1 - place, first.args[place])
-    message = r"2B\* reads .* and not \(result 1 of 1B0 \+"
+    message = r"2B\* reads .* it should be \(result 1 of 1B0 \+"
     with pytest.raises(CheckError, match=message):
         plan.check()
 
@@ -147,7 +149,7 @@ def test_a_sum_that_leaves_a_microbatch_out_is_found() -> None:
     plan, graph = copied(Centred)
     first, last = sums(graph)
     last.args = (first,)
-    message = r"2B\* reads .* and not \(result 1 of 1B0 \+"
+    message = r"2B\* reads .* it should be \(result 1 of 1B0 \+"
     with pytest.raises(CheckError, match=message):
         plan.check()
 
@@ -156,7 +158,7 @@ def test_a_sum_that_counts_a_message_twice_is_found() -> None:
     plan, graph = copied(Centred, 0)
     (total,) = sums(graph)
     total.args = total.args * 2
-    message = r"2B\* reads .* and not \(result 1 of 1B0 \+"
+    message = r"2B\* reads .* it should be \(result 1 of 1B0 \+"
     with pytest.raises(CheckError, match=message):
         plan.check()
 
@@ -167,6 +169,6 @@ def test_gradients_that_nothing_reads_are_found(workers: int) -> None:
     plan, graph = copied(Centred, 0, workers)
     total = sums(graph)[-1]
     total.args = ()
-    message = r"2B\* reads .* and not \(result 1 of 1B0 \+"
+    message = r"2B\* reads .* it should be \(result 1 of 1B0 \+"
     with pytest.raises(CheckError, match=message):
         plan.check()

@@ -112,7 +112,7 @@ def test_the_check_finds_a_sum_in_another_type() -> None:
         free.args = tuple(each for each in free.args if each is not total)
     free = graph.find_nodes(op="call_function", target=ops.free)[-1]
     free.args = (*free.args, cast)
-    with pytest.raises(CheckError, match=r"and not .* as torch\.bfloat16"):
+    with pytest.raises(CheckError, match=r"it should be .* as torch\.bfloat16"):
         planned.check()
 
 

@@ -135,9 +135,9 @@ def reads_another_version(program: fx.GraphModule) -> None:
 
 
 FAULTS = {
-    reads_what_is_not_corrected: r"0B\d reads .*, version 1 of group 0, and not cor",
-    goes_too_far: r"reads .*, correct\(0, 1, 9.0, .*, and not correct\(0, 1, 2.0,",
-    takes_another_velocity: r"correct\(0, 0, 2.0, .*, and not correct\(0, 1, 2.0",
+    reads_what_is_not_corrected: r"0B\d reads .* version 1 of group 0; it should be c",
+    goes_too_far: r"correct\(0, 1, 9.0, .*; it should be correct\(0, 1, 2.0,",
+    takes_another_velocity: r"correct\(0, 0, 2.0, .*; it should be correct\(0, 1, 2.0",
     reads_another_version: r"0B1 reads version 0 of group 0, not 1|after its free",
 }
 

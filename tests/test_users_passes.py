@@ -168,7 +168,7 @@ def test_what_a_pass_replaces_without_a_word_is_refused() -> None:
         return program
 
     with pytest.raises(
-        CheckError, match=r"reads recv_\d, torch.neg\(result 0 of \d[FB]\d\)"
+        CheckError, match=r"reads recv_\d, which is torch.neg\(result 0 of \d[FB]\d\)"
     ):
         planned(functools.partial(negated, says=False)).check()
     plan = planned(functools.partial(negated, says=True))

@@ -246,7 +246,7 @@ def before_a_copy(program: fx.GraphModule) -> None:
 FAULTS = {
     before_a_copy: r"0U\d changes weights_0\w* without waiting for copy 0 v\d",
     dropped_early: "after its free",
-    read_late: r"0B2 reads .*, version 1 of group 0, and not version 0 of",
+    read_late: r"0B2 reads .* version 1 of group 0; it should be version 0",
     read_in_place: r"in a place where an update|after 0U\d changed it",
     before_its_last_gradient: "is missing or counted twice",
     two_at_once: r"updates group 0 once more|after 0U1 changed it",

@@ -220,8 +220,8 @@ def _check_claims(
             first = orders.setdefault(wanted, actual)
             if first is not actual and first != actual:
                 raise CheckError(
-                    f"worker {summary.rank}: {claim.what}, {text(actual)}, and another "
-                    f"owner of it adds up {text(first)}: they would get other bits"
+                    f"worker {summary.rank}: {claim.what} {text(actual)}, and another "
+                    f"owner adds up {text(first)}: they would get other bits"
                 )
 
 
@@ -277,7 +277,7 @@ def _fault(rank: int, claim: Claim, reference: Reference) -> str:
             )
         return (
             f"worker {rank}: the gradient of group {group} adds up "
-            f"{text(claim.actual)}, and not {text(wanted)}"
+            f"{text(claim.actual)}; it should be {text(wanted)}"
         )
     return f"worker {rank}: {fault_text(claim)}"
 

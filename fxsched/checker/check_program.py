@@ -175,7 +175,7 @@ class _Evaluation:
     def _read(self, name: str, value: Any, wanted: Any) -> None:
         actual = self._of(value)
         if actual is not wanted and actual != wanted:
-            self._claim(f"{name} reads {value}", actual, wanted)
+            self._claim(f"{name} reads {value}, which is", actual, wanted)
 
     def _check_stage(self, name: str, planned: str, replaced: bool) -> None:
         """A job calls the planned graph, or a pass says that it doesn't."""
@@ -261,7 +261,7 @@ class _Evaluation:
             return GONE
         wanted = reference.update(group, number, self.rank)
         for what, one, other in zip(names, read[:3], wanted, strict=True):
-            self._claim(f"{task} takes {what} {one}", self._of(one), other)
+            self._claim(f"{task} takes {what} {one}, which is", self._of(one), other)
         return reference.updated(group, number + 1, self.rank)
 
     def _copy(self, node: fx.Node) -> Any:
@@ -346,7 +346,7 @@ class _Evaluation:
         wanted = self.reference.update(group, job.microbatch, self.rank)
         read = weights, gradients, factor
         for one, other in zip(read, wanted, strict=True):
-            self._claim(f"{job} takes {one}", self._of(one), other)
+            self._claim(f"{job} takes {one}, which is", self._of(one), other)
         self._check_waits(job, before, self.reference.awaited(job))
         return Symbol(("updated", job.stage, job.microbatch))
 
@@ -379,7 +379,7 @@ class _Evaluation:
                 value = self.kept.get(group, Symbol(("weights", group, 0)))
                 last = reference.weights(group, reference.last_version, self.rank)
                 names = ", ".join(known.names[:3])
-                self._claim(f"the step leaves {names}", value, last)
+                self._claim(f"the step leaves {names} as", value, last)
 
     def _check_jobs(self) -> None:
         """Jobs run once, where w says."""
@@ -480,7 +480,7 @@ def has_sums(wanted: Any) -> bool:
 
 def fault_text(claim: Claim) -> str:
     """What a claim says that does not hold."""
-    return f"{claim.what}, {text(claim.actual)}, and not {text(claim.wanted)}"
+    return f"{claim.what} {text(claim.actual)}; it should be {text(claim.wanted)}"
 
 
 def _named(node: fx.Node, evaluation: _Evaluation) -> list[Any]:

@@ -36,7 +36,7 @@ class End(NamedTuple):
 class Claim(NamedTuple):
     """A value that a program has, and which it should be.
 
-    what: "0F1 reads a_0", for people. actual, wanted: symbols, which may be open.
+    what: "0F1 reads a_0, which is", for people. actual, wanted: symbols, maybe open.
     """
 
     what: str

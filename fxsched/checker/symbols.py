@@ -188,7 +188,9 @@ def text(value: Any) -> str:
         value = (value.word, *value.args)
     if not isinstance(value, tuple):
         return str(value)
-    word, *args = value if value and isinstance(value[0], str) else ("", *value)
+    word, *args = value or ("",)
+    if isinstance(word, tuple):  # how values of microbatches become one
+        word = f"{word[0]} by {word[1]} of "
     said = SAID.get(word)
     if said is not None:
         return said(*args)
