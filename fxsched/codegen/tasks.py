@@ -13,7 +13,7 @@ from typing import Any
 from torch import fx
 
 from ..ir import ops
-from ..ir.graphs import arguments, original
+from ..ir.graphs import arguments
 from ..jobs.job import Job
 from ..transport.wire_format import Parcel
 
@@ -138,5 +138,13 @@ def sent(node: fx.Node) -> Parcel:
     to: Any = node.kwargs["to"]
     tag: Any = node.kwargs["tag"]
     bundle = weights or value.meta["bundle"]
-    whole = original(value).target in (ops.reduce, ops.cast)
+    whole = _made_of(value).target in (ops.reduce, ops.cast)
     return Parcel(to, tag, value.meta["specs"], bundle, weights, outlives_step=whole)
+
+
+def _made_of(node: fx.Node) -> fx.Node:
+    """What a node of a user's pass was computed from, if from one value alone."""
+    if not node.meta.get("own"):
+        return node
+    sources = set(map(_made_of, node.all_input_nodes))
+    return sources.pop() if len(sources) == 1 else node

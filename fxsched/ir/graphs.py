@@ -176,15 +176,6 @@ def make(
     return node
 
 
-def original(node: fx.Node) -> fx.Node:
-    """What a node of a user's pass was computed from, if from one value alone: to the
-    checks it stands for that, as a value in another type does."""
-    if not node.meta.get("own"):
-        return node
-    sources = set(map(original, node.all_input_nodes))
-    return sources.pop() if len(sources) == 1 else node
-
-
 def storage(value: Tensor) -> int:
     """A number that tells storages apart; views of one tensor share it."""
     return int(value.untyped_storage()._cdata)
