@@ -371,7 +371,8 @@ def _note_passes(error: CheckError, passes: Sequence[Pass]) -> None:
         error.add_note(
             f"fxsched: passes=[{', '.join(map(pass_name, passes))}] changed these "
             "programs; fxsched.plan(model, schedule, *inputs, passes=[...])"
-            ".programs[worker].graph shows what they are now"
+            ".programs[worker].graph shows what they are now; a pass that means to put "
+            "another value in the place of one says fxsched.passes.replaces(new, old)"
         )
 
 

@@ -17,7 +17,7 @@ from torch import fx
 from ..ir import ops
 from ..ir.graphs import arguments
 from ..jobs.job import Direction, Job
-from .memory import OVERWRITES, RECEIVES, Memory, is_job, order_tasks, task_of
+from .memory import OVERWRITES, Memory, is_job, order_tasks, task_of
 from .reference import Reference
 from .stage_digest import stage_digest
 from .summary import Claim, End, Summary
@@ -49,20 +49,21 @@ class _Evaluation:
         self.read: Counter[tuple[int, int]] = Counter()  # copies, by group and b
         self.digests: dict[Any, bytes] = {}
         self.state: dict[int, Any] = {}  # buffers, by group
+        self.messages: list[tuple[fx.Node, fx.Node]] = []  # values, and sends or recvs
         self.kept: dict[int, Any] = {}  # what is in the memory of a group's weights
 
     def run(self) -> Summary:
         """Evaluates all nodes, the first fault or not: the summary is of all."""
-        self.positions = order_tasks(self.nodes, self.summary)
+        read = [node.all_input_nodes for node in self.nodes]
+        self.positions = order_tasks(self.nodes, read, self.summary)
         self._check_jobs()
-        for node in self.nodes:
+        for node, inputs in zip(self.nodes, read, strict=True):
             if node.op == "placeholder":
                 value = self.values[node] = self.reference.placeholder(node, self.rank)
                 self.memory.give(node)
                 if "group" in node.meta:
                     self.kept[node.meta["group"]] = value
                 continue
-            inputs = node.all_input_nodes
             if fault := self.memory.read(node, inputs):
                 self._fault(fault)
             if node.op == "output":
@@ -79,15 +80,14 @@ class _Evaluation:
 
     def _end_messages(self) -> None:
         """Notes what becomes of the memory of messages, once all of it is known."""
-        ends = [n for n in self.nodes if n.target is ops.send or n.target in RECEIVES]
-        for i, (node, end) in enumerate(zip(ends, self.summary.ends, strict=True)):
-            value = arguments(node)[0] if node.target is ops.send else node
-            over = self.memory.changed.get(value)
+        changed, ends = self.memory.changed, self.summary.ends
+        for i, (value, node) in enumerate(self.messages):
+            over = changed.get(value) if changed else None
             # an average waits for all replicas, and so does what takes it
             if over is not None and over.target is not ops.take:
-                self.summary.ends[i] = end = end._replace(stays=False)
+                ends[i] = ends[i]._replace(stays=False)
             if value is not node and not self.memory.ends_with(value, node):
-                self.summary.ends[i] = end._replace(last=False)
+                ends[i] = ends[i]._replace(last=False)
 
     # Faults and claims
 
@@ -111,7 +111,7 @@ class _Evaluation:
         if isinstance(value, fx.Node):
             return self.values.get(value, GONE)
         if isinstance(value, (tuple, list)):
-            return tuple(self._of(each) for each in value)
+            return tuple([self._of(each) for each in value])
         if isinstance(value, dict):
             return {key: self._of(each) for key, each in value.items()}
         return value
@@ -232,6 +232,7 @@ class _Evaluation:
         what = node.target.__name__  # type: ignore[union-attr]
         end = End(what, tag, source, node.meta["task"], -1, None, specs)
         self.summary.ends.append(end)
+        self.messages.append((node, node))
         return received(tag)
 
     def _sent(self, node: fx.Node) -> None:
@@ -240,6 +241,7 @@ class _Evaluation:
         to, tag = kwargs["to"], kwargs["tag"]
         at, sent, specs = self.positions[task], self._of(value), value.meta["specs"]
         self.summary.ends.append(End("send", tag, to, task, at, sent, specs))
+        self.messages.append((value, node))
 
     def _nothing(self, node: fx.Node) -> None:
         """Of an operation that gives no value."""

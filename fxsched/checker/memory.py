@@ -41,24 +41,27 @@ def task_of(node: fx.Node) -> str:
     return str(node.meta.get("task", node.name))
 
 
-def order_tasks(nodes: Sequence[fx.Node], summary: Summary) -> dict[str, int]:
+def order_tasks(
+    nodes: Sequence[fx.Node], read: Sequence[Sequence[fx.Node]], summary: Summary
+) -> dict[str, int]:
     """The position of each task, noted with what it waits for.
 
     A task starts once all that it reads is there: what it reads of others here must be
-    made by tasks before it.
+    made by tasks before it. read: the values that each node reads.
     """
     positions: dict[str, int] = {}
     calls = []
-    for node in nodes:
+    for node, inputs in zip(nodes, read, strict=True):
         if node.op.startswith("call") and node.target not in RECEIVES:
-            positions.setdefault(node.meta["task"], len(positions))
+            task = node.meta["task"]
+            if task not in positions:
+                positions[task] = len(positions)
             if node.target is not ops.free:
-                calls.append(node)
+                calls.append((task, inputs))
     waits: dict[tuple[int, int], None] = {}
-    for node in calls:
-        task = node.meta["task"]
+    for task, inputs in calls:
         position = positions[task]
-        for value in node.all_input_nodes:
+        for value in inputs:
             if value.target in RECEIVES:
                 tag: Any = value.kwargs["tag"]
                 waits[position, tag] = None
@@ -190,13 +193,14 @@ class Memory:
     def ends_with(self, value: fx.Node, send: fx.Node) -> bool:
         """Whether a send is the last of all that reads a value, or what shares its
         memory, and the only send."""
-        return all(
-            user is send
-            or user.target is ops.free
-            or (user.target is not ops.send and self.at[user] < self.at[send])
-            for each in self.shared.get(value, [value])
-            for user in each.users
-        )
+        at = self.at[send]
+        for each in self.shared.get(value, (value,)):
+            for user in each.users:
+                if user is send or user.target is ops.free:
+                    continue
+                if user.target is ops.send or self.at[user] > at:
+                    return False
+        return True
 
     def where(self, node: fx.Node) -> str:
         """A node, its task and its worker, for people."""

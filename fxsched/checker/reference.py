@@ -97,8 +97,8 @@ class Reference:
             b = job.microbatch
             base = Symbol(("in", "seed"))
             seed = Symbol(("seed", base, call.meta["draw"], b, self.round(b)))
-        read = tuple(self._weights(each, job, state) for each in weights)
-        values = (self._values(each, job.microbatch) for each in rest)
+        read = tuple([self._weights(each, job, state) for each in weights])
+        values = [self._values(each, job.microbatch) for each in rest]
         return str(call.target), (read, *values, seed)
 
     def _weights(self, node: fx.Node, job: Job, state: Mapping[int, Any]) -> Any:
@@ -189,7 +189,7 @@ class Reference:
         if isinstance(value, fx.Node):
             return self.value(value, b)
         if isinstance(value, (tuple, list)):
-            return tuple(self._values(each, b) for each in value)
+            return tuple([self._values(each, b) for each in value])
         return value
 
     def _result(self, call: fx.Node, b: int) -> Symbol:

@@ -31,6 +31,7 @@ from ..draw.memory_table import WorkerMemory
 from ..draw.notebook import figure
 from ..draw.program_table import program_table
 from ..draw.shard_table import Load, ShardCosts, shard_exchange, worker_load
+from ..ir.garbage import no_collection
 from ..ir.graphs import Group, Output, Specs, State
 from ..ir.parts import KeptParts, PartOf, WeightCut
 from ..ir.step_ir import Line, Message, Value
@@ -357,12 +358,14 @@ class Plan:
 
     def check(self) -> None:
         """Raises CheckError unless the programs are sound; see fxsched/checker."""
-        check_programs(self.programs, self.reference)
+        with no_collection():
+            check_programs(self.programs, self.reference)
 
     def examine(self, rank: int) -> Summary:
         """What one worker's program shows by itself, and what the others need to know
         of it, for checker.check_messages.check_summaries."""
-        return examine(rank, self.programs[rank], self.reference)
+        with no_collection():
+            return examine(rank, self.programs[rank], self.reference)
 
     @property
     def digest(self) -> str:
