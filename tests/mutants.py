@@ -28,6 +28,7 @@ from torch.nn import functional as F
 import fxsched
 import fxsched.planning
 from fxsched import CheckError, Plan, Schedule, ops, pipeline, schedules
+from fxsched.checker.memory import OVERWRITES
 from fxsched.ir.step_ir import Line, Made, Running, StepIR, values_in, with_values
 from fxsched.passes.frees import free_values
 from fxsched.progress import Progress
@@ -270,14 +271,8 @@ def doubled(program: fx.GraphModule, draw: random.Random) -> str | None:
         again = program.graph.node_copy(node)
     if node.target in (ops.accumulate, ops.update, ops.reduce, ops.renew):
         node.replace_all_uses_with(again)
-        again.update_arg(ops_place(node), node)
+        again.update_arg(OVERWRITES.get(node.target, 1), node)
     return f"{node} is there twice"
-
-
-def ops_place(node: fx.Node) -> int:
-    """The argument of an operation that its result goes on from."""
-    places = {ops.accumulate: 0, ops.update: 3, ops.renew: 1}
-    return places.get(node.target, 1)  # type: ignore[call-overload]
 
 
 def swapped_sends(program: fx.GraphModule, draw: random.Random) -> str | None:

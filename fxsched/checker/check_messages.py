@@ -18,7 +18,7 @@ from ..ir.graphs import Specs
 from .check_program import examine, fault_text
 from .reference import Reference
 from .summary import CheckError, Claim, End, Summary
-from .symbols import RECEIVED, Links, Matcher, Open, terms, text
+from .symbols import RECEIVED, Links, Matcher, Open, is_gradient, terms, text
 
 
 def check_programs(programs: Sequence[fx.GraphModule], reference: Reference) -> None:
@@ -215,7 +215,7 @@ def _check_claims(
             if actual != wanted and not matcher.matches(actual, wanted):
                 found = Claim(claim.what, actual, wanted)
                 raise CheckError(_fault(summary.rank, found, reference))
-            if wanted[:1] != ("gradient",):
+            if not is_gradient(wanted):
                 continue
             first = orders.setdefault(wanted, actual)
             if first is not actual and first != actual:
@@ -258,7 +258,7 @@ def _check_memory(
 
 def _fault(rank: int, claim: Claim, reference: Reference) -> str:
     """What is wrong with a claim, once all of it is known."""
-    if claim.wanted[:1] == ("gradient",):
+    if is_gradient(claim.wanted):
         group = claim.wanted[1]
         wanted = reference.gradient(*claim.wanted[1:])
         jobs, needed = (

@@ -21,7 +21,17 @@ from .memory import OVERWRITES, Memory, is_job, order_tasks, task_of
 from .reference import Reference
 from .stage_digest import stage_digest
 from .summary import Claim, End, Summary
-from .symbols import RECEIVED, Matcher, Open, Symbol, is_open, received, symbol, text
+from .symbols import (
+    RECEIVED,
+    Matcher,
+    Open,
+    Symbol,
+    is_gradient,
+    is_open,
+    received,
+    symbol,
+    text,
+)
 
 GONE = Symbol(("nothing",))
 
@@ -475,8 +485,8 @@ EVALUATE: dict[Any, Callable[[_Evaluation, fx.Node], Any]] = {
 
 def has_sums(wanted: Any) -> bool:
     """Whether a wanted symbol names a gradient: all its owners' are held together."""
-    return isinstance(wanted, tuple) and (
-        wanted[:1] == ("gradient",) or any(map(has_sums, wanted))
+    return is_gradient(wanted) or (
+        isinstance(wanted, tuple) and any(map(has_sums, wanted))
     )
 
 

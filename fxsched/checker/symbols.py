@@ -147,7 +147,7 @@ class Matcher:
             return True
         if not isinstance(wanted, tuple):
             return type(actual) is type(wanted) and bool(actual == wanted)
-        if wanted[:1] == ("gradient",):
+        if is_gradient(wanted):
             key = id(actual), wanted
             if key not in self.known:
                 self.known[key] = self.matches(actual, self.gradient(*wanted[1:]))
@@ -166,6 +166,11 @@ class Matcher:
             self.counted[id(wanted)] = Counter(wanted[1:])
             self.kept.append(wanted)
         return self.counted[id(wanted)]
+
+
+def is_gradient(wanted: Any) -> bool:
+    """Whether a wanted value is a named gradient."""
+    return isinstance(wanted, tuple) and wanted[:1] == ("gradient",)
 
 
 def terms(value: Any) -> Iterator[Any]:

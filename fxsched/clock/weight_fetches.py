@@ -186,12 +186,13 @@ def fetches(
 def _updated(jobs: Jobs, numbers: Numbers) -> Flags | None:
     """Whether jobs read other versions of weights than the jobs before them; None, if a
     call has one."""
-    if not (any(jobs.versions) or jobs.gaps):
+    versions = np.asarray(jobs.versions, np.int64)
+    if not (versions.any() or jobs.gaps):
         return None
-    seen = np.array([jobs.version(i) for i in numbers.tolist()], int)
+    seen = versions[numbers] if len(versions) else np.zeros_like(numbers)
     other = np.asarray(np.diff(seen, prepend=seen[:1]) != 0)
     if jobs.gaps:
-        gaps = np.array([jobs.gap(i) for i in numbers.tolist()])
+        gaps = np.asarray(jobs.gaps)[numbers % len(jobs.kinds)]
         other |= np.diff(gaps, prepend=gaps[:1]) != 0
     return other
 

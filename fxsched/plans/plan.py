@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any, TypeVar, overload
+from typing import Any, overload
 
 import networkx as nx
 import torch
@@ -43,8 +43,6 @@ from ..simulator.simulate import Simulation, run_placed
 from ..simulator.timeline_comparison import compare_timelines
 from .arithmetic import Arithmetic
 from .replaced import replaced_text
-
-T = TypeVar("T")
 
 
 class Programs(Sequence[fx.GraphModule]):
