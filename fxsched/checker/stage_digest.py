@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import hashlib
-import re
+import operator
 from typing import Any
 
-import torch
 from torch import Tensor, fx, nn
 
-ADDRESS = re.compile(r" at 0x[0-9a-f]+")
+from ..ir.graph_text import LOCAL, argument_text, constant_digest
 
 
 def stage_digest(module: nn.Module, known: dict[nn.Module, bytes]) -> bytes:
@@ -28,40 +27,13 @@ def _digest(module: nn.Module, known: dict[nn.Module, bytes]) -> bytes:
     text = hashlib.blake2b(digest_size=16)
     number = {node: f"%{i}" for i, node in enumerate(module.graph.nodes)}
     for node in module.graph.nodes:
-        what: Any = node.target
-        if node.op == "call_module":
-            what = stage_digest(module.get_submodule(str(what)), known)
-        elif node.op == "get_attr":
-            what = _constant(module, str(what), known)
-        elif node.op == "placeholder":
-            what = ""
-        line = f"{node.op} {what!r} {_args(node.args, number)}"
-        line = f"{line} {_args(node.kwargs, number)}\n"
-        text.update(ADDRESS.sub("", line).encode())
+        what = "" if node.op == "placeholder" else str(node.target)
+        if node.op in ("call_module", "get_attr"):
+            value: Any = operator.attrgetter(str(node.target))(module)
+            if isinstance(value, nn.Module):
+                what = stage_digest(value, known).hex()
+            elif type(value) in (Tensor, nn.Parameter):  # others have no memory
+                what = f"{value.dtype} {tuple(value.shape)} {constant_digest(value)}"
+        read = argument_text((node.args, node.kwargs), number)
+        text.update(LOCAL.sub("", f"{node.op} {what} {read}\n").encode())
     return text.digest()
-
-
-def _args(value: Any, number: dict[fx.Node, str]) -> str:
-    if isinstance(value, fx.Node):
-        return number[value]
-    if isinstance(value, (tuple, list)):
-        return f"({','.join(_args(each, number) for each in value)})"
-    if isinstance(value, dict):
-        pairs = (f"{key}={_args(each, number)}" for key, each in value.items())
-        return f"({','.join(pairs)})"
-    return repr(value)
-
-
-def _constant(module: nn.Module, name: str, known: dict[nn.Module, bytes]) -> str:
-    value: Any = module
-    for part in name.split("."):
-        value = getattr(value, part)
-    if isinstance(value, nn.Module):
-        return stage_digest(value, known).hex()
-    strided = type(value) in (Tensor, nn.Parameter) and value.layout is torch.strided
-    if not strided or value.is_meta:
-        return repr(value)
-    numbers = value.detach().cpu().resolve_conj().resolve_neg().contiguous()
-    data = numbers.reshape(-1).view(torch.uint8).numpy().tobytes()
-    digest = hashlib.blake2b(data, digest_size=16).hexdigest()
-    return f"{value.dtype} {tuple(value.shape)} {digest}"

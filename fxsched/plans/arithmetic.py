@@ -6,25 +6,22 @@ they compute the same. No line has an address, an id or the number of a device i
 
 from __future__ import annotations
 
-import ctypes
 import hashlib
 import operator
-import re
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor, fx
 
-from ..ir.graphs import Spec, name_of
+from ..ir.graph_text import LOCAL, argument_text, constant_digest, function_name
+from ..ir.graphs import Spec
 from ..ir.modes import casts
 from ..ir.request import Request
 from ..ir.user_line import user_line
 
-LOCAL = re.compile(r" at 0x[0-9a-f]+|(?<=cuda):\d+")  # of one process alone
 WHERE = "  # "  # what comes after it is for people
 NOT_COMPARED = ("schedule", "owners", "readers")
 
@@ -61,7 +58,9 @@ def describe_arithmetic(
     text = hashlib.sha256()
     for line in lines:
         text.update(f"{line.split(WHERE)[0]}\n".encode())
-    names = tuple(LOCAL.sub("", f"{_name(each)} {_code(each)}") for each in passes)
+    names = tuple(
+        LOCAL.sub("", f"{function_name(each)} {_code(each)}") for each in passes
+    )
     packed = zlib.compress("\n".join(lines).encode(), 1)
     return Arithmetic(text.hexdigest(), names, packed)
 
@@ -88,15 +87,19 @@ def _graph_lines(gm: fx.GraphModule) -> Iterator[str]:
 
 
 def _line(node: fx.Node, number: dict[fx.Node, str]) -> str:
-    arguments = [_text(value, number) for value in node.args]
-    arguments += [f"{key}={_text(value, number)}" for key, value in node.kwargs.items()]
+    arguments = [argument_text(value, number) for value in node.args]
+    arguments += [
+        f"{key}={argument_text(value, number)}" for key, value in node.kwargs.items()
+    ]
     if node.op == "placeholder":
         value = node.meta.get("val")
         shape = str(Spec.of(value)) if isinstance(value, Tensor) else ""
         name = node.meta.get("name", node.name)
         gradient = getattr(value, "requires_grad", False)
         return f"{number[node]} = input {name} {shape} {gradient}"
-    target = node.op if node.op in ("output", "get_attr") else _name(node.target)
+    target = (
+        node.op if node.op in ("output", "get_attr") else function_name(node.target)
+    )
     text = f"{number[node]} = {target}({', '.join(arguments)})"
     return LOCAL.sub("", text).replace("\n", " ") + _place(node)
 
@@ -113,42 +116,7 @@ def _attribute_lines(gm: fx.GraphModule, node: fx.Node) -> Iterator[str]:
     if isinstance(value, fx.GraphModule):
         yield from _graph_lines(value)
     elif isinstance(value, Tensor):
-        yield f"constant {Spec.of(value)} {_digest(value)}"
-
-
-def _digest(constant: Tensor) -> str:
-    """The same for equal numbers; a tensor on the meta device has none."""
-    if constant.is_meta:
-        return ""
-    plain = constant.detach().cpu().resolve_conj().resolve_neg().contiguous()
-    numbers = ctypes.string_at(plain.data_ptr(), plain.nbytes)
-    return hashlib.blake2b(numbers, digest_size=8).hexdigest()
-
-
-def _text(value: Any, number: dict[fx.Node, str]) -> str:
-    """An argument: nodes by their number, functions by their name."""
-    if isinstance(value, fx.Node):
-        return number[value]
-    if isinstance(value, (tuple, list)):
-        return f"({', '.join(_text(each, number) for each in value)})"
-    if isinstance(value, dict):
-        items = (f"{key!r}: {_text(each, number)}" for key, each in value.items())
-        return "{" + ", ".join(items) + "}"
-    if isinstance(value, slice):
-        return f"slice{_text((value.start, value.stop, value.step), number)}"
-    return _name(value) if callable(value) else repr(value)
-
-
-def _name(target: Any) -> str:
-    """A function's or method's name, with its module's."""
-    if isinstance(target, str):
-        return target
-    if isinstance(target, torch._ops.OpOverload):
-        return f"{target.namespace}.{name_of(target)}"
-    name = getattr(target, "__qualname__", None) or getattr(target, "__name__", None)
-    if name is None:
-        return str(target)
-    return f"{getattr(target, '__module__', None)}.{name}"
+        yield f"constant {Spec.of(value)} {constant_digest(value)}"
 
 
 def _code(function: Callable[..., Any]) -> str:
