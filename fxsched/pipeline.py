@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from functools import cache
-from operator import itemgetter
 from typing import NamedTuple
 
 import torch
@@ -230,9 +229,9 @@ def _updates(step: StepIR, request: Request) -> tuple[str, ...]:
     """How often the optimizer steps, and on which workers."""
     jobs = step.jobs
     stages: dict[int, dict[str, None]] = {}  # by worker
-    numbered = enumerate(jobs.updates, jobs.regular)
-    for number, (stage, _) in sorted(numbered, key=itemgetter(1)):
-        stages.setdefault(jobs.compute[number], {})[shard_text(stage)] = None
+    for number in sorted(jobs.updates, key=jobs.job):
+        stage = jobs.job(number).stage
+        stages.setdefault(jobs.worker[number], {})[shard_text(stage)] = None
     if not stages:
         return ()
     where = ", ".join(
@@ -262,10 +261,11 @@ def _unmet(step: StepIR, request: Request) -> tuple[str, ...]:
 
 def _redraws(step: StepIR) -> bool:
     """Plan.redraws."""
-    jobs, width = step.jobs, len(step.jobs.kinds)
+    jobs = step.jobs
     return any(
-        jobs.compute[jobs.at[s, d] : jobs.regular : width]
-        != jobs.compute[jobs.at[s, Direction.FORWARD] : jobs.regular : width]
+        jobs.worker[number] != jobs.worker[jobs.find(forward, jobs.rows[number])]
         for s, d in step.draws
         if d is Direction.BACKWARD
+        for forward in (jobs.at[s, Direction.FORWARD],)
+        for number in jobs.of(jobs.at[s, d])
     )

@@ -95,7 +95,7 @@ class _Arrivals:
     def _read_by(self, job: Job) -> Iterator[int]:
         """The groups with updates that a job reads."""
         jobs = self.step.jobs
-        call = self.step.recipes[jobs.number(job) % len(jobs.kinds)].call
+        call = self.step.recipes[jobs.at[job.stage, job.direction]].call
         for weights in arguments(call)[0]:
             if weights.op == "placeholder" and any(
                 self.groups[weights.meta["group"]].trained

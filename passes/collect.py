@@ -229,7 +229,7 @@ class _Collection:
         how = self._rules(group, workers) if len(workers) > 1 else ()
         jobs = self.step.jobs
         forward = jobs.at[self.groups[group].stages[0], Direction.FORWARD]
-        last = jobs.compute[(self.microbatches - 1) * len(jobs.kinds) + forward]
+        last = jobs.worker[jobs.find(forward, self.microbatches - 1)]
         args = (how, workers.index(last), before, *after)
         task = f"buffers {group}"
         line = self._make(ops.settle, args, specs, owner, task)

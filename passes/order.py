@@ -9,9 +9,10 @@ from torch import fx
 
 from ..clock.activations import credits
 from ..clock.event_loop import run_jobs
+from ..clock.jobs import Jobs, Kind
 from ..clock.joint import joint_stages
 from ..clock.stage_graph import Edges, place_jobs
-from ..clock.timeline import Jobs, Kind, Timeline
+from ..clock.timeline import Timeline
 from ..clock.updates import StageUpdate, add_updates, stopped_by_order
 from ..ir.graphs import result
 from ..ir.request import Request
@@ -44,11 +45,13 @@ def order_jobs(step: StepIR, request: Request) -> StepIR:
     calls = _calls(step.graph)
     joint = joint_stages(step.facts.stages)
     jobs = place_jobs(schedule, list(calls), _preds(calls), joint)
-    jobs = replace(jobs, more=_chain_buffers(step.graph, jobs))
+    jobs = replace(jobs, waits=_chain_buffers(step.graph, jobs))
     jobs = add_updates(schedule, jobs, _updates(step, request))
     ranked = _forward_first(jobs) if step.late else jobs
-    seconds = [node.meta["seconds"] for node in calls.values()] * jobs.microbatches
-    seconds += [step.facts.stages.nodes[s]["update"] for s, _ in jobs.updates]
+    of_kind = [node.meta["seconds"] for node in calls.values()]
+    updates = jobs.kinds[len(calls) :]
+    of_kind += [step.facts.stages.nodes[s]["update"] for s, _ in updates]
+    seconds = [of_kind[kind] for kind in jobs.kind]
     edges = Edges(jobs, step.facts.stages)
 
     def run(cap: Cap) -> Timeline:
@@ -116,7 +119,7 @@ def _preds(calls: Mapping[Kind, fx.Node]) -> list[list[int]]:
 
 def _forward_first(jobs: Jobs) -> Jobs:
     """The same jobs, with all F before any other by n."""
-    forward = [d is FORWARD for _, d in jobs.kinds] * jobs.microbatches
+    forward = [jobs.kinds[kind][1] is FORWARD for kind in jobs.kind]
     pairs = list(zip(jobs.n, forward, strict=True))
     last = max((n for n, is_forward in pairs if is_forward), default=0)
     first = min((n for n, is_forward in pairs if not is_forward), default=0)
@@ -128,15 +131,15 @@ def _chain_buffers(gm: fx.GraphModule, jobs: Jobs) -> dict[int, list[int]]:
     """Where F writes into buffers, a worker's F run in the order of microbatches."""
     writers = {node.meta["stage"] for node in result(gm)["state"].values()}
     last: dict[tuple[int, int], int] = {}
-    more: dict[int, list[int]] = {}
-    for number, worker in enumerate(jobs.compute[: jobs.regular]):
-        stage, direction = jobs.kinds[number % len(jobs.kinds)]
-        if direction is FORWARD and stage in writers and not jobs.unused(number):
+    waits: dict[int, list[int]] = {}
+    for number, (kind, worker) in enumerate(zip(jobs.kind, jobs.worker, strict=True)):
+        stage, direction = jobs.kinds[kind]
+        if direction is FORWARD and stage in writers:
             place = (stage, worker)
             if place in last:
-                more[last[place]] = [number]
+                waits[last[place]] = [number]
             last[place] = number
-    return more
+    return waits
 
 
 def _stuck(
@@ -145,13 +148,11 @@ def _stuck(
     """What to say of a schedule that stops: the job that waits, and what would work."""
     jobs = timeline.jobs
     done = set(timeline.order)
-    after = {t for j, more in jobs.more.items() if j not in done for t in more}
+    after = {t for j, wait in jobs.waits.items() if j not in done for t in wait}
     ready = [
         number
         for number in range(len(jobs))
-        if number not in done | after
-        and not jobs.unused(number)
-        and all(p in done for p in jobs.before(number))
+        if number not in done | after and all(p in done for p in jobs.before(number))
     ]
     if not run(lambda s: None).complete:
         if error := stopped_by_order(schedule, jobs, ready[0]):
@@ -162,7 +163,7 @@ def _stuck(
             "worker waits for a job with a smaller n that needs it; give n an order "
             "in which every job comes after those that it reads from"
             + buffers
-            * bool(jobs.more)
+            * bool(jobs.waits)
         )
     caps = {s: schedule.cap(s) for s, _ in jobs.kinds}
     waiting = next(

@@ -41,7 +41,7 @@ def renew_copies(step: StepIR, request: Request) -> StepIR:
             lines.append(line)
             continue
         number = jobs.number(line.job)
-        here = jobs.weights[number], jobs.compute[number]
+        here = jobs.keeper[number], jobs.worker[number]
         for group, owner in sorted(missing):
             keepers = step.facts.groups[group]
             reads = line.job.stage in keepers.stages

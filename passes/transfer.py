@@ -45,10 +45,10 @@ class _Routes:
 
     def __init__(self, step: StepIR) -> None:
         self.step, jobs, self.running = step, step.jobs, step.running
-        self.compute, self.width, self.at = jobs.compute, len(jobs.kinds), jobs.at
+        self.worker, self.at, self.grid = jobs.worker, jobs.at, jobs.grid.tolist()
         self.others = _others(step)
         named = {value.node for value in self.others if isinstance(value, Made)}
-        self.routes = [_routes(step, kind, named) for kind in range(len(jobs.kinds))]
+        self.routes = [_routes(step, kind, named) for kind in range(len(jobs.preds))]
 
     def of(self, line: Line) -> Iterator[tuple[Value, Iterable[int]]]:
         """What a line makes that others read, in the order of the line's nodes."""
@@ -58,10 +58,10 @@ class _Routes:
                 yield line, others[line]
             return
         b = job.microbatch
-        base, kind = b * self.width, self.at[job.stage, job.direction]
+        row, kind = self.grid[b], self.at[job.stage, job.direction]
         for node, kinds, parts, more, part in self.routes[kind]:
-            readers = {self.compute[base + k] for k in kinds}
-            readers |= {self.compute[k] for k in parts}
+            readers = {self.worker[row[k]] for k in kinds}
+            readers |= {self.worker[k] for k in parts}
             if more:
                 readers |= others.get(Made(node, b), set())
             yield Made(node, b), readers
@@ -86,7 +86,7 @@ def _others(step: StepIR) -> dict[Value, set[int]]:
         for value in values_in(results):
             readers.setdefault(value, set()).add(worker)
     for job, last in step.credits.items():
-        worker = step.jobs.compute[step.jobs.number(job)]
+        worker = step.jobs.worker[step.jobs.number(job)]
         readers.setdefault(Credit(last), set()).add(worker)
     return readers
 
@@ -120,7 +120,7 @@ def _routes(step: StepIR, kind: int, named: set[fx.Node]) -> list[_Route]:
 def _through_pointers(step: StepIR, node: fx.Node) -> tuple[set[int], tuple[int, ...]]:
     """The kinds of joint jobs that read a value in all microbatches, and the numbers of
     jobs that read a joint value in one."""
-    width, kinds, numbers = len(step.jobs.kinds), set[int](), set[int]()
+    kinds, numbers = set[int](), set[int]()
     for pointer in filter(joint.is_pointer, node.users):
         readers = [step.maker[u] for u in pointer.users if u in step.maker]
         if pointer.target is joint.of:
@@ -129,5 +129,5 @@ def _through_pointers(step: StepIR, node: fx.Node) -> tuple[set[int], tuple[int,
             continue
         for b, value in enumerate(pointer.args):
             if value is node:
-                numbers.update(b * width + kind for kind in readers)
+                numbers.update(step.jobs.find(kind, b) for kind in readers)
     return kinds, tuple(sorted(numbers))

@@ -30,16 +30,16 @@ def unroll_jobs(step: StepIR, request: Request) -> StepIR:
         [step.parts[node] for node in recipe.nodes if node in step.parts]
         for recipe in step.recipes
     ]
-    jobs, width = step.jobs, len(step.jobs.kinds)
+    jobs = step.jobs
     lines: list[Line] = []
     running: dict[Running, Line] = {}
     for i in step.order:
-        job, worker = jobs.job(i), jobs.compute[i]
+        job, worker = jobs.job(i), jobs.worker[i]
         line = Line(worker, str(job), jobs.n[i], job=job)
         lines.append(line)
         if job.direction is Direction.UPDATE:
             continue
-        for what, group in parts[i % width]:
+        for what, group in parts[jobs.kind[i]]:
             if what == "gradients" and request.deterministic:
                 continue
             number = step.round(job.microbatch) if what == "gradients" else 0

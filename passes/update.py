@@ -169,8 +169,8 @@ class _Updates:
             return []
         jobs = self.step.jobs
         number = jobs.number(job)
-        call = self.step.recipes[number % len(jobs.kinds)].call
-        where = jobs.weights[number], jobs.compute[number]
+        call = self.step.recipes[jobs.kind[number]].call
+        where = jobs.keeper[number], jobs.worker[number]
         groups = (w.meta["group"] for w in arguments(call)[0] if w.op == "placeholder")
         return [
             Kept(group, version, source_of(self.groups[group].owners, *where))

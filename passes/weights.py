@@ -98,7 +98,7 @@ def _foreign(
     order = [step.jobs.number(job) for _, job in lines]
     foreign = foreign_reads(kinds, _writers(step), step.jobs, order)
     for (line, job), number, reads in zip(lines, order, foreign, strict=True):
-        nodes = weights[number % len(weights)]
+        nodes = weights[step.jobs.kind[number]]
         yield line, job, [(nodes[each.slot], each) for each in reads]
 
 

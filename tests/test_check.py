@@ -202,9 +202,9 @@ def job_elsewhere(plan: Plan) -> None:
     """w says worker 1, the program is worker 0's."""
     jobs = plan.reference.jobs
     number = jobs.number(Job.parse("0F0"))
-    workers = [1 if i == number else w for i, w in enumerate(jobs.compute)]
+    workers = [1 if i == number else w for i, w in enumerate(jobs.worker)]
     reference = copy.copy(plan.reference)
-    reference.jobs, reference.by_worker = dataclasses.replace(jobs, compute=workers), {}
+    reference.jobs, reference.by_worker = dataclasses.replace(jobs, worker=workers), {}
     object.__setattr__(plan, "reference", reference)
 
 

@@ -9,7 +9,8 @@ import pytest
 
 from fxsched import Direction, Job, PlanError
 from fxsched.clock.event_loop import run_jobs
-from fxsched.clock.timeline import Event, Jobs, Timeline
+from fxsched.clock.jobs import Jobs, job_rows
+from fxsched.clock.timeline import Event, Timeline
 
 FORWARD, BACKWARD, WEIGHT, _ = Direction
 Cap = Callable[[int], int | None]
@@ -32,15 +33,19 @@ def chain(
     preds = [[i - 1] if i else [] for i in range(stages)]
     preds += [[2 * stages - 1 - i, i - 1] for i in range(stages, 2 * stages)]
     preds[stages] = [stages - 1]
-    every = [Job(s, b, d) for b in range(microbatches) for s, d in kinds]
-    compute = [worker(job.stage, job.microbatch) for job in every]
+    kind, rows = job_rows(kinds, frozenset(), microbatches)
+    every = [Job(kinds[k][0], b, kinds[k][1]) for k, b in zip(kind, rows, strict=True)]
+    placed = [worker(job.stage, job.microbatch) for job in every]
     return Jobs(
         tuple(kinds),
         tuple(map(tuple, preds)),
+        frozenset(),
         microbatches,
         workers,
-        compute,
-        compute,
+        kind,
+        rows,
+        placed,
+        placed,
         [n(job) for job in every],
     )
 

@@ -176,7 +176,7 @@ def test_w_is_asked_with_microbatch_0_and_n_with_the_last_for_f() -> None:
         ("n", 2, 0, "B"),
         ("n", 2, 0, "W"),
     }
-    assert jobs.count == 2 * 3 * 3 + 3
+    assert len(jobs) == 2 * 3 * 3 + 3
 
 
 def test_each_microbatch_sends_a_message_into_a_joint_job_and_out_of_it() -> None:
@@ -400,7 +400,7 @@ def check_filled(stages: nx.DiGraph[int], places: Sequence[int]) -> None:
     assert times is not None and result.latency == max(times.end)
     started = result.timeline.order
     assert orders == tuple(
-        tuple(j for j in started if problem.jobs.compute[j] == worker)
+        tuple(j for j in started if problem.jobs.worker[j] == worker)
         for worker in range(2)
     )
 

@@ -48,7 +48,7 @@ def test_a_loaded_schedule_places_and_orders_the_same_jobs(
     assert str(loaded) == str(schedule) and loaded.stages == schedule.stages
     runs = [simulate(each, None, SEARCHED).timeline for each in (schedule, loaded)]
     assert list(runs[0]) == list(runs[1])
-    assert runs[0].jobs.weights == runs[1].jobs.weights
+    assert runs[0].jobs.keeper == runs[1].jobs.keeper
 
 
 @pytest.mark.slow

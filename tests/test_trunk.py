@@ -36,7 +36,7 @@ def test_the_trunk_of_a_chain_is_its_last_stages_one_a_worker() -> None:
 def test_stages_of_the_trunk_are_on_workers_in_turns(name: str, encoders: int) -> None:
     found = simulate(schedules.LIBRARY[name](4, 8), tree(case(encoders)), None)
     jobs = found.timeline.jobs
-    where = {jobs.kinds[j % 16][0]: jobs.compute[j] for j in range(len(jobs))}
+    where = {jobs.kinds[jobs.kind[j]][0]: jobs.worker[j] for j in range(len(jobs))}
     assert [where[s] for s in range(4, 8)] == [0, 1, 2, 3]
 
 

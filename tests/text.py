@@ -46,7 +46,7 @@ def step_text(step: StepIR) -> str:
         return "\n".join(lines_text(step))
     jobs = step.jobs
     every = [jobs.job(i) for i in range(len(jobs))]
-    pairs = zip(jobs.weights, jobs.compute, strict=True)
+    pairs = zip(jobs.keeper, jobs.worker, strict=True)
     placements = dict(zip(every, (Placement(*pair) for pair in pairs), strict=True))
     parts = [
         f"jobs = {show(list(map(jobs.job, step.order)))}",

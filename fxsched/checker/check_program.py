@@ -400,7 +400,7 @@ class _Evaluation:
         times = Counter({reference.number(job): n for job, n in ran.items()})
         mine = reference.jobs_on(self.rank)
         for number in times.keys() - set(mine):
-            where = f"w puts it on {reference.jobs.compute[number]}"
+            where = f"w puts it on {reference.jobs.worker[number]}"
             name = reference.name(number) if number >= 0 else "another job"
             where = where if number >= 0 else "there is no such job"
             self._fault(f"{name} runs on worker {self.rank}, but {where}")

@@ -13,7 +13,7 @@ from typing import Any
 
 from torch import fx, nn
 
-from ..clock.timeline import Jobs, Kind
+from ..clock.jobs import Jobs, Kind
 from ..ir import joint
 from ..ir.facts import facts
 from ..ir.graphs import Group, Output, arguments, result
@@ -61,9 +61,7 @@ class Reference:
         if not self.by_worker:
             jobs = self.jobs
             for number in range(jobs.regular):
-                if not jobs.unused(number):
-                    where = jobs.compute[number]
-                    self.by_worker.setdefault(where, []).append(number)
+                self.by_worker.setdefault(jobs.worker[number], []).append(number)
         return self.by_worker.get(rank, [])
 
     def number(self, job: Job) -> int:
@@ -71,7 +69,7 @@ class Reference:
         kind = self.jobs.at.get((job.stage, job.direction))
         if kind is None or not 0 <= job.microbatch < self.microbatches:
             return -1
-        return job.microbatch * len(self.jobs.kinds) + kind
+        return self.jobs.find(kind, job.microbatch)
 
     def results_of(self, number: int) -> Symbol:
         """What a job gives."""
@@ -147,7 +145,7 @@ class Reference:
         """The worker whose weights a job reads: the one that w names, if it keeps them,
         or its own, or else the first that does."""
         jobs = self.jobs
-        places = jobs.weights[number], jobs.compute[number], group.owners[0]
+        places = jobs.keeper[number], jobs.worker[number], group.owners[0]
         return next(worker for worker in places if worker in group.owners)
 
     def weights(self, group: int, version: int, owner: int) -> Symbol:
@@ -193,10 +191,7 @@ class Reference:
         return value
 
     def _result(self, call: fx.Node, b: int) -> Symbol:
-        kind, jobs = self.kinds[call], self.jobs
-        return self.results_of(
-            kind if kind in jobs.joint else b * len(jobs.kinds) + kind
-        )
+        return self.results_of(self.jobs.find(self.kinds[call], b))
 
     def _is_joint(self, node: fx.Node) -> bool:
         """Whether a value is made once, by a job on all rows."""
@@ -293,7 +288,7 @@ class Reference:
         """The worker that gives a gradient."""
         call = node.args[0]
         assert isinstance(call, fx.Node), "gradients are results of calls"
-        return self.jobs.compute[b * len(self.jobs.kinds) + self.kinds[call]]
+        return self.jobs.worker[self.jobs.find(self.kinds[call], b)]
 
     def _weight_types(self, group: int) -> tuple[Any, ...]:
         specs = self._weight_inputs[group].meta["specs"]
@@ -308,9 +303,10 @@ class Reference:
     def updates_on(self, rank: int) -> Iterator[tuple[Job, int]]:
         """The updates of a worker: the job, and the group."""
         jobs = self.jobs
-        for number, (stage, b) in enumerate(jobs.updates, jobs.regular):
-            if jobs.compute[number] != rank:
+        for number in jobs.updates:
+            if jobs.worker[number] != rank:
                 continue
+            stage, b, _ = jobs.job(number)
             for g, group in enumerate(self.groups):
                 mine = group.stages[0] == stage and any(group.trained)
                 if mine and rank in group.updaters:
@@ -351,7 +347,7 @@ class Reference:
         """Of updates in order of arrival, those of its stage that one waits for, by
         microbatch: without them its worker could be more than `ahead` ahead."""
         release = self.jobs.at[update.stage, self.schedule.release]
-        givers = self.jobs.compute[release : self.jobs.regular : len(self.jobs.kinds)]
+        givers = [self.jobs.worker[number] for number in self.jobs.of(release)]
         given = [givers[:b].count(worker) for b, worker in enumerate(givers)]
         b = update.microbatch
         early = [i for i, n in enumerate(given) if n == given[b] - self.schedule.ahead]

@@ -15,7 +15,8 @@ import numpy as np
 
 from ..jobs.job import Direction, Job
 from ..jobs.schedule import Schedule
-from .timeline import Jobs, Timeline
+from .jobs import Jobs, Numbers
+from .timeline import Timeline
 
 FORWARD, BACKWARD, WEIGHT, _ = Direction
 
@@ -45,13 +46,14 @@ def lifetimes(jobs: Jobs, release: Direction) -> list[Lifetime]:
     ]
 
 
-def to_holder(jobs: Jobs, release: Direction) -> list[int]:
-    """By kind of what saves or releases: how far it is to B, whose worker holds."""
-    distance = [0] * len(jobs.kinds)
+def holders(jobs: Jobs, release: Direction) -> Numbers:
+    """Of each job that saves or releases activations, the job B whose worker holds
+    them; of others, themselves."""
+    found = np.arange(len(jobs))
     for life in lifetimes(jobs, release):
-        distance[life.forward] = life.backward - life.forward
-        distance[life.release] = life.backward - life.release
-    return distance
+        for kind in (life.forward, life.release):
+            found[jobs.grid[:, kind]] = jobs.grid[:, life.backward]
+    return found
 
 
 def most_in_flight(schedule: Schedule, stage: int) -> int:
@@ -72,20 +74,18 @@ def credits(schedule: Schedule, timeline: Timeline) -> dict[int, int]:
     That is flow control by credits: a worker with room for k microbatches of a stage
     starts its F number k + i once release number i has ended.
     """
-    jobs, width = timeline.jobs, len(timeline.jobs.kinds)
+    jobs = timeline.jobs
     lives = lifetimes(jobs, schedule.release)
-    distance = to_holder(jobs, schedule.release)
+    holder = holders(jobs, schedule.release).tolist()
     forwards = {life.forward for life in lives}
     releases = {life.release for life in lives}
     released: dict[tuple[int, int], list[int]] = {}
     started: Counter[tuple[int, int]] = Counter()
     credit = {}
     for number in timeline.order:
-        if number >= jobs.regular:
-            continue
-        kind = number % width
+        kind = jobs.kind[number]
         stage = jobs.kinds[kind][0]
-        place = (stage, jobs.compute[number + distance[kind]])
+        place = (stage, jobs.worker[holder[number]])
         if kind in releases:
             released.setdefault(place, []).append(number)
         elif kind in forwards:
@@ -119,18 +119,15 @@ def peaks(
     one time, what is given back goes before what is taken."""
     jobs, order = timeline.jobs, np.asarray(timeline.order, int)
     start, end = np.asarray(timeline.start), np.asarray(timeline.end)
-    regular = order < jobs.regular
-    order, start, end = order[regular], start[regular], end[regular]
     change = np.subtract(*allocations(jobs, release, sizes, kept))
-    distance = np.asarray(to_holder(jobs, release), int)
-    kind = order % len(jobs.kinds)
-    counted = change[kind] != 0
-    order, kind = order[counted], kind[counted]
+    change = change[jobs.columns.kind[order]]
+    counted = change != 0
+    order, change = order[counted], change[counted]
     start, end = start[counted], end[counted]
-    holder = np.asarray(jobs.compute, int)[order + distance[kind]]
-    taken = change[kind] > 0
+    holder = jobs.columns.worker[holders(jobs, release)[order]]
+    taken = change > 0
     by_time = np.lexsort((taken, np.where(taken, start, end), holder))
-    holder, held = holder[by_time], np.cumsum(change[kind][by_time])
+    holder, held = holder[by_time], np.cumsum(change[by_time])
     first = np.flatnonzero(np.diff(holder, prepend=-1))
     before = np.concatenate(([0.0], held))[first]  # of the workers before, if any stay
     most = np.zeros(jobs.workers)

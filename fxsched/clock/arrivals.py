@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from math import inf
 
 from ..jobs.schedule import Schedule
-from .timeline import Jobs
+from .jobs import Jobs
 
 
 class Rounds:
@@ -43,10 +43,10 @@ def update_rounds(
     schedule: Schedule, jobs: Jobs, stages: Iterable[int]
 ) -> dict[int, Rounds]:
     """The rounds of each of some stages."""
-    compute, width = jobs.compute[: jobs.regular], len(jobs.kinds)
+    gives = {stage: jobs.of(jobs.at[stage, schedule.release]) for stage in stages}
     return {
-        stage: Rounds(compute[jobs.at[stage, schedule.release] :: width])
-        for stage in stages
+        stage: Rounds([jobs.worker[number] for number in numbers])
+        for stage, numbers in gives.items()
     }
 
 

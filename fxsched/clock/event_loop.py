@@ -19,8 +19,9 @@ from heapq import heappop, heappush
 from typing import NamedTuple
 
 from ..jobs.job import Direction
-from .activations import lifetimes, to_holder
-from .timeline import Jobs, Timeline
+from .activations import holders, lifetimes
+from .jobs import Jobs
+from .timeline import Timeline
 
 
 class Network:
@@ -50,19 +51,17 @@ class Network:
     waiting: Sequence[int] = ()  # jobs that something must arrive for
 
 
-class _Precedence(NamedTuple):
-    """What jobs wait for."""
-
-    succs: list[list[int]]  # by kind: how far it is to successors of its microbatch
-    missing: list[int]  # by job: how many predecessors and messages are to come
-
-
 class _Caps(NamedTuple):
-    """How many microbatches may be in flight, and where that is counted."""
+    """How many microbatches may be in flight, and where that is counted.
 
-    limit: list[int | None]  # by kind of F, at the worker of its B
-    to_holder: list[int]  # see activations
-    releases: list[bool]  # by kind: whether its end makes room for a capped F
+    limit: by kind of F, at the worker of its B. releases: by kind, whether its end
+    makes room for a capped F. place: of each job that takes room or gives it back, the
+    stage and the worker of its B as a number.
+    """
+
+    limit: list[int | None]
+    releases: list[bool]
+    place: Sequence[int]
 
 
 class _Queues(NamedTuple):
@@ -74,29 +73,17 @@ class _Queues(NamedTuple):
     strict: list[list[int]]  # if in_order: those to come, the next one last
 
 
-def _precedence(jobs: Jobs, network: Network | None) -> _Precedence:
-    succs: list[list[int]] = [[] for _ in jobs.kinds]
-    for kind, before in enumerate(jobs.preds):
-        for p in before:
-            if jobs.joint.isdisjoint((kind, p)):  # jobs.met has the others
-                succs[p].append(kind - p)
-    succs.append([])  # of updates: jobs.more has theirs
-    missing = jobs.waited_for() + [0] * len(jobs.updates)
-    for more in jobs.more.values():
-        for j in more:
-            missing[j] += 1
-    for j in network.waiting if network else ():
-        missing[j] += 1
-    return _Precedence(succs, missing)
-
-
 def _caps(jobs: Jobs, cap: Callable[[int], int | None], release: Direction) -> _Caps:
-    limits: list[int | None] = [None] * (len(jobs.kinds) + 1)  # the last of updates
-    releases = [False] * (len(jobs.kinds) + 1)
+    limits: list[int | None] = [None] * len(jobs.kinds)
+    releases = [False] * len(jobs.kinds)
     for life in lifetimes(jobs, release):
         limit = cap(jobs.kinds[life.forward][0])
         limits[life.forward], releases[life.release] = limit, limit is not None
-    return _Caps(limits, to_holder(jobs, release), releases)
+    if not any(releases):
+        return _Caps(limits, releases, ())
+    (kind, _, worker), holder = jobs.columns, holders(jobs, release)
+    place = (kind[holder] * jobs.workers + worker[holder]).tolist()
+    return _Caps(limits, releases, place)
 
 
 def _queues(jobs: Jobs, missing: Sequence[int], in_order: bool) -> _Queues:
@@ -107,9 +94,9 @@ def _queues(jobs: Jobs, missing: Sequence[int], in_order: bool) -> _Queues:
     for r, j in enumerate(ranked):
         rank[j] = r
         if not missing[j]:
-            ready[jobs.compute[j]].append(r)  # in rising order, which is a heap
-        if in_order and not (jobs.joint and jobs.unused(j)):
-            strict[jobs.compute[j]].append(r)
+            ready[jobs.worker[j]].append(r)  # in rising order, which is a heap
+        if in_order:
+            strict[jobs.worker[j]].append(r)
     for line in strict:
         line.reverse()
     return _Queues(ranked, rank, ready, strict)
@@ -118,6 +105,7 @@ def _queues(jobs: Jobs, missing: Sequence[int], in_order: bool) -> _Queues:
 class _Simulation:
     """What changes while jobs run, beside what doesn't.
 
+    missing: by job, how many results, waits and messages are to come.
     calendar: the future events, a heap by time: of j < N, its end; of -1 - j, a message
         for j; of -1 - N - x, x told to the network.
     candidates: workers that may have something new to start.
@@ -129,8 +117,9 @@ class _Simulation:
         self, jobs: Jobs, caps: _Caps, network: Network | None, in_order: bool
     ) -> None:
         self.jobs, self.caps, self.network = jobs, caps, network
-        self.more = jobs.more if network else jobs.met_or_more
-        self.succs, self.missing = _precedence(jobs, network)
+        self.missing = list(jobs.awaited)
+        for j in network.waiting if network else ():
+            self.missing[j] += 1
         self.queues = _queues(jobs, self.missing, in_order)
         self.free = [True] * jobs.workers
         self.candidates = set(range(jobs.workers))
@@ -170,11 +159,10 @@ def _run(
     simulation: _Simulation, seconds: Sequence[float]
 ) -> tuple[list[int], list[float]]:
     """The jobs in the order in which they start, and when."""
-    jobs, network = simulation.jobs, simulation.network
-    K, W, U, compute = len(jobs.kinds), jobs.workers, jobs.regular, jobs.compute
+    kind, network = simulation.jobs.kind, simulation.network
     calendar, candidates = simulation.calendar, simulation.candidates
     ranked, _, ready, strict = simulation.queues
-    limits, to_holder, _ = simulation.caps
+    limits, _, place = simulation.caps
     free, in_flight, parked = simulation.free, simulation.in_flight, simulation.parked
     advance = _bound_events(simulation)
     order: list[int] = []
@@ -189,15 +177,12 @@ def _run(
                     break
                 r = heappop(queue)
                 j = ranked[r]
-                k = j % K if j < U else K
-                limit = limits[k]
+                limit = limits[kind[j]]
                 if limit is not None:
-                    b = j + to_holder[k]
-                    place = b % K * W + compute[b]
-                    if in_flight[place] >= limit:
-                        heappush(parked[place], r)
+                    if in_flight[place[j]] >= limit:
+                        heappush(parked[place[j]], r)
                         continue
-                    in_flight[place] += 1
+                    in_flight[place[j]] += 1
                 if strict:
                     strict[w].pop()
                 free[w] = False
@@ -216,10 +201,11 @@ def _bound_events(simulation: _Simulation) -> Callable[[], float]:
     """Phases A and B: the clock advances to the time that is returned; what is due then
     happens. Jobs that then miss nothing are ready, their workers candidates."""
     jobs, network, free = simulation.jobs, simulation.network, simulation.free
-    K, W, U, compute = len(jobs.kinds), jobs.workers, jobs.regular, jobs.compute
+    kind, worker, waits = jobs.kind, jobs.worker, jobs.waits
+    head, readers = jobs.readers
     ranked, rank, ready, _ = simulation.queues
-    _, to_holder, releases = simulation.caps
-    succs, missing, more = simulation.succs, simulation.missing, simulation.more
+    _, releases, places = simulation.caps
+    missing = simulation.missing
     in_flight, parked = simulation.in_flight, simulation.parked
     calendar, candidates = simulation.calendar, simulation.candidates
     told, send = _messages(simulation)
@@ -233,29 +219,26 @@ def _bound_events(simulation: _Simulation) -> Callable[[], float]:
             if j < 0:
                 told(j, now, arrived)
                 continue
-            k = j % K if j < U else K
-            w = compute[j]
+            w = worker[j]
             free[w] = True
             candidates.add(w)
-            if releases[k]:
-                b = j + to_holder[k]
-                place = b % K * W + compute[b]
+            if releases[kind[j]]:
+                place = places[j]
                 in_flight[place] -= 1
                 if parked[place]:
                     r = heappop(parked[place])
-                    heappush(ready[compute[ranked[r]]], r)
-                    candidates.add(compute[ranked[r]])
-            if more:
-                arrived += more.get(j, ())
+                    heappush(ready[worker[ranked[r]]], r)
+                    candidates.add(worker[ranked[r]])
+            if waits:
+                arrived += waits.get(j, ())
             if network:
                 send(j, now, arrived)
-                continue
-            for distance in succs[k]:
-                arrived.append(j + distance)
+            else:
+                arrived += readers[head[j] : head[j + 1]]
         for j in arrived:
             left = missing[j] = missing[j] - 1
             if not left:
-                w = compute[j]
+                w = worker[j]
                 heappush(ready[w], rank[j])
                 if free[w]:
                     candidates.add(w)
@@ -270,31 +253,28 @@ _Messages = Callable[[int, float, list[int]], None]
 def _messages(simulation: _Simulation) -> tuple[_Messages, _Messages]:
     """What a message's event does, and what the end of a job sends off; both add jobs
     for which something has arrived to a list."""
-    jobs, calendar, succs = simulation.jobs, simulation.calendar, simulation.succs
-    K, N, U, compute = len(jobs.kinds), len(jobs), jobs.regular, jobs.compute
+    jobs, calendar = simulation.jobs, simulation.calendar
+    worker, count = jobs.worker, len(jobs)
+    head, readers = jobs.readers
     network = simulation.network or Network()
-    arrival, ended, met = network.arrival, network.ended, jobs.met
+    arrival, ended = network.arrival, network.ended
 
     def told(message: int, now: float, arrived: list[int]) -> None:
-        if -1 - message < N:
+        if -1 - message < count:
             arrived.append(-1 - message)
         else:
-            for j, when in network.told(-1 - message - N, now):
+            for j, when in network.told(-1 - message - count, now):
                 heappush(calendar, (when, -1 - j))
 
     def send(j: int, now: float, arrived: list[int]) -> None:
-        here = compute[j]
-        after = succs[j % K if j < U else K]
-        if met:
-            after = [*after, *(t - j for t in met.get(j, ()))]
-        for distance in after:
-            t = j + distance
-            when = now if compute[t] == here else arrival(j, t, now)
+        here = worker[j]
+        for t in readers[head[j] : head[j + 1]]:
+            when = now if worker[t] == here else arrival(j, t, now)
             if when > now:
                 heappush(calendar, (when, -1 - t))
             else:
                 arrived.append(t)
         for what, when in ended(j, now):
-            heappush(calendar, (when, -1 - N - what))
+            heappush(calendar, (when, -1 - count - what))
 
     return told, send

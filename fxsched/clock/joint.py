@@ -17,7 +17,7 @@ from ..jobs.answers import Place, Priority
 from ..jobs.job import Direction, Job, Placement, PlanError
 from ..jobs.own_caps import OwnCaps
 from ..jobs.schedule import Schedule
-from .timeline import Jobs
+from .jobs import Jobs
 
 FORWARD, BACKWARD, *_ = Direction
 
@@ -214,15 +214,14 @@ def order_phases(jobs: Jobs) -> Jobs:
         last = max((phases[p] for p in before), default=0)
         begins = kind in jobs.joint and not jobs.joint.issuperset(before)
         phases.append(last + begins)
-    width = len(jobs.kinds)
-    n = list(jobs.n[: jobs.regular])
-    for i in range(jobs.regular):
-        kind, row = i % width, i - i % width
+    n = list(jobs.n)
+    for i, kind in enumerate(jobs.kind):
         same = [p for p in jobs.preds[kind] if phases[p] == phases[kind]]
-        n[i] = max([n[i], *(n[row + p] + 1 for p in same if p not in jobs.joint)])
+        made = (jobs.find(p, jobs.rows[i]) for p in same if p not in jobs.joint)
+        n[i] = max([n[i], *(n[number] + 1 for number in made)])
     least, span = min(n), max(n) - min(n) + 2
     n = [
-        phases[i % width] * span + (least - 1 if i % width in jobs.joint else rank)
-        for i, rank in enumerate(n)
+        phases[kind] * span + (least - 1 if kind in jobs.joint else rank)
+        for kind, rank in zip(jobs.kind, n, strict=True)
     ]
     return replace(jobs, n=n)

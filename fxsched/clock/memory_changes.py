@@ -9,8 +9,8 @@ from functools import cached_property
 
 from ..jobs.job import Direction
 from ..jobs.schedule import Schedule
-from .activations import allocations, to_holder
-from .timeline import Jobs
+from .activations import allocations, holders
+from .jobs import Jobs
 from .weight_fetches import source_of
 from .weight_groups import WeightGroup
 
@@ -46,22 +46,22 @@ class StepChanges:
     @cached_property
     def regular(self) -> list[tuple[int, int, int, int]]:
         """Place, kind, microbatch and worker of each F, B and W, in order."""
-        width, compute = len(self.jobs.kinds), self.jobs.compute
+        jobs, first = self.jobs, self.jobs.regular
         return [
-            (place, number % width, number // width, compute[number])
+            (place, jobs.kind[number], jobs.rows[number], jobs.worker[number])
             for place, number in enumerate(self.order)
-            if number < self.jobs.regular
+            if number < first
         ]
 
     @cached_property
     def updates(self) -> list[tuple[int, int, int, int]]:
         """Place, stage, number in the call and worker of each U, in order."""
-        first, compute = self.jobs.regular, self.jobs.compute
+        first, worker = self.jobs.regular, self.jobs.worker
         found = []
         for place, number in enumerate(self.order):
             if number >= first:
-                stage, last = self.jobs.updates[number - first]
-                found.append((place, stage, last // self.every, compute[number]))
+                stage, last, _ = self.jobs.job(number)
+                found.append((place, stage, last // self.every, worker[number]))
         return found
 
     @cached_property
@@ -85,14 +85,13 @@ class StepChanges:
     def activations(self, held: list[float], kept: float) -> Iterator[Change]:
         """On the worker of B."""
         release = self.schedule.release
-        distance = to_holder(self.jobs, release)
+        holder = holders(self.jobs, release).tolist()
         taken, given_back = allocations(self.jobs, release, held, kept)
-        compute = self.jobs.compute
         for place, kind, _, _ in self.regular:
             if taken[kind] or given_back[kind]:
-                holder = compute[self.order[place] + distance[kind]]
-                yield 4 * place + START, holder, ACTIVATIONS, taken[kind]
-                yield 4 * place + END, holder, ACTIVATIONS, -given_back[kind]
+                worker = self.jobs.worker[holder[self.order[place]]]
+                yield 4 * place + START, worker, ACTIVATIONS, taken[kind]
+                yield 4 * place + END, worker, ACTIVATIONS, -given_back[kind]
 
     def read_whole(self, edges: Mapping[tuple[int, int], float]) -> Iterator[Change]:
         """What all microbatches of a stage read as it is, by edges of stages: on each
@@ -224,7 +223,7 @@ class StepChanges:
         return reads, copies
 
     def _source(self, group: int, place: int, here: int) -> int:
-        keeper = self.jobs.weights[self.order[place]]
+        keeper = self.jobs.keeper[self.order[place]]
         return source_of(self.groups[group].owners, keeper, here)
 
     def versions(self) -> Iterator[Change]:

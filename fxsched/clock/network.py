@@ -11,8 +11,9 @@ from ..jobs.job import Direction, PlanError
 from ..jobs.schedule import Schedule
 from ..jobs.user_values import is_number
 from .event_loop import Network
+from .jobs import Jobs
 from .stage_graph import Edges, edge_between, is_whole
-from .timeline import Jobs, Timeline
+from .timeline import Timeline
 from .update_messages import Renewal, Sum, gradient_sums, renewals
 from .weight_fetches import fetches
 from .weight_traffic import stage_keepers, weight_size
@@ -68,7 +69,6 @@ class Transfers(Network):
     ) -> None:
         self.jobs, self.stages, self.transfer = jobs, stages, transfer
         self.edges = Edges(jobs, stages) if transfer is None else None
-        self.width = len(jobs.kinds)
         self.links: dict[tuple[int, int], float] = {}  # when each is free again
         self.sent: dict[tuple[int, int], float] = {}  # arrivals of what goes once
         self.missing: dict[tuple[int, int, int], int] = {}  # of what is added up first
@@ -111,9 +111,9 @@ class Transfers(Network):
         """When the reader has what the maker sent at `now`."""
         if self.edges is not None:
             return self.edges.arrival(maker, reader, now)
-        compute = self.jobs.compute
-        source, to = compute[maker], compute[reader]
-        (a, d), (b, _) = (self.jobs.kinds[i % self.width] for i in (maker, reader))
+        jobs = self.jobs
+        source, to = jobs.worker[maker], jobs.worker[reader]
+        (a, d), (b, _) = (jobs.kinds[jobs.kind[i]] for i in (maker, reader))
         if self._adds_up(maker, reader):
             return now
         once = d is FORWARD and a != b
@@ -130,25 +130,28 @@ class Transfers(Network):
     def _part(self, maker: int, reader: int) -> int:
         """0 if all readers of a job read the same of it; of a joint one each microbatch
         may read its rows."""
-        joint, width = self.jobs.joint, self.width
-        if maker % width not in joint or reader % width in joint:
+        jobs = self.jobs
+        one, other = jobs.kind[maker], jobs.kind[reader]
+        if one not in jobs.joint or other in jobs.joint:
             return 0
-        if is_whole(self.stages, self.jobs, maker % width, reader % width):
+        if is_whole(self.stages, jobs, one, other):
             return 0
-        return (1 + reader // width) * self.jobs.workers
+        return (1 + jobs.rows[reader]) * jobs.workers
 
     def _adds_up(self, maker: int, reader: int) -> bool:
         """Whether its worker adds a job's gradient to others before it is sent, which
         the last one does."""
-        joint, kind = self.jobs.joint, maker % self.width
-        if kind in joint or reader not in joint:
+        jobs, kind = self.jobs, self.jobs.kind[maker]
+        if kind in jobs.joint or jobs.kind[reader] not in jobs.joint:
             return False
-        if not is_whole(self.stages, self.jobs, kind, reader):
+        if not is_whole(self.stages, jobs, kind, jobs.kind[reader]):
             return False
-        worker = self.jobs.compute[maker]
-        every = self.jobs.compute[kind : self.jobs.regular : self.width]
+        worker = jobs.worker[maker]
         key = kind, reader, worker
-        self.missing[key] = self.missing.get(key, every.count(worker)) - 1
+        if key not in self.missing:
+            every = [jobs.worker[number] for number in jobs.of(kind)]
+            self.missing[key] = every.count(worker)
+        self.missing[key] -= 1
         return self.missing[key] > 0
 
     def _weights(self, stage: int) -> float:
@@ -163,8 +166,8 @@ class Transfers(Network):
         line: list[int] = []  # jobs of the worker so far
         worker = -1
         for number, missing in zip(numbers.tolist(), fetched.tolist(), strict=True):
-            if self.jobs.compute[number] != worker:
-                line, worker = [], self.jobs.compute[number]
+            if self.jobs.worker[number] != worker:
+                line, worker = [], self.jobs.worker[number]
             line.append(number)
             if missing:
                 ahead = max(prefetch, 1)
@@ -188,8 +191,8 @@ class Transfers(Network):
                 self.first[wanted] = when
                 return
             when = max(first, when)
-        stage = self.jobs.kinds[wanted % self.width][0]
-        source, to = self.origin[wanted], self.jobs.compute[wanted]
+        stage = self.jobs.kinds[self.jobs.kind[wanted]][0]
+        source, to = self.origin[wanted], self.jobs.worker[wanted]
         yield wanted, self._send(source, to, self._weights(stage), when)
 
     def _return(self, timeline: Timeline, schedule: Schedule) -> None:
@@ -207,7 +210,7 @@ class Transfers(Network):
 
     def ended(self, number: int, now: float) -> Iterable[tuple[int, float]]:
         """What a job's end sends: places of notes, and when it is there."""
-        here = self.jobs.compute[number]
+        here = self.jobs.worker[number]
         if number in self.last:
             place = self.last[number]
             stage = self.notes[place].stage
@@ -239,7 +242,7 @@ class Transfers(Network):
         """The total goes to the updates that wait for it, or, if the loop has these, to
         the other owners, as new weights do."""
         owners, root, alone = self.keepers[note.stage]
-        workers = [self.jobs.compute[update] for update in note.frees]
+        workers = [self.jobs.worker[update] for update in note.frees]
         first = [] if alone and workers else owners  # they get what the update makes
         there = {
             worker: self._weights_to(root, worker, note.stage, now)

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from ..jobs.job import PlanError
 from ..jobs.schedule import Schedule
-from .timeline import Jobs
+from .jobs import Jobs
 
 
 def check_replicas(
@@ -18,14 +18,14 @@ def check_replicas(
 
     owners: the workers that keep the weights. readers: stages that read them.
     """
-    every, width = schedule.update_every or jobs.microbatches, len(jobs.kinds)
-    kinds = [k for k, (s, _) in enumerate(jobs.kinds) if s in readers]
+    every = schedule.update_every or jobs.microbatches
+    kinds = [k for k in range(len(jobs.preds)) if jobs.kinds[k][0] in readers]
     for first in range(0, jobs.microbatches, every):
         own: Counter[int] = Counter()
         for b in range(first, first + every):
-            numbers = [b * width + kind for kind in kinds]
-            workers = {jobs.compute[i] for i in numbers}
-            places = workers | {jobs.weights[i] for i in numbers}
+            numbers = [jobs.find(kind, b) for kind in kinds]
+            workers = {jobs.worker[i] for i in numbers}
+            places = workers | {jobs.keeper[i] for i in numbers}
             if len(places) > 1 or not places <= set(owners):
                 raise PlanError(
                     f"average_every: {jobs.job(numbers[0])} and other jobs of its "

@@ -12,12 +12,13 @@ from ..jobs.job import Direction, Job, Placement, PlanError
 from ..jobs.schedule import Schedule
 from .activations import peaks
 from .event_loop import Network, run_jobs
-from .joint import ask_once, fit_joint, flow_order, joint_stages, order_phases
-from .timeline import Jobs, Kind, Timeline, weight_owners
+from .jobs import Jobs, Kind, job_rows, weight_owners
+from .joint import fit_joint, flow_order, joint_stages, order_phases
+from .timeline import Timeline
 from .updates import StageUpdate, add_updates
 
 MOST = 20_000_000  # jobs, which take some 10 GB
-FORWARD, BACKWARD, WEIGHT, _ = Direction
+FORWARD, BACKWARD, WEIGHT, UPDATE = Direction
 
 
 def place_jobs(
@@ -31,28 +32,26 @@ def place_jobs(
     kinds, preds: those of one microbatch; see Jobs. joint: the joint stages. Of theirs,
     w is asked with microbatch 0, and n with the last for F and 0 for the others.
     """
-    alone = frozenset(k for k, (s, _) in enumerate(kinds) if s in joint)
-    if alone:
-        schedule = ask_once(schedule, frozenset(kinds[k][0] for k in alone))
-    n, every = schedule.n, range(schedule.microbatches)
-    priorities: list[Any]
     check_size(schedule, len(kinds))
-    weights, compute = _placed(schedule, kinds)
-    try:
-        priorities = [n(s, b, d) for b in every for s, d in kinds]
-    except Exception:  # said below, by the job that it is about
-        priorities = [None]
-    if not set(map(type, priorities)) <= {int}:
-        priorities = [schedule.priority(Job(s, b, d)) for b in every for s, d in kinds]
+    alone = frozenset(k for k, (s, _) in enumerate(kinds) if s in joint)
+    kind, rows = job_rows(kinds, alone, schedule.microbatches)
+    stages = list(map([s for s, _ in kinds].__getitem__, kind))
+    directions = list(map([d for _, d in kinds].__getitem__, kind))
+    keeper, worker = _placed(schedule, stages, rows, directions)
+    last = list(rows)
+    for k in alone:
+        last[k] = schedule.microbatches - 1 if kinds[k][1] is FORWARD else 0
     jobs = Jobs(
         tuple(kinds),
         tuple(map(tuple, preds)),
+        alone,
         schedule.microbatches,
         schedule.workers,
-        weights,
-        compute,
-        priorities,
-        joint=alone,
+        kind,
+        rows,
+        keeper,
+        worker,
+        _ranked(schedule, stages, last, directions),
         gaps=_gaps(schedule, kinds),
     )
     if alone and schedule.in_order:
@@ -78,40 +77,43 @@ def check_size(schedule: Schedule, kinds: int) -> None:
         )
 
 
-def _placed(schedule: Schedule, kinds: Sequence[Kind]) -> tuple[list[int], list[int]]:
+def _placed(schedule: Schedule, *jobs: Sequence[Any]) -> tuple[list[int], list[int]]:
     """w of all jobs: weight workers, compute workers; job by job where it is not as it
-    should be, for the error that names the culprit."""
-    placed = _placed_at_once(schedule, kinds)
-    if placed is not None:
-        return placed
-    every = range(schedule.microbatches)
-    places = [schedule.place(Job(s, b, d)) for b in every for s, d in kinds]
+    should be, for the error that names the culprit.
+
+    jobs: their stages, microbatches and directions.
+    """
+    keeper: list[int] = []
+    worker: list[int] = []
+    types = set()
+    try:
+        for place in map(schedule.w, *jobs):
+            types.add(type(place))
+            keeps, runs = place
+            keeper.append(keeps)
+            worker.append(runs)
+        known = set(keeper) | set(worker)
+        plain = set(map(type, keeper)) | set(map(type, worker)) <= {int}
+        inside = all(0 <= each < schedule.workers for each in known)
+        fits = plain and inside and types <= {Placement, tuple}
+    except Exception:  # the user's own, which schedule.place puts in its job's words
+        fits = False
+    if fits:
+        return keeper, worker
+    places = [schedule.place(Job(*job)) for job in zip(*jobs, strict=True)]
     return [p.weights for p in places], [p.compute for p in places]
 
 
-def _placed_at_once(
-    schedule: Schedule, kinds: Sequence[Kind]
-) -> tuple[list[int], list[int]] | None:
-    """w of all jobs, without a look at each; None where it fails, or gives others than
-    pairs of workers."""
-    w = schedule.w
-    weights, compute = [], []
-    types = set()
+def _ranked(schedule: Schedule, *jobs: Sequence[Any]) -> list[int]:
+    """n of all jobs, likewise."""
+    priorities: list[Any]
     try:
-        for b in range(schedule.microbatches):
-            for s, d in kinds:
-                place = w(s, b, d)
-                types.add(type(place))
-                keeper, worker = place
-                weights.append(keeper)
-                compute.append(worker)
-        known = set(weights) | set(compute)
-        plain = set(map(type, weights)) | set(map(type, compute)) <= {int}
-        inside = all(0 <= worker < schedule.workers for worker in known)
-    except Exception:  # the user's own, which schedule.place puts in its job's words
-        return None
-    fits = plain and inside and types <= {Placement, tuple}
-    return (weights, compute) if fits else None
+        priorities = list(map(schedule.n, *jobs))
+    except Exception:  # said below, by the job that it is about
+        priorities = [None]
+    if set(map(type, priorities)) <= {int}:
+        return priorities
+    return [schedule.priority(Job(*job)) for job in zip(*jobs, strict=True)]
 
 
 def stage_jobs(schedule: Schedule, stages: nx.DiGraph[int]) -> Jobs:
@@ -151,6 +153,7 @@ def kind_seconds(stages: nx.DiGraph[int], kinds: Sequence[Kind]) -> list[float]:
         if (s, WEIGHT) in known:
             weight = data.get("weight", data["backward"] / 2)
         seconds = {FORWARD: data["forward"], WEIGHT: weight}
+        seconds[UPDATE] = data.get("update", 0.0)
         by_kind.append(seconds.get(d, data["backward"] - weight))
     return by_kind
 
@@ -160,17 +163,17 @@ def most_work(jobs: Jobs, seconds: Sequence[float]) -> float:
 
     seconds: of a job of each kind.
     """
-    work, width = [0.0] * jobs.workers, len(seconds)
-    for number, worker in enumerate(jobs.compute[: jobs.regular]):
-        if not (jobs.joint and jobs.unused(number)):
-            work[worker] += seconds[number % width]
+    work = [0.0] * jobs.workers
+    for kind, worker in zip(jobs.kind, jobs.worker, strict=True):
+        if kind < len(seconds):
+            work[worker] += seconds[kind]
     return max(work)
 
 
 def job_seconds(stages: nx.DiGraph[int], jobs: Jobs) -> list[float]:
     """How long each job takes, by number."""
-    regular = kind_seconds(stages, jobs.kinds) * jobs.microbatches
-    return regular + [stages.nodes[s].get("update", 0.0) for s, _ in jobs.updates]
+    seconds = kind_seconds(stages, jobs.kinds)
+    return [seconds[kind] for kind in jobs.kind]
 
 
 def run_stages(schedule: Schedule, stages: nx.DiGraph[int]) -> Timeline:
@@ -193,10 +196,10 @@ def in_its_order(jobs: Jobs, order: Sequence[int], credit: Mapping[int, int]) ->
     position = [0] * len(jobs)
     for i, number in enumerate(order):
         position[number] = i
-    more = {number: list(after) for number, after in jobs.more.items()}
+    waits = {number: list(after) for number, after in jobs.waits.items()}
     for number, last in credit.items():
-        more.setdefault(last, []).append(number)
-    return replace(jobs, n=position, more=more)
+        waits.setdefault(last, []).append(number)
+    return replace(jobs, n=position, waits=waits)
 
 
 def edge_between(
@@ -219,7 +222,7 @@ class Edges(Network):
     """Transfers that take the `seconds` of the edge between two stages."""
 
     def __init__(self, jobs: Jobs, stages: nx.DiGraph[int]) -> None:
-        self.kinds = len(jobs.kinds)
+        self.kind = jobs.kind
         self.seconds: dict[tuple[int, int], float] = {}  # between kinds
         for k, before in enumerate(jobs.preds):
             for p in before:
@@ -229,7 +232,7 @@ class Edges(Network):
 
     def arrival(self, maker: int, reader: int, now: float) -> float:
         """When the reader has what the maker sent at `now`."""
-        return now + self.seconds.get((maker % self.kinds, reader % self.kinds), 0.0)
+        return now + self.seconds.get((self.kind[maker], self.kind[reader]), 0.0)
 
 
 def step_seconds(events: Timeline) -> float:
@@ -269,15 +272,20 @@ def worker_bytes(
 
 def workers_of(jobs: Jobs, stage: int) -> list[int]:
     """The workers that run a stage."""
-    kinds = [k for k, (s, _) in enumerate(jobs.kinds) if s == stage]
-    width = len(jobs.kinds)
-    return sorted({w for k in kinds for w in jobs.compute[k : jobs.regular : width]})
+    pairs = set(zip(jobs.kind, jobs.worker, strict=True))
+    return sorted(
+        {
+            worker
+            for kind, worker in pairs
+            if jobs.kinds[kind][0] == stage and kind < len(jobs.preds)
+        }
+    )
 
 
 def weight_bytes(jobs: Jobs, stages: nx.DiGraph[int]) -> list[float]:
     """What the weights that each worker keeps take, and their gradients."""
     by_worker = [0.0] * jobs.workers
-    of = [s for s, _ in jobs.kinds] * jobs.microbatches
-    for stage, worker in sorted(set(zip(of, jobs.weights, strict=True))):
-        by_worker[worker] += stages.nodes[stage]["weights"]
+    for stage, owners in weight_owners(jobs).items():
+        for worker in owners:
+            by_worker[worker] += stages.nodes[stage]["weights"]
     return by_worker

@@ -6,7 +6,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from ..jobs.schedule import Schedule
-from .timeline import Jobs, Timeline
+from .jobs import Jobs
+from .timeline import Timeline
 from .weight_fetches import source_of
 from .weight_traffic import Keepers
 
@@ -43,15 +44,14 @@ def gradient_sums(
 ) -> tuple[list[Sum], dict[int, int]]:
     """The sums of a step, by update and stage, and which of them jobs end: the last of
     the stage on a worker before the update."""
-    width = len(jobs.kinds)
     every = schedule.update_every or jobs.microbatches
     lasts: dict[tuple[int, int, int], int] = {}
     for number in timeline.order:
         if number >= jobs.regular:
             continue
-        stage, d = jobs.kinds[number % width]
+        stage, b, d = jobs.job(number)
         if d is schedule.release:
-            lasts[number // (width * every), stage, jobs.compute[number]] = number
+            lasts[b // every, stage, jobs.worker[number]] = number
     places: dict[tuple[int, int], int] = {}
     sums: list[Sum] = []
     ends: dict[int, int] = {}
@@ -66,7 +66,7 @@ def gradient_sums(
 
 def _updates_after(jobs: Jobs, number: int) -> Iterator[int]:
     """The updates that wait for a job."""
-    return (after for after in jobs.more.get(number, ()) if after >= jobs.regular)
+    return (after for after in jobs.waits.get(number, ()) if after >= jobs.regular)
 
 
 def renewals(
@@ -76,9 +76,9 @@ def renewals(
 
     origin: from where jobs fetch weights.
     """
-    for update in range(jobs.regular, len(jobs)):
-        stage, here = jobs.job(update).stage, jobs.compute[update]
-        readers = [j for j in jobs.more.get(update, ()) if j < jobs.regular]
+    for update in jobs.updates:
+        stage, here = jobs.job(update).stage, jobs.worker[update]
+        readers = [j for j in jobs.waits.get(update, ()) if j < jobs.regular]
         fetched = tuple(j for j in readers if origin.get(j) == here)
         if fetched:
             yield Renewal(stage, update, here, (), fetched)
@@ -91,4 +91,4 @@ def renewals(
 
 def _source(owners: list[int], jobs: Jobs, number: int) -> int:
     """The owner whose copy a job reads."""
-    return source_of(owners, jobs.weights[number], jobs.compute[number])
+    return source_of(owners, jobs.keeper[number], jobs.worker[number])

@@ -8,8 +8,8 @@ from typing import NamedTuple
 
 from ..jobs.job import Direction, Job, PlanError
 from ..jobs.schedule import Schedule
+from .jobs import Jobs
 from .replicas import check_replicas
-from .timeline import Jobs
 from .weight_fetches import source_of
 
 
@@ -35,49 +35,57 @@ def add_updates(schedule: Schedule, jobs: Jobs, stages: Sequence[StageUpdate]) -
 
     n says when, but an update is never before what it waits for.
     """
-    every, width = schedule.update_every, len(jobs.kinds)
+    every = schedule.update_every
     if every is None or not stages:
         return jobs
     alone = schedule.average_every is not None
     for each in stages if alone else ():
         check_replicas(schedule, jobs, each.workers, each.readers)
-    compute, n = list(jobs.compute), list(jobs.n)
-    more = {number: list(after) for number, after in jobs.more.items()}
-    updates: list[tuple[int, int]] = []
+    kind, rows, worker, n = (
+        list(column) for column in (jobs.kind, jobs.rows, jobs.worker, jobs.n)
+    )
+    waits = {number: list(after) for number, after in jobs.waits.items()}
     together = sum(len(stage.workers) for stage in stages)  # updates of one round
+    gives = [[_release(jobs, schedule, g) for g in stage.givers] for stage in stages]
     for last in schedule.updated(every):
         own = range(last - every + 1, last + 1)
-        for stage, workers, givers, _ in stages:
-            kinds = [_release(jobs, schedule, giver) for giver in givers]
-            before = [b * width + kind for b in own for kind in kinds]
-            if jobs.joint:
-                before = [number for number in before if not jobs.unused(number)]
-            rank = schedule.priority(Job(stage, last, Direction.UPDATE))
+        for place, stage in enumerate(stages):
+            every_before = (jobs.find(k, b) for b in own for k in gives[place])
+            before = list(dict.fromkeys(every_before))
+            rank = schedule.priority(Job(stage.stage, last, Direction.UPDATE))
             rank = max([rank, *(n[number] for number in before)])
-            for worker in workers:
-                earlier = len(compute) - together  # the same worker's last one
-                if earlier >= jobs.regular:
-                    more.setdefault(earlier, []).append(len(compute))
+            for updater in stage.workers:
+                new = len(worker)
+                if new - together >= jobs.regular:  # the same worker's last one
+                    waits.setdefault(new - together, []).append(new)
                 for number in before:
-                    if alone and compute[number] != worker:
-                        continue
-                    more.setdefault(number, []).append(len(compute))
-                compute.append(worker)
+                    if not alone or worker[number] == updater:
+                        waits.setdefault(number, []).append(new)
+                kind.append(len(jobs.preds) + place)
+                rows.append(last)
+                worker.append(updater)
                 n.append(rank)
-                updates.append((stage, last))
     jobs = replace(jobs, versions=_versions(schedule, jobs, every))
     for update, number in _reads(schedule, jobs, stages):
-        more.setdefault(jobs.regular + update, []).append(number)
-    return replace(jobs, compute=compute, n=n, more=more, updates=tuple(updates))
+        waits.setdefault(jobs.regular + update, []).append(number)
+    return replace(
+        jobs,
+        kinds=(*jobs.kinds, *((each.stage, Direction.UPDATE) for each in stages)),
+        kind=kind,
+        rows=rows,
+        keeper=[*jobs.keeper, *worker[jobs.regular :]],
+        worker=worker,
+        n=n,
+        waits=waits,
+        gaps=[*jobs.gaps, *[0.0] * len(stages)] if jobs.gaps else (),
+    )
 
 
 def _versions(schedule: Schedule, jobs: Jobs, every: int) -> list[int]:
     """How many updates the weights of each job have seen, each asked once."""
     if schedule.version is None:
-        every_kind = range(len(jobs.kinds))
-        return [b // every for b in range(jobs.microbatches) for _ in every_kind]
-    numbers = range(jobs.regular)
-    return [0 if jobs.unused(i) else schedule.seen(jobs.job(i)) for i in numbers]
+        return [b // every for b in jobs.rows]
+    return [schedule.seen(jobs.job(i)) for i in range(len(jobs))]
 
 
 def _reads(
@@ -91,10 +99,10 @@ def _reads(
     for b in range(jobs.microbatches):
         seen: dict[tuple[int, int], int] = {}  # by stage and update, the most so far
         for kind, (s, _) in enumerate(jobs.kinds):
-            number = b * len(jobs.kinds) + kind
+            number = jobs.find(kind, b)
             version = jobs.version(number)
             for i in reads[kind] if not (b and kind in jobs.joint) else ():
-                here = jobs.weights[number], jobs.compute[number]
+                here = jobs.keeper[number], jobs.worker[number]
                 source = source_of(stages[i].workers, *here)
                 averaged = version and schedule.averages(version)
                 for worker in stages[i].workers if averaged else (source,):
@@ -107,7 +115,7 @@ def _reads(
 def stopped_by_order(schedule: Schedule, jobs: Jobs, number: int) -> PlanError | None:
     """What to say of a job that never runs, where workers take theirs strictly by n,
     which was made without updates between them; None for other schedules."""
-    if not schedule.in_order or len({b for _, b in jobs.updates}) < 2:
+    if not schedule.in_order or len({jobs.rows[i] for i in jobs.updates}) < 2:
         return None
     return PlanError(
         f"in_order stops {schedule}: {jobs.job(number)} never runs, for its worker's "

@@ -18,9 +18,9 @@ from numpy.typing import NDArray
 
 from ..jobs.job import Direction
 from ..jobs.schedule import Schedule
-from .timeline import Jobs, Timeline
+from .jobs import Jobs, Numbers
+from .timeline import Timeline
 
-Numbers: TypeAlias = NDArray[np.int64]
 Flags: TypeAlias = NDArray[np.bool_]
 Groups = Sequence[tuple[int, Sequence[int] | None]]  # and the owners; None: w's
 
@@ -71,7 +71,7 @@ def foreign_reads(
     """
     places, numbers = _by_worker(jobs, order)
     columns = _unwritten(_reads(groups, jobs, numbers), writers, jobs, numbers)
-    here = np.asarray(jobs.compute, np.int64)[numbers]
+    here = jobs.columns.worker[numbers]
     foreign: list[list[Foreign]] = [[] for _ in order]
     for slot, read in enumerate(columns):
         new = _fetched(read, columns, here)
@@ -88,7 +88,7 @@ def _unwritten(
     numbers: Numbers,
 ) -> list[Read]:
     """Reads, but for those of what an earlier F on the worker wrote."""
-    here, kind = np.asarray(jobs.compute)[numbers], numbers % len(jobs.kinds)
+    here, kind = jobs.columns.worker[numbers], jobs.columns.kind[numbers]
     is_forward = np.array([d is Direction.FORWARD for _, d in jobs.kinds], bool)[kind]
     for group, kinds in writers.items():
         wrote = np.flatnonzero(np.isin(kind, kinds))
@@ -107,7 +107,7 @@ def _by_worker(jobs: Jobs, order: Sequence[int]) -> tuple[Numbers, Numbers]:
     numbers."""
     numbers = np.asarray(order, np.int64)
     numbers = numbers[numbers < jobs.regular]
-    places = np.argsort(np.asarray(jobs.compute, np.int64)[numbers], kind="stable")
+    places = np.argsort(jobs.columns.worker[numbers], kind="stable")
     return places, numbers[places]
 
 
@@ -116,9 +116,9 @@ def _reads(groups: Sequence[Groups], jobs: Jobs, numbers: Numbers) -> list[Read]
 
     groups: those that each kind of jobs reads, in order.
     """
-    kind = numbers % len(jobs.kinds)
-    here = np.asarray(jobs.compute, np.int64)[numbers]
-    keeper = np.asarray(jobs.weights, np.int64)[numbers]
+    kind = jobs.columns.kind[numbers]
+    here = jobs.columns.worker[numbers]
+    keeper = jobs.columns.keeper[numbers]
     keeps, first = _owners(groups, jobs.workers)
     columns = []
     for i in range(max(map(len, groups), default=0)):
@@ -168,11 +168,11 @@ def fetches(
     where."""
     jobs = timeline.jobs
     _, numbers = _by_worker(jobs, timeline.order)
-    here = np.asarray(jobs.compute, np.int64)[numbers]
+    here = jobs.columns.worker[numbers]
     columns = _reads([groups_read(stages, s, d) for s, d in jobs.kinds], jobs, numbers)
     updated = _updated(jobs, numbers)
     away, count = np.zeros(len(numbers), bool), np.zeros(len(numbers), np.int64)
-    origin = np.asarray(jobs.weights, np.int64)[numbers]
+    origin = jobs.columns.keeper[numbers]
     for read in columns:
         new = _fetched(read, columns, here)
         if updated is not None:
@@ -192,7 +192,7 @@ def _updated(jobs: Jobs, numbers: Numbers) -> Flags | None:
     seen = versions[numbers] if len(versions) else np.zeros_like(numbers)
     other = np.asarray(np.diff(seen, prepend=seen[:1]) != 0)
     if jobs.gaps:
-        gaps = np.asarray(jobs.gaps)[numbers % len(jobs.kinds)]
+        gaps = np.asarray(jobs.gaps)[jobs.columns.kind[numbers]]
         other |= np.diff(gaps, prepend=gaps[:1]) != 0
     return other
 

@@ -9,7 +9,7 @@ import networkx as nx
 
 from ..jobs.job import Direction
 from ..jobs.schedule import Schedule
-from .timeline import Jobs
+from .jobs import Jobs
 from .weight_fetches import groups_read
 from .weight_traffic import stage_keepers, sum_size
 

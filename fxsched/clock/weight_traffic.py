@@ -8,7 +8,7 @@ from typing import NamedTuple
 import networkx as nx
 
 from ..jobs.schedule import Schedule
-from .timeline import Jobs, weight_owners
+from .jobs import Jobs, weight_owners
 
 
 class Keepers(NamedTuple):
@@ -123,10 +123,10 @@ def _averages(
 
 def _givers(schedule: Schedule, jobs: Jobs) -> Iterator[tuple[int, set[int]]]:
     """The stages, and the workers that give gradients, of each of the updates."""
-    every, width = schedule.update_every or jobs.microbatches, len(jobs.kinds)
+    every = schedule.update_every or jobs.microbatches
     for k, (stage, d) in enumerate(jobs.kinds):
         if d is not schedule.release:
             continue
-        column = jobs.compute[k : jobs.regular : width]
-        for first in range(0, jobs.microbatches, every):
+        column = [jobs.worker[number] for number in jobs.of(k)]
+        for first in range(0, len(column), every):
             yield stage, set(column[first : first + every])

@@ -12,8 +12,9 @@ import numpy as np
 from ..jobs.job import Piece
 from ..jobs.schedule import Schedule
 from .activations import peaks
+from .jobs import Jobs
 from .stage_graph import is_whole
-from .timeline import Jobs, Timeline
+from .timeline import Timeline
 from .weight_fetches import fetches
 from .weight_traffic import count_traffic, stage_keepers, weight_size
 
@@ -60,7 +61,7 @@ def worker_records(
 ) -> tuple[Worker, ...]:
     """What each worker did and held in a step."""
     jobs, count = timeline.jobs, schedule.workers
-    compute = np.asarray(jobs.compute, int)
+    compute = jobs.columns.worker
     order = np.asarray(timeline.order, int)
     times = np.asarray(timeline.end) - np.asarray(timeline.start)
     busy = np.bincount(compute[order], times, count)
@@ -80,7 +81,7 @@ def worker_records(
     parameters: list[int] | list[None] = [None] * count
     if all("weights" in data for _, data in stages.nodes(data=True)):
         sizes_of = np.array([weight_size(stages, s) for s, _ in jobs.kinds])
-        brought = (fetched > 0) * sizes_of[numbers % len(jobs.kinds)]
+        brought = (fetched > 0) * sizes_of[jobs.columns.kind[numbers]]
         came = np.bincount(here, brought, count) + np.array(traffic.received)
         parameters = came.astype(int).tolist()
     columns = (
@@ -111,19 +112,18 @@ def _first_pieces(jobs: Jobs) -> set[int]:
 def _messages(jobs: Jobs, stages: nx.DiGraph[int]) -> tuple[Any, Any]:
     """How many messages between jobs each worker receives and sends: one for each job
     and other worker that reads what it made."""
-    width, count = len(jobs.kinds), jobs.workers
-    compute = np.asarray(jobs.compute, int)[: jobs.regular]
+    count, worker = jobs.workers, jobs.columns.worker
     received, sent = np.zeros(count, int), np.zeros(count, int)
     for p, reading, last in _readings(jobs, stages):
-        source = compute[p:last:width]
-        to = np.sort(np.stack([compute[k:last:width] for k in reading], 1), 1)
+        source = worker[jobs.grid[:last, p]]
+        to = np.sort(worker[jobs.grid[:last, reading]], 1)
         new = to != source[:, None]
         new[:, 1:] &= to[:, 1:] != to[:, :-1]
         received += np.bincount(to[new], None, count)
         sent += np.bincount(source, new.sum(1), count).astype(int)
     for p, k in _whole(jobs, stages):
-        joint, other = (compute[p], k) if p in jobs.joint else (compute[k], p)
-        others = np.setdiff1d(compute[other::width], joint)
+        joint, other = (worker[p], k) if p in jobs.joint else (worker[k], p)
+        others = np.setdiff1d(worker[jobs.grid[:, other]], joint)
         one, all_of_them = (sent, received) if p in jobs.joint else (received, sent)
         one[joint] += len(others)
         all_of_them[others] += 1
@@ -145,10 +145,10 @@ def _whole(jobs: Jobs, stages: nx.DiGraph[int]) -> list[tuple[int, int]]:
 def _readings(
     jobs: Jobs, stages: nx.DiGraph[int]
 ) -> Iterator[tuple[int, list[int], int]]:
-    """Each kind with the kinds that read the same of it, and where its jobs end: what
-    joint jobs read of joint ones is sent once, all else once for each microbatch.
-    Those that read it whole are not among them."""
-    width, apart = len(jobs.kinds), set(_whole(jobs, stages))
+    """Each kind with the kinds that read the same of it, and for how many microbatches:
+    what joint jobs read of joint ones is sent once, all else once for each. Those that
+    read it whole are not among them."""
+    width, apart = len(jobs.preds), set(_whole(jobs, stages))
     readers: list[tuple[list[int], list[int]]] = [([], []) for _ in range(width)]
     for k, before in enumerate(jobs.preds):
         for p in before:
@@ -156,6 +156,6 @@ def _readings(
                 readers[p][jobs.joint.issuperset((p, k))].append(k)
     for p, (parts, whole) in enumerate(readers):
         if parts:
-            yield p, parts, jobs.regular
+            yield p, parts, jobs.microbatches
         if whole:
-            yield p, whole, width
+            yield p, whole, 1

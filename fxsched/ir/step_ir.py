@@ -16,7 +16,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import fx
 
-from ..clock.timeline import Jobs, Kind, Timeline
+from ..clock.jobs import NO_JOBS, Jobs, Kind
+from ..clock.timeline import Timeline
 from ..jobs.job import Direction, Job
 from . import ops
 from .facts import Facts, facts
@@ -128,7 +129,7 @@ class Recipe(NamedTuple):
         yield from self.after
 
 
-NEVER = Timeline(Jobs((), (), 0, 0, (), (), ()), (), (), ())
+NEVER = Timeline(NO_JOBS, (), (), ())
 
 
 @dataclass(frozen=True)
@@ -216,15 +217,16 @@ class StepIR:
     @property
     def order(self) -> list[int]:
         """The numbers of all jobs, in the global order."""
-        order, kinds = list(self.timeline.order), self.jobs.kinds
+        order, jobs = list(self.timeline.order), self.jobs
         if self.late:
-            order.sort(key=lambda i: kinds[i % len(kinds)][1] is not Direction.FORWARD)
+            backward = [d is not Direction.FORWARD for _, d in jobs.kinds]
+            order.sort(key=lambda i: backward[jobs.kind[i]])
         return order
 
     @property
     def draws(self) -> set[Kind]:
         """The kinds of jobs that draw random numbers."""
-        pairs = zip(self.jobs.kinds, self.recipes, strict=True)
+        pairs = zip(self.jobs.kinds, self.recipes, strict=False)  # updates have none
         return {kind for kind, recipe in pairs if recipe.call.meta["draw"] is not None}
 
     @cached_property
@@ -253,8 +255,8 @@ class StepIR:
     def worker(self, value: Made | Running | Line) -> int:
         """The worker that has a value first."""
         if isinstance(value, Made):
-            width = len(self.jobs.kinds)
-            return self.jobs.compute[value.microbatch * width + self.maker[value.node]]
+            number = self.jobs.find(self.maker[value.node], value.microbatch)
+            return self.jobs.worker[number]
         return value.worker
 
     def specs(self, value: Value) -> tuple[Specs, bool]:

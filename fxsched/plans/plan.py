@@ -140,17 +140,19 @@ class Plan:
     def placements(self) -> dict[Job, Placement]:
         """w of each job; see `updates` for U."""
         jobs = self.timeline.jobs
-        pairs = zip(jobs.weights, jobs.compute, strict=False)  # updates come after
-        return {jobs.job(i): Placement(*pair) for i, pair in enumerate(pairs)}
+        return {
+            jobs.job(i): Placement(jobs.keeper[i], jobs.worker[i])
+            for i in range(jobs.regular)
+        }
 
     @property
     def updates(self) -> dict[Job, tuple[int, ...]]:
         """The workers that run each U."""
         updates: dict[Job, tuple[int, ...]] = {}
         jobs = self.timeline.jobs
-        for number in range(jobs.regular, len(jobs)):
+        for number in jobs.updates:
             job = jobs.job(number)
-            updates[job] = (*updates.get(job, ()), jobs.compute[number])
+            updates[job] = (*updates.get(job, ()), jobs.worker[number])
         return updates
 
     def weight_at(self, position: int) -> int:

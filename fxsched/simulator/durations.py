@@ -9,8 +9,9 @@ from types import MappingProxyType
 import networkx as nx
 
 from ..clock import stage_graph
+from ..clock.jobs import Jobs, Kind
 from ..clock.stage_graph import kind_seconds
-from ..clock.timeline import Event, Jobs, Kind
+from ..clock.timeline import Event
 from ..jobs.job import ALL_ROWS, Direction, Job, PlanError
 from ..jobs.schedule import Schedule
 from ..jobs.user_values import is_number, raised
@@ -47,14 +48,11 @@ def job_seconds(
     """How long each job takes, by number, where the stages' durations are set."""
     if callable(durations):
         checked = _checked(durations)
-        return [
-            0.0 if jobs.joint and jobs.unused(number) else checked(jobs.job(number))
-            for number in range(len(jobs))
-        ]
+        return [checked(jobs.job(number)) for number in range(len(jobs))]
     seconds = kind_seconds(stages, jobs.kinds)
-    for number, time in enumerate(seconds):
+    for (s, d), time in zip(jobs.kinds, seconds, strict=True):
         if not is_number(time):
-            raise _no_time(jobs.job(number), time)
+            raise _no_time(Job(s, 0, d), time)
     return stage_graph.job_seconds(stages, jobs)
 
 

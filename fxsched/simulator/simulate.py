@@ -11,6 +11,7 @@ import numpy as np
 
 from ..clock.activations import credits
 from ..clock.event_loop import Network, run_jobs
+from ..clock.jobs import Jobs
 from ..clock.joint import fit_joint, out_of_order
 from ..clock.memory import Peaks, worker_memory
 from ..clock.network import Link, Transfers, check_transfer
@@ -20,7 +21,7 @@ from ..clock.stage_graph import (
     in_its_order,
     stage_jobs,
 )
-from ..clock.timeline import Jobs, Timeline
+from ..clock.timeline import Timeline
 from ..clock.updates import stopped_by_order
 from ..clock.worker_stats import Worker, worker_records
 from ..draw import tables
@@ -73,7 +74,7 @@ class Simulation:
     def span(self) -> float:
         """The longest time from a worker's first start to its last end: what a step
         costs where the next begins on each worker as soon as it is done."""
-        compute = np.asarray(self.timeline.jobs.compute)[self.timeline.order]
+        compute = self.timeline.jobs.columns.worker[self.timeline.order]
         first = np.full(len(self.workers), np.inf)
         last = np.full(len(self.workers), -np.inf)
         np.minimum.at(first, compute, self.timeline.start)
@@ -228,8 +229,7 @@ def _check_transfers(transfer: object, prefetch: int | None) -> None:
 
 def _stopped(schedule: Schedule, timeline: Timeline) -> PlanError:
     ran, jobs = set(timeline.order), timeline.jobs
-    every = (number for number in range(len(jobs)) if not jobs.unused(number))
-    waiting = next(number for number in every if number not in ran)
+    waiting = next(number for number in range(len(jobs)) if number not in ran)
     if error := stopped_by_order(schedule, jobs, waiting):
         return error
     return PlanError(

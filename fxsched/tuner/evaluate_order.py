@@ -22,10 +22,9 @@ class JobTimes(NamedTuple):
 
 def replay(problem: OrderingProblem, orders: Orders) -> JobTimes | None:
     """When jobs run in these orders, as early as possible; None if they never end."""
-    jobs, width = problem.jobs, len(problem.seconds)
-    compute, preds, delays = jobs.compute, jobs.preds, problem.delays
+    jobs, preds = problem.jobs, problem.preds
+    compute, kind = jobs.worker, jobs.kind
     start, end = [0.0] * len(jobs), [-1.0] * len(jobs)
-    late = problem.preds
     at, clock = [0] * len(orders), [0.0] * len(orders)
     waits: dict[int, list[int]] = {}  # workers, by the job that they wait for
     todo = list(range(len(orders)))
@@ -34,20 +33,18 @@ def replay(problem: OrderingProblem, orders: Orders) -> JobTimes | None:
         order, now = orders[w], clock[w]
         for i in range(at[w], len(order)):
             j = order[i]
-            k = j % width
-            for p in late.get(j, preds[k]) if late else preds[k]:
-                pred = j + p - k
+            for pred, delay in preds[j]:
                 when = end[pred]
                 if when < 0:
                     waits.setdefault(pred, []).append(w)
                     break
                 if compute[pred] != w:
-                    when += delays.get((pred % width, k), 0.0)
+                    when += delay
                 if when > now:
                     now = when
             else:
                 start[j] = now
-                end[j] = now = now + problem.seconds[k]
+                end[j] = now = now + problem.seconds[kind[j]]
                 clock[w] = now
                 if j in waits:
                     todo += waits.pop(j)
@@ -71,12 +68,12 @@ def length(orders: Orders, times: JobTimes, objective: str) -> float:
 
 def most(problem: OrderingProblem, order: Sequence[int]) -> float:
     """The most that a worker holds, if it runs its jobs in this order."""
-    width = len(problem.seconds)
+    kind = problem.jobs.kind
     held = peak = 0.0
     for j in order:
-        held += problem.takes[j % width]
+        held += problem.takes[kind[j]]
         peak = max(peak, held)
-        held -= problem.gives[j % width]
+        held -= problem.gives[kind[j]]
     return peak
 
 
@@ -105,15 +102,16 @@ def ranks(
 
 def caps(problem: OrderingProblem, orders: Orders) -> dict[int, int]:
     """By stage, the most microbatches in flight on a worker."""
-    jobs, width = problem.jobs, len(problem.seconds)
+    jobs = problem.jobs
     lives = lifetimes(jobs, problem.schedule.release)
     change = {life.release: -1 for life in lives} | {life.forward: 1 for life in lives}
     most_held = {jobs.kinds[life.forward][0]: 0 for life in lives}
     for order in orders:
         held = dict.fromkeys(most_held, 0)
         for j in order:
-            if j % width in change:
-                stage = jobs.kinds[j % width][0]
-                held[stage] += change[j % width]
+            kind = jobs.kind[j]
+            if kind in change:
+                stage = jobs.kinds[kind][0]
+                held[stage] += change[kind]
                 most_held[stage] = max(most_held[stage], held[stage])
     return most_held

@@ -55,12 +55,11 @@ def fill(problem: OrderingProblem, knobs: Knobs) -> Orders | None:
 class _Filler:
     def __init__(self, problem: OrderingProblem, knobs: Knobs) -> None:
         jobs, workers = problem.jobs, problem.jobs.workers
-        self.problem, self.knobs, self.compute = problem, knobs, jobs.compute
-        self.width, self.seconds = len(problem.seconds), problem.seconds
+        self.problem, self.knobs, self.compute = problem, knobs, jobs.worker
+        self.kind, self.rows, self.seconds = jobs.kind, jobs.rows, problem.seconds
         self.succs, self.takes, self.gives = problem.succs, problem.takes, problem.gives
-        self.met = problem.met
         self.directions = [d for _, d in jobs.kinds]
-        self.missing = jobs.waited_for()
+        self.missing = list(jobs.awaited)
         self.when = [0.0] * len(jobs)
         self.events: list[tuple[float, int]] = []  # ends of j; arrivals as -1 - j
         # ready jobs: F by kind, B by rank, W in the order of their B
@@ -76,12 +75,12 @@ class _Filler:
 
     def _limits(self) -> list[list[float]]:
         """By worker and kind of F, how much may be held when it begins."""
-        problem, K = self.problem, self.width
+        problem, K = self.problem, len(self.seconds)
         limits = []
         on: list[set[int]] = [set() for _ in problem.room]
         for j, worker in enumerate(self.compute):
-            if self.takes[j % K]:
-                on[worker].add(j % K)
+            if self.takes[self.kind[j]]:
+                on[worker].add(self.kind[j])
         for kinds, room in zip(on, problem.room, strict=True):
             sizes = [self.takes[k] for k in kinds]
             room = max(room * self.knobs.room, min(room, 2 * sum(sizes)))
@@ -109,7 +108,7 @@ class _Filler:
             while self.events and self.events[0][0] == now:
                 j = heappop(self.events)[1]
                 todo.add(self.arrive(-1 - j) if j < 0 else self.finish(j))
-        complete = sum(map(len, self.orders)) == self.problem.jobs.count
+        complete = sum(map(len, self.orders)) == len(self.problem.jobs)
         return tuple(map(tuple, self.orders)) if complete else None
 
     def choose(self, w: int, now: float) -> int:
@@ -121,10 +120,10 @@ class _Filler:
         f, full = self.next_forward(w)
         if self.back[w] and not (knobs.turns and f >= 0 and not self.turn[w]):
             return heappop(self.back[w])[1]
-        if f >= 0 and wait >= knobs.patience * self.seconds[f % self.width]:
-            return heappop(self.forward[w][f % self.width])
+        if f >= 0 and wait >= knobs.patience * self.seconds[self.kind[f]]:
+            return heappop(self.forward[w][self.kind[f]])
         if self.weight[w]:
-            taken = self.seconds[self.weight[w][0] % self.width]
+            taken = self.seconds[self.kind[self.weight[w][0]]]
             most_idle = f < 0 and self.idle[w] + wait > self.most_idle
             if wait >= (knobs.full if full else knobs.fit) * taken or most_idle:
                 return self.weight[w].popleft()
@@ -139,7 +138,7 @@ class _Filler:
             if self.held[w] > self.limit[w][k]:
                 full = True
                 continue
-            rank = self.rank(k, ready[0] // self.width)
+            rank = self.rank(k, self.rows[ready[0]])
             if rank < least:
                 best, least = ready[0], rank
         return best, full and best < 0
@@ -147,7 +146,7 @@ class _Filler:
     def rank(self, k: int, b: int) -> float:
         """Of an F among those that are ready on its worker; F's kind is its stage."""
         jobs, first = self.problem.jobs, self.knobs.first
-        stages, m = self.width, jobs.microbatches
+        stages, m = len(self.seconds), jobs.microbatches
         if first == "oldest":
             return b * stages - k
         if first.endswith("group"):
@@ -156,7 +155,7 @@ class _Filler:
         return (k if first == "early" else stages - k) * m + b
 
     def start(self, j: int, w: int, now: float) -> None:
-        k = j % self.width
+        k = self.kind[j]
         if self.last[w] >= 0:
             self.idle[w] += now - self.last[w]
             self.most_idle = max(self.most_idle, self.idle[w])
@@ -165,9 +164,7 @@ class _Filler:
         self.orders[w].append(j)
         end = self.last[w] = now + self.seconds[k]
         heappush(self.events, (end, j))
-        after = self.succs[k]
-        for distance, delay in [*after, *self.met.get(j, ())] if self.met else after:
-            t = j + distance
+        for t, delay in self.succs[j]:
             other = self.compute[t]
             there = end + delay if other != w else end
             self.when[t] = there = max(there, self.when[t])
@@ -179,14 +176,14 @@ class _Filler:
 
     def arrive(self, j: int) -> int:
         """A job is ready now; its worker."""
-        k, w = j % self.width, self.compute[j]
+        k, w = self.kind[j], self.compute[j]
         direction = self.directions[k]
         if direction is FORWARD:
             heappush(self.forward[w].setdefault(k, []), j)
         elif direction is WEIGHT:
             self.weight[w].append(j)
         else:  # B of the later stage has the smaller kind
-            b = j // self.width
+            b = self.rows[j]
             rank = b - k * len(self.compute) if self.knobs.deep else j
             heappush(self.back[w], (rank, j))
         return w
@@ -195,5 +192,5 @@ class _Filler:
         """A job has ended; its worker, which is free now."""
         w = self.compute[j]
         self.free[w] = True
-        self.held[w] -= self.gives[j % self.width]
+        self.held[w] -= self.gives[self.kind[j]]
         return w

@@ -179,20 +179,19 @@ def pull_weights(
     fit: the share of W that a gap must have room for.
     """
     pulled = []
-    width, directions = len(problem.seconds), [d for _, d in problem.jobs.kinds]
-    preds = problem.jobs.preds
+    kind, directions = problem.jobs.kind, [d for _, d in problem.jobs.kinds]
     for order in orders:
-        weights = [j for j in order if directions[j % width] is Direction.WEIGHT]
+        weights = [j for j in order if directions[kind[j]] is Direction.WEIGHT]
         after: list[int] = []
         done, next_one, now = set[int](), 0, 0.0
         # a W's only predecessor is its B
-        ready = {j: times.end[j + preds[j % width][0] - j % width] for j in weights}
+        ready = {j: times.end[problem.preds[j][0][0]] for j in weights}
         for j in order:
             if j in done:
                 continue
             while j not in ready and next_one < len(weights) and after:
                 w = weights[next_one]
-                taken = problem.seconds[w % width]
+                taken = problem.seconds[kind[w]]
                 if w not in done:
                     if times.start[j] - now < fit * taken or ready[w] > now:
                         break
@@ -202,6 +201,6 @@ def pull_weights(
                 next_one += 1
             after.append(j)
             done.add(j)
-            now = max(now, times.start[j]) + problem.seconds[j % width]
+            now = max(now, times.start[j]) + problem.seconds[kind[j]]
         pulled.append(tuple(after))
     return tuple(pulled)

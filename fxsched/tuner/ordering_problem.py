@@ -6,9 +6,9 @@ from dataclasses import dataclass
 from functools import cached_property
 
 import networkx as nx
-import numpy as np
 
 from ..clock.activations import allocations, lifetimes
+from ..clock.jobs import Jobs
 from ..clock.network import Link
 from ..clock.stage_graph import (
     Edges,
@@ -18,7 +18,6 @@ from ..clock.stage_graph import (
     stage_jobs,
     weight_bytes,
 )
-from ..clock.timeline import Jobs
 from ..clock.weight_traffic import state_held
 from ..jobs.schedule import Schedule
 
@@ -47,40 +46,32 @@ class OrderingProblem:
 
     @cached_property
     def succs(self) -> list[list[tuple[int, float]]]:
-        """By kind, how far each successor of the same microbatch is, and what comes
-        there from elsewhere; `met` has those of joint jobs, and joint ones."""
-        succs: list[list[tuple[int, float]]] = [[] for _ in self.seconds]
-        for k, before in enumerate(self.jobs.preds):
-            for p in before:
-                if self.jobs.joint.isdisjoint((p, k)):
-                    succs[p].append((k - p, self.delays.get((p, k), 0.0)))
-        return succs
-
-    @cached_property
-    def met(self) -> dict[int, list[tuple[int, float]]]:
-        """The same by number."""
-        width = len(self.seconds)
-        return {
-            j: [
-                (t - j, self.delays.get((j % width, t % width), 0.0))
-                for t in self.jobs.met[j]
+        """By job, those that read what it makes, and how long that takes to come from
+        another worker."""
+        starts, readers = self.jobs.readers
+        kind, delays = self.jobs.kind, self.delays
+        return [
+            [
+                (t, delays.get((kind[j], kind[t]), 0.0))
+                for t in readers[starts[j] : starts[j + 1]]
             ]
-            for j in self.jobs.met
-        }
+            for j in range(len(self.jobs))
+        ]
 
     @cached_property
-    def preds(self) -> dict[int, list[int]]:
-        """What joint jobs, and those that wait for one, wait for: as far from their
-        kinds as it is from them, which is how preds of kinds are."""
-        late = {t for after in self.jobs.met.values() for t in after}
-        width = len(self.seconds)
-        return {j: [p - j + j % width for p in self.jobs.before(j)] for j in late}
+    def preds(self) -> list[list[tuple[int, float]]]:
+        """The same from a reader to what it reads."""
+        preds: list[list[tuple[int, float]]] = [[] for _ in range(len(self.jobs))]
+        for j, after in enumerate(self.succs):
+            for t, delay in after:
+                preds[t].append((j, delay))
+        return preds
 
     @cached_property
     def looped(self) -> bool:
         """Whether a worker has several stages."""
-        stages = [s for s, _ in self.jobs.kinds] * self.jobs.microbatches
-        pairs = set(zip(self.jobs.compute, stages, strict=True))
+        stages = [self.jobs.kinds[kind][0] for kind in self.jobs.kind]
+        pairs = set(zip(self.jobs.worker, stages, strict=True))
         return len(pairs) > len({worker for worker, _ in pairs})
 
     @cached_property
@@ -102,7 +93,7 @@ def make_problem(
     kept: the share of what F saves that is still there between B and W.
     """
     jobs = stage_jobs(schedule, stages)
-    worker = np.asarray(jobs.compute).reshape(-1, len(jobs.kinds))
+    worker = jobs.columns.worker[jobs.grid]
     for life in lifetimes(jobs, schedule.release):
         if (worker[:, life[1:]] != worker[:, [life.forward]]).any():
             return None
