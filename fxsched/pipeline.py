@@ -22,7 +22,7 @@ from .ir.meta import SPENT
 from .ir.modes import casts, with_casts
 from .ir.parts import without_parts
 from .ir.request import Request
-from .ir.step_ir import StepIR
+from .ir.step import Step
 from .ir.weight_sizes import weight_groups
 from .jobs.job import Direction
 from .passes.arrivals import update_on_arrival
@@ -31,20 +31,18 @@ from .passes.cut import cut_program
 from .passes.differentiate import differentiate_stages
 from .passes.frees import free_values
 from .passes.gradient_order import keep_gradient_order
-from .passes.narrow import narrow_messages
+from .passes.lower_sums import lower_sums
 from .passes.order import order_jobs
-from .passes.ordered_sums import sum_in_order
 from .passes.partition import assign_stages
+from .passes.protect import protect_versions
 from .passes.renew import renew_copies
+from .passes.route import route_values
 from .passes.shard import shard_stages
 from .passes.share import copy_shared
-from .passes.shared_gradients import sum_shared
 from .passes.split import split_stages
-from .passes.transfer import insert_transfers
 from .passes.unroll import unroll_jobs
 from .passes.update import update_weights
 from .passes.users import Pass, run_passes
-from .passes.weights import fetch_weights
 from .plans.arithmetic import Arithmetic, describe_arithmetic
 from .plans.plan import Plan, Programs
 from .progress import Progress
@@ -60,16 +58,14 @@ GRAPH_PASSES = (  # rewrite the model's graph; what they find out is in its fact
 AFTER_SHARDS = GRAPH_PASSES.index(shard_stages) + 1
 STEP_PASSES = (  # fill in the step of all workers
     order_jobs,  # one global order of jobs
-    unroll_jobs,  # one line per job, on its worker
-    sum_shared,  # gradients of what all microbatches read as it is
+    unroll_jobs,  # one op per job, on its worker
     renew_copies,  # of weights that the loop steps on one worker
-    sum_in_order,  # gradients of weights, where that is asked
     update_on_arrival,  # steps of the optimizer, as gradients come
     update_weights,  # the same, in the planned order
-    collect_results,  # outputs, sums of gradients, buffers
-    fetch_weights,  # weights that are kept elsewhere
-    insert_transfers,  # messages
-    narrow_messages,  # in a type of fewer bytes, where that is asked
+    protect_versions,  # weights that are read when newer ones may be there
+    collect_results,  # outputs, gradients, buffers
+    lower_sums,  # of gradients: where, and in which order
+    route_values,  # messages
 )
 
 
@@ -137,7 +133,7 @@ def make_plan(
     whole = _without_shards(cut, request)
     schedule = facts(gm).schedule or request.schedule
     request = replace(request, schedule=fit_joint(schedule, facts(gm).stages))
-    step = StepIR(gm)
+    step = Step(gm)
     for fill in STEP_PASSES:
         progress.at(fill.__name__)
         step = fill(step, request)
@@ -162,7 +158,6 @@ def make_plan(
         step.facts.loss,
         step.timeline,
         step.lines,
-        step.sent,
         reference,
         _notes(step, request),
         cut.nodes,
@@ -217,7 +212,7 @@ def _without_shards(cut: StageGraph, request: Request) -> Callable[[], Plan] | N
     return make
 
 
-def _notes(step: StepIR, request: Request) -> tuple[str, ...]:
+def _notes(step: Step, request: Request) -> tuple[str, ...]:
     """Joint stages and updates, if there are any; what the user asked for and does not
     get."""
     said = filter(None, (step.facts.pairs, step.facts.norms))
@@ -225,7 +220,7 @@ def _notes(step: StepIR, request: Request) -> tuple[str, ...]:
     return (*joint, *said, *_updates(step, request), *_unmet(step, request))
 
 
-def _updates(step: StepIR, request: Request) -> tuple[str, ...]:
+def _updates(step: Step, request: Request) -> tuple[str, ...]:
     """How often the optimizer steps, and on which workers."""
     jobs = step.jobs
     stages: dict[int, dict[str, None]] = {}  # by worker
@@ -247,7 +242,7 @@ def _updates(step: StepIR, request: Request) -> tuple[str, ...]:
     return (line, f"replicas averaged every {schedule.average_every} updates{how}")
 
 
-def _unmet(step: StepIR, request: Request) -> tuple[str, ...]:
+def _unmet(step: Step, request: Request) -> tuple[str, ...]:
     """What the user asked for and does not get."""
     trains = any(direction is Direction.BACKWARD for _, direction in step.jobs.kinds)
     caps = {request.schedule.cap(stage) for stage, _ in step.jobs.kinds}
@@ -259,7 +254,7 @@ def _unmet(step: StepIR, request: Request) -> tuple[str, ...]:
     )
 
 
-def _redraws(step: StepIR) -> bool:
+def _redraws(step: Step) -> bool:
     """Plan.redraws."""
     jobs = step.jobs
     return any(

@@ -16,7 +16,7 @@ from types import TracebackType
 from torch import fx
 from tqdm import tqdm
 
-from .ir.step_ir import StepIR
+from .ir.step import Step
 
 LOG = logging.getLogger("fxsched")
 PATIENCE = 3.0  # seconds of planning before there is a bar
@@ -66,7 +66,7 @@ class Progress:
         """What is done from now on."""
         self._name, self._began = name, time.perf_counter()
 
-    def after(self, made: fx.GraphModule | StepIR) -> None:
+    def after(self, made: fx.GraphModule | Step) -> None:
         """Logs what the pass that has run made, for TORCH_LOGS="+fxsched"."""
         if LOG.isEnabledFor(logging.DEBUG):
             seconds = time.perf_counter() - self._began
@@ -82,7 +82,7 @@ class Progress:
                 bar.set_description_str(self._name)
 
 
-def _text(made: fx.GraphModule | StepIR) -> str:
+def _text(made: fx.GraphModule | Step) -> str:
     if isinstance(made, fx.GraphModule):
         return str(made.graph)
     return "\n".join(map(str, made.lines))

@@ -2,26 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 
 from ..clock.arrivals import update_rounds
 from ..ir import ops
-from ..ir.graphs import arguments
 from ..ir.request import Request
-from ..ir.step_ir import Line, Message, StepIR
-from ..ir.update_inputs import UpdateInputs, add_line, check_trained
+from ..ir.step import Message, Op, Step, Total, Value, Weights
 from ..jobs.job import Direction, Job, PlanError
+from .update_inputs import UpdateFactors, check_trained
 
 
-def update_on_arrival(step: StepIR, request: Request) -> StepIR:
+def update_on_arrival(step: Step, request: Request) -> Step:
     """Where updates are in order of arrival, replaces each job U by a step on whatever
     weights there are, and has the jobs of a microbatch read one copy of these.
 
     before: 0F1                                                      # worker 0
             0B1                                                      # worker 0
             0U1                                                      # worker 1
-    after:  note(0F1); weights_0_of_1 = copy(weights_0, 0U0)         # worker 1
+    after:  note(0F1); weights_0_of_1 = copy(weights_0), after 0U0   # worker 1
             0F1, which reads weights_0_of_1                          # worker 0
             0B1, which reads weights_0_of_1                          # worker 0
             note(0U1); update(0, None, weights_0, gradients_0, ..)   # worker 1
@@ -40,37 +38,43 @@ def update_on_arrival(step: StepIR, request: Request) -> StepIR:
 
 
 class _Arrivals:
-    def __init__(self, step: StepIR, request: Request) -> None:
+    def __init__(self, step: Step, request: Request) -> None:
         self.step, self.request, self.groups = step, request, step.facts.groups
-        self.placeholders = step.weight_inputs
         self.groups_of: dict[int, list[int]] = {}  # by the stage that updates them
         for number, group in enumerate(self.groups):
             if any(group.trained):
                 self.groups_of.setdefault(group.stages[0], []).append(number)
         self.rounds = update_rounds(request.schedule, step.jobs, self.groups_of)
-        self.updates: dict[tuple[int, int], Line] = {}  # by stage and microbatch
-        self.reads: dict[tuple[int, int], dict[int, Line]] = {}  # copies by group
-        self.lines: list[Line | Message] = []
-        self.inputs = UpdateInputs(step, request, self.lines)
+        self.keepers = {stage: self._keeper(stage) for stage in self.groups_of}
+        self.updates: dict[tuple[int, int], Op] = {}  # by stage and microbatch
+        self.reads: dict[tuple[int, int], dict[int, Op]] = {}  # copies by group
+        self.lines: list[Op | Message] = []
+        self.factors = UpdateFactors(step, request, self.lines)
 
-    def run(self) -> StepIR:
+    def run(self) -> Step:
         check_trained(self.groups, self.request)
-        keepers = {stage: self._keeper(stage) for stage in self.groups_of}
-        copies: dict[tuple[int, Job], Line] = {}
-        for line in self.step.lines:
-            assert isinstance(line, Line) and line.job is not None, "jobs alone so far"
-            job = line.job
+        for op in self.step.ops:
+            job = op.job
+            assert job is not None, "jobs alone so far"
             if job.direction is Direction.UPDATE:
-                self._update(line, job)
+                self._update(op, job)
                 continue
-            for group in self._read_by(job):
-                stage = self.groups[group].stages[0]
-                if (stage, job.microbatch) not in self.reads:
-                    self._read(stage, line, job, keepers[stage])
-                copies[group, job] = self.reads[stage, job.microbatch][group]
-                self._check_version(stage, job)
-            self.lines.append(line)
-        return replace(self.step, lines=self.lines, copies=copies)
+            op.args = tuple([self._copy_of(value, op, job) for value in op.args])
+            self.lines.append(op)
+        return replace(self.step, lines=self.lines)
+
+    def _copy_of(self, value: Value, op: Op, job: Job) -> Value:
+        """What a job reads of weights: its microbatch's copy, if they are updated."""
+        if not isinstance(value, Weights):
+            return value
+        group = value.node.meta["group"]
+        if not any(self.groups[group].trained):
+            return value
+        stage = self.groups[group].stages[0]
+        if (stage, job.microbatch) not in self.reads:
+            self._read(stage, job.microbatch, op.n)
+        self._check_version(stage, job)
+        return self.reads[stage, job.microbatch][group]
 
     def _keeper(self, stage: int) -> int:
         """The worker that keeps a stage's weights."""
@@ -92,40 +96,29 @@ class _Arrivals:
     def _ahead(self) -> float:
         return self.request.schedule.ahead
 
-    def _read_by(self, job: Job) -> Iterator[int]:
-        """The groups with updates that a job reads."""
-        jobs = self.step.jobs
-        call = self.step.recipes[jobs.at[job.stage, job.direction]].call
-        for weights in arguments(call)[0]:
-            if weights.op == "placeholder" and any(
-                self.groups[weights.meta["group"]].trained
-            ):
-                yield weights.meta["group"]
-
-    def _read(self, stage: int, line: Line, job: Job, keeper: int) -> None:
+    def _read(self, stage: int, microbatch: int, n: int) -> None:
         """The copies of a stage's weights that a microbatch's jobs read."""
-        b = job.microbatch
-        read = Job(stage, b, Direction.FORWARD)
-        where = Line(keeper, f"read {read}", line.n)
-        version = self.step.version(read)
+        read, keeper = Job(stage, microbatch, Direction.FORWARD), self.keepers[stage]
+        where, version = (keeper, f"read {read}", n), self._version(read)
         before = (self.updates[stage, version - 1],) if version else ()
         self._note(where, read)
-        self.reads[stage, b] = {
-            group: self._copy(where, group, b, before)
-            for group in self.groups_of[stage]
-        }
+        copies = self.reads[stage, microbatch] = {}
+        for group in self.groups_of[stage]:
+            node, name = (
+                self.step.weight_inputs[group],
+                f"weights_{group}_of_{microbatch}",
+            )
+            args, specs = (Weights(node, keeper),), node.meta["specs"]
+            copy = Op(*where, ops.copy, args, specs, name, group, after=before)
+            copies[group] = copy
+            self.lines.append(copy)
 
-    def _copy(
-        self, where: Line, group: int, microbatch: int, before: tuple[Line, ...]
-    ) -> Line:
-        weights = self.placeholders[group]
-        args, specs = (weights, *before), weights.meta["specs"]
-        name = f"weights_{group}_of_{microbatch}"
-        return add_line(self.lines, where, ops.copy, args, specs, name, group)
+    def _version(self, job: Job) -> int:
+        return self.step.jobs.version(self.step.jobs.number(job))
 
     def _check_version(self, stage: int, job: Job) -> None:
         read = Job(stage, job.microbatch, Direction.FORWARD)
-        versions = self.step.version(read), self.step.version(job)
+        versions = self._version(read), self._version(job)
         if versions[0] != versions[1]:
             raise PlanError(
                 f"{read} has seen {versions[0]} updates and {job} {versions[1]}; where "
@@ -134,19 +127,19 @@ class _Arrivals:
                 "alone, or take order='static'"
             )
 
-    def _update(self, line: Line, job: Job) -> None:
+    def _update(self, op: Op, job: Job) -> None:
         """The steps of a stage's groups."""
         stage, b = job.stage, job.microbatch
-        groups = self.groups_of[stage]
-        gradients = [self.inputs.gradients(group, b, line.n) for group in groups]
-        before = [self._earlier(job, other) for other in self._awaited(stage, b)]
-        factor = self.inputs.factor(b, line)  # from here on it is the task of U
-        self._note(line, job)
-        for group, gradient in zip(groups, gradients, strict=True):
-            weights = self.placeholders[group]
-            args = (group, None, weights, gradient, factor, *before)
-            name, specs = f"weights_{group}_{job}", weights.meta["specs"]
-            new = add_line(self.lines, line, ops.update, args, specs, name, group)
+        before = tuple(self._earlier(job, other) for other in self._awaited(stage, b))
+        factor = self.factors.factor(b, op)  # from here on it is the task of U
+        where = (op.worker, op.task, op.n)
+        self._note(where, job)
+        for group in self.groups_of[stage]:
+            node = self.step.weight_inputs[group]
+            args = (group, None, Weights(node, op.worker), Total(group, b), factor)
+            name, specs = f"weights_{group}_{job}", node.meta["specs"]
+            new = Op(*where, ops.update, args, specs, name, group, after=before)
+            self.lines.append(new)
             if (stage, b) not in self.updates:
                 new.job = job
                 self.updates[stage, b] = new
@@ -155,7 +148,7 @@ class _Arrivals:
         """The updates of a stage that one waits for, by microbatch."""
         return self.rounds[stage].awaited(microbatch, self._ahead)
 
-    def _earlier(self, job: Job, microbatch: int) -> Line:
+    def _earlier(self, job: Job, microbatch: int) -> Op:
         update = self.updates.get((job.stage, microbatch))
         if update is None:
             raise PlanError(
@@ -165,5 +158,5 @@ class _Arrivals:
             )
         return update
 
-    def _note(self, where: Line, job: Job) -> None:
-        add_line(self.lines, where, ops.note, (str(job),), (), f"note_{job}")
+    def _note(self, where: tuple[int, str, int], job: Job) -> None:
+        self.lines.append(Op(*where, ops.note, (str(job),), (), f"note_{job}"))

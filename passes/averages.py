@@ -10,13 +10,12 @@ from ..clock.weight_traffic import sum_root
 from ..ir import ops
 from ..ir.graphs import Group, Specs
 from ..ir.request import Request
-from ..ir.step_ir import Line, Message, StepIR
-from ..ir.update_inputs import add_line
+from ..ir.step import Message, Op, Step, Weights
 from ..jobs.job import PlanError
 
 
 class Averages:
-    """Makes the lines that average the replicas of a group, where it is time.
+    """Makes the ops that average the replicas of a group, where it is time.
 
     before: weights_0_0U3 = update(0, 0, weights_0, ..)              # worker 0
             weights_0_0U3 = update(0, 0, weights_0, ..)              # worker 1
@@ -29,15 +28,12 @@ class Averages:
     lines: where they go.
     """
 
-    def __init__(
-        self, step: StepIR, request: Request, lines: list[Line | Message]
-    ) -> None:
+    def __init__(self, step: Step, request: Request, lines: list[Op | Message]) -> None:
         self.step, self.request, self.lines = step, request, lines
         self.schedule = request.schedule
         self.updates = self.schedule.microbatches // (step.every or 1)
-        self.placeholders = step.weight_inputs
-        self.replicas: dict[int, list[Line]] = {}  # by group, of this round
-        self.centres: dict[tuple[int, int], Line] = {}  # by group and worker
+        self.replicas: dict[int, list[Op]] = {}  # by group, of this round
+        self.centres: dict[tuple[int, int], Op] = {}  # by group and worker
 
     def check(self) -> None:
         """Raises PlanError for groups that aren't replicas, and for norms of all
@@ -52,24 +48,20 @@ class Averages:
                 jobs, readers = self.step.jobs, group.stages
                 check_replicas(self.schedule, jobs, group.owners, readers)
 
-    def begin(self, group: int, line: Line) -> None:
+    def begin(self, groups: Sequence[int], update: Op) -> None:
         """Before a worker's first update: it keeps the centre, where there is one."""
-        key = group, line.worker
-        if self.schedule.elastic is None or key in self.centres:
-            return
-        weights = self.placeholders[group]
-        args = (group, False, True, weights)
-        self.centres[key] = add_line(
-            self.lines,
-            line,
-            ops.replica,
-            args,
-            self._specs(group, False),
-            f"centre_{group}",
-            group,
-        )
+        for group in groups if self.schedule.elastic is not None else ():
+            key = group, update.worker
+            if key not in self.centres:
+                weights = Weights(self.step.weight_inputs[group], update.worker)
+                args, name = (group, False, True, weights), f"centre_{group}"
+                specs = self._specs(group, False)
+                where = (update.worker, update.task, update.n)
+                self.centres[key] = self._add(
+                    *where, ops.replica, args, specs, name, group
+                )
 
-    def end(self, group: int, number: int, new: Line) -> list[Line]:
+    def end(self, group: int, number: int, new: Op) -> list[Op]:
         """After a worker's update of this number: the weights that are in the place of
         all replicas, once the last of these is updated."""
         if not self.schedule.averages(number + 1):
@@ -77,8 +69,8 @@ class Averages:
         elastic, last = self.schedule.elastic, number + 1 == self.updates
         moments = last or elastic is None
         specs, name = self._specs(group, moments), f"own_{new.name}"
-        args = (group, moments, False, new)
-        replica = add_line(self.lines, new, ops.replica, args, specs, name, group)
+        args, where = (group, moments, False, new), (new.worker, new.task, new.n)
+        replica = self._add(*where, ops.replica, args, specs, name, group)
         owners = self.step.facts.groups[group].owners
         replicas = self.replicas.setdefault(group, [])
         replicas.append(replica)
@@ -87,30 +79,35 @@ class Averages:
         del self.replicas[group]
         replicas.sort(key=lambda each: each.worker)
         root = sum_root(owners, group)
-        where = Line(root, f"average {group} after {new.task}", new.n)
+        where = (root, f"average {group} after {new.task}", new.n)
         means = (elastic, self.centres.get((group, root)), *replicas)
         name = f"mean_{new.name}"
-        mean = add_line(self.lines, where, ops.average, means, specs, name, group)
+        mean = self._add(*where, ops.average, means, specs, name, group)
         step = None if last else elastic
         return [self._take(group, step, each, mean, new) for each in replicas]
 
     def _take(
-        self, group: int, elastic: float | None, own: Line, mean: Line, new: Line
-    ) -> Line:
+        self, group: int, elastic: float | None, own: Op, mean: Op, new: Op
+    ) -> Op:
         """An average in the place of one replica, which makes it the new centre."""
         centre = None if elastic is None else self.centres[group, own.worker]
         weights = own.args[-1]
-        where = Line(own.worker, f"take {group} after {new.task}", new.n)
+        where = (own.worker, f"take {group} after {new.task}", new.n)
         args = (group, elastic, weights, mean, centre)
         name = f"{weights.name}_mean"
         if elastic is not None:
             self.centres[group, own.worker] = mean
-        return add_line(self.lines, where, ops.take, args, weights.specs, name, group)
+        return self._add(*where, ops.take, args, weights.specs, name, group)
+
+    def _add(self, *op: Any) -> Op:
+        new = Op(*op)
+        self.lines.append(new)
+        return new
 
     def _specs(self, group: int, moments: bool) -> Specs:
         """Of what is trained of a group, and of what the optimizer has of it."""
         keeps: Group = self.step.facts.groups[group]
-        specs = self.placeholders[group].meta["specs"]
+        specs = self.step.weight_inputs[group].meta["specs"]
         triples = list(zip(specs, keeps.state, keeps.trained, strict=True))
         weights = [spec for spec, _, trained in triples if trained]
         known = self.request.moments
@@ -124,7 +121,7 @@ class Averages:
 
 
 def averages_of(
-    step: StepIR, request: Request, lines: list[Line | Message]
+    step: Step, request: Request, lines: list[Op | Message]
 ) -> Averages | None:
     """What averages the replicas of a step; None where all take the same steps.
 

@@ -9,20 +9,19 @@ from typing import Any
 from torch import fx
 
 from ..ir import ops
-from ..ir.gradient_sums import next_jobs, sum_gradients
 from ..ir.graphs import Output, Specs, dims, result
 from ..ir.joint import resolve
 from ..ir.request import Request
-from ..ir.step_ir import Line, Made, Running, StepIR
+from ..ir.step import JobOutput, Message, Op, Step, Total, Weights
 from ..ir.writes import Write
 from ..jobs.job import Direction, PlanError
 from .buffer_order import check_declared, check_one_writer
 
-Parts = list[tuple[tuple[int, ...], Line]]  # microbatches, and their bundle
+Parts = list[tuple[tuple[int, ...], Op]]  # microbatches, and their bundle
 
 
-def collect_results(step: StepIR, request: Request) -> StepIR:
-    """Joins outputs, sums gradients and settles buffers of all workers.
+def collect_results(step: Step, request: Request) -> Step:
+    """Joins outputs and settles buffers of all workers.
 
     before: 1F0                                                      # worker 1
             1F1                                                      # worker 0
@@ -32,8 +31,6 @@ def collect_results(step: StepIR, request: Request) -> StepIR:
             gather_output_0 = bundle(loss_1)                         # worker 0
             output_0 = total(2, 0.5, ((0,), ..), ((1,), ..))         # worker 1
 
-    Each group's gradients are summed at one owner, a job of its later than the last one
-    that adds to them, if it has one: the others' sums come in the meantime.
     step.results says what each worker returns: outputs if it hands them to the user,
     gradients and buffers of what it keeps. If B runs in backward(), each worker pauses
     before the first B, and outputs and buffers go to the pauses instead.
@@ -42,20 +39,19 @@ def collect_results(step: StepIR, request: Request) -> StepIR:
 
 
 class _Collection:
-    def __init__(self, step: StepIR, request: Request) -> None:
+    def __init__(self, step: Step, request: Request) -> None:
         self.step, self.request, self.groups = step, request, step.facts.groups
-        self.lines = [line for line in step.lines if isinstance(line, Line)]
+        self.lines = list(step.ops)
         self.microbatches = request.schedule.microbatches
         self.workers = range(request.schedule.workers)
         self.readers = self.workers if request.readers is None else request.readers
         self.wanted: dict[str, Any] = result(step.graph)
         self.end = max(step.jobs.n, default=0)  # after all jobs
-        self.new_lines: list[Line] = []
+        self.new_lines: list[Op | Message] = []
         self.gathered: dict[str, Parts] = {}
-        self.settled: dict[int, Line] = {}  # buffers after the step, by group
+        self.settled: dict[int, Op] = {}  # buffers after the step, by group
 
-    def run(self) -> StepIR:
-        reduced = self._reduce()
+    def run(self) -> Step:
         called = self._of_call()
         in_call, self.new_lines = self.new_lines, []
         results = self._of_backward()
@@ -65,41 +61,19 @@ class _Collection:
             self.new_lines, in_call = in_call + self.new_lines, []
         else:
             n, target = pause.n, ops.pause
-            in_call += [Line(w, "pause", n, target, (called[w],)) for w in self.workers]
-        lines: list[Line] = []
+            in_call += [Op(w, "pause", n, target, (called[w],)) for w in self.workers]
+        lines: list[Op | Message] = []
         for line in self.lines:
             lines += in_call if line is pause else ()
-            lines += [line, *reduced.get(line, ())]
+            lines.append(line)
         return replace(self.step, lines=lines + self.new_lines, results=results)
 
-    def _pause(self) -> Line | None:
+    def _pause(self) -> Op | None:
         """The first B, which comes after all F."""
         for line in self.lines:
             if line.job is not None and line.job.direction is not Direction.FORWARD:
                 return line
         return None
-
-    def _reduce(self) -> dict[Line, list[Line]]:
-        """Sums each group at one owner; the sums by the job that they come after."""
-        last: dict[int, Line] = {}
-        sums: dict[int, list[Running]] = {}
-        for key, line in self.step.running.items():
-            if key.what == "gradients" and self.step.every is None:
-                last[key.group] = line
-                sums.setdefault(key.group, []).append(key)
-        after = next_jobs(self.lines, last.values(), self.workers)
-        self.reduced: dict[int, Running | Line | Made] = {
-            group: total
-            for (group, _), total in self.step.totals.items()
-            if self.step.every is None
-        }
-        sums_after: dict[Line, list[Line]] = {}
-        for group in sorted(sums):
-            total, new = sum_gradients(self.step, sums[group], last[group].n)
-            self.reduced[group] = total
-            for line in new:
-                sums_after.setdefault(after[last[group], line.worker], []).append(line)
-        return sums_after
 
     def _of_call(self) -> dict[int, dict[str, Any]]:
         """Outputs on the workers that hand them out, buffers on their owners."""
@@ -142,9 +116,9 @@ class _Collection:
         results: dict[int, dict[str, Any]] = {
             w: {"groups": {}, "inputs": {}} for w in self.workers
         }
-        for group, total in sorted(self.reduced.items()):
-            for worker in self.groups[group].updaters:
-                results[worker]["groups"][str(group)] = total
+        for group in self.wanted["groups"] if self.step.every is None else ():
+            for worker in self.groups[int(group)].updaters:
+                results[worker]["groups"][group] = Total(int(group), 0)
         along = {
             str(node.meta["input"]): node.meta["dim"]
             for node in self.step.graph.graph.find_nodes(op="placeholder")
@@ -157,7 +131,7 @@ class _Collection:
                 results[worker]["inputs"][key] = node
         return results
 
-    def _total(self, position: int, value: fx.Node, how: str | None, task: str) -> Line:
+    def _total(self, position: int, value: fx.Node, how: str | None, task: str) -> Op:
         """The loss, or what the microbatches' values become by what the user says."""
         parts = self._gather(f"output {position}", self._made(value))
         root, specs = parts[0][1].worker, value.meta["specs"]
@@ -173,11 +147,11 @@ class _Collection:
 
     def _joined(
         self, parts: Parts, dim: int | None, what: str, count: int | None = None
-    ) -> dict[int, Line]:
+    ) -> dict[int, Op]:
         args = (count or self.microbatches, dim, *parts)
         return {w: self._make(ops.collect, args, (), w, what) for w in self.readers}
 
-    def _state(self, position: int, output: Output) -> Line:
+    def _state(self, position: int, output: Output) -> Op:
         """What a buffer is after the step, as an output."""
         group, place = next(
             (int(group), i)
@@ -193,7 +167,7 @@ class _Collection:
 
     def _version(
         self, position: int, value: fx.Node, output: Output
-    ) -> Iterator[tuple[int, Line | Made]]:
+    ) -> Iterator[tuple[int, Op | JobOutput]]:
         """What state is after the step, for each of its owners: one that ran F of a
         microbatch has what is the same in all."""
         every = self._made(value)
@@ -211,26 +185,21 @@ class _Collection:
         for worker in owners:
             yield worker, total or by_worker.get(worker, every[-1])
 
-    def _settle(self, group: int) -> Line:
+    def _settle(self, group: int) -> Op:
         """A group's buffers after the step, at its first owner."""
         if group in self.settled:
             return self.settled[group]
-        after = sorted(
-            (key for key in self.step.running if key[:2] == ("buffers", group)),
-            key=lambda key: key.worker,
-        )
-        (before,) = (
-            n
-            for n in self.step.graph.graph.find_nodes(op="placeholder")
-            if n.meta.get("group") == group
-        )
-        owner, specs = self.groups[group].owners[0], before.meta["specs"]
-        workers = [key.worker for key in after]
+        after = {w: new for (g, w), new in self.step.buffers.items() if g == group}
+        workers = sorted(after)
+        owner = self.groups[group].owners[0]
+        before = Weights(self.step.weight_inputs[group], owner)
+        specs, _ = self.step.specs(before)
         how = self._rules(group, workers) if len(workers) > 1 else ()
         jobs = self.step.jobs
         forward = jobs.at[self.groups[group].stages[0], Direction.FORWARD]
         last = jobs.worker[jobs.find(forward, self.microbatches - 1)]
-        args = (how, workers.index(last), before, *after)
+        left = [after[worker] for worker in workers]
+        args = (how, workers.index(last), before, *left)
         task = f"buffers {group}"
         line = self._make(ops.settle, args, specs, owner, task)
         return self.settled.setdefault(group, line)
@@ -241,7 +210,7 @@ class _Collection:
         rules = []
         for state, spec in zip(
             self.groups[group].state,
-            self.step.specs(Running("buffers", group, workers[0]))[0],
+            self.step.weight_inputs[group].meta["specs"],
             strict=True,
         ):
             name, write = state.name, self.step.facts.writes[state.input]
@@ -257,13 +226,13 @@ class _Collection:
             rules.append(how)
         return tuple(rules)
 
-    def _made(self, value: fx.Node) -> list[Made | Line]:
+    def _made(self, value: fx.Node) -> list[JobOutput | Op]:
         """A value of each microbatch; an input that is returned comes from worker 0."""
         every = range(self.microbatches)
         if self._is_joint(value):
-            return [Made(value, 0)]
+            return [JobOutput(value, 0)]
         if value.op != "placeholder":
-            return [Made(value, b) for b in every]
+            return [JobOutput(value, b) for b in every]
         specs, task = value.meta["specs"], f"rows {value.name}"
         count = self.microbatches
         return [
@@ -275,11 +244,11 @@ class _Collection:
         """Whether a value is made once, for the whole batch."""
         return self.step.maker.get(value) in self.step.jobs.joint
 
-    def _input_gradient(self, what: str, values: list[fx.Node]) -> list[Made | Line]:
+    def _input_gradient(self, what: str, values: list[fx.Node]) -> list[JobOutput | Op]:
         """The gradient of each microbatch of an input, summed over its readers."""
-        gradients: list[Made | Line] = []
+        gradients: list[JobOutput | Op] = []
         for b in range(self.microbatches):
-            parts = tuple(Made(*resolve(value, b)) for value in values)
+            parts = tuple(JobOutput(*resolve(value, b)) for value in values)
             if len(parts) == 1:
                 gradients += parts
                 continue
@@ -288,10 +257,10 @@ class _Collection:
             gradients.append(self._make(ops.add, parts, specs, worker, f"{what}, {b}"))
         return gradients
 
-    def _gather(self, what: str, values: list[Made | Line]) -> Parts:
+    def _gather(self, what: str, values: list[JobOutput | Op]) -> Parts:
         """A bundle of a value's microbatches from each worker that makes some."""
         if what not in self.gathered:
-            by_worker: dict[int, list[tuple[int, Made | Line]]] = {}
+            by_worker: dict[int, list[tuple[int, JobOutput | Op]]] = {}
             for b, value in enumerate(values):
                 by_worker.setdefault(self.step.worker(value), []).append((b, value))
             self.gathered[what] = []
@@ -304,9 +273,9 @@ class _Collection:
 
     def _make(
         self, target: Any, args: tuple[Any, ...], specs: Specs, worker: int, task: str
-    ) -> Line:
+    ) -> Op:
         name = task.replace(" ", "_").replace(",", "")
-        line = Line(worker, task, self.end, target, args, specs, name)
+        line = Op(worker, task, self.end, target, args, specs, name)
         self.new_lines.append(line)
         return line
 

@@ -11,18 +11,18 @@ from ..ir import ops
 from ..ir.graphs import Output, Specs, arguments, dims, make
 from ..ir.joint import resolve
 from ..ir.request import Request
-from ..ir.step_ir import (
+from ..ir.step import (
     TOKEN,
     Credit,
-    Line,
-    Made,
+    JobOutput,
     Message,
-    Running,
-    StepIR,
+    Op,
+    Step,
     Value,
+    Weights,
     with_values,
 )
-from ..jobs.job import Direction, Job
+from ..jobs.job import Job
 from .finite import checked_values
 
 # ops that the worker's optimizer carries out
@@ -32,7 +32,7 @@ OPTIMIZED = (*STEPS, ops.replica, ops.take)
 Where = tuple[int, str, int]  # worker, task, n
 
 
-def cut_program(step: StepIR, request: Request, worker: int) -> fx.Graph:
+def cut_program(step: Step, request: Request, worker: int) -> fx.Graph:
     """The lines of one worker, in the global order, as a program of its own.
 
     before: 0F0                                                      # worker 0
@@ -54,25 +54,18 @@ def cut_program(step: StepIR, request: Request, worker: int) -> fx.Graph:
 
 
 class _ProgramWriter:
-    def __init__(self, step: StepIR, request: Request, worker: int) -> None:
+    def __init__(self, step: Step, request: Request, worker: int) -> None:
         self.step, self.request, self.worker = step, request, worker
         self.microbatches = request.schedule.microbatches
-        self.creditors = set(step.credits.values()) | {
-            value.job
-            for line in step.lines
-            if isinstance(line, Line) and line.target in (ops.update, ops.renew)
-            for value in line.args
-            if isinstance(value, Credit)
-        }
         self.graph = fx.Graph()
         self.env: dict[Value, fx.Node] = {}
+        self.encoded: set[Value] = set()  # of these, what is as it travels
         self.parts: dict[tuple[fx.Node, int], fx.Node] = {}  # rows of the batch
-        self.fetched: dict[Message, fx.Node] = {}
         self.sends: dict[Value, list[Message]] = {}
         self.pause: fx.Node | None = None
-        self.lines: list[Line | Message] = []
+        self.lines: list[Op | Message] = []
         for line in step.lines:
-            if isinstance(line, Line):
+            if isinstance(line, Op):
                 if line.worker == worker:
                     self.lines.append(line)
             elif line.to == worker:
@@ -82,6 +75,11 @@ class _ProgramWriter:
                     self.lines.append(line)
                 else:
                     self.sends.setdefault(line.value, []).append(line)
+        waited = (
+            each for line in self.lines if isinstance(line, Op) for each in line.after
+        )
+        read = (*waited, *self.sends)
+        self.credits = {each for each in read if isinstance(each, Credit)}
 
     def run(self) -> fx.Graph:
         self._placeholders()
@@ -91,9 +89,9 @@ class _ProgramWriter:
             elif line.target is None:
                 self._job(line)
             else:
-                self._line(line)
+                self._op(line)
         results = self.step.results[self.worker]
-        self.graph.output(with_values(results, self.env.__getitem__))
+        self.graph.output(with_values(results, self._node))
         for node in self.graph.find_nodes(op="placeholder"):
             if not node.users:
                 self.graph.erase_node(node)
@@ -102,7 +100,8 @@ class _ProgramWriter:
     def _placeholders(self) -> None:
         for node in self.step.graph.graph.find_nodes(op="placeholder"):
             if "tangent" not in node.meta:
-                new = self.env[node] = self.graph.placeholder(node.name)
+                new = self.graph.placeholder(node.name)
+                self.env[node] = self.env[Weights(node, self.worker)] = new
                 new.meta = dict(node.meta)
         if self.request.scaled:
             self.scale = self.graph.placeholder("loss_scale")
@@ -125,20 +124,21 @@ class _ProgramWriter:
         node = self.graph.create_node(
             "call_function", target, (), kwargs, f"{target.__name__}_{message.tag}"
         )
-        specs = self.step.sent(message.value)
         _, bundle = self.step.specs(message.value)
         node.meta.update(
             n=message.n,
             task=message.task,
-            specs=specs,
+            specs=message.specs,
             bundle=bundle,
             worker=self.worker,
         )
         if message.fetches:
             node.meta["group"] = _group_of(message)
-            self.fetched[message] = node
-        else:
-            self.env[message.value] = node
+            self.env[message] = node
+            return
+        self.env[message.value] = node
+        if message.encoded:
+            self.encoded.add(message.value)
 
     def _send(self, message: Message) -> None:
         task = f"serve {message.tag}" if message.fetches else message.task
@@ -150,18 +150,23 @@ class _ProgramWriter:
             f"send_{message.tag}",
         )
         node.meta.update(n=message.n, task=task, worker=self.worker, specs=())
-        if message.fetches and isinstance(message.value, Line):
+        if message.fetches and isinstance(message.value, Op):
             node.meta["group"] = _group_of(message)  # says that it sends weights
 
     def _give(self, value: Value, node: fx.Node) -> None:
         """Notes a value that a line made, and sends it to who reads it elsewhere."""
         messages = self.sends.get(value, ())
-        if messages and isinstance(value, Made) and value.node in self.step.narrow:
+        encoded = next((m.specs for m in messages if m.encoded), None)
+        if encoded:
             where = (node.meta["worker"], node.meta["task"], node.meta["n"])
-            node = self._cast(node, self.step.narrow[value.node], where)
+            node = self._cast(node, encoded, where)
+            self.encoded.add(value)
         self.env[value] = node  # all readers see what is sent
         for message in messages:
             self._send(message)
+
+    def _node(self, value: Value) -> fx.Node:
+        return self.env[value]
 
     def _cast(self, node: fx.Node, specs: Specs, where: Where) -> fx.Node:
         """A value in the type of these shapes, in the task that makes or reads it."""
@@ -170,12 +175,9 @@ class _ProgramWriter:
         new.meta.update(own=True, replaces=node.name)
         return new
 
-    def _line(self, line: Line) -> None:
+    def _op(self, line: Op) -> None:
         assert line.target is not None
-        args = with_values(line.args, self.env.__getitem__)
-        if line.target is ops.renew:
-            (message,) = self.step.fetched[line].values()
-            args = (args[0], self.fetched[message], *args[1:])
+        args = with_values((*line.args, *line.after), self._node)
         if line.target in OPTIMIZED:
             args = (self.optimizer, *args)
         where = (line.worker, line.task, line.n)
@@ -191,19 +193,18 @@ class _ProgramWriter:
             make(self.graph, ops.finite, read, (), *where)
         self._give(line, node)
 
-    def _job(self, line: Line) -> None:
+    def _job(self, line: Op) -> None:
         job = line.job
         assert job is not None
-        recipe = self.step.recipes[self.step.jobs.at[job.stage, job.direction]]
+        recipe = self.step.recipe(job)
         where = (line.worker, line.task, line.n)
-        if job in self.step.credits:
-            token = self.env[Credit(self.step.credits[job])]
-            make(self.graph, ops.wait, (token,), (), *where)
+        for token in line.after:
+            make(self.graph, ops.wait, (self.env[token],), (), *where)
         for node in recipe.before:
-            self._copy(node, line, job, where)
+            self._copy(node, job, where)
         call = recipe.call
-        weights, *rest, _ = arguments(call)
-        state = tuple(self._state(w, line, job) for w in weights)
+        _, *rest, _ = arguments(call)
+        state = tuple(self.env[value] for value in line.args)
         values = fx.map_arg(tuple(rest), lambda n: self._value(n, job, where))
         seed = None
         if call.meta["draw"] is not None:
@@ -217,15 +218,15 @@ class _ProgramWriter:
             names = checked_values(recipe, self.request.training)
             read = (str(job), new, names, *args)
             make(self.graph, ops.finite, read, (), *where)
-        self._give(Made(call, job.microbatch), new)
+        self._give(JobOutput(call, job.microbatch), new)
         for node in recipe.after:
-            self._copy(node, line, job, where)
-        if job in self.creditors:
+            self._copy(node, job, where)
+        if Credit(job) in self.credits:
             name = f"credit_{job}"
             token = make(self.graph, ops.credit, (new,), (TOKEN,), *where, name=name)
             self._give(Credit(job), token)
 
-    def _copy(self, node: fx.Node, line: Line, job: Job, where: Where) -> None:
+    def _copy(self, node: fx.Node, job: Job, where: Where) -> None:
         args = fx.map_arg(node.args, lambda n: self._value(n, job, where))
         if node.target is ops.loss_gradient and self.request.scaled:
             args = (*args, self.scale)
@@ -233,43 +234,21 @@ class _ProgramWriter:
         name = f"{node.name}_{job.microbatch}"
         new = make(self.graph, node.target, args, specs, *where, name=name)
         new.meta["bundle"] = node.meta.get("bundle", False)
-        self._give(Made(node, job.microbatch), new)
-        if node not in self.step.parts:
-            return
-        what, group = self.step.parts[node]
-        new.meta["group"] = group
-        if what == "gradients" and self.step.totals:
-            return
-        number = self.step.round(job.microbatch) if what == "gradients" else 0
-        key = Running(what, group, self.worker, number)
-        if what == "gradients" and key in self.env:
-            args, name = (self.env[key], new), f"sum_{group}_of_{job}"
-            new = make(self.graph, ops.accumulate, args, specs, *where, name=name)
-        self.env[key] = new
-        if self.step.running[key] is line:
-            self._give(key, new)
-
-    def _state(self, weights: fx.Node, line: Line, job: Job) -> fx.Node:
-        """A group as this job finds it: F sees what earlier F here wrote into it."""
-        group = weights.meta["group"]
-        written = Running("buffers", group, self.worker)
-        if job.direction is Direction.FORWARD and written in self.env:
-            return self.env[written]
-        message = self.step.fetched.get(line, {}).get(group)
-        if message is not None:
-            return self.fetched[message]
-        return self.env[self.step.weights(weights, job, self.worker)]
+        if "group" in node.meta:
+            new.meta["group"] = node.meta["group"]
+        self._give(JobOutput(node, job.microbatch), new)
 
     def _value(self, node: fx.Node, job: Job, where: Where) -> fx.Node:
         if node in self.step.shared:
             return self.env[self.step.shared[node]]
         node, b = resolve(node, job.microbatch)
         if node.op != "placeholder":
-            value = self.env[Made(node, b)]
-            if value.meta["specs"] == self.step.narrow.get(node):
-                value = self._cast(value, node.meta["specs"], where)
-                self.env[Made(node, b)] = value
-            return value
+            made = JobOutput(node, b)
+            if made in self.encoded:
+                self.encoded.remove(made)
+                specs = node.meta["specs"]
+                self.env[made] = self._cast(self.env[made], specs, where)
+            return self.env[made]
         if (node, b) not in self.parts:
             if "tangent" in node.meta:
                 part = self._tangent(node, b, where)
@@ -316,9 +295,10 @@ class _ProgramWriter:
 
 def _group_of(message: Message) -> int:
     """The group of weights that a message brings."""
-    if isinstance(message.value, Line):
-        assert message.value.group is not None
-        return message.value.group
-    assert isinstance(message.value, fx.Node)
-    group: int = message.value.meta["group"]
+    value = message.value
+    if isinstance(value, Op):
+        assert value.group is not None
+        return value.group
+    assert isinstance(value, Weights)
+    group: int = value.node.meta["group"]
     return group

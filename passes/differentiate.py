@@ -22,8 +22,7 @@ from ..clock.stage_record import Stage
 from ..costmodel.costs import graph_cost
 from ..ir import joint, ops
 from ..ir.facts import FACTS, facts, stage_facts
-from ..ir.gradient_sums import in_type
-from ..ir.graphs import Specs, arguments, result
+from ..ir.graphs import Specs, arguments, in_type, result
 from ..ir.lazy import write_code
 from ..ir.model_lines import LINES, model_lines
 from ..ir.request import Request

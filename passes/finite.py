@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import fx
 
 from ..ir.graphs import arguments
-from ..ir.step_ir import Recipe
+from ..ir.step import Recipe
 from ..jobs.job import Direction
 
 

@@ -16,7 +16,7 @@ from ..clock.timeline import Timeline
 from ..clock.updates import StageUpdate, add_updates, stopped_by_order
 from ..ir.graphs import result
 from ..ir.request import Request
-from ..ir.step_ir import StepIR
+from ..ir.step import Step
 from ..jobs.job import Direction, PlanError
 from ..jobs.schedule import Schedule
 
@@ -24,7 +24,7 @@ FORWARD, BACKWARD, *_ = Direction
 Cap = Callable[[int], int | None]
 
 
-def order_jobs(step: StepIR, request: Request) -> StepIR:
+def order_jobs(step: Step, request: Request) -> Step:
     """Runs the schedule on a virtual clock; jobs get the order in which they start.
 
     before: calls forward_0, forward_1, backward_1, backward_0; 2 microbatches
@@ -70,7 +70,7 @@ def order_jobs(step: StepIR, request: Request) -> StepIR:
     return replace(step, timeline=timeline, credits=waits, every=every)
 
 
-def _updates(step: StepIR, request: Request) -> list[StageUpdate]:
+def _updates(step: Step, request: Request) -> list[StageUpdate]:
     """Who updates the weights of each stage, last stages first, after whose gradients
     and before whose reads. All wait for all, if norms of all gradients count."""
     trained = [group for group in step.facts.groups if any(group.trained)]

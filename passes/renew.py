@@ -4,56 +4,42 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from torch import fx
-
-from ..clock.weight_fetches import source_of
 from ..ir import ops
 from ..ir.request import Request
-from ..ir.step_ir import Line, Message, StepIR
+from ..ir.step import Message, Op, Step, Weights
 
 
-def renew_copies(step: StepIR, request: Request) -> StepIR:
+def renew_copies(step: Step, request: Request) -> Step:
     """Where the user's loop steps the optimizer, on the worker that u names: the
-    others' copies of the weights are renewed before the first job that may read them.
+    others' copies of the weights are renewed before the first job that reads them.
 
-    before: 0F1                                                      # worker 1
-    after:  weights_0_new = renew(weights_0)                         # worker 1
-            0F1                                                      # worker 1
+    before: 0F1, weights_0 of worker 1                               # worker 1
+    after:  weights_0_new = renew(weights_0 of 1, weights_0 of 0)    # worker 1
+            0F1, weights_0_new                                       # worker 1
 
-    step.renewed says from where; step.updated has what jobs read then. Where the
-    program steps it, copies are as new as their originals.
+    Where the program steps it, copies are as new as their originals.
     """
+    groups = step.facts.groups
     if step.every is not None or request.updates:
         return step
-    weights, jobs = step.weight_inputs, step.jobs
-    missing = {
-        (number, owner)
-        for number, group in enumerate(step.facts.groups)
-        for owner in group.owners
-        if group.updater not in (None, owner)
-    }
-    updated: dict[tuple[int, int, int], Line] = {}
-    renewed: dict[Line, tuple[int, Line | fx.Node]] = {}
-    lines: list[Line | Message] = []
-    for line in step.lines if missing else ():
-        assert isinstance(line, Line), "no messages so far"
-        if line.job is None:  # a sum of gradients
-            lines.append(line)
-            continue
-        number = jobs.number(line.job)
-        here = jobs.keeper[number], jobs.worker[number]
-        for group, owner in sorted(missing):
-            keepers = step.facts.groups[group]
-            reads = line.job.stage in keepers.stages
-            if not reads or owner != source_of(keepers.owners, *here):
+    if all(group.updater is None for group in groups):
+        return step
+    new: dict[Weights, Op] = {}
+    lines: list[Op | Message] = []
+    for op in step.ops:
+        for old in op.args:
+            if not isinstance(old, Weights) or old in new:
                 continue
-            missing.remove((group, owner))
-            node, task = weights[group], f"renew {group}"
-            args, specs, name = (node,), node.meta["specs"], f"{node.name}_new"
-            new = Line(owner, task, line.n, ops.renew, args, specs, name, group)
-            assert keepers.updater is not None
-            renewed[new] = (keepers.updater, node)
-            updated[group, 0, owner] = new
-            lines.append(new)
-        lines.append(line)
-    return replace(step, lines=lines or step.lines, updated=updated, renewed=renewed)
+            number = old.node.meta["group"]
+            updater = groups[number].updater
+            if updater in (None, old.worker):
+                continue
+            assert updater is not None
+            args, name = (old, Weights(old.node, updater)), f"{old.node.name}_new"
+            where = (old.worker, f"renew {number}", op.n)
+            specs = old.node.meta["specs"]
+            new[old] = Op(*where, ops.renew, args, specs, name, number)
+            lines.append(new[old])
+        op.args = tuple(new.get(value, value) for value in op.args)
+        lines.append(op)
+    return replace(step, lines=lines)

@@ -16,7 +16,6 @@ from ..clock.stage_record import Edge, Stage
 from ..costmodel.costs import send_seconds, update_seconds
 from ..ir import joint
 from ..ir.facts import FACTS, StageFacts, facts
-from ..ir.gradient_sums import in_type
 from ..ir.graphs import (
     REGION_ENTERS,
     REGION_EXITS,
@@ -25,6 +24,7 @@ from ..ir.graphs import (
     Spec,
     Specs,
     State,
+    in_type,
     module_prefixes,
     numbered_draws,
     result,

@@ -1,4 +1,4 @@
-"""Writes every job of every worker as one line, in the global order."""
+"""Writes every job of every worker as one op, in the global order."""
 
 from __future__ import annotations
 
@@ -7,46 +7,56 @@ from dataclasses import replace
 
 from torch import fx
 
+from ..clock.weight_fetches import source_of
+from ..ir.graphs import arguments
 from ..ir.joint import is_pointer
 from ..ir.request import Request
-from ..ir.step_ir import Line, Recipe, Running, StepIR
+from ..ir.step import Credit, JobOutput, Op, Recipe, Step, Weights
 from ..jobs.job import Direction
 
 
-def unroll_jobs(step: StepIR, request: Request) -> StepIR:
-    """A line for each job, on its worker.
+def unroll_jobs(step: Step, request: Request) -> Step:
+    """An op for each job, on its worker, which reads weights from one that keeps them.
 
     before: forward_0 = self.forward_0((weights_0,), (x,), None)     # of any microbatch
             step.order: 0F0, 0F1, 1F0, ..
-    after:  0F0                                                      # worker 0
-            0F1                                                      # worker 1
-            1F0                                                      # worker 0
+    after:  0F0, weights_0 of worker 0                               # worker 0
+            0F1, weights_0 of worker 1                               # worker 1
+            1F0, weights_1 of worker 0                               # worker 0
 
-    step.recipes says which nodes a job's line stands for, step.running which job is the
-    last on its worker to add to a group's gradients or to write its buffers.
+    step.recipes says which nodes a job's op stands for. A capped F comes after the
+    credit of a B (or W). F reads buffers as F before it on its worker has left them;
+    step.buffers has what the last one leaves.
     """
     step = replace(step, recipes=_recipes(step.graph))
-    parts = [
-        [step.parts[node] for node in recipe.nodes if node in step.parts]
-        for recipe in step.recipes
-    ]
-    jobs = step.jobs
-    lines: list[Line] = []
-    running: dict[Running, Line] = {}
+    jobs, owners = step.jobs, [group.owners for group in step.facts.groups]
+    reads = [arguments(recipe.call)[0] for recipe in step.recipes]
+    places: dict[tuple[int, int, int], tuple[Weights, ...]] = {}
+    buffers: dict[tuple[int, int], JobOutput] = {}
+    ops: list[Op] = []
     for i in step.order:
-        job, worker = jobs.job(i), jobs.worker[i]
-        line = Line(worker, str(job), jobs.n[i], job=job)
-        lines.append(line)
+        job, kind, here = jobs.job(i), jobs.kind[i], jobs.worker[i]
+        op = Op(here, str(job), jobs.n[i], job=job)
+        ops.append(op)
         if job.direction is Direction.UPDATE:
             continue
-        for what, group in parts[jobs.kind[i]]:
-            if what == "gradients" and request.deterministic:
-                continue
-            number = step.round(job.microbatch) if what == "gradients" else 0
-            key = Running(what, group, worker, number)
-            running.pop(key, None)
-            running[key] = line
-    return replace(step, lines=lines, running=running)
+        place = kind, jobs.keeper[i], here
+        if place not in places:
+            places[place] = tuple(
+                Weights(w, source_of(owners[w.meta["group"]], *place[1:]))
+                for w in reads[kind]
+            )
+        op.args = places[place]
+        if job in step.credits:
+            op.after = (Credit(step.credits[job]),)
+        if job.direction is Direction.FORWARD:
+            if buffers:
+                left = ((w, (w.node.meta["group"], here)) for w in places[place])
+                op.args = tuple(buffers.get(key, w) for w, key in left)
+            for node in step.gives[kind]:
+                new = JobOutput(node, job.microbatch)
+                buffers[node.meta["group"], here] = new
+    return replace(step, lines=ops, buffers=buffers)
 
 
 def _recipes(gm: fx.GraphModule) -> tuple[Recipe, ...]:

@@ -29,7 +29,7 @@ import fxsched
 import fxsched.planning
 from fxsched import CheckError, Plan, Schedule, ops, pipeline, schedules
 from fxsched.checker.memory import OVERWRITES
-from fxsched.ir.step_ir import Line, Made, Running, StepIR, values_in, with_values
+from fxsched.ir.step import JobOutput, Op, Step, values_in, with_values
 from fxsched.passes.frees import free_values
 from fxsched.progress import Progress
 
@@ -542,14 +542,14 @@ def wrong_graph(gm: fx.GraphModule, draw: random.Random) -> str | None:
     return f"{node} reads {other} for {value}"
 
 
-def wrong_lines(step: StepIR, draw: random.Random) -> str | None:
+def wrong_lines(step: Step, draw: random.Random) -> str | None:
     """A line that takes another value of its worker's, of the same shape, or leaves out
     what it adds up, or that is left out."""
-    lines = [each for each in step.lines if isinstance(each, Line) and each.args]
+    lines = [each for each in step.lines if isinstance(each, Op) and each.args]
     if not lines:
         return None
     line = draw.choice(lines)
-    values = [v for v in values_in(line.args) if isinstance(v, (Made, Line, Running))]
+    values = [v for v in values_in(line.args) if isinstance(v, (JobOutput, Op))]
     if not values:
         return None
     old = draw.choice(values)
@@ -571,13 +571,13 @@ def wrong_lines(step: StepIR, draw: random.Random) -> str | None:
     return f"{line} reads {other} for {old}"
 
 
-def _values(step: StepIR, lines: Sequence[Any]) -> Iterator[Any]:
+def _values(step: Step, lines: Sequence[Any]) -> Iterator[Any]:
     """What lines make, on any worker."""
     for line in lines:
         if line.target is None and line.job is not None:
             recipe = step.recipes[step.jobs.at[line.job.stage, line.job.direction]]
             for node in recipe.after:
-                yield Made(node, line.job.microbatch)
+                yield JobOutput(node, line.job.microbatch)
         elif line.specs:
             yield line
 
@@ -595,12 +595,12 @@ def of_the_passes(case: Case, seed: int) -> tuple[str, Plan] | None:
         what = wrong_graph(gm, draw)
     else:
 
-        def wrong(step: StepIR, request: Any) -> StepIR:
+        def wrong(step: Step, request: Any) -> Step:
             nonlocal what
             what = wrong_lines(step, draw)
             return step
 
-        place = before.index(pipeline.fetch_weights)
+        place = before.index(pipeline.route_values)
         pipeline.STEP_PASSES = (*before[:place], wrong, *before[place:])
     try:
         with Progress() as progress:

@@ -15,7 +15,7 @@ from torch import Tensor, fx, nn
 
 import fxsched
 from fxsched import Direction, Placement, Plan, Schedule, pipeline, schedules
-from fxsched.ir.step_ir import StepIR
+from fxsched.ir.step import Step
 from tests.text import graph_text
 
 Golden = Callable[[str, str], None]
@@ -99,7 +99,7 @@ def test_a_program_is_written_when_it_is_asked_for(
     table = plan_of("shifted").table(1)
     cut_program = pipeline.cut_program
 
-    def cut(step: StepIR, request: Any, worker: int) -> fx.Graph:
+    def cut(step: Step, request: Any, worker: int) -> fx.Graph:
         written.append(worker)
         return cut_program(step, request, worker)
 

@@ -101,8 +101,8 @@ def test_an_update_waits_for_the_copy_that_others_are_renewed_from() -> None:
     plan = copied(fxsched.plan(model, SCHEDULES["owners"](), *inputs))
     plan.check()
     updates = calls(plan.programs[0], ops.update)
-    update = next(n for n in updates if any("_sent" in str(each) for each in n.args))
-    update.args = tuple(each for each in update.args if "_sent" not in str(each))
+    update = next(n for n in updates if any("_v1" in str(each) for each in n.args))
+    update.args = tuple(each for each in update.args if "_v1" not in str(each))
     with pytest.raises(
         CheckError, match=r"changes weights_\w+ without waiting for copy"
     ):
@@ -114,7 +114,7 @@ def test_others_are_renewed_from_a_copy() -> None:
     model, inputs = build_double("mlp")
     plan = copied(fxsched.plan(model, SCHEDULES["owners"](), *inputs))
     sends = calls(plan.programs[0], ops.send)
-    send = next(n for n in sends if "_sent" in str(n.args[0]))
+    send = next(n for n in sends if "_v1" in str(n.args[0]))
     (copied_weights,) = send.all_input_nodes
     send.args = (copied_weights.args[1],)
     with pytest.raises(CheckError, match="may update it by then; send a copy"):

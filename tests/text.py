@@ -10,7 +10,7 @@ from torch import fx
 
 from fxsched.ir.facts import facts
 from fxsched.ir.graphs import Role, Spec, name_of
-from fxsched.ir.step_ir import Line, Message, StepIR
+from fxsched.ir.step import Message, Op, Step
 from fxsched.jobs.job import Direction, Job, Placement
 
 
@@ -40,7 +40,7 @@ def loss_text(gm: fx.GraphModule) -> list[str]:
     return [f"loss = {facts(gm).loss}"]
 
 
-def step_text(step: StepIR) -> str:
+def step_text(step: Step) -> str:
     """The lines of all workers; before there are any, the order of jobs."""
     if step.lines:
         return "\n".join(lines_text(step))
@@ -75,28 +75,22 @@ def graph_text(
     return "\n".join(parts)
 
 
-def lines_text(step: StepIR) -> list[str]:
+def lines_text(step: Step) -> list[str]:
     """The lines of all workers, then what each returns."""
     returned = [f"worker {w} returns {show(own)}" for w, own in step.results.items()]
     return [line_text(step, line) for line in step.lines] + returned
 
 
-def line_text(step: StepIR, line: Line | Message) -> str:
+def line_text(step: Step, line: Op | Message) -> str:
     if isinstance(line, Message):
-        narrow = (
-            ""
-            if step.specs(line.value)[0] == step.sent(line.value)
-            else (f", as {', '.join(map(str, step.sent(line.value)))}")
-        )
-        return f"{line}{narrow}  # task {line.task}"
-    text = str(line)
+        encoded = f", as {', '.join(map(str, line.specs))}" * line.encoded
+        return f"{line}{encoded}  # task {line.task}"
+    args = ", ".join(map(show, line.args))
+    made = f"({args})"
     if line.target is not None:
-        args = ", ".join(map(show, line.args))
-        text = text.replace("  #", f" = {line.target.__name__}({args})  #")
-    fetched = step.fetched.get(line, {})
-    return text + "".join(
-        f", weights {group} of message {m.tag}" for group, m in fetched.items()
-    )
+        made = f" = {line.target.__name__}({args})"
+    after = f", after {show(list(line.after))}" * bool(line.after)
+    return str(line).replace("  #", f"{made}{after}  #")
 
 
 def node_text(node: fx.Node) -> str:
@@ -139,7 +133,7 @@ def show(value: Any) -> str:
         if isinstance(value, list):
             return f"[{inside}]"
         return f"({inside},)" if len(value) == 1 else f"({inside})"
-    if isinstance(value, Line):
+    if isinstance(value, Op):
         return value.name or value.task
     if isinstance(value, Role):
         return value.value

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 
 import networkx as nx
 from torch import fx
@@ -11,8 +11,8 @@ from torch import fx
 from ..clock.stage_graph import step_seconds, worker_bytes
 from ..clock.timeline import Timeline
 from ..ir import ops
-from ..ir.graphs import Group, Specs
-from ..ir.step_ir import Line, Message, Value
+from ..ir.graphs import Group
+from ..ir.step import Message, Op
 from ..jobs.schedule import Schedule
 from .memory_table import WorkerMemory, memory_tables
 from .palette import clock
@@ -57,12 +57,11 @@ def plan_text(head: Sequence[str], programs: Sequence[fx.GraphModule]) -> str:
 def plan_line(
     schedule: Schedule,
     timeline: Timeline,
-    lines: Sequence[Line | Message],
-    specs: Callable[[Value], Specs],
+    lines: Sequence[Op | Message],
 ) -> str:
     """A plan in a line."""
     stages = len({getattr(s, "stage", s) for s, _ in timeline.jobs.kinds})
-    sent = byte_text(sum(_sent(schedule.workers, lines, specs)))
+    sent = byte_text(sum(_sent(schedule.workers, lines)))
     return f"{schedule}, {stages} stages, {len(timeline)} jobs, {sent} sent"
 
 
@@ -70,8 +69,7 @@ def summary_text(
     schedule: Schedule,
     stages: nx.DiGraph[int],
     timeline: Timeline,
-    lines: Sequence[Line | Message],
-    specs: Callable[[Value], Specs],
+    lines: Sequence[Op | Message],
     notes: Iterable[str],
     memory: WorkerMemory | None = None,
 ) -> str:
@@ -83,7 +81,7 @@ def summary_text(
     step, whole = step_seconds(timeline), whole_stages(stages)
     time, busy = clock(step, "s"), busy_seconds(schedule, timeline)
     bubble = 1 - sum(busy) / len(busy) / (step or 1.0)
-    sent = _sent(schedule.workers, lines, specs)
+    sent = _sent(schedule.workers, lines)
     messages = sum(isinstance(line, Message) for line in lines)
     loads = zip(load_rows(schedule, stages, timeline, memory), sent, strict=True)
     rows = [(*load[:-1], byte_text(size), load[-1]) for load, size in loads]
@@ -145,14 +143,12 @@ def shard_cells(stages: nx.DiGraph[int], stage: int) -> tuple[str, ...]:
     return (byte_text(stages.get_edge_data(stage, stage, {"bytes": 0})["bytes"]),)
 
 
-def _sent(
-    workers: int, lines: Sequence[Line | Message], specs: Callable[[Value], Specs]
-) -> list[int]:
+def _sent(workers: int, lines: Sequence[Op | Message]) -> list[int]:
     """How many bytes each worker sends in a step."""
     sent = [0] * workers
     for line in lines:
         if isinstance(line, Message):
-            sent[line.source] += sum(spec.bytes for spec in specs(line.value))
+            sent[line.source] += line.bytes
     return sent
 
 

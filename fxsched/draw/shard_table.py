@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from torch import fx
 
 from ..clock.memory import Memory, Peaks
 from ..clock.weight_groups import WeightGroup
-from ..ir.graphs import Specs
-from ..ir.step_ir import Line, Made, Message, Value
+from ..ir.step import JobOutput, Message, Op
 from ..jobs.job import Direction, Job
 from ..jobs.schedule import Schedule
 from .cut_table import EXPLAINED
@@ -66,14 +65,13 @@ def worker_load(
 
 def shard_exchange(
     schedule: Schedule,
-    lines: Sequence[Line | Message],
-    specs: Callable[[Value], Specs],
+    lines: Sequence[Op | Message],
 ) -> Exchange:
     """What shards of one stage send each other, by the messages of a step."""
     by_direction, by_worker = [0, 0], [0] * schedule.workers
     readers: dict[fx.Node, list[Reader]] = {}
     for line in lines:
-        if not isinstance(line, Message) or not isinstance(line.value, Made):
+        if not isinstance(line, Message) or not isinstance(line.value, JobOutput):
             continue
         node, microbatch = line.value
         if node not in readers:
@@ -84,7 +82,7 @@ def shard_exchange(
             if schedule.place(Job(stage, microbatch, d)).compute == line.to
         ]
         if ran:
-            size = sum(spec.bytes for spec in specs(line.value))
+            size = line.bytes
             by_direction[not any(ran)] += size
             by_worker[line.source] += size
     forward, backward = by_direction

@@ -68,6 +68,13 @@ class Spec(NamedTuple):
 Specs = tuple[Spec, ...]  # of a value: one for a tensor, any number for a bundle
 
 
+def in_type(specs: Specs, dtype: torch.dtype | None) -> Specs:
+    """Shapes of gradients in the type that they are added up in; None for their own."""
+    if dtype is None:
+        return specs
+    return tuple(spec._replace(dtype=dtype) for spec in specs)
+
+
 class Output(NamedTuple):
     """How an output of the model is put together from those of its microbatches.
 

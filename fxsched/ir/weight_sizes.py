@@ -7,13 +7,12 @@ from collections.abc import Mapping
 import torch
 
 from ..clock.weight_groups import WeightGroup
-from .gradient_sums import in_type, root_of
-from .graphs import Role
-from .step_ir import StepIR
+from .graphs import Role, in_type
+from .step import Step, root_of
 
 
 def weight_groups(
-    step: StepIR, state: Mapping[int, int], dtype: torch.dtype | None
+    step: Step, state: Mapping[int, int], dtype: torch.dtype | None
 ) -> dict[int, WeightGroup]:
     """The groups by number; inputs that all workers have are of no worker's.
 

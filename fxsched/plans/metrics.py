@@ -10,7 +10,7 @@ from typing import NamedTuple, Protocol
 import torch
 
 from ..clock.timeline import Event
-from ..ir.step_ir import Message
+from ..ir.step import Message
 from .plan import Plan
 
 STEPS = 10  # the last ones that figures are medians of
@@ -118,9 +118,8 @@ def metrics_of(plan: Plan, timelines: Sequence[Sequence[Event]]) -> Metrics:
     sent, received = [0] * workers, [0] * workers
     for line in plan.lines:
         if isinstance(line, Message):
-            size = sum(spec.bytes for spec in plan.specs(line.value))
-            sent[line.source] += size
-            received[line.to] += size
+            sent[line.source] += line.bytes
+            received[line.to] += line.bytes
     peaks = [peak.each._asdict() for peak in plan.memory]
     peak = torch.cuda.max_memory_allocated() or None  # 0 where CUDA isn't in use
     figures = zip(map(median, shares), sent, received, peaks, strict=True)

@@ -32,9 +32,9 @@ from ..draw.notebook import figure
 from ..draw.program_table import program_table
 from ..draw.shard_table import Load, ShardCosts, shard_exchange, worker_load
 from ..ir.garbage import no_collection
-from ..ir.graphs import Group, Output, Specs, State
+from ..ir.graphs import Group, Output, State
 from ..ir.parts import KeptParts, PartOf, WeightCut
-from ..ir.step_ir import Line, Message, Value
+from ..ir.step import Message, Op
 from ..jobs.job import Direction, Job, Placement, PlanError
 from ..jobs.schedule import Schedule
 from ..jobs.user_values import is_count, is_int, shown
@@ -78,7 +78,7 @@ class Plan:
     programs: a torch.fx.GraphModule per worker, written when it is asked for.
     loss: position of the output that B starts from in the call itself, or None.
     timeline: when each job should run, in seconds.
-    lines: the step of all workers; see fxsched/ir/step_ir.py. specs: of their values.
+    lines: the step of all workers; see fxsched/ir/step.py.
     reference: what the programs should compute; see fxsched/checker.
     nodes: what was known of the model's operations, by the names that profiles use.
     draws: whether jobs draw random numbers. redraws: whether B draws those of an F that
@@ -108,8 +108,7 @@ class Plan:
     outputs: tuple[Output, ...]
     loss: int | None
     timeline: Timeline
-    lines: Sequence[Line | Message]
-    specs: Callable[[Value], Specs]
+    lines: Sequence[Op | Message]
     reference: Reference
     notes: tuple[str, ...] = ()
     nodes: Mapping[str, Known] = field(default_factory=dict)
@@ -214,7 +213,7 @@ class Plan:
     def _order(self) -> Iterator[tuple[Job, int]]:
         """All jobs in the global order, with workers."""
         for line in self.lines:
-            if isinstance(line, Line) and line.job is not None:
+            if isinstance(line, Op) and line.job is not None:
                 yield line.job, line.worker
 
     @cached_property
@@ -223,7 +222,7 @@ class Plan:
         return any(job.direction is Direction.BACKWARD for job in self.jobs)
 
     def __repr__(self) -> str:
-        step = self.timeline, self.lines, self.specs
+        step = self.timeline, self.lines
         return (
             f"<Plan {plan_tables.plan_line(self.schedule, *step)}"
             f"{', updates in order of arrival' * self.by_arrival}>"
@@ -231,7 +230,7 @@ class Plan:
 
     def __str__(self) -> str:
         """A summary: the stages, and what each worker runs, sends and holds."""
-        parts = self.schedule, self.stages, self.timeline, self.lines, self.specs
+        parts = self.schedule, self.stages, self.timeline, self.lines
         return plan_tables.summary_text(*parts, self.notes, self._memory)
 
     def _repr_html_(self) -> str:
@@ -302,7 +301,7 @@ class Plan:
         """What the plan's shards save and cost, if there are any."""
         if self.whole is None:
             return None
-        exchange = shard_exchange(self.schedule, self.lines, self.specs)
+        exchange = shard_exchange(self.schedule, self.lines)
         return ShardCosts(self._load, self.whole()._load, exchange, self.knows_state)
 
     def simulate(

@@ -13,7 +13,7 @@ from ..capture.batch import resized
 from ..capture.samples import BatchInput, samples_of
 from ..ir import ops
 from ..ir.request import Request
-from ..ir.step_ir import Line
+from ..ir.step import Op
 from ..jobs.job import PlanError
 from ..jobs.schedule import Schedule
 from ..plans.plan import Plan
@@ -89,7 +89,7 @@ def check_local(plan: Plan, schedule: Schedule) -> None:
         elif plan.stages.nodes[job.stage]["whole_inputs"]:
             reads += [(w.compute, b) for b in range(schedule.microbatches)]
     for line in plan.lines:
-        if isinstance(line, Line) and line.target is ops.rows:
+        if isinstance(line, Op) and line.target is ops.rows:
             reads.append((line.worker, line.args[1]))
     for worker, microbatch in reads:
         if microbatch not in microbatches[worker]:

@@ -12,7 +12,7 @@ from ..capture.batch import resized
 from ..capture.samples import BatchInput, samples_of
 from ..ir.graphs import result
 from ..ir.request import Request
-from ..ir.step_ir import Line
+from ..ir.step import Op
 from ..jobs.job import PlanError
 from ..plans.plan import Plan
 
@@ -81,7 +81,7 @@ def check_padded(gm: fx.GraphModule, plan: Plan) -> None:
             "backend(ragged='pad') fills the batch up with samples that the model's "
             f"own would meet, as rows of the whole batch do in it; {instead}"
         )
-    tasks = [line.task for line in plan.lines if isinstance(line, Line)]
+    tasks = [line.task for line in plan.lines if isinstance(line, Op)]
     if any(task.startswith("buffers ") for task in tasks):
         raise PlanError(
             "backend(ragged='pad') fills the batch up with samples that the buffers "

@@ -17,7 +17,7 @@ from ..checker.summary import Summary
 from ..ir.graphs import Role, State
 from ..ir.loss_scale import Gradients, overflowed
 from ..ir.parts import KeptParts
-from ..ir.step_ir import Message
+from ..ir.step import Message
 from ..jobs.job import PlanError
 from ..plans.arithmetic import first_difference
 from ..plans.plan import Plan

@@ -37,7 +37,7 @@ SCHEDULES: dict[str, Callable[[int, int, int], Schedule]] = {
     "fsdp": lambda w, s, b: schedules.fsdp(w, b),
     "fslpp": lambda w, s, b: schedules.fslpp(w, max(1, w // 8), b, s),
 }
-LINES = ("unroll_jobs", "collect_results", "fetch_weights", "insert_transfers")
+LINES = ("unroll_jobs", "collect_results", "lower_sums", "route_values")
 
 
 class Case(NamedTuple):

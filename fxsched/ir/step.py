@@ -1,9 +1,10 @@
-"""A step of all workers as plain lines, before each worker's program is written.
+"""A step of all workers in SSA, before each worker's program is written.
 
-A line is one thing that one worker does: a job, with all that belongs to it, or a piece
-of what is done besides. A message is one line of both its workers, so that their
-programs, which keep the order of lines, cannot wait for each other. Lines are small,
-as a step may have hundreds of thousands, and do not change once they are made.
+An op is one thing that one worker does: a job, with all that belongs to it, or a piece
+of what is done besides. Ops read values, each of which is made once: an update of
+weights makes new ones, though in the memory of the old. A message is one line of both
+its workers, so that their programs, which keep the order of lines, cannot wait for each
+other. Ops are small, as a step may have hundreds of thousands.
 """
 
 from __future__ import annotations
@@ -18,13 +19,14 @@ from torch import fx
 
 from ..clock.jobs import NO_JOBS, Jobs, Kind
 from ..clock.timeline import Timeline
+from ..clock.weight_traffic import sum_root
 from ..jobs.job import Direction, Job
 from . import ops
 from .facts import Facts, facts
-from .graphs import Spec, Specs
+from .graphs import Group, Spec, Specs
 
 
-class Made(NamedTuple):
+class JobOutput(NamedTuple):
     """A value that a job makes: its node in the graph of stages, and the microbatch."""
 
     node: fx.Node
@@ -34,25 +36,54 @@ class Made(NamedTuple):
         return f"{self.node.name}_{self.microbatch}"
 
 
-class Running(NamedTuple):
-    """What a worker's jobs leave of a group: the sum of its "gradients", or the
-    "buffers" that they wrote.
+class Weights(NamedTuple):
+    """A group of weights as a worker that keeps it has it when the step begins.
 
-    round: of gradients, how many updates come before the one that they are for.
+    node: the input of the graph of stages.
     """
 
-    what: str
-    group: int
+    node: fx.Node
     worker: int
-    round: int = 0
 
     def __str__(self) -> str:
-        later = f", round {self.round}" if self.round else ""
-        return f"{self.what}_{self.group} of worker {self.worker}{later}"
+        return f"{self.node.name} of worker {self.worker}"
+
+
+class Stale(NamedTuple):
+    """Weights that are read when newer ones may be in their place, or so many
+    velocities away from them; protect_versions says what is read instead.
+
+    group, version: which they are.
+    """
+
+    value: Weights | Op
+    group: int
+    version: int
+    gap: float = 0.0
+
+    def __str__(self) -> str:
+        less = f" less {self.gap:g} velocities" * bool(self.gap)
+        return f"stale {_name(self.value)}{less}"
+
+
+class Total(NamedTuple):
+    """The sum of a group's gradients; lower_sums says how it is made.
+
+    round: how many updates come before the one that it is for.
+    replica: the worker whose gradients alone are added up, if its weights are its own.
+    """
+
+    group: int
+    round: int
+    replica: int | None = None
+
+    def __str__(self) -> str:
+        whose = "" if self.replica is None else f" of worker {self.replica}"
+        return f"gradients_{self.group} of round {self.round}{whose}"
 
 
 class Credit(NamedTuple):
-    """What a job gives that makes room for a capped F."""
+    """What a job gives when it is done, for what waits for that alone."""
 
     job: Job
 
@@ -61,12 +92,14 @@ class Credit(NamedTuple):
 
 
 @dataclass(eq=False, slots=True)
-class Line:
+class Op:
     """One thing that a worker does; as a value, what it gives.
 
     target: what it calls; None for F, B and W.
-    job: the job that it is; of an update of several groups, the first of their lines.
-    args: values of any kind, and constants.
+    args: values of any kind, and constants; of F, B and W, the weights that they read.
+    group: of weights, if it makes some.
+    job: the job that it is; of an update of several groups, the first of their ops.
+    after: what it waits for, and does not read.
     """
 
     worker: int
@@ -78,6 +111,7 @@ class Line:
     name: str | None = None
     group: int | None = None
     job: Job | None = None
+    after: tuple[Value, ...] = ()
 
     def __str__(self) -> str:
         return f"{self.name or self.task}  # worker {self.worker}, n {self.n}"
@@ -85,12 +119,14 @@ class Line:
 
 @dataclass(eq=False, slots=True)
 class Message:
-    """A value on its way: a send of one worker and a recv of another.
+    """A value on its way: a send of one worker and a recv of another; as a value of the
+    receiver, what has come.
 
-    value: what is sent; of weights, a placeholder or the line that updated them.
     task, n: what the send and the recv belong to; weights are asked for by a job, and
         sent by a task of their own.
+    specs: the shapes in which it travels.
     fetches: whether it brings weights.
+    encoded: whether the value has other shapes, and is cast on both sides.
     """
 
     tag: int
@@ -99,18 +135,31 @@ class Message:
     value: Value
     task: str
     n: int
+    specs: Specs
     fetches: bool = False
+    encoded: bool = False
+
+    @property
+    def bytes(self) -> int:
+        """Bytes that travel."""
+        return sum(spec.bytes for spec in self.specs)
 
     def __str__(self) -> str:
-        value = self.value.name if isinstance(self.value, Line) else self.value
+        value = _name(self.value)
         return (
             f"message {self.tag}: {value} from worker {self.source} to worker {self.to}"
         )
 
 
-Value = Made | Running | Credit | Line | fx.Node
-VALUES = (Made, Running, Credit, Line, fx.Node)
+def _name(value: Value) -> str:
+    return str(value.name if isinstance(value, Op) else value)
+
+
+# fx.Node: an input of the graph of stages, which each worker has.
+Value = JobOutput | Weights | Stale | Total | Credit | Op | Message | fx.Node
+VALUES = (JobOutput, Weights, Stale, Total, Credit, Op, Message, fx.Node)
 TOKEN = Spec((0,), (1,), torch.float32, torch.device("cpu"))
+OVER = {ops.update: 2, ops.renew: 0}  # whose results are in the memory of this argument
 
 
 class Recipe(NamedTuple):
@@ -133,47 +182,30 @@ NEVER = Timeline(NO_JOBS, (), (), ())
 
 
 @dataclass(frozen=True)
-class StepIR:
+class Step:
     """A step of all workers; each pass over it fills in more.
 
     graph: the graph of stages, with a call for each kind of job.
     timeline: when each job should run. Its jobs have their workers and n.
     credits: the B (or W) that each capped F waits for.
-    recipes: what a job of each kind of jobs.kinds is made of.
+    recipes: what a job of each kind is made of.
     lines: of all workers, in the global order.
-    running: the last line on its worker that adds to a sum, or writes buffers, in the
-        order of these lines.
+    buffers: what F on each worker leaves of a group of buffers, by group and worker.
     results: what each worker returns, in values.
-    fetched: the messages that bring the weights of a line, by group.
     every: how many microbatches an update is for; None if there are none.
-    updated: the weights that jobs read after an update, by group, by how many updates
-        came before, and by the worker that keeps them.
-    copies: by group and job, what a job reads of a version in whose place a newer one
-        may be by then.
-    renewed: for each line that copies new weights, where it gets them: the worker, and
-        what made them there.
-    totals: sums of gradients in the order of microbatches, by group and round, where
-        request.deterministic asks for them; there is no running of gradients then.
     shared: the sums over all microbatches that B of joint stages reads, by the pointers
         to them.
-    narrow: the shapes, as they travel, of nodes that travel in another type.
     """
 
     graph: fx.GraphModule
     timeline: Timeline = NEVER
     credits: Mapping[Job, Job] = field(default_factory=dict)
     recipes: tuple[Recipe, ...] = ()
-    lines: Sequence[Line | Message] = ()
-    running: Mapping[Running, Line] = field(default_factory=dict)
+    lines: Sequence[Op | Message] = ()
+    buffers: Mapping[tuple[int, int], JobOutput] = field(default_factory=dict)
     results: Mapping[int, dict[str, Any]] = field(default_factory=dict)
-    fetched: Mapping[Line, dict[int, Message]] = field(default_factory=dict)
     every: int | None = None
-    updated: Mapping[tuple[int, int, int], Line] = field(default_factory=dict)
-    copies: Mapping[tuple[int, Job], Line] = field(default_factory=dict)
-    renewed: Mapping[Line, tuple[int, Line | fx.Node]] = field(default_factory=dict)
-    totals: Mapping[tuple[int, int], Line | Made] = field(default_factory=dict)
-    shared: Mapping[fx.Node, Line] = field(default_factory=dict)
-    narrow: Mapping[fx.Node, Specs] = field(default_factory=dict)
+    shared: Mapping[fx.Node, Op] = field(default_factory=dict)
 
     @property
     def facts(self) -> Facts:
@@ -184,30 +216,25 @@ class StepIR:
         """How many updates come before those that a microbatch's gradients are for."""
         return 0 if self.every is None else microbatch // self.every
 
-    def weights(self, group: fx.Node, job: Job, worker: int) -> fx.Node | Line:
-        """The weights of a group that a job reads from a worker that keeps them."""
-        if not self.updated and not self.copies:
-            return group
-        number = group.meta["group"]
-        copied = self.copies.get((number, job))
-        if copied is not None:
-            return copied
-        return self.updated.get((number, self.version(job), worker), group)
-
-    @property
+    @cached_property
     def weight_inputs(self) -> dict[int, fx.Node]:
         """The inputs of the graph of stages that are weights, by group."""
         nodes = self.graph.graph.find_nodes(op="placeholder")
         return {node.meta["group"]: node for node in nodes if "group" in node.meta}
 
-    def version(self, job: Job) -> int:
-        """How many updates the weights of a job have seen."""
-        return self.jobs.version(self.jobs.number(job))
-
     @property
     def jobs(self) -> Jobs:
         """The jobs of the step, with their workers and n."""
         return self.timeline.jobs
+
+    @property
+    def ops(self) -> Iterator[Op]:
+        """The lines that are no messages."""
+        return (line for line in self.lines if isinstance(line, Op))
+
+    def recipe(self, job: Job) -> Recipe:
+        """What an F, B or W is made of."""
+        return self.recipes[self.jobs.at[job.stage, job.direction]]
 
     @property
     def late(self) -> bool:
@@ -235,48 +262,65 @@ class StepIR:
         return {n: kind for kind, each in enumerate(self.recipes) for n in each.nodes}
 
     @cached_property
-    def parts(self) -> dict[fx.Node, tuple[str, int]]:
-        """Nodes that give part of a Running: what it is, and the group."""
-        what = [
-            "buffers" if direction is Direction.FORWARD else "gradients"
-            for _, direction in self.jobs.kinds
-        ]
-        return {
-            node: (what[kind], node.meta["group"])
-            for node, kind in self.maker.items()
-            if "group" in node.meta
-        }
+    def gives(self) -> list[list[fx.Node]]:
+        """By kind of job, what it gives of groups: gradients, or F buffers."""
+        return [[n for n in r.nodes if "group" in n.meta] for r in self.recipes]
 
     @cached_property
-    def _samples(self) -> dict[tuple[str, int], fx.Node]:
-        """A node that gives part of each group's gradients and buffers."""
-        return {part: node for node, part in self.parts.items()}
+    def _gradients(self) -> dict[int, fx.Node]:
+        """A gradient of each group."""
+        backward = (d is not Direction.FORWARD for _, d in self.jobs.kinds)
+        pairs = zip(self.gives, backward, strict=False)
+        return {n.meta["group"]: n for nodes, is_one in pairs if is_one for n in nodes}
 
-    def worker(self, value: Made | Running | Line) -> int:
+    def worker(self, value: Value) -> int:
         """The worker that has a value first."""
-        if isinstance(value, Made):
+        if isinstance(value, JobOutput):
             number = self.jobs.find(self.maker[value.node], value.microbatch)
             return self.jobs.worker[number]
+        if isinstance(value, Total):
+            if value.replica is not None:
+                return value.replica
+            return root_of(self.facts.groups[value.group], value.group)
+        if isinstance(value, Credit):
+            return self.jobs.worker[self.jobs.number(value.job)]
+        if isinstance(value, Stale):
+            return self.worker(value.value)
+        assert not isinstance(value, (Message, fx.Node)), "of no one worker"
         return value.worker
 
     def specs(self, value: Value) -> tuple[Specs, bool]:
         """The shapes of a value, and whether it is a bundle of tensors."""
         if isinstance(value, Credit):
             return (TOKEN,), False
-        if isinstance(value, Line):
+        if isinstance(value, Op):
             return value.specs, value.target in ops.BUNDLES
-        if isinstance(value, Running):
-            return self._samples[value.what, value.group].meta["specs"], True
-        if isinstance(value, Made):
+        if isinstance(value, Total):  # of the type that weights have
+            return self.trained_specs(value.group), True
+        if isinstance(value, JobOutput):
             meta = value.node.meta
             return meta["specs"], meta.get("bundle", False)
-        return value.meta["specs"], True
+        if isinstance(value, (Stale, Message)):
+            return self.specs(value.value)
+        node = value.node if isinstance(value, Weights) else value
+        return node.meta["specs"], True
 
-    def sent(self, value: Value) -> Specs:
-        """The shapes of a value as it travels."""
-        if isinstance(value, Made) and value.node in self.narrow:
-            return self.narrow[value.node]
-        return self.specs(value)[0]
+    def trained_specs(self, group: int) -> Specs:
+        """The shapes of a group's weights that get gradients."""
+        specs = self.weight_inputs[group].meta["specs"]
+        pairs = zip(specs, self.facts.groups[group].trained, strict=True)
+        return tuple(spec for spec, trained in pairs if trained)
+
+    def sum_specs(self, group: int) -> Specs:
+        """The shapes of a group's gradients, as jobs give them."""
+        specs: Specs = self._gradients[group].meta["specs"]
+        return specs
+
+
+def root_of(group: Group, number: int) -> int:
+    """The worker that a group's gradients are summed on: the one that updates it, or
+    one of its owners, each group another."""
+    return sum_root(group.owners, number) if group.updater is None else group.updater
 
 
 def values_in(args: Any) -> Iterator[Any]:

@@ -1,0 +1,313 @@
+"""Says how every sum of gradients is added up: on which workers, and in which order."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from functools import cached_property
+from typing import Any, NamedTuple
+
+from torch import fx
+
+from ..ir import joint, ops
+from ..ir.request import Request
+from ..ir.step import JobOutput, Message, Op, Step, Total, values_in, with_values
+from ..jobs.job import Direction, Job
+
+Part = JobOutput | Op
+
+
+class Term(NamedTuple):
+    """A gradient that is added up; terms are in the order in which autograd adds them:
+    by microbatch, then by stage, the last one first.
+
+    place: of its job among the lines.
+    """
+
+    microbatch: int
+    before: int
+    place: int
+    value: JobOutput
+
+
+def lower_sums(step: Step, request: Request) -> Step:
+    """Each worker adds the gradients of its jobs to a sum of its own; the root adds up
+    these, when it has done its next job.
+
+    before: 0B0                                                      # worker 0
+            0B1                                                      # worker 1
+            weights_0_0U1 = update(0, 0, weights_0, gradients_0)     # worker 0
+    after:  0B0                                                      # worker 0
+            0B1                                                      # worker 1
+            gradients_0 = reduce(0, grad_0_0, grad_0_1)              # worker 0
+            weights_0_0U1 = update(0, 0, weights_0, gradients_0)     # worker 0
+
+    The others' sums come in the meantime, and don't stay until the update. With
+    request.deterministic there is one sum, of microbatches 0, 1, .. one after the other
+    and of a microbatch's stages from the last to the first: on the worker that gives
+    all, or else on the root, which gets each microbatch's gradients. A sum begins in
+    request.gradient_dtype, and ends in the type of its weights.
+
+    The gradient of what all microbatches read of a joint stage is a sum too: of each
+    worker's, in the order of workers, or of all, in the order of microbatches. B of the
+    joint stage takes it: step.shared.
+    """
+    return _Sums(step, request).run()
+
+
+class _Sums:
+    def __init__(self, step: Step, request: Request) -> None:
+        self.step, self.request = step, request
+        self.lines = list(step.ops)
+        self.before: dict[int, list[Op]] = {}  # new ops, by the line after them
+        self.after: dict[int, list[Op]] = {}
+        self.totals: dict[Total, Part] = {}
+        self.shared: dict[fx.Node, Op] = {}
+
+    def run(self) -> Step:
+        add = self._in_order if self.request.deterministic else self._by_worker
+        for total, terms in sorted(self._terms().items(), key=lambda item: item[0][:2]):
+            self.totals[total] = add(total, terms)
+        for node in self.step.graph.graph.nodes:
+            if node.target is joint.total:
+                self._share(node)
+        lines: list[Op | Message] = []
+        for place, op in enumerate(self.lines):
+            lines += [*self.before.get(place, ()), op, *self.after.get(place, ())]
+            if op.target in (ops.update, ops.norms):
+                op.args = self._found(op.args)
+        results = {w: self._found(own) for w, own in self.step.results.items()}
+        step = replace(self.step, lines=lines, results=results)
+        return replace(step, shared=self.shared)
+
+    def _found(self, args: Any) -> Any:
+        """Arguments with the values that totals are."""
+        return with_values(args, lambda value: self.totals.get(value, value))
+
+    def _terms(self) -> dict[Total, list[Term]]:
+        """What is added up, in the order of the jobs that give it."""
+        step, terms = self.step, dict[Total, list[Term]]()
+        alone = step.every is not None and self.request.schedule.average_every
+        for place, op in self._jobs:
+            job = op.job
+            assert job is not None
+            if job.direction in (Direction.FORWARD, Direction.UPDATE):
+                continue
+            b = job.microbatch
+            for node in step.gives[step.jobs.at[job.stage, job.direction]]:
+                replica = op.worker if alone else None
+                total = Total(node.meta["group"], step.round(b), replica)
+                term = Term(b, -job.stage, place, JobOutput(node, b))
+                terms.setdefault(total, []).append(term)
+        return terms
+
+    # Each worker's sum, and the sum of these
+
+    def _by_worker(self, total: Total, terms: Sequence[Term]) -> Part:
+        parts: dict[int, Part] = {}
+        for term in terms:
+            op, value = self.lines[term.place], term.value
+            if op.worker not in parts:
+                parts[op.worker] = value
+                continue
+            args, name = (parts[op.worker], value), f"sum_{total.group}_of_{op.job}"
+            specs, where = self.step.sum_specs(total.group), (op.worker, op.task, op.n)
+            new = Op(*where, ops.accumulate, args, specs, name)
+            parts[op.worker] = self._put(new, term.place)
+        group, root = total.group, self.step.worker(total)
+        first, last = self._readers.get(total), terms[-1].place
+        if total.replica is not None:  # finished in the task of its update
+            assert first is not None, "a replica's gradients are for its update"
+            update = self.lines[first]
+            where = (root, update.task, update.n)
+            return self._finished(parts[root], group, where, first - 1)
+        task = f"reduce {group}"
+        task += f" of round {total.round}" * (self.step.every is not None)
+        where, place = (root, task, self.lines[last].n), self._next(total, last)
+        if list(parts) == [root]:
+            return self._finished(parts[root], group, where, place)
+        workers = sorted(parts)
+        index = workers.index(root) if root in parts else 0
+        sums = (index, *(parts[worker] for worker in workers))
+        specs, name = self.step.sum_specs(group), f"gradients_{group}"
+        new = self._put(Op(*where, ops.reduce, sums, specs, name, group), place)
+        return self._finished(new, group, where, place)
+
+    def _finished(
+        self, value: Part, group: int, where: tuple[int, str, int], place: int
+    ) -> Part:
+        """A sum in the types of its weights."""
+        return self._cast(value, group, where, place, "finished")
+
+    def _cast(
+        self,
+        value: Part,
+        group: int,
+        where: tuple[int, str, int],
+        place: int,
+        name: str,
+    ) -> Part:
+        """A sum in the types that it begins with, or in which it is finished."""
+        specs = self.step.trained_specs(group)
+        if name != "finished" and (dtype := self.request.gradient_dtype) is not None:
+            specs = tuple(spec._replace(dtype=dtype) for spec in specs)
+        else:
+            name = f"finished_{group}"
+        if self.step.specs(value)[0] == specs:
+            return value
+        args = (value, tuple(spec.dtype for spec in specs))
+        return self._put(Op(*where, ops.cast, args, specs, name), place)
+
+    # One sum in the order of microbatches
+
+    def _in_order(self, total: Total, terms: Sequence[Term]) -> Part:
+        group, root = total.group, self.step.worker(total)
+        givers = {self.lines[term.place].worker for term in terms}
+        alone = len(givers) == 1
+        name = f"{group}" + f" of round {total.round}" * bool(total.round)
+        sums = _OrderedSum(self, total, name, givers.pop() if alone else root, alone)
+        for b in sorted({term.microbatch for term in terms}):
+            sums.microbatch(b, sorted(t for t in terms if t.microbatch == b))
+        if sums.worker != root:
+            sums.worker, sums.alone = root, False
+            sums.add("all")
+        assert sums.value is not None, "a total has terms"
+        where, place = sums.where("all")
+        return self._finished(sums.value, group, where, place)
+
+    # Of what all microbatches read
+
+    def _share(self, pointer: fx.Node) -> None:
+        """The sum of a gradient over all microbatches, before the joint job that takes
+        it."""
+        (gradient,) = pointer.all_input_nodes
+        kind = self.step.maker[gradient]
+        parts: dict[int, Part] = {}  # by worker, or by microbatch
+        for place, op in self._of_kind(kind):
+            assert op.job is not None
+            value = JobOutput(gradient, op.job.microbatch)
+            key = op.job.microbatch if self.request.deterministic else op.worker
+            if key in parts:
+                name, args = f"{gradient.name}_of_{op.job}", (parts[key], value)
+                parts[key] = self._put(self._add(op, gradient, name, args), place)
+            else:
+                parts[key] = value
+        for reader in sorted({self.step.maker[user] for user in pointer.users}):
+            for place, op in self._of_kind(reader):
+                every = tuple(parts[key] for key in sorted(parts))
+                total = self._add(op, gradient, f"total_{gradient.name}", every)
+                self.before.setdefault(place, []).append(total)
+                self.shared[pointer] = total
+
+    def _add(self, op: Op, like: fx.Node, name: str, args: tuple[Part, ...]) -> Op:
+        specs = like.meta["specs"]
+        return Op(op.worker, op.task, op.n, ops.add, args, specs, name)
+
+    # Lines
+
+    def _put(self, op: Op, place: int) -> Op:
+        self.after.setdefault(place, []).append(op)
+        return op
+
+    def _of_kind(self, kind: int) -> Iterator[tuple[int, Op]]:
+        """The jobs of a kind, with their places."""
+        at, jobs = self._places_of_jobs, self.step.jobs
+        found = sorted(at[jobs.job(number)] for number in jobs.of(kind))
+        return ((place, self.lines[place]) for place in found)
+
+    def _next(self, total: Total, ready: int) -> int:
+        """The place of the root's next job after a line, but before what reads the
+        total; that of the line itself, if there is none."""
+        places = self._places[self.step.worker(total)]
+        i = bisect_right(places, ready)
+        place = places[i] if i < len(places) else ready
+        return min(place, self._readers.get(total, len(self.lines)) - 1)
+
+    @cached_property
+    def _jobs(self) -> list[tuple[int, Op]]:
+        """The jobs, with their places."""
+        return [(i, op) for i, op in enumerate(self.lines) if op.job is not None]
+
+    @cached_property
+    def _places_of_jobs(self) -> dict[Job | None, int]:
+        return {op.job: place for place, op in self._jobs}
+
+    @cached_property
+    def _places(self) -> list[list[int]]:
+        """Of each worker's jobs."""
+        places: list[list[int]] = [[] for _ in range(self.request.schedule.workers)]
+        for place, op in self._jobs:
+            places[op.worker].append(place)
+        return places
+
+    @cached_property
+    def _readers(self) -> dict[Total, int]:
+        """Where the first task begins that reads each total."""
+        first: dict[Total, int] = {}
+        start, task = 0, None
+        for place, op in enumerate(self.lines):
+            if task != (op.worker, op.task):
+                start, task = place, (op.worker, op.task)
+            if op.target in (ops.update, ops.norms):
+                for value in values_in(op.args):
+                    if isinstance(value, Total):
+                        first.setdefault(value, start)
+        return first
+
+
+class _OrderedSum:
+    """A sum of microbatches in their order, on one worker.
+
+    alone: whether this worker gives all that is added up. ready: the place of the last
+    job that has given some.
+    """
+
+    def __init__(
+        self, sums: _Sums, total: Total, name: str, worker: int, alone: bool
+    ) -> None:
+        self.sums, self.total, self.name = sums, total, name
+        self.worker, self.alone = worker, alone
+        self.ready, self.value = 0, None
+
+    value: Part | None
+
+    def microbatch(self, b: int, terms: Sequence[Term]) -> None:
+        """Adds what stages give of a microbatch."""
+        self.ready = max(self.ready, *(term.place for term in terms))
+        new: Part = terms[0].value
+        for term in terms[1:]:  # tied weights
+            new = self._op(f"{b}_{-term.before}", new, term.value)
+        if self.value is not None:
+            self.value = self._op(f"{b}", self.value, new)
+            return
+        where, place = self.where("0")
+        name = f"gradients_{self.name}_0".replace(" ", "_")
+        self.value = self.sums._cast(new, self.total.group, where, place, name)
+
+    def add(self, what: str) -> None:
+        """Brings the sum to where it is added up now."""
+        assert self.value is not None
+        self.value = self._op(what, self.value)
+
+    def _op(self, what: str, *parts: Part) -> Op:
+        """Adds up in the job that gives the last of them, if all are of one worker;
+        else in the root's next job, so that the others' come in the meantime."""
+        where, place = self.where(what)
+        specs, _ = self.sums.step.specs(parts[0])
+        name = f"gradients_{self.name}_{what}".replace(" ", "_")
+        if self.alone:
+            return self.sums._put(Op(*where, ops.accumulate, parts, specs, name), place)
+        args = (0, *parts)
+        return self.sums._put(Op(*where, ops.reduce, args, specs, name), place)
+
+    def where(self, what: str) -> tuple[tuple[int, str, int], int]:
+        """The worker, task and n of what is added up now, and after which line."""
+        op, place = self.sums.lines[self.ready], self.ready
+        task = op.task
+        if not self.alone:
+            task, place = (
+                f"add {what} to {self.name}",
+                self.sums._next(self.total, place),
+            )
+        return (self.worker, task, op.n), place

@@ -1,0 +1,199 @@
+"""Moves values to the workers that read them."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
+from itertools import count
+from typing import NamedTuple
+
+from torch import fx
+
+from ..ir import joint, ops
+from ..ir.graphs import Specs
+from ..ir.message_types import as_sent
+from ..ir.request import Request
+from ..ir.step import Credit, JobOutput, Message, Op, Step, Value, values_in
+
+
+def route_values(step: Step, request: Request) -> Step:
+    """A message for each worker that reads what another one makes or keeps.
+
+    before: 0F0, weights_0 of worker 0                               # worker 0
+            1F0, weights_1 of worker 0                               # worker 1
+    after:  message 0: weights_1 from worker 0 to worker 1
+            0F0, weights_0 of worker 0                               # worker 0
+            message 1: a_0 from worker 0 to worker 1
+            1F0, message 0                                           # worker 1
+
+    A worker gets a value once, after the op that makes it, however many of its jobs
+    read it. Weights it asks for request.prefetch jobs ahead (here 1); they are kept
+    while its next job reads them too, and new ones come after the update that makes
+    them. With request.message_dtype, activations and their gradients travel in that
+    type. What is saved for B, bundles of weights or of their
+    gradients, and what others than jobs read (outputs, sums) travels as it is.
+    """
+    tags = count()
+    step = replace(step, lines=_with_weights(step, request.prefetch, tags))
+    readers, encodings = _Readers(step), _Encodings(step, request)
+    lines: list[Op | Message] = []
+    for line in step.lines:
+        lines.append(line)
+        if isinstance(line, Message):
+            continue
+        for value, workers in readers.of(line):
+            for to in sorted(workers):
+                if to != line.worker:
+                    specs, _ = step.specs(value)
+                    encoded = encodings.of(value)
+                    where = (next(tags), line.worker, to, value, line.task, line.n)
+                    lines.append(
+                        Message(*where, encoded or specs, False, bool(encoded))
+                    )
+    return replace(step, lines=lines)
+
+
+def _with_weights(step: Step, ahead: int, tags: Iterator[int]) -> list[Op | Message]:
+    """The lines, with messages that bring weights to jobs and renewals."""
+    every = list(step.ops)
+    place = {op: i for i, op in enumerate(every)}
+    at_hand: dict[int, dict[Value, Message]] = {}  # what the last job on a worker read
+    last: dict[int, deque[Op]] = {}  # the last `ahead` jobs on a worker
+    before: dict[Op, list[Message]] = {}
+    after: dict[Op, list[Message]] = {}  # updates
+    for op in every:
+        is_job = op.target is None
+        if not is_job and op.target is not ops.renew:
+            continue
+        start = op
+        if is_job:
+            earlier = last.setdefault(op.worker, deque(maxlen=ahead))
+            start = every[0] if len(earlier) < ahead else [*earlier, op][0]
+            earlier.append(op)
+        here, read = at_hand.get(op.worker, {}), dict[Value, Message]()
+        for value in op.args:
+            source = step.worker(value)
+            if source == op.worker:
+                continue
+            message = here.get(value) if is_job else None
+            if message is None:
+                where = (op.task, op.n, step.specs(value)[0], True)
+                message = Message(next(tags), source, op.worker, value, *where)
+                if isinstance(value, Op) and is_job and place[value] >= place[start]:
+                    after.setdefault(value, []).append(message)
+                else:
+                    before.setdefault(start, []).append(message)
+            read[value] = message
+        if read:
+            op.args = tuple([read.get(value, value) for value in op.args])
+        if is_job:
+            at_hand[op.worker] = read
+    return [
+        line for op in every for line in (*before.get(op, ()), op, *after.get(op, ()))
+    ]
+
+
+class _Readers:
+    """Which workers read what each op makes."""
+
+    def __init__(self, step: Step) -> None:
+        self.step, jobs = step, step.jobs
+        self.worker, self.at, self.grid = jobs.worker, jobs.at, jobs.grid.tolist()
+        self.others = _others(step)
+        named = {v.node for v in self.others if isinstance(v, JobOutput)}
+        self.routes = [_routes(step, kind, named) for kind in range(len(jobs.preds))]
+
+    def of(self, op: Op) -> Iterator[tuple[Value, Iterable[int]]]:
+        """What an op makes that others read, in the order of its nodes."""
+        job, others = op.job, self.others
+        if op.target is not None or job is None:
+            if op in others:
+                yield op, others[op]
+            return
+        b = job.microbatch
+        row, kind = self.grid[b], self.at[job.stage, job.direction]
+        for node, kinds, parts, more in self.routes[kind]:
+            readers = {self.worker[row[k]] for k in kinds}
+            readers |= {self.worker[k] for k in parts}
+            if more:
+                readers |= others.get(JobOutput(node, b), set())
+            yield JobOutput(node, b), readers
+        credit = Credit(job)
+        if credit in others:
+            yield credit, others[credit]
+
+
+def _others(step: Step) -> dict[Value, set[int]]:
+    """The readers of values that are not jobs of the same microbatch."""
+    readers: dict[Value, set[int]] = {}
+    for op in step.ops:
+        read = op.after if op.target is None else (*op.args, *op.after)
+        for value in values_in(read):
+            readers.setdefault(value, set()).add(op.worker)
+    for worker, results in step.results.items():
+        for value in values_in(results):
+            readers.setdefault(value, set()).add(worker)
+    return readers
+
+
+class _Route(NamedTuple):
+    """A node of a kind of job that others read: the kinds of jobs that do, in the same
+    microbatch; of a joint stage's, the numbers of those that do in another; whether it
+    has readers besides."""
+
+    node: fx.Node
+    kinds: tuple[int, ...]
+    numbers: tuple[int, ...]
+    more: bool
+
+
+def _routes(step: Step, kind: int, named: set[fx.Node]) -> list[_Route]:
+    routes: list[_Route] = []
+    for node in step.recipes[kind].nodes:
+        readers = {step.maker[u] for u in node.users if u in step.maker}
+        kinds = tuple(sorted(readers - {kind}))
+        numbers: tuple[int, ...] = ()
+        if step.jobs.joint:
+            more, numbers = _through_pointers(step, node)
+            kinds = tuple(sorted({*kinds, *more} - {kind}))
+        if kinds or numbers or node in named:
+            routes.append(_Route(node, kinds, numbers, node in named))
+    return routes
+
+
+def _through_pointers(step: Step, node: fx.Node) -> tuple[set[int], tuple[int, ...]]:
+    """The kinds of joint jobs that read a value in all microbatches, and the numbers of
+    jobs that read a joint value in one."""
+    kinds, numbers = set[int](), set[int]()
+    for pointer in filter(joint.is_pointer, node.users):
+        readers = [step.maker[u] for u in pointer.users if u in step.maker]
+        if pointer.target is joint.of:
+            kinds.update(readers)
+        if pointer.target is not joint.each:
+            continue
+        for b, value in enumerate(pointer.args):
+            if value is node:
+                numbers.update(step.jobs.find(kind, b) for kind in readers)
+    return kinds, tuple(sorted(numbers))
+
+
+class _Encodings:
+    """In which shapes values travel, where it is in others than their own."""
+
+    def __init__(self, step: Step, request: Request) -> None:
+        self.dtype = request.message_dtype
+        read = [op.args for op in step.ops if op.target is not None]
+        values = values_in([*read, *step.results.values()])
+        self.exact = {v.node for v in values if isinstance(v, JobOutput)}
+
+    def of(self, value: Value) -> Specs | None:
+        """Of what a job makes; None for what travels as it is."""
+        if self.dtype is None or not isinstance(value, JobOutput):
+            return None
+        node = value.node
+        if node in self.exact or node.meta.get("bundle"):
+            return None
+        (spec,) = node.meta["specs"]
+        sent = as_sent(spec, self.dtype)
+        return None if sent is spec else (sent,)
