@@ -73,8 +73,7 @@ def _with_weights(step: Step, ahead: int, tags: Iterator[int]) -> list[Op | Mess
             earlier.append(op)
         here, read = at_hand.get(op.worker, {}), dict[Value, Message]()
         for value in op.args:
-            source = step.worker(value)
-            if source == op.worker:
+            if (source := step.worker(value)) == op.worker:
                 continue
             message = here.get(value) if is_job else None
             if message is None:
@@ -128,6 +127,8 @@ def _others(step: Step) -> dict[Value, set[int]]:
     """The readers of values that are not jobs of the same microbatch."""
     readers: dict[Value, set[int]] = {}
     for op in step.ops:
+        if op.target is ops.accumulate:  # of the worker's own
+            continue
         read = op.after if op.target is None else (*op.args, *op.after)
         for value in values_in(read):
             readers.setdefault(value, set()).add(op.worker)

@@ -275,6 +275,8 @@ class Step:
 
     def worker(self, value: Value) -> int:
         """The worker that has a value first."""
+        if isinstance(value, (Weights, Op)):
+            return value.worker
         if isinstance(value, JobOutput):
             number = self.jobs.find(self.maker[value.node], value.microbatch)
             return self.jobs.worker[number]
@@ -284,10 +286,8 @@ class Step:
             return root_of(self.facts.groups[value.group], value.group)
         if isinstance(value, Credit):
             return self.jobs.worker[self.jobs.number(value.job)]
-        if isinstance(value, Stale):
-            return self.worker(value.value)
-        assert not isinstance(value, (Message, fx.Node)), "of no one worker"
-        return value.worker
+        assert isinstance(value, Stale), "others are of no one worker"
+        return self.worker(value.value)
 
     def specs(self, value: Value) -> tuple[Specs, bool]:
         """The shapes of a value, and whether it is a bundle of tensors."""
@@ -327,11 +327,8 @@ def values_in(args: Any) -> Iterator[Any]:
     """The values among arguments, in order."""
     if isinstance(args, VALUES):
         yield args
-    elif isinstance(args, dict):
-        for each in args.values():
-            yield from values_in(each)
-    elif isinstance(args, (tuple, list)):
-        for each in args:
+    elif isinstance(args, (tuple, list, dict)):
+        for each in args.values() if isinstance(args, dict) else args:
             yield from values_in(each)
 
 
