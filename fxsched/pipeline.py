@@ -23,7 +23,6 @@ from .ir.modes import casts, with_casts
 from .ir.parts import without_parts
 from .ir.request import Request
 from .ir.step import Step
-from .ir.weight_sizes import weight_groups
 from .jobs.job import Direction
 from .passes.arrivals import update_on_arrival
 from .passes.collect import collect_results
@@ -156,8 +155,7 @@ def make_plan(
         step.facts.groups,
         tuple(output for output in step.facts.outputs if not output.kept),
         step.facts.loss,
-        step.timeline,
-        step.lines,
+        step,
         reference,
         _notes(step, request),
         cut.nodes,
@@ -168,12 +166,9 @@ def make_plan(
         half=cut.half,
         linear=step.facts.linear,
         current=bool(request.updates),
-        in_order=request.deterministic,
         by_arrival=request.by_arrival and step.every is not None,
-        weights=weight_groups(step, request.state_bytes, request.gradient_dtype),
-        prefetch=request.prefetch,
-        knows_state=bool(request.state_bytes),
         gradient_dtype=request.gradient_dtype,
+        state_bytes=request.state_bytes,
         parts=facts(gm).parts,
         cuts=facts(gm).cuts,
         whole=whole,

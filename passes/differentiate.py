@@ -234,12 +234,16 @@ class _Differentiation:
             return
         with self.graph.inserting_after(forward):
             saved = self._item(forward, len(outs), f"saved_{stage}")
-        saved.meta.update(specs=pair.saved, stage=stage, bundle=True)
+        saved.meta.update(specs=pair.saved, stage=stage, bundle=True, held=pair.held)
         keep = None if recompute or not pair.saved else saved
         with self.graph.inserting_before(self.output):
             self._backward(call, forward, keep, pair, outs, recompute)
         if keep is None:
             self.graph.erase_node(saved)
+            return
+        for value, own in zip(outs, pair.own, strict=True):
+            if not own:
+                value.meta["held"] = 0
 
     def _backward(
         self,
@@ -302,6 +306,7 @@ class _Differentiation:
         stage = backward.meta["stage"]
         carried = self._item(backward, len(pair.input_gradients), f"carried_{stage}")
         carried.meta.update(specs=pair.carried, stage=stage, bundle=True)
+        carried.meta["held"] = pair.carried_bytes
         call = self.graph.call_module(f"weight_{stage}", (weights, carried, None))
         call.meta.update(stage=stage, direction=Direction.WEIGHT, draw=None)
         return call

@@ -36,10 +36,14 @@ class _Versions:
         self.copied: dict[Value, list[Stale]] = {}  # what is copied of weights
         self.copies: dict[Stale, Op] = {}
         self.lines: list[Op | Message] = []
+        self.start = 0  # of a task's lines, which copies come before
 
     def run(self) -> Step:
         self._part_reads()
+        task = None
         for op in self.step.ops:
+            if task != (op.worker, op.task):
+                self.start, task = len(self.lines), (op.worker, op.task)
             for stale in self._stale(op):
                 self._copy(stale, op.n)
             op.args = tuple(
@@ -76,7 +80,7 @@ class _Versions:
         return [each for each in values_in(op.args) if isinstance(each, Stale)]
 
     def _copy(self, stale: Stale, n: int) -> Op:
-        """The copy of a version, made before the first op that needs it."""
+        """The copy of a version, made before the first task that needs it."""
         if stale not in self.copies:
             value, group, version, gap = stale
             worker, specs = self.step.worker(value), self.step.specs(value)[0]
@@ -88,7 +92,8 @@ class _Versions:
             if gap:
                 self._check_corrected(group, worker)
                 copy.target, copy.args = ops.correct, (group, version, gap, value)
-            self.lines.append(copy)
+            self.lines.insert(self.start, copy)
+            self.start += 1
         return self.copies[stale]
 
     def _check_corrected(self, number: int, worker: int) -> None:

@@ -71,7 +71,7 @@ def _kind(node: fx.Node) -> str | None:
         return "weights" if "group" in node.meta else None
     if node.target is ops.fetch:
         return "fetched"
-    if node.target in COPIES:
+    if node.target in COPIES or _is_buffer(node):
         return "versions"
     if node.target in (ops.update, ops.renew):
         return "weights"
@@ -80,6 +80,14 @@ def _kind(node: fx.Node) -> str | None:
     if node.target in (ops.accumulate, ops.reduce, ops.cast) or _is_sum(node):
         return "gradients"
     return None
+
+
+def _is_buffer(node: fx.Node) -> bool:
+    """Whether it is what F wrote into buffers, beside what they were."""
+    call = node.args[0] if node.args else None
+    job = call.meta.get("job") if isinstance(call, fx.Node) else None
+    written = "group" in node.meta and node.op == "call_function"
+    return written and job is not None and str(job.direction) == "F"
 
 
 def _is_sum(node: fx.Node) -> bool:

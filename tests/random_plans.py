@@ -97,6 +97,23 @@ def random_case(seed: int, workers: int | None = None) -> Case:
     )
 
 
+def with_updates(case: Case, seed: int) -> Case:
+    """The case with steps of the optimizer in the program, some on earlier versions of
+    the weights."""
+    choose = random.Random(seed)
+    count, schedule = case.schedule.microbatches, case.schedule
+    every = choose.choice([k for k in (1, 2, 4) if count % k == 0])
+    share = choose.choice((None, choose.random()))
+
+    def seen(s: int, b: int, d: Direction) -> int:
+        return int((share or 0.0) * (b // every))
+
+    version = None if share is None else seen
+    schedule = dataclasses.replace(schedule, update_every=every, version=version)
+    case.model.returns = "loss"
+    return case._replace(schedule=schedule)
+
+
 def random_family(seed: int, count: int) -> list[Case]:
     """Cases of one model and batch, under so many random schedules."""
     first = random_case(seed)

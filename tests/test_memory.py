@@ -16,6 +16,7 @@ from fxsched import Plan, Schedule, schedules
 from fxsched.clock.memory import Memory
 from fxsched.ir.graphs import Role
 from fxsched.state.optimizer_bytes import state_bytes
+from tests import mutants, random_plans
 from tests.cases import build
 from tests.program_memory import most_held
 from tests.updates import OPTIMIZERS
@@ -51,15 +52,53 @@ CASES = [
 
 @pytest.mark.parametrize(("name", "model", "updates"), CASES)
 def test_what_programs_hold_is_as_counted(name: str, model: str, updates: bool) -> None:
-    plan = planned(name, model, updates)
+    check_counted(planned(name, model, updates))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("first", range(0, 60, 20))
+def test_random_plans_are_sound_and_hold_what_is_counted(first: int) -> None:
+    """Half of them with updates, every fifth with sums in a fixed order."""
+    planned = 0
+    for seed in range(first, first + 20):
+        case = random_plans.random_case(seed)
+        if seed % 2:
+            case = random_plans.with_updates(case, seed)
+        try:
+            plan = fxsched.plan(
+                case.model,
+                case.schedule,
+                *random_plans.batch(case),
+                stages=case.stages,
+                deterministic=seed % 5 == 0,
+            )
+        except fxsched.PlanError:  # such as a cap that stops all
+            continue
+        plan.check()
+        check_counted(plan)
+        planned += 1
+    assert planned > 10
+
+
+def check_counted(plan: Plan) -> None:
+    """What programs hold is what is predicted; but no program names the weights that
+    its worker keeps and does not read."""
     counted = [[getattr(p.each, kind) for kind in KINDS] for p in plan.memory]
     shared = {
         number
         for number, group in enumerate(plan.groups)
         if all(state.role is Role.SHARED for state in group.state)
     }
-    programs = [most_held(program, shared) for program in plan.programs]
-    assert counted == [[most[kind] for kind in KINDS] for most in programs]
+    for program, (weights, *others) in zip(plan.programs, counted, strict=True):
+        most = most_held(program, shared)
+        assert others == [most[kind] for kind in KINDS[1:]]
+        assert weights >= most["weights"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", mutants.cases(), ids=str)
+def test_programs_of_all_families_hold_what_is_counted(case: mutants.Case) -> None:
+    check_counted(mutants.planned(case)[0])
 
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)

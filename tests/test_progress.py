@@ -23,7 +23,7 @@ LINE = (
     r"planned in \d+\.\d s: 1f1b: 2 workers, 2 microbatches, 2 stages; "
     r"predicted step [\d.]+ .s, bubble [\d.]+ %, at most [\d.]+ .?i?B a worker"
 )
-PASSES = ("assign_stages", "split_stages", "differentiate_stages", "insert_transfers")
+PASSES = ("assign_stages", "split_stages", "differentiate_stages", "route_values")
 SCRIPT = """
 import torch, fxsched
 step = torch.compile(

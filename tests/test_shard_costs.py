@@ -125,7 +125,8 @@ def test_explain_says_what_shards_save_and_what_that_costs() -> None:
     first = next(i for i, row in enumerate(rows) if row[:3] == ["held", "by", "a"]) + 2
     saved = rows[first : first + len(kinds)]
     assert tuple(row[0] for row in saved) == kinds
-    assert all(float(row[-2]) > 30 for row in saved)
+    least = {"activations": 15}  # all shards hold what they add up
+    assert all(float(row[-2]) > least.get(row[0], 30) for row in saved)
     said = " ".join(text.split())
     assert "without shards, on 2 workers; AdamW's state: two numbers a trained" in said
     assert "a step in F and" in said and "as predicted" in said

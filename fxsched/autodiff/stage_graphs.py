@@ -38,6 +38,7 @@ class StageGraphs(NamedTuple):
     mutated: tuple[int, ...]
     saved: tuple[Spec, ...]
     held: int  # bytes of memory that saved tensors take, views of inputs none
+    own: tuple[bool, ...]  # whether an output has memory that nothing saved is in
     state_gradients: tuple[int, ...]
     input_gradients: tuple[int, ...]
     tangents: tuple[int, ...]  # outputs whose gradients backward is given
@@ -156,6 +157,7 @@ def arrange_graphs(
         tuple(mutated),
         tuple(Spec.of(v.meta["val"]) for v in saved),
         bytes_of(root for root in map(base, saved) if root.op != "placeholder"),
+        tuple(base(each) not in {*map(base, saved)} for each in outputs),
         tuple(weights),
         tuple(inputs),
         tuple(i for i, wanted in enumerate(live) if wanted),

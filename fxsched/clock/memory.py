@@ -1,4 +1,4 @@
-"""What each worker holds in a step, in bytes by kind.
+"""What each worker holds in a step of stages without a model, in bytes by kind.
 
 Jobs run in the order of a timeline, and what a worker takes and lets go of is told in
 that order, as its program does it:
@@ -16,7 +16,6 @@ Weights and the optimizer's state stay. What one job needs while it runs comes o
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from itertools import chain
 from typing import NamedTuple
 
@@ -25,10 +24,9 @@ import numpy as np
 
 from ..jobs.schedule import Schedule
 from .memory_changes import Change, StepChanges
-from .ordered_gradients import ordered_gradients
 from .stage_graph import worker_bytes
 from .timeline import Timeline
-from .weight_groups import WeightGroup, groups_of_kinds, stage_weights
+from .weight_groups import groups_of_kinds, stage_weights
 from .weight_traffic import state_held
 
 
@@ -36,7 +34,8 @@ class Memory(NamedTuple):
     """Bytes that a worker holds at one time.
 
     weights: those that it keeps, the newest. versions: older ones of these that jobs
-    still read, and copies that are being sent. fetched: those of other workers.
+    still read, copies that are being sent, and what F wrote into buffers, beside what
+    they were. fetched: those of other workers.
     gradients: sums of them, its own and others'. state: of the optimizer.
     activations: of microbatches between F and B (or W).
     """
@@ -66,27 +65,22 @@ def worker_memory(
     schedule: Schedule,
     stages: nx.DiGraph[int],
     timeline: Timeline,
-    groups: Mapping[int, WeightGroup] | None = None,
     prefetch: int = 1,
     kept: float = 1.0,
-    in_order: bool = False,
 ) -> list[Peaks]:
     """The most that each worker holds.
 
-    groups: those of a plan; None where each stage has its own.
     prefetch: for how many jobs ahead a worker asks for weights of others.
     kept: the share of activations that is still there between B and W.
-    in_order: whether gradients are added in the order of microbatches.
     """
     jobs = timeline.jobs
-    reads, gives = groups_of_kinds(stages, jobs, groups)
-    if groups is None:
-        groups = stage_weights(schedule, stages, jobs)
+    reads, gives = groups_of_kinds(stages, jobs)
+    groups = stage_weights(schedule, stages, jobs)
     step = StepChanges(schedule, jobs, timeline.order, groups, reads, gives, prefetch)
     held = [float(stages.nodes[s].get("held", 0.0)) for s, _ in jobs.kinds]
     changes = chain(
         step.resident(),
-        ordered_gradients(step) if in_order else step.gradients(),
+        step.gradients(),
         step.versions(),
         step.renewals(),
         step.fetches(),

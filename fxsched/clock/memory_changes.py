@@ -80,7 +80,7 @@ class StepChanges:
             for worker in group.owners:
                 yield -1, worker, WEIGHTS, group.bytes
             for worker in group.updaters:  # a velocity is as large as a gradient
-                yield -1, worker, STATE, group.state + group.finished * bool(drifts)
+                yield -1, worker, STATE, group.state + group.gradients * bool(drifts)
 
     def activations(self, held: list[float], kept: float) -> Iterator[Change]:
         """On the worker of B."""
@@ -126,8 +126,7 @@ class StepChanges:
                 for worker, (start, _) in by_worker.items():
                     end = updated[group.stage, k, worker]
                     yield 4 * start + START, worker, GRADIENTS, size
-                    yield from self.cast(group, worker, 4 * end + START)
-                    yield 4 * end + END, worker, GRADIENTS, -group.finished
+                    yield 4 * end + END, worker, GRADIENTS, -group.gradients
                 continue
             for worker, (start, end) in by_worker.items():
                 yield 4 * start + START, worker, GRADIENTS, size
@@ -136,30 +135,17 @@ class StepChanges:
                     yield 4 * end + END, root, GRADIENTS, size
             last = max(end for _, end in by_worker.values())
             met = 4 * last + END
-            if list(by_worker) != [root] or group.cast is not None:
+            if list(by_worker) != [root]:
                 met = self.summed(root, last)
                 if self.updates:
                     met = min(met, 4 * first[group.stage, k] + START)
                 yield met, root, GRADIENTS, -size * (len(by_worker) - 1)
-            yield from self.cast(group, root, met)
             for worker in group.updaters:
                 if worker != root:
-                    yield met, worker, GRADIENTS, group.finished
+                    yield met, worker, GRADIENTS, group.gradients
                 if self.updates:
                     end = updated[group.stage, k, worker]
-                    yield 4 * end + END, worker, GRADIENTS, -group.finished
-
-    def cast(self, group: WeightGroup, worker: int, when: int) -> Iterator[Change]:
-        """A sum that is cast to the weights' type; both are there for a moment."""
-        if group.cast is not None:
-            yield when, worker, GRADIENTS, group.cast
-            yield when, worker, GRADIENTS, -group.gradients
-
-    def widened(self, group: WeightGroup, worker: int, when: int) -> Iterator[Change]:
-        """A first gradient that is cast to the type of the sum, likewise."""
-        if group.cast is not None:
-            yield when, worker, GRADIENTS, group.gradients
-            yield when, worker, GRADIENTS, -group.cast
+                    yield 4 * end + END, worker, GRADIENTS, -group.gradients
 
     def summed(self, root: int, last: int) -> int:
         """When a worker adds up sums, the last of which is there after a job: after

@@ -8,9 +8,9 @@ comes from elsewhere stays while the worker's next job reads it from there too.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import NamedTuple, TypeAlias
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TypeAlias
 
 import networkx as nx
 import numpy as np
@@ -38,68 +38,12 @@ class Read:
     foreign: Flags
 
 
-class Foreign(NamedTuple):
-    """What a job reads from another worker.
-
-    slot: the place of the group among those that the job's kind reads. new: whether the
-    job fetches it; else the worker's last job has read it.
-    """
-
-    slot: int
-    source: int
-    new: bool
-
-
 def source_of(owners: Sequence[int], keeper: int, here: int) -> int:
     """The worker that serves a group of weights to one job.
 
     keeper: where w puts the job's weights. here: where it runs.
     """
     return next((w for w in (keeper, here) if w in owners), owners[0])
-
-
-def foreign_reads(
-    groups: Sequence[Groups],
-    writers: Mapping[int, Sequence[int]],
-    jobs: Jobs,
-    order: Sequence[int],
-) -> list[list[Foreign]]:
-    """What each job of `order` reads from other workers.
-
-    groups: those that each kind of jobs reads. writers: the kinds of F that write a
-    group; the worker's later F read what they wrote.
-    """
-    places, numbers = _by_worker(jobs, order)
-    columns = _unwritten(_reads(groups, jobs, numbers), writers, jobs, numbers)
-    here = jobs.columns.worker[numbers]
-    foreign: list[list[Foreign]] = [[] for _ in order]
-    for slot, read in enumerate(columns):
-        new = _fetched(read, columns, here)
-        for i in np.flatnonzero(read.foreign).tolist():
-            served = Foreign(slot, int(read.source[i]), bool(new[i]))
-            foreign[places[i]].append(served)
-    return foreign
-
-
-def _unwritten(
-    columns: list[Read],
-    writers: Mapping[int, Sequence[int]],
-    jobs: Jobs,
-    numbers: Numbers,
-) -> list[Read]:
-    """Reads, but for those of what an earlier F on the worker wrote."""
-    here, kind = jobs.columns.worker[numbers], jobs.columns.kind[numbers]
-    is_forward = np.array([d is Direction.FORWARD for _, d in jobs.kinds], bool)[kind]
-    for group, kinds in writers.items():
-        wrote = np.flatnonzero(np.isin(kind, kinds))
-        start = np.full(jobs.workers, len(numbers))
-        np.minimum.at(start, here[wrote], wrote)
-        later = is_forward & (np.arange(len(numbers)) > start[here])
-        columns = [
-            replace(read, foreign=read.foreign & ~(later & (read.group == group)))
-            for read in columns
-        ]
-    return columns
 
 
 def _by_worker(jobs: Jobs, order: Sequence[int]) -> tuple[Numbers, Numbers]:

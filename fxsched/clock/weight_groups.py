@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import NamedTuple
 
 import networkx as nx
@@ -12,6 +11,8 @@ from ..jobs.schedule import Schedule
 from .jobs import Jobs
 from .weight_fetches import groups_read
 from .weight_traffic import stage_keepers, sum_size
+
+BACKWARD = Direction.BACKWARD
 
 
 class WeightGroup(NamedTuple):
@@ -23,8 +24,6 @@ class WeightGroup(NamedTuple):
     owners: the workers that keep them. root: the one that adds up their gradients.
     updaters: those that update them.
     givers: stages whose jobs give gradients of them.
-    cast: bytes of gradients in the weights' type, where they are added up in another:
-        those of one microbatch, and a finished sum.
     """
 
     bytes: float
@@ -35,12 +34,6 @@ class WeightGroup(NamedTuple):
     root: int
     updaters: tuple[int, ...]
     givers: tuple[int, ...]
-    cast: float | None = None
-
-    @property
-    def finished(self) -> float:
-        """Bytes of a finished sum, in the weights' type."""
-        return self.gradients if self.cast is None else self.cast
 
 
 def stage_weights(
@@ -67,21 +60,10 @@ def stage_weights(
 
 
 def groups_of_kinds(
-    stages: nx.DiGraph[int], jobs: Jobs, groups: Mapping[int, WeightGroup] | None
+    stages: nx.DiGraph[int], jobs: Jobs
 ) -> tuple[list[list[int]], list[list[int]]]:
-    """The groups that each kind of jobs reads, and those that it gives gradients of.
-
-    groups: those of a plan, which its stages name; None for stage_weights'.
-    """
-    reads, gives = [], []
-    release = {s: (s, Direction.WEIGHT) in jobs.at for s, _ in jobs.kinds}
-    for s, d in jobs.kinds:
-        own = Direction.WEIGHT if release[s] else Direction.BACKWARD
-        if groups is None:
-            reads.append([s] if groups_read(stages, s, d) else [])
-            gives.append([s] if d is own else [])
-            continue
-        reads.append([g for g, _ in groups_read(stages, s, d)])
-        given = [g for g, group in groups.items() if s in group.givers]
-        gives.append(given if d is own else [])
-    return reads, gives
+    """The groups that each kind of jobs reads, and those that it gives gradients of."""
+    reads = [[s] if groups_read(stages, s, d) else [] for s, d in jobs.kinds]
+    split = {s for s, d in jobs.kinds if d is Direction.WEIGHT}
+    last = {s: Direction.WEIGHT if s in split else BACKWARD for s, _ in jobs.kinds}
+    return reads, [[s] if d is last[s] else [] for s, d in jobs.kinds]

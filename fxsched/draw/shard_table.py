@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from torch import fx
 
 from ..clock.memory import Memory, Peaks
-from ..clock.weight_groups import WeightGroup
 from ..ir.step import JobOutput, Message, Op
 from ..jobs.job import Direction, Job
 from ..jobs.schedule import Schedule
@@ -48,17 +47,16 @@ class ShardCosts(NamedTuple):
 
 
 def worker_load(
-    peaks: Sequence[Peaks], groups: Mapping[int, WeightGroup], seconds: float
+    peaks: Sequence[Peaks], trained: Sequence[int] | None, seconds: float
 ) -> Load:
-    """What workers hold; with AdamW's state, where groups have no bytes of any."""
-    state = [0.0] * len(peaks)
-    if not any(group.state for group in groups.values()):
-        for group in groups.values():
-            for worker in group.updaters:
-                state[worker] += MOMENTS * group.finished
+    """What workers hold.
+
+    trained: bytes of the weights that each updates, for AdamW's state; None where the
+        peaks have the optimizer's.
+    """
     held = [
-        peak.at_once._replace(state=peak.at_once.state + more)
-        for peak, more in zip(peaks, state, strict=True)
+        peak.at_once._replace(state=peak.at_once.state + MOMENTS * more)
+        for peak, more in zip(peaks, trained or [0] * len(peaks), strict=True)
     ]
     return Load([each for each in held if each.total], seconds)
 

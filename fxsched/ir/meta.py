@@ -36,6 +36,7 @@ META = {
     "draws": "its draws in the model, which are the same on all shards",
     "draw": "number of a stage's first draw in the model; None if it makes none",
     "specs": "shapes of the tensors in a value",
+    "held": "bytes of memory that a value takes which no other one of its job has",
     "bundle": "whether a value is a tuple of tensors",
     "trained": "whether what a stage gives has a gradient",
     "worker": "worker that runs a node",

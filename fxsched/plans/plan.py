@@ -13,16 +13,16 @@ import networkx as nx
 import torch
 from torch import fx
 
+from ..accounts.held import held_bytes, trained_bytes
 from ..checker.check_messages import check_programs
 from ..checker.check_program import examine
 from ..checker.reference import Reference
 from ..checker.summary import Summary
 from ..clock.activations import credits
-from ..clock.memory import Peaks, worker_memory
+from ..clock.memory import Peaks
 from ..clock.network import Link
 from ..clock.stage_graph import in_its_order, step_seconds
 from ..clock.timeline import Event, Timeline
-from ..clock.weight_groups import WeightGroup
 from ..costmodel.measure import Known, Profile, fit_profile
 from ..draw import plan_tables
 from ..draw.diagram import Diagram
@@ -34,7 +34,7 @@ from ..draw.shard_table import Load, ShardCosts, shard_exchange, worker_load
 from ..ir.garbage import no_collection
 from ..ir.graphs import Group, Output, State
 from ..ir.parts import KeptParts, PartOf, WeightCut
-from ..ir.step import Message, Op
+from ..ir.step import Message, Op, Step
 from ..jobs.job import Direction, Job, Placement, PlanError
 from ..jobs.schedule import Schedule
 from ..jobs.user_values import is_count, is_int, shown
@@ -77,8 +77,7 @@ class Plan:
         them), `flops` (of one microbatch's F); edges have `bytes` (per microbatch).
     programs: a torch.fx.GraphModule per worker, written when it is asked for.
     loss: position of the output that B starts from in the call itself, or None.
-    timeline: when each job should run, in seconds.
-    lines: the step of all workers; see fxsched/ir/step.py.
+    step: of all workers; see fxsched/ir/step.py.
     reference: what the programs should compute; see fxsched/checker.
     nodes: what was known of the model's operations, by the names that profiles use.
     draws: whether jobs draw random numbers. redraws: whether B draws those of an F that
@@ -88,13 +87,11 @@ class Plan:
     current: whether all copies of weights are the newest when a call begins: programs
         step the optimizer, and not the user's loop.
     by_arrival: whether updates are in order of arrival; versions are as planned then.
-    in_order: whether gradients are added in the order of microbatches.
     inputs: of the traced graph, those that are no state of the model.
     arithmetic: what the model computes, to compare with other ranks'.
-    weights: bytes of the groups, by number.
-    prefetch: as the backend's.
-    knows_state: whether these have bytes of the optimizer's state.
     gradient_dtype: what gradients are added up in; None for the parameters' type.
+    state_bytes: of the optimizer's state, by position of the parameter in the call;
+        none where that isn't known.
     said: how rows of the batch meet in pairs, and what weighs a loss, if they do.
     parts: of weights that are cut into shards, by positions after those of a call.
     cuts: which these are, and why others stay whole.
@@ -107,8 +104,7 @@ class Plan:
     groups: tuple[Group, ...]
     outputs: tuple[Output, ...]
     loss: int | None
-    timeline: Timeline
-    lines: Sequence[Op | Message]
+    step: Step
     reference: Reference
     notes: tuple[str, ...] = ()
     nodes: Mapping[str, Known] = field(default_factory=dict)
@@ -120,15 +116,22 @@ class Plan:
     linear: bool = True
     current: bool = False
     by_arrival: bool = False
-    in_order: bool = False
-    weights: Mapping[int, WeightGroup] = field(default_factory=dict)
-    prefetch: int = 1
-    knows_state: bool = False
     gradient_dtype: torch.dtype | None = None
+    state_bytes: Mapping[int, int] = field(default_factory=dict)
     said: tuple[str, ...] = ()
     parts: Mapping[int, PartOf] = field(default_factory=dict)
     cuts: tuple[WeightCut, ...] = ()
     whole: Callable[[], Plan] | None = None
+
+    @property
+    def timeline(self) -> Timeline:
+        """When each job should run, in seconds."""
+        return self.step.timeline
+
+    @property
+    def lines(self) -> Sequence[Op | Message]:
+        """What all workers do and send, in the global order."""
+        return self.step.lines
 
     @cached_property
     def jobs(self) -> tuple[Job, ...]:
@@ -197,17 +200,14 @@ class Plan:
     def memory(self) -> list[Peaks]:
         """The most bytes that each worker holds in a step, by kind. What one job needs
         while it runs comes on top, and what replicas send to be averaged."""
-        jobs = self.timeline.jobs
-        order = [jobs.number(job, worker) for job, worker in self._order]
-        ran = Timeline(jobs, order, (), ())
-        groups, ahead = self.weights, self.prefetch
-        placed = self.schedule, self.stages, ran
-        return worker_memory(*placed, groups, ahead, in_order=self.in_order)
+        return held_bytes(self.step, self.state_bytes)
 
     @property
     def _memory(self) -> WorkerMemory | None:
         """What tables say of memory by kind, where there are updates."""
-        return WorkerMemory(self.memory, self.knows_state) if self.updates else None
+        return (
+            WorkerMemory(self.memory, bool(self.state_bytes)) if self.updates else None
+        )
 
     @property
     def _order(self) -> Iterator[tuple[Job, int]]:
@@ -294,7 +294,8 @@ class Plan:
 
     @property
     def _load(self) -> Load:
-        return worker_load(self.memory, self.weights, step_seconds(self.timeline))
+        trained = None if any(self.state_bytes.values()) else trained_bytes(self.step)
+        return worker_load(self.memory, trained, step_seconds(self.timeline))
 
     @property
     def _shard_costs(self) -> ShardCosts | None:
@@ -302,7 +303,9 @@ class Plan:
         if self.whole is None:
             return None
         exchange = shard_exchange(self.schedule, self.lines)
-        return ShardCosts(self._load, self.whole()._load, exchange, self.knows_state)
+        return ShardCosts(
+            self._load, self.whole()._load, exchange, bool(self.state_bytes)
+        )
 
     def simulate(
         self,

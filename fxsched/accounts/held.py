@@ -1,0 +1,220 @@
+"""What each worker holds in a step, counted on the step's own lines.
+
+A value is held from the op that makes it, or the message that brings it, until the last
+one that reads it there. Values in one memory are counted once: a running sum is in the
+memory of its first gradient, updated weights in that of the old. What one job needs
+while it runs comes on top; so do outputs, and what replicas send to be averaged.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
+
+import numpy as np
+from torch import fx
+
+from ..clock.memory import Memory, Peaks
+from ..ir import joint, ops
+from ..ir.graphs import Role
+from ..ir.step import (
+    OVER,
+    JobOutput,
+    Message,
+    Op,
+    Step,
+    Value,
+    Weights,
+    values_in,
+)
+from ..jobs.job import Direction, Job
+
+WEIGHTS, VERSIONS, FETCHED, GRADIENTS, STATE, ACTIVATIONS = range(6)
+COPIES = (ops.copy, ops.correct)
+SUMS = (ops.reduce, ops.cast)
+
+
+def held_bytes(step: Step, state: Mapping[int, int]) -> list[Peaks]:
+    """The most bytes that each worker holds, by kind.
+
+    state: of the optimizer's state, by position of the parameter in the call.
+    """
+    lives = _Lives(step)
+    return [
+        _peaks(lives, worker, resident)
+        for worker, resident in enumerate(_resident(step, state))
+    ]
+
+
+def trained_bytes(step: Step) -> list[int]:
+    """Bytes of the weights that each worker updates."""
+    updated = [0] * step.jobs.workers
+    for number in step.weight_inputs:
+        for worker in step.facts.groups[number].updaters:
+            updated[worker] += _bytes(step.trained_specs(number))
+    return updated
+
+
+def _resident(step: Step, state: Mapping[int, int]) -> Iterator[list[float]]:
+    """By worker, what stays: weights, and the optimizer's state of those that it
+    updates, with their velocity where a drift is corrected by it."""
+    held = np.zeros((step.jobs.workers, len(Memory._fields)))
+    drifting = zip(step.jobs.kinds, step.jobs.gaps, strict=False)
+    stages = {stage for (stage, _), gap in drifting if gap}
+    for number, node in step.weight_inputs.items():
+        group = step.facts.groups[number]
+        pairs = list(zip(group.state, node.meta["specs"], strict=True))
+        own = sum(spec.bytes for each, spec in pairs if each.role is not Role.SHARED)
+        kept: float = sum(
+            state.get(each.input, 0)
+            for each, trained in zip(group.state, group.trained, strict=True)
+            if trained
+        )
+        if step.every is not None and group.stages[0] in stages:
+            kept += _bytes(step.trained_specs(number))
+        held[list(group.owners), WEIGHTS] += own
+        held[list(group.updaters), STATE] += kept
+    rows: list[list[float]] = held.tolist()
+    return iter(rows)
+
+
+class Born(NamedTuple):
+    """A value that a line makes on a worker; home: the value whose memory it is in."""
+
+    value: Value
+    kind: int | None
+    size: int
+    home: Value | None = None
+
+
+class _Lives:
+    """What each line makes and reads, by worker."""
+
+    def __init__(self, step: Step) -> None:
+        self.step = step
+        self.reads = [_read_nodes(recipe.nodes) for recipe in step.recipes]
+        self.makes = [
+            [(node, *_output(node, d)) for node in recipe.nodes]
+            for recipe, (_, d) in zip(step.recipes, step.jobs.kinds, strict=False)
+        ]
+        self.added = {
+            (op.args[1], op.task) for op in step.ops if op.target is ops.accumulate
+        }
+        self.lines: list[list[Op | Message]] = [[] for _ in range(step.jobs.workers)]
+        for line in step.lines:
+            ends = (line.worker,) if isinstance(line, Op) else (line.source, line.to)
+            for worker in ends:
+                self.lines[worker].append(line)
+
+    def read(self, line: Op | Message, worker: int) -> Iterator[Value]:
+        """What a line reads on a worker."""
+        if isinstance(line, Message):
+            if line.source == worker:
+                yield line.value
+            return
+        yield from values_in((line.args, line.after))
+        if line.target is None and line.job is not None:
+            yield from self._of_job(line.job)
+
+    def _of_job(self, job: Job) -> Iterator[Value]:
+        for node in self.reads[self.step.jobs.at[job.stage, job.direction]]:
+            if node in self.step.shared:
+                yield self.step.shared[node]
+            else:
+                yield JobOutput(*joint.resolve(node, job.microbatch))
+
+    def made(self, line: Op | Message, worker: int) -> Iterator[Born]:
+        """What a line makes on a worker."""
+        if isinstance(line, Message):
+            if line.to == worker:
+                kind = FETCHED if line.fetches else self._kind(line.value)
+                value: Value = line if line.fetches else line.value
+                yield Born(value, kind, line.bytes)
+            return
+        job = line.job
+        if line.target is None and job is not None:
+            kind = self.step.jobs.at[job.stage, job.direction]
+            for node, of, size in self.makes[kind]:
+                value = JobOutput(node, job.microbatch)
+                of = None if (value, line.task) in self.added else of
+                yield Born(value, of, size)
+            return
+        size = _bytes(line.specs)
+        if line.target is ops.accumulate:
+            yield Born(line, GRADIENTS, size, line.args[0])
+        elif line.target is ops.reduce:
+            yield Born(line, GRADIENTS, size, line.args[1:][line.args[0]])
+        elif line.target in OVER:
+            yield Born(line, WEIGHTS, size, line.args[OVER[line.target]])
+        else:
+            yield Born(line, self._kind(line), size)
+
+    def _kind(self, value: Value) -> int | None:
+        if isinstance(value, JobOutput):
+            kind = self.step.maker[value.node]
+            return _output(value.node, self.step.jobs.kinds[kind][1])[0]
+        if isinstance(value, Op):
+            if value.target in COPIES:
+                return VERSIONS
+            return GRADIENTS if value.target in (*SUMS, ops.accumulate) else None
+        return None
+
+
+def _peaks(lives: _Lives, worker: int, resident: list[float]) -> Peaks:
+    lines = lives.lines[worker]
+    last: dict[Value, int] = {}
+    for place, line in enumerate(lines):
+        for value in lives.read(line, worker):
+            last[value] = place
+    for value in values_in(lives.step.results[worker]):
+        last[value] = len(lines)
+    ends: dict[int, list[Value]] = {}
+    home: dict[Value, Value] = {}
+    names: Counter[Value] = Counter()  # values that are alive, by their home
+    held: dict[Value, tuple[int, int]] = {}  # kind and bytes, by home
+    now, most, each = list(resident), list(resident), list(resident)
+    for place, line in enumerate(lines):
+        for born in lives.made(line, worker):
+            where = home.get(born.home, born.home) if born.home else born.value
+            if isinstance(where, Weights):
+                home[born.value] = where  # which stay
+            if isinstance(where, Weights) or born.kind is None:
+                continue
+            home[born.value] = where
+            names[where] += 1
+            ends.setdefault(last.get(born.value, place), []).append(born.value)
+            if where not in held:
+                held[where] = born.kind, born.size
+                now[born.kind] += born.size
+        if sum(now) > sum(most):
+            most = list(now)
+        each = list(map(max, each, now))
+        for value in ends.pop(place, ()):
+            names[home[value]] -= 1
+            if not names[home[value]]:
+                kind, size = held.pop(home[value])
+                now[kind] -= size
+    return Peaks(Memory(*most), Memory(*each))
+
+
+def _read_nodes(nodes: Iterator[fx.Node]) -> list[fx.Node]:
+    """What a kind of job reads of other jobs."""
+    own = list(nodes)
+    read = dict.fromkeys(n for node in own for n in node.all_input_nodes)
+    return [n for n in read if n.op != "placeholder" and n not in set(own)]
+
+
+def _output(node: fx.Node, direction: Direction) -> tuple[int | None, int]:
+    """The kind and the bytes of what a job makes; the tuple of all its results takes
+    none."""
+    if node.op == "call_module":
+        return None, 0
+    size: int = node.meta.get("held", _bytes(node.meta["specs"]))
+    if "group" not in node.meta:
+        return ACTIVATIONS, size
+    return (VERSIONS if direction is Direction.FORWARD else GRADIENTS), size
+
+
+def _bytes(specs: Any) -> int:
+    return sum(spec.bytes for spec in specs)
