@@ -6,16 +6,19 @@ from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import cached_property
+from itertools import groupby
 from typing import Any, NamedTuple
 
 from torch import fx
 
 from ..ir import joint, ops
+from ..ir.graphs import Specs, in_type
 from ..ir.request import Request
 from ..ir.step import JobOutput, Message, Op, Step, Total, values_in, with_values
 from ..jobs.job import Direction, Job
 
 Part = JobOutput | Op
+Where = tuple[int, str, int]  # worker, task, n
 
 
 class Term(NamedTuple):
@@ -57,6 +60,8 @@ def lower_sums(step: Step, request: Request) -> Step:
 
 
 class _Sums:
+    """put, cast, next_job: what both ways to add up are made of."""
+
     def __init__(self, step: Step, request: Request) -> None:
         self.step, self.request = step, request
         self.lines = list(step.ops)
@@ -78,8 +83,7 @@ class _Sums:
             if op.target in (ops.update, ops.norms):
                 op.args = self._found(op.args)
         results = {w: self._found(own) for w, own in self.step.results.items()}
-        step = replace(self.step, lines=lines, results=results)
-        return replace(step, shared=self.shared)
+        return replace(self.step, lines=lines, results=results, shared=self.shared)
 
     def _found(self, args: Any) -> Any:
         """Arguments with the values that totals are."""
@@ -114,7 +118,7 @@ class _Sums:
             args, name = (parts[op.worker], value), f"sum_{total.group}_of_{op.job}"
             specs, where = self.step.sum_specs(total.group), (op.worker, op.task, op.n)
             new = Op(*where, ops.accumulate, args, specs, name)
-            parts[op.worker] = self._put(new, term.place)
+            parts[op.worker] = self.put(new, term.place)
         group, root = total.group, self.step.worker(total)
         first, last = self._readers.get(total), terms[-1].place
         if total.replica is not None:  # finished in the task of its update
@@ -124,40 +128,29 @@ class _Sums:
             return self._finished(parts[root], group, where, first - 1)
         task = f"reduce {group}"
         task += f" of round {total.round}" * (self.step.every is not None)
-        where, place = (root, task, self.lines[last].n), self._next(total, last)
+        where, place = (root, task, self.lines[last].n), self.next_job(total, last)
         if list(parts) == [root]:
             return self._finished(parts[root], group, where, place)
         workers = sorted(parts)
         index = workers.index(root) if root in parts else 0
         sums = (index, *(parts[worker] for worker in workers))
         specs, name = self.step.sum_specs(group), f"gradients_{group}"
-        new = self._put(Op(*where, ops.reduce, sums, specs, name, group), place)
+        new = self.put(Op(*where, ops.reduce, sums, specs, name, group), place)
         return self._finished(new, group, where, place)
 
-    def _finished(
-        self, value: Part, group: int, where: tuple[int, str, int], place: int
-    ) -> Part:
+    def _finished(self, value: Part, group: int, where: Where, place: int) -> Part:
         """A sum in the types of its weights."""
-        return self._cast(value, group, where, place, "finished")
-
-    def _cast(
-        self,
-        value: Part,
-        group: int,
-        where: tuple[int, str, int],
-        place: int,
-        name: str,
-    ) -> Part:
-        """A sum in the types that it begins with, or in which it is finished."""
         specs = self.step.trained_specs(group)
-        if name != "finished" and (dtype := self.request.gradient_dtype) is not None:
-            specs = tuple(spec._replace(dtype=dtype) for spec in specs)
-        else:
-            name = f"finished_{group}"
+        return self.cast(value, specs, where, place, f"finished_{group}")
+
+    def cast(
+        self, value: Part, specs: Specs, where: Where, place: int, name: str
+    ) -> Part:
+        """A value in other types, if it isn't in these."""
         if self.step.specs(value)[0] == specs:
             return value
         args = (value, tuple(spec.dtype for spec in specs))
-        return self._put(Op(*where, ops.cast, args, specs, name), place)
+        return self.put(Op(*where, ops.cast, args, specs, name), place)
 
     # One sum in the order of microbatches
 
@@ -167,8 +160,8 @@ class _Sums:
         alone = len(givers) == 1
         name = f"{group}" + f" of round {total.round}" * bool(total.round)
         sums = _OrderedSum(self, total, name, givers.pop() if alone else root, alone)
-        for b in sorted({term.microbatch for term in terms}):
-            sums.microbatch(b, sorted(t for t in terms if t.microbatch == b))
+        for b, own in groupby(sorted(terms), key=lambda term: term.microbatch):
+            sums.microbatch(b, list(own))
         if sums.worker != root:
             sums.worker, sums.alone = root, False
             sums.add("all")
@@ -190,7 +183,7 @@ class _Sums:
             key = op.job.microbatch if self.request.deterministic else op.worker
             if key in parts:
                 name, args = f"{gradient.name}_of_{op.job}", (parts[key], value)
-                parts[key] = self._put(self._add(op, gradient, name, args), place)
+                parts[key] = self.put(self._add(op, gradient, name, args), place)
             else:
                 parts[key] = value
         for reader in sorted({self.step.maker[user] for user in pointer.users}):
@@ -206,7 +199,7 @@ class _Sums:
 
     # Lines
 
-    def _put(self, op: Op, place: int) -> Op:
+    def put(self, op: Op, place: int) -> Op:
         self.after.setdefault(place, []).append(op)
         return op
 
@@ -216,7 +209,7 @@ class _Sums:
         found = sorted(at[jobs.job(number)] for number in jobs.of(kind))
         return ((place, self.lines[place]) for place in found)
 
-    def _next(self, total: Total, ready: int) -> int:
+    def next_job(self, total: Total, ready: int) -> int:
         """The place of the root's next job after a line, but before what reads the
         total; that of the line itself, if there is none."""
         places = self._places[self.step.worker(total)]
@@ -283,7 +276,8 @@ class _OrderedSum:
             return
         where, place = self.where("0")
         name = f"gradients_{self.name}_0".replace(" ", "_")
-        self.value = self.sums._cast(new, self.total.group, where, place, name)
+        specs = in_type(self.sums.step.specs(new)[0], self.sums.request.gradient_dtype)
+        self.value = self.sums.cast(new, specs, where, place, name)
 
     def add(self, what: str) -> None:
         """Brings the sum to where it is added up now."""
@@ -297,17 +291,17 @@ class _OrderedSum:
         specs, _ = self.sums.step.specs(parts[0])
         name = f"gradients_{self.name}_{what}".replace(" ", "_")
         if self.alone:
-            return self.sums._put(Op(*where, ops.accumulate, parts, specs, name), place)
+            return self.sums.put(Op(*where, ops.accumulate, parts, specs, name), place)
         args = (0, *parts)
-        return self.sums._put(Op(*where, ops.reduce, args, specs, name), place)
+        return self.sums.put(Op(*where, ops.reduce, args, specs, name), place)
 
-    def where(self, what: str) -> tuple[tuple[int, str, int], int]:
+    def where(self, what: str) -> tuple[Where, int]:
         """The worker, task and n of what is added up now, and after which line."""
         op, place = self.sums.lines[self.ready], self.ready
         task = op.task
         if not self.alone:
             task, place = (
                 f"add {what} to {self.name}",
-                self.sums._next(self.total, place),
+                self.sums.next_job(self.total, place),
             )
         return (self.worker, task, op.n), place

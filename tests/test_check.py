@@ -21,6 +21,7 @@ from fxsched.checker.check_messages import check_summaries
 from fxsched.checker.symbols import Symbol
 from fxsched.ir import ops
 from fxsched.ir.meta import GRAPH_META, META
+from fxsched.ir.step import Step
 
 
 class Chain(nn.Module):
@@ -496,7 +497,7 @@ def test_finds_a_later_task_that_waits_for_what_follows_it() -> None:
 
 def test_the_check_reads_nothing_of_what_wrote_the_programs() -> None:
     plan = pipeline()
-    dataclasses.replace(plan, outputs=(), lines=()).check()
+    dataclasses.replace(plan, outputs=(), step=Step(plan.step.graph)).check()
 
 
 def test_passes_leave_only_declared_facts(monkeypatch: pytest.MonkeyPatch) -> None:
