@@ -31,8 +31,8 @@ def route_values(step: Step, request: Request) -> Step:
     read it. Weights it asks for request.prefetch jobs ahead (here 1); they are kept
     while its next job reads them too, and new ones come after the update that makes
     them. With request.message_dtype, activations and their gradients travel in that
-    type. What is saved for B, bundles of weights or of their
-    gradients, and what others than jobs read (outputs, sums) travels as it is.
+    type. What is saved for B, bundles of weights or of their gradients, and what others
+    than jobs read (outputs, sums) travels as it is.
     """
     tags = count()
     step = replace(step, lines=_with_weights(step, request.prefetch, tags))
