@@ -41,20 +41,23 @@ class Simulation:
 
     latency: from the first start to the last end (of a returned gradient too, if
         those take time), in the unit of the durations.
-    workers: a record for each.
     timeline: every job with its worker, start and end.
     """
 
     schedule: Schedule
     stages: nx.DiGraph[int]
     latency: float
-    workers: tuple[Worker, ...]
     timeline: Timeline
+
+    @cached_property
+    def workers(self) -> tuple[Worker, ...]:
+        """A record for each worker."""
+        return worker_records(self.schedule, self.stages, self.timeline)
 
     @property
     def throughput(self) -> float:
         """Jobs per unit of time and worker."""
-        return len(self.timeline) / (self.latency or 1.0) / len(self.workers)
+        return len(self.timeline) / (self.latency or 1.0) / self.schedule.workers
 
     @property
     def bubble_rate(self) -> float:
@@ -67,16 +70,16 @@ class Simulation:
         return self._idle(self.span)
 
     def _idle(self, time: float) -> float:
-        busy = sum(worker.busy for worker in self.workers)
-        return 1.0 - busy / (time * len(self.workers)) if time else 0.0
+        busy = float(np.subtract(self.timeline.end, self.timeline.start).sum())
+        return 1.0 - busy / (time * self.schedule.workers) if time else 0.0
 
     @cached_property
     def span(self) -> float:
         """The longest time from a worker's first start to its last end: what a step
         costs where the next begins on each worker as soon as it is done."""
         compute = self.timeline.jobs.columns.worker[self.timeline.order]
-        first = np.full(len(self.workers), np.inf)
-        last = np.full(len(self.workers), -np.inf)
+        first = np.full(self.schedule.workers, np.inf)
+        last = np.full(self.schedule.workers, -np.inf)
         np.minimum.at(first, compute, self.timeline.start)
         np.maximum.at(last, compute, self.timeline.end)
         return float(max((last - first).max(), 0.0))
@@ -200,8 +203,7 @@ def run_placed(
         timeline = run_jobs(jobs, seconds, network=fetching, in_order=True)
         assert timeline.complete, "fetches stop a schedule that runs without them"
         latency = max(*timeline.end, fetching.returned)
-    workers = worker_records(schedule, stages, timeline)
-    return Simulation(schedule, stages, latency, workers, timeline)
+    return Simulation(schedule, stages, latency, timeline)
 
 
 def _mark_joint(stages: nx.DiGraph[int], joint: object) -> None:
