@@ -200,9 +200,9 @@ def _peaks(lives: _Lives, worker: int, resident: list[float]) -> Peaks:
 
 def _read_nodes(nodes: Iterator[fx.Node]) -> list[fx.Node]:
     """What a kind of job reads of other jobs."""
-    own = list(nodes)
+    own = dict.fromkeys(nodes)
     read = dict.fromkeys(n for node in own for n in node.all_input_nodes)
-    return [n for n in read if n.op != "placeholder" and n not in set(own)]
+    return [n for n in read if n.op != "placeholder" and n not in own]
 
 
 def _output(node: fx.Node, direction: Direction) -> tuple[int | None, int]:
