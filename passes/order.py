@@ -148,12 +148,14 @@ def _stuck(
     """What to say of a schedule that stops: the job that waits, and what would work."""
     jobs = timeline.jobs
     done = set(timeline.order)
-    after = {t for j, wait in jobs.waits.items() if j not in done for t in wait}
-    ready = [
-        number
-        for number in range(len(jobs))
-        if number not in done | after and all(p in done for p in jobs.before(number))
-    ]
+    starts, readers = jobs.readers
+    after = {
+        t
+        for j in range(len(jobs))
+        if j not in done
+        for t in (*jobs.waits.get(j, ()), *readers[starts[j] : starts[j + 1]])
+    }
+    ready = [number for number in range(len(jobs)) if number not in done | after]
     if not run(lambda s: None).complete:
         if error := stopped_by_order(schedule, jobs, ready[0]):
             return error

@@ -52,7 +52,7 @@ CASES = [
 
 @pytest.mark.parametrize(("name", "model", "updates"), CASES)
 def test_what_programs_hold_is_as_counted(name: str, model: str, updates: bool) -> None:
-    check_counted(planned(name, model, updates))
+    check_counted(planned(name, model, updates), every=True)
 
 
 @pytest.mark.slow
@@ -80,9 +80,11 @@ def test_random_plans_are_sound_and_hold_what_is_counted(first: int) -> None:
     assert planned > 10
 
 
-def check_counted(plan: Plan) -> None:
-    """What programs hold is what is predicted; but no program names the weights that
-    its worker keeps and does not read."""
+def check_counted(plan: Plan, every: bool = False) -> None:
+    """What programs hold is what is predicted.
+
+    every: whether workers read all weights that they keep; no program names others.
+    """
     counted = [[getattr(p.each, kind) for kind in KINDS] for p in plan.memory]
     shared = {
         number
@@ -92,13 +94,13 @@ def check_counted(plan: Plan) -> None:
     for program, (weights, *others) in zip(plan.programs, counted, strict=True):
         most = most_held(program, shared)
         assert others == [most[kind] for kind in KINDS[1:]]
-        assert weights >= most["weights"]
+        assert weights == most["weights"] or (weights > most["weights"] and not every)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("case", mutants.cases(), ids=str)
 def test_programs_of_all_families_hold_what_is_counted(case: mutants.Case) -> None:
-    check_counted(mutants.planned(case)[0])
+    check_counted(mutants.planned(case)[0], every=True)
 
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)

@@ -169,17 +169,6 @@ class Jobs:
                 counts[number] += 1
         return counts
 
-    def before(self, number: int) -> list[int]:
-        """The jobs that a job reads what they made of."""
-        kind = self.kind[number]
-        if kind >= len(self.preds):
-            return []
-        found: list[int] = []
-        for p in self.preds[kind]:
-            every = kind in self.joint and p not in self.joint
-            found += self.of(p) if every else [self.find(p, self.rows[number])]
-        return found
-
     @cached_property
     def _updates(self) -> dict[tuple[int, int, int], int]:
         """Numbers of updates, by stage, microbatch and worker."""
