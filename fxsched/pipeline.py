@@ -24,23 +24,16 @@ from .ir.parts import without_parts
 from .ir.request import Request
 from .ir.step import Step
 from .jobs.job import Direction
-from .passes.arrivals import update_on_arrival
-from .passes.collect import collect_results
-from .passes.cut import cut_program
 from .passes.differentiate import differentiate_stages
-from .passes.frees import free_values
 from .passes.gradient_order import keep_gradient_order
-from .passes.lower_sums import lower_sums
-from .passes.order import order_jobs
 from .passes.partition import assign_stages
-from .passes.protect import protect_versions
-from .passes.renew import renew_copies
-from .passes.route import route_values
 from .passes.shard import shard_stages
 from .passes.share import copy_shared
 from .passes.split import split_stages
-from .passes.unroll import unroll_jobs
-from .passes.update import update_weights
+from .passes.step import ORDERED
+from .passes.step.cut import cut_program
+from .passes.step.frees import free_values
+from .passes.step.order import order_jobs
 from .passes.users import Pass, run_passes
 from .plans.arithmetic import Arithmetic, describe_arithmetic
 from .plans.plan import Plan, Programs
@@ -55,17 +48,7 @@ GRAPH_PASSES = (  # rewrite the model's graph; what they find out is in its fact
     differentiate_stages,  # forward and backward calls
 )
 AFTER_SHARDS = GRAPH_PASSES.index(shard_stages) + 1
-STEP_PASSES = (  # fill in the step of all workers
-    order_jobs,  # one global order of jobs
-    unroll_jobs,  # one op per job, on its worker
-    renew_copies,  # of weights that the loop steps on one worker
-    update_on_arrival,  # steps of the optimizer, as gradients come
-    update_weights,  # the same, in the planned order
-    protect_versions,  # weights that are read when newer ones may be there
-    collect_results,  # outputs, gradients, buffers
-    lower_sums,  # of gradients: where, and in which order
-    route_values,  # messages
-)
+STEP_PASSES = (order_jobs, *ORDERED)  # fill in the step of all workers
 
 
 class StageGraph(NamedTuple):
@@ -140,6 +123,12 @@ def make_plan(
 
     reference = Reference(gm, request, step.jobs)
 
+    def steps(prefetch: int) -> Step:
+        other, again = Step(gm), replace(request, prefetch=prefetch)
+        for fill in STEP_PASSES:
+            other = fill(other, again)
+        return other
+
     def write(worker: int) -> fx.GraphModule:
         program = lazy_module(gm, cut_program(step, request, worker), "Program")
         if passes:
@@ -156,6 +145,7 @@ def make_plan(
         tuple(output for output in step.facts.outputs if not output.kept),
         step.facts.loss,
         step,
+        steps,
         reference,
         _notes(step, request),
         cut.nodes,

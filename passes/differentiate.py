@@ -18,11 +18,11 @@ from ..autodiff.stage_modules import (
     forward_module,
     weight_module,
 )
-from ..clock.stage_record import Stage
+from ..clock.stage_record import GroupBytes, Stage
 from ..costmodel.costs import graph_cost
 from ..ir import joint, ops
 from ..ir.facts import FACTS, facts, stage_facts
-from ..ir.graphs import Specs, arguments, in_type, result
+from ..ir.graphs import Role, Specs, arguments, in_type, result
 from ..ir.lazy import write_code
 from ..ir.model_lines import LINES, model_lines
 from ..ir.request import Request
@@ -115,14 +115,24 @@ class _Differentiation:
         return self.gm
 
     def _describe_reads(self) -> None:
-        """Which weights the jobs of each stage read, and where these are kept."""
+        """Which weights the jobs of each stage read, and what these take."""
         for node in self.graph.find_nodes(op="call_module"):
             data = cast(Stage, self.stages.nodes[node.meta["stage"]])
             before = data.setdefault("reads", ())
             if weights := arguments(node)[0]:
                 data["reads"] = (*before, node.meta["direction"])
-                numbers = [w.meta["group"] for w in weights]
-                data["groups"] = tuple((g, self.groups[g].owners) for g in numbers)
+                read = map(self._group_bytes, weights)
+                data["groups"] = tuple(dict.fromkeys((*data.get("groups", ()), *read)))
+
+    def _group_bytes(self, weights: fx.Node) -> GroupBytes:
+        number, specs = weights.meta["group"], weights.meta["specs"]
+        group = self.groups[number]
+        pairs = list(zip(group.state, specs, strict=True))
+        own = [spec.bytes for state, spec in pairs if state.role is not Role.SHARED]
+        trained = tuple(s for s, t in zip(specs, group.trained, strict=True) if t)
+        sums = in_type(trained, self.sum_dtype)
+        sizes = (sum(spec.bytes for spec in each) for each in (trained, sums))
+        return GroupBytes(number, sum(own), *sizes)
 
     def _trace_stages(self) -> None:
         """Traces stages from the last to the first, as gradients become known."""

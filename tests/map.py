@@ -24,16 +24,21 @@ class Module(NamedTuple):
     @property
     def room(self) -> str:
         """Its folder; a file of fxsched/ itself is a room of its own."""
-        return self.name.split(".")[0]
+        folder = self.path.parent
+        return self.name if folder == PACKAGE else _name(folder)
+
+
+def _name(path: Path) -> str:
+    return ".".join(path.relative_to(PACKAGE).with_suffix("").parts)
 
 
 def modules() -> dict[str, Module]:
     """All of them, by name; a room's __init__ has the room's name."""
     found = {}
-    paths = [*PACKAGE.glob("*.py"), *PACKAGE.glob("*/*.py")]
+    depths = ("*.py", "*/*.py", "*/*/*.py")
+    paths = [path for depth in depths for path in PACKAGE.glob(depth)]
     for path in sorted(paths):
-        name = ".".join(path.relative_to(PACKAGE).with_suffix("").parts)
-        name = name.removesuffix(".__init__")
+        name = _name(path).removesuffix(".__init__")
         found[name] = Module(name, path)
     return found
 
@@ -68,8 +73,11 @@ def own_imports(module: Module) -> list[str]:
 
 
 def rooms() -> list[str]:
-    """Names of the folders of fxsched/."""
-    return sorted(path.parent.name for path in PACKAGE.glob("*/__init__.py"))
+    """Names of the folders of fxsched/, as passes.step."""
+    depths = ("*/__init__.py", "*/*/__init__.py")
+    return sorted(
+        _name(path.parent) for depth in depths for path in PACKAGE.glob(depth)
+    )
 
 
 def files(room: str) -> list[Module]:
@@ -87,7 +95,7 @@ def contract(room: str) -> tuple[str, list[str]]:
     """What a room says at the head of its __init__.py: its purpose, and its imports."""
     text = ast.get_docstring(ast.parse(MODULES[room].path.read_text())) or ""
     purpose = " ".join(text.split("\n\n")[0].split())
-    declared = re.search(r"^Imports: (.*?)\.", text, re.MULTILINE | re.DOTALL)
+    declared = re.search(r"^Imports: (.*?)\.$", text, re.MULTILINE | re.DOTALL)
     names = re.split(r",\s+", declared[1]) if declared else []
     return purpose, [name for name in names if name != "nothing"]
 

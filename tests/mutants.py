@@ -30,7 +30,7 @@ import fxsched.planning
 from fxsched import CheckError, Plan, Schedule, ops, pipeline, schedules
 from fxsched.checker.memory import OVERWRITES
 from fxsched.ir.step import JobOutput, Op, Step, values_in, with_values
-from fxsched.passes.frees import free_values
+from fxsched.passes.step.frees import free_values
 from fxsched.progress import Progress
 
 ROWS, WIDTH = 8, 4

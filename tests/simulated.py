@@ -6,7 +6,7 @@ import inspect
 from dataclasses import replace
 
 from fxsched import Schedule, Simulation, schedules, simulate
-from fxsched.clock.worker_stats import Worker
+from fxsched.accounts.workers import Worker
 
 # equal shares of microbatches
 WHOLE = (

@@ -28,7 +28,7 @@ from fxsched import (
     schedules,
 )
 from fxsched.ir import ops
-from fxsched.passes.frees import free_values
+from fxsched.passes.step.frees import free_values
 from tests.ranks_averages import SCHEDULES, check
 from tests.started_ranks import run_ranks
 from tests.test_check import copied

@@ -13,7 +13,7 @@ import torch
 
 import fxsched
 from fxsched import Direction, Job, Link, PlanError, Schedule, schedules, search
-from fxsched.clock.memory import held_memory
+from fxsched.accounts.paper import held_memory
 from fxsched.clock.stage_graph import worker_bytes
 from fxsched.simulator.simulate import Simulation, simulate
 from fxsched.tuner.candidates import library, moves_weights

@@ -1,4 +1,4 @@
 """What a step costs, counted on its ops: bytes that workers hold.
 
-Imports: clock, ir, jobs.
+Imports: clock, ir, jobs, passes.step.
 """

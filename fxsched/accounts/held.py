@@ -16,7 +16,7 @@ import numpy as np
 from torch import fx
 
 from ..clock.memory import Memory, Peaks
-from ..ir import joint, ops
+from ..ir import ops
 from ..ir.graphs import Role
 from ..ir.step import (
     OVER,
@@ -28,7 +28,8 @@ from ..ir.step import (
     Weights,
     values_in,
 )
-from ..jobs.job import Direction, Job
+from ..jobs.job import Direction
+from .reads import Reads
 
 WEIGHTS, VERSIONS, FETCHED, GRADIENTS, STATE, ACTIVATIONS = range(6)
 COPIES = (ops.copy, ops.correct)
@@ -84,7 +85,7 @@ class Born(NamedTuple):
 
     value: Value
     kind: int | None
-    size: int
+    size: float
     home: Value | None = None
 
 
@@ -93,7 +94,7 @@ class _Lives:
 
     def __init__(self, step: Step) -> None:
         self.step = step
-        self.reads = [_read_nodes(recipe.nodes) for recipe in step.recipes]
+        self.reads = Reads(step)
         self.makes = [
             [(node, *_output(node, d)) for node in recipe.nodes]
             for recipe, (_, d) in zip(step.recipes, step.jobs.kinds, strict=False)
@@ -107,30 +108,13 @@ class _Lives:
             for worker in ends:
                 self.lines[worker].append(line)
 
-    def read(self, line: Op | Message, worker: int) -> Iterator[Value]:
-        """What a line reads on a worker."""
-        if isinstance(line, Message):
-            if line.source == worker:
-                yield line.value
-            return
-        yield from values_in((line.args, line.after))
-        if line.target is None and line.job is not None:
-            yield from self._of_job(line.job)
-
-    def _of_job(self, job: Job) -> Iterator[Value]:
-        for node in self.reads[self.step.jobs.at[job.stage, job.direction]]:
-            if node in self.step.shared:
-                yield self.step.shared[node]
-            else:
-                yield JobOutput(*joint.resolve(node, job.microbatch))
-
     def made(self, line: Op | Message, worker: int) -> Iterator[Born]:
         """What a line makes on a worker."""
         if isinstance(line, Message):
             if line.to == worker:
                 kind = FETCHED if line.fetches else self._kind(line.value)
                 value: Value = line if line.fetches else line.value
-                yield Born(value, kind, line.bytes)
+                yield Born(value, kind, _received(line))
             return
         job = line.job
         if line.target is None and job is not None:
@@ -157,6 +141,8 @@ class _Lives:
         if isinstance(value, Op):
             if value.target in COPIES:
                 return VERSIONS
+            if value.target is ops.add:  # gradients of what all microbatches read
+                return ACTIVATIONS
             return GRADIENTS if value.target in (*SUMS, ops.accumulate) else None
         return None
 
@@ -165,14 +151,14 @@ def _peaks(lives: _Lives, worker: int, resident: list[float]) -> Peaks:
     lines = lives.lines[worker]
     last: dict[Value, int] = {}
     for place, line in enumerate(lines):
-        for value in lives.read(line, worker):
+        for value in lives.reads.of(line, worker):
             last[value] = place
     for value in values_in(lives.step.results[worker]):
         last[value] = len(lines)
     ends: dict[int, list[Value]] = {}
     home: dict[Value, Value] = {}
     names: Counter[Value] = Counter()  # values that are alive, by their home
-    held: dict[Value, tuple[int, int]] = {}  # kind and bytes, by home
+    held: dict[Value, tuple[int, float]] = {}  # kind and bytes, by home
     now, most, each = list(resident), list(resident), list(resident)
     for place, line in enumerate(lines):
         for born in lives.made(line, worker):
@@ -198,13 +184,6 @@ def _peaks(lives: _Lives, worker: int, resident: list[float]) -> Peaks:
     return Peaks(Memory(*most), Memory(*each))
 
 
-def _read_nodes(nodes: Iterator[fx.Node]) -> list[fx.Node]:
-    """What a kind of job reads of other jobs."""
-    own = dict.fromkeys(nodes)
-    read = dict.fromkeys(n for node in own for n in node.all_input_nodes)
-    return [n for n in read if n.op != "placeholder" and n not in own]
-
-
 def _output(node: fx.Node, direction: Direction) -> tuple[int | None, int]:
     """The kind and the bytes of what a job makes; the tuple of all its results takes
     none."""
@@ -214,6 +193,14 @@ def _output(node: fx.Node, direction: Direction) -> tuple[int | None, int]:
     if "group" not in node.meta:
         return ACTIVATIONS, size
     return (VERSIONS if direction is Direction.FORWARD else GRADIENTS), size
+
+
+def _received(message: Message) -> float:
+    """What it takes where it comes."""
+    if isinstance(message.value, JobOutput):
+        size: float = message.value.node.meta.get("received", message.bytes)
+        return size
+    return message.bytes
 
 
 def _bytes(specs: Any) -> int:

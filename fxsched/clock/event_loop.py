@@ -14,9 +14,9 @@ start ready jobs.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from heapq import heappop, heappush
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 from ..jobs.job import Direction
 from .activations import holders, lifetimes
@@ -24,31 +24,11 @@ from .jobs import Jobs
 from .timeline import Timeline
 
 
-class Network:
-    """What the loop asks of transfers; this one takes no time.
-
-    Numbers are jobs, `now` is the time on the clock.
-    """
+class Network(Protocol):
+    """When messages arrive."""
 
     def arrival(self, maker: int, reader: int, now: float) -> float:
         """When what a job made that ended now is there for another worker's job."""
-        return now
-
-    def started(self, number: int, now: float) -> Iterable[tuple[int, float]]:
-        """Jobs that wait for something which a job's start sets off, and its arrival;
-        `waiting` has each of them. First of all it is asked of -1, at time 0."""
-        return ()
-
-    def ended(self, number: int, now: float) -> Iterable[tuple[int, float]]:
-        """What to tell this network of, and when, after a job's end."""
-        return ()
-
-    def told(self, what: int, now: float) -> Iterable[tuple[int, float]]:
-        """What it asked for with `ended`; gives jobs that wait for it, and its arrival
-        there. `waiting` has each of them."""
-        return ()
-
-    waiting: Sequence[int] = ()  # jobs that something must arrive for
 
 
 class _Caps(NamedTuple):
@@ -105,9 +85,9 @@ def _queues(jobs: Jobs, missing: Sequence[int], in_order: bool) -> _Queues:
 class _Simulation:
     """What changes while jobs run, beside what doesn't.
 
-    missing: by job, how many results, waits and messages are to come.
-    calendar: the future events, a heap by time: of j < N, its end; of -1 - j, a message
-        for j; of -1 - N - x, x told to the network.
+    missing: by job, how many results and waits are to come.
+    calendar: the future events, a heap by time: j for its end; -1 - j for a message
+        that j reads.
     candidates: workers that may have something new to start.
     in_flight, parked: by kind and worker of B, how many microbatches are there and, in
         heaps, the F that wait for one to leave.
@@ -118,16 +98,12 @@ class _Simulation:
     ) -> None:
         self.jobs, self.caps, self.network = jobs, caps, network
         self.missing = list(jobs.awaited)
-        for j in network.waiting if network else ():
-            self.missing[j] += 1
         self.queues = _queues(jobs, self.missing, in_order)
         self.free = [True] * jobs.workers
         self.candidates = set(range(jobs.workers))
         self.in_flight: dict[int, int] = defaultdict(int)
         self.parked: dict[int, list[int]] = defaultdict(list)
         self.calendar: list[tuple[float, int]] = []
-        for j, when in network.started(-1, 0.0) if network else ():
-            heappush(self.calendar, (when, -1 - j))
 
 
 def run_jobs(
@@ -159,8 +135,11 @@ def _run(
     simulation: _Simulation, seconds: Sequence[float]
 ) -> tuple[list[int], list[float]]:
     """The jobs in the order in which they start, and when."""
-    kind, network = simulation.jobs.kind, simulation.network
-    calendar, candidates = simulation.calendar, simulation.candidates
+    kind, calendar, candidates = (
+        simulation.jobs.kind,
+        simulation.calendar,
+        simulation.candidates,
+    )
     ranked, _, ready, strict = simulation.queues
     limits, _, place = simulation.caps
     free, in_flight, parked = simulation.free, simulation.in_flight, simulation.parked
@@ -189,9 +168,6 @@ def _run(
                 order.append(j)
                 starts.append(now)
                 heappush(calendar, (now + seconds[j], j))
-                if network:
-                    for t, when in network.started(j, now):
-                        heappush(calendar, (when, -1 - t))
         if not calendar:
             return order, starts
         now = advance()
@@ -199,7 +175,8 @@ def _run(
 
 def _bound_events(simulation: _Simulation) -> Callable[[], float]:
     """Phases A and B: the clock advances to the time that is returned; what is due then
-    happens. Jobs that then miss nothing are ready, their workers candidates."""
+    happens: jobs end, what they made arrives. Jobs that then miss nothing are ready,
+    their workers candidates."""
     jobs, network, free = simulation.jobs, simulation.network, simulation.free
     kind, worker, waits = jobs.kind, jobs.worker, jobs.waits
     head, readers = jobs.readers
@@ -208,7 +185,7 @@ def _bound_events(simulation: _Simulation) -> Callable[[], float]:
     missing = simulation.missing
     in_flight, parked = simulation.in_flight, simulation.parked
     calendar, candidates = simulation.calendar, simulation.candidates
-    told, send = _messages(simulation)
+    arrival = None if network is None else network.arrival
 
     def advance() -> float:
         candidates.clear()
@@ -217,7 +194,7 @@ def _bound_events(simulation: _Simulation) -> Callable[[], float]:
         while calendar and calendar[0][0] == now:
             j = heappop(calendar)[1]
             if j < 0:
-                told(j, now, arrived)
+                arrived.append(-1 - j)
                 continue
             w = worker[j]
             free[w] = True
@@ -231,10 +208,15 @@ def _bound_events(simulation: _Simulation) -> Callable[[], float]:
                     candidates.add(worker[ranked[r]])
             if waits:
                 arrived += waits.get(j, ())
-            if network:
-                send(j, now, arrived)
-            else:
+            if arrival is None:
                 arrived += readers[head[j] : head[j + 1]]
+                continue
+            for t in readers[head[j] : head[j + 1]]:
+                when = now if worker[t] == w else arrival(j, t, now)
+                if when > now:
+                    heappush(calendar, (when, -1 - t))
+                else:
+                    arrived.append(t)
         for j in arrived:
             left = missing[j] = missing[j] - 1
             if not left:
@@ -245,36 +227,3 @@ def _bound_events(simulation: _Simulation) -> Callable[[], float]:
         return now
 
     return advance
-
-
-_Messages = Callable[[int, float, list[int]], None]
-
-
-def _messages(simulation: _Simulation) -> tuple[_Messages, _Messages]:
-    """What a message's event does, and what the end of a job sends off; both add jobs
-    for which something has arrived to a list."""
-    jobs, calendar = simulation.jobs, simulation.calendar
-    worker, count = jobs.worker, len(jobs)
-    head, readers = jobs.readers
-    network = simulation.network or Network()
-    arrival, ended = network.arrival, network.ended
-
-    def told(message: int, now: float, arrived: list[int]) -> None:
-        if -1 - message < count:
-            arrived.append(-1 - message)
-        else:
-            for j, when in network.told(-1 - message - count, now):
-                heappush(calendar, (when, -1 - j))
-
-    def send(j: int, now: float, arrived: list[int]) -> None:
-        here = worker[j]
-        for t in readers[head[j] : head[j + 1]]:
-            when = now if worker[t] == here else arrival(j, t, now)
-            if when > now:
-                heappush(calendar, (when, -1 - t))
-            else:
-                arrived.append(t)
-        for what, when in ended(j, now):
-            heappush(calendar, (when, -1 - count - what))
-
-    return told, send

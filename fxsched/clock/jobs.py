@@ -211,3 +211,18 @@ def weight_owners(jobs: Jobs) -> dict[int, list[int]]:
     for kind_of, worker in zip(*divmod(pairs, jobs.workers), strict=True):
         keepers.setdefault(jobs.kinds[kind_of][0], set()).add(int(worker))
     return {stage: sorted(keepers[stage]) for stage in sorted(keepers)}
+
+
+def source_of(owners: Sequence[int], keeper: int, here: int) -> int:
+    """The worker that serves a group of weights to one job: the one that w names, if it
+    keeps them, else the job's own, else the first owner. A tied parameter is kept by
+    the owners of its first stage only, and what an earlier plan placed stays there.
+
+    keeper: where w puts the job's weights. here: where it runs.
+    """
+    return next((w for w in (keeper, here) if w in owners), owners[0])
+
+
+def sum_root(owners: Sequence[int], number: int) -> int:
+    """The owner that adds up gradients: of its stages or groups, each in turn."""
+    return owners[number % len(owners)]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Container, Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 import networkx as nx
@@ -11,7 +10,7 @@ import networkx as nx
 from ..jobs.job import Direction, Job, Placement, PlanError
 from ..jobs.schedule import Schedule
 from .activations import peaks
-from .event_loop import Network, run_jobs
+from .event_loop import run_jobs
 from .jobs import Jobs, Kind, job_rows, weight_owners
 from .joint import fit_joint, flow_order, joint_stages, order_phases
 from .timeline import Timeline
@@ -190,18 +189,6 @@ def run_stages(schedule: Schedule, stages: nx.DiGraph[int]) -> Timeline:
     )
 
 
-def in_its_order(jobs: Jobs, order: Sequence[int], credit: Mapping[int, int]) -> Jobs:
-    """The jobs with n such that workers run them in this order, and each capped F after
-    the job that makes room for it, its credit. To be run in_order, without a cap."""
-    position = [0] * len(jobs)
-    for i, number in enumerate(order):
-        position[number] = i
-    waits = {number: list(after) for number, after in jobs.waits.items()}
-    for number, last in credit.items():
-        waits.setdefault(last, []).append(number)
-    return replace(jobs, n=position, waits=waits)
-
-
 def edge_between(
     stages: nx.DiGraph[int], one: int, other: int
 ) -> Mapping[str, float] | None:
@@ -218,7 +205,7 @@ def is_whole(stages: nx.DiGraph[int], jobs: Jobs, maker: int, reader: int) -> bo
     return bool(whole) and edge is not None and whole == edge["bytes"]
 
 
-class Edges(Network):
+class Edges:
     """Transfers that take the `seconds` of the edge between two stages."""
 
     def __init__(self, jobs: Jobs, stages: nx.DiGraph[int]) -> None:

@@ -6,9 +6,22 @@ a schedule, a stage needs `forward` and `backward`; a plan's stages say it all.
 
 from __future__ import annotations
 
-from typing import TypedDict
+from typing import NamedTuple, TypedDict
 
 from ..jobs.job import Direction
+
+
+class GroupBytes(NamedTuple):
+    """A group of weights that stages read, by a number of its own.
+
+    bytes: of the weights. trained: of those that get gradients. gradients: of a sum of
+    these.
+    """
+
+    number: int
+    bytes: float
+    trained: float
+    gradients: float
 
 
 class Stage(TypedDict, total=False):
@@ -27,8 +40,8 @@ class Stage(TypedDict, total=False):
         replicas are averaged.
     fetch: seconds to send these weights, or their gradients, one way.
     reads: the directions whose jobs read weights (F and B, if it isn't there).
-    groups: numbers of the groups of weights that they read, each with the workers that
-        keep it (one of the stage's own, where w says, if it isn't there).
+    groups: the groups of weights that they read, which those that keep the first stage
+        with a group keep (one of the stage's own, if it isn't there).
     joint: whether rows of different microbatches meet in it: it has one job a direction
         (`3F*`), on all rows of the batch. Then forward, backward, held and flops are
         of the whole batch, not of a microbatch; what its edges say is of one.
@@ -48,7 +61,7 @@ class Stage(TypedDict, total=False):
     moments: float
     fetch: float
     reads: tuple[Direction, ...]
-    groups: tuple[tuple[int, tuple[int, ...]], ...]
+    groups: tuple[GroupBytes, ...]
     joint: bool
     whole_inputs: bool
     modules: list[str]

@@ -8,9 +8,8 @@ from typing import NamedTuple
 
 from ..jobs.job import Direction, Job, PlanError
 from ..jobs.schedule import Schedule
-from .jobs import Jobs
+from .jobs import Jobs, source_of
 from .replicas import check_replicas
-from .weight_fetches import source_of
 
 
 class StageUpdate(NamedTuple):

@@ -1,4 +1,4 @@
 """Tables and pictures.
 
-Imports: clock, ir, jobs.
+Imports: accounts, clock, ir, jobs.
 """

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Sequence
 import networkx as nx
 from torch import fx
 
+from ..accounts.traffic import sent_bytes
 from ..clock.stage_graph import step_seconds, worker_bytes
 from ..clock.timeline import Timeline
 from ..ir import ops
@@ -61,7 +62,7 @@ def plan_line(
 ) -> str:
     """A plan in a line."""
     stages = len({getattr(s, "stage", s) for s, _ in timeline.jobs.kinds})
-    sent = byte_text(sum(_sent(schedule.workers, lines)))
+    sent = byte_text(sum(sent_bytes(lines, schedule.workers)))
     return f"{schedule}, {stages} stages, {len(timeline)} jobs, {sent} sent"
 
 
@@ -81,7 +82,7 @@ def summary_text(
     step, whole = step_seconds(timeline), whole_stages(stages)
     time, busy = clock(step, "s"), busy_seconds(schedule, timeline)
     bubble = 1 - sum(busy) / len(busy) / (step or 1.0)
-    sent = _sent(schedule.workers, lines)
+    sent = sent_bytes(lines, schedule.workers)
     messages = sum(isinstance(line, Message) for line in lines)
     loads = zip(load_rows(schedule, stages, timeline, memory), sent, strict=True)
     rows = [(*load[:-1], byte_text(size), load[-1]) for load, size in loads]
@@ -141,15 +142,6 @@ def shard_cells(stages: nx.DiGraph[int], stage: int) -> tuple[str, ...]:
     if not has_shards(stages):
         return ()
     return (byte_text(stages.get_edge_data(stage, stage, {"bytes": 0})["bytes"]),)
-
-
-def _sent(workers: int, lines: Sequence[Op | Message]) -> list[int]:
-    """How many bytes each worker sends in a step."""
-    sent = [0] * workers
-    for line in lines:
-        if isinstance(line, Message):
-            sent[line.source] += line.bytes
-    return sent
 
 
 def stage_text(stages: nx.DiGraph[int], stage: int) -> str:

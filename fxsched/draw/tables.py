@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from tabulate import tabulate
 
-from ..clock.worker_stats import Worker
+if TYPE_CHECKING:  # it needs torch, and tables don't
+    from ..accounts.workers import Worker
 
 SIDES = {"l": "left", "r": "right"}
 WIDTH = 88  # of what is printed unless asked otherwise

@@ -17,9 +17,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import fx
 
-from ..clock.jobs import NO_JOBS, Jobs, Kind
+from ..clock.jobs import NO_JOBS, Jobs, Kind, sum_root
 from ..clock.timeline import Timeline
-from ..clock.weight_traffic import sum_root
 from ..jobs.job import Direction, Job
 from . import ops
 from .facts import Facts, facts

@@ -1,4 +1,4 @@
 """Where to cut a model into stages.
 
-Imports: clock, jobs.
+Imports: accounts, clock, jobs.
 """

@@ -12,8 +12,8 @@ from typing import NamedTuple
 
 import networkx as nx
 
+from ..accounts.paper import held_memory
 from ..clock.joint import joint_stages, waiting_stages
-from ..clock.memory import held_memory
 from ..clock.stage_graph import run_stages
 from ..jobs.job import PlanError
 from ..jobs.schedule import Schedule

@@ -13,9 +13,10 @@ from typing import NamedTuple
 
 import networkx as nx
 
+from ..accounts.paper import held_memory
 from ..clock.activations import most_in_flight
 from ..clock.joint import fit_joint
-from ..clock.memory import Memory, held_memory
+from ..clock.memory import Memory
 from ..clock.stage_graph import (
     kind_seconds,
     likely_seconds,

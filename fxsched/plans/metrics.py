@@ -9,8 +9,8 @@ from typing import NamedTuple, Protocol
 
 import torch
 
+from ..accounts.traffic import traffic
 from ..clock.timeline import Event
-from ..ir.step import Message
 from .plan import Plan
 
 STEPS = 10  # the last ones that figures are medians of
@@ -115,11 +115,8 @@ def metrics_of(plan: Plan, timelines: Sequence[Sequence[Event]]) -> Metrics:
             busy[event.worker] += event.end - event.start
         for worker, each in enumerate(busy):
             shares[worker].append(each / took)
-    sent, received = [0] * workers, [0] * workers
-    for line in plan.lines:
-        if isinstance(line, Message):
-            sent[line.source] += line.bytes
-            received[line.to] += line.bytes
+    moved = traffic(plan.step)
+    sent, received = [m.sent for m in moved], [m.received for m in moved]
     peaks = [peak.each._asdict() for peak in plan.memory]
     peak = torch.cuda.max_memory_allocated() or None  # 0 where CUDA isn't in use
     figures = zip(map(median, shares), sent, received, peaks, strict=True)

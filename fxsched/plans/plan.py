@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, overload
 
@@ -18,10 +18,9 @@ from ..checker.check_messages import check_programs
 from ..checker.check_program import examine
 from ..checker.reference import Reference
 from ..checker.summary import Summary
-from ..clock.activations import credits
 from ..clock.memory import Peaks
 from ..clock.network import Link
-from ..clock.stage_graph import in_its_order, step_seconds
+from ..clock.stage_graph import step_seconds
 from ..clock.timeline import Event, Timeline
 from ..costmodel.measure import Known, Profile, fit_profile
 from ..draw import plan_tables
@@ -38,8 +37,8 @@ from ..ir.step import Message, Op, Step
 from ..jobs.job import Direction, Job, Placement, PlanError
 from ..jobs.schedule import Schedule
 from ..jobs.user_values import is_count, is_int, shown
-from ..simulator.durations import Durations
-from ..simulator.simulate import Simulation, run_placed
+from ..simulator.durations import Durations, job_seconds, set_durations
+from ..simulator.simulate import Simulation, check_transfers, simulate_step
 from ..simulator.timeline_comparison import compare_timelines
 from .arithmetic import Arithmetic
 from .replaced import replaced_text
@@ -78,6 +77,7 @@ class Plan:
     programs: a torch.fx.GraphModule per worker, written when it is asked for.
     loss: position of the output that B starts from in the call itself, or None.
     step: of all workers; see fxsched/ir/step.py.
+    steps: makes the same with another `prefetch`.
     reference: what the programs should compute; see fxsched/checker.
     nodes: what was known of the model's operations, by the names that profiles use.
     draws: whether jobs draw random numbers. redraws: whether B draws those of an F that
@@ -105,6 +105,7 @@ class Plan:
     outputs: tuple[Output, ...]
     loss: int | None
     step: Step
+    steps: Callable[[int], Step]
     reference: Reference
     notes: tuple[str, ...] = ()
     nodes: Mapping[str, Known] = field(default_factory=dict)
@@ -319,13 +320,18 @@ class Plan:
             the median of each stage and direction; or what fxsched.simulate takes, as
             for transfer (None: as estimated) and prefetch.
         """
-        fixed = replace(self.schedule, in_order=True, in_flight=None)
-        jobs = self.timeline.jobs
-        room = {} if self.loss is None else credits(self.schedule, self.timeline)
-        order = [jobs.number(job, worker) for job, worker in self._order]
-        jobs = in_its_order(jobs, order, room)
-        stages = self.stages.copy()
-        return run_placed(fixed, stages, jobs, durations, transfer, prefetch)
+        check_transfers(transfer, prefetch)
+        stages, jobs = self.stages.copy(), self.timeline.jobs
+        set_durations(stages, self.schedule, durations, frozenset(jobs.kinds))
+        return simulate_step(
+            self.schedule,
+            stages,
+            self.step if prefetch is None else self.steps(prefetch),
+            job_seconds(stages, jobs, durations),
+            transfer,
+            prefetch is not None,
+            self.state_bytes,
+        )
 
     def diagram(self) -> Diagram:
         """A picture of the step as it was planned."""

@@ -1,4 +1,4 @@
 """A schedule, or a measured step, to a timeline and figures.
 
-Imports: clock, draw, jobs.
+Imports: accounts, clock, draw, ir, jobs.
 """

@@ -2,28 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import cached_property
+from typing import TYPE_CHECKING
 
 import networkx as nx
 import numpy as np
 
-from ..clock.activations import credits
 from ..clock.event_loop import Network, run_jobs
-from ..clock.jobs import Jobs
 from ..clock.joint import fit_joint, out_of_order
-from ..clock.memory import Peaks, worker_memory
+from ..clock.memory import Peaks
 from ..clock.network import Link, Transfers, check_transfer
-from ..clock.stage_graph import (
-    Edges,
-    check_size,
-    in_its_order,
-    stage_jobs,
-)
+from ..clock.stage_graph import Edges, check_size, stage_jobs
 from ..clock.timeline import Timeline
 from ..clock.updates import stopped_by_order
-from ..clock.worker_stats import Worker, worker_records
 from ..draw import tables
 from ..draw.diagram import Diagram, draw
 from ..draw.notebook import figure
@@ -34,6 +27,10 @@ from ..jobs.user_values import is_count, is_int, too_many
 from .durations import UNITS, Durations, job_seconds, set_durations
 from .shards import check_sums, in_shards
 
+if TYPE_CHECKING:  # steps need torch, which takes a second to import
+    from ..accounts.workers import Worker
+    from ..ir.step import Step
+
 
 @dataclass(frozen=True)
 class Simulation:
@@ -42,17 +39,28 @@ class Simulation:
     latency: from the first start to the last end (of a returned gradient too, if
         those take time), in the unit of the durations.
     timeline: every job with its worker, start and end.
+    make: makes the step that the jobs are of. state: bytes of the optimizer's state, by
+        position of the parameter; None for those that the stages say.
     """
 
     schedule: Schedule
     stages: nx.DiGraph[int]
     latency: float
     timeline: Timeline
+    make: Callable[[], Step] = field(repr=False)
+    state: Mapping[int, int] | None = None
+
+    @cached_property
+    def step(self) -> Step:
+        """What all workers do and send; see fxsched/ir/step.py."""
+        return self.make()
 
     @cached_property
     def workers(self) -> tuple[Worker, ...]:
         """A record for each worker."""
-        return worker_records(self.schedule, self.stages, self.timeline)
+        from ..accounts.workers import worker_records
+
+        return worker_records(self.schedule, self.stages, self.timeline, self.step)
 
     @property
     def throughput(self) -> float:
@@ -88,8 +96,12 @@ class Simulation:
     def memory(self) -> list[Peaks]:
         """The most bytes that each worker holds, by kind, of stages that say what they
         take: `weights` with their gradients, `held`, `state` of the optimizer. Weights
-        that others keep come one job ahead, unless the plan says otherwise."""
-        return worker_memory(self.schedule, self.stages, self.timeline)
+        that others keep come one job ahead, unless `prefetch` says otherwise."""
+        from ..accounts.held import held_bytes
+        from ..accounts.paper import state_bytes
+
+        state = state_bytes(self.step) if self.state is None else self.state
+        return held_bytes(self.step, state)
 
     def diagram(self, unit: str = "") -> Diagram:
         """A picture of the timeline: print it, or save it as .svg, .html or .txt.
@@ -169,41 +181,57 @@ def simulate(
         shards = in_shards(schedule, graph, durations, sums, sum_bytes)
         schedule, graph, durations = shards
     schedule = fit_joint(schedule, graph)
-    jobs = stage_jobs(schedule, graph)
-    return run_placed(schedule, graph, jobs, durations, transfer, prefetch)
+    return _run(schedule, graph, durations, transfer, prefetch)
 
 
-def run_placed(
+def _run(
     schedule: Schedule,
     stages: nx.DiGraph[int],
-    jobs: Jobs,
-    durations: Durations = None,
-    transfer: float | Link | None = 0.0,
-    prefetch: int | None = None,
+    durations: Durations,
+    transfer: float | Link | None,
+    prefetch: int | None,
 ) -> Simulation:
-    """Simulates jobs that have their workers and n already; see simulate."""
+    jobs = stage_jobs(schedule, stages)
     set_durations(stages, schedule, durations, frozenset(jobs.kinds))
     seconds = job_seconds(stages, jobs, durations)
-    _check_transfers(transfer, prefetch)
+    check_transfers(transfer, prefetch)
     network: Network | None = None
     if transfer is None:
         network = Edges(jobs, stages)
     elif isinstance(transfer, Link) or transfer:
-        network = Transfers(schedule, stages, jobs, transfer)
+        network = Transfers(stages, jobs, transfer)
     timeline = run_jobs(
         jobs, seconds, schedule.cap, schedule.release, network, schedule.in_order
     )
     if not timeline.complete:
         raise _stopped(schedule, timeline)
-    latency = max(timeline.end, default=0.0)
-    if prefetch is not None:
-        # the order is known now: the same jobs in it, and weights asked for ahead
-        jobs = in_its_order(jobs, timeline.order, credits(schedule, timeline))
-        fetching = Transfers(schedule, stages, jobs, transfer, timeline, prefetch)
-        timeline = run_jobs(jobs, seconds, network=fetching, in_order=True)
-        assert timeline.complete, "fetches stop a schedule that runs without them"
-        latency = max(*timeline.end, fetching.returned)
-    return Simulation(schedule, stages, latency, timeline)
+
+    def step() -> Step:
+        from ..accounts.paper import paper_step
+
+        return paper_step(
+            schedule, stages, timeline, 1 if prefetch is None else prefetch
+        )
+
+    if prefetch is not None:  # in this order, weights are asked for ahead
+        return simulate_step(schedule, stages, step(), seconds, transfer, True)
+    return Simulation(schedule, stages, max(timeline.end, default=0.0), timeline, step)
+
+
+def simulate_step(
+    schedule: Schedule,
+    stages: nx.DiGraph[int],
+    step: Step,
+    seconds: Sequence[float],
+    transfer: float | Link | None,
+    parameters: bool,
+    state: Mapping[int, int] | None = None,
+) -> Simulation:
+    """Simulates a step whose jobs have their order; see accounts.times."""
+    from ..accounts.times import step_times
+
+    timeline, end = step_times(step, stages, seconds, transfer, parameters)
+    return Simulation(schedule, stages, end, timeline, lambda: step, state)
 
 
 def _mark_joint(stages: nx.DiGraph[int], joint: object) -> None:
@@ -220,7 +248,8 @@ def _mark_joint(stages: nx.DiGraph[int], joint: object) -> None:
         stages.nodes[s]["joint"] = True
 
 
-def _check_transfers(transfer: object, prefetch: int | None) -> None:
+def check_transfers(transfer: object, prefetch: int | None) -> None:
+    """Raises PlanError for what are no times of messages."""
     check_transfer("simulate", transfer)
     if prefetch is not None and (not is_int(prefetch) or prefetch < 0):
         raise PlanError(

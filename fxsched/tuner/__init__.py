@@ -1,4 +1,4 @@
 """Looks for schedules.
 
-Imports: clock, draw, dry_run, jobs, plans, schedules, simulator.
+Imports: accounts, clock, draw, dry_run, jobs, plans, schedules, simulator.
 """

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import networkx as nx
 
-from ..clock.memory import held_memory
+from ..accounts.paper import held_memory
 from ..draw import tables
 from ..jobs.job import PlanError
 from ..jobs.own_caps import OwnCaps

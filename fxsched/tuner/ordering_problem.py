@@ -9,6 +9,7 @@ import networkx as nx
 
 from ..clock.activations import allocations, lifetimes
 from ..clock.jobs import Jobs
+from ..clock.memory import state_held
 from ..clock.network import Link
 from ..clock.stage_graph import (
     Edges,
@@ -18,7 +19,6 @@ from ..clock.stage_graph import (
     stage_jobs,
     weight_bytes,
 )
-from ..clock.weight_traffic import state_held
 from ..jobs.schedule import Schedule
 
 Transfer = float | Link | None

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from ..ir import ops
-from ..ir.request import Request
-from ..ir.step import Message, Op, Step, Weights
+from ...ir import ops
+from ...ir.request import Request
+from ...ir.step import Message, Op, Step, Weights
 
 
 def renew_copies(step: Step, request: Request) -> Step:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from torch import fx
 
-from ..ir.graphs import arguments
-from ..ir.step import Recipe
-from ..jobs.job import Direction
+from ...ir.graphs import arguments
+from ...ir.step import Recipe
+from ...jobs.job import Direction
 
 
 def checked_values(recipe: Recipe, trains: bool) -> tuple[tuple[int, str], ...]:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from ..ir import ops
-from ..ir.request import Request
-from ..ir.step import OVER, Credit, Message, Op, Stale, Step, Value, values_in
-from ..jobs.job import PlanError
+from ...ir import ops
+from ...ir.request import Request
+from ...ir.step import OVER, Credit, Message, Op, Stale, Step, Value, values_in
+from ...jobs.job import PlanError
 
 
 def protect_versions(step: Step, request: Request) -> Step:

@@ -6,10 +6,10 @@ from collections.abc import Iterable
 from dataclasses import replace
 from typing import NamedTuple
 
-from ..ir import ops
-from ..ir.request import Request
-from ..ir.step import Message, Op, Stale, Step, Total, Value, Weights
-from ..jobs.job import Direction, Job
+from ...ir import ops
+from ...ir.request import Request
+from ...ir.step import Message, Op, Stale, Step, Total, Value, Weights
+from ...jobs.job import Direction, Job
 from .averages import averages_of
 from .update_inputs import UpdateFactors, check_trained
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from ..clock.replicas import check_replicas
-from ..clock.weight_traffic import sum_root
-from ..ir import ops
-from ..ir.graphs import Group, Specs
-from ..ir.request import Request
-from ..ir.step import Message, Op, Step, Weights
-from ..jobs.job import PlanError
+from ...clock.jobs import sum_root
+from ...clock.replicas import check_replicas
+from ...ir import ops
+from ...ir.graphs import Group, Specs
+from ...ir.request import Request
+from ...ir.step import Message, Op, Step, Weights
+from ...jobs.job import PlanError
 
 
 class Averages:

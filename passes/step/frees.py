@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import fx
 
-from ..ir import ops
+from ...ir import ops
 
 
 def free_values(graph: fx.Graph) -> fx.Graph:

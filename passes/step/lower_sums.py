@@ -11,11 +11,11 @@ from typing import Any, NamedTuple
 
 from torch import fx
 
-from ..ir import joint, ops
-from ..ir.graphs import Specs, in_type
-from ..ir.request import Request
-from ..ir.step import JobOutput, Message, Op, Step, Total, values_in, with_values
-from ..jobs.job import Direction, Job
+from ...ir import joint, ops
+from ...ir.graphs import Specs, in_type
+from ...ir.request import Request
+from ...ir.step import JobOutput, Message, Op, Step, Total, values_in, with_values
+from ...jobs.job import Direction, Job
 
 Part = JobOutput | Op
 Where = tuple[int, str, int]  # worker, task, n

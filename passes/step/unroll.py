@@ -7,12 +7,12 @@ from dataclasses import replace
 
 from torch import fx
 
-from ..clock.weight_fetches import source_of
-from ..ir.graphs import arguments
-from ..ir.joint import is_pointer
-from ..ir.request import Request
-from ..ir.step import Credit, JobOutput, Op, Recipe, Step, Weights
-from ..jobs.job import Direction
+from ...clock.jobs import source_of
+from ...ir.graphs import arguments
+from ...ir.joint import is_pointer
+from ...ir.request import Request
+from ...ir.step import Credit, JobOutput, Op, Recipe, Step, Weights
+from ...jobs.job import Direction
 
 
 def unroll_jobs(step: Step, request: Request) -> Step:

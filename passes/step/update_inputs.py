@@ -7,11 +7,11 @@ from collections.abc import Sequence
 
 import torch
 
-from ..ir import ops
-from ..ir.graphs import Group, Spec
-from ..ir.request import Request
-from ..ir.step import Message, Op, Step, Total
-from ..jobs.job import PlanError
+from ...ir import ops
+from ...ir.graphs import Group, Spec
+from ...ir.request import Request
+from ...ir.step import Message, Op, Step, Total
+from ...jobs.job import PlanError
 
 
 def check_trained(groups: Sequence[Group], request: Request) -> None:

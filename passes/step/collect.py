@@ -8,13 +8,13 @@ from typing import Any
 
 from torch import fx
 
-from ..ir import ops
-from ..ir.graphs import Output, Specs, dims, result
-from ..ir.joint import resolve
-from ..ir.request import Request
-from ..ir.step import JobOutput, Message, Op, Step, Total, Weights
-from ..ir.writes import Write
-from ..jobs.job import Direction, PlanError
+from ...ir import ops
+from ...ir.graphs import Output, Specs, dims, result
+from ...ir.joint import resolve
+from ...ir.request import Request
+from ...ir.step import JobOutput, Message, Op, Step, Total, Weights
+from ...ir.writes import Write
+from ...jobs.job import Direction, PlanError
 from .buffer_order import check_declared, check_one_writer
 
 Parts = list[tuple[tuple[int, ...], Op]]  # microbatches, and their bundle

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from ..clock.arrivals import update_rounds
-from ..ir import ops
-from ..ir.request import Request
-from ..ir.step import Message, Op, Step, Total, Value, Weights
-from ..jobs.job import Direction, Job, PlanError
+from ...clock.arrivals import update_rounds
+from ...ir import ops
+from ...ir.request import Request
+from ...ir.step import Message, Op, Step, Total, Value, Weights
+from ...jobs.job import Direction, Job, PlanError
 from .update_inputs import UpdateFactors, check_trained
 
 

@@ -7,18 +7,18 @@ from dataclasses import replace
 
 from torch import fx
 
-from ..clock.activations import credits
-from ..clock.event_loop import run_jobs
-from ..clock.jobs import Jobs, Kind
-from ..clock.joint import joint_stages
-from ..clock.stage_graph import Edges, place_jobs
-from ..clock.timeline import Timeline
-from ..clock.updates import StageUpdate, add_updates, stopped_by_order
-from ..ir.graphs import result
-from ..ir.request import Request
-from ..ir.step import Step
-from ..jobs.job import Direction, PlanError
-from ..jobs.schedule import Schedule
+from ...clock.activations import credits
+from ...clock.event_loop import run_jobs
+from ...clock.jobs import Jobs, Kind
+from ...clock.joint import joint_stages
+from ...clock.stage_graph import Edges, place_jobs
+from ...clock.timeline import Timeline
+from ...clock.updates import StageUpdate, add_updates, stopped_by_order
+from ...ir.graphs import result
+from ...ir.request import Request
+from ...ir.step import Step
+from ...jobs.job import Direction, PlanError
+from ...jobs.schedule import Schedule
 
 FORWARD, BACKWARD, *_ = Direction
 Cap = Callable[[int], int | None]

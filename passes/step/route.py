@@ -10,11 +10,11 @@ from typing import NamedTuple
 
 from torch import fx
 
-from ..ir import joint, ops
-from ..ir.graphs import Specs
-from ..ir.message_types import as_sent
-from ..ir.request import Request
-from ..ir.step import Credit, JobOutput, Message, Op, Step, Value, values_in
+from ...ir import joint, ops
+from ...ir.graphs import Specs
+from ...ir.message_types import as_sent
+from ...ir.request import Request
+from ...ir.step import Credit, JobOutput, Message, Op, Step, Value, values_in
 
 
 def route_values(step: Step, request: Request) -> Step:

@@ -5,10 +5,10 @@ from __future__ import annotations
 
 from torch import dtype
 
-from ..ir.facts import Facts
-from ..ir.request import Request
-from ..ir.writes import Write
-from ..jobs.job import PlanError
+from ...ir.facts import Facts
+from ...ir.request import Request
+from ...ir.writes import Write
+from ...jobs.job import PlanError
 
 
 def check_declared(request: Request, known: Facts) -> None:

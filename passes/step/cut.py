@@ -7,11 +7,11 @@ from typing import Any
 
 from torch import Tensor, fx
 
-from ..ir import ops
-from ..ir.graphs import Output, Specs, arguments, dims, make
-from ..ir.joint import resolve
-from ..ir.request import Request
-from ..ir.step import (
+from ...ir import ops
+from ...ir.graphs import Output, Specs, arguments, dims, make
+from ...ir.joint import resolve
+from ...ir.request import Request
+from ...ir.step import (
     TOKEN,
     Credit,
     JobOutput,
@@ -22,7 +22,7 @@ from ..ir.step import (
     Weights,
     with_values,
 )
-from ..jobs.job import Job
+from ...jobs.job import Job
 from .finite import checked_values
 
 # ops that the worker's optimizer carries out

@@ -1,0 +1,346 @@
+"""Steps of stages without a model: what a plan's passes make of so many bytes.
+
+A stage's F reads its weights and what the stages before it make, and saves `held` bytes
+for B; B gives gradients of what F read, and of the weights, unless W gives these. The
+same passes as for a model then say what is sent, added up, copied and renewed.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple, cast
+
+import networkx as nx
+import torch
+from torch import fx, nn
+
+from ..clock.activations import credits
+from ..clock.jobs import Jobs, weight_owners
+from ..clock.memory import Memory, Peaks, worker_totals
+from ..clock.stage_record import GroupBytes
+from ..clock.timeline import Timeline
+from ..ir import joint
+from ..ir.facts import FACTS, Facts
+from ..ir.graphs import Group, Role, Specs, State
+from ..ir.lazy import lazy_module
+from ..ir.request import Request
+from ..ir.step import Step
+from ..jobs.job import Direction
+from ..jobs.schedule import Schedule
+from ..passes.step import ORDERED
+from .held import held_bytes
+
+FORWARD, BACKWARD, WEIGHT, _ = Direction
+
+
+class Size(NamedTuple):
+    """In the place of a tensor's Spec: the bytes alone."""
+
+    bytes: float
+    dtype: torch.dtype | None = None
+
+
+class Sent(NamedTuple):
+    """A value that goes along an edge of stages.
+
+    key: tells the values of one stage apart; edges of one size carry the same.
+    whole: whether all microbatches read it as it is.
+    """
+
+    key: Any
+    bytes: float
+    whole: bool = False
+
+
+def paper_step(
+    schedule: Schedule,
+    stages: nx.DiGraph[int],
+    timeline: Timeline,
+    prefetch: int = 1,
+    kept: float = 1.0,
+) -> Step:
+    """The step of jobs in the order of a timeline, with all messages.
+
+    prefetch: for how many jobs ahead a worker asks for weights of others.
+    kept: the share of activations that is still there between B and W.
+    """
+    paper = _Paper(schedule, stages, timeline.jobs, kept)
+    every = schedule.update_every if timeline.jobs.updates else None
+    jobs = timeline.jobs
+    room = {
+        jobs.job(f): jobs.job(last) for f, last in credits(schedule, timeline).items()
+    }
+    step = Step(paper.graph(), timeline, room, every=every)
+    request = Request(schedule, prefetch=prefetch, moments=paper.moments())
+    for fill in ORDERED:
+        step = fill(step, request)
+    return step
+
+
+def state_bytes(step: Step) -> dict[int, int]:
+    """Bytes of the optimizer's state in a step on paper, by the weight's position."""
+    data = step.facts.stages.nodes
+    seen: dict[int, int] = {}  # the first group of each stage has all of it
+    for group in step.facts.groups:
+        if group.trained[0]:
+            seen.setdefault(group.stages[0], group.state[0].input)
+    return {position: data[s].get("state", 0) for s, position in seen.items()}
+
+
+def worker_memory(
+    schedule: Schedule, stages: nx.DiGraph[int], timeline: Timeline, kept: float = 1.0
+) -> list[Peaks]:
+    """The most that each worker holds of stages that say what they take; kept: see
+    paper_step."""
+    step = paper_step(schedule, stages, timeline, kept=kept)
+    return held_bytes(step, state_bytes(step))
+
+
+def held_memory(
+    schedule: Schedule, stages: nx.DiGraph[int], timeline: Timeline, kept: float = 1.0
+) -> list[Memory]:
+    """What each worker holds when that is most; by kind where there are updates."""
+    if schedule.update_every is None:
+        return worker_totals(schedule, stages, timeline, kept)
+    found = worker_memory(schedule, stages, timeline, kept)
+    return [peaks.at_once for peaks in found]
+
+
+@dataclass
+class _Group:
+    """A group of weights as stages describe it; stages: those that read it."""
+
+    number: int
+    bytes: GroupBytes
+    stages: list[int]
+
+
+class _Paper:
+    """The graph of stages: a call for each kind of job, and what it gives."""
+
+    def __init__(
+        self, schedule: Schedule, stages: nx.DiGraph[int], jobs: Jobs, kept: float
+    ) -> None:
+        self.schedule, self.stages, self.jobs, self.kept = schedule, stages, jobs, kept
+        self.microbatches = range(jobs.microbatches)
+        self.joint = {jobs.kinds[kind][0] for kind in jobs.joint}
+        self.graph_ = fx.Graph()
+        self.groups = self._groups()
+        self.inputs = {g: self._weights(g) for g in self.groups}
+        self.made: dict[tuple[int, Any], fx.Node] = {}  # by stage and key
+        self.saved: dict[int, list[fx.Node]] = {}
+        self.gradients: dict[tuple[int, int, Any], fx.Node] = {}
+        self.sums: dict[int, list[fx.Node]] = {}
+
+    def graph(self) -> fx.GraphModule:
+        for stage, direction in self.jobs.kinds[: len(self.jobs.preds)]:
+            self._call(stage, direction)
+        sums = {str(g): nodes for g, nodes in sorted(self.sums.items())}
+        self.graph_.output({"outputs": (), "state": {}, "groups": sums, "inputs": {}})
+        calls = self.graph_.find_nodes(op="call_module")
+        modules = dict.fromkeys((str(call.target) for call in calls), nn.Module())
+        gm = lazy_module(modules, self.graph_, "Paper")
+        groups = tuple(self._group(group) for group in self.groups.values())
+        known = Facts((), {}, None, stages=self.stages, groups=groups, loss=0)
+        gm.meta[FACTS] = known
+        return gm
+
+    def moments(self) -> dict[int, Specs]:
+        """Bytes of what the optimizer averages with weights, by their positions."""
+        return {
+            2 * group.number: _specs(self.stages.nodes[group.stages[0]]["moments"])
+            for group in self.groups.values()
+            if "moments" in self.stages.nodes[group.stages[0]]
+        }
+
+    # Weights
+
+    def _groups(self) -> dict[int, _Group]:
+        """The groups of weights by their new numbers, which count from 0."""
+        found: dict[int, _Group] = {}
+        for stage in sorted(self.stages):
+            for each in _read_groups(self.stages, stage):
+                known = found.setdefault(each.number, _Group(len(found), each, []))
+                known.stages.append(stage)
+        return {group.number: group for group in found.values()}
+
+    def _group(self, group: _Group) -> Group:
+        number, stage = group.number, group.stages[0]
+        owners = weight_owners(self.jobs)[stage]
+        trained = number in self.sums
+        updater = self.schedule.updater(stage) if trained else None
+        if updater is not None:
+            owners = sorted({*owners, updater})
+        state = State(2 * number, Role.PARAMETER, f"weights of stage {stage}")
+        rest = State(2 * number + 1, Role.BUFFER, f"buffers of stage {stage}")
+        return Group(
+            (state, rest),
+            tuple(owners),
+            tuple(group.stages),
+            (trained, False),
+            tuple(sorted(s for s in group.stages if self._gives(s))),
+            updater=updater,
+        )
+
+    def _weights(self, number: int) -> fx.Node:
+        node = self.graph_.placeholder(f"weights_{number}")
+        size = self.groups[number].bytes
+        specs = (*_specs(size.trained), *_specs(size.bytes - size.trained))
+        node.meta.update(group=number, specs=specs)
+        return node
+
+    def _read(self, stage: int, direction: Direction) -> tuple[fx.Node, ...]:
+        """The weights that a stage's jobs read."""
+        data = self.stages.nodes[stage]
+        if direction not in data.get("reads", (FORWARD, BACKWARD)):
+            return ()
+        return tuple(
+            self.inputs[group.number]
+            for group in self.groups.values()
+            if stage in group.stages
+        )
+
+    def _gives(self, stage: int) -> bool:
+        """Whether a stage gives gradients."""
+        return (stage, BACKWARD) in self.jobs.at
+
+    # Calls
+
+    def _call(self, stage: int, direction: Direction) -> None:
+        reads = {FORWARD: self._inputs, BACKWARD: self._tangents, WEIGHT: self._carried}
+        weights = self._read(stage, direction)
+        call = self.graph_.create_node(
+            "call_module",
+            f"{direction.name.lower()}_{stage}",
+            (weights, tuple(reads[direction](stage))),
+        )
+        call.meta.update(stage=stage, direction=direction, draw=None)
+        if direction is FORWARD:
+            self._give_outputs(stage, call)
+        if direction is BACKWARD:
+            self._give_gradients(stage, call)
+        if direction is (WEIGHT if (stage, WEIGHT) in self.jobs.at else BACKWARD):
+            for group in self.groups.values():
+                if stage in group.stages:
+                    node = self._value(call, group.bytes.gradients)
+                    node.meta["group"] = group.number
+                    self.sums.setdefault(group.number, []).append(node)
+
+    def _inputs(self, stage: int) -> Iterator[fx.Node]:
+        for maker in sorted(self.stages.predecessors(stage)):
+            for sent in _values(self.stages.edges[maker, stage]):
+                yield from self._in(stage, maker, self.made[maker, sent.key])
+
+    def _give_outputs(self, stage: int, call: fx.Node) -> None:
+        values = {
+            sent.key: sent
+            for reader in sorted(self.stages.successors(stage))
+            for sent in _values(self.stages.edges[stage, reader])
+        }
+        for sent in values.values():
+            of_rows = any(
+                reader not in self.joint
+                for reader in self.stages.successors(stage)
+                if sent in _values(self.stages.edges[stage, reader])
+            )
+            self.made[stage, sent.key] = self._out(stage, call, sent, of_rows)
+        held = self.stages.nodes[stage].get("held", 0.0)
+        split = (stage, WEIGHT) in self.jobs.at
+        shares = (1 - self.kept, self.kept) if split and self.kept < 1 else (1.0,)
+        if self._gives(stage):
+            for share in shares:
+                node = self._value(call, held * share)
+                node.meta["held"] = node.meta["received"] = held * share
+                self.saved.setdefault(stage, []).append(node)
+
+    def _tangents(self, stage: int) -> Iterator[fx.Node]:
+        yield from self.saved[stage]
+        for reader in sorted(self.stages.successors(stage)):
+            for sent in _values(self.stages.edges[stage, reader]):
+                if node := self.gradients.get((stage, reader, sent.key)):
+                    yield from self._in(stage, reader, node, sent.whole)
+
+    def _give_gradients(self, stage: int, call: fx.Node) -> None:
+        for maker in sorted(self.stages.predecessors(stage)):
+            for sent in _values(self.stages.edges[maker, stage]):
+                if self._gives(maker):
+                    of_rows = maker not in self.joint
+                    node = self._out(stage, call, sent, of_rows)
+                    self.gradients[maker, stage, sent.key] = node
+        if (stage, WEIGHT) in self.jobs.at:
+            carried = self._value(call, 0.0)
+            carried.meta["received"] = 0.0
+            self.saved[stage] = [self.saved[stage][-1], carried]
+
+    def _carried(self, stage: int) -> list[fx.Node]:
+        return self.saved[stage]
+
+    # Values
+
+    def _value(self, call: fx.Node, size: float) -> fx.Node:
+        node = self.graph_.call_function(operator.getitem, (call, len(call.users)))
+        node.meta["specs"] = _specs(size)
+        return node
+
+    def _out(self, stage: int, call: fx.Node, sent: Sent, of_rows: bool) -> fx.Node:
+        """What a stage gives to others: of a joint one to those of microbatches, each
+        of them has its own rows, or all have the same.
+
+        of_rows: whether others are of microbatches.
+        """
+
+        def one() -> fx.Node:
+            node = self._value(call, sent.bytes)
+            waits = sent.bytes if sent.whole else 0.0  # `held` has what is read
+            node.meta.update(held=0.0, received=waits)
+            return node
+
+        if stage not in self.joint or not of_rows:
+            return one()
+        if sent.whole:
+            parts = [one()] * len(self.microbatches)
+        else:
+            parts = [one() for _ in self.microbatches]
+        return self.graph_.call_function(joint.each, tuple(parts))
+
+    def _in(
+        self, stage: int, maker: int, value: fx.Node, adds_up: bool = False
+    ) -> Iterator[fx.Node]:
+        """How a stage reads what another gives: a joint one reads that of all
+        microbatches, or the sum of it."""
+        if stage not in self.joint or maker in self.joint:
+            yield value
+        elif adds_up:
+            total = self.graph_.call_function(joint.total, (value,))
+            total.meta["specs"] = value.meta["specs"]
+            yield total
+        else:
+            for b in self.microbatches:
+                yield self.graph_.call_function(joint.of, (value, b))
+
+
+def _specs(size: float) -> Specs:
+    return cast(Specs, (Size(size),))
+
+
+def _read_groups(stages: nx.DiGraph[int], stage: int) -> tuple[GroupBytes, ...]:
+    """The groups that a stage reads; one of its own, where nothing says so."""
+    data = stages.nodes[stage]
+    whole = data.get("weights", 0.0)
+    gradients = data.get("gradients", whole / 2)
+    own = GroupBytes(-1 - stage, whole - gradients, whole - gradients, gradients)
+    groups: tuple[GroupBytes, ...] = data.get("groups", (own,))
+    return groups
+
+
+def _values(edge: Mapping[str, Any]) -> list[Sent]:
+    """What goes along an edge of stages."""
+    size, whole = edge.get("bytes", 0.0), edge.get("whole", 0.0)
+    if named := edge.get("values"):
+        return [Sent(name, each, 0 < whole == size) for name, each in named.items()]
+    values = [Sent(("whole", whole), whole, True)] if whole else []
+    if size > whole or not whole:
+        values.append(Sent(size - whole, size - whole))
+    return values

@@ -1,0 +1,104 @@
+"""What workers send each other in a step, counted on its messages."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import Enum
+
+from ..ir import ops
+from ..ir.step import JobOutput, Message, Op, Step, Value, Weights, values_in
+from ..jobs.job import Direction
+
+
+class Moved(Enum):
+    """What a message brings."""
+
+    ACTIVATIONS = "activations"  # and their gradients, and what F saved for B
+    WEIGHTS = "weights"
+    GRADIENTS = "gradients"  # of weights
+    OTHER = "other"  # outputs, buffers, credits
+
+
+@dataclass
+class Traffic:
+    """What one worker sends and receives in a step.
+
+    sent, received: bytes of all messages.
+    activations_sent, activations_received: messages with what jobs make for jobs.
+    fetches: weights that others keep and its jobs read.
+    returned: sums of gradients that it sends to the worker that adds them up.
+    renewed: copies of weights that get new ones from another worker.
+    parameters: bytes of weights, and of gradients of them, that it receives.
+    """
+
+    sent: int = 0
+    received: int = 0
+    activations_sent: int = 0
+    activations_received: int = 0
+    fetches: int = 0
+    returned: int = 0
+    renewed: int = 0
+    parameters: int = 0
+
+
+MADE: dict[object, Moved] = {  # by what makes it
+    **dict.fromkeys((ops.update, ops.renew, ops.take), Moved.WEIGHTS),
+    **dict.fromkeys((ops.copy, ops.correct), Moved.WEIGHTS),
+    **dict.fromkeys((ops.replica, ops.average), Moved.WEIGHTS),
+    **dict.fromkeys((ops.accumulate, ops.reduce, ops.cast), Moved.GRADIENTS),
+    ops.add: Moved.ACTIVATIONS,  # gradients of what all microbatches read
+}
+
+
+def moved(step: Step, value: Value) -> Moved:
+    """What a message brings that has a value of this kind."""
+    if isinstance(value, JobOutput):
+        if "group" not in value.node.meta:
+            return Moved.ACTIVATIONS
+        _, direction = step.jobs.kinds[step.maker[value.node]]
+        return Moved.OTHER if direction is Direction.FORWARD else Moved.GRADIENTS
+    if isinstance(value, Weights):
+        return Moved.WEIGHTS
+    if isinstance(value, Op):
+        return MADE.get(value.target, Moved.OTHER)
+    return Moved.OTHER
+
+
+def sent_bytes(lines: Sequence[Op | Message], workers: int) -> list[int]:
+    """How many bytes each worker sends in a step."""
+    sent = [0] * workers
+    for line in lines:
+        if isinstance(line, Message):
+            sent[line.source] += line.bytes
+    return sent
+
+
+def traffic(step: Step) -> list[Traffic]:
+    """What each worker sends and receives."""
+    found = [Traffic() for _ in range(step.jobs.workers)]
+    summed, new = set[tuple[Value, int]](), set[Value]()
+    for op in step.ops:
+        if op.target is ops.reduce:
+            summed.update((value, op.worker) for value in values_in(op.args))
+        elif op.target is ops.renew:
+            new.update(values_in(op.args))
+            found[op.worker].renewed += 1
+        elif op.target is ops.take:  # of a replica, in the place of which is the mean
+            mean = op.args[3]
+            found[op.worker].renewed += mean.worker != op.worker
+    for line in step.lines:
+        if not isinstance(line, Message):
+            continue
+        source, to, what = found[line.source], found[line.to], moved(step, line.value)
+        source.sent += line.bytes
+        to.received += line.bytes
+        if what is Moved.ACTIVATIONS:
+            source.activations_sent += 1
+            to.activations_received += 1
+        if what in (Moved.WEIGHTS, Moved.GRADIENTS):
+            to.parameters += line.bytes
+        to.fetches += line.fetches and line not in new
+        is_sum = what is Moved.GRADIENTS and (line.value, line.to) in summed
+        source.returned += is_sum
+    return found
