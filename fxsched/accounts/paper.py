@@ -102,7 +102,7 @@ def held_memory(
     schedule: Schedule, stages: nx.DiGraph[int], timeline: Timeline, kept: float = 1.0
 ) -> list[Memory]:
     """What each worker holds when that is most; by kind where there are updates."""
-    if schedule.update_every is None:
+    if schedule.update_every is None or not timeline.complete:
         return worker_totals(schedule, stages, timeline, kept)
     found = worker_memory(schedule, stages, timeline, kept)
     return [peaks.at_once for peaks in found]
@@ -293,8 +293,8 @@ class _Paper:
 
         def one() -> fx.Node:
             node = self._value(call, sent.bytes)
-            waits = sent.bytes if sent.whole else 0.0  # `held` has what is read
-            node.meta.update(held=0.0, received=waits)
+            size = sent.bytes if sent.whole else 0.0  # `held` has what F reads
+            node.meta.update(held=size, received=size)
             return node
 
         if stage not in self.joint or not of_rows:

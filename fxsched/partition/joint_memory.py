@@ -13,7 +13,7 @@ from typing import NamedTuple
 import networkx as nx
 
 from ..accounts.paper import held_memory
-from ..clock.joint import joint_stages, waiting_stages
+from ..clock.joint import fit_joint, joint_stages, waiting_stages
 from ..clock.stage_graph import run_stages
 from ..jobs.job import PlanError
 from ..jobs.schedule import Schedule
@@ -65,7 +65,8 @@ def check_memory(
 
 def fullest(schedule: Schedule, stages: nx.DiGraph[int]) -> Fullest:
     """The worker that holds the most of these stages."""
-    memory = held_memory(schedule, stages, run_stages(schedule, stages))
+    fitted = fit_joint(schedule, stages)
+    memory = held_memory(fitted, stages, run_stages(fitted, stages))
     held = [each.total for each in memory]
     return Fullest(held.index(max(held)), max(held))
 
