@@ -23,6 +23,7 @@ from ..clock.stage_record import GroupBytes
 from ..clock.timeline import Timeline
 from ..ir import joint
 from ..ir.facts import FACTS, Facts
+from ..ir.garbage import no_collection
 from ..ir.graphs import Group, Role, Specs, State
 from ..ir.lazy import lazy_module
 from ..ir.request import Request
@@ -54,6 +55,7 @@ class Sent(NamedTuple):
     whole: bool = False
 
 
+@no_collection()
 def paper_step(
     schedule: Schedule,
     stages: nx.DiGraph[int],
@@ -127,6 +129,7 @@ class _Paper:
         self.microbatches = range(jobs.microbatches)
         self.joint = {jobs.kinds[kind][0] for kind in jobs.joint}
         self.graph_ = fx.Graph()
+        self.read_by: dict[int, list[int]] = {s: [] for s in stages}  # groups
         self.groups = self._groups()
         self.inputs = {g: self._weights(g) for g in self.groups}
         self.made: dict[tuple[int, Any], fx.Node] = {}  # by stage and key
@@ -164,6 +167,7 @@ class _Paper:
             for each in _read_groups(self.stages, stage):
                 known = found.setdefault(each.number, _Group(len(found), each, []))
                 known.stages.append(stage)
+                self.read_by[stage].append(known.number)
         return {group.number: group for group in found.values()}
 
     def _group(self, group: _Group) -> Group:
@@ -196,11 +200,7 @@ class _Paper:
         data = self.stages.nodes[stage]
         if direction not in data.get("reads", (FORWARD, BACKWARD)):
             return ()
-        return tuple(
-            self.inputs[group.number]
-            for group in self.groups.values()
-            if stage in group.stages
-        )
+        return tuple(self.inputs[number] for number in self.read_by[stage])
 
     def _gives(self, stage: int) -> bool:
         """Whether a stage gives gradients."""
@@ -222,16 +222,16 @@ class _Paper:
         if direction is BACKWARD:
             self._give_gradients(stage, call)
         if direction is (WEIGHT if (stage, WEIGHT) in self.jobs.at else BACKWARD):
-            for group in self.groups.values():
-                if stage in group.stages:
-                    node = self._value(call, group.bytes.gradients)
-                    node.meta["group"] = group.number
-                    self.sums.setdefault(group.number, []).append(node)
+            for number in self.read_by[stage]:
+                node = self._value(call, self.groups[number].bytes.gradients)
+                node.meta["group"] = number
+                self.sums.setdefault(number, []).append(node)
 
-    def _inputs(self, stage: int) -> Iterator[fx.Node]:
+    def _inputs(self, stage: int, whole: bool = False) -> Iterator[fx.Node]:
         for maker in sorted(self.stages.predecessors(stage)):
             for sent in _values(self.stages.edges[maker, stage]):
-                yield from self._in(stage, maker, self.made[maker, sent.key])
+                if sent.whole or not whole:
+                    yield from self._in(stage, maker, self.made[maker, sent.key])
 
     def _give_outputs(self, stage: int, call: fx.Node) -> None:
         values = {
@@ -257,6 +257,7 @@ class _Paper:
 
     def _tangents(self, stage: int) -> Iterator[fx.Node]:
         yield from self.saved[stage]
+        yield from self._inputs(stage, whole=True)  # `held` has the rest of it
         for reader in sorted(self.stages.successors(stage)):
             for sent in _values(self.stages.edges[stage, reader]):
                 if node := self.gradients.get((stage, reader, sent.key)):
@@ -293,7 +294,7 @@ class _Paper:
 
         def one() -> fx.Node:
             node = self._value(call, sent.bytes)
-            size = sent.bytes if sent.whole else 0.0  # `held` has what F reads
+            size = sent.bytes if sent.whole else 0.0  # `held` has the rest
             node.meta.update(held=size, received=size)
             return node
 

@@ -11,6 +11,7 @@ from ..clock.network import Link
 from ..clock.stage_graph import Edges
 from ..clock.timeline import Timeline
 from ..ir import ops
+from ..ir.garbage import no_collection
 from ..ir.step import (
     Credit,
     JobOutput,
@@ -36,6 +37,7 @@ class Times(NamedTuple):
     end: float
 
 
+@no_collection()
 def step_times(
     step: Step,
     stages: nx.DiGraph[int],

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from enum import Enum
 
 from ..ir import ops
+from ..ir.garbage import no_collection
 from ..ir.step import JobOutput, Message, Op, Step, Value, Weights, values_in
 from ..jobs.job import Direction
 
@@ -74,6 +75,7 @@ def sent_bytes(lines: Sequence[Op | Message], workers: int) -> list[int]:
     return sent
 
 
+@no_collection()
 def traffic(step: Step) -> list[Traffic]:
     """What each worker sends and receives."""
     found = [Traffic() for _ in range(step.jobs.workers)]
