@@ -2,37 +2,24 @@
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import fx
-from torch.optim import Optimizer
 
-from .backend import Backend, backend
+from .backend import Backend
 from .capture.batch import batch_of
 from .capture.caller import Dims
 from .capture.meta_device import refuse_meta
 from .capture.trace import Traced, trace_microbatch
 from .costmodel.measure import Profile, measure
 from .ir.modes import modes_after_errors
-from .ir.request import (
-    BatchNorm,
-    BufferReduction,
-    Carry,
-    CutWord,
-    Order,
-    OutputReduction,
-    Pairs,
-    Ragged,
-)
 from .jobs.job import PlanError
 from .jobs.schedule import Schedule
 from .jobs.user_values import shown
-from .options import check_keywords
+from .options import PLANNED, Options, parted, with_names
 from .passes.model_passes import ModelPass, run_model_passes
-from .passes.users import Pass
 from .planning import plan_call
 from .plans.plan import Plan
 from .runtime.padding import check_padded
@@ -42,72 +29,26 @@ from .transport.world import from_rank_0
 
 
 def plan(
-    model: Callable[..., Any],
-    schedule: Schedule,
-    *args: Any,
-    stages: str | Sequence[str] = "auto",
-    carry: Carry = "saved",
-    passes: Sequence[Pass] = (),
-    memory_limit: float | None = None,
-    same_stage: Sequence[Sequence[str]] = (),
-    profile: Profile | None = None,
-    batch_dims: Dims | None = None,
-    ragged: Ragged = "error",
-    buffers: Mapping[str, BufferReduction] | None = None,
-    outputs: Mapping[int | str, OutputReduction] | None = None,
-    optimizer: Optimizer | None = None,
-    clip_grad_norm: float | None = None,
-    skip_nonfinite: bool = False,
-    order: Order = "static",
-    pairs: Pairs = "auto",
-    batch_norm: BatchNorm | None = None,
-    deterministic: bool = False,
-    check_finite: bool = False,
-    gradient_dtype: torch.dtype | None = None,
-    message_dtype: torch.dtype | None = None,
-    shards: Literal["auto"] | Mapping[str, CutWord] = "auto",
-    model_passes: Sequence[ModelPass] = (),
-    **kwargs: Any,
+    model: Callable[..., Any], schedule: Schedule, *args: Any, **kwargs: Any
 ) -> Plan:
     """The plan of model(*args, **kwargs) by a schedule, without running anything.
 
-    The other options are those of fxsched.backend. One process plans for any number of
-    workers. A model and inputs on the meta device, which have no memory, are planned as
-    on the CPU. Raises PlanError for what cannot be planned.
+    Takes the options of fxsched.backend that a plan depends on, by name; other keyword
+    arguments are the model's. One process plans for any number of workers. A model and
+    inputs on the meta device, which have no memory, are planned as on the CPU. Raises
+    PlanError for what cannot be planned.
     """
     _check_model("plan", model)
-    check_keywords("plan", model, kwargs, inspect.signature(plan).parameters)
-    checked = backend(
-        schedule,
-        stages,
-        "threads",
-        carry=carry,
-        passes=passes,
-        memory_limit=memory_limit,
-        same_stage=same_stage,
-        profile=profile,
-        batch_dims=batch_dims,
-        ragged=ragged,
-        buffers=buffers,
-        outputs=outputs,
-        optimizer=optimizer,
-        clip_grad_norm=clip_grad_norm,
-        skip_nonfinite=skip_nonfinite,
-        order=order,
-        pairs=pairs,
-        batch_norm=batch_norm,
-        deterministic=deterministic,
-        check_finite=check_finite,
-        gradient_dtype=gradient_dtype,
-        message_dtype=message_dtype,
-        shards=shards,
-        model_passes=model_passes,
-    )
+    own, kwargs = parted("plan", model, PLANNED, kwargs)
+    options = Options(schedule, **own, transport="threads")
     try:
-        torch.compile(model, backend=_PlanOnly(checked.options))(*args, **kwargs)
+        torch.compile(model, backend=_PlanOnly(options))(*args, **kwargs)
     except _Planned as planned:
         return planned.plan
     raise _no_graph("plan")
+
+
+plan.__signature__ = with_names(plan, PLANNED)  # type: ignore[attr-defined]
 
 
 def explain(
@@ -143,9 +84,8 @@ def profile(
 
     def measured() -> Profile:
         schedule = Schedule(1, microbatches)
-        tracer = Tracer(
-            backend(schedule, batch_dims=batch_dims, model_passes=model_passes).options
-        )
+        options = Options(schedule, batch_dims=batch_dims, model_passes=model_passes)
+        tracer = Tracer(options)
         try:
             with torch.enable_grad():
                 torch.compile(model, backend=tracer)(*args, **kwargs)

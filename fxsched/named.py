@@ -23,11 +23,11 @@ from .capture.dynamo import configure_dynamo
 from .jobs.job import PlanError
 from .jobs.schedule import Schedule
 from .jobs.user_values import is_count, is_int
+from .options import NAMES
 from .schedules import LIBRARY, sharded
 from .schedules.saved import load_schedule
 
 EXAMPLE = '{"schedule": "1f1b", "workers": 4, "microbatches": 8}'
-OTHERS = tuple(inspect.signature(backend).parameters)[1:]  # all but schedule
 
 
 class NamedBackend:
@@ -112,7 +112,7 @@ def _schedule(value: object, options: dict[str, Any]) -> tuple[Schedule, Any]:
 
 def _check_known(name: str, options: Mapping[str, Any], takes: Sequence[str]) -> None:
     """Raises PlanError for an option that neither schedule nor backend has."""
-    known = (*takes, *OTHERS)
+    known = (*takes, *NAMES)
     for key in options:
         if key not in known:
             near = difflib.get_close_matches(str(key), known, 1)
@@ -120,7 +120,7 @@ def _check_known(name: str, options: Mapping[str, Any], takes: Sequence[str]) ->
             own = f"{', '.join(takes)}; " if takes else "nothing more; "
             raise PlanError(
                 f"options={{{key!r}: ..}} is not known: {name} takes {own}"
-                f"fxsched.backend takes {', '.join(dict.fromkeys(OTHERS))}{hint}"
+                f"fxsched.backend takes {', '.join(dict.fromkeys(NAMES))}{hint}"
             )
 
 

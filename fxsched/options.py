@@ -1,102 +1,429 @@
-"""The options of fxsched.backend, checked: what each may be, and what goes together."""
+"""The options of fxsched.backend, and what goes together.
+
+Options says them once: backend, plan, verify and the commands take theirs from it.
+"""
 
 from __future__ import annotations
 
 import difflib
 import inspect
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from os import PathLike, fspath
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields
+from functools import cached_property, wraps
+from os import PathLike
 from pathlib import Path
-from typing import Any, NoReturn, TypeVar, get_args
+from typing import (
+    Any,
+    Literal,
+    NoReturn,
+    ParamSpec,
+    TypeVar,
+    get_args,
+    get_type_hints,
+)
 
 import torch
+from torch import fx
 from torch.optim import Optimizer
 
-from .capture.caller import parts
+from .capture.caller import Dims
 from .costmodel.measure import Profile
-from .ir.loss_scale import Scale
+from .ir.loss_scale import Scale, read_scale
 from .ir.request import (
     BatchNorm,
+    BufferReduction,
     Carry,
     CheckInputs,
     CutWord,
     LossReduction,
     Order,
+    OutputReduction,
     Pairs,
     PassedRows,
     Ragged,
     Request,
-    Shards,
     StageCompiler,
     Transport,
 )
 from .jobs.job import PlanError
 from .jobs.schedule import Schedule
-from .jobs.user_values import is_int, is_number, shown
+from .jobs.user_values import is_int
+from .option_checks import CHECKS, Check, flag, words
 from .passes.model_passes import ModelPass
 from .passes.users import Pass
 from .runtime.input_agreement import InputRule
 from .runtime.recorder import Recorder
-from .schedules import LIBRARY
-from .schedules.arguments import one_of
 
-Word = TypeVar("Word", bound=str)
-
-SUM_TYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
-WORDS: dict[str, tuple[str | None, ...]] = {
-    "order": get_args(Order),
-    "carry": get_args(Carry),
-    "loss_reduction": get_args(LossReduction),
-    "pairs": get_args(Pairs),
-    "batch_norm": (None, *get_args(BatchNorm)),
-    "stage_compiler": get_args(StageCompiler),
-    "ragged": get_args(Ragged),
-    "rows": get_args(PassedRows),
-    "transport": (None, *get_args(Transport)),
-    "check_inputs": get_args(CheckInputs),
-}
+Result = TypeVar("Result")
+P = ParamSpec("P")
 
 
 @dataclass(frozen=True)
 class Options:
-    """What a backend does: the request that is planned, and how its plans run.
+    """What a backend does; the arguments of fxsched.backend, checked when it is made.
 
-    measured: what stages are cut by, if it isn't estimates alone.
-    record: whether steps note when each job started and ended.
-    inputs: how ranks come to run on the same inputs.
-    recorder: of the last calls, for flight_record=.
-    Other fields are the options of fxsched.backend, checked.
+    schedule: what runs where and in which order; see Schedule.
+    stages: "auto", or names of modules, each of which starts a new stage.
+    transport: "threads" (workers are threads of this process), "distributed" (one rank
+        each; those of one host hand values over through shared memory), "gloo" (ranks,
+        and nothing but the process group between them), or None: distributed if a
+        process group is up or torchrun started us.
+    order: "static" (each worker runs its program as planned; schedules in_order always
+        do) or "dynamic" (of the jobs that are ready, the smallest n).
+    carry: "saved" (B gets the tensors that F saved) or "recompute" (B gets the stage's
+        inputs and runs F again).
+    loss_reduction: "exact" (eager's loss and outputs of the whole batch: means, sums
+        and weights that inputs decide of microbatches, and what rows of the batch meet
+        in once, in a joint stage); "mean" or "sum" of the microbatches' losses; or
+        "weighted": exact without joint stages, where the loss is a sum, a mean, or a
+        mean whose weights (ignored labels, masks) depend on inputs alone, and a
+        PlanError else.
+    pairs: where rows of the batch meet in pairs, as in CLIP's logits: "joint", all of
+        them in one joint stage; "spread", where it can be, each microbatch computes its
+        own rows of them, of its own embeddings and those of all, gathered; "auto",
+        whichever the schedule's step should be shorter with.
+    batch_norm: what BatchNorm takes its statistics of in training: the whole "batch",
+        as eager does, in joint stages, or each "microbatch". None: the whole batch,
+        where each update and the loss are of it (loss_reduction="exact"), and each
+        microbatch else. Plan.explain() says what it costs.
+    stage_compiler: "eager" or "inductor".
+    passes: functions (program, request) -> program, run on each worker's program
+        before its frees are put in; see fxsched.passes.
+    memory_limit: bytes that stages="auto" may put on a worker: weights, their gradients
+        and activations. The optimizer's state and what one job needs come on top.
+    same_stage: groups of names of modules, to keep in one stage with all between them.
+    profile: True to record when each job runs, as backend.timeline; or what
+        fxsched.profile measured, to cut stages by it instead of estimates as well.
+    prefetch: for how many jobs ahead a worker asks for weights that others keep; it
+        holds those of at most prefetch + 1 jobs at a time.
+    check_inputs: which calls ranks compare their inputs at, by checksums: "first" (the
+        first three of each plan; in later ones by a few elements of each, which cost
+        nothing), "always" or "never". All pass the same whole batch.
+    input_from: the rank whose inputs all take, each call; the others pass tensors of
+        the same shapes and types.
+    batch_dims: where arguments have their samples, by name (x, batch['x']) or position:
+        a dimension, which may have a multiple of the samples, each sample's in a row;
+        or None for what all microbatches share. All others are cut along dimension 0
+        and must have one length there.
+    ragged: what becomes of a batch that doesn't divide into the microbatches: "error";
+        "fewer", the most microbatches that divide it, of equal size, so that the loss
+        stays the mean (a batch of 7 by 4 microbatches is one of 7); or "pad", the last
+        sample repeated, for models that return rows and no loss.
+    rows: "all", every rank passes whole batches; or "local", each passes those rows
+        alone that schedule.local_rows(rank, batch) lists, in that order, and outputs
+        come back whole; see LocalSampler. In one process there is no difference.
+    buffers: for buffers that F writes microbatch after microbatch (updates within a
+        call, or a loss_reduction that isn't "exact"), by name, what the values of
+        several workers that run the stage's F become: "mean", "sum" (of what each
+        added) or "last" (the last microbatch's). Running statistics are averaged,
+        counters summed; others need this, or one worker that runs the stage's F.
+    outputs: what the microbatches' values of an output without a row for each sample
+        become, by its key in what the model returns, its attribute, or its position:
+        "mean", "sum", "max", "min" or "last". Beside the loss, each needs it that is
+        not the same for all microbatches.
+    timeout: seconds that a rank waits for others at most, after which it ends with
+        TimeoutError; by default the process group's. After 10 s a line on stderr says
+        who waits for whom.
+    loss_scale: what the loss's gradient is scaled by where B runs in float16: the
+        torch.amp.GradScaler, a number, or a function that returns it, asked in each
+        call. backward() then hands over what is scaled so, as scaler.scale(loss) does.
+    optimizer: the torch.optim.Optimizer that the program steps: loss = step(x) trains,
+        without backward() and step(); each call is one step, or as many as
+        schedule.update_every makes. The model returns one scalar loss. Learning rates
+        and the like may change between calls; evaluate under torch.no_grad().
+    clip_grad_norm: with optimizer=, the largest norm of all gradients; larger ones are
+        scaled down as torch.nn.utils.clip_grad_norm_ does it, to the same bits under
+        every schedule.
+    skip_nonfinite: with optimizer=, whether updates are skipped where that norm is not
+        finite.
+    flight_record: a folder, this backend's own, for the jobs and messages of the last
+        3 calls: when one fails, each rank writes them to a file there, which `fxsched
+        blame FOLDER` reads. What an earlier start left there is moved to its folder
+        "earlier".
+    deterministic: whether gradients have the same bits under every schedule: those of
+        one process that runs the microbatches one after another and accumulates. Sums
+        over microbatches are made in their order, on one worker, which gets each
+        microbatch's gradient of weights that several give. What can't be so is a
+        PlanError. On a GPU operations may differ from call to call unless
+        torch.use_deterministic_algorithms(True) says otherwise.
+    check_finite: whether each job looks at what it made (values that have a gradient,
+        gradients, weights after an update in the program) before it hands it on. The
+        first NaN or Inf is a FloatingPointError on every rank, with the job and the
+        operation's module and line. On a GPU each look waits for the job.
+    gradient_dtype: what gradients of parameters are added up in, over microbatches and
+        workers, such as torch.float32 for bfloat16 parameters; the finished sum is cast
+        once, to the parameter's type, which .grad and the optimizer have. None for the
+        parameter's type in sums, too.
+    message_dtype: the type (torch.bfloat16, or torch.float16, which overflows above
+        65504) that activations and their gradients have on their way to jobs of other
+        workers. One that travels is cast where it is made and cast back, and all of
+        its readers see that, also those of its own worker. As they are travel integers
+        and bools, numbers (0-d), what takes no more bytes, what the model returns, what
+        F saves for its B, weights, buffers, and gradients of weights, of which all
+        owners keep the same bits. What is rounded depends on the schedule, so it does
+        not go with deterministic=True.
+    shards: which weights are cut, where the schedule has shards (schedules.sharded):
+        "auto" (all that can be, such that the shards exchange nothing but sums), or a
+        dict of patterns of names of modules, such as {"blocks.*.attention.query":
+        "column", "blocks.*.attention.out": "row"}: "column" cuts what the weight makes,
+        "row" what it sums over, as torch.distributed.tensor.parallel's styles do;
+        "sequence" are norms and dropout that each shard does for a slice of the rows;
+        "expert" cuts a stack [experts, .., ..] into whole experts.
+    model_passes: functions (gm, request) -> gm that change the model's graph of one
+        microbatch before it is cut into stages; see docs/passes.md.
     """
 
-    request: Request
-    transport: Transport | None
-    stage_compiler: StageCompiler
-    passes: tuple[Pass, ...]
-    measured: Profile | None
-    record: bool
-    inputs: InputRule
-    timeout: float | None
-    loss_scale: Scale | None
-    optimizer: Optimizer | None
-    recorder: Recorder | None = None
-    model_passes: tuple[ModelPass, ...] = ()
+    schedule: Schedule
+    stages: str | Sequence[str] = "auto"
+    transport: Transport | None = None
+    order: Order = "static"
+    carry: Carry = "saved"
+    loss_reduction: LossReduction = "exact"
+    stage_compiler: StageCompiler = "eager"
+    passes: Sequence[Pass] = ()
+    memory_limit: float | None = None
+    same_stage: Sequence[Sequence[str]] = ()
+    profile: Profile | bool | None = None
+    prefetch: int = 1
+    check_inputs: CheckInputs = "first"
+    input_from: int | None = None
+    batch_dims: Dims | None = None
+    ragged: Ragged = "error"
+    rows: PassedRows = "all"
+    buffers: Mapping[str, BufferReduction] | None = None
+    outputs: Mapping[int | str, OutputReduction] | None = None
+    timeout: float | None = None
+    loss_scale: object = None
+    optimizer: Optimizer | None = None
+    clip_grad_norm: float | None = None
+    skip_nonfinite: bool = False
+    pairs: Pairs = "auto"
+    batch_norm: BatchNorm | None = None
+    flight_record: str | PathLike[str] | None = None
+    deterministic: bool = False
+    check_finite: bool = False
+    gradient_dtype: torch.dtype | None = None
+    message_dtype: torch.dtype | None = None
+    shards: Literal["auto"] | Mapping[str, CutWord] = "auto"
+    model_passes: Sequence[ModelPass] = ()
+
+    def __post_init__(self) -> None:
+        for name, check in CHECKED.items():
+            object.__setattr__(self, name, check(name, getattr(self, name)))
+        for met, what in conflicts(self):
+            if met:
+                raise PlanError(what)
+
+    @cached_property
+    def request(self) -> Request:
+        """What is planned: the options that passes read."""
+        own = {each.name for each in fields(Request)} & CHECKED.keys()
+        chosen: dict[str, Any] = {name: getattr(self, name) for name in own}
+        scaled, most = self.loss_scale is not None, self.schedule.microbatches
+        return Request(**chosen, scaled=scaled, most=most)
+
+    @property
+    def measured(self) -> Profile | None:
+        """What stages are cut by, if it isn't estimates alone."""
+        return self.profile if isinstance(self.profile, Profile) else None
+
+    @property
+    def record(self) -> bool:
+        """Whether steps note when each job started and ended."""
+        return bool(self.profile)
+
+    @property
+    def inputs(self) -> InputRule:
+        """How ranks come to run on the same inputs."""
+        return InputRule(self.check_inputs, self.input_from)
+
+    @cached_property
+    def scale(self) -> Scale | None:
+        """What gives a call's loss scale."""
+        return read_scale(self.loss_scale)
+
+    @cached_property
+    def recorder(self) -> Recorder | None:
+        """What keeps the flight record of the last calls."""
+        folder = self.flight_record
+        return None if folder is None else Recorder(Path(folder))
 
 
-def checked_schedule(schedule: object) -> Schedule:
-    """The schedule; PlanError for anything else."""
-    if isinstance(schedule, Schedule):
-        return schedule
-    such = "gpipe(workers=4, microbatches=8)"
-    if isinstance(schedule, str) and schedule in LIBRARY:
-        such = f"{LIBRARY[schedule].__name__}(..)"
-    raise PlanError(
-        f"backend(schedule={shown(schedule)}): give a Schedule, such as "
-        f"fxsched.schedules.{such}"
+def _check_of(name: str, hint: Any) -> Check:
+    """An option's own check; for words and bools what its type says."""
+    if name in CHECKS:
+        return CHECKS[name]
+    if hint is bool:
+        return flag
+    allowed = get_args(hint)
+    return words(*(None if w is type(None) else w for w in _flat(allowed)))
+
+
+def _flat(values: Iterable[Any]) -> Iterator[Any]:
+    """The words of a Literal, and those of a union of one with None."""
+    for value in values:
+        yield from get_args(value) or (value,)
+
+
+CHECKED = {
+    name: _check_of(name, hint) for name, hint in get_type_hints(Options).items()
+}
+RUNS = {  # plans are the same whatever these are
+    "transport",
+    "stage_compiler",
+    "check_inputs",
+    "input_from",
+    "rows",
+    "timeout",
+    "loss_scale",
+    "flight_record",
+}
+NAMES = tuple(CHECKED)[1:]  # all but the schedule
+PLANNED = tuple(name for name in NAMES if name not in RUNS)
+
+
+def conflicts(options: Options) -> Iterator[tuple[bool, str]]:
+    """What doesn't go together: whether it was asked for, and what to say."""
+    schedule, request, rank = options.schedule, options.request, options.input_from
+    every, workers = schedule.update_every, schedule.workers
+    averaged, arrivals = schedule.average_every is not None, request.by_arrival
+    yield (
+        not (rank is None or (is_int(rank) and 0 <= rank < workers)),
+        f"backend(input_from={rank!r}): give a rank, 0 to {workers - 1}",
     )
+    weighted, exact = (options.loss_reduction == word for word in ("weighted", "exact"))
+    whole = options.ragged != "error" or rank is not None or weighted
+    yield (
+        options.rows == "local" and whole,
+        "backend(rows='local') doesn't go with ragged=, input_from= or "
+        "loss_reduction='weighted', which need the whole batch on every rank",
+    )
+    yield (
+        options.batch_norm == "batch" and not exact,
+        'batch_norm="batch" runs BatchNorm in joint stages, which come with '
+        f'loss_reduction="exact", not "{options.loss_reduction}"; leave one of them '
+        "out",
+    )
+    yield (
+        options.shards != "auto" and schedule.shards == 1,
+        "backend(shards=) says which weights are cut, but the schedule has one shard; "
+        f"give it fxsched.schedules.sharded({schedule.name or 'schedule'}, 2), or "
+        "leave shards= out",
+    )
+    for asked, what in (
+        (averaged, "average_every= (a shard has no replica of what all shards read)"),
+        (arrivals, "updates in order of arrival (take order='static')"),
+        (
+            options.deterministic,
+            "deterministic=True (shards add up gradients in another order)",
+        ),
+    ):
+        yield (
+            asked and schedule.shards > 1,
+            f"Schedule(shards={schedule.shards}) doesn't go with {what}; leave one of "
+            "them out",
+        )
+    for asked, what in (
+        (
+            arrivals,
+            "order='dynamic' with Schedule(ahead=) steps in order of arrival; take "
+            "order='static'",
+        ),
+        (
+            averaged,
+            "Schedule(average_every=) averages replicas that step by themselves; leave "
+            "it out",
+        ),
+        (
+            options.stage_compiler == "inductor",
+            "stage_compiler='inductor' rounds as it fuses, and fuses stage by stage; "
+            "take 'eager'",
+        ),
+        (
+            options.pairs == "spread",
+            "pairs='spread' adds up gradients of embeddings by rows; take 'joint'",
+        ),
+        (
+            options.message_dtype is not None,
+            "message_dtype= rounds what goes from worker to worker, which the schedule "
+            "decides; leave it out",
+        ),
+    ):
+        yield asked and options.deterministic, f"backend(deterministic=True): {what}"
+    yield (
+        weighted and (averaged or every not in (None, schedule.microbatches)),
+        "backend(loss_reduction='weighted') weighs rows over the whole batch, and an "
+        f"update every {every} microbatches sees only its own; take update_every=None, "
+        "or another loss_reduction",
+    )
+    yield (
+        options.optimizer is not None and options.loss_scale is not None,
+        "backend(optimizer=, loss_scale=): a GradScaler's step is not in the program; "
+        "train in bfloat16, or leave optimizer= out",
+    )
+    for name in ("clip_grad_norm", "skip_nonfinite"):
+        yield (
+            options.optimizer is None and bool(getattr(options, name)),
+            f"{name}= is about updates in the program; give it the optimizer too, "
+            "backend(schedule, optimizer=optimizer)",
+        )
 
 
-def check_keywords(
+def takes_options(
+    options: Callable[P, Options],
+) -> Callable[[Callable[[Options], Result]], Callable[P, Result]]:
+    """Has a function of Options take what they are made of, as arguments of its own,
+    which its signature shows and its docstring describes."""
+    takes = inspect.signature(options)
+
+    def decorate(make: Callable[[Options], Result]) -> Callable[P, Result]:
+        @wraps(make)
+        def call(*args: P.args, **kwargs: P.kwargs) -> Result:
+            if args and isinstance(args[0], fx.GraphModule):
+                return uncalled  # type: ignore[return-value]  # to torch.compile
+            try:
+                takes.bind(*args, **kwargs)
+            except TypeError as error:
+                unknown = (name for name in kwargs if name not in CHECKED)
+                near = difflib.get_close_matches(next(unknown, ""), CHECKED, 1)
+                hint = f"; did you mean {near[0]}=?" if near else ""
+                raise TypeError(f"{make.__name__}() {error}{hint}") from None
+            return make(options(*args, **kwargs))
+
+        returned = inspect.signature(make).return_annotation
+        shown = takes.replace(return_annotation=returned)
+        call.__signature__ = shown  # type: ignore[attr-defined]
+        listed = (inspect.getdoc(options) or "").partition("\n")[2].strip()
+        call.__doc__ = f"{inspect.getdoc(make)}\n\n{listed}"
+        return call
+
+    return decorate
+
+
+def parted(
+    call: str, model: Callable[..., Any], names: Sequence[str], given: dict[str, Any]
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Keyword arguments that are options of these names, and those of the model.
+
+    Raises PlanError for what is neither.
+    """
+    own = {name: given[name] for name in given if name in names}
+    rest = {name: given[name] for name in given if name not in names}
+    _check_keywords(call, model, rest, names)
+    return own, rest
+
+
+def with_names(call: Callable[..., Any], names: Sequence[str]) -> inspect.Signature:
+    """The signature of a call that takes options of these names among keywords."""
+    own, options = inspect.signature(call), inspect.signature(Options).parameters
+    *first, last = own.parameters.values()
+    more = [
+        options[name].replace(kind=inspect.Parameter.KEYWORD_ONLY) for name in names
+    ]
+    return own.replace(parameters=[*first, *more, last])
+
+
+def _check_keywords(
     call: str, model: Callable[..., Any], names: Iterable[str], options: Iterable[str]
 ) -> None:
     """Raises PlanError for names that are arguments neither of the model nor of a call
@@ -125,235 +452,6 @@ def uncalled(*inputs: object) -> NoReturn:
     )
 
 
-def flight_recorder(folder: str | PathLike[str] | None) -> Recorder | None:
-    """What keeps the flight record that goes to this folder."""
-    if folder is None:
-        return None
-    path = fspath(folder) if isinstance(folder, (str, PathLike)) else ""
-    if not isinstance(path, str) or not path or Path(path).is_file():
-        raise PlanError(f"backend(flight_record={folder!r}): give a folder, or None")
-    return Recorder(Path(path))
-
-
-def check_words(**options: str | None) -> None:
-    """Raises PlanError for an option that isn't one of its words."""
-    for name, word in options.items():
-        one_of("backend", name, word, WORDS[name])
-
-
-def check_local_rows(
-    rows: PassedRows,
-    ragged: Ragged,
-    input_from: int | None,
-    loss_reduction: LossReduction,
-) -> None:
-    """Raises PlanError for what rows="local" doesn't go with."""
-    whole = ragged != "error" or input_from is not None or loss_reduction == "weighted"
-    if rows == "local" and whole:
-        raise PlanError(
-            "backend(rows='local') doesn't go with ragged=, input_from= or "
-            "loss_reduction='weighted', which need the whole batch on every rank"
-        )
-
-
-def stage_names(stages: object) -> str | tuple[str, ...]:
-    """ "auto", or the names of modules that start stages."""
-    if isinstance(stages, str):
-        if stages == "auto":
-            return stages
-        raise PlanError(
-            f"backend(stages={stages!r}): give 'auto' or a list of module names, such "
-            f"as [{stages!r}]"
-        )
-    names = tuple(stages) if isinstance(stages, Iterable) else (stages,)
-    if not names or not all(isinstance(name, str) for name in names):
-        raise PlanError(
-            f"backend(stages={list(names)!r}): give 'auto' or a list of names of "
-            "modules"
-        )
-    return names
-
-
-def flag(option: str, value: object) -> bool:
-    """True or False."""
-    if not isinstance(value, bool):
-        raise PlanError(f"backend({option}={value!r}): give True or False")
-    return value
-
-
-def sum_type(gradient_dtype: object) -> torch.dtype | None:
-    """The type that gradients are added up in, if it isn't the parameters'."""
-    if gradient_dtype is None or gradient_dtype in SUM_TYPES:
-        return gradient_dtype
-    names = ", ".join(map(str, SUM_TYPES))
-    raise PlanError(
-        f"backend(gradient_dtype={gradient_dtype!r}): give one of {names}, or None for "
-        "the parameters' own"
-    )
-
-
-def message_type(dtype: object) -> torch.dtype | None:
-    """The type that values travel in between jobs."""
-    if dtype is None or dtype in (torch.bfloat16, torch.float16, torch.float32):
-        return dtype
-    raise PlanError(
-        f"backend(message_dtype={dtype!r}): give torch.bfloat16, torch.float16, "
-        "torch.float32 (for models in float64), or None"
-    )
-
-
-def look_ahead(prefetch: int) -> int:
-    """Jobs ahead that weights are asked for."""
-    if not is_int(prefetch) or prefetch < 0:
-        raise PlanError(f"backend(prefetch={prefetch!r}): give an int, 0 or more")
-    return prefetch
-
-
-def source_rank(input_from: int | None, workers: int) -> int | None:
-    """The rank whose inputs all take, if there is one."""
-    if input_from is None or (is_int(input_from) and 0 <= input_from < workers):
-        return input_from
-    raise PlanError(
-        f"backend(input_from={input_from!r}): give a rank, 0 to {workers - 1}"
-    )
-
-
-def above_zero(option: str, value: float | None, unit: str) -> float | None:
-    """A number of that unit, if it is given."""
-    if value is not None and not (is_number(value) and value > 0):
-        raise PlanError(f"backend({option}={value!r}): give {unit}, above 0")
-    return value
-
-
-def measured_profile(profile: object) -> Profile | None:
-    """What was measured; None, where there is only to say whether to record."""
-    if isinstance(profile, Profile):
-        return profile
-    if profile is None or isinstance(profile, bool):
-        return None
-    raise PlanError(
-        f"backend(profile={profile!r}): give True, or what fxsched.profile(model, "
-        "*inputs) measured"
-    )
-
-
-def checked_passes(passes: object, option: str = "passes") -> tuple[Pass, ...]:
-    """The user's passes."""
-    if not isinstance(passes, (tuple, list)) or not all(map(callable, passes)):
-        graph = "program" if option == "passes" else "gm"
-        raise PlanError(
-            f"backend({option}={passes!r}): give a list of functions ({graph}, "
-            f"request) -> {graph}"
-        )
-    return tuple(passes)
-
-
-def cut_words(shards: object, schedule: Schedule) -> Shards:
-    """ "auto", or how weights of modules are cut, by patterns of their names."""
-    if shards == "auto":
-        return "auto"
-    example = '{"blocks.*.attention.query": "column", "blocks.*.attention.out": "row"}'
-    if not isinstance(shards, Mapping) or not shards:
-        raise PlanError(
-            f"backend(shards={shards!r}): give 'auto', or such as {example}"
-        )
-    words: list[tuple[str, CutWord]] = []
-    for name, word in shards.items():
-        if not isinstance(name, str) or word not in get_args(CutWord):
-            raise PlanError(
-                f"backend(shards={{{name!r}: {word!r}}}): give names of modules, in "
-                "which * stands for any, with 'column', 'row', 'expert' or 'sequence', "
-                f"such as {example}"
-            )
-        words.append((name, word))
-    if schedule.shards == 1:
-        raise PlanError(
-            "backend(shards=) says which weights are cut, but the schedule has one "
-            f"shard; give it fxsched.schedules.sharded({schedule.name or 'schedule'}, "
-            "2), or leave shards= out"
-        )
-    return tuple(words)
-
-
-def check_shards(request: Request) -> None:
-    """Raises PlanError for what shards don't go with."""
-    if request.schedule.shards == 1:
-        return
-    others = {
-        "average_every= (a shard has no replica of what all shards read)": (
-            request.schedule.average_every is not None
-        ),
-        "updates in order of arrival (take order='static')": request.by_arrival,
-        "deterministic=True (shards add up gradients in another order)": (
-            request.deterministic
-        ),
-    }
-    for what, given in others.items():
-        if given:
-            raise PlanError(
-                f"Schedule(shards={request.schedule.shards}) doesn't go with {what}; "
-                "leave one of them out"
-            )
-
-
-def stage_groups(same_stage: object) -> tuple[tuple[str, ...], ...]:
-    """Groups of names of modules that stay in one stage."""
-    groups = same_stage if isinstance(same_stage, (list, tuple)) else [same_stage]
-    for group in groups:
-        if (
-            not isinstance(group, (list, tuple))
-            or len(group) < 2
-            or not all(isinstance(name, str) for name in group)
-        ):
-            raise PlanError(
-                f"backend(same_stage={same_stage!r}): give groups of two or more names "
-                "of modules, such as [['encoder.embed', 'head']]"
-            )
-    return tuple(map(tuple, groups))
-
-
-def sample_dims(batch_dims: object) -> dict[str | int, int | None]:
-    """The dimension with the samples, by argument; None for what all share."""
-    if batch_dims is None:
-        return {}
-    if not isinstance(batch_dims, Mapping):
-        raise PlanError(
-            f"backend(batch_dims={batch_dims!r}): give a dict, such as "
-            '{"cand": 0, "x": 1, "scale": None}'
-        )
-    for key, dim in batch_dims.items():
-        if not (parts(key) if isinstance(key, str) else is_int(key)):
-            raise PlanError(
-                f"backend(batch_dims={{{key!r}: ..}}): name an argument, or give its "
-                "position"
-            )
-        if dim is not None and not is_int(dim):
-            raise PlanError(
-                f"backend(batch_dims={{{key!r}: {dim!r}}}): give a dimension, or None "
-                "for what all microbatches share"
-            )
-    return {
-        key if isinstance(key, str) else int(key): None if dim is None else int(dim)
-        for key, dim in batch_dims.items()
-    }
-
-
-def reductions(
-    argument: str, value: object, allowed: Sequence[Word]
-) -> dict[Any, Word]:
-    """A copy of a dict of choices by name; PlanError for anything else."""
-    if value is None:
-        return {}
-    if not isinstance(value, Mapping):
-        raise PlanError(
-            f"backend({argument}={value!r}): give a dict of names, such as "
-            f"{{'name': {allowed[0]!r}}}"
-        )
-    for name, how in value.items():
-        one_of("backend", f"{argument}[{name!r}]", how, allowed)
-    return dict(value)
-
-
 def compile_options_error(options: Mapping[str, object]) -> PlanError | None:
     """The error for what torch.compile was given besides the backend, if anything."""
     if not options:
@@ -363,57 +461,3 @@ def compile_options_error(options: Mapping[str, object]) -> PlanError | None:
         f"torch.compile({words}) is for Inductor; leave it out, or take "
         "fxsched.backend(schedule, stage_compiler='inductor') to compile stages with it"
     )
-
-
-def check_deterministic(request: Request, stage_compiler: StageCompiler) -> None:
-    """Raises PlanError for what has other bits under other schedules."""
-    others = {
-        "order='dynamic' with Schedule(ahead=) steps in order of arrival; take "
-        "order='static'": request.by_arrival,
-        "Schedule(average_every=) averages replicas that step by themselves; leave it "
-        "out": request.schedule.average_every is not None,
-        "stage_compiler='inductor' rounds as it fuses, and fuses stage by stage; take "
-        "'eager'": stage_compiler == "inductor",
-        "pairs='spread' adds up gradients of embeddings by rows; take 'joint'": (
-            request.pairs == "spread"
-        ),
-        "message_dtype= rounds what goes from worker to worker, which the schedule "
-        "decides; leave it out": request.message_dtype is not None,
-    }
-    for other in (other for other, asked in others.items() if asked):
-        if request.deterministic:
-            raise PlanError(f"backend(deterministic=True): {other}")
-
-
-def check_updates(request: Request, optimizer: object) -> None:
-    """Raises PlanError for options of updates without an optimizer, and for what does
-    not go with one."""
-    if not isinstance(request.skip_nonfinite, bool):
-        raise PlanError(
-            f"backend(skip_nonfinite={request.skip_nonfinite!r}): give True or False"
-        )
-    schedule = request.schedule
-    parted = schedule.update_every not in (None, schedule.microbatches)
-    parted |= schedule.average_every is not None
-    if parted and request.loss_reduction == "weighted":
-        raise PlanError(
-            "backend(loss_reduction='weighted') weighs rows over the whole batch, and "
-            f"an update every {schedule.update_every} microbatches sees only its own; "
-            "take update_every=None, or another loss_reduction"
-        )
-    if optimizer is not None:
-        if request.scaled:
-            raise PlanError(
-                "backend(optimizer=, loss_scale=): a GradScaler's step is not in the "
-                "program; train in bfloat16, or leave optimizer= out"
-            )
-        return
-    asked = {
-        "clip_grad_norm=": request.clip_grad_norm is not None,
-        "skip_nonfinite=": request.skip_nonfinite,
-    }
-    for name in (name for name, wanted in asked.items() if wanted):
-        raise PlanError(
-            f"{name} is about updates in the program; give it the optimizer too, "
-            "backend(schedule, optimizer=optimizer)"
-        )

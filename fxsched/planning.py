@@ -117,7 +117,7 @@ def plan_call(
             traces = found_or_made(gm, args, request, more, make, shapes)
         request = replace(request, loss_reduction=traces.loss_reduction)
         request = _with_parts(args, request, options, traces)
-        plan = make_plan(traces.stages, request, options.passes, progress)
+        plan = make_plan(traces.stages, request, tuple(options.passes), progress)
     if request.rows == "local" and isinstance(workers, Ranks):
         check_local(plan, options.request.schedule)
     return CallPlan(plan, traces, request)
@@ -226,7 +226,7 @@ def _traces(
     request = replace(
         request, loss_reduction=_loss_reduction(traced, request), inputs=count
     )
-    stages = cut_stages(traced.graph, request, options.passes, progress)
+    stages = cut_stages(traced.graph, request, tuple(options.passes), progress)
     watch = None
     if request.schedule.microbatches > 1:
         loss = facts(stages.graph).loss
@@ -325,7 +325,7 @@ def make_step(
         agreement = Agreement(options.inputs, inputs, workers.processes, number, local)
     watch = traces.watch if 0 in workers.here else None
     before = BeforeCall(agreement, watch, traces.early)
-    scale, record, recorder = options.loss_scale, options.record, options.recorder
+    scale, record, recorder = options.scale, options.record, options.recorder
     optimizers = _stage_optimizers(call_plan, args, options.optimizer, workers)
     return Step(plan, programs, workers, before, scale, optimizers, record, recorder)
 

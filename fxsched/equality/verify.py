@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import inspect
 import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import nullcontext
@@ -14,7 +13,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch.utils._pytree import keystr, tree_flatten_with_path, tree_map
 
-from ..backend import Backend, backend
+from ..backend import Backend
 from ..draw import tables
 from ..ir.graphs import storage, tensors
 from ..ir.modes import modes_after_errors
@@ -22,7 +21,7 @@ from ..ir.user_line import line_of
 from ..jobs.job import PlanError
 from ..jobs.schedule import Schedule
 from ..jobs.user_values import shown
-from ..options import Options, check_keywords
+from ..options import NAMES, Options, parted, with_names
 from ..planning import TracedCall, traced_call
 from ..rows.row_warnings import RowsWarning
 from ..runtime.step import Step
@@ -78,12 +77,8 @@ def verify(
             f"verify(loss={shown(loss)}): give a function of what the model returns, "
             "or None where that is the loss"
         )
-    known = inspect.signature(backend).parameters
-    backend_options = {
-        name: options.pop(name) for name in list(options) if name in known
-    }
-    check_keywords("verify", model, options, known)
-    given = backend(schedule, **{**backend_options, "transport": "threads"}).options
+    own, options = parted("verify", model, NAMES, options)
+    given = Options(schedule, **{**own, "transport": "threads"})
     call = _Call(model, inputs, options, loss)
     found = _compared(call, given)
     note = ""
@@ -93,6 +88,9 @@ def verify(
     text = _text(found, why, note)
     print(text)
     return Verification(found.passed, found.differences, why, text)
+
+
+verify.__signature__ = with_names(verify, NAMES)  # type: ignore[attr-defined]
 
 
 class _Call(NamedTuple):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import NamedTuple
 
 import torch
@@ -11,9 +11,25 @@ import torch.distributed as dist
 
 import fxsched
 from fxsched import Schedule, schedules
+from fxsched.options import Options
 
 from .language import Setup
 from .measure import Contestant, clear
+
+
+class Unrecorded(Options):
+    """Options of a backend that has a profile and records nothing."""
+
+    record = False  # type: ignore[assignment]
+
+
+def recording(options: Options, record: bool) -> Options:
+    """The same options, for a backend that records when jobs run, or does not."""
+    given = {each.name: getattr(options, each.name) for each in fields(Options)}
+    if not record:
+        return Unrecorded(**given)
+    return Options(**{**given, "profile": options.profile or True})
+
 
 FITTED = 4  # steps that a profile is fitted to
 TENSOR_PARALLEL = (
@@ -120,7 +136,7 @@ def enter(
         order=entry.order,
         profile=profile,
     )
-    backend = fxsched.Backend(replace(made.options, record=record))
+    backend = fxsched.Backend(recording(made.options, record))
     compiled = torch.compile(model, backend=backend)
 
     def step() -> None:

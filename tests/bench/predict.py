@@ -6,7 +6,7 @@ import argparse
 import json
 import statistics
 import time
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -18,6 +18,7 @@ from fxsched import schedules
 from fxsched.models.gpt import GPT, GPTConfig
 
 from .measure import WARM, clear, slowest
+from .ours import recording
 
 
 def run(options: argparse.Namespace) -> int:
@@ -49,7 +50,7 @@ def run(options: argparse.Namespace) -> int:
             if options.optimizer:
                 inside = torch.optim.AdamW(model.parameters(), lr=1e-4)
             made = fxsched.backend(schedule, profile=profile, optimizer=inside)
-            backend = fxsched.Backend(replace(made.options, record=record))
+            backend = fxsched.Backend(recording(made.options, record))
             racers.append(Racer(name, model, backend, (tokens, target)))
     race(racers, options.steps)
     for recorded, timed in zip(racers[::2], racers[1::2], strict=True):

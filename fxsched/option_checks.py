@@ -1,0 +1,268 @@
+"""What single options of fxsched.backend may be.
+
+Each check takes an option's name and its value, and gives the value that is kept, which
+it would take too. It raises PlanError for any other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from os import PathLike, fspath
+from pathlib import Path
+from typing import Any, TypeVar, get_args
+
+import torch
+from torch.optim import Optimizer
+
+from .capture.caller import parts
+from .costmodel.measure import Profile
+from .ir.loss_scale import read_scale
+from .ir.request import BufferReduction, CutWord, OutputReduction, Shards
+from .jobs.job import PlanError
+from .jobs.schedule import Schedule
+from .jobs.user_values import is_int, is_number, shown
+from .schedules import LIBRARY
+from .schedules.arguments import one_of
+from .state.updates import checked_optimizer
+
+Check = Callable[[str, Any], Any]
+Word = TypeVar("Word", bound=str)
+
+SUM_TYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
+
+
+def words(*allowed: str | None) -> Check:
+    """One of some words."""
+
+    def check(name: str, value: str | None) -> str | None:
+        one_of("backend", name, value, allowed)
+        return value
+
+    return check
+
+
+def flag(name: str, value: object) -> bool:
+    """True or False."""
+    if not isinstance(value, bool):
+        raise PlanError(f"backend({name}={value!r}): give True or False")
+    return value
+
+
+def above_zero(unit: str) -> Check:
+    """A number of that unit, if it is given."""
+
+    def check(name: str, value: float | None) -> float | None:
+        if value is not None and not (is_number(value) and value > 0):
+            raise PlanError(f"backend({name}={value!r}): give {unit}, above 0")
+        return value
+
+    return check
+
+
+def checked_schedule(name: str, schedule: object) -> Schedule:
+    """The schedule; PlanError for anything else."""
+    if isinstance(schedule, Schedule):
+        return schedule
+    such = "gpipe(workers=4, microbatches=8)"
+    if isinstance(schedule, str) and schedule in LIBRARY:
+        such = f"{LIBRARY[schedule].__name__}(..)"
+    raise PlanError(
+        f"backend(schedule={shown(schedule)}): give a Schedule, such as "
+        f"fxsched.schedules.{such}"
+    )
+
+
+def stage_names(name: str, stages: object) -> str | tuple[str, ...]:
+    """ "auto", or the names of modules that start stages."""
+    if isinstance(stages, str):
+        if stages == "auto":
+            return stages
+        raise PlanError(
+            f"backend(stages={stages!r}): give 'auto' or a list of module names, such "
+            f"as [{stages!r}]"
+        )
+    names = tuple(stages) if isinstance(stages, Iterable) else (stages,)
+    if not names or not all(isinstance(each, str) for each in names):
+        raise PlanError(
+            f"backend(stages={list(names)!r}): give 'auto' or a list of names of "
+            "modules"
+        )
+    return names
+
+
+def stage_groups(name: str, same_stage: object) -> tuple[tuple[str, ...], ...]:
+    """Groups of names of modules that stay in one stage."""
+    groups = same_stage if isinstance(same_stage, (list, tuple)) else [same_stage]
+    for group in groups:
+        if (
+            not isinstance(group, (list, tuple))
+            or len(group) < 2
+            or not all(isinstance(each, str) for each in group)
+        ):
+            raise PlanError(
+                f"backend(same_stage={same_stage!r}): give groups of two or more names "
+                "of modules, such as [['encoder.embed', 'head']]"
+            )
+    return tuple(map(tuple, groups))
+
+
+def look_ahead(name: str, prefetch: int) -> int:
+    """Jobs ahead that weights are asked for."""
+    if not is_int(prefetch) or prefetch < 0:
+        raise PlanError(f"backend(prefetch={prefetch!r}): give an int, 0 or more")
+    return prefetch
+
+
+def sample_dims(name: str, batch_dims: object) -> dict[str | int, int | None]:
+    """The dimension with the samples, by argument; None for what all share."""
+    if batch_dims is None:
+        return {}
+    if not isinstance(batch_dims, Mapping):
+        raise PlanError(
+            f"backend(batch_dims={batch_dims!r}): give a dict, such as "
+            '{"cand": 0, "x": 1, "scale": None}'
+        )
+    for key, dim in batch_dims.items():
+        if not (parts(key) if isinstance(key, str) else is_int(key)):
+            raise PlanError(
+                f"backend(batch_dims={{{key!r}: ..}}): name an argument, or give its "
+                "position"
+            )
+        if dim is not None and not is_int(dim):
+            raise PlanError(
+                f"backend(batch_dims={{{key!r}: {dim!r}}}): give a dimension, or None "
+                "for what all microbatches share"
+            )
+    return {
+        key if isinstance(key, str) else int(key): None if dim is None else int(dim)
+        for key, dim in batch_dims.items()
+    }
+
+
+def reductions(allowed: Sequence[Word]) -> Check:
+    """A dict of choices by name."""
+
+    def check(name: str, value: object) -> dict[Any, Word]:
+        if value is None:
+            return {}
+        if not isinstance(value, Mapping):
+            raise PlanError(
+                f"backend({name}={value!r}): give a dict of names, such as "
+                f"{{'name': {allowed[0]!r}}}"
+            )
+        for key, how in value.items():
+            one_of("backend", f"{name}[{key!r}]", how, allowed)
+        return dict(value)
+
+    return check
+
+
+def functions(graph: str) -> Check:
+    """The user's passes over a graph that they call so."""
+
+    def check(name: str, passes: object) -> tuple[Any, ...]:
+        if not isinstance(passes, (tuple, list)) or not all(map(callable, passes)):
+            raise PlanError(
+                f"backend({name}={passes!r}): give a list of functions ({graph}, "
+                f"request) -> {graph}"
+            )
+        return tuple(passes)
+
+    return check
+
+
+def profiled(name: str, profile: object) -> Profile | bool | None:
+    """What was measured, or whether to record."""
+    if profile is None or isinstance(profile, (bool, Profile)):
+        return profile
+    raise PlanError(
+        f"backend(profile={profile!r}): give True, or what fxsched.profile(model, "
+        "*inputs) measured"
+    )
+
+
+def folder(name: str, path: object) -> str | None:
+    """A folder, if it is given."""
+    if path is None:
+        return None
+    text = fspath(path) if isinstance(path, (str, PathLike)) else ""
+    if not isinstance(text, str) or not text or Path(text).is_file():
+        raise PlanError(f"backend({name}={path!r}): give a folder, or None")
+    return text
+
+
+def scale(name: str, scaler: object) -> object:
+    """A GradScaler, a number or a function."""
+    read_scale(scaler)
+    return scaler
+
+
+def stepped(name: str, optimizer: object) -> Optimizer | None:
+    """An optimizer that a program can step, if it is given."""
+    return checked_optimizer(optimizer)
+
+
+def sum_type(name: str, gradient_dtype: object) -> torch.dtype | None:
+    """The type that gradients are added up in, if it isn't the parameters'."""
+    if gradient_dtype is None or gradient_dtype in SUM_TYPES:
+        return gradient_dtype
+    names = ", ".join(map(str, SUM_TYPES))
+    raise PlanError(
+        f"backend(gradient_dtype={gradient_dtype!r}): give one of {names}, or None for "
+        "the parameters' own"
+    )
+
+
+def message_type(name: str, dtype: object) -> torch.dtype | None:
+    """The type that values travel in between jobs."""
+    if dtype is None or dtype in (torch.bfloat16, torch.float16, torch.float32):
+        return dtype
+    raise PlanError(
+        f"backend(message_dtype={dtype!r}): give torch.bfloat16, torch.float16, "
+        "torch.float32 (for models in float64), or None"
+    )
+
+
+def cut_words(name: str, shards: object) -> Shards:
+    """ "auto", or how weights of modules are cut, by patterns of their names."""
+    if shards == "auto" or isinstance(shards, tuple):
+        return shards  # a tuple is one that was checked
+    example = '{"blocks.*.attention.query": "column", "blocks.*.attention.out": "row"}'
+    if not isinstance(shards, Mapping) or not shards:
+        raise PlanError(
+            f"backend(shards={shards!r}): give 'auto', or such as {example}"
+        )
+    words: list[tuple[str, CutWord]] = []
+    for pattern, word in shards.items():
+        if not isinstance(pattern, str) or word not in get_args(CutWord):
+            raise PlanError(
+                f"backend(shards={{{pattern!r}: {word!r}}}): give names of modules, in "
+                "which * stands for any, with 'column', 'row', 'expert' or 'sequence', "
+                f"such as {example}"
+            )
+        words.append((pattern, word))
+    return tuple(words)
+
+
+CHECKS: dict[str, Check] = {  # of options that are neither words nor bools
+    "schedule": checked_schedule,
+    "stages": stage_names,
+    "passes": functions("program"),
+    "memory_limit": above_zero("bytes"),
+    "same_stage": stage_groups,
+    "profile": profiled,
+    "prefetch": look_ahead,
+    "input_from": lambda name, rank: rank,  # by the schedule; see conflicts
+    "batch_dims": sample_dims,
+    "buffers": reductions(get_args(BufferReduction)),
+    "outputs": reductions(get_args(OutputReduction)),
+    "timeout": above_zero("seconds"),
+    "loss_scale": scale,
+    "optimizer": stepped,
+    "clip_grad_norm": above_zero("a norm"),
+    "flight_record": folder,
+    "gradient_dtype": sum_type,
+    "message_dtype": message_type,
+    "shards": cut_words,
+    "model_passes": functions("gm"),
+}
