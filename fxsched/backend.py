@@ -12,6 +12,7 @@ from torch import Tensor, fx, nn
 
 from .autodiff.activation_checkpoints import inline_bodies
 from .capture.batch import fixed_size
+from .capture.chosen_rows import cut_outputs
 from .capture.dynamo import (
     configure_dynamo,
     note_call,
@@ -20,7 +21,6 @@ from .capture.functional import early_writes
 from .capture.graph_breaks import GraphBreak, left_to_python
 from .capture.graph_inputs import placeholders
 from .capture.lowered import aten_graph
-from .capture.picked_rows import cut_outputs
 from .clock.timeline import Event
 from .ir.modes import modes_after_errors
 from .jobs.job import Job, PlanError

@@ -74,18 +74,18 @@ class Options:
         inputs and runs F again).
     loss_reduction: "exact" (eager's loss and outputs of the whole batch: means, sums
         and weights that inputs decide of microbatches, and what rows of the batch meet
-        in once, in a joint stage); "mean" or "sum" of the microbatches' losses; or
-        "weighted": exact without joint stages, where the loss is a sum, a mean, or a
-        mean whose weights (ignored labels, masks) depend on inputs alone, and a
-        PlanError else.
+        in once, in a global-batch stage); "mean" or "sum" of the microbatches' losses;
+        or "weighted": exact without global-batch stages, where the loss is a sum, a
+        mean, or a mean whose weights (ignored labels, masks) depend on inputs alone,
+        and a PlanError else.
     pairs: where rows of the batch meet in pairs, as in CLIP's logits: "joint", all of
-        them in one joint stage; "spread", where it can be, each microbatch computes its
-        own rows of them, of its own embeddings and those of all, gathered; "auto",
-        whichever the schedule's step should be shorter with.
+        them in one global-batch stage; "spread", where it can be, each microbatch
+        computes its own rows of them, of its own embeddings and those of all, gathered;
+        "auto", whichever the schedule's step should be shorter with.
     batch_norm: what BatchNorm takes its statistics of in training: the whole "batch",
-        as eager does, in joint stages, or each "microbatch". None: the whole batch,
-        where each update and the loss are of it (loss_reduction="exact"), and each
-        microbatch else. Plan.explain() says what it costs.
+        as eager does, in global-batch stages, or each "microbatch". None: the whole
+        batch, where each update and the loss are of it (loss_reduction="exact"), and
+        each microbatch else. Plan.explain() says what it costs.
     stage_compiler: "eager" or "inductor".
     passes: functions (program, request) -> program, run on each worker's program
         before its frees are put in; see fxsched.passes.
@@ -300,7 +300,7 @@ def conflicts(options: Options) -> Iterator[tuple[bool, str]]:
     )
     yield (
         options.batch_norm == "batch" and not exact,
-        'batch_norm="batch" runs BatchNorm in joint stages, which come with '
+        'batch_norm="batch" runs BatchNorm in global-batch stages, which come with '
         f'loss_reduction="exact", not "{options.loss_reduction}"; leave one of them '
         "out",
     )

@@ -1,4 +1,5 @@
-"""Whether rows that meet in pairs do in a joint stage, or spread over microbatches."""
+"""Whether rows that meet in pairs do in a global-batch stage, or spread over
+microbatches."""
 
 from __future__ import annotations
 
@@ -46,8 +47,10 @@ def trace_pairs(trace: Trace, request: Request) -> Traced:
     if all(time.error for time in times):
         raise times[1].error or times[0].error  # type: ignore[misc]
     chosen = spread if times[0].seconds < times[1].seconds else joint
-    how = "spread over microbatches" if chosen is spread else "in a joint stage"
-    other = "in a joint stage" if chosen is spread else "spread over microbatches"
+    how = "spread over microbatches" if chosen is spread else "in a global-batch stage"
+    other = (
+        "in a global-batch stage" if chosen is spread else "spread over microbatches"
+    )
     less, more = sorted(times, key=lambda time: time.seconds)
     text = clock(less.seconds, "s").text
     why = "can't be planned" if more.error else text(more.seconds)

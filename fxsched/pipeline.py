@@ -231,7 +231,7 @@ def _unmet(step: Step, request: Request) -> tuple[str, ...]:
     """What the user asked for and does not get."""
     trains = any(direction is Direction.BACKWARD for _, direction in step.jobs.kinds)
     caps = {request.schedule.cap(stage) for stage, _ in step.jobs.kinds}
-    if not (trains and step.late) or caps == {None}:
+    if not (trains and step.deferred) or caps == {None}:
         return ()
     return (
         "in_flight is not applied: the model returns no scalar loss, so all F run in "

@@ -72,7 +72,7 @@ class _Differentiation:
 
     def run(self) -> fx.GraphModule:
         loss = self._loss() if self.request.training else None
-        self.late = loss is None
+        self.deferred = loss is None
         outputs: Sequence[Any] = result(self.gm)
         with self.graph.inserting_before(self.output):
             for position, value in enumerate(outputs):
@@ -231,8 +231,8 @@ class _Differentiation:
         # or what the model has by the time of backward()
         numbers = [weights.meta["group"] for weights in arguments(call)[0]]
         written = any(self.groups[number].written for number in numbers)
-        recompute = recompute and not (self.late and written)
-        # nothing comes between F and B of a joint stage
+        recompute = recompute and not (self.deferred and written)
+        # nothing comes between F and B of a global-batch stage
         recompute = recompute and not self.stages.nodes[stage].get("joint")
         places = stage_facts(self._module(call)).places
         with self.graph.inserting_before(call):

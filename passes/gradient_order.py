@@ -45,7 +45,9 @@ def _keep_order(node: fx.Node, users: list[fx.Node]) -> None:
     if len(stages) < 2:
         return
     if any(each.meta.get("joint") for each in (node, *users)):
-        fixed = len(stages) == 2  # however the model is cut, joint ones are apart
+        fixed = (
+            len(stages) == 2
+        )  # however the model is cut, global-batch ones are apart
     elif maker >= 0:
         fixed = in_order or len(reads) <= 2
         passed = tuple(stage for stage in stages[:-1] if stage != maker)

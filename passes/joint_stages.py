@@ -35,12 +35,11 @@ def stages_with_joint(blocks: list[Block], request: Request) -> Fitted:
     before: z = norm(x); whole = join(z, ..); loss = pairs(whole)
     after:  the same nodes; z in a stage of microbatches, the others in the last stage
 
-    Stages of microbatches are numbered first, as without joint ones; what runs on all
-    rows comes after them, a stage for each time that rows meet on the way, and for each
-    of several long branches. Such branches that nothing in microbatches comes before
-    count among the schedule's stages where that makes the step shorter, and run where
-    it is shortest, if w knows nothing of them.
-    """
+    Stages of microbatches are numbered first, as without global-batch ones; what runs
+    on all rows comes after them, a stage for each time that rows meet on the way, and
+    for each of several long branches. Such branches that nothing in microbatches comes
+    before count among the schedule's stages where that makes the step shorter, and run
+    where it is shortest, if w knows nothing of them."""
     parts = _Parts(blocks)
     every = cut_problem(blocks, request)
     named = None

@@ -20,9 +20,9 @@ from ..jobs.schedule import Schedule
 from ..jobs.shards import in_pieces
 from ..partition.planner import fastest, predict
 from ..sharding.choice import choose_regions, named_region
-from ..sharding.grower import Grower
 from ..sharding.layouts import in_flow, where
 from ..sharding.own_rows import RowFollower
+from ..sharding.propagation import Propagation
 from ..sharding.region import Region
 from ..sharding.slices import slices_text, variants
 from .cut_problem import cut_problem
@@ -58,11 +58,13 @@ def shard_stages(gm: fx.GraphModule, request: Request) -> fx.GraphModule:
         return gm
     _drop_dead(gm.graph)
     model, (gm, inside) = gm, open_attention(gm)
-    grower = Grower(gm, RowFollower(gm, schedule.shards), _kept_whole(gm, request))
+    propagation = Propagation(
+        gm, RowFollower(gm, schedule.shards), _kept_whole(gm, request)
+    )
     ways = [
-        _Way.of(region, Rewriter(grower, each, request), schedule)
-        for region in _regions(gm, grower, request)
-        for each in variants(grower, region, _slices(request))
+        _Way.of(region, Rewriter(propagation, each, request), schedule)
+        for region in _regions(gm, propagation, request)
+        for each in variants(propagation, region, _slices(request))
     ]
     best = _fastest(ways, request)
     parts = best.rewriter.inputs
@@ -71,7 +73,7 @@ def shard_stages(gm: fx.GraphModule, request: Request) -> fx.GraphModule:
         schedule=best.schedule,
         pieces=best.pieces,
         parts=parts,
-        cuts=tuple(grower.told(best.region)),
+        cuts=tuple(propagation.told(best.region)),
         sliced=slices_text(best.rewriter.region, best.region),
         whole=model,
         outputs=tuple(_with_parts(output, parts) for output in facts(gm).outputs),
@@ -83,19 +85,21 @@ def shard_stages(gm: fx.GraphModule, request: Request) -> fx.GraphModule:
     return whole
 
 
-def _regions(gm: fx.GraphModule, grower: Grower, request: Request) -> list[Region]:
+def _regions(
+    gm: fx.GraphModule, propagation: Propagation, request: Request
+) -> list[Region]:
     """The regions that may run in parts, the fastest first."""
     words = () if request.shards == "auto" else request.shards
     weights = {name: word for name, word in words if word != "sequence"}
     regions = (
-        [named_region(grower, grower.nodes, weights)]
+        [named_region(propagation, propagation.nodes, weights)]
         if weights
-        else choose_regions(grower, grower.nodes, request)
+        else choose_regions(propagation, propagation.nodes, request)
     )
     some = [region for region in regions if region.weights]
     if not some:
-        shards = grower.follower.shards
-        why = [f" ({w.meta['name']}: {why})" for w, why in grower.reasons.items()]
+        shards = propagation.follower.shards
+        why = [f" ({w.meta['name']}: {why})" for w, why in propagation.reasons.items()]
         raise PlanError(
             f"Schedule(shards={shards}): no weight can be cut into {shards} equal "
             f"parts whose products come to sums{''.join(why[:1])}; give a model whose "

@@ -18,9 +18,9 @@ from ..ir.regions import Regions
 from ..ir.request import Request
 from ..rows.kinds import Kind, Rows
 from ..sharding.demand import Demand
-from ..sharding.grower import Grower
 from ..sharding.layouts import Operation, value_of, writes_operand
 from ..sharding.own_rows import is_lone, zeroing
+from ..sharding.propagation import Propagation
 from ..sharding.region import Region
 
 aten = torch.ops.aten
@@ -34,10 +34,16 @@ class Rewriter:
     run in parts of which some shard has all, and what it has.
     """
 
-    def __init__(self, grower: Grower, region: Region, request: Request) -> None:
-        self.region, self.follower, self.nodes = region, grower.follower, grower.nodes
-        self.demand = Demand(grower, region)
-        self.every = range(grower.follower.shards)
+    def __init__(
+        self, propagation: Propagation, region: Region, request: Request
+    ) -> None:
+        self.region, self.follower, self.nodes = (
+            region,
+            propagation.follower,
+            propagation.nodes,
+        )
+        self.demand = Demand(propagation, region)
+        self.every = range(propagation.follower.shards)
         self.request = request
         self.inputs: dict[int, PartOf] = {}
         self.joined: dict[fx.Node, fx.Node] = {}

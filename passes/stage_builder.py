@@ -14,8 +14,8 @@ from ..ir.lazy import lazy_module
 
 
 class Port(NamedTuple):
-    """A value that a stage takes or gives; of a joint stage, in which microbatch, if
-    it is of one."""
+    """A value that a stage takes or gives; of a global-batch stage, in which
+    microbatch, if it is of one."""
 
     node: fx.Node
     microbatch: int | None = None
@@ -26,7 +26,8 @@ class StageBuilder:
 
     nodes: the stage's and, among them, those that open and close regions.
 
-    A joint stage takes what it reads of microbatches once for each, and joins them:
+    A global-batch stage takes what it reads of microbatches once for each, and joins
+    them:
 
     before: whole_a = join(a, "rows", 0, 2); loss = pairs(whole_a)
     after:  whole_a = cat([a_0, a_1], 0); loss = pairs(whole_a)
@@ -170,7 +171,7 @@ def _ports(node: fx.Node, microbatches: int | None) -> list[Port]:
 
 
 def _count(node: fx.Node) -> int:
-    """How many microbatches a joint stage joins, or parts."""
+    """How many microbatches a global-batch stage joins, or parts."""
     count: int = node.args[-1]  # type: ignore[assignment]
     return count
 

@@ -48,7 +48,7 @@ def copied(
     model: type[nn.Module] = Pairs, worker: int = 1, workers: int = 2
 ) -> tuple[Plan, fx.Graph]:
     """The plan with programs of its own, and the graph of a worker's: of worker 1's,
-    which has the joint stage and the second encoder, or another."""
+    which has the global-batch stage and the second encoder, or another."""
     programs = []
     for program in planned(model, workers).programs:
         graph = fx.Graph()

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from fxsched import PlanError
 from fxsched.transport.board import Board, Mark, Status
 from fxsched.transport.control import Control
-from fxsched.transport.silence import LATE, Silence
+from fxsched.transport.failure_detector import LATE, FailureDetector
 
 
 def planned(text: str = "x float32[8]") -> tuple[Control, Control]:
@@ -79,7 +79,7 @@ def waiting(rank: int, whom: int, beat: int) -> Status:
 
 
 def test_who_waits_for_whom_ends_at_the_rank_that_is_silent() -> None:
-    silence = Silence()
+    silence = FailureDetector()
     busy = Status("waits", Mark(2, 1), 1, "waits for rank 0 at call 2", 0)
     silence.note({0: waiting(0, 1, 4), 1: waiting(1, 2, 4), 2: busy})
     assert silence.chain(0) == [
@@ -99,7 +99,7 @@ def test_who_waits_for_whom_ends_at_the_rank_that_is_silent() -> None:
 def test_a_rank_that_wrote_long_ago_waits_no_longer(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    silence = Silence()
+    silence = FailureDetector()
     silence.note({0: waiting(0, 1, 4), 1: waiting(1, 0, 4)})
     now = time.monotonic() + LATE
     monkeypatch.setattr(time, "monotonic", lambda: now)

@@ -1,4 +1,4 @@
-"""What joint stages cost: measured times, memory, and carry="recompute"."""
+"""What global-batch stages cost: measured times, memory, and carry="recompute"."""
 
 from __future__ import annotations
 

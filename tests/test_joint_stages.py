@@ -39,7 +39,8 @@ def graph(
     joint: Collection[int],
     frozen: Collection[int] = (),
 ) -> nx.DiGraph[int]:
-    """Stages whose F takes 1 and B 2, of joint ones 3 and 6; frozen ones have no B."""
+    """Stages whose F takes 1 and B 2, of global-batch ones 3 and 6; frozen ones have no
+    B."""
     stages: nx.DiGraph[int] = nx.DiGraph()
     stages.add_nodes_from(range(1 + max((b for _, b in edges), default=0)))
     stages.add_edges_from(edges, seconds=0.0)
@@ -53,7 +54,8 @@ def graph(
 def waits(
     stages: nx.DiGraph[int], microbatches: int, split: bool
 ) -> Iterator[tuple[tuple[int, int, str], tuple[int, int, str]]]:
-    """What is said of joint stages, job by job: pairs of a job and one after it."""
+    """What is said of global-batch stages, job by job: pairs of a job and one after
+    it."""
     joint = {s for s, data in stages.nodes(data=True) if data["joint"]}
     back = {s for s, data in stages.nodes(data=True) if data["backward"]}
     for b in range(microbatches):
@@ -72,7 +74,8 @@ def waits(
 
 
 def check(result: Simulation, stages: nx.DiGraph[int]) -> None:
-    """Each job once, joint ones once for all microbatches, after what they wait for."""
+    """Each job once, global-batch ones once for all microbatches, after what they wait
+    for."""
     joint = {s for s, data in stages.nodes(data=True) if data["joint"]}
     schedule = result.schedule
     times = {
@@ -302,7 +305,8 @@ def test_joint_takes_numbers_of_stages(joint: Any) -> None:
 
 
 def test_strict_orders_found_for_joint_stages_are_kept() -> None:
-    """n that can be taken strictly is; else what waits for a joint job comes after."""
+    """n that can be taken strictly is; else what waits for a global-batch job comes
+    after."""
     order = {"0F1": 0, "1F*": 2, "0F0": 1, "1B*": 3, "0B1": 4, "0B0": 5}
 
     def n(s: int, b: int, d: Direction) -> int:

@@ -43,7 +43,7 @@ KEEPERS: dict[str, tuple[str, ...]] = {
     ),
 }
 
-# Third-party packages by room; torch is everywhere.
+# Third-coordinator packages by room; torch is everywhere.
 LIBRARIES: dict[str, tuple[str, ...]] = {
     "models": (),
     "passes": ("networkx",),

@@ -107,7 +107,8 @@ WAYS: dict[str, Callable[[], Way]] = {
 
 
 def joint() -> Way:
-    """The second stage and the joint one are on one worker, and read the first."""
+    """The second stage and the global-batch one are on one worker, and read the
+    first."""
     casts = {"near": BOTH, "far": BOTH}
     return Way(schedules.gpipe(2, 2), {"pairs": "joint"}, casts)
 

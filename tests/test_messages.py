@@ -17,7 +17,7 @@ import fxsched
 from fxsched import PlanError, schedules
 from fxsched.checker.summary import CheckError
 from fxsched.cli.main import main
-from fxsched.ir.picked import _most
+from fxsched.ir.chosen import _most
 from fxsched.runtime.local_rows import spread_rows
 from fxsched.simulator.timeline_comparison import Timing
 

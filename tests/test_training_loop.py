@@ -549,4 +549,6 @@ def test_layers_that_have_no_gradient_in_eval_mode_equal_eager() -> None:
     model, x = nn.Sequential(*layers).eval(), torch.randn(4, 3, 8)
     with fxsched.backend(schedules.gpipe(2, 2)) as backend, torch.no_grad():
         torch.testing.assert_close(torch.compile(model, backend=backend)(x), model(x))
-        assert backend.plan is not None and not backend.plan.notes  # no joint stage
+        assert (
+            backend.plan is not None and not backend.plan.notes
+        )  # no global-batch stage

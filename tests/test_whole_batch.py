@@ -246,7 +246,7 @@ def test_pairs_are_spread_where_the_step_should_be_shorter() -> None:
     text = (
         r"pairs of rows {}: [\d.]+ .s a step without sums of.gradients; {}:\s[\d.]+\s.s"
     )
-    places = "spread over microbatches", "in a joint stage"
+    places = "spread over microbatches", "in a global-batch stage"
     one, other, asked = (
         fxsched.plan(Towers(), schedules.ddp(4, 4), *many, pairs=pairs)
         for pairs in ("auto", "joint", "spread")

@@ -286,8 +286,8 @@ class _Paper:
         return node
 
     def _out(self, stage: int, call: fx.Node, sent: Sent, of_rows: bool) -> fx.Node:
-        """What a stage gives to others: of a joint one to those of microbatches, each
-        of them has its own rows, or all have the same.
+        """What a stage gives to others: of a global-batch one to those of microbatches,
+        each of them has its own rows, or all have the same.
 
         of_rows: whether others are of microbatches.
         """
@@ -309,7 +309,7 @@ class _Paper:
     def _in(
         self, stage: int, maker: int, value: fx.Node, adds_up: bool = False
     ) -> Iterator[fx.Node]:
-        """How a stage reads what another gives: a joint one reads that of all
+        """How a stage reads what another gives: a global-batch one reads that of all
         microbatches, or the sum of it."""
         if stage not in self.joint or maker in self.joint:
             yield value

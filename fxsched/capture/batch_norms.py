@@ -5,7 +5,7 @@
 
 before: y = batch_norm(x, mean, var, w, b, True, 0.1, 1e-5)
 after:  m = x.mean(dims); v = (x - m).square().mean(dims)
-        mean_1 = moved(mean, m, 0.1)                    # once, in a joint stage
+        mean_1 = moved(mean, m, 0.1)                    # once, in a global-batch stage
         var_1 = moved(var, unbiased(v, x.numel()), 0.1)
         y = (x - m) * rsqrt(v + 1e-5) * w + b; copy_(mean, mean_1); copy_(var, var_1)
 """

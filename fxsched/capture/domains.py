@@ -60,7 +60,7 @@ class Domains:
     def _joint(self) -> dict[fx.Node, None]:
         worth, ends = self._useful()
         joint: dict[fx.Node, None] = {}
-        resumed: set[fx.Node] = set()  # of microbatches, after joint ones
+        resumed: set[fx.Node] = set()  # of microbatches, after global-batch ones
         for node in self.nodes:
             reads = [n for n in node.all_input_nodes if n in joint]
             again = not resumed.isdisjoint(node.all_input_nodes)

@@ -27,11 +27,11 @@ from ..jobs.job import PlanError
 from ..torch_compat.ctc_losses import ctc_traced
 from ..torch_compat.own_gradients import own_gradients
 from .caller import Argument, Call, Structure, parts
+from .global_guards import GlobalGuards, first_frames
 from .graph_breaks import not_exported
 from .graph_inputs import Origin, placeholders, registry, symbol_of
 from .lowered import aten_graph
 from .noted_values import Change, Noted, noted_model
-from .outside_names import OutsideNames, first_frames
 from .refusals import refuse_generators
 from .returns import Returned, label_of
 from .torch_calls import (
@@ -49,7 +49,7 @@ class ModelRun:
 
     result: what it returned. returns: what the graph is to give of it.
     changes: what it wrote into itself and around it, which was undone.
-    outside: what it read around it. calls: what it called of torch.
+    guards: of what it read around it. calls: what it called of torch.
     """
 
     result: Structure
@@ -59,7 +59,7 @@ class ModelRun:
     def __init__(self, model: nn.Module, call: Structure) -> None:
         self.model, self.call = model, call
         self.before = Noted()
-        self.outside, self.calls = OutsideNames(), TorchCalls()
+        self.guards, self.calls = GlobalGuards(), TorchCalls()
 
     def __call__(self, tensors: Sequence[Any]) -> tuple[Any, ...]:
         args, kwargs = self.call.with_tensors(tensors)
@@ -73,23 +73,23 @@ class ModelRun:
                 result = self.result = Structure(self.model(*args, **kwargs))
             self.returns = self.calls.returned(result.tensors, result.names)
         finally:
-            self.changes = [*self.before.changes(), *self.outside.changes()]
-            self.outside.settle()
+            self.changes = [*self.before.changes(), *self.guards.changes()]
+            self.guards.settle()
             for change in reversed(self.changes):
                 change.undo()
         return tuple(self.returns.values)
 
     def _look(self, frame: FrameType) -> None:
-        self.outside.look(frame)
+        self.guards.look(frame)
         refuse_seeding(frame)
 
     def path_of(self, weight: nn.Parameter) -> str | None:
         """How the model writes a weight that it doesn't register."""
-        for path, module in self.outside.modules.items():
+        for path, module in self.guards.modules.items():
             for name, each in module.named_parameters(path):
                 if each is weight:
                     return name
-        return self.before.path_of(weight) or self.outside.path_of(weight)
+        return self.before.path_of(weight) or self.guards.path_of(weight)
 
 
 ROOT = "model"  # what the model is called inside of what is exported

@@ -56,7 +56,7 @@ class Origins:
         paths: Sequence[Sequence[Path]],
         values: Sequence[Any],
     ) -> None:
-        self.outside = outside
+        self.guards = outside
         self._module = cache(partial(_module_at, scope=scope))
         self._registry = cache(registry)
         first = [each for ways in paths for each in self._through(ways[0])[:1]]
@@ -109,7 +109,7 @@ class Origins:
                 inside = module in self.roots
                 full = self._under(module, name) if inside else plain(expression, name)
                 return Origin(full, argument=False, registered=True)
-        variable = path[0].startswith("L[") and path[0] not in self.outside
+        variable = path[0].startswith("L[") and path[0] not in self.guards
         return Origin(plain(path[-1]), variable and not through, registered=False)
 
 

@@ -130,7 +130,8 @@ class _Joining:
             self.trace.graph.erase_node(new)
 
     def _read_parts(self, node: fx.Node) -> None:
-        """A node of microbatches takes its rows of what joint ones make, or all."""
+        """A node of microbatches takes its rows of what global-batch ones make, or
+        all."""
         new = self.trace.new[node]
         whole = self.domains.whole.get(node, ())
         for read in node.all_input_nodes:

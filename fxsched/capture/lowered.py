@@ -33,10 +33,10 @@ from ..ir.lazy import lazy_module
 from ..jobs.job import PlanError
 from ..rows.own_backward import HOOK, own_name
 from ..torch_compat.ctc_losses import OURS
+from .chosen_rows import choose_rows
 from .effects import NORMS
 from .functional import take_early_writes, without_writes
 from .graph_inputs import placeholders, text_of
-from .picked_rows import pick_rows
 from .refusals import refusal, refuse_transforms, refused, where_of
 from .vmaps import Flat, flat_vmaps
 
@@ -84,7 +84,7 @@ def aten_graph(gm: fx.GraphModule) -> fx.GraphModule:
         if node.meta["origin"] is None:  # which nothing reads
             result.graph.erase_node(node)
     result.meta["text"] = text_of(result)
-    result = pick_rows(take_early_writes(without_writes(result)))
+    result = choose_rows(take_early_writes(without_writes(result)))
     hook_at_source(result)
     return result
 

@@ -19,9 +19,9 @@ from ..ir.user_line import line_of, user_line
 from ..jobs.job import PlanError
 from ..rows.kinds import REPLICATE, Kind, Rows
 from .batch import Batch
+from .chosen_rows import FILLED
 from .graph_inputs import plain
 from .microbatch import Microbatch
-from .picked_rows import FILLED
 from .returns import Returned
 from .state_updates import StateUpdates, mark_written
 

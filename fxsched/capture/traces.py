@@ -106,8 +106,8 @@ class Traces:
             first = run.changes
             for change in first:
                 change.redo()
-        inside = noted_model({"self": self.model, **run.outside.modules}, reads)
-        return Trace(key, _sizes(call), graph, (inside, run.outside))
+        inside = noted_model({"self": self.model, **run.guards.modules}, reads)
+        return Trace(key, _sizes(call), graph, (inside, run.guards))
 
     def _export(self, run: ModelRun, key: Hashable) -> ExportedGraph:
         """The graph, in which sizes are symbolic that are others in a microbatch, or

@@ -217,7 +217,7 @@ class _Evaluation:
         how, last, before, *after = arguments(node)
         if len(after) == 1:
             return self._of(after[0])
-        return symbol("settle", *self._of((tuple(how), last, before, *after)))
+        return symbol("merge_buffers", *self._of((tuple(how), last, before, *after)))
 
     def _collect(self, node: fx.Node) -> Any:
         count, dim, *parts = self._of(node.args)
@@ -461,7 +461,7 @@ EVALUATE: dict[Any, Callable[[_Evaluation, fx.Node], Any]] = {
     ops.add: _Evaluation._sum,
     ops.accumulate: _Evaluation._sum,
     ops.reduce: _Evaluation._reduce,
-    ops.settle: _Evaluation._settle,
+    ops.merge_buffers: _Evaluation._settle,
     ops.collect: _Evaluation._collect,
     ops.total: _Evaluation._total,
     ops.fold: _Evaluation._fold,

@@ -509,7 +509,7 @@ class Reference:
             for state in self.groups[group].state
         )
         before = Symbol(("weights", group, 0))
-        return symbol("settle", how, last, before, *left)
+        return symbol("merge_buffers", how, last, before, *left)
 
 
 WORDS = {"add": "sum"}

@@ -12,7 +12,7 @@ from ..state.cuts import CUTS
 from ..state.full_state import gathered, states_of
 from ..state.optimizers import parameters_of
 from ..state.ownership import newest_owner
-from .party import Party
+from .coordinator import Coordinator
 
 
 class Whole(NamedTuple):
@@ -24,11 +24,13 @@ class Whole(NamedTuple):
 
     @staticmethod
     def of(
-        party: Party, tensors: Iterable[Tensor], optimizer: Optimizer | None = None
+        coordinator: Coordinator,
+        tensors: Iterable[Tensor],
+        optimizer: Optimizer | None = None,
     ) -> Whole:
         """Of those among some tensors, the same on all ranks; each on the rank that
         speaks for it. Every rank calls it."""
-        whole, processes = Whole({}, {}), party.processes
+        whole, processes = Whole({}, {}), coordinator.processes
         cut = [tensor for tensor in tensors if tensor in CUTS]
         if not cut or processes is None:
             return whole

@@ -11,8 +11,8 @@ from torch.optim import Optimizer
 
 from ..backend import Backend
 from ..jobs.job import PlanError
+from .coordinator import Coordinator
 from .folders import last_whole, path_of
-from .party import Party
 from .reading import Reading
 from .saving import wait_for_last
 
@@ -47,21 +47,21 @@ def load(
     torch.load(weights_only=True).
     """
     wait_for_last()
-    party, path = Party("load", backend), path_of("load", folder)
-    name = party.first(
+    coordinator, path = Coordinator("load", backend), path_of("load", folder)
+    name = coordinator.first(
         "find a checkpoint", lambda: str(last_whole(path).relative_to(path))
     )
-    reading = party.local(
+    reading = coordinator.local(
         "read the checkpoint",
-        lambda: Reading.of(path / name, model, optimizer, extra or {}, party),
+        lambda: Reading.of(path / name, model, optimizer, extra or {}, coordinator),
     )
-    checksums = party.each("read the checkpoint", lambda: reading.manifest.crc32)
+    checksums = coordinator.each("read the checkpoint", lambda: reading.manifest.crc32)
     if len(set(checksums)) > 1:
         raise PlanError(
             f"load: ranks read different checkpoints in {path / name}; give a folder "
             "on a disk that all ranks see"
         )
-    rest = party.local("load its part", reading.take)
+    rest = coordinator.local("load its part", reading.take)
     if backend is not None:
         backend.forget()
     return rest

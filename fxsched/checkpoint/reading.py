@@ -17,10 +17,10 @@ from ..state.ownership import is_given_up
 from ..state.part_steps import cut_state
 from ..state.unmade import is_unmade, load_later, make_all
 from .content import MODEL, STATE, ModelContent, OptimizerContent
+from .coordinator import Coordinator
 from .fit import check_alike, check_names, tied_here
 from .manifest import Manifest
 from .part import State, folder_of
-from .party import Party
 from .tensor_files import read_tensors
 from .values import COMMON, OWN, check_named, read_values, set_random_state
 
@@ -57,14 +57,14 @@ class Reading(NamedTuple):
         model: nn.Module,
         optimizer: Optimizer | None,
         extra: Mapping[str, Any],
-        party: Party,
+        coordinator: Coordinator,
     ) -> Reading:
         """What a rank takes. Raises PlanError for what doesn't fit or is damaged."""
         manifest = Manifest.read(folder)
         content = ModelContent.of(model)
         places, cut, later = _places(content, manifest)
-        same = party.ranks == manifest.workers
-        own_file = f"{folder_of(party.rank if same else 0)}/{OWN}"
+        same = coordinator.ranks == manifest.workers
+        own_file = f"{folder_of(coordinator.rank if same else 0)}/{OWN}"
         manifest.check_files(folder, [COMMON, own_file])
         common, own = read_values(folder / COMMON), read_values(folder / own_file)
         check_names("extra state", content.extra, common["modules"])
@@ -75,7 +75,7 @@ class Reading(NamedTuple):
             check_optimizer(stepped, common)
             wanted = [
                 name
-                for name in stepped.updated(party.rank)
+                for name in stepped.updated(coordinator.rank)
                 if not _comes_later(stepped.parameters[name])
             ]
             states = _states(wanted, common["states"], manifest)

@@ -15,11 +15,11 @@ from torch.optim import Optimizer
 from ..backend import Backend
 from ..jobs.job import PlanError
 from ..state.full_state import module_of
+from .coordinator import Coordinator
 from .cut_weights import Whole
 from .folders import make_fresh, path_of, point_to, remove_older, sync_folder
 from .manifest import File, Manifest
 from .part import Part, Written, folder_of
-from .party import Party
 from .saving import Saving, start, wait_for_last
 from .values import COMMON, write_values
 
@@ -85,46 +85,47 @@ def save(
             f"save(keep={keep!r}): give a number from 1 on, or None for all"
         )
     wait_for_last()
-    party, path = Party("save", backend), path_of("save", folder)
-    fresh = path / party.first("make a folder", lambda: make_fresh(path))
+    coordinator, path = Coordinator("save", backend), path_of("save", folder)
+    fresh = path / coordinator.first("make a folder", lambda: make_fresh(path))
 
     def part() -> Part:
-        return Part.of(model, optimizer, extra, party.rank, whole)
+        return Part.of(model, optimizer, extra, coordinator.rank, whole)
 
-    with _removed_if_it_fails(party, fresh):
+    with _removed_if_it_fails(coordinator, fresh):
         tensors = module_of(model).parameters()
-        whole = party.local(
-            "put its weights together", lambda: Whole.of(party, tensors, optimizer)
+        whole = coordinator.local(
+            "put its weights together",
+            lambda: Whole.of(coordinator, tensors, optimizer),
         )
 
     if not background:
-        return _write(party, fresh, part, keep)
-    with _removed_if_it_fails(party, fresh):
-        copied = party.local("copy its part", lambda: part().copied())
-        apart = Party("save", backend, "background")
+        return _write(coordinator, fresh, part, keep)
+    with _removed_if_it_fails(coordinator, fresh):
+        copied = coordinator.local("copy its part", lambda: part().copied())
+        apart = Coordinator("save", backend, "background")
     return start(fresh, lambda: _write(apart, fresh, lambda: copied, keep))
 
 
 def _write(
-    party: Party, fresh: Path, part: Callable[[], Part], keep: int | None
+    coordinator: Coordinator, fresh: Path, part: Callable[[], Part], keep: int | None
 ) -> Path:
     """Writes this rank's part; the checkpoint, once it is whole."""
-    with _removed_if_it_fails(party, fresh):
-        parts = party.each("write its part", lambda: part().write(fresh))
-    party.first("finish the checkpoint", lambda: _finish(fresh, parts))
-    if keep is not None and party.rank == 0:
+    with _removed_if_it_fails(coordinator, fresh):
+        parts = coordinator.each("write its part", lambda: part().write(fresh))
+    coordinator.first("finish the checkpoint", lambda: _finish(fresh, parts))
+    if keep is not None and coordinator.rank == 0:
         remove_older(fresh.parent, fresh.name, keep)
     return fresh
 
 
 @contextmanager
-def _removed_if_it_fails(party: Party, fresh: Path) -> Iterator[None]:
+def _removed_if_it_fails(coordinator: Coordinator, fresh: Path) -> Iterator[None]:
     """Where all ranks fail alike, so that none needs its folder any longer."""
     try:
         yield
     except BaseException:
-        shutil.rmtree(fresh / folder_of(party.rank), ignore_errors=True)
-        if party.rank == 0:
+        shutil.rmtree(fresh / folder_of(coordinator.rank), ignore_errors=True)
+        if coordinator.rank == 0:
             shutil.rmtree(fresh, ignore_errors=True)
         raise
 

@@ -17,10 +17,10 @@ from ..state.full_state import module_of, plain_name
 from ..state.ownership import is_given_up, newest_owner
 from ..state.unmade import is_unmade, load_later
 from .content import MODEL, ModelContent
+from .coordinator import Coordinator
 from .cut_weights import Whole
 from .fit import check_alike, check_names, tied_here
 from .folders import path_of, refuse_file, replace_file, sync_folder
-from .party import Party
 from .weight_files import INDEX, NAME, SUFFIX, Stored, stored_in, write_safetensors
 
 
@@ -38,13 +38,18 @@ def save_weights(
 
     Raises PlanError on every rank if one could not write, OSError on that one.
     """
-    party, path = Party("save_weights", backend), path_of("save_weights", folder)
-    every = module_of(model).parameters()
-    whole = party.local("put its weights together", lambda: Whole.of(party, every))
-    tensors = party.local(
-        "list its weights", lambda: _owned(path, model, party.rank, whole)
+    coordinator, path = (
+        Coordinator("save_weights", backend),
+        path_of("save_weights", folder),
     )
-    names = party.each("list its weights", lambda: list(tensors))
+    every = module_of(model).parameters()
+    whole = coordinator.local(
+        "put its weights together", lambda: Whole.of(coordinator, every)
+    )
+    tensors = coordinator.local(
+        "list its weights", lambda: _owned(path, model, coordinator.rank, whole)
+    )
+    names = coordinator.each("list its weights", lambda: list(tensors))
     writers = [rank for rank, its in enumerate(names) if its] or [0]
     files = {
         rank: f"{NAME}-{i + 1:05}-of-{len(writers):05}{SUFFIX}"
@@ -56,17 +61,17 @@ def save_weights(
     def write() -> int:
         refuse_file("save_weights", path)
         path.mkdir(parents=True, exist_ok=True)
-        if party.rank in files:
-            write_safetensors(path / files[party.rank], tensors)
+        if coordinator.rank in files:
+            write_safetensors(path / files[coordinator.rank], tensors)
         return sum(tensor.nbytes for tensor in tensors.values())
 
-    sizes = party.each("write its weights", write)
+    sizes = coordinator.each("write its weights", write)
     if writers[1:]:
         file_of = {name: files[rank] for rank in writers for name in names[rank]}
         head = {"total_size": sum(sizes)}
         index = json.dumps({"metadata": head, "weight_map": file_of}, indent=1)
-        party.first("write the index", lambda: replace_file(path / INDEX, index))
-    party.first("write to the disk", lambda: sync_folder(path))
+        coordinator.first("write the index", lambda: replace_file(path / INDEX, index))
+    coordinator.first("write to the disk", lambda: sync_folder(path))
 
 
 def _owned(
@@ -111,8 +116,10 @@ def load_weights(
     finds that they aren't the model's. Nothing is unpickled but by
     torch.load(weights_only=True).
     """
-    party, file = Party("load_weights", backend), Path(path)
-    fitting = party.local("read the weights", lambda: _fitting(stored_in(file), model))
+    coordinator, file = Coordinator("load_weights", backend), Path(path)
+    fitting = coordinator.local(
+        "read the weights", lambda: _fitting(stored_in(file), model)
+    )
 
     def take() -> None:
         with torch.no_grad():
@@ -124,7 +131,7 @@ def load_weights(
                 else:
                     tensor.copy_(stored.read())
 
-    party.local("load its weights", take)
+    coordinator.local("load its weights", take)
 
 
 def _fitting(

@@ -28,9 +28,9 @@ class Columns(NamedTuple):
 class Jobs:
     """The jobs of a step; a job's number is its row.
 
-    The jobs of a microbatch come before those of the next. A joint stage has one job a
-    direction, in microbatch 0's place. Steps of the optimizer come last, one for each
-    worker that takes the step.
+    The jobs of a microbatch come before those of the next. A global-batch stage has one
+    job a direction, in microbatch 0's place. Steps of the optimizer come last, one for
+    each worker that takes the step.
 
     kinds: stage and direction; those of updates come after all others.
     preds: of each kind that is no update, the kinds whose results it reads: of the same
@@ -137,7 +137,8 @@ class Jobs:
 
     @cached_property
     def _edges(self) -> tuple[Numbers, Numbers]:
-        """Makers and readers of results, sorted; of a job's readers joint ones last."""
+        """Makers and readers of results, sorted; of a job's readers global-batch ones
+        last."""
         pairs = [(p, k) for k, before in enumerate(self.preds) for p in before]
         makers, readers = np.array(pairs, np.int64).reshape(-1, 2).T
         maker, reader = self.grid[:, makers], self.grid[:, readers]

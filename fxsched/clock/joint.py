@@ -1,8 +1,8 @@
 """What a schedule made for microbatches comes to where some stages are joint.
 
-The rows of all microbatches meet in a joint stage: it has one job a direction. Its F
-waits for F of all microbatches of what it reads, so B of these stages waits for all of
-their own F: caps below that cannot be kept, and no order may ask for B before.
+The rows of all microbatches meet in a global-batch stage: it has one job a direction.
+Its F waits for F of all microbatches of what it reads, so B of these stages waits for
+all of their own F: caps below that cannot be kept, and no order may ask for B before.
 """
 
 from __future__ import annotations
@@ -50,8 +50,8 @@ def out_of_order(stages: nx.DiGraph[int]) -> tuple[int, int] | None:
 
 def fit_joint(schedule: Schedule, stages: nx.DiGraph[int]) -> Schedule:
     """The schedule for these stages: w and n say the same of all microbatches of a
-    joint one, and caps that come with the schedule's shape are lifted where B waits for
-    all F.
+    global-batch one, and caps that come with the schedule's shape are lifted where B
+    waits for all F.
 
     Raises PlanError for a cap of the user's that stops the jobs, with the smallest that
     doesn't, and for updates of parts of the batch.
@@ -84,7 +84,8 @@ def _check_updates(schedule: Schedule, joint: int) -> None:
 
 
 def _check_caps(schedule: Schedule, late: dict[int, int]) -> None:
-    """Raises PlanError for a cap that keeps a joint stage from all that it reads."""
+    """Raises PlanError for a cap that keeps a global-batch stage from all that it
+    reads."""
     needs = {}
     for s in late:
         cap = schedule.cap(s)
@@ -112,8 +113,8 @@ def _most_held(schedule: Schedule, stage: int) -> int:
 
 
 def ask_once(schedule: Schedule, joint: frozenset[int]) -> Schedule:
-    """The schedule, whose w and n say of all microbatches of joint stages what they say
-    of one: w of microbatch 0; n of the last for F, and of 0 for B and W."""
+    """The schedule, whose w and n say of all microbatches of global-batch stages what
+    they say of one: w of microbatch 0; n of the last for F, and of 0 for B and W."""
     last = schedule.microbatches - 1
     place = _PlacedOnce(schedule.w, joint)
     return replace(schedule, w=place, n=_RankedOnce(schedule.n, joint, last))
@@ -142,10 +143,10 @@ class _RankedOnce:
 
 def waiting_stages(stages: nx.DiGraph[int], strict: bool) -> dict[int, int]:
     """Stages in microbatches whose B waits for F of all of them, in order, each with
-    the first joint stage between its F and its B.
+    the first global-batch stage between its F and its B.
 
     strict: whether workers keep to the order of n, see order_phases: then F of all
-        microbatches come before a joint one also in stages that it doesn't read.
+        microbatches come before a global-batch one also in stages that it doesn't read.
     """
     joint, late = joint_stages(stages), {}
     above = {s: nx.ancestors(stages, s) for s in stages}
@@ -203,11 +204,11 @@ def order_phases(jobs: Jobs) -> Jobs:
     """The jobs, with n such that workers can take them strictly by it, where the
     schedule's own would block: as 1f1b's order, with B before F of later microbatches.
 
-    A joint job that waits for microbatches begins a phase: what waits for it comes
-    after all that it waits for. Inside a phase joint jobs come first, the others by n;
-    so if n is an order of the jobs without joint ones, this is one of those with them.
-    Where it is none, as that of a schedule which is made for fewer stages, a job comes
-    after those that it waits for.
+    A global-batch job that waits for microbatches begins a phase: what waits for it
+    comes after all that it waits for. Inside a phase global-batch jobs come first, the
+    others by n; so if n is an order of the jobs without global-batch ones, this is one
+    of those with them. Where it is none, as that of a schedule which is made for fewer
+    stages, a job comes after those that it waits for.
     """
     phases: list[int] = []
     for kind, before in enumerate(jobs.preds):

@@ -92,8 +92,8 @@ class Transfers(Network):
         return self.sent[key]
 
     def _part(self, maker: int, reader: int) -> int:
-        """0 if all readers of a job read the same of it; of a joint one each microbatch
-        may read its rows."""
+        """0 if all readers of a job read the same of it; of a global-batch one each
+        microbatch may read its rows."""
         jobs = self.jobs
         one, other = jobs.kind[maker], jobs.kind[reader]
         if one not in jobs.joint or other in jobs.joint:

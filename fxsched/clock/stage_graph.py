@@ -28,8 +28,9 @@ def place_jobs(
 ) -> Jobs:
     """All jobs, numbered, with w and n asked once for each, and checked.
 
-    kinds, preds: those of one microbatch; see Jobs. joint: the joint stages. Of theirs,
-    w is asked with microbatch 0, and n with the last for F and 0 for the others.
+    kinds, preds: those of one microbatch; see Jobs. joint: the global-batch stages. Of
+    theirs, w is asked with microbatch 0, and n with the last for F and 0 for the
+    others.
     """
     check_size(schedule, len(kinds))
     alone = frozenset(k for k, (s, _) in enumerate(kinds) if s in joint)

@@ -45,7 +45,7 @@ class Stage(TypedDict, total=False):
     joint: whether rows of different microbatches meet in it: it has one job a direction
         (`3F*`), on all rows of the batch. Then forward, backward, held and flops are
         of the whole batch, not of a microbatch; what its edges say is of one.
-    whole_inputs: whether a joint stage reads rows of the batch itself.
+    whole_inputs: whether a global-batch stage reads rows of the batch itself.
     modules: names. parameters: numbers in them. flops: of one microbatch's F.
     """
 
@@ -70,11 +70,11 @@ class Stage(TypedDict, total=False):
 
 
 class Edge(TypedDict, total=False):
-    """What one microbatch sends along it, between joint stages all rows: bytes, and the
-    seconds that takes one way.
+    """What one microbatch sends along it, between global-batch stages all rows: bytes,
+    and the seconds that takes one way.
 
-    whole: how many of the bytes a joint stage makes for all microbatches, which read
-        them as they are; a worker gets them once (0, if it isn't there).
+    whole: how many of the bytes a global-batch stage makes for all microbatches, which
+        read them as they are; a worker gets them once (0, if it isn't there).
     values: the bytes of each value by its name, where stages are pieces of shards, of
         which several may read the same.
     """

@@ -21,7 +21,7 @@ LETTERS = "".join(map(str, Direction))
 class Bars:
     """Jobs that ran, as arrays of one length, sorted by worker, then start.
 
-    microbatch: 0 for the jobs of joint stages, on all rows.
+    microbatch: 0 for the jobs of global-batch stages, on all rows.
     direction: positions in LETTERS: 0 for F, 1 for B, 2 for W, 3 for U.
     named: the stage of the model; `stage` may be a piece of a shard of it.
     start, end: from the beginning of the step, which takes `span`.

@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch import fx
 
+from .chosen import SELECTIONS, Selection, keep_selection
 from .lazy import lazy_module
-from .picked import SELECTIONS, Selection, keep_selection
 
 aten = torch.ops.aten
 

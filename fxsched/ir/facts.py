@@ -29,7 +29,8 @@ class Facts:
     totals: what of the whole batch weighs the loss of microbatches, for people.
     meeting: where rows of the batch meet, if they do, for people.
     linear: whether all gradients are in proportion to the one that arrives.
-    pairs: whether rows meet in pairs in a joint stage or not, and why, for people.
+    pairs: whether rows meet in pairs in a global-batch stage or not, and why, for
+        people.
     norms: which batch BatchNorms are of, and what that costs, for people.
     schedule: the user's, fitted to the stages (assign_stages).
     stages: a networkx.DiGraph; see clock.stage_record (estimates by assign_stages; all

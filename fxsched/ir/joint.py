@@ -1,10 +1,10 @@
-"""How values go in and out of joint stages, which run once on the rows of all
+"""How values go in and out of global-batch stages, which run once on the rows of all
 microbatches.
 
 In a traced graph a joint node reads what microbatches make through `join`, and nodes of
-microbatches what joint ones make through `part`. In a graph of stages, which stands for
-any microbatch, `of` is a value of one of them, and `each` the one for its own, which
-may be the same for all; `total` is the sum over them.
+microbatches what global-batch ones make through `part`. In a graph of stages, which
+stands for any microbatch, `of` is a value of one of them, and `each` the one for its
+own, which may be the same for all; `total` is the sum over them.
 """
 
 from __future__ import annotations

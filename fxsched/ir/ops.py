@@ -118,7 +118,9 @@ def cast(gradients: Bundle, dtypes: Sequence[torch.dtype]) -> Bundle:
     return tuple(gradient.to(dtype) for gradient, dtype in pairs)
 
 
-def settle(how: Sequence[str], last: int, before: Bundle, *after: Bundle) -> Bundle:
+def merge_buffers(
+    how: Sequence[str], last: int, before: Bundle, *after: Bundle
+) -> Bundle:
     """A stage's buffers at the end of a step, from each worker that ran its F.
 
     how: for each, the "mean" of the workers' values, the "sum" of what they added to
@@ -375,7 +377,7 @@ BUNDLES = (
     accumulate,
     reduce,
     cast,
-    settle,
+    merge_buffers,
     fetch,
     update,
     renew,

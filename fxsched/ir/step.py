@@ -192,8 +192,8 @@ class Step:
     buffers: what F on each worker leaves of a group of buffers, by group and worker.
     results: what each worker returns, in values.
     every: how many microbatches an update is for; None if there are none.
-    shared: the sums over all microbatches that B of joint stages reads, by the pointers
-        to them.
+    shared: the sums over all microbatches that B of global-batch stages reads, by the
+        pointers to them.
     """
 
     graph: fx.GraphModule
@@ -236,7 +236,7 @@ class Step:
         return self.recipes[self.jobs.at[job.stage, job.direction]]
 
     @property
-    def late(self) -> bool:
+    def deferred(self) -> bool:
         """Whether B runs in backward(), when all F are done."""
         return self.facts.loss is None
 
@@ -244,7 +244,7 @@ class Step:
     def order(self) -> list[int]:
         """The numbers of all jobs, in the global order."""
         order, jobs = list(self.timeline.order), self.jobs
-        if self.late:
+        if self.deferred:
             backward = [d is not Direction.FORWARD for _, d in jobs.kinds]
             order.sort(key=lambda i: backward[jobs.kind[i]])
         return order

@@ -79,9 +79,9 @@ class Piece(int):
 class Job(NamedTuple):
     """The work of one stage on one microbatch in one direction; prints as `2F0`.
 
-    A joint stage has one job a direction, on all rows: its microbatch is ALL_ROWS,
-    which is equal to 0, and it prints as `2F*`. The job of a shard of a stage prints as
-    `2F0.1`; of a piece after the first, as `2F0.1/3`.
+    A global-batch stage has one job a direction, on all rows: its microbatch is
+    ALL_ROWS, which is equal to 0, and it prints as `2F*`. The job of a shard of a stage
+    prints as `2F0.1`; of a piece after the first, as `2F0.1/3`.
     """
 
     stage: int

@@ -48,10 +48,11 @@ class Schedule:
     shards: how many shards each stage is cut into, by backend(shards=), numbered from
         0; with more than 1, w and n may take a fourth argument, and u and version a
         last one: the shard p.
-    w(s, b, d): Placement, or a pair (weight worker, compute worker). A joint stage, in
-        which rows of all microbatches meet, has one job a direction, asked with b = 0.
+    w(s, b, d): Placement, or a pair (weight worker, compute worker). A global-batch
+        stage, in which rows of all microbatches meet, has one job a direction, asked
+        with b = 0.
     n(s, b, d): an int; of the jobs that are ready a worker takes the smallest. F of a
-        joint stage is asked with the last b, its B and W with 0.
+        global-batch stage is asked with the last b, its B and W with 0.
     in_flight: how many microbatches of a stage may be between F and B (W, if the
         backward is split) on one worker (the one that holds the activations, where B
         runs): None for no limit, an int, or a function of the stage. Those of the

@@ -1,8 +1,9 @@
 """Whether workers have room for activations of all microbatches at once.
 
-F of all microbatches comes before a joint stage, so those of the stages before it are
-all held at one time, however many workers there are. With carry="recompute" only what
-these stages read is: gradient caching (Gao et al. 2021, arXiv 2101.06983), by stages.
+F of all microbatches comes before a global-batch stage, so those of the stages before
+it are all held at one time, however many workers there are. With carry="recompute"
+only what these stages read is: gradient caching (Gao et al. 2021, arXiv 2101.06983), by
+stages.
 """
 
 from __future__ import annotations

@@ -111,10 +111,10 @@ def _part_of(problem: Problem, part: Sequence[int]) -> Problem:
 
 
 def with_joint(schedule: Schedule, beside: Mapping[int, int], count: int) -> Schedule:
-    """The schedule of a model with joint stages, which come after all others.
+    """The schedule of a model with global-batch stages, which come after all others.
 
     beside: for each, the last stage that it reads: where w or n, made for a fixed
-        number of stages, know nothing of a joint one, it is asked for that.
+        number of stages, know nothing of a global-batch one, it is asked for that.
     """
     if not beside or schedule.is_open:
         return schedule
@@ -154,7 +154,7 @@ def _knows(schedule: Schedule, stage: int) -> bool:
 def _caps(
     schedule: Schedule, joint: Iterable[int], known: Mapping[int, int]
 ) -> InFlight:
-    """in_flight, which is about microbatches, and not about joint stages."""
+    """in_flight, which is about microbatches, and not about global-batch stages."""
     caps = schedule.in_flight
     if not callable(caps):
         return caps

@@ -12,10 +12,10 @@ from torch import fx
 from ..ir.request import Request
 from ..jobs.schedule import Schedule
 from ..progress import LOG
-from .asked import Asked
 from .folder import folder, keep, kept_plan
 from .graph_files import packed
 from .key import plan_key
+from .recorded_callbacks import CallbackRecord
 
 T = TypeVar("T")
 
@@ -48,7 +48,7 @@ def found_or_made(
         return found  # type: ignore[no-any-return]
     if place is None or key is None:
         return make(request.schedule)
-    asked, began = Asked(), time.perf_counter()
+    asked, began = CallbackRecord(), time.perf_counter()
     made = make(asked.listen(request.schedule))
     if time.perf_counter() - began >= WORTH:
         with _logged("the plan is not kept"):

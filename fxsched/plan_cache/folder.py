@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from ..jobs.schedule import Schedule
-from .asked import Asked, answering
 from .graph_files import CannotKeep, unpacked
+from .recorded_callbacks import CallbackRecord, answering
 
 PLACE = "FXSCHED_CACHE"  # names the folder; empty for none
 LARGEST = 1 << 30  # bytes of all plans; the ones not used for longest go first
@@ -54,7 +54,7 @@ def kept_plan(place: Path, key: str, schedule: Schedule) -> Any:
     return None
 
 
-def keep(place: Path, key: str, asked: Asked, data: bytes) -> None:
+def keep(place: Path, key: str, asked: CallbackRecord, data: bytes) -> None:
     """Keeps what was made of what a key stands for and of these answers, packed.
 
     Raises CannotKeep where others may write, and OSError.

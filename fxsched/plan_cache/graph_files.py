@@ -22,7 +22,7 @@ from ..ir.graphs import Spec, name_of
 from ..ir.lazy import lazy_module
 from ..ir.meta import META, SPENT
 from ..jobs.schedule import Schedule
-from .asked import Noting
+from .recorded_callbacks import RecordedCallback
 
 LEFT = META.keys() - set(SPENT)  # of node.meta
 READ: WeakKeyDictionary[fx.Graph, list[fx.Node]] = WeakKeyDictionary()  # their nodes
@@ -62,7 +62,7 @@ class _Packer(pickle.Pickler):
         self.indices: dict[fx.Graph, dict[fx.Node, int]] = {}
 
     def persistent_id(self, obj: Any) -> tuple[int, str] | None:
-        return (obj.schedule, obj.name) if isinstance(obj, Noting) else None
+        return (obj.schedule, obj.name) if isinstance(obj, RecordedCallback) else None
 
     def reducer_override(self, obj: Any) -> Any:
         if isinstance(obj, fx.Node):
@@ -74,7 +74,7 @@ class _Packer(pickle.Pickler):
             name = type(obj).__name__
             return _module, (obj.graph, name, inside), obj.meta, None, None, _know
         if isinstance(obj, torch._ops.OpOverload):
-            if name_of(obj).startswith("picked"):
+            if name_of(obj).startswith("chosen_rows"):
                 raise CannotKeep(f"{obj}, which reads what its trace left")
             return _overload, (obj._schema.name, obj._overloadname)
         if isinstance(obj, torch._ops.HigherOrderOperator):

@@ -20,8 +20,8 @@ from torch import Tensor, fx, nn
 
 from ..ir.modes import trace_modes
 from ..ir.request import Request
-from .asked import settings
 from .graph_files import CannotKeep
+from .recorded_callbacks import settings
 
 SPACES = {"aten", "prims", "prim"}  # of operations that only releases change
 PACKAGES = {"torch", "operator", "_operator", "math", "builtins", "fxsched", "passes"}

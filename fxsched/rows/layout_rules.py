@@ -148,7 +148,7 @@ def embedded(call: OpCall) -> Rows:
     return call.kept(index, Effect.STATISTICS if counted else None)
 
 
-def picked(call: OpCall) -> Rows:
+def chosen_rows(call: OpCall) -> Rows:
     """fxsched's own: what is computed of as many rows as values say."""
     return Rows(Kind.OTHER, cause=Cause(Effect.PICKED, "a selection", call.stack))
 

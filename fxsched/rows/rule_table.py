@@ -37,7 +37,7 @@ TABLE: dict[str, Rule] = {
     "diagonal": layout.diagonal,
     "cat": layout.joined,
     "stack": layout.stacked,
-    "picked": layout.picked,
+    "chosen_rows": layout.chosen_rows,
     "embedding": layout.embedded,
     "ctc_rows": layout.by_sample,
     "index _unsafe_index": layout.indexed,

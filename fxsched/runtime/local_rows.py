@@ -97,7 +97,8 @@ def check_local(plan: Plan, schedule: Schedule) -> None:
                 f"backend(rows='local'): worker {worker} reads rows of microbatch "
                 f"{microbatch}, which schedule.local_rows({worker}, ..) leaves out; "
                 "give the Schedule the number of its stages, or, where rows of the "
-                "whole batch meet in a joint stage, pass whole batches on all ranks"
+                "whole batch meet in a global-batch stage, pass whole batches on all "
+                "ranks"
             )
 
 

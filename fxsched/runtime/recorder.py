@@ -86,7 +86,7 @@ class Recorder:
         if isinstance(workers, Ranks):
             control = workers.processes.control
             call, count = control.calls, control.ranks
-            heard = tuple(Heard(*each) for each in control.silence.said())
+            heard = tuple(Heard(*each) for each in control.detector.said())
             whom = control.whom if isinstance(error, TimeoutError) else None
         elif failed and (record is None or record.error != said):
             own, said = False, "another worker failed"

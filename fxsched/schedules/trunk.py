@@ -247,7 +247,8 @@ def _load(
 
 
 def _work(stages: nx.DiGraph[int], s: int) -> float:
-    """Seconds of a stage's F and B, of one microbatch or of a joint stage's all."""
+    """Seconds of a stage's F and B, of one microbatch or of a global-batch stage's
+    all."""
     seconds: float = stages.nodes[s]["forward"] + stages.nodes[s]["backward"]
     return seconds
 

@@ -15,7 +15,7 @@ from ..ir.request import Request
 from ..ir.user_line import line_of
 from ..jobs.job import PlanError
 from ..rows.kinds import Rows
-from .grower import Grower
+from .chosen_experts import expert_seeds, is_selection, why_picked
 from .layouts import (
     WORD,
     Operation,
@@ -29,12 +29,12 @@ from .layouts import (
     where,
 )
 from .own_rows import is_sum
-from .picked_experts import expert_seeds, is_selection, why_picked
+from .propagation import Propagation
 from .region import Region
 
 
 def choose_regions(
-    grower: Grower, nodes: Sequence[fx.Node], request: Request
+    propagation: Propagation, nodes: Sequence[fx.Node], request: Request
 ) -> list[Region]:
     """All weights that can be cut such that nothing but sums has to be exchanged, and
     vocabularies where that is faster; then, if some would be slower, those with them
@@ -47,7 +47,7 @@ def choose_regions(
     """
     chosen, ranges = Region({}), dict[fx.Node, Region]()
     for node in filter(is_selection, nodes):
-        chosen.take(picked_region(grower, node))
+        chosen.take(picked_region(propagation, node))
     for stacks in (True, False):
         for node in nodes:
             if node in chosen.layouts:
@@ -56,23 +56,26 @@ def choose_regions(
                 known = weight in chosen.weights
                 if known or (stacks and not is_stack(node, weight)):
                     continue
-                ways = _ways_to_cut(grower, weight, stacks, request)
+                ways = _ways_to_cut(propagation, weight, stacks, request)
                 kept = weight.meta["index"] in request.cuts
-                region = _cut(grower, node, weight, ways, ranges, kept)
+                region = _cut(propagation, node, weight, ways, ranges, kept)
                 if chosen.take(region):
                     break
-    return _with_ranges(grower, chosen, ranges, request)
+    return _with_ranges(propagation, chosen, ranges, request)
 
 
-def picked_region(grower: Grower, node: fx.Node) -> Region | None:
+def picked_region(propagation: Propagation, node: fx.Node) -> Region | None:
     """The region of a selection's experts."""
-    seeds = expert_seeds(node, grower.follower.shards)
-    region = grower.grow(seeds, gathers=False) if seeds else None
+    seeds = expert_seeds(node, propagation.follower.shards)
+    region = propagation.grow(seeds, gathers=False) if seeds else None
     return region if region is not None and region.summed else None
 
 
 def _with_ranges(
-    grower: Grower, chosen: Region, ranges: Mapping[fx.Node, Region], request: Request
+    propagation: Propagation,
+    chosen: Region,
+    ranges: Mapping[fx.Node, Region],
+    request: Request,
 ) -> list[Region]:
     """What is chosen with the vocabularies that are faster in parts; then with all."""
     slow: list[Region] = []
@@ -82,11 +85,11 @@ def _with_ranges(
         kept = weight.meta["index"] in request.cuts
         if request.message_dtype is not None and region.joined and not kept:
             why = "message_dtype= would round what its loss is made of"
-            grower.reasons[weight] = why
-        elif kept or gain(region, chosen, grower.follower.shards) > 0:
+            propagation.reasons[weight] = why
+        elif kept or gain(region, chosen, propagation.follower.shards) > 0:
             chosen.take(region)
         else:
-            grower.reasons[weight] = "it would be slower in parts"
+            propagation.reasons[weight] = "it would be slower in parts"
             slow.append(region)
     every = chosen.copy()
     for region in slow:
@@ -95,20 +98,20 @@ def _with_ranges(
 
 
 def _ways_to_cut(
-    grower: Grower, weight: fx.Node, stacks: bool, request: Request
+    propagation: Propagation, weight: fx.Node, stacks: bool, request: Request
 ) -> list[Rows]:
     """How a weight may be cut: of a stack, by its matrices."""
     kept = request.cuts.get(weight.meta["index"])
     return [
         rows
-        for rows in equal_parts(value_of(weight).shape, grower.follower.shards)
+        for rows in equal_parts(value_of(weight).shape, propagation.follower.shards)
         if (kept is None or (rows.dim, rows.outer) == kept.cut[:2])
         and (not stacks or rows.place == (0, 1))
     ]
 
 
 def _cut(
-    grower: Grower,
+    propagation: Propagation,
     node: fx.Node,
     weight: fx.Node,
     ways: Sequence[Rows],
@@ -118,17 +121,17 @@ def _cut(
     """The region of the first way to cut a weight that needs sums alone; what cuts a
     vocabulary, or is gathered of weights that ranks keep in parts, is put into `ranges`
     instead."""
-    shards = grower.follower.shards
+    shards = propagation.follower.shards
     none = f"it doesn't divide by {shards}"
     rule = why_picked(node) if is_selection(node) else f"{where(node)} has no rule"
-    grower.reasons.setdefault(weight, rule if ways else none)
+    propagation.reasons.setdefault(weight, rule if ways else none)
     for rows in ways:
-        layout = grower.follower.layout(Operation.of(node), {weight: (rows,)})
+        layout = propagation.follower.layout(Operation.of(node), {weight: (rows,)})
         table = lookup_of(node) is not None
         if not is_plain(layout) or not (is_part(layout) or table):
             continue
-        grower.reasons[weight] = "nothing of what it makes is added up"
-        region = grower.grow({weight: rows}, gathers=False)
+        propagation.reasons[weight] = "nothing of what it makes is added up"
+        region = propagation.grow({weight: rows}, gathers=False)
         if region is None:
             continue
         ranged = any(call.ranged for call in region.calls.values())
@@ -200,7 +203,7 @@ def _bytes(value: Any) -> int:
 
 
 def named_region(
-    grower: Grower, nodes: Sequence[fx.Node], words: Mapping[str, str]
+    propagation: Propagation, nodes: Sequence[fx.Node], words: Mapping[str, str]
 ) -> Region:
     """The region of weights that are named.
 
@@ -214,10 +217,10 @@ def named_region(
     """
     chosen, named = Region({}), _named(nodes, words)
     allowed = {weight for _, weight, _ in named}
-    grower.wants = lambda weight: value_of(weight).dim() < 2 or weight in allowed
+    propagation.wants = lambda weight: value_of(weight).dim() < 2 or weight in allowed
     experts = {weight for _, weight, word in named if word == WORD}
     for node in filter(is_selection, nodes):
-        region = picked_region(grower, node)
+        region = picked_region(propagation, node)
         every = region.weights if region is not None else ()
         if all(value_of(w).dim() < 2 or w in experts for w in every):
             chosen.take(region)
@@ -225,17 +228,17 @@ def named_region(
         for node, weight, word in named:
             if weight in chosen.weights:
                 if word != WORD:
-                    _check_word(grower, node, weight, word, chosen)
+                    _check_word(propagation, node, weight, word, chosen)
                 continue
             picked = word == WORD and is_selection(node)
             # as biases may go along
             if word == WORD and not (picked or is_stack(node, weight)):
                 continue
-            ways = _ways(grower, node, weight, word)
-            grown = (grower.grow({weight: rows}, gathers) for rows in ways)
+            ways = _ways(propagation, node, weight, word)
+            grown = (propagation.grow({weight: rows}, gathers) for rows in ways)
             region = next(filter(None, grown), None)
             if not chosen.take(region) and gathers:
-                raise PlanError(_refusal(grower, node, weight, word))
+                raise PlanError(_refusal(propagation, node, weight, word))
     return chosen
 
 
@@ -271,10 +274,12 @@ def _named(
     return sorted(found, key=lambda each: place[each[0]])
 
 
-def _ways(grower: Grower, node: fx.Node, weight: fx.Node, word: str) -> list[Rows]:
+def _ways(
+    propagation: Propagation, node: fx.Node, weight: fx.Node, word: str
+) -> list[Rows]:
     """How a weight can be cut that is named by a word."""
-    shards, shape = grower.follower.shards, value_of(weight).shape
-    words = {dim: grower.word(node, weight, dim) for dim in range(len(shape))}
+    shards, shape = propagation.follower.shards, value_of(weight).shape
+    words = {dim: propagation.word(node, weight, dim) for dim in range(len(shape))}
     if word == WORD:  # be it that their products are added up
         words = {0: words[0] and WORD}
     dims = [dim for dim in words if words[dim] == word]
@@ -283,10 +288,10 @@ def _ways(grower: Grower, node: fx.Node, weight: fx.Node, word: str) -> list[Row
 
 
 def _check_word(
-    grower: Grower, node: fx.Node, weight: fx.Node, word: str, chosen: Region
+    propagation: Propagation, node: fx.Node, weight: fx.Node, word: str, chosen: Region
 ) -> None:
     """Raises PlanError where a weight that two modules read is cut in another way."""
-    other = grower.word(node, weight, chosen.weights[weight].dim)
+    other = propagation.word(node, weight, chosen.weights[weight].dim)
     if other != word:
         raise PlanError(
             f"shards={{..: {word!r}}}: {weight.meta['name']} is cut by another name, "
@@ -295,16 +300,18 @@ def _check_word(
         )
 
 
-def _refusal(grower: Grower, node: fx.Node, weight: fx.Node, word: str) -> str:
+def _refusal(
+    propagation: Propagation, node: fx.Node, weight: fx.Node, word: str
+) -> str:
     """Why a weight that is named can't be cut."""
-    shards, name = grower.follower.shards, weight.meta["name"]
+    shards, name = propagation.follower.shards, weight.meta["name"]
     shape = list(map(int, value_of(weight).shape))
     stop = node
     if is_selection(node):
         why = why_picked(node)
-    elif _ways(grower, node, weight, word):
-        why = grower.reasons.get(weight, "its parts meet those of other weights")
-        stop = grower.stops.get(weight, node)
+    elif _ways(propagation, node, weight, word):
+        why = propagation.reasons.get(weight, "its parts meet those of other weights")
+        stop = propagation.stops.get(weight, node)
     elif any(size % shards for size in shape):
         lengths = " x ".join(map(str, shape))
         fewer = word == WORD and shape[0] % shards

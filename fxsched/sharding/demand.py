@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 from torch import fx
 
-from .grower import Grower
 from .layouts import Operation, matrices
+from .propagation import Propagation
 from .region import Region
 
 
@@ -21,17 +21,21 @@ class Demand:
         shards, so that none waits for more than it reads.
     """
 
-    def __init__(self, grower: Grower, region: Region) -> None:
-        self.region, self.nodes, self.weighed = region, grower.nodes, grower.weighed
-        self.pinned = grower.whole.union(
-            grower.together.written, *grower.together.groups
+    def __init__(self, propagation: Propagation, region: Region) -> None:
+        self.region, self.nodes, self.weighed = (
+            region,
+            propagation.nodes,
+            propagation.weighed,
         )
-        self.every = set(range(grower.follower.shards))
+        self.pinned = propagation.whole.union(
+            propagation.aliases.written, *propagation.aliases.groups
+        )
+        self.every = set(range(propagation.follower.shards))
         self.wanted: dict[fx.Node, set[int]] = {node: set() for node in self.nodes}
         self.spread: set[fx.Node] = set()
         self._note_wanted()
         self.levels = dict.fromkeys(self.nodes, 0)
-        self._note_levels(grower.together.groups)
+        self._note_levels(propagation.aliases.groups)
 
     def makers(self, node: fx.Node) -> set[int]:
         """The shards that make a value, or parts of it."""

@@ -19,6 +19,7 @@ from ..ir.shard_calls import (
     embedding_part,
 )
 from ..rows.kinds import Kind, Rows
+from .chosen_experts import lone_call
 from .layouts import (
     Each,
     Follower,
@@ -33,7 +34,6 @@ from .layouts import (
     vocabulary_layout,
 )
 from .own_rows import own_call, start_of
-from .picked_experts import lone_call
 
 # Arguments that are the shape of what is made, or lengths along a dimension.
 SHAPES = ("size", "shape")

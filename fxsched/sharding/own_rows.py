@@ -18,6 +18,7 @@ from ..ir import joint
 from ..ir.graphs import name_of, named_arguments, tensors
 from ..ir.shard_calls import grouped_part, of_groups, of_picked, picked_part
 from ..rows.kinds import REPLICATE, UNKNOWN, Kind, Rows
+from .chosen_experts import Lone, lone_layout
 from .layouts import (
     Each,
     Follower,
@@ -27,7 +28,6 @@ from .layouts import (
     laid_out,
     value_of,
 )
-from .picked_experts import Lone, lone_layout
 
 GROUPED = ("_grouped_mm", "grouped_mm_fallback")
 

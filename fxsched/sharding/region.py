@@ -82,7 +82,7 @@ class Region:
         return new
 
 
-class Together(NamedTuple):
+class AliasGroups(NamedTuple):
     """Nodes that no shard tells apart: they are in one piece of a stage, so that all is
     done in the model's order, and no microbatch sees half of it.
 
@@ -96,7 +96,7 @@ class Together(NamedTuple):
     groups: list[set[fx.Node]]
 
     @staticmethod
-    def of(nodes: Sequence[fx.Node]) -> Together:
+    def of(nodes: Sequence[fx.Node]) -> AliasGroups:
         found = touching(nodes)
         inputs = [n for n in nodes if n.op == "placeholder"]
         kept = {storage(t) for n in inputs for t in tensors(n.meta.get("val"))}
@@ -104,7 +104,7 @@ class Together(NamedTuple):
         flow.add_edges_from((read, n) for n in nodes for read in n.all_input_nodes)
         for group in found.values():  # a cycle through its members keeps it together
             flow.add_edges_from(zip(group, group[1:] + group[:1], strict=True))
-        return Together(
+        return AliasGroups(
             {n for group in found.values() for n in group},
             {n for place in found.keys() & kept for n in found[place]},
             [

@@ -17,7 +17,6 @@ from ..ir import joint
 from ..jobs.job import PlanError
 from ..rows.kinds import Kind, Rows
 from .demand import Demand
-from .grower import Grower
 from .layouts import (
     Layout,
     Operation,
@@ -28,6 +27,7 @@ from .layouts import (
     where,
 )
 from .local_calls import LocalCall, local_call
+from .propagation import Propagation
 from .region import Region
 
 # Along which values are sliced: of a batch, a sequence, their features.
@@ -35,7 +35,7 @@ DIMS = (0, 1, 2)
 
 
 def variants(
-    grower: Grower, region: Region, slices: list[str] | None = None
+    propagation: Propagation, region: Region, slices: list[str] | None = None
 ) -> list[Region]:
     """The ways in which a region can run, of which the fastest is to be taken.
 
@@ -44,30 +44,32 @@ def variants(
     Raises PlanError for names of modules that nothing can be sliced in.
     """
     if slices is None:
-        ways = [region, *_sliced(grower, region, lambda node: True)[:1]]
+        ways = [region, *_sliced(propagation, region, lambda node: True)[:1]]
     else:
-        ways = _named(grower, region, slices) if slices else [region]
-    if grower.follower.shards > 2:
-        ways += [_sums_in_slices(grower, each) for each in ways]
+        ways = _named(propagation, region, slices) if slices else [region]
+    if propagation.follower.shards > 2:
+        ways += [_sums_in_slices(propagation, each) for each in ways]
     return ways
 
 
 def _sliced(
-    grower: Grower, region: Region, may: Callable[[fx.Node], bool]
+    propagation: Propagation, region: Region, may: Callable[[fx.Node], bool]
 ) -> list[Region]:
     """The region in slices along each dimension, that of the most nodes first."""
-    every = [_in_slices(grower, region, dim, may) for dim in DIMS]
+    every = [_in_slices(propagation, region, dim, may) for dim in DIMS]
     some = [each for each in every if each.scattered]
     return sorted(some, key=lambda each: -len(each.layouts))
 
 
-def _named(grower: Grower, region: Region, patterns: list[str]) -> list[Region]:
+def _named(
+    propagation: Propagation, region: Region, patterns: list[str]
+) -> list[Region]:
     """The ways in which something of each module that is named is in slices."""
 
     def may(node: fx.Node) -> bool:
         return _is_in(node, patterns) or not any(map(is_weight, node.all_input_nodes))
 
-    ways = _sliced(grower, region, may)
+    ways = _sliced(propagation, region, may)
     for pattern in patterns:
         fits = [
             way
@@ -77,8 +79,9 @@ def _named(grower: Grower, region: Region, patterns: list[str]) -> list[Region]:
         if not fits:
             raise PlanError(
                 f"shards={{{pattern!r}: 'sequence'}}: nothing in modules of that name "
-                f"comes of sums, with rows that divide by {grower.follower.shards}; "
-                "name norms and dropout between weights that are cut"
+                "comes of sums, with rows that divide by "
+                f"{propagation.follower.shards}; name norms and dropout between "
+                "weights that are cut"
             )
         ways = fits
     return ways[:1]
@@ -109,31 +112,33 @@ def slices_text(way: Region, region: Region) -> str:
 
 
 def _in_slices(
-    grower: Grower, region: Region, dim: int, may: Callable[[fx.Node], bool]
+    propagation: Propagation, region: Region, dim: int, may: Callable[[fx.Node], bool]
 ) -> Region:
     """A region, with all that may be between its sums in slices along a dimension.
 
     may: of nodes that could be, which may.
     """
-    demand, parts = Demand(grower, region), dict[fx.Node, Any]()
+    demand, parts = Demand(propagation, region), dict[fx.Node, Any]()
     sliced: dict[fx.Node, Layout] = {}
     calls: dict[fx.Node, LocalCall] = {}
-    for node in grower.nodes:
+    for node in propagation.nodes:
         if node in region.layouts:
-            rows = _sum_slice(grower, region, node, dim)
+            rows = _sum_slice(propagation, region, node, dim)
             if rows is not None:
                 sliced[node] = (rows,)
-                parts[node] = grower.follower.part(value_of(node), (rows,))
+                parts[node] = propagation.follower.part(value_of(node), (rows,))
         elif node in demand.spread and may(node):
             reads = {n: sliced[n] for n in node.all_input_nodes if n in sliced}
-            found = _call(grower, node, reads, parts) if reads else None
+            found = _call(propagation, node, reads, parts) if reads else None
             if found is not None:
                 sliced[node], calls[node] = found
                 parts[node] = calls[node].value
     return _with_slices(region, sliced, calls)
 
 
-def _sum_slice(grower: Grower, region: Region, node: fx.Node, dim: int) -> Rows | None:
+def _sum_slice(
+    propagation: Propagation, region: Region, node: fx.Node, dim: int
+) -> Rows | None:
     """How a sum that others read is cut along a dimension; None if it isn't one, or
     doesn't divide."""
     waits = node in region.joined or node.target is joint.part
@@ -141,17 +146,17 @@ def _sum_slice(grower: Grower, region: Region, node: fx.Node, dim: int) -> Rows 
         return None
     if [rows.kind for rows in region.layouts[node]] != [Kind.SUM]:
         return None
-    value, shards = value_of(node), grower.follower.shards
+    value, shards = value_of(node), propagation.follower.shards
     fits = dim < value.dim() and int(value.shape[dim]) % shards == 0
     return Rows(Kind.SHARD, dim) if fits else None
 
 
-def _sums_in_slices(grower: Grower, region: Region) -> Region:
+def _sums_in_slices(propagation: Propagation, region: Region) -> Region:
     """A region whose sums that several shards read are made in slices, which all then
     gather: fewer bytes than all parts on all, if there are more than two."""
-    new, demand = region.copy(), Demand(grower, region)
+    new, demand = region.copy(), Demand(propagation, region)
     for node in region.summed:
-        ways = (_sum_slice(grower, region, node, dim) for dim in DIMS)
+        ways = (_sum_slice(propagation, region, node, dim) for dim in DIMS)
         rows = next((each for each in ways if each is not None), None)
         if rows is not None and len(demand.wanted[node]) > 1:
             new.scattered.setdefault(node, rows)
@@ -159,7 +164,7 @@ def _sums_in_slices(grower: Grower, region: Region) -> Region:
 
 
 def _call(
-    grower: Grower,
+    propagation: Propagation,
     node: fx.Node,
     reads: Mapping[fx.Node, Layout],
     parts: Mapping[fx.Node, Any],
@@ -167,7 +172,7 @@ def _call(
     """What a node has and calls in slices; None if it can't."""
     if draws_itself(node):
         return None
-    operation, follower = Operation.of(node), grower.follower
+    operation, follower = Operation.of(node), propagation.follower
     layout = follower.layout(operation, reads)
     if not is_plain(layout) or {rows.kind for rows in layout} != {Kind.SHARD}:
         return None

@@ -28,7 +28,7 @@ from typing import Any
 
 from ..jobs.job import PlanError
 from .board import TICK, Board, Mark, Status, Store
-from .silence import LATE, Silence
+from .failure_detector import LATE, FailureDetector
 
 LONG = 10.0  # seconds of waiting that a line on stderr tells of
 GRACE = 2 * TICK  # seconds in which a rank that fails has said so
@@ -54,7 +54,7 @@ class Control:
     ) -> None:
         self.rank, self.ranks, self.limit = rank, ranks, limit
         self.board = None if store is None else Board(store, limit)
-        self.silence = Silence()
+        self.detector = FailureDetector()
         self.calls, self.plans = numbers
         self.finished = self.resets = 0
         self.names: dict[int, str] = {}  # of plans
@@ -145,11 +145,11 @@ class Control:
         else:
             self.write("waits", mark, f"waits {at}", rank, beat)
         others = self._others()
-        self.silence.note(others)
+        self.detector.note(others)
         for other, status in others.items():
             self._judge(other, status, mark, other == rank and seconds >= LONG)
         if seconds >= self.limit:
-            chain = "".join(f"; {line}" for line in self.silence.chain(rank))
+            chain = "".join(f"; {line}" for line in self.detector.chain(rank))
             raise TimeoutError(f"rank {self.rank} waited {seconds:.3g} s {at}{chain}")
         self._say(began, f"waits {seconds:.0f} s {at}")
 

@@ -91,7 +91,9 @@ def ranks(
     assert times is not None, "orders that were found come to an end"
     place = {j: i for order in orders for i, j in enumerate(order)}
     order = sorted(place, key=lambda j: (times.start[j], place[j]))
-    last = problem.jobs.microbatches - 1  # what n is asked with for F of joint stages
+    last = (
+        problem.jobs.microbatches - 1
+    )  # what n is asked with for F of global-batch stages
     return {
         (s, last if joint and d is Direction.FORWARD else b, d): i
         for i, (s, b, d, joint) in enumerate(

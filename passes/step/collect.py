@@ -55,7 +55,7 @@ class _Collection:
         called = self._of_call()
         in_call, self.new_lines = self.new_lines, []
         results = self._of_backward()
-        pause = self._pause() if self.step.late else None
+        pause = self._pause() if self.step.deferred else None
         if pause is None:
             results = {w: called[w] | results[w] for w in self.workers}
             self.new_lines, in_call = in_call + self.new_lines, []
@@ -201,7 +201,7 @@ class _Collection:
         left = [after[worker] for worker in workers]
         args = (how, workers.index(last), before, *left)
         task = f"buffers {group}"
-        line = self._make(ops.settle, args, specs, owner, task)
+        line = self._make(ops.merge_buffers, args, specs, owner, task)
         return self.settled.setdefault(group, line)
 
     def _rules(self, group: int, workers: list[int]) -> tuple[str, ...]:

@@ -52,10 +52,9 @@ def lower_sums(step: Step, request: Request) -> Step:
     all, or else on the root, which gets each microbatch's gradients. A sum begins in
     request.gradient_dtype, and ends in the type of its weights.
 
-    The gradient of what all microbatches read of a joint stage is a sum too: of each
-    worker's, in the order of workers, or of all, in the order of microbatches. B of the
-    joint stage takes it: step.shared.
-    """
+    The gradient of what all microbatches read of a global-batch stage is a sum too: of
+    each worker's, in the order of workers, or of all, in the order of microbatches. B
+    of the global-batch stage takes it: step.shared."""
     return _Sums(step, request).run()
 
 
@@ -172,8 +171,8 @@ class _Sums:
     # Of what all microbatches read
 
     def _share(self, pointer: fx.Node) -> None:
-        """The sum of a gradient over all microbatches, before the joint job that takes
-        it."""
+        """The sum of a gradient over all microbatches, before the global-batch job that
+        takes it."""
         (gradient,) = pointer.all_input_nodes
         kind = self.step.maker[gradient]
         parts: dict[int, Part] = {}  # by worker, or by microbatch

@@ -32,11 +32,11 @@ def order_jobs(step: Step, request: Request) -> Step:
 
     A job lasts as long as its call should take, and so does a transfer. Of jobs that
     could start, n decides; a capped F waits for a B (or W): step.credits. If F and B
-    are in different calls of the user's (step.late), all F come first and there is no
-    cap.
+    are in different calls of the user's (step.deferred), all F come first and there is
+    no cap.
     """
     schedule = request.schedule
-    if step.late and schedule.update_every is not None:
+    if step.deferred and schedule.update_every is not None:
         raise PlanError(
             "updates in the program need a model that returns one scalar loss, of "
             "which B starts; compute the loss in the model, or leave optimizer= and "
@@ -47,7 +47,7 @@ def order_jobs(step: Step, request: Request) -> Step:
     jobs = place_jobs(schedule, list(calls), _preds(calls), joint)
     jobs = replace(jobs, waits=_chain_buffers(step.graph, jobs))
     jobs = add_updates(schedule, jobs, _updates(step, request))
-    ranked = _forward_first(jobs) if step.late else jobs
+    ranked = _forward_first(jobs) if step.deferred else jobs
     of_kind = [node.meta["seconds"] for node in calls.values()]
     updates = jobs.kinds[len(calls) :]
     of_kind += [step.facts.stages.nodes[s]["update"] for s, _ in updates]
@@ -55,7 +55,7 @@ def order_jobs(step: Step, request: Request) -> Step:
     edges = Edges(jobs, step.facts.stages)
 
     def run(cap: Cap) -> Timeline:
-        limit: Cap = (lambda s: None) if step.late else cap
+        limit: Cap = (lambda s: None) if step.deferred else cap
         return run_jobs(
             ranked, seconds, limit, schedule.release, edges, schedule.in_order
         )
@@ -64,7 +64,7 @@ def order_jobs(step: Step, request: Request) -> Step:
     if not timeline.complete:
         raise _stuck(schedule, run, timeline)
     timeline = Timeline(jobs, timeline.order, timeline.start, timeline.end)
-    room = {} if step.late else credits(schedule, timeline)
+    room = {} if step.deferred else credits(schedule, timeline)
     waits = {jobs.job(f): jobs.job(last) for f, last in room.items()}
     every = schedule.update_every if jobs.updates else None
     return replace(step, timeline=timeline, credits=waits, every=every)

@@ -140,8 +140,8 @@ def _others(step: Step) -> dict[Value, set[int]]:
 
 class _Route(NamedTuple):
     """A node of a kind of job that others read: the kinds of jobs that do, in the same
-    microbatch; of a joint stage's, the numbers of those that do in another; whether it
-    has readers besides."""
+    microbatch; of a global-batch stage's, the numbers of those that do in another;
+    whether it has readers besides."""
 
     node: fx.Node
     kinds: tuple[int, ...]
@@ -164,8 +164,8 @@ def _routes(step: Step, kind: int, named: set[fx.Node]) -> list[_Route]:
 
 
 def _through_pointers(step: Step, node: fx.Node) -> tuple[set[int], tuple[int, ...]]:
-    """The kinds of joint jobs that read a value in all microbatches, and the numbers of
-    jobs that read a joint value in one."""
+    """The kinds of global-batch jobs that read a value in all microbatches, and the
+    numbers of jobs that read a joint value in one."""
     kinds, numbers = set[int](), set[int]()
     for pointer in filter(joint.is_pointer, node.users):
         readers = [step.maker[u] for u in pointer.users if u in step.maker]

@@ -27,7 +27,7 @@ MINE = re.compile(r"fxsched\.(?!models\.)")
 LONG = 1000  # entries of a container that are not looked at
 
 
-class OutsideNames(Noted):
+class GlobalGuards(Noted):
     """Those that were noted.
 
     modules: that the model calls and doesn't hold, by how it names them.

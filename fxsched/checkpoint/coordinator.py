@@ -13,7 +13,7 @@ from ..transport.world import are_ranks
 T = TypeVar("T")
 
 
-class Party:
+class Coordinator:
     """All ranks, or this process alone, in one call.
 
     call: its name, in errors. Without a backend there are ranks where a process group

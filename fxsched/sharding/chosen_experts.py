@@ -1,10 +1,11 @@
 """Experts that each compute the rows which values pick for them, given to shards.
 
-before: picked([x, where_0, w_0, where_1, w_1]):    # on as many rows as values say
+before: chosen_rows([x, where_0, w_0, where_1, w_1]):    # on as many rows as values say
             z = zeros_like(x)
             z = index_add(z, 0, rows_0, x[rows_0] @ w_0)
             z = index_add(z, 0, rows_1, x[rows_1] @ w_1)
-after:  picked([x, where_0, w_0]), picked([x, where_1, w_1])    # of shards 0 and 1
+after:  chosen_rows([x, where_0, w_0])    # of shard 0, and of shard 1
+        chosen_rows([x, where_1, w_1])
 
 The sum of what they give is what the whole did.
 """
@@ -32,7 +33,7 @@ class Lone(NamedTuple):
 
 def is_selection(node: fx.Node) -> bool:
     """Whether a node computes rows that values pick."""
-    return node.target is torch.ops.fxsched.picked.default
+    return node.target is torch.ops.fxsched.chosen_rows.default
 
 
 def why_picked(node: fx.Node) -> str:
@@ -93,7 +94,7 @@ def lone_layout(call: Operation, known: Layouts, shards: int) -> Layout | None:
     if not any(isinstance(rows.owner, Lone) for rows in layouts):
         return None
     count = len(list(tensors(call.value)))
-    if call.target is torch.ops.fxsched.picked.default:
+    if call.target is torch.ops.fxsched.chosen_rows.default:
         parts = split_selection(call, shards)
         fit = parts is not None and all(
             known[value] == (lone(p),)
@@ -112,7 +113,7 @@ def lone_call(call: Operation, known: Layouts, shards: int) -> tuple[Any, ...] |
     place = _place(call, known, shards)
     if place is not None:
         return call.args[0], 0, place[1]
-    if call.target is not torch.ops.fxsched.picked.default:
+    if call.target is not torch.ops.fxsched.chosen_rows.default:
         return None
     parts = split_selection(call, shards)
     return parts and tuple(map(Each, zip(*parts.every, strict=True)))

@@ -53,8 +53,8 @@ def keep_selection(selection: Selection) -> str:
     return name
 
 
-@custom_op("fxsched::picked", mutates_args=())
-def picked(name: str, values: list[Tensor], numbers: list[int]) -> list[Tensor]:
+@custom_op("fxsched::chosen_rows", mutates_args=())
+def chosen_rows(name: str, values: list[Tensor], numbers: list[int]) -> list[Tensor]:
     """The results of a selection, filled up, and then the shapes of the open ones."""
     selection = SELECTIONS[name]
     results = selection.gm(*values, *numbers)
@@ -65,8 +65,8 @@ def picked(name: str, values: list[Tensor], numbers: list[int]) -> list[Tensor]:
     return [*map(_filled, results, largest), *shapes]
 
 
-@custom_op("fxsched::picked_gradients", mutates_args=())
-def picked_gradients(
+@custom_op("fxsched::chosen_gradients", mutates_args=())
+def chosen_gradients(
     name: str,
     values: list[Tensor],
     numbers: list[int],
@@ -110,7 +110,7 @@ def _new_keys() -> tuple[Any, Any]:
     return include, exclude
 
 
-@picked.register_fake
+@chosen_rows.register_fake
 def _(name: str, values: list[Tensor], numbers: list[int]) -> list[Tensor]:
     largest = bounds(name, tuple(map(Spec.of, values)), tuple(numbers)).results
     results = [torch.empty(s.shape, dtype=s.dtype, device=s.device) for s in largest]
@@ -119,7 +119,7 @@ def _(name: str, values: list[Tensor], numbers: list[int]) -> list[Tensor]:
     return results + shapes
 
 
-@picked_gradients.register_fake
+@chosen_gradients.register_fake
 def _(
     name: str,
     values: list[Tensor],
@@ -140,22 +140,22 @@ def _keep(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
 def _backward(ctx: Any, gradients: list[Tensor]) -> Any:
     values = list(ctx.saved_tensors)
     floating = [gradients[i] for i in ctx.floating]
-    found = picked_gradients(ctx.name, values, ctx.numbers, ctx.wanted, floating)
+    found = chosen_gradients(ctx.name, values, ctx.numbers, ctx.wanted, floating)
     of = dict(zip(ctx.wanted, found, strict=True))
     # a list of numbers is one argument to PyTorch, an empty one a list of tensors
     none: list[None] | None = None if ctx.numbers else []
     return None, [of.get(i) for i in range(len(values))], none
 
 
-picked.register_autograd(_backward, setup_context=_keep)
+chosen_rows.register_autograd(_backward, setup_context=_keep)
 
 
-@register_flop_formula(torch.ops.fxsched.picked, get_raw=True)
+@register_flop_formula(torch.ops.fxsched.chosen_rows, get_raw=True)
 def _(name: str, values: Any, numbers: Any, out_val: object = None) -> int:
     return bounds(name, tuple(map(Spec.of, values)), tuple(numbers)).flops
 
 
-@register_flop_formula(torch.ops.fxsched.picked_gradients, get_raw=True)
+@register_flop_formula(torch.ops.fxsched.chosen_gradients, get_raw=True)
 def _(name: str, values: Any, numbers: Any, *rest: Any, out_val: object = None) -> int:
     return 3 * bounds(name, tuple(map(Spec.of, values)), tuple(numbers)).flops
 

@@ -38,7 +38,7 @@ class Question(NamedTuple):
 
 
 @dataclass
-class Asked:
+class CallbackRecord:
     """The questions to the schedules that it listens to, each once, in their order."""
 
     questions: list[Question] = field(default_factory=list)
@@ -51,7 +51,7 @@ class Asked:
         number, self._count = self._count, self._count + 1
         heard: dict[str, Any] = {}
         for name, function in _functions(schedule).items():
-            noting = Noting(self, number, name, function)
+            noting = RecordedCallback(self, number, name, function)
             caps = schedule.in_flight if name == "in_flight" else None
             noted = replace(caps, cap=noting) if isinstance(caps, OwnCaps) else noting
             heard[name] = noted
@@ -73,10 +73,10 @@ class Asked:
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class Noting:
+class RecordedCallback:
     """A function of a schedule that writes down what it is asked and answers."""
 
-    asked: Asked
+    asked: CallbackRecord
     schedule: int
     name: str
     function: Callable[..., Any]

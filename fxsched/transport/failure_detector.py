@@ -10,7 +10,7 @@ from .board import TICK, Status
 LATE = 3 * TICK  # a rank that waits writes every TICK
 
 
-class Silence:
+class FailureDetector:
     """Since when each rank has written nothing new."""
 
     def __init__(self) -> None:

@@ -14,7 +14,7 @@ from torch.testing import assert_close
 
 import fxsched
 from fxsched import PlanError, schedules
-from fxsched.ir.picked import Selection, keep_selection, picked_gradients
+from fxsched.ir.chosen import Selection, chosen_gradients, keep_selection
 
 PADDING = -100
 
@@ -81,7 +81,7 @@ def test_gradients_where_dispatch_is_below_autograd() -> None:
     keys = torch._C.DispatchKeySet(torch._C.DispatchKey.AutogradCPU)
     x = torch.tensor([2.0, -1.0])
     with torch.no_grad(), torch._C._ExcludeDispatchKeyGuard(keys):
-        (gradient,) = picked_gradients(name, [x], [], [0], [torch.ones(())])
+        (gradient,) = chosen_gradients(name, [x], [], [0], [torch.ones(())])
     assert gradient.tolist() == [4.0, 0.0]
 
 
@@ -128,7 +128,7 @@ def test_what_cannot_be_equal_is_refused(
     then: Callable[[Any, Tensor], Tensor], text: str
 ) -> None:
     step = torch.compile(Of(then), backend=fxsched.backend(schedules.gpipe(2, 2)))
-    with pytest.raises(PlanError, match=rf"{text}[\s\S]+test_picked_rows\.py:\d+"):
+    with pytest.raises(PlanError, match=rf"{text}[\s\S]+test_chosen_rows\.py:\d+"):
         step(torch.randn(4, 4))
 
 

@@ -10,6 +10,7 @@ from torch import fx
 from ..ir.graphs import name_of
 from ..ir.parts import WeightCut
 from ..rows.kinds import Kind, Rows
+from .chosen_experts import is_selection, why_picked
 from .layouts import (
     AROUND,
     WORD,
@@ -30,18 +31,17 @@ from .layouts import (
 )
 from .local_calls import local_call
 from .own_rows import as_sums, is_lone, is_sum, numbers_of, picked_beside
-from .picked_experts import is_selection, why_picked
-from .region import Region, Together
+from .region import AliasGroups, Region
 
 RESHAPES = ("view", "reshape", "unflatten")
 MOST = 24  # nodes between a weight and what its values meet
 
 
-class Grower:
+class Propagation:
     """Finds the region of some weights.
 
     whole: nodes that stay as they are, as what writes into buffers does.
-    together: those that no shard tells apart. weighed: those that come of weights.
+    aliases: those that no shard tells apart. weighed: those that come of weights.
     uncut: positions of weights that stay whole; wants: of the others, those to cut.
     reasons, stops: why weights that were tried were not cut, and at which node.
     """
@@ -52,9 +52,9 @@ class Grower:
         self.follower, self.uncut = follower, uncut
         self.nodes = in_flow(gm.graph.nodes)
         self.place = {node: i for i, node in enumerate(self.nodes)}
-        self.together = Together.of(self.nodes)
+        self.aliases = AliasGroups.of(self.nodes)
         around = {node for node in self.nodes if node.target in AROUND}
-        self.whole = around | self.together.kept
+        self.whole = around | self.aliases.kept
         self.weighed: set[fx.Node] = set()
         for node in self.nodes:
             reads = node.all_input_nodes
@@ -184,7 +184,7 @@ class Grower:
         try:
             while True:  # what is torn stays whole
                 region = self._spread_once(seeds, gathers)
-                held = self.together.torn(region) if region is not None else set()
+                held = self.aliases.torn(region) if region is not None else set()
                 if not held:
                     return region
                 self.whole = self.whole | held
@@ -229,7 +229,7 @@ class Grower:
             if not due and self._call(region, node, known, parts):
                 return True
             zeroed, own = as_sums(known)
-            kept = not due and self.together.written.isdisjoint(own)
+            kept = not due and self.aliases.written.isdisjoint(own)
             if own and kept and self._call(region, node, zeroed, parts):
                 for read in own:
                     region.zeroed.setdefault(read, set()).add(node)
@@ -297,7 +297,7 @@ class Grower:
             return False
         if not layout and any(is_sum(known[n]) for n in known):  # a write, once a shard
             return False
-        if not self.together.written.isdisjoint(numbers_of(layout)):
+        if not self.aliases.written.isdisjoint(numbers_of(layout)):
             return False
         if beside and kinds != {Kind.SUM}:
             return False

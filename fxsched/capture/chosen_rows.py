@@ -1,9 +1,9 @@
 """What is computed on as many rows as values say becomes one operation of fixed sizes.
 
 before: own = x[mask]; loss = cross_entropy(own @ w, labels[mask])      # own [u0, 32]
-after:  loss = picked("4fd1..", [x, mask, w, labels], [])[0]
+after:  loss = chosen_rows("4fd1..", [x, mask, w, labels], [])[0]
 
-See ir/picked.py. Rows of the batch meet there, so it is part of a joint stage.
+See ir/chosen.py. Rows of the batch meet there, so it is part of a global-batch stage.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ import torch
 from torch import Tensor, fx
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
+from ..ir.chosen import Selection, cut_to_shape, keep_selection
 from ..ir.graphs import tensors
 from ..ir.lazy import lazy_module
 from ..ir.modes import casts
-from ..ir.picked import Selection, cut_to_shape, keep_selection
 from ..ir.regions import inside_regions, is_region
 from ..ir.rewrites import extracted
 from .returns import Returned
@@ -30,7 +30,7 @@ SHAPES = "shapes"  # gm.meta: where the shape of an output that is filled up is
 SYMBOLS = (torch.SymInt, torch.SymBool, torch.SymFloat)
 
 
-def pick_rows(gm: fx.GraphModule) -> fx.GraphModule:
+def choose_rows(gm: fx.GraphModule) -> fx.GraphModule:
     """The graph with an operation for each of its selections; outputs that are filled
     up have their shapes after all other outputs.
 
@@ -39,7 +39,7 @@ def pick_rows(gm: fx.GraphModule) -> fx.GraphModule:
     for nodes in _selections(gm.graph):
         part = _Part.of(gm.graph, nodes)
         if _can_be_one(part):
-            return pick_rows(_with_operation(gm, part))
+            return choose_rows(_with_operation(gm, part))
     return gm
 
 
@@ -144,7 +144,7 @@ def _with_operation(gm: fx.GraphModule, part: _Part) -> fx.GraphModule:
     own = extracted(gm, reads, part.nodes, part.results, "Selection")
     name = keep_selection(Selection(own, at))
     args = name, [new[n] for n in values], [new[n] for n in numbers]
-    call = graph.call_function(torch.ops.fxsched.picked.default, args)
+    call = graph.call_function(torch.ops.fxsched.chosen_rows.default, args)
     examples = [*map(_value, part.results), *(_shape(_value(n)) for n in opened)]
     call.meta = {**part.nodes[0].meta, "example_value": examples, FILLED: True}
     items = []
