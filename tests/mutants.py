@@ -600,7 +600,7 @@ def of_the_passes(case: Case, seed: int) -> tuple[str, Plan] | None:
             what = wrong_lines(step, draw)
             return step
 
-        place = before.index(pipeline.route_values)
+        place = [each.__name__ for each in before].index("route_values")
         pipeline.STEP_PASSES = (*before[:place], wrong, *before[place:])
     try:
         with Progress() as progress:

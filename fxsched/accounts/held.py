@@ -29,7 +29,7 @@ from ..ir.step import (
     values_in,
 )
 from ..jobs.job import Direction
-from .reads import Reads
+from .reads import read
 
 WEIGHTS, VERSIONS, FETCHED, GRADIENTS, STATE, ACTIVATIONS = range(6)
 COPIES = (ops.copy, ops.correct)
@@ -94,7 +94,6 @@ class _Lives:
 
     def __init__(self, step: Step) -> None:
         self.step = step
-        self.reads = Reads(step)
         self.makes = [
             [(node, *_output(node, d)) for node in recipe.nodes]
             for recipe, (_, d) in zip(step.recipes, step.jobs.kinds, strict=False)
@@ -151,7 +150,7 @@ def _peaks(lives: _Lives, worker: int, resident: list[float]) -> Peaks:
     lines = lives.lines[worker]
     last: dict[Value, int] = {}
     for place, line in enumerate(lines):
-        for value in lives.reads.of(line, worker):
+        for value in read(line, worker):
             last[value] = place
     for value in values_in(lives.step.results[worker]):
         last[value] = len(lines)

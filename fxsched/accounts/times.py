@@ -23,7 +23,7 @@ from ..ir.step import (
     values_in,
 )
 from ..jobs.job import Direction, Job
-from .reads import Reads
+from .reads import read
 from .traffic import Moved, moved
 
 PARAMETERS = (Moved.WEIGHTS, Moved.GRADIENTS)
@@ -79,7 +79,6 @@ class _Clock:
     ) -> None:
         self.step, self.transfer, self.parameters = step, transfer, parameters
         self.stages, self.edges = stages, Edges(step.jobs, stages).seconds
-        self.reads = Reads(step)
         self.free = [0.0] * step.jobs.workers
         self.ended: dict[int, float] = {}  # jobs but updates, by number
         self.made: dict[Op, float] = {}  # by others
@@ -91,7 +90,7 @@ class _Clock:
     def run(self, op: Op, seconds: Sequence[float]) -> None:
         """An op of a worker."""
         job, here = op.job, op.worker
-        start = max((self._read(v, op) for v in self.reads.of(op, here)), default=0.0)
+        start = max((self._read(v, op) for v in read(op, here)), default=0.0)
         if job is not None and job.direction is Direction.BACKWARD:
             forward = Job(job.stage, job.microbatch, Direction.FORWARD)
             start = max(start, self.ended[self.step.jobs.number(forward)])

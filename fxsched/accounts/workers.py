@@ -11,7 +11,7 @@ from ..clock.activations import peaks
 from ..clock.jobs import Jobs
 from ..clock.timeline import Timeline
 from ..ir.graphs import Role
-from ..ir.step import Message, Step, values_in
+from ..ir.step import Message, Step
 from ..jobs.job import Piece
 from ..jobs.schedule import Schedule
 from .traffic import traffic
@@ -114,6 +114,6 @@ def _away(step: Step) -> list[int]:
     away = [0] * step.jobs.workers
     for op in step.ops:
         if op.target is None and op.job is not None:
-            read = values_in(op.args)
+            read = op.args[0]
             away[op.worker] += any(isinstance(value, Message) for value in read)
     return away

@@ -60,6 +60,11 @@ def resolve(node: fx.Node, microbatch: int) -> tuple[fx.Node, int]:
     return node, microbatch
 
 
+def ends(node: fx.Node) -> list[fx.Node]:
+    """The values that a node points to, in all microbatches; itself if it is none."""
+    return [each for each in pointed(node) if not is_pointer(each)]
+
+
 def pointed(node: fx.Node) -> list[fx.Node]:
     """A node, and all that it points to."""
     if not is_pointer(node):

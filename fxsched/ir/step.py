@@ -20,7 +20,7 @@ from torch import fx
 from ..clock.jobs import NO_JOBS, Jobs, Kind, sum_root
 from ..clock.timeline import Timeline
 from ..jobs.job import Direction, Job
-from . import ops
+from . import joint, ops
 from .facts import Facts, facts
 from .graphs import Group, Spec, Specs
 
@@ -95,7 +95,8 @@ class Op:
     """One thing that a worker does; as a value, what it gives.
 
     target: what it calls; None for F, B and W.
-    args: values of any kind, and constants; of F, B and W, the weights that they read.
+    args: values of any kind, and constants; of F, B and W, the weights that they read,
+        and what they read of other jobs, as step.reads names it.
     group: of weights, if it makes some.
     job: the job that it is; of an update of several groups, the first of their ops.
     after: what it waits for, and does not read.
@@ -177,6 +178,13 @@ class Recipe(NamedTuple):
         yield from self.after
 
 
+def _read_nodes(recipe: Recipe) -> Iterator[fx.Node]:
+    own = dict.fromkeys(recipe.nodes)
+    for node in dict.fromkeys(n for each in own for n in each.all_input_nodes):
+        if node not in own and any(n.op != "placeholder" for n in joint.ends(node)):
+            yield node
+
+
 NEVER = Timeline(NO_JOBS, (), (), ())
 
 
@@ -192,8 +200,6 @@ class Step:
     buffers: what F on each worker leaves of a group of buffers, by group and worker.
     results: what each worker returns, in values.
     every: how many microbatches an update is for; None if there are none.
-    shared: the sums over all microbatches that B of global-batch stages reads, by the
-        pointers to them.
     """
 
     graph: fx.GraphModule
@@ -204,7 +210,12 @@ class Step:
     buffers: Mapping[tuple[int, int], JobOutput] = field(default_factory=dict)
     results: Mapping[int, dict[str, Any]] = field(default_factory=dict)
     every: int | None = None
-    shared: Mapping[fx.Node, Op] = field(default_factory=dict)
+
+    @cached_property
+    def reads(self) -> list[tuple[fx.Node, ...]]:
+        """By kind of job, the nodes that it reads of others, weights and rows of the
+        batch aside; pointers among them, as a stage of the global batch has them."""
+        return [tuple(_read_nodes(recipe)) for recipe in self.recipes]
 
     @property
     def facts(self) -> Facts:
@@ -320,6 +331,17 @@ def root_of(group: Group, number: int) -> int:
     """The worker that a group's gradients are summed on: the one that updates it, or
     one of its owners, each group another."""
     return sum_root(group.owners, number) if group.updater is None else group.updater
+
+
+def replace_values(op: Op, new: Mapping[Any, Value]) -> None:
+    """Has an op read other values in the place of these."""
+    op.args = with_values(op.args, lambda value: new.get(value, value))
+
+
+def with_weights(op: Op, new: Callable[[Any], Any]) -> None:
+    """Has an F, B or W read something else in the place of its weights."""
+    weights, reads = op.args
+    op.args = (tuple([new(value) for value in weights]), reads)
 
 
 def values_in(args: Any) -> Iterator[Any]:

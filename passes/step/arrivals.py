@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 
 from ...clock.arrivals import update_rounds
 from ...ir import ops
 from ...ir.request import Request
-from ...ir.step import Message, Op, Step, Total, Value, Weights
+from ...ir.step import Message, Op, Step, Total, Value, Weights, with_weights
 from ...jobs.job import Direction, Job, PlanError
 from .update_inputs import UpdateFactors, check_trained
 
@@ -59,11 +60,11 @@ class _Arrivals:
             if job.direction is Direction.UPDATE:
                 self._update(op, job)
                 continue
-            op.args = tuple([self._copy_of(value, op, job) for value in op.args])
+            with_weights(op, partial(self._copy_of, op, job))
             self.lines.append(op)
         return replace(self.step, lines=self.lines)
 
-    def _copy_of(self, value: Value, op: Op, job: Job) -> Value:
+    def _copy_of(self, op: Op, job: Job, value: Value) -> Value:
         """What a job reads of weights: its microbatch's copy, if they are updated."""
         if not isinstance(value, Weights):
             return value

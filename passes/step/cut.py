@@ -63,6 +63,7 @@ class _ProgramWriter:
         self.parts: dict[tuple[fx.Node, int], fx.Node] = {}  # rows of the batch
         self.sends: dict[Value, list[Message]] = {}
         self.pause: fx.Node | None = None
+        self.read: dict[fx.Node, Value] = {}  # what a job reads of others
         self.lines: list[Op | Message] = []
         for line in step.lines:
             if isinstance(line, Op):
@@ -200,11 +201,14 @@ class _ProgramWriter:
         where = (line.worker, line.task, line.n)
         for token in line.after:
             make(self.graph, ops.wait, (self.env[token],), (), *where)
-        for node in recipe.before:
-            self._copy(node, job, where)
         call = recipe.call
         _, *rest, _ = arguments(call)
-        state = tuple(self.env[value] for value in line.args)
+        weights, read = line.args
+        kind = self.step.jobs.at[job.stage, job.direction]
+        self.read = dict(zip(self.step.reads[kind], read, strict=True))
+        for node in recipe.before:
+            self._copy(node, job, where)
+        state = tuple(self.env[value] for value in weights)
         values = fx.map_arg(tuple(rest), lambda n: self._value(n, job, where))
         seed = None
         if call.meta["draw"] is not None:
@@ -239,16 +243,15 @@ class _ProgramWriter:
         self._give(JobOutput(node, job.microbatch), new)
 
     def _value(self, node: fx.Node, job: Job, where: Where) -> fx.Node:
-        if node in self.step.shared:
-            return self.env[self.step.shared[node]]
-        node, b = resolve(node, job.microbatch)
-        if node.op != "placeholder":
-            made = JobOutput(node, b)
+        node_of, b = resolve(node, job.microbatch)
+        if node_of.op != "placeholder":
+            made = self.read.get(node, JobOutput(node_of, b))
             if made in self.encoded:
                 self.encoded.remove(made)
-                specs = node.meta["specs"]
+                specs, _ = self.step.specs(made)
                 self.env[made] = self._cast(self.env[made], specs, where)
             return self.env[made]
+        node = node_of
         if (node, b) not in self.parts:
             if "tangent" in node.meta:
                 part = self._tangent(node, b, where)

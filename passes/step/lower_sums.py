@@ -14,8 +14,17 @@ from torch import fx
 from ...ir import joint, ops
 from ...ir.graphs import Specs, in_type
 from ...ir.request import Request
-from ...ir.step import JobOutput, Message, Op, Step, Total, values_in, with_values
-from ...jobs.job import Direction, Job
+from ...ir.step import (
+    JobOutput,
+    Message,
+    Op,
+    Step,
+    Total,
+    replace_values,
+    values_in,
+    with_values,
+)
+from ...jobs.job import ALL_ROWS, Direction, Job
 
 Part = JobOutput | Op
 Where = tuple[int, str, int]  # worker, task, n
@@ -54,7 +63,8 @@ def lower_sums(step: Step, request: Request) -> Step:
 
     The gradient of what all microbatches read of a global-batch stage is a sum too: of
     each worker's, in the order of workers, or of all, in the order of microbatches. B
-    of the global-batch stage takes it: step.shared."""
+    of the global-batch stage takes it.
+    """
     return _Sums(step, request).run()
 
 
@@ -67,7 +77,6 @@ class _Sums:
         self.before: dict[int, list[Op]] = {}  # new ops, by the line after them
         self.after: dict[int, list[Op]] = {}
         self.totals: dict[Total, Part] = {}
-        self.shared: dict[fx.Node, Op] = {}
 
     def run(self) -> Step:
         add = self._in_order if self.request.deterministic else self._by_worker
@@ -82,7 +91,7 @@ class _Sums:
             if op.target in (ops.update, ops.norms):
                 op.args = self._found(op.args)
         results = {w: self._found(own) for w, own in self.step.results.items()}
-        return replace(self.step, lines=lines, results=results, shared=self.shared)
+        return replace(self.step, lines=lines, results=results)
 
     def _found(self, args: Any) -> Any:
         """Arguments with the values that totals are."""
@@ -190,7 +199,7 @@ class _Sums:
                 every = tuple(parts[key] for key in sorted(parts))
                 total = self._add(op, gradient, f"total_{gradient.name}", every)
                 self.before.setdefault(place, []).append(total)
-                self.shared[pointer] = total
+                replace_values(op, {JobOutput(pointer, ALL_ROWS): total})
 
     def _add(self, op: Op, like: fx.Node, name: str, args: tuple[Part, ...]) -> Op:
         specs = like.meta["specs"]

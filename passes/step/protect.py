@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from ...ir import ops
 from ...ir.request import Request
-from ...ir.step import OVER, Credit, Message, Op, Stale, Step, Value, values_in
+from ...ir.step import OVER, Credit, Message, Op, Stale, Step, Value, replace_values
 from ...jobs.job import PlanError
 
 
@@ -24,7 +24,7 @@ def protect_versions(step: Step, request: Request) -> Step:
     copy, from the first job that reads it or the update on, which comes after it; also
     for what is away from its weights by velocities.
     """
-    if not any(isinstance(value, Stale) for op in step.ops for value in op.args):
+    if step.every is None:
         return step
     return _Versions(step).run()
 
@@ -44,12 +44,11 @@ class _Versions:
         for op in self.step.ops:
             if task != (op.worker, op.task):
                 self.start, task = len(self.lines), (op.worker, op.task)
-            for stale in self._stale(op):
-                self._copy(stale, op.n)
-            op.args = tuple(
-                self.copies[each] if isinstance(each, Stale) else each
-                for each in op.args
-            )
+            stale = self._stale(op)
+            for each in stale:
+                self._copy(each, op.n)
+            if stale:
+                replace_values(op, self.copies)
             if op.target in OVER:
                 old = op.args[OVER[op.target]]
                 copies = [self._copy(stale, op.n) for stale in self.copied.get(old, ())]
@@ -66,9 +65,7 @@ class _Versions:
                 if here and not stale.gap and stale.value not in gone:
                     assert op.job is not None
                     self.credits.setdefault(stale.value, []).append(Credit(op.job))
-                    op.args = tuple(
-                        stale.value if each == stale else each for each in op.args
-                    )
+                    replace_values(op, {stale: stale.value})
                 elif stale not in self.copied.setdefault(stale.value, []):
                     self.copied[stale.value].append(stale)
             if op.target in OVER:
@@ -77,7 +74,8 @@ class _Versions:
     def _stale(self, op: Op) -> list[Stale]:
         if op.target not in (None, ops.renew):
             return []
-        return [each for each in values_in(op.args) if isinstance(each, Stale)]
+        weights = op.args if op.target else op.args[0]
+        return [each for each in weights if isinstance(each, Stale)]
 
     def _copy(self, stale: Stale, n: int) -> Op:
         """The copy of a version, made before the first task that needs it."""

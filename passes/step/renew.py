@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from ...ir import ops
 from ...ir.request import Request
-from ...ir.step import Message, Op, Step, Weights
+from ...ir.step import Message, Op, Step, Weights, replace_values
 
 
 def renew_copies(step: Step, request: Request) -> Step:
@@ -27,7 +27,7 @@ def renew_copies(step: Step, request: Request) -> Step:
     new: dict[Weights, Op] = {}
     lines: list[Op | Message] = []
     for op in step.ops:
-        for old in op.args:
+        for old in op.args[0]:
             if not isinstance(old, Weights) or old in new:
                 continue
             number = old.node.meta["group"]
@@ -40,6 +40,6 @@ def renew_copies(step: Step, request: Request) -> Step:
             specs = old.node.meta["specs"]
             new[old] = Op(*where, ops.renew, args, specs, name, number)
             lines.append(new[old])
-        op.args = tuple(new.get(value, value) for value in op.args)
+        replace_values(op, new)
         lines.append(op)
     return replace(step, lines=lines)

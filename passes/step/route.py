@@ -3,18 +3,25 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from itertools import count
-from typing import NamedTuple
+from typing import Any
 
-from torch import fx
-
-from ...ir import joint, ops
+from ...ir import ops
 from ...ir.graphs import Specs
 from ...ir.message_types import as_sent
 from ...ir.request import Request
-from ...ir.step import Credit, JobOutput, Message, Op, Step, Value, values_in
+from ...ir.step import (
+    Credit,
+    JobOutput,
+    Message,
+    Op,
+    Step,
+    Value,
+    replace_values,
+    values_in,
+)
 
 
 def route_values(step: Step, request: Request) -> Step:
@@ -72,7 +79,7 @@ def _with_weights(step: Step, ahead: int, tags: Iterator[int]) -> list[Op | Mess
             start = every[0] if len(earlier) < ahead else [*earlier, op][0]
             earlier.append(op)
         here, read = at_hand.get(op.worker, {}), dict[Value, Message]()
-        for value in op.args:
+        for value in op.args[0] if is_job else op.args:
             if (source := step.worker(value)) == op.worker:
                 continue
             message = here.get(value) if is_job else None
@@ -85,7 +92,7 @@ def _with_weights(step: Step, ahead: int, tags: Iterator[int]) -> list[Op | Mess
                     before.setdefault(start, []).append(message)
             read[value] = message
         if read:
-            op.args = tuple([read.get(value, value) for value in op.args])
+            replace_values(op, read)
         if is_job:
             at_hand[op.worker] = read
     return [
@@ -97,86 +104,29 @@ class _Readers:
     """Which workers read what each op makes."""
 
     def __init__(self, step: Step) -> None:
-        self.step, jobs = step, step.jobs
-        self.worker, self.at, self.grid = jobs.worker, jobs.at, jobs.grid.tolist()
-        self.others = _others(step)
-        named = {v.node for v in self.others if isinstance(v, JobOutput)}
-        self.routes = [_routes(step, kind, named) for kind in range(len(jobs.preds))]
+        self.step = step
+        self.workers: dict[Value, set[int]] = {}
+        for op in step.ops:
+            if op.target is not ops.accumulate:  # which is of the worker's own
+                args = op.args if op.target else op.args[1:]  # weights have come
+                self._note((args, op.after), op.worker)
+        for worker, results in step.results.items():
+            self._note(results, worker)
 
-    def of(self, op: Op) -> Iterator[tuple[Value, Iterable[int]]]:
+    def _note(self, args: Any, worker: int) -> None:
+        for value in values_in(args):
+            self.workers.setdefault(value, set()).add(worker)
+
+    def of(self, op: Op) -> Iterator[tuple[Value, set[int]]]:
         """What an op makes that others read, in the order of its nodes."""
-        job, others = op.job, self.others
-        if op.target is not None or job is None:
-            if op in others:
-                yield op, others[op]
-            return
-        b = job.microbatch
-        row, kind = self.grid[b], self.at[job.stage, job.direction]
-        for node, kinds, parts, more in self.routes[kind]:
-            readers = {self.worker[row[k]] for k in kinds}
-            readers |= {self.worker[k] for k in parts}
-            if more:
-                readers |= others.get(JobOutput(node, b), set())
-            yield JobOutput(node, b), readers
-        credit = Credit(job)
-        if credit in others:
-            yield credit, others[credit]
-
-
-def _others(step: Step) -> dict[Value, set[int]]:
-    """The readers of values that are not jobs of the same microbatch."""
-    readers: dict[Value, set[int]] = {}
-    for op in step.ops:
-        if op.target is ops.accumulate:  # of the worker's own
-            continue
-        read = op.after if op.target is None else (*op.args, *op.after)
-        for value in values_in(read):
-            readers.setdefault(value, set()).add(op.worker)
-    for worker, results in step.results.items():
-        for value in values_in(results):
-            readers.setdefault(value, set()).add(worker)
-    return readers
-
-
-class _Route(NamedTuple):
-    """A node of a kind of job that others read: the kinds of jobs that do, in the same
-    microbatch; of a global-batch stage's, the numbers of those that do in another;
-    whether it has readers besides."""
-
-    node: fx.Node
-    kinds: tuple[int, ...]
-    numbers: tuple[int, ...]
-    more: bool
-
-
-def _routes(step: Step, kind: int, named: set[fx.Node]) -> list[_Route]:
-    routes: list[_Route] = []
-    for node in step.recipes[kind].nodes:
-        readers = {step.maker[u] for u in node.users if u in step.maker}
-        kinds = tuple(sorted(readers - {kind}))
-        numbers: tuple[int, ...] = ()
-        if step.jobs.joint:
-            more, numbers = _through_pointers(step, node)
-            kinds = tuple(sorted({*kinds, *more} - {kind}))
-        if kinds or numbers or node in named:
-            routes.append(_Route(node, kinds, numbers, node in named))
-    return routes
-
-
-def _through_pointers(step: Step, node: fx.Node) -> tuple[set[int], tuple[int, ...]]:
-    """The kinds of global-batch jobs that read a value in all microbatches, and the
-    numbers of jobs that read a joint value in one."""
-    kinds, numbers = set[int](), set[int]()
-    for pointer in filter(joint.is_pointer, node.users):
-        readers = [step.maker[u] for u in pointer.users if u in step.maker]
-        if pointer.target is joint.of:
-            kinds.update(readers)
-        if pointer.target is not joint.each:
-            continue
-        for b, value in enumerate(pointer.args):
-            if value is node:
-                numbers.update(step.jobs.find(kind, b) for kind in readers)
-    return kinds, tuple(sorted(numbers))
+        made: list[Value] = [op]
+        if op.target is None and op.job is not None:
+            nodes = self.step.recipe(op.job).nodes
+            made = [JobOutput(node, op.job.microbatch) for node in nodes]
+            made.append(Credit(op.job))
+        for value in made:
+            if value in self.workers:
+                yield value, self.workers[value]
 
 
 class _Encodings:

@@ -9,9 +9,9 @@ from torch import fx
 
 from ...clock.jobs import source_of
 from ...ir.graphs import arguments
-from ...ir.joint import is_pointer
+from ...ir.joint import is_pointer, resolve
 from ...ir.request import Request
-from ...ir.step import Credit, JobOutput, Op, Recipe, Step, Weights
+from ...ir.step import Credit, JobOutput, Op, Recipe, Step, Value, Weights
 from ...jobs.job import Direction
 
 
@@ -19,14 +19,16 @@ def unroll_jobs(step: Step, request: Request) -> Step:
     """An op for each job, on its worker, which reads weights from one that keeps them.
 
     before: forward_0 = self.forward_0((weights_0,), (x,), None)     # of any microbatch
+            a = forward_0[0]
+            forward_1 = self.forward_1((weights_1,), (a,), None)
             step.order: 0F0, 0F1, 1F0, ..
     after:  0F0, weights_0 of worker 0                               # worker 0
             0F1, weights_0 of worker 1                               # worker 1
-            1F0, weights_1 of worker 0                               # worker 0
+            1F0, weights_1 of worker 0, a_0                          # worker 0
 
-    step.recipes says which nodes a job's op stands for. A capped F comes after the
-    credit of a B (or W). F reads buffers as F before it on its worker has left them;
-    step.buffers has what the last one leaves.
+    step.recipes says which nodes a job's op stands for, step.reads what these read. A
+    capped F comes after the credit of a B (or W). F reads buffers as F before it on its
+    worker has left them; step.buffers has what the last one leaves.
     """
     step = replace(step, recipes=_recipes(step.graph))
     jobs, owners = step.jobs, [group.owners for group in step.facts.groups]
@@ -36,7 +38,7 @@ def unroll_jobs(step: Step, request: Request) -> Step:
     ops: list[Op] = []
     for i in step.order:
         job, kind, here = jobs.job(i), jobs.kind[i], jobs.worker[i]
-        op = Op(here, str(job), jobs.n[i], job=job)
+        op, b = Op(here, str(job), jobs.n[i], job=job), job.microbatch
         ops.append(op)
         if job.direction is Direction.UPDATE:
             continue
@@ -46,16 +48,17 @@ def unroll_jobs(step: Step, request: Request) -> Step:
                 Weights(w, source_of(owners[w.meta["group"]], *place[1:]))
                 for w in reads[kind]
             )
-        op.args = places[place]
+        weights: tuple[Value, ...] = places[place]
         if job in step.credits:
             op.after = (Credit(step.credits[job]),)
         if job.direction is Direction.FORWARD:
             if buffers:
                 left = ((w, (w.node.meta["group"], here)) for w in places[place])
-                op.args = tuple(buffers.get(key, w) for w, key in left)
+                weights = tuple(buffers.get(key, w) for w, key in left)
             for node in step.gives[kind]:
-                new = JobOutput(node, job.microbatch)
-                buffers[node.meta["group"], here] = new
+                buffers[node.meta["group"], here] = JobOutput(node, b)
+        made = tuple([JobOutput(*resolve(node, b)) for node in step.reads[kind]])
+        op.args = (weights, made)
     return replace(step, lines=ops, buffers=buffers)
 
 

@@ -4,11 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import replace
+from functools import partial
 from typing import NamedTuple
 
 from ...ir import ops
 from ...ir.request import Request
-from ...ir.step import Message, Op, Stale, Step, Total, Value, Weights
+from ...ir.step import (
+    Message,
+    Op,
+    Stale,
+    Step,
+    Total,
+    Value,
+    Weights,
+    with_weights,
+)
 from ...jobs.job import Direction, Job
 from .averages import averages_of
 from .update_inputs import UpdateFactors, check_trained
@@ -64,12 +74,12 @@ class _Updates:
                 self._renew_copies(op.worker, behind)
                 continue
             self._renew_waiting()
-            op.args = tuple([self._read(value, job) for value in op.args])
+            with_weights(op, partial(self._read, job))
             self.lines.append(op)
         self._renew_waiting()
         return replace(self.step, lines=self.lines)
 
-    def _read(self, value: Value, job: Job) -> Value:
+    def _read(self, job: Job, value: Value) -> Value:
         """What a job reads of weights that a worker keeps."""
         if not isinstance(value, Weights):
             return value
