@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from itertools import count
-from typing import Any
 
 from ...ir import ops
 from ...ir.graphs import Specs
@@ -104,26 +103,33 @@ class _Readers:
     """Which workers read what each op makes."""
 
     def __init__(self, step: Step) -> None:
-        self.step = step
         self.workers: dict[Value, set[int]] = {}
         for op in step.ops:
-            if op.target is not ops.accumulate:  # which is of the worker's own
-                args = op.args if op.target else op.args[1:]  # weights have come
-                self._note((args, op.after), op.worker)
+            if op.target is None:
+                self._note((*op.args[1], *op.after), op.worker)  # weights have come
+            elif op.target is not ops.accumulate:  # which is of the worker's own
+                self._note(values_in((op.args, op.after)), op.worker)
         for worker, results in step.results.items():
-            self._note(results, worker)
+            self._note(values_in(results), worker)
+        read = {value.node for value in self.workers if isinstance(value, JobOutput)}
+        self.nodes = {
+            kind: [node for node in recipe.nodes if node in read]
+            for kind, recipe in zip(step.jobs.kinds, step.recipes, strict=False)
+        }
 
-    def _note(self, args: Any, worker: int) -> None:
-        for value in values_in(args):
+    def _note(self, values: Iterable[Value], worker: int) -> None:
+        for value in values:
             self.workers.setdefault(value, set()).add(worker)
 
     def of(self, op: Op) -> Iterator[tuple[Value, set[int]]]:
         """What an op makes that others read, in the order of its nodes."""
-        made: list[Value] = [op]
-        if op.target is None and op.job is not None:
-            nodes = self.step.recipe(op.job).nodes
-            made = [JobOutput(node, op.job.microbatch) for node in nodes]
-            made.append(Credit(op.job))
+        job, made = op.job, list[Value]()
+        if op.target is None and job is not None:
+            nodes = self.nodes[job.stage, job.direction]
+            made += [JobOutput(node, job.microbatch) for node in nodes]
+            made.append(Credit(job))
+        else:
+            made.append(op)
         for value in made:
             if value in self.workers:
                 yield value, self.workers[value]
