@@ -61,26 +61,18 @@ class _ProgramWriter:
         self.env: dict[Value, fx.Node] = {}
         self.encoded: set[Value] = set()  # of these, what is as it travels
         self.parts: dict[tuple[fx.Node, int], fx.Node] = {}  # rows of the batch
-        self.sends: dict[Value, list[Message]] = {}
         self.pause: fx.Node | None = None
         self.read: dict[fx.Node, Value] = {}  # what a job reads of others
         self.lines: list[Op | Message] = []
+        self.credits = set[Value]()  # that someone waits for
         for line in step.lines:
             if isinstance(line, Op):
-                if line.worker == worker:
-                    self.lines.append(line)
-            elif line.to == worker:
+                mine, read = line.worker == worker, line.after
+            else:
+                mine, read = worker in (line.source, line.to), (line.value,)
+            if mine:
                 self.lines.append(line)
-            elif line.source == worker:
-                if line.fetches:
-                    self.lines.append(line)
-                else:
-                    self.sends.setdefault(line.value, []).append(line)
-        waited = (
-            each for line in self.lines if isinstance(line, Op) for each in line.after
-        )
-        read = (*waited, *self.sends)
-        self.credits = {each for each in read if isinstance(each, Credit)}
+                self.credits.update(each for each in read if isinstance(each, Credit))
 
     def run(self) -> fx.Graph:
         self._placeholders()
@@ -142,29 +134,23 @@ class _ProgramWriter:
             self.encoded.add(message.value)
 
     def _send(self, message: Message) -> None:
-        task = f"serve {message.tag}" if message.fetches else message.task
+        value, task = message.value, message.task
+        if message.fetches:
+            task = f"serve {message.tag}"
+        elif message.encoded and value not in self.encoded:
+            where = (self.worker, task, message.n)  # all readers see what is sent
+            self.env[value] = self._cast(self.env[value], message.specs, where)
+            self.encoded.add(value)
         node = self.graph.create_node(
             "call_function",
             ops.send,
-            (self.env[message.value],),
+            (self.env[value],),
             {"to": message.to, "tag": message.tag},
             f"send_{message.tag}",
         )
         node.meta.update(n=message.n, task=task, worker=self.worker, specs=())
-        if message.fetches and isinstance(message.value, Op):
+        if message.fetches and isinstance(value, Op):
             node.meta["group"] = _group_of(message)  # says that it sends weights
-
-    def _give(self, value: Value, node: fx.Node) -> None:
-        """Notes a value that a line made, and sends it to who reads it elsewhere."""
-        messages = self.sends.get(value, ())
-        encoded = next((m.specs for m in messages if m.encoded), None)
-        if encoded:
-            where = (node.meta["worker"], node.meta["task"], node.meta["n"])
-            node = self._cast(node, encoded, where)
-            self.encoded.add(value)
-        self.env[value] = node  # all readers see what is sent
-        for message in messages:
-            self._send(message)
 
     def _node(self, value: Value) -> fx.Node:
         return self.env[value]
@@ -192,7 +178,7 @@ class _ProgramWriter:
         if self.request.check_finite and line.target is ops.update:
             read = (line.task, (node,), ((0, str(line.name)),))
             make(self.graph, ops.finite, read, (), *where)
-        self._give(line, node)
+        self.env[line] = node
 
     def _job(self, line: Op) -> None:
         job = line.job
@@ -222,13 +208,13 @@ class _ProgramWriter:
             names = checked_values(recipe, self.request.training)
             read = (str(job), new, names, *args)
             make(self.graph, ops.finite, read, (), *where)
-        self._give(JobOutput(call, job.microbatch), new)
+        self.env[JobOutput(call, job.microbatch)] = new
         for node in recipe.after:
             self._copy(node, job, where)
         if Credit(job) in self.credits:
             name = f"credit_{job}"
             token = make(self.graph, ops.credit, (new,), (TOKEN,), *where, name=name)
-            self._give(Credit(job), token)
+            self.env[Credit(job)] = token
 
     def _copy(self, node: fx.Node, job: Job, where: Where) -> None:
         args = fx.map_arg(node.args, lambda n: self._value(n, job, where))
@@ -240,7 +226,7 @@ class _ProgramWriter:
         new.meta["bundle"] = node.meta.get("bundle", False)
         if "group" in node.meta:
             new.meta["group"] = node.meta["group"]
-        self._give(JobOutput(node, job.microbatch), new)
+        self.env[JobOutput(node, job.microbatch)] = new
 
     def _value(self, node: fx.Node, job: Job, where: Where) -> fx.Node:
         node_of, b = resolve(node, job.microbatch)
