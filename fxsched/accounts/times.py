@@ -7,8 +7,7 @@ from typing import Any, NamedTuple
 
 import networkx as nx
 
-from ..clock.network import Link
-from ..clock.stage_graph import Edges
+from ..clock.network import Link, delays
 from ..clock.timeline import Timeline
 from ..ir import ops
 from ..ir.garbage import no_collection
@@ -78,7 +77,7 @@ class _Clock:
         parameters: bool,
     ) -> None:
         self.step, self.transfer, self.parameters = step, transfer, parameters
-        self.stages, self.edges = stages, Edges(step.jobs, stages).seconds
+        self.stages, self.edges = stages, delays(step.jobs, stages, None)
         self.free = [0.0] * step.jobs.workers
         self.ended: dict[int, float] = {}  # jobs but updates, by number
         self.made: dict[Op, float] = {}  # by others

@@ -14,21 +14,17 @@ start ready jobs.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from heapq import heappop, heappush
-from typing import NamedTuple, Protocol
+from types import MappingProxyType
+from typing import NamedTuple
 
 from ..jobs.job import Direction
 from .activations import holders, lifetimes
 from .jobs import Jobs
 from .timeline import Timeline
 
-
-class Network(Protocol):
-    """When messages arrive."""
-
-    def arrival(self, maker: int, reader: int, now: float) -> float:
-        """When what a job made that ended now is there for another worker's job."""
+Delays = Mapping[tuple[int, int], float]
 
 
 class _Caps(NamedTuple):
@@ -93,10 +89,8 @@ class _Simulation:
         heaps, the F that wait for one to leave.
     """
 
-    def __init__(
-        self, jobs: Jobs, caps: _Caps, network: Network | None, in_order: bool
-    ) -> None:
-        self.jobs, self.caps, self.network = jobs, caps, network
+    def __init__(self, jobs: Jobs, caps: _Caps, delays: Delays, in_order: bool) -> None:
+        self.jobs, self.caps, self.delays = jobs, caps, delays
         self.missing = list(jobs.awaited)
         self.queues = _queues(jobs, self.missing, in_order)
         self.free = [True] * jobs.workers
@@ -111,7 +105,7 @@ def run_jobs(
     seconds: Sequence[float],
     cap: Callable[[int], int | None] = lambda stage: None,
     release: Direction = Direction.BACKWARD,
-    network: Network | None = None,
+    delays: Delays = MappingProxyType({}),
     in_order: bool = False,
 ) -> Timeline:
     """Jobs in the order in which they start; not complete if the cap stops all.
@@ -119,9 +113,11 @@ def run_jobs(
     seconds: how long each job takes.
     cap: how many microbatches of a stage may be between F and `release` on the worker
         of B.
+    delays: how long what one kind makes takes to another kind, by both, where they are
+        on other workers; none if there are none.
     in_order: a worker runs its jobs strictly by n.
     """
-    simulation = _Simulation(jobs, _caps(jobs, cap, release), network, in_order)
+    simulation = _Simulation(jobs, _caps(jobs, cap, release), delays, in_order)
     order, starts = _run(simulation, seconds)
     ends = [start + seconds[j] for start, j in zip(starts, order, strict=True)]
     return Timeline(jobs, order, starts, ends)
@@ -177,7 +173,7 @@ def _bound_events(simulation: _Simulation) -> Callable[[], float]:
     """Phases A and B: the clock advances to the time that is returned; what is due then
     happens: jobs end, what they made arrives. Jobs that then miss nothing are ready,
     their workers candidates."""
-    jobs, network, free = simulation.jobs, simulation.network, simulation.free
+    jobs, delays, free = simulation.jobs, simulation.delays, simulation.free
     kind, worker, waits = jobs.kind, jobs.worker, jobs.waits
     head, readers = jobs.readers
     ranked, rank, ready, _ = simulation.queues
@@ -185,7 +181,6 @@ def _bound_events(simulation: _Simulation) -> Callable[[], float]:
     missing = simulation.missing
     in_flight, parked = simulation.in_flight, simulation.parked
     calendar, candidates = simulation.calendar, simulation.candidates
-    arrival = None if network is None else network.arrival
 
     def advance() -> float:
         candidates.clear()
@@ -208,13 +203,13 @@ def _bound_events(simulation: _Simulation) -> Callable[[], float]:
                     candidates.add(worker[ranked[r]])
             if waits:
                 arrived += waits.get(j, ())
-            if arrival is None:
+            if not delays:
                 arrived += readers[head[j] : head[j + 1]]
                 continue
             for t in readers[head[j] : head[j + 1]]:
-                when = now if worker[t] == w else arrival(j, t, now)
-                if when > now:
-                    heappush(calendar, (when, -1 - t))
+                delay = 0.0 if worker[t] == w else delays[kind[j], kind[t]]
+                if delay:
+                    heappush(calendar, (now + delay, -1 - t))
                 else:
                     arrived.append(t)
         for j in arrived:

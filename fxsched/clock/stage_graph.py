@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Container, Sequence
 from typing import Any
 
 import networkx as nx
@@ -13,6 +13,7 @@ from .activations import peaks
 from .event_loop import run_jobs
 from .jobs import Jobs, Kind, job_rows, weight_owners
 from .joint import fit_joint, flow_order, joint_stages, order_phases
+from .network import delays
 from .timeline import Timeline
 from .updates import StageUpdate, add_updates
 
@@ -185,42 +186,9 @@ def run_stages(schedule: Schedule, stages: nx.DiGraph[int]) -> Timeline:
         job_seconds(stages, jobs),
         schedule.cap,
         schedule.release,
-        Edges(jobs, stages),
+        delays(jobs, stages, None),
         schedule.in_order,
     )
-
-
-def edge_between(
-    stages: nx.DiGraph[int], one: int, other: int
-) -> Mapping[str, float] | None:
-    """What two stages send each other, whichever reads the other one; None if none."""
-    data: Mapping[str, float] | None = stages.get_edge_data(one, other)
-    return stages.get_edge_data(other, one) if data is None else data
-
-
-def is_whole(stages: nx.DiGraph[int], jobs: Jobs, maker: int, reader: int) -> bool:
-    """Whether all that one kind of jobs gives another is the same for all microbatches,
-    or the sum of its gradients: what a worker gets, or sends, once."""
-    edge = edge_between(stages, jobs.kinds[maker][0], jobs.kinds[reader][0])
-    whole = None if edge is None else edge.get("whole")
-    return bool(whole) and edge is not None and whole == edge["bytes"]
-
-
-class Edges:
-    """Transfers that take the `seconds` of the edge between two stages."""
-
-    def __init__(self, jobs: Jobs, stages: nx.DiGraph[int]) -> None:
-        self.kind = jobs.kind
-        self.seconds: dict[tuple[int, int], float] = {}  # between kinds
-        for k, before in enumerate(jobs.preds):
-            for p in before:
-                edge = edge_between(stages, jobs.kinds[p][0], jobs.kinds[k][0])
-                if edge is not None:
-                    self.seconds[p, k] = edge.get("seconds", 0.0)
-
-    def arrival(self, maker: int, reader: int, now: float) -> float:
-        """When the reader has what the maker sent at `now`."""
-        return now + self.seconds.get((self.kind[maker], self.kind[reader]), 0.0)
 
 
 def step_seconds(events: Timeline) -> float:

@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING
 import networkx as nx
 import numpy as np
 
-from ..clock.event_loop import Network, run_jobs
+from ..clock.event_loop import run_jobs
 from ..clock.joint import fit_joint, out_of_order
 from ..clock.memory import Peaks
-from ..clock.network import Link, Transfers, check_transfer
-from ..clock.stage_graph import Edges, check_size, stage_jobs
+from ..clock.network import Link, check_edges, check_transfer, delays
+from ..clock.stage_graph import check_size, stage_jobs
 from ..clock.timeline import Timeline
 from ..clock.updates import stopped_by_order
 from ..draw import tables
@@ -195,13 +195,11 @@ def _run(
     set_durations(stages, schedule, durations, frozenset(jobs.kinds))
     seconds = job_seconds(stages, jobs, durations)
     check_transfers(transfer, prefetch)
-    network: Network | None = None
-    if transfer is None:
-        network = Edges(jobs, stages)
-    elif isinstance(transfer, Link) or transfer:
-        network = Transfers(stages, jobs, transfer)
+    if isinstance(transfer, Link):
+        check_edges(stages)
+    between = {} if transfer == 0 else delays(jobs, stages, transfer)
     timeline = run_jobs(
-        jobs, seconds, schedule.cap, schedule.release, network, schedule.in_order
+        jobs, seconds, schedule.cap, schedule.release, between, schedule.in_order
     )
     if not timeline.complete:
         raise _stopped(schedule, timeline)
@@ -213,8 +211,9 @@ def _run(
             schedule, stages, timeline, 1 if prefetch is None else prefetch
         )
 
-    if prefetch is not None:  # in this order, weights are asked for ahead
-        return simulate_step(schedule, stages, step(), seconds, transfer, True)
+    if prefetch is not None or isinstance(transfer, Link):  # in this order then
+        asked = prefetch is not None
+        return simulate_step(schedule, stages, step(), seconds, transfer, asked)
     return Simulation(schedule, stages, max(timeline.end, default=0.0), timeline, step)
 
 

@@ -10,10 +10,8 @@ import networkx as nx
 from ..clock.activations import allocations, lifetimes
 from ..clock.jobs import Jobs
 from ..clock.memory import state_held
-from ..clock.network import Link
+from ..clock.network import Link, delays
 from ..clock.stage_graph import (
-    Edges,
-    edge_between,
     kind_seconds,
     most_work,
     stage_jobs,
@@ -105,26 +103,5 @@ def make_problem(
     if min(left) < 0:
         return None
     seconds = tuple(kind_seconds(stages, jobs.kinds))
-    delays = _delays(jobs, stages, transfer)
-    return OrderingProblem(schedule, jobs, seconds, delays, takes, gives, left)
-
-
-def _delays(
-    jobs: Jobs, stages: nx.DiGraph[int], transfer: Transfer
-) -> dict[tuple[int, int], float]:
-    """What messages between kinds take; on a link, if no others are under way."""
-    if transfer is None:
-        return Edges(jobs, stages).seconds
-    delays: dict[tuple[int, int], float] = {}
-    for k, before in enumerate(jobs.preds):
-        for p in before:
-            a, b = jobs.kinds[p][0], jobs.kinds[k][0]
-            if a == b:
-                continue
-            if isinstance(transfer, Link):
-                edge = edge_between(stages, a, b) or {}
-                size = edge.get("bytes", 0.0)
-                delays[p, k] = size / transfer.bandwidth + transfer.latency
-            else:
-                delays[p, k] = transfer
-    return delays
+    between = delays(jobs, stages, transfer)
+    return OrderingProblem(schedule, jobs, seconds, between, takes, gives, left)

@@ -11,7 +11,8 @@ from ...clock.activations import credits
 from ...clock.event_loop import run_jobs
 from ...clock.jobs import Jobs, Kind
 from ...clock.joint import joint_stages
-from ...clock.stage_graph import Edges, place_jobs
+from ...clock.network import delays
+from ...clock.stage_graph import place_jobs
 from ...clock.timeline import Timeline
 from ...clock.updates import StageUpdate, add_updates, stopped_by_order
 from ...ir.graphs import result
@@ -52,12 +53,12 @@ def order_jobs(step: Step, request: Request) -> Step:
     updates = jobs.kinds[len(calls) :]
     of_kind += [step.facts.stages.nodes[s]["update"] for s, _ in updates]
     seconds = [of_kind[kind] for kind in jobs.kind]
-    edges = Edges(jobs, step.facts.stages)
+    between = delays(jobs, step.facts.stages, None)
 
     def run(cap: Cap) -> Timeline:
         limit: Cap = (lambda s: None) if step.deferred else cap
         return run_jobs(
-            ranked, seconds, limit, schedule.release, edges, schedule.in_order
+            ranked, seconds, limit, schedule.release, between, schedule.in_order
         )
 
     timeline = run(schedule.cap)
