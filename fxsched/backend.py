@@ -309,7 +309,9 @@ class Backend:
         if not self.options.record:
             raise PlanError("there is no timeline; use backend(schedule, profile=True)")
         if self._last is None and self._events is None:
-            raise PlanError("there is no timeline before the first call")
+            raise PlanError(
+                "there is no timeline before the first call; call the model first"
+            )
         return self._timelines()[-1]
 
     @property
@@ -328,7 +330,9 @@ class Backend:
             whole = len(self.plan.jobs)
             timelines = [each for each in timelines if len(each) == whole]
         if self.plan is None or not timelines:
-            raise PlanError("there are no metrics before the first step has ended")
+            raise PlanError(
+                "there are no metrics before the first step has ended; train one first"
+            )
         return metrics_of(self.plan, timelines)
 
     def _timelines(self) -> list[tuple[Event, ...]]:
@@ -347,7 +351,9 @@ class Backend:
         Raises PlanError where updates are in the planned order, and before a call.
         """
         if self.plan is None:
-            raise PlanError("there are no arrivals before the first call")
+            raise PlanError(
+                "there are no arrivals before the first call; call the model first"
+            )
         if not self.plan.by_arrival:
             raise PlanError(
                 "there are no arrivals: updates are in the planned order; use "

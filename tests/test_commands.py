@@ -434,7 +434,7 @@ def test_plan_prints_so_many_jobs_of_a_rank(
         ("simulate --schedule 1f1b --sums 2", r"--sums needs --shards, which add"),
         (
             "simulate --schedule 1f1b --shards 2 --sum-bytes 1 --bandwidth 1",
-            r"--sum-bytes needs --sums, how many there are",
+            r"--sum-bytes needs --sums; give how many there are",
         ),
         (
             "simulate --schedule 1f1b --shards 2 --sums 1 --sum-bytes 1",
@@ -517,7 +517,10 @@ def test_a_file_with_an_optimizer_plans_its_updates(
     ("where", "message"),
     [
         ("model.py", r"'model.py': give path/to/model.py:make or package.module:make"),
-        ("mode.py:make", r"there is no file 'mode.py'; its folder has model.py"),
+        (
+            "mode.py:make",
+            r"there is no file 'mode.py'; give path/to/model.py:make; its folder has",
+        ),
         ("none/model.py:make", r"there is no file .*: there is no folder '.*none'"),
         ("none.model:make", r"there is no module 'none.model' here, nor a Python file"),
         ("model.py:mak", r"model.py has no function 'mak' .*; did you mean make\?"),
@@ -539,7 +542,7 @@ def test_a_file_with_an_optimizer_plans_its_updates(
         ("model.py:raises", r"\S+:23: the model raised .*RuntimeError"),
         ("model.py:narrow", r"\S+:18: the model raised RuntimeError: .*\[7, 7\]\."),
         ("model.py:make --workers 3", r".* batch of 8, which does not divide .*"),
-        ("model.py:make --rank 4", r"--rank 4: workers are 0\.\.3"),
+        ("model.py:make --rank 4", r"--rank 4: give a worker, 0\.\.3"),
         ("model.py:make --modules none", r"stages names module 'none', .*"),
         (
             "model.py:make --carry save",

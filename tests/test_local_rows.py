@@ -40,7 +40,7 @@ def test_rows_of_a_b_that_runs_elsewhere() -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ((4, 8), r"rank 4: workers are 0\.\.3"),
+        ((4, 8), r"rank 4: give a worker, 0\.\.3"),
         ((0, 6), r"local_rows\(batch=6\): give a multiple of the 4 microbatches"),
     ],
 )
@@ -70,7 +70,9 @@ def test_the_ranks_samplers_divide_each_batch_of_each_epoch() -> None:
 
 
 def test_samplers_of_what_there_is_not() -> None:
-    with pytest.raises(PlanError, match=r"LocalSampler\(rank=2\): workers are 0\.\.1"):
+    with pytest.raises(
+        PlanError, match=r"LocalSampler\(rank=2\): give a worker, 0\.\.1"
+    ):
         LocalSampler(range(20), schedules.ddp(2), 8, 2)
     with pytest.raises(PlanError, match="the dataset has 6 samples, which make no wh"):
         LocalSampler(range(6), schedules.ddp(2), 8)

@@ -59,7 +59,10 @@ COMMANDS = [
     ("compare --schedules gpipe,nope", r"no schedule 'nope' \(choose from ddp"),
     ("search --save best.txt", r"'best.txt' must end with .json; give best.txt.json"),
     ("plan", r"Missing argument 'MODEL'; see .* plan --help"),
-    (f"plan none.py:make {TWO}", r"no file 'none.py'; its folder has model.py"),
+    (
+        f"plan none.py:make {TWO}",
+        r"no file 'none.py'; give path/to/model.py:make; its folder has model.py",
+    ),
     (f"plan none:make {TWO}", r"'none'; give path/to/model.py:make"),
     (f"plan model.py:mak {TWO}", r"has no function 'mak' .* did you mean make\?"),
     (f"plan model.py:fails {TWO}", r"model.py:12: fails\(\) raised .* no data here"),
@@ -67,7 +70,7 @@ COMMANDS = [
     (f"plan model.py:number {TWO}", r"number\(\) returned int; return \(model, inputs"),
     (f"plan model.py:odd {TWO}", r"batch of 7.*into 4 microbatches; pass a multiple"),
     (f"plan model.py:make {TWO} --modules head", r"'head', which .* did you mean 0"),
-    (f"plan model.py:make {TWO} --rank 2", r"--rank 2: workers are 0\.\.1"),
+    (f"plan model.py:make {TWO} --rank 2", r"--rank 2: give a worker, 0\.\.1"),
     ("demo --learning-rate 0", r"'--learning-rate': 0.0 is not in the range x>0"),
     ("demo --learning-rate nan", r"'--learning-rate': nan is not finite"),
     ("blame model.py", r"'FOLDER': Directory 'model.py' is a file"),
@@ -219,7 +222,7 @@ CALLS: list[tuple[str, Callable[[], Any], str]] = [
     (
         "an unknown transport",
         lambda: step(transport="nccl"),
-        r"backend\(transport='nccl'\): give None or 'threads' or 'distributed'",
+        r"backend\(transport='nccl'\): give 'threads' or 'distributed'",
     ),
     (
         "ranks without torchrun",
@@ -404,7 +407,7 @@ CALLS: list[tuple[str, Callable[[], Any], str]] = [
     (
         "a worker that there isn't",
         lambda: plan().table(7),
-        r"Plan.table\(rank=7\): workers are 0\.\.1",
+        r"Plan.table\(rank=7\): give a worker, 0\.\.1",
     ),
     (
         "a number for a timeline",

@@ -125,9 +125,9 @@ def test_a_range_that_ends_in_the_region_has_no_bound() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"method": "adam"}, "method 'adam' is none of sgd"),
+        ({"method": "adam"}, "method 'adam': give one of sgd"),
         ({"method": "sgd", "staleness": -1}, "staleness -1"),
-        ({"method": "momentum", "beta": 1.0}, "beta is 1, not"),
+        ({"method": "momentum", "beta": 1.0}, "beta is 1; give 0 or more"),
         ({"method": "pipemare", "backward": 2}, "backward is 2, but"),
         ({"method": "pipemare", "correction": 1.5}, "correction is 1.5"),
     ],

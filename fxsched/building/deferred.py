@@ -47,7 +47,10 @@ def deferred(draws: bool = True) -> Iterator[None]:
     """
     recording = Recording(draws)
     if BUILDING:
-        raise PlanError("deferred() in deferred(): one around all of it is enough")
+        raise PlanError(
+            "deferred() in deferred(): one around all of it is enough; leave the "
+            "inner one out"
+        )
     modules: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
     def note(module: nn.Module, name: str, registered: Any) -> None:

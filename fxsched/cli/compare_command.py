@@ -71,7 +71,9 @@ def lineup(names: Sequence[str], options: Mapping[str, Any]) -> str:
         if argument not in EVERY and not any(
             argument in constructor_parameters(n) for n in names
         ):
-            raise PlanError(f"none of these schedules takes {flag(argument)}")
+            raise PlanError(
+                f"none of these schedules takes {flag(argument)}; leave it out"
+            )
     numbers = {**usual(numbers), **numbers}
     # what is wrong for all schedules is said once
     transfer(options)
@@ -84,7 +86,10 @@ def lineup(names: Sequence[str], options: Mapping[str, Any]) -> str:
             refused.append(f"not {name}: {' '.join(str(error).split())}")
     if not entries:
         more = "; and so on" if len(refused) > 3 else ""
-        raise PlanError(f"none can be built: {'; '.join(refused[:3])}{more}")
+        raise PlanError(
+            f"none can be built: {'; '.join(refused[:3])}{more}; give other "
+            "--workers or --microbatches"
+        )
     entries.sort(key=lambda entry: (entry.free, entry.simulation.latency))
     table = tables.table(HEADERS, [e.cells for e in entries], "lr", tables.WIDTH)
     notes = [FREE] if any(entry.free for entry in entries) else []

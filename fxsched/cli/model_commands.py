@@ -151,7 +151,7 @@ def plan(model: str, schedule: str | Schedule, **options: Any) -> None:
     chosen = build(schedule, passed_options(options))
     rank = options["rank"]
     if rank is not None and rank >= chosen.workers:
-        raise PlanError(f"--rank {rank}: workers are 0..{chosen.workers - 1}")
+        raise PlanError(f"--rank {rank}: give a worker, 0..{chosen.workers - 1}")
     case = user_file.load(model)
     modules = options["modules"]
     with user_file.quiet_torch(), user_file.blamed(case.file, "the model raised"):

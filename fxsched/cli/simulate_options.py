@@ -129,7 +129,10 @@ def refuse_estimated(ctx: click.Context) -> None:
     """Raises PlanError for options of what --model says itself."""
     for name in (*ESTIMATED, *SIZES):
         if ctx.get_parameter_source(name) is ParameterSource.COMMANDLINE:
-            raise PlanError(f"{flag(name)} doesn't go with --model: it is estimated")
+            raise PlanError(
+                f"{flag(name)} doesn't go with --model, which it is estimated from; "
+                "leave it out"
+            )
 
 
 def durations(options: Mapping[str, Any]) -> dict[str, float]:
@@ -149,7 +152,7 @@ def simulate(
     if options.get("sums") and schedule.shards == 1:
         raise PlanError("--sums needs --shards, which add them up")
     if options.get("sum_bytes") is not None and not options.get("sums"):
-        raise PlanError("--sum-bytes needs --sums, how many there are")
+        raise PlanError("--sum-bytes needs --sums; give how many there are")
     return run(
         schedule,
         _chain(schedule.stages or schedule.workers, options, scale),
@@ -188,17 +191,20 @@ def transfer(options: Mapping[str, Any]) -> float | Link:
     if options.get("state") is not None and not weights:
         raise PlanError("--state is for each byte of weights; give --weight-bytes")
     if weights and options["prefetch"] is None and not memory:
-        held = "; or --state, to see what workers hold" if "state" in options else ""
+        held = ", or --state, to see what workers hold" if "state" in options else ""
         raise PlanError(
-            f"--weight-bytes needs --prefetch: else fetching takes no time{held}"
+            "--weight-bytes needs --prefetch, else fetching takes no time; give "
+            f"--prefetch 1{held}"
         )
     if bandwidth is None:
         for name in ("latency", "message_bytes", "weight_bytes", "sum_bytes"):
             if options.get(name) is not None and not (memory and name[0] == "w"):
-                raise PlanError(f"{flag(name)} needs --bandwidth")
+                raise PlanError(f"{flag(name)} needs --bandwidth; give both")
         if options["prefetch"] is not None and not options["transfer"]:
             link = " or --bandwidth" if "bandwidth" in options else ""
-            raise PlanError(f"--prefetch needs --transfer{link}")
+            raise PlanError(
+                f"--prefetch needs --transfer{link}; give how long weights take"
+            )
         return float(options["transfer"])
     if options["transfer"]:
         raise PlanError("--transfer and --bandwidth exclude each other; give one")

@@ -84,7 +84,9 @@ def _module(where: str) -> ModuleType:
     if not is_path:
         return _dotted(where)
     if not path.is_file():
-        raise PlanError(f"there is no file {where!r}{_nearby(path)}")
+        raise PlanError(
+            f"there is no file {where!r}; give path/to/model.py:make{_nearby(path)}"
+        )
     spec = importlib.util.spec_from_file_location(_free_name(path.stem), path)
     if spec is None or spec.loader is None:
         raise PlanError(f"{where!r} is not a Python file; give path/to/model.py:make")

@@ -67,10 +67,12 @@ def stability(
     lr_lambda: points of the curve; 400 of the range if None.
     """
     if method not in STALENESS:
-        raise PlanError(f"method {method!r} is none of {', '.join(STALENESS)}")
+        raise PlanError(f"method {method!r}: give one of {', '.join(STALENESS)}")
     forward = STALENESS[method] if staleness is None else staleness
     if forward < 0 or not 0 < upper < math.inf:
-        raise PlanError(f"staleness {forward} and upper {upper:g}: 0 or more, above 0")
+        raise PlanError(
+            f"staleness {forward} and upper {upper:g}: give 0 or more, and above 0"
+        )
     if method == "pipemare":
         _check(forward, backward, correction)
         update = Method(
@@ -90,15 +92,15 @@ def _check(forward: int, backward: int, correction: float | None) -> None:
     if not 0 <= backward <= forward:
         raise PlanError(
             f"backward is {backward}, but B's weights are 0 to {forward} updates old: "
-            "no older than F's"
+            "give one no older than F's"
         )
     if correction is not None and not 0 <= correction < 1:
-        raise PlanError(f"correction is {correction:g}, not from 0 to 1")
+        raise PlanError(f"correction is {correction:g}; give 0 or more, below 1")
 
 
 def _beta(method: str, beta: float) -> float:
     if not 0 <= beta < 1:
-        raise PlanError(f"beta is {beta:g}, not from 0 to 1")
+        raise PlanError(f"beta is {beta:g}; give 0 or more, below 1")
     return beta if method in ("momentum", "nesterov") else 0.0
 
 

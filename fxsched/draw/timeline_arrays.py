@@ -108,7 +108,7 @@ def _check(events: Sequence[Event], workers: int, table: Array) -> None:
     for i in np.flatnonzero((worker < 0) | (worker >= workers))[:1]:
         raise PlanError(
             f"{events[i].job} ran on worker {events[i].worker}, but workers are "
-            f"0..{workers - 1}"
+            f"0..{workers - 1}; give a timeline of this schedule"
         )
     for i in np.flatnonzero(~((start <= end) & (end - start < np.inf)))[:1]:
         raise PlanError(

@@ -107,7 +107,10 @@ def read_records(folder: Path) -> list[RankRecord]:
         )
     workers = {record.report.workers for record in records}
     if len(workers) > 1:
-        raise PlanError(f"{folder} has files of runs with {sorted(workers)} workers")
+        raise PlanError(
+            f"{folder} has files of runs with {sorted(workers)} workers; give a folder "
+            "of one run"
+        )
     return sorted(records, key=lambda record: record.report.rank)
 
 
@@ -122,7 +125,8 @@ def _read(path: Path) -> RankRecord:
             entries.append(_typed(Entry, json.loads(line)))
     except (ValueError, TypeError, LookupError, AttributeError) as error:
         raise PlanError(
-            f"{path}, line {number}: no line of a flight record ({error})"
+            f"{path}, line {number}: no line of a flight record ({error}); "
+            "give a folder that flight_record= wrote"
         ) from error
     return RankRecord(report, tuple(entries))
 

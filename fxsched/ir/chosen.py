@@ -205,7 +205,10 @@ class _Guard(TorchDispatchMode):  # type: ignore[no-untyped-call]
             raise PlanError("random numbers are drawn for as many rows as values say")
         written = tensors(args[:1]) if func._schema.is_mutable else ()
         if not self.kept.isdisjoint(map(storage, written)):
-            raise PlanError("what is computed of rows that values pick is written into")
+            raise PlanError(
+                "what is computed of rows that values pick is written into; write into "
+                "a copy"
+            )
         return func(*args, **(kwargs or {}))
 
 

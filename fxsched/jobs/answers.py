@@ -55,12 +55,11 @@ def placement(w: Place, job: Job, workers: int) -> Placement:
         )
     for verb, worker in zip(("puts its weights", "runs"), answer, strict=True):
         if not is_int(worker):
-            raise PlanError(
-                f"w({job}) {verb} on worker {worker!r}, which is not an int"
-            )
+            raise PlanError(f"w({job}) {verb} on worker {worker!r}; give an int")
         if not 0 <= worker < workers:
             raise PlanError(
-                f"w({job}) {verb} on worker {worker}, but workers are 0..{workers - 1}"
+                f"w({job}) {verb} on worker {worker}, but workers are "
+                f"0..{workers - 1}; give one of them"
             )
     return Placement(int(answer[0]), int(answer[1]))
 

@@ -109,7 +109,7 @@ def _check_ahead(fields: Fields) -> None:
     if ahead and any(each is not None for each in planned):
         raise PlanError(
             f"Schedule(ahead={ahead}) doesn't go with rate=, drift= or average_every=, "
-            "which are about updates in the planned order"
+            "which are about updates in the planned order; leave one of them out"
         )
 
 

@@ -217,7 +217,7 @@ class Schedule:
         Where `stages` is None, w is asked for the first PROBED.
         """
         if not is_int(rank) or not 0 <= rank < self.workers:
-            raise PlanError(f"rank {rank!r}: workers are 0..{self.workers - 1}")
+            raise PlanError(f"rank {rank!r}: give a worker, 0..{self.workers - 1}")
         every = range(self.microbatches)
         if self.is_open:
             return tuple(every)
@@ -299,7 +299,9 @@ class Schedule:
         try:
             Path(path).write_text(json.dumps(record) + "\n", "utf-8")
         except OSError as error:
-            raise PlanError(f"{path} can't be written: {error.strerror}") from error
+            raise PlanError(
+                f"{path} can't be written: {error.strerror}; give another path"
+            ) from error
 
     def place(self, job: Job, shard: int = 0) -> Placement:
         """w of a job, checked. Raises PlanError if it isn't two workers in range."""

@@ -253,7 +253,7 @@ class Plan:
         """
         if not is_int(rank) or not 0 <= rank < len(self.programs):
             raise PlanError(
-                f"Plan.table(rank={rank!r}): workers are 0..{len(self.programs) - 1}"
+                f"Plan.table(rank={rank!r}): give a worker, 0..{len(self.programs) - 1}"
             )
         for name, count in (("jobs", jobs), ("width", width)):
             if count is not None and not is_count(count):

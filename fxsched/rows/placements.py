@@ -102,7 +102,8 @@ def _overload(what: str, op: Any) -> OpOverload[Any, Any]:
         )
     if found.namespace in ("aten", "prim", "fxsched"):
         raise PlanError(
-            f"{what}({shown(op)}): fxsched has rules for PyTorch's own operations"
+            f"{what}({shown(op)}): fxsched has rules for PyTorch's own operations; "
+            "name one of yours"
         )
     return found
 

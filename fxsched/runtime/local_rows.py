@@ -49,7 +49,7 @@ class LocalSampler(Sampler[list[int]]):
             self.rows = rows[rank]
         else:
             raise PlanError(
-                f"LocalSampler(rank={rank}): workers are 0..{schedule.workers - 1}"
+                f"LocalSampler(rank={rank}): give a worker, 0..{schedule.workers - 1}"
             )
         self.length, self.batch = len(dataset), batch
         self.shuffle, self.seed, self.epoch = shuffle, seed, 0

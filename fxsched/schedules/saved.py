@@ -49,15 +49,20 @@ def load_schedule(path: str | PathLike[str]) -> Schedule:
     try:
         return _schedule(record)
     except PlanError as error:
-        raise PlanError(f"{file} holds no schedule: {error}") from error
+        raise PlanError(
+            f"{file} holds no schedule: {error}; give what Schedule.save wrote"
+        ) from error
 
 
 def _schedule(record: Any) -> Schedule:
     if not isinstance(record, dict) or "fxsched_schedule" not in record:
-        raise PlanError("it has no 'fxsched_schedule'; give what Schedule.save wrote")
+        raise PlanError("it has no 'fxsched_schedule'")
     version = record["fxsched_schedule"]
     if version != SAVED:
-        raise PlanError(f"it is of version {version!r}, and this fxsched reads {SAVED}")
+        raise PlanError(
+            f"it is of version {version!r}, and this fxsched reads {SAVED}; save it "
+            "again"
+        )
     fields = FIELDS + (UPDATES if set(UPDATES) & record.keys() else ())
     fields += tuple(field for field in SOME if field in record)
     for field in [*fields, *record]:

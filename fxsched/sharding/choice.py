@@ -259,7 +259,7 @@ def _named(
             near = difflib.get_close_matches(pattern, known, 3) or known[:3]
             raise PlanError(
                 f"shards={{{pattern!r}: ..}} names no module with a weight of two "
-                f"dimensions; did you mean {', '.join(near)}?"
+                f"dimensions; name one that has, such as {', '.join(near)}"
             )
         fit = any(is_stack(*each[:2]) or is_selection(each[0]) for each in mine)
         if word == WORD and not fit:

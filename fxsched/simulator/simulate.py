@@ -241,7 +241,7 @@ def _mark_joint(stages: nx.DiGraph[int], joint: object) -> None:
     for s in joint:
         if not is_int(s) or s not in stages:
             raise PlanError(
-                f"simulate(joint={joint!r}): {s!r} is no stage; they are "
+                f"simulate(joint={joint!r}): {s!r} is no stage; give some of "
                 f"0..{len(stages) - 1}"
             )
         stages.nodes[s]["joint"] = True
