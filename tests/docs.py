@@ -1,6 +1,6 @@
 """The documentation: `python -m tests.docs` builds the site without a warning and runs
-the blocks, links and pictures of README.md and docs/ (tests/test_readme.py). Each page
-is in docs/index.md twice: as a link, which GitHub shows, and in a toctree."""
+the blocks, links and pictures of README.md and docs/ (tests/package/test_readme.py).
+Each page is in docs/index.md twice: as a link, which GitHub shows, and in a toctree."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 
 COMMANDS = (
     ("sphinx", "-q", "-E", "-W", "--keep-going", "-b", "html", "docs", "docs/_build"),
-    ("pytest", "-q", "tests/test_readme.py"),
+    ("pytest", "-q", "tests/package/test_readme.py"),
 )
 
 

@@ -6,7 +6,8 @@ Every start loads FOLDER's last checkpoint, if there is one, takes a schedule fo
 many workers as there are, and trains on. `python -m tests.elastic` tells the whole
 story: 4 ranks of fsdp, one of which is killed; 2 of 1f1b, one of which is killed and
 which torchrun restarts; then one process. By deterministic=True its losses have the
-bits of a training that was never stopped. tests/test_save.py tells it in short.
+bits of a training that was never stopped. tests/checkpoint/test_save.py tells it in
+short.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""What each rank of tests/test_torchrun.py does: python -m tests.ranks CASE .."""
+"""What each rank of tests/transport/test_torchrun.py does: python -m tests.ranks CASE
+.."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""What each rank of tests/test_arrivals.py does: python -m tests.ranks_arrivals."""
+"""What each rank of tests/passes/test_arrivals.py does: python -m
+tests.ranks_arrivals."""
 
 from __future__ import annotations
 

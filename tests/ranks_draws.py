@@ -1,4 +1,5 @@
-"""What each rank of tests/test_draws.py does: generators that go apart, one draw."""
+"""What each rank of tests/runtime/test_draws.py does: generators that go apart, one
+draw."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What each rank of tests/test_faults.py does: python -m tests.ranks_faults."""
+"""What each rank of tests/runtime/test_faults.py does: python -m tests.ranks_faults."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""What each rank of tests/test_identity.py does: python -m tests.ranks_identity."""
+"""What each rank of tests/runtime/test_identity.py does: python -m
+tests.ranks_identity."""
 
 from __future__ import annotations
 
@@ -12,7 +13,7 @@ from torch import Tensor, nn
 
 import fxsched
 from fxsched import PlanError, schedules
-from tests.test_identity import Root, Ways
+from tests.runtime.test_identity import Root, Ways
 
 
 def say(name: str, text: object) -> None:

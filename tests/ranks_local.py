@@ -1,4 +1,5 @@
-"""What each rank of tests/test_local_rows.py does: python -m tests.ranks_local."""
+"""What each rank of tests/runtime/test_local_rows.py does: python -m
+tests.ranks_local."""
 
 from __future__ import annotations
 

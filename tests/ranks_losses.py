@@ -1,4 +1,4 @@
-"""What each rank of tests/test_weighted.py does: python -m tests.ranks_losses."""
+"""What each rank of tests/rows/test_weighted.py does: python -m tests.ranks_losses."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What each rank of tests/test_message_dtype.py does: casts on ranks."""
+"""What each rank of tests/passes/test_message_dtype.py does: casts on ranks."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 import fxsched
 from fxsched import schedules
-from tests.test_message_dtype import (
+from tests.passes.test_message_dtype import (
     BOTH,
     FORWARD,
     Way,
@@ -18,7 +18,7 @@ from tests.test_message_dtype import (
     placed,
     skip,
 )
-from tests.test_precision import ULP, Model, gradients
+from tests.passes.test_precision import ULP, Model, gradients
 
 
 def messages(transport: str) -> None:

@@ -1,4 +1,5 @@
-"""What each rank of tests/test_outputs_ranks.py does: what a step gives and leaves."""
+"""What each rank of tests/runtime/test_outputs_ranks.py does: what a step gives and
+leaves."""
 
 from __future__ import annotations
 
@@ -10,9 +11,9 @@ import torch.distributed as dist
 import fxsched
 from fxsched import Placement, Schedule, schedules
 from tests.ranks_scalers import scalers
-from tests.test_buffers import MICROBATCHES, replaced, total
-from tests.test_buffers import Model as Keeping
-from tests.test_training_loop import Chain, batch
+from tests.runtime.test_buffers import MICROBATCHES, replaced, total
+from tests.runtime.test_buffers import Model as Keeping
+from tests.runtime.test_training_loop import Chain, batch
 
 
 def state() -> None:

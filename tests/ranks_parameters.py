@@ -1,4 +1,5 @@
-"""What each rank of tests/test_parameters.py does: python -m tests.ranks_parameters."""
+"""What each rank of tests/state/test_parameters.py does: python -m
+tests.ranks_parameters."""
 
 from __future__ import annotations
 

@@ -1,11 +1,11 @@
-"""Each rank of tests/test_row_numbers.py: python -m tests.ranks_row_numbers."""
+"""Each rank of tests/rows/test_row_numbers.py: python -m tests.ranks_row_numbers."""
 
 from __future__ import annotations
 
 import torch.distributed as dist
 
 from fxsched import schedules
-from tests.test_row_numbers import train
+from tests.rows.test_row_numbers import train
 
 
 def main() -> None:

@@ -1,4 +1,5 @@
-"""What each rank of tests/test_save.py does: python -m tests.ranks_save FOLDER."""
+"""What each rank of tests/checkpoint/test_save.py does: python -m tests.ranks_save
+FOLDER."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""What each rank of tests/test_outputs_ranks.py does with a GradScaler: the steps of
-one process, whichever rank's gradients overflow."""
+"""What each rank of tests/runtime/test_outputs_ranks.py does with a GradScaler: the
+steps of one process, whichever rank's gradients overflow."""
 
 from __future__ import annotations
 

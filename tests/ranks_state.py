@@ -1,4 +1,4 @@
-"""What each rank of tests/test_state.py does: python -m tests.ranks_state."""
+"""What each rank of tests/state/test_state.py does: python -m tests.ranks_state."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Each rank of tests/test_state_versions.py: python -m tests.ranks_state_versions."""
+"""Each rank of tests/state/test_state_versions.py: python -m
+tests.ranks_state_versions."""
 
 from __future__ import annotations
 
@@ -9,8 +10,8 @@ import torch.distributed as dist
 from torch.testing import assert_close
 
 import fxsched
+from tests.state.test_state_versions import SCHEDULES, train
 from tests.state_models import STATEFUL
-from tests.test_state_versions import SCHEDULES, train
 
 ON_RANKS = {
     "1f1b": ("centre", "queue", "ema", "counters"),

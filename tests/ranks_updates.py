@@ -1,4 +1,5 @@
-"""What each rank of tests/test_zero.py does: python -m tests.ranks_updates."""
+"""What each rank of tests/schedules/test_zero.py does: python -m
+tests.ranks_updates."""
 
 from __future__ import annotations
 

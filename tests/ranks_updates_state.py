@@ -1,4 +1,4 @@
-"""What each rank of tests/test_updates_state.py does: python -m
+"""What each rank of tests/state/test_updates_state.py does: python -m
 tests.ranks_updates_state."""
 
 from __future__ import annotations

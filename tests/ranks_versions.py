@@ -1,4 +1,4 @@
-"""What each rank of tests/test_versions.py does: python -m tests.ranks_versions.
+"""What each rank of tests/passes/test_versions.py does: python -m tests.ranks_versions.
 
 On 2 ranks or 4, the stale schedules of as many workers.
 """

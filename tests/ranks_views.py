@@ -1,4 +1,4 @@
-"""What each rank of tests/test_state.py does with views of a whole model."""
+"""What each rank of tests/state/test_state.py does with views of a whole model."""
 
 from __future__ import annotations
 

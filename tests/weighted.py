@@ -1,4 +1,5 @@
-"""Models whose losses are weighted means, for tests/test_weighted.py and its ranks."""
+"""Models whose losses are weighted means, for tests/rows/test_weighted.py and its
+ranks."""
 
 from __future__ import annotations
 

@@ -1,0 +1,99 @@
+"""Plans as text: what fits a screen, and what is left out of it."""
+
+from __future__ import annotations
+
+import functools
+
+import pytest
+import torch
+
+import fxsched
+from fxsched import Plan, PlanError, schedules
+from fxsched.draw.tables import table
+from fxsched.ir import ops
+
+from ..runtime.test_training_loop import Chain, batch
+
+
+@functools.cache
+def plan_of(workers: int) -> Plan:
+    return fxsched.plan(Chain(16), schedules.one_f_one_b(workers, 16), *batch(16))
+
+
+def widest(text: str) -> int:
+    return max(map(len, text.splitlines()))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("workers", [2, 16])
+def test_a_plan_prints_as_a_summary_that_fits(workers: int) -> None:
+    plan = plan_of(workers)
+    text = str(plan)
+    assert widest(text) <= 88 and len(text.splitlines()) < 45
+    assert f"{workers} workers, 16 microbatches, {workers} stages" in text
+    sends = [
+        sum(node.target is ops.send for node in program.graph.nodes)
+        for program in plan.programs
+    ]
+    assert f"; {sum(sends)} transfers, " in text
+
+
+@pytest.mark.parametrize("workers", [2, 16])
+def test_what_explains_a_plan_fits(workers: int) -> None:
+    assert widest(plan_of(workers).explain()) <= 100
+
+
+def test_a_plan_is_one_line_in_a_debugger() -> None:
+    text = repr(plan_of(2))
+    assert text.startswith("<Plan 1f1b: 2 workers, 16 microbatches, 2 stages, 64 jobs")
+    assert text.endswith(" sent>") and widest(text) <= 88 and "\n" not in text
+
+
+@pytest.mark.slow
+def test_a_summary_of_many_workers_shows_the_first() -> None:
+    plan = fxsched.plan(Chain(16), schedules.ddp(32, 32), *batch(32))
+    assert "\n15  " in str(plan) and str(plan).endswith("\nand 16 more")
+
+
+def test_a_plan_without_b_prints() -> None:
+    with torch.no_grad():
+        plan = fxsched.plan(Chain(4), schedules.gpipe(2, 4), *batch(4))
+    assert not plan.trains and "2 stages" in str(plan)
+
+
+def test_a_table_has_so_many_jobs_in_so_wide_lines() -> None:
+    plan = plan_of(2)
+    text = plan.table(1, jobs=5, width=70)
+    title, *lines, more = text.splitlines()
+    assert title == "worker 1" and len(lines) == 7
+    assert more == f"and {len(plan.table(1).splitlines()) - 8} more"
+    assert widest(text) <= 70 < widest(plan.table(1, width=None))
+    assert widest(plan.table(1)) <= 88
+
+
+def test_a_table_says_how_many_bytes_are_sent() -> None:
+    rows = plan_of(2).table(0).splitlines()
+    assert any(" 0F0 " in row and " 32 B to 1 " in row for row in rows)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"rank": 2}, r"rank=2\): give a worker, 0\.\.1"),
+        ({"rank": -1}, r"rank=-1\): workers are 0\.\.1"),
+        ({"rank": 0, "jobs": 0}, r"jobs=0\): give an int of 1 or more, or None"),
+        ({"rank": 0, "width": 8.5}, r"width=8\.5\): give an int of 1 or more"),
+    ],
+)
+def test_a_wrong_number_for_a_table_is_named(
+    arguments: dict[str, int], message: str
+) -> None:
+    with pytest.raises(PlanError, match=message):
+        plan_of(2).table(**arguments)
+
+
+def test_the_longest_cells_of_a_table_are_cut() -> None:
+    rows = [("a", "b" * 40, "c" * 12), ("a", "b", "c")]
+    lines = table("one|two|three", rows, width=40).splitlines()
+    assert lines[2].split() == ["a", "b" * 17 + "..", "c" * 12]
+    assert table("one|two", []) == "one    two\n-----  -----"
