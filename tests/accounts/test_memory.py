@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import re
 from collections.abc import Callable
 from dataclasses import replace
@@ -12,13 +13,15 @@ import pytest
 import torch
 
 import fxsched
-from fxsched import Plan, Schedule, schedules
-from fxsched.clock.memory import Memory
+from fxsched import Plan, Schedule, schedules, simulate
+from fxsched.clock.activations import peaks
+from fxsched.clock.memory import Memory, worker_totals
 from fxsched.ir.graphs import Role
 from fxsched.state.optimizer_bytes import state_bytes
 from tests import mutants, random_plans
 from tests.cases import build
 from tests.program_memory import most_held
+from tests.simulated import library, stages_of
 from tests.updates import OPTIMIZERS
 
 SCHEDULES: dict[str, Callable[[], Schedule]] = {
@@ -193,3 +196,23 @@ def test_a_simulated_step_says_what_stages_hold() -> None:
     ]
     stale = fxsched.simulate(schedules.pipedream(2, 4), stages).memory
     assert [p.each.versions for p in stale] == [10.0, 0.0]
+
+
+@pytest.mark.parametrize("name", sorted(schedules.LIBRARY))
+def test_what_planning_counts_on_jobs_alone_is_what_the_step_has(name: str) -> None:
+    """Activations, and the state of the optimizer."""
+    draw = random.Random(name)
+    schedule = replace(library(name, draw.randint(2, 4), 8), update_every=None)
+    if schedule.version or schedule.rate or schedule.drift or schedule.average_every:
+        pytest.skip("made for updates")
+    stages: nx.DiGraph[int] = nx.path_graph(stages_of(schedule), nx.DiGraph)
+    for s in stages:
+        sizes = {key: 8.0 * draw.randint(1, 40) for key in ("held", "weights", "state")}
+        stages.nodes[s].update(sizes, forward=1.0, backward=2.0)
+    found = simulate(schedule, stages, None)
+    fast = worker_totals(found.schedule, found.stages, found.timeline)
+    held = [found.stages.nodes[s]["held"] for s, _ in found.timeline.jobs.kinds]
+    most = peaks(found.timeline, schedule.release, held)
+    for worker, each, saved in zip(found.memory, fast, most, strict=True):
+        assert worker.each.activations == saved
+        assert worker.each.state == each.state
