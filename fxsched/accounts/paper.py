@@ -128,8 +128,9 @@ class _Paper:
         self.schedule, self.stages, self.jobs, self.kept = schedule, stages, jobs, kept
         self.microbatches = range(jobs.microbatches)
         self.joint = {jobs.kinds[kind][0] for kind in jobs.joint}
-        self.graph_ = fx.Graph()
+        self.calls = fx.Graph()
         self.read_by: dict[int, list[int]] = {s: [] for s in stages}  # groups
+        self.owners = weight_owners(jobs)
         self.groups = self._groups()
         self.inputs = {g: self._weights(g) for g in self.groups}
         self.made: dict[tuple[int, Any], fx.Node] = {}  # by stage and key
@@ -141,13 +142,12 @@ class _Paper:
         for stage, direction in self.jobs.kinds[: len(self.jobs.preds)]:
             self._call(stage, direction)
         sums = {str(g): nodes for g, nodes in sorted(self.sums.items())}
-        self.graph_.output({"outputs": (), "state": {}, "groups": sums, "inputs": {}})
-        calls = self.graph_.find_nodes(op="call_module")
-        modules = dict.fromkeys((str(call.target) for call in calls), nn.Module())
-        gm = lazy_module(modules, self.graph_, "Paper")
+        self.calls.output({"outputs": (), "state": {}, "groups": sums, "inputs": {}})
+        calls = self.calls.find_nodes(op="call_module")
+        modules = dict.fromkeys((str(each.target) for each in calls), nn.Module())
+        gm = lazy_module(modules, self.calls, "Paper")
         groups = tuple(self._group(group) for group in self.groups.values())
-        known = Facts((), {}, None, stages=self.stages, groups=groups, loss=0)
-        gm.meta[FACTS] = known
+        gm.meta[FACTS] = Facts((), {}, None, stages=self.stages, groups=groups, loss=0)
         return gm
 
     def moments(self) -> dict[int, Specs]:
@@ -172,7 +172,7 @@ class _Paper:
 
     def _group(self, group: _Group) -> Group:
         number, stage = group.number, group.stages[0]
-        owners = weight_owners(self.jobs)[stage]
+        owners = self.owners[stage]
         trained = number in self.sums
         updater = self.schedule.updater(stage) if trained else None
         if updater is not None:
@@ -189,7 +189,7 @@ class _Paper:
         )
 
     def _weights(self, number: int) -> fx.Node:
-        node = self.graph_.placeholder(f"weights_{number}")
+        node = self.calls.placeholder(f"weights_{number}")
         size = self.groups[number].bytes
         specs = (*_specs(size.trained), *_specs(size.bytes - size.trained))
         node.meta.update(group=number, specs=specs)
@@ -209,12 +209,13 @@ class _Paper:
     # Calls
 
     def _call(self, stage: int, direction: Direction) -> None:
-        reads = {FORWARD: self._inputs, BACKWARD: self._tangents, WEIGHT: self._carried}
+        reads = {FORWARD: self._inputs, BACKWARD: self._tangents}
         weights = self._read(stage, direction)
-        call = self.graph_.create_node(
+        inputs = reads.get(direction, self.saved.__getitem__)(stage)
+        call = self.calls.create_node(
             "call_module",
             f"{direction.name.lower()}_{stage}",
-            (weights, tuple(reads[direction](stage))),
+            (weights, tuple(inputs)),
         )
         call.meta.update(stage=stage, direction=direction, draw=None)
         if direction is FORWARD:
@@ -223,7 +224,10 @@ class _Paper:
             self._give_gradients(stage, call)
         if direction is (WEIGHT if (stage, WEIGHT) in self.jobs.at else BACKWARD):
             for number in self.read_by[stage]:
-                node = self._value(call, self.groups[number].bytes.gradients)
+                size = self.groups[number].bytes
+                if size.bytes and not size.trained:  # frozen
+                    continue
+                node = self._value(call, size.gradients)
                 node.meta["group"] = number
                 self.sums.setdefault(number, []).append(node)
 
@@ -275,13 +279,10 @@ class _Paper:
             carried.meta["received"] = 0.0
             self.saved[stage] = [self.saved[stage][-1], carried]
 
-    def _carried(self, stage: int) -> list[fx.Node]:
-        return self.saved[stage]
-
     # Values
 
     def _value(self, call: fx.Node, size: float) -> fx.Node:
-        node = self.graph_.call_function(operator.getitem, (call, len(call.users)))
+        node = self.calls.call_function(operator.getitem, (call, len(call.users)))
         node.meta["specs"] = _specs(size)
         return node
 
@@ -304,7 +305,7 @@ class _Paper:
             parts = [one()] * len(self.microbatches)
         else:
             parts = [one() for _ in self.microbatches]
-        return self.graph_.call_function(joint.each, tuple(parts))
+        return self.calls.call_function(joint.each, tuple(parts))
 
     def _in(
         self, stage: int, maker: int, value: fx.Node, adds_up: bool = False
@@ -314,12 +315,12 @@ class _Paper:
         if stage not in self.joint or maker in self.joint:
             yield value
         elif adds_up:
-            total = self.graph_.call_function(joint.total, (value,))
+            total = self.calls.call_function(joint.total, (value,))
             total.meta["specs"] = value.meta["specs"]
             yield total
         else:
             for b in self.microbatches:
-                yield self.graph_.call_function(joint.of, (value, b))
+                yield self.calls.call_function(joint.of, (value, b))
 
 
 def _specs(size: float) -> Specs:
