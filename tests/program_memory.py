@@ -56,6 +56,21 @@ def most_held(program: fx.GraphModule, shared: Collection[int] = ()) -> Counter[
     return most
 
 
+def traffic(program: fx.GraphModule) -> tuple[int, int, int]:
+    """Bytes that a program sends and that come to it, and how often jobs fetch weights,
+    by its nodes. Copies that are renewed fetch new ones too."""
+    nodes = list(program.graph.nodes)
+    sent = [node.all_input_nodes[0] for node in nodes if node.target is ops.send]
+    come = [node for node in nodes if node.target in (ops.recv, ops.fetch)]
+    fetches = [
+        node
+        for node in come
+        if node.target is ops.fetch
+        and any(user.target not in (ops.renew, ops.free) for user in node.users)
+    ]
+    return sum(map(_bytes, sent)), sum(map(_bytes, come)), len(fetches)
+
+
 def _home(node: fx.Node, home: dict[fx.Node, fx.Node]) -> fx.Node:
     """The value in whose memory a node's result is."""
     if node.target is ops.reduce:

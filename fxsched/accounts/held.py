@@ -1,9 +1,10 @@
 """What each worker holds in a step, counted on the step's own lines.
 
 A value is held from the op that makes it, or the message that brings it, until the last
-one that reads it there. Values in one memory are counted once: a running sum is in the
-memory of its first gradient, updated weights in that of the old. What one job needs
-while it runs comes on top; so do outputs, and what replicas send to be averaged.
+one that reads it there. B lets go of activations as it goes: what it makes counts when
+these are gone. Values in one memory are counted once: a running sum is in the memory of
+its first gradient, updated weights in that of the old. What one job needs while it runs
+comes on top; so do outputs, and what replicas send to be averaged.
 """
 
 from __future__ import annotations
@@ -159,7 +160,20 @@ def _peaks(lives: _Lives, worker: int, resident: list[float]) -> Peaks:
     names: Counter[Value] = Counter()  # values that are alive, by their home
     held: dict[Value, tuple[int, float]] = {}  # kind and bytes, by home
     now, most, each = list(resident), list(resident), list(resident)
+
+    def end(value: Value) -> None:
+        names[home[value]] -= 1
+        if not names[home[value]]:
+            kind, size = held.pop(home[value])
+            now[kind] -= size
+
     for place, line in enumerate(lines):
+        if _is_backward(line):  # it lets go of activations as it goes
+            ended = ends.pop(place, [])
+            gone = {v for v in ended if held[home[v]][0] == ACTIVATIONS}
+            for value in gone:
+                end(value)
+            ends[place] = [value for value in ended if value not in gone]
         for born in lives.made(line, worker):
             where = home.get(born.home, born.home) if born.home else born.value
             if isinstance(where, Weights):
@@ -176,11 +190,14 @@ def _peaks(lives: _Lives, worker: int, resident: list[float]) -> Peaks:
             most = list(now)
         each = list(map(max, each, now))
         for value in ends.pop(place, ()):
-            names[home[value]] -= 1
-            if not names[home[value]]:
-                kind, size = held.pop(home[value])
-                now[kind] -= size
+            end(value)
     return Peaks(Memory(*most), Memory(*each))
+
+
+def _is_backward(line: Op | Message) -> bool:
+    if isinstance(line, Message) or line.target is not None or line.job is None:
+        return False
+    return line.job.direction is not Direction.FORWARD
 
 
 def _output(node: fx.Node, direction: Direction) -> tuple[int | None, int]:

@@ -1,4 +1,5 @@
-"""What workers hold: counted from jobs, from programs' nodes, and on real state."""
+"""What workers hold and send: counted from jobs, from programs' nodes, and on real
+state."""
 
 from __future__ import annotations
 
@@ -14,6 +15,7 @@ import torch
 
 import fxsched
 from fxsched import Plan, Schedule, schedules, simulate
+from fxsched.accounts.traffic import traffic
 from fxsched.clock.activations import peaks
 from fxsched.clock.memory import Memory, worker_totals
 from fxsched.ir.graphs import Role
@@ -21,6 +23,7 @@ from fxsched.state.optimizer_bytes import state_bytes
 from tests import mutants, random_plans
 from tests.cases import build
 from tests.program_memory import most_held
+from tests.program_memory import traffic as program_traffic
 from tests.simulated import library, stages_of
 from tests.updates import OPTIMIZERS
 
@@ -94,6 +97,8 @@ def check_counted(plan: Plan, every: bool = False) -> None:
         for number, group in enumerate(plan.groups)
         if all(state.role is Role.SHARED for state in group.state)
     }
+    moved = [(t.sent, t.received, t.fetches) for t in traffic(plan.step)]
+    assert moved == list(map(program_traffic, plan.programs))
     for program, (weights, *others) in zip(plan.programs, counted, strict=True):
         most = most_held(program, shared)
         assert others == [most[kind] for kind in KINDS[1:]]
