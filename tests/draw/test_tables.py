@@ -80,7 +80,7 @@ def test_a_table_says_how_many_bytes_are_sent() -> None:
     ("arguments", "message"),
     [
         ({"rank": 2}, r"rank=2\): give a worker, 0\.\.1"),
-        ({"rank": -1}, r"rank=-1\): workers are 0\.\.1"),
+        ({"rank": -1}, r"rank=-1\): give a worker, 0\.\.1"),
         ({"rank": 0, "jobs": 0}, r"jobs=0\): give an int of 1 or more, or None"),
         ({"rank": 0, "width": 8.5}, r"width=8\.5\): give an int of 1 or more"),
     ],
