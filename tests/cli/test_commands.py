@@ -459,7 +459,8 @@ def test_simulate_shows_what_workers_hold(capsys: pytest.CaptureFixture[str]) ->
     sizes = "--weight-bytes 1024 --activation-bytes 512 --state 2"
     printed = output(f"{command} {sizes}", capsys)
     assert "worker    weights    versions    gradients    state    activ" in printed
-    assert "0         1.0 KiB    1.0 KiB     1.0 KiB      2.0 KiB  1.0 KiB" in printed
+    held = "0         1.0 KiB    1.0 KiB     1.0 KiB      2.0 KiB  512 B  "
+    assert held in printed  # B of one of its two microbatches has let go of them
 
 
 def test_updates_are_simulated_and_compared(capsys: pytest.CaptureFixture[str]) -> None:

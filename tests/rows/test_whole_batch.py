@@ -316,7 +316,8 @@ def test_microbatches_read_what_has_no_rows_as_it_is() -> None:
         fxsched.simulate(plan.schedule, stages, None).memory[1].each.activations
         for stages in (plan.stages, nothing)
     )
-    assert held - less == 2 * 16 * 4  # once for all microbatches, and its gradient
+    # once for all microbatches; its gradient comes when activations have gone
+    assert held - less == 16 * 4
 
 
 @pytest.mark.parametrize("mix", ["centred", "softmax", "statistics"])
