@@ -27,10 +27,10 @@ from ..ir.step import (
     Step,
     Value,
     Weights,
+    read,
     values_in,
 )
 from ..jobs.job import Direction
-from .reads import read
 
 WEIGHTS, VERSIONS, FETCHED, GRADIENTS, STATE, ACTIVATIONS = range(6)
 COPIES = (ops.copy, ops.correct)

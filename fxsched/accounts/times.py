@@ -19,10 +19,10 @@ from ..ir.step import (
     Step,
     Value,
     Weights,
+    read,
     values_in,
 )
 from ..jobs.job import Direction, Job
-from .reads import read
 from .traffic import Moved, moved
 
 PARAMETERS = (Moved.WEIGHTS, Moved.GRADIENTS)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
 
@@ -64,15 +63,6 @@ def moved(step: Step, value: Value) -> Moved:
     if isinstance(value, Op):
         return MADE.get(value.target, Moved.OTHER)
     return Moved.OTHER
-
-
-def sent_bytes(lines: Sequence[Op | Message], workers: int) -> list[int]:
-    """How many bytes each worker sends in a step."""
-    sent = [0] * workers
-    for line in lines:
-        if isinstance(line, Message):
-            sent[line.source] += line.bytes
-    return sent
 
 
 @no_collection()

@@ -8,12 +8,12 @@ from collections.abc import Iterable, Sequence
 import networkx as nx
 from torch import fx
 
-from ..accounts.traffic import sent_bytes
+from ..accounts.traffic import traffic
 from ..clock.stage_graph import step_seconds, worker_bytes
 from ..clock.timeline import Timeline
 from ..ir import ops
 from ..ir.graphs import Group
-from ..ir.step import Message, Op
+from ..ir.step import Message, Step
 from ..jobs.schedule import Schedule
 from .memory_table import WorkerMemory, memory_tables
 from .palette import clock
@@ -55,42 +55,34 @@ def plan_text(head: Sequence[str], programs: Sequence[fx.GraphModule]) -> str:
     return "\n\n".join((summary, *head[1:], *tables))
 
 
-def plan_line(
-    schedule: Schedule,
-    timeline: Timeline,
-    lines: Sequence[Op | Message],
-) -> str:
+def plan_line(schedule: Schedule, step: Step) -> str:
     """A plan in a line."""
-    stages = len({getattr(s, "stage", s) for s, _ in timeline.jobs.kinds})
-    sent = byte_text(sum(sent_bytes(lines, schedule.workers)))
-    return f"{schedule}, {stages} stages, {len(timeline)} jobs, {sent} sent"
+    stages = len({getattr(s, "stage", s) for s, _ in step.jobs.kinds})
+    sent = byte_text(sum(each.sent for each in traffic(step)))
+    return f"{schedule}, {stages} stages, {len(step.timeline)} jobs, {sent} sent"
 
 
 def summary_text(
     schedule: Schedule,
     stages: nx.DiGraph[int],
-    timeline: Timeline,
-    lines: Sequence[Op | Message],
+    step: Step,
     notes: Iterable[str],
     memory: WorkerMemory | None = None,
 ) -> str:
-    """The stages, and what each worker does, sends and holds, in lines of 88 columns.
-
-    lines: of the step; its messages say how many bytes each worker sends, by the shapes
-        of what they send.
-    """
-    step, whole = step_seconds(timeline), whole_stages(stages)
-    time, busy = clock(step, "s"), busy_seconds(schedule, timeline)
-    bubble = 1 - sum(busy) / len(busy) / (step or 1.0)
-    sent = sent_bytes(lines, schedule.workers)
-    messages = sum(isinstance(line, Message) for line in lines)
+    """The stages; what each worker does, sends and holds; in lines of 88 columns."""
+    timeline, whole = step.timeline, whole_stages(stages)
+    seconds = step_seconds(timeline)
+    time, busy = clock(seconds, "s"), busy_seconds(schedule, timeline)
+    bubble = 1 - sum(busy) / len(busy) / (seconds or 1.0)
+    sent = [each.sent for each in traffic(step)]
+    messages = sum(isinstance(line, Message) for line in step.lines)
     loads = zip(load_rows(schedule, stages, timeline, memory), sent, strict=True)
     rows = [(*load[:-1], byte_text(size), load[-1]) for load, size in loads]
     return "\n\n".join(
         (
             f"{schedule}, {len(whole)} stages",
             *(wrapped([note]) for note in notes),
-            f"predicted step: {time.text(step)}, bubble {100 * bubble:.1f} %; "
+            f"predicted step: {time.text(seconds)}, bubble {100 * bubble:.1f} %; "
             f"{messages} transfers, {byte_text(sum(sent))}",
             first_rows(*_stage_table(whole, schedule.microbatches)),
             first_rows("worker|stages|busy|sends|memory", rows),

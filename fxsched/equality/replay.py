@@ -164,7 +164,8 @@ class _Weights:
                 raise PlanError(
                     f"replay: {name} is read by {jobs[0]} and {jobs[-1]} at versions "
                     f"{sorted(version for version, _ in wanted)}, or by other drifts; "
-                    "the model has it once"
+                    "the model has it once; give a schedule whose jobs of a microbatch "
+                    "and direction read the same weights"
                 )
             for version, gap in wanted:
                 value, velocity = self.history[name][version]

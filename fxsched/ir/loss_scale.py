@@ -41,7 +41,7 @@ def read_scale(scaler: object) -> Scale | None:
 
 def _checked(scale: object) -> float:
     if not (is_number(scale) and scale):
-        raise PlanError(f"loss_scale gave {scale!r}; it is a finite number above 0")
+        raise PlanError(f"loss_scale gave {scale!r}; give a finite number above 0")
     return float(scale)  # type: ignore[arg-type]
 
 

@@ -37,6 +37,7 @@ META = {
     "draw": "number of a stage's first draw in the model; None if it makes none",
     "specs": "shapes of the tensors in a value",
     "held": "bytes of memory that a value takes which no other one of its job has",
+    "received": "bytes of memory that it takes where a message brings it",
     "bundle": "whether a value is a tuple of tensors",
     "trained": "whether what a stage gives has a gradient",
     "worker": "worker that runs a node",

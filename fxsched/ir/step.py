@@ -353,6 +353,14 @@ def values_in(args: Any) -> Iterator[Any]:
             yield from values_in(each)
 
 
+def read(line: Op | Message, worker: int) -> Iterator[Value]:
+    """What a line reads on a worker; a message, where it is sent."""
+    if isinstance(line, Op):
+        yield from values_in((line.args, line.after))
+    elif line.source == worker:
+        yield line.value
+
+
 def with_values(args: Any, new: Callable[[Any], Any]) -> Any:
     """Arguments with something else in the place of each value."""
     if isinstance(args, VALUES):

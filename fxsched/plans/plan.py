@@ -223,15 +223,14 @@ class Plan:
         return any(job.direction is Direction.BACKWARD for job in self.jobs)
 
     def __repr__(self) -> str:
-        step = self.timeline, self.lines
         return (
-            f"<Plan {plan_tables.plan_line(self.schedule, *step)}"
+            f"<Plan {plan_tables.plan_line(self.schedule, self.step)}"
             f"{', updates in order of arrival' * self.by_arrival}>"
         )
 
     def __str__(self) -> str:
         """A summary: the stages, and what each worker runs, sends and holds."""
-        parts = self.schedule, self.stages, self.timeline, self.lines
+        parts = self.schedule, self.stages, self.step
         return plan_tables.summary_text(*parts, self.notes, self._memory)
 
     def _repr_html_(self) -> str:

@@ -26,12 +26,14 @@ ROOT = Path(__file__).parents[2]
 ERRORS = ("PlanError", "MemoryLimitError")
 # words that tell people what to do, or what is allowed
 REMEDY = (
-    "add|allow|average|call|cast|choose|clone|close|compare|compile|compute|convert|"
-    "create|cut|deal|define|detach|do|draw|drop|evaluate|export|fetch|fill|fit|freeze|"
-    "give|gives|install|keep|know|leave|let|load|make|mean|move|must|name|needs|number|"
-    "pad|pass|plan|put|raise|read|reduce|register|replace|return|run|save|say|see|set|"
-    "share|shut|split|start|step|take|takes|train|try|turn|use|wait|works|wrap|write"
+    "add|allow|average|call|cast|choose|clone|close|compare|compile|compute|"
+    "convert|create|cut|deal|define|detach|draw|drop|evaluate|export|fetch|fill|"
+    "fit|freeze|give|gives|install|leave|let|make|move|must|needs|pad|pass|put|"
+    "raise|reduce|register|replace|return|save|say|shut|split|take|takes|try|"
+    "turn|use|wait|works|wrap|write"
 )
+# nouns too, so that these count where a part begins
+SAME = "do|know|load|mean|name|number|plan|read|run|see|set|share|start|step|train|keep"
 
 
 def words_of(node: ast.AST) -> list[str]:
@@ -66,7 +68,8 @@ def says_what_to_do(text: str) -> bool:
     do behind."""
     rest = " ".join(text.split()[1:])
     wrapped = text.endswith("}") or text.startswith(("it ", "its "))
-    return wrapped or bool(re.search(rf"\b(?:{REMEDY}|every rank)\b", rest))
+    told = rf"\b(?:{REMEDY}|every rank)\b|[;:] (?:{SAME})\b"
+    return wrapped or bool(re.search(told, f": {rest}"))
 
 
 def test_each_error_says_what_to_do() -> None:
