@@ -90,7 +90,7 @@ def show(plan: Plan, tables: bool) -> None:
     if tables:
         say(f"{plan}\n\n{plan.table(0, jobs=ROWS)}\n")
     else:
-        shares = list(stage_shares(plan.schedule, plan.stages))
+        shares = list(stage_shares(plan.timeline.jobs, plan.stages))
         say(first_rows("stage|modules|workers|work", shares, WIDTH))
     say("\nthe step as planned (2F0: stage 2, forward of microbatch 0; B: backward)")
     say(f"{terminal_text(plan.diagram())}\n")

@@ -217,7 +217,7 @@ def show(simulation: Simulation, options: Mapping[str, Any]) -> None:
     """Prints what a simulated step comes to, with its pictures."""
     click.echo(simulation.table())
     if shows_memory(options):
-        memory = WorkerMemory(simulation.memory, knows_state=True)
+        memory = WorkerMemory(simulation.memory, True, knows_state=True)
         click.echo("\n" + "\n".join(memory_tables(memory)))
     show_pictures(simulation, options)
 

@@ -8,11 +8,11 @@ from collections.abc import Iterator, Sequence
 import networkx as nx
 
 from ..clock.arrivals import ahead_text
+from ..clock.jobs import Jobs
 from ..clock.joint import joint_text
 from ..clock.stage_graph import run_stages, step_seconds
 from ..clock.timeline import Timeline
 from ..ir.parts import WeightCut
-from ..jobs.job import Job
 from ..jobs.schedule import Schedule
 from .cut_table import EXPLAINED, cut_table
 from .memory_table import WorkerMemory, memory_tables
@@ -27,13 +27,14 @@ from .plan_tables import (
 )
 from .shard_table import ShardCosts, shard_costs_text
 from .tables import byte_text, ranges, shorten, table
-from .whole_stages import pieces_of, whole_stages
+from .whole_stages import whole_stage, whole_stages
 
 
 def explain_text(
     schedule: Schedule,
     stages: nx.DiGraph[int],
-    memory: WorkerMemory | None = None,
+    timeline: Timeline,
+    memory: WorkerMemory,
     said: Sequence[str] = (),
     cuts: Sequence[WeightCut] = (),
     costs: ShardCosts | None = None,
@@ -44,30 +45,28 @@ def explain_text(
     said: of rows of the batch that meet. cuts: of weights that are cut into shards,
     and costs: what these save.
     """
-    whole, events = whole_stages(stages), run_stages(schedule, stages)
+    whole = whole_stages(stages)
     return "\n\n".join(
         (
             f"{schedule}, {len(whole)} stages",
             *(wrapped([line], EXPLAINED) for line in joint_text(schedule, stages)),
             *(wrapped([line], EXPLAINED) for line in said),
             *_arrivals(schedule),
-            _stage_table(schedule, whole),
+            _stage_table(timeline.jobs, whole),
             *_corrections(schedule, stages),
-            table(
-                "worker|stages|busy|memory", load_rows(schedule, stages, events, memory)
-            ),
+            table("worker|stages|busy|memory", load_rows(schedule, timeline, memory)),
             *memory_tables(memory),
             *cut_table(cuts),
             *(shard_costs_text(costs) if costs else ()),
-            _limits(schedule, stages, events),
+            _limits(schedule, stages, timeline),
         )
     )
 
 
-def _stage_table(schedule: Schedule, whole: nx.DiGraph[int]) -> str:
+def _stage_table(jobs: Jobs, whole: nx.DiGraph[int]) -> str:
     """A row for each stage of the model, of all its shards together."""
     rows = []
-    for s, shares in zip(sorted(whole), stage_shares(schedule, whole), strict=True):
+    for s, shares in zip(sorted(whole), stage_shares(jobs, whole), strict=True):
         data = whole.nodes[s]
         rows.append(
             (
@@ -85,20 +84,18 @@ def _stage_table(schedule: Schedule, whole: nx.DiGraph[int]) -> str:
 
 
 def stage_shares(
-    schedule: Schedule, stages: nx.DiGraph[int]
+    jobs: Jobs, stages: nx.DiGraph[int]
 ) -> Iterator[tuple[str, str, str, str]]:
     """Of each stage its number, modules, workers and share of the work, as text."""
-    work = _work(stages, schedule.microbatches)
+    work = _work(stages, jobs.microbatches)
+    runners: dict[int, set[int]] = {}
+    for number in range(jobs.regular):
+        stage, _ = jobs.kinds[jobs.kind[number]]
+        runners.setdefault(whole_stage(stage), set()).add(jobs.worker[number])
     for s in sorted(stages):
-        workers = {
-            schedule.place(Job(piece, b, d)).compute
-            for piece in pieces_of(stages, s)
-            for b in range(schedule.microbatches)
-            for d in schedule.directions
-        }
         modules = shorten(stages.nodes[s]["modules"])
         share = f"{100 * work[s]:.1f} %"
-        yield stage_text(stages, s), modules, ranges(sorted(workers)), share
+        yield stage_text(stages, s), modules, ranges(sorted(runners[s])), share
 
 
 def _work(stages: nx.DiGraph[int], microbatches: int) -> dict[int, float]:

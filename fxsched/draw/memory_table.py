@@ -1,4 +1,4 @@
-"""What workers of a plan with updates hold, as a table."""
+"""What the workers of a plan hold, as a table."""
 
 from __future__ import annotations
 
@@ -10,26 +10,26 @@ from .tables import byte_text, first_rows
 
 
 class WorkerMemory(NamedTuple):
-    """What each worker of a plan with updates holds at most; knows_state: whether the
-    optimizer's state is in it."""
+    """What each worker holds at most. updates: whether the plan updates weights.
+    knows_state: whether the optimizer's state is in it."""
 
     peaks: Sequence[Peaks]
+    updates: bool
     knows_state: bool
 
 
-def memory_tables(memory: WorkerMemory | None) -> tuple[str, ...]:
+def memory_tables(memory: WorkerMemory) -> tuple[str, ...]:
     """What each worker holds when that is most, by kind, but for kinds that none does;
     nothing for plans without updates."""
-    if memory is None:
+    if not memory.updates:
         return ()
-    peaks, knows_state = memory
-    rows = [(*peak.at_once, peak.at_once.total) for peak in peaks]
+    rows = [(*peak.at_once, peak.at_once.total) for peak in memory.peaks]
     names = (*Memory._fields, "together")
     used = [i for i in range(len(names)) if any(row[i] for row in rows)]
     cells = [
         (worker, *(byte_text(row[i]) for i in used)) for worker, row in enumerate(rows)
     ]
     text = first_rows("|".join(("worker", *(names[i] for i in used))), cells)
-    if not knows_state:
+    if not memory.knows_state:
         text += "\nwithout the optimizer's state: give the plan optimizer="
     return (text,)

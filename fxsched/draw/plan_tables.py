@@ -9,7 +9,7 @@ import networkx as nx
 from torch import fx
 
 from ..accounts.traffic import traffic
-from ..clock.stage_graph import step_seconds, worker_bytes
+from ..clock.stage_graph import step_seconds
 from ..clock.timeline import Timeline
 from ..ir import ops
 from ..ir.graphs import Group
@@ -67,7 +67,7 @@ def summary_text(
     stages: nx.DiGraph[int],
     step: Step,
     notes: Iterable[str],
-    memory: WorkerMemory | None = None,
+    memory: WorkerMemory,
 ) -> str:
     """The stages; what each worker does, sends and holds; in lines of 88 columns."""
     timeline, whole = step.timeline, whole_stages(stages)
@@ -76,7 +76,7 @@ def summary_text(
     bubble = 1 - sum(busy) / len(busy) / (seconds or 1.0)
     sent = [each.sent for each in traffic(step)]
     messages = sum(isinstance(line, Message) for line in step.lines)
-    loads = zip(load_rows(schedule, stages, timeline, memory), sent, strict=True)
+    loads = zip(load_rows(schedule, timeline, memory), sent, strict=True)
     rows = [(*load[:-1], byte_text(size), load[-1]) for load, size in loads]
     return "\n\n".join(
         (
@@ -142,15 +142,12 @@ def stage_text(stages: nx.DiGraph[int], stage: int) -> str:
 
 
 def load_rows(
-    schedule: Schedule,
-    stages: nx.DiGraph[int],
-    timeline: Timeline,
-    memory: WorkerMemory | None,
+    schedule: Schedule, timeline: Timeline, memory: WorkerMemory
 ) -> list[tuple[object, ...]]:
     """What each worker runs, how busy it is, and what it holds."""
     step = step_seconds(timeline) or 1.0
     busy = busy_seconds(schedule, timeline)
-    held = _held(schedule, stages, timeline, memory)
+    held = _held(memory)
     run: list[set[int]] = [set() for _ in range(schedule.workers)]
     for event in timeline:
         run[event.worker].add(event.job.stage)
@@ -165,15 +162,8 @@ def load_rows(
     ]
 
 
-def _held(
-    schedule: Schedule,
-    stages: nx.DiGraph[int],
-    timeline: Timeline,
-    memory: WorkerMemory | None,
-) -> Sequence[float]:
+def _held(memory: WorkerMemory) -> list[float]:
     """The most bytes that each worker holds."""
-    if memory is None:
-        return worker_bytes(schedule, stages, timeline)
     return [peak.at_once.total for peak in memory.peaks]
 
 
@@ -181,13 +171,13 @@ def load_line(
     schedule: Schedule,
     stages: nx.DiGraph[int],
     timeline: Timeline,
-    memory: WorkerMemory | None,
+    memory: WorkerMemory,
 ) -> str:
     """What a plan's step should take, in a line."""
     step = step_seconds(timeline)
     busy = busy_seconds(schedule, timeline)
     bubble = 1 - sum(busy) / len(busy) / (step or 1.0)
-    most = byte_text(max(_held(schedule, stages, timeline, memory)))
+    most = byte_text(max(_held(memory)))
     return (
         f"{schedule}, {len(whole_stages(stages))} stages; predicted step "
         f"{clock(step, 's').text(step)}, bubble {100 * bubble:.1f} %, at most {most} "

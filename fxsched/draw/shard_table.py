@@ -8,9 +8,8 @@ from typing import NamedTuple
 from torch import fx
 
 from ..clock.memory import Memory, Peaks
-from ..ir.step import JobOutput, Message, Op
+from ..ir.step import JobOutput, Message, Step
 from ..jobs.job import Direction, Job
-from ..jobs.schedule import Schedule
 from .cut_table import EXPLAINED
 from .plan_tables import wrapped
 from .tables import byte_text, table
@@ -61,14 +60,11 @@ def worker_load(
     return Load([each for each in held if each.total], seconds)
 
 
-def shard_exchange(
-    schedule: Schedule,
-    lines: Sequence[Op | Message],
-) -> Exchange:
+def shard_exchange(step: Step) -> Exchange:
     """What shards of one stage send each other, by the messages of a step."""
-    by_direction, by_worker = [0, 0], [0] * schedule.workers
+    by_direction, by_worker = [0, 0], [0] * step.jobs.workers
     readers: dict[fx.Node, list[Reader]] = {}
-    for line in lines:
+    for line in step.lines:
         if not isinstance(line, Message) or not isinstance(line.value, JobOutput):
             continue
         node, microbatch = line.value
@@ -77,7 +73,7 @@ def shard_exchange(
         ran = [
             d is Direction.FORWARD
             for stage, d in readers[node]
-            if schedule.place(Job(stage, microbatch, d)).compute == line.to
+            if step.jobs.worker[step.jobs.number(Job(stage, microbatch, d))] == line.to
         ]
         if ran:
             size = line.bytes

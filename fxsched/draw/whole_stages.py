@@ -54,12 +54,6 @@ def _modules(names: Iterable[str]) -> list[str]:
     ]
 
 
-def pieces_of(stages: nx.DiGraph[int], stage: int) -> list[int]:
-    """The stages of the program that make up a stage of the model."""
-    pieces: list[int] = stages.nodes[stage].get("pieces", [stage])
-    return pieces
-
-
 def whole_stage(stage: int) -> int:
     """The stage of the model that a stage of the program is, or is a piece of."""
     return stage.stage if isinstance(stage, Piece) else stage

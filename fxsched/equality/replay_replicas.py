@@ -14,7 +14,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ..jobs.job import Direction
+from ..jobs.job import Direction, Job
 from ..plans.plan import Plan
 from .microbatches import Batch, microbatch_of
 
@@ -85,7 +85,7 @@ class Replicas:
     ) -> float:
         """Forward and backward on the replicas that have this microbatch."""
         owner = {
-            name: self.schedule.w(stage, b, Direction.FORWARD)[0]
+            name: self.plan.placements[Job(stage, b, Direction.FORWARD)].weights
             for name, stage in self.stage.items()
         }
         self._put({name: self.values[worker][name] for name, worker in owner.items()})

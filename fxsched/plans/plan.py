@@ -204,11 +204,9 @@ class Plan:
         return held_bytes(self.step, self.state_bytes)
 
     @property
-    def _memory(self) -> WorkerMemory | None:
-        """What tables say of memory by kind, where there are updates."""
-        return (
-            WorkerMemory(self.memory, bool(self.state_bytes)) if self.updates else None
-        )
+    def _memory(self) -> WorkerMemory:
+        """What tables say of memory."""
+        return WorkerMemory(self.memory, bool(self.updates), bool(self.state_bytes))
 
     @property
     def _order(self) -> Iterator[tuple[Job, int]]:
@@ -278,6 +276,7 @@ class Plan:
         return explain_text(
             self.schedule,
             self.stages,
+            self.timeline,
             self._memory,
             (*self.said, *self.replaced),
             self.cuts,
@@ -302,7 +301,7 @@ class Plan:
         """What the plan's shards save and cost, if there are any."""
         if self.whole is None:
             return None
-        exchange = shard_exchange(self.schedule, self.lines)
+        exchange = shard_exchange(self.step)
         return ShardCosts(
             self._load, self.whole()._load, exchange, bool(self.state_bytes)
         )
