@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from . import passes, schedules
     from .backend import Backend, backend
-    from .building.deferred import deferred, materialize
     from .checker.summary import CheckError
     from .checkpoint.load import load
     from .checkpoint.save import save
@@ -33,23 +32,24 @@ if TYPE_CHECKING:
     from .ir.boundary import stage_boundary
     from .jobs.job import Direction, Job, Placement, PlanError
     from .jobs.schedule import Schedule
+    from .params.clip import clip_grad_norm_
+    from .params.cut_weights import local_parts
+    from .params.deferred import deferred, materialize
+    from .params.full_state import (
+        full_optimizer_state_dict,
+        full_state_dict,
+        load_full_optimizer_state_dict,
+        load_full_state_dict,
+    )
+    from .params.norms import gradient_norm, gradient_norms, parameter_norms
+    from .params.parameter_sums import parameter_sum
+    from .params.stream import stream_state_dict
     from .plans.plan import Plan
     from .rows.placements import keeps_rows, placements
     from .rows.row_warnings import RowsWarning
     from .runtime.local_rows import LocalSampler
     from .schedules.saved import load_schedule
     from .simulator.simulate import Simulation, simulate
-    from .state.clip import clip_grad_norm_
-    from .state.cuts import local_parts
-    from .state.full_state import (
-        full_optimizer_state_dict,
-        full_state_dict,
-        load_full_optimizer_state_dict,
-        load_full_state_dict,
-    )
-    from .state.norms import gradient_norm, gradient_norms, parameter_norms
-    from .state.parameter_sums import parameter_sum
-    from .state.stream import stream_state_dict
     from .tuner.search import search
 
 __version__ = "0.1.0"
@@ -115,7 +115,7 @@ __all__ = [
 # them need, takes seconds to import.
 MODULES = {
     "backend": ("Backend", "backend"),
-    "building.deferred": ("deferred", "materialize"),
+    "params.deferred": ("deferred", "materialize"),
     "checker.summary": ("CheckError",),
     "checkpoint.load": ("load",),
     "checkpoint.save": ("save",),
@@ -143,17 +143,17 @@ MODULES = {
     "schedules": ("schedules",),
     "schedules.saved": ("load_schedule",),
     "simulator.simulate": ("Simulation", "simulate"),
-    "state.clip": ("clip_grad_norm_",),
-    "state.full_state": (
+    "params.clip": ("clip_grad_norm_",),
+    "params.full_state": (
         "full_optimizer_state_dict",
         "full_state_dict",
         "load_full_optimizer_state_dict",
         "load_full_state_dict",
     ),
-    "state.cuts": ("local_parts",),
-    "state.norms": ("gradient_norm", "gradient_norms", "parameter_norms"),
-    "state.parameter_sums": ("parameter_sum",),
-    "state.stream": ("stream_state_dict",),
+    "params.cut_weights": ("local_parts",),
+    "params.norms": ("gradient_norm", "gradient_norms", "parameter_norms"),
+    "params.parameter_sums": ("parameter_sum",),
+    "params.stream": ("stream_state_dict",),
     "tuner.search": ("search",),
 }
 HOMES = {name: module for module, names in MODULES.items() for name in names}

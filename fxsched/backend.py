@@ -19,12 +19,16 @@ from .capture.dynamo import (
 )
 from .capture.functional import early_writes
 from .capture.graph_breaks import GraphBreak, left_to_python
-from .capture.graph_inputs import placeholders
+from .capture.graph_inputs import is_state, placeholders
 from .capture.lowered import aten_graph
 from .clock.timeline import Event
 from .ir.modes import modes_after_errors
 from .jobs.job import Job, PlanError
 from .options import Options, compile_options_error, takes_options
+from .params.cut_weights import hidden_gradients
+from .params.record import note, placed, record_of
+from .params.released import is_given_up
+from .params.store import ParamStore
 from .planning import make_step
 from .plans.metrics import Metrics, metrics_of
 from .plans.plan import Plan
@@ -37,8 +41,6 @@ from .runtime.ranks import Ranks
 from .runtime.step import Step
 from .runtime.step_key import step_key
 from .runtime.workers import Workers, workers_of
-from .state.cuts import hidden_gradients
-from .state.ownership import OWNERSHIPS, is_given_up
 from .transport.wrappers import refuse_outer_ddp, refuse_wrappers
 
 PLANS = 64  # that a backend keeps
@@ -65,6 +67,7 @@ class Backend:
     plan: of the last call with gradients, or, if there was none, without.
     timeline: when each job of that call ran; see there.
     metrics: figures of the last steps; see there.
+    params: what is known of the model's parameters and buffers, by name.
 
     It keeps the plans of its last PLANS kinds of calls (shapes, modes, models), makes
     others anew when they come again, and is a context manager; see close().
@@ -73,6 +76,7 @@ class Backend:
     def __init__(self, options: Options) -> None:
         self.options, self.request = options, options.request
         self.plan: Plan | None = None
+        self.params = ParamStore()
         self.closed = False
         self._last: Step | None = None
         self._workers: Workers | None = None
@@ -144,8 +148,9 @@ class Backend:
         gm = inline_bodies(gm)
         broken = left_to_python() or compile_options_error(options)
         note_call(gm, inputs)
-        nodes = enumerate(placeholders(gm))
-        kept = [i for i, node in nodes if node.meta["origin"] is not None]
+        origins = [node.meta["origin"] for node in placeholders(gm)]
+        kept = [i for i, origin in enumerate(origins) if origin is not None]
+        state = {origin.name: i for i, origin in enumerate(origins) if is_state(origin)}
         captured = gm
         if broken is None:
             try:
@@ -159,6 +164,7 @@ class Backend:
                 if broken is not None:
                     refuse_outer_ddp()
                     raise broken
+                self.params.take(state, args)
                 return self.run(captured, tuple(args[i] for i in kept))
             except GraphBreak:
                 raise
@@ -219,8 +225,8 @@ class Backend:
         outputs = call_step(step, args, self._said)
         for output, value in zip(step.plan.outputs, outputs, strict=True):
             old = args[output.state or 0] if output.replaced else None
-            if isinstance(old, Tensor) and old in OWNERSHIPS:
-                OWNERSHIPS[value] = OWNERSHIPS[old]
+            if isinstance(old, Tensor) and record_of(old).owners:
+                note(value, **record_of(old).place)
         if padded is not None:
             outputs = padded.trimmed(outputs, step.plan)
         return cut_outputs(gm, outputs)
@@ -232,7 +238,7 @@ class Backend:
         workers = self._start_workers()
         if not workers.settle(step.plan, args):
             # another model of the class, whose weights an earlier plan put elsewhere
-            places = workers.owners(args), workers.updaters(args)
+            places = [(i, each.owners, each.updater) for i, each in placed(args)]
             step = self._planned(f"{key}\n{places}", gm, args)
             assert workers.settle(step.plan, args), "owners were planned for"
         return step

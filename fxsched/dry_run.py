@@ -19,12 +19,13 @@ from .jobs.job import PlanError
 from .jobs.schedule import Schedule
 from .jobs.user_values import shown
 from .options import PLANNED, Options, parted, with_names
+from .params.record import specs_of
+from .params.released import stand_in
 from .passes.model_passes import ModelPass, run_model_passes
 from .planning import plan_call
 from .plans.plan import Plan
 from .runtime.padding import check_padded
 from .schedules.arguments import positive
-from .state.ownership import specs_of, stand_in
 from .transport.world import from_rank_0
 
 

@@ -21,9 +21,9 @@ from .ir.request import BufferReduction, CutWord, OutputReduction, Shards
 from .jobs.job import PlanError
 from .jobs.schedule import Schedule
 from .jobs.user_values import is_int, is_number, shown
+from .params.updates import checked_optimizer
 from .schedules import LIBRARY
 from .schedules.arguments import one_of
-from .state.updates import checked_optimizer
 
 Check = Callable[[str, Any], Any]
 Word = TypeVar("Word", bound=str)

@@ -29,6 +29,14 @@ from .jobs.schedule import Schedule
 from .norms import trace_norms
 from .options import Options
 from .pairs import trace_pairs
+from .params.call_parts import CallParts
+from .params.corrections import Corrections
+from .params.optimizer_steps import guard
+from .params.optimizer_trials import check_apart
+from .params.optimizers import state_bytes
+from .params.record import placed, specs_of
+from .params.replicas import ReplicaOptimizers, moment_specs
+from .params.updates import StageOptimizers, positions_of
 from .passes.model_passes import run_model_passes
 from .passes.partition import assign_stages
 from .passes.users import Pass, pass_name
@@ -45,14 +53,6 @@ from .runtime.ranks import Ranks
 from .runtime.runnable import Runnable
 from .runtime.step import BeforeCall, Step
 from .runtime.workers import Workers
-from .state.call_parts import CallParts
-from .state.corrections import Corrections
-from .state.optimizer_bytes import state_bytes
-from .state.optimizers import guard
-from .state.ownership import specs_of
-from .state.part_steps import check_apart
-from .state.replicas import ReplicaOptimizers, moment_specs
-from .state.updates import StageOptimizers, positions_of
 
 
 class Traces(NamedTuple):
@@ -156,7 +156,8 @@ def _request(
     args: tuple[Any, ...], batch: Batch, options: Options, workers: Workers | None
 ) -> Request:
     """The backend's request, with what this call decides."""
-    request = options.request
+    request, known = options.request, placed(args) if workers else []
+    updaters = {i: each.updater for i, each in known}
     return replace(
         request,
         updates=_updated(args, options),
@@ -164,9 +165,9 @@ def _request(
         state_bytes=state_bytes(options.optimizer, args),
         training=torch.is_grad_enabled(),
         schedule=_with_updates(request.schedule.first(batch.microbatches), options),
-        owners=workers.owners(args) if workers else {},
-        cuts=workers.cuts(args) if workers else {},
-        updaters=workers.updaters(args) if workers else {},
+        owners={i: record.owners for i, record in known},
+        cuts={i: record.parts.place for i, record in known if record.parts},
+        updaters={i: u for i, u in updaters.items() if u is not None},
         readers=workers.readers if workers else None,
     )
 

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 import fxsched
 from fxsched import Schedule, schedules
 from fxsched.models.gpt import GPT, GPTConfig
-from fxsched.state.unmade import UNMADE
+from fxsched.params.record import note, record_of
 from fxsched.transport.checksums import digest
 from fxsched.transport.world import started_by_torchrun
 from tests.torchrun import again_on_ranks
@@ -70,15 +70,15 @@ def count_made(model: nn.Module) -> None:
     """Notes what of a model is made here."""
     MADE.clear()
     for name, tensor in model.named_parameters():
-        unmade = UNMADE.get(tensor)
-        if unmade is not None:
+        lazy = record_of(tensor).lazy
+        if lazy is not None:
 
-            def values(name: str = name, real: Any = unmade.values) -> Tensor:
+            def values(name: str = name, real: Any = lazy.values) -> Tensor:
                 MADE.append(name)
                 made: Tensor = real()
                 return made
 
-            UNMADE[tensor] = unmade._replace(values=values)
+            note(tensor, lazy=lazy._replace(values=values))
 
 
 def distinct(model: nn.Module, other: nn.Module) -> list[str]:

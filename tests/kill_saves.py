@@ -25,7 +25,7 @@ from torch import nn
 
 import fxsched
 from fxsched.ir.graphs import Spec
-from fxsched.state.ownership import OWNERSHIPS, Ownership
+from fxsched.params.record import note
 
 RANKS = 2
 PATIENCE = 20.0  # seconds in which a rank must end that lost the other
@@ -53,7 +53,7 @@ def save_forever(
     model, optimizer = build()
     for i, layer in enumerate(model.children()):
         for parameter in layer.parameters():
-            OWNERSHIPS[parameter] = Ownership((i,), Spec.of(parameter))
+            note(parameter, owners=(i,), spec=Spec.of(parameter))
     number = first
     while True:
         fill(model, optimizer, number)

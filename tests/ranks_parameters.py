@@ -1,4 +1,4 @@
-"""What each rank of tests/state/test_parameters.py does: python -m
+"""What each rank of tests/params/test_parameters.py does: python -m
 tests.ranks_parameters."""
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 import fxsched
 from fxsched import PlanError, Schedule, schedules
 from fxsched.models.gpt import GPT, GPTConfig
-from fxsched.state.cuts import CUTS
+from fxsched.params.record import record_of
 from tests.cases import Result, build, eager_step, optimizer, train
 from tests.sharding.test_shards import placed_at_random
 
@@ -77,8 +77,8 @@ def eager(model: nn.Module, inputs: tuple[Tensor, ...], count: int) -> Result:
 
 
 def bytes_here(parameter: Tensor) -> int:
-    if parameter in CUTS:
-        return CUTS[parameter].values.nbytes
+    if parts := record_of(parameter).parts:
+        return parts.values.nbytes
     return parameter.untyped_storage().nbytes()
 
 
@@ -237,7 +237,7 @@ def refused() -> None:
         torch.optim.SGD(parameters, 0.1).step(lambda: training.run(*training.inputs))
     with said("Adafactor doesn't step parts of a weight as it steps all of it; take"):
         torch.optim.Adafactor(parameters, 0.1).step()
-    matrices = [p for p in parameters if p in CUTS and p.dim() == 2]
+    matrices = [p for p in parameters if record_of(p).parts and p.dim() == 2]
     with said("Muon doesn't step parts of a weight as it steps all of it"):
         torch.optim.Muon(matrices, 0.1).step()
     with said("which ranks have in 2 parts; save fxsched.full_state_dict(model)"):

@@ -1,4 +1,4 @@
-"""What each rank of tests/state/test_state.py does: python -m tests.ranks_state."""
+"""What each rank of tests/params/test_state.py does: python -m tests.ranks_state."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch.nn.utils import clip_grad_norm_  # before any rank gives anything up
 
 import fxsched
 from fxsched import PlanError, Schedule, schedules
-from fxsched.state.ownership import is_given_up
+from fxsched.params.released import is_given_up
 from fxsched.transport.checksums import digest
 from tests import ranks_views
 

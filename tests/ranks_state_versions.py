@@ -1,4 +1,4 @@
-"""Each rank of tests/state/test_state_versions.py: python -m
+"""Each rank of tests/params/test_state_versions.py: python -m
 tests.ranks_state_versions."""
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch.testing import assert_close
 
 import fxsched
-from tests.state.test_state_versions import SCHEDULES, train
+from tests.params.test_state_versions import SCHEDULES, train
 from tests.state_models import STATEFUL
 
 ON_RANKS = {

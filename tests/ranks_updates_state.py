@@ -1,4 +1,4 @@
-"""What each rank of tests/state/test_updates_state.py does: python -m
+"""What each rank of tests/params/test_updates_state.py does: python -m
 tests.ranks_updates_state."""
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 import fxsched
 from fxsched import Schedule, schedules
 from fxsched.models.mlp import MLP, MLPConfig
-from fxsched.state.ownership import is_given_up
+from fxsched.params.released import is_given_up
 from tests.ranks_state import everyone, refused
 from tests.updates import TOLERANCE, adamw, build_double
 

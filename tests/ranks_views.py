@@ -1,4 +1,4 @@
-"""What each rank of tests/state/test_state.py does with views of a whole model."""
+"""What each rank of tests/params/test_state.py does with views of a whole model."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from torch.optim.swa_utils import (
 
 import fxsched
 from fxsched import PlanError, Schedule, schedules
-from fxsched.state.ownership import is_given_up
+from fxsched.params.released import is_given_up
 
 B = 2
 

@@ -23,9 +23,9 @@ from torch import Tensor, nn
 
 import fxsched
 from fxsched import Plan
+from fxsched.params.record import pieces_of, record_of
 from fxsched.sharding import choice
 from fxsched.sharding.choice import gain
-from fxsched.state.cuts import CUTS, pieces_of
 
 from .cases import Result, assert_equal, eager_step, microbatch, optimizer, train
 from .shard_models import CASES, SCHEDULES, UPDATING, Words, made, share
@@ -201,8 +201,9 @@ def train_on_ranks(model: nn.Module, step: Any) -> Result:
 def joined_gradients(model: nn.Module) -> dict[str, Tensor | None]:
     """Whole gradients, each joined from the parts that ranks have."""
     mine = {
-        name: (pieces_of(p, p.grad), CUTS[p].cut if p in CUTS else None)
+        name: (pieces_of(p, p.grad), own.cut if own else None)
         for name, p in model.named_parameters()
+        for own in [record_of(p).parts]
         if p.grad is not None
     }
     every: list[Any] = [None] * dist.get_world_size()

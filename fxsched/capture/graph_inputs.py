@@ -200,6 +200,11 @@ def origin_of(node: fx.Node) -> Origin:
     return origin
 
 
+def is_state(origin: Origin | None) -> bool:
+    """Whether an input is no argument of the call; None is one that nothing reads."""
+    return origin is not None and not origin.argument
+
+
 def text_of(gm: fx.GraphModule) -> str:
     """What tells a graph from others: its nodes, where inputs come from, where outputs
     go, and which tensors are constants of it."""

@@ -1,4 +1,4 @@
 """A model's training state on disk: saved by ranks, loaded under any schedule.
 
-Imports: backend, jobs, state, transport.
+Imports: backend, jobs, params, transport.
 """

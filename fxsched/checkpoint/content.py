@@ -13,9 +13,9 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ..jobs.job import PlanError
-from ..state.full_state import module_of, optimized, plain_name
-from ..state.optimizers import unguarded
-from ..state.ownership import first_owner, is_updated
+from ..params.full_state import module_of, optimized, plain_name
+from ..params.optimizer_steps import unguarded
+from ..params.record import record_of
 from .cut_weights import Whole
 
 MODEL, STATE = "model.", "optimizer.state."
@@ -97,12 +97,12 @@ class OptimizerContent(NamedTuple):
         return {
             name: dict(states[parameter])
             for name, parameter in self.parameters.items()
-            if parameter in states and first_owner(parameter) == rank
+            if parameter in states and record_of(parameter).speaker == rank
         }
 
     def updated(self, rank: int) -> list[str]:
         """Names of the parameters whose state this rank keeps."""
-        return [n for n, p in self.parameters.items() if is_updated(p, rank)]
+        return [n for n, p in self.parameters.items() if record_of(p).is_updated(rank)]
 
     def options(self) -> dict[str, dict[str, Any]]:
         """The options of each parameter's group, such as its learning rate."""

@@ -8,10 +8,9 @@ from typing import Any, NamedTuple
 from torch import Tensor
 from torch.optim import Optimizer
 
-from ..state.cuts import CUTS
-from ..state.full_state import gathered, states_of
-from ..state.optimizers import parameters_of
-from ..state.ownership import newest_owner
+from ..params.full_state import gathered, states_of
+from ..params.optimizers import parameters_of
+from ..params.record import record_of
 from .coordinator import Coordinator
 
 
@@ -31,18 +30,18 @@ class Whole(NamedTuple):
         """Of those among some tensors, the same on all ranks; each on the rank that
         speaks for it. Every rank calls it."""
         whole, processes = Whole({}, {}), coordinator.processes
-        cut = [tensor for tensor in tensors if tensor in CUTS]
+        cut = [tensor for tensor in tensors if record_of(tensor).parts]
         if not cut or processes is None:
             return whole
         for tensor in cut:
-            value = gathered(processes, tensor, [newest_owner(tensor)])
+            value = gathered(processes, tensor, [record_of(tensor).source])
             if value is not None:
                 whole.values[tensor] = value
         if optimizer is not None:
             stepped = set(map(id, parameters_of(optimizer)))
             weights = [tensor for tensor in cut if id(tensor) in stepped]
             states = states_of(
-                processes, weights, optimizer, lambda tensor: [newest_owner(tensor)]
+                processes, weights, optimizer, lambda tensor: [record_of(tensor).source]
             )
             whole.states.update({weights[i]: each for i, each in states.items()})
         return whole

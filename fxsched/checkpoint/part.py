@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ..state.full_state import mapped
-from ..state.ownership import newest_owner
+from ..params.full_state import mapped
+from ..params.record import record_of
 from .content import ModelContent, OptimizerContent, tensors_in
 from .cut_weights import Whole
 from .folders import sync_folder
@@ -83,7 +83,7 @@ class Part(NamedTuple):
         tensors = {
             name: whole.values.get(tensor, tensor).detach()
             for name, tensor in content.tensors.items()
-            if newest_owner(tensor) == rank
+            if record_of(tensor).source == rank
         }
         modules = {name: m.get_extra_state() for name, m in content.extra.items()}
         common: dict[str, Any] = {"modules": modules, "optimizer": "", "options": {}}

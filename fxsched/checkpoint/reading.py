@@ -12,10 +12,11 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ..jobs.job import PlanError
-from ..state.cuts import CUTS, put
-from ..state.ownership import is_given_up
-from ..state.part_steps import cut_state
-from ..state.unmade import is_unmade, load_later, make_all
+from ..params.cut_weights import put
+from ..params.lazy import load_later, make_all, unmade
+from ..params.optimizer_steps import cut_state
+from ..params.record import Lazy, Parts, record_of
+from ..params.released import is_given_up
 from .content import MODEL, STATE, ModelContent, OptimizerContent
 from .coordinator import Coordinator
 from .fit import check_alike, check_names, tied_here
@@ -44,8 +45,8 @@ class Reading(NamedTuple):
     optimizer: OptimizerContent | None
     extra: Mapping[str, Any]
     places: dict[str, list[Tensor]]
-    cut: dict[str, list[Tensor]]
-    later: dict[str, list[Tensor]]
+    cut: dict[str, list[Parts]]
+    later: dict[str, list[tuple[Tensor, Lazy]]]
     common: dict[str, Any]
     states: dict[str, dict[str, Any]]
     own: dict[str, Any]
@@ -132,13 +133,13 @@ class Reading(NamedTuple):
     def _take_parts(self) -> None:
         """Reads weights that ranks have in parts, one after another, and then the
         optimizer's state of each."""
-        for name, tensors in self.cut.items():
-            for tensor in tensors:
-                put(tensor, self._value(name))
+        for name, weights in self.cut.items():
+            for parts in weights:
+                put(parts, self._value(name))
         if self.optimizer is not None:
-            every = {t for tensors in self.cut.values() for t in tensors}
             for name, parameter in self.optimizer.parameters.items():
-                if parameter in every and CUTS[parameter].kept:
+                own = record_of(parameter).parts
+                if own is not None and own.kept:
                     self._take_state(self.optimizer, name)
                     cut_state(self.optimizer.optimizer)
 
@@ -147,13 +148,13 @@ class Reading(NamedTuple):
         stepped = self.optimizer
         names = {} if stepped is None else {p: n for n, p in stepped.parameters.items()}
         for name, tensors in self.later.items():
-            for tensor in tensors:
+            for tensor, lazy in tensors:
                 then = None
                 if stepped is not None and tensor in names:
                     then = partial(self._take_state, stepped, names[tensor])
-                load_later(tensor, partial(self._value, name), then)
+                load_later(tensor, lazy, partial(self._value, name), then)
         if stepped is not None and self.later:
-            every = [tensor for tensors in self.later.values() for tensor in tensors]
+            every = [tensor for each in self.later.values() for tensor, _ in each]
 
             def make_first(*_: object) -> None:
                 make_all(every)
@@ -188,10 +189,12 @@ def _tensors_of(
 
 def _comes_later(parameter: Tensor) -> bool:
     """Whether the optimizer's state of a parameter is read once all else is."""
-    return is_unmade(parameter) or parameter in CUTS
+    return bool(unmade(parameter) or record_of(parameter).parts)
 
 
-def _places(content: ModelContent, manifest: Manifest) -> tuple[Places, Places, Places]:
+def _places(
+    content: ModelContent, manifest: Manifest
+) -> tuple[Places, dict[str, list[Parts]], dict[str, list[tuple[Tensor, Lazy]]]]:
     """The model's tensors here, by the names of what goes there in a checkpoint: those
     that are made, those that ranks have in parts, and those that aren't made yet."""
     saved = {n: its for n, its in manifest.tensors.items() if n.startswith(MODEL)}
@@ -200,13 +203,15 @@ def _places(content: ModelContent, manifest: Manifest) -> tuple[Places, Places, 
     for name, first in content.tied.items():
         if names[name] != names[first]:
             raise tied_here(name, first)
-    places, cut, later = Places(), Places(), Places()
+    places = Places()
+    cut: dict[str, list[Parts]] = {}
+    later: dict[str, list[tuple[Tensor, Lazy]]] = {}
     for name, tensor in content.tensors.items():
         check_alike(name, saved[names[name]], tensor)
-        if tensor in CUTS:
-            cut.setdefault(names[name], []).append(tensor)
-        elif is_unmade(tensor):
-            later.setdefault(names[name], []).append(tensor)
+        if parts := record_of(tensor).parts:
+            cut.setdefault(names[name], []).append(parts)
+        elif lazy := unmade(tensor):
+            later.setdefault(names[name], []).append((tensor, lazy))
         elif not is_given_up(tensor):
             places.setdefault(names[name], []).append(tensor.detach())
     return places, cut, later

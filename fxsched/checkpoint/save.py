@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 
 from ..backend import Backend
 from ..jobs.job import PlanError
-from ..state.full_state import module_of
+from ..params.full_state import module_of
 from .coordinator import Coordinator
 from .cut_weights import Whole
 from .folders import make_fresh, path_of, point_to, remove_older, sync_folder

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from ..jobs.job import PlanError
 from ..jobs.user_values import shown
-from ..state.full_state import mapped
+from ..params.full_state import mapped
 from ..transport.checksums import digest
 
 COMMON, OWN = "common.pt", "own.pt"  # of all ranks, and in the folder of each

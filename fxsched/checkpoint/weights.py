@@ -12,10 +12,11 @@ from torch import Tensor, nn
 
 from ..backend import Backend
 from ..jobs.job import PlanError
-from ..state.cuts import CUTS, put
-from ..state.full_state import module_of, plain_name
-from ..state.ownership import is_given_up, newest_owner
-from ..state.unmade import is_unmade, load_later
+from ..params.cut_weights import put
+from ..params.full_state import module_of, plain_name
+from ..params.lazy import load_later, unmade
+from ..params.record import record_of
+from ..params.released import is_given_up
 from .content import MODEL, ModelContent
 from .coordinator import Coordinator
 from .cut_weights import Whole
@@ -92,7 +93,7 @@ def _owned(
             "safetensors can't hold; use fxsched.save"
         )
     names = {n: n for n in content.tensors} | content.tied
-    mine = {n: t for n, t in content.tensors.items() if newest_owner(t) == rank}
+    mine = {n: t for n, t in content.tensors.items() if record_of(t).source == rank}
     return {
         name.removeprefix(MODEL): whole.values.get(mine[first], mine[first])
         for name, first in names.items()
@@ -124,10 +125,10 @@ def load_weights(
     def take() -> None:
         with torch.no_grad():
             for stored, tensor in fitting:
-                if is_unmade(tensor):
-                    load_later(tensor, stored.read)
-                elif tensor in CUTS:
-                    put(tensor, stored.read())
+                if lazy := unmade(tensor):
+                    load_later(tensor, lazy, stored.read)
+                elif parts := record_of(tensor).parts:
+                    put(parts, stored.read())
                 else:
                     tensor.copy_(stored.read())
 
@@ -150,7 +151,7 @@ def _fitting(
     fitting = []
     for name, tensor in content.tensors.items():
         check_alike(name, found[name].what, tensor)
-        if not is_given_up(tensor) or tensor in CUTS:
+        if not is_given_up(tensor) or record_of(tensor).parts:
             fitting.append((found[name], tensor))
     return fitting
 

@@ -20,9 +20,9 @@ from ..equality.replay import replay
 from ..jobs.job import PlanError
 from ..jobs.schedule import Schedule
 from ..models.two_tower import TwoTower
+from ..params.full_state import full_state_dict
+from ..params.released import is_given_up
 from ..plans.plan import Plan
-from ..state.full_state import full_state_dict
-from ..state.ownership import is_given_up
 from ..transport import processes, world
 from .demo_task import SEED, Task, accuracies, adamw, check
 from .simulate_options import terminal_text

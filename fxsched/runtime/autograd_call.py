@@ -12,8 +12,9 @@ from torch import Tensor
 from ..ir.graphs import Output
 from ..ir.loss_scale import hand_over, infinite
 from ..jobs.job import PlanError
-from ..state.ownership import has_hooks, is_updated, is_updated_by_all
-from ..state.rank_gradients import mark_gradients
+from ..params.rank_gradients import mark_gradients
+from ..params.record import record_of
+from ..params.released import has_hooks
 from .cut_weights import cut_weights
 from .step import Step
 
@@ -56,14 +57,15 @@ def call_step(step: Step, args: tuple[Any, ...], said: set[str]) -> Sequence[Any
 def _has_gradient(step: Step, tensor: Tensor) -> bool:
     """Whether a worker of this process gets a tensor's gradient. Hooks on the tensor
     run there, and not where autograd would hand them None."""
-    return any(is_updated(tensor, worker) for worker in step.workers.here)
+    record = record_of(tensor)
+    return any(record.is_updated(worker) for worker in step.workers.here)
 
 
 def _differ(step: Step, tensors: Iterable[Any]) -> bool:
     """Whether ranks get gradients of different parameters."""
-    workers = step.plan.schedule.workers
-    ranks = len(step.workers.here) < workers
-    return ranks and not all(is_updated_by_all(tensor, workers) for tensor in tensors)
+    ranks = len(step.workers.here) < step.plan.schedule.workers
+    records = map(record_of, tensors)
+    return ranks and not all(each.is_updated_by_all for each in records)
 
 
 def _refuse_hooks(parameters: Mapping[str, Tensor]) -> None:

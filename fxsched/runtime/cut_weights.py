@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from ..ir.parts import PartOf
-from ..state.cuts import CUTS
+from ..params.record import record_of
 
 
 def cut_weights(args: Sequence[Any], parts: Mapping[int, PartOf]) -> dict[int, Tensor]:
@@ -18,6 +18,6 @@ def cut_weights(args: Sequence[Any], parts: Mapping[int, PartOf]) -> dict[int, T
     for part in parts.values():
         if part.input not in cut:
             weight = args[part.input]
-            kept = CUTS.get(weight)
+            kept = record_of(weight).parts
             cut[part.input] = part.cut.of(weight) if kept is None else kept.parts
     return {i: cut[part.input][part.number] for i, part in parts.items()}

@@ -19,24 +19,16 @@ from ..ir.loss_scale import Gradients, overflowed
 from ..ir.parts import KeptParts
 from ..ir.step import Message
 from ..jobs.job import PlanError
+from ..params.averaged import share_averages
+from ..params.clip import guard_clipping
+from ..params.cut_weights import cut_weight, follow_cast
+from ..params.lazy import forget, make, make_all, make_empty
+from ..params.optimizer_steps import guard_optimizers
+from ..params.record import Record, note, parts_of, record_of, spec_of
+from ..params.released import give_up, stay_released, take_back
+from ..params.scaler import share_overflows
 from ..plans.arithmetic import first_difference
 from ..plans.plan import Plan
-from ..state.averaged import guard_averages
-from ..state.clip import guard_torch_clipping
-from ..state.cuts import CUTS, cut_weight
-from ..state.optimizers import guard_optimizers
-from ..state.ownership import (
-    OWNERSHIPS,
-    Ownership,
-    give_up,
-    is_given_up,
-    spec_of,
-    take_back,
-)
-from ..state.part_steps import guard_part_steps
-from ..state.scaler import guard_scalers
-from ..state.separate_steps import guard_separate_steps
-from ..state.unmade import forget, make, make_all, make_empty
 from ..transport.processes import BACKENDS, MESSAGES, Processes
 from .run import Run
 from .runnable import Runnable
@@ -80,23 +72,6 @@ class Ranks:
         shared = torch.tensor(number)
         self.processes.share(shared, 0, range(self.processes.workers))
         return int(shared)
-
-    def owners(self, args: Sequence[Any]) -> dict[int, tuple[int, ...]]:
-        """Who keeps parameters and buffers since an earlier plan, by position."""
-        return {
-            i: OWNERSHIPS[a].owners
-            for i, a in enumerate(args)
-            if isinstance(a, Tensor) and a in OWNERSHIPS
-        }
-
-    def cuts(self, args: Sequence[Any]) -> dict[int, KeptParts]:
-        """How weights are kept in parts since an earlier plan, by position."""
-        return {i: CUTS[args[i]].place for i in self.owners(args) if args[i] in CUTS}
-
-    def updaters(self, args: Sequence[Any]) -> dict[int, int]:
-        """Who updates parameters, where an earlier plan's u said, by position."""
-        entries = {i: OWNERSHIPS[args[i]] for i in self.owners(args)}
-        return {i: e.updater for i, e in entries.items() if e.updater is not None}
 
     def call(self) -> None:
         """Counts a call of the backend. Raises PlanError after a failure."""
@@ -225,12 +200,12 @@ class Ranks:
         says.
         """
         for position, place in plan.kept_parts.items():
-            weight = args[position]
-            if weight in OWNERSHIPS:
-                known = self.cuts([weight]).get(0)
-                if known is None or not known.allows(place):
-                    return False
-        new, stale = {}, []
+            follow_cast(args[position])
+            known = record_of(args[position])
+            if known.owners and not (known.parts and known.parts.place.allows(place)):
+                return False
+        new: dict[State, tuple[int, ...]] = {}
+        stale = []
         updated: list[Updated] = []
         fresh = {output.state for output in plan.outputs}  # every rank gets them
         for group in plan.groups:
@@ -242,25 +217,29 @@ class Ranks:
                 if state.input in plan.parts:
                     continue
                 tensor = args[state.input]
-                entry = OWNERSHIPS.get(tensor)
-                if tensor in CUTS:
+                record = record_of(tensor)
+                if record.parts:
                     return False
-                if entry is None:
-                    entry = Ownership(group.owners, spec_of(tensor))
-                    new[state] = entry
-                elif entry.owners != group.owners:
+                if not record.owners:
+                    new[state] = group.owners
+                elif record.owners != group.owners:
                     return False
-                if group.updater is not None or entry.updater is not None:
-                    if entry.updater not in (None, group.updater):
+                elif not here and state.role is Role.PARAMETER:
+                    stay_released(tensor)
+                if group.updater is not None or record.updater is not None:
+                    if record.updater not in (None, group.updater):
                         return False
                     updated.append((state.name, tensor, group.updater))
                 needed = here or state.input in fresh
-                if group.written and not needed and not is_given_up(tensor):
+                if group.written and not needed and record.lacks is None:
                     stale.append((state.name, tensor))
-        for state, entry in new.items():
-            self._settle(state, args[state.input], entry)
+        for state, owners in new.items():
+            tensor = args[state.input]
+            placed = {"owners": owners, "workers": self.processes.workers}
+            record = note(tensor, name=state.name, spec=spec_of(tensor), **placed)
+            self._settle(state, tensor, record)
         for turn, (position, states) in enumerate(plan.states_of_parts.items()):
-            if args[position] not in CUTS:
+            if record_of(args[position]).parts is None:
                 place = plan.kept_parts[position]
                 name = plan.weight_name(states[0])
                 self._cut(name, args[position], states, place, turn)
@@ -278,7 +257,7 @@ class Ranks:
             for position, states in plan.states_of_parts.items()
             for state, part, updater in zip(
                 states,
-                CUTS[args[position]].parts,
+                parts_of(args[position]).parts,
                 plan.kept_parts[position].updaters,
                 strict=True,
             )
@@ -289,11 +268,11 @@ class Ranks:
         self, name: str, tensor: Tensor, updater: int | None, plan: Plan
     ) -> None:
         """Notes who updates a parameter, and whether the others' copies are behind."""
-        before = OWNERSHIPS[tensor]
+        before = record_of(tensor)
         behind = not plan.current and (plan.trains or before.behind)
-        if (updater, behind) == before[2:]:
+        if (updater, behind) == (before.updater, before.behind):
             return
-        OWNERSHIPS[tensor] = before._replace(updater=updater, behind=behind)
+        record = note(tensor, updater=updater, behind=behind)
         assert updater is not None, "an updater stays"
         copied = self.rank in before.owners and self.rank != updater
         if before.behind and not behind:
@@ -302,7 +281,7 @@ class Ranks:
             self.processes.share(tensor, updater, before.owners)
         elif behind and copied:
             give_up(name, tensor, values=False)
-        self._guard(OWNERSHIPS[tensor])
+        self._guard(record)
 
     def _cut(
         self,
@@ -314,35 +293,33 @@ class Ranks:
     ) -> None:
         """Leaves this rank its parts of a weight; all owners of a part start from the
         first one's."""
-        cut_weight(name, weight, place, self.rank, turn)
-        for state, part in zip(states, CUTS[weight].parts, strict=True):
-            self._settle(state, part, OWNERSHIPS[part])
-        guard_part_steps()
+        workers = self.processes.workers
+        parts = cut_weight(name, weight, place, self.rank, workers, turn)
+        for state, part in zip(states, parts, strict=True):
+            self._settle(state, part, record_of(part))
         self._guard()
 
-    def _settle(self, state: State, tensor: Tensor, entry: Ownership) -> None:
-        OWNERSHIPS[tensor] = entry
+    def _settle(self, state: State, tensor: Tensor, record: Record) -> None:
         buffer = state.role is Role.BUFFER
-        readers = range(self.processes.workers) if buffer else entry.owners
-        if self.rank == entry.owners[0]:
+        readers = range(self.processes.workers) if buffer else record.owners
+        if self.rank == record.owners[0]:
             make(tensor)
         elif self.rank in readers:
             make_empty(tensor)
         else:
             forget(tensor)
-        self.processes.share(tensor, entry.owners[0], readers)
-        if not buffer and self.rank not in entry.owners:
+        self.processes.share(tensor, record.owners[0], readers)
+        if not buffer and self.rank not in record.owners:
             give_up(state.name, tensor)
-        self._guard(entry)
+        self._guard(record)
 
-    def _guard(self, entry: Ownership | None = None) -> None:
+    def _guard(self, record: Record | None = None) -> None:
         """Guards what sees this rank's gradients alone, of a tensor or of parts."""
-        if entry is None or len(entry.updaters) < self.processes.workers:
-            guard_torch_clipping(self.processes.workers)
+        if record is None or len(record.updaters) < self.processes.workers:
+            guard_clipping()
             guard_optimizers(self.rank)
-            guard_separate_steps(self.rank)
-            guard_averages()
-            guard_scalers()
+            share_averages()
+            share_overflows()
 
 
 def _examined(plan: Plan, rank: int) -> Summary:

@@ -15,10 +15,10 @@ from ..ir.early import Early
 from ..ir.graphs import Role
 from ..ir.loss_scale import Scale
 from ..jobs.job import Job
+from ..params.updates import StageOptimizers
 from ..plans.metrics import STEPS
 from ..plans.plan import Plan
 from ..rows.row_warnings import RowWatch
-from ..state.updates import StageOptimizers
 from .input_agreement import Agreement
 from .ranks import Ranks
 from .recorder import Recorder

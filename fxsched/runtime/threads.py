@@ -13,11 +13,10 @@ import torch
 from torch import Tensor, fx
 
 from ..ir.loss_scale import Gradients
-from ..ir.parts import KeptParts
 from ..jobs.job import PlanError
+from ..params.lazy import make_all
+from ..params.released import is_given_up
 from ..plans.plan import Plan
-from ..state.ownership import is_given_up
-from ..state.unmade import make_all
 from ..transport.endpoints import Aborted, Exchange, ThreadEndpoint
 from .run import Run
 from .runnable import Runnable
@@ -64,26 +63,17 @@ class Threads:
         """The number itself, for the same reason."""
         return number
 
-    def owners(self, args: Sequence[Any]) -> dict[int, tuple[int, ...]]:
-        """None: threads share all. Raises PlanError for what this rank gave up."""
+    def settle(self, plan: Plan, args: Sequence[Any]) -> bool:
+        """Makes what isn't made yet of the parameters and buffers; True.
+
+        Raises PlanError for what this rank gave up: threads share all.
+        """
         if any(isinstance(a, Tensor) and is_given_up(a) for a in args):
             raise PlanError(
                 "the model was trained on ranks, each of which keeps a part of it, and "
                 "this backend runs on threads; take transport='distributed', or load "
                 "fxsched.full_state_dict(model) into a new model"
             )
-        return {}
-
-    def cuts(self, args: Sequence[Any]) -> dict[int, KeptParts]:
-        """None: threads share whole weights."""
-        return {}
-
-    def updaters(self, args: Sequence[Any]) -> dict[int, int]:
-        """None: what one worker updates, all have."""
-        return {}
-
-    def settle(self, plan: Plan, args: Sequence[Any]) -> bool:
-        """Makes what isn't made yet of the parameters and buffers; True."""
         make_all(args)
         return True
 

@@ -19,7 +19,7 @@ from fxsched.accounts.traffic import traffic
 from fxsched.clock.activations import peaks
 from fxsched.clock.memory import Memory, worker_totals
 from fxsched.ir.graphs import Role
-from fxsched.state.optimizer_bytes import state_bytes
+from fxsched.params.optimizers import state_bytes
 from tests import mutants, random_plans
 from tests.cases import build
 from tests.program_memory import most_held

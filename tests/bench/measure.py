@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from fxsched.state.cuts import CUTS, pieces_of
+from fxsched.params.record import pieces_of, record_of
 
 TOLERANCE = 1e-5  # of gradients, as a share of the largest of its parameter
 WARM = 2  # rounds
@@ -75,7 +75,8 @@ def check(
             if isinstance(gradient, DTensor):
                 gradient = gradient.full_tensor()
             parts = pieces_of(parameter, gradient)
-            whole = CUTS[parameter].cut.of(wanted[name]) if parameter in CUTS else None
+            own = record_of(parameter).parts
+            whole = own.cut.of(wanted[name]) if own else None
             for number, part in parts.items():
                 difference = part - (whole[number] if whole else wanted[name])
                 most = float(difference.abs().max().nan_to_num(torch.inf))
