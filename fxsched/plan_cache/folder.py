@@ -5,19 +5,18 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import os
-import pickle
 import stat
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from ..jobs.schedule import Schedule
-from .graph_files import CannotKeep, unpacked
+from .graph_files import packed, unpacked
+from .names import CannotKeep
 from .recorded_callbacks import CallbackRecord, answering
 
 PLACE = "FXSCHED_CACHE"  # names the folder; empty for none
 LARGEST = 1 << 30  # bytes of all plans; the ones not used for longest go first
-DIGEST = 32  # bytes
 
 
 def folder() -> Path | None:
@@ -34,18 +33,17 @@ def kept_plan(place: Path, key: str, schedule: Schedule) -> Any:
     """What was kept under a key, for a schedule that answers as the one that it was
     made for; None if there is nothing.
 
-    Raises CannotKeep for a folder that others may write into: what is read can run any
-    code.
+    Raises CannotKeep for a folder that others may write into, and for what fxsched
+    didn't write.
     """
     for file in sorted(place.glob(f"{key}-*.plan")):
         _check_owner(place)
         _check_owner(file)
-        content = file.read_bytes()
-        digest, data = content[:DIGEST], content[DIGEST:]
-        if hashlib.sha256(data).digest() != digest:
+        digest, _, text = file.read_text("utf-8").partition("\n")
+        if _digest(text) != digest:
             continue  # cut short
-        questions, rest = pickle.loads(data)
-        functions = answering(schedule, questions)
+        questions, _, rest = text.partition("\n")
+        functions = answering(schedule, unpacked(questions, {}))
         if functions is not None:
             found = unpacked(rest, functions)
             with contextlib.suppress(OSError):
@@ -54,24 +52,28 @@ def kept_plan(place: Path, key: str, schedule: Schedule) -> Any:
     return None
 
 
-def keep(place: Path, key: str, asked: CallbackRecord, data: bytes) -> None:
+def keep(place: Path, key: str, asked: CallbackRecord, made: str) -> None:
     """Keeps what was made of what a key stands for and of these answers, packed.
 
     Raises CannotKeep where others may write, and OSError.
     """
-    data = pickle.dumps((asked.questions, data), pickle.HIGHEST_PROTOCOL)
-    answers = hashlib.sha256(pickle.dumps(asked.questions)).hexdigest()[:16]
+    questions = packed(asked.questions)
     place.mkdir(mode=0o700, parents=True, exist_ok=True)
     _check_owner(place)
-    file = place / f"{key}-{answers}.plan"
+    file = place / f"{key}-{_digest(questions)[:16]}.plan"
     new = place / f"{file.name}.{os.urandom(8).hex()}"  # ranks write at the same time
+    text = f"{questions}\n{made}"
     try:
-        new.write_bytes(hashlib.sha256(data).digest() + data)
-        new.chmod(0o600)
+        new.touch(0o600)
+        new.write_text(f"{_digest(text)}\n{text}", "utf-8")
         new.replace(file)
     finally:
         new.unlink(missing_ok=True)
     _make_room(place)
+
+
+def _digest(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()
 
 
 def _check_owner(path: Path) -> None:

@@ -1,124 +1,279 @@
-"""Graphs and what passes know of them, as bytes, and back.
+"""Graphs and what passes know of them, as JSON, and back.
 
-Python's own pickle writes a graph module as its code, without what passes know of its
-nodes.
+A value of JSON's own stands for itself; all else is a list that begins with its kind:
+["t", 1, 2] is a tuple. Classes of fxsched's, graphs and modules stand once, in a table
+to which ["#", place] points; names.py says what may be named.
 """
 
 from __future__ import annotations
 
-import io
-import pickle
+import json
+from base64 import b64decode, b64encode
 from collections.abc import Callable, Mapping, Sequence
+from enum import Enum
 from functools import cache
+from math import isfinite
 from typing import Any
-from weakref import WeakKeyDictionary
 
+import networkx as nx
 import torch
 from torch import Tensor, fx
 from torch._subclasses import FakeTensor, FakeTensorMode
 
 from ..ir.garbage import no_collection
-from ..ir.graphs import Spec, name_of
+from ..ir.graphs import Spec
 from ..ir.lazy import lazy_module
 from ..ir.meta import META, SPENT
+from ..jobs.job import Piece
 from ..jobs.schedule import Schedule
+from . import names
+from .names import CannotKeep
 from .recorded_callbacks import RecordedCallback
 
+FORMAT = 1
 LEFT = META.keys() - set(SPENT)  # of node.meta
-READ: WeakKeyDictionary[fx.Graph, list[fx.Node]] = WeakKeyDictionary()  # their nodes
+LISTS: dict[type, str] = {
+    **{tuple: "t", list: "l", set: "set", frozenset: "frozenset"},
+    **{torch.Size: "size", fx.immutable_collections.immutable_list: "l"},
+}
+DICTS = (dict, fx.immutable_collections.immutable_dict)
+PLAIN = (str, int, bool, type(None))
 
 
-class CannotKeep(Exception):
-    """Says what of a plan can't be written or compared."""
-
-
-def packed(value: Any, shapes: bool = False) -> bytes:
-    """Graphs, modules of them, and plain values around them, as bytes. Functions of a
+def packed(value: Any, shapes: bool = False) -> str:
+    """Graphs, modules of them, and plain values around them, as text. Functions of a
     schedule that is listened to are left out, see `unpacked`.
 
     shapes: whether inputs of graphs keep their fake values, which compilers read.
     Raises CannotKeep for what would not be the same in another process.
     """
-    file = io.BytesIO()
-    try:
-        with no_collection():
-            _Packer(file, shapes).dump(value)
-    except (pickle.PicklingError, AttributeError, TypeError, NotImplementedError) as e:
-        raise CannotKeep(str(e)) from e
-    return file.getvalue()
-
-
-def unpacked(data: bytes, functions: Mapping[tuple[int, str], Any]) -> Any:
-    """What was packed, with these functions of schedules in the places of those that
-    were left out, by the schedule's number and their name."""
     with no_collection():
-        return _Unpacker(io.BytesIO(data), functions).load()
+        packer = _Packer(shapes)
+        root = packer.value(value)
+        body = {"format": FORMAT, "table": packer.table, "value": root}
+        return json.dumps(body, separators=(",", ":"))
 
 
-class _Packer(pickle.Pickler):
-    def __init__(self, file: io.BytesIO, shapes: bool) -> None:
-        super().__init__(file, pickle.HIGHEST_PROTOCOL)
+def unpacked(text: str, functions: Mapping[tuple[int, str], Any]) -> Any:
+    """What was packed, with these functions of schedules in the places of those that
+    were left out, by the schedule's number and their name.
+
+    Raises CannotKeep for what fxsched didn't write.
+    """
+    with no_collection():
+        body = json.loads(text)
+        if body["format"] != FORMAT:
+            raise CannotKeep(f"format {body['format']}")
+        return _Unpacker(body["table"], functions).value(body["value"])
+
+
+class _Packer:
+    def __init__(self, shapes: bool) -> None:
         self.inputs = LEFT | {"val"} if shapes else LEFT
-        self.indices: dict[fx.Graph, dict[fx.Node, int]] = {}
+        self.table: list[Any] = []
+        self.places: dict[int, int] = {}  # in the table, by id
+        self.kept: list[Any] = []  # so that ids stay theirs
+        self.indices: dict[int, dict[fx.Node, int]] = {}  # by the graph's place
 
-    def persistent_id(self, obj: Any) -> tuple[int, str] | None:
-        return (obj.schedule, obj.name) if isinstance(obj, RecordedCallback) else None
+    def value(self, value: Any) -> Any:
+        kind = type(value)
+        if kind in PLAIN:
+            return value
+        if kind is float:
+            return value if isfinite(value) else ["float", repr(value)]
+        if kind in LISTS:
+            return [LISTS[kind], *map(self.value, value)]
+        if kind in DICTS:
+            items = [self.value(each) for item in value.items() for each in item]
+            return ["d", *items]
+        if isinstance(value, fx.Node):
+            place = self.place(value.graph)
+            return ["n", place, self.indices[place][value]]
+        if id(value) in self.places:
+            return ["#", self.places[id(value)]]
+        return self.other(value)
 
-    def reducer_override(self, obj: Any) -> Any:
-        if isinstance(obj, fx.Node):
-            return _node, (obj.graph, self._index(obj.graph)[obj])
-        if isinstance(obj, fx.Graph):
-            return self._graph(obj)
-        if isinstance(obj, fx.GraphModule):
-            inside = {name: _inside(obj, name) for name in _attributes(obj.graph)}
-            name = type(obj).__name__
-            return _module, (obj.graph, name, inside), obj.meta, None, None, _know
-        if isinstance(obj, torch._ops.OpOverload):
-            if name_of(obj).startswith("chosen_rows"):
-                raise CannotKeep(f"{obj}, which reads what its trace left")
-            return _overload, (obj._schema.name, obj._overloadname)
-        if isinstance(obj, torch._ops.HigherOrderOperator):
-            return _higher_order, (str(obj),)
-        if isinstance(obj, FakeTensor):
-            return _fake, (Spec.of(obj), obj.requires_grad)
-        if isinstance(obj, FakeTensorMode):
-            return type(None), ()
-        if obj is torch._C._set_grad_enabled:
-            return getattr, (torch._C, "_set_grad_enabled")
+    def place(self, value: Any) -> int:
+        """The place of a graph in the table."""
+        if id(value) not in self.places:
+            self.graph(value)
+        return self.places[id(value)]
+
+    def enter(self, value: Any, entry: Any) -> list[Any]:
+        """Adds something to the table."""
+        self.kept.append(value)
+        self.places[id(value)] = len(self.table)
+        self.table.append(entry)
+        return ["#", len(self.table) - 1]
+
+    def other(self, value: Any) -> Any:
+        if isinstance(value, RecordedCallback):
+            return ["asked", value.schedule, value.name]
+        if isinstance(value, fx.GraphModule):
+            inside = {name: _inside(value, name) for name in _attributes(value.graph)}
+            place = self.place(value.graph)
+            known = self.value(inside), self.value(dict(value.meta))
+            return self.enter(value, ["module", place, type(value).__name__, *known])
+        if isinstance(value, fx.Graph):
+            return ["#", self.place(value)]
+        if isinstance(value, Piece):
+            own = value.stage, value.shard, value.number
+            return ["piece", int(value), *own]
+        if isinstance(value, bytes):
+            return ["bytes", b64encode(value).decode()]
+        if isinstance(value, slice):
+            return ["slice", *map(self.value, (value.start, value.stop, value.step))]
+        if isinstance(value, FakeTensor):
+            return ["fake", self.value(Spec.of(value)), value.requires_grad]
+        if isinstance(value, FakeTensorMode):
+            return None
+        if isinstance(value, nx.DiGraph):
+            parts = value.nodes(data=True), value.edges(data=True)
+            flat = [[self.value(v) for each in part for v in each] for part in parts]
+            return ["stages", *flat]
+        if isinstance(value, names.TORCH):
+            return ["torch", str(value).removeprefix("torch.")]
+        if isinstance(value, torch.device):
+            return ["device", str(value)]
+        if isinstance(value, Enum):
+            return ["enum", names.class_name(type(value)), value.name]
+        if isinstance(value, torch._ops.OpOverload):
+            return self.enter(value, ["op", names.operation_name(value)])
+        if isinstance(value, torch._ops.HigherOrderOperator):
+            return ["higher", str(value)]
         for name in ("w", "n"):  # where none is given
-            if obj is getattr(Schedule, name):
-                return getattr, (Schedule, name)
-        return NotImplemented
+            if value is getattr(Schedule, name):
+                return ["default", name]
+        if isinstance(value, type):
+            return ["class", names.class_name(value)]
+        if type(value).__module__.startswith("fxsched."):
+            return self.data(value)
+        if callable(value):
+            return self.enter(value, ["f", names.function_name(value)])
+        raise CannotKeep(f"a value of the class {type(value).__name__}")
 
-    def _index(self, graph: fx.Graph) -> dict[fx.Node, int]:
-        if graph not in self.indices:
-            self.indices[graph] = {node: i for i, node in enumerate(graph.nodes)}
-        return self.indices[graph]
+    def data(self, value: Any) -> Any:
+        kind = type(value)
+        name = names.class_name(kind)
+        if isinstance(value, tuple):
+            return self.enter(value, ["tuple", name, *map(self.value, value)])
+        fields = [self.value(each) for item in vars(value).items() for each in item]
+        return self.enter(value, ["data", name, *fields])
 
-    def _graph(self, graph: fx.Graph) -> Any:
+    def graph(self, graph: fx.Graph) -> None:
         """Its nodes first, without arguments; these may be nodes."""
         if type(graph._codegen) is not fx.graph.CodeGen:
             raise CannotKeep("a graph that writes its own code")
-        index = self._index(graph)
-        nodes = [(n.op, n.target, n.name) for n in graph.nodes]
+        nodes = list(graph.nodes)
+        made = [[n.op, self.value(n.target), n.name] for n in nodes]
+        _, place = self.enter(graph, ["graph", made])
+        index = self.indices[place] = {node: i for i, node in enumerate(nodes)}
         rest = []
-        for node in graph.nodes:
+        for node in nodes:
             left = self.inputs if node.op == "placeholder" else LEFT
             known = {key: node.meta[key] for key in node.meta.keys() & left}
-            users = [index[user] for user in node.users]
-            rest.append((node.args, dict(node.kwargs), known, users))
-        return _graph, (nodes,), rest, None, None, _link
+            users = [index[user] for user in node.users] if len(node.users) > 1 else []
+            own = map(self.value, (node.args, dict(node.kwargs), known))
+            rest.append([*own, users])
+        self.table.append(["link", place, rest])
 
 
-class _Unpacker(pickle.Unpickler):
+class _Unpacker:
     def __init__(
-        self, file: io.BytesIO, functions: Mapping[tuple[int, str], Any]
+        self, table: Sequence[Any], functions: Mapping[tuple[int, str], Any]
     ) -> None:
-        super().__init__(file)
         self.functions = functions
+        self.made: list[Any] = []
+        self.nodes: dict[int, list[fx.Node]] = {}
+        self.kinds: dict[str, Callable[..., Any]] = {
+            "#": self.made.__getitem__,
+            "n": lambda place, index: self.nodes[place][index],
+            "t": lambda *each: tuple(map(self.value, each)),
+            "l": lambda *each: list(map(self.value, each)),
+            "d": self.dict,
+            "set": lambda *each: set(map(self.value, each)),
+            "frozenset": lambda *each: frozenset(map(self.value, each)),
+            "size": lambda *each: torch.Size(each),
+            "float": float,
+            "bytes": b64decode,
+            "asked": lambda number, name: self.functions[number, name],
+            "piece": Piece,
+            "slice": lambda *each: slice(*map(self.value, each)),
+            "fake": lambda spec, trained: _fake(self.value(spec), trained),
+            "stages": self.stages,
+            "torch": names.torch_value,
+            "device": torch.device,
+            "enum": names.member_of,
+            "higher": names.higher_order,
+            "default": {"w": Schedule.w, "n": Schedule.n}.__getitem__,
+            "class": names.class_of,
+        }
+        entries: dict[str, Callable[..., Any]] = {
+            "module": self.module,
+            "graph": self.graph,
+            "link": self.link,
+            "op": names.operation_of,
+            "f": names.function_of,
+            "tuple": self.tuple,
+            "data": self.data,
+        }
+        for kind, *rest in table:
+            self.made.append(entries[kind](*rest))
 
-    def persistent_load(self, pid: Any) -> Any:
-        return self.functions[pid]
+    def value(self, value: Any) -> Any:
+        if type(value) is not list:
+            return value
+        kind, *rest = value
+        return self.kinds[kind](*rest)
+
+    def dict(self, *items: Any) -> dict[Any, Any]:
+        each = list(map(self.value, items))
+        return dict(zip(each[::2], each[1::2], strict=True))
+
+    def stages(self, nodes: Sequence[Any], edges: Sequence[Any]) -> nx.DiGraph[int]:
+        stages: nx.DiGraph[int] = nx.DiGraph()
+        each, ends = list(map(self.value, nodes)), list(map(self.value, edges))
+        stages.add_nodes_from(zip(each[::2], each[1::2], strict=True))
+        stages.add_edges_from(zip(ends[::3], ends[1::3], ends[2::3], strict=True))
+        return stages
+
+    def tuple(self, name: str, *values: Any) -> Any:
+        kind = names.class_of(name)
+        return kind._make(map(self.value, values))  # type: ignore[attr-defined]
+
+    def data(self, name: str, *fields: Any) -> Any:
+        made: Any = object.__new__(names.class_of(name))
+        vars(made).update(self.dict(*fields))
+        return made
+
+    def module(self, place: int, name: str, inside: Any, known: Any) -> fx.GraphModule:
+        parts = {names.dotted(key): each for key, each in self.value(inside).items()}
+        module = lazy_module(parts, self.made[place], names.dotted(name))
+        module.meta.update(self.value(known))
+        return module
+
+    def graph(self, nodes: Sequence[Any]) -> fx.Graph:
+        graph = fx.Graph()
+        for op, target, name in nodes:
+            own = self.value(target) if op == "call_function" else names.dotted(target)
+            if graph.create_node(op, own, name=name).name != name:
+                raise CannotKeep(f"a node named {name}")
+        self.nodes[len(self.made)] = list(graph.nodes)
+        return graph
+
+    def link(self, place: int, rest: Sequence[Any]) -> None:
+        """Gives the nodes of a graph their arguments, and what is known of them."""
+        nodes = self.nodes[place]
+        for node, (args, kwargs, known, _) in zip(nodes, rest, strict=True):
+            node.args = self.value(args)
+            if kwargs[1:]:
+                named = self.value(kwargs)
+                node.kwargs = {names.dotted(key): each for key, each in named.items()}
+            node.meta.update(self.value(known))
+        for node, (_, _, _, users) in zip(nodes, rest, strict=True):
+            if users:
+                node.users.clear()
+                node.users.update((nodes[i], None) for i in users)
 
 
 def _attributes(graph: fx.Graph) -> dict[str, None]:
@@ -134,40 +289,6 @@ def _inside(module: fx.GraphModule, name: str) -> Any:
     return value
 
 
-def _graph(nodes: Sequence[tuple[str, Any, str]]) -> fx.Graph:
-    graph = fx.Graph()
-    for op, target, name in nodes:
-        made = graph.create_node(op, target, name=name)
-        if made.name != name:
-            raise CannotKeep(f"a node named {name}")
-    READ[graph] = list(graph.nodes)
-    return graph
-
-
-def _link(graph: fx.Graph, rest: Sequence[tuple[Any, ...]]) -> None:
-    """Gives the nodes of a graph their arguments, and what is known of them."""
-    nodes = READ[graph]
-    for node, (args, kwargs, known, _) in zip(nodes, rest, strict=True):
-        node.args, node.kwargs = args, kwargs
-        node.meta.update(known)
-    for node, (_, _, _, users) in zip(nodes, rest, strict=True):
-        if len(users) > 1:
-            node.users.clear()
-            node.users.update((nodes[i], None) for i in users)
-
-
-def _node(graph: fx.Graph, index: int) -> fx.Node:
-    return READ[graph][index]
-
-
-def _module(graph: fx.Graph, name: str, inside: dict[str, Any]) -> fx.GraphModule:
-    return lazy_module(inside, graph, name)
-
-
-def _know(module: fx.GraphModule, known: dict[str, Any]) -> None:
-    module.meta.update(known)
-
-
 @cache
 def _mode() -> FakeTensorMode:
     return FakeTensorMode()
@@ -176,15 +297,3 @@ def _mode() -> FakeTensorMode:
 def _fake(spec: Spec, trained: bool) -> Tensor:
     with _mode():
         return spec.empty().requires_grad_(trained)
-
-
-def _overload(name: str, overload: str) -> Callable[..., Any]:
-    space, _, operation = name.partition("::")
-    packet = getattr(getattr(torch.ops, space), operation)
-    found: Callable[..., Any] = getattr(packet, overload or "default")
-    return found
-
-
-def _higher_order(name: str) -> Callable[..., Any]:
-    found: Callable[..., Any] = getattr(torch.ops.higher_order, name)
-    return found

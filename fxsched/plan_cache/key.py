@@ -20,7 +20,7 @@ from torch import Tensor, fx, nn
 
 from ..ir.modes import trace_modes
 from ..ir.request import Request
-from .graph_files import CannotKeep
+from .names import CannotKeep
 from .recorded_callbacks import settings
 
 SPACES = {"aten", "prims", "prim"}  # of operations that only releases change

@@ -1,4 +1,4 @@
-"""What changes PyTorch in the process: a file for each function, and why it must.
+"""What fxsched changes in PyTorch, in this process: a file for each function.
 
 Imports: ir, jobs.
 """

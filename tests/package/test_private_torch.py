@@ -93,7 +93,21 @@ NAMES = {
         "torch:UntypedStorage._cdata",
         "torch.utils._python_dispatch:TorchDispatchMode",
     ),
-    "scaler.py": ("torch.amp:GradScaler._unscale_grads_",),
+    "scalers.py": ("torch.amp:GradScaler._unscale_grads_",),
+    "clipping.py": (
+        "torch.nn.utils.clip_grad:_clip_grads_with_norm_",
+        "torch.nn.utils.clip_grad:clip_grad_value_",
+    ),
+    "averages.py": (
+        "torch.optim.swa_utils:AveragedModel.__init__",
+        "torch.optim.swa_utils:AveragedModel.update_parameters",
+    ),
+    "names.py": (
+        "torch._C:_set_grad_enabled",
+        "torch._ops:OpOverload._overloadname",
+        "torch._ops:HigherOrderOperator",
+    ),
+    "graph_files.py": ("torch._subclasses:FakeTensorMode",),
     "lazy.py": (
         "torch.fx._lazy_graph_module:_use_lazy_graph_module",
         "torch.fx._lazy_graph_module:_LazyGraphModule",

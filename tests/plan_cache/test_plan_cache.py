@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import os
 import subprocess
 import sys
@@ -17,6 +19,8 @@ from torch import Tensor, nn
 import fxsched
 from fxsched import Direction, Placement, Schedule, planning, schedules
 from fxsched.plan_cache import find
+from fxsched.plan_cache.graph_files import unpacked
+from fxsched.plan_cache.names import CannotKeep
 
 from ..cases import build
 
@@ -287,6 +291,46 @@ def test_a_file_that_was_cut_short_is_made_anew(
     assert len(traces) == 2 * made
 
 
+ATTACKS = {  # a value of a plan, that would run code if it were let to
+    "function": ["f", "os.system"],
+    "getter": ["f", "operator.attrgetter"],
+    "own function": ["f", "fxsched.cli.user_file.from_file"],
+    "private": ["f", "fxsched.ir.ops._anything"],
+    "operation": ["op", "mylib::run.default"],
+    "class": ["data", "subprocess.Popen", "args", ["l", "touch", "x"]],
+    "own class": ["data", "fxsched.cli.user_file.UserFile", "path", "x"],
+    "code in a name": ["graph", [["placeholder", "x=print('ran')", "x"]]],
+    "code in a module's name": ["graph", [["call_module", "a'); print('ran')", "a"]]],
+    "code in a node's name": ["graph", [["output", "output", "o; print('ran')"]]],
+    "a torch function": ["torch", "load"],
+    "another format": None,
+}
+
+
+@pytest.mark.parametrize("name", ATTACKS)
+def test_a_file_names_only_what_is_listed(name: str) -> None:
+    entry: Any = ATTACKS[name]
+    inside = ["torch", "load"] if name == "a torch function" else ["#", 0]
+    table = [] if entry is None or entry[0] == "torch" else [entry]
+    body = {"format": 0 if entry is None else 1, "table": table, "value": inside}
+    with pytest.raises(CannotKeep):
+        unpacked(json.dumps(body), {})
+
+
+@pytest.mark.slow
+def test_a_file_of_somebody_else_is_made_anew(place: Path, traces: list[None]) -> None:
+    wanted = result(net(), shifted(0))
+    made = len(traces)
+    for file in place.iterdir():
+        _, questions, body = file.read_text().split("\n")
+        known = json.loads(body)
+        known["table"].append(["f", "os.system"])
+        text = f"{questions}\n{json.dumps(known)}"
+        file.write_text(f"{hashlib.sha256(text.encode()).hexdigest()}\n{text}")
+    assert result(net(), shifted(0))[0] == wanted[0]
+    assert len(traces) == 2 * made
+
+
 @pytest.mark.slow
 def test_the_folder_keeps_the_plans_used_last(
     place: Path, monkeypatch: pytest.MonkeyPatch
@@ -339,3 +383,15 @@ def test_another_process_finds_it(place: Path) -> None:
     untraced = "import fxsched.planning; fxsched.planning.trace_microbatch = None"
     assert start(untraced) == first
     assert list(place.iterdir()) == [file]
+
+
+@pytest.mark.slow
+def test_two_processes_write_at_once(place: Path) -> None:
+    command = [sys.executable, "-c", START]
+    both = [subprocess.Popen(command, stdout=subprocess.PIPE) for _ in range(2)]
+    first, second = (each.communicate()[0] for each in both)
+    assert first == second and first
+    (file,) = place.iterdir()
+    untraced = "import fxsched.planning; fxsched.planning.trace_microbatch = None"
+    code = f"{untraced}\n{START}"
+    assert subprocess.check_output([sys.executable, "-c", code]) == first
