@@ -22,6 +22,7 @@ from .capture.graph_breaks import GraphBreak, left_to_python
 from .capture.graph_inputs import is_state, placeholders
 from .capture.lowered import aten_graph
 from .clock.timeline import Event
+from .ir.meta import of_node
 from .ir.modes import modes_after_errors
 from .jobs.job import Job, PlanError
 from .options import Options, compile_options_error, takes_options
@@ -148,7 +149,7 @@ class Backend:
         gm = inline_bodies(gm)
         broken = left_to_python() or compile_options_error(options)
         note_call(gm, inputs)
-        origins = [node.meta["origin"] for node in placeholders(gm)]
+        origins = [of_node(node)["origin"] for node in placeholders(gm)]
         kept = [i for i, origin in enumerate(origins) if origin is not None]
         state = {origin.name: i for i, origin in enumerate(origins) if is_state(origin)}
         captured = gm

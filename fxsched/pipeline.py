@@ -18,7 +18,7 @@ from .draw.whole_stages import shard_text
 from .ir.facts import FACTS, Facts, facts
 from .ir.graphs import REPLICATED, Role, State, tensors
 from .ir.lazy import lazy_module
-from .ir.meta import SPENT
+from .ir.meta import SPENT, of_call, of_node
 from .ir.modes import casts, with_casts
 from .ir.parts import without_parts
 from .ir.request import Request
@@ -76,9 +76,9 @@ def cut_stages(
     progress.after(gm)
     nodes = list(gm.graph.nodes)
     inputs = tuple(
-        State(node.meta["index"], node.meta["role"], node.meta["name"])
+        State(of_call(node)["index"], of_node(node)["role"], of_call(node)["name"])
         for node in nodes
-        if node.meta.get("role") in (Role.BATCH, Role.SHARED)
+        if of_node(node).get("role") in (Role.BATCH, Role.SHARED)
     )
     arithmetic = describe_arithmetic(gm, request, passes)
     for rewrite in GRAPH_PASSES:
@@ -89,7 +89,7 @@ def cut_stages(
     half = any(
         t.dtype is torch.float16 and t.requires_grad
         for node in nodes
-        for t in tensors(node.meta.get("val"))
+        for t in tensors(of_call(node).get("val"))
     )
     replicated = any(node.meta.get(REPLICATED) for node in nodes)
     known = known_nodes(nodes)

@@ -12,6 +12,7 @@ from torch import fx
 from ..costmodel.costs import send_seconds
 from ..ir.boundary import BOUNDARY
 from ..ir.graphs import Role, module_prefixes, tensors
+from ..ir.meta import of_node
 from ..ir.request import Request
 from ..jobs.job import PlanError
 from ..partition.cut_cost import Cut, Hyperedge, Problem, Unit
@@ -21,7 +22,7 @@ Block = list[fx.Node]
 
 def send_time(node: fx.Node) -> float:
     """Seconds to send what a node makes."""
-    values = list(tensors(node.meta["val"]))
+    values = list(tensors(of_node(node)["val"]))
     if not values:
         return 0.0
     return send_seconds(sum(t.nbytes for t in values), values[0].device)
@@ -33,7 +34,7 @@ def cut_problem(blocks: list[Block], request: Request) -> Problem:
     known: set[fx.Node] = set()  # state that is counted already
     units, edges, apart = [], [], set()
     for i, block in enumerate(blocks):
-        work = [node.meta["work"] for node in block]
+        work = [of_node(node)["work"] for node in block]
         state = {p for n in block for p in n.all_input_nodes if _is_state(p)} - known
         known |= state
         gradients = sum(_gradient_bytes(p, request.gradient_dtype) for p in state)
@@ -42,16 +43,16 @@ def cut_problem(blocks: list[Block], request: Request) -> Problem:
                 sum(w.forward for w in work),
                 sum(w.backward for w in work),
                 sum(w.held for w in work),
-                sum(p.meta["val"].nbytes for p in state) + gradients,
+                sum(of_node(p)["val"].nbytes for p in state) + gradients,
                 gradients,
-                sum(request.state_bytes.get(p.meta["index"], 0) for p in state),
+                sum(request.state_bytes.get(of_node(p)["index"], 0) for p in state),
             )
         )
         for node in block:
             readers = tuple(sorted({of[u] for u in node.users if u in of} - {i}))
             if readers:
                 there = send_time(node)
-                gradient = any(t.requires_grad for t in tensors(node.meta["val"]))
+                gradient = any(t.requires_grad for t in tensors(of_node(node)["val"]))
                 edges.append(Hyperedge(i, readers, there, there * gradient))
             if node.target is BOUNDARY:
                 apart |= {(i, reader) for reader in readers}
@@ -67,12 +68,12 @@ def in_shards(problem: Problem, shards: int) -> Problem:
 
 
 def _is_state(node: fx.Node) -> bool:
-    return node.meta.get("role") in (Role.PARAMETER, Role.BUFFER)
+    return of_node(node).get("role") in (Role.PARAMETER, Role.BUFFER)
 
 
 def _gradient_bytes(node: fx.Node, dtype: torch.dtype | None) -> int:
     """Of a weight, in the type that its gradients are added up in."""
-    value = node.meta["val"]
+    value = of_node(node)["val"]
     size = (dtype or value.dtype).itemsize
     return int(value.numel() * size * value.requires_grad)
 
@@ -82,7 +83,7 @@ def nodes_inside(nodes: Sequence[fx.Node], name: str, option: str) -> list[fx.No
     members = [
         n
         for n in nodes
-        if n.meta["module"] == name or n.meta["module"].startswith(name + ".")
+        if of_node(n)["module"] == name or of_node(n)["module"].startswith(name + ".")
     ]
     if members:
         return members

@@ -24,6 +24,7 @@ from ..ir import joint, ops
 from ..ir.facts import FACTS, facts, stage_facts
 from ..ir.graphs import Role, Specs, arguments, in_type, result
 from ..ir.lazy import write_code
+from ..ir.meta import note_call, of_call
 from ..ir.model_lines import LINES, model_lines
 from ..ir.request import Request
 from ..jobs.job import Direction, PlanError
@@ -94,9 +95,9 @@ class _Differentiation:
         for call in reversed(self.calls):
             self._stage(call)
         inputs = {
-            str(node.meta["input"]): self.gradients[node]
+            str(of_call(node)["input"]): self.gradients[node]
             for node in self.graph.find_nodes(op="placeholder")
-            if node in self.gradients and "input" in node.meta
+            if node in self.gradients and "input" in of_call(node)
         }
         self.output.args = (
             {
@@ -117,15 +118,15 @@ class _Differentiation:
     def _describe_reads(self) -> None:
         """Which weights the jobs of each stage read, and what these take."""
         for node in self.graph.find_nodes(op="call_module"):
-            data = cast(Stage, self.stages.nodes[node.meta["stage"]])
+            data = cast(Stage, self.stages.nodes[of_call(node)["stage"]])
             before = data.setdefault("reads", ())
             if weights := arguments(node)[0]:
-                data["reads"] = (*before, node.meta["direction"])
+                data["reads"] = (*before, of_call(node)["direction"])
                 read = map(self._group_bytes, weights)
                 data["groups"] = tuple(dict.fromkeys((*data.get("groups", ()), *read)))
 
     def _group_bytes(self, weights: fx.Node) -> GroupBytes:
-        number, specs = weights.meta["group"], weights.meta["specs"]
+        number, specs = of_call(weights)["group"], of_call(weights)["specs"]
         group = self.groups[number]
         pairs = list(zip(group.state, specs, strict=True))
         own = [spec.bytes for state, spec in pairs if state.role is not Role.SHARED]
@@ -146,14 +147,14 @@ class _Differentiation:
             pair = self._pair(module, tuple(value in live for value in outs))
             self.pairs[call] = pair
             if self.request.deterministic:
-                self.layouts.check(call.meta["stage"], pair, inputs, outs)
+                self.layouts.check(of_call(call)["stage"], pair, inputs, outs)
             for i in pair.input_gradients:
                 live.update(joint.pointed(inputs[i]))
             for i in pair.state_gradients:
                 group, k = stage_facts(module).places[i]
-                number = weights[group].meta["group"]
+                number = of_call(weights[group])["group"]
                 trained[number][k] = True
-                givers[number].add(call.meta["stage"])
+                givers[number].add(of_call(call)["stage"])
         self.groups = tuple(
             group._replace(trained=tuple(flags), givers=tuple(sorted(stages)))
             for group, flags, stages in zip(self.groups, trained, givers, strict=True)
@@ -174,7 +175,7 @@ class _Differentiation:
         scalars, others = [], False
         pairs = zip(self.facts.outputs, result(self.gm), strict=True)
         for i, (output, value) in enumerate(pairs):
-            if output.takes_gradient and value.meta["specs"][0].shape == ():
+            if output.takes_gradient and of_call(value)["specs"][0].shape == ():
                 others |= output.kind != "scalar"
                 scalars += [i] * (output.kind == "scalar")
         return scalars[0] if len(scalars) == 1 and not others else None
@@ -210,7 +211,7 @@ class _Differentiation:
     def _tangent(self, position: int, value: fx.Node) -> fx.Node:
         with self.graph.inserting_before(self.calls[0]):
             tangent = self.graph.placeholder(f"tangent_{position}")
-        tangent.meta.update(tangent=position, specs=value.meta["specs"])
+        note_call(tangent, tangent=position, specs=of_call(value)["specs"])
         return tangent
 
     def _sum(self, value: fx.Node) -> fx.Node:
@@ -223,13 +224,13 @@ class _Differentiation:
         return total
 
     def _stage(self, call: fx.Node) -> None:
-        stage = call.meta["stage"]
+        stage = of_call(call)["stage"]
         outs = _parts(call)
         pair = self.pairs[call]
         # F again would see buffers that it has written meanwhile
         recompute = self.request.carry == "recompute" and not pair.mutated
         # or what the model has by the time of backward()
-        numbers = [weights.meta["group"] for weights in arguments(call)[0]]
+        numbers = [of_call(weights)["group"] for weights in arguments(call)[0]]
         written = any(self.groups[number].written for number in numbers)
         recompute = recompute and not (self.deferred and written)
         # nothing comes between F and B of a global-batch stage
@@ -244,7 +245,7 @@ class _Differentiation:
             return
         with self.graph.inserting_after(forward):
             saved = self._item(forward, len(outs), f"saved_{stage}")
-        saved.meta.update(specs=pair.saved, stage=stage, bundle=True, held=pair.held)
+        note_call(saved, specs=pair.saved, stage=stage, bundle=True, held=pair.held)
         keep = None if recompute or not pair.saved else saved
         with self.graph.inserting_before(self.output):
             self._backward(call, forward, keep, pair, outs, recompute)
@@ -253,7 +254,7 @@ class _Differentiation:
             return
         for value, own in zip(outs, pair.own, strict=True):
             if not own:
-                value.meta["held"] = 0
+                of_call(value)["held"] = 0
 
     def _backward(
         self,
@@ -265,10 +266,10 @@ class _Differentiation:
         recompute: bool,
     ) -> None:
         assert pair.backward is not None
-        stage = call.meta["stage"]
+        stage = of_call(call)["stage"]
         weights, inputs, _ = arguments(forward)
         places = stage_facts(self._module(call)).places
-        trained = [self.groups[w.meta["group"]].trained for w in weights]
+        trained = [self.groups[of_call(w)["group"]].trained for w in weights]
         used = {i for what, i in pair.needs if what == "input"}
         read_inputs = [
             x if recompute or i in used else None for i, x in enumerate(inputs)
@@ -283,19 +284,22 @@ class _Differentiation:
             (weights if reads else (), saved, tuple(read_inputs), tangents, None),
         )
         now, later = self._backward_seconds(self._module(call), pair)
-        now += recompute * forward.meta["seconds"]
+        now += recompute * of_call(forward)["seconds"]
         size = max(pair.held if saved is not None else 0, pair.carried_bytes)
         kept = [x for x in read_inputs if x is not None and not joint.is_whole(x)]
         received = [value for value in kept if value.op != "placeholder"]
-        held = size + sum(s.bytes for value in received for s in value.meta["specs"])
+        held = size + sum(
+            s.bytes for value in received for s in of_call(value)["specs"]
+        )
         # 0 would say that it has no B, where it only gives a gradient another shape
         data = Stage(backward=max(now + later, SHORTEST), weight=later, held=held)
         self.stages.nodes[stage].update(data)
-        backward.meta.update(
+        note_call(
+            backward,
             stage=stage,
             direction=Direction.BACKWARD,
             seconds=now,
-            draw=forward.meta["draw"] if recompute else None,
+            draw=of_call(forward)["draw"] if recompute else None,
         )
         self._hand_on(backward, pair, inputs)
         maker, first = backward, len(pair.input_gradients)
@@ -306,39 +310,39 @@ class _Differentiation:
             self._add(f"weight_{stage}", module, call)
             maker = self._weight(backward, pair, read_weights)
             first = 0
-            maker.meta["seconds"] = later
+            of_call(maker)["seconds"] = later
         self._add_up(maker, first, pair, places, weights)
 
     def _weight(
         self, backward: fx.Node, pair: StageGraphs, weights: Sequence[Any]
     ) -> fx.Node:
         """The call that makes the weights' gradients of what B carries to it."""
-        stage = backward.meta["stage"]
+        stage = of_call(backward)["stage"]
         carried = self._item(backward, len(pair.input_gradients), f"carried_{stage}")
-        carried.meta.update(specs=pair.carried, stage=stage, bundle=True)
-        carried.meta["held"] = pair.carried_bytes
+        note_call(carried, specs=pair.carried, stage=stage, bundle=True)
+        of_call(carried)["held"] = pair.carried_bytes
         call = self.graph.call_module(f"weight_{stage}", (weights, carried, None))
-        call.meta.update(stage=stage, direction=Direction.WEIGHT, draw=None)
+        note_call(call, stage=stage, direction=Direction.WEIGHT, draw=None)
         return call
 
     def _forward(
         self, call: fx.Node, pair: StageGraphs, places: list[Place], outs: int
     ) -> fx.Node:
-        stage = call.meta["stage"]
+        stage = of_call(call)["stage"]
         weights = arguments(call)[0]
         self._add(f"forward_{stage}", forward_module(pair, places, outs), call)
         forward = self.graph.call_module(f"forward_{stage}", (*call.args, None))
-        forward.meta.update(direction=Direction.FORWARD)
+        note_call(forward, direction=Direction.FORWARD)
         measured = stage_facts(self._module(call)).measured
         seconds = measured[0] if measured else self._seconds(pair.forward)
-        forward.meta.update(stage=stage, seconds=seconds)
-        forward.meta["draw"] = call.meta["draw"] if pair.random else None
+        note_call(forward, stage=stage, seconds=seconds)
+        of_call(forward)["draw"] = of_call(call)["draw"] if pair.random else None
         data = Stage(forward=seconds, backward=0.0, weight=0.0, held=0)
         self.stages.nodes[stage].update(data)
         written = sorted({places[i][0] for i in pair.mutated})
         with self.graph.inserting_after(forward):
             for position, j in enumerate(written):
-                number = weights[j].meta["group"]
+                number = of_call(weights[j])["group"]
                 new = self._item(forward, outs + 1 + position, f"state_{number}")
                 new.meta.update(weights[j].meta, stage=stage)
                 self.written[number] = new
@@ -374,7 +378,7 @@ class _Differentiation:
         parts: dict[fx.Node, list[fx.Node]] = {}
         for position, i in enumerate(pair.input_gradients):
             gradient = self._item(backward, position, f"grad_{inputs[i].name}")
-            gradient.meta.update(inputs[i].meta, stage=backward.meta["stage"])
+            gradient.meta.update(inputs[i].meta, stage=of_call(backward)["stage"])
             if inputs[i].target is joint.of:
                 parts.setdefault(inputs[i].args[0], []).append(gradient)
             elif joint.is_whole(inputs[i]):
@@ -407,15 +411,16 @@ class _Differentiation:
         the `first` on."""
         groups = sorted({places[i][0] for i in pair.state_gradients})
         for position, j in enumerate(groups, first):
-            number = weights[j].meta["group"]
+            number = of_call(weights[j])["group"]
             gradient = self._item(call, position, f"grad_weights_{number}")
             trained = self.groups[number].trained
-            specs = weights[j].meta["specs"]
+            specs = of_call(weights[j])["specs"]
             self._check_type(number, specs)
             specs = tuple(s for s, t in zip(specs, trained, strict=True) if t)
-            gradient.meta.update(
+            note_call(
+                gradient,
                 specs=in_type(specs, self.sum_dtype),
-                stage=call.meta["stage"],
+                stage=of_call(call)["stage"],
                 group=number,
                 bundle=True,
             )

@@ -8,6 +8,7 @@ from typing import Any
 from torch import Tensor, fx
 
 from ..ir.graphs import storage, tensors
+from ..ir.meta import of_node
 from ..ir.request import Request
 from ..ir.user_line import line_of
 from ..jobs.job import PlanError
@@ -38,13 +39,15 @@ def keep_gradient_order(gm: fx.GraphModule, request: Request) -> fx.GraphModule:
 
 def _keep_order(node: fx.Node, users: list[fx.Node]) -> None:
     """Marks a value that is to go from stage to stage; users: in the model's order."""
-    reads = [user.meta.get("stage", -1) for user in users for _ in _reads(user, node)]
-    maker = node.meta.get("stage", -1)
+    reads = [
+        of_node(user).get("stage", -1) for user in users for _ in _reads(user, node)
+    ]
+    maker = of_node(node).get("stage", -1)
     stages = sorted({maker, *reads} - {-1})
     in_order = all(early <= late for early, late in pairwise([maker, *reads]))
     if len(stages) < 2:
         return
-    if any(each.meta.get("joint") for each in (node, *users)):
+    if any(of_node(each).get("joint") for each in (node, *users)):
         fixed = (
             len(stages) == 2
         )  # however the model is cut, global-batch ones are apart
@@ -52,7 +55,7 @@ def _keep_order(node: fx.Node, users: list[fx.Node]) -> None:
         fixed = in_order or len(reads) <= 2
         passed = tuple(stage for stage in stages[:-1] if stage != maker)
         if in_order and passed:
-            node.meta["passed"] = passed
+            of_node(node)["passed"] = passed
     else:
         once = all(reads.count(stage) == 1 for stage in stages[:-1])
         fixed = len(reads) <= 2 or (in_order and once)
@@ -70,27 +73,29 @@ def _move_views(graph: fx.Graph) -> None:
             t = k.mT; w = q @ t  # stage 1
     """
     for node in reversed(graph.nodes):
-        here = node.meta.get("stage")
-        users = [u for u in node.users if u.meta.get("stage", here) != here]
+        here = of_node(node).get("stage")
+        users = [u for u in node.users if of_node(u).get("stage", here) != here]
         if here is None or not users or _is_contiguous(node):
             continue
-        readers = {user.meta.get("stage") for user in node.users if user.op != "output"}
+        readers = {
+            of_node(user).get("stage") for user in node.users if user.op != "output"
+        }
         if all(_is_view(user) and _is_contiguous(user) for user in users):
             for user in users:
-                user.meta["stage"] = here
+                of_node(user)["stage"] = here
         elif _is_view(node) and len(readers) == 1:
-            node.meta["stage"] = readers.pop()
+            of_node(node)["stage"] = readers.pop()
         else:
             raise other_layout(f"stage {here} gives {node.name}", node)
 
 
 def _is_contiguous(node: fx.Node) -> bool:
-    return all(value.is_contiguous() for value in tensors(node.meta.get("val")))
+    return all(value.is_contiguous() for value in tensors(of_node(node).get("val")))
 
 
 def _is_view(node: fx.Node) -> bool:
     """Whether a node is another view of the one tensor that it reads."""
-    values = [each.meta.get("val") for each in (node, *node.all_input_nodes)]
+    values = [of_node(each).get("val") for each in (node, *node.all_input_nodes)]
     places = {storage(each) if isinstance(each, Tensor) else -1 for each in values}
     return len(values) == 2 and len(places) == 1 and -1 not in places
 
@@ -105,7 +110,7 @@ def other_layout(what: str, node: fx.Node) -> PlanError:
 
 
 def _takes_gradient(node: fx.Node) -> bool:
-    return any(value.requires_grad for value in tensors(node.meta.get("val")))
+    return any(value.requires_grad for value in tensors(of_node(node).get("val")))
 
 
 def _reads(user: fx.Node, node: fx.Node) -> list[fx.Node]:
@@ -119,11 +124,11 @@ def _reads(user: fx.Node, node: fx.Node) -> list[fx.Node]:
 def _edges(user: fx.Node, node: fx.Node) -> int:
     """How many edges of autograd's records lead from one value to another that it is
     computed of."""
-    inputs = [t for n in user.all_input_nodes for t in tensors(n.meta.get("val"))]
+    inputs = [t for n in user.all_input_nodes for t in tensors(of_node(n).get("val"))]
     ends = {t.grad_fn for t in inputs}
-    values = {id(t) for t in tensors(node.meta.get("val"))}
-    wanted = {t.grad_fn for t in tensors(node.meta.get("val"))} - {None}
-    queue: list[Any] = [t.grad_fn for t in tensors(user.meta.get("val"))]
+    values = {id(t) for t in tensors(of_node(node).get("val"))}
+    wanted = {t.grad_fn for t in tensors(of_node(node).get("val"))} - {None}
+    queue: list[Any] = [t.grad_fn for t in tensors(of_node(user).get("val"))]
     seen, edges = set(queue), 0
     while queue:
         function = queue.pop()
@@ -138,7 +143,7 @@ def _edges(user: fx.Node, node: fx.Node) -> int:
 
 
 def _unordered(node: fx.Node, stages: list[int]) -> PlanError:
-    name = node.meta.get("name", node.name)
+    name = of_node(node).get("name", node.name)
     return PlanError(
         f"backend(deterministic=True): stages {', '.join(map(str, stages))} make or "
         f"read {name}, and the sum of its gradients would have other bits for other "

@@ -11,6 +11,7 @@ from torch import fx
 
 from ..clock.stage_graph import run_stages, step_seconds
 from ..ir.graphs import Role, tensors
+from ..ir.meta import of_node
 from ..ir.request import Request
 from ..ir.user_line import line_of
 from ..jobs.job import PlanError
@@ -55,7 +56,7 @@ def stages_with_joint(blocks: list[Block], request: Request) -> Fitted:
     best = min(choices, key=lambda choice: choice.seconds)
     for i, block in enumerate(blocks):
         for node in block:
-            node.meta["stage"] = best.stage[i]
+            of_node(node)["stage"] = best.stage[i]
     schedule, stages = best.fitted
     read = _bytes_read(blocks, len(stages))
     check_memory(schedule, stages, read, request.carry, request.memory_limit)
@@ -135,12 +136,12 @@ def _bytes_read(blocks: list[Block], count: int) -> dict[int, float]:
     """What each stage reads of others in one job."""
     read: dict[int, set[fx.Node]] = {s: set() for s in range(count)}
     for node in (node for block in blocks for node in block):
-        stage = node.meta["stage"]
+        stage = of_node(node)["stage"]
         read[stage].update(
-            p for p in node.all_input_nodes if p.meta.get("stage", stage) != stage
+            p for p in node.all_input_nodes if of_node(p).get("stage", stage) != stage
         )
     return {
-        s: float(sum(t.nbytes for p in nodes for t in tensors(p.meta["val"])))
+        s: float(sum(t.nbytes for p in nodes for t in tensors(of_node(p)["val"])))
         for s, nodes in read.items()
     }
 
@@ -162,7 +163,7 @@ class _Parts:
             before = [self.roots[r] for r in reads]
             known = [each for each in before if each is not None]
             inputs = (p for n in block for p in n.all_input_nodes)
-            own = (p.name for p in inputs if p.meta.get("role") is Role.BATCH)
+            own = (p.name for p in inputs if of_node(p).get("role") is Role.BATCH)
             free = is_joint and len(known) == len(before)
             self.roots.append(frozenset(own).union(*known) if free else None)
         self.cut = [i for i, is_joint in enumerate(joint) if not is_joint]
@@ -213,9 +214,9 @@ class _Parts:
 def _is_joint(block: Block) -> bool:
     """Whether a block is of the whole batch. Raises PlanError for one that is of
     microbatches too."""
-    kinds = {bool(node.meta.get("joint")) for node in block}
+    kinds = {bool(of_node(node).get("joint")) for node in block}
     if len(kinds) > 1:
-        node = next(n for n in block if n.meta.get("joint"))
+        node = next(n for n in block if of_node(n).get("joint"))
         raise PlanError(
             "rows of the whole batch meet in what must stay with an operation of "
             f"microbatches{line_of(node.meta.get('stack_trace'))}\n  write it without "

@@ -10,6 +10,7 @@ from torch import fx
 from ..costmodel.costs import Meter, Work
 from ..ir.facts import facts
 from ..ir.graphs import tensors
+from ..ir.meta import of_node
 from ..ir.regions import Regions
 from ..ir.request import Request
 from ..jobs.job import PlanError
@@ -80,14 +81,14 @@ def _complete(gm: fx.GraphModule, name: str, before: Mapping[fx.Node, Called]) -
                 continue
             if changed or not fresh.isdisjoint(node.all_input_nodes):
                 fresh.add(node)
-                node.meta.setdefault("module", place)
+                of_node(node).setdefault("module", place)
                 _run(interpreter, node, name)
-            place = node.meta["module"]
+            place = of_node(node)["module"]
 
 
 def _run(interpreter: fx.Interpreter, node: fx.Node, name: str) -> None:
     """Gives a node its value, and what it costs."""
-    args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: n.meta.get("val"))
+    args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: of_node(n).get("val"))
     read = list(tensors([*args, *kwargs.values()]))
     versions = [tensor._version for tensor in read]
     with Meter() as meter:
@@ -110,7 +111,7 @@ def _run(interpreter: fx.Interpreter, node: fx.Node, name: str) -> None:
         "learns": (),
         "random": meter.random,
         "stack_trace": "",
-        "key": f"{node.meta['module']}:{node.name}",
+        "key": f"{of_node(node)['module']}:{node.name}",
         "rows": None,
     }
     node.meta.update({k: v for k, v in meta.items() if k not in node.meta}, val=value)

@@ -17,6 +17,7 @@ from ..costmodel.costs import Work, copied
 from ..ir.facts import FACTS, facts
 from ..ir.graphs import named_arguments, tensors
 from ..ir.lazy import lazy_module
+from ..ir.meta import of_node
 from ..ir.regions import Regions
 from ..ir.shard_calls import attended, attention_weights
 from ..sharding.layouts import Follower, Operation, in_flow, value_of
@@ -80,8 +81,8 @@ def draws_on_cpu(node: fx.Node) -> bool:
     """Whether a node is attention with dropout, computed as it is on the CPU."""
     return (
         node.target is aten.scaled_dot_product_attention.default
-        and node.meta.get("random") == 1
-        and not node.meta.get("joint")
+        and of_node(node).get("random") == 1
+        and not of_node(node).get("joint")
         and all(t.device.type == "cpu" for t in tensors(value_of(node)))
     )
 
@@ -94,7 +95,7 @@ class _Writer:
 
     def write(self, new: Nodes) -> fx.Node:
         """The node that gives the call's value, on values of the new graph."""
-        node, (flops, forward, backward, held) = self.node, self.node.meta["work"]
+        node, (flops, forward, backward, held) = self.node, of_node(self.node)["work"]
         third = Work(flops // 2, forward / 3, backward / 3, held // 3)
         query, key, value, mask, p, causal, scale, shared = fx.map_arg(
             tuple(named_arguments(node).values()), new.__getitem__
@@ -108,12 +109,12 @@ class _Writer:
         weights = self._add(attention_weights, third, query, key, mask, scale)
         free = third._replace(flops=0)
         dropped = self._add(aten.dropout.default, free, weights, p, True)
-        dropped.meta["random"] = node.meta["random"]
+        of_node(dropped)["random"] = of_node(node)["random"]
         out = self._add(attended, third, dropped, value, value_of(node).dtype)
         assert value_of(out).shape == value_of(node).shape, (
             f"{node} opened gives {value_of(out).shape}"
         )
-        out.meta["key"] = node.meta["key"]
+        of_node(out)["key"] = of_node(node)["key"]
         return out
 
     def _repeated(self, query: fx.Node, read: fx.Node) -> fx.Node:
@@ -132,7 +133,7 @@ class _Writer:
 
     def _copy(self, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
         new = self._add(target, FREE, *args, **kwargs)
-        new.meta["work"] = copied(value_of(new))
+        of_node(new)["work"] = copied(value_of(new))
         return new
 
     def _add(self, target: Any, work: Work, *args: Any, **kwargs: Any) -> fx.Node:
@@ -144,6 +145,6 @@ class _Writer:
             "work": work,
             "random": 0,
             "mutates": (),
-            "key": f"{self.node.meta['key']}:{new.name}",
+            "key": f"{of_node(self.node)['key']}:{new.name}",
         }
         return new

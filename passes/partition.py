@@ -17,6 +17,7 @@ from ..ir.graphs import (
     tensors,
     written_storages,
 )
+from ..ir.meta import of_node
 from ..ir.request import Request
 from ..ir.user_line import user_line
 from ..ir.writes import touching
@@ -52,7 +53,7 @@ def assign_stages(gm: fx.GraphModule, request: Request) -> fx.GraphModule:
     if len(blocks) < (request.schedule.stages or 1):  # nothing but cheap values
         shared = set()
         blocks = _used(gm, _blocks(gm, request, shared))
-    if any(node.meta.get("joint") for block in blocks for node in block):
+    if any(of_node(node).get("joint") for block in blocks for node in block):
         fitted = stages_with_joint(blocks, request)
         gm.meta[FACTS] = replace(facts(gm), **fitted._asdict())
         return gm
@@ -67,7 +68,7 @@ def assign_stages(gm: fx.GraphModule, request: Request) -> fx.GraphModule:
         schedule = request.schedule.fitted(stages)
     for block, stage in zip(blocks, cut, strict=True):
         for node in block:
-            node.meta["stage"] = stage
+            of_node(node)["stage"] = stage
     gm.meta[FACTS] = replace(facts(gm), schedule=schedule, stages=stages)
     return gm
 
@@ -78,7 +79,7 @@ def _shared(gm: fx.GraphModule) -> set[fx.Node]:
     written = written_storages(gm.graph)
     for node in gm.graph.nodes:
         if node.op in ("placeholder", "get_attr"):
-            parameter = node.meta.get("role") is Role.PARAMETER
+            parameter = of_node(node).get("role") is Role.PARAMETER
             if not parameter and not _among(node, written):
                 seconds[node] = {}
         elif (
@@ -87,7 +88,7 @@ def _shared(gm: fx.GraphModule) -> set[fx.Node]:
             read = node.all_input_nodes
             if all(p in seconds for p in read):
                 whole = {n: s for p in read for n, s in seconds[p].items()}
-                whole[node] = node.meta["work"].forward
+                whole[node] = of_node(node)["work"].forward
                 if sum(whole.values()) <= send_time(node):
                     seconds[node] = whole
     return {node for node in seconds if node.op.startswith("call")}
@@ -95,11 +96,11 @@ def _shared(gm: fx.GraphModule) -> set[fx.Node]:
 
 def _meets(node: fx.Node) -> bool:
     """Whether a node is of the whole batch, or read by one."""
-    return any(n.meta.get("joint") for n in (node, *node.users))
+    return any(of_node(n).get("joint") for n in (node, *node.users))
 
 
 def _among(node: fx.Node, written: set[int]) -> bool:
-    return any(storage(t) in written for t in tensors(node.meta.get("val")))
+    return any(storage(t) in written for t in tensors(of_node(node).get("val")))
 
 
 def _repeats(node: fx.Node, written: set[int]) -> bool:
@@ -107,9 +108,9 @@ def _repeats(node: fx.Node, written: set[int]) -> bool:
     regions = node.target in (*REGION_ENTERS, *REGION_EXITS)
     return not (
         regions
-        or node.meta["random"]
+        or of_node(node)["random"]
         or _among(node, written)
-        or any(t.requires_grad for t in tensors(node.meta["val"]))
+        or any(t.requires_grad for t in tensors(of_node(node)["val"]))
     )
 
 
@@ -123,7 +124,7 @@ def _blocks(gm: fx.GraphModule, request: Request, shared: set[fx.Node]) -> list[
     nodes = [n for n in gm.graph.nodes if n.op.startswith("call")]
     nodes = [n for n in nodes if n.target not in (*REGION_ENTERS, *REGION_EXITS)]
     nodes = [n for n in nodes if n not in shared]
-    tied = [[n, *n.users] for n in nodes if not isinstance(n.meta["val"], Tensor)]
+    tied = [[n, *n.users] for n in nodes if not isinstance(of_node(n)["val"], Tensor)]
     tied += [[*n.all_input_nodes, n] for n in nodes if n.target is BOUNDARY]
     tied += _written(gm, nodes)
     tied += _counters(nodes)
@@ -153,19 +154,20 @@ def _written(gm: fx.GraphModule, nodes: list[fx.Node]) -> list[Block]:
     inputs = gm.graph.find_nodes(op="placeholder")
     found = touching([*inputs, *nodes])
     for source in inputs:
-        place = storage(source.meta["val"])
-        if place in found and source.meta["role"] is not Role.BUFFER:
+        place = storage(of_node(source)["val"])
+        if place in found and of_node(source)["role"] is not Role.BUFFER:
             writers = [n for n in found[place] if _writes(n, place)]
             line = user_line(writers[-1].meta["stack_trace"])
             raise PlanError(
-                f"the model writes into its input {source.meta['name']}, at\n  {line}\n"
+                f"the model writes into its input {of_node(source)['name']}, at\n  "
+                f"{line}\n"
                 "microbatches would not see each other's writes; write into a copy"
             )
     return list(found.values())
 
 
 def _writes(node: fx.Node, place: int) -> bool:
-    return place in map(storage, node.meta["mutates"])
+    return place in map(storage, of_node(node)["mutates"])
 
 
 def _counters(nodes: list[fx.Node]) -> list[Block]:
@@ -174,9 +176,9 @@ def _counters(nodes: list[fx.Node]) -> list[Block]:
     inside = set(nodes)
     counters = []
     for i, node in enumerate(nodes):
-        if node.meta["mutates"] and not inside.intersection(node.all_input_nodes):
-            module = node.meta["module"]
-            rest = (n for n in nodes[i + 1 :] if n.meta["module"] == module)
+        if of_node(node)["mutates"] and not inside.intersection(node.all_input_nodes):
+            module = of_node(node)["module"]
+            rest = (n for n in nodes[i + 1 :] if of_node(n)["module"] == module)
             counters.append([node, next(rest, node)])
     return counters
 
@@ -194,9 +196,9 @@ def _used(gm: fx.GraphModule, blocks: list[Block]) -> list[Block]:
 
 def _writes_buffer(block: Block) -> bool:
     inputs = {
-        storage(p.meta["val"])
+        storage(of_node(p)["val"])
         for n in block
         for p in n.all_input_nodes
         if p.op == "placeholder"
     }
-    return any(storage(t) in inputs for n in block for t in n.meta["mutates"])
+    return any(storage(t) in inputs for n in block for t in of_node(n)["mutates"])

@@ -12,6 +12,7 @@ from ..checker.check_shards import try_shards
 from ..ir.facts import FACTS, facts
 from ..ir.graphs import REGION_ENTERS, REGION_EXITS, Output
 from ..ir.lazy import lazy_module
+from ..ir.meta import of_node
 from ..ir.parts import PartOf, bytes_of_parts
 from ..ir.request import Request
 from ..ir.user_line import line_of
@@ -99,7 +100,9 @@ def _regions(
     some = [region for region in regions if region.weights]
     if not some:
         shards = propagation.follower.shards
-        why = [f" ({w.meta['name']}: {why})" for w, why in propagation.reasons.items()]
+        why = [
+            f" ({of_node(w)['name']}: {why})" for w, why in propagation.reasons.items()
+        ]
         raise PlanError(
             f"Schedule(shards={shards}): no weight can be cut into {shards} equal "
             f"parts whose products come to sums{''.join(why[:1])}; give a model whose "
@@ -146,8 +149,8 @@ def _fastest(ways: Sequence[_Way], request: Request) -> _Way:
     for way in ways:
         blocks: list[list[fx.Node]] = [[] for _ in way.pieces]
         for node in way.graph.nodes:
-            if "shard" in node.meta:
-                blocks[node.meta["stage"]].append(node)
+            if "shard" in of_node(node):
+                blocks[of_node(node)["stage"]].append(node)
         sizes = bytes_of_parts(request.state_bytes, way.rewriter.inputs)
         problem = cut_problem(blocks, replace(request, state_bytes=sizes))
         choice = predict(problem, way.schedule, request.memory_limit)
@@ -167,14 +170,14 @@ def _kept_whole(gm: fx.GraphModule, request: Request) -> set[int]:
 def _check_kept(gm: fx.GraphModule, request: Request, region: Region) -> None:
     """Raises PlanError for weights that ranks have in parts, and that aren't cut so."""
     for node in gm.graph.find_nodes(op="placeholder"):
-        kept = request.cuts.get(node.meta["index"])
+        kept = request.cuts.get(of_node(node)["index"])
         rows = region.weights.get(node)
         if kept is None or (
             rows is not None and (rows.dim, rows.outer) == kept.cut[:2]
         ):
             continue
         raise PlanError(
-            f"ranks have {node.meta['name']} in {kept.cut.parts} parts since an "
+            f"ranks have {of_node(node)['name']} in {kept.cut.parts} parts since an "
             "earlier call, and this one can't be cut so; give all backends of a model "
             "the same shards, and call it in training mode first"
         )
@@ -196,7 +199,7 @@ def _drop_dead(graph: fx.Graph) -> None:
     """Takes out what is made for nothing, which is in no stage."""
     for node in reversed(in_flow(graph.nodes)):
         bounds = node.target in (*REGION_ENTERS, *REGION_EXITS)
-        called = node.op.startswith("call") and "stage" not in node.meta
+        called = node.op.startswith("call") and "stage" not in of_node(node)
         if called and not (node.users or bounds):
             graph.erase_node(node)
 
@@ -215,14 +218,14 @@ def _number(graph: fx.Graph) -> tuple[Piece, ...]:
     A stage's pieces end where its shards read each other.
     """
     place = {
-        node: (node.meta["stage"], node.meta["level"], node.meta["shard"])
+        node: (of_node(node)["stage"], of_node(node)["level"], of_node(node)["shard"])
         for node in graph.nodes
-        if "shard" in node.meta
+        if "shard" in of_node(node)
     }
     order = sorted(set(place.values()))
     first = {s: k for s, k, _ in reversed(order)}
     pieces = [Piece(i, s, p, k - first[s]) for i, (s, k, p) in enumerate(order)]
     at = dict(zip(order, pieces, strict=True))
     for node, key in place.items():
-        node.meta["stage"] = at[key]
+        of_node(node)["stage"] = at[key]
     return tuple(pieces)

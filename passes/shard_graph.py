@@ -13,6 +13,7 @@ from torch import Tensor, fx
 from ..costmodel.costs import Work, copied
 from ..ir import joint
 from ..ir.graphs import numbered_draws, storage, tensors
+from ..ir.meta import note, of_node
 from ..ir.parts import Cut, PartOf
 from ..ir.regions import Regions
 from ..ir.request import Request
@@ -83,15 +84,15 @@ class Rewriter:
             return
         for p in self.every:
             index, shards = self.request.inputs + len(self.inputs), len(self.every)
-            part = PartOf(node.meta["index"], Cut(rows.dim, rows.outer, shards), p)
+            part = PartOf(of_node(node)["index"], Cut(rows.dim, rows.outer, shards), p)
             self.inputs[index] = part
             new = self._graph.placeholder(f"{node.name}_{p}")
-            name = f"{node.meta['name']}[{p}/{shards}]"
+            name = f"{of_node(node)['name']}[{p}/{shards}]"
             fake = self.follower.part(value_of(node), (rows,))
             new.meta = {**node.meta, "index": index, "val": fake, "name": name}
-            if node.meta["index"] in self.request.cuts:
-                kept = self.request.cuts[node.meta["index"]]
-                new.meta.update(owners=kept.owners[p], updater=kept.updaters[p])
+            if of_node(node)["index"] in self.request.cuts:
+                kept = self.request.cuts[of_node(node)["index"]]
+                note(new, owners=kept.owners[p], updater=kept.updaters[p])
             self._parts[node, p] = new
 
     def _in_parts(self, node: fx.Node) -> None:
@@ -108,7 +109,7 @@ class Rewriter:
             operands = mine.on({n: self._read(node, n, p) for n in mine.reads})
             self._parts[node, p] = (
                 self._dropped(node, operands, p)
-                if node.meta.get("random") and not rows_of_all
+                if of_node(node).get("random") and not rows_of_all
                 else self._add(node, operands, p, share)
             )
         if node in self.region.scattered:
@@ -149,7 +150,7 @@ class Rewriter:
 
     def _in_whole(self, node: fx.Node) -> None:
         """A node that is not cut, on each shard that makes its value."""
-        if "stage" not in node.meta:
+        if "stage" not in of_node(node):
             new = self._graph.node_copy(node, lambda n: self._whole[n, 0])
             self._whole.update({(node, p): new for p in self.every})
             return
@@ -220,7 +221,7 @@ class Rewriter:
         parts = self._make(node, aten.split.Tensor, (whole, size, rows.dim), p)
         items = [self._make(node, operator.getitem, (parts, q), p) for q in self.every]
         for each in (parts, *items):
-            each.meta["work"] = Work(0, 0.0, each.meta["work"].backward, 0)
+            of_node(each)["work"] = Work(0, 0.0, of_node(each)["work"].backward, 0)
         return items
 
     def _sum(self, node: fx.Node, p: int) -> fx.Node:
@@ -265,7 +266,7 @@ class Rewriter:
             (rows,) = self.region.layouts[node]
             part, owner = self._parts[node, p], self._whole[rows.owner.numbers, p]  # type: ignore[attr-defined]
             target, args = zeroing(rows, part, owner, p, len(self.every))
-            level, self._level[node] = self._level[node], part.meta["level"]
+            level, self._level[node] = self._level[node], of_node(part)["level"]
             self._zeros[node, p] = self._make(node, target, args, p)
             self._level[node] = level
         return self._zeros[node, p]
@@ -296,7 +297,7 @@ class Rewriter:
         """Another operation, where a node is, on a shard."""
         call = Operation("call_function", target, args, dict(kwargs or {}), None)
         new = self._add(node, call, p, 0.0)
-        new.meta.update(work=_work(new), random=0, draws=(), mutates=())
+        note(new, work=_work(new), random=0, draws=(), mutates=())
         return new
 
     def _add(self, node: fx.Node, call: Operation, p: int, share: float) -> fx.Node:
@@ -305,7 +306,7 @@ class Rewriter:
             call.op, call.target, call.args, call.kwargs, name=node.name
         )
         reads = new.all_input_nodes
-        work = Work(*(share * each for each in node.meta["work"]))
+        work = Work(*(share * each for each in of_node(node)["work"]))
         new.meta = {
             **node.meta,
             "shard": p,
@@ -316,7 +317,7 @@ class Rewriter:
         }
         # the whole batch's are of values as they were
         same = call.target in (joint.join, joint.part) or _is_same(node, call)
-        new.meta["val"] = value_of(node) if same else self.follower.value(call)
+        of_node(new)["val"] = value_of(node) if same else self.follower.value(call)
         return new
 
 
@@ -332,11 +333,14 @@ def _held(node: fx.Node, reads: Sequence[fx.Node]) -> int:
     the node does."""
     whole, part = (
         sum(
-            t.nbytes for n in some if "role" not in n.meta for t in tensors(value_of(n))
+            t.nbytes
+            for n in some
+            if "role" not in of_node(n)
+            for t in tensors(value_of(n))
         )
         for some in (node.all_input_nodes, reads)
     )
-    return int(node.meta["work"].held * (part / whole if whole else 1.0))
+    return int(of_node(node)["work"].held * (part / whole if whole else 1.0))
 
 
 def _work(node: fx.Node) -> Work:
@@ -350,7 +354,7 @@ def _mutated(node: fx.Node, call: Operation) -> tuple[Tensor, ...]:
     """What a node writes into, among what its copy reads."""
     if not writes_operand(node):
         return ()
-    written = {storage(t) for t in node.meta["mutates"]}
+    written = {storage(t) for t in of_node(node)["mutates"]}
     reads, copies = list[fx.Node](), list[fx.Node]()
     fx.map_arg((node.args, node.kwargs), reads.append)
     fx.map_arg((call.args, call.kwargs), copies.append)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from torch import fx
 
+from ..ir.meta import of_node
 from ..ir.request import Request
 
 
@@ -20,7 +21,7 @@ def copy_shared(gm: fx.GraphModule, request: Request) -> fx.GraphModule:
     from the inputs alone, in less time than sending it takes.
     """
     for node in reversed(gm.graph.nodes):
-        if node.op.startswith("call") and "stage" not in node.meta:
+        if node.op.startswith("call") and "stage" not in of_node(node):
             _copy(gm.graph, node)
     gm.recompile()
     return gm
@@ -31,8 +32,8 @@ def _copy(graph: fx.Graph, node: fx.Node) -> None:
     is in stage 0."""
     stages: dict[int, list[fx.Node]] = {}
     for user in node.users:
-        if "stage" in user.meta:
-            stages.setdefault(user.meta["stage"], []).append(user)
+        if "stage" in of_node(user):
+            stages.setdefault(of_node(user)["stage"], []).append(user)
     if not stages and any(user.op == "output" for user in node.users):
         stages[0] = []
     for position, (stage, users) in enumerate(sorted(stages.items())):

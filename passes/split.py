@@ -33,6 +33,7 @@ from ..ir.graphs import (
 )
 from ..ir.lazy import lazy_module
 from ..ir.message_types import as_sent
+from ..ir.meta import note_call, of_call, of_node
 from ..ir.request import Request
 from ..jobs.job import Job, PlanError
 from .stage_builder import Port, StageBuilder, reads_whole
@@ -75,26 +76,26 @@ class _Calls:
         self.microbatches = microbatches
         self.new: dict[fx.Node, fx.Node] = {}  # values, by those of the traced graph
         self.drawn = numbered_draws(gm.graph.nodes)
-        self.measured = any("estimated" in node.meta for node in gm.graph.nodes)
+        self.measured = any("estimated" in of_node(node) for node in gm.graph.nodes)
         inputs = gm.graph.find_nodes(op="placeholder")
-        values = {node.meta["index"]: node.meta["val"] for node in inputs}
+        values = {of_node(node)["index"]: of_node(node)["val"] for node in inputs}
         self.weights = [
             self._weights(number, [Spec.of(values[each.input]) for each in group.state])
             for number, group in enumerate(groups)
         ]
         for node in inputs:
-            if node.meta["role"] is Role.BATCH:
+            if of_node(node)["role"] is Role.BATCH:
                 self._input(node)
 
     def _weights(self, number: int, specs: list[Spec]) -> fx.Node:
         new = self.graph.placeholder(f"weights_{number}")
-        new.meta.update(group=number, specs=tuple(specs), bundle=True)
+        note_call(new, group=number, specs=tuple(specs), bundle=True)
         return new
 
     def _input(self, node: fx.Node) -> None:
         index, dim, fake = (node.meta[key] for key in ("index", "dim", "val"))
         new = self.new[node] = self.graph.placeholder(node.name)
-        new.meta.update(input=index, dim=dim, val=fake, specs=(Spec.of(fake),))
+        note_call(new, input=index, dim=dim, val=fake, specs=(Spec.of(fake),))
 
     def add(self, number: int, stage: StageBuilder) -> None:
         """Calls a stage with what it reads, and takes its result apart."""
@@ -104,14 +105,14 @@ class _Calls:
         call = self.graph.call_module(f"stage_{number}", (weights, inputs))
         draws = [each for node in stage.nodes for each in self.drawn[node]]
         first = draws[0].number if draws else -1 - number
-        call.meta.update(stage=number, draw=first)
+        note_call(call, stage=number, draw=first)
         place = {
             each.input: (j, k)
             for j, i in enumerate(used)
             for k, each in enumerate(self.groups[i].state)
         }
         stage.module.meta[FACTS] = StageFacts(
-            [place[node.meta["index"]] for node in stage.state],
+            [place[of_node(node)["index"]] for node in stage.state],
             tuple(each._replace(number=each.number - first) for each in draws),
             _seconds(stage.nodes) if self.measured else None,
         )
@@ -139,33 +140,33 @@ class _Calls:
         return new
 
     def _output(self, call: fx.Node, position: int, node: fx.Node) -> fx.Node:
-        fake, name = node.meta["val"], node.name[:20]
+        fake, name = of_node(node)["val"], node.name[:20]
         new = self.new[node] = self.graph.create_node(
             "call_function", operator.getitem, (call, position), name=name
         )
         whole = torch.empty_like(fake, memory_format=torch.contiguous_format)
-        stage = call.meta["stage"]
-        new.meta.update(val=fake, specs=(Spec.of(whole),), stage=stage)
-        new.meta["trained"] = fake.requires_grad
+        stage = of_node(call)["stage"]
+        note_call(new, val=fake, specs=(Spec.of(whole),), stage=stage)
+        of_call(new)["trained"] = fake.requires_grad
         return new
 
 
 def _seconds(nodes: list[fx.Node]) -> tuple[float, float]:
     """Of F and of B of a stage's nodes."""
-    work = [node.meta["work"] for node in nodes if "work" in node.meta]
+    work = [of_node(node)["work"] for node in nodes if "work" in of_node(node)]
     return sum(w.forward for w in work), sum(w.backward for w in work)
 
 
 def _by_stage(gm: fx.GraphModule) -> list[list[fx.Node]]:
     """The nodes of each stage; those that open and close regions are in all."""
-    last = max((node.meta.get("stage", 0) for node in gm.graph.nodes), default=0)
+    last = max((of_node(node).get("stage", 0) for node in gm.graph.nodes), default=0)
     by_stage: list[list[fx.Node]] = [[] for _ in range(last + 1)]
     for node in gm.graph.nodes:
         if node.target in (*REGION_ENTERS, *REGION_EXITS):
             for nodes in by_stage:
                 nodes.append(node)
-        elif "stage" in node.meta:
-            by_stage[node.meta["stage"]].append(node)
+        elif "stage" in of_node(node):
+            by_stage[of_node(node)["stage"]].append(node)
     return by_stage
 
 
@@ -201,18 +202,19 @@ def _group_state(
         if pieces:  # each shard keeps what all of them read
             first = [s for s in stages if pieces[s].stage == pieces[stages[0]].stage]
         owned, updater = _keepers(node, stages, first, owners_of, request)
-        trained = updates and node.meta["val"].requires_grad
+        trained = updates and of_node(node)["val"].requires_grad
         apart = -1 if updater is None else updater, trained
         key = (stages[0], tuple(stages), owned, node in written, *apart)
         by_key.setdefault(key, []).append(node)
     return [
         Group(
             tuple(
-                State(n.meta["index"], n.meta["role"], n.meta["name"]) for n in nodes
+                State(of_node(n)["index"], of_node(n)["role"], of_node(n)["name"])
+                for n in nodes
             ),
             owned,
             stages,
-            tuple(n.meta["val"].requires_grad for n in nodes),
+            tuple(of_node(n)["val"].requires_grad for n in nodes),
             written=is_written,
             updater=None if updater < 0 else updater,
         )
@@ -236,14 +238,18 @@ def _keepers(
     one counts once, and by who updates it; a buffer by those of all stages that read
     it; an input that is not cut into microbatches is at hand on every worker.
     """
-    role, index = node.meta["role"], node.meta["index"]
-    updater = node.meta.get("updater", request.updaters.get(index))
-    if updater is None and role is Role.PARAMETER and node.meta["val"].requires_grad:
+    role, index = of_node(node)["role"], of_node(node)["index"]
+    updater = of_node(node).get("updater", request.updaters.get(index))
+    if (
+        updater is None
+        and role is Role.PARAMETER
+        and of_node(node)["val"].requires_grad
+    ):
         updater = request.schedule.updater(stages[0])
     if role is Role.SHARED:
         owned = tuple(range(request.schedule.workers))
-    elif "owners" in node.meta or index in request.owners:
-        owned = node.meta.get("owners") or request.owners[index]
+    elif "owners" in of_node(node) or index in request.owners:
+        owned = of_node(node).get("owners") or request.owners[index]
     elif role is Role.PARAMETER:
         owned = tuple(sorted({w for stage in first for w in owners_of[stage]}))
         if updater is not None:
@@ -253,7 +259,7 @@ def _keepers(
     if updater is not None and updater not in owned:
         raise PlanError(
             f"u({stages[0]}, b) is {updater}, which does not keep "
-            f"{node.meta['name']}: since an earlier plan workers "
+            f"{of_node(node)['name']}: since an earlier plan workers "
             f"{', '.join(map(str, owned))} do; give the same u to all backends"
         )
     return owned, updater
@@ -265,7 +271,7 @@ def _written_state(gm: fx.GraphModule) -> set[fx.Node]:
     return {
         n
         for n in gm.graph.find_nodes(op="placeholder")
-        if storage(n.meta["val"]) in written or n.meta["index"] in kept
+        if storage(of_node(n)["val"]) in written or of_node(n)["index"] in kept
     }
 
 
@@ -273,7 +279,7 @@ def _send_state(state: list[fx.Node]) -> float:
     """Seconds to send parameters and buffers to another worker."""
     if not state:
         return 0.0
-    specs = [Spec.of(node.meta["val"]) for node in state]
+    specs = [Spec.of(of_node(node)["val"]) for node in state]
     return send_seconds(sum(spec.bytes for spec in specs), specs[0].device)
 
 
@@ -287,15 +293,17 @@ def _update_seconds(parameters: list[Tensor]) -> float:
 
 def _kept_bytes(state: list[fx.Node], dtype: torch.dtype | None) -> int:
     """Bytes of weights, and of their gradients."""
-    return sum(Spec.of(n.meta["val"]).bytes for n in state) + _sum_bytes(state, dtype)
+    return sum(Spec.of(of_node(n)["val"]).bytes for n in state) + _sum_bytes(
+        state, dtype
+    )
 
 
 def _sum_bytes(state: list[fx.Node], dtype: torch.dtype | None) -> int:
     """Bytes of sums of weights' gradients, in a type or their own."""
     trained = [
-        Spec.of(n.meta["val"])
+        Spec.of(of_node(n)["val"])
         for n in state
-        if n.meta["role"] is Role.PARAMETER and n.meta["val"].requires_grad
+        if of_node(n)["role"] is Role.PARAMETER and of_node(n)["val"].requires_grad
     ]
     return sum(spec.bytes for spec in in_type(tuple(trained), dtype))
 
@@ -321,8 +329,10 @@ def _describe(
     for number, stage in enumerate(inner):
         fresh = [n for n in stage.state if n not in seen]
         seen.update(fresh)
-        first = [n for n in fresh if n.meta["role"] is not Role.SHARED]
-        numbers = [n.meta["val"] for n in first if n.meta["role"] is Role.PARAMETER]
+        first = [n for n in fresh if of_node(n)["role"] is not Role.SHARED]
+        numbers = [
+            of_node(n)["val"] for n in first if of_node(n)["role"] is Role.PARAMETER
+        ]
         data = Stage(
             modules=_modules(stage.nodes, everywhere),
             parameters=sum(value.numel() for value in numbers),
@@ -330,12 +340,14 @@ def _describe(
             weights=_kept_bytes(first, dtype),
             tables=_kept_bytes([n for n in first if _is_table(n)], dtype),
             update=_update_seconds(numbers),
-            flops=sum(n.meta["work"].flops for n in stage.nodes if "work" in n.meta),
+            flops=sum(
+                of_node(n)["work"].flops for n in stage.nodes if "work" in of_node(n)
+            ),
         )
         if dtype is not None:
             data["gradients"] = _sum_bytes(first, dtype)
         if state_bytes:
-            positions = (n.meta["index"] for n in first)
+            positions = (of_node(n)["index"] for n in first)
             data["state"] = sum(state_bytes.get(position, 0) for position in positions)
         if stage.joint:
             data["joint"] = True
@@ -346,7 +358,7 @@ def _describe(
         port.node: number
         for number, stage in enumerate(inner)
         for port in stage.outputs
-        if port.node.meta["stage"] == number
+        if of_node(port.node)["stage"] == number
     }
     for number, stage in enumerate(inner):
         for node in dict.fromkeys(port.node for port in stage.inputs):
@@ -368,14 +380,14 @@ def _describe(
 
 def _sent(node: fx.Node, request: Request) -> Spec:
     """A value as it travels; what the model returns does as it is."""
-    spec = Spec.of(node.meta["val"])
+    spec = Spec.of(of_node(node)["val"])
     returned = any(user.op == "output" for user in node.users)
     return spec if returned else as_sent(spec, request.message_dtype)
 
 
 def _giver(node: fx.Node, stage: int, maker: int) -> int:
     """The stage that a value comes from: the last before it that it goes through."""
-    return max((s for s in node.meta.get("passed", ()) if s < stage), default=maker)
+    return max((s for s in of_node(node).get("passed", ()) if s < stage), default=maker)
 
 
 def _describe_moments(
@@ -384,7 +396,7 @@ def _describe_moments(
     """What the optimizer keeps of each stage's weights, and averages with them."""
     seen: set[fx.Node] = set()
     for number, stage in enumerate(inner):
-        fresh = [node.meta["index"] for node in stage.state if node not in seen]
+        fresh = [of_node(node)["index"] for node in stage.state if node not in seen]
         seen.update(stage.state)
         specs = [spec for index in fresh for spec in moments.get(index, ())]
         stages.nodes[number]["moments"] = sum(spec.bytes for spec in specs)

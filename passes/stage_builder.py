@@ -11,6 +11,7 @@ from torch import fx
 from ..ir import joint
 from ..ir.graphs import REGION_ENTERS, REGION_EXITS, Role, arguments, storage
 from ..ir.lazy import lazy_module
+from ..ir.meta import of_node
 
 
 class Port(NamedTuple):
@@ -34,12 +35,12 @@ class StageBuilder:
     """
 
     def __init__(self, gm: fx.GraphModule, nodes: list[fx.Node]) -> None:
-        self.nodes = [n for n in nodes if "stage" in n.meta]
+        self.nodes = [n for n in nodes if "stage" in of_node(n)]
         inside = set(self.nodes)
         read = dict.fromkeys(p for n in self.nodes for p in n.all_input_nodes)
         outer = [p for p in read if p not in inside and p.op != "get_attr"]
         self.state = [p for p in outer if _is_state(p)]
-        self.joint = any(n.meta.get("joint") for n in self.nodes)
+        self.joint = any(of_node(n).get("joint") for n in self.nodes)
         values = [p for p in outer if not _is_state(p)]
         joins = [n for n in self.nodes if n.target is joint.join]
         counts = {n.args[0]: _count(n) for n in joins}
@@ -50,8 +51,10 @@ class StageBuilder:
             if any(_leaves(user, inside) for user in n.users)
             for port in _ports(n, _count(n) if n.target is joint.part else None)
         ]
-        stages = {n.meta["stage"] for n in self.nodes}
-        passed = (p for p in values if not stages.isdisjoint(p.meta.get("passed", ())))
+        stages = {of_node(n)["stage"] for n in self.nodes}
+        passed = (
+            p for p in values if not stages.isdisjoint(of_node(p).get("passed", ()))
+        )
         self.outputs += map(Port, passed)
         self.graph = fx.Graph()
         self.new: dict[fx.Node, fx.Node] = {}
@@ -63,19 +66,19 @@ class StageBuilder:
             node, microbatch = port
             name = node.name if microbatch is None else f"{node.name}_of_{microbatch}"
             new = self.ports[port] = self.graph.placeholder(name)
-            fake = node.meta["val"]  # another stage makes its outputs contiguous
+            fake = of_node(node)["val"]  # another stage makes its outputs contiguous
             is_computed = node.op != "placeholder"
-            new.meta["val"] = fake.contiguous() if is_computed else fake
+            of_node(new)["val"] = fake.contiguous() if is_computed else fake
             if microbatch is None:
                 self.new[node] = new
-        if any(node.meta.get("random") for node in self.nodes):
+        if any(of_node(node).get("random") for node in self.nodes):
             for node, microbatch in self.inputs:
                 if microbatch is None and node.op != "placeholder":
-                    self.new[node] = self._ordered(self.new[node], node.meta["val"])
+                    self.new[node] = self._ordered(self.new[node], of_node(node)["val"])
         regions = _Regions(self.graph)
         for node in nodes:
             regions.pass_by(node)
-            if "stage" in node.meta:
+            if "stage" in of_node(node):
                 regions.enter()
                 self._copy(node)
         regions.leave()
@@ -91,9 +94,9 @@ class StageBuilder:
         back = sorted(range(fake.dim()), key=order.__getitem__)
         value = came
         for name, *args in (("permute", order), ("contiguous",), ("permute", back)):
-            like = getattr(value.meta["val"], name)(*args)
+            like = getattr(of_node(value)["val"], name)(*args)
             value = self.graph.call_method(name, (value, *args))
-            value.meta["val"] = like
+            of_node(value)["val"] = like
         return value
 
     def _copy(self, node: fx.Node) -> None:
@@ -114,7 +117,7 @@ class StageBuilder:
         """What microbatches made, for the whole batch."""
         source, how, dim, count = arguments(node)
         parts = [self.ports[port] for port in _ports(source, count)]
-        fake = node.meta["val"]
+        fake = of_node(node)["val"]
         if how == "rows":
             return self._made(torch.cat, (parts, dim), fake)
         total = parts[0]
@@ -125,12 +128,12 @@ class StageBuilder:
     def _parts(self, node: fx.Node) -> fx.Node:
         """The rows of each microbatch."""
         source, dim, _ = arguments(node)
-        size = node.meta["val"].shape[dim]
+        size = of_node(node)["val"].shape[dim]
         return self._made(torch.split, (self.new[source], size, dim), None)
 
     def _made(self, target: Any, args: tuple[Any, ...], fake: Any) -> fx.Node:
         new = self.graph.call_function(target, args)
-        new.meta["val"] = fake
+        of_node(new)["val"] = fake
         return new
 
     def _result(self, port: Port) -> fx.Node:
@@ -142,17 +145,21 @@ class StageBuilder:
         if microbatch is not None or self._shares(port):
             kwargs: dict[str, Any] = {"memory_format": torch.contiguous_format}
             return self.graph.call_method("clone", (value,), kwargs)
-        if not all(p.node.meta["val"].is_contiguous() for p in self.inputs):
+        if not all(of_node(p.node)["val"].is_contiguous() for p in self.inputs):
             # those that came are: what is made of them may be in another order too
             return self.graph.call_method("contiguous", (value,))
         return value
 
     def _shares(self, port: Port) -> bool:
         """Whether an output's memory is not all its own, or in another order."""
-        fakes = [n.meta["val"] for n in [*self.state, *(p.node for p in self.inputs)]]
+        fakes = [
+            of_node(n)["val"] for n in [*self.state, *(p.node for p in self.inputs)]
+        ]
         before = self.outputs[: self.outputs.index(port)]
-        fake = port.node.meta["val"]
-        shared = {storage(t) for t in [*fakes, *(p.node.meta["val"] for p in before)]}
+        fake = of_node(port.node)["val"]
+        shared = {
+            storage(t) for t in [*fakes, *(of_node(p.node)["val"] for p in before)]
+        }
         return storage(fake) in shared or not fake.is_contiguous()
 
 
@@ -160,7 +167,9 @@ def reads_whole(node: fx.Node, by_joint: bool) -> bool:
     """Whether a stage, which may be joint itself, reads a value of the whole batch as
     it is, in all microbatches."""
     return (
-        bool(node.meta.get("joint")) and node.target is not joint.part and not by_joint
+        bool(of_node(node).get("joint"))
+        and node.target is not joint.part
+        and not by_joint
     )
 
 
@@ -226,8 +235,8 @@ class _Regions:
 
 
 def _is_state(node: fx.Node) -> bool:
-    return node.op == "placeholder" and node.meta["role"] is not Role.BATCH
+    return node.op == "placeholder" and of_node(node)["role"] is not Role.BATCH
 
 
 def _leaves(user: fx.Node, inside: set[fx.Node]) -> bool:
-    return user.op == "output" or ("stage" in user.meta and user not in inside)
+    return user.op == "output" or ("stage" in of_node(user) and user not in inside)

@@ -12,6 +12,7 @@ from torch import Tensor, fx
 from ..ir import ops
 from ..ir.graphs import Spec, Specs, arguments, tensors
 from ..ir.lazy import lazy_module
+from ..ir.meta import note_call, of_call
 from ..ir.request import Request
 from ..jobs.job import PlanError
 
@@ -52,18 +53,18 @@ def encode_transfers(
         readers = [user for user in recv.users if user in position]
         for reader in readers:
             reader.replace_input_with(recv, decoded)
-        originals = [spec.empty("meta") for spec in recv.meta["specs"]]
-        recv.meta["specs"] = _specs(map(encode, originals), recv.meta["specs"])
+        originals = [spec.empty("meta") for spec in of_call(recv)["specs"]]
+        of_call(recv)["specs"] = _specs(map(encode, originals), of_call(recv)["specs"])
     owned = _owned_gradients(graph)
     encoded: dict[fx.Node, fx.Node] = {}
     for send in graph.find_nodes(op="call_function", target=ops.send):
         (value,) = send.all_input_nodes
-        if value.op == "placeholder" or "group" in send.meta:  # weights
+        if value.op == "placeholder" or "group" in of_call(send):  # weights
             continue
         if value not in encoded:
             readers = [user for user in value.users if user.target is not ops.send]
             with graph.inserting_before(send):
-                more = [()] * len(value.meta["specs"])
+                more = [()] * len(of_call(value)["specs"])
                 encoded[value] = _each(graph, encode, value, more)
                 replaces(encoded[value], value)
             if value in owned:  # all owners keep the same bits
@@ -84,7 +85,7 @@ def replaces(new: fx.Node, old: fx.Node | None = None) -> None:
     Without this the checks refuse what reads such a node. They hold it for the value of
     `old` then, and a plan prints what its passes replace.
     """
-    new.meta["replaces"] = new.name if old is None else old.name
+    of_call(new)["replaces"] = new.name if old is None else old.name
 
 
 def _owned_gradients(graph: fx.Graph) -> set[fx.Node]:
@@ -95,7 +96,7 @@ def _owned_gradients(graph: fx.Graph) -> set[fx.Node]:
 
 
 def _dtypes(value: fx.Node) -> list[tuple[torch.dtype]]:
-    return [(spec.dtype,) for spec in value.meta["specs"]]
+    return [(spec.dtype,) for spec in of_call(value)["specs"]]
 
 
 def _each(
@@ -105,7 +106,7 @@ def _each(
     more: Sequence[tuple[Any, ...]],
 ) -> fx.Node:
     """A function's results for each tensor of a value, with more arguments for each."""
-    if not value.meta.get("bundle") and value.target is not ops.bundle:
+    if not of_call(value).get("bundle") and value.target is not ops.bundle:
         return graph.call_function(function, (value, *more[0]))
     parts = [
         graph.call_function(operator.getitem, (value, i)) for i in range(len(more))
@@ -202,20 +203,20 @@ def complete_nodes(program: fx.GraphModule, worker: int) -> None:
     nodes = list(program.graph.nodes)
     position = {node: i for i, node in enumerate(nodes)}
     inside = [node for node in nodes if node.op not in ("placeholder", "output")]
-    inserted = [node for node in inside if "task" not in node.meta]
+    inserted = [node for node in inside if "task" not in of_call(node)]
     for node in inserted:
-        node.meta["own"] = True
+        of_call(node)["own"] = True
     for node in reversed(inserted):
         readers = sorted(filter(_has_task, node.users), key=position.__getitem__)
         if readers:
             _place(node, readers[0])
     for node in inserted:
         if not _has_task(node):
-            makers = [each for each in node.all_input_nodes if "task" in each.meta]
+            makers = [each for each in node.all_input_nodes if "task" in of_call(each)]
             after = filter(_has_task, nodes[position[node] :])
             if makers and not _has_task(makers[-1]):
-                task, n = node.name, makers[-1].meta["n"]
-                node.meta.update(worker=worker, task=task, n=n)
+                task, n = node.name, of_call(makers[-1])["n"]
+                note_call(node, worker=worker, task=task, n=n)
             else:
                 _place(node, makers[-1] if makers else next(after))
     for node in nodes:
@@ -226,7 +227,7 @@ def complete_nodes(program: fx.GraphModule, worker: int) -> None:
 
 def _has_task(node: fx.Node) -> bool:
     """Whether a node is part of a task of its worker, as a recv is not."""
-    return "task" in node.meta and node.target not in (ops.recv, ops.fetch)
+    return "task" in of_call(node) and node.target not in (ops.recv, ops.fetch)
 
 
 def _place(node: fx.Node, near: fx.Node) -> None:
@@ -235,7 +236,7 @@ def _place(node: fx.Node, near: fx.Node) -> None:
 
 def _complete_specs(program: fx.GraphModule, node: fx.Node) -> None:
     """The shapes of what a node of the user's gives, from a run on the meta device."""
-    if "specs" in node.meta:
+    if "specs" in of_call(node):
         return
     for value in node.all_input_nodes:
         _complete_specs(program, value)
@@ -245,22 +246,22 @@ def _complete_specs(program: fx.GraphModule, node: fx.Node) -> None:
             result = getattr(fx.Interpreter(program), node.op)(
                 node.target, args, kwargs
             )
-        inputs = [s for v in node.all_input_nodes for s in v.meta["specs"]]
-        node.meta["specs"] = _specs(tensors(result), inputs)
+        inputs = [s for v in node.all_input_nodes for s in of_call(v)["specs"]]
+        of_call(node)["specs"] = _specs(tensors(result), inputs)
     except Exception as error:
         raise PlanError(
-            f"worker {node.meta['worker']}: {node} of {node.meta['task']}, made by a "
-            f"pass and sent or returned, has no known shape: {error}; say it with "
-            "node.meta['specs'], a fxsched.ir.graphs.Spec for each tensor"
+            f"worker {of_call(node)['worker']}: {node} of {of_call(node)['task']}, "
+            f"made by a pass and sent or returned, has no known shape: {error}; say it "
+            "with node.meta['specs'], a fxsched.ir.graphs.Spec for each tensor"
         ) from error
-    node.meta["bundle"] = not isinstance(result, Tensor)
+    of_call(node)["bundle"] = not isinstance(result, Tensor)
 
 
 def _value(node: fx.Node) -> Any:
     """A value like a node's, on the meta device."""
-    tensors = tuple(spec.empty("meta") for spec in node.meta["specs"])
-    bundle = node.meta.get("bundle") or (
-        node.op == "placeholder" and "group" in node.meta
+    tensors = tuple(spec.empty("meta") for spec in of_call(node)["specs"])
+    bundle = of_call(node).get("bundle") or (
+        node.op == "placeholder" and "group" in of_call(node)
     )
     return tensors if bundle else tensors[0]
 

@@ -19,6 +19,7 @@ from torch import fx
 from ..clock.memory import Memory, Peaks
 from ..ir import ops
 from ..ir.graphs import Role
+from ..ir.meta import of_call
 from ..ir.step import (
     OVER,
     JobOutput,
@@ -66,7 +67,7 @@ def _resident(step: Step, state: Mapping[int, int]) -> Iterator[list[float]]:
     stages = {stage for (stage, _), gap in drifting if gap}
     for number, node in step.weight_inputs.items():
         group = step.facts.groups[number]
-        pairs = list(zip(group.state, node.meta["specs"], strict=True))
+        pairs = list(zip(group.state, of_call(node)["specs"], strict=True))
         own = sum(spec.bytes for each, spec in pairs if each.role is not Role.SHARED)
         kept: float = sum(
             state.get(each.input, 0)
@@ -200,13 +201,13 @@ def _is_backward(line: Op | Message) -> bool:
     return line.job.direction is not Direction.FORWARD
 
 
-def _output(node: fx.Node, direction: Direction) -> tuple[int | None, int]:
+def _output(node: fx.Node, direction: Direction) -> tuple[int | None, float]:
     """The kind and the bytes of what a job makes; the tuple of all its results takes
     none."""
     if node.op == "call_module":
         return None, 0
-    size: int = node.meta.get("held", _bytes(node.meta["specs"]))
-    if "group" not in node.meta:
+    size: float = of_call(node).get("held", _bytes(of_call(node)["specs"]))
+    if "group" not in of_call(node):
         return ACTIVATIONS, size
     return (VERSIONS if direction is Direction.FORWARD else GRADIENTS), size
 
@@ -214,7 +215,7 @@ def _output(node: fx.Node, direction: Direction) -> tuple[int | None, int]:
 def _received(message: Message) -> float:
     """What it takes where it comes."""
     if isinstance(message.value, JobOutput):
-        size: float = message.value.node.meta.get("received", message.bytes)
+        size: float = of_call(message.value.node).get("received", message.bytes)
         return size
     return message.bytes
 

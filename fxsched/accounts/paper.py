@@ -26,6 +26,7 @@ from ..ir.facts import FACTS, Facts
 from ..ir.garbage import no_collection
 from ..ir.graphs import Group, Role, Specs, State
 from ..ir.lazy import lazy_module
+from ..ir.meta import note_call, of_call
 from ..ir.request import Request
 from ..ir.step import Step
 from ..jobs.job import Direction
@@ -192,7 +193,7 @@ class _Paper:
         node = self.calls.placeholder(f"weights_{number}")
         size = self.groups[number].bytes
         specs = (*_specs(size.trained), *_specs(size.bytes - size.trained))
-        node.meta.update(group=number, specs=specs)
+        note_call(node, group=number, specs=specs)
         return node
 
     def _read(self, stage: int, direction: Direction) -> tuple[fx.Node, ...]:
@@ -217,7 +218,7 @@ class _Paper:
             f"{direction.name.lower()}_{stage}",
             (weights, tuple(inputs)),
         )
-        call.meta.update(stage=stage, direction=direction, draw=None)
+        note_call(call, stage=stage, direction=direction, draw=None)
         if direction is FORWARD:
             self._give_outputs(stage, call)
         if direction is BACKWARD:
@@ -228,7 +229,7 @@ class _Paper:
                 if size.bytes and not size.trained:  # frozen
                     continue
                 node = self._value(call, size.gradients)
-                node.meta["group"] = number
+                of_call(node)["group"] = number
                 self.sums.setdefault(number, []).append(node)
 
     def _inputs(self, stage: int, whole: bool = False) -> Iterator[fx.Node]:
@@ -256,7 +257,7 @@ class _Paper:
         if self._gives(stage):
             for share in shares:
                 node = self._value(call, held * share)
-                node.meta["held"] = node.meta["received"] = held * share
+                of_call(node)["held"] = of_call(node)["received"] = held * share
                 self.saved.setdefault(stage, []).append(node)
 
     def _tangents(self, stage: int) -> Iterator[fx.Node]:
@@ -276,14 +277,14 @@ class _Paper:
                     self.gradients[maker, stage, sent.key] = node
         if (stage, WEIGHT) in self.jobs.at:
             carried = self._value(call, 0.0)
-            carried.meta["received"] = 0.0
+            of_call(carried)["received"] = 0.0
             self.saved[stage] = [self.saved[stage][-1], carried]
 
     # Values
 
     def _value(self, call: fx.Node, size: float) -> fx.Node:
         node = self.calls.call_function(operator.getitem, (call, len(call.users)))
-        node.meta["specs"] = _specs(size)
+        of_call(node)["specs"] = _specs(size)
         return node
 
     def _out(self, stage: int, call: fx.Node, sent: Sent, of_rows: bool) -> fx.Node:
@@ -296,7 +297,7 @@ class _Paper:
         def one() -> fx.Node:
             node = self._value(call, sent.bytes)
             size = sent.bytes if sent.whole else 0.0  # `held` has the rest
-            node.meta.update(held=size, received=size)
+            note_call(node, held=size, received=size)
             return node
 
         if stage not in self.joint or not of_rows:
@@ -316,7 +317,7 @@ class _Paper:
             yield value
         elif adds_up:
             total = self.calls.call_function(joint.total, (value,))
-            total.meta["specs"] = value.meta["specs"]
+            of_call(total)["specs"] = of_call(value)["specs"]
             yield total
         else:
             for b in self.microbatches:

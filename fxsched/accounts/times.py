@@ -11,6 +11,7 @@ from ..clock.network import Link, delays
 from ..clock.timeline import Timeline
 from ..ir import ops
 from ..ir.garbage import no_collection
+from ..ir.meta import of_call
 from ..ir.step import (
     Credit,
     JobOutput,
@@ -162,7 +163,7 @@ class _Clock:
             value = next(values_in(value.args))
         group = value.group if isinstance(value, Op) else None
         if isinstance(value, (JobOutput, Weights)):
-            group = value.node.meta.get("group")
+            group = of_call(value.node).get("group")
         if group is None:
             return 0.0
         stage = self.step.facts.groups[group].stages[0]

@@ -7,6 +7,7 @@ from enum import Enum
 
 from ..ir import ops
 from ..ir.garbage import no_collection
+from ..ir.meta import of_call
 from ..ir.step import JobOutput, Message, Op, Step, Value, Weights, values_in
 from ..jobs.job import Direction
 
@@ -54,7 +55,7 @@ MADE: dict[object, Moved] = {  # by what makes it
 def moved(step: Step, value: Value) -> Moved:
     """What a message brings that has a value of this kind."""
     if isinstance(value, JobOutput):
-        if "group" not in value.node.meta:
+        if "group" not in of_call(value.node):
             return Moved.ACTIVATIONS
         _, direction = step.jobs.kinds[step.maker[value.node]]
         return Moved.OTHER if direction is Direction.FORWARD else Moved.GRADIENTS

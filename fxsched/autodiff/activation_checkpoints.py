@@ -13,6 +13,7 @@ from torch import fx
 
 from ..ir.graphs import draws
 from ..ir.lazy import lazy_module
+from ..ir.meta import of_node
 
 MARK = torch.ops.higher_order.tag_activation_checkpoint
 CALLS = {  # of graphs, by the first argument that is one of theirs
@@ -74,7 +75,7 @@ class _Inliner:
             else:
                 new[node] = self.graph.node_copy(node, new.__getitem__)
                 if region is not None:
-                    new[node].meta["recompute"] = region
+                    of_node(new[node])["recompute"] = region
         raise AssertionError("a graph without an output")
 
     def attribute(self, gm: fx.GraphModule, node: fx.Node) -> fx.Node:
@@ -96,14 +97,14 @@ def recomputed(graph: fx.Graph) -> dict[fx.Node, None]:
     """
     nodes: dict[fx.Node, None] = {}
     for node in graph.nodes:
-        region = node.meta.get("recompute")
+        region = of_node(node).get("recompute")
         if region is None or not is_forward(node) or node.op != "call_function":
             continue
         maker = node.args[0] if node.target is operator.getitem else node
         if draws(maker.target, maker.args, maker.kwargs):
             continue
         users = [user for user in node.users if is_forward(user)]
-        if all(user.meta.get("recompute") == region for user in users):
+        if all(of_node(user).get("recompute") == region for user in users):
             nodes[node] = None
     return nodes
 

@@ -28,6 +28,7 @@ from torch.overrides import TorchFunctionMode
 from ..ir.facts import stage_facts
 from ..ir.graphs import REPLICATED, Spec, name_of
 from ..ir.lazy import all_lazy
+from ..ir.meta import of_node
 from ..ir.model_lines import LINE
 from .joint_graph import (
     Joint,
@@ -87,14 +88,14 @@ def _joint_graph(
 ) -> fx.GraphModule:
     with mode:
         arguments = tuple(
-            Spec.of(n.meta["val"])
+            Spec.of(of_node(n)["val"])
             .empty()
-            .requires_grad_(n.meta["val"].requires_grad and any(live))
+            .requires_grad_(of_node(n)["val"].requires_grad and any(live))
             for n in flat.graph.find_nodes(op="placeholder")
         )
     for number, node in enumerate(flat.graph.nodes):
         replicated = node.meta.get(REPLICATED, False)
-        node.meta["custom"] = {LINE: number, REPLICATED: replicated}
+        of_node(node)["custom"] = {LINE: number, REPLICATED: replicated}
     gm = aot_export_joint_with_descriptors(stack, _Tagged(flat), arguments).graph_module
     assert isinstance(gm, fx.GraphModule)
     refuse_effects(gm)

@@ -15,6 +15,7 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from ..ir import ops
 from ..ir.graphs import Spec, result
 from ..ir.lazy import lazy_module
+from ..ir.meta import of_node
 from .stage_graphs import graph_text
 
 
@@ -66,7 +67,7 @@ def _inductor(gm: fx.GraphModule) -> Callable[..., Any]:
     mode = FakeTensorMode(shape_env=ShapeEnv())
     with mode:
         nodes = gm.graph.find_nodes(op="placeholder")
-        inputs = [Spec.of(node.meta["val"]).empty() for node in nodes]
+        inputs = [Spec.of(of_node(node)["val"]).empty() for node in nodes]
     for node in gm.graph.nodes:
         node.meta = {}  # its values are of another mode
     with torch.no_grad(), tracing(TracingContext(mode)):
@@ -86,7 +87,7 @@ def _unseeded(flat: fx.GraphModule) -> tuple[fx.Graph, bool]:
     new: dict[fx.Node, Any] = {}
     random = False
     for node in flat.graph.nodes:
-        if node.op == "placeholder" and "val" not in node.meta:
+        if node.op == "placeholder" and "val" not in of_node(node):
             random = True
         elif _is_seed(node):
             continue

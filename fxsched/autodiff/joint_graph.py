@@ -9,6 +9,7 @@ from torch import fx
 
 from ..ir import ops
 from ..ir.graphs import Spec, base, draws, result
+from ..ir.meta import of_node
 from ..ir.user_line import line_of
 from ..jobs.job import PlanError
 from .activation_checkpoints import is_forward, recomputed
@@ -61,7 +62,7 @@ def reshape_views(graph: fx.Graph) -> None:
     """
     aten = torch.ops.aten
     for node in graph.find_nodes(op="call_function", target=aten.view.default):
-        if not base(node).meta["val"].is_contiguous():
+        if not of_node(base(node))["val"].is_contiguous():
             node.target = aten.reshape.default
 
 
@@ -85,7 +86,7 @@ def want_captured(gm: fx.GraphModule) -> None:
                     gm.graph.call_function(ops.wanting, (each,)) if wanted else each
                 )
                 if wanted:
-                    new[-1].meta = {**node.meta, "val": each.meta["val"]}
+                    new[-1].meta = {**node.meta, "val": of_node(each)["val"]}
         node.args = (*before, tuple(new), masked)
 
 
@@ -117,7 +118,7 @@ def recompute_in_backward(joint: Joint) -> None:
                 if read in again:
                     node.replace_input_with(read, copied(read, node))
     for node in graph.nodes:  # the partitioner has a way of its own with it
-        node.meta.pop("recompute", None)
+        of_node(node).pop("recompute", None)
     joint.gm.recompile()
 
 
@@ -149,7 +150,7 @@ def drop_copies(graph: fx.Graph) -> None:
         if (
             source.op == "call_function"
             and len(source.users) == 1
-            and Spec.of(source.meta["val"]) == Spec.of(node.meta["val"])
+            and Spec.of(of_node(source)["val"]) == Spec.of(of_node(node)["val"])
             and all(user.op != "output" for user in node.users)
         ):
             node.replace_all_uses_with(source)

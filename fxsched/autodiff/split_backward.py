@@ -10,6 +10,7 @@ from torch import fx
 
 from ..ir.graphs import Spec, base, result
 from ..ir.lazy import lazy_module
+from ..ir.meta import of_node
 from .joint_graph import Source
 from .stage_graphs import StageGraphs, bytes_of
 
@@ -56,7 +57,7 @@ def split_weights(graphs: StageGraphs) -> StageGraphs:
         needs=tuple(itertools.compress(graphs.needs, read)),
         weight=lazy_module(graphs.backward, _weight_graph(split)),
         weight_needs=(*(Source("state", i) for i in split.state.values()), *carried),
-        carried=tuple(Spec.of(n.meta["val"]) for n in split.carried),
+        carried=tuple(Spec.of(of_node(n)["val"]) for n in split.carried),
         carried_bytes=bytes_of(map(base, split.carried)),
     )
 

@@ -16,6 +16,7 @@ from torch import fx
 from ..ir import ops
 from ..ir.facts import stage_facts
 from ..ir.graphs import REPLICATED, Draw, Spec, base, draws, result
+from ..ir.meta import of_node
 from .joint_graph import Joint, Source, drop_copies
 
 
@@ -64,7 +65,7 @@ def cast_gradients(graphs: StageGraphs, dtype: torch.dtype | None) -> None:
     results = list(result(flat))
     for i in range(len(results) - len(graphs.state_gradients), len(results)):
         node = results[i]
-        fake = node.meta["val"]
+        fake = of_node(node)["val"]
         if fake.dtype == dtype:
             continue
         place = output if node.op == "placeholder" else node.next
@@ -72,7 +73,7 @@ def cast_gradients(graphs: StageGraphs, dtype: torch.dtype | None) -> None:
             copied = flat.graph.call_function(
                 torch.ops.aten._to_copy.default, (node,), {"dtype": dtype}
             )
-        copied.meta["val"] = fake.to(dtype)
+        of_node(copied)["val"] = fake.to(dtype)
         results[i] = copied
     output.args = (tuple(results),)
 
@@ -93,14 +94,14 @@ def graph_text(root: torch.nn.Module, graph: fx.Graph) -> str:
         text = repr(fx.map_arg((node.args, node.kwargs), number.__getitem__))
         line = f"{node.op} {text}"
         if node.op == "placeholder":
-            fake = node.meta["val"]
+            fake = of_node(node)["val"]
             line += f" {Spec.of(fake)!r} {fake.requires_grad}"
         else:
             line += f" {node.target} {id(node.target)}"
         if node.op == "get_attr":
             line += str(id(getattr(root, str(node.target), node)))
-        if "recompute" in node.meta:
-            region = node.meta["recompute"]
+        if "recompute" in of_node(node):
+            region = of_node(node)["recompute"]
             line += f" again {regions.setdefault(region, len(regions))}"
         lines.append(line)
     return "\n".join(lines)
@@ -155,7 +156,7 @@ def arrange_graphs(
         backward,
         tuple(needs),
         tuple(mutated),
-        tuple(Spec.of(v.meta["val"]) for v in saved),
+        tuple(Spec.of(of_node(v)["val"]) for v in saved),
         bytes_of(root for root in map(base, saved) if root.op != "placeholder"),
         tuple(base(each) not in {*map(base, saved)} for each in outputs),
         tuple(weights),
@@ -169,7 +170,7 @@ def arrange_graphs(
 
 def bytes_of(memory: Iterable[fx.Node]) -> int:
     """What these values take, each counted once."""
-    return sum(Spec.of(value.meta["val"]).bytes for value in dict.fromkeys(memory))
+    return sum(Spec.of(of_node(value)["val"]).bytes for value in dict.fromkeys(memory))
 
 
 def _results(joint: Joint, forward: fx.GraphModule) -> _Results:
@@ -237,13 +238,13 @@ def _arrange_gradients(
     with backward.graph.inserting_before(output):
         for i in [*inputs, *weights]:
             value = gradients[i]
-            fake = value.meta["val"]
+            fake = of_node(value)["val"]
             root = base(value)
             shared = root.op == "placeholder" or root in owned
             if not fake.is_contiguous() or (i < state and shared):
                 kwargs: dict[str, Any] = {"memory_format": torch.contiguous_format}
                 value = backward.graph.call_function(clone, (value,), kwargs)
-                value.meta["val"] = fake.contiguous()
+                of_node(value)["val"] = fake.contiguous()
                 root = value
             owned.add(root)
             results.append(value)
@@ -263,7 +264,7 @@ def _other_layouts(
     (output,) = backward.graph.find_nodes(op="output")
     for i, value in zip(joint.gradients, output.args[0], strict=True):
         if i is not None and i >= state and value is not None:
-            fake = value.meta["val"]
+            fake = of_node(value)["val"]
             once = fake[tuple(slice(0, 1 if s == 0 else None) for s in fake.stride())]
             if not fake.is_contiguous():
                 found[not once.is_contiguous()].append(i - state)
@@ -306,7 +307,7 @@ def _seed_draws(graph: fx.Graph, numbered: Sequence[Draw]) -> bool:
 
 
 def _is_replicated(node: fx.Node) -> bool:
-    return bool(node.meta.get("custom", {}).get(REPLICATED))
+    return bool(of_node(node).get("custom", {}).get(REPLICATED))
 
 
 def _drops_all(node: fx.Node) -> bool:

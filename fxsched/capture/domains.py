@@ -14,6 +14,7 @@ import networkx as nx
 from torch import fx
 
 from ..costmodel.costs import Work
+from ..ir.meta import of_node
 from ..ir.regions import is_region
 from ..rows.kinds import Kind, Rows, meet
 from .microbatch import Microbatch
@@ -38,7 +39,9 @@ class Domains:
 
     def _work(self, node: fx.Node) -> Work:
         new, nothing = self.trace.new.get(node), Work(0, 0.0, 0.0, 0)
-        known = new.meta.get("work", nothing) if isinstance(new, fx.Node) else nothing
+        known = (
+            of_node(new).get("work", nothing) if isinstance(new, fx.Node) else nothing
+        )
         assert isinstance(known, Work)
         return known
 

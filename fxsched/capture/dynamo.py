@@ -26,6 +26,7 @@ from torch._dynamo.exc import (
 )
 from torch._dynamo.symbolic_convert import InstructionTranslator
 
+from ..ir.meta import note, of_node
 from ..ir.request import Request
 from ..jobs.job import PlanError
 from ..torch_compat.compiled_modules import export_broken, innermost
@@ -122,12 +123,14 @@ def note_call(gm: fx.GraphModule, inputs: Sequence[Any]) -> None:
     ways = [[path, *others.get(path[-1], ())] for path in paths]
     origins = Origins(scope, outside, ways, inputs)
     for node in gm.graph.nodes:
-        node.meta["module"] = origins.module_name(node.meta.get("nn_module_stack", {}))
+        of_node(node)["module"] = origins.module_name(
+            node.meta.get("nn_module_stack", {})
+        )
     call = read_call(root.f_code, root.f_locals)
     for i, node in enumerate(placeholders(gm)):
         names = tuple(each for each, tensor in call.tensors if tensor is inputs[i])
         origin = origins.inputs[i]
-        node.meta.update(origin=origin, arguments=names)
+        note(node, origin=origin, arguments=names)
         if origin.registered and names and not isinstance(inputs[i], nn.Parameter):
             # a buffer in the call is state; another tensor there would be the batch
             same: Any = guards.GuardBuilder.ID_MATCH
@@ -135,7 +138,7 @@ def note_call(gm: fx.GraphModule, inputs: Sequence[Any]) -> None:
         if paths[i][-1].endswith(".storage_offset()") and not node.users:
             # where in its memory a batch begins, which Dynamo asks for if that changes
             # (`for x in data`) and nothing reads: each batch would be another plan
-            node.meta["origin"] = None
+            of_node(node)["origin"] = None
     gm.meta["call"] = call._replace(tensors=())  # which must not live on
     ends = [path[-1] for path in paths]
     gm.meta["returns"] = read_returns(translator, gm, ends, inputs, scope)

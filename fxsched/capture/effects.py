@@ -8,6 +8,7 @@ import torch
 from torch import fx
 
 from ..ir.graphs import name_of, named_arguments, written_arguments
+from ..ir.meta import of_node
 from ..jobs.job import PlanError
 from .refusals import where_of
 
@@ -46,7 +47,7 @@ def statistics_of(node: fx.Node) -> list[fx.Node]:
 
 def refuse_recomputed(node: fx.Node) -> None:
     """Raises PlanError for a node in a checkpoint that writes into a buffer."""
-    if "recompute" in node.meta:
+    if "recompute" in of_node(node):
         raise PlanError(
             f"a buffer is written inside torch.utils.checkpoint{where_of(node)}\n"
             "eager writes it twice, in F and as B computes it again; move what "

@@ -23,6 +23,7 @@ from torch import Tensor, fx, nn
 from torch.export import Dim, ExportedProgram, export
 
 from ..ir.graphs import storage
+from ..ir.meta import note, of_node
 from ..jobs.job import PlanError
 from ..torch_compat.ctc_losses import ctc_traced
 from ..torch_compat.own_gradients import own_gradients
@@ -159,8 +160,8 @@ def exported_graph(program: Any, run: ModelRun, named: Call) -> ExportedGraph:
     gm: fx.GraphModule = program.graph_module
     for each in gm.modules():  # bodies too
         for node in each.graph.nodes if isinstance(each, fx.GraphModule) else ():
-            node.meta["example_value"] = node.meta.get("val")
-            node.meta["module"] = _module_of(node)
+            node.meta["example_value"] = of_node(node).get("val")
+            of_node(node)["module"] = _module_of(node)
     refuse_generators(gm)
     state, used = _take_inputs(gm, program, run, named)
     results: Any = gm.graph.output_node().args[0]
@@ -203,7 +204,7 @@ def _take_inputs(
         name = registered.get(id(tensor))
         argument = position is not None and name is None
         origin = Origin(name or written, argument, registered=name is not None)
-        node.meta.update(origin=origin, arguments=names)
+        note(node, origin=origin, arguments=names)
     return tuple(state), tuple(used)
 
 
@@ -221,7 +222,7 @@ def _state(
     weight = run.calls.weights.get(storage(constant))
     if weight is None:
         return constant, f"self.{node.name}"
-    mode = node.meta["val"].fake_mode
+    mode = of_node(node)["val"].fake_mode
     node.meta["example_value"] = mode.from_tensor(weight, static_shapes=True)
     return weight, run.path_of(weight) or f"self.{node.name}"
 

@@ -25,6 +25,7 @@ from torch._ops import OpOverload
 from ..ir.early import Early
 from ..ir.graphs import ancestors, is_view, named_arguments, storage, tensors
 from ..ir.lazy import lazy_module
+from ..ir.meta import of_node
 from ..ir.regions import Regions
 from ..ir.rewrites import extracted
 from ..ir.written import gives_one, written
@@ -159,7 +160,7 @@ class _Functional:
         for target, version in zip(targets, versions, strict=True):
             root = self._root(target)
             before = self.last.get(root, node)  # in a checkpoint it is refused
-            self.last[root] = before if "recompute" in before.meta else node
+            self.last[root] = before if "recompute" in of_node(before) else node
             self.new[root] = version
             self.versions[root] += 1
             self.made[root] = self.versions[root]

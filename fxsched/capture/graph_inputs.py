@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from ..ir.graphs import Spec
+from ..ir.meta import of_node
 from ..ir.modes import casts
 
 Path = tuple[str, ...]
@@ -196,7 +197,7 @@ def symbol_of(size: object) -> Any:
 
 def origin_of(node: fx.Node) -> Origin:
     """Where an input comes from, as dynamo.py or exported_graph.py wrote it down."""
-    origin: Origin = node.meta["origin"]
+    origin: Origin = of_node(node)["origin"]
     return origin
 
 

@@ -20,6 +20,7 @@ from torch import Tensor, fx
 
 from ..ir import joint
 from ..ir.graphs import REPLICATED, Role, ancestors, storage
+from ..ir.meta import of_node
 from ..ir.user_line import line_of
 from ..jobs.job import PlanError
 from ..rows.kinds import Kind, Rows
@@ -92,7 +93,7 @@ class _Joining:
         for node in reversed(self.joint):
             self._drop(node)
         for node, version in final.items():
-            trace.new[node], trace.values[node] = version, version.meta["val"]
+            trace.new[node], trace.values[node] = version, of_node(version)["val"]
 
     def _finals(self, outputs: Sequence[fx.Node]) -> dict[fx.Node, fx.Node]:
         """What becomes of the outputs that are of the whole batch."""
@@ -165,7 +166,7 @@ class _Joining:
             return own
         if new.op == "get_attr":
             return new
-        if new.op == "placeholder" and new.meta["role"] is not Role.BATCH:
+        if new.op == "placeholder" and of_node(new)["role"] is not Role.BATCH:
             return new
         version = None if self.versions.dims(node) else self._version(node, None)
         if version is not None:
@@ -202,7 +203,7 @@ class _Joining:
         args, kwargs = fx.map_arg((given, node.kwargs), self._of_whole)
         with self.trace.graph.inserting_after(new):
             copy = self.trace.graph.create_node(node.op, node.target, args, kwargs)
-        drawn = {REPLICATED: own.meta["random"] > 0}
+        drawn = {REPLICATED: of_node(own)["random"] > 0}
         copy.meta = {**own.meta, **drawn, "joint": True}
         return copy
 
@@ -211,9 +212,11 @@ class _Joining:
         if ONCE in node.meta:
             return
         where = line_of(node.meta.get("stack_trace"))
-        drawn = own.meta["random"] and not new.meta[REPLICATED]
-        if node not in self.joint and (drawn or own.meta["mutates"]):
-            does = "writes in place" if own.meta["mutates"] else "draws random numbers"
+        drawn = of_node(own)["random"] and not new.meta[REPLICATED]
+        if node not in self.joint and (drawn or of_node(own)["mutates"]):
+            does = (
+                "writes in place" if of_node(own)["mutates"] else "draws random numbers"
+            )
             raise PlanError(
                 f"rows of the whole batch meet in what {does} in each microbatch{where}"
                 "\n  compute it after rows have met, or, if rows don't meet (tokens "

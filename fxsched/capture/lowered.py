@@ -30,6 +30,7 @@ from torch.utils import _pytree as pytree
 
 from ..ir.graphs import name_of, named_arguments
 from ..ir.lazy import lazy_module
+from ..ir.meta import of_node
 from ..jobs.job import PlanError
 from ..rows.own_backward import HOOK, own_name
 from ..torch_compat.ctc_losses import OURS
@@ -81,7 +82,7 @@ def aten_graph(gm: fx.GraphModule) -> fx.GraphModule:
     if error is not None:
         raise error
     for node in placeholders(result):
-        if node.meta["origin"] is None:  # which nothing reads
+        if of_node(node)["origin"] is None:  # which nothing reads
             result.graph.erase_node(node)
     result.meta["text"] = text_of(result)
     result = choose_rows(take_early_writes(without_writes(result)))
@@ -113,7 +114,7 @@ def lowered(gm: fx.GraphModule) -> fx.GraphModule:
         if node.op == "output":
             copy.meta = dict(gm.graph.output_node().meta)
         elif node.op != "placeholder":
-            copy.meta["example_value"] = copy.meta.pop("val", None)
+            copy.meta["example_value"] = of_node(copy).pop("val", None)
         if node.target in CHECKED:
             new[node] = _checked(copy)
     graph.eliminate_dead_code(_acts)
@@ -243,9 +244,11 @@ class _Lowering(fx.Interpreter):
         named = None
         while last.next.op != "root":
             last = last.next
-            if "module" not in last.meta:  # else it is of a body
+            if "module" not in of_node(last):  # else it is of a body
                 last.meta.update({"module": "", **known})
-            sized = isinstance(last.meta.get("val"), torch.SymInt)  # read of a result
+            sized = isinstance(
+                of_node(last).get("val"), torch.SymInt
+            )  # read of a result
             named = named if sized and named else last
         if named is not None:
             self.names.setdefault(named, node.name)

@@ -27,6 +27,7 @@ from ..ir.graphs import (
     storage,
     tensors,
 )
+from ..ir.meta import note, of_node
 from ..ir.regions import is_region
 from ..ir.written import written
 from ..jobs.job import PlanError
@@ -128,10 +129,10 @@ class Microbatch:
                 self.new[node], self.values[node] = self.new[same], self.values[same]
                 return
         new = self.graph.placeholder(re.sub(r"\W+|^(?=\d|self$)", "_", name))
-        new.meta.update(role=role, name=name, index=index, module="")
+        note(new, role=role, name=name, index=index, module="")
         spec = self.specs.get(index) or Spec.of(value)
         if role is Role.BATCH:
-            new.meta["dim"] = dim = self.batch.dims[index]
+            of_node(new)["dim"] = dim = self.batch.dims[index]
             shape = list(spec.shape)
             shape[dim] //= self.batch.microbatches
             spec = spec._replace(shape=tuple(shape))
@@ -146,7 +147,7 @@ class Microbatch:
     def put_input(self, node: fx.Node, new: fx.Node, fake: Tensor) -> None:
         """A new placeholder for a node, and the value that it stands for."""
         self.new[node], self.values[node] = new, fake
-        new.meta["val"] = fake
+        of_node(new)["val"] = fake
         self._costs.resident.add(storage(fake))
 
     def _role(self, node: fx.Node, value: Tensor, index: int) -> Role:
@@ -167,9 +168,9 @@ class Microbatch:
         value = self._interpreter.fetch_attr(str(node.target))
         new = self.graph.get_attr(str(node.target))
         self.new[node], self.values[node] = new, value
-        new.meta["module"] = ""
+        of_node(new)["module"] = ""
         if isinstance(value, Tensor):
-            self.values[node] = new.meta["val"] = self.mode.from_tensor(value)
+            self.values[node] = of_node(new)["val"] = self.mode.from_tensor(value)
             if not value.requires_grad:
                 self.note_input(node)
 
@@ -207,7 +208,7 @@ class Microbatch:
         new = self.graph.node_copy(node, lambda n: self.new[n])
         new.meta = {
             "val": value,
-            "module": node.meta["module"],
+            "module": of_node(node)["module"],
             "work": Work(flops, seconds, backward, sum(saved)),
             "mutates": mutated,
             "learns": mutated if learned else (),
@@ -277,7 +278,7 @@ class Microbatch:
         new, value = self.new.get(node), self.values[node]
         if not isinstance(new, fx.Node) or not isinstance(value, Tensor):
             return None
-        if new.meta["random"] or new.meta["mutates"] or node.target is written:
+        if of_node(new)["random"] or of_node(new)["mutates"] or node.target is written:
             return None
         tracker = self._tracker()
         for read in node.all_input_nodes:
@@ -306,7 +307,7 @@ class Microbatch:
 
     def _key(self, node: fx.Node) -> str:
         """A name that a node keeps in other traces of the model."""
-        place = f"{node.meta['module']}:{name_of(node.target)}"
+        place = f"{of_node(node)['module']}:{name_of(node.target)}"
         self._count[place] += 1
         return f"{place}:{self._count[place]}"
 
@@ -335,7 +336,7 @@ class WholeBatch(Microbatch):
 
     def put_input(self, node: fx.Node, new: fx.Node, fake: Tensor) -> None:
         """State is the same tensor in both, so that writes into it are seen."""
-        if new.meta["role"] is not Role.BATCH:
+        if of_node(new)["role"] is not Role.BATCH:
             fake = self.part.values[node]
         super().put_input(node, new, fake)
 
@@ -358,10 +359,11 @@ def add(
         after = trace.graph.find_nodes(op="placeholder")[-1]
     with trace.graph.inserting_after(after):
         new = trace.graph.call_function(target, args)
-    new.meta.update(
+    note(
+        new,
         val=value,
         work=copied(value),
-        module=like.meta.get("module", ""),
+        module=of_node(like).get("module", ""),
         mutates=(),
         learns=(),
         random=0,
@@ -377,6 +379,6 @@ def rows_of(trace: Microbatch, whole: fx.Node, dim: int, like: fx.Node) -> fx.No
     """A microbatch's rows, along a dimension, of a value of the whole batch."""
     count = trace.batch.microbatches
     with trace.mode:
-        value = whole.meta["val"].chunk(count, dim)[0].clone()
+        value = of_node(whole)["val"].chunk(count, dim)[0].clone()
     trace.tracker.put(value, Rows(Kind.SHARD, dim))
     return add(trace, whole, joint.part, whole, dim, count, like=like, value=value)

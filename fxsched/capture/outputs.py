@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, fx
 
 from ..ir.graphs import REPLICATED, Output, Role, ancestors, storage, written_storages
+from ..ir.meta import of_node
 from ..ir.request import OutputReduction
 from ..ir.user_line import line_of, user_line
 from ..jobs.job import PlanError
@@ -256,8 +257,8 @@ class _OutputReader:
         if new.op == "get_attr":
             tensor = getattr(trace.gm, str(new.target))
             return Output("constant", constant=tensor, name=name)
-        if new.op == "placeholder" and new.meta["role"] is Role.SHARED:
-            return Output("given", state=new.meta["index"], name=name)
+        if new.op == "placeholder" and of_node(new)["role"] is Role.SHARED:
+            return Output("given", state=of_node(new)["index"], name=name)
         fake = trace.values[old]
         if trace.batch.microbatches == 1:
             scalar = fake.dim() == 0 and fake.is_floating_point()
@@ -318,16 +319,16 @@ class _OutputReader:
         if not isinstance(new, fx.Node):
             size = node.meta.get("example_value")
             return "batch" if self.trace.batch.changes(size) else None
-        if new.meta["role"] is Role.BATCH:
+        if of_node(new)["role"] is Role.BATCH:
             return "batch"
-        return "state" if storage(new.meta["val"]) in self._written else None
+        return "state" if storage(of_node(new)["val"]) in self._written else None
 
 
 def output_leaves(trace: Microbatch) -> dict[fx.Node, frozenset[int]]:
     """For each output, the inputs of the call that its gradient reaches, by autograd's
     records of the trace."""
     inputs = trace.graph.find_nodes(op="placeholder")
-    index = {id(node.meta["val"]): node.meta["index"] for node in inputs}
+    index = {id(of_node(node)["val"]): of_node(node)["index"] for node in inputs}
     return {
         old: frozenset(
             index[each] for each in _leaves(trace.values[old]) & index.keys()

@@ -23,6 +23,7 @@ from torch import Tensor, fx
 
 from ..costmodel.costs import copied
 from ..ir.graphs import name_of
+from ..ir.meta import of_node
 from ..ir.modes import unlogged
 from ..ir.own_rows import eye_columns, eye_rows, own_diagonal
 from ..ir.regions import inside_regions
@@ -73,7 +74,7 @@ class RowVersions:
 
     def rows(self, version: fx.Node) -> Rows:
         """What became of the rows of the batch in it."""
-        return self.trace.tracker.of(version.meta["val"])
+        return self.trace.tracker.of(of_node(version)["val"])
 
     def dims(self, node: fx.Node) -> list[int]:
         """The dimensions of a value that are as long as the batch, or a multiple."""
@@ -99,7 +100,7 @@ class RowVersions:
     def _run(self, node: fx.Node, dim: Dim) -> fx.Node | None:
         """A joint node on a microbatch's parts of what it reads."""
         new = self.trace.new[node]
-        effects = new.meta.get("random") or new.meta.get("mutates")
+        effects = of_node(new).get("random") or of_node(new).get("mutates")
         effects = effects or node in self.trace.tracker.unlinear
         effects = effects or node.target is written
         again = node in self.joint and not effects and node not in self._inside
@@ -149,7 +150,7 @@ class RowVersions:
     def _made(self, node: fx.Node, target: Any, args: Any, dim: int) -> fx.Node:
         """What a function gives that takes a node's place."""
         old = self.trace.new[node]
-        values = fx.map_arg(args, lambda n: n.meta["val"])
+        values = fx.map_arg(args, lambda n: of_node(n)["val"])
         with self.trace.mode:
             value = target(*values)
         with self.trace.graph.inserting_after(old):
@@ -227,13 +228,13 @@ class RowVersions:
         exact = tracker.exact
         tracker.exact, tracker.sized = False, False
         trace.new.update(operands)
-        trace.values.update((n, new.meta["val"]) for n, new in operands.items())
+        trace.values.update((n, of_node(new)["val"]) for n, new in operands.items())
         try:
             with trace.graph.inserting_after(old), unlogged():
                 Microbatch.call(trace, node)
             version: fx.Node = trace.new[node]
             self._added.append(version)
-            version.meta["key"] = old.meta["key"]  # as profiled
+            of_node(version)["key"] = of_node(old)["key"]  # as profiled
             return version
         except PlanError:  # the shapes of these don't go together
             return None
@@ -244,7 +245,7 @@ class RowVersions:
 
     def _is_right(self, node: fx.Node, dim: Dim, version: fx.Node) -> bool:
         """Whether a value is what is looked for."""
-        value = version.meta["val"]
+        value = of_node(version)["val"]
         if not isinstance(value, Tensor):
             return False
         rows, shape = self.rows(version), list(self.whole.values[node].shape)

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, fx
 
+from ..ir.meta import of_node
 from ..ir.request import Request
 from ..jobs.job import PlanError
 from .caller import Argument, Call, Dims, parts
@@ -31,7 +32,7 @@ def samples_of(
     """
     dims, entries = request.batch_dims, list[BatchInput]()
     for node, value in zip(placeholders(gm), inputs, strict=True):
-        for argument in node.meta["arguments"] if isinstance(value, Tensor) else ():
+        for argument in of_node(node)["arguments"] if isinstance(value, Tensor) else ():
             check_dim(argument, value, dims)
     for i in user_tensors(gm, inputs):
         names = names_of(placeholders(gm)[i])
@@ -75,7 +76,7 @@ def user_tensors(gm: fx.GraphModule, inputs: Sequence[Any]) -> list[int]:
 
 def names_of(node: fx.Node) -> tuple[Argument, ...]:
     """An input that is an argument, or several, as the user names them."""
-    arguments: tuple[Argument, ...] = node.meta.get("arguments", ())
+    arguments: tuple[Argument, ...] = of_node(node).get("arguments", ())
     return arguments or (Argument(origin_of(node).name),)
 
 

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, fx
 
 from ..ir.graphs import Output, Role, Spec, named_arguments, storage, written_storages
+from ..ir.meta import of_node
 from ..ir.rewrites import added, rewritten
 from ..ir.user_line import line_of, user_line
 from ..ir.written import written
@@ -109,10 +110,10 @@ def mark_written(trace: Microbatch) -> None:
     written = written_storages(trace.graph)
     for node in placeholders(trace.gm):
         new = trace.new[node]
-        if isinstance(new, fx.Node) and new.meta["role"] is Role.SHARED:
-            changed = storage(new.meta["val"]) in written
+        if isinstance(new, fx.Node) and of_node(new)["role"] is Role.SHARED:
+            changed = storage(of_node(new)["val"]) in written
             if changed and not origin_of(node).argument:
-                new.meta["role"] = Role.BUFFER
+                of_node(new)["role"] = Role.BUFFER
 
 
 def kept_rows(trace: Microbatch) -> fx.Node | None:
@@ -160,7 +161,7 @@ class StateUpdates:
             i: state
             for i, node in enumerate(placeholders(trace.gm))
             if isinstance(state := trace.new[node], fx.Node)
-            and state.meta["role"] is not Role.BATCH
+            and of_node(state)["role"] is not Role.BATCH
         }
 
     def output(self, position: int, old: Any) -> Output | None:
@@ -169,18 +170,18 @@ class StateUpdates:
         replaced = self._replaced(position, old)
         if self._is_tensor(old) and storage(self.trace.values[old]) in self.written:
             for state in self.states.values():
-                if _is_same(state.meta["val"], self.trace.values[old]):
-                    return Output("state", state=state.meta["index"])
+                if _is_same(of_node(state)["val"], self.trace.values[old]):
+                    return Output("state", state=of_node(state)["index"])
         if self.trace.batch.microbatches == 1:
             return None
         for state in replaced:
             self._check(state, old)
-            state.meta["role"] = Role.BUFFER
+            of_node(state)["role"] = Role.BUFFER
             if not self.once:
                 self._replace(state, old)
         if self.once or not replaced:
             return None
-        return Output("state", state=replaced[0].meta["index"], replaced=True)
+        return Output("state", state=of_node(replaced[0])["index"], replaced=True)
 
     def placed(self, position: int, old: Any, output: Output) -> Output:
         """An output that is a new version of state, or not, with where it goes."""
@@ -195,7 +196,7 @@ class StateUpdates:
             return output
         return output._replace(
             differentiable=False,
-            state=state.meta["index"],
+            state=of_node(state)["index"],
             replaced=returned.version is None,
             kept=returned.kept,
         )
@@ -213,7 +214,7 @@ class StateUpdates:
 
     def _check(self, state: fx.Node, old: fx.Node) -> None:
         """Raises PlanError for state that is trained, or would be part of gradients."""
-        if state.meta["val"].requires_grad:
+        if of_node(state)["val"].requires_grad:
             raise PlanError(
                 f"{_where(state, old)}but it is trained; keep what F writes in buffers"
             )
@@ -230,7 +231,7 @@ class StateUpdates:
         after:  add = n + 1; n.copy_(add); return None
         """
         trace = self.trace
-        before, after = state.meta["val"], trace.values[old]
+        before, after = of_node(state)["val"], trace.values[old]
         if (before.shape, before.dtype) != (after.shape, after.dtype):
             raise PlanError(
                 f"{_where(state, old)}which is {Spec.of(after)} and was "
@@ -248,4 +249,4 @@ def _is_same(value: Tensor, other: Tensor) -> bool:
 
 def _where(state: fx.Node, old: fx.Node) -> str:
     line = user_line(old.meta.get("stack_trace"))
-    return f"{state.meta['name']} gets a new value, at\n  {line}\n"
+    return f"{of_node(state)['name']} gets a new value, at\n  {line}\n"

@@ -10,6 +10,7 @@ from torch import Tensor, fx
 
 from ..ir.early import Early, early_values
 from ..ir.graphs import Role, Spec, ancestors, name_of
+from ..ir.meta import note, of_node
 from ..ir.regions import is_region
 from ..ir.user_line import line_of
 from ..jobs.job import PlanError
@@ -45,12 +46,12 @@ class WeightedMicrobatch(Microbatch):
             return
         if level:
             self.tracker.put(value, level)
-            new.meta["rows"] = level
-        drawn = new.meta["random"] or is_region(node)
+            of_node(new)["rows"] = level
+        drawn = of_node(new)["random"] or is_region(node)
         if drawn or not self._early.issuperset(node.all_input_nodes):
             return
         self._early.add(node)
-        tensor = isinstance(value, Tensor) and not new.meta["mutates"]
+        tensor = isinstance(value, Tensor) and not of_node(new)["mutates"]
         if tensor and self.tracker.of(value).reduced:
             self._set_aside(node, value)
 
@@ -88,7 +89,7 @@ class WeightedMicrobatch(Microbatch):
         with self.mode:
             fake = Spec.of(value).empty()
         index = len(self.inputs) + number
-        new.meta.update(role=Role.SHARED, name=new.name, index=index, module="")
+        note(new, role=Role.SHARED, name=new.name, index=index, module="")
         self.put_input(node, new, fake)
         self.totals[node] = new
 
@@ -116,8 +117,8 @@ class WeightedMicrobatch(Microbatch):
             return None
         for node in reversed(self.graph.nodes):
             call = node.op == "call_function"
-            unread = call and not node.users and "mutates" in node.meta
-            if unread and not node.meta["mutates"] and not is_region(node):
+            unread = call and not node.users and "mutates" in of_node(node)
+            if unread and not of_node(node)["mutates"] and not is_region(node):
                 self.graph.erase_node(node)
         early = early_values(list(self.totals), range(len(self.inputs)))
         assert early is not None, "inputs alone decide these"
@@ -130,9 +131,9 @@ def refuse_kept_totals(trace: Microbatch) -> None:
         return
     totals = set(trace.totals.values())
     state = set(trace.graph.find_nodes(op="placeholder"))
-    state -= {n for n in state if n.meta["role"] is Role.BATCH} | totals
+    state -= {n for n in state if of_node(n)["role"] is Role.BATCH} | totals
     kept = {node: node.all_input_nodes for node in trace.graph.nodes}
-    kept = {node: reads for node, reads in kept.items() if node.meta.get("mutates")}
+    kept = {node: reads for node, reads in kept.items() if of_node(node).get("mutates")}
     for node in kept:
         if name_of(node.target) == "copy_":
             kept[node] = kept[node][1:]  # not what it writes over

@@ -16,6 +16,7 @@ from torch import fx
 
 from ..ir import ops
 from ..ir.graphs import arguments
+from ..ir.meta import of_call
 from ..jobs.job import Direction, Job
 from .memory import OVERWRITES, Memory, is_job, order_tasks, task_of
 from .reference import Reference
@@ -47,7 +48,9 @@ class _Evaluation:
     ) -> None:
         self.rank, self.program, self.reference = rank, program, reference
         self.nodes = list(program.graph.nodes)
-        self.names = {n.meta["replaces"] for n in self.nodes if "replaces" in n.meta}
+        self.names = {
+            of_call(n)["replaces"] for n in self.nodes if "replaces" in of_call(n)
+        }
         self.replaced = {n.name: n for n in self.nodes if n.name in self.names}
         self.summary = Summary(rank)
         self.matcher = Matcher(reference.gradient)
@@ -71,8 +74,8 @@ class _Evaluation:
             if node.op == "placeholder":
                 value = self.values[node] = self.reference.placeholder(node, self.rank)
                 self.memory.give(node)
-                if "group" in node.meta:
-                    self.kept[node.meta["group"]] = value
+                if "group" in of_call(node):
+                    self.kept[of_call(node)["group"]] = value
                 continue
             if fault := self.memory.read(node, inputs):
                 self._fault(fault)
@@ -82,8 +85,8 @@ class _Evaluation:
                 value = self.values[node] = self._evaluated(node)
                 if fault := self.memory.make(node, inputs):
                     self._fault(fault)
-                if node.target in OVERWRITES and "group" in node.meta:
-                    self.kept[node.meta["group"]] = value
+                if node.target in OVERWRITES and "group" in of_call(node):
+                    self.kept[of_call(node)["group"]] = value
         self.summary.left = self.state
         self._end_messages()
         return self.summary
@@ -138,8 +141,8 @@ class _Evaluation:
         target = node.target
         if is_job(node):
             return self._job(node)
-        if "replaces" in node.meta:
-            return self._of(self.replaced.get(node.meta["replaces"], GONE))
+        if "replaces" in of_call(node):
+            return self._of(self.replaced.get(of_call(node)["replaces"], GONE))
         if node.op != "call_function":
             kind = "." if node.op == "call_method" else ""
             return symbol(f"{kind}{target}", self._of(node.args), *_named(node, self))
@@ -154,13 +157,13 @@ class _Evaluation:
 
     def _job(self, node: fx.Node) -> Any:
         """A job has the arguments that it should; then its results have its name."""
-        job: Job = node.meta["job"]
+        job: Job = of_call(node)["job"]
         number = self.reference.number(job)
         if number < 0:
             return GONE
         name = self.reference.name(number)
         target, wanted = self.reference.call(job, self.state)
-        replaced = "replaces" in node.meta
+        replaced = "replaces" in of_call(node)
         if node.target == target or replaced:
             self._check_stage(str(node.target), target, replaced)
         else:
@@ -238,18 +241,18 @@ class _Evaluation:
 
     def _received(self, node: fx.Node) -> Any:
         kwargs = dict[str, Any](node.kwargs)
-        tag, source, specs = kwargs["tag"], kwargs["source"], node.meta["specs"]
+        tag, source, specs = kwargs["tag"], kwargs["source"], of_call(node)["specs"]
         what = node.target.__name__  # type: ignore[union-attr]
-        end = End(what, tag, source, node.meta["task"], -1, None, specs)
+        end = End(what, tag, source, of_call(node)["task"], -1, None, specs)
         self.summary.ends.append(end)
         self.messages.append((node, node))
         return received(tag)
 
     def _sent(self, node: fx.Node) -> None:
-        value, task = arguments(node)[0], node.meta["task"]
+        value, task = arguments(node)[0], of_call(node)["task"]
         kwargs: dict[str, Any] = node.kwargs
         to, tag = kwargs["to"], kwargs["tag"]
-        at, sent, specs = self.positions[task], self._of(value), value.meta["specs"]
+        at, sent, specs = self.positions[task], self._of(value), of_call(value)["specs"]
         self.summary.ends.append(End("send", tag, to, task, at, sent, specs))
         self.messages.append((value, node))
 
@@ -395,7 +398,7 @@ class _Evaluation:
 
     def _check_jobs(self) -> None:
         """Jobs run once, where w says."""
-        ran = Counter(node.meta["job"] for node in filter(is_job, self.nodes))
+        ran = Counter(of_call(node)["job"] for node in filter(is_job, self.nodes))
         reference = self.reference
         times = Counter({reference.number(job): n for job, n in ran.items()})
         mine = reference.jobs_on(self.rank)

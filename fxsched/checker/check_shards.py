@@ -11,6 +11,7 @@ from torch.utils import _pytree as pytree
 
 from ..ir.facts import facts
 from ..ir.graphs import named_arguments, numbered_draws, tensors
+from ..ir.meta import of_call, of_node
 from ..ir.parts import PartOf
 from ..ir.regions import Regions
 from ..ir.user_line import line_of
@@ -33,8 +34,10 @@ def try_shards(
     Raises PlanError if they don't: then a rule of fxsched is wrong.
     """
     nodes = whole.graph.nodes
-    flops = sum(node.meta["work"].flops for node in nodes if "work" in node.meta)
-    if flops > FLOPS or any(node.meta.get("joint") for node in nodes):
+    flops = sum(
+        of_node(node)["work"].flops for node in nodes if "work" in of_node(node)
+    )
+    if flops > FLOPS or any(of_call(node).get("joint") for node in nodes):
         return False
     for ints in (_classes(whole.graph), 2):
         inputs = _inputs(whole, ints)
@@ -64,7 +67,7 @@ def _classes(graph: fx.Graph) -> int:
     tables = [("weight", 0, n) for n in _calls(graph, aten.embedding.default)]
     tables += [("self", 1, n) for n in _calls(graph, aten.cross_entropy_loss.default)]
     reads = ((named_arguments(node)[name], dim) for name, dim, node in tables)
-    sizes = [int(each.meta["val"].shape[dim]) for each, dim in reads]
+    sizes = [int(of_call(each)["val"].shape[dim]) for each, dim in reads]
     return min(sizes, default=2)
 
 
@@ -76,7 +79,7 @@ def _inputs(gm: fx.GraphModule, ints: int) -> dict[int, Tensor]:
     """Random inputs, by position; those that are ints are below a number."""
     generator, inputs = torch.Generator().manual_seed(0), dict[int, Tensor]()
     for node in gm.graph.find_nodes(op="placeholder"):
-        fake = node.meta["val"]
+        fake = of_call(node)["val"]
         shape = tuple(map(int, fake.shape))
         if fake.is_floating_point() or fake.is_complex():
             kind = torch.complex64 if fake.is_complex() else torch.float32
@@ -84,7 +87,7 @@ def _inputs(gm: fx.GraphModule, ints: int) -> dict[int, Tensor]:
         else:
             most = 2 if fake.dtype is torch.bool else ints
             value = torch.randint(most, shape, generator=generator)
-        inputs[node.meta["index"]] = value.to(fake.device, fake.dtype)
+        inputs[of_call(node)["index"]] = value.to(fake.device, fake.dtype)
     return inputs
 
 
@@ -113,7 +116,7 @@ def _run(
     with Regions() as regions, torch.random.fork_rng(), torch.no_grad():
         for node in gm.graph.nodes:
             if node.op == "placeholder":
-                values[node] = _input(node.meta["index"], inputs, parts)
+                values[node] = _input(of_call(node)["index"], inputs, parts)
                 continue
             if regions.pass_by(node):
                 continue

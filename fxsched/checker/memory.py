@@ -16,6 +16,7 @@ from torch import fx
 
 from ..ir import ops
 from ..ir.graphs import arguments
+from ..ir.meta import of_call
 from ..jobs.job import Direction, Job
 from .reference import Reference
 from .summary import Summary
@@ -33,12 +34,12 @@ COPIES = (ops.copy, ops.correct)
 
 def is_job(node: fx.Node) -> bool:
     """Whether a node of a program is F, B or W."""
-    return node.op == "call_module" and "job" in node.meta
+    return node.op == "call_module" and "job" in of_call(node)
 
 
 def task_of(node: fx.Node) -> str:
     """The task that a node belongs to."""
-    return str(node.meta.get("task", node.name))
+    return str(of_call(node).get("task", node.name))
 
 
 def order_tasks(
@@ -53,7 +54,7 @@ def order_tasks(
     calls = []
     for node, inputs in zip(nodes, read, strict=True):
         if node.op.startswith("call") and node.target not in RECEIVES:
-            task = node.meta["task"]
+            task = of_call(node)["task"]
             if task not in positions:
                 positions[task] = len(positions)
             if node.target is not ops.free:
@@ -66,7 +67,7 @@ def order_tasks(
                 tag: Any = value.kwargs["tag"]
                 waits[position, tag] = None
             elif value.op != "placeholder":
-                before = value.meta["task"]
+                before = of_call(value)["task"]
                 if before != task and positions[before] > position:
                     summary.circle = (before, task)
     summary.tasks, summary.waits = list(positions), list(waits)
@@ -138,13 +139,13 @@ class Memory:
             for each in self.shared.pop(old, [old]):
                 self.changed[each] = node
                 fault = fault or self._readers_fault(each, node)
-        if "group" in node.meta and node.target in (ops.update, ops.renew):
-            self.versions[node.meta["group"]] += 1
+        if "group" in of_call(node) and node.target in (ops.update, ops.renew):
+            self.versions[of_call(node)["group"]] += 1
         return fault
 
     def _readers_fault(self, value: fx.Node, node: fx.Node) -> str | None:
         """Which reader of a value what goes over its memory does not wait for."""
-        group = node.meta.get("group", -1)
+        group = of_call(node).get("group", -1)
         waiting = [
             user
             for user in value.users
@@ -156,7 +157,7 @@ class Memory:
         for user in waiting:
             if before is None:
                 before = self._before(node, min(map(self.at.__getitem__, waiting)))
-            job = user.meta.get("job") if is_job(user) else None
+            job = of_call(user).get("job") if is_job(user) else None
             if task_of(user) in before or (job is not None and _ends(job, before)):
                 continue
             return (
@@ -168,7 +169,7 @@ class Memory:
     def _comes_of(self, reader: fx.Node, group: int) -> bool:
         """Whether new weights of a group can't be there before a job is over, as they
         come of its gradient."""
-        job: Job | None = reader.meta.get("job")
+        job: Job | None = of_call(reader).get("job")
         if group < 0 or job is None:
             return False
         gives = job.stage in self.reference.groups[group].givers
@@ -185,7 +186,7 @@ class Memory:
                     continue
                 seen.add(value)
                 queue.append(value)
-                job = value.meta.get("job") if is_job(value) else None
+                job = of_call(value).get("job") if is_job(value) else None
                 if job is not None or task_of(value) not in found:
                     found[task_of(value)] = job
         return found
@@ -215,7 +216,7 @@ def _shared(node: fx.Node, inputs: Sequence[fx.Node]) -> Sequence[fx.Node]:
     if node.target is ops.replica:
         *_, copied, weights = arguments(node)
         return [] if copied else [weights]
-    if node.target in (operator.getitem, ops.bundle) or node.meta.get("own"):
+    if node.target in (operator.getitem, ops.bundle) or of_call(node).get("own"):
         return inputs
     return []
 

@@ -17,6 +17,7 @@ from ..clock.jobs import Jobs, Kind
 from ..ir import joint
 from ..ir.facts import facts
 from ..ir.graphs import Group, Output, arguments, result
+from ..ir.meta import of_call
 from ..ir.request import Request
 from ..jobs.job import Direction, Job
 from .stage_digest import stage_digest
@@ -41,7 +42,7 @@ class Reference:
         self.by_arrival = request.by_arrival and self.every is not None
         self.results: Mapping[str, Any] = result(gm)
         self.calls: dict[Kind, fx.Node] = {
-            (node.meta["stage"], node.meta["direction"]): node
+            (of_call(node)["stage"], of_call(node)["direction"]): node
             for node in gm.graph.find_nodes(op="call_module")
         }
         known: dict[nn.Module, bytes] = {}
@@ -91,17 +92,17 @@ class Reference:
         call = self.calls[job.stage, job.direction]
         weights, *rest, _ = arguments(call)
         seed = None
-        if call.meta["draw"] is not None:
+        if of_call(call)["draw"] is not None:
             b = job.microbatch
             base = Symbol(("in", "seed"))
-            seed = Symbol(("seed", base, call.meta["draw"], b, self.round(b)))
+            seed = Symbol(("seed", base, of_call(call)["draw"], b, self.round(b)))
         read = tuple([self._weights(each, job, state) for each in weights])
         values = [self._values(each, job.microbatch) for each in rest]
         return str(call.target), (read, *values, seed)
 
     def _weights(self, node: fx.Node, job: Job, state: Mapping[int, Any]) -> Any:
         """The weights of a group as a job reads them."""
-        number = node.meta["group"]
+        number = of_call(node)["group"]
         group = self.groups[number]
         if group.written and job.direction is FORWARD and number in state:
             return state[number]
@@ -213,9 +214,9 @@ class Reference:
         return Symbol(("terms", *each))
 
     def _input(self, node: fx.Node, b: int) -> Any:
-        if "tangent" in node.meta:
-            return self._tangent(node.meta["tangent"], b)
-        value, dim = Symbol(("in", node.name)), node.meta["dim"]
+        if "tangent" in of_call(node):
+            return self._tangent(of_call(node)["tangent"], b)
+        value, dim = Symbol(("in", node.name)), of_call(node)["dim"]
         dims = (dim,) if dim else ()
         return Symbol(("rows", value, b, self.microbatches, *dims))
 
@@ -256,7 +257,7 @@ class Reference:
 
     def _gradient(self, group: int, round: int, replica: int) -> Any:
         nodes = sorted(
-            self.results["groups"][str(group)], key=lambda node: -node.meta["stage"]
+            self.results["groups"][str(group)], key=lambda node: -of_call(node)["stage"]
         )
         first = 0 if self.every is None else round * self.every
         of_round = range(first, first + (self.every or self.microbatches))
@@ -269,7 +270,7 @@ class Reference:
             ]
             for b in of_round
         ]
-        given = tuple(spec.dtype for spec in nodes[0].meta["specs"])
+        given = tuple(spec.dtype for spec in of_call(nodes[0])["specs"])
         wanted = self._weight_types(group)
         summed = given
         if self.request.deterministic:
@@ -291,14 +292,16 @@ class Reference:
         return self.jobs.worker[self.jobs.find(self.kinds[call], b)]
 
     def _weight_types(self, group: int) -> tuple[Any, ...]:
-        specs = self._weight_inputs[group].meta["specs"]
+        specs = of_call(self._weight_inputs[group])["specs"]
         pairs = zip(specs, self.groups[group].trained, strict=True)
         return tuple(spec.dtype for spec, trained in pairs if trained)
 
     @cached_property
     def _weight_inputs(self) -> dict[int, fx.Node]:
         nodes = self.gm.graph.find_nodes(op="placeholder")
-        return {node.meta["group"]: node for node in nodes if "group" in node.meta}
+        return {
+            of_call(node)["group"]: node for node in nodes if "group" in of_call(node)
+        }
 
     def updates_on(self, rank: int) -> Iterator[tuple[Job, int]]:
         """The updates of a worker: the job, and the group."""
@@ -390,7 +393,7 @@ class Reference:
 
     def placeholder(self, node: fx.Node, rank: int) -> Any:
         """What an input of a program is on a worker."""
-        number = node.meta.get("group")
+        number = of_call(node).get("group")
         if number is None:
             return Symbol(("in", node.name))
         group = self.groups[number]
@@ -434,15 +437,15 @@ class Reference:
             }
         inputs: dict[str, Any] = {}
         for node in self.gm.graph.find_nodes(op="placeholder"):
-            nodes = self.results["inputs"].get(str(node.meta.get("input")))
+            nodes = self.results["inputs"].get(str(of_call(node).get("input")))
             if nodes is None or not (readers is None or rank in readers):
                 continue
             parts = (
                 symbol("sum", *(self.value(each, b) for each in nodes))
                 for b in range(self.microbatches)
             )
-            inputs[str(node.meta["input"])] = Symbol(
-                (("collect", node.meta["dim"]), *parts)
+            inputs[str(of_call(node)["input"])] = Symbol(
+                (("collect", of_call(node)["dim"]), *parts)
             )
         return {"groups": groups, "inputs": inputs}
 

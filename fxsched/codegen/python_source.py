@@ -18,6 +18,7 @@ from torch import fx
 
 from ..ir import ops
 from ..ir.graphs import arguments, result
+from ..ir.meta import of_call
 from ..transport.wire_format import Parcel
 from .graph_functions import FlatFunction, runner
 
@@ -93,7 +94,7 @@ class PythonSource:
         args = [self.express(arg, env) for arg in node.args]
         if node.op == "call_module":
             stage = self.gm.get_submodule(str(node.target))
-            job = "job" in node.meta and "forward" not in vars(stage)
+            job = "job" in of_call(node) and "forward" not in vars(stage)
             if job and isinstance(stage, fx.GraphModule):
                 return self.stage(stage, args)
             return self.call(self.name(stage), node, args, env)
@@ -115,14 +116,16 @@ class PythonSource:
             total, new = args
             # of an earlier job they wait for their turn, as what they are added to does
             fresh = gradients.target is operator.getitem
-            fresh = fresh and gradients.meta.get("task") == node.meta.get("task")
+            fresh = fresh and of_call(gradients).get("task") == of_call(node).get(
+                "task"
+            )
             fresh = fresh and not any(
                 user.target is ops.finite for user in gradients.all_input_nodes[0].users
             )
             self.accumulate(total, new, alone=fresh and readers == [node])
             return args[0]
         if node.target is ops.loss_gradient and len(args) == 2:
-            (spec,) = node.meta["specs"]
+            (spec,) = of_call(node)["specs"]
             full = torch.full(
                 spec.shape, arguments(node)[1], dtype=spec.dtype, device=spec.device
             )

@@ -14,6 +14,7 @@ from torch import fx
 
 from ..ir import ops
 from ..ir.graphs import arguments
+from ..ir.meta import of_call
 from ..jobs.job import Job
 from ..transport.wire_format import Parcel
 
@@ -77,8 +78,8 @@ class TaskProgram:
                 parcel = Parcel(
                     node.kwargs["source"],
                     node.kwargs["tag"],
-                    node.meta["specs"],
-                    node.meta["bundle"],
+                    of_call(node)["specs"],
+                    of_call(node)["bundle"],
                     node.target is ops.fetch,
                 )
                 position = len(self.receives)
@@ -87,13 +88,13 @@ class TaskProgram:
                 self.receives.append(receive)
                 self.lanes.setdefault(lane, []).append(receive)
                 continue
-            name = node.meta["task"]
+            name = of_call(node)["task"]
             if (phase, name) not in tasks:
-                task = Task(name, node.meta["n"], [])
+                task = Task(name, of_call(node)["n"], [])
                 tasks[phase, name] = task
                 self.phases[-1].append(task)
             tasks[phase, name].nodes.append(node)
-            tasks[phase, name].job = node.meta.get("job", tasks[phase, name].job)
+            tasks[phase, name].job = of_call(node).get("job", tasks[phase, name].job)
             if node.target is ops.pause:
                 tasks[phase, name].pause = node
                 self.phases.append([])
@@ -134,17 +135,19 @@ class TaskProgram:
 def sent(node: fx.Node) -> Parcel:
     """What a send node sends."""
     (value,) = arguments(node)
-    weights = value.op == "placeholder" or "group" in node.meta
+    weights = value.op == "placeholder" or "group" in of_call(node)
     to: Any = node.kwargs["to"]
     tag: Any = node.kwargs["tag"]
-    bundle = weights or value.meta["bundle"]
+    bundle = weights or of_call(value)["bundle"]
     whole = _made_of(value).target in (ops.reduce, ops.cast)
-    return Parcel(to, tag, value.meta["specs"], bundle, weights, outlives_step=whole)
+    return Parcel(
+        to, tag, of_call(value)["specs"], bundle, weights, outlives_step=whole
+    )
 
 
 def _made_of(node: fx.Node) -> fx.Node:
     """What a node of a user's pass was computed from, if from one value alone."""
-    if not node.meta.get("own"):
+    if not of_call(node).get("own"):
         return node
     sources = set(map(_made_of, node.all_input_nodes))
     return sources.pop() if len(sources) == 1 else node

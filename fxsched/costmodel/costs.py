@@ -17,6 +17,7 @@ from torch.utils.flop_counter import flop_registry
 
 from ..ir import ops
 from ..ir.graphs import draws, is_mutable, is_view, tensors
+from ..ir.meta import of_node
 
 aten = torch.ops.aten
 
@@ -131,12 +132,12 @@ def graph_cost(gm: fx.GraphModule) -> Cost:
         if func is ops.seeded:
             func, args = args[0], args[2:]
         if node.op == "call_function" and hasattr(func, "_schema"):
-            total = total.plus(cost_of(func, args, kwargs, node.meta.get("val")))
+            total = total.plus(cost_of(func, args, kwargs, of_node(node).get("val")))
     return total
 
 
 def _value(node: fx.Node) -> Any:
-    return node.meta.get("val")
+    return of_node(node).get("val")
 
 
 class Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]

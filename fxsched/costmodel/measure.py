@@ -16,6 +16,7 @@ from torch import Tensor, fx
 from ..clock.timeline import Event
 from ..ir import joint, ops
 from ..ir.graphs import REGION_ENTERS, REGION_EXITS, Role
+from ..ir.meta import of_node
 from ..jobs.job import Direction, PlanError
 from .costs import Work, backward_of
 
@@ -64,9 +65,9 @@ class Profile:
 
         Raises PlanError if most of its work is in nodes that were not measured.
         """
-        nodes = [node for node in gm.graph.nodes if "work" in node.meta]
-        known = [node for node in nodes if node.meta["key"] in self.measured]
-        work = {n: sum(Times.of(n.meta["work"])) for n in nodes}
+        nodes = [node for node in gm.graph.nodes if "work" in of_node(node)]
+        known = [node for node in nodes if of_node(node)["key"] in self.measured]
+        work = {n: sum(Times.of(of_node(n)["work"])) for n in nodes}
         if 2 * sum(work[n] for n in known) < sum(work.values()):
             raise PlanError(
                 "the profile is of another model: it knows less than half of this "
@@ -74,13 +75,13 @@ class Profile:
             )
         whole = _total(self.measured.values()).over(_total(self.estimated.values()))
         for node in nodes:
-            key, old = node.meta["key"], node.meta["work"]
-            node.meta["estimated"] = Times.of(old)
+            key, old = of_node(node)["key"], of_node(node)["work"]
+            of_node(node)["estimated"] = Times.of(old)
             ratio = whole
             if key in self.measured:
                 ratio = self.measured[key].over(self.estimated[key])
-            forward, backward = node.meta["estimated"].scaled(ratio)
-            node.meta["work"] = old._replace(forward=forward, backward=backward)
+            forward, backward = of_node(node)["estimated"].scaled(ratio)
+            of_node(node)["work"] = old._replace(forward=forward, backward=backward)
 
 
 def _total(times: Iterable[Times]) -> Times:
@@ -100,11 +101,11 @@ def known_nodes(nodes: Sequence[fx.Node]) -> dict[str, Known]:
     """Nodes of a traced graph with stages, by the names that a Profile has for them."""
     profile = {}
     for node in nodes:
-        if "work" in node.meta:
-            planned = Times.of(node.meta["work"])
-            estimated = node.meta.get("estimated", planned)
-            key = node.meta["key"]
-            profile[key] = Known(node.meta.get("stage"), estimated, planned)
+        if "work" in of_node(node):
+            planned = Times.of(of_node(node)["work"])
+            estimated = of_node(node).get("estimated", planned)
+            key = of_node(node)["key"]
+            profile[key] = Known(of_node(node).get("stage"), estimated, planned)
     return profile
 
 
@@ -154,8 +155,8 @@ def measure(
         for kind, times in taken.items()
     }
     return Profile(
-        {n.meta["key"]: medians[_kind(n)] for n in nodes},
-        {n.meta["key"]: Times.of(n.meta["work"]) for n in nodes},
+        {of_node(n)["key"]: medians[_kind(n)] for n in nodes},
+        {of_node(n)["key"]: Times.of(of_node(n)["work"]) for n in nodes},
     )
 
 
@@ -164,7 +165,7 @@ def _kind(node: fx.Node) -> str:
     them want gradients."""
 
     def describe(read: fx.Node) -> Any:
-        value = read.meta.get("val")
+        value = of_node(read).get("val")
         if not isinstance(value, Tensor):
             return value
         return tuple(value.shape), value.stride(), value.dtype, value.requires_grad
@@ -205,10 +206,10 @@ class _TimedPass:
         return seconds
 
     def input_of(self, node: fx.Node) -> Tensor:
-        value: Tensor = self.inputs[node.meta["index"]]
-        if node.meta["role"] is Role.BATCH:
-            value = ops.rows(value, 0, self.microbatches, node.meta["dim"])
-        is_parameter = node.meta["role"] is Role.PARAMETER
+        value: Tensor = self.inputs[of_node(node)["index"]]
+        if of_node(node)["role"] is Role.BATCH:
+            value = ops.rows(value, 0, self.microbatches, of_node(node)["dim"])
+        is_parameter = of_node(node)["role"] is Role.PARAMETER
         return value.detach() if is_parameter else value.detach().clone()
 
     def rows_of(self, node: fx.Node) -> Tensor:
@@ -239,7 +240,7 @@ class _TimedPass:
         run = getattr(self.interpreter, node.op)
         args, kwargs = self.arguments(node)
         backward = 0.0
-        if node.meta["work"].backward:
+        if of_node(node)["work"].backward:
             backward = self.backward(node, run)
         begin = _now()
         self.values[node] = run(node.target, args, kwargs)
@@ -248,9 +249,9 @@ class _TimedPass:
     def backward(self, node: fx.Node, run: Callable[..., Any]) -> float:
         """Seconds of a node's B, on a copy of its arguments."""
         wanted = {
-            n: self.values[n].detach().requires_grad_(n.meta["val"].requires_grad)
+            n: self.values[n].detach().requires_grad_(of_node(n)["val"].requires_grad)
             for n in node.all_input_nodes
-            if isinstance(n.meta.get("val"), Tensor)
+            if isinstance(of_node(n).get("val"), Tensor)
         }
         args, kwargs = fx.map_arg(
             (node.args, node.kwargs), lambda n: wanted.get(n, self.values[n])

@@ -9,6 +9,7 @@ from torch import fx
 
 from ..ir import ops
 from ..ir.graphs import Spec
+from ..ir.meta import of_call
 from .tables import byte_text, shorten, table
 
 # What makes weights, and the argument that is the weights before it.
@@ -57,12 +58,12 @@ def _tasks(program: fx.GraphModule) -> list[list[fx.Node]]:
     for node in program.graph.nodes:
         receives = node.target in (ops.recv, ops.fetch)
         if node.op not in ("placeholder", "output") and not receives:
-            tasks.setdefault(node.meta["task"], []).append(node)
+            tasks.setdefault(of_call(node)["task"], []).append(node)
     return list(tasks.values())
 
 
 def _cells(nodes: list[fx.Node], seen: set[fx.Node], sizes: bool) -> list[Any]:
-    task, n = nodes[0].meta["task"], nodes[0].meta["n"]
+    task, n = of_call(nodes[0])["task"], of_call(nodes[0])["n"]
     waits, weights = _reads(nodes, seen)
     sends = [node for node in nodes if node.target is ops.send]
     freed = [
@@ -87,30 +88,30 @@ def _reads(nodes: list[fx.Node], seen: set[fx.Node]) -> tuple[list[str], list[st
 
     seen: the values received for tasks before, which are not waited for again.
     """
-    task, inside = nodes[0].meta["task"], set(nodes)
+    task, inside = of_call(nodes[0])["task"], set(nodes)
     readers = [node for node in nodes if node.target is not ops.free]
     values = dict.fromkeys(v for node in readers for v in _inputs(node))
     waits, weights = [], []
     for value in values:
         if value in inside or value in seen:
             continue
-        maker = value.meta.get("task", task)
+        maker = of_call(value).get("task", task)
         if value.target is ops.recv:
             seen.add(value)
             waits.append(f"{maker} from {value.kwargs['source']}")
         elif value.target is ops.fetch:
-            weights.append(f"{value.meta['group']} from {value.kwargs['source']}")
-        elif "group" in value.meta and value.op == "placeholder":
-            weights.append(f"{value.meta['group']} here")
+            weights.append(f"{of_call(value)['group']} from {value.kwargs['source']}")
+        elif "group" in of_call(value) and value.op == "placeholder":
+            weights.append(f"{of_call(value)['group']} here")
         elif value.target is ops.update and value.args[2] is None:
             waits.append(f"{maker} here")  # it comes when it comes
         elif value.target is ops.copy and maker.startswith("read "):
-            weights.append(f"{value.meta['group']} as {maker}")
+            weights.append(f"{of_call(value)['group']} as {maker}")
         elif value.target in MADE:
             version, kept = _version(value), value.target is not ops.renew
             shown = f" v{version}" if version or kept else ""  # else the loop's own
             corrected = " corrected" if value.target is ops.correct else ""
-            weights.append(f"{value.meta['group']}{shown}{corrected} here")
+            weights.append(f"{of_call(value)['group']}{shown}{corrected} here")
         elif maker != task:
             waits.append(f"{maker} here")
     return waits, weights
@@ -165,7 +166,7 @@ def _freed_bytes(values: Sequence[fx.Node]) -> str:
 
 
 def _bytes(value: fx.Node) -> int:
-    specs: Sequence[Spec] = value.meta.get("specs", ())  # not on nodes of a user
+    specs: Sequence[Spec] = of_call(value).get("specs", ())  # not on nodes of a user
     return sum(spec.bytes for spec in specs)
 
 
@@ -173,5 +174,5 @@ def _name(value: object) -> str:
     """A value as tables show it."""
     assert isinstance(value, fx.Node)
     if value.target is ops.recv:
-        return f"{value.meta['task']}'s"
+        return f"{of_call(value)['task']}'s"
     return value.name

@@ -8,6 +8,7 @@ from typing import NamedTuple
 from torch import fx
 
 from ..clock.memory import Memory, Peaks
+from ..ir.meta import of_call
 from ..ir.step import JobOutput, Message, Step
 from ..jobs.job import Direction, Job
 from .cut_table import EXPLAINED
@@ -85,15 +86,15 @@ def shard_exchange(step: Step) -> Exchange:
 
 def _other_shards(made: fx.Node) -> list[Reader]:
     """The calls of other shards of the same stage that read what a call makes."""
-    own, found = made.meta["stage"], []
+    own, found = of_call(made)["stage"], []
     users = list(made.users)
     for user in users:
         if user.op != "call_module":  # sums of gradients, and the like
             users += user.users
             continue
-        stage = user.meta["stage"]
+        stage = of_call(user)["stage"]
         if stage.stage == own.stage and stage.shard != own.shard:
-            found.append((stage, user.meta["direction"]))
+            found.append((stage, of_call(user)["direction"]))
     return found
 
 

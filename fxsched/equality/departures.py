@@ -12,6 +12,7 @@ from torch import Tensor, fx
 from ..capture.graph_inputs import placeholders
 from ..ir.facts import facts
 from ..ir.graphs import tensors
+from ..ir.meta import of_node
 from ..planning import TracedCall
 from ..rows.kinds import REPLICATE, Rows
 from .draws import Numbers, WholeDraws
@@ -49,7 +50,7 @@ def first_departure(
     results = parts.run()
     pairs = [p for p in _pairs(gm, traced) if p[0] in parts.values and p[0].users]
     for node, source in pairs:
-        rows = node.meta.get("rows") or REPLICATE
+        rows = of_node(node).get("rows") or REPLICATE
         if not rows.numbers and not _same(whole.seen[source], parts.seen[node], rows):
             return Departure(node, False)
     wanted = _gradients(outputs, [[whole.values[source]] for _, source in pairs])
@@ -58,7 +59,7 @@ def first_departure(
     least = max((_size(each) for (each,) in wanted), default=0.0) / 1000
     triples = list(zip(pairs, wanted, found, strict=True))
     for (node, _), (gradient,), each in reversed(triples):
-        rows = node.meta.get("rows") or REPLICATE
+        rows = of_node(node).get("rows") or REPLICATE
         if not _gradients_same(gradient, each, rows, least):
             return Departure(_reader(node), True)
     return None
@@ -83,9 +84,9 @@ def _pairs(gm: fx.GraphModule, traced: TracedCall) -> Iterator[tuple[fx.Node, fx
     inputs = placeholders(gm)
     named = {node.name: node for node in gm.graph.nodes}
     for node in traced.graph.graph.nodes:
-        if node.op == "placeholder" and node.meta["index"] < len(inputs):
-            yield node, inputs[node.meta["index"]]
-        source = named.get(node.meta.get("source", ""))
+        if node.op == "placeholder" and of_node(node)["index"] < len(inputs):
+            yield node, inputs[of_node(node)["index"]]
+        source = named.get(of_node(node).get("source", ""))
         if source is not None and _place(source) == _place(node):
             yield node, source
 

@@ -14,6 +14,7 @@ from torch import Tensor, fx
 
 from ..ir import joint
 from ..ir.graphs import Role, numbered_draws
+from ..ir.meta import of_node
 from ..ir.regions import Regions
 from ..planning import TracedCall
 from ..rows.kinds import Kind, Rows
@@ -56,16 +57,16 @@ class OnParts:
     def _values(self, node: fx.Node) -> list[Any]:
         args: Any = node.args
         if node.op == "placeholder":
-            value = self.args[node.meta["index"]]
-            batch = node.meta["role"] is Role.BATCH
-            return self._parts(value, node.meta["dim"]) if batch else [value]
+            value = self.args[of_node(node)["index"]]
+            batch = of_node(node)["role"] is Role.BATCH
+            return self._parts(value, of_node(node)["dim"]) if batch else [value]
         if node.op == "get_attr":
             return [self._interpreter.fetch_attr(str(node.target))]
         if node.target is joint.part:
             return self._parts(self.values[args[0]][0], args[1])
         if node.target is joint.join:
             return [joined(self.values[args[0]], args[1], args[2])]
-        count = 1 if node.meta.get("joint") else self.microbatches
+        count = 1 if of_node(node).get("joint") else self.microbatches
         return [self._call(node, b) for b in range(count)]
 
     def _parts(self, whole: Tensor, dim: int) -> list[Tensor]:
@@ -81,7 +82,7 @@ class OnParts:
         drawn = self._drawn[node]
         if not drawn:
             return run(node.target, args, kwargs)
-        rows: Rows | None = node.meta.get("rows")
+        rows: Rows | None = of_node(node).get("rows")
         outer = rows.outer if rows is not None and rows.kind is Kind.SHARD else 1
         with PartDraws(self.numbers, drawn, b, outer):
             return run(node.target, args, kwargs)

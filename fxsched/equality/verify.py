@@ -16,6 +16,7 @@ from torch.utils._pytree import keystr, tree_flatten_with_path, tree_map
 from ..backend import Backend
 from ..draw import tables
 from ..ir.graphs import storage, tensors
+from ..ir.meta import of_node
 from ..ir.modes import modes_after_errors
 from ..ir.user_line import line_of
 from ..jobs.job import PlanError
@@ -281,7 +282,7 @@ def _reason(found: _Compared) -> str:
 
 
 def _of_operation(node: fx.Node, gradient: bool) -> str:
-    stage, module = node.meta.get("stage"), node.meta.get("module")
+    stage, module = of_node(node).get("stage"), of_node(node).get("module")
     where = "" if stage is None else f"stage {stage}, "
     where += f"module {module}: " if module else ""
     line = line_of(node.meta.get("stack_trace"))
@@ -296,11 +297,11 @@ def _of_operation(node: fx.Node, gradient: bool) -> str:
 def _of_buffers(graph: fx.GraphModule, failed: Collection[str]) -> Iterator[str]:
     """The lines that write buffers which depart."""
     for buffer in graph.graph.find_nodes(op="placeholder"):
-        name, where = buffer.meta["name"], storage(buffer.meta["val"])
+        name, where = of_node(buffer)["name"], storage(of_node(buffer)["val"])
         written = [
             node
             for node in graph.graph.nodes
-            if where in map(storage, node.meta.get("mutates", ()))
+            if where in map(storage, of_node(node).get("mutates", ()))
         ]
         if f"buffer {name}" in failed and written:
             line = line_of(written[-1].meta.get("stack_trace"))

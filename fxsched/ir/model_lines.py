@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 from torch import fx
 
+from .meta import of_node
 from .user_line import line_of
 
 LINE = "line"  # in meta["custom"], which torch hands on from node to node
@@ -33,12 +34,12 @@ Lines = tuple[ModelLine, ...]
 def model_lines(stage: fx.Graph) -> Lines:
     """Of each node of a stage, as it was cut out of the model."""
     return tuple(
-        ModelLine(node.meta.get("module", ""), node.meta.get("stack_trace"))
+        ModelLine(of_node(node).get("module", ""), node.meta.get("stack_trace"))
         for node in stage.nodes
     )
 
 
 def line_in_model(node: fx.Node, lines: Lines) -> ModelLine | None:
     """Of a node of a flat graph; None for what no one operation of the model makes."""
-    number = node.meta.get("custom", {}).get(LINE)
+    number = of_node(node).get("custom", {}).get(LINE)
     return None if number is None else lines[number]

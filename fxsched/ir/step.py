@@ -23,6 +23,7 @@ from ..jobs.job import Direction, Job
 from . import joint, ops
 from .facts import Facts, facts
 from .graphs import Group, Spec, Specs
+from .meta import of_call
 
 
 class JobOutput(NamedTuple):
@@ -230,7 +231,9 @@ class Step:
     def weight_inputs(self) -> dict[int, fx.Node]:
         """The inputs of the graph of stages that are weights, by group."""
         nodes = self.graph.graph.find_nodes(op="placeholder")
-        return {node.meta["group"]: node for node in nodes if "group" in node.meta}
+        return {
+            of_call(node)["group"]: node for node in nodes if "group" in of_call(node)
+        }
 
     @property
     def jobs(self) -> Jobs:
@@ -264,7 +267,9 @@ class Step:
     def draws(self) -> set[Kind]:
         """The kinds of jobs that draw random numbers."""
         pairs = zip(self.jobs.kinds, self.recipes, strict=False)  # updates have none
-        return {kind for kind, recipe in pairs if recipe.call.meta["draw"] is not None}
+        return {
+            kind for kind, recipe in pairs if of_call(recipe.call)["draw"] is not None
+        }
 
     @cached_property
     def maker(self) -> dict[fx.Node, int]:
@@ -274,14 +279,16 @@ class Step:
     @cached_property
     def gives(self) -> list[list[fx.Node]]:
         """By kind of job, what it gives of groups: gradients, or F buffers."""
-        return [[n for n in r.nodes if "group" in n.meta] for r in self.recipes]
+        return [[n for n in r.nodes if "group" in of_call(n)] for r in self.recipes]
 
     @cached_property
     def _gradients(self) -> dict[int, fx.Node]:
         """A gradient of each group."""
         backward = (d is not Direction.FORWARD for _, d in self.jobs.kinds)
         pairs = zip(self.gives, backward, strict=False)
-        return {n.meta["group"]: n for nodes, is_one in pairs if is_one for n in nodes}
+        return {
+            of_call(n)["group"]: n for nodes, is_one in pairs if is_one for n in nodes
+        }
 
     def worker(self, value: Value) -> int:
         """The worker that has a value first."""
@@ -313,17 +320,17 @@ class Step:
         if isinstance(value, (Stale, Message)):
             return self.specs(value.value)
         node = value.node if isinstance(value, Weights) else value
-        return node.meta["specs"], True
+        return of_call(node)["specs"], True
 
     def trained_specs(self, group: int) -> Specs:
         """The shapes of a group's weights that get gradients."""
-        specs = self.weight_inputs[group].meta["specs"]
+        specs = of_call(self.weight_inputs[group])["specs"]
         pairs = zip(specs, self.facts.groups[group].trained, strict=True)
         return tuple(spec for spec, trained in pairs if trained)
 
     def sum_specs(self, group: int) -> Specs:
         """The shapes of a group's gradients, as jobs give them."""
-        specs: Specs = self._gradients[group].meta["specs"]
+        specs: Specs = of_call(self._gradients[group])["specs"]
         return specs
 
 

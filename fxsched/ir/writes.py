@@ -9,6 +9,7 @@ import torch
 from torch import fx
 
 from .graphs import Role, name_of, storage, tensors, touches
+from .meta import of_node
 from .user_line import user_line
 
 
@@ -31,14 +32,14 @@ def find_writes(graph: fx.Graph) -> dict[int, Write]:
     nodes = [n for n in graph.nodes if n.op.startswith("call")]
     writers: dict[int, list[fx.Node]] = {}
     for node in nodes:
-        for where in {storage(t) for t in node.meta.get("mutates", ())}:
+        for where in {storage(t) for t in of_node(node).get("mutates", ())}:
             writers.setdefault(where, []).append(node)
     writes = {}
     for node in graph.find_nodes(op="placeholder"):
-        mine = writers.get(storage(node.meta["val"]), [])
-        if mine and node.meta["role"] is not Role.BATCH:
+        mine = writers.get(storage(of_node(node)["val"]), [])
+        if mine and of_node(node)["role"] is not Role.BATCH:
             line = str(user_line(mine[0].meta.get("stack_trace")))
-            writes[node.meta["index"]] = Write(_how(node, mine, nodes), line)
+            writes[of_node(node)["index"]] = Write(_how(node, mine, nodes), line)
     return writes
 
 
@@ -52,7 +53,7 @@ def touching(nodes: Sequence[fx.Node]) -> dict[int, list[fx.Node]]:
         storage(t)
         for n in nodes
         if n.op == "placeholder"
-        for t in tensors(n.meta.get("val"))
+        for t in tensors(of_node(n).get("val"))
     }
     return {
         place: [
@@ -66,14 +67,14 @@ def touching(nodes: Sequence[fx.Node]) -> dict[int, list[fx.Node]]:
 
 def _overwrites(node: fx.Node) -> set[int]:
     """The storages of what a node reads that it writes into."""
-    written = {storage(t) for t in node.meta.get("mutates", ())}
-    reads = (t for n in node.all_input_nodes for t in tensors(n.meta.get("val")))
+    written = {storage(t) for t in of_node(node).get("mutates", ())}
+    reads = (t for n in node.all_input_nodes for t in tensors(of_node(n).get("val")))
     return written.intersection(map(storage, reads)) if written else set()
 
 
 def _how(state: fx.Node, writers: list[fx.Node], nodes: list[fx.Node]) -> str | None:
-    memory = storage(state.meta["val"])
-    if all(memory in map(storage, node.meta.get("learns", ())) for node in writers):
+    memory = storage(of_node(state)["val"])
+    if all(memory in map(storage, of_node(node).get("learns", ())) for node in writers):
         return "mean"
     touching = [node for node in nodes if touches(node, memory)]
     return "sum" if len(writers) == 1 and _adds(state, writers[0], touching) else None
@@ -84,7 +85,7 @@ def _adds(state: fx.Node, writer: fx.Node, touching: list[fx.Node]) -> bool:
 
     In place, `n.add_(x)`, or `copy_(n, add(n, x))`, as a new value for it becomes.
     """
-    if state.meta["val"].dtype is torch.bool:
+    if of_node(state)["val"].dtype is torch.bool:
         return False
     if name_of(writer.target) == "add_":
         return touching == [writer] and writer.args[0] is state and _unread(writer)

@@ -1,8 +1,9 @@
 """Graphs and what passes know of them, as JSON, and back.
 
-A value of JSON's own stands for itself; all else is a list that begins with its kind:
-["t", 1, 2] is a tuple. Classes of fxsched's, graphs and modules stand once, in a table
-to which ["#", place] points; names.py says what may be named.
+A value of JSON's own, and a dict by strings, stands for itself; all else is a list that
+begins with its kind: ["t", 1, 2] is a tuple. Long texts, records of fxsched's, graphs
+and modules stand once, in a table to which ["#", place] points. names.py says what may
+be named.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from torch._subclasses import FakeTensor, FakeTensorMode
 from ..ir.garbage import no_collection
 from ..ir.graphs import Spec
 from ..ir.lazy import lazy_module
-from ..ir.meta import META, SPENT
+from ..ir.meta import KEYS, SPENT
 from ..jobs.job import Piece
 from ..jobs.schedule import Schedule
 from . import names
@@ -31,7 +32,8 @@ from .names import CannotKeep
 from .recorded_callbacks import RecordedCallback
 
 FORMAT = 1
-LEFT = META.keys() - set(SPENT)  # of node.meta
+LONG = 24  # characters
+LEFT = KEYS - set(SPENT)  # of node.meta
 LISTS: dict[type, str] = {
     **{tuple: "t", list: "l", set: "set", frozenset: "frozenset"},
     **{torch.Size: "size", fx.immutable_collections.immutable_list: "l"},
@@ -72,17 +74,22 @@ class _Packer:
         self.inputs = LEFT | {"val"} if shapes else LEFT
         self.table: list[Any] = []
         self.places: dict[int, int] = {}  # in the table, by id
+        self.texts: dict[str, int] = {}
         self.kept: list[Any] = []  # so that ids stay theirs
         self.indices: dict[int, dict[fx.Node, int]] = {}  # by the graph's place
 
     def value(self, value: Any) -> Any:
         kind = type(value)
+        if kind is str and len(value) > LONG:
+            return ["#", self.text(value)]
         if kind in PLAIN:
             return value
         if kind is float:
             return value if isfinite(value) else ["float", repr(value)]
         if kind in LISTS:
             return [LISTS[kind], *map(self.value, value)]
+        if kind in DICTS and all(type(key) is str for key in value):
+            return {key: self.value(each) for key, each in value.items()}
         if kind in DICTS:
             items = [self.value(each) for item in value.items() for each in item]
             return ["d", *items]
@@ -92,6 +99,13 @@ class _Packer:
         if id(value) in self.places:
             return ["#", self.places[id(value)]]
         return self.other(value)
+
+    def text(self, value: str) -> int:
+        """The place of a long text in the table, which has it once."""
+        if value not in self.texts:
+            self.texts[value] = len(self.table)
+            self.table.append(["text", value])
+        return self.texts[value]
 
     def place(self, value: Any) -> int:
         """The place of a graph in the table."""
@@ -113,7 +127,9 @@ class _Packer:
             inside = {name: _inside(value, name) for name in _attributes(value.graph)}
             place = self.place(value.graph)
             known = self.value(inside), self.value(dict(value.meta))
-            return self.enter(value, ["module", place, type(value).__name__, *known])
+            name = type(value).__name__
+            name = name if name.isidentifier() else "GraphModule"  # as of a lambda
+            return self.enter(value, ["module", place, name, *known])
         if isinstance(value, fx.Graph):
             return ["#", self.place(value)]
         if isinstance(value, Piece):
@@ -153,12 +169,11 @@ class _Packer:
         raise CannotKeep(f"a value of the class {type(value).__name__}")
 
     def data(self, value: Any) -> Any:
-        kind = type(value)
+        kind: Any = type(value)
         name = names.class_name(kind)
         if isinstance(value, tuple):
             return self.enter(value, ["tuple", name, *map(self.value, value)])
-        fields = [self.value(each) for item in vars(value).items() for each in item]
-        return self.enter(value, ["data", name, *fields])
+        return self.enter(value, ["data", name, self.value(vars(value))])
 
     def graph(self, graph: fx.Graph) -> None:
         """Its nodes first, without arguments; these may be nodes."""
@@ -186,7 +201,6 @@ class _Unpacker:
         self.made: list[Any] = []
         self.nodes: dict[int, list[fx.Node]] = {}
         self.kinds: dict[str, Callable[..., Any]] = {
-            "#": self.made.__getitem__,
             "n": lambda place, index: self.nodes[place][index],
             "t": lambda *each: tuple(map(self.value, each)),
             "l": lambda *each: list(map(self.value, each)),
@@ -212,6 +226,7 @@ class _Unpacker:
             "module": self.module,
             "graph": self.graph,
             "link": self.link,
+            "text": str,
             "op": names.operation_of,
             "f": names.function_of,
             "tuple": self.tuple,
@@ -221,10 +236,14 @@ class _Unpacker:
             self.made.append(entries[kind](*rest))
 
     def value(self, value: Any) -> Any:
-        if type(value) is not list:
-            return value
-        kind, *rest = value
-        return self.kinds[kind](*rest)
+        kind = type(value)
+        if kind is list:
+            if value[0] == "#":
+                return self.made[value[1]]
+            return self.kinds[value[0]](*value[1:])
+        if kind is dict:
+            return {key: self.value(each) for key, each in value.items()}
+        return value
 
     def dict(self, *items: Any) -> dict[Any, Any]:
         each = list(map(self.value, items))
@@ -241,9 +260,9 @@ class _Unpacker:
         kind = names.class_of(name)
         return kind._make(map(self.value, values))  # type: ignore[attr-defined]
 
-    def data(self, name: str, *fields: Any) -> Any:
+    def data(self, name: str, fields: Any) -> Any:
         made: Any = object.__new__(names.class_of(name))
-        vars(made).update(self.dict(*fields))
+        vars(made).update(self.value(fields))
         return made
 
     def module(self, place: int, name: str, inside: Any, known: Any) -> fx.GraphModule:
@@ -266,7 +285,7 @@ class _Unpacker:
         nodes = self.nodes[place]
         for node, (args, kwargs, known, _) in zip(nodes, rest, strict=True):
             node.args = self.value(args)
-            if kwargs[1:]:
+            if kwargs:
                 named = self.value(kwargs)
                 node.kwargs = {names.dotted(key): each for key, each in named.items()}
             node.meta.update(self.value(known))

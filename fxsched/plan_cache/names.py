@@ -36,7 +36,7 @@ FUNCTIONS: dict[str, Callable[..., Any]] = {
 NAMES = {function: name for name, function in FUNCTIONS.items()}
 OWN_FUNCTIONS = ("fxsched.ir.ops", "fxsched.ir.joint")  # files whose functions may be
 ROOMS = re.compile(
-    r"fxsched\.((capture|clock|costmodel|ir|jobs|plans|rows)\.\w+|planning|pipeline)"
+    r"fxsched\.((capture|clock|costmodel|ir|jobs|partition|plan_cache|plans|rows)\.\w+|planning|pipeline)"
 )
 OBJECTS = ("fxsched.rows.row_warnings.RowWatch",)  # classes that aren't data
 TORCH = (torch.dtype, torch.layout, torch.memory_format)
@@ -90,7 +90,7 @@ def class_of(name: str) -> type:
 
 
 @cache
-def class_name(kind: type) -> str:
+def class_name(kind: Any) -> str:
     """The name of a class of fxsched's own data."""
     name = f"{kind.__module__}.{kind.__qualname__}"
     if class_of(name) is not kind:

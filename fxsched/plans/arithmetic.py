@@ -18,6 +18,7 @@ from torch import Tensor, fx
 
 from ..ir.graph_text import LOCAL, argument_text, constant_digest, function_name
 from ..ir.graphs import Spec
+from ..ir.meta import of_call
 from ..ir.modes import casts
 from ..ir.request import Request
 from ..ir.user_line import user_line
@@ -92,9 +93,9 @@ def _line(node: fx.Node, number: dict[fx.Node, str]) -> str:
         f"{key}={argument_text(value, number)}" for key, value in node.kwargs.items()
     ]
     if node.op == "placeholder":
-        value = node.meta.get("val")
+        value = of_call(node).get("val")
         shape = str(Spec.of(value)) if isinstance(value, Tensor) else ""
-        name = node.meta.get("name", node.name)
+        name = of_call(node).get("name", node.name)
         gradient = getattr(value, "requires_grad", False)
         return f"{number[node]} = input {name} {shape} {gradient}"
     target = (

@@ -10,6 +10,7 @@ from torch import fx
 from ..checker.reference import Reference
 from ..ir import ops
 from ..ir.graphs import name_of
+from ..ir.meta import of_call
 
 
 def replaced_text(
@@ -21,11 +22,11 @@ def replaced_text(
     stages: dict[str, None] = {}
     for program in programs:
         for node in program.graph.nodes:
-            if "job" in node.meta and node.op == "call_module":
+            if "job" in of_call(node) and node.op == "call_module":
                 name = str(node.target)
                 if name not in stages and not reference.is_planned(program, name):
                     stages[name] = None
-            elif "replaces" in node.meta:
+            elif "replaces" in of_call(node):
                 parts = node.all_input_nodes if node.target is ops.bundle else [node]
                 values.update({name_of(part.target) for part in parts})
     if values:

@@ -12,6 +12,7 @@ from torch import Tensor, fx
 from ..ir.early import Early, early_values
 from ..ir.facts import facts
 from ..ir.graphs import Role
+from ..ir.meta import of_node
 from ..ir.request import Request
 from ..ir.user_line import line_of, user_line
 from .kinds import Cause, Effect, Kind, Rows
@@ -208,7 +209,7 @@ def _warn(key: str, text: str, said: set[str]) -> None:
 def _cut(traced: fx.GraphModule) -> set[int]:
     """Positions of what every call hands in: the batch, and what all rows share."""
     return {
-        node.meta["index"]
+        of_node(node)["index"]
         for node in traced.graph.find_nodes(op="placeholder")
-        if node.meta["role"] in (Role.BATCH, Role.SHARED)
+        if of_node(node)["role"] in (Role.BATCH, Role.SHARED)
     }

@@ -14,6 +14,7 @@ from ..ir import ops
 from ..ir.early import Early
 from ..ir.graphs import Role
 from ..ir.loss_scale import Scale
+from ..ir.meta import of_call
 from ..jobs.job import Job
 from ..params.updates import StageOptimizers
 from ..plans.metrics import STEPS
@@ -117,13 +118,13 @@ class Step:
             own = None if optimizers is None else optimizers.of(worker)
             weights = args if own is None else own.args
             for node in program.graph.find_nodes(op="placeholder"):
-                if "group" in node.meta:
-                    group = self.plan.groups[node.meta["group"]]
+                if "group" in of_call(node):
+                    group = self.plan.groups[of_call(node)["group"]]
                     values[node.name] = tuple(
                         Tensor.detach(weights[each.input]) for each in group.state
                     )
-                elif "input" in node.meta:
-                    values[node.name] = args[node.meta["input"]].detach()
+                elif "input" in of_call(node):
+                    values[node.name] = args[of_call(node)["input"]].detach()
                 elif node.name == "optimizer":
                     values[node.name] = own
                 elif node.name == "loss_scale":

@@ -11,6 +11,7 @@ from torch import fx
 
 from ..costmodel.costs import rates_of, send_seconds
 from ..ir.graphs import tensors
+from ..ir.meta import of_node
 from ..ir.request import Request
 from ..ir.user_line import line_of
 from ..jobs.job import PlanError
@@ -57,7 +58,7 @@ def choose_regions(
                 if known or (stacks and not is_stack(node, weight)):
                     continue
                 ways = _ways_to_cut(propagation, weight, stacks, request)
-                kept = weight.meta["index"] in request.cuts
+                kept = of_node(weight)["index"] in request.cuts
                 region = _cut(propagation, node, weight, ways, ranges, kept)
                 if chosen.take(region):
                     break
@@ -82,7 +83,7 @@ def _with_ranges(
     for weight, region in ranges.items():
         if not chosen.is_apart(region):
             continue
-        kept = weight.meta["index"] in request.cuts
+        kept = of_node(weight)["index"] in request.cuts
         if request.message_dtype is not None and region.joined and not kept:
             why = "message_dtype= would round what its loss is made of"
             propagation.reasons[weight] = why
@@ -101,7 +102,7 @@ def _ways_to_cut(
     propagation: Propagation, weight: fx.Node, stacks: bool, request: Request
 ) -> list[Rows]:
     """How a weight may be cut: of a stack, by its matrices."""
-    kept = request.cuts.get(weight.meta["index"])
+    kept = request.cuts.get(of_node(weight)["index"])
     return [
         rows
         for rows in equal_parts(value_of(weight).shape, propagation.follower.shards)
@@ -149,7 +150,7 @@ def gain(region: Region, chosen: Region, shards: int) -> float:
     chosen: what runs in parts besides. A value that all shards are sent for it anyway
     costs a latency and no bytes more.
     """
-    work = [node.meta["work"] for node in region.layouts]
+    work = [of_node(node)["work"] for node in region.layouts]
     saved: float = sum(w.forward + w.backward for w in work) * (1 - 1 / shards)
     return saved - sum(
         _seconds(node, share * (shards - 1)) for node, share in _sent(region, chosen)
@@ -163,7 +164,7 @@ def _sent(region: Region, chosen: Region) -> Iterator[tuple[fx.Node, float]]:
         read
         for node in region.layouts
         for read in node.all_input_nodes
-        if "stage" in read.meta and read not in region.layouts
+        if "stage" in of_node(read) and read not in region.layouts
     )
     for node in entering:
         yield node, 1.0 - _is_sent(node, region, chosen)
@@ -252,10 +253,10 @@ def _named(
         mine = [
             (node, weight, word)
             for node, weight in readers
-            if fnmatchcase(str(node.meta["module"]), pattern)
+            if fnmatchcase(str(of_node(node)["module"]), pattern)
         ]
         if not mine:
-            known = sorted({str(node.meta["module"]) for node, _ in readers})
+            known = sorted({str(of_node(node)["module"]) for node, _ in readers})
             near = difflib.get_close_matches(pattern, known, 3) or known[:3]
             raise PlanError(
                 f"shards={{{pattern!r}: ..}} names no module with a weight of two "
@@ -263,7 +264,7 @@ def _named(
             )
         fit = any(is_stack(*each[:2]) or is_selection(each[0]) for each in mine)
         if word == WORD and not fit:
-            names = ", ".join(dict.fromkeys(each[1].meta["name"] for each in mine))
+            names = ", ".join(dict.fromkeys(of_node(each[1])["name"] for each in mine))
             raise PlanError(
                 f"shards={{{pattern!r}: {word!r}}} names no weight of all experts, "
                 f"[experts, .., ..], but {names}; name the module that has one, or "
@@ -294,8 +295,8 @@ def _check_word(
     other = propagation.word(node, weight, chosen.weights[weight].dim)
     if other != word:
         raise PlanError(
-            f"shards={{..: {word!r}}}: {weight.meta['name']} is cut by another name, "
-            f"such that it is a {other or 'part'!r} to {where(node)}"
+            f"shards={{..: {word!r}}}: {of_node(weight)['name']} is cut by another "
+            f"name, such that it is a {other or 'part'!r} to {where(node)}"
             f"{line_of(node.meta.get('stack_trace'))}\nname it once"
         )
 
@@ -304,7 +305,7 @@ def _refusal(
     propagation: Propagation, node: fx.Node, weight: fx.Node, word: str
 ) -> str:
     """Why a weight that is named can't be cut."""
-    shards, name = propagation.follower.shards, weight.meta["name"]
+    shards, name = propagation.follower.shards, of_node(weight)["name"]
     shape = list(map(int, value_of(weight).shape))
     stop = node
     if is_selection(node):

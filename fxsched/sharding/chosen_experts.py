@@ -19,6 +19,7 @@ from torch import fx
 
 from ..ir.dealt_experts import dealt
 from ..ir.graphs import Call, tensors
+from ..ir.meta import of_node
 from ..rows.kinds import UNKNOWN, Kind, Rows
 from .layouts import Each, Layout, Layouts, Operation, is_weight, value_of
 
@@ -38,7 +39,7 @@ def is_selection(node: fx.Node) -> bool:
 
 def why_picked(node: fx.Node) -> str:
     """Why weights that a selection reads stay whole."""
-    where = node.meta["module"] or "the model"
+    where = of_node(node)["module"] or "the model"
     return f"rows are picked by value in {where}, by no experts that can be dealt out"
 
 

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from torch import fx
 
+from ..ir.meta import of_node
 from .layouts import Operation, matrices
 from .propagation import Propagation
 from .region import Region
@@ -39,7 +40,7 @@ class Demand:
 
     def makers(self, node: fx.Node) -> set[int]:
         """The shards that make a value, or parts of it."""
-        if node in self.region.layouts or "stage" not in node.meta:
+        if node in self.region.layouts or "stage" not in of_node(node):
             return self.every
         return self.wanted[node] if node in self.spread else {0}
 
@@ -52,7 +53,7 @@ class Demand:
         """Whether shard 0 sends each shard its part of a value that a node reads."""
         call = self.region.calls.get(node)
         rows = call and call.slices.get(read)
-        made = "stage" in read.meta and not read.meta.get("joint")
+        made = "stage" in of_node(read) and not of_node(read).get("joint")
         cut = read in self.region.layouts or read not in self.weighed
         return bool(rows and rows.outer == 1 and made and not cut)
 
@@ -88,11 +89,11 @@ class Demand:
 
     def _is_spread(self, node: fx.Node, near: set[fx.Node]) -> bool:
         """Whether each shard that reads a value makes it, of what it has."""
-        if node in self.pinned or "stage" not in node.meta:
+        if node in self.pinned or "stage" not in of_node(node):
             return False
         if matrices(node):
             return False
-        made = [n for n in node.all_input_nodes if "stage" in n.meta]
+        made = [n for n in node.all_input_nodes if "stage" in of_node(n)]
         return node in near or all(self.wanted[n] >= self.wanted[node] for n in made)
 
     def _note_levels(self, groups: Sequence[set[fx.Node]]) -> None:

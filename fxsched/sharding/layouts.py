@@ -28,6 +28,7 @@ from ..ir.graphs import (
     storage,
     tensors,
 )
+from ..ir.meta import of_node
 from ..ir.modes import unlogged
 from ..rows.kinds import REPLICATE, UNKNOWN, Kind, Rows
 from ..rows.rule_table import parts_of, rule_of
@@ -74,7 +75,7 @@ class Operation(NamedTuple):
     def of(node: fx.Node) -> Operation:
         """That of a node."""
         return Operation(
-            node.op, node.target, node.args, node.kwargs, node.meta.get("val")
+            node.op, node.target, node.args, node.kwargs, of_node(node).get("val")
         )
 
     @property
@@ -135,7 +136,7 @@ class Follower:
         self._mode = facts(gm).fake_mode
         self._interpreter = fx.Interpreter(gm)
         for node in gm.graph.find_nodes(op="get_attr"):
-            node.meta.setdefault("val", self._interpreter.fetch_attr(node.target))
+            of_node(node).setdefault("val", self._interpreter.fetch_attr(node.target))
 
     def layout(self, call: Operation, known: Layouts) -> Layout:
         """What becomes of a call's value, if its operands are laid out so; those that
@@ -259,12 +260,12 @@ def laid_out(known: Layouts) -> Iterator[tuple[Tensor, Rows]]:
 
 def value_of(node: fx.Node) -> Any:
     """What a node gives, in fake tensors."""
-    return node.meta.get("val")
+    return of_node(node).get("val")
 
 
 def where(node: fx.Node) -> str:
     """An operation, and the module that it is in."""
-    return f"{name_of(node.target)} in {node.meta['module'] or 'the model'}"
+    return f"{name_of(node.target)} in {of_node(node)['module'] or 'the model'}"
 
 
 def in_flow(nodes: Iterable[fx.Node]) -> list[fx.Node]:
@@ -284,7 +285,7 @@ def in_flow(nodes: Iterable[fx.Node]) -> list[fx.Node]:
 
 def is_weight(node: fx.Node) -> bool:
     """Whether a node is a parameter of the model."""
-    return node.meta.get("role") is Role.PARAMETER
+    return of_node(node).get("role") is Role.PARAMETER
 
 
 def matrices(node: fx.Node) -> list[fx.Node]:
@@ -315,16 +316,16 @@ def draws_itself(node: fx.Node) -> bool:
     dropout = (
         node.target is DROPOUT and isinstance(fake, Tensor) and fake.is_contiguous()
     )
-    return bool(node.meta.get("random")) and not dropout
+    return bool(of_node(node).get("random")) and not dropout
 
 
 def writes_operand(node: fx.Node) -> bool:
     """Whether a node writes into what it reads, and not into memory of its own."""
-    written = {storage(t) for t in node.meta.get("mutates", ())}
+    written = {storage(t) for t in of_node(node).get("mutates", ())}
     return any(
         storage(t) in written
         for read in node.all_input_nodes
-        for t in tensors(read.meta.get("val"))
+        for t in tensors(of_node(read).get("val"))
     )
 
 
@@ -370,7 +371,7 @@ def loss_of(call: Call) -> ClassLoss | None:
     logits, labels, weight, reduction, *settings = named_arguments(call).values()
     if not _are_nodes(logits, labels):
         return None
-    values, numbers = logits.meta["val"], labels.meta["val"]
+    values, numbers = of_node(logits)["val"], of_node(labels)["val"]
     if numbers.is_floating_point() or values.dim() != numbers.dim() + 1:
         return None
     if values.dim() < 2:
@@ -389,7 +390,7 @@ def vocabulary_layout(call: Call, known: Known) -> tuple[Rows, ...] | None:
         if (rows.kind, rows.dim, rows.outer) == (Kind.SHARD, 0, 1):
             return (Rows(Kind.SUM),)
         if (rows.kind, rows.dim) == (Kind.SHARD, 1):
-            return (rows._replace(dim=lookup.indices.meta["val"].dim()),)
+            return (rows._replace(dim=of_node(lookup.indices)["val"].dim()),)
     loss = loss_of(call)
     parts = {} if loss is None else {loss.logits: (Rows(Kind.SHARD, 1),)}
     return (Rows(Kind.SUM),) if parts and known == parts else None

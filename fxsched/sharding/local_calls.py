@@ -13,6 +13,7 @@ from torch import Tensor, fx
 
 from ..ir import joint
 from ..ir.graphs import name_of, named_arguments, tensors
+from ..ir.meta import of_node
 from ..ir.shard_calls import (
     cross_entropy_of_parts,
     cross_entropy_part,
@@ -106,7 +107,7 @@ def local_call(
     for slices in every:
         values = dict(parts)
         for read, rows in slices.items():
-            values[read] = follower.part(read.meta["val"], (rows,))
+            values[read] = follower.part(of_node(read)["val"], (rows,))
         if not _keeps_groups(call, values):
             continue
         if single and slices:

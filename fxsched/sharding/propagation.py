@@ -8,6 +8,7 @@ from typing import Any
 from torch import fx
 
 from ..ir.graphs import name_of
+from ..ir.meta import of_node
 from ..ir.parts import WeightCut
 from ..rows.kinds import Kind, Rows
 from .chosen_experts import is_selection, why_picked
@@ -66,7 +67,7 @@ class Propagation:
 
     def may_cut(self, weight: fx.Node) -> bool:
         """Whether a weight may be cut."""
-        return weight.meta["index"] not in self.uncut and self.wants(weight)
+        return of_node(weight)["index"] not in self.uncut and self.wants(weight)
 
     def grow(self, seeds: Mapping[fx.Node, Rows], gathers: bool) -> Region | None:
         """The region of these weights, and of those that come with them: where a whole
@@ -76,7 +77,7 @@ class Propagation:
             the model doesn't return.
         """
         cut = [weight for weight in seeds if not is_lone((seeds[weight],))]
-        if any(weight.meta["index"] in self.uncut for weight in cut):
+        if any(of_node(weight)["index"] in self.uncut for weight in cut):
             return None
         region, tried = self._spread(seeds, gathers), set[fx.Node]()
         while region is not None:
@@ -117,11 +118,11 @@ class Propagation:
                 alone = is_lone((region.weights[weight],))
                 word = WORD if alone or (stacks and dim == 0) else word
                 parts = self.follower.shards
-                yield WeightCut(weight.meta["name"], shape, word, parts=parts)
+                yield WeightCut(of_node(weight)["name"], shape, word, parts=parts)
             else:
                 why = self.reasons.get(weight, "it isn't named")
                 why = why_whole(weight, self.follower.shards, why)
-                yield WeightCut(weight.meta["name"], shape, "whole", why)
+                yield WeightCut(of_node(weight)["name"], shape, "whole", why)
 
     def _behind(self, region: Region, tried: set[fx.Node]) -> dict[fx.Node, Rows]:
         """Weights that make whole values, parts of which are read."""

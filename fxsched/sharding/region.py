@@ -10,6 +10,7 @@ import networkx as nx
 from torch import fx
 
 from ..ir.graphs import storage, tensors
+from ..ir.meta import of_node
 from ..ir.writes import touching
 from ..rows.kinds import Rows
 from .layouts import Layout
@@ -99,7 +100,7 @@ class AliasGroups(NamedTuple):
     def of(nodes: Sequence[fx.Node]) -> AliasGroups:
         found = touching(nodes)
         inputs = [n for n in nodes if n.op == "placeholder"]
-        kept = {storage(t) for n in inputs for t in tensors(n.meta.get("val"))}
+        kept = {storage(t) for n in inputs for t in tensors(of_node(n).get("val"))}
         flow: nx.DiGraph[fx.Node] = nx.DiGraph()
         flow.add_edges_from((read, n) for n in nodes for read in n.all_input_nodes)
         for group in found.values():  # a cycle through its members keeps it together

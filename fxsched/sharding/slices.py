@@ -14,6 +14,7 @@ from typing import Any
 from torch import fx
 
 from ..ir import joint
+from ..ir.meta import of_node
 from ..jobs.job import PlanError
 from ..rows.kinds import Kind, Rows
 from .demand import Demand
@@ -88,7 +89,7 @@ def _named(
 
 
 def _is_in(node: fx.Node, patterns: list[str]) -> bool:
-    name = str(node.meta["module"])
+    name = str(of_node(node)["module"])
     return any(
         fnmatchcase(name, each) or fnmatchcase(name, f"{each}.*") for each in patterns
     )

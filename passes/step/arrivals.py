@@ -7,6 +7,7 @@ from functools import partial
 
 from ...clock.arrivals import update_rounds
 from ...ir import ops
+from ...ir.meta import of_call
 from ...ir.request import Request
 from ...ir.step import Message, Op, Step, Total, Value, Weights, with_weights
 from ...jobs.job import Direction, Job, PlanError
@@ -68,7 +69,7 @@ class _Arrivals:
         """What a job reads of weights: its microbatch's copy, if they are updated."""
         if not isinstance(value, Weights):
             return value
-        group = value.node.meta["group"]
+        group = of_call(value.node)["group"]
         if not any(self.groups[group].trained):
             return value
         stage = self.groups[group].stages[0]
@@ -109,7 +110,7 @@ class _Arrivals:
                 self.step.weight_inputs[group],
                 f"weights_{group}_of_{microbatch}",
             )
-            args, specs = (Weights(node, keeper),), node.meta["specs"]
+            args, specs = (Weights(node, keeper),), of_call(node)["specs"]
             copy = Op(*where, ops.copy, args, specs, name, group, after=before)
             copies[group] = copy
             self.lines.append(copy)
@@ -138,7 +139,7 @@ class _Arrivals:
         for group in self.groups_of[stage]:
             node = self.step.weight_inputs[group]
             args = (group, None, Weights(node, op.worker), Total(group, b), factor)
-            name, specs = f"weights_{group}_{job}", node.meta["specs"]
+            name, specs = f"weights_{group}_{job}", of_call(node)["specs"]
             new = Op(*where, ops.update, args, specs, name, group, after=before)
             self.lines.append(new)
             if (stage, b) not in self.updates:

@@ -9,6 +9,7 @@ from ...clock.jobs import sum_root
 from ...clock.replicas import check_replicas
 from ...ir import ops
 from ...ir.graphs import Group, Specs
+from ...ir.meta import of_call
 from ...ir.request import Request
 from ...ir.step import Message, Op, Step, Weights
 from ...jobs.job import PlanError
@@ -107,7 +108,7 @@ class Averages:
     def _specs(self, group: int, moments: bool) -> Specs:
         """Of what is trained of a group, and of what the optimizer has of it."""
         keeps: Group = self.step.facts.groups[group]
-        specs = self.step.weight_inputs[group].meta["specs"]
+        specs = of_call(self.step.weight_inputs[group])["specs"]
         triples = list(zip(specs, keeps.state, keeps.trained, strict=True))
         weights = [spec for spec, _, trained in triples if trained]
         known = self.request.moments

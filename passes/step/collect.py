@@ -11,6 +11,7 @@ from torch import fx
 from ...ir import ops
 from ...ir.graphs import Output, Specs, dims, result
 from ...ir.joint import resolve
+from ...ir.meta import of_call
 from ...ir.request import Request
 from ...ir.step import JobOutput, Message, Op, Step, Total, Weights
 from ...ir.writes import Write
@@ -120,9 +121,9 @@ class _Collection:
             for worker in self.groups[int(group)].updaters:
                 results[worker]["groups"][group] = Total(int(group), 0)
         along = {
-            str(node.meta["input"]): node.meta["dim"]
+            str(of_call(node)["input"]): of_call(node)["dim"]
             for node in self.step.graph.graph.find_nodes(op="placeholder")
-            if "input" in node.meta
+            if "input" in of_call(node)
         }
         for key, values in self.wanted["inputs"].items():
             what = f"gradient of input {key}"
@@ -134,7 +135,7 @@ class _Collection:
     def _total(self, position: int, value: fx.Node, how: str | None, task: str) -> Op:
         """The loss, or what the microbatches' values become by what the user says."""
         parts = self._gather(f"output {position}", self._made(value))
-        root, specs = parts[0][1].worker, value.meta["specs"]
+        root, specs = parts[0][1].worker, of_call(value)["specs"]
         if how is not None:
             return self._make(
                 ops.fold, (how, self.microbatches, *parts), specs, root, task
@@ -210,7 +211,7 @@ class _Collection:
         rules = []
         for state, spec in zip(
             self.groups[group].state,
-            self.step.weight_inputs[group].meta["specs"],
+            of_call(self.step.weight_inputs[group])["specs"],
             strict=True,
         ):
             name, write = state.name, self.step.facts.writes[state.input]
@@ -233,7 +234,7 @@ class _Collection:
             return [JobOutput(value, 0)]
         if value.op != "placeholder":
             return [JobOutput(value, b) for b in every]
-        specs, task = value.meta["specs"], f"rows {value.name}"
+        specs, task = of_call(value)["specs"], f"rows {value.name}"
         count = self.microbatches
         return [
             self._make(ops.rows, (value, b, count, *dims(value)), specs, 0, task)

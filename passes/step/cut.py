@@ -10,6 +10,7 @@ from torch import Tensor, fx
 from ...ir import ops
 from ...ir.graphs import Output, Specs, arguments, dims, make
 from ...ir.joint import resolve
+from ...ir.meta import note_call, of_call
 from ...ir.request import Request
 from ...ir.step import (
     TOKEN,
@@ -92,20 +93,20 @@ class _ProgramWriter:
 
     def _placeholders(self) -> None:
         for node in self.step.graph.graph.find_nodes(op="placeholder"):
-            if "tangent" not in node.meta:
+            if "tangent" not in of_call(node):
                 new = self.graph.placeholder(node.name)
                 self.env[node] = self.env[Weights(node, self.worker)] = new
                 new.meta = dict(node.meta)
         if self.request.scaled:
             self.scale = self.graph.placeholder("loss_scale")
-            self.scale.meta["specs"] = ()
+            of_call(self.scale)["specs"] = ()
         self.optimizer: fx.Node | None = None
         if self.step.every is not None:
             self.optimizer = self.graph.placeholder("optimizer")
-            self.optimizer.meta["specs"] = ()
+            of_call(self.optimizer)["specs"] = ()
         if self.step.draws:
             self.seed = self.graph.placeholder("seed")
-            self.seed.meta["specs"] = ()
+            of_call(self.seed)["specs"] = ()
 
     def _message(self, message: Message) -> None:
         """This worker's end of a message."""
@@ -118,7 +119,8 @@ class _ProgramWriter:
             "call_function", target, (), kwargs, f"{target.__name__}_{message.tag}"
         )
         _, bundle = self.step.specs(message.value)
-        node.meta.update(
+        note_call(
+            node,
             n=message.n,
             task=message.task,
             specs=message.specs,
@@ -126,7 +128,7 @@ class _ProgramWriter:
             worker=self.worker,
         )
         if message.fetches:
-            node.meta["group"] = _group_of(message)
+            of_call(node)["group"] = _group_of(message)
             self.env[message] = node
             return
         self.env[message.value] = node
@@ -148,9 +150,9 @@ class _ProgramWriter:
             {"to": message.to, "tag": message.tag},
             f"send_{message.tag}",
         )
-        node.meta.update(n=message.n, task=task, worker=self.worker, specs=())
+        note_call(node, n=message.n, task=task, worker=self.worker, specs=())
         if message.fetches and isinstance(value, Op):
-            node.meta["group"] = _group_of(message)  # says that it sends weights
+            of_call(node)["group"] = _group_of(message)  # says that it sends weights
 
     def _node(self, value: Value) -> fx.Node:
         return self.env[value]
@@ -159,7 +161,7 @@ class _ProgramWriter:
         """A value in the type of these shapes, in the task that makes or reads it."""
         args, name = (node, specs[0].dtype), f"{node.name}_cast"
         new = make(self.graph, Tensor.to, args, specs, *where, name=name)
-        new.meta.update(own=True, replaces=node.name)
+        note_call(new, own=True, replaces=node.name)
         return new
 
     def _op(self, line: Op) -> None:
@@ -170,9 +172,9 @@ class _ProgramWriter:
         where = (line.worker, line.task, line.n)
         node = make(self.graph, line.target, args, line.specs, *where, name=line.name)
         if line.group is not None:
-            node.meta["group"] = line.group
+            of_call(node)["group"] = line.group
         if line.job is not None:
-            node.meta["job"] = line.job
+            of_call(node)["job"] = line.job
         if line.target is ops.pause:
             self.pause = node
         if self.request.check_finite and line.target is ops.update:
@@ -197,13 +199,13 @@ class _ProgramWriter:
         state = tuple(self.env[value] for value in weights)
         values = fx.map_arg(tuple(rest), lambda n: self._value(n, job, where))
         seed = None
-        if call.meta["draw"] is not None:
+        if of_call(call)["draw"] is not None:
             update = self.step.round(job.microbatch)
-            args = (self.seed, call.meta["draw"], job.microbatch, update)
+            args = (self.seed, of_call(call)["draw"], job.microbatch, update)
             seed = make(self.graph, ops.seed, args, (), *where)
         target, args = str(call.target), (state, *values, seed)
         new = make(self.graph, target, args, (), *where, name=f"job_{job}")
-        new.meta["job"] = job
+        of_call(new)["job"] = job
         if self.request.check_finite:
             names = checked_values(recipe, self.request.training)
             read = (str(job), new, names, *args)
@@ -220,12 +222,12 @@ class _ProgramWriter:
         args = fx.map_arg(node.args, lambda n: self._value(n, job, where))
         if node.target is ops.loss_gradient and self.request.scaled:
             args = (*args, self.scale)
-        specs = node.meta["specs"]
+        specs = of_call(node)["specs"]
         name = f"{node.name}_{job.microbatch}"
         new = make(self.graph, node.target, args, specs, *where, name=name)
-        new.meta["bundle"] = node.meta.get("bundle", False)
-        if "group" in node.meta:
-            new.meta["group"] = node.meta["group"]
+        of_call(new)["bundle"] = of_call(node).get("bundle", False)
+        if "group" in of_call(node):
+            of_call(new)["group"] = of_call(node)["group"]
         self.env[JobOutput(node, job.microbatch)] = new
 
     def _value(self, node: fx.Node, job: Job, where: Where) -> fx.Node:
@@ -239,18 +241,18 @@ class _ProgramWriter:
             return self.env[made]
         node = node_of
         if (node, b) not in self.parts:
-            if "tangent" in node.meta:
+            if "tangent" in of_call(node):
                 part = self._tangent(node, b, where)
             else:
                 args = (self.env[node], b, self.microbatches, *dims(node))
-                specs, name = node.meta["specs"], f"{node.name}_{b}"
+                specs, name = of_call(node)["specs"], f"{node.name}_{b}"
                 part = make(self.graph, ops.rows, args, specs, *where, name=name)
             self.parts[node, b] = part
         return self.parts[node, b]
 
     def _tangent(self, node: fx.Node, b: int, where: Where) -> fx.Node:
         """A microbatch's part of the gradient that backward() hands in."""
-        position, specs = node.meta["tangent"], node.meta["specs"]
+        position, specs = of_call(node)["tangent"], of_call(node)["specs"]
         output = self.step.facts.outputs[position]
         args: tuple[Any, ...] = (self.pause, position)
         whole = make(self.graph, operator.getitem, args, specs, *where)
@@ -289,5 +291,5 @@ def _group_of(message: Message) -> int:
         assert value.group is not None
         return value.group
     assert isinstance(value, Weights)
-    group: int = value.node.meta["group"]
+    group: int = of_call(value.node)["group"]
     return group

@@ -5,6 +5,7 @@ from __future__ import annotations
 from torch import fx
 
 from ...ir.graphs import arguments
+from ...ir.meta import of_call
 from ...ir.step import Recipe
 from ...jobs.job import Direction
 
@@ -16,7 +17,7 @@ def checked_values(recipe: Recipe, trains: bool) -> tuple[tuple[int, str], ...]:
     trains: whether there are gradients; where there are none, F's loss and outputs.
     """
     call = recipe.call
-    forward = call.meta["direction"] is Direction.FORWARD
+    forward = of_call(call)["direction"] is Direction.FORWARD
     return tuple(
         (arguments(node)[1], node.name)
         for node in recipe.after
@@ -26,7 +27,7 @@ def checked_values(recipe: Recipe, trains: bool) -> tuple[tuple[int, str], ...]:
 
 def _must_be_finite(node: fx.Node, forward: bool, trains: bool) -> bool:
     if not forward:
-        return "group" in node.meta or not node.meta.get("bundle")
+        return "group" in of_call(node) or not of_call(node).get("bundle")
     if trains:
-        return bool(node.meta.get("trained"))
+        return bool(of_call(node).get("trained"))
     return any(user.op == "output" for user in node.users)

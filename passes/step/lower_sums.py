@@ -13,6 +13,7 @@ from torch import fx
 
 from ...ir import joint, ops
 from ...ir.graphs import Specs, in_type
+from ...ir.meta import of_call
 from ...ir.request import Request
 from ...ir.step import (
     JobOutput,
@@ -109,7 +110,7 @@ class _Sums:
             b = job.microbatch
             for node in step.gives[step.jobs.at[job.stage, job.direction]]:
                 replica = op.worker if alone else None
-                total = Total(node.meta["group"], step.round(b), replica)
+                total = Total(of_call(node)["group"], step.round(b), replica)
                 term = Term(b, -job.stage, place, JobOutput(node, b))
                 terms.setdefault(total, []).append(term)
         return terms
@@ -202,7 +203,7 @@ class _Sums:
                 replace_values(op, {JobOutput(pointer, ALL_ROWS): total})
 
     def _add(self, op: Op, like: fx.Node, name: str, args: tuple[Part, ...]) -> Op:
-        specs = like.meta["specs"]
+        specs = of_call(like)["specs"]
         return Op(op.worker, op.task, op.n, ops.add, args, specs, name)
 
     # Lines

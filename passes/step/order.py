@@ -16,6 +16,7 @@ from ...clock.stage_graph import place_jobs
 from ...clock.timeline import Timeline
 from ...clock.updates import StageUpdate, add_updates, stopped_by_order
 from ...ir.graphs import result
+from ...ir.meta import of_call
 from ...ir.request import Request
 from ...ir.step import Step
 from ...jobs.job import Direction, PlanError
@@ -49,7 +50,7 @@ def order_jobs(step: Step, request: Request) -> Step:
     jobs = replace(jobs, waits=_chain_buffers(step.graph, jobs))
     jobs = add_updates(schedule, jobs, _updates(step, request))
     ranked = _forward_first(jobs) if step.deferred else jobs
-    of_kind = [node.meta["seconds"] for node in calls.values()]
+    of_kind = [of_call(node)["seconds"] for node in calls.values()]
     updates = jobs.kinds[len(calls) :]
     of_kind += [step.facts.stages.nodes[s]["update"] for s, _ in updates]
     seconds = [of_kind[kind] for kind in jobs.kind]
@@ -93,7 +94,7 @@ def _updates(step: Step, request: Request) -> list[StageUpdate]:
 def _calls(gm: fx.GraphModule) -> dict[Kind, fx.Node]:
     """The call of each kind of job, in data flow."""
     return {
-        (node.meta["stage"], node.meta["direction"]): node
+        (of_call(node)["stage"], of_call(node)["direction"]): node
         for node in gm.graph.nodes
         if node.op == "call_module"
     }
@@ -109,7 +110,7 @@ def _preds(calls: Mapping[Kind, fx.Node]) -> list[list[int]]:
     for node in next(iter(calls.values())).graph.nodes:
         reads = {call for p in node.all_input_nodes for call in makers.get(p, ())}
         if node.op == "call_module":
-            stage, direction = node.meta["stage"], node.meta["direction"]
+            stage, direction = of_call(node)["stage"], of_call(node)["direction"]
             if direction is BACKWARD:  # it comes after F, though it may not read of it
                 reads.add(at[stage, FORWARD])
             preds.append(sorted(reads))
@@ -130,7 +131,7 @@ def _forward_first(jobs: Jobs) -> Jobs:
 
 def _chain_buffers(gm: fx.GraphModule, jobs: Jobs) -> dict[int, list[int]]:
     """Where F writes into buffers, a worker's F run in the order of microbatches."""
-    writers = {node.meta["stage"] for node in result(gm)["state"].values()}
+    writers = {of_call(node)["stage"] for node in result(gm)["state"].values()}
     last: dict[tuple[int, int], int] = {}
     waits: dict[int, list[int]] = {}
     for number, (kind, worker) in enumerate(zip(jobs.kind, jobs.worker, strict=True)):

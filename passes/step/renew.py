@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from ...ir import ops
+from ...ir.meta import of_call
 from ...ir.request import Request
 from ...ir.step import Message, Op, Step, Weights, replace_values
 
@@ -30,14 +31,14 @@ def renew_copies(step: Step, request: Request) -> Step:
         for old in op.args[0]:
             if not isinstance(old, Weights) or old in new:
                 continue
-            number = old.node.meta["group"]
+            number = of_call(old.node)["group"]
             updater = groups[number].updater
             if updater in (None, old.worker):
                 continue
             assert updater is not None
             args, name = (old, Weights(old.node, updater)), f"{old.node.name}_new"
             where = (old.worker, f"renew {number}", op.n)
-            specs = old.node.meta["specs"]
+            specs = of_call(old.node)["specs"]
             new[old] = Op(*where, ops.renew, args, specs, name, number)
             lines.append(new[old])
         replace_values(op, new)

@@ -10,6 +10,7 @@ from itertools import count
 from ...ir import ops
 from ...ir.graphs import Specs
 from ...ir.message_types import as_sent
+from ...ir.meta import of_call
 from ...ir.request import Request
 from ...ir.step import (
     Credit,
@@ -149,8 +150,8 @@ class _Encodings:
         if self.dtype is None or not isinstance(value, JobOutput):
             return None
         node = value.node
-        if node in self.exact or node.meta.get("bundle"):
+        if node in self.exact or of_call(node).get("bundle"):
             return None
-        (spec,) = node.meta["specs"]
+        (spec,) = of_call(node)["specs"]
         sent = as_sent(spec, self.dtype)
         return None if sent is spec else (sent,)

@@ -10,6 +10,7 @@ from torch import fx
 from ...clock.jobs import source_of
 from ...ir.graphs import arguments
 from ...ir.joint import is_pointer, resolve
+from ...ir.meta import of_call
 from ...ir.request import Request
 from ...ir.step import Credit, JobOutput, Op, Recipe, Step, Value, Weights
 from ...jobs.job import Direction
@@ -45,7 +46,7 @@ def unroll_jobs(step: Step, request: Request) -> Step:
         place = kind, jobs.keeper[i], here
         if place not in places:
             places[place] = tuple(
-                Weights(w, source_of(owners[w.meta["group"]], *place[1:]))
+                Weights(w, source_of(owners[of_call(w)["group"]], *place[1:]))
                 for w in reads[kind]
             )
         weights: tuple[Value, ...] = places[place]
@@ -53,10 +54,10 @@ def unroll_jobs(step: Step, request: Request) -> Step:
             op.after = (Credit(step.credits[job]),)
         if job.direction is Direction.FORWARD:
             if buffers:
-                left = ((w, (w.node.meta["group"], here)) for w in places[place])
+                left = ((w, (of_call(w.node)["group"], here)) for w in places[place])
                 weights = tuple(buffers.get(key, w) for w, key in left)
             for node in step.gives[kind]:
-                buffers[node.meta["group"], here] = JobOutput(node, b)
+                buffers[of_call(node)["group"], here] = JobOutput(node, b)
         made = tuple([JobOutput(*resolve(node, b)) for node in step.reads[kind]])
         op.args = (weights, made)
     return replace(step, lines=ops, buffers=buffers)

@@ -8,6 +8,7 @@ from functools import partial
 from typing import NamedTuple
 
 from ...ir import ops
+from ...ir.meta import of_call
 from ...ir.request import Request
 from ...ir.step import (
     Message,
@@ -83,7 +84,7 @@ class _Updates:
         """What a job reads of weights that a worker keeps."""
         if not isinstance(value, Weights):
             return value
-        group, jobs = value.node.meta["group"], self.step.jobs
+        group, jobs = of_call(value.node)["group"], self.step.jobs
         if not any(self.groups[group].trained):
             return value
         number = jobs.number(job)

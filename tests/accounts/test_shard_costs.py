@@ -92,7 +92,7 @@ def test_autocast_is_as_it_was() -> None:
 def test_shards_send_their_parts_of_each_sum_to_the_others() -> None:
     shards, count = 2, 3
     plan = planned(schedules.sharded(schedules.gpipe(1, MICROBATCHES), shards), count)
-    sent = shard_exchange(plan.schedule, plan.lines)
+    sent = shard_exchange(plan.step)
     # of the last sum, which shard 0 alone reads, one part is sent
     values = (count - 1) * shards * (shards - 1) + 1
     assert sent.forward == sent.backward == MICROBATCHES * values * VALUE
@@ -108,7 +108,7 @@ def test_what_other_stages_are_sent_is_not_between_shards() -> None:
     one = planned(schedules.sharded(replace(base, stages=2), 2), 4)
     stages = whole_stages(one.stages)
     assert set(stages.edges) == {(0, 0), (0, 1), (1, 1)}
-    sent = shard_exchange(one.schedule, one.lines)
+    sent = shard_exchange(one.step)
     each = sum(stages.edges[s, s]["bytes"] for s in range(2))
     assert sent.forward == MICROBATCHES * each
 

@@ -20,7 +20,7 @@ from fxsched import pipeline as passes_in_order
 from fxsched.checker.check_messages import check_summaries
 from fxsched.checker.symbols import Symbol
 from fxsched.ir import ops
-from fxsched.ir.meta import GRAPH_META, META
+from fxsched.ir.meta import GRAPH_META, KEYS
 from fxsched.ir.step import Step
 
 
@@ -516,5 +516,5 @@ def test_passes_leave_only_declared_facts(monkeypatch: pytest.MonkeyPatch) -> No
     fxsched.plan(Chain(), schedules.fslpp(2, 1, 4), torch.ones(4, 3))
     assert len(seen) == len(rewrites)
     for facts, graph_facts in seen:
-        assert facts <= set(META)
+        assert facts <= KEYS
         assert graph_facts <= set(GRAPH_META)

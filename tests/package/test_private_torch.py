@@ -104,7 +104,6 @@ NAMES = {
     ),
     "names.py": (
         "torch._C:_set_grad_enabled",
-        "torch._ops:OpOverload._overloadname",
         "torch._ops:HigherOrderOperator",
     ),
     "graph_files.py": ("torch._subclasses:FakeTensorMode",),
