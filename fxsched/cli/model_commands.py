@@ -11,8 +11,9 @@ import click
 from ..jobs.job import PlanError
 from ..jobs.schedule import Schedule
 from . import simulate_options
-from .option_types import COUNT, NUMBER, POSITION, dims, saved_file
+from .option_types import COUNT, NUMBER, POSITION, saved_file
 from .options import WORKERS, build, passed_options, schedule_option, schedule_options
+from .plan_options import PlanCommand, planned_options
 
 OBJECTIVES = ("latency", "span")
 SEARCHES = (
@@ -108,30 +109,10 @@ def _search_options(options: Mapping[str, Any]) -> dict[str, Any]:
     return {name: options[name] for name in SEARCHES}
 
 
-@click.command()
+@click.command(cls=PlanCommand)
 @click.argument("model", metavar="MODEL")
 @schedule_option
 @schedule_options
-@click.option(
-    "--modules", help="names of modules, each of which starts a stage, with commas"
-)
-@click.option(
-    "--carry",
-    type=click.Choice(("saved", "recompute")),
-    default="saved",
-    help="what B gets: what F saved, or the inputs to run F again",
-)
-@click.option(
-    "--memory-limit",
-    type=NUMBER,
-    help="bytes of weights, gradients and activations on a worker",
-)
-@click.option(
-    "--batch-dims",
-    type=dims,
-    help="where arguments have their samples that aren't cut along dimension 0: "
-    "cand=0,x=1,scale=none; see fxsched.backend",
-)
 @click.option(
     "--rank", type=POSITION, metavar="N", help="print the program of this worker"
 )
@@ -153,16 +134,12 @@ def plan(model: str, schedule: str | Schedule, **options: Any) -> None:
     if rank is not None and rank >= chosen.workers:
         raise PlanError(f"--rank {rank}: give a worker, 0..{chosen.workers - 1}")
     case = user_file.load(model)
-    modules = options["modules"]
     with user_file.quiet_torch(), user_file.blamed(case.file, "the model raised"):
         planned = make_plan(
             case.model,
             chosen,
             *case.args,
-            stages="auto" if modules is None else modules.split(","),
-            carry=options["carry"],
-            memory_limit=options["memory_limit"],
-            batch_dims=options["batch_dims"],
+            **planned_options(options),
             optimizer=case.optimizer,
             **case.kwargs,
         )
