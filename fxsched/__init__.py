@@ -21,12 +21,11 @@ if TYPE_CHECKING:
     from .clock.network import Link
     from .clock.timeline import Event
     from .compiled import Compiled, compile
-    from .convergence.stability import Stability, stability
-    from .costmodel.measure import Profile
     from .draw.chrome import write_trace
     from .draw.diagram import Diagram
     from .dry_run import explain, plan, profile
     from .equality.replay import replay
+    from .equality.stability import Stability, stability
     from .equality.verify import Verification, verify
     from .ir import ops
     from .ir.boundary import stage_boundary
@@ -44,9 +43,10 @@ if TYPE_CHECKING:
     from .params.norms import gradient_norm, gradient_norms, parameter_norms
     from .params.parameter_sums import parameter_sum
     from .params.stream import stream_state_dict
+    from .partition.measure import Profile
+    from .placement.placements import keeps_rows, placements
+    from .placement.row_warnings import RowsWarning
     from .plans.plan import Plan
-    from .rows.placements import keeps_rows, placements
-    from .rows.row_warnings import RowsWarning
     from .runtime.local_rows import LocalSampler
     from .schedules.saved import load_schedule
     from .simulator.simulate import Simulation, simulate
@@ -124,8 +124,8 @@ MODULES = {
     "clock.network": ("Link",),
     "clock.timeline": ("Event",),
     "compiled": ("Compiled", "compile"),
-    "convergence.stability": ("Stability", "stability"),
-    "costmodel.measure": ("Profile",),
+    "equality.stability": ("Stability", "stability"),
+    "partition.measure": ("Profile",),
     "draw.chrome": ("write_trace",),
     "draw.diagram": ("Diagram",),
     "dry_run": ("explain", "plan", "profile"),
@@ -137,8 +137,8 @@ MODULES = {
     "jobs.schedule": ("Schedule",),
     "passes": ("passes",),
     "plans.plan": ("Plan",),
-    "rows.placements": ("keeps_rows", "placements"),
-    "rows.row_warnings": ("RowsWarning",),
+    "placement.placements": ("keeps_rows", "placements"),
+    "placement.row_warnings": ("RowsWarning",),
     "runtime.local_rows": ("LocalSampler",),
     "schedules": ("schedules",),
     "schedules.saved": ("load_schedule",),

@@ -13,7 +13,6 @@ from .capture.batch import batch_of
 from .capture.caller import Dims
 from .capture.meta_device import refuse_meta
 from .capture.trace import Traced, trace_microbatch
-from .costmodel.measure import Profile, measure
 from .ir.modes import modes_after_errors
 from .jobs.job import PlanError
 from .jobs.schedule import Schedule
@@ -21,6 +20,7 @@ from .jobs.user_values import shown
 from .options import PLANNED, Options, parted, with_names
 from .params.record import specs_of
 from .params.released import stand_in
+from .partition.measure import Profile, measure
 from .passes.model_passes import ModelPass, run_model_passes
 from .planning import plan_call
 from .plans.plan import Plan

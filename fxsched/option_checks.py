@@ -15,13 +15,13 @@ import torch
 from torch.optim import Optimizer
 
 from .capture.caller import parts
-from .costmodel.measure import Profile
 from .ir.loss_scale import read_scale
 from .ir.request import BufferReduction, CutWord, OutputReduction, Shards
 from .jobs.job import PlanError
 from .jobs.schedule import Schedule
 from .jobs.user_values import is_int, is_number, shown
 from .params.updates import checked_optimizer
+from .partition.measure import Profile
 from .schedules import LIBRARY
 from .schedules.arguments import one_of
 

@@ -27,7 +27,6 @@ from torch import fx
 from torch.optim import Optimizer
 
 from .capture.caller import Dims
-from .costmodel.measure import Profile
 from .ir.loss_scale import Scale, read_scale
 from .ir.request import (
     BatchNorm,
@@ -49,6 +48,7 @@ from .jobs.job import PlanError
 from .jobs.schedule import Schedule
 from .jobs.user_values import is_int
 from .option_checks import CHECKS, Check, flag, words
+from .partition.measure import Profile
 from .passes.model_passes import ModelPass
 from .passes.users import Pass
 from .runtime.input_agreement import InputRule

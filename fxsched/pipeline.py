@@ -13,7 +13,6 @@ from torch import fx
 from .checker.reference import Reference
 from .clock.arrivals import ahead_text
 from .clock.joint import fit_joint, joint_text
-from .costmodel.measure import Known, known_nodes
 from .draw.whole_stages import shard_text
 from .ir.facts import FACTS, Facts, facts
 from .ir.graphs import REPLICATED, Role, State, tensors
@@ -24,6 +23,7 @@ from .ir.parts import without_parts
 from .ir.request import Request
 from .ir.step import Step
 from .jobs.job import Direction
+from .partition.measure import Known, known_nodes
 from .passes.differentiate import differentiate_stages
 from .passes.gradient_order import keep_gradient_order
 from .passes.partition import assign_stages

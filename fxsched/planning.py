@@ -41,12 +41,12 @@ from .passes.model_passes import run_model_passes
 from .passes.partition import assign_stages
 from .passes.users import Pass, pass_name
 from .pipeline import StageGraph, cut_stages, make_plan
+from .placement.kinds import Kind
+from .placement.row_warnings import RowWatch
+from .placement.weighted_loss import reduction_of
 from .plan_cache.find import found_or_made
 from .plans.plan import Plan
 from .progress import Progress
-from .rows.kinds import Kind
-from .rows.row_warnings import RowWatch
-from .rows.weighted_loss import reduction_of
 from .runtime.input_agreement import Agreement
 from .runtime.local_rows import check_local
 from .runtime.ranks import Ranks

@@ -2,7 +2,7 @@
 
 For passes of the user's: encode_transfers, stage_graphs and replaces.
 
-Imports: autodiff, checker, clock, costmodel, ir, jobs, partition, rows, sharding.
+Imports: autodiff, checker, clock, ir, jobs, partition, placement.
 """
 
 from .users import encode_transfers, replaces, stage_graphs

@@ -9,12 +9,12 @@ from dataclasses import replace
 import torch
 from torch import fx
 
-from ..costmodel.costs import send_seconds
 from ..ir.boundary import BOUNDARY
 from ..ir.graphs import Role, module_prefixes, tensors
 from ..ir.meta import of_node
 from ..ir.request import Request
 from ..jobs.job import PlanError
+from ..partition.costs import send_seconds
 from ..partition.cut_cost import Cut, Hyperedge, Problem, Unit
 
 Block = list[fx.Node]

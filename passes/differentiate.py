@@ -19,7 +19,6 @@ from ..autodiff.stage_modules import (
     weight_module,
 )
 from ..clock.stage_record import GroupBytes, Stage
-from ..costmodel.costs import graph_cost
 from ..ir import joint, ops
 from ..ir.facts import FACTS, facts, stage_facts
 from ..ir.graphs import Role, Specs, arguments, in_type, result
@@ -28,6 +27,7 @@ from ..ir.meta import note_call, of_call
 from ..ir.model_lines import LINES, model_lines
 from ..ir.request import Request
 from ..jobs.job import Direction, PlanError
+from ..partition.costs import graph_cost
 from .gradient_layouts import GradientLayouts
 
 SHORTEST = 1e-9  # seconds

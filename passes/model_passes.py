@@ -7,13 +7,13 @@ from typing import Any
 
 from torch import fx
 
-from ..costmodel.costs import Meter, Work
 from ..ir.facts import facts
 from ..ir.graphs import tensors
 from ..ir.meta import of_node
 from ..ir.regions import Regions
 from ..ir.request import Request
 from ..jobs.job import PlanError
+from ..partition.costs import Meter, Work
 from .users import pass_name
 
 ModelPass = Callable[[fx.GraphModule, Request], fx.GraphModule]

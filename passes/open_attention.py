@@ -13,14 +13,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import fx
 
-from ..costmodel.costs import Work, copied
 from ..ir.facts import FACTS, facts
 from ..ir.graphs import named_arguments, tensors
 from ..ir.lazy import lazy_module
 from ..ir.meta import of_node
 from ..ir.regions import Regions
 from ..ir.shard_calls import attended, attention_weights
-from ..sharding.layouts import Follower, Operation, in_flow, value_of
+from ..partition.costs import Work, copied
+from ..placement.layouts import Follower, Operation, in_flow, value_of
 
 Nodes = dict[fx.Node, fx.Node]
 aten = torch.ops.aten

@@ -20,12 +20,12 @@ from ..jobs.job import Piece, PlanError
 from ..jobs.schedule import Schedule
 from ..jobs.shards import in_pieces
 from ..partition.planner import fastest, predict
-from ..sharding.choice import choose_regions, named_region
-from ..sharding.layouts import in_flow, where
-from ..sharding.own_rows import RowFollower
-from ..sharding.propagation import Propagation
-from ..sharding.region import Region
-from ..sharding.slices import slices_text, variants
+from ..placement.choice import choose_regions, named_region
+from ..placement.layouts import in_flow, where
+from ..placement.own_rows import RowFollower
+from ..placement.propagation import Propagation
+from ..placement.region import Region
+from ..placement.slices import slices_text, variants
 from .cut_problem import cut_problem
 from .open_attention import open_attention
 from .shard_graph import Rewriter

@@ -10,19 +10,19 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from ..costmodel.costs import Work, copied
 from ..ir import joint
 from ..ir.graphs import numbered_draws, storage, tensors
 from ..ir.meta import note, of_node
 from ..ir.parts import Cut, PartOf
 from ..ir.regions import Regions
 from ..ir.request import Request
-from ..rows.kinds import Kind, Rows
-from ..sharding.demand import Demand
-from ..sharding.layouts import Operation, value_of, writes_operand
-from ..sharding.own_rows import is_lone, zeroing
-from ..sharding.propagation import Propagation
-from ..sharding.region import Region
+from ..partition.costs import Work, copied
+from ..placement.demand import Demand
+from ..placement.kinds import Kind, Rows
+from ..placement.layouts import Operation, value_of, writes_operand
+from ..placement.own_rows import is_lone, zeroing
+from ..placement.propagation import Propagation
+from ..placement.region import Region
 
 aten = torch.ops.aten
 VIEWS = (aten.narrow.default, aten.unflatten.int, aten.select.int)

@@ -13,7 +13,6 @@ import torch
 from torch import Tensor, fx
 
 from ..clock.stage_record import Edge, Stage
-from ..costmodel.costs import send_seconds, update_seconds
 from ..ir import joint
 from ..ir.facts import FACTS, StageFacts, facts
 from ..ir.graphs import (
@@ -36,6 +35,7 @@ from ..ir.message_types import as_sent
 from ..ir.meta import note_call, of_call, of_node
 from ..ir.request import Request
 from ..jobs.job import Job, PlanError
+from ..partition.costs import send_seconds, update_seconds
 from .stage_builder import Port, StageBuilder, reads_whole
 
 

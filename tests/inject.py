@@ -32,9 +32,9 @@ from torch import Tensor, fx, nn
 
 import fxsched
 from fxsched import Schedule, schedules
-from fxsched.flight.blame import blame
-from fxsched.flight.record import read_records
 from fxsched.ir import ops
+from fxsched.runtime.blame import blame
+from fxsched.runtime.record import read_records
 from tests.torchrun import ONE_THREAD, ROOT
 
 TIMEOUT = 3.0  # seconds, of the backends

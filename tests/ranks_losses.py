@@ -1,4 +1,5 @@
-"""What each rank of tests/rows/test_weighted.py does: python -m tests.ranks_losses."""
+"""What each rank of tests/placement/test_weighted.py does:
+python -m tests.ranks_losses."""
 
 from __future__ import annotations
 

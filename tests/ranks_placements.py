@@ -1,4 +1,4 @@
-"""Each rank of tests/rows/test_placements.py: python -m tests.ranks_placements."""
+"""Each rank of tests/placement/test_placements.py: python -m tests.ranks_placements."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 import fxsched
 from fxsched import Schedule, schedules
 from tests.placed_operators import LENGTH, attention, by_operator
-from tests.rows.test_placements import Llama
+from tests.placement.test_placements import Llama
 
 
 def train(model: Llama, schedule: Schedule) -> None:

@@ -1,11 +1,12 @@
-"""Each rank of tests/rows/test_row_numbers.py: python -m tests.ranks_row_numbers."""
+"""What each rank of tests/placement/test_row_numbers.py does:
+python -m tests.ranks_row_numbers."""
 
 from __future__ import annotations
 
 import torch.distributed as dist
 
 from fxsched import schedules
-from tests.rows.test_row_numbers import train
+from tests.placement.test_row_numbers import train
 
 
 def main() -> None:

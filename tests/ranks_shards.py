@@ -17,7 +17,7 @@ from fxsched import PlanError, Schedule, schedules
 from fxsched.models.gpt import GPT, GPTConfig
 from fxsched.params.record import record_of
 from tests.cases import Result, build, eager_step, optimizer, train
-from tests.sharding.test_shards import placed_at_random
+from tests.placement.test_shards import placed_at_random
 
 EVERY_RANK: dict[int, Callable[[], list[tuple[str, Schedule, str]]]] = {
     2: lambda: [

@@ -1,4 +1,5 @@
-"""Each rank of tests/rows/test_whole_batch.py: python -m tests.ranks_whole_batch."""
+"""What each rank of tests/placement/test_whole_batch.py does:
+python -m tests.ranks_whole_batch."""
 
 from __future__ import annotations
 
@@ -11,7 +12,14 @@ from torch.testing import assert_close
 import fxsched
 from fxsched import PlanError, schedules
 from fxsched.ir.request import Pairs
-from tests.rows.test_whole_batch import MIXES, Mixed, Sigmoid, Towers, Twisted, batch
+from tests.placement.test_whole_batch import (
+    MIXES,
+    Mixed,
+    Sigmoid,
+    Towers,
+    Twisted,
+    batch,
+)
 
 
 def train(

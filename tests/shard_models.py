@@ -19,7 +19,7 @@ from fxsched.ir import ops
 from fxsched.models.gpt import GPT, GPTConfig
 
 from .cases import build
-from .sharding.test_expert_shards import Mixture, batch, modules, selected
+from .placement.test_expert_shards import Mixture, batch, modules, selected
 
 BATCH, TOKENS = 8, 64
 Words = dict[str, str]

@@ -24,8 +24,8 @@ from torch import Tensor, nn
 import fxsched
 from fxsched import Plan
 from fxsched.params.record import pieces_of, record_of
-from fxsched.sharding import choice
-from fxsched.sharding.choice import gain
+from fxsched.placement import choice
+from fxsched.placement.choice import gain
 
 from .cases import Result, assert_equal, eager_step, microbatch, optimizer, train
 from .shard_models import CASES, SCHEDULES, UPDATING, Words, made, share

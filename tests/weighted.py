@@ -1,4 +1,4 @@
-"""Models whose losses are weighted means, for tests/rows/test_weighted.py and its
+"""Models whose losses are weighted means, for tests/placement/test_weighted.py and its
 ranks."""
 
 from __future__ import annotations

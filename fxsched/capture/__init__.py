@@ -1,4 +1,4 @@
 """A model to the fx graph of one microbatch; alone knows Dynamo and torch.export.
 
-Imports: costmodel, ir, jobs, rows, torch_compat.
+Imports: ir, jobs, partition, placement, torch_compat.
 """

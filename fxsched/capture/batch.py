@@ -15,8 +15,8 @@ from ..ir.graphs import name_of, tensors
 from ..ir.request import Request
 from ..ir.written import written
 from ..jobs.job import PlanError
-from ..rows.kinds import Cause, Effect, Kind, Rows
-from ..rows.tracker import Tracker
+from ..placement.kinds import Cause, Effect, Kind, Rows
+from ..placement.tracker import Tracker
 from .graph_breaks import FixedBatch
 from .graph_inputs import origin_of, placeholders, symbol_of
 from .samples import BatchInput, check_names, names_of, samples_of, user_tensors

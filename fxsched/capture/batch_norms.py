@@ -22,7 +22,7 @@ from ..ir.rewrites import added, rewritten
 from ..ir.statistics import moved, moved_mean, moved_var, unbiased
 from ..ir.user_line import line_of
 from ..jobs.job import PlanError
-from ..rows.kinds import Cause
+from ..placement.kinds import Cause
 from .effects import statistics_of
 from .functional import COPY, without_writes
 

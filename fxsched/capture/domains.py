@@ -13,10 +13,10 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 import networkx as nx
 from torch import fx
 
-from ..costmodel.costs import Work
 from ..ir.meta import of_node
 from ..ir.regions import is_region
-from ..rows.kinds import Kind, Rows, meet
+from ..partition.costs import Work
+from ..placement.kinds import Kind, Rows, meet
 from .microbatch import Microbatch
 
 

@@ -23,8 +23,8 @@ from ..ir.graphs import REPLICATED, Role, ancestors, storage
 from ..ir.meta import of_node
 from ..ir.user_line import line_of
 from ..jobs.job import PlanError
-from ..rows.kinds import Kind, Rows
-from ..rows.own_backward import own_name
+from ..placement.kinds import Kind, Rows
+from ..placement.own_backward import own_name
 from .batch_norms import ONCE
 from .domains import Domains
 from .microbatch import Microbatch, WholeBatch, add, rows_of

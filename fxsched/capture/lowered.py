@@ -32,7 +32,7 @@ from ..ir.graphs import name_of, named_arguments
 from ..ir.lazy import lazy_module
 from ..ir.meta import of_node
 from ..jobs.job import PlanError
-from ..rows.own_backward import HOOK, own_name
+from ..placement.own_backward import HOOK, own_name
 from ..torch_compat.ctc_losses import OURS
 from .chosen_rows import choose_rows
 from .effects import NORMS

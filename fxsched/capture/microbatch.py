@@ -14,8 +14,6 @@ from typing import Any, NamedTuple
 from torch import Tensor, fx, nn
 from torch._subclasses import FakeTensorMode
 
-from ..costmodel.autograd_costs import AutogradCosts
-from ..costmodel.costs import Meter, Work, copied
 from ..ir import joint
 from ..ir.early import Early
 from ..ir.graphs import (
@@ -31,9 +29,11 @@ from ..ir.meta import note, of_node
 from ..ir.regions import is_region
 from ..ir.written import written
 from ..jobs.job import PlanError
-from ..rows.kinds import REPLICATE, Kind, Rows
-from ..rows.own_backward import follow_backward
-from ..rows.tracker import Tracker, Watch
+from ..partition.autograd_costs import AutogradCosts
+from ..partition.costs import Meter, Work, copied
+from ..placement.kinds import REPLICATE, Kind, Rows
+from ..placement.own_backward import follow_backward
+from ..placement.tracker import Tracker, Watch
 from .batch import Batch, has_sizes, stand_ins
 from .effects import refuse_recomputed, statistics_of, written_by
 from .graph_inputs import origin_of

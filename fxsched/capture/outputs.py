@@ -18,7 +18,7 @@ from ..ir.meta import of_node
 from ..ir.request import OutputReduction
 from ..ir.user_line import line_of, user_line
 from ..jobs.job import PlanError
-from ..rows.kinds import REPLICATE, Kind, Rows
+from ..placement.kinds import REPLICATE, Kind, Rows
 from .batch import Batch
 from .chosen_rows import FILLED
 from .graph_inputs import plain

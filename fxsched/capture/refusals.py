@@ -14,9 +14,9 @@ from torch._subclasses import FakeTensor
 from ..ir.graphs import name_of, named_arguments
 from ..ir.user_line import user_line
 from ..jobs.job import PlanError
-from ..rows.declared import DECLARED, lacks_dims
-from ..rows.own_backward import own_name
-from ..rows.rule_table import rule_of
+from ..placement.declared import DECLARED, lacks_dims
+from ..placement.own_backward import own_name
+from ..placement.rule_table import rule_of
 from .vmaps import vmaps
 
 # Nodes that open a transform of torch.func; what follows runs inside it.

@@ -21,7 +21,6 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from ..costmodel.costs import copied
 from ..ir.graphs import name_of
 from ..ir.meta import of_node
 from ..ir.modes import unlogged
@@ -29,7 +28,8 @@ from ..ir.own_rows import eye_columns, eye_rows, own_diagonal
 from ..ir.regions import inside_regions
 from ..ir.written import written
 from ..jobs.job import PlanError
-from ..rows.kinds import Kind, Rows
+from ..partition.costs import copied
+from ..placement.kinds import Kind, Rows
 from .domains import Domains
 from .microbatch import Microbatch, WholeBatch, add, rows_of
 

@@ -22,7 +22,7 @@ from ..ir.rewrites import added, rewritten
 from ..ir.user_line import line_of, user_line
 from ..ir.written import written
 from ..jobs.job import PlanError
-from ..rows.kinds import Kind
+from ..placement.kinds import Kind
 from .effects import refuse_recomputed, statistics_of, targets_of, written_by
 from .functional import COPY, is_version
 from .graph_inputs import origin_of, placeholders

@@ -18,9 +18,9 @@ from ..ir.facts import FACTS, Facts
 from ..ir.graphs import Spec
 from ..ir.lazy import lazy_module
 from ..ir.writes import find_writes
-from ..rows.kinds import Rows
-from ..rows.row_warnings import Labels, labels_of, meeting_text
-from ..rows.weighted_loss import labels_decide, part_means
+from ..placement.kinds import Rows
+from ..placement.row_warnings import Labels, labels_of, meeting_text
+from ..placement.weighted_loss import labels_decide, part_means
 from .batch import Batch
 from .batch_norms import (
     Norms,

@@ -14,8 +14,8 @@ from ..ir.meta import note, of_node
 from ..ir.regions import is_region
 from ..ir.user_line import line_of
 from ..jobs.job import PlanError
-from ..rows.kinds import Kind, Rows, first_cause, meet
-from ..rows.weighted_loss import parts_of_sum
+from ..placement.kinds import Kind, Rows, first_cause, meet
+from ..placement.weighted_loss import parts_of_sum
 from .microbatch import Microbatch
 from .returns import Returned
 

@@ -1,5 +1,5 @@
 """The commands.
 
-Imports: backend, clock, convergence, draw, dry_run, equality, flight, jobs, models,
-params, plans, schedules, simulator, transport, tuner.
+Imports: backend, clock, draw, dry_run, equality, jobs, models, options, params, plans,
+runtime, schedules, simulator, transport, tuner.
 """

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import click
 
-from ..flight.blame import blame as blamed
-from ..flight.record import read_records
+from ..runtime.blame import blame as blamed
+from ..runtime.record import read_records
 
 
 @click.command()

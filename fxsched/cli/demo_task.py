@@ -12,7 +12,7 @@ from torch.optim import AdamW
 from torch.optim.lr_scheduler import LambdaLR
 
 from ..backend import backend
-from ..convergence.stability import stability
+from ..equality.stability import stability
 from ..jobs.job import Direction, Job, PlanError
 from ..jobs.schedule import Schedule
 from ..models import docstrings

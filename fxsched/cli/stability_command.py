@@ -12,7 +12,7 @@ from ..draw.tables import table
 from .option_types import NUMBER, POSITION, file
 
 if TYPE_CHECKING:
-    from ..convergence.stability import Stability
+    from ..equality.stability import Stability
 
 METHODS = ("sgd", "momentum", "nesterov", "stale_sgd", "pipemare")
 TOP = 1.5  # the largest spectral radius that is drawn
@@ -73,7 +73,7 @@ def stability(
     and where it converges fastest. The spectral radius is the factor by which the error
     changes with each update.
     """
-    from ..convergence.stability import stability as analyse
+    from ..equality.stability import stability as analyse
 
     if uncorrected:
         options["correction"] = None

@@ -1,4 +1,4 @@
-"""A plan beside eager PyTorch on the whole batch.
+"""A plan beside eager PyTorch, and what stale training comes to on a quadratic.
 
-Imports: backend, capture, draw, ir, jobs, options, planning, plans, rows, runtime.
+Imports: backend, capture, draw, ir, jobs, options, placement, planning, plans, runtime.
 """

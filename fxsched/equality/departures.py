@@ -13,8 +13,8 @@ from ..capture.graph_inputs import placeholders
 from ..ir.facts import facts
 from ..ir.graphs import tensors
 from ..ir.meta import of_node
+from ..placement.kinds import REPLICATE, Rows
 from ..planning import TracedCall
-from ..rows.kinds import REPLICATE, Rows
 from .draws import Numbers, WholeDraws
 from .on_parts import OnParts, copied, joined
 

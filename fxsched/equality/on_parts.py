@@ -16,8 +16,8 @@ from ..ir import joint
 from ..ir.graphs import Role, numbered_draws
 from ..ir.meta import of_node
 from ..ir.regions import Regions
+from ..placement.kinds import Kind, Rows
 from ..planning import TracedCall
-from ..rows.kinds import Kind, Rows
 from .draws import Numbers, PartDraws
 
 

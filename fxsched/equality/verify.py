@@ -23,8 +23,8 @@ from ..jobs.job import PlanError
 from ..jobs.schedule import Schedule
 from ..jobs.user_values import shown
 from ..options import NAMES, Options, parted, with_names
+from ..placement.row_warnings import RowsWarning
 from ..planning import TracedCall, traced_call
-from ..rows.row_warnings import RowsWarning
 from ..runtime.step import Step
 from .departures import first_departure
 from .differences import Difference, compare_values, table_row

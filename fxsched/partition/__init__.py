@@ -1,4 +1,4 @@
-"""Where to cut a model into stages.
+"""What operations cost, and where to cut a model into stages.
 
-Imports: accounts, clock, jobs.
+Imports: accounts, clock, ir, jobs.
 """

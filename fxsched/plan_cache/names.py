@@ -36,9 +36,10 @@ FUNCTIONS: dict[str, Callable[..., Any]] = {
 NAMES = {function: name for name, function in FUNCTIONS.items()}
 OWN_FUNCTIONS = ("fxsched.ir.ops", "fxsched.ir.joint")  # files whose functions may be
 ROOMS = re.compile(
-    r"fxsched\.((capture|clock|costmodel|ir|jobs|partition|plan_cache|plans|rows)\.\w+|planning|pipeline)"
+    r"fxsched\.(?:(?:capture|clock|ir|jobs|partition|placement|plan_cache|plans)\.\w+|"
+    r"planning|pipeline)"
 )
-OBJECTS = ("fxsched.rows.row_warnings.RowWatch",)  # classes that aren't data
+OBJECTS = ("fxsched.placement.row_warnings.RowWatch",)  # classes that aren't data
 TORCH = (torch.dtype, torch.layout, torch.memory_format)
 IDENTIFIER = re.compile(r"[A-Za-z_]\w*")
 

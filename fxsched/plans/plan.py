@@ -22,7 +22,6 @@ from ..clock.memory import Peaks
 from ..clock.network import Link
 from ..clock.stage_graph import step_seconds
 from ..clock.timeline import Event, Timeline
-from ..costmodel.measure import Known, Profile, fit_profile
 from ..draw import plan_tables
 from ..draw.diagram import Diagram
 from ..draw.explanation import explain_text
@@ -37,6 +36,7 @@ from ..ir.step import Message, Op, Step
 from ..jobs.job import Direction, Job, Placement, PlanError
 from ..jobs.schedule import Schedule
 from ..jobs.user_values import is_count, is_int, shown
+from ..partition.measure import Known, Profile, fit_profile
 from ..simulator.durations import Durations, job_seconds, set_durations
 from ..simulator.simulate import Simulation, check_transfers, simulate_step
 from ..simulator.timeline_comparison import compare_timelines

@@ -1,5 +1,4 @@
-"""Runs the programs of a plan, call by call.
+"""Runs the programs of a plan, call by call, and keeps a record of those that fail.
 
-Imports: capture, checker, clock, codegen, draw, flight, ir, jobs, params, plans,
-rows, transport.
+Imports: capture, checker, clock, draw, ir, jobs, params, placement, plans, transport.
 """

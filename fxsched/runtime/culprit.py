@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from torch import fx
 
-from ..codegen.graph_functions import failed_node
-from ..codegen.tasks import Task
 from ..draw.program_table import program_table
 from ..ir.finite import NonFinite
 from ..ir.model_lines import LINES, line_in_model
 from ..jobs.job import Job
+from .graph_functions import failed_node
 from .nonfinite import first_nonfinite
+from .tasks import Task
 
 WORDS = {"F": "forward", "B": "backward", "W": "weights' gradients", "U": "update"}
 

@@ -14,14 +14,14 @@ from typing import Any
 
 from torch import Tensor, fx
 
-from ..codegen.profiler_ranges import close_range, open_range
-from ..codegen.static_program import task_function
-from ..codegen.tasks import Receive, Task, TaskProgram
 from ..ir.graphs import arguments, result
 from ..transport.endpoints import Aborted, Endpoint
 from ..transport.processes import WATCHERS
+from .profiler_ranges import close_range, open_range
 from .run import Run
 from .run_record import RunRecord
+from .static_program import task_function
+from .tasks import Receive, Task, TaskProgram
 
 
 class TaskFunctions:

@@ -6,9 +6,9 @@ import time
 from collections import deque
 from pathlib import Path
 
-from ..flight.record import Entry, Heard, Report, put_away, write_record
 from ..transport.endpoints import Aborted
 from .ranks import Ranks
+from .record import Entry, Heard, Report, put_away, write_record
 from .run import Run
 from .run_record import RunRecord
 from .threads import Threads

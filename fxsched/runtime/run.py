@@ -10,11 +10,11 @@ import torch
 from torch import Tensor, fx
 
 from ..clock.timeline import Event
-from ..codegen.tasks import Task
 from ..jobs.job import Job
 from ..transport.endpoints import Endpoint
 from .culprit import add_culprit
 from .run_record import RecordedEndpoint, RunRecord
+from .tasks import Task
 
 
 class Run(ABC):

@@ -9,10 +9,10 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from ..clock.timeline import Event
-from ..codegen.tasks import TaskProgram
-from ..flight.record import Entry
 from ..transport.endpoints import Endpoint, Where
 from ..transport.wire_format import Parcel
+from .record import Entry
+from .tasks import TaskProgram
 
 clock = time.perf_counter
 

@@ -11,13 +11,13 @@ from typing import Any
 
 from torch import Tensor, fx
 
-from ..codegen.static_program import Steps, Straight
-from ..codegen.tasks import TaskProgram
 from ..ir.request import Order
 from ..transport.endpoints import Aborted, Endpoint
 from .dynamic_run import Dynamic, TaskFunctions
 from .run import Run
 from .run_record import RunRecord
+from .static_program import Steps, Straight
+from .tasks import TaskProgram
 
 
 class Runnable:

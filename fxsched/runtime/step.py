@@ -17,9 +17,9 @@ from ..ir.loss_scale import Scale
 from ..ir.meta import of_call
 from ..jobs.job import Job
 from ..params.updates import StageOptimizers
+from ..placement.row_warnings import RowWatch
 from ..plans.metrics import STEPS
 from ..plans.plan import Plan
-from ..rows.row_warnings import RowWatch
 from .input_agreement import Agreement
 from .ranks import Ranks
 from .recorder import Recorder

@@ -36,6 +36,7 @@ KEEPERS: dict[str, tuple[str, ...]] = {
         "cli.commands",
         "cli.options",
         "cli.model_commands",
+        "cli.plan_options",
         "cli.simulate_options",
         "cli.option_types",
         "cli.stability_command",

@@ -17,8 +17,8 @@ from torch import Tensor, fx
 from ..ir import joint
 from ..ir.graphs import name_of, named_arguments, tensors
 from ..ir.shard_calls import grouped_part, of_groups, of_picked, picked_part
-from ..rows.kinds import REPLICATE, UNKNOWN, Kind, Rows
 from .chosen_experts import Lone, lone_layout
+from .kinds import REPLICATE, UNKNOWN, Kind, Rows
 from .layouts import (
     Each,
     Follower,

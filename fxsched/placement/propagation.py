@@ -10,8 +10,8 @@ from torch import fx
 from ..ir.graphs import name_of
 from ..ir.meta import of_node
 from ..ir.parts import WeightCut
-from ..rows.kinds import Kind, Rows
 from .chosen_experts import is_selection, why_picked
+from .kinds import Kind, Rows
 from .layouts import (
     AROUND,
     WORD,

@@ -8,7 +8,7 @@ from torch import nn
 
 import fxsched
 from fxsched import schedules
-from fxsched.costmodel.costs import RATES, Cost, Meter, cost_of
+from fxsched.partition.costs import RATES, Cost, Meter, cost_of
 from tests.cases import build
 from tests.partition.test_partition import capture
 

@@ -9,14 +9,14 @@ from typing import Any
 
 from torch import fx
 
-from ..costmodel.costs import rates_of, send_seconds
 from ..ir.graphs import tensors
 from ..ir.meta import of_node
 from ..ir.request import Request
 from ..ir.user_line import line_of
 from ..jobs.job import PlanError
-from ..rows.kinds import Rows
+from ..partition.costs import rates_of, send_seconds
 from .chosen_experts import expert_seeds, is_selection, why_picked
+from .kinds import Rows
 from .layouts import (
     WORD,
     Operation,

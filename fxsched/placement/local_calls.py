@@ -19,8 +19,8 @@ from ..ir.shard_calls import (
     cross_entropy_part,
     embedding_part,
 )
-from ..rows.kinds import Kind, Rows
 from .chosen_experts import lone_call
+from .kinds import Kind, Rows
 from .layouts import (
     Each,
     Follower,

@@ -20,7 +20,7 @@ from torch import fx
 from ..ir.dealt_experts import dealt
 from ..ir.graphs import Call, tensors
 from ..ir.meta import of_node
-from ..rows.kinds import UNKNOWN, Kind, Rows
+from .kinds import UNKNOWN, Kind, Rows
 from .layouts import Each, Layout, Layouts, Operation, is_weight, value_of
 
 aten = torch.ops.aten

@@ -21,7 +21,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 import fxsched
 from fxsched import PlanError, schedules
 from fxsched.capture.refusals import refusal
-from fxsched.rows.declared import DECLARED
+from fxsched.placement.declared import DECLARED
 
 from ..cases import anything
 from ..placed_operators import (

@@ -16,9 +16,9 @@ from torch import Tensor, nn
 
 import fxsched
 from fxsched import PlanError, Schedule, schedules
-from fxsched.codegen.tasks import sent
 from fxsched.draw.tables import byte_text
 from fxsched.ir import ops
+from fxsched.runtime.tasks import sent
 from tests import losses
 from tests.started_ranks import run_ranks
 from tests.whole_batch import compare

@@ -12,7 +12,7 @@ from torch import fx
 from ..ir.graphs import storage, tensors
 from ..ir.meta import of_node
 from ..ir.writes import touching
-from ..rows.kinds import Rows
+from .kinds import Rows
 from .layouts import Layout
 from .local_calls import LocalCall
 from .own_rows import is_sum

@@ -11,10 +11,10 @@ from torch import fx, nn
 
 import fxsched
 from fxsched import schedules
-from fxsched.codegen.python_source import let_go
-from fxsched.codegen.static_program import Straight
-from fxsched.codegen.tasks import TaskProgram, sent
 from fxsched.ir import ops
+from fxsched.runtime.python_source import let_go
+from fxsched.runtime.static_program import Straight
+from fxsched.runtime.tasks import TaskProgram, sent
 from tests.passes.test_passes import plan_of
 
 

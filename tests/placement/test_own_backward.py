@@ -15,7 +15,7 @@ from torch.autograd import Function
 
 import fxsched
 from fxsched import schedules
-from fxsched.rows.own_backward import own_name
+from fxsched.placement.own_backward import own_name
 
 from .test_rows import rows_of
 

@@ -30,9 +30,9 @@ from ..ir.graphs import (
 )
 from ..ir.meta import of_node
 from ..ir.modes import unlogged
-from ..rows.kinds import REPLICATE, UNKNOWN, Kind, Rows
-from ..rows.rule_table import parts_of, rule_of
-from ..rows.tracker import Tracker, Watch
+from .kinds import REPLICATE, UNKNOWN, Kind, Rows
+from .rule_table import parts_of, rule_of
+from .tracker import Tracker, Watch
 
 aten = torch.ops.aten
 PRODUCTS = (

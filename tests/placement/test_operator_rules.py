@@ -24,9 +24,9 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from fxsched.ir.graphs import tensors
-from fxsched.rows.kinds import Kind, Rows
-from fxsched.rows.rule_table import RULES
-from fxsched.rows.tracker import Tracker, Watch
+from fxsched.placement.kinds import Kind, Rows
+from fxsched.placement.rule_table import RULES
+from fxsched.placement.tracker import Tracker, Watch
 
 Cut = Mapping[int, int]  # the dimension of the rows, by the position of a tensor
 DRAWS = "rand drop bernoulli multinomial normal poisson uniform exponential geometric"

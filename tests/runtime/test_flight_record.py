@@ -11,8 +11,9 @@ import torch
 import fxsched
 from fxsched import PlanError, schedules
 from fxsched.cli import main as cli
-from fxsched.flight.blame import blame
-from fxsched.flight.record import (
+from fxsched.ir.request import Order
+from fxsched.runtime.blame import blame
+from fxsched.runtime.record import (
     Entry,
     Heard,
     RankRecord,
@@ -21,7 +22,6 @@ from fxsched.flight.record import (
     read_records,
     write_record,
 )
-from fxsched.ir.request import Order
 from tests.ranks_faults import Words
 
 LATE = "TimeoutError: rank 0 waited 3 s"

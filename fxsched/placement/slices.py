@@ -16,8 +16,8 @@ from torch import fx
 from ..ir import joint
 from ..ir.meta import of_node
 from ..jobs.job import PlanError
-from ..rows.kinds import Kind, Rows
 from .demand import Demand
+from .kinds import Kind, Rows
 from .layouts import (
     Layout,
     Operation,

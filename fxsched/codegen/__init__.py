@@ -1,4 +1,0 @@
-"""A program to a Python function.
-
-Imports: ir, jobs, transport.
-"""

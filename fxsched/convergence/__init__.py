@@ -1,4 +1,0 @@
-"""How fast stale training converges, and when it does not, on a quadratic.
-
-Imports: jobs.
-"""

@@ -1,4 +1,0 @@
-"""Seconds and bytes of operations, estimated or measured.
-
-Imports: clock, ir, jobs.
-"""
