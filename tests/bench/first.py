@@ -39,7 +39,7 @@ KEPT = ("lpp", "again")  # share the plans on disk
 # What each part of fxsched is: functions by module, where they are looked up.
 PARTS = {
     "trace": ("planning.trace_microbatch",),
-    "rows": ("rows.tracker.Tracker.see", "rows.tracker.Tracker.settle"),
+    "rows": ("placement.tracker.Tracker.see", "placement.tracker.Tracker.settle"),
     "AOTAutograd": ("passes.differentiate.trace_stage",),
     "check": ("plans.plan.Plan.check",),
     "Inductor": ("autodiff.inductor.compile_stages",),
