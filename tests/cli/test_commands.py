@@ -161,6 +161,44 @@ def test_help_says_what_is_taken(
         assert all(f"  {name} " in text for name in cli.group.commands)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ("--carry recompute --prefetch 2 --deterministic", r"1f1b: 2 workers"),
+        ("--modules second", r"\n *0 +first .*\n *1 +second "),
+        ("--gradient-dtype float64 --message-dtype bfloat16", r"1f1b: 2 workers"),
+        ("--batch-dims x=0,y=0 --ragged fewer", r"1f1b: 2 workers"),
+    ],
+)
+def test_plan_takes_the_options_of_a_backend(
+    options: str, says: str, model: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    command = "plan model.py:make --schedule 1f1b --workers 2 --microbatches 2"
+    assert re.search(says, output(f"{command} {options}", capsys))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ("--carry twice", "'twice' is not one of 'saved', 'recompute'"),
+        ("--prefetch 0.5", "'0.5' is not a valid int"),
+        ("--message-dtype int8", "message_dtype=torch.int8"),
+        ("--gradient-dtype wide", "'wide' is no type; give one such as bfloat16"),
+        ("--outputs loss", "outputs"),
+        ("--buffers a=,b=mean", "'a' has no word; give name=word,name=word"),
+        ("--modules third", "stages names module 'third'"),
+        ("--cut first=row", "the schedule has one shard"),
+    ],
+)
+def test_plan_refuses_what_a_backend_does(
+    options: str, says: str, model: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    command = "plan model.py:make --schedule 1f1b --workers 2 --microbatches 2"
+    assert re.search(says, refusal(f"{command} {options}", capsys))
+
+
 def test_simulate_prints_the_step_and_a_small_diagram(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
