@@ -9,8 +9,6 @@ from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
-from tabulate import tabulate
-
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "fxsched"
 
@@ -107,13 +105,16 @@ def lines(room: str) -> int:
 
 
 def main() -> None:
-    """Prints a row for each room, and the sums."""
-    rows = [(r, len(files(r)), lines(r), " ".join(arrows(r))) for r in rooms()]
+    """Prints what each room is for, its size and what it imports, and the sums."""
+    for room in rooms():
+        purpose, _ = contract(room)
+        print(f"{room}: {purpose} ({len(files(room))} files, {lines(room):,} lines)")
+        print(f"    imports {' '.join(arrows(room)) or 'nothing'}")
     own = [m for m in MODULES.values() if m.path.parent == PACKAGE]
-    rows += [(m.path.name, 1, lines(m.room), " ".join(arrows(m.room))) for m in own]
-    print(tabulate(rows, ["room", "files", "lines", "imports"]))
+    print("\nfiles of no room, each with its lines:")
+    print(", ".join(f"{m.path.name} {lines(m.room)}" for m in own))
     count = sum(len(arrows(r)) for r in rooms())
-    total = sum(row[2] for row in rows)
+    total = sum(map(lines, rooms())) + sum(lines(m.room) for m in own)
     print(f"\n{len(rooms())} rooms, {count} arrows from them, {total:,} lines")
 
 

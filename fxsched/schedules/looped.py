@@ -16,7 +16,7 @@ _Placer = Callable[[int, int], int]
 
 def looped_bfs(workers: int, microbatches: int, stages: int | None = None) -> Schedule:
     """Breadth first: all microbatches through a worker's stage before its next one,
-    all F before the first B. Two stages a worker unless given.
+    F before B, of jobs that are ready. Two stages a worker unless given.
 
     With v stages a worker it takes m v + W - 1 units of one stage's F + B, and holds
     m v activations. What it gains over looped_dfs is that a worker's next job mostly

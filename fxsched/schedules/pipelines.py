@@ -30,7 +30,7 @@ def naive(workers: int, microbatches: int = 1) -> Schedule:
 
 
 def gpipe(workers: int, microbatches: int) -> Schedule:
-    """One stage a worker, w = (s, s); all F before the first B.
+    """One stage a worker, w = (s, s); of jobs that are ready, F before B.
 
     GPipe (Huang et al. 2019, arXiv 1811.06965).
     """
