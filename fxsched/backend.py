@@ -19,7 +19,7 @@ from .capture.dynamo import (
 )
 from .capture.functional import early_writes
 from .capture.graph_breaks import GraphBreak, left_to_python
-from .capture.graph_inputs import is_state, placeholders
+from .capture.graph_inputs import placeholders
 from .capture.lowered import aten_graph
 from .clock.timeline import Event
 from .ir.meta import of_node
@@ -149,9 +149,8 @@ class Backend:
         gm = inline_bodies(gm)
         broken = left_to_python() or compile_options_error(options)
         note_call(gm, inputs)
-        origins = [of_node(node)["origin"] for node in placeholders(gm)]
-        kept = [i for i, origin in enumerate(origins) if origin is not None]
-        state = {origin.name: i for i, origin in enumerate(origins) if is_state(origin)}
+        nodes = enumerate(placeholders(gm))
+        kept = [i for i, node in nodes if of_node(node)["origin"] is not None]
         captured = gm
         if broken is None:
             try:
@@ -165,7 +164,6 @@ class Backend:
                 if broken is not None:
                     refuse_outer_ddp()
                     raise broken
-                self.params.take(state, args)
                 return self.run(captured, tuple(args[i] for i in kept))
             except GraphBreak:
                 raise
@@ -214,6 +212,7 @@ class Backend:
         self._start_workers()
         if isinstance(self._workers, Ranks):
             self._workers.call()
+        self.params.take(gm.meta["state"], args)
         args, padded = self.sized(gm, args)
         step = self._step(gm, args)
         if padded is not None:

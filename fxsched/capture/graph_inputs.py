@@ -201,9 +201,10 @@ def origin_of(node: fx.Node) -> Origin:
     return origin
 
 
-def is_state(origin: Origin | None) -> bool:
-    """Whether an input is no argument of the call; None is one that nothing reads."""
-    return origin is not None and not origin.argument
+def state_of(gm: fx.GraphModule) -> dict[str, int]:
+    """The positions of inputs that are no arguments of the call, by name."""
+    origins = enumerate(map(origin_of, placeholders(gm)))
+    return {origin.name: i for i, origin in origins if not origin.argument}
 
 
 def text_of(gm: fx.GraphModule) -> str:

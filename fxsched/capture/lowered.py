@@ -37,7 +37,7 @@ from ..torch_compat.ctc_losses import OURS
 from .chosen_rows import choose_rows
 from .effects import NORMS
 from .functional import take_early_writes, without_writes
-from .graph_inputs import placeholders, text_of
+from .graph_inputs import placeholders, state_of, text_of
 from .refusals import refusal, refuse_transforms, refused, where_of
 from .vmaps import Flat, flat_vmaps
 
@@ -85,6 +85,7 @@ def aten_graph(gm: fx.GraphModule) -> fx.GraphModule:
         if of_node(node)["origin"] is None:  # which nothing reads
             result.graph.erase_node(node)
     result.meta["text"] = text_of(result)
+    result.meta["state"] = state_of(result)
     result = choose_rows(take_early_writes(without_writes(result)))
     hook_at_source(result)
     return result

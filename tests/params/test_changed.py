@@ -49,3 +49,17 @@ def test_a_backend_has_a_record_of_each_tensor_by_its_first_name() -> None:
             run(torch.randn(4, 4))
         assert not backend.params["one.bias"].stepped
         assert backend.params["two.bias"].stepped
+
+
+class Broken(nn.Linear):
+    def forward(self, x: Tensor) -> Any:
+        torch._dynamo.graph_break()
+        return super().forward(x).square().mean()
+
+
+def test_a_model_of_torch_export_has_its_records_too() -> None:
+    torch._dynamo.reset()
+    model = Broken(4, 4)
+    with fxsched.compile(model, schedules.gpipe(1, 2)) as run:
+        run(torch.randn(4, 4)).backward()
+        assert set(run.backend.params) == {"weight", "bias"}
