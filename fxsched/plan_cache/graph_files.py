@@ -135,6 +135,8 @@ class _Packer:
         if isinstance(value, Piece):
             own = value.stage, value.shard, value.number
             return ["piece", int(value), *own]
+        if type(value) is Tensor and value.is_cpu and not value.requires_grad:
+            return self.enter(value, _constant(value))
         if isinstance(value, bytes):
             return ["bytes", b64encode(value).decode()]
         if isinstance(value, slice):
@@ -227,6 +229,7 @@ class _Unpacker:
             "graph": self.graph,
             "link": self.link,
             "text": str,
+            "tensor": _tensor,
             "op": names.operation_of,
             "f": names.function_of,
             "tuple": self.tuple,
@@ -306,6 +309,23 @@ def _inside(module: fx.GraphModule, name: str) -> Any:
     for part in name.split("."):
         value = getattr(value, part)
     return value
+
+
+def _constant(tensor: Tensor) -> list[Any]:
+    """A tensor that a graph has of its own."""
+    if tensor.layout is not torch.strided:
+        raise CannotKeep("a constant that isn't dense")
+    raw = tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+    kind = str(tensor.dtype).removeprefix("torch.")
+    return ["tensor", kind, list(tensor.shape), b64encode(raw).decode()]
+
+
+def _tensor(kind: str, shape: Sequence[int], data: str) -> Tensor:
+    raw = torch.frombuffer(
+        bytearray(b64decode(data)) or bytearray(1), dtype=torch.uint8
+    )
+    values = raw if data else raw[:0]
+    return values.view(names.torch_value(kind)).reshape(tuple(shape))
 
 
 @cache

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 import fxsched
 from fxsched import Direction, Placement, Schedule, planning, schedules
 from fxsched.plan_cache import find
-from fxsched.plan_cache.graph_files import unpacked
+from fxsched.plan_cache.graph_files import packed, unpacked
 from fxsched.plan_cache.names import CannotKeep
 
 from ..cases import build
@@ -289,6 +289,18 @@ def test_a_file_that_was_cut_short_is_made_anew(
     assert len(traces) == 2 * made
     result(net(), shifted(0))
     assert len(traces) == 2 * made
+
+
+def test_constants_are_what_they_were() -> None:
+    for value in (
+        torch.tensor(True),
+        torch.arange(6.0, dtype=torch.bfloat16).view(2, 3).T,
+        torch.empty(0, 3, dtype=torch.int64),
+        torch.tensor([1 + 2j]),
+    ):
+        found = unpacked(packed((value, value)), {})
+        assert found[0] is found[1] and torch.equal(found[0], value)
+        assert found[0].dtype == value.dtype
 
 
 ATTACKS = {  # a value of a plan, that would run code if it were let to
