@@ -216,7 +216,7 @@ class Ranks:
                     continue
                 if state.input in plan.parts:
                     continue
-                tensor = args[state.input]
+                tensor, needed = args[state.input], here or state.input in fresh
                 record = record_of(tensor)
                 if record.parts:
                     return False
@@ -224,13 +224,12 @@ class Ranks:
                     new[state] = group.owners
                 elif record.owners != group.owners:
                     return False
-                elif not here and state.role is Role.PARAMETER:
+                elif state.role is Role.PARAMETER and not needed:
                     stay_released(tensor)
                 if group.updater is not None or record.updater is not None:
                     if record.updater not in (None, group.updater):
                         return False
                     updated.append((state.name, tensor, group.updater))
-                needed = here or state.input in fresh
                 if group.written and not needed and record.lacks is None:
                     stale.append((state.name, tensor))
         for state, owners in new.items():
