@@ -45,9 +45,11 @@ def let_through(tensor: Tensor) -> None:
 
 
 def _intercepted(method: str, answer: Callable[..., Any]) -> Callable[..., Any]:
+    real = getattr(Tensor, method)  # Dynamo looks up no attribute of a type
+
     def call(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling():
-            return getattr(type(tensor), method)(tensor, *args, **kwargs)
+            return real(tensor, *args, **kwargs)
         return answer(tensor, method, *args, **kwargs)
 
     return call
