@@ -9,7 +9,6 @@ model. Dynamo looks through such modules, and never traces it.
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import wraps
 from typing import Any
 
 import torch
@@ -17,21 +16,18 @@ from torch._dynamo import OptimizedModule
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from ..jobs.job import PlanError
+from .patched import replace_once
 
 
 def export_broken(broken: type[Exception], is_own: Callable[[Any], bool]) -> None:
     """Makes modules of backends that are our own go on by backend.exported(), once
     Dynamo breaks them with such an error."""
-    original: Any = OptimizedModule.__call__
-    if getattr(original, "fxsched", False):
-        return
 
     def backend_of(module: OptimizedModule) -> Any:
         backend = innermost(module.dynamo_ctx.callback)
         return backend if is_own(backend) else None
 
-    @wraps(original)
-    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+    def call(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
         if torch._C._len_torch_dispatch_stack() and backend_of(self):
             _refuse_modes()
         try:
@@ -43,8 +39,7 @@ def export_broken(broken: type[Exception], is_own: Callable[[Any], bool]) -> Non
         self.forward = backend.exported(self._orig_mod, found, args, kwargs)
         return original(self, *args, **kwargs)
 
-    vars(call)["fxsched"] = True
-    OptimizedModule.__call__ = call  # type: ignore[method-assign]
+    replace_once((OptimizedModule,), "__call__", call)
 
 
 def innermost(backend: Any) -> Any:

@@ -11,7 +11,6 @@ import inspect
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from functools import wraps
 from typing import Any
 
 import torch
@@ -19,19 +18,17 @@ import torch._dynamo
 import torch.fx.experimental._config
 from torch._dynamo import convert_frame
 
+from .patched import replace_once
+
 Around = Callable[[dict[str, Any]], AbstractContextManager[None] | None]
 
 
 def around_frames(ours: Around) -> None:
     """Compiles each frame inside of what `ours` gives for the arguments of the function
     that does, which it may change; as they are, where it gives None."""
-    if getattr(convert_frame._compile, "fxsched", False):
-        return
-    original: Any = convert_frame._compile
-    parameters = inspect.signature(original)
+    parameters = inspect.signature(convert_frame._compile)
 
-    @wraps(original)
-    def compile_frame(*args: Any, **kwargs: Any) -> Any:
+    def compile_frame(original: Any, *args: Any, **kwargs: Any) -> Any:
         bound = parameters.bind(*args, **kwargs)
         around = ours(bound.arguments)
         if around is None:
@@ -39,8 +36,7 @@ def around_frames(ours: Around) -> None:
         with around:
             return original(*bound.args, **bound.kwargs)
 
-    vars(compile_frame)["fxsched"] = True
-    vars(convert_frame)["_compile"] = compile_frame
+    replace_once((convert_frame,), "_compile", compile_frame)
 
 
 def forget(is_own: Callable[[Any], bool]) -> None:
