@@ -45,7 +45,7 @@ def shard_stages(gm: fx.GraphModule, request: Request) -> fx.GraphModule:
             z_1 = linear(y_1, v_1)
             z = z_0 + z_1 + c                # stage 1, shard 0
 
-    Weights are cut where all that comes of them ends in sums (sharding/choice.py).
+    Weights are cut where all that comes of them ends in sums (placement/choice.py).
     What is not cut is on shard 0; what follows a sum is on all shards that go on with
     it, if it is cheap, such as norms. A stage's shards are cut into pieces where they
     read each other's values; pieces are the stages from now on, in facts(gm).schedule.

@@ -24,7 +24,7 @@ aten = torch.ops.aten
 
 class WeightedMicrobatch(Microbatch):
     """One whose reductions of inputs alone are inputs themselves, computed for the
-    whole batch before the step; see rows/weighted_loss.py."""
+    whole batch before the step; see placement/weighted_loss.py."""
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)

@@ -176,7 +176,7 @@ def update(
 ) -> Bundle:
     """The weights of a group after a step of the optimizer, in their old place.
 
-    optimizer: what the runtime gives; see state/updates.py.
+    optimizer: what the runtime gives; see params/updates.py.
     number: how many steps on this group come before it in the call; None where that
         is as they arrive.
     before: copies of the weights before it, and credits of jobs that read them; or

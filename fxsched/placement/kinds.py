@@ -25,7 +25,7 @@ class Kind(Enum):
     SUM = "partial sum"  # the whole batch's is the sum of its microbatches'
     MEAN = "partial avg"  # ... is their mean
     OTHER = "other"  # ... is neither
-    OWN = "own"  # each row belongs to one shard, as values say: sharding/own_rows.py
+    OWN = "own"  # each row belongs to one shard, as values say: placement/own_rows.py
     UNKNOWN = "unknown"  # there is no rule for an operation on the way
 
 

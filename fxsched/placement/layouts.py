@@ -1,7 +1,7 @@
 """Follows values that are cut into parts through the operations of a model.
 
-The rules are those by which rows of a batch are followed (rows/rule_table.py), where
-every part is a row: a value is the same for all shards, or each has a part of it along
+The rules are those by which rows of a batch are followed (rule_table.py), where every
+part is a row: a value is the same for all shards, or each has a part of it along
 one dimension, or it is the sum of what they have.
 """
 

@@ -80,8 +80,9 @@ TABLE: dict[str, Rule] = {
     "tril linalg_inv_ex linalg_cholesky_ex linalg_qr _linalg_det _linalg_eigh "
     "_linalg_svd linalg_matrix_exp grid_sampler_2d linalg_eig _linalg_eigvals "
     "_linalg_slogdet linalg_lu linalg_lu_factor_ex cholesky": _last(2),
-    "pixel_shuffle pixel_unshuffle channel_shuffle upsample_trilinear3d "
-    "grid_sampler_3d adaptive_max_pool3d _adaptive_avg_pool3d": _last(3),
+    "pixel_shuffle pixel_unshuffle channel_shuffle upsample_nearest3d "
+    "upsample_trilinear3d grid_sampler_3d adaptive_max_pool3d "
+    "_adaptive_avg_pool3d": _last(3),
     "native_batch_norm cudnn_batch_norm miopen_batch_norm _native_batch_norm_legit "
     "_native_batch_norm_legit_functional _batch_norm_with_update": compute.batch_norm,
     "convolution mkldnn_convolution": compute.convolution,

@@ -193,9 +193,18 @@ def test_a_wrong_claim_is_found() -> None:
     assert not claim._replace(whole=whole).holds
 
 
+@pytest.mark.parametrize("dim", range(5))
+def test_nearest_volumes_keep_rows_and_channels_apart(dim: int) -> None:
+    """op_db has only lines in its first samples of it."""
+    (claim,) = claims(lambda x: F.interpolate(x, scale_factor=2), [VOLUMES], {0: dim})
+    assert claim.is_made == (dim < 2)
+    assert not claim.is_made or (claim.fits and claim.holds)
+
+
 X, Y, Z = torch.randn(4, 6, 8), torch.randn(4, 6, 8), torch.randn(4, 8, 6)
 M, N = torch.randn(4, 8), torch.randn(8, 6)
 NUMBERS = torch.randint(0, 8, (4, 6))
+VOLUMES = torch.randn(4, 2, 3, 3, 3)
 Peer = tuple[Callable[..., Any], tuple[Tensor, ...], Cut]
 PEERS: dict[str, Peer] = {
     "add": (torch.add, (X, Y), {0: 0, 1: 0}),
@@ -235,6 +244,7 @@ PEERS: dict[str, Peer] = {
     "layer_norm": (lambda x, w: F.layer_norm(x, (8,), w), (X, M[0]), {0: 0}),
     "where": (lambda x, y: torch.where(x > 0, x, y), (X, Y), {0: 0, 1: 0}),
     "dropout, none": (lambda x: F.dropout(x, 0.0), (X,), {0: 0}),
+    "nearest of volumes": (lambda x: F.interpolate(x, (2, 3, 4)), (VOLUMES,), {0: 0}),
 }
 
 
