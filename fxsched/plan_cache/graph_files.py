@@ -40,6 +40,7 @@ LISTS: dict[type, str] = {
 }
 DICTS = (dict, fx.immutable_collections.immutable_dict)
 PLAIN = (str, int, bool, type(None))
+PARTS = (fx.GraphModule, Tensor)  # what a graph's module has of its own
 
 
 def packed(value: Any, shapes: bool = False) -> str:
@@ -270,6 +271,10 @@ class _Unpacker:
 
     def module(self, place: int, name: str, inside: Any, known: Any) -> fx.GraphModule:
         parts = {names.dotted(key): each for key, each in self.value(inside).items()}
+        if missing := _attributes(self.made[place]).keys() - parts.keys():
+            raise CannotKeep(f"the attribute {min(missing)}")
+        if not all(isinstance(each, PARTS) for each in parts.values()):
+            raise CannotKeep("a part that is neither a graph nor a tensor")
         module = lazy_module(parts, self.made[place], names.dotted(name))
         module.meta.update(self.value(known))
         return module
@@ -277,7 +282,11 @@ class _Unpacker:
     def graph(self, nodes: Sequence[Any]) -> fx.Graph:
         graph = fx.Graph()
         for op, target, name in nodes:
+            if op == "call_method":  # could be of anything
+                raise CannotKeep(f"the method {target}")
             own = self.value(target) if op == "call_function" else names.dotted(target)
+            if op == "call_function":
+                names.check_target(own)
             if graph.create_node(op, own, name=name).name != name:
                 raise CannotKeep(f"a node named {name}")
         self.nodes[len(self.made)] = list(graph.nodes)

@@ -128,7 +128,9 @@ def operation_of(name: str) -> Callable[..., Any]:
     if space not in SPACES:
         raise CannotKeep(f"the operation {name}")
     packet = getattr(getattr(torch.ops, space), operation)
-    found: Callable[..., Any] = getattr(packet, overload or "default")
+    found = getattr(packet, overload or "default")
+    if not isinstance(found, torch._ops.OpOverload):
+        raise CannotKeep(f"the operation {name}")
     return found
 
 
@@ -138,6 +140,13 @@ def higher_order(name: str) -> Callable[..., Any]:
     if not isinstance(found, torch._ops.HigherOrderOperator):
         raise CannotKeep(f"the operation {name}")
     return found
+
+
+def check_target(target: Any) -> None:
+    """Raises CannotKeep for what no node may call: all but listed operations and
+    functions."""
+    if not isinstance(target, (torch._ops.OpOverload, torch._ops.HigherOrderOperator)):
+        function_name(target)
 
 
 def torch_value(name: str) -> Any:
@@ -150,6 +159,6 @@ def torch_value(name: str) -> Any:
 
 def dotted(name: str) -> str:
     """A name that code of a graph has as it is: words with dots between them."""
-    if not all(map(IDENTIFIER.fullmatch, name.replace(".", "._").split("."))):
+    if not IDENTIFIER.fullmatch(name.replace(".", "_")):
         raise CannotKeep(f"the name {name!r}")
     return name

@@ -3,7 +3,7 @@
 It copies the model and averages all parameters, also those that aren't here; it has no
 hook for either.
 
-Tried with torch 2.11 to 2.15.
+Tried with torch 2.13.
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@ of none: clipping would go wrong without an error. All names of clip_grad_norm_,
 those that were imported before, end in clip_grad._clip_grads_with_norm_; of
 clip_grad_value_ those two that PyTorch has are replaced.
 
-Tried with torch 2.11 to 2.15.
+Tried with torch 2.13.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 The scaler has no hook between looking at gradients and skipping a step. Both unscale_()
 and step(), which of fused optimizers doesn't call that, end in _unscale_grads_.
 
-Tried with torch 2.11 to 2.15.
+Tried with torch 2.13.
 """
 
 from __future__ import annotations

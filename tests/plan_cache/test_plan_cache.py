@@ -303,6 +303,7 @@ def test_constants_are_what_they_were() -> None:
         assert found[0].dtype == value.dtype
 
 
+OWN_CLASS = ["class", "fxsched.ir.early.Early"]
 ATTACKS = {  # a value of a plan, that would run code if it were let to
     "function": ["f", "os.system"],
     "getter": ["f", "operator.attrgetter"],
@@ -314,6 +315,9 @@ ATTACKS = {  # a value of a plan, that would run code if it were let to
     "code in a name": ["graph", [["placeholder", "x=print('ran')", "x"]]],
     "code in a module's name": ["graph", [["call_module", "a'); print('ran')", "a"]]],
     "code in a node's name": ["graph", [["output", "output", "o; print('ran')"]]],
+    "a method": ["graph", [["call_method", "__class__.__subclasses__", "x"]]],
+    "no operation": ["op", "aten::__getattr__.__func__"],
+    "a call of a class": ["graph", [["call_function", OWN_CLASS, "x"]]],
     "a torch function": ["torch", "load"],
     "another format": None,
 }
@@ -325,6 +329,16 @@ def test_a_file_names_only_what_is_listed(name: str) -> None:
     inside = ["torch", "load"] if name == "a torch function" else ["#", 0]
     table = [] if entry is None or entry[0] == "torch" else [entry]
     body = {"format": 0 if entry is None else 1, "table": table, "value": inside}
+    with pytest.raises(CannotKeep):
+        unpacked(json.dumps(body), {})
+
+
+@pytest.mark.parametrize("op", ["call_module", "get_attr"])
+@pytest.mark.parametrize("inside", [{}, {"to_folder": ["class", OWN_CLASS[1]]}])
+def test_a_graph_reads_only_parts_of_its_own(op: str, inside: Any) -> None:
+    graph = ["graph", [[op, "to_folder", "to_folder"]]]
+    table = [graph, ["module", 0, "Stage", inside, {}]]
+    body = {"format": 1, "table": table, "value": ["#", 1]}
     with pytest.raises(CannotKeep):
         unpacked(json.dumps(body), {})
 
