@@ -10,6 +10,7 @@ from typing import Any, cast
 from torch import fx
 
 from ..autodiff.autograd import trace_stage
+from ..autodiff.joint_graph import Joint
 from ..autodiff.split_backward import split_weights
 from ..autodiff.stage_graphs import StageGraphs, cast_gradients, stage_key
 from ..autodiff.stage_modules import (
@@ -65,6 +66,7 @@ class _Differentiation:
         self.sums: dict[int, list[fx.Node]] = {}  # of a group, from stages
         self.written: dict[int, fx.Node] = {}
         self.cache: dict[str, StageGraphs] = {}
+        self.blocks: dict[str, Joint] = {}  # of stages, whose keys have ids in them
         self.pairs: dict[fx.Node, StageGraphs] = {}
         self.costs: dict[fx.GraphModule, float] = {}  # seconds
         self.layouts = GradientLayouts()
@@ -442,7 +444,11 @@ class _Differentiation:
         key = f"{live} {stage_key(module)}"
         if key not in self.cache:
             pair = trace_stage(
-                module, live, len(stage_facts(module).places), self.facts.fake_mode
+                module,
+                live,
+                len(stage_facts(module).places),
+                self.facts.fake_mode,
+                self.blocks,
             )
             if self.request.schedule.split_backward:
                 pair = split_weights(pair)

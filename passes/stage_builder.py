@@ -9,9 +9,10 @@ import torch
 from torch import fx
 
 from ..ir import joint
-from ..ir.graphs import REGION_ENTERS, REGION_EXITS, Role, arguments, storage
+from ..ir.graphs import Role, arguments, storage
 from ..ir.lazy import lazy_module
 from ..ir.meta import of_node
+from ..ir.regions import CopiedRegions
 
 
 class Port(NamedTuple):
@@ -75,7 +76,7 @@ class StageBuilder:
             for node, microbatch in self.inputs:
                 if microbatch is None and node.op != "placeholder":
                     self.new[node] = self._ordered(self.new[node], of_node(node)["val"])
-        regions = _Regions(self.graph)
+        regions = CopiedRegions(self.graph)
         for node in nodes:
             regions.pass_by(node)
             if "stage" in of_node(node):
@@ -183,55 +184,6 @@ def _count(node: fx.Node) -> int:
     """How many microbatches a global-batch stage joins, or parts."""
     count: int = node.args[-1]  # type: ignore[assignment]
     return count
-
-
-class _Regions:
-    """Opens in a stage's graph the autocast and no_grad regions that its nodes are in.
-
-    A region is a pair of nodes in the program; a stage that holds only a part of what
-    is between them gets a pair of its own.
-    """
-
-    def __init__(self, graph: fx.Graph) -> None:
-        self.graph = graph
-        self.ambient = torch.is_grad_enabled()
-        self.wanted: tuple[list[fx.Node], bool] = ([], self.ambient)
-        self.opened: list[tuple[fx.Node, fx.Node]] = []  # in the program, in the stage
-        self.grad = self.ambient
-
-    def pass_by(self, node: fx.Node) -> None:
-        """Follows the program's own regions."""
-        autocasts, grad = self.wanted
-        if node.target is torch._C._set_grad_enabled:
-            self.wanted = (autocasts, bool(node.args[0]))
-        elif node.target in REGION_ENTERS:
-            self.wanted = ([*autocasts, node], grad)
-        elif node.target in REGION_EXITS:
-            self.wanted = ([n for n in autocasts if n is not node.args[0]], grad)
-
-    def enter(self) -> None:
-        """Makes the stage's regions those that the program is in."""
-        autocasts, grad = self.wanted
-        while [old for old, _ in self.opened] != autocasts[: len(self.opened)]:
-            self._close()
-        for old in autocasts[len(self.opened) :]:
-            new = self.graph.create_node("call_function", old.target, old.args)
-            self.opened.append((old, new))
-        self._set_grad(grad)
-
-    def leave(self) -> None:
-        while self.opened:
-            self._close()
-        self._set_grad(self.ambient)
-
-    def _close(self) -> None:
-        _, new = self.opened.pop()
-        self.graph.call_function(REGION_EXITS[0], (new,))
-
-    def _set_grad(self, grad: bool) -> None:
-        if grad != self.grad:
-            self.graph.call_function(torch._C._set_grad_enabled, (grad,))
-        self.grad = grad
 
 
 def _is_state(node: fx.Node) -> bool:

@@ -13,6 +13,7 @@ import torch
 from torch import fx, nn
 
 from fxsched import Backend, planning
+from fxsched.autodiff.joint_graph import Joint
 from fxsched.autodiff.stage_graphs import StageGraphs, stage_key
 from fxsched.capture.trace import Traced
 from fxsched.ir.graphs import Spec
@@ -64,12 +65,17 @@ class StageCache:
         self.nodes = self.hits = 0
 
     def __call__(
-        self, stage: fx.GraphModule, live: tuple[bool, ...], state: int, mode: Any
+        self,
+        stage: fx.GraphModule,
+        live: tuple[bool, ...],
+        state: int,
+        mode: Any,
+        blocks: dict[str, Joint],
     ) -> StageGraphs:
         key = stage_key(stage), live, state, tuple(trace_modes())
         found = self.kept.get(key)
         if found is None:
-            graphs = self.trace(stage, live, state, mode)
+            graphs = self.trace(stage, live, state, mode, blocks)
             found = Kept(graphs, stage, _count(graphs, stage))
             self.kept[key] = found
             self.nodes += found.nodes

@@ -30,6 +30,7 @@ from ..ir.graphs import REPLICATED, Spec, name_of
 from ..ir.lazy import all_lazy
 from ..ir.meta import of_node
 from ..ir.model_lines import LINE
+from .equal_blocks import equal_pieces
 from .joint_graph import (
     Joint,
     Source,
@@ -38,7 +39,8 @@ from .joint_graph import (
     reshape_views,
     want_captured,
 )
-from .stage_graphs import StageGraphs, arrange_graphs
+from .linked_blocks import Linked
+from .stage_graphs import StageGraphs, arrange_graphs, graph_text
 
 
 def trace_stage(
@@ -46,25 +48,57 @@ def trace_stage(
     live: tuple[bool, ...],
     state: int,
     mode: Any,
-    copied: bool = False,
+    blocks: dict[str, Joint],
 ) -> StageGraphs:
     """Traces a stage through AOTAutograd and parts it into forward and backward.
 
     live: which outputs have gradients. state: how many of the arguments are weights
-    and buffers. mode: the fake mode of the stage's values.
+    and buffers. mode: the fake mode of the stage's values. blocks: joint graphs of
+    blocks that repeat, which are traced once and added here.
     """
+    joint = _linked(module, live, state, mode, blocks)
+    if joint is None:
+        joint, views = _traced(module, live, state, mode)
+        if views:
+            copied = _calling(module, "clone", views)
+            joint, _ = _traced(copied, live, state, mode)
+    with _tracing(module.graph, live, mode):
+        forward, backward = _parted(joint)
+        draws = stage_facts(module).draws
+        return arrange_graphs(joint, forward, backward, state, live, draws)
+
+
+def _linked(
+    module: fx.GraphModule,
+    live: tuple[bool, ...],
+    state: int,
+    mode: Any,
+    blocks: dict[str, Joint],
+) -> Joint | None:
+    """The joint graph of a stage whose blocks repeat, each block traced once; None for
+    other stages."""
+    linked = Linked(module, live, state)
+    pieces = equal_pieces(module, state)
+    for piece in reversed(pieces):
+        wanted = linked.wants(piece)
+        key = f"{wanted} {piece.state} {graph_text(piece.module, piece.module.graph)}"
+        if key not in blocks:
+            blocks[key], _ = _traced(piece.module, wanted, piece.state, mode)
+        if not linked.add(piece, blocks[key]):
+            return None
+    return linked.joint() if pieces else None
+
+
+def _traced(
+    module: fx.GraphModule, live: tuple[bool, ...], state: int, mode: Any
+) -> tuple[Joint, set[int]]:
+    """The joint graph, and which outputs of it should have gradients but are views."""
     # none is computed for outputs that get no gradient
     dead = [i for i, wanted in enumerate(live) if not wanted]
     flat = _calling(module, "detach", dead)
     with _tracing(flat.graph, live, mode) as stack:
         gm = _joint_graph(flat, live, mode, stack)
-        views = _without_tangents(gm, live)
-        if copied or not views:
-            joint = _read(gm, state)
-            forward, backward = _parted(joint)
-            draws = stage_facts(module).draws
-            return arrange_graphs(joint, forward, backward, state, live, draws)
-    return trace_stage(_calling(module, "clone", views), live, state, mode, copied=True)
+        return _read(gm, state), _without_tangents(gm, live)
 
 
 @contextlib.contextmanager

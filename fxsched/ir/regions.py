@@ -66,3 +66,52 @@ class Regions:
 
     def _leave(self, node: Any) -> None:
         torch.amp.autocast_mode._exit_autocast(self._entered.pop(node))  # type: ignore[no-untyped-call]
+
+
+class CopiedRegions:
+    """Opens in the graph of a part the autocast and no_grad regions of its nodes.
+
+    A region is a pair of nodes in the whole graph; a part that holds only some of what
+    is between them gets a pair of its own.
+    """
+
+    def __init__(self, graph: fx.Graph) -> None:
+        self.graph = graph
+        self.ambient = torch.is_grad_enabled()
+        self.wanted: tuple[list[fx.Node], bool] = ([], self.ambient)
+        self.opened: list[tuple[fx.Node, fx.Node]] = []  # in the whole, in the part
+        self.grad = self.ambient
+
+    def pass_by(self, node: fx.Node) -> None:
+        """Follows the whole graph's regions."""
+        autocasts, grad = self.wanted
+        if node.target is torch._C._set_grad_enabled:
+            self.wanted = (autocasts, bool(node.args[0]))
+        elif node.target in REGION_ENTERS:
+            self.wanted = ([*autocasts, node], grad)
+        elif node.target in REGION_EXITS:
+            self.wanted = ([n for n in autocasts if n is not node.args[0]], grad)
+
+    def enter(self) -> None:
+        """Makes the part's regions those that the whole is in."""
+        autocasts, grad = self.wanted
+        while [old for old, _ in self.opened] != autocasts[: len(self.opened)]:
+            self._close()
+        for old in autocasts[len(self.opened) :]:
+            new = self.graph.create_node("call_function", old.target, old.args)
+            self.opened.append((old, new))
+        self._set_grad(grad)
+
+    def leave(self) -> None:
+        while self.opened:
+            self._close()
+        self._set_grad(self.ambient)
+
+    def _close(self) -> None:
+        _, new = self.opened.pop()
+        self.graph.call_function(REGION_EXITS[0], (new,))
+
+    def _set_grad(self, grad: bool) -> None:
+        if grad != self.grad:
+            self.graph.call_function(torch._C._set_grad_enabled, (grad,))
+        self.grad = grad
