@@ -183,7 +183,7 @@ def _moves(problem: Problem, cut: Cut, unit: int) -> Iterator[Cut]:
     light = problem.units[unit].seconds < problem.seconds / (LEADERS * len(set(cut)))
     for near in (graph.predecessors, graph.successors):
         group, stack, stages = {unit}, [unit], set[int]()
-        while stack:
+        while stack and not (light and len(group) > 1):
             for other in near(stack.pop()):
                 if cut[other] != cut[unit]:
                     stages.add(cut[other])
