@@ -77,8 +77,10 @@ def _linked(
 ) -> Joint | None:
     """The joint graph of a stage whose blocks repeat, each block traced once; None for
     other stages."""
-    linked = Linked(module, live, state)
     pieces = equal_pieces(module, state)
+    if not pieces:
+        return None
+    linked = Linked(module, live, state)
     for piece in reversed(pieces):
         wanted = linked.wants(piece)
         key = f"{wanted} {piece.state} {graph_text(piece.module, piece.module.graph)}"
@@ -86,7 +88,7 @@ def _linked(
             blocks[key], _ = _traced(piece.module, wanted, piece.state, mode)
         if not linked.add(piece, blocks[key]):
             return None
-    return linked.joint() if pieces else None
+    return linked.joint()
 
 
 def _traced(

@@ -109,7 +109,7 @@ def _crossing(work: Sequence[fx.Node]) -> list[int]:
     position = {node: i for i, node in enumerate(work)}
     change = [0] * (len(work) + 2)
     for node, i in position.items():
-        last = max((position.get(user, len(work)) for user in node.users), default=i)
+        last = max((position.get(user, i) for user in node.users), default=i)
         change[i + 1] += 1
         change[last + 1] -= 1
     counts, count = [], 0
@@ -167,7 +167,8 @@ def _can_part(module: fx.GraphModule, pieces: Sequence[Piece]) -> bool:
         values = [of_node(node).get("val") for node in (*piece.inputs, *piece.outputs)]
         crossing = [of_node(n).get("val") for n in piece.outputs if _crosses(n)]
         tensors = [value for value in values if isinstance(value, Tensor)]
-        if len({storage(t) for t in tensors}) < len(tensors):
+        apart = len({storage(t) for t in tensors}) == len(tensors)
+        if not piece.outputs or not apart:
             return False
         if not all(isinstance(v, Tensor) and v.is_contiguous() for v in crossing):
             return False

@@ -183,8 +183,10 @@ class _Link:
             name = f"{str(node.target).replace('.', '_')}_of_{k}"
             self.root[name] = getattr(joint.gm, str(node.target))
             new.target = name
-        custom = of_node(node).get("custom", {})
-        source = piece.nodes[custom[LINE]] if LINE in custom else None
+        line = of_node(node).get("custom", {}).get(LINE, len(piece.nodes))
+        # what detaches outputs was added to the piece, and comes from no line
+        source = piece.nodes[line] if line < len(piece.nodes) else None
+        of_node(new).pop("custom", None)
         if source is not None:
             number = self.linked.number[source]
             replicated = source.meta.get(REPLICATED, False)

@@ -42,4 +42,4 @@ def model_lines(stage: fx.Graph) -> Lines:
 def line_in_model(node: fx.Node, lines: Lines) -> ModelLine | None:
     """Of a node of a flat graph; None for what no one operation of the model makes."""
     number = of_node(node).get("custom", {}).get(LINE)
-    return None if number is None else lines[number]
+    return None if number is None or number >= len(lines) else lines[number]

@@ -115,6 +115,17 @@ def gpt(dropout: float = 0.0) -> GPT:
     return GPT(GPTConfig(16, SIZE, SIZE, heads=2, layers=4, dropout=dropout))
 
 
+class Watched(Layers):
+    """Gives two values without gradients of each block, too."""
+
+    def forward(self, x: Tensor) -> Any:
+        x, given = self.first(x).sin(), []
+        for block in self.blocks:
+            x = block(x)
+            given += [x.detach().exp(), x.detach().sin()]
+        return self.last(x).pow(2).mean(), *given
+
+
 LINKED: dict[str, Callable[[], nn.Module]] = {
     "gpt": gpt,
     "dropout": lambda: gpt(0.1),
@@ -123,6 +134,7 @@ LINKED: dict[str, Callable[[], nn.Module]] = {
     "frozen": lambda: Layers(Frozen),
     "one bias": lambda: Biased(1),
     "buffers": lambda: Layers(Counting),
+    "watched": lambda: Watched(Residual),
     "returned": lambda: Returned(Residual),
 }
 WHOLE: dict[str, Callable[[], nn.Module]] = {  # none repeat, or other sums
