@@ -53,9 +53,7 @@ class Linked:
         if wanted != tangents or any(s.what != "output" for s in joint.results):
             return False
         self.added.append((piece, joint))
-        for i, gradient in _gradients(joint):
-            if gradient is not None:
-                self.given.add(piece.inputs[i])
+        self.given.update(piece.inputs[i] for i, _ in _gradients(joint))
         return True
 
     def joint(self) -> Joint | None:
@@ -127,9 +125,8 @@ class _Link:
 
     def _forward(self, k: int) -> None:
         piece, joint = self.linked.added[k]
-        sources = joint.arguments
         for node in joint.gm.graph.find_nodes(op="placeholder"):
-            what, i = sources[node.name]
+            what, i = joint.arguments[node.name]
             if what == "tangent":
                 continue
             value = self.values[piece.inputs[i + (what == "input") * piece.state]]
@@ -159,18 +156,17 @@ class _Link:
             if node.op not in ("placeholder", "output") and node not in self.new[k]:
                 self._copy(k, node)
         for i, gradient in _gradients(joint):
-            if gradient is not None:
-                self._add_up(piece.inputs[i], self.new[k][gradient])
+            self._add_up(piece.inputs[i], self.new[k][gradient])
         return True
 
     def _add_up(self, node: fx.Node, gradient: fx.Node) -> None:
         """Adds a gradient of a value, as autograd does: the last reader's first."""
         before = self.gradients.get(node)
         if before is not None:
-            meta = gradient.meta
+            meta = {**gradient.meta, "partitioner_tag": "is_backward"}
             add = torch.ops.aten.add.Tensor
             gradient = self.graph.call_function(add, (before, gradient))
-            gradient.meta = {**meta, "partitioner_tag": "is_backward"}
+            gradient.meta = meta
         self.gradients[node] = gradient
 
     def _copy(self, k: int, node: fx.Node) -> None:
@@ -209,11 +205,11 @@ def _traced(argument: fx.Node) -> dict[str, Any]:
     return {key: value for key, value in argument.meta.items() if key != "desc"}
 
 
-def _gradients(joint: Joint) -> Iterator[tuple[int, Any]]:
-    """Those that a joint graph gives: of which argument, and the node or None."""
+def _gradients(joint: Joint) -> Iterator[tuple[int, fx.Node]]:
+    """Those that a joint graph gives: of which argument, and the node."""
     given: Sequence[Any] = result(joint.gm)[len(joint.results) :]
     for i, value in zip(joint.gradients, given, strict=True):
-        if i is not None:
+        if i is not None and value is not None:
             yield i, value
 
 
