@@ -13,6 +13,7 @@ from ..simulator.simulate import Simulation
 from ..tuner.candidates import moves_weights
 from .options import (
     EVERY,
+    Refused,
     build_any,
     check_work,
     constructor_parameters,
@@ -78,22 +79,24 @@ def lineup(names: Sequence[str], options: Mapping[str, Any]) -> str:
     # what is wrong for all schedules is said once
     transfer(options)
     check_work(numbers)
-    entries, refused = [], []
+    entries: list[ComparedSchedule] = []
+    refused = Refused()
     for name in names:
         try:
             entries.append(_entry(name, numbers, options))
         except PlanError as error:
-            refused.append(f"not {name}: {' '.join(str(error).split())}")
+            refused.add(name, error)
+    lines = refused.lines()
     if not entries:
-        more = "; and so on" if len(refused) > 3 else ""
+        more = "; and so on" if len(lines) > 3 else ""
         raise PlanError(
-            f"none can be built: {'; '.join(refused[:3])}{more}; give other "
+            f"none can be built: {'; '.join(lines[:3])}{more}; give other "
             "--workers or --microbatches"
         )
     entries.sort(key=lambda entry: (entry.free, entry.simulation.latency))
-    table = tables.table(HEADERS, [e.cells for e in entries], "lr", tables.WIDTH)
+    table = tables.table(HEADERS, [e.cells for e in entries], "lr")
     notes = [FREE] if any(entry.free for entry in entries) else []
-    return "\n\n".join((_title(numbers), table, *notes, "\n".join(refused))).strip()
+    return "\n\n".join((_title(numbers), table, *notes, "\n".join(lines))).strip()
 
 
 def _entry(

@@ -11,7 +11,7 @@ from ..dry_run import plan
 from ..jobs.job import PlanError
 from ..plans.plan import Plan
 from . import user_file
-from .options import build_any, passed_options, usual
+from .options import Refused, build_any, passed_options, usual
 
 HEADERS = "schedule|stages|step ms|bubble|memory|weights|messages"
 
@@ -53,21 +53,20 @@ def model_lineup(names: Iterable[str], model: str, options: Mapping[str, Any]) -
     numbers = passed_options(options)
     numbers = {**usual(numbers), **numbers}
     compared: list[ComparedPlan] = []
-    reasons: dict[str, list[str]] = {}
+    refused = Refused()
     for name in names:
         try:
             compared.append(_compared(name, case, numbers))
         except PlanError as error:
-            why = " ".join(str(error).split())
-            reasons.setdefault(why, []).append(name)
-    refused = [f"not {', '.join(those)}: {why}" for why, those in reasons.items()]
+            refused.add(name, error)
+    lines = refused.lines()
     if not compared:
-        raise PlanError("; ".join(refused[:3]))
+        raise PlanError("; ".join(lines[:3]))
     compared.sort(key=lambda row: row.step)
-    table = tables.table(HEADERS, [row.cells for row in compared], "lr", tables.WIDTH)
+    table = tables.table(HEADERS, [row.cells for row in compared], "lr")
     workers, microbatches = numbers["workers"], numbers["microbatches"]
     title = f"{workers} workers, {microbatches} microbatches, {model}"
-    return "\n\n".join((title, table, "\n".join(refused))).strip()
+    return "\n\n".join((title, table, "\n".join(lines))).strip()
 
 
 def _compared(

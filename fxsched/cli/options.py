@@ -205,4 +205,26 @@ def _refuse(name: str, what: str) -> NoReturn:
     takes = ", ".join(
         map(flag, {**constructor_parameters(name), **dict.fromkeys(EVERY)})
     )
-    raise PlanError(f"{name} {what}; it takes {takes}")
+    raise Unsuited(f"{name} {what}; it takes {takes}", what)
+
+
+class Unsuited(PlanError):
+    """Options that a schedule of the library can't be built with; what: the reason, in
+    words that go for other schedules too."""
+
+    def __init__(self, text: str, what: str) -> None:
+        super().__init__(text)
+        self.what = what
+
+
+class Refused(dict[str, list[str]]):
+    """Names of schedules that can't be compared, by the reason."""
+
+    def add(self, name: str, error: PlanError) -> None:
+        """Takes a schedule's error."""
+        reason = error.what if isinstance(error, Unsuited) else str(error)
+        self.setdefault(" ".join(reason.split()), []).append(name)
+
+    def lines(self) -> list[str]:
+        """A line for each reason."""
+        return [f"not {', '.join(names)}: {why}" for why, names in self.items()]

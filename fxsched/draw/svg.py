@@ -23,7 +23,7 @@ from .svg_layout import (
     group,
     tag,
 )
-from .timeline_arrays import Array, Bars, cell_means, label
+from .timeline_arrays import LETTERS, Array, Bars, Labels, cell_means
 
 CELLS = 250_000  # that a large timeline is averaged over
 LEVELS = 22  # of red, green and blue that means are rounded to
@@ -70,11 +70,12 @@ def _bars(layout: Layout, colours: Array, clock: Clock) -> Iterator[str]:
         yield group(
             "jobs", (_bar(layout, i, clock) for i in jobs.tolist()), fill=colour
         )
-    for d in bars.directions if layout.size >= 7 else ():
+    names = Labels.of(bars, _room(layout)).texts if layout.size >= 7 else []
+    for d in bars.directions if names else ():
         jobs = np.flatnonzero(bars.direction == d)
         yield group(
             "labels",
-            filter(None, (_label(layout, i) for i in jobs.tolist())),
+            (_label(layout, i, names[i]) for i in jobs.tolist() if names[i]),
             font_size=layout.size,
             fill=PAPER if d in DARK else INK,
             text_anchor="middle",
@@ -98,15 +99,19 @@ def _bar(layout: Layout, i: int, clock: Clock) -> str:
     return tag("rect", hint, x=x, y=y, width=width, height=height)
 
 
-def _label(layout: Layout, i: int) -> str:
-    bars, size = layout.bars, layout.size
+def _room(layout: Layout) -> Array:
+    """How many characters there is room for on each job's bar."""
+    bars = layout.bars
+    widths = np.array([_place(layout, i)[1] for i in range(len(bars))])
+    wide = 0.5 * (bars.direction == LETTERS.index("W"))  # the letter
+    room: Array = (widths - 1) / (CHARACTER * layout.size) - wide
+    return room
+
+
+def _label(layout: Layout, i: int, text: str) -> str:
     x, width = _place(layout, i)
-    room = (width - 1) / (CHARACTER * size) - 0.5 * (bars.direction[i] == 2)  # wide W
-    text = label(bars, i, room)
-    if not text:
-        return ""
-    middle = layout.y(int(bars.worker[i])) + (layout.row - layout.gap) / 2
-    return tag("text", text, x=x + width / 2, y=middle + 0.36 * size)
+    middle = layout.y(int(layout.bars.worker[i])) + (layout.row - layout.gap) / 2
+    return tag("text", text, x=x + width / 2, y=middle + 0.36 * layout.size)
 
 
 def _cells(layout: Layout, colours: Array) -> Iterator[str]:

@@ -10,7 +10,7 @@ from html import escape
 import numpy as np
 
 from .palette import Clock, hexadecimal, ticks
-from .timeline_arrays import Array, Bars
+from .timeline_arrays import LETTERS, NAMES, Array, Bars
 
 JOBS = 4000  # at most so many get a bar of their own
 ROWS = 512  # from there on workers share rows
@@ -19,7 +19,6 @@ HEIGHT = 900
 LEFT, RIGHT, TOP, BOTTOM = 58, 18, 66, 40
 CHARACTER = 0.58  # its width, in font sizes
 INK, FAINT, LANE, PAPER = "#1f2328", "#59636e", "#f1f3f5", "#ffffff"
-NAMES = ("F forward", "B backward", "W weights", "U update")
 
 
 @dataclass(frozen=True, eq=False)
@@ -135,8 +134,9 @@ def _legend(layout: Layout, colours: Array) -> Iterator[str]:
     for d in layout.bars.directions:
         colour = hexadecimal(colours[0, d])
         yield tag("rect", x=x, y=37, width=16, height=12, rx=2, fill=colour)
-        yield tag("text", NAMES[d], x=x + 21, y=47)
-        x += 38 + 11 * CHARACTER * len(NAMES[d])
+        name = f"{LETTERS[d]} {NAMES[d]}"
+        yield tag("text", name, x=x + 21, y=47)
+        x += 38 + 11 * CHARACTER * len(name)
     if layout.bars.meets:
         colour = hexadecimal(colours[count, 1])
         yield tag("rect", x=x, y=37, width=16, height=12, rx=2, fill=colour)

@@ -23,7 +23,7 @@ def table(
     width: int | None = None,
     cut: Sequence[str] | None = None,
 ) -> str:
-    """Rows below headers.
+    """Rows below headers, without columns that are empty in all rows.
 
     headers: with | between. align: l or r for each column; the last holds for the rest.
     width: of a line at most; the longest cells are cut to fit, or, in the columns `cut`
@@ -31,6 +31,9 @@ def table(
     """
     names = headers.split("|")
     cells = [[str(cell) for cell in row] for row in rows]
+    used = [i for i in range(len(names)) if not cells or any(row[i] for row in cells)]
+    sides = [SIDES[align.ljust(len(names), align[-1])[i]] for i in used]
+    names, cells = [names[i] for i in used], [[row[i] for i in used] for row in cells]
     if width is not None:
         may = [cut is None or name in cut for name in names]
         limit = _limit(names, cells, width, may)
@@ -38,8 +41,7 @@ def table(
             [_cut(cell, limit) if m else cell for m, cell in zip(may, row, strict=True)]
             for row in cells
         ]
-    sides = [SIDES[side] for side in align.ljust(len(names), align[-1])]
-    return tabulate(cells, names, disable_numparse=True, colalign=sides[: len(names)])
+    return tabulate(cells, names, disable_numparse=True, colalign=sides)
 
 
 def first_rows(
@@ -99,9 +101,7 @@ def worker_table(workers: Sequence[Worker], latency: float) -> str:
         "workers|busy|activations|bytes|weights|fetches|received|sent|returned|"
         "updates|renewed"
     )
-    used = [i for i in range(11) if any(row[i] for row in rows)]
-    shown = "|".join(headers.split("|")[i] for i in used)
-    return table(shown, [[row[i] for i in used] for row in rows], "r")
+    return table(headers, rows, "r")
 
 
 def ranges(numbers: Sequence[int]) -> str:

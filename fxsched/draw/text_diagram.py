@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import math
+import textwrap
 from collections.abc import Iterator
 from itertools import pairwise
 
 import numpy as np
 
 from .palette import Clock, palette, ticks
-from .timeline_arrays import LETTERS, Array, Bars, cell_means, label
+from .timeline_arrays import LETTERS, NAMES, Array, Bars, Labels, cell_means
 
 ROWS = 64  # from there on workers share rows
 LEAST = 20  # columns
@@ -18,8 +20,9 @@ IDLE, UPDATE = ".", LETTERS.index("U")
 def render(bars: Bars, heading: str, clock: Clock, width: int, color: bool) -> str:
     """Lines of at most `width` characters, ANSI colours not counted.
 
-    A job is its name or its letter and dashes as far as it goes; where jobs are shorter
-    than a character, each character is the direction of most of them, or a dot.
+    A job is its name, or its direction and microbatch, or its direction, and dashes as
+    far as it goes; where jobs are shorter than a character, each character is the
+    direction of most of them, or a dot. The last line says which.
     """
     rows = min(bars.workers, ROWS)
     names = _names(bars.workers, rows)
@@ -31,6 +34,8 @@ def render(bars: Bars, heading: str, clock: Clock, width: int, color: bool) -> s
     for row, name in enumerate(names):
         lines.append(f"{name:>{margin - 2}}  {cells.line(row, color)}")
     lines.append(f"{'time':>{margin - 2}}  {_axis(bars, clock, columns)}")
+    if len(bars) and bars.span:
+        lines += ["", *textwrap.wrap(_key(bars, cells, margin), margin + room)]
     return "\n".join(line.rstrip() for line in lines)
 
 
@@ -40,10 +45,44 @@ def _names(workers: int, rows: int) -> list[str]:
     return [f"{a}" if b - a == 1 else f"{a}..{b - 1}" for a, b in pairwise(first)]
 
 
+def _key(bars: Bars, cells: Cells, margin: int) -> str:
+    """What the characters stand for, and how wide a picture shows more."""
+    words = [f"{LETTERS[d]} {NAMES[d]}" for d in bars.directions]
+    if cells.labels is None:
+        return f"{', '.join(words)}, as most of a character's time; dots: idle"
+    _, least, whole, room = cells.labels
+    if room >= least:
+        i = int(np.argmax(bars.direction == bars.directions[0]))
+        stage, short = bars.parts(i)
+        of = "all rows" if bars.joint[i] else f"microbatch {bars.microbatch[i]}"
+        start = f"{NAMES[bars.direction[i]]} of"
+        words[0] = f"{short} {start} {of}"
+        if room >= whole:
+            words[0] = f"{stage}{short} {start} stage {stage}, {of}"
+    wider = {least: "microbatches", whole: "stages"}
+    end = [
+        f"; {what}: from {margin + _columns_for(bars, each)} columns on"
+        for each, what in wider.items()
+        if each > room
+    ]
+    return f"{', '.join(words)}; dots: idle{''.join(end[:1])}"
+
+
+def _columns_for(bars: Bars, characters: int) -> int:
+    """How many give the usual job of the shortest direction so many characters."""
+    short, usual = _shortest(bars), bars.usual_least(bars.end - bars.start)
+    return math.ceil(math.ceil(characters * short / usual) * bars.span / short)
+
+
+def _shortest(bars: Bars) -> float:
+    """How long the shortest job takes, of those that take any time."""
+    times = bars.end - bars.start
+    return float(min(times[times > 0], default=0.0))
+
+
 def _columns(bars: Bars, room: int) -> int:
     """As many as there is room for, and for the shortest job a whole number."""
-    times = bars.end - bars.start
-    short = float(min(times[times > 0], default=0.0))
+    short = _shortest(bars)
     each = int(room * short / bars.span + 1e-9) if bars.span else 0
     return round(each * bars.span / short) if each else room
 
@@ -59,16 +98,20 @@ class Cells:
         times = bars.end - bars.start
         usual = float(np.median(times)) if len(times) else 0.0
         alone = rows == bars.workers and usual * columns >= bars.span
-        if len(bars) and bars.span:
-            self._jobs(bars) if alone else self._means(bars)
+        self.labels: Labels | None = None  # unless each job is drawn
+        if len(bars) and bars.span and alone:
+            self.labels = self._jobs(bars)
+        elif len(bars) and bars.span:
+            self._means(bars)
 
-    def _jobs(self, bars: Bars) -> None:
+    def _jobs(self, bars: Bars) -> Labels:
         scale = self.shape[1] / bars.span
-        first = np.rint(bars.start * scale).astype(int).tolist()
-        last = np.rint(bars.end * scale).astype(int).tolist()
-        for i, (a, z) in enumerate(zip(first, last, strict=True)):
+        first = np.rint(bars.start * scale).astype(int)
+        last = np.rint(bars.end * scale).astype(int)
+        labels = Labels.of(bars, last - first, gap=1)
+        for i, (a, z) in enumerate(zip(first.tolist(), last.tolist(), strict=True)):
             b, d, row = bars.colour[i], bars.direction[i], bars.worker[i]
-            text = label(bars, i, z - a - 1) or LETTERS[d]
+            text = labels.texts[i] or LETTERS[d]
             text = text.ljust(z - a, "-")[: z - a]
             if len(text) > 2:
                 text = text[:-1] + " "  # apart from the next one
@@ -76,7 +119,8 @@ class Cells:
             self.ground[row, a:z] = self.colours[b, d]
         for i in np.flatnonzero(bars.direction == UPDATE).tolist():
             if first[i] == last[i]:
-                self._mark(bars, i, first[i])
+                self._mark(bars, i, int(first[i]))
+        return labels
 
     def _mark(self, bars: Bars, i: int, at: int) -> None:
         """The letter of an update that is shorter than a character: where it is idle,

@@ -15,6 +15,7 @@ from .whole_stages import whole_stage
 
 Array = np.ndarray[Any, np.dtype[Any]]
 LETTERS = "".join(map(str, Direction))
+NAMES = ("forward", "backward", "weights", "update")
 
 
 @dataclass(frozen=True, eq=False)
@@ -59,14 +60,24 @@ class Bars:
 
     def name(self, i: int) -> str:
         """A job, as 2F0, or 2F* if it is on all rows."""
-        part = "*" if self.joint[i] else self.microbatch[i]
-        return f"{self.named[i]}{LETTERS[self.direction[i]]}{part}"
+        return "".join(self.parts(i))
+
+    def parts(self, i: int) -> tuple[str, str]:
+        """The stage of a job's name, and the rest: direction and microbatch."""
+        rows = "*" if self.joint[i] else self.microbatch[i]
+        return str(self.named[i]), f"{LETTERS[self.direction[i]]}{rows}"
 
     @property
     def bubble(self) -> float:
         """The share of the workers' time that they are idle."""
         busy = float((self.end - self.start).sum())
         return 1.0 - busy / (self.span * self.workers) if self.span else 0.0
+
+    def usual_least(self, values: Array) -> float:
+        """The least of the directions' medians; updates, which are short, aside."""
+        several = [d for d in self.directions if LETTERS[d] != "U"] or self.directions
+        medians = (float(np.median(values[self.direction == d])) for d in several)
+        return min(medians, default=0.0)
 
     @property
     def directions(self) -> list[int]:
@@ -117,16 +128,33 @@ def _check(events: Sequence[Event], workers: int, table: Array) -> None:
         )
 
 
-def label(bars: Bars, i: int, room: float) -> str:
-    """2F0 if that many characters fit, else F2, else nothing.
+class Labels(NamedTuple):
+    """What is written on jobs; "" where there is no room for it.
 
-    Fits what the longest of such labels would: no row has some of each kind.
+    least, whole: how many characters the usual job of the shortest direction has to
+        have for F0 (forward of microbatch 0) to be shown, and for 2F0 (of stage 2).
+    room: how many it has.
     """
-    stage, letter = bars.named[i], LETTERS[bars.direction[i]]
-    short = 1 + len(str(bars.named.max()))
-    if short + len(str(bars.microbatch.max())) <= room:
-        return bars.name(i)
-    return f"{letter}{stage}" if short <= room else ""
+
+    texts: list[str]
+    least: int
+    whole: int
+    room: float
+
+    @staticmethod
+    def of(bars: Bars, room: Array, gap: int = 0) -> Labels:
+        """Labels of jobs: one form for all, so that no row has some of each.
+
+        room: of each job, in characters. gap: how many stay free after a whole name.
+        """
+        names = [bars.name(i) for i in range(len(bars))]
+        short = [bars.parts(i)[1] for i in range(len(bars))]
+        least = max(map(len, short), default=0)
+        whole = max(map(len, names), default=0) + gap
+        usual = bars.usual_least(room)
+        chosen = zip(names if usual >= whole else short, room.tolist(), strict=True)
+        texts = [text if len(text) <= space else "" for text, space in chosen]
+        return Labels(texts, least, whole, usual)
 
 
 def cell_means(bars: Bars, values: Array, rows: int, columns: int) -> Array:

@@ -274,7 +274,10 @@ def test_compare_sorts_by_step_and_says_why_some_are_left_out(
     assert steps == sorted(steps[:apart]) + sorted(steps[apart:])
     assert all(line.startswith("* ") for line in lines[apart:])
     assert "\n\n* weights or gradients move, here in no time: ranked apart" in text
-    assert max(map(len, lines)) <= 88
+    assert max(map(len, lines)) <= 100
+    assert "* sharded_parameter_server " in text  # names are whole
+    alone = output("compare --workers 4 --microbatches 8", capsys)
+    assert "not hsdp, sharded_groups, lpp, fslpp: needs --group-size" in alone
     left_out = re.findall(r"^not (\w+): (.*)$", text, re.M)
     assert len(lines) + len(left_out) == len(LIBRARY) - len(STALE)
     assert dict(left_out).keys() == {"parameter_server"}
