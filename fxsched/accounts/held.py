@@ -31,7 +31,7 @@ from ..ir.step import (
     read,
     values_in,
 )
-from ..jobs.job import Direction
+from ..jobs.job import Direction, Job
 
 WEIGHTS, VERSIONS, FETCHED, GRADIENTS, STATE, ACTIVATIONS = range(6)
 COPIES = (ops.copy, ops.correct)
@@ -48,6 +48,42 @@ def held_bytes(step: Step, state: Mapping[int, int]) -> list[Peaks]:
         _peaks(lives, worker, resident)
         for worker, resident in enumerate(_resident(step, state))
     ]
+
+
+class During(NamedTuple):
+    """What a worker holds before its first job, and the most up to the end of each of
+    its jobs since the one before; what comes after the last counts for the last."""
+
+    resident: float
+    jobs: list[tuple[Job, float]]
+
+
+def held_during(step: Step, state: Mapping[int, int]) -> list[During]:
+    """The bytes that each worker holds, job after job in its order.
+
+    state: as for held_bytes.
+    """
+    lives = _Lives(step)
+    return [
+        During(sum(resident), _by_job(_walk(lives, worker, resident)))
+        for worker, resident in enumerate(_resident(step, state))
+    ]
+
+
+def _by_job(
+    lines: Iterator[tuple[Op | Message, list[float]]],
+) -> list[tuple[Job, float]]:
+    jobs: list[tuple[Job, float]] = []
+    most = 0.0
+    for line, now in lines:
+        most = max(most, sum(now))
+        if isinstance(line, Op) and line.job is not None:
+            jobs.append((line.job, most))
+            most = 0.0
+    if jobs:
+        job, its = jobs.pop()
+        jobs.append((job, max(its, most)))
+    return jobs
 
 
 def trained_bytes(step: Step) -> list[int]:
@@ -149,6 +185,19 @@ class _Lives:
 
 
 def _peaks(lives: _Lives, worker: int, resident: list[float]) -> Peaks:
+    most, each = list(resident), list(resident)
+    for _, now in _walk(lives, worker, resident):
+        if sum(now) > sum(most):
+            most = list(now)
+        each = list(map(max, each, now))
+    return Peaks(Memory(*most), Memory(*each))
+
+
+def _walk(
+    lives: _Lives, worker: int, resident: list[float]
+) -> Iterator[tuple[Op | Message, list[float]]]:
+    """Each line of a worker with what it holds, by kind, once the line has made what it
+    makes; one list for all lines, which changes."""
     lines = lives.lines[worker]
     last: dict[Value, int] = {}
     for place, line in enumerate(lines):
@@ -160,7 +209,7 @@ def _peaks(lives: _Lives, worker: int, resident: list[float]) -> Peaks:
     home: dict[Value, Value] = {}
     names: Counter[Value] = Counter()  # values that are alive, by their home
     held: dict[Value, tuple[int, float]] = {}  # kind and bytes, by home
-    now, most, each = list(resident), list(resident), list(resident)
+    now = list(resident)
 
     def end(value: Value) -> None:
         names[home[value]] -= 1
@@ -187,12 +236,9 @@ def _peaks(lives: _Lives, worker: int, resident: list[float]) -> Peaks:
             if where not in held:
                 held[where] = born.kind, born.size
                 now[born.kind] += born.size
-        if sum(now) > sum(most):
-            most = list(now)
-        each = list(map(max, each, now))
+        yield line, now
         for value in ends.pop(place, ()):
             end(value)
-    return Peaks(Memory(*most), Memory(*each))
 
 
 def _is_backward(line: Op | Message) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass
 from enum import Enum
 
@@ -95,3 +96,12 @@ def traffic(step: Step) -> list[Traffic]:
         is_sum = what is Moved.GRADIENTS and (line.value, line.to) in summed
         source.returned += is_sum
     return found
+
+
+def sent_between(step: Step) -> dict[tuple[int, int], int]:
+    """Bytes that workers send each other, by sender and receiver."""
+    sent: Counter[tuple[int, int]] = Counter()
+    for line in step.lines:
+        if isinstance(line, Message):
+            sent[line.source, line.to] += line.bytes
+    return dict(sorted(sent.items()))

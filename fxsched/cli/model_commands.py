@@ -96,7 +96,7 @@ def _search_for_model(ctx: click.Context, options: Mapping[str, Any]) -> None:
             case.model, best, *case.args, optimizer=case.optimizer, **case.kwargs
         )
     click.echo(f"\n{planned.explain()}")
-    simulate_options.show_pictures(planned.simulate(), options, unit="s")
+    simulate_options.show_pictures(planned.simulate(), options, planned.diagram)
 
 
 def _save(schedule: Schedule, options: Mapping[str, Any]) -> None:
@@ -149,4 +149,4 @@ def plan(model: str, schedule: str | Schedule, **options: Any) -> None:
         width = shutil.get_terminal_size((88, 24)).columns
         click.echo(planned.table(rank, options["jobs"], width))
         options["text"] = options["text"] or False
-    simulate_options.show_pictures(planned.simulate(), options, unit="s")
+    simulate_options.show_pictures(planned.simulate(), options, planned.diagram)

@@ -219,24 +219,24 @@ def show(simulation: Simulation, options: Mapping[str, Any]) -> None:
     if shows_memory(options):
         memory = WorkerMemory(simulation.memory, True, knows_state=True)
         click.echo("\n" + "\n".join(memory_tables(memory)))
-    show_pictures(simulation, options)
+    show_pictures(simulation, options, simulation.diagram)
 
 
 def show_pictures(
-    simulation: Simulation, options: Mapping[str, Any], unit: str = ""
+    simulation: Simulation, options: Mapping[str, Any], draw: Callable[[], Diagram]
 ) -> None:
-    """Prints and writes the pictures that were asked for; unit: of the times."""
+    """Prints and writes the pictures that were asked for, which draw() makes."""
     width = shutil.get_terminal_size((100, 24)).columns
     text = options["text"]
     text = _small(simulation, width) if text is None else text
     if not text and not any(options[kind] for kind in ("svg", "html", "trace")):
         return
-    diagram = simulation.diagram(unit)
+    diagram = draw()
     if text:
         click.echo(f"\n{terminal_text(diagram)}")
     timelines = {str(simulation.schedule): simulation.timeline}
     # a unit of time that isn't a second is shown as a millisecond
-    scale = 1e6 if unit == "s" else 1e3
+    scale = 1e6 if diagram.unit == "s" else 1e3
     writers: dict[str, Callable[[Path], object]] = {
         "svg": lambda path: path.write_text(diagram.svg(), "utf-8"),
         "html": lambda path: path.write_text(diagram.html(), "utf-8"),

@@ -6,7 +6,18 @@ from collections.abc import Iterator, Mapping, Sequence
 from html import escape
 
 from .palette import hexadecimal, palette, ticks
-from .svg_layout import FAINT, INK, LANE, LEFT, PAPER, RIGHT, TOP, document, group, tag
+from .svg_layout import (
+    FAINT,
+    LANE,
+    LEFT,
+    RIGHT,
+    TOP,
+    document,
+    group,
+    heading_text,
+    sheet,
+    tag,
+)
 
 WIDTH, HEIGHT, BOTTOM = 620.0, 320.0, 44.0
 LIMIT = "#d1242f"
@@ -32,10 +43,10 @@ def curves(
     parts = (
         "",
         tag("title", escape(title)),
-        tag("rect", width=width, height=height, rx=6, fill=PAPER),
-        tag("text", escape(title), x=LEFT, y=24, font_size=14, fill=INK),
-        tag("rect", x=LEFT, y=TOP, width=WIDTH, height=HEIGHT, fill=LANE),
-        group("axes", _axes(span, top, axes), font_size=11, fill=FAINT),
+        sheet(width, height),
+        heading_text(escape(title)),
+        group("lanes", iter([_ground()]), fill=LANE),
+        group("axis", _axes(span, top, axes), font_size=11, fill=FAINT),
         tag("path", d=f"M{LEFT} {y:.2f}h{WIDTH:g}", stroke=LIMIT, stroke_dasharray=5),
         group(
             "curves",
@@ -50,6 +61,10 @@ def curves(
         "",
     )
     return document(parts, width, height)
+
+
+def _ground() -> str:
+    return tag("rect", x=LEFT, y=TOP, width=WIDTH, height=HEIGHT)
 
 
 def _y(value: float, top: float) -> float:

@@ -14,6 +14,7 @@ from ..jobs.user_values import is_count, shown
 from . import page, svg, text_diagram
 from .notebook import figure
 from .palette import Clock, clock
+from .plan_page import Details
 from .timeline_arrays import Bars, bars_of
 
 FORWARD, BACKWARD, WEIGHT, _ = Direction
@@ -26,12 +27,14 @@ class Diagram:
     bars: the jobs.
     release: the job that lets go of a stage's activations.
     unit: of the times; seconds ("s") are shown as ms or µs where that suits.
+    details: of a plan; its page shows them too.
     """
 
     bars: Bars
     title: str = ""
     release: Direction = BACKWARD
     unit: str = ""
+    details: Details | None = None
 
     def svg(self) -> str:
         """An SVG picture of at most a few MB: where jobs are too many for bars of their
@@ -40,9 +43,10 @@ class Diagram:
         return svg.render(self.bars, title, summary, self._clock)
 
     def html(self) -> str:
-        """A page that needs no network: zoom, details of each job, and memory."""
-        title, summary = self._heading
-        return page.render(self.bars, title, summary, self._clock, self.release)
+        """A page that needs no network: zoom, details of each job, and memory; of a
+        plan also its stages, and bytes by link."""
+        placed = self.bars, *self._heading, self._clock, self.release
+        return page.render(*placed, self.details)
 
     def text(self, width: int | None = None, color: bool = False) -> str:
         """Rows of characters.

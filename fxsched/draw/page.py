@@ -9,19 +9,28 @@ from importlib.resources import files
 
 from ..jobs.job import Direction
 from .palette import Clock, hexadecimal, palette
-from .timeline_arrays import LETTERS, Array, Bars, held
+from .plan_page import Details, sections
+from .timeline_arrays import LETTERS, Array, Bars, bytes_held, held
 
 
 def render(
-    bars: Bars, title: str, summary: str, clock: Clock, release: Direction
+    bars: Bars,
+    title: str,
+    summary: str,
+    clock: Clock,
+    release: Direction,
+    details: Details | None = None,
 ) -> str:
     """The text of a page that needs no network.
 
     Its <script id="data"> is JSON: columns of jobs, sorted by worker and start, and
     what each worker holds over time. The microbatch of those on all rows is `joint`.
+    details: of a plan, which are shown too.
     """
     shown = max([2, *bars.directions]) + 1  # U only where it is
     colours = palette(bars.microbatches, bars.meets)[:, :shown]
+    stages = palette(int(bars.named.max(initial=0)) + 1)[:, :shown]
+    kept = held(bars, release) if details is None else bytes_held(bars, details.held)
     data = {
         "title": title,
         "summary": summary,
@@ -29,8 +38,16 @@ def render(
         "unit": clock.unit,
         "workers": bars.workers,
         "span": bars.span,
-        "release": str(release),
+        "heldBytes": details is not None,
+        "heldCaption": "memory held"
+        if details is not None
+        else "activations held (microbatches of stages, from the start of F to the end "
+        f"of {release})",
         "palette": [list(map(hexadecimal, row)) for row in colours],
+        "stagePalette": [list(map(hexadecimal, row)) for row in stages],
+        "modules": {s: text.modules for s, text in details.texts.items()}
+        if details is not None
+        else {},
         "stage": bars.named.tolist(),
         "microbatch": bars.colour.tolist(),
         "joint": bars.microbatches if bars.meets else -1,
@@ -39,14 +56,17 @@ def render(
         "start": _short(bars.start),
         "end": _short(bars.end),
         "held": [
-            {"times": _short(one.times), "counts": one.counts.tolist()}
-            for one in held(bars, release)
+            {"times": _short(one.times), "counts": one.counts.tolist()} for one in kept
         ],
     }
     text = json.dumps(data, separators=(",", ":"), ensure_ascii=False)
-    parts = {"title": escape(title or "timeline"), "data": text.replace("<", "\\u003c")}
+    parts = {
+        "title": escape(title or "timeline"),
+        "data": text.replace("<", "\\u003c"),
+        "sections": "" if details is None else sections(details),
+    }
     template = files(__package__).joinpath("page.html").read_text(encoding="utf-8")
-    return re.sub(r"@(title|data)@", lambda match: parts[match[1]], template)
+    return re.sub(r"@(title|data|sections)@", lambda match: parts[match[1]], template)
 
 
 def _short(times: Array) -> list[float]:

@@ -21,6 +21,8 @@ from .svg_layout import (
     around,
     document,
     group,
+    heading_text,
+    sheet,
     tag,
 )
 from .timeline_arrays import LETTERS, Array, Bars, Labels, cell_means
@@ -47,8 +49,8 @@ def render(bars: Bars, title: str, summary: str, clock: Clock) -> str:
     parts = (
         "",
         tag("title", escape(f"{title} {summary}".strip())),
-        tag("rect", width=width, height=height, rx=6, fill=PAPER),
-        tag("text", f"{bold} {escape(summary)}", x=LEFT, y=24, font_size=14, fill=INK),
+        sheet(width, height),
+        heading_text(f"{bold} {escape(summary)}"),
         before,
         *(
             _bars(layout, colours, clock)

@@ -19,6 +19,11 @@ HEIGHT = 900
 LEFT, RIGHT, TOP, BOTTOM = 58, 18, 66, 40
 CHARACTER = 0.58  # its width, in font sizes
 INK, FAINT, LANE, PAPER = "#1f2328", "#59636e", "#f1f3f5", "#ffffff"
+DARK_STYLE = (  # over the attributes, by class, where readers prefer it
+    "@media (prefers-color-scheme: dark) { .ink { fill: #e6edf3 } "
+    ".legend, .workers, .axis { fill: #9198a1 } .lanes { fill: #21262d } "
+    ".paper { fill: #0d1117 } }"
+)
 
 
 @dataclass(frozen=True, eq=False)
@@ -105,7 +110,7 @@ def document(parts: Iterable[str], width: float, height: float) -> str:
     """A picture of its parts, as a file."""
     picture = tag(
         "svg",
-        "\n".join(parts),
+        "\n".join((tag("style", DARK_STYLE), *parts)),
         xmlns="http://www.w3.org/2000/svg",
         width=width,
         height=height,
@@ -114,6 +119,19 @@ def document(parts: Iterable[str], width: float, height: float) -> str:
         font_family="Helvetica, Arial, sans-serif",
     )
     return picture + "\n"
+
+
+def sheet(width: float, height: float) -> str:
+    """What a picture is drawn on."""
+    name = {"class": "paper"}
+    return tag("rect", width=width, height=height, rx=6, fill=PAPER, **name)
+
+
+def heading_text(content: str) -> str:
+    """A picture's first line."""
+    return tag(
+        "text", content, x=LEFT, y=24, font_size=14, fill=INK, **{"class": "ink"}
+    )
 
 
 def around(layout: Layout, colours: Array, clock: Clock) -> tuple[str, str]:

@@ -5,13 +5,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
 from ..clock.timeline import Event
 from ..jobs.job import Direction, PlanError
 from .whole_stages import whole_stage
+
+if TYPE_CHECKING:  # it needs torch, and pictures don't
+    from ..accounts.held import During
 
 Array = np.ndarray[Any, np.dtype[Any]]
 LETTERS = "".join(map(str, Direction))
@@ -184,7 +187,8 @@ def cell_means(bars: Bars, values: Array, rows: int, columns: int) -> Array:
 
 
 class Held(NamedTuple):
-    """How many microbatches of stages a worker holds from each time on; 0 before."""
+    """What a worker holds from each time on: microbatches of stages, or bytes; 0
+    before."""
 
     times: Array
     counts: Array
@@ -211,6 +215,22 @@ def held(bars: Bars, release: Direction) -> list[Held]:
         new = np.diff(counts, prepend=0) != 0
         workers.append(Held(times[new], counts[new]))
     return workers
+
+
+def bytes_held(bars: Bars, during: Sequence[During]) -> list[Held]:
+    """For each worker, what it holds from the start of each of its jobs on."""
+    key = zip(bars.worker, bars.stage, bars.microbatch, bars.direction, strict=True)
+    place = {tuple(map(int, each)): i for i, each in enumerate(key)}
+    found = []
+    for worker, (resident, jobs) in enumerate(during):
+        rows = [(0.0, resident)]
+        for job, size in jobs:
+            where = worker, *map(int, job[:2]), LETTERS.index(str(job.direction))
+            if where in place:
+                rows.append((float(bars.start[place[where]]), size))
+        times, sizes = np.array(sorted(rows, key=lambda row: row[0])).T
+        found.append(Held(times, sizes))
+    return found
 
 
 def _find(key: Array, among: Array, keys: Array) -> Array:

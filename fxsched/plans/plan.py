@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, overload
 
@@ -13,7 +13,8 @@ import networkx as nx
 import torch
 from torch import fx
 
-from ..accounts.held import held_bytes, trained_bytes
+from ..accounts.held import held_bytes, held_during, trained_bytes
+from ..accounts.traffic import sent_between
 from ..checker.check_messages import check_programs
 from ..checker.check_program import examine
 from ..checker.reference import Reference
@@ -24,11 +25,13 @@ from ..clock.stage_graph import step_seconds
 from ..clock.timeline import Event, Timeline
 from ..draw import plan_tables
 from ..draw.diagram import Diagram
-from ..draw.explanation import explain_text
+from ..draw.explanation import explain_text, stage_shares
 from ..draw.memory_table import WorkerMemory
 from ..draw.notebook import figure
+from ..draw.plan_page import Details, StageText
 from ..draw.program_table import program_table
 from ..draw.shard_table import Load, ShardCosts, shard_exchange, worker_load
+from ..draw.whole_stages import whole_stages
 from ..ir.garbage import no_collection
 from ..ir.graphs import Group, Output, State
 from ..ir.parts import KeptParts, PartOf, WeightCut
@@ -332,8 +335,16 @@ class Plan:
         )
 
     def diagram(self) -> Diagram:
-        """A picture of the step as it was planned."""
-        return self.simulate().diagram("s")
+        """A picture of the step as it was planned; its page shows the stages, memory
+        and bytes by link too."""
+        whole = whole_stages(self.stages)
+        shares = zip(
+            sorted(whole), stage_shares(self.timeline.jobs, whole), strict=True
+        )
+        texts = {stage: StageText(*share) for stage, share in shares}
+        held = held_during(self.step, self.state_bytes)
+        details = Details(whole, texts, held, sent_between(self.step))
+        return replace(self.simulate().diagram("s"), details=details)
 
     def profile(self, *timelines: Sequence[Event]) -> Profile:
         """What the model's operations take where they ran, from steps of this plan.

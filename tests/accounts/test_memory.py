@@ -154,6 +154,22 @@ def test_tables_say_what_workers_hold_where_there_are_updates() -> None:
     assert "together" not in str(planned("1f1b", "mlp", False))
 
 
+@pytest.mark.parametrize(("name", "model", "updates"), CASES)
+def test_a_page_shows_the_same_memory_and_bytes(
+    name: str, model: str, updates: bool
+) -> None:
+    """The curve of a worker has its peak, and its links all that it sends and gets."""
+    plan = planned(name, model, updates)
+    details = plan.diagram().details
+    assert details is not None
+    for (resident, jobs), peak in zip(details.held, plan.memory, strict=True):
+        assert max([resident, *(size for _, size in jobs)]) == peak.at_once.total
+    for worker, its in enumerate(traffic(plan.step)):
+        pairs = details.sent.items()
+        assert sum(n for (a, _), n in pairs if a == worker) == its.sent
+        assert sum(n for (_, b), n in pairs if b == worker) == its.received
+
+
 def test_replicas_keep_their_own_gradients() -> None:
     model, inputs = build("mlp")
     plan = fxsched.plan(model, schedules.local_sgd(2, 4), *inputs)

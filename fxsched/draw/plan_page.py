@@ -1,0 +1,162 @@
+"""What a plan's page shows below its timeline: its stages, and bytes by link."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from html import escape
+from typing import TYPE_CHECKING, NamedTuple
+
+import networkx as nx
+
+from .palette import hexadecimal, palette
+from .svg_layout import document, group, tag
+from .tables import byte_text
+
+if TYPE_CHECKING:  # it needs torch, and pictures don't
+    from ..accounts.held import During
+
+BOX, HEIGHT, ACROSS, DOWN, EDGE = 168, 66, 78, 22, 16  # pixels
+LETTERS = 25  # of a line in a box
+MOST = 12  # workers in a square table of links; of more, the largest links are listed
+
+
+class StageText(NamedTuple):
+    """A stage in words; workers: that run it, as 0..3. share: of the work."""
+
+    name: str
+    modules: str
+    workers: str
+    share: str
+
+
+class Details(NamedTuple):
+    """What is known of a plan besides its jobs' times.
+
+    stages: of the model, their edges with bytes of a microbatch. texts: of stages.
+    held: bytes, by worker. sent: bytes by sender and receiver.
+    """
+
+    stages: nx.DiGraph[int]
+    texts: Mapping[int, StageText]
+    held: Sequence[During]
+    sent: Mapping[tuple[int, int], int]
+
+
+def sections(details: Details) -> str:
+    """HTML of what is shown below the timeline."""
+    links = _links(details.sent, len(details.held))
+    return "\n".join(
+        (
+            "<p>Memory: weights, gradients, the optimizer's state and activations. "
+            "What a job needs while it runs comes on top.</p>",
+            "<h2>Stages, and the bytes that a microbatch sends between them</h2>",
+            f'<div class="wide" id="stages">{stage_picture(details)}</div>',
+            "<h2>Bytes of a step by link</h2>",
+            f'<div class="wide" id="links">{links}</div>',
+        )
+    )
+
+
+def stage_picture(details: Details) -> str:
+    """Stages from left to right as data flows, in boxes, as SVG."""
+    graph = details.stages.copy()
+    graph.remove_edges_from(list(nx.selfloop_edges(graph)))
+    layers = [sorted(layer) for layer in nx.topological_generations(graph)]
+    tall = max(map(len, layers), default=0) * (HEIGHT + DOWN)
+    place = {
+        stage: (
+            EDGE + x * (BOX + ACROSS),
+            EDGE + (tall - len(layer) * (HEIGHT + DOWN)) / 2 + y * (HEIGHT + DOWN),
+        )
+        for x, layer in enumerate(layers)
+        for y, stage in enumerate(layer)
+    }
+    colours = [hexadecimal(row[0]) for row in palette(len(place))]
+    parts = (
+        "",
+        group("edges", _edges(graph, place), font_size=11),
+        group("boxes", _boxes(details, place, colours), font_size=12),
+        "",
+    )
+    return document(
+        parts, 2 * EDGE + len(layers) * (BOX + ACROSS) - ACROSS, tall + EDGE
+    )
+
+
+def _edges(
+    graph: nx.DiGraph[int], place: Mapping[int, tuple[float, float]]
+) -> Iterator[str]:
+    for maker, reader, data in graph.edges(data=True):
+        x, y = place[maker][0] + BOX, place[maker][1] + HEIGHT / 2
+        to, down = place[reader][0], place[reader][1] + HEIGHT / 2
+        past = to - x > ACROSS  # other stages stand in between: go below them
+        low = max(y, down) + (HEIGHT + DOWN) * 0.6 if past else None
+        bend = (x + to) / 2
+        first, second = (y, down) if low is None else (low, low)
+        curve = f"M{x:g} {y:g}C{bend:g} {first:g} {bend:g} {second:g} {to:g} {down:g}"
+        yield tag("path", d=curve, **{"class": "edge"})
+        middle = (y + 3 * first + 3 * second + down) / 8
+        text = byte_text(data.get("bytes", 0))
+        yield tag(
+            "text",
+            text,
+            x=bend,
+            y=middle - 5,
+            text_anchor="middle",
+            **{"class": "faint"},
+        )
+
+
+def _boxes(
+    details: Details,
+    place: Mapping[int, tuple[float, float]],
+    colours: Sequence[str],
+) -> Iterator[str]:
+    for colour, (stage, (x, y)) in zip(colours, sorted(place.items()), strict=True):
+        text = details.texts[stage]
+        plural = "s" * (not text.workers.isdigit())
+        lines = (
+            f"stage {text.name}, worker{plural} {text.workers}",
+            text.modules,
+            f"{text.share} of the work",
+        )
+        hint = tag("title", escape(text.modules))
+        yield tag("rect", hint, x=x, y=y, width=BOX, height=HEIGHT, rx=5, fill=colour)
+        for i, line in enumerate(lines):
+            cut = line if len(line) <= LETTERS else f"{line[: LETTERS - 1]}…"
+            yield tag("text", escape(cut), x=x + 9, y=y + 20 + 18 * i, fill="#1f2328")
+
+
+def _links(sent: Mapping[tuple[int, int], int], workers: int) -> str:
+    """A table of senders and receivers, or of the largest links."""
+    most = max(sent.values(), default=0)
+    if not most:
+        return "No worker sends another anything."
+    if workers <= MOST:
+        head = ["from, to", *map(str, range(workers))]
+        rows = [
+            [str(a), *(_cell(sent.get((a, b), 0), most) for b in range(workers))]
+            for a in range(workers)
+        ]
+    else:
+        head = ["from", "to", "bytes"]
+        largest = sorted(sent, key=lambda pair: -sent[pair])[:MOST]
+        rows = [[str(a), str(b), _cell(sent[a, b], most)] for a, b in largest]
+    heads = "".join(f"<th>{cell}</th>" for cell in head)
+    body = "".join(
+        f"<tr><th>{row[0]}</th>{''.join(_td(cell) for cell in row[1:])}</tr>"
+        for row in rows
+    )
+    return f"<table><tr>{heads}</tr>{body}</table>"
+
+
+def _td(cell: str) -> str:
+    return cell if cell.startswith("<td") else f"<td>{cell}</td>"
+
+
+def _cell(size: int, most: int) -> str:
+    """A number of bytes, on a ground that is darker the more they are."""
+    if not size:
+        return "<td></td>"
+    share = round(0.45 * size / most, 3)
+    return f'<td style="background:rgba(130,80,223,{share})">{byte_text(size)}</td>'
