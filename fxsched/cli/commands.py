@@ -41,14 +41,18 @@ SYNCHRONOUS = tuple(name for name in LIBRARY if name not in STALE)
 def simulate(schedule: str | Schedule, **options: Any) -> None:
     """A schedule's step on a virtual clock.
 
-    The model is a chain of equal stages; --forward and the like are times of one.
+    The model is a chain of equal stages. As in compare and search, --forward and the
+    like are of one stage of a model that is cut into --stages, or into one for each
+    worker; stages of a schedule that cuts it finer take less.
     """
     chosen = build(schedule, passed_options(options))
     if options["update"] is not None and chosen.update_every is None:
         raise PlanError(
             f"--update: {chosen.name} has no updates; give --update-every too"
         )
-    simulate_options.show(simulate_options.simulate(chosen, options), options)
+    count = options["stages"] or chosen.workers
+    size = count / (chosen.stages or count)
+    simulate_options.show(simulate_options.simulate(chosen, options, size), options)
 
 
 @click.command()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -12,8 +12,18 @@ from ..jobs.job import PlanError
 from ..jobs.schedule import Schedule
 from . import simulate_options
 from .option_types import COUNT, NUMBER, POSITION, saved_file
-from .options import WORKERS, build, passed_options, schedule_option, schedule_options
+from .options import (
+    WORKERS,
+    build,
+    flag,
+    passed_options,
+    schedule_options,
+    searched_schedule_option,
+)
 from .plan_options import PlanCommand, planned_options
+
+if TYPE_CHECKING:  # it needs torch, which is imported where it is used
+    from .user_file import Case
 
 OBJECTIVES = ("latency", "span")
 SEARCHES = (
@@ -99,6 +109,24 @@ def _search_for_model(ctx: click.Context, options: Mapping[str, Any]) -> None:
     simulate_options.show_pictures(planned.simulate(), options, planned.diagram)
 
 
+def _found(case: Case, workers: int, options: Mapping[str, Any]) -> Schedule:
+    """The schedule that a search finds for a model. Raises PlanError for options of
+    one schedule."""
+    from ..tuner.search import search as search_schedules
+
+    sizes = ("workers", "microbatches")
+    others = [name for name in passed_options(options) if name not in sizes]
+    if others:
+        raise PlanError(
+            f"{flag(others[0])} is of a schedule; give --schedule too, or leave it out"
+        )
+    click.echo("without --schedule: the best that search finds\n")
+    size = {"workers": workers, "microbatches": options["microbatches"]}
+    found = search_schedules(case.model, **size, args=case.args, kwargs=case.kwargs)
+    click.echo()
+    return found
+
+
 def _save(schedule: Schedule, options: Mapping[str, Any]) -> None:
     if options["save"]:
         schedule.save(options["save"])
@@ -111,30 +139,36 @@ def _search_options(options: Mapping[str, Any]) -> dict[str, Any]:
 
 @click.command(cls=PlanCommand)
 @click.argument("model", metavar="MODEL")
-@schedule_option
+@searched_schedule_option
 @schedule_options
 @click.option(
     "--rank", type=POSITION, metavar="N", help="print the program of this worker"
 )
 @click.option("--jobs", type=COUNT, help="how many jobs of it  [default: all]")
 @simulate_options.picture_options
-def plan(model: str, schedule: str | Schedule, **options: Any) -> None:
+def plan(model: str, schedule: str | Schedule | None, **options: Any) -> None:
     """The plan of your model: stages, workers, and what limits the step.
 
     MODEL is path/to/model.py:make or package.module:make. make() returns (model,
     inputs): inputs are a tuple, a dict of keyword arguments, or one tensor; or (model,
     inputs, optimizer), whose steps are then part of the plan. Nothing runs, and one
-    process plans for any number of workers.
+    process plans for any number of workers. Without --schedule it is the one that
+    search finds for the model, with --workers and --microbatches.
     """
     from ..dry_run import plan as make_plan
     from . import user_file
 
-    chosen = build(schedule, passed_options(options))
+    chosen = None
+    if schedule is not None:
+        chosen = build(schedule, passed_options(options))
     rank = options["rank"]
-    if rank is not None and rank >= chosen.workers:
-        raise PlanError(f"--rank {rank}: give a worker, 0..{chosen.workers - 1}")
+    workers = (options["workers"] or WORKERS) if chosen is None else chosen.workers
+    if rank is not None and rank >= workers:
+        raise PlanError(f"--rank {rank}: give a worker, 0..{workers - 1}")
     case = user_file.load(model)
     with user_file.quiet_torch(), user_file.blamed(case.file, "the model raised"):
+        if chosen is None:
+            chosen = _found(case, workers, options)
         planned = make_plan(
             case.model,
             chosen,

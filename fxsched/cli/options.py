@@ -46,12 +46,15 @@ ZERO = "with --replicate: copies share the optimizer's state, as zero1 and zero2
 # what every schedule of the library can be given
 EVERY = ("stages", "update_every", "shards", "replicate", "zero")
 
+SCHEDULE = f"one of {', '.join(LIBRARY)}; or a file that search --save wrote, name.json"
 schedule_option = click.option(
+    "--schedule", type=schedule, metavar="NAME", required=True, help=SCHEDULE
+)
+searched_schedule_option = click.option(
     "--schedule",
     type=schedule,
     metavar="NAME",
-    required=True,
-    help=f"one of {', '.join(LIBRARY)}; or a file that search --save wrote, name.json",
+    help=f"{SCHEDULE}  [default: what search finds]",
 )
 
 

@@ -12,6 +12,7 @@ import networkx as nx
 
 from ..accounts.paper import held_memory
 from ..draw import tables
+from ..draw.palette import clock
 from ..jobs.job import PlanError
 from ..jobs.own_caps import OwnCaps
 from ..jobs.schedule import Schedule
@@ -182,11 +183,14 @@ class Comparison:
         step, latency = row.simulation, self.goal.objective == "latency"
         bubble = step.bubble_rate if latency else step.span_bubble_rate
         write = tables.byte_text if self.costs.bytes else "{:.4g}".format
+        time = clock(best.simulation.latency, self.costs.unit)
         return (
             _title(row.candidate),
             f"{len(row.candidate.stages)}",
-            f"{step.latency:.6g}",
-            f"{step.span:.6g}",
+            *(
+                f"{t * time.factor:.6g} {time.unit}".strip()
+                for t in (step.latency, step.span)
+            ),
             f"{100 * bubble:.2f} %",
             write(row.memory),
             "best" if row is best else "" if self.fits(row) else "over",

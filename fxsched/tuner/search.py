@@ -203,7 +203,7 @@ class _Subject:
         if isinstance(self.subject, nx.DiGraph):
             return of_graph(self.subject)
         if isinstance(self.subject, Plan):
-            return of_graph(self.subject.stages)
+            return of_graph(self.subject.stages)._replace(unit="s")
         if callable(self.subject) and not isinstance(self.subject, (type, Schedule)):
             return self.plans(workers, microbatches, wanted)
         raise PlanError(
@@ -224,7 +224,8 @@ class _Subject:
         if not self.planned:
             assert refused is not None
             raise refused
-        return Costs({n: p.stages for n, p in self.planned.items()}, True, True)
+        graphs = {n: p.stages for n, p in self.planned.items()}
+        return Costs(graphs, bytes=True, edges=True, unit="s")
 
     def plan(self, schedule: Schedule) -> Plan:
         return plan(self.subject, schedule, *self.args, **self.kwargs)

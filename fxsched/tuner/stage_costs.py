@@ -21,11 +21,13 @@ class Costs(NamedTuple):
 
     bytes: whether their sizes are bytes; else activations.
     edges: whether edges may have `seconds` of their own.
+    unit: of times, "s" for seconds.
     """
 
     graphs: dict[int, nx.DiGraph[int]]
     bytes: bool
     edges: bool
+    unit: str = ""
 
 
 def counts(stages: int | Sequence[int] | None, workers: int, jobs: int) -> list[int]:

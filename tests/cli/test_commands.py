@@ -348,6 +348,43 @@ def test_search_for_a_model_ends_with_its_plan(
     assert "<html" in (model / "best.html").read_text()
 
 
+@pytest.mark.slow
+def test_plan_without_a_schedule_searches_for_one(
+    model: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    cli.main("plan model.py:make --workers 2 --microbatches 2".split())
+    text = capsys.readouterr().out
+    assert text.startswith("without --schedule: the best that search finds\n\n")
+    assert re.search(r"^.* (ms|µs) .* best$", text, re.M)
+    assert "what limits the step" in text
+    line = refusal("plan model.py:make --group-size 2", capsys)
+    assert "--group-size is of a schedule; give --schedule too" in line
+
+
+@pytest.mark.parametrize("name", ["interleaved", "zb_v", "1f1b", "fsdp"])
+def test_commands_agree_on_a_step(
+    name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Times are of the same model, however fine a schedule cuts it."""
+    size = "--workers 4 --microbatches 8"
+    table = output(f"compare {size}", capsys)
+    found = row(name, table) if name != "fsdp" else row("* fsdp", table)
+    text = output(f"simulate --schedule {name} {size} --no-text", capsys)
+    assert f"step {found[2]}," in text
+
+
+def test_a_saved_schedule_is_simulated_as_the_search_did(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "best.json"
+    size = "--workers 2 --microbatches 4 --effort 0.01"
+    cli.main(f"search {size} --no-text --save {path}".split())
+    searched = capsys.readouterr().out
+    again = output(f"simulate --schedule {path} --no-text", capsys)
+    steps = [re.search(r"stages: (step [\d.]+)", t) for t in (searched, again)]
+    assert steps[0] and steps[1] and steps[0][1] == steps[1][1]
+
+
 def test_plan_prints_stages_workers_and_what_limits_the_step(
     model: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
