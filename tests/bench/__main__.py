@@ -32,6 +32,7 @@ from . import (
     simulate,
     sleep,
     stale,
+    table,
     trunk,
     trunk_sleep,
     updates,
@@ -89,6 +90,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     _add_shards(commands.add_parser("shards", help=_first(shards.__doc__)))
     _add_sleep(commands.add_parser("sleep", help=_first(sleep.__doc__)))
     _add_stale(commands.add_parser("stale", help=_first(stale.__doc__)))
+    table.add_options(commands.add_parser("table", help=_first(table.__doc__)))
     chosen = commands.add_parser("choose", help=_first(choose.__doc__))
     chosen.set_defaults(run=choose.run, workers=0)
     trunk.add_options(commands.add_parser("trunk", help=_first(trunk.__doc__)))

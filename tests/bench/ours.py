@@ -81,7 +81,7 @@ def zb_v_free(workers: int, count: int) -> Schedule:
 def in_shards(workers: int, count: int) -> Schedule:
     """A shard of every layer on each worker, and two microbatches on their way, so that
     one is computed while the other is added up."""
-    return schedules.sharded(schedules.one_f_one_b(1, count, ahead=1), workers)
+    return schedules.sharded(replace(schedules.gpipe(1, count), in_flight=2), workers)
 
 
 def in_shards_whole(workers: int, count: int) -> Schedule:

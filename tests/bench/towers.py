@@ -138,7 +138,7 @@ class Part(NamedTuple):
     """A piece of the line that isn't cut; its module does `does` to the tensors."""
 
     name: str
-    does: str  # "read a", "read b", "join" or "continue"
+    does: str  # "read a", "read b", "join" or "continue", maybe with inputs too
     module: nn.Module
 
 
@@ -165,22 +165,25 @@ def line(model: TwoTowers) -> list[Part]:
 
 
 class Stretch(nn.Module):
-    """A stage of the line: takes the tensors on their way, gives those after it."""
+    """A stage of the line: takes the tensors on their way, gives those after it.
+
+    The model's inputs come by keyword; a part that `does` "read a" gets input a, one
+    that does "continue a" gets the last tensor and input a.
+    """
 
     def __init__(self, parts: Sequence[Part]) -> None:
         super().__init__()
         self.steps = nn.ModuleList(part.module for part in parts)
-        self.does = [part.does for part in parts]
+        self.does = [part.does.split() for part in parts]
 
-    def forward(self, *carried: Tensor, a: Tensor, b: Tensor) -> tuple[Tensor, ...]:
+    def forward(self, *carried: Tensor, **inputs: Tensor) -> tuple[Tensor, ...]:
         tensors = list(carried)
-        for does, step in zip(self.does, self.steps, strict=True):
-            if does == "read a":
-                tensors.append(step(a))
-            elif does == "read b":
-                tensors.append(step(b))
+        for (does, *names), step in zip(self.does, self.steps, strict=True):
+            read = [inputs[name] for name in names]
+            if does == "read":
+                tensors.append(step(*read))
             elif does == "join":
-                tensors = [step(*tensors)]
+                tensors = [step(*tensors, *read)]
             else:
-                tensors[-1] = step(tensors[-1])
+                tensors[-1] = step(tensors[-1], *read)
         return tuple(tensors)
