@@ -26,11 +26,12 @@ PAGE = Path(__file__).parents[1] / "docs" / "refusals.md"
 HEAD = """\
 # What is refused
 
-This page lists lines of models that fxsched refuses, each with its error, so that you can
-see what to write instead. fxsched raises the error before anything is trained, and the
-error names the line. In the lines, `m.one` and `m.two` are linear layers, `m.running` is a
-BatchNorm with `momentum=None`, and `x` holds a sample in each row. What schedules, ranks
-and options refuse is on the pages about them. `python -m tests.refusals` writes this page.
+This page lists lines of models that fxsched refuses, each with its error, so that you
+can see what to write instead. fxsched raises the error before anything is trained, and
+the error names the line. In the lines, `m.one` and `m.two` are linear layers,
+`m.running` is a BatchNorm with `momentum=None`, and `x` holds a sample in each row.
+What schedules, ranks and options refuse is on the pages about them.
+`python -m tests.refusals` writes this page.
 """
 
 

@@ -137,7 +137,8 @@ def clip(setup: Setup) -> Model:
 def _encoders_line(model: ThreeEncoder, inputs: dict[str, Tensor]) -> Line:
     def opened(encoder: Encoder, x: Tensor) -> Tensor:
         x = encoder.embed(x)
-        return x + encoder.positions(torch.arange(x.shape[1]))
+        out: Tensor = x + encoder.positions(torch.arange(x.shape[1]))
+        return out.contiguous()
 
     def encoder_parts(name: str, encoder: Encoder) -> Iterator[Part]:
         used = encoder.embed, encoder.positions
@@ -151,6 +152,9 @@ def _encoders_line(model: ThreeEncoder, inputs: dict[str, Tensor]) -> Line:
         yield Part(f"{name}.norm", "continue", encoder.norm)
 
     def joined(*parts: Tensor) -> Tensor:
+        for part in parts:
+            if part.requires_grad:  # PyTorch's pipelines send nothing else
+                part.register_hook(torch.Tensor.contiguous)
         return torch.cat(parts, 1)
 
     def trunk(block: nn.Module, x: Tensor, text: Tensor) -> Tensor:

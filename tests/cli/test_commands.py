@@ -352,7 +352,7 @@ def test_search_for_a_model_ends_with_its_plan(
 def test_plan_without_a_schedule_searches_for_one(
     model: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    cli.main("plan model.py:make --workers 2 --microbatches 2".split())
+    cli.main(["plan", "model.py:make", "--workers", "2", "--microbatches", "2"])
     text = capsys.readouterr().out
     assert text.startswith("without --schedule: the best that search finds\n\n")
     assert re.search(r"^.* (ms|µs) .* best$", text, re.M)

@@ -13,7 +13,7 @@ import torch
 
 from fxsched.models.gpt import GPTConfig
 
-from ..bench import choose, first, language, varying
+from ..bench import choose, first, language, table, table_models, varying
 from ..bench.sleep import tree
 from ..bench.sleepers import WIDTH, Stretch, loss
 from ..torchrun import ONE_THREAD, ROOT
@@ -51,6 +51,46 @@ def test_parts_in_a_row_are_the_model() -> None:
     line.loss(out, line.target).backward()
     found = {name: p.grad for name, p in line.model.named_parameters()}
     torch.testing.assert_close(found, setup.gradients())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", table.MODELS)
+def test_a_model_of_the_table_is_the_same_for_a_pipeline(name: str) -> None:
+    config = GPTConfig(vocabulary=8, length=4, width=8, layers=2)
+    setup = language.Setup(config, 4, 1, False)
+    make = {
+        "nanogpt": table_models.language,
+        "clip": table_models.clip,
+        "encoders": table_models.three_encoders,
+    }[name]
+    model = make(setup)
+    whole, line = model.make(), model.line()
+    wanted = whole(*model.inputs.values())
+    (out,) = _tuple(line.stage(line.parts)(**line.inputs))
+    found = line.loss(out, line.target)
+    torch.testing.assert_close(found, wanted)
+    wanted.backward()
+    found.backward()
+    named = dict(line.model.named_parameters())
+    for key, parameter in whole.named_parameters():
+        torch.testing.assert_close(named[key].grad, parameter.grad)
+
+
+def _tuple(value: torch.Tensor | tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+    return value if isinstance(value, tuple) else (value,)
+
+
+def test_the_table_goes_where_the_last_one_was(tmp_path: Path) -> None:
+    page = tmp_path / "page.md"
+    page.write_text(f"before\n<!-- {table.COMMAND} -->\n\n<!-- end -->\nafter\n")
+    for made in ("| a |", "| b |\n| c |"):
+        table.write(page, made)
+        assert page.read_text() == (
+            f"before\n<!-- {table.COMMAND} -->\n{made}\n<!-- end -->\nafter\n"
+        )
+    page.write_text("no table")
+    with pytest.raises(SystemExit, match="has 0 tables"):
+        table.write(page, "")
 
 
 @pytest.mark.parametrize("path", [p for paths in first.PARTS.values() for p in paths])
