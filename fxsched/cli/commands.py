@@ -17,6 +17,7 @@ from . import simulate_options
 from .compare_command import lineup
 from .option_types import COUNT, POSITION, RATE, names, schedule
 from .options import (
+    WORKERS,
     build,
     constructor_parameters,
     passed_options,
@@ -50,7 +51,8 @@ def simulate(schedule: str | Schedule, **options: Any) -> None:
         raise PlanError(
             f"--update: {chosen.name} has no updates; give --update-every too"
         )
-    count = options["stages"] or chosen.workers
+    whole = schedule.workers if isinstance(schedule, Schedule) else options["workers"]
+    count = options["stages"] or whole or WORKERS
     size = count / (chosen.stages or count)
     simulate_options.show(simulate_options.simulate(chosen, options, size), options)
 

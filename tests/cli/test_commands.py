@@ -294,7 +294,7 @@ def test_compare_plans_a_users_model(
     assert sorted(name for name, _, _ in rows) == ["ddp", "gpipe"]
     steps = [float(step) for _, _, step in rows]
     assert steps == sorted(steps)
-    assert "not hsdp: hsdp needs --group-size" in text
+    assert "not hsdp: needs --group-size" in text
 
 
 def test_compare_and_search_rank_what_moves_weights_alike(
