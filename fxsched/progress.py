@@ -19,7 +19,7 @@ from tqdm import tqdm
 from .ir.step import Step
 
 LOG = logging.getLogger("fxsched")
-PATIENCE = 3.0  # seconds of planning before there is a bar
+PATIENCE = 2.0  # seconds of planning before there is a bar
 TICK = 0.5  # seconds after which it shows the time anew
 FORMAT = "planning: {desc}, {elapsed}"
 
@@ -37,8 +37,8 @@ def tell(text: str, again: bool) -> None:
 
 
 class Progress:
-    """How far planning is: a bar on stderr, if that is a terminal, from PATIENCE on,
-    with the name of what is being done; gone when done."""
+    """How far planning is: a bar on stderr, if that is a terminal or a notebook's, from
+    PATIENCE on, with the name of what is being done; gone when done."""
 
     def __init__(self) -> None:
         self._done = threading.Event()
@@ -46,8 +46,8 @@ class Progress:
         self._name, self._began = "", time.perf_counter()
 
     def __enter__(self) -> Progress:
-        stream = sys.stderr
-        if stream is not None and stream.isatty():
+        stream, notebook = sys.stderr, "ipykernel" in sys.modules
+        if stream is not None and (notebook or stream.isatty()):
             self._thread = threading.Thread(target=self._tick, daemon=True)
             self._thread.start()
         return self

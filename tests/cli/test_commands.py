@@ -373,18 +373,6 @@ def test_commands_agree_on_a_step(
     assert f"step {found[2]}," in text
 
 
-def test_a_saved_schedule_is_simulated_as_the_search_did(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    path = tmp_path / "best.json"
-    size = "--workers 2 --microbatches 4 --effort 0.01"
-    cli.main(f"search {size} --no-text --save {path}".split())
-    searched = capsys.readouterr().out
-    again = output(f"simulate --schedule {path} --no-text", capsys)
-    steps = [re.search(r"stages: (step [\d.]+)", t) for t in (searched, again)]
-    assert steps[0] and steps[1] and steps[0][1] == steps[1][1]
-
-
 def test_plan_prints_stages_workers_and_what_limits_the_step(
     model: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

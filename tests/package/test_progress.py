@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -103,21 +104,24 @@ class Terminal(io.StringIO):
         return True
 
 
-@pytest.mark.parametrize("terminal", [True, False])
-def test_what_takes_long_has_a_bar_on_a_terminal(
-    terminal: bool, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("where", ["terminal", "notebook", "file"])
+def test_what_takes_long_has_a_bar_on_a_terminal_and_in_a_notebook(
+    where: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    stream = Terminal() if terminal else io.StringIO()
+    stream = Terminal() if where == "terminal" else io.StringIO()
+    if where == "notebook":
+        monkeypatch.setitem(sys.modules, "ipykernel", ModuleType("ipykernel"))
+    shown = where != "file"
     monkeypatch.setattr(sys, "stderr", stream)
     monkeypatch.setattr(progress, "PATIENCE", 0.0)
     monkeypatch.setattr(progress, "TICK", 0.01)
     with progress.Progress() as planning:
         planning.at("assign_stages")
         end = time.monotonic() + 10
-        while terminal and "assign_stages" not in stream.getvalue():
+        while shown and "assign_stages" not in stream.getvalue():
             assert time.monotonic() < end
     said = stream.getvalue()
-    assert ("planning: assign_stages, 00:00" in said) == terminal
+    assert ("planning: assign_stages, 00:00" in said) == shown
     assert said.rpartition("\r")[0].rpartition("\r")[2].strip() == ""  # it is gone
 
 
