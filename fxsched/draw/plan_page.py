@@ -7,6 +7,7 @@ from html import escape
 from typing import TYPE_CHECKING, NamedTuple
 
 import networkx as nx
+from tabulate import tabulate
 
 from .palette import hexadecimal, palette
 from .svg_layout import document, group, tag
@@ -17,6 +18,7 @@ if TYPE_CHECKING:  # it needs torch, and pictures don't
 
 BOX, HEIGHT, ACROSS, DOWN, EDGE = 168, 66, 78, 22, 16  # pixels
 LETTERS = 25  # of a line in a box
+LARGEST = ("from", "to", "bytes")
 MOST = 12  # workers in a square table of links; of more, the largest links are listed
 
 
@@ -128,35 +130,13 @@ def _boxes(
 
 
 def _links(sent: Mapping[tuple[int, int], int], workers: int) -> str:
-    """A table of senders and receivers, or of the largest links."""
-    most = max(sent.values(), default=0)
-    if not most:
+    """An HTML table of senders and receivers, or of the largest links."""
+    if not sent:
         return "No worker sends another anything."
+    text = {pair: byte_text(size) for pair, size in sent.items() if size}
     if workers <= MOST:
-        head = ["from, to", *map(str, range(workers))]
-        rows = [
-            [str(a), *(_cell(sent.get((a, b), 0), most) for b in range(workers))]
-            for a in range(workers)
-        ]
-    else:
-        head = ["from", "to", "bytes"]
-        largest = sorted(sent, key=lambda pair: -sent[pair])[:MOST]
-        rows = [[str(a), str(b), _cell(sent[a, b], most)] for a, b in largest]
-    heads = "".join(f"<th>{cell}</th>" for cell in head)
-    body = "".join(
-        f"<tr><th>{row[0]}</th>{''.join(_td(cell) for cell in row[1:])}</tr>"
-        for row in rows
-    )
-    return f"<table><tr>{heads}</tr>{body}</table>"
-
-
-def _td(cell: str) -> str:
-    return cell if cell.startswith("<td") else f"<td>{cell}</td>"
-
-
-def _cell(size: int, most: int) -> str:
-    """A number of bytes, on a ground that is darker the more they are."""
-    if not size:
-        return "<td></td>"
-    share = round(0.45 * size / most, 3)
-    return f'<td style="background:rgba(130,80,223,{share})">{byte_text(size)}</td>'
+        every = range(workers)
+        rows = [[a, *(text.get((a, b), "") for b in every)] for a in every]
+        return tabulate(rows, ["from, to", *map(str, every)], "html")
+    largest = sorted(text, key=lambda pair: -sent[pair])[:MOST]
+    return tabulate([[*pair, text[pair]] for pair in largest], LARGEST, "html")

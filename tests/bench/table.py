@@ -37,7 +37,7 @@ from .table_models import Model, clip, language, three_encoders
 
 ROOT = Path(__file__).parents[2]
 COMMAND = "python -m tests.bench table --write"
-MODELS = ("nanogpt", "clip", "encoders")
+MODELS = ("nanogpt", "encoders", "clip")
 TOLERANCE = {False: 1e-4, True: 1e-3}  # of gradients; through 20 BatchNorms, in float32
 PEERS = {  # by the columns of the README's table
     "one process": ("all cores",),
@@ -74,7 +74,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add("--length", type=int, default=128, help="tokens of a sequence (128)")
     add("--vocabulary", type=int, default=4096, help="(4096)")
     add("--batch", type=int, default=32, help="(32)")
-    add("--steps", type=int, default=20, help="of each contestant (20)")
+    add("--steps", type=int, default=12, help="of each contestant (12)")
     add("--tries", type=int, default=3, help="splits that torch's 1F1B tries (3)")
     add("--write", action="store_true", help="put it into README.md and docs/speed.md")
     parser.set_defaults(run=run, compiled=False)
