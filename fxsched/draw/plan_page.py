@@ -7,11 +7,10 @@ from html import escape
 from typing import TYPE_CHECKING, NamedTuple
 
 import networkx as nx
-from tabulate import tabulate
 
 from .palette import hexadecimal, palette
 from .svg_layout import document, group, tag
-from .tables import byte_text
+from .tables import byte_text, html_table
 
 if TYPE_CHECKING:  # it needs torch, and pictures don't
     from ..accounts.held import During
@@ -137,6 +136,6 @@ def _links(sent: Mapping[tuple[int, int], int], workers: int) -> str:
     if workers <= MOST:
         every = range(workers)
         rows = [[a, *(text.get((a, b), "") for b in every)] for a in every]
-        return tabulate(rows, ["from, to", *map(str, every)], "html")
+        return html_table(["from, to", *map(str, every)], rows)
     largest = sorted(text, key=lambda pair: -sent[pair])[:MOST]
-    return tabulate([[*pair, text[pair]] for pair in largest], LARGEST, "html")
+    return html_table(LARGEST, [[*pair, text[pair]] for pair in largest])

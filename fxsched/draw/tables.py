@@ -44,6 +44,11 @@ def table(
     return tabulate(cells, names, disable_numparse=True, colalign=sides)
 
 
+def html_table(headers: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
+    """Rows below headers as HTML's table."""
+    return str(tabulate(rows, headers, "html"))
+
+
 def first_rows(
     headers: str, rows: Sequence[Sequence[object]], width: int = WIDTH
 ) -> str:
