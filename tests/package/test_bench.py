@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import get_args
 
@@ -16,7 +13,6 @@ from fxsched.models.gpt import GPTConfig
 from ..bench import choose, first, language, table, table_models, varying
 from ..bench.sleep import tree
 from ..bench.sleepers import WIDTH, Stretch, loss
-from ..torchrun import ONE_THREAD, ROOT
 
 
 @pytest.mark.parametrize("shape", ["chain", "tree"])
@@ -112,18 +108,3 @@ def test_plans_for_each_shape_and_for_the_mean_see_the_same_images(drawn) -> Non
 def test_the_page_has_the_table_of_schedules() -> None:
     page = Path(__file__).parents[2] / "docs" / "which_schedule.md"
     assert f"\n{choose.table()}\n" in page.read_text()
-
-
-@pytest.mark.slow
-def test_the_race_of_two_ranks_ends_with_equal_gradients() -> None:
-    command = ["overhead", "--gloo", "--steps", "1", "--microbatches", "4"]
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.bench", *command],
-        cwd=ROOT,
-        env=os.environ | ONE_THREAD,
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-    assert done.returncode == 0, done.stderr
-    assert "two stages a rank, torch" in done.stdout
