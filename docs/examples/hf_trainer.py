@@ -2,8 +2,8 @@
 
     python hf_trainer.py                     # in one process: workers are threads
 
-The script is an ordinary one but for the line with model.compile. The last batch of an
-epoch may be smaller: fxsched makes a second plan for it.
+The script is an ordinary one but for model.compile. The last batch of an epoch may be
+smaller: ragged="fewer" runs it in fewer microbatches.
 """
 
 import argparse
@@ -53,7 +53,7 @@ def main():
     )
     model = LlamaForCausalLM(config)
     placed = {"schedule": options.schedule, "workers": options.workers}
-    placed["microbatches"] = options.microbatches
+    placed |= {"microbatches": options.microbatches, "ragged": "fewer"}
     model.compile(backend="fxsched", options=placed)
 
     functions = docstrings.library(docstrings.CODE_LENGTH, docstrings.DOC_LENGTH)
