@@ -46,8 +46,8 @@ class NamedBackend:
         """
         if "mode" in given:
             raise PlanError(
-                f'torch.compile(backend="fxsched", mode={given["mode"]!r}): modes are '
-                f"of Inductor; give options={EXAMPLE}"
+                f'torch.compile(backend="fxsched", mode={given["mode"]!r}): mode= is '
+                f"for Inductor; leave it out, and give options={EXAMPLE}"
             )
         options = dict(given.get("options") or {})
         if "schedule" not in options:

@@ -78,11 +78,11 @@ class Options:
         or "weighted": exact without global-batch stages, where the loss is a sum, a
         mean, or a mean whose weights (ignored labels, masks) depend on inputs alone,
         and a PlanError else.
-    pairs: where rows of the batch meet in pairs, as in CLIP's logits: "joint", all of
-        them in one global-batch stage; "spread", where it can be, each microbatch
+    pairs: how to compute pairs of rows of the batch, as in CLIP's logits: "joint", all
+        of them in one global-batch stage; "spread", where it can be, each microbatch
         computes its own rows of them, of its own embeddings and those of all, gathered;
         "auto", whichever the schedule's step should be shorter with.
-    batch_norm: what BatchNorm takes its statistics of in training: the whole "batch",
+    batch_norm: what BatchNorm computes statistics over in training: the whole "batch",
         as eager does, in global-batch stages, or each "microbatch". None: the whole
         batch, where each update and the loss are of it (loss_reduction="exact"), and
         each microbatch else. Plan.explain() says what it costs.
@@ -101,10 +101,10 @@ class Options:
         nothing), "always" or "never". All pass the same whole batch.
     input_from: the rank whose inputs all take, each call; the others pass tensors of
         the same shapes and types.
-    batch_dims: where arguments have their samples, by name (x, batch['x']) or position:
-        a dimension, which may have a multiple of the samples, each sample's in a row;
-        or None for what all microbatches share. All others are cut along dimension 0
-        and must have one length there.
+    batch_dims: along which dimension arguments have their samples, by name (x,
+        batch['x']) or position: a dimension, which may have several rows for each
+        sample, one after the other; or None for what all microbatches share. All others
+        are cut along dimension 0 and must have one length there.
     ragged: what becomes of a batch that doesn't divide into the microbatches: "error";
         "fewer", the most microbatches that divide it, of equal size, so that the loss
         stays the mean (a batch of 7 by 4 microbatches is one of 7); or "pad", the last
@@ -112,13 +112,13 @@ class Options:
     rows: "all", every rank passes whole batches; or "local", each passes those rows
         alone that schedule.local_rows(rank, batch) lists, in that order, and outputs
         come back whole; see LocalSampler. In one process there is no difference.
-    buffers: for buffers that F writes microbatch after microbatch (updates within a
-        call, or a loss_reduction that isn't "exact"), by name, what the values of
-        several workers that run the stage's F become: "mean", "sum" (of what each
+    buffers: how to combine the values of several workers that run the F of a stage, for
+        each buffer that F writes microbatch after microbatch (updates within a call, or
+        a loss_reduction that isn't "exact"), by its name: "mean", "sum" (of what each
         added) or "last" (the last microbatch's). Running statistics are averaged,
         counters summed; others need this, or one worker that runs the stage's F.
-    outputs: what the microbatches' values of an output without a row for each sample
-        become, by its key in what the model returns, its attribute, or its position:
+    outputs: how to combine the microbatches' values of an output without a row for each
+        sample, by its key in what the model returns, its attribute, or its position:
         "mean", "sum", "max", "min" or "last". Beside the loss, each needs it that is
         not the same for all microbatches.
     timeout: seconds that a rank waits for others at most, after which it ends with
@@ -134,8 +134,8 @@ class Options:
     clip_grad_norm: with optimizer=, the largest norm of all gradients; larger ones are
         scaled down as torch.nn.utils.clip_grad_norm_ does it, to the same bits under
         every schedule.
-    skip_nonfinite: with optimizer=, whether updates are skipped where that norm is not
-        finite.
+    skip_nonfinite: with optimizer=, whether updates are skipped where the norm of all
+        gradients is not finite.
     flight_record: a folder, this backend's own, for the jobs and messages of the last
         3 calls: when one fails, each rank writes them to a file there, which `fxsched
         blame FOLDER` reads. What an earlier start left there is moved to its folder
@@ -146,14 +146,14 @@ class Options:
         microbatch's gradient of weights that several give. What can't be so is a
         PlanError. On a GPU operations may differ from call to call unless
         torch.use_deterministic_algorithms(True) says otherwise.
-    check_finite: whether each job looks at what it made (values that have a gradient,
-        gradients, weights after an update in the program) before it hands it on. The
-        first NaN or Inf is a FloatingPointError on every rank, with the job and the
-        operation's module and line. On a GPU each look waits for the job.
-    gradient_dtype: what gradients of parameters are added up in, over microbatches and
-        workers, such as torch.float32 for bfloat16 parameters; the finished sum is cast
-        once, to the parameter's type, which .grad and the optimizer have. None for the
-        parameter's type in sums, too.
+    check_finite: whether each job looks for NaN and Inf in its results (values with a
+        gradient, gradients, weights after an update in the program) before it hands
+        them on. The first NaN or Inf is a FloatingPointError on every rank, with the
+        job and the operation's module and line. On a GPU each look waits for the job.
+    gradient_dtype: the type in which gradients of parameters are added up, over
+        microbatches and workers, such as torch.float32 for bfloat16 parameters; the
+        finished sum is cast once, to the parameter's type, which .grad and the
+        optimizer have. None for the parameter's type in sums, too.
     message_dtype: the type (torch.bfloat16, or torch.float16, which overflows above
         65504) that activations and their gradients have on their way to jobs of other
         workers. One that travels is cast where it is made and cast back, and all of

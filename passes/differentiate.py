@@ -205,8 +205,8 @@ class _Differentiation:
             few, many = (counts[count] for count in (min(counts), max(counts)))
             raise PlanError(
                 f"average_every: workers {few.owners} keep {few.names[0]}, and workers "
-                f"{many.owners} {many.names[0]}; the mean over a replica's own "
-                "microbatches needs as many replicas of all weights"
+                f"{many.owners} keep {many.names[0]}; let w keep each weight on the "
+                "same number of workers"
             )
         return next(iter(counts), 1)
 

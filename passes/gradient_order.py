@@ -103,9 +103,10 @@ def _is_view(node: fx.Node) -> bool:
 def other_layout(what: str, node: fx.Node) -> PlanError:
     """The error for what is sent in another layout than it is made in."""
     return PlanError(
-        f"backend(deterministic=True): {what} in a layout of memory in which it isn't "
-        "sent, and other cuts of the model would have other bits; cut elsewhere, with "
-        f"stages= or same_stage={line_of(node.meta.get('stack_trace'))}"
+        f"backend(deterministic=True): {what} in a memory layout that a message would "
+        "change, so that gradients would have other bits under another cut of the "
+        "model; cut the model elsewhere, with stages= or "
+        f"same_stage={line_of(node.meta.get('stack_trace'))}"
     )
 
 
@@ -146,7 +147,7 @@ def _unordered(node: fx.Node, stages: list[int]) -> PlanError:
     name = of_node(node).get("name", node.name)
     return PlanError(
         f"backend(deterministic=True): stages {', '.join(map(str, stages))} make or "
-        f"read {name}, and the sum of its gradients would have other bits for other "
-        "cuts of the model; keep what reads it in one stage, with same_stage= or "
-        f"stages={line_of(node.meta.get('stack_trace'))}"
+        f"read {name}, and the sum of its gradients would have other bits under "
+        "another cut of the model; keep all modules that read it in one stage, with "
+        f"same_stage= or stages={line_of(node.meta.get('stack_trace'))}"
     )

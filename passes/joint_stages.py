@@ -218,8 +218,9 @@ def _is_joint(block: Block) -> bool:
     if len(kinds) > 1:
         node = next(n for n in block if of_node(n).get("joint"))
         raise PlanError(
-            "rows of the whole batch meet in what must stay with an operation of "
-            f"microbatches{line_of(node.meta.get('stack_trace'))}\n  write it without "
-            "writing in place, and keep same_stage away from it"
+            "rows of the whole batch meet in an operation that must stay in one stage "
+            "with an operation of the "
+            f"microbatches{line_of(node.meta.get('stack_trace'))}\n  write nothing in "
+            "place there, and leave its module out of same_stage="
         )
     return kinds.pop()

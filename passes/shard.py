@@ -105,8 +105,9 @@ def _regions(
         ]
         raise PlanError(
             f"Schedule(shards={shards}): no weight can be cut into {shards} equal "
-            f"parts whose products come to sums{''.join(why[:1])}; give a model whose "
-            "heads and hidden layers divide, or a schedule without shards"
+            "parts so that the shards' results add up to the "
+            f"model's{''.join(why[:1])}; give a model whose heads and hidden layers "
+            "divide, or a schedule without shards"
         )
     if request.memory_limit is None:
         del some[1:]
@@ -178,8 +179,8 @@ def _check_kept(gm: fx.GraphModule, request: Request, region: Region) -> None:
             continue
         raise PlanError(
             f"ranks have {of_node(node)['name']} in {kept.cut.parts} parts since an "
-            "earlier call, and this one can't be cut so; give all backends of a model "
-            "the same shards, and call it in training mode first"
+            "earlier call, and this call's plan can't cut it in this way; give all "
+            "backends of a model the same shards, and call it in training mode first"
         )
 
 
@@ -189,9 +190,10 @@ def _check_exact(request: Request, region: Region) -> None:
         return
     node = min(region.joined, key=str)
     raise PlanError(
-        f"shards={{..}}: message_dtype={request.message_dtype} would round the numbers "
-        f"that {where(node)} is made of, whose logits are in parts"
-        f"{line_of(node.meta.get('stack_trace'))}\nleave one of them out"
+        f"shards={{..}}: message_dtype={request.message_dtype} would round numbers "
+        f"that {where(node)} reads, since its logits are cut into "
+        f"shards{line_of(node.meta.get('stack_trace'))}\nleave message_dtype= or "
+        "shards= out"
     )
 
 

@@ -147,7 +147,7 @@ def refusals() -> None:
     ):
         refused(lambda: by_all(model, norm), "fxsched.gradient_norm(model), or for")  # noqa: B023
     refused(
-        OneRate(model.parameters(), lr=0.1).step, "OneRate steps each parameter by num"
+        OneRate(model.parameters(), lr=0.1).step, "OneRate steps each parameter with n"
     )
     lbfgs = torch.optim.LBFGS(model.parameters())
     refused(lambda: lbfgs.step(lambda: run(batch()).sum()), "LBFGS steps each param")

@@ -235,14 +235,14 @@ def refused() -> None:
         torch.nn.utils.clip_grad_norm_(parameters, 1.0)
     with said("SGD.step(closure) calls the model while its weights are the parts"):
         torch.optim.SGD(parameters, 0.1).step(lambda: training.run(*training.inputs))
-    with said("Adafactor doesn't step parts of a weight as it steps all of it; take"):
+    with said("Adafactor steps the parts of a weight otherwise than the whole weight"):
         torch.optim.Adafactor(parameters, 0.1).step()
     matrices = [p for p in parameters if record_of(p).parts and p.dim() == 2]
-    with said("Muon doesn't step parts of a weight as it steps all of it"):
+    with said("Muon steps the parts of a weight otherwise than the whole"):
         torch.optim.Muon(matrices, 0.1).step()
     with said("which ranks have in 2 parts; save fxsched.full_state_dict(model)"):
         copy.deepcopy(matrices[0])
-    with said("in 2 parts since an earlier call, and this one can't be cut so"):
+    with said("in 2 parts since an earlier call, and this call's plan can't cut it"):
         other = fxsched.backend(schedules.gpipe(2, 2))
         torch.compile(model, backend=other)(*training.inputs)
     with said("AveragedModel has no average of"):

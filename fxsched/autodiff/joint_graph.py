@@ -44,10 +44,11 @@ def refuse_effects(joint: fx.GraphModule) -> None:
     for node in joint.graph.nodes:
         if getattr(node.target, "__name__", "") == "with_effects":
             raise PlanError(
-                f"the model calls {node.args[1]}, which does more than give tensors "
-                "(it prints, or raises for some values), as planned steps do"
-                f"{line_of(node.meta.get('stack_trace'))}\n  leave it out, or take "
-                "what only computes (torch.linalg's _ex functions)"
+                f"the model calls {node.args[1]}, which prints, or raises an error for "
+                "some values, but a plan can have only calls that compute "
+                f"tensors{line_of(node.meta.get('stack_trace'))}\n  leave the call "
+                "out, or use a function that only computes, such as the _ex functions "
+                "of torch.linalg"
             )
 
 

@@ -222,8 +222,8 @@ def _check_apart(nodes: Sequence[fx.Node], inputs: Sequence[Any], batch: Batch) 
                 if i not in batch.dims and origin_of(node).argument:
                     raise _left_whole(names_of(node)[0].name, dim)
                 raise PlanError(
-                    f"the model takes dimension {dim} of {names_of(node)[0].name}, of "
-                    f"shape {list(value.shape)}, for as long as the batch, but only "
+                    f"the model needs dimension {dim} of {names_of(node)[0].name}, of "
+                    f"shape {list(value.shape)}, to be as long as the batch, but only "
                     f"{_said(i, batch)} is cut into microbatches; compare samples with "
                     "each other outside the model, or use Schedule(microbatches=1)"
                 )
@@ -247,10 +247,10 @@ def _said(i: int, batch: Batch) -> str:
 def _left_whole(name: str, dim: int) -> PlanError:
     """What to say of an argument that shall not be cut, and has a value by sample."""
     return PlanError(
-        f"the model takes dimension {dim} of {name} for as long as the batch, but "
-        f"batch_dims says that microbatches share it; write fxsched.backend(schedule, "
-        f'batch_dims={{"{name}": {dim}}}), also for row numbers: what they pick is of '
-        "the whole batch"
+        f"the model needs dimension {dim} of {name} to be as long as the batch, but "
+        f"batch_dims= gives all of {name} to each microbatch; write "
+        f'fxsched.backend(schedule, batch_dims={{"{name}": {dim}}}), also if {name} '
+        "has row numbers, which then pick rows of the whole batch"
     )
 
 

@@ -70,8 +70,8 @@ def whole_batch_norms(gm: fx.GraphModule, norms: Norms) -> fx.GraphModule:
 def refuse_microbatch(cause: Cause) -> None:
     """Raises PlanError for a BatchNorm that is written in a way not known here."""
     raise PlanError(
-        f'batch_norm="batch": {cause.operation} is not known as BatchNorm'
-        f"{line_of(cause.stack)}\n  call torch.nn.functional.batch_norm there"
+        f'batch_norm="batch": fxsched doesn\'t recognise {cause.operation} as a '
+        f"BatchNorm{line_of(cause.stack)}\n  call torch.nn.functional.batch_norm there"
     )
 
 
@@ -80,10 +80,10 @@ def refuse_kept(gm: fx.GraphModule) -> None:
     for update in gm.graph.nodes:
         if ONCE in update.meta:
             raise PlanError(
-                'batch_norm="batch": the model also keeps, in its own state, what it '
-                "computes of the batch, which goes from microbatch to microbatch"
-                f"{line_of(update.meta.get('stack_trace'))}\n"
-                '  compute it after the call, or write batch_norm="microbatch"'
+                'batch_norm="batch": the model also writes a value that it computes '
+                "from the batch into its own state, once for each "
+                f"microbatch{line_of(update.meta.get('stack_trace'))}\n  compute the "
+                'value after the call, or write batch_norm="microbatch"'
             )
 
 
@@ -109,9 +109,10 @@ def _written_out(node: fx.Node, norm: _Norm) -> fx.Node:
     example = norm.input.meta["example_value"]
     if example.dtype in (torch.float16, torch.bfloat16):
         raise PlanError(
-            f"a BatchNorm of {example.dtype} has statistics of another type, which "
-            f"microbatches can't put together{line_of(node.meta['stack_trace'])}\n"
-            '  write batch_norm="microbatch" for it, or give it float32'
+            f"a BatchNorm whose input is {example.dtype} has statistics of another "
+            "type, and fxsched can't combine those of the "
+            f"microbatches{line_of(node.meta['stack_trace'])}\n  write "
+            'batch_norm="microbatch", or give the BatchNorm an input in float32'
         )
     mul, reshape = aten.mul.Tensor, aten.reshape.default
     dims = [0, *range(2, example.dim())]
@@ -138,9 +139,10 @@ def _refuse_momentum(node: fx.Node, norm: _Norm) -> None:
     """Raises PlanError for a BatchNorm whose momentum follows its count of calls."""
     if isinstance(norm.momentum, fx.Node) or norm.momentum is None:
         raise PlanError(
-            'batch_norm="batch": a BatchNorm with momentum=None counts calls'
-            f"{line_of(node.meta['stack_trace'])}\n"
-            '  write batch_norm="microbatch" for it, or give it a momentum'
+            'batch_norm="batch": a BatchNorm with momentum=None averages over its '
+            "calls, and each microbatch would count as a "
+            f"call{line_of(node.meta['stack_trace'])}\n  write "
+            'batch_norm="microbatch" for it, or give the BatchNorm a momentum'
         )
 
 

@@ -18,8 +18,9 @@ FOREIGN = (TORCH, OWN, os.path.join(os.path.dirname(OWN), "torch_compat"))
 COMPILES, CALLS = "/_dynamo/convert_frame.py", "/_dynamo/eval_frame.py"
 BY_VALUES = ("DataDependent", "data-dependent", "unbacked")  # in torch.export's errors
 VALUES = (
-    "it decides by values of a tensor, which only a run has: write it with "
-    "torch.where or a mask, or decide outside of the model and pass a Python value"
+    "this line depends on the value of a tensor, which tracing doesn't know; write it "
+    "with torch.where or a mask, or compute it outside of the model and pass a Python "
+    "value"
 )
 REWRITE = "write that line with torch operations, or move it out of the model"
 EXPORTED = (

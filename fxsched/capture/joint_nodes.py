@@ -218,8 +218,8 @@ class _Joining:
                 "writes in place" if of_node(own)["mutates"] else "draws random numbers"
             )
             raise PlanError(
-                f"rows of the whole batch meet in what {does} in each microbatch{where}"
-                "\n  compute it after rows have met, or, if rows don't meet (tokens "
-                "sorted by expert and back), write fxsched.backend(schedule, "
-                'loss_reduction="mean")'
+                f"rows of the whole batch meet in an operation that {does} in each "
+                f"microbatch{where}\n  move it behind the operation in which rows "
+                "meet, or, if rows don't meet (tokens sorted by expert and back), "
+                'write fxsched.backend(schedule, loss_reduction="mean")'
             )

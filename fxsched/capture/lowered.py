@@ -342,10 +342,10 @@ def hook_at_source(gm: fx.GraphModule) -> None:
             continue
         if any(isinstance(n, fx.Node) and place[n] > place[tensor] for n in free):
             raise PlanError(
-                "a hook on a gradient is added after its tensor was read"
-                f"{where_of(node)}"
-                "  and what it reads came later; call register_hook right after the "
-                "line that makes the tensor"
+                "the model calls register_hook on a tensor after another operation has "
+                f"read it{where_of(node)}, and the hook reads a value that is computed "
+                "in between; call register_hook right after the line that makes the "
+                "tensor"
             )
         tensor.append(node)
         tensor.append(body)

@@ -156,8 +156,8 @@ class Microbatch:
             if origin.also and self.batch.microbatches > 1:
                 raise PlanError(
                     f"the argument {origin.name} and {origin.also} are the same "
-                    "tensor: as an argument each microbatch gets its part, as what the "
-                    f"model holds all of it; pass {origin.name}.clone()"
+                    "tensor, but a microbatch gets a part of an argument, and all of "
+                    f"what the model holds; pass {origin.name}.clone()"
                 )
             return Role.BATCH
         if isinstance(value, nn.Parameter):

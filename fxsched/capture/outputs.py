@@ -75,8 +75,9 @@ def describe(traced: TracedOutput, batch: Batch, how: str | None) -> Output:
             raise _apart(traced, batch)
         if how is not None:
             raise PlanError(
-                f"backend(outputs={{{traced.name!r}: {how!r}}}): it has a value or row "
-                "for each sample, and comes back whole; leave it out"
+                f"backend(outputs={{{traced.name!r}: {how!r}}}): this output has a row "
+                "for each sample, so fxsched returns the rows of all microbatches; "
+                "leave it out of outputs="
             )
         return output._replace(dim=dims[0])
     if how is not None:
@@ -134,9 +135,9 @@ def _undecided(traced: Sequence[TracedOutput]) -> PlanError:
     }
     return PlanError(
         "each microbatch gives a value of its own of outputs that have no row for each "
-        f"sample:{lines}\nsay how they become one: backend(outputs={example!r}), where "
-        f"each may be {', '.join(map(repr, REDUCTIONS[:-1]))} or 'last' (that of the "
-        "last microbatch)"
+        f"sample:{lines}\nsay how to combine the values: backend(outputs={example!r}), "
+        f"where each may be {', '.join(map(repr, REDUCTIONS[:-1]))} or 'last' (that of "
+        "the last microbatch)"
     )
 
 
@@ -160,11 +161,11 @@ def _apart(traced: TracedOutput, batch: Batch) -> PlanError:
             text = text.replace(str(symbol), "batch")
         sizes.append(text)
     return PlanError(
-        f"{_called(traced)}, has shape ({', '.join(sizes)}), made at\n"
-        f"    {traced.where}\n"
-        "microbatches cannot be put together to that: it is of all pairs of samples, "
-        "or its rows are not sample after sample; return a tensor with one row for "
-        "each sample, and compute this from it outside of the model"
+        f"{_called(traced)}, has shape ({', '.join(sizes)}), made at\n    "
+        f"{traced.where}\nfxsched can't combine microbatches into this shape: the "
+        "output has a value for each pair of samples, or its rows are not in the order "
+        "of samples; return a tensor with one row for each sample, and compute this "
+        "output from it outside of the model"
     )
 
 
@@ -180,8 +181,9 @@ def _possible(traced: TracedOutput, how: str) -> None:
     }
     if not has.get(how, True):
         raise PlanError(
-            f"backend(outputs={{{traced.name!r}: {how!r}}}): it is {_shape(traced)}, "
-            f"which has no {how}; give another of {', '.join(REDUCTIONS)}"
+            f"backend(outputs={{{traced.name!r}: {how!r}}}): this output is "
+            f"{_shape(traced)}, which has no {how}; give another of "
+            f"{', '.join(REDUCTIONS)}"
         )
 
 
@@ -278,9 +280,10 @@ class _OutputReader:
             return Output("whole", differentiable=gradient, name=name, joint=True)
         if FILLED in old.meta:
             raise PlanError(
-                f"output {name!r} has as many rows as values say"
-                f"{line_of(old.meta.get('stack_trace'))}\n  those of microbatches "
-                "can't be put together; return a tensor with one row for each sample"
+                f"output {name!r} has a number of rows that depends on "
+                f"values{line_of(old.meta.get('stack_trace'))}\n  fxsched can't "
+                "combine the rows of the microbatches; return a tensor with one row "
+                "for each sample"
             )
         dim = trace.spread.get(old)
         if dim is not None:

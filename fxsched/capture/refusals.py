@@ -88,7 +88,8 @@ def refusal(gm: fx.GraphModule) -> PlanError | None:
         if node.target in DECLARED and lacks_dims(node):
             return PlanError(
                 f"placements({node.target}, forward=) has Shard(..) of more dimensions "
-                f"than the tensors have{where_of(node)}; give those that they have"
+                f"than the tensors have{where_of(node)}; give dimensions that the "
+                "tensors have"
             )
         if isinstance(node.target, HigherOrderOperator) and not (
             own_name(node) or rule_of(node.target)
@@ -96,9 +97,9 @@ def refusal(gm: fx.GraphModule) -> PlanError | None:
             kernel = "triton" in name
             what = "a Triton kernel" if kernel else f"torch.ops.higher_order.{name}"
             return PlanError(
-                f"the model calls {what}{where_of(node)}, of which it isn't known what "
-                "it does to rows of a batch; make it an operator of torch.library "
-                f"({'triton_op' if kernel else 'custom_op'}) and say it with "
+                f"the model calls {what}{where_of(node)}, and fxsched doesn't know how "
+                "it treats the rows of a batch; make it an operator of torch.library "
+                f"({'triton_op' if kernel else 'custom_op'}) and describe it with "
                 "fxsched.placements, or write it with other torch operations"
             )
         named = named_arguments(node)

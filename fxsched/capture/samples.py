@@ -43,8 +43,9 @@ def samples_of(
     cut = [entry for entry in entries if entry.dim is not None]
     if not cut:
         raise PlanError(
-            "backend(batch_dims=) says of all arguments that microbatches share "
-            "them; one must be the batch, or Schedule(microbatches=1)"
+            "backend(batch_dims=) gives None for all arguments, so that none of them "
+            "is the batch; give a dimension for one of them, or use "
+            "Schedule(microbatches=1)"
         )
     if len({e.length for e in cut if not e.declared}) > 1:
         raise _differ(entries, dims, request.schedule.microbatches)
@@ -52,12 +53,12 @@ def samples_of(
     for entry in cut:
         if least.length and entry.length % least.length:
             raise PlanError(
-                f"{entry.name} has length {entry.length} along dimension "
-                f"{entry.dim}, which is no multiple of the {least.length} of "
-                f"{least.name}, so its rows can't be told apart by samples:\n"
-                f"{_shapes(entries)}\n"
-                "pass as many rows for each sample, or say with backend(batch_dims="
-                "{..: None}) what all microbatches share"
+                f"{entry.name} has length {entry.length} along dimension {entry.dim}, "
+                f"which is no multiple of {least.length}, the length of {least.name}, "
+                "so fxsched can't tell which rows belong to which sample:\n"
+                f"{_shapes(entries)}\npass the same number of rows for each sample, or "
+                "name the arguments that all microbatches share: "
+                "backend(batch_dims={..: None})"
             )
     return least.length, cut
 
@@ -153,8 +154,8 @@ def _only(said: set[int | None], names: Sequence[Argument]) -> int | None:
     """
     if len(said) > 1:
         raise PlanError(
-            f"{' and '.join(each.name for each in names)} are one tensor, of which "
-            "batch_dims= says different things; pass a clone() for one of them"
+            f"{' and '.join(each.name for each in names)} are one tensor, for which "
+            "batch_dims= has different dimensions; pass a clone() for one of them"
         )
     return said.pop()
 
@@ -175,11 +176,11 @@ def _differ(entries: Sequence[BatchInput], dims: Dims, count: int) -> PlanError:
         for n in long[:4]
     )
     return PlanError(
-        "arguments of the model differ in length along dimension 0, so it isn't "
-        f"known which of them are cut into microbatches:\n{_shapes(entries)}\n"
-        f"say it, in the way of\n{lines}"
-        "the dimension is the one with the samples, or a multiple of them in "
-        "order; None is for what all microbatches share"
+        "arguments of the model differ in length along dimension 0, so fxsched can't "
+        f"tell which of them to cut into microbatches:\n{_shapes(entries)}\nwrite one "
+        f"of these, for the size of your batch:\n{lines}give the dimension that has "
+        "the samples in order, or a fixed number of rows for each sample; give None "
+        "for an argument that all microbatches share"
     )
 
 

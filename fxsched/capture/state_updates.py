@@ -139,10 +139,11 @@ def refuse_running(trace: Microbatch) -> None:
     kept = kept_rows(trace)
     if kept is not None:
         raise PlanError(
-            "loss_reduction= of microbatches: the model writes what it computes of the "
-            "batch into its own state, which would go from microbatch to microbatch"
-            f"{line_of(kept.meta.get('stack_trace'))}\n"
-            "  leave loss_reduction out: state then has eager's value, of all rows"
+            "loss_reduction=: the model writes a value that it computes from the batch "
+            "into its own state, and would do so once for each "
+            f"microbatch{line_of(kept.meta.get('stack_trace'))}\n  leave "
+            "loss_reduction out: the state then has eager PyTorch's value, from all "
+            "rows"
         )
 
 
@@ -216,12 +217,13 @@ class StateUpdates:
         """Raises PlanError for state that is trained, or would be part of gradients."""
         if of_node(state)["val"].requires_grad:
             raise PlanError(
-                f"{_where(state, old)}but it is trained; keep what F writes in buffers"
+                f"{_where(state, old)}but it is a trained parameter; write the new "
+                "value into a buffer instead"
             )
         if self.trace.values[old].requires_grad and self.training:
             raise PlanError(
                 f"{_where(state, old)}and gradients would flow through it into the "
-                "call before; detach it: assign new_value.detach()"
+                "previous call; detach it: assign new_value.detach()"
             )
 
     def _replace(self, state: fx.Node, old: fx.Node) -> None:

@@ -150,8 +150,8 @@ def refuse_kept_totals(trace: Microbatch) -> None:
 
 def _kept(node: fx.Node) -> PlanError:
     return PlanError(
-        "the model adds what inputs alone decide, a total of the whole batch, to what "
-        f"it keeps{line_of(node.meta.get('stack_trace'))}\n  each microbatch would add "
-        "it again: compute it after the call, or write "
-        'fxsched.backend(schedule, loss_reduction="mean")'
+        "the model adds a total over the whole batch, which inputs alone decide, to "
+        "its own state, and each microbatch would add it "
+        f"again{line_of(node.meta.get('stack_trace'))}\n  add the total after the "
+        'call, or write fxsched.backend(schedule, loss_reduction="mean")'
     )

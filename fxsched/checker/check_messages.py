@@ -88,7 +88,8 @@ def _match(summaries: Sequence[Summary]) -> dict[int, Delivery]:
         source, send = sends[tag]
         if recv.other != source or send.other != rank:
             raise CheckError(
-                f"{_where(source, send)} and {_where(rank, recv)} name other workers"
+                f"{_where(source, send)} and {_where(rank, recv)} name different "
+                "workers"
             )
         specs = send.specs
         if specs is not recv.specs and _shapes(specs) != _shapes(recv.specs):
@@ -124,9 +125,9 @@ def _check_order(summaries: Sequence[Summary]) -> None:
         for mine, other in zip(tags, received[pair], strict=True):
             if mine != other:
                 raise CheckError(
-                    f"worker {pair[0]} sends tag {mine} to worker {pair[1]} where that "
-                    f"receives tag {other}; sends and recvs of a pair must be in one "
-                    "order"
+                    f"worker {pair[0]} sends tag {mine} to worker {pair[1]}, which "
+                    f"receives tag {other} at that point; the sends and recvs of two "
+                    "workers must be in the same order"
                 )
 
 
@@ -221,7 +222,8 @@ def _check_claims(
             if first is not actual and first != actual:
                 raise CheckError(
                     f"worker {summary.rank}: {claim.what} {text(actual)}, and another "
-                    f"owner adds up {text(first)}: they would get other bits"
+                    f"owner adds up {text(first)}; all owners must add up in the same "
+                    "order, to get the same bits"
                 )
 
 
@@ -234,13 +236,14 @@ def _check_memory(
     for source, to, send, recv in messages.values():
         if not send.stays and recv.what == "recv":
             raise CheckError(
-                f"{_where(source, send)} sends what worker {source} goes over later, "
-                f"and {_where(to, recv)} reads it"
+                f"{_where(source, send)} sends a value that worker {source} overwrites "
+                f"later, and {_where(to, recv)} reads it"
             )
         if not recv.stays and not send.last:
             raise CheckError(
-                f"worker {to} goes over what {_where(to, recv)} brings, and worker "
-                f"{source} reads it after {_where(source, send)}, or sends it again"
+                f"worker {to} overwrites the value that {_where(to, recv)} receives, "
+                f"and worker {source} reads the value after {_where(source, send)}, or "
+                "sends it again"
             )
     for summary in summaries:
         for tag, reader in summary.stays:
@@ -251,8 +254,9 @@ def _check_memory(
                 send = messages[send.value.args[0]].send
             if not send.stays:
                 raise CheckError(
-                    f"worker {summary.rank}: {reader} reads what tag {tag} brings, and "
-                    f"worker {messages[tag].source} may update it by then; send a copy"
+                    f"worker {summary.rank}: {reader} reads the weights that it got "
+                    f"with tag {tag}, and worker {messages[tag].source} may have "
+                    "updated them by then; send a copy"
                 )
 
 
@@ -297,8 +301,8 @@ def _check_stages(summaries: Sequence[Summary]) -> None:
             rank, first = digests.setdefault(name, (summary.rank, digest))
             if first != digest:
                 raise CheckError(
-                    f"a pass makes {name} another on worker {summary.rank} than on "
-                    f"worker {rank}; give the same passes everywhere"
+                    f"a pass changes {name} on worker {summary.rank} otherwise than on "
+                    f"worker {rank}; give the same passes on every rank"
                 )
 
 

@@ -53,10 +53,10 @@ def try_shards(
     for a, b in [*same.items(), ends]:
         if not all(map(_near, tensors(wanted[a]), tensors(found[b]))):
             raise PlanError(
-                f"the shards give another {a.name} than the model, by a rule of "
-                "fxsched that doesn't hold for it (please report it); leave "
-                "Schedule(shards=) out, or name other weights, backend(shards={..})"
-                f"{line_of(a.meta.get('stack_trace'))}"
+                f"the shards compute another value of {a.name} than the model does: a "
+                "rule of fxsched is wrong for it; please report this, and leave "
+                "Schedule(shards=) out, or name other weights in "
+                f"backend(shards={{..}}){line_of(a.meta.get('stack_trace'))}"
             )
     return True
 

@@ -73,8 +73,9 @@ class OptimizerContent(NamedTuple):
         """That of a model's. Raises PlanError for parameters of something else."""
         if not isinstance(optimizer, Optimizer):
             raise PlanError(
-                f"there is no state of a {type(optimizer).__name__} by parameters; "
-                "give the torch.optim.Optimizer, and what has a state_dict() in extra="
+                f"optimizer= is a {type(optimizer).__name__}, not a "
+                "torch.optim.Optimizer; give the optimizer, and other objects that "
+                "have a state_dict() in extra="
             )
         parameters = optimized(model, optimizer)
         named = module_of(model).named_parameters()
@@ -83,8 +84,8 @@ class OptimizerContent(NamedTuple):
         foreign += [p for p in optimizer.state if id(p) not in names]
         if foreign:
             raise PlanError(
-                f"the optimizer has {len(foreign)} parameters without a name in the "
-                "model; give one module that has all that it steps"
+                f"the optimizer has {len(foreign)} parameters that aren't in the "
+                "model; give a module that has all parameters of the optimizer"
             )
         return OptimizerContent(optimizer, {names[id(p)]: p for p in parameters})
 
@@ -153,8 +154,9 @@ def _shared(options: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
         apart = [key for key in first if other.get(key) != first[key]]
         if apart:
             raise PlanError(
-                f"load: parameters of one group of the optimizer were saved with other "
-                f"{apart[0]} each; make its groups as they were saved"
+                "load: parameters of one of the optimizer's param_groups were saved "
+                f"with different values of {apart[0]}; make the param_groups as they "
+                "were when saved"
             )
     return first
 

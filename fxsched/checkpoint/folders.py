@@ -67,15 +67,15 @@ def last_whole(folder: Path) -> Path:
         name = (folder / POINTER).read_text().strip()
     except FileNotFoundError:
         raise PlanError(
-            f"load({str(folder)!r}): there is no checkpoint in it, whose file "
-            f"{POINTER!r} would name it; give the folder that fxsched.save was given"
+            f"load({str(folder)!r}): this folder has no file {POINTER!r}, which names "
+            "the last checkpoint; give the folder that fxsched.save was given"
         ) from None
     except UnicodeDecodeError:
         name = ""
     if not name.isdecimal() or not (folder / name / MANIFEST).is_file():
         raise PlanError(
-            f"load({str(folder)!r}): its file {POINTER!r} names no checkpoint there; "
-            "give one of its numbered folders that have a manifest.json"
+            f"load({str(folder)!r}): the file {POINTER!r} in this folder names no "
+            "checkpoint; give a numbered folder in it that has a manifest.json"
         )
     return folder / name
 

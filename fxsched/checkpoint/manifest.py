@@ -95,8 +95,8 @@ class Manifest(NamedTuple):
         except (ValueError, KeyError, AttributeError):
             pass  # of JSON or UTF-8; said below
         raise PlanError(
-            f"load: {folder / MANIFEST} is damaged, or another version's; load an "
-            f"earlier checkpoint by its folder: {_others(folder)}"
+            f"load: {folder / MANIFEST} is damaged, or another version of fxsched "
+            f"wrote it; load an earlier checkpoint by its folder: {_others(folder)}"
         )
 
     def check_files(self, folder: Path, names: Iterable[str]) -> None:

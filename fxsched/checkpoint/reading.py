@@ -252,8 +252,8 @@ def check_extra(
     for name, each in extra.items():
         if name not in saved:
             raise PlanError(
-                f"load: the checkpoint has no extra[{name!r}], but {sorted(saved)}; "
-                "leave it out"
+                f"load: the checkpoint has no extra[{name!r}], only {sorted(saved)}; "
+                "leave it out of extra="
             )
         if not hasattr(each, "load_state_dict"):
             raise PlanError(
@@ -262,7 +262,7 @@ def check_extra(
             )
         if name in apart:
             raise PlanError(
-                f"load: extra[{name!r}] was another on each of {manifest.workers} "
-                "ranks, and can't be shared out to other workers; leave it out, or "
-                f"load with {manifest.workers}"
+                f"load: extra[{name!r}] was saved with a different value on each of "
+                f"{manifest.workers} ranks, which fxsched can't give to another number "
+                f"of ranks; leave it out, or load on {manifest.workers} ranks"
             )

@@ -74,9 +74,9 @@ def check_readable(what: str, value: Any) -> None:
         known = re.search(r"GLOBAL (\S+)", str(error))
         reason = f"has {known[1]}" if known else str(error).strip().split("\n")[0]
         raise PlanError(
-            f"save: {what} is not of tensors, numbers, words and containers of them, "
-            f"which alone are loaded again ({reason}); give something whose "
-            "state_dict() is"
+            f"save: {what} has more than tensors, numbers, strings and containers of "
+            f"these, and fxsched can load only those ({reason}); give an object whose "
+            "state_dict() has only those"
         ) from error
 
 

@@ -77,7 +77,7 @@ def stored_in(path: Path) -> dict[str, Stored]:
     except Exception as error:
         reason = str(error).strip().split("\n")[0]
         raise PlanError(
-            f"load_weights: {path} is damaged, or no file of weights alone "
+            f"load_weights: {path} is damaged, or has more than weights "
             f"({type(error).__name__}: {reason}); write it again"
         ) from error
 
@@ -104,8 +104,8 @@ def _indexed(path: Path) -> dict[str, Stored]:
     for name, file in files.items():
         if Path(name).name != name or not file.is_file():
             raise PlanError(
-                f"load_weights: {path} names {name!r}, which isn't beside it; fetch "
-                "all files of the model"
+                f"load_weights: {path} names {name!r}, which isn't in the same folder; "
+                "put all files of the model there"
             )
     stored = {name: _safetensors(file) for name, file in files.items()}
     return {name: stored[file][name] for name, file in file_of.items()}

@@ -82,14 +82,14 @@ def _owned(
     there = sorted(folder.glob(f"*{SUFFIX}*")) if folder.exists() else []
     if there:
         raise PlanError(
-            f"save_weights: there is {there[0]} already; give a new folder, for a "
-            "model in several files isn't replaced at once"
+            f"save_weights: {there[0]} exists already, and fxsched can't replace the "
+            "several files of a model in one step; give a new folder"
         )
     content = ModelContent.of(model)
     if content.extra:
         name = next(iter(content.extra)).removeprefix(MODEL)
         raise PlanError(
-            f"save_weights: the model has {name}, of get_extra_state(), which "
+            f"save_weights: the model has {name}, from get_extra_state(), which "
             "safetensors can't hold; use fxsched.save"
         )
     names = {n: n for n in content.tensors} | content.tied

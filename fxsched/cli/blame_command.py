@@ -13,8 +13,9 @@ from ..runtime.record import read_records
 @click.command()
 @click.argument("folder", type=click.Path(exists=True, file_okay=False, path_type=Path))
 def blame(folder: Path) -> None:
-    """Which rank failed or went silent first, and whom the others waited for.
+    """Print which rank failed or went silent first, and whom the others waited for.
 
-    FOLDER has the files that backend(flight_record=FOLDER) wrote, of all ranks.
+    FOLDER is a folder with the files that backend(flight_record=FOLDER) wrote, of all
+    ranks.
     """
     click.echo(blamed(read_records(folder)))

@@ -40,11 +40,12 @@ SYNCHRONOUS = tuple(name for name in LIBRARY if name not in STALE)
 @simulate_options.joint_option
 @simulate_options.picture_options
 def simulate(schedule: str | Schedule, **options: Any) -> None:
-    """A schedule's step on a virtual clock.
+    """Simulate a step of a schedule.
 
-    The model is a chain of equal stages. As in compare and search, --forward and the
-    like are of one stage of a model that is cut into --stages, or into one for each
-    worker; stages of a schedule that cuts it finer take less.
+    The model is a chain of equal stages. --forward and the other times are those of one
+    stage, if the model has --stages stages, or, without --stages, one stage for each
+    worker. If the schedule cuts the model into more stages, each of them takes less
+    time. compare and search count in the same way.
     """
     chosen = build(schedule, passed_options(options))
     if options["update"] is not None and chosen.update_every is None:
@@ -62,8 +63,8 @@ def simulate(schedule: str | Schedule, **options: Any) -> None:
     "--schedules",
     type=names,
     metavar="NAMES",
-    help="which, with commas between  [default: all that can be built, but for those "
-    "that train with stale weights]",
+    help="names of schedules, with commas between them  [default: all that can be "
+    "built, except those that train with stale weights]",
 )
 @schedule_options
 @simulate_options.time_options
@@ -71,7 +72,9 @@ def simulate(schedule: str | Schedule, **options: Any) -> None:
 @simulate_options.link_options
 @simulate_options.prefetch_option
 @simulate_options.joint_option
-@click.option("--model", metavar="MODEL", help=f"{simulate_options.MODEL}; see plan")
+@click.option(
+    "--model", metavar="MODEL", help=f"{simulate_options.MODEL}, as for fxsched plan"
+)
 @click.pass_context
 def compare(
     ctx: click.Context,
@@ -80,17 +83,19 @@ def compare(
     model: str | None,
     **options: Any,
 ) -> None:
-    """Simulated steps of several schedules side by side.
+    """Simulate a step of several schedules, and list them, the shortest step first.
 
-    --forward, --backward and --weight are of one stage of a model that is cut into
-    --stages, or one for each worker. Where a schedule cuts it into more, they are
-    shorter, and activations held and weights kept, the most on any worker, are counted
-    in stages of that size. Weights fetched and messages sent are those of all workers;
+    --forward and the other times are those of one stage, if the model has --stages
+    stages, or, without --stages, one stage for each worker. If a schedule cuts the
+    model into more stages, each of them takes less time. The table counts activations
+    held and weights kept in stages of that first size, and shows the worker that has
+    the most. It shows the weights fetched and messages sent by all workers together.
     span is the bubble of steps that follow each other without a gap.
 
-    With --model, plans of that model: predicted steps, and the most bytes that a worker
-    holds, all of them and weights alone, fetched ones included. * is a stage of all
-    rows.
+    With --model, plan that model with each schedule. The table then shows the predicted
+    step and the most bytes that a worker holds: of everything, and of weights alone,
+    with those that it has fetched. In the number of stages, * marks a global-batch
+    stage.
     """
     if model is None:
         click.echo(lineup(schedules or SYNCHRONOUS, options))
@@ -111,28 +116,40 @@ def compare(
     type=schedule,
     metavar="NAME",
     default="lpp",
-    help=f"one of {', '.join(LIBRARY)}; or a file that search --save wrote",
+    help=f"one of {', '.join(LIBRARY)}; or a file name.json that search --save wrote",
 )
 @schedule_options
-@click.option("--steps", type=COUNT, default=160, help="of the optimizer")
+@click.option(
+    "--steps", type=COUNT, default=160, help="how many steps of the optimizer"
+)
 @click.option(
     "--learning-rate",
     type=RATE,
-    help="[default: 0.001, or as much of it as `stability` allows stale gradients]",
+    help="learning rate of the optimizer  [default: 0.001, or the part of it that "
+    "stale gradients allow, see fxsched stability]",
 )
-@click.option("--seed", type=POSITION, default=0, help="of the model and the batches")
 @click.option(
-    "--device", type=click.Choice(("cpu", "cuda")), default="cpu", help="of the model"
+    "--seed",
+    type=POSITION,
+    default=0,
+    help="seed of the model's weights and of the batches",
+)
+@click.option(
+    "--device",
+    type=click.Choice(("cpu", "cuda")),
+    default="cpu",
+    help="device of the model",
 )
 @click.option(
     "--tables", is_flag=True, help="print the plan and the program of worker 0 too"
 )
 def train(schedule: str | Schedule, **options: Any) -> None:
-    """Train two transformer encoders by a schedule.
+    """Train two transformer encoders with a schedule.
 
-    They tell whether a docstring belongs to a function, on Python's own source.
-    Workers are threads, or ranks under torchrun --nproc-per-node W -m fxsched demo.
-    A schedule with updates of its own has 8 of them in a call.
+    The encoders learn to tell whether a docstring belongs to a function, on the source
+    of Python's standard library. Workers are threads, or, under torchrun
+    --nproc-per-node W -m fxsched demo, ranks. A schedule with stale weights makes 8
+    updates in a call, unless --microbatches is given.
     """
     from . import demo
 

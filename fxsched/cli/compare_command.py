@@ -90,8 +90,8 @@ def lineup(names: Sequence[str], options: Mapping[str, Any]) -> str:
     if not entries:
         more = "; and so on" if len(lines) > 3 else ""
         raise PlanError(
-            f"none can be built: {'; '.join(lines[:3])}{more}; give other "
-            "--workers or --microbatches"
+            f"none of these schedules can be built: {'; '.join(lines[:3])}{more}; give "
+            "other --workers or --microbatches"
         )
     entries.sort(key=lambda entry: (entry.free, entry.simulation.latency))
     table = tables.table(HEADERS, [e.cells for e in entries], "lr")

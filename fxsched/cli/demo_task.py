@@ -37,8 +37,8 @@ def check(schedule: Schedule, device: str) -> None:
         if schedule.update_every:
             what = f"{schedule.name}: an update every {every} microbatches"
         raise PlanError(
-            f"{what}: a batch of {BATCH} doesn't divide into as many; give 1, 2, 4, 8, "
-            "16, 32 or 64"
+            f"{what}: the demo's batch of {BATCH} doesn't divide into this many; give "
+            "1, 2, 4, 8, 16, 32 or 64"
         )
 
 

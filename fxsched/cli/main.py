@@ -34,9 +34,9 @@ class CommandGroup(click.Group):
             raise click.UsageError(str(error), called) from error
 
 
-HELP = """Parallel training as one placement function and one priority function.
+HELP = """Simulate, compare and plan schedules of parallel training.
 
-Each command says what it takes: fxsched simulate --help.
+fxsched COMMAND --help lists the options of a command, as in fxsched simulate --help.
 """
 
 SETTINGS = {"show_default": True, "max_content_width": 88}

@@ -41,38 +41,53 @@ SEARCHES = (
 @click.command()
 @click.option("--workers", type=COUNT, default=WORKERS, help="how many workers")
 @click.option(
-    "--microbatches", type=COUNT, help="how many  [default: twice the workers]"
+    "--microbatches",
+    type=COUNT,
+    help="how many microbatches  [default: twice the workers]",
 )
 @simulate_options.time_options
 @simulate_options.prefetch_option
 @click.option(
     "--memory-limit",
     type=NUMBER,
-    help="activations of a stage that a worker may hold; with --model, bytes of "
-    "weights, gradients and activations",
+    help="how many activations of a stage a worker may hold; with --model, how many "
+    "bytes of weights, gradients and activations",
 )
 @click.option(
     "--objective",
     type=click.Choice(OBJECTIVES),
     default="latency",
-    help="what to make short: one step, or steps that follow each other (span)",
+    help="what to make short: one step (latency), or each of many steps that follow "
+    "each other without a gap (span)",
 )
 @click.option(
-    "--effort", type=NUMBER, default=1.0, help="how many orders to try; 1: 10 seconds"
+    "--effort",
+    type=NUMBER,
+    default=1.0,
+    help="how many orders of jobs to try; with 1, a search takes about 10 seconds",
 )
-@click.option("--seed", type=POSITION, metavar="N", default=0, help="of the search")
-@click.option("--model", metavar="MODEL", help=f"{simulate_options.MODEL}; see plan")
 @click.option(
-    "--save", type=saved_file, help="write the schedule into this file, name.json"
+    "--seed",
+    type=POSITION,
+    metavar="N",
+    default=0,
+    help="seed of the search's random numbers",
+)
+@click.option(
+    "--model", metavar="MODEL", help=f"{simulate_options.MODEL}, as for fxsched plan"
+)
+@click.option(
+    "--save", type=saved_file, help="write the schedule to this file, name.json"
 )
 @simulate_options.picture_options
 @click.pass_context
 def search(ctx: click.Context, /, **options: Any) -> None:
-    """Look for the schedule with the shortest step.
+    """Search for the schedule with the shortest step.
 
-    Among the library with all its parameters, and orders of jobs found on its
-    placements. --forward and the like are of one stage of a model that is cut into one
-    for each worker; with --model, they are estimated from the model.
+    The search tries the schedules of the library with all their parameters, and builds
+    other orders of jobs on their placements. --forward and the other times are those of
+    one stage of a model that has one stage for each worker; with --model, the search
+    estimates the times from the model.
     """
     from ..tuner.search import search as search_schedules
 
@@ -118,7 +133,8 @@ def _found(case: Case, workers: int, options: Mapping[str, Any]) -> Schedule:
     others = [name for name in passed_options(options) if name not in sizes]
     if others:
         raise PlanError(
-            f"{flag(others[0])} is of a schedule; give --schedule too, or leave it out"
+            f"{flag(others[0])} is an option of a schedule; give --schedule too, or "
+            "leave it out"
         )
     click.echo("without --schedule: the best that search finds\n")
     size = {"workers": workers, "microbatches": options["microbatches"]}
@@ -142,18 +158,26 @@ def _search_options(options: Mapping[str, Any]) -> dict[str, Any]:
 @searched_schedule_option
 @schedule_options
 @click.option(
-    "--rank", type=POSITION, metavar="N", help="print the program of this worker"
+    "--rank",
+    type=POSITION,
+    metavar="N",
+    help="print the program of worker N instead of the plan",
 )
-@click.option("--jobs", type=COUNT, help="how many jobs of it  [default: all]")
+@click.option(
+    "--jobs",
+    type=COUNT,
+    help="with --rank: how many jobs of the program to print  [default: all]",
+)
 @simulate_options.picture_options
 def plan(model: str, schedule: str | Schedule | None, **options: Any) -> None:
-    """The plan of your model: stages, workers, and what limits the step.
+    """Plan your model: print its stages, workers, and what limits the step.
 
     MODEL is path/to/model.py:make or package.module:make. make() returns (model,
-    inputs): inputs are a tuple, a dict of keyword arguments, or one tensor; or (model,
-    inputs, optimizer), whose steps are then part of the plan. Nothing runs, and one
-    process plans for any number of workers. Without --schedule it is the one that
-    search finds for the model, with --workers and --microbatches.
+    inputs), where inputs are a tuple, a dict of keyword arguments, or one tensor. It
+    may also return (model, inputs, optimizer); the plan then has the optimizer's steps.
+    The plan doesn't run, and one process plans for any number of workers. Without
+    --schedule, fxsched first searches for a schedule for the model, with --workers and
+    --microbatches.
     """
     from ..dry_run import plan as make_plan
     from . import user_file

@@ -51,7 +51,9 @@ def file(text: str) -> Path:
     if path.is_dir():
         raise click.BadParameter(f"{text!r} is a folder; give the name of a file")
     if not path.parent.is_dir():
-        raise click.BadParameter(f"there is no folder {str(path.parent)!r}")
+        raise click.BadParameter(
+            f"there is no folder {str(path.parent)!r}; make it, or give another path"
+        )
     return path
 
 

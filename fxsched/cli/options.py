@@ -20,11 +20,26 @@ Command = TypeVar("Command", bound=Callable[..., Any])
 WORKERS = 4  # where --workers isn't given
 COUNTS = {
     "workers": f"how many workers  [default: {WORKERS}]",
-    "microbatches": "how many equal parts of a batch  [default: the schedule's own "
-    "number, or twice the workers]",
+    "microbatches": "how many microbatches, the equal parts of a batch  [default: the "
+    "schedule's own number, or twice the workers]",
     "stages": "how many stages  [default: the schedule's own number]",
 }
 LARGEST = 5_000_000  # stages times microbatches
+# What arguments of some schedules mean.
+MEANINGS = {
+    "group_size": "how many workers each group has",
+    "servers": "how many workers are servers, which keep weights and run no jobs",
+    "asynchronous": "whether each microbatch is an update of its own",
+    "staleness": "by how many updates a worker may be ahead of the slowest one",
+    "ahead": "how many more microbatches may be in flight for each worker further on",
+    "held": "how many activations of a stage a worker has room for",
+    "even": "whether the stages are dealt out evenly to the workers that keep them",
+    "every": "how many microbatches an update has; for local_sgd: after how many "
+    "updates replicas are averaged",
+    "elastic": "alpha of elastic averaging",
+    "annealed": "after how many updates learning rates reach their full value",
+    "correction": "D of the discrepancy correction, between 0 and 1",
+}
 # How a constructor's argument is read, by its annotation.
 KINDS: dict[object, click.ParamType[Any]] = {
     bool: click.BOOL,
@@ -34,19 +49,22 @@ KINDS: dict[object, click.ParamType[Any]] = {
     float | None: NUMBER,
 }
 REPLICATE = (
-    "G copies of the schedule, data-parallel, each with as many workers and "
-    "microbatches of its own"
+    "run G copies of the schedule, data-parallel; each copy has its own workers and "
+    "microbatches, --workers and --microbatches of them"
 )
 UPDATE_EVERY = (
-    "a step of the optimizer every K microbatches (of each copy), in the program  "
-    "[default: the schedule's own number, or none]"
+    "put a step of the optimizer into the program after every K microbatches (of each "
+    "copy)  [default: the schedule's own number, or none]"
 )
-SHARDS = "P shards of each stage, tensor-parallel, each on a worker of its own"
-ZERO = "with --replicate: copies share the optimizer's state, as zero1 and zero2 do"
+SHARDS = "split each stage into P shards, tensor-parallel, each on a worker of its own"
+ZERO = (
+    "with --replicate: split the optimizer's state over the copies, as the schedules "
+    "zero1 and zero2 do"
+)
 # what every schedule of the library can be given
 EVERY = ("stages", "update_every", "shards", "replicate", "zero")
 
-SCHEDULE = f"one of {', '.join(LIBRARY)}; or a file that search --save wrote, name.json"
+SCHEDULE = f"one of {', '.join(LIBRARY)}; or a file name.json that search --save wrote"
 schedule_option = click.option(
     "--schedule", type=schedule, metavar="NAME", required=True, help=SCHEDULE
 )
@@ -54,7 +72,7 @@ searched_schedule_option = click.option(
     "--schedule",
     type=schedule,
     metavar="NAME",
-    help=f"{SCHEDULE}  [default: what search finds]",
+    help=f"{SCHEDULE}  [default: the schedule that search finds]",
 )
 
 
@@ -100,7 +118,9 @@ def _option(
 ) -> Callable[[Command], Command]:
     if argument in COUNTS:
         return click.option(flag(argument), type=COUNT, help=COUNTS[argument])
-    text = f"of {', '.join(map(_default, takers, takers.values()))}"
+    text = f"for {', '.join(map(_default, takers, takers.values()))}"
+    if argument in MEANINGS:
+        text = f"{MEANINGS[argument]}; {text}"
     kind = next(KINDS[p.annotation] for p in takers.values() if p.annotation in KINDS)
     if kind is click.BOOL:
         names = f"{flag(argument)}/--no-{flag(argument).removeprefix('--')}"
@@ -110,10 +130,10 @@ def _option(
 
 def _default(name: str, parameter: inspect.Parameter) -> str:
     if parameter.default is parameter.empty:
-        return f"{name} (needed)"
+        return f"{name} (required)"
     if parameter.default is None or isinstance(parameter.default, bool):
         return name
-    return f"{name} ({parameter.default})"
+    return f"{name} (default: {parameter.default})"
 
 
 def passed_options(options: Mapping[str, Any]) -> dict[str, Any]:
@@ -137,7 +157,10 @@ def build(name: str | Schedule, options: Mapping[str, Any]) -> Schedule:
     """
     if isinstance(name, Schedule):
         if others := options.keys() - {"shards"}:
-            raise PlanError(f"{name} is from a file; leave out {flag(min(others))}")
+            raise PlanError(
+                f"{name} is from a file, which has all but shards; leave out "
+                f"{flag(min(others))}"
+            )
         return _in_shards(name, options)
     takes = constructor_parameters(name)
     for argument in options:

@@ -72,7 +72,9 @@ def _dtype(text: str) -> Any:
 
     found = getattr(torch, text, None)
     if not isinstance(found, torch.dtype):
-        raise click.BadParameter(f"{text!r} is no type; give one such as bfloat16")
+        raise click.BadParameter(
+            f"{text!r} is no torch.dtype; give one such as bfloat16"
+        )
     return found
 
 

@@ -37,79 +37,109 @@ def _all_of(*options: Decorator) -> Decorator:
 
 
 time_options = _all_of(
-    click.option("--forward", type=NUMBER, default=1.0, help="time of F"),
     click.option(
-        "--backward", type=NUMBER, default=2.0, help="time of B; without W, if given"
+        "--forward", type=NUMBER, default=1.0, help="time of F (forward) of one stage"
+    ),
+    click.option(
+        "--backward",
+        type=NUMBER,
+        default=2.0,
+        help="time of B (backward) of one stage, without W if --weight is given",
     ),
     click.option(
         "--weight",
         type=NUMBER,
-        help="time of W, the weights' gradients  [default: half of B, which then "
-        "takes the other half]",
+        help="time of W (weight gradients) of one stage  [default: half of --backward, "
+        "and B takes the other half]",
     ),
     click.option(
         "--transfer", type=NUMBER, default=0.0, help="time of a message between workers"
     ),
 )
 update_option = click.option(
-    "--update", type=NUMBER, help="time of U, a step of the optimizer  [default: 0]"
+    "--update",
+    type=NUMBER,
+    help="time of U (update), a step of the optimizer on one stage  [default: 0]",
 )
 link_options = _all_of(
     click.option(
         "--bandwidth",
         type=NUMBER,
-        help="bytes that a link between two workers moves in a unit of time, one "
-        "message after the other; instead of --transfer",
+        help="bytes that a link between two workers moves in a unit of time; a link "
+        "moves one message after the other; takes the place of --transfer",
     ),
-    click.option("--latency", type=NUMBER, help="time of a message besides that"),
-    click.option("--message-bytes", type=NUMBER, help="of each message between stages"),
-    click.option("--weight-bytes", type=NUMBER, help="of the weights of each stage"),
+    click.option(
+        "--latency",
+        type=NUMBER,
+        help="time that a message takes besides the time for its bytes; needs "
+        "--bandwidth",
+    ),
+    click.option(
+        "--message-bytes",
+        type=NUMBER,
+        help="bytes of each message between stages; needs --bandwidth",
+    ),
+    click.option(
+        "--weight-bytes", type=NUMBER, help="bytes of the weights of each stage"
+    ),
     click.option(
         "--sums",
         type=POSITION,
         metavar="N",
-        help="of the shards of each stage, in F and again in B  [default: they take "
-        "no time]",
+        help="how many sums the shards of each stage add up in F, and as many in B  "
+        "[default: sums take no time]",
     ),
-    click.option("--sum-bytes", type=NUMBER, help="of what a shard has of each sum"),
+    click.option(
+        "--sum-bytes", type=NUMBER, help="bytes of a shard's summand in each sum"
+    ),
 )
 memory_options = _all_of(
     click.option(
         "--activation-bytes",
         type=NUMBER,
-        help="of a stage and microbatch, from F to B; shows what workers hold",
+        help="bytes of the activations that a stage holds for one microbatch, from F "
+        "to B; adds tables of what workers hold",
     ),
     click.option(
         "--state",
         type=NUMBER,
-        help="bytes of the optimizer's state for each of --weight-bytes: 2 for Adam, 1 "
-        "for SGD with momentum; shows what workers hold",
+        help="bytes of the optimizer's state for each byte of --weight-bytes: 2 for "
+        "Adam, 1 for SGD with momentum; adds tables of what workers hold",
     ),
 )
 prefetch_option = click.option(
     "--prefetch",
     type=POSITION,
     metavar="N",
-    help="how many jobs ahead of need workers ask for weights that others keep  "
-    "[default: fetching takes no time]",
+    help="how many jobs before a worker needs them it asks for weights that other "
+    "workers keep  [default: fetches take no time]",
 )
 joint_option = click.option(
     "--joint",
     type=POSITION,
     multiple=True,
     metavar="STAGE",
-    help="a stage in which rows of all microbatches meet, so that it has one job a "
-    "direction; may be given several times",
+    help="number of a global-batch stage: rows of all microbatches meet in it, and it "
+    "has one job for each direction; may be given several times",
 )
 picture_options = _all_of(
     click.option(
         "--text/--no-text",
         default=None,
-        help="a diagram in letters  [default: if it is small]",
+        help="print a diagram of the step in letters  [default: if the diagram is "
+        "small]",
     ),
-    click.option("--svg", type=file, help="draw the step into this file"),
-    click.option("--html", type=file, help="the same as a page to explore"),
-    click.option("--trace", type=file, help="the same for Perfetto, as JSON"),
+    click.option(
+        "--svg", type=file, help="write a picture of the step to this SVG file"
+    ),
+    click.option(
+        "--html",
+        type=file,
+        help="write the step to this file as an HTML page, to explore in a browser",
+    ),
+    click.option(
+        "--trace", type=file, help="write the step to this file as JSON, for Perfetto"
+    ),
 )
 
 
@@ -130,8 +160,8 @@ def refuse_estimated(ctx: click.Context) -> None:
     for name in (*ESTIMATED, *SIZES):
         if ctx.get_parameter_source(name) is ParameterSource.COMMANDLINE:
             raise PlanError(
-                f"{flag(name)} doesn't go with --model, which it is estimated from; "
-                "leave it out"
+                f"{flag(name)} doesn't go with --model, since fxsched estimates it "
+                "from the model; leave it out"
             )
 
 
@@ -150,9 +180,12 @@ def simulate(
     scale: how long a stage takes, in those that the options are about.
     """
     if options.get("sums") and schedule.shards == 1:
-        raise PlanError("--sums needs --shards, which add them up")
+        raise PlanError(
+            "--sums needs --shards, since shards add up the sums; give --shards 2 or "
+            "more"
+        )
     if options.get("sum_bytes") is not None and not options.get("sums"):
-        raise PlanError("--sum-bytes needs --sums; give how many there are")
+        raise PlanError("--sum-bytes needs --sums; give how many sums there are")
     return run(
         schedule,
         _chain(schedule.stages or schedule.workers, options, scale),
@@ -189,12 +222,15 @@ def transfer(options: Mapping[str, Any]) -> float | Link:
     bandwidth = options.get("bandwidth")
     weights, memory = options.get("weight_bytes") is not None, shows_memory(options)
     if options.get("state") is not None and not weights:
-        raise PlanError("--state is for each byte of weights; give --weight-bytes")
+        raise PlanError(
+            "--state needs --weight-bytes, since it is a number for each of these "
+            "bytes; give both"
+        )
     if weights and options["prefetch"] is None and not memory:
         held = ", or --state, to see what workers hold" if "state" in options else ""
         raise PlanError(
-            "--weight-bytes needs --prefetch, else fetching takes no time; give "
-            f"--prefetch 1{held}"
+            "--weight-bytes needs --prefetch, since fetches take no time without it; "
+            f"give --prefetch 1{held}"
         )
     if bandwidth is None:
         for name in ("latency", "message_bytes", "weight_bytes", "sum_bytes"):

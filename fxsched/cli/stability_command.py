@@ -22,44 +22,70 @@ def counts(text: str) -> tuple[int, ...]:
     """Numbers from 0 on with commas between."""
     parts = [part.strip() for part in text.split(",")]
     if not all(part.isdecimal() for part in parts):
-        raise click.BadParameter(f"{text!r} is not numbers such as 0,1,4")
+        raise click.BadParameter(f"{text!r} is no list of numbers; give such as 0,1,4")
     return tuple(dict.fromkeys(map(int, parts)))
 
 
 @click.command()
-@click.option("--method", type=click.Choice(METHODS), required=True)
+@click.option(
+    "--method",
+    type=click.Choice(METHODS),
+    required=True,
+    help="how the optimizer updates weights",
+)
 @click.option(
     "--staleness",
     type=counts,
     metavar="K,..",
     default="0,1,2,4",
-    help="updates that gradients are late; of pipemare those of F",
+    help="by how many updates gradients are late; for pipemare, by how many F's "
+    "weights are",
 )
-@click.option("--beta", type=NUMBER, default=0.9, help="of momentum and nesterov")
 @click.option(
-    "--backward", type=POSITION, default=0, help="of pipemare: how late B's weights are"
+    "--beta",
+    type=NUMBER,
+    default=0.9,
+    help="for momentum and nesterov: the momentum factor",
+)
+@click.option(
+    "--backward",
+    type=POSITION,
+    default=0,
+    help="for pipemare: by how many updates B's weights are late",
 )
 @click.option(
     "--sensitivity",
     type=NUMBER,
     default=1.0,
-    help="of pipemare: of gradients to weights that F and B do not share, in lambdas",
+    help="for pipemare: how much a gradient changes with the difference between F's "
+    "and B's weights, in units of lambda",
 )
 @click.option(
     "--correction",
     type=NUMBER,
     default=0.135,
-    help="of pipemare: D of the discrepancy correction",
+    help="for pipemare: D of the discrepancy correction, from 0 to 1",
 )
-@click.option("--uncorrected", is_flag=True, help="of pipemare: without it")
+@click.option(
+    "--uncorrected",
+    is_flag=True,
+    help="for pipemare: leave out the discrepancy correction",
+)
 @click.option(
     "--exponent",
     type=NUMBER,
     default=0.0,
-    help="of pipemare: the rate is lr / staleness^exponent",
+    help="for pipemare: the learning rate is lr / staleness^exponent",
 )
-@click.option("--upper", type=NUMBER, default=4.0, help="the largest lr * lambda tried")
-@click.option("--svg", type=file, metavar="FILE", help="write the curves")
+@click.option(
+    "--upper", type=NUMBER, default=4.0, help="the largest lr * lambda to try"
+)
+@click.option(
+    "--svg",
+    type=file,
+    metavar="FILE",
+    help="write a picture of the curves to this SVG file",
+)
 def stability(
     method: str,
     staleness: tuple[int, ...],
@@ -67,11 +93,11 @@ def stability(
     uncorrected: bool,
     **options: Any,
 ) -> None:
-    """How large a learning rate stale gradients allow, on a quadratic.
+    """Print how large a learning rate stale gradients allow, on a quadratic.
 
-    By lr * lambda, the learning rate times the curvature: where training is stable,
-    and where it converges fastest. The spectral radius is the factor by which the error
-    changes with each update.
+    The table shows lr * lambda, the learning rate times the curvature: below which
+    value training is stable, and at which value training converges fastest. The
+    spectral radius is the factor by which the error changes with each update.
     """
     from ..equality.stability import stability as analyse
 

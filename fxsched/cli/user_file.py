@@ -25,8 +25,8 @@ from ..dry_run import plan
 from ..jobs.job import PlanError
 
 SAY = (
-    "return (model, inputs), inputs a tuple, a dict of keyword arguments or a tensor, "
-    "or (model, inputs, optimizer)"
+    "return (model, inputs), or (model, inputs, optimizer), where inputs are a tuple, "
+    "a dict of keyword arguments, or one tensor"
 )
 
 
@@ -67,7 +67,8 @@ def load(text: str) -> Case:
         inspect.signature(make).bind()
     except TypeError as error:
         raise PlanError(
-            f"{text}: {name}() is called without arguments: {error}"
+            f"{text}: fxsched calls {name}() without arguments: {error}; name a "
+            "function that needs none"
         ) from error
     with blamed(file, f"{name}() raised"):
         result = make()
@@ -154,8 +155,8 @@ def _case(result: Any, name: str, file: str) -> Case:
     taken = sorted(set(inputs) & set(inspect.signature(plan).parameters))
     if taken:
         raise PlanError(
-            f"{name}() returned the keyword argument {taken[0]!r}, which is also one "
-            "of fxsched.plan; give the inputs as a tuple"
+            f"{name}() returned the keyword argument {taken[0]!r}, which is also the "
+            "name of an argument of fxsched.plan; give the inputs as a tuple"
         )
     return Case(model, (), dict(inputs), file, optimizer)
 

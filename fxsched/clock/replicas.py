@@ -28,19 +28,20 @@ def check_replicas(
             places = workers | {jobs.keeper[i] for i in numbers}
             if len(places) > 1 or not places <= set(owners):
                 raise PlanError(
-                    f"average_every: {jobs.job(numbers[0])} and other jobs of its "
-                    f"microbatch that read its weights are on workers "
-                    f"{sorted(places)}; a replica is one worker's, which keeps the "
-                    "weights and runs the jobs: give such a w, or stages that share no "
-                    "weights (same_stage=)"
+                    f"average_every: {jobs.job(numbers[0])} and the other jobs of its "
+                    "microbatch that read the same weights are on workers "
+                    f"{sorted(places)}, but one worker must keep these weights and run "
+                    "all of these jobs; return that worker from w, or keep the modules "
+                    "that share weights in one stage, with same_stage="
                 )
             own.update(places)
         share = every / len(owners)
         for worker in owners:
             if own[worker] != share:
                 raise PlanError(
-                    f"average_every: worker {worker} keeps stage {readers[0]} and has "
-                    f"{own[worker]} of microbatches {first}..{first + every - 1}, an "
-                    f"update's on {len(owners)} workers; give each as many of them, "
-                    "and update_every a multiple of the workers"
+                    f"average_every: worker {worker} keeps stage {readers[0]} and runs "
+                    f"{own[worker]} of microbatches {first}..{first + every - 1}, "
+                    f"which are one update on {len(owners)} workers; give each of "
+                    "these workers the same number of microbatches, and make "
+                    f"update_every a multiple of {len(owners)}"
                 )

@@ -163,9 +163,9 @@ class _Weights:
             if len(wanted) > 1:
                 raise PlanError(
                     f"replay: {name} is read by {jobs[0]} and {jobs[-1]} at versions "
-                    f"{sorted(version for version, _ in wanted)}, or by other drifts; "
-                    "the model has it once; give a schedule whose jobs of a microbatch "
-                    "and direction read the same weights"
+                    f"{sorted(version for version, _ in wanted)}, or with different "
+                    "drifts, but the model has it only once; give a schedule whose "
+                    "jobs of a microbatch and direction read the same weights"
                 )
             for version, gap in wanted:
                 value, velocity = self.history[name][version]

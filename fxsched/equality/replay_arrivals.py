@@ -56,7 +56,8 @@ class ArrivalReplay:
             if not any([self._go_on(queue, optimizer) for queue in queues.values()]):
                 raise PlanError(
                     f"replay: arrivals have {min(q[0] for q in queues.values() if q)} "
-                    "before what it takes is read; give backend.arrivals of this plan"
+                    "before the jobs whose results it reads; give backend.arrivals of "
+                    "this plan"
                 )
         self._put(self.newest)
         return sum(self.losses[b] for b in range(self.microbatches)) / self.microbatches

@@ -71,7 +71,8 @@ def stability(
     forward = STALENESS[method] if staleness is None else staleness
     if forward < 0 or not 0 < upper < math.inf:
         raise PlanError(
-            f"staleness {forward} and upper {upper:g}: give 0 or more, and above 0"
+            f"staleness {forward} and upper {upper:g}: give a staleness of 0 or more, "
+            "and an upper above 0"
         )
     if method == "pipemare":
         _check(forward, backward, correction)

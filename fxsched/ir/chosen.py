@@ -187,7 +187,10 @@ def _most(environment: ShapeEnv, size: Any) -> int:
         return size
     upper = environment.bound_sympy(size.node.expr).upper
     if upper >= LIMIT:
-        raise PlanError("the number of rows that values say has no limit")
+        raise PlanError(
+            "the number of rows depends on values and has no upper limit; compute it "
+            "outside the model"
+        )
     return int(upper)
 
 
@@ -202,12 +205,15 @@ class _Guard(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         if draws(func, args, kwargs or {}):
-            raise PlanError("random numbers are drawn for as many rows as values say")
+            raise PlanError(
+                "random numbers are drawn for a number of rows that depends on values; "
+                "draw them for all rows, before rows are picked"
+            )
         written = tensors(args[:1]) if func._schema.is_mutable else ()
         if not self.kept.isdisjoint(map(storage, written)):
             raise PlanError(
-                "what is computed of rows that values pick is written into; write into "
-                "a copy"
+                "the model writes into a tensor that it computes from rows picked by "
+                "value; write into a copy"
             )
         return func(*args, **(kwargs or {}))
 

@@ -61,12 +61,12 @@ def hand_over(
     """
     if not linear and float(incoming) != (factor or 1.0):
         raise RuntimeError(
-            f"fxsched: backward() hands in {float(incoming):g} for the loss, but B ran "
-            f"in the call, from {factor or 1.0:g}, and the model has a backward of its "
-            "own (torch.autograd.Function, register_hook) whose gradients are not in "
-            "proportion to that; call loss.backward() on what the model returned, or "
-            f"write fxsched.backend(schedule, loss_scale={float(incoming):g}), and B "
-            "starts from it"
+            f"fxsched: backward() starts from a gradient of {float(incoming):g} for "
+            f"the loss, but B already ran in the call, from {factor or 1.0:g}, and a "
+            "backward of the model's own (torch.autograd.Function, register_hook) "
+            "doesn't give gradients in proportion; call loss.backward() on what the "
+            "model returned, or write fxsched.backend(schedule, "
+            f"loss_scale={float(incoming):g}), so that B starts from that"
         )
     if factor is not None:
         ratio = float(incoming) / factor
@@ -76,9 +76,9 @@ def hand_over(
     if half and float(incoming) > 1.0:
         raise RuntimeError(
             f"fxsched: the loss is scaled by {float(incoming):g}, but B already ran in "
-            "the call, in float16, and small gradients flushed to 0; hand the scaler "
-            "over, fxsched.backend(schedule, loss_scale=scaler), and B starts from its "
-            "scale"
+            "the call, in float16, where small gradients became 0; give the scaler to "
+            "the backend, fxsched.backend(schedule, loss_scale=scaler), so that B "
+            "starts from the scale"
         )
     if incoming.is_cuda or incoming.item() != 1.0:
         return [None if g is None else g * incoming for g in gradients]

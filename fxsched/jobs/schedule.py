@@ -265,8 +265,9 @@ class Schedule:
         jobs = [Job(s, b, d) for s in stages for b in every for d in self.directions]
         if self.shards > 1:
             raise PlanError(
-                f"save: {self} has {self.shards} shards, which files don't; save the "
-                "schedule without them, and give schedules.sharded what is loaded"
+                f"save: {self} has {self.shards} shards, which a file can't hold; save "
+                "the schedule without shards, and call schedules.sharded on the loaded "
+                "one"
             )
         record = {
             "fxsched_schedule": SAVED,

@@ -30,9 +30,9 @@ def check_separate(optimizer: Optimizer) -> None:
         return
     if not all(_is_separate(optimizer, group) for group in optimizer.param_groups):
         raise PlanError(
-            f"{type(optimizer).__name__} steps each parameter by numbers of all of "
-            "them, and this rank has only some; take an optimizer that steps each by "
-            "itself, such as AdamW"
+            f"{type(optimizer).__name__} steps each parameter with numbers from all "
+            "parameters, and this rank has only some of them; use an optimizer that "
+            "steps each parameter by itself, such as AdamW"
         )
     _separate.add(optimizer)
 
@@ -56,10 +56,10 @@ def check_apart(optimizer: Optimizer, weights: Sequence[Tensor]) -> None:
             why = f" ({type(error).__name__}: {str(error).splitlines()[0]})"
         if not same:
             raise PlanError(
-                f"{type(optimizer).__name__} doesn't step parts of a weight as it "
-                f"steps all of it{why or ''}; take one that works element by element, "
-                "such as AdamW, for weights that are cut, or leave those whole by "
-                "shards={names: ..}"
+                f"{type(optimizer).__name__} steps the parts of a weight otherwise "
+                f"than the whole weight{why or ''}; use an optimizer that works "
+                "element by element, such as AdamW, for weights that are cut, or leave "
+                "these weights whole by shards={names: ..}"
             )
         tried.add(number)
 

@@ -67,7 +67,7 @@ class Recording(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if tensor.is_conj() or tensor.is_neg():
             raise PlanError(
                 f"deferred(): a tensor of shape {list(tensor.shape)} is a conjugate or "
-                "negative view, which can't be put off; take its .resolve_conj() or "
+                "negative view, which deferred() can't record; use .resolve_conj() or "
                 ".resolve_neg()"
             )
         return Place(
@@ -135,8 +135,9 @@ class Recording(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if results is None:  # it depends on values, or is seen by others
             if generator is not None and not self.draws:
                 raise PlanError(
-                    f"deferred(draws=False): {func} draws at once, for what it gives "
-                    "depends on values or is shared; leave draws=False out"
+                    f"deferred(draws=False): {func} must draw its numbers at once, "
+                    "because its result depends on values, or shares memory; leave "
+                    "draws=False out"
                 )
             for each in tensors:
                 self.fill_memory(each)
@@ -216,8 +217,8 @@ class Recording(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self.number(each) in self.pending for each in tensors
         ):
             raise PlanError(
-                f"deferred(): {name} of a tensor that isn't made yet; make one of its "
-                "size"
+                f"deferred(): {name} is called on a tensor that isn't made yet; make a "
+                "tensor of the new size instead"
             )
 
 

@@ -168,9 +168,9 @@ class Tape:
                 continue
             if operation.state is None:
                 raise PlanError(
-                    "deferred(draws=False) makes no random numbers: load what is made "
-                    "of them, by fxsched.load_weights or fxsched.load, or leave "
-                    "draws=False out"
+                    "deferred(draws=False) draws no random numbers, so weights that "
+                    "are made of them have no values; load their values with "
+                    "fxsched.load_weights or fxsched.load, or leave draws=False out"
                 )
             before = generator.get_state()
             generator.set_state(operation.state)

@@ -38,13 +38,14 @@ def checked_optimizer(optimizer: object) -> Optimizer | None:
     closure = inspect.signature(type(optimizer).step).parameters.get("closure")
     if closure is not None and closure.default is inspect.Parameter.empty:
         raise PlanError(
-            f"backend(optimizer={name}): its step runs the model again, by a closure, "
-            "which a program can't; leave optimizer= out, and step it in the loop"
+            f"backend(optimizer={name}): its step needs a closure that runs the model "
+            "again, which a program can't do; leave optimizer= out, and step the "
+            "optimizer in the training loop"
         )
     if type(optimizer).__module__.startswith("torch.distributed."):
         raise PlanError(
-            f"backend(optimizer={name}): it spreads its state over ranks itself; give "
-            "the optimizer that it is made of, and a schedule with u(s, b)"
+            f"backend(optimizer={name}): it splits its state over ranks itself; give "
+            "the optimizer that it wraps, and a schedule with u(s, b)"
         )
     _check_hooks(optimizer)
     return optimizer
@@ -55,8 +56,8 @@ def _check_hooks(optimizer: Optimizer) -> None:
     if optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks:
         raise PlanError(
             f"backend(optimizer={type(optimizer).__name__}): it has hooks around its "
-            "step, which sees one stage at a time here; remove them, or leave "
-            "optimizer= out"
+            "step, but a program steps one stage at a time; remove the hooks, or leave "
+            "optimizer= out, and step the optimizer in the training loop"
         )
 
 
@@ -262,7 +263,7 @@ def _check_groups(own: Optimizer, whole: Sequence[dict[str, Any]]) -> None:
             if key != "params" and value is not group.get(key):
                 raise PlanError(
                     f"backend(optimizer={type(own).__name__}): its step changes "
-                    f"{key!r} of its param_groups, once for all parameters, and sees "
-                    "one stage at a time here; leave optimizer= out, and step it in "
-                    "the loop"
+                    f"{key!r} of its param_groups, once for all parameters, but a "
+                    "program steps one stage at a time; leave optimizer= out, and step "
+                    "the optimizer in the training loop"
                 )

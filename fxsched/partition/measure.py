@@ -70,8 +70,9 @@ class Profile:
         work = {n: sum(Times.of(of_node(n)["work"])) for n in nodes}
         if 2 * sum(work[n] for n in known) < sum(work.values()):
             raise PlanError(
-                "the profile is of another model: it knows less than half of this "
-                "one's work; make it with fxsched.profile(model, *inputs) on this model"
+                "the profile is of another model: it has times for less than half of "
+                "this model's work; make a profile with fxsched.profile(model, "
+                "*inputs) on this model"
             )
         whole = _total(self.measured.values()).over(_total(self.estimated.values()))
         for node in nodes:

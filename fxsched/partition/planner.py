@@ -129,8 +129,9 @@ class _Planner:
         choices = [choice for count in counts for choice in self._cuts(count)]
         if not choices:
             raise PlanError(
-                f"no cut into {counts[-1]} stages parts what stage_boundary marks; "
-                "give the schedule more stages, or take a mark away"
+                f"no cut into {counts[-1]} stages separates the model at each "
+                "stage_boundary; give the schedule more stages, or leave out a "
+                "stage_boundary"
             )
         within = [c for c in choices if self.limit is None or c.bytes <= self.limit]
         if not within:

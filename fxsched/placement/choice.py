@@ -131,7 +131,7 @@ def _cut(
         table = lookup_of(node) is not None
         if not is_plain(layout) or not (is_part(layout) or table):
             continue
-        propagation.reasons[weight] = "nothing of what it makes is added up"
+        propagation.reasons[weight] = "nothing adds up its results"
         region = propagation.grow({weight: rows}, gathers=False)
         if region is None:
             continue
@@ -295,9 +295,10 @@ def _check_word(
     other = propagation.word(node, weight, chosen.weights[weight].dim)
     if other != word:
         raise PlanError(
-            f"shards={{..: {word!r}}}: {of_node(weight)['name']} is cut by another "
-            f"name, such that it is a {other or 'part'!r} to {where(node)}"
-            f"{line_of(node.meta.get('stack_trace'))}\nname it once"
+            f"shards={{..: {word!r}}}: {of_node(weight)['name']} is also cut by "
+            f"another name in shards=, as {other or 'part'!r} for "
+            f"{where(node)}{line_of(node.meta.get('stack_trace'))}\nname this weight "
+            "once"
         )
 
 
@@ -319,7 +320,7 @@ def _refusal(
         why = (
             f"its {shape[0]} experts don't divide"
             if fewer
-            else f"it is {lengths}, of which no {word} dimension divides"
+            else f"its shape is {lengths}, and no {word} dimension divides"
         )
     else:
         why = f"{where(node)} has no rule for that"

@@ -51,22 +51,26 @@ def labels_of(
     }
 
 
+OTHERWISE = (
+    "each microbatch does this by itself; fxsched.verify shows how much the results "
+    "differ"
+)
 REMEDIES = {
     Effect.STATISTICS: (
-        "each microbatch has statistics of its own; without batch_norm= and "
-        "loss_reduction= BatchNorm has those of the whole batch, and layers that "
-        "normalise each row (GroupNorm, LayerNorm) do not depend on the cut"
+        "each microbatch has statistics of its own; leave out batch_norm= and "
+        "loss_reduction=, and BatchNorm has those of the whole batch, or use a layer "
+        "that normalises each row (GroupNorm, LayerNorm)"
     ),
-    Effect.PAIRS: "rows meet those of their own microbatch only",
+    Effect.PAIRS: "each row meets only the rows of its own microbatch",
     Effect.RATIO: (
-        'write fxsched.backend(schedule, loss_reduction="weighted"): then the weights '
-        "are the whole batch's"
+        'write fxsched.backend(schedule, loss_reduction="weighted"), which weighs the '
+        "rows over the whole batch"
     ),
     Effect.CONSTANT: (
         "it is added once for each microbatch; add it after the call, or make the loss "
         "a mean"
     ),
-    Effect.ORDER: "each microbatch does so by itself; fxsched.verify shows it",
+    Effect.ORDER: OTHERWISE,
     Effect.BOTH: "divide the sum by the batch size, or multiply the mean by it",
 }
 REDUCTIONS = {
@@ -81,7 +85,6 @@ REDUCTIONS = {
         "  leave loss_reduction out, or return a sum"
     ),
 }
-OTHERWISE = "each microbatch does it by itself"
 
 
 def meeting_text(tracker: Tracker, meets: bool) -> str:
@@ -93,9 +96,10 @@ def meeting_text(tracker: Tracker, meets: bool) -> str:
     at = f", at {line.path}:{line.number}" if line else ""
     if cause.effect is Effect.UNSURE:
         return (
-            f"rows of the batch may meet in {cause.operation}{at}, for which there is "
-            "no rule; if they don't, fxsched.placements says so of an operator of "
-            'yours, and loss_reduction="mean" leaves microbatches to themselves'
+            f"rows of the batch may meet in {cause.operation}{at}, for which fxsched "
+            "has no rule; if they don't, say so with fxsched.placements if the "
+            'operator is yours, or write loss_reduction="mean", with which each '
+            "microbatch runs by itself"
         )
     return f"rows of the batch meet in {cause.operation}{at}: {cause.effect.value}"
 

@@ -79,8 +79,8 @@ def _named(
         ]
         if not fits:
             raise PlanError(
-                f"shards={{{pattern!r}: 'sequence'}}: nothing in modules of that name "
-                "comes of sums, with rows that divide by "
+                f"shards={{{pattern!r}: 'sequence'}}: no operation in modules of that "
+                "name reads a sum over shards whose rows divide by "
                 f"{propagation.follower.shards}; name norms and dropout between "
                 "weights that are cut"
             )

@@ -75,10 +75,10 @@ def _parted(node: fx.Node, whole: bool) -> fx.Node:
         return node
     if weight is not None:
         raise PlanError(
-            'loss_reduction="weighted": what class weights add up to is not known '
-            f"before the step{line_of(node.meta.get('stack_trace'))}\n"
-            '  write reduction="sum", divide by weight[labels].sum() there, or return '
-            "both from the model"
+            'loss_reduction="weighted": the sum of the class weights of the labels is '
+            f"not known before the step{line_of(node.meta.get('stack_trace'))}\n  "
+            'write reduction="sum", and divide by weight[labels].sum() in the model, '
+            "or return both numbers from the model and divide after the call"
         )
     node.args, node.kwargs = tuple((call | {"reduction": SUM}).values()), {}
     example = node.meta["example_value"]
@@ -113,9 +113,9 @@ def reduction_of(losses: Sequence[Rows]) -> LossReduction:
     cause = next((rows.cause for rows in losses if rows.cause), None)
     why = f": {cause.effect.value} ({cause.operation})" if cause else ""
     raise PlanError(
-        'loss_reduction="weighted": the loss is not known as a sum, a mean, or a sum '
-        "divided by what inputs decide"
-        f"{why}{line_of(cause.stack if cause else None)}\n"
-        "  return the sum and the count from the model, and divide after the call: "
-        "total, count = step(x, y); (total / count).backward()"
+        'loss_reduction="weighted": fxsched can\'t tell that the loss is a sum, a '
+        "mean, or a sum divided by a number that inputs alone "
+        f"decide{why}{line_of(cause.stack if cause else None)}\n  return the sum and "
+        "the count from the model, and divide after the call: total, count = step(x, "
+        "y); (total / count).backward()"
     )

@@ -232,9 +232,9 @@ class _InBackward(torch.autograd.Function):
             if gradient is not None and not output.takes_gradient:
                 raise RuntimeError(
                     f"fxsched: output {output.name!r} got a gradient, but it is the "
-                    f"{output.how} of the microbatches, and none of them is known as "
-                    "the one that it came from; detach() it, or compute it outside of "
-                    "the model from an output with one row for each sample"
+                    f"{output.how} of the microbatches, and fxsched can't tell from "
+                    "which microbatch it came; detach() the output, or compute it "
+                    "outside of the model from an output with one row for each sample"
                 )
         tangents = {}
         for i, (shape, dtype, device) in ctx.like.items():

@@ -71,21 +71,22 @@ def check_padded(gm: fx.GraphModule, plan: Plan) -> None:
     for output, size in zip(plan.outputs, sizes, strict=True):
         if output.kind not in ("rows", "constant", "one") or isinstance(size, SymInt):
             raise PlanError(
-                "backend(ragged='pad') fills the batch up with samples that only "
-                "outputs with a row for each sample can leave out again, and the "
-                f"model returns {_said(output.kind)}; {instead}, or take the loss "
-                "outside the model"
+                "backend(ragged='pad') adds samples to the batch, and drops their rows "
+                "from outputs with a row for each sample, but the model returns "
+                f"{_said(output.kind)}; {instead}, or compute the loss outside the "
+                "model"
             )
     if any(joint for _, joint in plan.stages.nodes(data="joint")):
         raise PlanError(
-            "backend(ragged='pad') fills the batch up with samples that the model's "
-            f"own would meet, as rows of the whole batch do in it; {instead}"
+            "backend(ragged='pad') adds samples to the batch, and in this model they "
+            "would change the results of the other samples, since rows of the whole "
+            f"batch meet; {instead}"
         )
     tasks = [line.task for line in plan.lines if isinstance(line, Op)]
     if any(task.startswith("buffers ") for task in tasks):
         raise PlanError(
-            "backend(ragged='pad') fills the batch up with samples that the buffers "
-            f"which the model writes, such as BatchNorm's, would count; {instead}"
+            "backend(ragged='pad') adds samples to the batch, and the model would "
+            f"count them in the buffers that it writes, such as BatchNorm's; {instead}"
         )
 
 

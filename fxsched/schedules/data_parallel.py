@@ -123,8 +123,8 @@ def replicate(schedule: Schedule, groups: int, zero: int | None = None) -> Sched
     if schedule.ahead:
         raise PlanError(
             f"replicate: {schedule.name or 'the schedule'} updates in order of arrival "
-            f"(ahead={schedule.ahead}), which copies of its weights would each do in "
-            "another; give it more workers instead"
+            f"(ahead={schedule.ahead}), and each copy of the weights would get the "
+            "updates in another order; give the schedule more workers instead"
         )
     fit, every, version = schedule.fit, schedule.update_every, schedule.version
 

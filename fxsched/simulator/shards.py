@@ -82,8 +82,8 @@ def _shared(durations: Durations, parts: int) -> Durations:
         return None  # the stages have them
     if isinstance(durations, Sequence):
         raise PlanError(
-            "simulate(durations=timeline): the schedule has shards, and which of their "
-            "jobs make up a stage's only a plan knows; call plan.simulate"
+            "simulate(durations=timeline): the schedule has shards, and only a plan "
+            "knows which of their jobs make up a job of a stage; call plan.simulate"
         )
 
     def time(job: Job) -> float:

@@ -116,7 +116,8 @@ def _jobs_of_stage(workers: int, microbatches: int, split_backward: bool) -> int
     if workers * jobs > LARGEST:
         raise PlanError(
             f"search(workers={workers}, microbatches={microbatches}): these make "
-            f"{workers * jobs:,} jobs or more; a search takes {LARGEST:,} at most"
+            f"{workers * jobs:,} jobs or more, and a search takes {LARGEST:,} at most; "
+            "give fewer workers or microbatches"
         )
     return jobs
 
@@ -181,8 +182,9 @@ class _Subject:
             its = self.subject.schedule.microbatches
             if microbatches not in (None, its):
                 raise PlanError(
-                    f"search(microbatches={microbatches!r}): the plan's times are of "
-                    f"one of {its} microbatches; leave it out, or plan again"
+                    f"search(microbatches={microbatches!r}): the plan has {its} "
+                    "microbatches, and its times are of these; leave microbatches= "
+                    "out, or plan again"
                 )
             microbatches = its
         if workers is None:

@@ -40,7 +40,7 @@ def order_jobs(step: Step, request: Request) -> Step:
     schedule = request.schedule
     if step.deferred and schedule.update_every is not None:
         raise PlanError(
-            "updates in the program need a model that returns one scalar loss, of "
+            "updates in the program need a model that returns one scalar loss, from "
             "which B starts; compute the loss in the model, or leave optimizer= and "
             "update_every= out"
         )

@@ -100,6 +100,6 @@ class _Versions:
         if worker not in group.updaters:
             raise PlanError(
                 f"drift({group.stages[0]}): B reads {group.names[0]} from worker "
-                f"{worker}, and its velocity is with worker {group.updaters[0]}, which "
-                "u names; leave out u (or zero= of replicate), or drift"
+                f"{worker}, but worker {group.updaters[0]}, which u names, has the "
+                "velocity; leave out u (or zero= of replicate), or leave out drift"
             )

@@ -29,9 +29,9 @@ def check_trained(groups: Sequence[Group], request: Request) -> None:
         extra = set(group.stages) - set(group.givers)
         if any(group.trained) and extra:
             raise PlanError(
-                f"stage {min(extra)} reads {group.names[0]} and gives no gradient "
-                "of it, so that its update would not wait for it; keep what reads "
-                "it in one stage, with same_stage="
+                f"stage {min(extra)} reads {group.names[0]} but computes no gradient "
+                "of it, so an update of this weight would not wait for that stage; "
+                "keep all modules that read the weight in one stage, with same_stage="
             )
 
 

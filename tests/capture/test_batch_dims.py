@@ -166,7 +166,9 @@ def test_one_row_beside_the_batch_is_refused_until_it_is_declared() -> None:
 
     weight = nn.Parameter(torch.randn(WIDTH, WIDTH))
     inputs = torch.randn(ROWS, WIDTH), torch.randn(1, WIDTH)
-    refused(r'way of\n.*batch_dims=\{"ids": None\}\)\nthe dim', model, *inputs)
+    refused(
+        r'your batch:\n.*batch_dims=\{"ids": None\}\)\ngive the dim', model, *inputs
+    )
 
 
 def test_most_of_a_length_decide_nothing() -> None:
@@ -202,7 +204,7 @@ def test_rows_that_are_no_multiple_of_the_samples() -> None:
 
     weight = nn.Parameter(torch.randn(WIDTH, WIDTH))
     refused(
-        r"packed has length 17 .*no multiple of the 8 of x[\s\S]*packed  \[17, 4\]",
+        r"has length 17 .*multiple of 8, the length of x,[\s\S]*packed  \[17, 4\]",
         model,
         torch.randn(ROWS, WIDTH),
         torch.randn(17, WIDTH),

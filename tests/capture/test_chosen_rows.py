@@ -112,14 +112,16 @@ def late(m: Any, x: Tensor) -> Tensor:
 
 def test_microbatches_of_an_output_with_as_many_rows_as_values_say() -> None:
     backend = fxsched.backend(schedules.gpipe(2, 2), loss_reduction="mean")
-    with pytest.raises(PlanError, match=r"output 1 has as many rows as values say"):
+    with pytest.raises(
+        PlanError, match=r"output 1 has a number of rows that depends on values"
+    ):
         torch.compile(Filled(), backend=backend)(*batch(4))
 
 
 @pytest.mark.parametrize(
     ("then", "text"),
     [
-        (dropped, "random numbers are drawn for as many rows as values say"),
+        (dropped, "drawn for a number of rows that depends on values; draw them"),
         (in_autocast, "cannot be planned"),
         (late, "the model writes into its input first.bias"),
     ],

@@ -194,14 +194,14 @@ def test_padding_is_refused_where_it_would_count() -> None:
         with pytest.raises(PlanError, match=message):
             fxsched.plan(model, schedules.gpipe(2, 4), *inputs, ragged="pad")
 
-    refused(r"and the model returns a scalar; use .*ragged='fewer'", Chain(), x, y)
+    refused(r"but the model returns a scalar; use .*ragged='fewer'", Chain(), x, y)
     norm = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 4))
-    refused("samples that the model.s own would meet, as rows of the whole", norm, x)
+    refused("results of the other samples, since rows of the whole", norm, x)
 
 
 def test_a_step_of_a_whole_batch_is_not_one_of_a_padded_one() -> None:
     backend = fxsched.backend(schedules.gpipe(2, 4), ragged="pad")
     run = torch.compile(Chain(), backend=backend)
     run(torch.randn(8, 4), torch.randn(8, 4)).backward()
-    with pytest.raises(PlanError, match="and the model returns a scalar"):
+    with pytest.raises(PlanError, match="but the model returns a scalar"):
         run(torch.randn(7, 4), torch.randn(7, 4))

@@ -293,9 +293,9 @@ IN_SPLIT: dict[Fault, str] = {
 IN_PIPELINE: dict[Fault, str] = {
     dropped_send: r"worker 1: recv\(tag=0\) of 0F0 has no send",
     dropped_recv: r"worker 0: send\(tag=0\) of 0F0 has no recv",
-    swapped_recvs: r"worker 0 sends tag 0 to worker 1 where that receives tag 1",
+    swapped_recvs: r"worker 0 sends tag 0 to worker 1, which receives tag 1",
     one_tag_twice: r"tag 0 is used twice: worker 0: send\(tag=0\) of 0F1",
-    wrong_source: r"send\(tag=0\) of 0F0 and worker 1: .* name other workers",
+    wrong_source: r"send\(tag=0\) of 0F0 and worker 1: .* name different workers",
     wrong_shape: r"sends float32\[2, 4\], but worker 1: .* expects float32\[2, 5\]",
     wrong_type: r"sends float32\[2, 4\], but worker 1: .* expects float64\[2, 4\]",
     missing_free: r"worker 0 never frees relu_0",
@@ -361,8 +361,11 @@ def test_ranks_need_each_others_summaries_only(plan: Callable[[], Plan]) -> None
 @pytest.mark.parametrize(
     ("target", "message"),
     [
-        (ops.bundle, r"worker 2 goes over what .* brings, and worker 0 reads it after"),
-        (ops.accumulate, r"worker 0 goes over later, and worker 2: recv\(.* reads it"),
+        (
+            ops.bundle,
+            r"worker 2 overwrites the value that .* receives, and worker 0 reads",
+        ),
+        (ops.accumulate, r"worker 0 overwrites later, and worker 2: recv\(.* reads it"),
     ],
     ids=["read again", "written"],
 )
@@ -400,7 +403,7 @@ def test_owners_of_a_gradient_add_it_up_in_one_order() -> None:
         if order is terms:
             check_summaries(summaries, plan.reference)
             continue
-        with pytest.raises(CheckError, match="they would get other bits"):
+        with pytest.raises(CheckError, match="to get the same bits"):
             check_summaries(summaries, plan.reference)
 
 
@@ -419,7 +422,7 @@ def test_a_pass_changes_a_stage_on_all_workers_alike() -> None:
         return fxsched.plan(Chain(), schedules.ddp(2, 2), x, passes=[alike])
 
     planned_with("01").check()
-    with pytest.raises(CheckError, match=r"makes forward_\d another on worker 1"):
+    with pytest.raises(CheckError, match=r"changes forward_\d on worker 1 otherwise"):
         planned_with("1").check()
 
 

@@ -75,7 +75,7 @@ def test_files_of_an_index_are_loaded_and_tied_weights_need_one_name(
     assert_equal(again, model)
     (tmp_path / "b.safetensors").unlink()
     with pytest.raises(
-        PlanError, match=r"names 'b.safetensors', which isn't beside it"
+        PlanError, match=r"names 'b.safetensors', which isn't in the same folder"
     ):
         fxsched.load_weights(tmp_path, again)
 
@@ -85,7 +85,7 @@ def test_what_does_not_fit_or_is_damaged_is_an_error(tmp_path: Path) -> None:
     fxsched.save_weights(tmp_path, model)
     file = tmp_path / "model.safetensors"
     with pytest.raises(
-        PlanError, match=r"there is .*model.safetensors already; give a"
+        PlanError, match=r"model.safetensors exists already, .*; give a"
     ):
         fxsched.save_weights(tmp_path, model)
     with pytest.raises(PlanError, match=r"saved as float32.*, and this model has bflo"):
@@ -98,12 +98,12 @@ def test_what_does_not_fit_or_is_damaged_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(PlanError, match=r"second.weight and first.weight are one tens"):
         fxsched.load_weights(tmp_path / "two.safetensors", model)
     file.write_bytes(file.read_bytes()[:-1])
-    with pytest.raises(PlanError, match=r"damaged, or no file of .*SafetensorError"):
+    with pytest.raises(PlanError, match=r"damaged, or has more .*SafetensorError"):
         fxsched.load_weights(file, model)
     with pytest.raises(PlanError, match=r"there is no .*missing; give a file, or a"):
         fxsched.load_weights(tmp_path / "missing", model)
     for what, text in (
-        (model, "damaged, or no"),
+        (model, "damaged, or has more than weights"),
         ([1], "list; give"),
         ({"a": 1}, "'a'"),
     ):
@@ -120,7 +120,9 @@ def test_a_state_that_is_no_tensor_is_not_for_safetensors(
         def get_extra_state(self) -> int:
             return 1
 
-    with pytest.raises(PlanError, match=r"the model has 0._extra_state, of get_extra_"):
+    with pytest.raises(
+        PlanError, match=r"the model has 0._extra_state, from get_extra_"
+    ):
         fxsched.save_weights(tmp_path, nn.Sequential(Counts(2, 2)))
     monkeypatch.setitem(sys.modules, "safetensors", None)
     with pytest.raises(PlanError, match=r"safetensors isn't installed; pip install"):

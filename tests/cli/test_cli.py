@@ -172,7 +172,7 @@ def test_torchrun_prints_the_same_losses_as_threads(printed: dict[str, str]) -> 
         ("demo --schedule ddp --workers 3", r"workers=3.*give a multiple of workers"),
         (
             "demo --schedule stale_by_one --workers 3",
-            r"stale_by_one: an update every 3 microbatches: a batch of 64 doesn't ",
+            r"stale_by_one: an update every 3 microbatches: the demo's batch of 64 ",
         ),
         ("demo --microbatches 7", r"batch of 64 doesn't divide.*give 1, 2, 4, 8"),
         ("demo --device tpu", r"'tpu' is not one of 'cpu', 'cuda'; see "),

@@ -274,7 +274,7 @@ def test_a_model_without_a_tensor_input() -> None:
 def test_an_output_without_a_batch_dimension() -> None:
     message = (
         r"outputs that have no row for each sample:\n  output 0, float32\[4\], made "
-        r"[\s\S]*how they become one: backend\(outputs=\{0: 'mean'\}\)"
+        r"[\s\S]*how to combine the values: backend\(outputs=\{0: 'mean'\}\)"
     )
     with pytest.raises(PlanError, match=message):
         run(Of(lambda made, x: made.amax(0)), two(), loss_reduction="mean")

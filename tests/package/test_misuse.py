@@ -66,7 +66,7 @@ COMMANDS = [
     (f"plan none:make {TWO}", r"'none'; give path/to/model.py:make"),
     (f"plan model.py:mak {TWO}", r"has no function 'mak' .* did you mean make\?"),
     (f"plan model.py:fails {TWO}", r"model.py:12: fails\(\) raised .* no data here"),
-    (f"plan model.py:needs {TWO}", r"is called without arguments: missing .* 'x'"),
+    (f"plan model.py:needs {TWO}", r"without arguments: missing .* 'x'"),
     (f"plan model.py:number {TWO}", r"number\(\) returned int; return \(model, inputs"),
     (f"plan model.py:odd {TWO}", r"batch of 7.*into 4 microbatches; pass a multiple"),
     (f"plan model.py:make {TWO} --modules head", r"'head', which .* did you mean 0"),
@@ -377,7 +377,7 @@ CALLS: list[tuple[str, Callable[[], Any], str]] = [
     (
         "an optimizer and no loss",
         lambda: step(model=(m := Rows()), optimizer=sgd(m)),
-        r"one scalar loss, of which B starts; compute the loss in the model",
+        r"one scalar loss, from which B starts; compute the loss in the model",
     ),
     (
         "a call after close()",
@@ -442,7 +442,7 @@ CALLS: list[tuple[str, Callable[[], Any], str]] = [
     (
         "a checkpoint that there isn't",
         lambda: fxsched.load("nothing", Loss()),
-        r"there is no checkpoint in it.*give the folder that fxsched.save was given",
+        r"this folder has no file 'latest'.*give the folder that fxsched.save was",
     ),
     (
         "a model before the folder",

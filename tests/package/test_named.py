@@ -149,5 +149,5 @@ def test_other_options_are_one_line_that_says_what_is_allowed(case: str) -> None
 
 def test_modes_of_inductor_are_refused() -> None:
     call = torch.compile(Net(), backend="fxsched", mode="max-autotune")
-    with pytest.raises(PlanError, match=r"mode='max-autotune'\): modes are of Induc"):
+    with pytest.raises(PlanError, match=r"mode='max-autotune'\): mode= is for Induc"):
         call(torch.randn(4, 4))

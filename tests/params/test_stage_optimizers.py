@@ -175,7 +175,7 @@ def test_a_step_that_counts_in_its_groups_is_refused() -> None:
 
 
 def test_a_step_that_cannot_be_taken_in_stages_is_refused() -> None:
-    with pytest.raises(PlanError, match=r"LBFGS.*runs the model again, by a closure"):
+    with pytest.raises(PlanError, match=r"LBFGS.*needs a closure that runs the model"):
         checked_optimizer(torch.optim.LBFGS(build()))
     optimizer = torch.optim.SGD(build())
     optimizer.register_step_post_hook(lambda *_: None)

@@ -317,7 +317,7 @@ REFUSED: dict[str, tuple[Callable[[], object], str]] = {
     ),
     "copies": (
         lambda: schedules.replicate(server(), 2),
-        "replicate: parameter_server updates in order of arrival .ahead=inf., which",
+        "replicate: parameter_server updates in order of arrival .ahead=inf., and",
     ),
     "several keepers": (
         lambda: plan_of(late(schedules.ddp(2, 6))),

@@ -173,8 +173,8 @@ def apart(s: int, b: int, d: object) -> Placement:
 @pytest.mark.parametrize(
     ("w", "message"),
     [
-        (uneven, r"worker 0 keeps stage 0 and has 2 of microbatches 2\.\.3, an"),
-        (apart, r"0F0 and other jobs of its microbatch .* on workers \[0, 1\]; a rep"),
+        (uneven, r"worker 0 keeps stage 0 and runs 2 of microbatches 2\.\.3, wh"),
+        (apart, r"0F0 and the other jobs of its .* on workers \[0, 1\], but one"),
     ],
 )
 def test_jobs_that_make_no_replicas_are_an_error(

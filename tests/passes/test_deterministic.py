@@ -169,7 +169,7 @@ class Normalized(nn.Module):
     [
         (Normalized(), r"stages 0, 1 make or read weight, and the sum"),
         (Thrice(False), r"stages 0, 1 make or read a\.weight, and the sum"),
-        (Thrice(True), "in a layout of memory in which it isn't sent"),
+        (Thrice(True), "in a memory layout that a message would change"),
     ],
 )
 def test_sums_that_depend_on_the_cut_are_refused(

@@ -128,6 +128,6 @@ def test_a_memory_limit_is_that_of_shards() -> None:
 def test_names_of_what_is_not_between_sums_are_refused() -> None:
     model, inputs = gpt()
     with pytest.raises(
-        PlanError, match=r"'sequence'}: nothing in modules of that name"
+        PlanError, match=r"'sequence'}: no operation in modules of that name"
     ):
         fxsched.plan(model, alone(2), *inputs, shards={"tokens": "sequence"})

@@ -127,7 +127,7 @@ def test_an_update_that_is_not_finite_is_skipped_by_all_shards() -> None:
 def test_an_optimizer_that_needs_whole_weights_is_refused() -> None:
     model, inputs = build_double("mlp")
     optimizer = torch.optim.Adafactor(model.parameters(), 0.1)
-    with pytest.raises(PlanError, match="Adafactor doesn't step parts of a weight as"):
+    with pytest.raises(PlanError, match="Adafactor steps the parts of a weight other"):
         fxsched.plan(model, in_shards(), *inputs, optimizer=optimizer)
 
 

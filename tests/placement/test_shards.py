@@ -286,7 +286,7 @@ def test_a_wrong_rule_is_found_before_it_trains(monkeypatch: Any) -> None:
         return self._parts[node, 0]
 
     monkeypatch.setattr(shard_graph.Rewriter, "_sum", first_part)
-    with pytest.raises(PlanError, match="the shards give another out than the model"):
+    with pytest.raises(PlanError, match="compute another value of out than the"):
         fxsched.plan(model, SCHEDULES["alone"](), *inputs)
 
 
@@ -299,7 +299,7 @@ def plan_gpt(schedule: Schedule, **options: Any) -> None:
 @pytest.mark.parametrize(
     ("shards", "words", "message"),
     [
-        (3, "auto", r"no weight can be cut into 3 equal parts whose products come to "),
+        (3, "auto", r"no weight can be cut into 3 equal parts so that the shards' "),
         (
             8,
             {"blocks.*.attention.query": "column"},
@@ -308,12 +308,12 @@ def plan_gpt(schedule: Schedule, **options: Any) -> None:
         (
             3,
             {"blocks.0.feed.0": "column"},
-            "it is 128 x 32, of which no column dimension divides",
+            "its shape is 128 x 32, and no column dimension divides",
         ),
         (
             3,
             {"head": "column"},
-            "tokens.weight can't .*: it is 64 x 32, of which no",
+            "tokens.weight can't .*: its shape is 64 x 32, and no",
         ),
         (
             2,

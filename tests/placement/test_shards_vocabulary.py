@@ -125,14 +125,14 @@ def test_auto_cuts_a_vocabulary_where_that_is_faster() -> None:
         (
             Words(tied=True),
             {"shards": {"embed": "row", "head": "row"}},
-            r"embed.weight is cut by another name, such that it is a 'column' to linea",
+            r"embed.weight is also cut by another name in shards=, as 'column' for li",
         ),
         (
             Words(),
             {"shards": {"head": "column"}, "message_dtype": torch.bfloat16},
-            "would round the numbers that cross_entropy_loss in the model is made of",
+            "would round numbers that cross_entropy_loss in the model reads",
         ),
-        (Words(11), {"shards": WORDS}, "it is 11 x 8, of which no row dimension"),
+        (Words(11), {"shards": WORDS}, "its shape is 11 x 8, and no row dimension"),
     ],
     ids=["words", "rounded", "divides"],
 )

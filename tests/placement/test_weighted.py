@@ -152,7 +152,7 @@ def test_what_no_weights_make_exact_is_refused() -> None:
 
     refused(spread, r"statistics of the whole batch \(aten.std[^)]*\)\n.*scores.std")
     refused(by_model, r"one reduction over the batch divided by another(.|\n)*weights")
-    refused(by_class, "what class weights add up to is not known before the step")
+    refused(by_class, "the sum of the class weights of the labels is not known")
 
 
 @pytest.mark.slow
@@ -198,7 +198,7 @@ class Keeps(nn.Module):
 def test_totals_are_not_added_to_state_in_each_microbatch(reduction: Any) -> None:
     backend = fxsched.backend(schedules.gpipe(1, 4), loss_reduction=reduction)
     run = torch.compile(Keeps("replaced"), backend=backend)
-    with pytest.raises(PlanError, match=r"adds what inputs alone .*\n  at .*seen"):
+    with pytest.raises(PlanError, match=r"adds a total over .* again\n  at .*seen"):
         run(torch.randn(8, 4), torch.arange(8) % 5)
 
 

@@ -69,7 +69,7 @@ def test_the_schedule_of_a_plan_can_be_saved(tmp_path: Path) -> None:
 
 def test_shards_cannot_be_saved(tmp_path: Path) -> None:
     schedule = schedules.sharded(schedules.gpipe(2, 2), 2)
-    with pytest.raises(PlanError, match=r"has 2 shards, which files don't; save the "):
+    with pytest.raises(PlanError, match=r"has 2 shards, which a file can't hold; sav"):
         schedule.save(tmp_path / "shards.json")
 
 
@@ -136,7 +136,10 @@ def test_commands_save_and_take_schedules(
     assert capsys.readouterr().out == text[-len(text.split(f"{path}\n\n")[1]) :]
     with pytest.raises(SystemExit):
         cli.main(f"simulate --schedule {path} --workers 2".split())
-    assert "is from a file; leave out --workers" in capsys.readouterr().err
+    assert (
+        "is from a file, which has all but shards; leave out --workers"
+        in capsys.readouterr().err
+    )
 
 
 @pytest.mark.parametrize("name", ["1f1b", "one_f_one_b"])

@@ -321,7 +321,7 @@ def test_oldest_stage_first_follows_what_made_a_job_ready() -> None:
         (lambda: schedules.cuckoo(2, -1), r"cuckoo\(microbatches=-1\): give an int of"),
         (
             lambda: schedules.overflow(4, 4, 4),
-            r"overflow\(workers=4, stages=4\): each stage has a worker and one or more",
+            r"overflow\(workers=4, stages=4\): there must be a worker for each st",
         ),
         (
             lambda: schedules.looped_bfs(4, 4, 6),
