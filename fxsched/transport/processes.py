@@ -31,6 +31,7 @@ from .board import TICK, Mark
 from .control import Control
 from .endpoints import Where
 from .helper_threads import Helpers
+from .leaving import Leaving
 from .shared_memory import Neighbour, Neighbours
 from .wire_format import Parcel
 from .world import check_world, default_timeout, start_group
@@ -55,7 +56,7 @@ class ProcessEndpoint:
         slots = TAGS // MESSAGES
         self.first = (mark.call + 97 * mark.plan + mark.inputs) % slots * MESSAGES
         self.coming: dict[int, tuple[list[dist.Work], list[Tensor]]] = {}
-        self.sending: list[tuple[dist.Work, Tensor, int]] = []
+        self.leaving: dict[int, Leaving] = {}  # what is on its way, by peer
         self.where: Callable[[], str] = lambda: ""  # the job that the run is at
 
     def _near(self, parcel: Parcel) -> Neighbour | None:
@@ -77,7 +78,9 @@ class ProcessEndpoint:
             work = self.processes.post(
                 dist.isend, buffer, parcel.peer, self._tag(parcel)
             )
-            self.sending.append((work, buffer, parcel.peer))
+            if parcel.peer not in self.leaving:
+                self.leaving[parcel.peer] = Leaving(self.processes.helpers)
+            self.leaving[parcel.peer].add(work, buffer)
 
     def expect(self, parcel: Parcel) -> None:
         if self._near(parcel) is not None:
@@ -140,10 +143,9 @@ class ProcessEndpoint:
                 self.processes.control.idle(rank, self.mark, began, job)
 
     def finish(self) -> None:
-        for work, _, peer in self.sending:
+        for peer, leaving in self.leaving.items():
             with self.processes.waiting(peer, self.mark, self.where):
-                work.wait()
-        self.sending.clear()
+                leaving.wait()
 
 
 @dataclass(eq=False)

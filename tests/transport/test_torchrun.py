@@ -63,3 +63,8 @@ def test_ranks_plan_by_what_rank_0_measured_and_get_its_errors() -> None:
 @pytest.mark.slow
 def test_a_world_of_another_size_is_an_error_on_every_rank() -> None:
     assert printed(2).count("the schedule has 4 workers, but torch.distr") == 2
+
+
+@pytest.mark.slow
+def test_a_rank_frees_a_buffer_once_its_peer_has_it() -> None:
+    torchrun(2, "tests.ranks_sent")
