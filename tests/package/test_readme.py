@@ -74,6 +74,23 @@ def _lines(text: str) -> list[str]:
     return [line.rstrip() for line in text.strip().splitlines()]
 
 
+WORDS = ("job", "stage", "microbatch", "shard", "worker", "bubble")
+OWN = {"glossary", "index", "refusals", "README"}  # lists, and what has little room
+
+
+@pytest.mark.parametrize("word", WORDS)
+def test_pages_link_to_the_glossary_where_they_first_use_a_word(word: str) -> None:
+    use = re.compile(rf"(?<![\w-]){word}(?:e?s)?(?![\w-])", re.I)
+    aside = re.compile(r"^#.*$|`[^`]*`|<[^>]*>", re.M)
+    for page in PAGES:
+        text = aside.sub("", prose(page))
+        alone = re.sub(r"\[[^]]*\]\((?!glossary)[^)]*\)", "", text)  # no other links
+        if page.stem not in OWN and (first := use.search(alone)):
+            linked = re.search(rf"\[[^]]*{use.pattern}[^]]*\]\(glossary", alone, re.I)
+            assert linked, f"{page.name} uses {word!r} without a link"
+            assert linked.start() <= first.start(), f"{page.name}: {word!r} is first"
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
 def test_links_and_anchors_lead_somewhere(page: Path) -> None:
     for target in re.findall(r"\]\(([^)\s]+)\)", prose(page)):
