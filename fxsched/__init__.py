@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from .checkpoint.save import save
     from .checkpoint.saving import Saving
     from .checkpoint.weights import load_weights, save_weights
-    from .clock.network import Link
+    from .clock.network import Link, Network, Rate
     from .clock.timeline import Event
     from .compiled import Compiled, compile
     from .draw.chrome import write_trace
@@ -64,10 +64,12 @@ __all__ = [
     "Job",
     "Link",
     "LocalSampler",
+    "Network",
     "Placement",
     "Plan",
     "PlanError",
     "Profile",
+    "Rate",
     "RowsWarning",
     "Saving",
     "Schedule",
@@ -121,7 +123,7 @@ MODULES = {
     "checkpoint.save": ("save",),
     "checkpoint.saving": ("Saving",),
     "checkpoint.weights": ("load_weights", "save_weights"),
-    "clock.network": ("Link",),
+    "clock.network": ("Link", "Network", "Rate"),
     "clock.timeline": ("Event",),
     "compiled": ("Compiled", "compile"),
     "equality.stability": ("Stability", "stability"),

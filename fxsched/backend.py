@@ -51,27 +51,29 @@ PLANS = 64  # that a backend keeps
 def backend(options: Options) -> Backend:
     """A torch.compile backend that runs a model by a schedule.
 
-    A compiled function that returns one scalar loss runs F and B in the call, and
-    loss.backward() adds the finished gradients. One that doesn't runs F in the call
-    and B in backward(). Without gradients F runs alone.
-    If one rank fails, or makes other calls than the rest (one that evaluates alone),
-    all stop with an error that says so; see Backend.reset.
-    Raises PlanError for options that don't exist, and when called for what cannot be
-    planned.
+    If the compiled function returns one scalar loss, the call runs F and B, and
+    loss.backward() adds the finished gradients to .grad. Otherwise the call runs F, and
+    backward() runs B. If gradients are disabled, only F runs.
+    If one rank fails, or makes other calls than the other ranks (for example, it alone
+    evaluates), all ranks stop with an error that says so; see Backend.reset.
+    Raises PlanError for options that don't exist, and, in the first call of the model,
+    for a model or schedule that can't be planned.
     """
     return Backend(options)
 
 
 class Backend:
-    """What fxsched.backend returns; `plan` is there after the first call.
+    """The object that fxsched.backend returns.
 
-    plan: of the last call with gradients, or, if there was none, without.
-    timeline: when each job of that call ran; see there.
-    metrics: figures of the last steps; see there.
-    params: what is known of the model's parameters and buffers, by name.
+    plan: the Plan of the last call with gradients or, if there was none, of the last
+        call without; None before the first call.
+    timeline: when each job of that call ran.
+    metrics: times, bytes and memory of the last steps.
+    params: the model's parameters and buffers, by name.
 
-    It keeps the plans of its last PLANS kinds of calls (shapes, modes, models), makes
-    others anew when they come again, and is a context manager; see close().
+    A backend keeps the plans of its last PLANS kinds of calls (shapes, modes, models).
+    A call of an older kind is planned again. A backend is a context manager; see
+    close().
     """
 
     def __init__(self, options: Options) -> None:
@@ -99,13 +101,14 @@ class Backend:
         self.close()
 
     def close(self) -> None:
-        """Ends threads, links and process groups, and lets go of all plans but `plan`.
+        """Ends threads, links and process groups, and frees all plans except `plan`.
 
-        Every rank calls it. A compiled function that is called after that raises
-        PlanError. Without it, plans and threads go with the last function that was
-        compiled with this backend, and ranks' links and groups with the backend, which
-        torch.compile's caches keep until torch._dynamo.reset(), and then the code in
-        torch.distributed's record of its last 2,000 operations.
+        Every rank must call close(). Calling a compiled function after close() raises
+        PlanError. Without close(), plans and threads are freed with the last function
+        that was compiled with this backend, and the links and groups of ranks with the
+        backend. The caches of torch.compile keep the backend until
+        torch._dynamo.reset(). After that, torch.distributed's record of its last 2,000
+        operations may still keep it.
         """
         self.closed = True
         self._rest()
@@ -264,12 +267,15 @@ class Backend:
         return step
 
     def reset(self, loaded: bool = False) -> None:
-        """Brings ranks together again after one has failed; every rank calls it.
+        """Makes all ranks ready for further calls after one has failed.
 
-        loaded: whether all ranks have the same parameters, buffers and optimizer state,
-            such as a checkpoint's, though some had finished more calls than others.
-        Raises PlanError if they had, unless loaded; TimeoutError if not all ranks call
-        it within the timeout. Threads are always together.
+        Every rank must call reset(). With threads, reset() does nothing.
+
+        loaded: whether all ranks have since loaded the same parameters, buffers and
+            optimizer state, for example from a checkpoint. Then some ranks may have
+            finished more calls than others.
+        Raises PlanError if some ranks had finished more calls than others, unless
+        `loaded`; TimeoutError if not all ranks call reset() within the timeout.
         """
         if isinstance(self._workers, Ranks):
             self._workers.reset(loaded)
@@ -307,10 +313,11 @@ class Backend:
 
     @property
     def timeline(self) -> tuple[Event, ...]:
-        """The jobs of the call that `plan` is of, of all workers, in the order of their
-        starts; seconds from the start of the call.
+        """The jobs of the call that `plan` belongs to, on all workers, with times.
 
-        Raises PlanError without backend(profile=True), and before the first call.
+        Jobs are in the order of their starts. Times are in seconds from the start of
+        the call. Raises PlanError without backend(profile=True), and before the first
+        call.
         """
         if not self.options.record:
             raise PlanError("there is no timeline; use backend(schedule, profile=True)")
@@ -322,12 +329,13 @@ class Backend:
 
     @property
     def metrics(self) -> Metrics:
-        """Seconds of the last steps, and what each worker did in them, sent and held:
-        .openmetrics() is text for Prometheus, .log(writer, step) goes to TensorBoard.
+        """Times of the last steps, and how busy each worker was, what it sent and held.
 
-        Steps are calls of what `plan` is of, the last 10 with all of their jobs; every
-        rank has the figures of all. Raises PlanError as `timeline` does, and before
-        the first step has ended.
+        `.openmetrics()` returns the metrics as text for Prometheus, and `.log(writer,
+        step)` writes them to TensorBoard. They cover the last 10 complete calls that
+        ran `plan`. Every rank has the metrics of all workers.
+        Raises PlanError without backend(profile=True), and before the first step has
+        ended.
         """
         if not self.options.record:
             raise PlanError("there are no metrics; use backend(schedule, profile=True)")
@@ -349,12 +357,14 @@ class Backend:
 
     @property
     def arrivals(self) -> tuple[Job, ...]:
-        """The reads and updates of weights in the call that `plan` is of, where updates
-        are in order of arrival (Schedule(ahead=), order="dynamic"): 0F3 where stage 0
-        is read for microbatch 3, 0U3 where it takes that one's gradient. Those of a
-        stage are in the order in which they came; fxsched.replay takes them.
+        """Reads and updates of weights in the call that `plan` belongs to, in order.
 
-        Raises PlanError where updates are in the planned order, and before a call.
+        Only for updates in order of arrival (Schedule(ahead=), order="dynamic"). `0F3`
+        is the read of stage 0's weights for microbatch 3; `0U3` is the update of stage
+        0 with the gradient of microbatch 3. The reads and updates of one stage are in
+        the order in which they happened. fxsched.replay takes this list.
+
+        Raises PlanError if updates are in the planned order, and before the first call.
         """
         if self.plan is None:
             raise PlanError(

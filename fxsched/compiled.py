@@ -1,4 +1,4 @@
-"""fxsched.compile: a model by a schedule, whichever way its graph can be captured."""
+"""fxsched.compile: runs a model by a schedule, also if Dynamo breaks its graph."""
 
 from __future__ import annotations
 
@@ -14,26 +14,27 @@ from .route import Route
 
 
 def compile(model: Callable[..., Any], schedule: Schedule, **options: Any) -> Compiled:
-    """The model, run by a schedule: called as the model is, it gives what that gives.
+    """Compiles a model to run by a schedule; call the result as you call the model.
 
-    options: those of fxsched.backend.
+    options: the options of fxsched.backend, as keyword arguments.
 
-    torch.compile traces most models. Where Dynamo breaks a model's graph, torch.export
-    runs the model's own Python on stand-ins for tensors, and what comes out is planned
-    alike: same plan, same gradients. A line on stderr says so, and why.
-    What tracing read of the call (shapes, types, Python values) and of the model
-    (attributes, train and eval, gradients on or off) is checked at each call; with
-    something else there, it is traced and planned again.
-    Raises PlanError, with the user's line, for what neither can trace.
+    torch.compile traces most models. If Dynamo breaks a model's graph, torch.export
+    runs the model's own Python on fake tensors instead. The resulting graph is planned
+    in the same way: the plan and the gradients are the same. A line on stderr says so,
+    and why.
+    Each call checks everything that tracing read: shapes, types and Python values of
+    the inputs, and the model's attributes, its training mode, and whether gradients are
+    on. If any of these has changed, the model is traced and planned again.
+    Raises PlanError, with a line of your code, for a model that neither can trace.
     """
     return Compiled(model, backend(schedule, **options))
 
 
 class Compiled:
-    """What fxsched.compile returns; attributes are the model's, but for these.
+    """The model that fxsched.compile returns; other attributes are those of the model.
 
     backend: the Backend, with its plan, timeline and close().
-    captured_by: "Dynamo", "torch.export: " and why, or "" before the first call.
+    captured_by: "Dynamo", or "torch.export: " and the reason; "" before the first call.
     """
 
     def __init__(self, model: Callable[..., Any], backend: Backend) -> None:
@@ -58,7 +59,7 @@ class Compiled:
         self.close()
 
     def close(self) -> None:
-        """Ends the backend; see Backend.close."""
+        """Closes the backend; see Backend.close."""
         self.backend.close()
 
     @property
@@ -70,5 +71,5 @@ class Compiled:
 
     @property
     def plan(self) -> Plan | None:
-        """The backend's."""
+        """The plan of the backend; see Backend."""
         return self.backend.plan

@@ -1,4 +1,4 @@
-"""What is known of a model without training it: its plan, and what its nodes take."""
+"""Plans and profiles a model without training it."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ from .transport.world import from_rank_0
 def plan(
     model: Callable[..., Any], schedule: Schedule, *args: Any, **kwargs: Any
 ) -> Plan:
-    """The plan of model(*args, **kwargs) by a schedule, without running anything.
+    """Plans model(*args, **kwargs) by a schedule, without running anything.
 
-    Takes the options of fxsched.backend that a plan depends on, by name; other keyword
-    arguments are the model's. One process plans for any number of workers. A model and
-    inputs on the meta device, which have no memory, are planned as on the CPU. Raises
-    PlanError for what cannot be planned.
+    Keyword arguments may be options of fxsched.backend that a plan depends on; all
+    others are passed to the model. One process plans for any number of workers. A model
+    and inputs on the meta device, which has no memory, are planned as on the CPU.
+    Raises PlanError for a model or schedule that can't be planned.
     """
     _check_model("plan", model)
     own, kwargs = parted("plan", model, PLANNED, kwargs)
@@ -55,9 +55,9 @@ plan.__signature__ = with_names(plan, PLANNED)  # type: ignore[attr-defined]
 def explain(
     model: Callable[..., Any], schedule: Schedule, *args: Any, **kwargs: Any
 ) -> str:
-    """The stages of a plan, what each costs, and what limits the step, as text.
+    """Describes the stages of a plan, their costs, and what limits the step, as text.
 
-    Takes what fxsched.plan takes.
+    Takes the arguments of fxsched.plan.
     """
     return plan(model, schedule, *args, **kwargs).explain()
 
@@ -75,10 +75,10 @@ def profile(
 
     batch_dims, model_passes: as for fxsched.backend.
 
-    Give it to fxsched.backend, plan or explain. Under torchrun all ranks measure at the
-    same time, and every rank gets what rank 0 measured, so that all plan alike.
-    Parameters, buffers and random numbers stay as they are. Raises PlanError for models
-    that cannot be traced.
+    Pass the result as profile= to fxsched.backend, plan or explain. Under torchrun all
+    ranks measure at the same time, and every rank gets the times of rank 0, so that all
+    ranks make the same plan. Parameters, buffers and random generators are not changed.
+    Raises PlanError for a model that can't be traced.
     """
     _check_model("profile", model)
     positive("profile", repeats=repeats, microbatches=microbatches)

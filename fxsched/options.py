@@ -1,6 +1,6 @@
-"""The options of fxsched.backend, and what goes together.
+"""The options of fxsched.backend, and which of them exclude each other.
 
-Options says them once: backend, plan, verify and the commands take theirs from it.
+Options describes them in one place: backend, plan, verify and the commands use it.
 """
 
 from __future__ import annotations
@@ -60,115 +60,127 @@ P = ParamSpec("P")
 
 @dataclass(frozen=True)
 class Options:
-    """What a backend does; the arguments of fxsched.backend, checked when it is made.
+    """What a backend does: the arguments of fxsched.backend, checked.
 
-    schedule: what runs where and in which order; see Schedule.
+    schedule: the Schedule: where each job runs, and in which order.
     stages: "auto", or names of modules, each of which starts a new stage.
-    transport: "threads" (workers are threads of this process), "distributed" (one rank
-        each; those of one host hand values over through shared memory), "gloo" (ranks,
-        and nothing but the process group between them), or None: distributed if a
-        process group is up or torchrun started us.
-    order: "static" (each worker runs its program as planned; schedules in_order always
-        do) or "dynamic" (of the jobs that are ready, the smallest n).
+    transport: "threads" (workers are threads of this process), "distributed" (each
+        worker is a rank; ranks of one host pass values through shared memory), "gloo"
+        (each worker is a rank, and all values go through the process group), or None:
+        "distributed" if there is a process group or torchrun started this process, else
+        "threads".
+    order: "static" (each worker runs its program as planned; schedules with
+        in_order=True always do) or "dynamic" (of the jobs that are ready, a worker runs
+        the one with the smallest n).
     carry: "saved" (B gets the tensors that F saved) or "recompute" (B gets the stage's
         inputs and runs F again).
-    loss_reduction: "exact" (eager's loss and outputs of the whole batch: means, sums
-        and weights that inputs decide of microbatches, and what rows of the batch meet
-        in once, in a global-batch stage); "mean" or "sum" of the microbatches' losses;
-        or "weighted": exact without global-batch stages, where the loss is a sum, a
-        mean, or a mean whose weights (ignored labels, masks) depend on inputs alone,
-        and a PlanError else.
+    loss_reduction: "exact" (the loss and outputs that eager PyTorch computes on the
+        whole batch; operations in which rows of the batch meet run once, in a
+        global-batch stage, and all others on microbatches); "mean" or "sum" of the
+        microbatches' losses; or "weighted": like "exact" but without global-batch
+        stages; the loss must be a sum, a mean, or a mean whose weights (ignored labels,
+        masks) depend on inputs alone, and any other loss is a PlanError.
     pairs: how to compute pairs of rows of the batch, as in CLIP's logits: "joint", all
-        of them in one global-batch stage; "spread", where it can be, each microbatch
-        computes its own rows of them, of its own embeddings and those of all, gathered;
-        "auto", whichever the schedule's step should be shorter with.
+        pairs in one global-batch stage; "spread", if possible, each microbatch computes
+        the pairs of its own rows with all rows, whose embeddings are gathered; "auto",
+        the one of the two with the shorter predicted step.
     batch_norm: what BatchNorm computes statistics over in training: the whole "batch",
         as eager does, in global-batch stages, or each "microbatch". None: the whole
-        batch, where each update and the loss are of it (loss_reduction="exact"), and
-        each microbatch else. Plan.explain() says what it costs.
+        batch if the loss and each update are of the whole batch
+        (loss_reduction="exact"), else each microbatch. Plan.explain() shows the cost.
     stage_compiler: "eager" or "inductor".
-    passes: functions (program, request) -> program, run on each worker's program
-        before its frees are put in; see fxsched.passes.
+    passes: functions (program, request) -> program that change each worker's program
+        before fxsched inserts the frees; see fxsched.passes.
     memory_limit: bytes that stages="auto" may put on a worker: weights, their gradients
-        and activations. The optimizer's state and what one job needs come on top.
+        and activations; with optimizer=, its state and older versions of weights too.
+        The memory that one job needs while it runs is not counted.
     same_stage: groups of names of modules, to keep in one stage with all between them.
-    profile: True to record when each job runs, as backend.timeline; or what
-        fxsched.profile measured, to cut stages by it instead of estimates as well.
+    profile: True to record when each job runs, for backend.timeline; or the result of
+        fxsched.profile, which also makes stages="auto" cut by measured times instead of
+        estimates.
     prefetch: for how many jobs ahead a worker asks for weights that others keep; it
-        holds those of at most prefetch + 1 jobs at a time.
-    check_inputs: which calls ranks compare their inputs at, by checksums: "first" (the
-        first three of each plan; in later ones by a few elements of each, which cost
-        nothing), "always" or "never". All pass the same whole batch.
-    input_from: the rank whose inputs all take, each call; the others pass tensors of
-        the same shapes and types.
+        holds the fetched weights of at most prefetch + 1 jobs at a time.
+    check_inputs: at which calls ranks compare checksums of their inputs, which must be
+        the same whole batch: "first" (the first three calls of each plan; later calls
+        compare a few elements of each input, which takes almost no time), "always" or
+        "never".
+    input_from: the rank whose inputs all ranks use, at each call. The other ranks pass
+        tensors of the same shapes and types.
     batch_dims: along which dimension arguments have their samples, by name (x,
-        batch['x']) or position: a dimension, which may have several rows for each
-        sample, one after the other; or None for what all microbatches share. All others
-        are cut along dimension 0 and must have one length there.
+        batch['x']) or position. A dimension may have several rows for each sample, one
+        after the other. None: the argument is not cut, and all microbatches get all of
+        it. All other arguments are cut along dimension 0, and must have the same length
+        there.
     ragged: what becomes of a batch that doesn't divide into the microbatches: "error";
-        "fewer", the most microbatches that divide it, of equal size, so that the loss
-        stays the mean (a batch of 7 by 4 microbatches is one of 7); or "pad", the last
-        sample repeated, for models that return rows and no loss.
-    rows: "all", every rank passes whole batches; or "local", each passes those rows
-        alone that schedule.local_rows(rank, batch) lists, in that order, and outputs
-        come back whole; see LocalSampler. In one process there is no difference.
+        "fewer", the largest number of microbatches that divides it, so that they are
+        equal and the loss stays the mean (with 4 microbatches, a batch of 6 runs as 3,
+        and a batch of 7 as one); or "pad", the last sample is repeated, for models that
+        return rows and no loss.
+    rows: "all", every rank passes whole batches; or "local", each rank passes only the
+        rows that schedule.local_rows(rank, batch) lists, in that order, and gets whole
+        outputs; see LocalSampler. In one process both are the same.
     buffers: how to combine the values of several workers that run the F of a stage, for
-        each buffer that F writes microbatch after microbatch (updates within a call, or
-        a loss_reduction that isn't "exact"), by its name: "mean", "sum" (of what each
-        added) or "last" (the last microbatch's). Running statistics are averaged,
-        counters summed; others need this, or one worker that runs the stage's F.
+        each buffer that F writes microbatch after microbatch (which happens with
+        several updates in a call, or if loss_reduction isn't "exact"), by its name:
+        "mean", "sum" (of what each worker added) or "last" (the value after the last
+        microbatch). By default running statistics are averaged and counters summed. Any
+        other buffer needs this option, or one worker that runs the stage's F.
     outputs: how to combine the microbatches' values of an output without a row for each
         sample, by its key in what the model returns, its attribute, or its position:
-        "mean", "sum", "max", "min" or "last". Beside the loss, each needs it that is
-        not the same for all microbatches.
-    timeout: seconds that a rank waits for others at most, after which it ends with
-        TimeoutError; by default the process group's. After 10 s a line on stderr says
-        who waits for whom.
+        "mean", "sum", "max", "min" or "last". Each such output needs an entry, except
+        the loss and outputs that are the same for all microbatches.
+    timeout: seconds that a rank waits for others at most, before it ends with
+        TimeoutError; by default the process group's timeout. After 10 s a line on
+        stderr says who waits for whom.
     loss_scale: what the loss's gradient is scaled by where B runs in float16: the
-        torch.amp.GradScaler, a number, or a function that returns it, asked in each
-        call. backward() then hands over what is scaled so, as scaler.scale(loss) does.
+        torch.amp.GradScaler, a number, or a function that returns a number, called in
+        each call of the model. backward() then gives scaled gradients, as
+        scaler.scale(loss).backward() does.
     optimizer: the torch.optim.Optimizer that the program steps: loss = step(x) trains,
-        without backward() and step(); each call is one step, or as many as
-        schedule.update_every makes. The model returns one scalar loss. Learning rates
-        and the like may change between calls; evaluate under torch.no_grad().
+        without backward() and step(). Each call makes one step, or several with
+        schedule.update_every. The model must return one scalar loss. Learning rates and
+        other settings may change between calls. Evaluate under torch.no_grad().
     clip_grad_norm: with optimizer=, the largest norm of all gradients; larger ones are
         scaled down as torch.nn.utils.clip_grad_norm_ does it, to the same bits under
         every schedule.
     skip_nonfinite: with optimizer=, whether updates are skipped where the norm of all
         gradients is not finite.
-    flight_record: a folder, this backend's own, for the jobs and messages of the last
-        3 calls: when one fails, each rank writes them to a file there, which `fxsched
-        blame FOLDER` reads. What an earlier start left there is moved to its folder
-        "earlier".
+    flight_record: a folder, used by this backend alone, for the jobs and messages of
+        the last 3 calls. When a call fails, each rank writes them to a file there;
+        `fxsched blame FOLDER` reads these files. Files of earlier runs are moved to the
+        subfolder "earlier".
     deterministic: whether gradients have the same bits under every schedule: those of
         one process that runs the microbatches one after another and accumulates. Sums
-        over microbatches are made in their order, on one worker, which gets each
-        microbatch's gradient of weights that several give. What can't be so is a
-        PlanError. On a GPU operations may differ from call to call unless
-        torch.use_deterministic_algorithms(True) says otherwise.
+        over microbatches are computed in the order of microbatches on one worker; if
+        several workers give gradients of a weight, that worker receives the gradient of
+        each microbatch. Raises PlanError for a model or cut that doesn't allow this. On
+        a GPU, operations may still differ from call to call unless you call
+        torch.use_deterministic_algorithms(True).
     check_finite: whether each job looks for NaN and Inf in its results (values with a
         gradient, gradients, weights after an update in the program) before it hands
-        them on. The first NaN or Inf is a FloatingPointError on every rank, with the
-        job and the operation's module and line. On a GPU each look waits for the job.
+        them on. The first NaN or Inf raises FloatingPointError on every rank, which
+        names the job, and the operation's module and line. On a GPU each check waits
+        for the job to finish.
     gradient_dtype: the type in which gradients of parameters are added up, over
-        microbatches and workers, such as torch.float32 for bfloat16 parameters; the
-        finished sum is cast once, to the parameter's type, which .grad and the
-        optimizer have. None for the parameter's type in sums, too.
+        microbatches and workers, such as torch.float32 for bfloat16 parameters. The
+        finished sum is cast once, to the parameter's type, for .grad and the optimizer.
+        None: sums have the parameter's type too.
     message_dtype: the type (torch.bfloat16, or torch.float16, which overflows above
         65504) that activations and their gradients have on their way to jobs of other
-        workers. One that travels is cast where it is made and cast back, and all of
-        its readers see that, also those of its own worker. As they are travel integers
-        and bools, numbers (0-d), what takes no more bytes, what the model returns, what
-        F saves for its B, weights, buffers, and gradients of weights, of which all
-        owners keep the same bits. What is rounded depends on the schedule, so it does
-        not go with deterministic=True.
+        workers. The job that makes such a value casts it; all jobs that read it cast it
+        back, also those on the same worker. Sent without a cast are integers and bools,
+        numbers (0-d), values that the cast would not make smaller, what the model
+        returns, what F saves for its B, weights, buffers, and gradients of weights. The
+        schedule decides which values are cast, so this option excludes
+        deterministic=True.
     shards: which weights are cut, where the schedule has shards (schedules.sharded):
-        "auto" (all that can be, such that the shards exchange nothing but sums), or a
-        dict of patterns of names of modules, such as {"blocks.*.attention.query":
-        "column", "blocks.*.attention.out": "row"}: "column" cuts what the weight makes,
-        "row" what it sums over, as torch.distributed.tensor.parallel's styles do;
-        "sequence" are norms and dropout that each shard does for a slice of the rows;
-        "expert" cuts a stack [experts, .., ..] into whole experts.
+        "auto" (all weights that can be cut so that shards exchange only sums), or a
+        dict from patterns of names of modules to words, such as
+        {"blocks.*.attention.query": "column", "blocks.*.attention.out": "row"}:
+        "column" cuts a weight along its outputs, "row" along its inputs, over which it
+        sums, as the styles of torch.distributed.tensor.parallel do; "sequence" is for
+        norms and dropout that each shard computes for a slice of the rows; "expert"
+        cuts a stack [experts, .., ..] into whole experts.
     model_passes: functions (gm, request) -> gm that change the model's graph of one
         microbatch before it is cut into stages; see docs/passes.md.
     """

@@ -1,6 +1,6 @@
 """The passes: one function a file, `(gm, request) -> gm` or `(step, request) -> step`.
 
-For passes of the user's: encode_transfers, stage_graphs and replaces.
+For your own passes: encode_transfers, stage_graphs and replaces.
 
 Imports: autodiff, checker, clock, ir, jobs, partition, placement.
 """

@@ -1,4 +1,4 @@
-"""Passes of the user's: what helps to write them, and what runs them."""
+"""Helpers for passes of the user, and the function that runs these passes."""
 
 from __future__ import annotations
 
@@ -38,10 +38,11 @@ def encode_transfers(
             decode = decode(recv_3, torch.float32)
             job_1F0 = self.forward_1((weights_1,), (decode,), None)
 
-    encode: from a tensor to what is sent of it; it runs on the meta device, too, to
-        know what comes. decode: from that, and the type of what was encoded.
-    Each tensor of a bundle is encoded; weights that are fetched go as they are. What
-    owners of the same weights get as their gradient is decoded for all of them.
+    encode: a function from a tensor to the tensor that is sent. It also runs on the
+        meta device, to find the shape of its result.
+    decode: a function from the sent tensor, and the type of the original, to a tensor.
+    Each tensor of a bundle is encoded. Fetched weights are sent without encoding. If
+    several workers keep the same weights, all of them use the decoded gradient.
     """
     graph = program.graph
     position = {node: i for i, node in enumerate(graph.nodes)}
@@ -78,12 +79,15 @@ def encode_transfers(
 
 
 def replaces(new: fx.Node, old: fx.Node | None = None) -> None:
-    """Says that a pass means what it does: a node of its own is in the place of another
-    one's value, though it computes something else; or, without `old`, a job's call is
-    of another module than the stage that was planned.
+    """Declares that a node of your pass replaces the value of another node.
 
-    Without this the checks refuse what reads such a node. They hold it for the value of
-    `old` then, and a plan prints what its passes replace.
+    Declare this if the new node computes something else than the old one, for example a
+    rounded value. Without `old`, replaces declares that the job call `new` runs another
+    module than the planned stage.
+
+    Without this declaration, the checks refuse programs that read the new node. With
+    it, they treat the new node as the value of `old`, and the plan lists the
+    replacement.
     """
     of_call(new)["replaces"] = new.name if old is None else old.name
 
@@ -121,8 +125,11 @@ def _each(
 
 
 def stage_graphs(program: fx.GraphModule) -> Iterator[tuple[str, fx.GraphModule]]:
-    """The aten graphs of a program's stages, by name ("forward_0.flat_forward"), each
-    once: stages that compute the same have one. Changes stay in this program."""
+    """The ATen graphs of a program's stages, by name ("forward_0.flat_forward").
+
+    Stages that compute the same share one graph, which is yielded once. Changes to a
+    graph affect this program only.
+    """
     copies: dict[fx.GraphModule, fx.GraphModule] = {}
     for name, stage in list(_called(program)):
         stage_copy = _copy(stage)

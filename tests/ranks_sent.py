@@ -23,7 +23,7 @@ def send() -> None:
     for tag in range(3):
         buffer = torch.full((SIZE,), float(tag))
         alive.append(weakref.ref(buffer))
-        leaving.add(dist.isend(buffer, 1, tag=tag), buffer)
+        leaving.add(dist.isend(buffer, 1, tag=tag).wait, buffer)
     del buffer
     dist.barrier()  # the peer has two
     until = time.monotonic() + 60

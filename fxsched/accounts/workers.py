@@ -19,25 +19,26 @@ from .traffic import traffic
 
 @dataclass(frozen=True)
 class Worker:
-    """What one worker did in a simulated step.
+    """What one worker did and held in a simulated step.
 
-    busy: time in jobs.
+    busy: the time in which the worker ran jobs.
     peak_activations: the most microbatches of stages between F and B (W, if the
-        backward is split), counted from the start of F at the worker of B.
-    peak_bytes: the most bytes of activations, where the stages say what F saves.
-    weights_held: stages whose weights are kept here.
-    weight_fetches: weights brought here from elsewhere; they stay while the worker's
-        next job reads them too, as the runtime does it.
-    weight_transmissions: jobs run here whose weights are kept elsewhere; what
-        parallelsim counts, which fetches for every job.
-    activations_received, activations_sent: what jobs made for jobs on another worker,
-        once for each value and worker: outputs of F, gradients of B, what F saved.
+        backward is split). They count from the start of F, for the worker that runs B.
+    peak_bytes: the most bytes of activations, if the stages have `held`.
+    weights_held: the number of stages whose weights the worker keeps.
+    weight_fetches: how often the worker fetched a stage's weights. As in a real run, it
+        keeps fetched weights while its next job reads them too.
+    weight_transmissions: how many jobs it ran whose weights another worker keeps. This
+        is the count of parallelsim, which fetches weights for every job.
+    activations_received, activations_sent: values that jobs made for jobs on another
+        worker, once for each value and worker: outputs of F, gradients of B, tensors
+        that F saved.
     gradients_returned: sums of weight gradients sent to the worker that adds them up.
-    updates: steps of the optimizer that it takes, one for each stage.
-    weights_renewed: weights kept here that come new from the worker that u names, or
-        from the one that averages replicas.
-    parameter_bytes: bytes of weights and of their gradients that come here, where the
-        stages say what they take.
+    updates: steps of the optimizer that the worker ran, one for each stage.
+    weights_renewed: weights of the worker that it received after an update, from the
+        worker that u names, or from the worker that averages replicas.
+    parameter_bytes: bytes of weights and of their gradients that the worker received,
+        if the stages have these sizes.
     """
 
     busy: float
@@ -57,7 +58,7 @@ class Worker:
 def worker_records(
     schedule: Schedule, stages: nx.DiGraph[int], timeline: Timeline, step: Step
 ) -> tuple[Worker, ...]:
-    """What each worker did and held in a step, whose jobs ran at these times."""
+    """A Worker for each worker of a step whose jobs ran at these times."""
     jobs, count = timeline.jobs, schedule.workers
     compute = jobs.columns.worker
     order = np.asarray(timeline.order, int)

@@ -9,7 +9,7 @@ from ..ir.graphs import Specs
 
 
 class CheckError(AssertionError):
-    """A program that must not run: a fault in a pass, fxsched's own or the user's."""
+    """The error for a program that must not run: a fault in a pass, ours or yours."""
 
 
 class End(NamedTuple):

@@ -1,4 +1,4 @@
-"""Loading: all is checked, on all ranks, before anything of the model is changed."""
+"""Loading: all ranks check everything before any of them changes the model."""
 
 from __future__ import annotations
 
@@ -24,27 +24,29 @@ def load(
     backend: Backend | None = None,
     extra: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """Loads what save wrote: under any schedule, number of workers and transport.
+    """Loads a checkpoint, under any schedule, number of workers and transport.
 
-    folder: FOLDER, for its last checkpoint, or one such as FOLDER/000001. Every rank
-        calls it, before the model's first call or later, and reads what it keeps.
-    model, optimizer, backend: as for save; without optimizer, its state is left. A
-        model built in deferred() is read, and its optimizer's state, at its first call,
-        until which the checkpoint stays.
-    extra: what has load_state_dict(), by the names it was saved by.
+    folder: the FOLDER of save, to load its last checkpoint, or one checkpoint, such as
+        FOLDER/000001. Every rank must call load, before the model's first call or
+        later. Each rank reads the weights and state that it keeps.
+    model, optimizer, backend: as for save. Without optimizer, the optimizer's state
+        isn't loaded. For a model built in deferred(), weights and optimizer state are
+        read at the model's first call; leave the checkpoint in place until then.
+    extra: objects with load_state_dict(), by the names that save got.
 
-    Gives what else there was in extra=, by name. Torch's, Python's and NumPy's random
-    generators are set as they were: on as many ranks as saved, each rank's own, else
-    rank 0's, which are those that a step draws from where they differ.
+    Returns the other values that save got in extra=, by name. The random generators of
+    torch, Python and NumPy are restored. If as many ranks load as saved, each rank gets
+    its own generators back. Otherwise all ranks get those of rank 0, whose random
+    numbers a step uses if the ranks' generators differ.
 
     Names, shapes and types of all tensors, and sizes and checksums of files, are
-    checked before anything is changed. Raises PlanError on every rank, where one finds
-    that they aren't what they should be.
+    checked before anything is changed. Raises PlanError on every rank if one rank finds
+    a mistake.
 
-    What is trusted: whoever may write to the folder. Checksums find damage, not
-    malice; torch.distributed.checkpoint keeps each rank's list of tensors as a pickle
-    (.metadata), which can run code as it is read. All else is JSON, or read by
-    torch.load(weights_only=True).
+    Load only from folders whose writers you trust. Checksums detect damage, not
+    attacks: torch.distributed.checkpoint stores each rank's list of tensors as a pickle
+    (.metadata), which can run code when it is read. All other files are JSON, or read
+    by torch.load(weights_only=True).
     """
     wait_for_last()
     coordinator, path = Coordinator("load", backend), path_of("load", folder)

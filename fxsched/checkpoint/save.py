@@ -1,4 +1,4 @@
-"""Saving: each rank writes what it owns, then the first one flips the pointer."""
+"""Saving: each rank writes what it owns; then FOLDER/latest names the checkpoint."""
 
 from __future__ import annotations
 
@@ -58,27 +58,30 @@ def save(
     background: bool = False,
     keep: int | None = None,
 ) -> Path | Saving:
-    """Saves a training state; gives the new checkpoint, FOLDER/000001 or later.
+    """Saves a training state; returns the new checkpoint, FOLDER/000001 or later.
 
-    folder: on a disk that all ranks see. Every rank calls it between two steps; each
-        writes the tensors that it owns, by torch.distributed.checkpoint, under the
-        names of plain PyTorch. Then FOLDER/latest names the new checkpoint; until
-        that, and if anything fails, the one before.
-    model: compiled or not. optimizer: what steps its parameters.
-    backend: what the model is compiled with; says whether there are ranks, and how long
-        to wait for them. Without it there are, if a process group of several is up.
-    extra: anything else, by name: what has state_dict(), as learning-rate schedulers,
-        GradScaler and StatefulDataLoader do, or numbers, words, tensors and containers
-        of them. The state of torch's, Python's and NumPy's random generators, each
-        rank's, is saved too.
-    background: whether to copy all that to the CPU's memory and return while a thread
-        writes it: gives a Saving, whose wait() gives the checkpoint. The next save or
-        load waits for it.
-    keep: how many checkpoints stay in FOLDER, the new one counted; older ones are
-        removed once it is whole. None for all.
+    folder: a folder on a disk that all ranks see. Every rank must call save between two
+        steps. Each rank writes the tensors that it owns, by
+        torch.distributed.checkpoint, under the names of plain PyTorch. Then
+        FOLDER/latest names the new checkpoint. Until then, and if the save fails, it
+        names the checkpoint before.
+    model: the model, compiled or not. optimizer: the optimizer of its parameters.
+    backend: the backend that the model is compiled with. It determines whether there
+        are ranks, and how long to wait for them. Without backend, there are ranks if
+        there is a process group of several.
+    extra: any other state, by name: objects with state_dict(), such as learning-rate
+        schedulers, GradScaler and StatefulDataLoader; numbers, strings and tensors; and
+        containers of these. The state of each rank's random generators (torch, Python
+        and NumPy) is always saved.
+    background: whether to copy the state to CPU memory and return while a thread writes
+        the files. Returns a Saving, whose wait() returns the checkpoint. The next save
+        or load waits for the thread.
+    keep: how many checkpoints to keep in FOLDER, including the new one. Older ones are
+        removed once the new one is complete. None: all.
 
-    Raises OSError on the rank that could not write, PlanError on all others; and
-    PlanError for what could not be loaded again. See load for what is trusted.
+    Raises OSError on a rank that could not write, and PlanError on all others. Raises
+    PlanError for a state that could not be loaded again. See load for who must be
+    trusted.
     """
     if keep is not None and (type(keep) is not int or keep < 1):
         raise PlanError(

@@ -1,4 +1,4 @@
-"""A save that goes on in a thread, while training does."""
+"""A save that runs in a thread while training goes on."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from pathlib import Path
 
 
 class Saving:
-    """What fxsched.save(background=True) gives.
+    """The result of fxsched.save(background=True).
 
-    folder: of the new checkpoint, which is there once wait() has returned.
+    folder: the folder of the new checkpoint, which is complete after wait().
     """
 
     def __init__(self, folder: Path, work: Callable[[], object]) -> None:
@@ -32,11 +32,14 @@ class Saving:
 
     @property
     def done(self) -> bool:
-        """Whether it has ended, well or not; wait() returns at once then."""
+        """Whether the save has ended, with or without an error."""
         return not self._thread.is_alive()
 
     def wait(self) -> Path:
-        """Waits for the end; gives the folder. Raises, once, what save would raise."""
+        """Waits for the end of the save; returns the folder.
+
+        If the save failed, the first call of wait() raises its error.
+        """
         self._thread.join()
         error, self._error = self._error, None
         if error is not None:

@@ -1,4 +1,4 @@
-"""A model's weights alone, to and from files that others read and write."""
+"""Saves and loads a model's weights alone, in files of common formats."""
 
 from __future__ import annotations
 
@@ -30,14 +30,15 @@ def save_weights(
 ) -> None:
     """Writes a model's parameters and buffers as safetensors, by their plain names.
 
-    folder: new or empty, on a disk that all ranks see. Every rank calls it and writes
-        what it owns: FOLDER/model-00001-of-00002.safetensors and so on, and
-        model.safetensors.index.json, as transformers has them; one process, or the
-        only one to own something, writes model.safetensors. Tied weights are in it
-        under each of their names.
+    folder: a new or empty folder on a disk that all ranks see. Every rank must call
+        save_weights, and writes the tensors that it owns, as transformers does:
+        FOLDER/model-00001-of-00002.safetensors and so on, and
+        model.safetensors.index.json. If only one rank owns tensors, or there is one
+        process, the file is model.safetensors. Tied weights are written under each of
+        their names.
     model, backend: as for save.
 
-    Raises PlanError on every rank if one could not write, OSError on that one.
+    Raises OSError on a rank that could not write, and PlanError on all others.
     """
     coordinator, path = (
         Coordinator("save_weights", backend),
@@ -106,15 +107,16 @@ def load_weights(
 ) -> None:
     """Loads a model's parameters and buffers by their plain names.
 
-    path: a .safetensors file; an .index.json of several, or a folder with either, as
-        save_weights and transformers write them; or what torch.save wrote of a
-        state_dict(). Every rank calls it, before the model's first call or later, and
-        reads what it keeps; of a model built in deferred(), at its first call, until
-        which files stay as they are. Tied weights may be there under one name or more.
+    path: a .safetensors file; an .index.json of several files; a folder with either, as
+        save_weights and transformers write it; or a file that torch.save wrote of a
+        state_dict(). Every rank must call load_weights, before the model's first call
+        or later, and reads the tensors that it keeps. A model built in deferred() reads
+        them at its first call; leave the files in place until then. Tied weights may be
+        in the file under one name or more.
     model, backend: as for save.
 
-    Names, shapes and types are checked first. Raises PlanError on every rank, where one
-    finds that they aren't the model's. Nothing is unpickled but by
+    Names, shapes and types are checked first. Raises PlanError on every rank if one
+    rank finds that they aren't the model's. Pickles are only read by
     torch.load(weights_only=True).
     """
     coordinator, file = Coordinator("load_weights", backend), Path(path)

@@ -13,13 +13,15 @@ from .timeline import Timeline
 
 
 class Memory(NamedTuple):
-    """Bytes that a worker holds at one time.
+    """Bytes that a worker holds at one time, by kind.
 
-    weights: those that it keeps, the newest. versions: older ones of these that jobs
-    still read, copies that are being sent, and what F wrote into buffers, beside what
-    they were. fetched: those of other workers.
-    gradients: sums of them, its own and others'. state: of the optimizer.
-    activations: of microbatches between F and B (or W).
+    weights: weights that the worker keeps, the newest version.
+    versions: older versions that jobs still read, copies that are being sent, and what
+        F wrote into buffers, besides the buffers' old values.
+    fetched: weights of other workers.
+    gradients: sums of gradients, of the worker's own weights and of others'.
+    state: the optimizer's state.
+    activations: activations of microbatches between F and B (or W).
     """
 
     weights: float = 0.0
@@ -36,8 +38,11 @@ class Memory(NamedTuple):
 
 
 class Peaks(NamedTuple):
-    """at_once: what a worker holds when that is most. each: the most of each kind,
-    whenever that is."""
+    """The most bytes that a worker holds in a step.
+
+    at_once: the bytes of each kind when the worker holds the most in total.
+    each: the most bytes of each kind, whenever that is.
+    """
 
     at_once: Memory
     each: Memory

@@ -1,7 +1,8 @@
-"""What the nodes and edges of a graph of stages say.
+"""The attributes of nodes and edges of a graph of stages.
 
-Stages are a networkx.DiGraph, so these are dicts: `stages.nodes[2]["forward"]`. To run
-a schedule, a stage needs `forward` and `backward`; a plan's stages say it all.
+Stages are a networkx.DiGraph, so its attributes are dicts:
+`stages.nodes[2]["forward"]`. To simulate a schedule, each stage needs `forward` and
+`backward`. The stages of a plan have all attributes.
 """
 
 from __future__ import annotations
@@ -12,10 +13,11 @@ from ..jobs.job import Direction
 
 
 class GroupBytes(NamedTuple):
-    """A group of weights that stages read, by a number of its own.
+    """A group of weights that stages read.
 
-    bytes: of the weights. trained: of those that get gradients. gradients: of a sum of
-    these.
+    number: the number of the group. bytes: the bytes of the weights. trained: the bytes
+        of the weights that get gradients. gradients: the bytes of a sum of these
+        gradients.
     """
 
     number: int
@@ -25,28 +27,32 @@ class GroupBytes(NamedTuple):
 
 
 class Stage(TypedDict, total=False):
-    """A node.
+    """The attributes of a node.
 
     forward, backward: seconds for one microbatch; a stage with `backward` 0 has no B.
-    weight: where the backward is split, how much of `backward` W takes (half, if it
-        isn't there), and B the rest.
-    update: seconds for a step of the optimizer on its weights (0, if it isn't there).
-    held: bytes between F and B.
-    weights: bytes of the weights, and their gradients, that no stage before it reads.
-    gradients: of these, bytes of the gradients (half, if it isn't there).
-    state: bytes of the optimizer's state of them (0, if it isn't there).
-    tables: those of embedding tables that nothing else reads.
-    moments: bytes of what the optimizer keeps and averages with the weights, where
+    weight: if the backward is split, the part of `backward` that W takes (by default
+        half of it); B takes the rest.
+    update: seconds for a step of the optimizer on the stage's weights (by default 0).
+    held: bytes of activations between F and B.
+    weights: bytes of the stage's weights and their gradients, without weights that an
+        earlier stage reads.
+    gradients: bytes of the gradients in `weights` (by default half).
+    state: bytes of the optimizer's state of these weights (by default 0).
+    tables: bytes in `weights` of embedding tables that only embeddings read.
+    moments: bytes of the optimizer's state that is averaged with the weights, where
         replicas are averaged.
     fetch: seconds to send these weights, or their gradients, one way.
-    reads: the directions whose jobs read weights (F and B, if it isn't there).
-    groups: the groups of weights that they read, which those that keep the first stage
-        with a group keep (one of the stage's own, if it isn't there).
-    joint: whether rows of different microbatches meet in it: it has one job a direction
-        (`3F*`), on all rows of the batch. Then forward, backward, held and flops are
-        of the whole batch, not of a microbatch; what its edges say is of one.
+    reads: the directions whose jobs read weights (by default F and B).
+    groups: the groups of weights that the jobs read. The workers that keep the first
+        stage with a group keep the group. By default the stage has one group of its
+        own.
+    joint: whether the stage is a global-batch stage, in which rows of different
+        microbatches meet. Such a stage has one job in each direction (`3F*`), on all
+        rows of the batch. Its forward, backward, held and flops are those of the whole
+        batch; the bytes of its edges are those of one microbatch.
     whole_inputs: whether a global-batch stage reads rows of the batch itself.
-    modules: names. parameters: numbers in them. flops: of one microbatch's F.
+    modules: the names of its modules. parameters: how many numbers its parameters have.
+        flops: the FLOPs of F of one microbatch.
     """
 
     forward: float
@@ -70,13 +76,15 @@ class Stage(TypedDict, total=False):
 
 
 class Edge(TypedDict, total=False):
-    """What one microbatch sends along it, between global-batch stages all rows: bytes,
-    and the seconds that takes one way.
+    """The attributes of an edge: what one microbatch sends from stage to stage.
 
-    whole: how many of the bytes a global-batch stage makes for all microbatches, which
-        read them as they are; a worker gets them once (0, if it isn't there).
-    values: the bytes of each value by its name, where stages are pieces of shards, of
-        which several may read the same.
+    Between global-batch stages, what all rows send.
+
+    bytes: bytes sent. seconds: the time that they take one way.
+    whole: how many of the bytes a global-batch stage computes once for all
+        microbatches. A worker gets these bytes once (by default 0).
+    values: the bytes of each value by its name, if stages are pieces of shards, several
+        of which may read the same value.
     """
 
     bytes: float

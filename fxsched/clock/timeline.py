@@ -10,7 +10,7 @@ from .jobs import Jobs
 
 
 class Event(NamedTuple):
-    """A job that ran: on which worker, from when to when."""
+    """A job that ran: the job, its worker, start and end."""
 
     job: Job
     worker: int
@@ -19,9 +19,10 @@ class Event(NamedTuple):
 
 
 class Timeline(Sequence[Event]):
-    """Jobs that ran, in the order in which they started; equal starts by worker.
+    """Jobs that ran, in the order of their starts; equal starts by worker.
 
-    order: their numbers; start, end: when, in the unit of the durations.
+    order: the numbers of the jobs.
+    start, end: the times of each job, in the unit of the durations.
     """
 
     def __init__(
@@ -52,5 +53,5 @@ class Timeline(Sequence[Event]):
 
     @property
     def complete(self) -> bool:
-        """Whether all jobs ran; a cap may stop them."""
+        """Whether all jobs ran; an in_flight limit may have stopped some."""
         return len(self.order) == len(self.jobs)

@@ -1,4 +1,4 @@
-"""Timelines as a trace for ui.perfetto.dev or chrome://tracing (Trace Event Format)."""
+"""Writes timelines as a trace for ui.perfetto.dev (Trace Event Format)."""
 
 from __future__ import annotations
 
@@ -27,13 +27,15 @@ def write_trace(
     timelines: Mapping[str, Sequence[Event]],
     scale: float = 1e6,
 ) -> None:
-    """Writes timelines into one file: each is a process, each worker a thread of it.
+    """Writes timelines into one trace file, for Perfetto or chrome://tracing.
 
-    Each begins at 0 with its first job, so that predicted and measured steps lie under
-    each other.
-    path: .json, or .json.gz, which the viewers read too.
-    scale: microseconds in a unit of the times: 1e6 for seconds; with 1e3 a unit of a
-        simulation without seconds is shown as a millisecond.
+    Each timeline is a process, and each worker a thread of it. All timelines begin at 0
+    with their first job, so that you can compare predicted and measured steps.
+
+    path: a file .json or .json.gz; the viewers read both.
+    timelines: timelines by name, as {"measured": backend.timeline}.
+    scale: how many microseconds one unit of the times is: 1e6 for seconds. With 1e3, a
+        unit of a simulation without seconds is shown as a millisecond.
     Raises PlanError for a scale that isn't above 0.
     """
     if not is_number(scale) or scale == 0:

@@ -1,4 +1,4 @@
-"""Pictures of timelines: SVG, a page to look around in, and text for a text_diagram."""
+"""Pictures of timelines: SVG, an interactive HTML page, and text."""
 
 from __future__ import annotations
 
@@ -22,12 +22,13 @@ FORWARD, BACKWARD, WEIGHT, _ = Direction
 
 @dataclass(frozen=True, eq=False)
 class Diagram:
-    """A timeline to be looked at; print it, save it, or let a notebook show it.
+    """A picture of a timeline: print it, save it, or show it in a notebook.
 
     bars: the jobs.
-    release: the job that lets go of a stage's activations.
-    unit: of the times; seconds ("s") are shown as ms or µs where that suits.
-    details: of a plan; its page shows them too.
+    title: the heading of the picture.
+    release: the direction after which a stage's activations are freed.
+    unit: the unit of the times. Seconds ("s") are shown as ms or µs if they are short.
+    details: details of a plan, for its HTML page.
     """
 
     bars: Bars
@@ -37,23 +38,29 @@ class Diagram:
     details: Details | None = None
 
     def svg(self) -> str:
-        """An SVG picture of at most a few MB: where jobs are too many for bars of their
-        own, pixels have the mean colour of the jobs in them."""
+        """An SVG picture of at most a few MB.
+
+        If there are too many jobs for bars of their own, each pixel has the mean colour
+        of the jobs in it.
+        """
         title, summary = self._heading
         return svg.render(self.bars, title, summary, self._clock)
 
     def html(self) -> str:
-        """A page that needs no network: zoom, details of each job, and memory; of a
-        plan also its stages, and bytes by link."""
+        """An HTML page with zoom, details of each job, and each worker's memory.
+
+        The page needs no network. For a plan it also shows the stages, and bytes by
+        link.
+        """
         placed = self.bars, *self._heading, self._clock, self.release
         return page.render(*placed, self.details)
 
     def text(self, width: int | None = None, color: bool = False) -> str:
-        """Rows of characters.
+        """The picture as lines of text.
 
-        width: in characters; that of the terminal, or 100, unless given.
-        color: with ANSI colours.
-        Raises PlanError for a width that is no int of 1 or more.
+        width: the number of columns; by default that of the terminal, or else 100.
+        color: whether to use ANSI colours.
+        Raises PlanError if width isn't an int of 1 or more.
         """
         if width is not None and not is_count(width):
             raise PlanError(
@@ -65,9 +72,9 @@ class Diagram:
         return text_diagram.render(self.bars, heading, self._clock, width, color)
 
     def save(self, path: str | PathLike[str]) -> None:
-        """Writes a file in the format that its name ends with: .svg, .html or .txt.
+        """Writes a file in the format of its extension: .svg, .html or .txt.
 
-        Raises PlanError for other names.
+        Raises PlanError for any other extension.
         """
         path = Path(path)
         makers = {".svg": self.svg, ".html": self.html, ".txt": self._plain}
@@ -111,12 +118,12 @@ def draw(
     unit: str = "",
     step: tuple[float, float] | None = None,
 ) -> Diagram:
-    """A picture of a timeline, simulated or measured.
+    """Makes a picture of a timeline, simulated or measured.
 
-    release: the job that lets go of a stage's activations: B, or W where the backward
-        is split.
-    unit: of the times, "s" for seconds.
-    step: when the step began and ended; the first start and the last end unless given.
-    Raises PlanError for workers that there aren't, and times that don't make sense.
+    release: the direction after which a stage's activations are freed: B, or W if the
+        backward is split.
+    unit: the unit of the times, such as "s" for seconds.
+    step: the start and end of the step; by default the first start and the last end.
+    Raises PlanError for workers that don't exist, and for impossible times.
     """
     return Diagram(bars_of(events, workers, step), title, release, unit)

@@ -1,8 +1,8 @@
-"""What a plan with updates computes, again in one process by plain eager PyTorch.
+"""Repeats the training of a plan with updates in one process, in eager PyTorch.
 
-Nothing here is shared with passes or the runtime: the plan says which weights each job
-reads, and how many microbatches an update is for; the model, autograd and the optimizer
-are PyTorch's.
+This module shares no code with passes or the runtime. The plan says which weights each
+job reads, and how many microbatches an update covers. The model, autograd and the
+optimizer are PyTorch's.
 """
 
 from __future__ import annotations
@@ -29,25 +29,27 @@ def replay(
     clip_grad_norm: float | None = None,
     arrivals: Sequence[Sequence[Job]] | None = None,
 ) -> list[float]:
-    """Trains the model as the plan does, each job on the weights that plan.versions
-    names; gives the loss of each batch.
+    """Trains a model in eager PyTorch as a plan does; returns the loss of each batch.
 
-    model: plain PyTorch, as it was before the plan's first call. It returns the loss,
-        a mean.
-    optimizer: of its parameters.
-    batches: of each call, the arguments: a tensor, several, or a dict by name. Tensors
-        are cut along dimension 0 into the plan's microbatches, unless rows meet.
-    clip_grad_norm: as given to the backend.
-    arrivals: where updates were in order of arrival, backend.arrivals of each call: a
-        job reads what the updates before its read left, and each update steps its
-        stage in that order. None for the planned order.
+    Each job reads the weights of the version that plan.versions names.
 
-    F of a microbatch runs on the weights of its F jobs, backward() on those of its B
-    jobs, and the optimizer steps the newest, by the rates that schedule.rate names;
-    weights of B are away from theirs by schedule.drift. Counts and velocities start
-    at 0: the optimizer is a new one. Raises PlanError for a plan without
-    updates, and where a parameter is read by two stages at different versions, which
-    one run of the model can't do.
+    plan: a plan with updates.
+    model: a plain PyTorch model, with the weights from before the plan's first call.
+        The model must return the loss, a mean.
+    optimizer: a new optimizer of the model's parameters.
+    batches: the arguments of each call: a tensor, several tensors, or a dict by name.
+        Tensors are cut along dimension 0 into the plan's microbatches, unless rows
+        meet.
+    clip_grad_norm: the value that the backend got.
+    arrivals: backend.arrivals of each call, if updates ran in order of arrival. A job
+        then reads the weights after the updates that came before its read, and each
+        update steps its stage in that order. None: updates run in the planned order.
+
+    F of a microbatch runs on the weights that its F jobs read, and backward() on those
+    that its B jobs read. The optimizer steps the newest weights, with the learning
+    rates of schedule.rate. schedule.drift changes the weights of B. Counts of updates
+    and velocities start at 0. Raises PlanError for a plan without updates, and if two
+    stages read a parameter at different versions, which one run of the model can't do.
     """
     every = plan.schedule.update_every
     if every is None or not plan.updates:

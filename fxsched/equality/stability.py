@@ -1,4 +1,4 @@
-"""Regions of stability: how large lr * lambda may be, and which converges fastest."""
+"""Regions of stability: the largest lr * lambda, and the one that converges fastest."""
 
 from __future__ import annotations
 
@@ -18,11 +18,13 @@ EQUAL = 1e-7  # radii that differ by less are one: momentum's least is a plateau
 
 @dataclass(frozen=True)
 class Stability:
-    """A method on a quadratic, by lr * lambda: learning rate times curvature.
+    """How a method converges on a quadratic, by lr * lambda.
 
-    bound: up to which it is stable; None where it still is at the end of the range.
-    best, rate: where the spectral radius is least, and that radius.
-    lr_lambda, radius: the curve.
+    lr * lambda is the learning rate times the curvature.
+
+    bound: the largest stable lr * lambda; None if the whole range is stable.
+    best: the lr * lambda with the smallest spectral radius. rate: that radius.
+    lr_lambda, radius: the points of the curve.
     """
 
     method: str
@@ -46,25 +48,26 @@ def stability(
     upper: float = 4.0,
     lr_lambda: Sequence[float] | None = None,
 ) -> Stability:
-    """How training whose gradients are stale converges on the loss lambda w^2 / 2.
+    """Computes how training with stale gradients converges on lambda w^2 / 2.
 
-    The spectral radius of the matrix of an update, as in Idle Speculations on Pipeline
-    Parallelism: the error's factor per update in the long run, stable below 1.
+    The result is the spectral radius of the matrix of an update, as in Idle
+    Speculations on Pipeline Parallelism. In the long run each update multiplies the
+    error by this radius, so that training is stable if the radius is below 1.
 
-    method: sgd, momentum, nesterov (as torch.optim.SGD has them), stale_sgd (sgd whose
-    staleness is 1 unless told) or pipemare (Yang et al. 2019).
-    staleness: updates between the weights of a gradient and those it is applied to;
-    of pipemare that of F's weights (tau_fwd).
-    beta: of momentum and nesterov.
-    backward: of pipemare, staleness of B's weights (tau_bkwd).
-    sensitivity: of pipemare, how a gradient depends on the difference of the weights of
-    F and B, in units of lambda (Delta / lambda).
-    correction: of pipemare, D of the discrepancy correction, from 0 to 1, whose
-    velocity decays by D^(1 / (staleness - backward)); None corrects nothing.
-    exponent: of pipemare, p of the rate lr / staleness^p: 1 as training starts, 0
-    once that is annealed. lr_lambda is of lr itself.
+    method: "sgd", "momentum" or "nesterov" (as in torch.optim.SGD), "stale_sgd" (sgd
+        with a staleness of 1 by default) or "pipemare" (Yang et al. 2019).
+    staleness: how many updates the weights of a gradient are behind the weights that
+        the gradient is applied to; for pipemare, how many those of F are (tau_fwd).
+    beta: the momentum, for momentum and nesterov.
+    backward: for pipemare, the staleness of B's weights (tau_bkwd).
+    sensitivity: for pipemare, how a gradient depends on the difference between the
+        weights of F and B, in units of lambda (Delta / lambda).
+    correction: for pipemare, D of the discrepancy correction, from 0 to 1. The velocity
+        decays by D^(1 / (staleness - backward)). None: no correction.
+    exponent: for pipemare, p of the learning rate lr / staleness^p: 1 at the start of
+        training, 0 after the rate is annealed. lr_lambda is that of lr itself.
     upper: the end of the range of lr * lambda, which begins at 0.
-    lr_lambda: points of the curve; 400 of the range if None.
+    lr_lambda: the points of the curve; by default 400 points in the range.
     """
     if method not in STALENESS:
         raise PlanError(f"method {method!r}: give one of {', '.join(STALENESS)}")

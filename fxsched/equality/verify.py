@@ -1,4 +1,4 @@
-"""fxsched.verify: one step by a schedule beside eager PyTorch on the whole batch."""
+"""fxsched.verify: compares a step of a schedule with eager PyTorch."""
 
 from __future__ import annotations
 
@@ -36,10 +36,11 @@ ROWS = 24  # of the table; the rest of what agrees is counted
 
 @dataclass(frozen=True)
 class Verification:
-    """What fxsched.verify found; prints as a table.
+    """The result of fxsched.verify; prints as a table.
 
-    passed: whether the loss, all outputs, gradients and buffers agree.
-    differences: of each of them. why: what departs and why, or "".
+    passed: whether the loss and all outputs, gradients and buffers agree.
+    differences: how each of them compares.
+    why: what doesn't agree, and why; "" if all agree.
     """
 
     passed: bool
@@ -58,18 +59,21 @@ def verify(
     loss: Callable[[Any], Tensor] | None = None,
     **options: Any,
 ) -> Verification:
-    """Runs a step of copies of the model, by a schedule (on threads) and in eager
-    PyTorch on the whole batch with the same random numbers; prints how losses, outputs,
-    gradients and buffers compare, and the operation, gradient or buffer that departs.
+    """Compares a step of a schedule with eager PyTorch on the whole batch.
 
-    loss: of what the model returns, a scalar with a gradient; by default the one that
-        it returns.
-    options: those of fxsched.backend, by name; all others are keyword arguments of the
+    Both run on copies of the model with the same random numbers, the schedule on
+    threads. verify prints how losses, outputs, gradients and buffers compare, and the
+    operation, gradient or buffer that doesn't agree.
+
+    loss: a function of the model's output that returns a scalar with a gradient. By
+        default the loss is the one that the model returns.
+    options: the options of fxsched.backend; other keyword arguments are passed to the
         model.
 
-    What departs in less than float64 is repeated in it, if the model runs in it. The
-    model, its gradients and the state of random numbers stay as they are. Raises
-    PlanError for what cannot be planned.
+    If values differ in a type smaller than float64, the comparison is repeated in
+    float64, provided that the model runs in float64. The model, its gradients and the
+    random generators are not changed. Raises PlanError for a model or schedule that
+    can't be planned.
     """
     if not isinstance(model, nn.Module):
         raise PlanError(f"verify(model={shown(model)}): give a torch.nn.Module")

@@ -1,4 +1,4 @@
-"""The mark that a model sets where a stage should end."""
+"""The function with which a model marks where a stage should end."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ BOUNDARY = torch.ops.fxsched.stage_boundary.default  # what a graph has of it
 
 @torch.compiler.allow_in_graph  # type: ignore[untyped-decorator]
 def stage_boundary(value: Tensor) -> Tensor:
-    """The value itself; what reads it is in a later stage than what makes it.
+    """Ends a stage: operations that read the value run in a later stage.
 
-    Works in any model, compiled or not: `x = fxsched.stage_boundary(x)`.
-    Raises PlanError for what is no tensor.
+    Returns the value itself. Works in any model, compiled or not: `x =
+    fxsched.stage_boundary(x)`. Raises PlanError if the value isn't a tensor.
     """
     if not isinstance(value, Tensor):
         raise PlanError(f"stage_boundary({shown(value)}): give a tensor")

@@ -1,10 +1,11 @@
-"""What a program may call: the targets of call_function nodes in fxsched's graphs.
+"""The functions that a program calls: targets of call_function nodes in its graph.
 
-A bundle is a tuple of tensors that moves as one value: the weights of a stage, the
+A bundle is a tuple of tensors that is sent as one value: the weights of a stage, the
 tensors saved between F and B, the gradients of the weights.
 
-The first part is plain arithmetic on tensors. The second part are the transfers; the
-runtime carries them out, and calling them outside it is an error.
+The functions of the first part are plain arithmetic on tensors. Those of the second
+part are transfers: the runtime carries them out, and calling them outside a step is an
+error.
 """
 
 from __future__ import annotations
@@ -24,20 +25,21 @@ Bundle = tuple[Tensor, ...]
 
 
 def rows(value: Tensor, microbatch: int, microbatches: int, dim: int = 0) -> Tensor:
-    """The part of a batch that is one microbatch, as a view."""
+    """The rows of one microbatch of a batch, as a view."""
     size = value.shape[dim] // microbatches
     return value.narrow(dim, microbatch * size, size)
 
 
 def packed(value: Tensor) -> Tensor:
-    """A value whose memory is in the order of its dimensions, as B takes gradients."""
+    """The value with contiguous memory, in the order of dimensions that B expects."""
     return value.contiguous()
 
 
 def collect(microbatches: int, dim: int | None, *parts: Sequence[Any]) -> Tensor:
-    """Microbatch parts, each (microbatches it holds, tensors), joined in order.
+    """Joins the parts of microbatches in order.
 
-    Raises AssertionError if a microbatch is missing.
+    parts: pairs (microbatches that it holds, tensors). Raises AssertionError if a
+        microbatch is missing.
     """
     by_microbatch = _by_microbatch(parts)
     assert sorted(by_microbatch) == list(range(microbatches)), (
@@ -59,7 +61,7 @@ def total(microbatches: int, scale: float, *parts: Sequence[Any]) -> Tensor:
 
 
 def fold(how: str, microbatches: int, *parts: Sequence[Any]) -> Tensor:
-    """One tensor per microbatch as one: their "mean", "sum", "max" or "min"."""
+    """The "mean", "sum", "max" or "min" of one tensor per microbatch."""
     by_microbatch = _by_microbatch(parts)
     ordered = [by_microbatch[b] for b in range(microbatches)]
     step = {"max": torch.maximum, "min": torch.minimum}.get(how, torch.add)
@@ -77,7 +79,7 @@ def bundle(*tensors: Tensor) -> Bundle:
 
 
 def add(*gradients: Tensor) -> Tensor:
-    """The sum of the gradients that a value gets from its readers, in this order."""
+    """The sum of the gradients of a value from its readers, in this order."""
     result = gradients[0]
     for gradient in gradients[1:]:
         result = result + gradient
@@ -85,8 +87,10 @@ def add(*gradients: Tensor) -> Tensor:
 
 
 def loss_gradient(loss: Tensor, scale: float, factor: float = 1.0) -> Tensor:
-    """What B of the stage that makes the loss starts from: d(total)/d(this loss), times
-    the call's loss scale."""
+    """The gradient that B of the loss's stage starts from.
+
+    It is d(total)/d(this loss), times the loss scale of the call.
+    """
     return torch.full_like(loss, scale * factor)
 
 
@@ -102,8 +106,11 @@ def accumulate(total: Bundle, gradients: Bundle) -> Bundle:
 
 
 def reduce(place: int, *sums: Bundle) -> Bundle:
-    """The sum of the workers' gradients at the weight worker, in this order, in the
-    place of number `place`, which is its own; the workers need theirs no more."""
+    """The sum of the workers' gradients at the weight worker, in this order.
+
+    place: which of the sums is the weight worker's own; the result is written into its
+        memory. The workers need their sums no more.
+    """
     total = sums[0]
     for i, other in enumerate(sums[1:], 1):
         into, new = (other, total) if i == place else (total, other)
@@ -113,7 +120,7 @@ def reduce(place: int, *sums: Bundle) -> Bundle:
 
 
 def cast(gradients: Bundle, dtypes: Sequence[torch.dtype]) -> Bundle:
-    """Gradients, each in its type of these."""
+    """Gradients, each cast to the type of the same position in `dtypes`."""
     pairs = zip(gradients, dtypes, strict=True)
     return tuple(gradient.to(dtype) for gradient, dtype in pairs)
 
@@ -123,8 +130,9 @@ def merge_buffers(
 ) -> Bundle:
     """A stage's buffers at the end of a step, from each worker that ran its F.
 
-    how: for each, the "mean" of the workers' values, the "sum" of what they added to
-        what it was before, or the "last": that of number `last` of the workers.
+    how: for each buffer, the "mean" of the workers' values, the "sum" of what the
+        workers added to the value before the step, or the "last": the value of worker
+        number `last` of `after`.
     """
     if len(after) == 1:
         return after[0]
@@ -140,7 +148,7 @@ def merge_buffers(
 
 
 def norms(gradients: Bundle) -> Tensor:
-    """The norm of each of a group's gradients, in their type, as torch clips."""
+    """The norm of each gradient of a group, in the gradient's type, as torch clips."""
     return torch.stack(torch._foreach_norm(list(gradients)))
 
 
@@ -150,13 +158,14 @@ def clip_factor(
     places: Sequence[tuple[int, int]],
     *norms: Tensor,
 ) -> Tensor:
-    """What gradients are multiplied by, as torch.nn.utils.clip_grad_norm_ does it; NaN
-    if the update is to be skipped.
+    """The factor of gradients, as in torch.nn.utils.clip_grad_norm_.
 
-    limit: of the norm of all gradients; None for 1.
-    skips: whether an update is skipped where that norm is not finite.
-    places: for each parameter, the same under every schedule, which of the `norms` has
-        its own, and where.
+    The factor is NaN if the update is to be skipped.
+
+    limit: the largest norm of all gradients; None for a factor of 1.
+    skips: whether an update is skipped if the norm of all gradients isn't finite.
+    places: for each parameter, which of `norms` has its norm, and at which position.
+        The order of parameters is the same under every schedule.
     """
     norm = torch.linalg.vector_norm(torch.stack([norms[i][k] for i, k in places]))
     factor = torch.ones_like(norm)
@@ -174,22 +183,22 @@ def update(
     factor: Tensor | None,
     *before: Any,
 ) -> Bundle:
-    """The weights of a group after a step of the optimizer, in their old place.
+    """The weights of a group after a step of the optimizer, in the same memory.
 
-    optimizer: what the runtime gives; see params/updates.py.
-    number: how many steps on this group come before it in the call; None where that
-        is as they arrive.
-    before: copies of the weights before it, and credits of jobs that read them; or
-        updates.
+    optimizer: an object that the runtime passes; see params/updates.py.
+    number: how many steps on this group come before this one in the call; None if
+        updates run in order of arrival.
+    before: copies of the weights made before this step, and credits of jobs that read
+        the weights; or updates that come before.
     """
     new: Bundle | None = optimizer.step(group, number, gradients, factor)
     return weights if new is None else new
 
 
 def copy(optimizer: Any, weights: Bundle, *before: Any) -> Bundle:
-    """Weights that stay as they are while updates go on.
+    """A copy of weights that stays the same while updates go on.
 
-    before: what it waits for, where these are in order of arrival.
+    before: what the copy waits for, if updates run in order of arrival.
     """
     if optimizer.leaves_old:
         return weights
@@ -199,23 +208,27 @@ def copy(optimizer: Any, weights: Bundle, *before: Any) -> Bundle:
 def correct(
     optimizer: Any, group: int, number: int, gap: float, weights: Bundle
 ) -> Bundle:
-    """A copy of the weights of a group after `number` updates of the call, less `gap`
-    times their velocity then."""
+    """A copy of a group's weights after `number` updates, less `gap` velocities.
+
+    The velocity is that after the same updates of the call.
+    """
     corrected: Bundle = optimizer.corrected(group, number, gap, weights)
     return corrected
 
 
 def note(optimizer: Any, job: str) -> None:
-    """Notes that the weights of a stage are read for its F, or updated, here and now,
-    where updates are in order of arrival."""
+    """Records that a stage's weights are read for its F, or updated, at this time.
+
+    Used if updates run in order of arrival.
+    """
     optimizer.note(job)
 
 
 def renew(optimizer: Any, weights: Bundle, new: Bundle, *before: Any) -> Bundle:
-    """A worker's copy of weights, with what another worker's update made of them.
+    """A worker's copy of weights, set to the result of another worker's update.
 
-    optimizer: None where the loop steps it. before: as for update.
-    Of two calls without a step between them, the second changes nothing, so autograd
+    optimizer: None if your loop steps the optimizer. before: as for update.
+    Of two calls without a step between them, the second changes nothing. So autograd
     does not count it as a change.
     """
     if optimizer is not None and optimizer.leaves_old:
@@ -231,16 +244,19 @@ def replica(
 ) -> Bundle:
     """A worker's own weights of a group, those that are trained, after its own steps.
 
-    moments: whether what its optimizer has of them is with them. copied: whether they
-    stay as they are while steps go on.
+    moments: whether the optimizer's state of these weights is included.
+    copied: whether to copy the weights, so that they stay the same while steps go on.
     """
     values: Bundle = optimizer.replica(group, moments)
     return tuple(value.clone() for value in values) if copied else values
 
 
 def average(elastic: float | None, centre: Bundle | None, *replicas: Bundle) -> Bundle:
-    """The mean of what workers have, added up in their order; of weights, where there
-    is a centre, that centre moved by `elastic` towards each of them, as they are."""
+    """The mean of the workers' values, added up in order.
+
+    centre: the centre, for weights with elastic averaging; the result is then the
+        centre moved by `elastic` towards each worker's weights.
+    """
     sums = [
         functools.reduce(torch.add, values) for values in zip(*replicas, strict=True)
     ]
@@ -261,8 +277,11 @@ def take(
     new: Bundle,
     centre: Bundle | None,
 ) -> Bundle:
-    """A worker's own weights with an average in their place; elastic: or moved by that
-    much towards the centre that was there before."""
+    """A worker's own weights, replaced by an average.
+
+    elastic: with elastic averaging, the weights move by this much towards the old
+        centre instead.
+    """
     values: Bundle = new
     if elastic is not None and centre is not None:
         own: Bundle = optimizer.replica(group, False)
@@ -273,31 +292,31 @@ def take(
 
 
 def own_copy(state: Bundle, position: int) -> Tensor:
-    """One of a stage's buffers for the user, in memory of its own."""
+    """A copy of one of a stage's buffers for the user."""
     return state[position].clone()
 
 
 def credit(done: Any) -> Tensor:
-    """An empty tensor that says that B ran and its activations are gone."""
+    """An empty tensor that tells that B ran and its activations are freed."""
     return torch.empty(0)
 
 
 def wait(token: Tensor) -> None:
-    """Holds a capped F back until there is room: until it has the credit of a B."""
+    """Delays an F with an in_flight limit until it has the credit of a B."""
 
 
 _generator = threading.Lock()
 
 
 def wanting(value: Tensor) -> Tensor:
-    """The same values, of which FlexAttention's backward gives a gradient."""
+    """The same values, for which FlexAttention's backward computes a gradient."""
     return value.detach().requires_grad_()
 
 
 def seeded(target: Callable[..., Any], seed: int, /, *args: Any, **kwargs: Any) -> Any:
-    """Calls `target` with the default generators seeded, and puts them back after.
+    """Calls `target` with seeded default generators, and restores them afterwards.
 
-    Threads share the default generators, so one call at a time.
+    Threads share the default generators, so only one such call runs at a time.
     """
     with _generator, torch.random.fork_rng(_cuda_devices(args)):
         torch.manual_seed(seed)
@@ -312,8 +331,8 @@ def _cuda_devices(args: Sequence[Any]) -> list[int]:
 class Seeds(NamedTuple):
     """The seeds of a job's first draw.
 
-    own: of what the microbatch draws for its rows. replicated: of what is drawn once
-    for all microbatches of an update.
+    own: the seed for what the microbatch draws for its rows.
+    replicated: the seed for what is drawn once for all microbatches of an update.
     """
 
     own: int
@@ -321,16 +340,18 @@ class Seeds(NamedTuple):
 
 
 def seed(base: int, draw: int, microbatch: int, update: int = 0) -> Seeds:
-    """The seeds of a job: of the step's number, the microbatch or the update that it
-    is for, and how many draws of the model come before its first."""
+    """The seeds of a job: of the step, its microbatch or update, and its draws.
+
+    base: the number of the step. draw: how many draws of the model come before the
+        job's first draw. microbatch, update: those that the job is for.
+    """
     step = _splitmix64(base)
     own, replicated = _splitmix64(step ^ microbatch), _splitmix64(step ^ ~update)
     return Seeds((own >> 1) + draw, (replicated >> 1) + draw)
 
 
 def draw_base() -> int:
-    """A step's number, from torch's generator: it follows the user's seeds and states
-    like any random number of theirs."""
+    """A step's number, from torch's generator, so that it follows the user's seeds."""
     with _generator:
         return int(torch.randint(2**63 - 1, (), dtype=torch.int64))
 
@@ -348,27 +369,30 @@ def _outside(name: str) -> RuntimeError:
 
 
 def send(value: Any, to: int, tag: int) -> None:
-    """Hands a tensor or bundle to worker `to`; never waits for it."""
+    """Sends a tensor or bundle to worker `to`, without waiting for that worker."""
     raise _outside("send")
 
 
 def recv(source: int, tag: int) -> Any:
-    """A tensor or bundle that worker `source` sends under `tag`."""
+    """Receives a tensor or bundle that worker `source` sends under `tag`."""
     raise _outside("recv")
 
 
 def fetch(source: int, tag: int) -> Bundle:
-    """Weights that worker `source` keeps; a recv that is asked for ahead of need."""
+    """Receives weights that worker `source` keeps; asked for before they are needed."""
     raise _outside("fetch")
 
 
 def pause(results: dict[str, Any]) -> dict[int, Tensor]:
-    """The end of the call: results out; backward() puts gradients of outputs in."""
+    """Ends the call: returns the results, and waits for the outputs' gradients.
+
+    backward() supplies the gradients.
+    """
     raise _outside("pause")
 
 
 def free(*values: Any) -> None:
-    """Lets go of values after their last use on this worker."""
+    """Frees values after their last use on this worker."""
 
 
 VALUELESS = (send, wait, free, seed, note, finite)  # give nothing to be let go

@@ -8,17 +8,20 @@ from typing import NamedTuple
 
 
 class PlanError(Exception):
-    """Something the user asked for that cannot be planned; the message says what."""
+    """An error in what the user asked for; the message says what to change."""
 
 
 class Direction(Enum):
-    """Forward, backward, weight gradients, or update; `value` is the letter that jobs
-    print with. Where a schedule splits the backward, B makes the gradients of a stage's
-    inputs and W those of its weights; else B makes both and there is no W. U is a step
-    of the optimizer, with the gradients since the last one.
+    """Forward, backward, weight gradients, or update: F, B, W or U.
 
-    Its letter is equal to it, in `d == "B"`, `d in ("B", "W")` and as a key. Any other
-    text raises PlanError there, where it would be unequal in silence.
+    `value` is the letter, with which jobs print. If a schedule splits the backward, B
+    computes the gradients of a stage's inputs and W those of its weights. Otherwise B
+    computes both, and there is no W. U is a step of the optimizer, with the gradients
+    since the last step.
+
+    A direction equals its letter: in `d == "B"`, in `d in ("B", "W")` and as a dict
+    key. A comparison with any other text raises PlanError, where an ordinary enum would
+    be unequal without an error.
     """
 
     FORWARD = "F"
@@ -79,9 +82,10 @@ class Piece(int):
 class Job(NamedTuple):
     """The work of one stage on one microbatch in one direction; prints as `2F0`.
 
-    A global-batch stage has one job a direction, on all rows: its microbatch is
-    ALL_ROWS, which is equal to 0, and it prints as `2F*`. The job of a shard of a stage
-    prints as `2F0.1`; of a piece after the first, as `2F0.1/3`.
+    A global-batch stage has one job in each direction, on all rows. The microbatch of
+    such a job is ALL_ROWS, which equals 0, and the job prints as `2F*`. The job of a
+    shard of a stage prints as `2F0.1`; the job of a piece of a shard after the first
+    prints as `2F0.1/3`.
     """
 
     stage: int
@@ -97,15 +101,15 @@ class Job(NamedTuple):
 
     @property
     def joint(self) -> bool:
-        """Whether it is on the rows of all microbatches."""
+        """Whether the job runs on the rows of all microbatches."""
         return isinstance(self.microbatch, _AllRows)
 
     @staticmethod
     def parse(text: str) -> Job:
         """The job that prints as `text`.
 
-        Raises PlanError if the text isn't a stage, F, B, W or U, and a microbatch, or
-        `*` for all of them.
+        Raises PlanError unless the text is a stage, one of F, B, W or U, and a
+        microbatch, or `*` for all microbatches.
         """
         match = re.fullmatch(r"(\d+)(?:([FBWU])(\d+)|([FBW])\*)", text)
         if match is None:

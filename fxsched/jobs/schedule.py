@@ -1,4 +1,4 @@
-"""A schedule: where every job runs (w), and which goes first (n)."""
+"""A schedule: on which worker each job runs (w), and which job goes first (n)."""
 
 from __future__ import annotations
 
@@ -38,60 +38,67 @@ InFlight = int | Cap | None
 
 @dataclass(frozen=True)
 class Schedule:
-    """A parallelism scheme: where every job runs (w) and which goes first (n).
+    """A parallelism scheme: where each job runs (w), and which job goes first (n).
 
     workers: how many workers there are, numbered from 0.
     microbatches: how many equal parts a batch is cut into along dimension 0.
-    stages: how many stages the model is cut into; None leaves it to the planner: the
-        multiple of the workers with the shortest predicted step; the least from eight
-        on, where w is the same for all stages.
+    stages: how many stages the model is cut into. None leaves the number to the
+        planner: the multiple of the workers with the shortest predicted step or, if w
+        is the same for all stages, the smallest multiple that is 8 or more.
     shards: how many shards each stage is cut into, by backend(shards=), numbered from
-        0; with more than 1, w and n may take a fourth argument, and u and version a
-        last one: the shard p.
-    w(s, b, d): Placement, or a pair (weight worker, compute worker). A global-batch
-        stage, in which rows of all microbatches meet, has one job a direction, asked
-        with b = 0.
-    n(s, b, d): an int; of the jobs that are ready a worker takes the smallest. F of a
-        global-batch stage is asked with the last b, its B and W with 0.
-    in_flight: how many microbatches of a stage may be between F and B (W, if the
-        backward is split) on one worker (the one that holds the activations, where B
-        runs): None for no limit, an int, or a function of the stage. Those of the
-        library are lifted where B waits for F of all microbatches.
-    split_backward: B makes the gradients of a stage's inputs only, and a job W of its
-        own, asked of w and n like the others, those of its weights.
-    in_order: workers take their jobs strictly by n, and wait for the next where it
-        isn't ready, instead of running another that is.
-    update_every: the program has a step of the optimizer after every so many
-        microbatches, which divide them: a job U of each stage, numbered by the last of
-        its microbatches. None: the program has one, at the end, if the backend has the
-        optimizer; else the loop steps. n is asked for U too.
-    u(s, b): the worker that keeps a stage's optimizer state, gets its gradient and
-        updates it, of the microbatch b that U has; the same for all b of a stage. All
-        that keep its weights get the new ones. None: each of those updates its own.
-    version(s, b, d): how many of a call's updates of stage s the weights of a job have
-        seen; at most b // update_every, all those before its own. None: these.
-    rate(s): a pair (delay, annealed): the optimizer's learning rates at update k of a
-        stage, counted over all calls, are divided by
-        delay ** (1 - min(k / annealed, 1)). None: they are as they are.
-    drift(s): a pair (gap, decay): B and W of a stage read weights less gap times their
-        velocity, which an update, of all calls, makes
-        decay * velocity + (1 - decay) * (weights after it - weights before it).
-        None: they read what version says.
-    ahead: where updates are in order of arrival, as backend(order="dynamic") makes
-        them: how many more of a stage's a worker may have given than the slowest;
-        math.inf for no bound. Then a job waits for no updates but for the one that
-        version names, number version(s, b, d), and takes what others there are. It
-        takes update_every=1. 0: updates are in the planned order.
-    average_every: workers that keep a stage's weights are replicas, each of which takes
-        its steps with the gradients of its own microbatches alone, and after so many of
-        them all are averaged, and so is the optimizer's state; a call ends with that.
-    elastic: how far replicas and their centre go towards each other where they would be
-        averaged: x -= elastic (x - centre), centre += elastic sum(x - centre). All are
-        the centre at the end of a call, and the optimizer's state is averaged there.
-    fit: gives the schedule for the stages that a model was cut into, for those whose w,
-        n, in_flight or u depend on them; see schedules.graph. Stages are a
-        networkx.DiGraph, as fxsched/clock/stage_record.py describes it. Where w is
-        given too, jobs run where that says.
+        0. With more than 1, w and n may take the shard p as a fourth argument, and u
+        and version as their last one.
+    w: a function w(s, b, d) that returns the Placement of a job, or a pair (weight
+        worker, compute worker). A global-batch stage, in which rows of all microbatches
+        meet, has one job in each direction; for this job w is called with b = 0.
+    n: a function n(s, b, d) that returns the priority of a job, an int: of the jobs
+        that are ready, a worker runs the one with the smallest n. For a global-batch
+        stage, n is called with the last b for F, and with b = 0 for B and W.
+    in_flight: how many microbatches of a stage may be between F and B (between F and W,
+        if the backward is split) on one worker, the one that runs B and holds the
+        activations: an int, a function of the stage, or None for no limit. The limits
+        of library schedules are lifted where B waits for F of all microbatches.
+    split_backward: whether B computes only the gradients of a stage's inputs, and a
+        separate job W those of its weights. w and n are called for W too.
+    in_order: whether workers run their jobs strictly in the order of n. A worker then
+        waits for its next job if that job isn't ready, instead of running another one.
+    update_every: the number of microbatches between two steps of the optimizer in the
+        program; it must divide `microbatches`. Each step is a job U of each stage, with
+        the number of the last microbatch before it. None: if the backend has the
+        optimizer, the program has one step, at its end; otherwise your loop calls
+        step(). n is called for U too.
+    u: a function u(s, b) that returns the worker that keeps a stage's optimizer state,
+        gets its gradients and updates its weights; b is the microbatch of the job U.
+        The worker must be the same for all b of a stage. All workers that keep the
+        stage's weights get the new weights. None: each worker that keeps the weights
+        updates its own copy.
+    version: a function version(s, b, d) that returns how many of the call's updates of
+        stage s the weights that a job reads have had; at most b // update_every, which
+        counts all updates before the job's own. None: b // update_every.
+    rate: a function rate(s) that returns a pair (delay, annealed): at update k of a
+        stage, counted over all calls, the optimizer's learning rates are divided by
+        delay ** (1 - min(k / annealed, 1)). None: learning rates are not changed.
+    drift: a function drift(s) that returns a pair (gap, decay): B and W of a stage read
+        the weights minus gap times their velocity. Each update, in any call, sets the
+        velocity to decay * velocity + (1 - decay) * (weights after it - weights before
+        it). None: B and W read the weights of their version.
+    ahead: how many more updates of a stage a worker may have contributed to than the
+        slowest worker, if updates run in order of arrival, as with
+        backend(order="dynamic"); math.inf for no bound. A job then waits only for
+        update number version(s, b, d), and reads the weights with any other updates
+        that have arrived. Requires update_every=1. 0: updates run in the planned order.
+    average_every: the number of updates after which replicas are averaged. The workers
+        that keep a stage's weights are then replicas: each of them steps with the
+        gradients of its own microbatches only. The optimizer's state is averaged too.
+        Each call ends with an average.
+    elastic: how far replicas and their centre move towards each other, instead of being
+        averaged: x -= elastic (x - centre), centre += elastic sum(x - centre), where x
+        are a replica's weights. At the end of a call all replicas get the weights of
+        the centre, and the optimizer's state is averaged.
+    fit: a function that returns the schedule for the stages that a model was cut into,
+        if w, n, in_flight or u depend on the stages; see schedules.graph. Its argument
+        is a networkx.DiGraph, described in fxsched/clock/stage_record.py. If w is given
+        too, jobs run where w places them.
     """
 
     workers: int
@@ -144,16 +151,16 @@ class Schedule:
 
     @property
     def release(self) -> Direction:
-        """The job that lets go of a stage's activations: B, or W if it is split off."""
+        """The direction after which a stage's activations are freed: B, or W."""
         return self.directions[-1]
 
     @property
     def is_open(self) -> bool:
-        """Whether where jobs run waits for the stages: fit is given, and w is not."""
+        """Whether placements depend on the stages: fit is given, and w is not."""
         return self.fit is not None and self.w is Schedule.w
 
     def fitted(self, stages: nx.DiGraph[int]) -> Schedule:
-        """What fit gives for these stages, checked; without fit, this schedule."""
+        """The schedule that fit returns for these stages; without fit, itself."""
         if self.fit is None:
             return self
         try:
@@ -183,10 +190,10 @@ class Schedule:
         )
 
     def first(self, microbatches: int) -> Schedule:
-        """What is left of it without the jobs of all but the first microbatches.
+        """The same schedule for the first microbatches only.
 
-        Caps and orders hold for these as they did for all. Raises PlanError for more
-        than it has.
+        Limits and orders of these microbatches stay the same. Raises PlanError for more
+        microbatches than the schedule has.
         """
         if microbatches == self.microbatches:
             return self
@@ -211,10 +218,10 @@ class Schedule:
         )
 
     def local_microbatches(self, rank: int) -> tuple[int, ...]:
-        """Microbatches of which a worker runs a job, of any stage and direction: all of
-        them, where that depends on the stages of a model (`fit` without w).
+        """The microbatches of which a worker runs a job, of any stage and direction.
 
-        Where `stages` is None, w is asked for the first PROBED.
+        All microbatches, if placements depend on the stages of a model (`fit` without
+        w). If `stages` is None, w is called for the first PROBED stages.
         """
         if not is_int(rank) or not 0 <= rank < self.workers:
             raise PlanError(f"rank {rank!r}: give a worker, 0..{self.workers - 1}")
@@ -233,12 +240,13 @@ class Schedule:
         )
 
     def local_rows(self, rank: int, batch: int) -> list[int]:
-        """The rows of a batch that a worker reads, in their order: those of the
-        microbatches that it runs a job of. With ddp each worker has its own; with a
-        pipeline each reads them all.
+        """The rows of a batch that a worker reads, in order.
 
-        batch: samples of the whole batch. Raises PlanError if it doesn't divide into
-        the microbatches.
+        A worker reads the rows of the microbatches of which it runs a job. With ddp
+        each worker reads rows of its own; in a pipeline each worker reads all rows.
+
+        batch: the number of samples of the whole batch.
+        Raises PlanError if `batch` isn't a multiple of the microbatches.
         """
         if not is_int(batch) or batch < 1 or batch % self.microbatches:
             raise PlanError(
@@ -250,11 +258,10 @@ class Schedule:
         return [row for b in parts for row in range(b * size, (b + 1) * size)]
 
     def save(self, path: str | PathLike[str]) -> None:
-        """Writes what w and n say of each job, and in_flight of each stage, into a JSON
-        file; fxsched.load_schedule reads it.
+        """Writes w and n of each job, and in_flight of each stage, into a JSON file.
 
-        Raises PlanError where the stages are open, for shards, and for a wrong w, n or
-        path.
+        fxsched.load_schedule reads the file. Raises PlanError if the number of stages
+        is open, if the schedule has shards, and for a wrong w, n or path.
         """
         if self.stages is None or self.fit is not None:
             raise PlanError(
@@ -305,17 +312,21 @@ class Schedule:
             ) from error
 
     def place(self, job: Job, shard: int = 0) -> Placement:
-        """w of a job, checked. Raises PlanError if it isn't two workers in range."""
+        """The Placement that w returns for a job.
+
+        Raises PlanError if w doesn't return two workers in range.
+        """
         return answers.placement(for_shard(self.w, shard), job, self.workers)
 
     def priority(self, job: Job, shard: int = 0) -> int:
-        """n of a job, checked. Raises PlanError if it isn't an int."""
+        """The priority that n returns for a job. Raises PlanError for no int."""
         return answers.priority(for_shard(self.n, shard), job)
 
     def seen(self, job: Job) -> int:
-        """How many updates of its stage a job's weights have seen, checked.
+        """How many updates of its stage the weights that a job reads have had.
 
-        Raises PlanError if it isn't an int from 0 to the updates before its own.
+        Raises PlanError if `version` doesn't return an int from 0 to the number of
+        updates before the job's own.
         """
         every = self.update_every
         if not every:
@@ -325,17 +336,17 @@ class Schedule:
         return answers.version(self.version, job, every)
 
     def averages(self, updates: int) -> bool:
-        """Whether replicas are averaged after so many updates of a call."""
+        """Whether replicas are averaged after this many updates of a call."""
         return self.average_every is not None and updates % self.average_every == 0
 
     def updated(self, every: int) -> range:
-        """The microbatches that updates are numbered by, one for each `every`."""
+        """The last microbatch of each update, if updates come every `every` of them."""
         return range(every - 1, self.microbatches, every)
 
     def updater(self, stage: int) -> int | None:
-        """The worker that u names for a stage; None without u.
+        """The worker that u returns for a stage; None without u.
 
-        Raises PlanError if it isn't one worker, the same for all updates.
+        Raises PlanError if u doesn't return one worker, the same for all updates.
         """
         if self.u is None:
             return None
@@ -343,22 +354,22 @@ class Schedule:
         return answers.updater(self.u, stage, ends, self.workers)
 
     def stage_rate(self, stage: int) -> Rate | None:
-        """How a stage's learning rates begin, checked."""
+        """The pair that `rate` returns for a stage, checked; None without `rate`."""
         return None if self.rate is None else answers.rate(self.rate, stage)
 
     def stage_drift(self, stage: int) -> Drift | None:
-        """How far B and W read from a stage's weights, checked."""
+        """The pair that `drift` returns for a stage, checked; None without `drift`."""
         return None if self.drift is None else answers.drift(self.drift, stage)
 
     def gap(self, job: Job) -> float:
-        """How many velocities a job reads away from the weights of its version."""
+        """How many velocities are subtracted from the weights that a job reads."""
         if self.drift is None or job.direction is Direction.FORWARD:
             return 0.0
         drift = self.stage_drift(job.stage)
         return 0.0 if drift is None else drift.gap
 
     def cap(self, stage: int) -> int | None:
-        """How many microbatches of `stage` may be in flight on one worker."""
+        """The most microbatches of `stage` that may be in flight on one worker."""
         if not callable(self.in_flight):
             return self.in_flight
         return answers.cap(self.in_flight, stage)

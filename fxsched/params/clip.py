@@ -1,4 +1,4 @@
-"""Clipping by the norm of all gradients, wherever they are."""
+"""Clipping by the norm of all gradients, on whichever ranks these are."""
 
 from __future__ import annotations
 
@@ -24,17 +24,20 @@ def clip_grad_norm_(
     norm_type: float = 2.0,
     error_if_nonfinite: bool = False,
 ) -> Tensor:
-    """torch.nn.utils.clip_grad_norm_ over the gradients of all ranks; gives their norm.
+    """Clips as torch.nn.utils.clip_grad_norm_, over the gradients of all ranks.
+
+    Returns the norm of all gradients.
 
     model: a module, compiled or not, or parameters, in the same order on every rank.
     max_norm, norm_type, error_if_nonfinite: as for torch.
 
-    Call it on every rank. Each parameter counts once, by the first rank that updates
-    it, and norms are put together as torch does it, in the order of the parameters: the
-    norm has the same bits on every rank and under every schedule. Where the process has
-    all gradients (threads, or no fxsched) it is torch's function. Raises PlanError if
-    another rank calls something else, or the program has stepped the optimizer already;
-    RuntimeError for a norm that is not finite, if asked to.
+    Every rank must call it. Each parameter counts once: the first rank that updates the
+    parameter computes its norm. The norms are combined as torch combines them, in the
+    order of the parameters, so that the result has the same bits on every rank and
+    under every schedule. In a process that has all gradients (threads, or no fxsched),
+    torch's function runs. Raises PlanError if another rank calls another function, or
+    if the program has already stepped the optimizer; RuntimeError for a norm that isn't
+    finite, if error_if_nonfinite.
     """
     parameters = _parameters(model)
     check_gradients(parameters, "clip_grad_norm_")

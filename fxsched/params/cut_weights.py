@@ -90,13 +90,14 @@ def parts_here(tensor: Tensor) -> dict[int, Tensor]:
 
 @contextmanager
 def local_parts(model: nn.Module) -> Iterator[None]:
-    """Where parameters that ranks have in parts are the parts that this rank keeps,
-    and may be read and written: `with fxsched.local_parts(model): ...`.
+    """Makes the parts of weights that this rank keeps readable and writable.
 
-    A parameter has the shape of a part then; [how many, *shape], if it keeps several;
-    as its .grad always has. Parameters that it keeps no part of stay as they are, or
-    old copies of what another rank steps, and so do all where the process has
-    everything. The model isn't called meanwhile.
+    Inside `with fxsched.local_parts(model):`, a weight that is cut into shards has the
+    shape of the part that this rank keeps or, if the rank keeps several parts, [number
+    of parts, *shape of a part]. Its .grad always has this shape. Weights of which the
+    rank keeps no part are not changed: they may be old copies of weights that another
+    rank updates. In a process that has everything, no weight is changed. Don't call the
+    model inside the block.
     """
     with present(model.parameters()):
         yield

@@ -1,4 +1,4 @@
-"""deferred(): what is built in it takes no memory until a rank keeps it."""
+"""deferred(): builds models whose parameters take no memory before the first call."""
 
 from __future__ import annotations
 
@@ -31,20 +31,21 @@ BUILDING: list[Recording] = []  # what goes on now
 def deferred(draws: bool = True) -> Iterator[None]:
     """Builds models without memory: `with fxsched.deferred(): model = Model(..)`.
 
-    Parameters and buffers that modules register get their values when the model's first
-    call finds where they are kept: each rank makes those it keeps, with the bits that
-    they would have had, random ones included, and the generators go on as if they had
-    been drawn. Before that, what copies or saves them makes them, load_weights and load
-    have them read later, and what computes with them sees NaN. In one process all are
-    made at the first call, or by materialize(model).
+    The parameters and buffers that modules register get their values at the model's
+    first call. Each rank makes those that it keeps. Values and random generators have
+    the same bits as after an ordinary build. Before the first call, copying or saving a
+    parameter makes its values, load_weights and load take effect at the first call, and
+    computing with a parameter gives NaN. In one process, all values are made at the
+    first call, or by materialize(model).
 
-    draws: False where everything random will be loaded: nothing is drawn, in the block
-        or later, and generators stay as they are; using what isn't loaded is a
+    draws: False if every random value will be loaded. Then no random numbers are drawn,
+        and the random generators don't change. Using a value that was not loaded raises
         PlanError.
 
-    What is small and not random is made at once, and whole numbers, what modules don't
-    register, or what else (numpy, say) holds the memory of, by the end of the block.
-    Constructors run on the CPU. Raises PlanError for what can't be put off.
+    Small tensors that aren't random are made at once. Tensors of integers, tensors that
+    no module registers, and tensors whose memory something else (such as NumPy) uses
+    are made by the end of the block. Constructors must run on the CPU. Raises PlanError
+    for an operation that can't be deferred.
     """
     recording = Recording(draws)
     if BUILDING:
@@ -80,10 +81,9 @@ def deferred(draws: bool = True) -> Iterator[None]:
 
 
 def materialize(model: nn.Module) -> None:
-    """Gives all parameters and buffers of a model that was built in deferred() their
-    values, in this process.
+    """Makes all values of a model that was built in deferred(), in this process.
 
-    Raises PlanError for those that were to be loaded and aren't.
+    Raises PlanError for parameters that were to be loaded and have not been.
     """
     module = module_of(model)
     for tensor in (*module.parameters(), *module.buffers()):

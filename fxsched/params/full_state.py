@@ -1,7 +1,7 @@
-"""A model's and an optimizer's whole state, from and to the ranks that keep it.
+"""The whole state of a model or an optimizer, from and to the ranks that keep it.
 
-What is saved is what plain PyTorch would save. Each function is called on every rank;
-where the process has everything (threads, or no fxsched) it asks no other.
+States are as plain PyTorch saves them. Every rank must call each function. A process
+that has everything (threads, or no fxsched) does not communicate.
 """
 
 from __future__ import annotations
@@ -29,12 +29,13 @@ from .released import exchanged, is_given_up
 
 
 def full_state_dict(model: nn.Module, rank: int | None = None) -> dict[str, Any]:
-    """model.state_dict() as plain PyTorch has it, in copies on the CPU.
+    """Returns model.state_dict() as in plain PyTorch, in copies on the CPU.
 
-    model: compiled or not; the names are those of the module itself. Every rank calls
-    it and gets all of it, or rank `rank` alone, and the others {}. stream_state_dict
-    gives one tensor after another, where no rank has room for all. Raises PlanError if
-    another rank calls something else.
+    model: the model, compiled or not; names are those of the module itself.
+    rank: the only rank that gets the state; other ranks get {}. None: all ranks get it.
+
+    Every rank must call it. If no rank has memory for the whole state, use
+    stream_state_dict. Raises PlanError if another rank calls another function.
     """
     module = module_of(model)
     tensors = _kept(module)
@@ -55,12 +56,14 @@ def full_state_dict(model: nn.Module, rank: int | None = None) -> dict[str, Any]
 def load_full_state_dict(
     model: nn.Module, state: Mapping[str, Any], strict: bool = True
 ) -> Any:
-    """model.load_state_dict(state) on a model that ranks may have between them.
+    """Does model.load_state_dict(state) on a model whose weights ranks share.
 
-    state: of the whole model, equal on every rank, such as full_state_dict or plain
-    PyTorch saves; each rank takes what it keeps. Before the model's first call all of
-    it goes in. Gives what load_state_dict gives. Raises PlanError if the ranks load
-    unequal states.
+    state: the state of the whole model, equal on every rank, as full_state_dict or
+        plain PyTorch returns it. Each rank takes the weights that it keeps; before the
+        model's first call each rank takes all of them.
+
+    Returns the result of load_state_dict. Raises PlanError if the ranks load unequal
+    states.
     """
     module = module_of(model)
     tensors = _kept(module)
@@ -78,11 +81,11 @@ def load_full_state_dict(
 
 
 def full_optimizer_state_dict(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
-    """optimizer.state_dict() as plain PyTorch has it, in copies on the CPU.
+    """Returns optimizer.state_dict() as in plain PyTorch, in copies on the CPU.
 
-    Every rank calls it and gets the state of all parameters, each from the first rank
-    that updates it. Raises PlanError if another rank calls something else, or if the
-    optimizer has none of the model's parameters.
+    Every rank must call it, and gets the state of all parameters. The state of a
+    parameter comes from the first rank that updates it. Raises PlanError if another
+    rank calls another function, or if the optimizer has none of the model's parameters.
     """
     parameters = optimized(model, optimizer)
     elsewhere: dict[Tensor, Any] = {}
@@ -113,11 +116,11 @@ def full_optimizer_state_dict(model: nn.Module, optimizer: Optimizer) -> dict[st
 def load_full_optimizer_state_dict(
     model: nn.Module, optimizer: Optimizer, state: Mapping[str, Any]
 ) -> None:
-    """optimizer.load_state_dict(state); each rank takes what belongs to the parameters
-    that it updates.
+    """Does optimizer.load_state_dict(state); each rank takes the part it needs.
 
-    state: of the whole optimizer, equal on every rank. Raises PlanError if the ranks
-    load unequal states, or if the optimizer has none of the model's parameters.
+    state: the state of the whole optimizer, equal on every rank. Each rank takes the
+        state of the parameters that it updates. Raises PlanError if the ranks load
+        unequal states, or if the optimizer has none of the model's parameters.
     """
     parameters = optimized(model, optimizer)
     elsewhere: set[Tensor] = set()

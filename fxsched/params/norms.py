@@ -1,4 +1,4 @@
-"""Norms of a model's parameters and gradients, wherever they are."""
+"""Norms of a model's parameters and gradients, on whichever ranks these are."""
 
 from __future__ import annotations
 
@@ -20,20 +20,23 @@ Joined = Callable[[str, list[Tensor], float], dict[int, Tensor]]
 def parameter_norms(model: nn.Module, norm_type: float = 2.0) -> dict[str, Tensor]:
     """The norm of each parameter, by its name in plain PyTorch, on the CPU.
 
-    model: compiled or not. norm_type: as for torch.nn.utils.get_total_norm, which makes
-        one norm of the values of this dict.
+    model: the model, compiled or not.
+    norm_type: as for torch.nn.utils.get_total_norm, which combines the values of this
+        dict into one norm.
 
-    Every rank calls it and gets all, each from a rank that has the newest values.
-    Raises PlanError if another rank calls something else.
+    Every rank must call it, and gets all norms, each from a rank with the newest
+    values. Raises PlanError if another rank calls another function.
     """
     return _named("parameter_norms", model, norm_type, _of_parameters)
 
 
 def gradient_norms(model: nn.Module, norm_type: float = 2.0) -> dict[str, Tensor]:
-    """The norm of each parameter's gradient, by the parameter's name; without those
-    that have none. As parameter_norms; clip_grad_norm_ puts these together.
+    """The norm of each parameter's gradient, by the parameter's name.
 
-    Raises PlanError if the program has stepped the optimizer already.
+    Parameters without a gradient are left out. Arguments are those of parameter_norms.
+    clip_grad_norm_ combines these norms into one.
+
+    Raises PlanError if the program has already stepped the optimizer.
     """
     if are_stepped(list(module_of(model).parameters())):
         raise PlanError(
@@ -44,7 +47,7 @@ def gradient_norms(model: nn.Module, norm_type: float = 2.0) -> dict[str, Tensor
 
 
 def gradient_norm(model: nn.Module, norm_type: float = 2.0) -> Tensor:
-    """The norm of all gradients: what clip_grad_norm_ gives, without clipping."""
+    """The norm of all gradients, which clip_grad_norm_ returns; clips nothing."""
     norms = list(gradient_norms(model, norm_type).values())
     return torch.nn.utils.get_total_norm(norms, float(norm_type))
 

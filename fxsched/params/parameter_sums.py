@@ -1,5 +1,4 @@
-"""Sums over a model's parameters, wherever they are: penalties, and numbers of all
-gradients."""
+"""Sums over all parameters of a model, such as penalties, on all ranks."""
 
 from __future__ import annotations
 
@@ -20,14 +19,15 @@ def parameter_sum(
 ) -> Tensor:
     """The sum of function(name, parameter) over all parameters of a model.
 
-    model: compiled or not. function: gives a number, a tensor of one element, for one
-        parameter, its name in plain PyTorch; it may read the parameter's .grad.
+    model: the model, compiled or not.
+    function: a function of a parameter's name in plain PyTorch and the parameter, which
+        returns a number or a tensor of one element. It may read the parameter's .grad.
 
-    Every rank calls it. Each calls `function` for the parameters that it steps, and
-    gets the sum over all. backward() through it brings each rank the gradients of its
-    own parameters, so it may be added to the loss.
-    Raises PlanError for weights that ranks have in parts, or if another rank calls
-    something else.
+    Every rank must call parameter_sum. Each rank calls `function` for the parameters
+    that it updates, and gets the sum over all parameters. backward() gives each rank
+    the gradients of its own parameters, so that you can add the sum to the loss. Raises
+    PlanError for weights that are cut into shards, or if another rank calls another
+    function.
     """
     named = dict(module_of(model).named_parameters())
     if not are_placed(named.values()):

@@ -1,4 +1,4 @@
-"""A model's whole state, one tensor after another."""
+"""Streams a model's whole state, one tensor after another."""
 
 from __future__ import annotations
 
@@ -15,16 +15,17 @@ from .record import record_of
 def stream_state_dict(
     model: nn.Module, rank: int | None = None
 ) -> Iterator[tuple[str, Any]]:
-    """The entries of full_state_dict(model), without holding more than one of them.
+    """Yields the entries of full_state_dict(model), one tensor after another.
 
-    model: compiled or not. rank: who gets the values, None for all ranks; the others
-        get the names, and None.
+    model: the model, compiled or not.
+    rank: the only rank that gets the values; the other ranks get the names, and None.
+        None: all ranks get the values.
 
-    Every rank goes through all of it: `for name, value in stream_state_dict(model, 0)`.
-    Tensors are copies on the CPU; each is sent when it is asked for, and one that has
-    several names comes under each of them. A rank that leaves before the end ends the
-    others with an error that says so. Raises PlanError if another rank calls something
-    else.
+    Every rank must iterate to the end: `for name, value in stream_state_dict(model,
+    0)`. Tensors are copies on the CPU. Each tensor is sent when the iteration reaches
+    it; a tensor with several names is yielded under each name. If one rank stops before
+    the end, the others raise an error. Raises PlanError if another rank calls another
+    function.
     """
     module = module_of(model)
     entries = module.state_dict(keep_vars=True)

@@ -1,4 +1,4 @@
-"""Measures how long each node of a traced graph takes, in place of estimates."""
+"""Measures how long each node of a traced graph takes, to replace estimates."""
 
 from __future__ import annotations
 
@@ -47,10 +47,11 @@ class Times(NamedTuple):
 
 @dataclass(frozen=True)
 class Profile:
-    """What nodes took where they were measured, beside what they were estimated to.
+    """The measured times of a model's nodes, and the estimates for the same nodes.
 
-    Both are by the node's module, operation and number in it, and for one microbatch. A
-    plan for other shapes scales its estimates as measured here.
+    Times are for one microbatch, in seconds, by the node's module, operation, and
+    number in the module. For other shapes, a plan scales its estimates by measured /
+    estimated.
     """
 
     measured: dict[str, Times]
@@ -61,9 +62,9 @@ class Profile:
         return f"profile of {len(self.measured)} nodes: F {f:.3g} s, B {b:.3g} s"
 
     def apply(self, gm: fx.GraphModule) -> None:
-        """Puts measured times on a traced graph.
+        """Replaces the estimates of a traced graph by measured times.
 
-        Raises PlanError if most of its work is in nodes that were not measured.
+        Raises PlanError if most of the graph's work is in nodes that were not measured.
         """
         nodes = [node for node in gm.graph.nodes if "work" in of_node(node)]
         known = [node for node in nodes if of_node(node)["key"] in self.measured]

@@ -1,4 +1,4 @@
-"""What users say of their operators: fxsched.placements and fxsched.keeps_rows."""
+"""Declarations of users' own operators: fxsched.placements and fxsched.keeps_rows."""
 
 from __future__ import annotations
 
@@ -23,29 +23,32 @@ def placements(
     backward: Mapping[Any, Any] | None = None,
     flops: Callable[..., float] | None = None,
 ) -> None:
-    """Says how an operator of your own may be computed in parts: of a batch, in
-    microbatches, or of heads and the like, in shards.
+    """Declares how an operator of your own may be computed in parts.
+
+    Parts are microbatches of a batch, or shards, for example of attention heads.
 
     op: an operator of torch.library: its name, such as "mylib::attention",
-        torch.ops.mylib.attention, or what torch.library.custom_op or triton_op gave. A
-        Triton kernel that the model calls has to be in one.
-    forward: the outputs' placements by the inputs': {(Shard(0), Replicate()): Shard(0)}
-        for rows of a first argument that stay apart. They are those of
-        torch.distributed.tensor, one for each tensor, or list of tensors, among the
-        arguments and results, in the order of its schema: Shard(dim), a part along a
-        dimension; Replicate(), all of it; Partial() and Partial("avg"), what adds up,
-        or has a mean. An argument that is None fits any. A whole input with one element
-        along the dimension fits Shard.
-    backward: the same of gradients, the inputs' by the outputs'. By default it follows
-        from forward: a part's gradient is a part, that of what all read adds up. {}
-        says that parts meet in it.
-    flops: the floating-point operations of a call, a function of its arguments, with
-        the shapes of tensors in their place.
+        torch.ops.mylib.attention, or the result of torch.library.custom_op or
+        triton_op. A Triton kernel that the model calls must be in such an operator.
+    forward: a dict from the placements of the inputs to those of the outputs:
+        {(Shard(0), Replicate()): Shard(0)} if each row of the output depends on the
+        same row of the first input. Placements are those of torch.distributed.tensor,
+        one for each tensor, or list of tensors, among the arguments and results, in the
+        order of the schema: Shard(dim) is a part along a dimension; Replicate() is the
+        whole tensor; Partial() is a summand, and Partial("avg") a value to average. An
+        argument that is None fits any placement. A whole input with one element along
+        the dimension fits Shard.
+    backward: a dict from the placements of the outputs' gradients to those of the
+        inputs' gradients. By default it follows from forward: Shard stays Shard, and
+        the gradient of a Replicate() input is Partial(). {} declares that the
+        operator's backward can't be computed in parts.
+    flops: a function that returns the floating-point operations of a call. It gets the
+        operator's arguments, with the shapes of tensors in place of the tensors.
 
-    Call it before the model's first call. What no entry of forward fits runs once, on
-    the rows of the whole batch, and stays whole in shards; fxsched.verify names an
-    operator of which more is said than is true. Raises PlanError for what is no
-    operator, and placements that don't fit its schema.
+    Call placements before the model's first call. A call that fits no entry of forward
+    runs once, on the rows of the whole batch, and is not split into shards.
+    fxsched.verify names an operator whose declaration is wrong. Raises PlanError if op
+    isn't an operator, and for placements that don't fit its schema.
     """
     overload = _overload("placements", op)
     what = f"placements({overload}"
@@ -67,15 +70,16 @@ def placements(
 
 
 def keeps_rows(op: Any) -> None:
-    """Says that an operator of your own keeps the rows of a batch apart.
+    """Declares that an operator of your own keeps the rows of a batch apart.
 
-    op: as in fxsched.placements, of which this is the short form. Along the dimension
-        in which its arguments have their rows, all its results have them too, each
-        computed of that row (and of arguments without rows) alone.
+    op: as in fxsched.placements, of which keeps_rows is the short form. Along the
+        dimension in which the arguments have their rows, all results must have these
+        rows too. Each row of a result may depend only on the same row of the arguments,
+        and on arguments without rows.
 
-    Call it before the model's first call. An operator without this runs once on the
-    rows of the whole batch, for it may mix them. One with torch.Tag.pointwise needs no
-    more. Raises PlanError for what is no operator.
+    Call keeps_rows before the model's first call. Without this declaration the operator
+    runs once on the rows of the whole batch, because it may mix them. An operator with
+    torch.Tag.pointwise needs no declaration. Raises PlanError if op isn't an operator.
     """
     DECLARED[_overload("keeps_rows", op)] = Declared()
 

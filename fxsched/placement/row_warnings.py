@@ -21,7 +21,7 @@ from .weighted_loss import label_mean
 
 
 class RowsWarning(UserWarning):
-    """The losses or outputs of microbatches do not make up those of the whole batch."""
+    """Warns that microbatches' losses or outputs don't combine to the whole batch's."""
 
 
 class Labels(NamedTuple):

@@ -1,4 +1,4 @@
-"""What the last steps took, by worker: to log, and for Prometheus and its like."""
+"""Metrics of the last steps, by worker, for logs and for Prometheus."""
 
 from __future__ import annotations
 
@@ -33,12 +33,12 @@ class Writer(Protocol):
 
 
 class WorkerMetrics(NamedTuple):
-    """A worker in the last steps.
+    """Metrics of one worker in the last steps.
 
     busy: the share of the step in which it runs jobs, 0 to 1, at the median.
-    sent, received: bytes in a step, by the shapes of what the plan sends; passes of
-        the user's may have made that less.
-    memory: the most bytes that it holds, by kind, whenever that is, as planned.
+    sent, received: bytes in a step, by the planned shapes; your own passes may have
+        reduced them.
+    memory: the most bytes that it holds of each kind, as planned, whenever that is.
     """
 
     busy: float
@@ -49,12 +49,12 @@ class WorkerMetrics(NamedTuple):
 
 @dataclass(frozen=True)
 class Metrics:
-    """Figures of the last STEPS steps of one plan; see Backend.metrics.
+    """Metrics of the last STEPS steps of one plan; see Backend.metrics.
 
     seconds: from the start of a call to the end of its last job, at the median.
-    steps: how many of them there were. workers: by number.
-    cuda_peak: the most bytes that this process has had on its GPU, as PyTorch measured
-        it; None without one.
+    steps: how many steps the metrics cover. workers: a WorkerMetrics for each worker.
+    cuda_peak: the most bytes that this process has held on its GPU, as measured by
+        PyTorch; None without a GPU.
     """
 
     seconds: float
@@ -80,7 +80,7 @@ class Metrics:
             yield "fxsched_cuda_peak_bytes", {}, self.cuda_peak
 
     def openmetrics(self) -> str:
-        """All of it in the text format of OpenMetrics 1.0, as gauges."""
+        """All metrics in the text format of OpenMetrics 1.0, as gauges."""
         lines, last = [], ""
         for name, labels, value in self._samples():
             if name != last:
@@ -95,8 +95,10 @@ class Metrics:
         return "\n".join([*lines, "# EOF", ""])
 
     def log(self, writer: Writer, step: int) -> None:
-        """Gives all of it to a SummaryWriter, or what else has its add_scalar(tag,
-        value, step): fxsched/busy_share/worker 0 and so on."""
+        """Writes all metrics to a SummaryWriter, under fxsched/busy_share/worker 0 etc.
+
+        writer: any object with add_scalar(tag, value, step).
+        """
         for name, labels, value in self._samples():
             words = [f"worker {labels['worker']}"] if "worker" in labels else []
             words += [labels["held"]] if "held" in labels else []
@@ -105,7 +107,7 @@ class Metrics:
 
 
 def metrics_of(plan: Plan, timelines: Sequence[Sequence[Event]]) -> Metrics:
-    """Figures of a plan's steps, from backend.timeline of one or more of them."""
+    """Metrics of a plan's steps, from backend.timeline of one or more of them."""
     workers = plan.schedule.workers
     seconds = [max(event.end for event in each) for each in timelines]
     shares: list[list[float]] = [[] for _ in range(workers)]

@@ -1,4 +1,4 @@
-"""The result of planning: programs for all workers, and what they say."""
+"""The result of planning: programs for all workers, and predictions."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from ..checker.check_program import examine
 from ..checker.reference import Reference
 from ..checker.summary import Summary
 from ..clock.memory import Peaks
-from ..clock.network import Link
+from ..clock.network import Transfer
 from ..clock.stage_graph import step_seconds
 from ..clock.timeline import Event, Timeline
 from ..draw import plan_tables
@@ -73,32 +73,36 @@ class Programs(Sequence[fx.GraphModule]):
 
 @dataclass(frozen=True)
 class Plan:
-    """Programs for all workers, and what they were made from.
+    """A program for each worker, and what the programs were made from.
 
-    stages: a networkx.DiGraph; nodes have `modules` (names), `parameters` (numbers in
-        them), `flops` (of one microbatch's F); edges have `bytes` (per microbatch).
-    programs: a torch.fx.GraphModule per worker, written when it is asked for.
-    loss: position of the output that B starts from in the call itself, or None.
-    step: of all workers; see fxsched/ir/step.py.
-    steps: makes the same with another `prefetch`.
+    stages: a networkx.DiGraph; nodes have `modules` (names), `parameters` (how many
+        numbers), `flops` (of F of one microbatch); edges have `bytes` (per microbatch).
+    programs: a torch.fx.GraphModule for each worker, made when you first read it.
+    groups: weights and other state by group, with the workers that keep each group.
+    loss: the position of the output whose B runs in the call itself, or None.
+    step: the jobs and messages of all workers; see fxsched/ir/step.py.
+    steps: a function that makes `step` with another `prefetch`.
     reference: what the programs should compute; see fxsched/checker.
-    nodes: what was known of the model's operations, by the names that profiles use.
-    draws: whether jobs draw random numbers. redraws: whether B draws those of an F that
-        ran on another worker.
-    half: whether gradients are computed in float16, where small ones flush to 0.
-    linear: whether all gradients are in proportion to the one that arrives.
-    current: whether all copies of weights are the newest when a call begins: programs
-        step the optimizer, and not the user's loop.
-    by_arrival: whether updates are in order of arrival; versions are as planned then.
-    inputs: of the traced graph, those that are no state of the model.
-    arithmetic: what the model computes, to compare with other ranks'.
-    gradient_dtype: what gradients are added up in; None for the parameters' type.
-    state_bytes: of the optimizer's state, by position of the parameter in the call;
-        none where that isn't known.
-    said: how rows of the batch meet in pairs, and what weighs a loss, if they do.
-    parts: of weights that are cut into shards, by positions after those of a call.
-    cuts: which these are, and why others stay whole.
-    whole: plans the same schedule without shards, from the same trace.
+    nodes: the stage and times of each of the model's operations, by names as in a
+        Profile.
+    draws: whether jobs draw random numbers. redraws: whether a B repeats the draws of
+        an F that ran on another worker.
+    half: whether gradients are computed in float16, in which small ones become 0.
+    linear: whether all gradients are proportional to the gradient of the loss.
+    current: whether all copies of weights are up to date when a call begins: true if
+        programs step the optimizer, false if your loop does.
+    by_arrival: whether updates run in order of arrival; versions are then only planned.
+    inputs: the inputs of the traced graph that are not state of the model.
+    arithmetic: what the model computes, to compare between ranks.
+    gradient_dtype: the type in which gradients are added up; None for the parameters'
+        type.
+    state_bytes: bytes of the optimizer's state, by position of the parameter in the
+        call; empty if not known.
+    said: which rows of the batch meet in pairs, and what weighs a loss, as text.
+    parts: the parts of weights that are cut into shards, by positions after those of
+        the call's inputs.
+    cuts: which weights are cut into shards, and why others are not.
+    whole: a function that plans the same schedule without shards, from the same trace.
     """
 
     schedule: Schedule
@@ -129,12 +133,12 @@ class Plan:
 
     @property
     def timeline(self) -> Timeline:
-        """When each job should run, in seconds."""
+        """All jobs with their predicted starts and ends, in seconds."""
         return self.step.timeline
 
     @property
     def lines(self) -> Sequence[Op | Message]:
-        """What all workers do and send, in the global order."""
+        """The jobs and messages of all workers, in the global order."""
         return self.step.lines
 
     @cached_property
@@ -144,7 +148,7 @@ class Plan:
 
     @cached_property
     def placements(self) -> dict[Job, Placement]:
-        """w of each job; see `updates` for U."""
+        """The Placement of each F, B and W; for U see `updates`."""
         jobs = self.timeline.jobs
         return {
             jobs.job(i): Placement(jobs.keeper[i], jobs.worker[i])
@@ -162,18 +166,18 @@ class Plan:
         return updates
 
     def weight_at(self, position: int) -> int:
-        """The position of a tensor of the model, or of the one that it is a part of."""
+        """The position of a tensor of the model, or of the one it is a part of."""
         return self.parts[position].input if position in self.parts else position
 
     def weight_name(self, state: State) -> str:
-        """The name of a tensor of the model, or of the one that it is a part of."""
+        """The name of a tensor of the model, or of the one it is a part of."""
         if state.input not in self.parts:
             return state.name
         return state.name.rpartition("[")[0]
 
     @cached_property
     def states_of_parts(self) -> dict[int, list[State]]:
-        """The parts of each weight that is cut, in their order, by its position."""
+        """The parts of each weight that is cut, in order, by the weight's position."""
         named = {state.input: state for group in self.groups for state in group.state}
         found: dict[int, list[State]] = {}
         for position, part in self.parts.items():
@@ -182,8 +186,7 @@ class Plan:
 
     @cached_property
     def kept_parts(self) -> dict[int, KeptParts]:
-        """How weights are cut, and who keeps and updates each part, by their
-        positions."""
+        """How each weight is cut, and who keeps and updates its parts, by position."""
         groups = {state.input: group for group in self.groups for state in group.state}
         return {
             position: KeptParts(
@@ -196,14 +199,17 @@ class Plan:
 
     @cached_property
     def versions(self) -> dict[Job, int]:
-        """How many of a call's updates the weights of each F, B and W have seen."""
+        """How many of the call's updates the weights of each F, B and W have had."""
         jobs = self.timeline.jobs
         return {jobs.job(i): jobs.version(i) for i in range(jobs.regular)}
 
     @cached_property
     def memory(self) -> list[Peaks]:
-        """The most bytes that each worker holds in a step, by kind. What one job needs
-        while it runs comes on top, and what replicas send to be averaged."""
+        """The most bytes that each worker holds in a step, by kind.
+
+        Not counted are the memory that one job needs while it runs, and what replicas
+        send to be averaged.
+        """
         return held_bytes(self.step, self.state_bytes)
 
     @property
@@ -220,7 +226,7 @@ class Plan:
 
     @cached_property
     def trains(self) -> bool:
-        """Whether there are B jobs."""
+        """Whether the plan has B jobs."""
         return any(job.direction is Direction.BACKWARD for job in self.jobs)
 
     def __repr__(self) -> str:
@@ -240,16 +246,16 @@ class Plan:
 
     @property
     def line(self) -> str:
-        """The schedule, stages, predicted step, bubble and memory, in a line."""
+        """The schedule, stages, predicted step, bubble and memory, in one line."""
         placed = self.schedule, self.stages, self.timeline
         return plan_tables.load_line(*placed, self._memory)
 
     def table(self, rank: int, jobs: int | None = None, width: int | None = 88) -> str:
-        """The program of one worker: a row for each job and each piece of transfer.
+        """The program of one worker, as a table with a row for each job and transfer.
 
-        jobs: how many rows, from the first; all unless given. width: of a line; None
-            for as wide as it takes.
-        Raises PlanError for a worker that there isn't, and counts below 1.
+        jobs: how many rows to show, from the first; all rows by default.
+        width: the most columns of a line; None for no limit.
+        Raises PlanError for a worker that doesn't exist, and for a count below 1.
         """
         if not is_int(rank) or not 0 <= rank < len(self.programs):
             raise PlanError(
@@ -263,8 +269,10 @@ class Plan:
         return program_table(self.programs[rank], rank, True, jobs, width)
 
     def text(self) -> str:
-        """All of it: the stages, who keeps which weights, and a table of each worker's
-        program, each line as long as it takes. Equal for equal plans."""
+        """The whole plan: stages, owners of weights, and each worker's program table.
+
+        Lines have any length. Equal plans have equal texts.
+        """
         return plan_tables.plan_text(self._head, self.programs)
 
     @property
@@ -273,9 +281,12 @@ class Plan:
         return plan_tables.plan_head(self.schedule, self.stages, groups, notes)
 
     def explain(self) -> str:
-        """Stages with their workers, work, memory and what one microbatch sends; what
-        each worker runs and holds; what shards save, beside a plan without them, which
-        this makes; what limits the step. Lines of 100 columns."""
+        """Describes what each stage and worker costs, and what limits the step.
+
+        For each stage: its workers, work, memory, and what one microbatch sends. For
+        each worker: what it runs and holds. With shards, a comparison with a plan
+        without shards, which this method makes. Lines have at most 100 columns.
+        """
         return explain_text(
             self.schedule,
             self.stages,
@@ -288,8 +299,11 @@ class Plan:
 
     @property
     def replaced(self) -> tuple[str, ...]:
-        """What the user's passes put in the place of values and stages, by what they
-        say (fxsched.passes.replaces); writes all programs, if there are passes."""
+        """The values and stages that user passes replaced, as texts.
+
+        These are the replacements that passes declare by fxsched.passes.replaces. If
+        there are passes, all programs are made.
+        """
         if not self.arithmetic.passes:
             return ()
         return tuple(replaced_text(self.programs, self.reference))
@@ -312,14 +326,14 @@ class Plan:
     def simulate(
         self,
         durations: Durations = None,
-        transfer: float | Link | None = None,
+        transfer: Transfer = None,
         prefetch: int | None = None,
     ) -> Simulation:
-        """The step on a virtual clock, in seconds, each worker in its planned order.
+        """Simulates the step in seconds; each worker runs its jobs in planned order.
 
-        durations: None for those that the plan was made with; a measured timeline, for
-            the median of each stage and direction; or what fxsched.simulate takes, as
-            for transfer (None: as estimated) and prefetch.
+        durations: None for the durations of the plan; a measured timeline, for the
+            median of each stage and direction; or durations as for fxsched.simulate.
+        transfer, prefetch: as for fxsched.simulate; None for the plan's own.
         """
         check_transfers(transfer, prefetch)
         stages, jobs = self.stages.copy(), self.timeline.jobs
@@ -335,8 +349,10 @@ class Plan:
         )
 
     def diagram(self) -> Diagram:
-        """A picture of the step as it was planned; its page shows the stages, memory
-        and bytes by link too."""
+        """A picture of the planned step.
+
+        Its HTML page also shows the stages, memory, and bytes by link.
+        """
         whole = whole_stages(self.stages)
         shares = zip(
             sorted(whole), stage_shares(self.timeline.jobs, whole), strict=True
@@ -347,12 +363,13 @@ class Plan:
         return replace(self.simulate().diagram("s"), details=details)
 
     def profile(self, *timelines: Sequence[Event]) -> Profile:
-        """What the model's operations take where they ran, from steps of this plan.
+        """Makes a Profile from measured steps of this plan.
 
-        timelines: backend.timeline of a few steps. The times that the plan was made
-        with are scaled so that F and B of each stage take what they took in these, at
-        the median; a plan made with the profile balances its stages by that.
-        Raises PlanError for timelines that aren't of a whole step of this plan.
+        timelines: backend.timeline of one or more steps. The times of the plan are
+            scaled so that F and B of each stage take as long as in these steps, at the
+            median. A new plan made with this profile balances its stages by these
+            times.
+        Raises PlanError for a timeline that isn't of a whole step of this plan.
         """
         for timeline in timelines or ((),):
             _check_timeline("profile", timeline)
@@ -365,29 +382,34 @@ class Plan:
         return fit_profile(self.nodes, timelines)
 
     def compare(self, timeline: Sequence[Event]) -> str:
-        """Where the plan and a measured timeline, as backend.timeline, part: the step,
-        each worker's order, durations by stage and direction, and the largest waits.
+        """Shows where a measured timeline differs from the plan, as text.
 
-        Raises PlanError if they are of other jobs.
+        timeline: backend.timeline. The text compares the step, each worker's order,
+            durations by stage and direction, and the largest waits.
+        Raises PlanError if the timeline is of other jobs.
         """
         _check_timeline("compare", timeline)
         return compare_timelines(self.timeline, timeline)
 
     def check(self) -> None:
-        """Raises CheckError unless the programs are sound; see fxsched/checker."""
+        """Raises CheckError unless the programs are correct; see fxsched/checker."""
         with no_collection():
             check_programs(self.programs, self.reference)
 
     def examine(self, rank: int) -> Summary:
-        """What one worker's program shows by itself, and what the others need to know
-        of it, for checker.check_messages.check_summaries."""
+        """Checks one worker's program, and summarises it for the check of all workers.
+
+        checker.check_messages.check_summaries takes the summaries.
+        """
         with no_collection():
             return examine(rank, self.programs[rank], self.reference)
 
     @property
     def digest(self) -> str:
-        """Equal for equal plans that compute the same, in any process; writes no
-        programs."""
+        """A hash, equal for equal plans that compute the same, in any process.
+
+        No programs are made for it.
+        """
         text = hashlib.sha256(self.arithmetic.digest.encode())
         for part in (*self._head, *self.lines):
             text.update(f"{part!s}\n".encode())

@@ -1,4 +1,4 @@
-"""Ranks that load only the rows of a batch that they read."""
+"""Lets each rank load only the rows of a batch that it reads."""
 
 from __future__ import annotations
 
@@ -21,15 +21,20 @@ from ..transport.world import own_rank
 
 
 class LocalSampler(Sampler[list[int]]):
-    """The rows that a rank reads of each batch of an epoch, for DataLoader's
-    batch_sampler and fxsched.backend(schedule, rows="local").
+    """Yields the row numbers that a rank reads of each batch of an epoch.
 
-    dataset: anything with a length.
-    batch: samples of the whole batch, a multiple of the microbatches; what is left over
-        of the dataset is left out.
-    rank: this process's, unless given; all rows, where one process runs all workers.
-    shuffle: in the same order on all ranks, another one each epoch; see set_epoch.
-    Raises PlanError for a batch that doesn't divide, and for a dataset without one.
+    Use it as batch_sampler of DataLoader, with fxsched.backend(schedule, rows="local").
+
+    dataset: any object with a length.
+    schedule: the Schedule that the model runs by.
+    batch: the number of samples of the whole batch, a multiple of the microbatches. The
+        samples after the last whole batch are left out.
+    rank: the rank; by default that of this process. If one process runs all workers,
+        the default is all rows.
+    shuffle: whether to shuffle, in the same order on all ranks; set_epoch changes the
+        order.
+    Raises PlanError for a batch that isn't a multiple of the microbatches, and for a
+    dataset smaller than the batch.
     """
 
     def __init__(
@@ -60,7 +65,7 @@ class LocalSampler(Sampler[list[int]]):
             )
 
     def set_epoch(self, epoch: int) -> None:
-        """Shuffles in another way, the same on every rank that says the same."""
+        """Chooses the shuffled order of an epoch; give all ranks the same number."""
         self.epoch = epoch
 
     def __len__(self) -> int:

@@ -1,9 +1,9 @@
 """The library of schedules: each is one formula for w, one for n, and its source.
 
 In formulas, s is the stage, b the microbatch, d the direction, W the number of workers.
-LIBRARY has them by name; replicate makes any schedule data-parallel,
-sharded makes it tensor-parallel; the orders are n for schedules of one's own; saved
-reads them from files.
+LIBRARY has the schedules by name. replicate makes any schedule data-parallel; sharded
+makes any schedule tensor-parallel. The module also has functions n for your own
+schedules, and reads schedules from files.
 
 Imports: clock, jobs.
 """

@@ -12,8 +12,11 @@ Constructor = Callable[..., Schedule]
 
 
 class Library(Mapping[str, Constructor]):
-    """Constructors of schedules by name, and by that of the function: "1f1b" is
-    one_f_one_b. It lists each once."""
+    """The functions that make schedules, by name.
+
+    Each also has the name of its function: "1f1b" is one_f_one_b. Iteration lists each
+    schedule once.
+    """
 
     def __init__(self, constructors: Mapping[str, Constructor]) -> None:
         self._constructors = dict(constructors)
@@ -21,7 +24,7 @@ class Library(Mapping[str, Constructor]):
         self._names = names | {name: name for name in constructors}
 
     def name(self, text: str) -> str:
-        """The name of a schedule as it is listed. Raises PlanError for another text."""
+        """The listed name of a schedule. Raises PlanError for an unknown name."""
         if text in self._names:
             return self._names[text]
         near = difflib.get_close_matches(text.lower(), self._names, 1)

@@ -17,10 +17,10 @@ STAGES = 1 << 20  # above all numbers of stages
 
 
 def ddp(workers: int, microbatches: int | None = None) -> Schedule:
-    """Every worker keeps all weights, runs whole microbatches: w = (b mod W, b mod W).
+    """Every worker keeps all weights and runs whole microbatches.
 
-    One microbatch a worker unless given. PyTorch Distributed (Li et al. 2020, arXiv
-    2006.15704).
+    w = (b mod W, b mod W). By default one microbatch per worker. PyTorch Distributed
+    (Li et al. 2020, arXiv 2006.15704).
     """
     microbatches = equal_shares("ddp", workers, microbatches)
     return Schedule(
@@ -33,7 +33,7 @@ def ddp(workers: int, microbatches: int | None = None) -> Schedule:
 
 
 def fsdp(workers: int, microbatches: int | None = None) -> Schedule:
-    """As ddp, with stage s kept by one worker: w = (s mod W, b mod W).
+    """As ddp, but one worker keeps stage s: w = (s mod W, b mod W).
 
     ZeRO stage 3 (Rajbhandari et al. 2020, arXiv 1910.02054).
     """
@@ -48,11 +48,11 @@ def fsdp(workers: int, microbatches: int | None = None) -> Schedule:
 
 
 def hsdp(workers: int, group_size: int, microbatches: int | None = None) -> Schedule:
-    """fsdp inside groups of R workers, replicas across them.
+    """fsdp inside groups of R workers, with replicas across groups.
 
-    A stage's weights are on one worker of each group: R times fewer than with ddp, and
-    fetched inside the group alone. Hybrid sharding of PyTorch FSDP (Zhao et al. 2023,
-    arXiv 2304.11277).
+    In each group one worker keeps a stage's weights: R times fewer workers than with
+    ddp. Weights are fetched inside a group only. Hybrid sharding of PyTorch FSDP (Zhao
+    et al. 2023, arXiv 2304.11277).
     """
     count = groups("hsdp", workers, group_size)
     microbatches = equal_shares("hsdp", workers, microbatches)
@@ -61,29 +61,31 @@ def hsdp(workers: int, group_size: int, microbatches: int | None = None) -> Sche
 
 
 def zero1(workers: int, microbatches: int | None = None) -> Schedule:
-    """As ddp, with the optimizer's state of each stage on one worker:
-    w = (b mod W, b mod W), u = s mod W, n(s, b, U) above all others.
+    """As ddp, but one worker keeps a stage's optimizer state.
 
-    Once a model is cut into stages, u deals out their bytes: the largest stage to the
-    worker that has least so far, then the next. It takes W stages or more for each
-    worker to have some; where their number is left open the planner makes it a
-    multiple of W, as for ddp.
+    w = (b mod W, b mod W), u = s mod W, and n(s, b, U) is larger than all other n.
 
-    ZeRO stage 1 (Rajbhandari et al. 2020, arXiv 1910.02054) keeps all gradients until
-    the step. Here a worker's sums leave and are freed after its own last B of a stage
-    in any case, and it costs no message more. What zero1 keeps, where the optimizer is
-    in the program, is what the worker that u names has been sent: U comes after all F
-    and B. Where the loop steps, zero1 and zero2 differ in nothing.
+    Once a model is cut into stages, u balances bytes: the largest stage goes to the
+    worker with the fewest bytes so far, then the next largest. Each worker gets a share
+    only if there are W stages or more. If the number of stages is open, the planner
+    chooses a multiple of W, as for ddp.
+
+    In ZeRO stage 1 (Rajbhandari et al. 2020, arXiv 1910.02054) each worker keeps all
+    gradients until the step. Here each worker sends its sum of a stage's gradients
+    after its own last B of the stage, and frees the sum, without extra messages. If the
+    program has the optimizer, the worker u keeps the sums that it receives until U,
+    which runs after all F and B. If your loop steps the optimizer, zero1 and zero2 are
+    the same.
     """
     return _zero("zero1", workers, microbatches, 1)
 
 
 def zero2(workers: int, microbatches: int | None = None) -> Schedule:
-    """As zero1, with the update of a stage as soon as its own last B is done:
-    n(s, b, U) = n(s, b, B), below those of all B to come.
+    """As zero1, but a stage's update runs as soon as its last B is done.
 
-    Its gradients are summed, used and freed while earlier stages still run B. ZeRO
-    stage 2 (Rajbhandari et al. 2020, arXiv 1910.02054); fsdp is stage 3.
+    n(s, b, U) = n(s, b, B), which is smaller than n of all later B. The stage's
+    gradients are summed, used and freed while earlier stages still run B. ZeRO stage 2
+    (Rajbhandari et al. 2020, arXiv 1910.02054); fsdp is stage 3.
     """
     return _zero("zero2", workers, microbatches, 2)
 
@@ -100,21 +102,21 @@ def _zero(name: str, workers: int, microbatches: int | None, zero: int) -> Sched
 
 
 def replicate(schedule: Schedule, groups: int, zero: int | None = None) -> Schedule:
-    """Any schedule, data-parallel: `groups` copies of it, each on workers and on
-    microbatches of its own.
+    """Makes any schedule data-parallel: runs `groups` copies of it.
 
-    Group g has the workers g W to g W + W - 1, and keeps a copy of the weights where
-    the schedule keeps them. Microbatch b goes to group b mod groups, as ddp deals them
-    out, and is number b // groups there; n, caps and the rest stay those of the
-    schedule. A step takes as long as that of one copy.
+    Each copy has its own workers and microbatches. Group g has the workers g W to g W +
+    W - 1, and keeps a copy of the weights on the workers where the schedule keeps them.
+    Microbatch b goes to group b mod groups, as in ddp, and has the number b // groups
+    there. n, in_flight and all other settings are those of the schedule. A step takes
+    as long as a step of one copy.
 
-    zero: None, or 1 or 2 for copies of a stage that share its optimizer's state, as in
-        zero1 and zero2: u deals out the stages that a worker keeps, the largest first,
-        between it and those in its place in other groups (Rajbhandari et al. 2020,
-        arXiv 1910.02054). A worker has a share of its own where it keeps as many stages
-        as there are groups, or more. None leaves u as the schedule has it.
-    Raises PlanError if it isn't a schedule, groups not an int of 1 or more, or for
-    another zero.
+    zero: 1 or 2: the copies of a stage share its optimizer state, as in zero1 and
+        zero2: u divides the stages of a worker between this worker and the workers in
+        the same place of the other groups, the largest stage first (Rajbhandari et al.
+        2020, arXiv 1910.02054). Every one of these workers gets a share if each keeps
+        at least as many stages as there are groups. None: u is that of the schedule.
+    Raises PlanError if `schedule` isn't a schedule, groups isn't an int of 1 or more,
+    or zero has another value.
     """
     if not isinstance(schedule, Schedule):
         raise PlanError(f"replicate(schedule={schedule!r}): give a Schedule")

@@ -1,4 +1,4 @@
-"""The schedule for models with branches, which is fitted to their stages."""
+"""A schedule for models with branches, which is fitted to their stages."""
 
 from __future__ import annotations
 
@@ -20,15 +20,16 @@ SIMULATED = 15_000
 
 
 def graph(workers: int, microbatches: int) -> Schedule:
-    """For models with branches: each stage on a worker of its own where they suffice,
-    else spread so that the simulated step is shortest.
+    """For models with branches: each branch runs on workers of its own.
 
-    Stages of equal work give a branch workers in proportion to its work. At most as
-    many microbatches of a stage are in flight as there are stages from it to the end,
-    or one more where transfers would stall it: a tree of depth D takes B + D - 1 units
-    of F + B, where its S stages in a chain take B + S - 1. n is the oldest microbatch
-    first, or the longest way to the end of the step, whichever simulates faster.
-    GraphPipe (Jeon et al. 2024, arXiv 2406.17145).
+    Each stage has a worker of its own if there are enough workers. Otherwise stages are
+    placed so that the simulated step is shortest. Stages have equal work, so that a
+    branch gets workers in proportion to its work. As many microbatches of a stage may
+    be in flight as there are stages from it to the end, or one more if transfers would
+    otherwise delay the stage. A tree of depth D takes B + D - 1 units of F + B for B
+    microbatches; its S stages in a chain would take B + S - 1. n is the oldest
+    microbatch first, or the longest path to the end of the step first, whichever has
+    the shorter simulated step. GraphPipe (Jeon et al. 2024, arXiv 2406.17145).
     """
     positive("graph", workers=workers, microbatches=microbatches)
 

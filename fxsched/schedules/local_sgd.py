@@ -1,4 +1,4 @@
-"""Replicas that train alone and are averaged now and then."""
+"""Replicas that train separately and are averaged after some updates."""
 
 from __future__ import annotations
 
@@ -15,15 +15,17 @@ def local_sgd(
     microbatches: int | None = None,
     elastic: float | None = None,
 ) -> Schedule:
-    """As ddp, w = (b mod W, b mod W), but each worker steps its own replica, with the
-    gradient of one microbatch of its own, and after `every` steps all are averaged.
+    """As ddp, but each worker updates its own replica of the weights.
 
-    Microbatches for one averaging a call, W every, unless given. Parameter averaging
-    (McDonald et al. 2010, NAACL); local SGD (Stich 2019, arXiv 1805.09767). Momentum
-    and the like are averaged with the weights (Yu, Jin, Yang 2019, arXiv 1905.03817).
+    w = (b mod W, b mod W). Each update uses the gradient of one microbatch of the
+    worker. After `every` updates all replicas are averaged. By default a call has W *
+    every microbatches, so that it averages once. Parameter averaging (McDonald et al.
+    2010, NAACL); local SGD (Stich 2019, arXiv 1805.09767). Momentum and other optimizer
+    state are averaged with the weights (Yu, Jin, Yang 2019, arXiv 1905.03817).
 
-    elastic: alpha of elastic averaging, EASGD (Zhang et al. 2015, arXiv 1412.6651), of
-        which the centre is what a call leaves; None for plain averages.
+    elastic: alpha of elastic averaging, EASGD (Zhang et al. 2015, arXiv 1412.6651), at
+        the end of a call of which the weights are those of the centre; None for plain
+        averages.
     """
     positive("local_sgd", workers=workers, every=every)
     count = workers * every if microbatches is None else microbatches

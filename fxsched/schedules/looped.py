@@ -1,4 +1,4 @@
-"""Pipelines whose stages go round the workers several times: stage s on s mod W."""
+"""Pipelines with several stages per worker: stage s runs on worker s mod W."""
 
 from __future__ import annotations
 
@@ -15,13 +15,15 @@ _Placer = Callable[[int, int], int]
 
 
 def looped_bfs(workers: int, microbatches: int, stages: int | None = None) -> Schedule:
-    """Breadth first: all microbatches through a worker's stage before its next one,
-    F before B, of jobs that are ready. Two stages a worker unless given.
+    """Breadth first: all microbatches run through one stage of a worker, then the next.
 
-    With v stages a worker it takes m v + W - 1 units of one stage's F + B, and holds
-    m v activations. What it gains over looped_dfs is that a worker's next job mostly
-    is of the same stage: weights kept elsewhere are fetched once a loop.
-    Breadth-First Pipeline Parallelism (Lamy-Poirier 2022, arXiv 2211.05953).
+    Of the jobs that are ready, F goes before B. By default two stages per worker.
+
+    With v stages per worker a step takes m v + W - 1 units of one stage's F + B, and a
+    worker holds m v activations. Compared with looped_dfs, a worker's next job is more
+    often of the same stage, so that weights that another worker keeps are fetched once
+    for each stage. Breadth-First Pipeline Parallelism (Lamy-Poirier 2022, arXiv
+    2211.05953).
     """
     positive("looped_bfs", workers=workers, microbatches=microbatches)
     v = loops("looped_bfs", workers, stages)
@@ -41,13 +43,15 @@ def looped_bfs(workers: int, microbatches: int, stages: int | None = None) -> Sc
 
 
 def looped_dfs(workers: int, microbatches: int, stages: int | None = None) -> Schedule:
-    """Depth first: W microbatches go through all loops before the next W, as far as
-    the caps allow, and B runs in the gaps. Two stages a worker unless given.
+    """Depth first: W microbatches run through all stages before the next W.
 
-    The rule that `interleaved` follows in a fixed order, for any number of
-    microbatches; its step is a few percent longer, and it holds a few activations more.
-    At most 2 W microbatches of a stage are in flight, and S - s of stage s.
-    Described in Breadth-First Pipeline Parallelism (Lamy-Poirier 2022, arXiv
+    in_flight limits this order, and B runs when no F may. By default two stages per
+    worker.
+
+    looped_dfs has the same rule as `interleaved`, but no fixed order, and allows any
+    number of microbatches. Its step is a few percent longer, and it holds a few more
+    activations. At most 2 W microbatches of a stage are in flight, and at most S - s of
+    stage s. Described in Breadth-First Pipeline Parallelism (Lamy-Poirier 2022, arXiv
     2211.05953).
     """
     positive("looped_dfs", workers=workers, microbatches=microbatches)
@@ -71,13 +75,13 @@ def looped_dfs(workers: int, microbatches: int, stages: int | None = None) -> Sc
 def interleaved(
     workers: int, microbatches: int | None = None, stages: int | None = None
 ) -> Schedule:
-    """Interleaved 1F1B, in its fixed order. Two stages a worker unless given.
+    """Interleaved 1F1B, in its fixed order. By default two stages per worker.
 
-    Of its F, in depth-first order, worker r does 2 (W - r - 1) + (v - 1) W, then one F
-    and one B in turns, then the other B; n is the round. With v stages a worker it
-    takes m v + W - 1 units of one stage's F + B: a bubble v times smaller than that of
-    1f1b. Worker r holds 2 (W - r - 1) + (v - 1) W + 1 activations. Microbatches are a
-    multiple of W.
+    Worker r first runs 2 (W - r - 1) + (v - 1) W F in depth-first order, then one F and
+    one B in turns, then the remaining B; n counts these turns. With v stages per worker
+    a step takes m v + W - 1 units of one stage's F + B: a bubble v times smaller than
+    that of 1f1b. Worker r holds 2 (W - r - 1) + (v - 1) W + 1 activations. The number
+    of microbatches m must be a multiple of W.
     Megatron-LM (Narayanan et al. 2021, arXiv 2104.04473).
     """
     microbatches = equal_shares("interleaved", workers, microbatches)
@@ -113,7 +117,7 @@ def lpp(
     """Looped pipelines in W / R groups of R workers: w = (h(s, b), h(s, b)).
 
     h(x, y) = (R y mod W) + (x mod R): microbatch y goes to group y mod (W / R), where
-    stage x runs on the group's worker x mod R. stages: W unless given.
+    stage x runs on the group's worker x mod R. stages: W by default.
     Source: github.com/a-rahimi/parallel-training.
     """
     h = _hash("lpp", workers, group_size)
@@ -136,10 +140,10 @@ def fslpp(
     stages: int | None = None,
     even: bool = False,
 ) -> Schedule:
-    """As lpp, with stage s kept by one worker: w = (h(s, s), h(s, b)).
+    """As lpp, but one worker keeps stage s: w = (h(s, s), h(s, b)).
 
-    The published h(s, s) leaves most workers without weights when there are more
-    stages than R; even=True keeps stage s on worker s mod W instead.
+    With the published h(s, s), most workers keep no weights if there are more stages
+    than R. even=True keeps stage s on worker s mod W instead.
     Source: github.com/a-rahimi/parallel-training.
     """
     h = _hash("fslpp", workers, group_size)

@@ -1,4 +1,4 @@
-"""Orders of jobs: the n that several schedules share."""
+"""Orders of jobs: functions n that several schedules share."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ FORWARD = Direction.FORWARD
 
 
 def oldest_microbatch_first(stages: int) -> Priority:
-    """Smaller microbatches first; within one, in the order of data flow.
+    """Smaller microbatches first; within a microbatch, in the order of data flow.
 
     `oldest_batch_first` of parallelsim (github.com/a-rahimi/parallel-training).
     """
@@ -21,8 +21,10 @@ def oldest_microbatch_first(stages: int) -> Priority:
 
 
 def oldest_stage_first(stages: int, microbatches: int) -> Priority:
-    """By the job that makes this one ready: smaller stages first, F before B, then
-    smaller microbatches. Before the first F comes stage -1.
+    """Orders jobs by the job that makes them ready.
+
+    Smaller stages of that job go first, then F before B, then smaller microbatches. The
+    first F counts as made ready by stage -1.
 
     `oldest_stage_first` of parallelsim (github.com/a-rahimi/parallel-training).
     """
@@ -49,13 +51,18 @@ def forward_first(microbatches: int) -> Priority:
 
 
 def microbatch_first(s: int, b: int, d: Direction) -> int:
-    """Smaller microbatches first, for workers that run whole ones: of one microbatch
-    only what data flow allows is ready. Needs no number of stages."""
+    """Smaller microbatches first, for workers that run whole microbatches.
+
+    Of one microbatch, only the jobs that data flow allows are ready. This n doesn't
+    need the number of stages.
+    """
     return b
 
 
 def stage_first(s: int, b: int, d: Direction) -> int:
-    """All F, stage by stage, then all B, from the last stage to the first: a worker
-    reads the weights of each stage twice, however many microbatches it runs. Needs no
-    number of stages."""
+    """All F, stage by stage, then all B, from the last stage to the first.
+
+    A worker reads the weights of each stage twice, however many microbatches it runs.
+    This n doesn't need the number of stages.
+    """
     return s if d is FORWARD else (1 << 40) - s

@@ -1,4 +1,4 @@
-"""Pipelines: one stage a worker, and what becomes of it when work is moved."""
+"""Pipelines with one stage per worker, and variants that move some of the work."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ FORWARD, BACKWARD, *_ = Direction
 
 
 def naive(workers: int, microbatches: int = 1) -> Schedule:
-    """One stage a worker, one microbatch at a time: w = (s, s), and a cap of 1.
+    """One stage per worker and one microbatch at a time: w = (s, s), in_flight = 1.
 
-    One worker is busy at any time. Model parallelism as in Krizhevsky 2014 (arXiv
-    1404.5997), the case that GPipe starts from.
+    Only one worker is busy at any time. Model parallelism as in Krizhevsky 2014 (arXiv
+    1404.5997), which GPipe starts from.
     """
     positive("naive", workers=workers, microbatches=microbatches)
     return Schedule(
@@ -30,7 +30,7 @@ def naive(workers: int, microbatches: int = 1) -> Schedule:
 
 
 def gpipe(workers: int, microbatches: int) -> Schedule:
-    """One stage a worker, w = (s, s); of jobs that are ready, F before B.
+    """One stage per worker, w = (s, s); of the jobs that are ready, F goes before B.
 
     GPipe (Huang et al. 2019, arXiv 1811.06965).
     """
@@ -46,12 +46,14 @@ def gpipe(workers: int, microbatches: int) -> Schedule:
 
 
 def one_f_one_b(workers: int, microbatches: int, ahead: int = 1) -> Schedule:
-    """As gpipe, but B as soon as it can run and at most W - s microbatches in flight.
+    """As gpipe, but B runs as soon as it can, and in_flight is W - s.
 
     PipeDream-Flush (Narayanan et al. 2021, arXiv 2006.09503), DAPPLE (Fan et al. 2021).
-    ahead: so many more microbatches for each worker further on. With 2, a worker has
-    jobs left while a transfer or a slow job holds up its next B, at 2 (W - s) - 1
-    activations (Eager-1F1B, Zhuang et al. 2023, arXiv 2211.05322).
+
+    ahead: how many more microbatches stage s may have in flight than stage s + 1. With
+        2, stage s may have 2 (W - s) - 1, so that its worker has jobs left while a
+        transfer or a slow job delays its next B (Eager-1F1B, Zhuang et al. 2023, arXiv
+        2211.05322).
     """
     positive("one_f_one_b", workers=workers, microbatches=microbatches, ahead=ahead)
     return Schedule(
@@ -66,14 +68,17 @@ def one_f_one_b(workers: int, microbatches: int, ahead: int = 1) -> Schedule:
 
 
 def folded(workers: int, microbatches: int, held: int | None = None) -> Schedule:
-    """Two stages a worker, the first with the last: stage s on min(s, 2 W - 1 - s).
+    """Two stages per worker, the first with the last: s on min(s, 2 W - 1 - s).
 
-    An activation of stage s is held for S - s stages' work, so a pair needs room for
-    S + 1 = 2 W + 1 of them at full speed, on every worker alike; 1f1b needs 2 W of the
-    same size, but on its first worker. held: the room that a worker has, S + 1 unless
-    given; the last stages get what they need of it, rounded up, the first the rest.
+    An activation of stage s is held while S - s stages run. At full speed each worker
+    therefore needs room for S + 1 = 2 W + 1 activations. In 1f1b the first worker needs
+    room for 2 W activations of the same size, and later workers for fewer.
+
+    held: the room of a worker in activations, by default S + 1. The later of its two
+        stages gets the room that it needs of this, rounded up, and the earlier stage
+        gets the rest.
     The placement is that of the V schedules (Qi et al. 2024, arXiv 2405.15362), which
-    differ in splitting B; here B is whole, and F goes first where there is room.
+    split B. Here B is not split, and F goes first if there is room.
     """
     positive("folded", workers=workers, microbatches=microbatches)
     stages = 2 * workers
@@ -100,11 +105,13 @@ def folded(workers: int, microbatches: int, held: int | None = None) -> Schedule
 
 
 def cuckoo(workers: int, microbatches: int) -> Schedule:
-    """As gpipe, but the first microbatches' B of early stages run on late workers,
-    which are done with F first: on W - 1 - s, for s < W // 2 + 2, b < B // 2 - 2.
+    """As gpipe, but late workers run B of early stages for the first microbatches.
 
-    F and B of such a stage run on different workers, so what F saved travels, and B
-    fetches the weights.
+    Late workers have finished their F first. B runs on worker W - 1 - s if s < W // 2 +
+    2 and b < B // 2 - 2, where B is the number of microbatches.
+
+    F and B of such a stage run on different workers, so that the tensors that F saved
+    are sent, and B fetches the weights.
     Source: the notebook of github.com/a-rahimi/parallel-training.
     """
     positive("cuckoo", workers=workers, microbatches=microbatches)
@@ -124,14 +131,15 @@ def cuckoo(workers: int, microbatches: int) -> Schedule:
 
 
 def overflow(workers: int, microbatches: int, stages: int | None = None) -> Schedule:
-    """1f1b on S workers that have no room for W - s microbatches in flight: of every S
-    microbatches the last are an extra worker's until the stages that have room.
+    """1f1b on S workers, with extra workers for jobs whose activations don't fit.
 
-    room is the smallest that suffices, on the W - S extra workers too. Stage s with
-    S - s > room keeps microbatches b mod S < room; the others' jobs run on extra
-    worker S + (b mod S - room) mod (W - S). Weights stay on worker s. With S - room or
-    more extra workers a step takes as long as 1f1b. n is 1f1b's order, kept strictly:
-    nothing else bounds what the extra workers hold. stages: 2 W / 3 unless given.
+    In 1f1b, stage s has S - s microbatches in flight. Here the first S workers have
+    room for fewer: `room` activations, the smallest number that suffices on the W - S
+    extra workers too. Stage s with S - s > room keeps microbatches with b mod S < room.
+    The jobs of other microbatches run on extra worker S + (b mod S - room) mod (W - S).
+    Weights stay on worker s. With S - room or more extra workers a step takes as long
+    as in 1f1b. n is the order of 1f1b, and workers follow it strictly, because nothing
+    else limits the activations of extra workers. stages: S, by default 2 W / 3.
     """
     positive("overflow", workers=workers, microbatches=microbatches)
     if stages is None:

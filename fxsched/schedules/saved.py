@@ -1,4 +1,4 @@
-"""Schedules in files: fxsched.load_schedule, for what Schedule.save writes."""
+"""Reads schedules from the files that Schedule.save writes."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ SOME = ("versions", "ahead", "average_every", "elastic", *PAIRS.values())
 
 
 def load_schedule(path: str | PathLike[str]) -> Schedule:
-    """The schedule that Schedule.save wrote: as many workers, microbatches and stages,
-    each job placed and ordered as there.
+    """Reads a schedule from a file that Schedule.save wrote.
 
-    Raises PlanError, which names the file, if it can't be read, isn't JSON, is of
-    another version, or doesn't say all that a schedule is.
+    The schedule has the saved workers, microbatches and stages, and the saved w and n
+    of each job. Raises PlanError, which names the file, if the file can't be read,
+    isn't JSON, has another version, or is incomplete.
     """
     file = fspath(path)
     try:

@@ -1,4 +1,4 @@
-"""Schedules whose workers fetch weights from servers, and return gradients to them."""
+"""Schedules whose workers fetch weights from servers and send gradients back."""
 
 from __future__ import annotations
 
@@ -22,21 +22,23 @@ def parameter_server(
     asynchronous: bool = False,
     staleness: int | None = None,
 ) -> Schedule:
-    """The last workers keep the weights and run nothing; the others run whole
-    microbatches: w = (T + s mod servers, b mod T), where T is how many others.
+    """The last workers, the servers, keep the weights; the others run the jobs.
 
-    A trainer fetches a stage's weights for every job and returns their gradients. One
-    microbatch a trainer unless given. DistBelief (Dean et al. 2012); Li et al. 2014,
-    Scaling distributed machine learning with the parameter server.
+    The other workers, the trainers, run whole microbatches: w = (T + s mod servers, b
+    mod T), where T is the number of trainers. A trainer fetches a stage's weights for
+    every job and sends their gradients back. By default one microbatch per trainer.
+    DistBelief (Dean et al. 2012); Li et al. 2014, Scaling distributed machine learning
+    with the parameter server.
 
-    asynchronous: each microbatch is an update of its own, of weights that have seen
-        the trainer's last: update_every 1, version = max(0, b + 1 - T). Under
-        order="dynamic" servers update in order of arrival, and trainers read what they
-        find; "static", and fxsched.simulate, take the planned order.
-    staleness: how many updates a trainer may at most be ahead of the slowest, then;
-        None for any number (Downpour SGD, Dean et al. 2012); 1 or more for
-        stale-synchronous parallel (Ho et al. 2013); 0 is synchronous: update_every T,
-        an update of the gradients of a round of all trainers.
+    asynchronous: whether each microbatch has its own update: update_every = 1. Weights
+        then have at least the trainer's last update: version = max(0, b + 1 - T). With
+        order="dynamic" servers update in order of arrival, and trainers read the
+        weights with the updates that have arrived. With "static", and in
+        fxsched.simulate, updates run in the planned order.
+    staleness: with asynchronous=True, how many updates a trainer may be ahead of the
+        slowest trainer. None: any number (Downpour SGD, Dean et al. 2012). 1 or more:
+        stale-synchronous parallel (Ho et al. 2013). 0: synchronous, with update_every =
+        T: an update for each round of all trainers.
     """
     schedule = _served("parameter_server", workers, microbatches, servers)
     return _updating(schedule, servers, asynchronous, staleness)
@@ -49,8 +51,10 @@ def sharded_parameter_server(
     asynchronous: bool = False,
     staleness: int | None = None,
 ) -> Schedule:
-    """parameter_server with the stages dealt out to several servers, which share the
-    traffic that one would have alone. Two servers unless given.
+    """As parameter_server, with the stages dealt out to several servers.
+
+    The servers share the traffic that a single server would have. By default two
+    servers.
 
     Li et al. 2014, Scaling distributed machine learning with the parameter server.
     """
@@ -61,13 +65,14 @@ def sharded_parameter_server(
 def sharded_groups(
     workers: int, group_size: int, microbatches: int | None = None
 ) -> Schedule:
-    """Each group of R workers serves its share of the stages to the other groups, and
-    inside it each worker has a replica: w = (R (s mod G) + c mod R, c), c = b mod W.
+    """Stages are divided among G groups of R workers; each worker has its group's.
 
-    The other way round than hsdp: a worker keeps every G-th stage, and fetches the
-    others from the workers in its own place of other groups, one server for G - 1
+    w = (R (s mod G) + c mod R, c), c = b mod W.
+
+    The opposite of hsdp: a worker keeps every G-th stage. It fetches each other stage
+    from the worker in the same place of another group, so that one server has G - 1
     clients. G = W is fsdp, G = 1 is ddp. A worker's share is as in parameter servers
-    that are trainers too (Li et al. 2014).
+    that are also trainers (Li et al. 2014).
     """
     count = groups("sharded_groups", workers, group_size)
     microbatches = equal_shares("sharded_groups", workers, microbatches)
@@ -87,20 +92,24 @@ def hybrid(
     sparse: Sequence[int] | None = None,
     servers: int = 0,
 ) -> Schedule:
-    """Stages of embedding tables through servers, all others replicas, whose gradients
-    are averaged all to all: with T trainers, w = (b mod T, b mod T), and for the i-th
-    sparse stage w = (i mod T, b mod T), or (T + i mod servers, b mod T).
+    """As ddp, but stages of embedding tables are kept by servers or dealt out.
 
-    sparse: numbers of stages; () is ddp. None takes those whose weights are for the
-        most part tables that embeddings alone read, once a model is cut, and stage 0
-        where there is no model.
-    servers: workers, the last ones, that keep sparse stages and run nothing; 0 for
-        trainers that keep them too, as servers share their trainers' machines there.
+    The gradients of all other stages are averaged between all T trainers. w = (b mod T,
+    b mod T); for the i-th sparse stage w = (i mod T, b mod T) or, with servers, (T + i
+    mod servers, b mod T).
 
-    The placement is by stage: backend(stages=) names cuts that part tables from the
-    rest. A table's weights and gradients are sent whole, as embeddings with sparse=True
-    are refused. Herring (Thangakrishnan et al. 2020, SC 20); which of the two ways
-    a variable goes by its sparsity: Parallax (Kim et al. 2019, arXiv 1808.02621).
+    sparse: the numbers of the sparse stages; () is ddp. None: stages whose weights are
+        mostly tables that only embeddings read, once a model is cut into stages; stage
+        0 if there is no model.
+    servers: how many workers, the last ones, keep sparse stages and run no jobs. 0: the
+        trainers keep the sparse stages too, as in the papers, where servers share the
+        machines of trainers.
+
+    Placement is by stage: cut the model with backend(stages=) so that tables are in
+    stages of their own. A table's weights and gradients are sent whole, since
+    embeddings with sparse=True are an error. Herring (Thangakrishnan et al. 2020, SC
+    20). The choice by a variable's sparsity: Parallax (Kim et al. 2019, arXiv
+    1808.02621).
     """
     trainers, microbatches = _trainers("hybrid", workers, microbatches, servers)
     numbers = _stage_numbers(sparse)

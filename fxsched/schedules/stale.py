@@ -1,7 +1,7 @@
-"""Pipelines that never drain within a call: weights are some updates old.
+"""Pipelines that stay full during a call: jobs read weights that are some updates old.
 
-A call holds many updates, so that filling and draining are paid once for all of them.
-What a job may read is version(s, b, d); all else is that of 1f1b.
+A call has many updates, so that the pipeline fills and drains once for all of them.
+version(s, b, d) says which weights a job reads. All other settings are those of 1f1b.
 """
 
 from __future__ import annotations
@@ -17,12 +17,13 @@ from .pipelines import one_f_one_b
 
 
 def pipedream(workers: int, microbatches: int) -> Schedule:
-    """1f1b with an update of a stage after each of its B: update_every 1, and
-    version = max(0, b + 1 - (W - s)) for F and B.
+    """1f1b with an update of a stage after each of its B.
 
-    F takes the newest weights of its stage, which is when W - s microbatches are in
-    flight, and B the same ones again (weight stashing): stage s keeps W - s versions.
-    PipeDream (Narayanan et al. 2019, doi 10.1145/3341301.3359646).
+    update_every = 1, and version = max(0, b + 1 - (W - s)) for F and B.
+
+    F reads the newest weights of its stage, while W - s microbatches are in flight. B
+    reads the same weights again (weight stashing), so that stage s keeps W - s
+    versions. PipeDream (Narayanan et al. 2019, doi 10.1145/3341301.3359646).
     """
     positive("pipedream", workers=workers, microbatches=microbatches)
 
@@ -40,20 +41,23 @@ def pipedream(workers: int, microbatches: int) -> Schedule:
 def pipedream_2bw(
     workers: int, microbatches: int, every: int | None = None
 ) -> Schedule:
-    """1f1b with an update every `every` microbatches, W of them unless given, and
+    """1f1b with an update every `every` microbatches, by default every W.
+
     version = max(0, b // every - 1): W(t + 1) = W(t) - step(gradient at W(t - 1)).
 
-    All stages are one update late, and keep two versions. With `every` of W or more no
-    worker waits for an update.
-    PipeDream-2BW (Narayanan et al. 2021, arXiv 2006.09503).
+    All stages read weights that are one update old, and keep two versions. If `every`
+    is W or more, no worker waits for an update. PipeDream-2BW (Narayanan et al. 2021,
+    arXiv 2006.09503).
     """
     return _one_late("pipedream_2bw", workers, microbatches, every)
 
 
 def stale_by_one(workers: int, microbatches: int) -> Schedule:
-    """pipedream_2bw with the fewest microbatches to an update that keep all workers
-    busy, W: between F and B of each microbatch lies one update of the stage, and B
-    reads the version before it, the only one that is kept.
+    """pipedream_2bw with W microbatches to an update.
+
+    W is the smallest number that keeps all workers busy. Between F and B of each
+    microbatch there is one update of the stage. B reads the version before that update,
+    the only older version that is kept.
     """
     return _one_late("stale_by_one", workers, microbatches, workers)
 
@@ -65,22 +69,26 @@ def pipemare(
     correction: float | None = 0.135,
     every: int = 1,
 ) -> Schedule:
-    """1f1b in which F and B each read the newest weights that there are when it runs,
-    and nothing is stashed: version = max(0, (b + 1 - (W - s)) // every) for F and
-    b // every for B. F of stage s is tau = (W - 1 - s) / every updates older than B.
+    """1f1b in which F and B each read the newest weights when they run.
 
-    T1, rescheduled rates: update k of a stage takes its learning rates divided by
-    max(tau, 1) ** (1 - min(k / annealed, 1)).
-    T2, corrected discrepancy: B reads weights less tau times their velocity, which
-    decays by correction ** (1 / tau); None corrects nothing.
-    T3 is the user's: some epochs by a synchronous schedule first, 1f1b on as many
-    workers, with the same model and optimizer.
+    No older versions are kept: version = max(0, (b + 1 - (W - s)) // every) for F and b
+    // every for B. The weights that F of stage s reads are tau = (W - 1 - s) / every
+    updates older than those that B reads.
 
-    annealed: updates until learning rates are whole; the paper's K.
-    correction: the paper's D, about e^-2. every: microbatches to an update.
-    Velocities and counts of updates are in the optimizer's state, and start at 0. The
-    paper's stages take an F and a B at a time, so that its tau is
-    (2 (W - 1 - s) + 1) / every; that of 1f1b, which alternates them, is above.
+    T1, rescheduled learning rates: at update k of a stage its learning rates are
+    divided by max(tau, 1) ** (1 - min(k / annealed, 1)).
+    T2, discrepancy correction: B reads the weights minus tau times their velocity,
+    which decays by correction ** (1 / tau).
+    T3, warm-up, is left to you: first train some epochs by a synchronous schedule, 1f1b
+    on as many workers, with the same model and optimizer.
+
+    annealed: the number of updates until learning rates are no longer divided; the
+        paper's K.
+    correction: the paper's D, about e^-2; None for no correction.
+    every: the number of microbatches to an update.
+    Velocities and counts of updates are in the optimizer's state, and start at 0. In
+    the paper a stage runs an F and a B at the same time, so that tau is (2 (W - 1 - s)
+    + 1) / every. 1f1b alternates F and B, which gives the tau above.
     PipeMare (Yang et al. 2021, arXiv 1910.05124).
     """
     positive("pipemare", workers=workers, microbatches=microbatches)

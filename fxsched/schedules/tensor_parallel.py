@@ -1,4 +1,4 @@
-"""Shards of any schedule's stages, each on a worker of its own."""
+"""Divides any schedule's stages into shards, each on its own worker."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from .arguments import positive
 
 
 def sharded(schedule: Schedule, shards: int) -> Schedule:
-    """Any schedule, tensor-parallel: each of its workers becomes `shards` workers, each
-    of which has a shard of the stages that it had.
+    """Makes any schedule tensor-parallel: each worker becomes `shards` workers.
 
-    Shard p of what ran on worker v is on worker shards * v + p, and so are its weights:
-    w(s, b, d, p) = shards * w(s, b, d) + p; n, caps and the rest stay those of the
-    schedule. Megatron-LM (Shoeybi et al. 2019, arXiv 1909.08053). Which weights are
-    cut, and how, says backend(shards=).
+    Each of these workers runs one shard of the stages of the original worker. Shard p
+    of a stage on worker v is on worker shards * v + p, and so are the shard's weights:
+    w(s, b, d, p) = shards * w(s, b, d) + p. n, in_flight and all other settings are
+    those of the schedule. Megatron-LM (Shoeybi et al. 2019, arXiv 1909.08053).
+    backend(shards=) sets which weights are cut, and how.
 
-    Raises PlanError if it isn't a schedule, shards not an int of 1 or more, or for one
-    that is sharded already.
+    Raises PlanError if `schedule` isn't a schedule or is already sharded, or if shards
+    isn't an int of 1 or more.
     """
     if not isinstance(schedule, Schedule):
         raise PlanError(f"sharded(schedule={schedule!r}): give a Schedule")

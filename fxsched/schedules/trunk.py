@@ -1,9 +1,9 @@
-"""Encoders beside a trunk, on the same workers: models that read pictures or sounds.
+"""Encoders beside a trunk on the same workers, as in models that read images or audio.
 
-The trunk is a pipeline over all workers, with the caps of 1F1B; where the encoders go
-is what the schedules differ in. Which stages are which follows from the graph: the
-trunk begins where all inputs have met. Each stage is on one worker, so that no weights
-move, where the papers let pipelines or copies of the encoders be laid out apart.
+The trunk is a pipeline over all workers, with the in_flight limits of 1F1B. The
+schedules differ in where the encoders run. The graph says which stages are which: the
+trunk begins where all inputs have been combined. Each stage is on one worker, so that
+no weights are sent. In the papers, encoders may have other pipelines or copies.
 """
 
 from __future__ import annotations
@@ -65,17 +65,20 @@ def encoder_stages(stages: nx.DiGraph[int], workers: int) -> frozenset[int]:
 
 
 def bubble_filled(workers: int, microbatches: int) -> Schedule:
-    """Encoders' jobs in the trunk's bubbles: stage t of the trunk on worker t % W,
-    encoders where the step is shortest. Where that leaves a worker with over 5 % more
-    work than the mean, as trained adapters beside a frozen trunk may, the trunk's
-    stages are on other workers too if the step is shorter. n is that of 1F1B in the
-    trunk, whose jobs all go before those of the encoders; the trunk has 1F1B's caps,
-    encoders have none.
+    """Encoders' jobs run in the bubbles of the trunk.
 
-    Of the encoders, the oldest microbatch goes first, or F, or the longest way to the
-    end of the step, whichever simulates faster. F run ahead in the trunk's warm-up and
-    B are left for its end, so that an encoder may hold all microbatches. Optimus (Feng
-    et al. 2024, arXiv 2408.03505), with stages in place of kernels.
+    Stage t of the trunk runs on worker t mod W; encoders run where the simulated step
+    is shortest. If this gives a worker over 5 % more work than the mean, as trained
+    adapters beside a frozen trunk may, other placements of the trunk's stages are
+    compared too, and used if the step is shorter. n is that of 1F1B in the trunk, whose
+    jobs go before all jobs of encoders. The trunk has the in_flight limits of 1F1B,
+    encoders have no limits.
+
+    Of the encoders' jobs, the oldest microbatch, F, or the longest path to the end of
+    the step goes first, whichever has the shorter simulated step. F of encoders run
+    ahead during the trunk's warm-up, and B at the end of the trunk, so that an encoder
+    may hold all microbatches. Optimus (Feng et al. 2024, arXiv 2408.03505), with stages
+    in place of kernels.
     """
     positive("bubble_filled", workers=workers, microbatches=microbatches)
 
@@ -91,16 +94,18 @@ def bubble_filled(workers: int, microbatches: int) -> Schedule:
 
 
 def nested(workers: int, microbatches: int) -> Schedule:
-    """Encoders' jobs nested into the trunk's 1F1B: each F just before its trunk
-    microbatch needs it, each B as soon as it can, so that what encoders hold does not
-    grow with the number of microbatches.
+    """Encoders' jobs are nested into the trunk's 1F1B.
 
-    Workers as for bubble_filled. An encoder's stage has as many microbatches in flight
-    as there are stages from it to the end, and so many more that 2 W, 4 W and
-    8 W microbatches, however many there are, take at most 2 % longer than without a
-    cap. n is the oldest microbatch first, or the longest way to the end of the step, or
-    the trunk first as in bubble_filled, whichever simulates faster. BigMac
-    (Zhang et al. 2026, arXiv 2605.25451), without generators.
+    Each F runs just before the trunk needs it, and each B as soon as it can. The
+    activations that encoders hold therefore don't grow with the number of microbatches.
+
+    Workers are as in bubble_filled. A stage of an encoder may have as many microbatches
+    in flight as there are stages from it to the end. This limit is raised until 2 W, 4
+    W and 8 W microbatches take at most 2 % longer than without a limit; it does not
+    depend on the actual number of microbatches. n is the oldest microbatch first, the
+    longest path to the end of the step first, or the trunk first as in bubble_filled,
+    whichever has the shorter simulated step. BigMac (Zhang et al. 2026, arXiv
+    2605.25451), without generators.
     """
     positive("nested", workers=workers, microbatches=microbatches)
 

@@ -1,4 +1,4 @@
-"""Pipelines that split B, and fill their gaps with the gradients of weights, W.
+"""Pipelines that split B, and run the gradients of weights, W, in the gaps.
 
 p is the number of workers, m that of microbatches.
 """
@@ -16,21 +16,23 @@ FORWARD, BACKWARD, WEIGHT, UPDATE = Direction
 
 
 def zb_h1(workers: int, microbatches: int) -> Schedule:
-    """ZB-H1: 1f1b with W put off until the last worker's are ready, in a fixed order.
+    """ZB-H1: 1f1b in a fixed order that runs W late, to fill gaps.
 
-    Worker r does p - r - 1 F, then rounds of F, B, and, once the warm-up and the rounds
-    make p - 1, W. Every worker holds p activations. Where F, B and W take equally long,
-    the bubble is a third of 1f1b's.
+    Worker r runs p - r - 1 F first (the warm-up), then rounds of F and B. A round also
+    has a W once the warm-up and the rounds before it have p - 1 F together. Every
+    worker holds p activations. If F, B and W take equally long, the bubble is a third
+    of that of 1f1b.
     Zero Bubble Pipeline Parallelism (Qi et al. 2023, arXiv 2401.10241).
     """
     return _fixed_order("zb_h1", workers, microbatches, 1)
 
 
 def zb_h2(workers: int, microbatches: int) -> Schedule:
-    """ZB-H2: as zb_h1 with twice the warm-up, 2 (p - r - 1) F, and 2 p - 1 activations.
+    """ZB-H2: as zb_h1 with twice the warm-up, and 2 p - 1 activations.
 
-    Where F, B and W take equally long, a worker never waits once it has begun: steps
-    follow each other without a bubble (Simulation.span_bubble_rate).
+    Worker r runs 2 (p - r - 1) F first. If F, B and W take equally long, a worker never
+    waits once it has begun: steps follow each other without a bubble
+    (Simulation.span_bubble_rate).
     Zero Bubble Pipeline Parallelism (Qi et al. 2023, arXiv 2401.10241).
     """
     return _fixed_order("zb_h2", workers, microbatches, 2)
@@ -62,12 +64,13 @@ def _fixed_order(name: str, workers: int, microbatches: int, c: int) -> Schedule
 
 
 def zb_v(workers: int, microbatches: int) -> Schedule:
-    """ZB-V: stages as in `folded`, F before B, and W where nothing else runs.
+    """ZB-V: stages as in `folded`, F before B, and W when nothing else can run.
 
-    A cap of 2 p - 1 - r and r + 1 of the two stages of worker r: 2 p activations on
-    each, as much as p microbatches of 1f1b's twice larger stages. Of two F and of two B
-    the one further on goes first. Where F, B and W take 1 and m >= 2 p, a step takes
-    6 m + p - 1, the least that p workers can, or a few units more.
+    in_flight is 2 p - 1 - r for the first and r + 1 for the second stage of worker r.
+    Each worker thus holds 2 p activations, as much memory as p microbatches of 1f1b,
+    whose stages are twice as large. Of two F, or two B, the one of the later stage goes
+    first. If F, B and W take 1 and m >= 2 p, a step takes 6 m + p - 1, the least that p
+    workers need, or a few units more.
     Qi et al. 2023 (arXiv 2401.10241); V-ZB of Qi et al. 2024 (arXiv 2405.15362).
     """
     positive("zb_v", workers=workers, microbatches=microbatches)
@@ -91,11 +94,11 @@ def zb_v(workers: int, microbatches: int) -> Schedule:
 
 
 def v_half(workers: int, microbatches: int) -> Schedule:
-    """V-Half: stages as in `folded`, half of the memory, (p + 2) // 2 microbatches.
+    """V-Half: stages as in `folded`, and half of the memory of zb_v.
 
-    n is when a job starts in the published block, which repeats every 6 units, and W
-    runs where nothing else does. Where F, B and W take 1 and m >= 2 p, a step takes
-    less than 6 m + 3 p.
+    A worker holds activations of (p + 2) // 2 microbatches. n is the time at which a
+    job starts in the published block, which repeats every 6 units. W runs when nothing
+    else can. If F, B and W take 1 and m >= 2 p, a step takes less than 6 m + 3 p.
     Pipeline Parallelism with Controllable Memory (Qi et al. 2024, arXiv 2405.15362).
     """
     positive("v_half", workers=workers, microbatches=microbatches)
@@ -109,11 +112,12 @@ def v_half(workers: int, microbatches: int) -> Schedule:
 
 
 def v_min(workers: int, microbatches: int) -> Schedule:
-    """V-Min: stages as in `folded`, a third of the memory, (p + 4) // 3 microbatches.
+    """V-Min: stages as in `folded`, and a third of the memory of zb_v.
 
-    n is when a job starts in the published block, which repeats every 6 units; the
-    order is fixed, or more would be held. Where F, B and W take 1, a step takes less
-    than 6 m + 4 p.
+    A worker holds activations of (p + 4) // 3 microbatches. n is the time at which a
+    job starts in the published block, which repeats every 6 units. The order is fixed,
+    since other orders would hold more. If F, B and W take 1, a step takes less than 6 m
+    + 4 p.
     Pipeline Parallelism with Controllable Memory (Qi et al. 2024, arXiv 2405.15362).
     """
     positive("v_min", workers=workers, microbatches=microbatches)

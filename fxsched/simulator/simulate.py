@@ -13,7 +13,7 @@ import numpy as np
 from ..clock.event_loop import run_jobs
 from ..clock.joint import fit_joint, out_of_order
 from ..clock.memory import Peaks
-from ..clock.network import Link, check_edges, check_transfer, delays
+from ..clock.network import Transfer, Wires, check_edges, check_transfer, delays
 from ..clock.stage_graph import check_size, stage_jobs
 from ..clock.timeline import Timeline
 from ..clock.updates import stopped_by_order
@@ -36,11 +36,14 @@ if TYPE_CHECKING:  # steps need torch, which takes a second to import
 class Simulation:
     """A simulated step.
 
-    latency: from the first start to the last end (of a returned gradient too, if
-        those take time), in the unit of the durations.
+    schedule: the Schedule. stages: the graph of stages.
+    latency: the time from the first start to the last end, in the unit of the
+        durations. If returned gradients take time, the last end may be that of a
+        returned gradient.
     timeline: every job with its worker, start and end.
-    make: makes the step that the jobs are of. state: bytes of the optimizer's state, by
-        position of the parameter; None for those that the stages say.
+    make: a function that makes `step`.
+    state: bytes of the optimizer's state, by position of the parameter; None for the
+        bytes that the stages have.
     """
 
     schedule: Schedule
@@ -52,12 +55,12 @@ class Simulation:
 
     @cached_property
     def step(self) -> Step:
-        """What all workers do and send; see fxsched/ir/step.py."""
+        """The jobs and messages of all workers; see fxsched/ir/step.py."""
         return self.make()
 
     @cached_property
     def workers(self) -> tuple[Worker, ...]:
-        """A record for each worker."""
+        """A record for each worker: what it runs, holds, sends and receives."""
         from ..accounts.workers import worker_records
 
         return worker_records(self.schedule, self.stages, self.timeline, self.step)
@@ -69,12 +72,12 @@ class Simulation:
 
     @property
     def bubble_rate(self) -> float:
-        """The share of the workers' time that they are idle."""
+        """The share of the step in which workers are idle."""
         return self._idle(self.latency)
 
     @property
     def span_bubble_rate(self) -> float:
-        """The same, where one step follows the other: of the longest span."""
+        """The share of `span` in which workers are idle, if steps follow each other."""
         return self._idle(self.span)
 
     def _idle(self, time: float) -> float:
@@ -83,8 +86,11 @@ class Simulation:
 
     @cached_property
     def span(self) -> float:
-        """The longest time from a worker's first start to its last end: what a step
-        costs where the next begins on each worker as soon as it is done."""
+        """The longest time from a worker's first start to its last end.
+
+        This is the time of a step if each worker begins the next step as soon as it has
+        finished this one.
+        """
         compute = self.timeline.jobs.columns.worker[self.timeline.order]
         first = np.full(self.schedule.workers, np.inf)
         last = np.full(self.schedule.workers, -np.inf)
@@ -94,9 +100,12 @@ class Simulation:
 
     @cached_property
     def memory(self) -> list[Peaks]:
-        """The most bytes that each worker holds, by kind, of stages that say what they
-        take: `weights` with their gradients, `held`, `state` of the optimizer. Weights
-        that others keep come one job ahead, unless `prefetch` says otherwise."""
+        """The most bytes that each worker holds in a step, by kind.
+
+        The stages must have `weights` (bytes of weights and their gradients) and
+        `held`; `state`, of the optimizer, is optional. Weights that other workers keep
+        arrive one job ahead, unless `prefetch` sets another number.
+        """
         from ..accounts.held import held_bytes
         from ..accounts.paper import state_bytes
 
@@ -106,14 +115,14 @@ class Simulation:
     def diagram(self, unit: str = "") -> Diagram:
         """A picture of the timeline: print it, or save it as .svg, .html or .txt.
 
-        unit: of the durations, "s" for seconds.
+        unit: the unit of the durations, such as "s" for seconds.
         """
         release, step = self.schedule.release, (0.0, self.latency)
         workers, title = self.schedule.workers, str(self.schedule)
         return draw(self.timeline, workers, title, release, unit, step)
 
     def table(self) -> str:
-        """A line about the step, and a row for each worker; equal ones share a row."""
+        """A line about the step, and a table of workers; equal workers share a row."""
         count = len(set(map(whole_stage, self.stages)))
         line = (
             f"{self.schedule}, {count} stages: step {self.latency:.4g}, "
@@ -135,37 +144,41 @@ def simulate(
     schedule: Schedule,
     stages: int | nx.DiGraph[int] | None = None,
     durations: Durations = UNITS,
-    transfer: float | Link | None = 0.0,
+    transfer: Transfer = 0.0,
     prefetch: int | None = None,
     joint: Collection[int] = (),
     sums: int = 0,
     sum_bytes: float = 0.0,
 ) -> Simulation:
-    """Runs a schedule on a virtual clock.
+    """Simulates a step of a schedule.
 
-    stages: how many, in a chain, or a networkx.DiGraph of them, numbered from 0 in the
-        order of data flow; the schedule's own number unless given, or, where that is
-        open too, one for each worker.
-    durations: of F, B and (if the schedule splits the backward; half of B each unless
-        given) W, as {"F": 1, "B": 2}; or a function of the job; or a measured timeline,
-        for the median of each stage and direction; or None for those of the stages, as
-        fxsched/clock/stage_record.py describes them.
-    transfer: how long what a job made takes to a job on another worker; a Link, for
-        stages whose edges have `bytes`; or None for the `seconds` of the edges.
-    prefetch: None if fetching weights and returning their gradients takes no time;
-        else how many jobs ahead of need a worker asks for weights. They take
-        `transfer`, on a Link half of a stage's `weights`, which count gradients too,
-        or, if transfer is None, the stage's `fetch`.
-    joint: stages in which the rows of all microbatches meet, as in a contrastive loss,
-        besides those of a graph that say so: each has one job a direction, `3F*` and
-        `3B*`, which takes as long as the durations say of one.
-    sums: how many sums the shards of a stage add up in F, and so in B; they cut its
-        work into equal pieces, and each shard sends what it has of one to the others,
-        which takes `transfer`, on a Link that of sum_bytes. 0: sums take no time.
-    Each of a schedule's shards has as much of a stage's work. Updates are in the
-    planned order, where backend(order="dynamic") would have them in order of arrival
-    too. Raises PlanError for what cannot be
-    simulated, and for a cap that stops all.
+    stages: the number of stages in a chain, or a networkx.DiGraph of stages, numbered
+        from 0 in the order of data flow. By default the schedule's number of stages or,
+        if that is open, one stage for each worker.
+    durations: the times of F, B and (if the schedule splits the backward) W, as {"F":
+        1, "B": 2}; by default W takes half of B. Or a function of the job; or a
+        measured timeline, for the median of each stage and direction; or None for the
+        durations of the stages, as described in fxsched/clock/stage_record.py.
+    transfer: the time of a message from a job to a job on another worker; or a Link or
+        Network, if the edges between stages have `bytes`; or None for the `seconds` of
+        the edges.
+    prefetch: how many jobs ahead a worker asks for weights that it fetches. Fetched
+        weights and returned gradients then take the time `transfer`; on a Link or
+        Network, the time of half of a stage's `weights`, which count gradients too; or,
+        if transfer is None, the stage's `fetch`. None: fetched weights and returned
+        gradients take no time.
+    joint: global-batch stages, in which the rows of all microbatches meet, as in a
+        contrastive loss, besides those that the graph marks. Such a stage has one job
+        in each direction, `3F*` and `3B*`, which takes the duration of one job.
+    sums: how many sums the shards of a stage add up in F, and as many in B. The sums
+        divide the stage's work into equal pieces. After each piece, each shard sends
+        its part of the sum to every other shard, which takes the time `transfer`; on a
+        Link or Network, the time of sum_bytes. 0: sums take no time.
+    sum_bytes: the bytes of a shard's part of one sum.
+    If the schedule has shards, the work of a stage is divided equally between them.
+    Updates run in the planned order, even if backend(order="dynamic") would run them in
+    order of arrival. Raises PlanError for arguments that can't be simulated, and if
+    in_flight stops the step.
     """
     if not isinstance(schedule, Schedule):
         raise PlanError(
@@ -188,15 +201,16 @@ def _run(
     schedule: Schedule,
     stages: nx.DiGraph[int],
     durations: Durations,
-    transfer: float | Link | None,
+    transfer: Transfer,
     prefetch: int | None,
 ) -> Simulation:
     jobs = stage_jobs(schedule, stages)
     set_durations(stages, schedule, durations, frozenset(jobs.kinds))
     seconds = job_seconds(stages, jobs, durations)
     check_transfers(transfer, prefetch)
-    if isinstance(transfer, Link):
+    if isinstance(transfer, Wires):
         check_edges(stages)
+        transfer.check_workers(schedule.workers)
     between = {} if transfer == 0 else delays(jobs, stages, transfer)
     timeline = run_jobs(
         jobs, seconds, schedule.cap, schedule.release, between, schedule.in_order
@@ -211,7 +225,7 @@ def _run(
             schedule, stages, timeline, 1 if prefetch is None else prefetch
         )
 
-    if prefetch is not None or isinstance(transfer, Link):  # in this order then
+    if prefetch is not None or isinstance(transfer, Wires):  # in this order then
         asked = prefetch is not None
         return simulate_step(schedule, stages, step(), seconds, transfer, asked)
     return Simulation(schedule, stages, max(timeline.end, default=0.0), timeline, step)
@@ -222,11 +236,11 @@ def simulate_step(
     stages: nx.DiGraph[int],
     step: Step,
     seconds: Sequence[float],
-    transfer: float | Link | None,
+    transfer: Transfer,
     parameters: bool,
     state: Mapping[int, int] | None = None,
 ) -> Simulation:
-    """Simulates a step whose jobs have their order; see accounts.times."""
+    """Simulates a step whose jobs have a given order; see accounts.times."""
     from ..accounts.times import step_times
 
     timeline, end = step_times(step, stages, seconds, transfer, parameters)
@@ -248,7 +262,7 @@ def _mark_joint(stages: nx.DiGraph[int], joint: object) -> None:
 
 
 def check_transfers(transfer: object, prefetch: int | None) -> None:
-    """Raises PlanError for what are no times of messages."""
+    """Raises PlanError if these aren't times of messages."""
     check_transfer("simulate", transfer)
     if prefetch is not None and (not is_int(prefetch) or prefetch < 0):
         raise PlanError(

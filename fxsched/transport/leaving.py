@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import threading
 from collections import deque
+from collections.abc import Callable
 
-import torch.distributed as dist
 from torch import Tensor
 
 from .helper_threads import Helpers
@@ -20,15 +20,15 @@ class Leaving:
 
     def __init__(self, helpers: Helpers) -> None:
         self.helpers = helpers
-        self.sends: deque[tuple[dist.Work, Tensor]] = deque()
+        self.sends: deque[tuple[Callable[[], object], Tensor]] = deque()
         self.changed = threading.Condition()
         self.waits = False  # whether a thread does
         self.error: RuntimeError | None = None
 
-    def add(self, work: dist.Work, buffer: Tensor) -> None:
-        """A send that has begun."""
+    def add(self, wait: Callable[[], object], buffer: Tensor) -> None:
+        """A send that has begun. wait: waits until it has left."""
         with self.changed:
-            self.sends.append((work, buffer))
+            self.sends.append((wait, buffer))
             if self.waits:
                 return
             self.waits = True
@@ -41,13 +41,13 @@ class Leaving:
                     self.waits = False
                     self.changed.notify_all()
                     return
-                work = self.sends[0][0]
+                wait = self.sends[0][0]
             try:
-                work.wait()
+                wait()
             except RuntimeError as error:  # the peer is gone
                 self.error = error
                 continue
-            del work
+            del wait
             self.sends.popleft()
 
     def wait(self) -> None:

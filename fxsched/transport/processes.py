@@ -80,7 +80,7 @@ class ProcessEndpoint:
             )
             if parcel.peer not in self.leaving:
                 self.leaving[parcel.peer] = Leaving(self.processes.helpers)
-            self.leaving[parcel.peer].add(work, buffer)
+            self.leaving[parcel.peer].add(work.wait, buffer)
 
     def expect(self, parcel: Parcel) -> None:
         if self._near(parcel) is not None:

@@ -11,6 +11,7 @@ from typing import NamedTuple
 import networkx as nx
 
 from ..accounts.paper import held_memory
+from ..clock.network import Transfer
 from ..draw import tables
 from ..draw.palette import clock
 from ..jobs.job import PlanError
@@ -21,7 +22,7 @@ from ..simulator.simulate import Simulation, simulate
 from .candidates import Candidate, library, moves_weights, placements
 from .evaluate_order import CLOSE, Orders, caps, ranks
 from .local_search import Budget, Climber, climb
-from .ordering_problem import OrderingProblem, Transfer, make_problem
+from .ordering_problem import OrderingProblem, make_problem
 from .stage_costs import Costs
 
 FINALISTS = 3  # placements whose best order is compared

@@ -10,7 +10,7 @@ import networkx as nx
 from ..clock.activations import allocations, lifetimes
 from ..clock.jobs import Jobs
 from ..clock.memory import state_held
-from ..clock.network import Link, delays
+from ..clock.network import Transfer, delays
 from ..clock.stage_graph import (
     kind_seconds,
     most_work,
@@ -18,8 +18,6 @@ from ..clock.stage_graph import (
     weight_bytes,
 )
 from ..jobs.schedule import Schedule
-
-Transfer = float | Link | None
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Looks for the schedule with the shortest simulated step."""
+"""Searches for the schedule with the shortest simulated step."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import networkx as nx
 from torch import Tensor
 from tqdm import tqdm
 
-from ..clock.network import check_transfer
+from ..clock.network import Transfer, check_transfer
 from ..dry_run import plan
 from ..jobs.job import Placement, PlanError
 from ..jobs.own_caps import OwnCaps
@@ -22,7 +22,6 @@ from ..plans.plan import Plan
 from ..schedules.arguments import one_of, positive
 from ..schedules.orders import oldest_microbatch_first
 from .candidate_comparison import Comparison, Goal
-from .ordering_problem import Transfer
 from .stage_costs import Costs, counts, of_durations, of_graph
 
 JOBS = 3e6  # run on clocks to look for orders, at an effort of 1
@@ -48,37 +47,40 @@ def search(
     kwargs: Mapping[str, Any] | None = None,
     quiet: bool = False,
 ) -> Schedule:
-    """The schedule with the shortest step by the simulator: of the library with all
-    its parameters, and of orders looked for on its placements. Prints a table.
+    """Searches for the schedule with the shortest simulated step; prints a table.
 
-    subject: times of a stage if the model is cut into one for each worker, as {"F": 1,
-        "B": 1, "W": 1}, or lists of times, stage by stage; or stages as
-        fxsched/clock/stage_record.py has them; or a Plan; or a model, with the
-        arguments of a call in `args` and `kwargs` (there also options of fxsched.plan,
-        such as batch_dims, or optimizer, whose state then counts), which is planned for
-        each number of stages.
-    workers: how many; those of a Plan unless given.
-    microbatches: two for each worker unless given; of a model, as many as that at most
-        and a divisor of its batch; of a Plan, its own.
-    memory_limit: what a worker may hold at once. With times of stages: activations of a
-        stage if there is one for each worker (those of smaller stages count less). With
-        `held`, `weights` and `state` of stages: bytes of weights, gradients, the
-        optimizer's state and activations.
+    Compares the schedules of the library with different parameters, and searches for
+    better orders of jobs on their placements.
+
+    subject: the times of one stage, as {"F": 1, "B": 1, "W": 1}, or lists of times,
+        stage by stage, if the model is cut into one stage for each worker; or a graph
+        of stages, as described in fxsched/clock/stage_record.py; or a Plan; or a model,
+        which is planned for each number of stages.
+    args, kwargs: the arguments of a call of the model. kwargs may also have options of
+        fxsched.plan, such as batch_dims, or optimizer, whose state then counts as
+        memory.
+    workers: the number of workers; by default that of the Plan.
+    microbatches: the number of microbatches. By default two for each worker; for a
+        model, the largest divisor of its batch up to that; for a Plan, the Plan's own.
+    memory_limit: the most that a worker may hold at one time. If `subject` has times:
+        the number of microbatches whose activations of a stage it may hold, with one
+        stage for each worker (activations of smaller stages count less). If stages have
+        `held`, `weights` and `state`: bytes of weights, gradients, optimizer state and
+        activations.
     transfer: as for simulate; None for the `seconds` of the edges between stages.
-    seed: of the search; the same gives the same schedule.
-    objective: "latency", or "span": the longest time from a worker's first start to
-        its last end, where one step follows the other.
-    stages: how many to compare; one to four for each worker unless given.
-    split_backward: whether to compare schedules whose W are jobs of their own.
-    prefetch: as for simulate. Without it nothing is known of what it takes to move
-        weights and gradients, and schedules that do so are not compared.
-    kept: the share of a stage's activations that are still there between B and W. Zero
-        Bubble (Qi et al. 2023, arXiv 2401.10241) counts 32 h of 34 h + 5 a s.
-    effort: how many orders to try; 1 takes seconds, or some twenty at 10,000 jobs.
-    quiet: prints no table and shows no progress.
+    seed: the seed of the search; equal seeds give equal schedules.
+    objective: "latency", or "span": the longest time from a worker's first start to its
+        last end, which is the time of a step if steps follow each other.
+    stages: the numbers of stages to compare; by default one to four for each worker.
+    split_backward: whether to compare schedules with separate W jobs.
+    prefetch: as for simulate. Without prefetch the times to move weights and gradients
+        of weights aren't known, and schedules that move them are not compared.
+    kept: the share of a stage's activations that are held between B and W. Zero Bubble
+        (Qi et al. 2023, arXiv 2401.10241) has 32 h of 34 h + 5 a s.
+    effort: how many orders to try; 1 takes seconds, or about 20 s for 10,000 jobs.
+    quiet: whether to print no table and show no progress.
 
-    Raises PlanError for arguments that aren't as above, and for a limit that no
-    schedule meets.
+    Raises PlanError for wrong arguments, and for a limit that no schedule meets.
     """
     _check(objective, memory_limit, transfer, prefetch, kept, effort)
     _check_rest(seed, split_backward, args, kwargs)

@@ -363,7 +363,7 @@ def test_a_replay_takes_whole_orders_of_its_plan() -> None:
     replayed(plan, [order])
     with pytest.raises(PlanError, match="arrivals should have 1U5 once"):
         replayed(plan, [order[:-1]])
-    with pytest.raises(PlanError, match="arrivals have 0U5 before what it takes"):
+    with pytest.raises(PlanError, match="arrivals have 0U5 before the jobs whose"):
         replayed(plan, [order[::-1]])
     with pytest.raises(PlanError, match="1 batches and arrivals of 2 calls"):
         replayed(plan, [order, order])
