@@ -42,6 +42,7 @@ from .ir.request import (
     Ragged,
     Request,
     StageCompiler,
+    Sums,
     Transport,
 )
 from .jobs.job import PlanError
@@ -183,6 +184,11 @@ class Options:
         cuts a stack [experts, .., ..] into whole experts.
     model_passes: functions (gm, request) -> gm that change the model's graph of one
         microbatch before it is cut into stages; see docs/passes.md.
+    sums: how workers that all want a sum of gradients add it up: "messages", one worker
+        adds it up and sends it to the others; "pieces", each worker adds up one piece
+        beside its jobs, and sends it to the others; what the workers of one host give
+        is added up there first. "auto": pieces between several hosts, and between ranks
+        with transport="gloo"; else messages. With deterministic=True, messages.
     """
 
     schedule: Schedule
@@ -218,6 +224,7 @@ class Options:
     message_dtype: torch.dtype | None = None
     shards: Literal["auto"] | Mapping[str, CutWord] = "auto"
     model_passes: Sequence[ModelPass] = ()
+    sums: Sums = "auto"
 
     def __post_init__(self) -> None:
         for name, check in CHECKED.items():
@@ -305,6 +312,11 @@ def conflicts(options: Options) -> Iterator[tuple[bool, str]]:
     )
     weighted, exact = (options.loss_reduction == word for word in ("weighted", "exact"))
     whole = options.ragged != "error" or rank is not None or weighted
+    yield (
+        options.sums == "pieces" and options.deterministic,
+        "backend(sums='pieces') doesn't go with deterministic=True, with which one "
+        "worker adds up all gradients of a weight; leave one of them out",
+    )
     yield (
         options.rows == "local" and whole,
         "backend(rows='local') doesn't go with ragged=, input_from= or "

@@ -35,7 +35,7 @@ from ..jobs.job import Direction, Job
 
 WEIGHTS, VERSIONS, FETCHED, GRADIENTS, STATE, ACTIVATIONS = range(6)
 COPIES = (ops.copy, ops.correct)
-SUMS = (ops.reduce, ops.cast)
+SUMS = (ops.reduce, ops.piece, ops.join, ops.cast)
 
 
 def held_bytes(step: Step, state: Mapping[int, int]) -> list[Peaks]:
@@ -166,6 +166,8 @@ class _Lives:
             yield Born(line, GRADIENTS, size, line.args[0])
         elif line.target is ops.reduce:
             yield Born(line, GRADIENTS, size, line.args[1:][line.args[0]])
+        elif line.target is ops.piece:
+            yield Born(line, GRADIENTS, size, line.args[-1])
         elif line.target in OVER:
             yield Born(line, WEIGHTS, size, line.args[OVER[line.target]])
         else:

@@ -158,7 +158,9 @@ class _Lines:
     def message(self, message: Message) -> None:
         """A message, at its place among the lines."""
         value, to = message.value, message.to
-        after, what = self._made(value), moved(self.step, value)
+        handed_on = self.there.get((value, message.source))
+        after = self._made(value) if handed_on is None else [(handed_on, 0.0)]
+        what = moved(self.step, value)
         parameters = what in PARAMETERS and self.takes_time
         if parameters and message.fetches and to in self.last:
             after = [*after, (self.last[to], 0.0)]

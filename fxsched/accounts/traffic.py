@@ -48,7 +48,7 @@ MADE: dict[object, Moved] = {  # by what makes it
     **dict.fromkeys((ops.update, ops.renew, ops.take), Moved.WEIGHTS),
     **dict.fromkeys((ops.copy, ops.correct), Moved.WEIGHTS),
     **dict.fromkeys((ops.replica, ops.average), Moved.WEIGHTS),
-    **dict.fromkeys((ops.accumulate, ops.reduce, ops.cast), Moved.GRADIENTS),
+    **dict.fromkeys((ops.accumulate, ops.reduce, ops.cast, ops.piece), Moved.GRADIENTS),
     ops.add: Moved.ACTIVATIONS,  # gradients of what all microbatches read
 }
 

@@ -216,6 +216,10 @@ class _Evaluation:
     def _reduce(self, node: fx.Node) -> Any:
         return symbol("sum", *self._of(node.args[1:]))
 
+    def _join(self, node: fx.Node) -> Any:
+        layout, *pieces = self._of(node.args)
+        return symbol("join", layout, *pieces)
+
     def _settle(self, node: fx.Node) -> Any:
         how, last, before, *after = arguments(node)
         if len(after) == 1:
@@ -464,6 +468,7 @@ EVALUATE: dict[Any, Callable[[_Evaluation, fx.Node], Any]] = {
     ops.add: _Evaluation._sum,
     ops.accumulate: _Evaluation._sum,
     ops.reduce: _Evaluation._reduce,
+    ops.join: _Evaluation._join,
     ops.merge_buffers: _Evaluation._settle,
     ops.collect: _Evaluation._collect,
     ops.total: _Evaluation._total,

@@ -86,6 +86,7 @@ class Memory:
         self.freed: set[fx.Node] = set()
         self.changed: dict[fx.Node, fx.Node] = {}  # by what went over its memory
         self.shared: dict[fx.Node, list[fx.Node]] = {}  # values in the same memory
+        self.pieces: dict[fx.Node, list[fx.Node]] = {}  # of each value, apart
         self.versions: Counter[int] = Counter()  # how often weights were changed
 
     def give(self, node: fx.Node) -> None:
@@ -122,6 +123,9 @@ class Memory:
             return self._overwrite(node)
         if target is operator.getitem and is_job(inputs[0]):
             return None
+        if target is ops.piece:
+            self.pieces.setdefault(inputs[0], []).append(node)
+            return None
         sources = _shared(node, inputs)
         if sources:
             members = [node]
@@ -136,12 +140,21 @@ class Memory:
         place = 1 + args[0] if node.target is ops.reduce else OVERWRITES[node.target]
         old, fault = args[place], None
         if isinstance(old, fx.Node):
-            for each in self.shared.pop(old, [old]):
+            for each in self._over(old):
                 self.changed[each] = node
                 fault = fault or self._readers_fault(each, node)
         if "group" in of_call(node) and node.target in (ops.update, ops.renew):
             self.versions[of_call(node)["group"]] += 1
         return fault
+
+    def _over(self, old: fx.Node) -> list[fx.Node]:
+        """The values that have some of a value's memory; pieces have none of each
+        other's."""
+        found = self.shared.pop(old, [old])
+        if old.target is ops.piece:
+            whole = old.all_input_nodes[0]
+            return found + self.shared.get(whole, [whole])
+        return found + [p for each in found for p in self.pieces.get(each, ())]
 
     def _readers_fault(self, value: fx.Node, node: fx.Node) -> str | None:
         """Which reader of a value what goes over its memory does not wait for."""

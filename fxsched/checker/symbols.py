@@ -68,6 +68,9 @@ def _sum(first: Any = (), *others: Any) -> Any:
     """One after the other: (a + b) + c is a + b + c, and a + (b + c) is not."""
     if not others:
         return first
+    if first[:1] == ("piece",) and all(o[:-1] == first[:-1] for o in others):
+        whole = _sum(first[-1], *(other[-1] for other in others))
+        return Symbol((*first[:-1], whole))  # of the sum, as additions are by element
     if first[:1] == ("sum",):
         return Symbol((*first, *others))
     return Symbol(("sum", first, *others))
@@ -87,10 +90,20 @@ def _collected(how: Any, count: int, *parts: tuple[tuple[int, ...], Any]) -> Any
     return Symbol((how, *(values[b] for b in range(count))))
 
 
+def _join(layout: Any, *pieces: Any) -> Any:
+    """All pieces of one value, in their order, are the value."""
+    count, whole = len(pieces), pieces[0][-1]
+    for number, each in enumerate(pieces):
+        if each != ("piece", number, count, layout, whole):
+            return Symbol(("join", *pieces))
+    return whole
+
+
 RULES: Mapping[str, Callable[..., Any]] = {
     "sum": _sum,
     "item": _item,
     "collected": _collected,
+    "join": _join,
 }
 
 
@@ -239,6 +252,7 @@ SAID: Mapping[str, Callable[..., str]] = {
     ),
     "gradient": lambda group, *_: f"the gradient of group {group}",
     "sum": _sum_text,
+    "piece": lambda i, count, _, value: f"piece {i} of {count} of {text(value)}",
     "terms": _sum_text,
     "cast": _cast_text,
 }

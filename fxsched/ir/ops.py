@@ -20,6 +20,8 @@ import torch
 from torch import Tensor
 
 from .finite import finite as finite
+from .pieces import join as join
+from .pieces import piece as piece
 
 Bundle = tuple[Tensor, ...]
 
@@ -400,6 +402,8 @@ BUNDLES = (
     bundle,
     accumulate,
     reduce,
+    piece,
+    join,
     cast,
     merge_buffers,
     fetch,

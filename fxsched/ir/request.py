@@ -21,6 +21,7 @@ BatchNorm = Literal["microbatch", "batch"]
 StageCompiler = Literal["eager", "inductor"]
 Ragged = Literal["error", "fewer", "pad"]
 PassedRows = Literal["all", "local"]
+Sums = Literal["auto", "messages", "pieces"]
 Transport = Literal["threads", "distributed", "gloo"]
 CheckInputs = Literal["first", "always", "never"]
 BufferReduction = Literal["mean", "sum", "last"]
@@ -52,6 +53,7 @@ class Request:
     moments: shapes of what the optimizer keeps of each of these and is averaged with
         it, by position, where schedule.average_every makes replicas.
     state_bytes: of the optimizer's state of these, by position; {} where not known.
+    hosts: the workers of each host; () for one host.
     Other fields are the options of fxsched.backend, checked.
     """
 
@@ -88,6 +90,18 @@ class Request:
     check_finite: bool = False
     gradient_dtype: torch.dtype | None = None
     message_dtype: torch.dtype | None = None
+    sums: Sums = "auto"
+    hosts: tuple[tuple[int, ...], ...] = ()
+
+    def host(self, worker: int) -> int:
+        """The number of a worker's host."""
+        return next((i for i, own in enumerate(self.hosts) if worker in own), 0)
+
+    @property
+    def sums_in_pieces(self) -> bool:
+        """Whether owners of a sum add up a piece of it each."""
+        auto = "pieces" if len(self.hosts) > 1 else "messages"
+        return (auto if self.sums == "auto" else self.sums) == "pieces"
 
     @property
     def by_arrival(self) -> bool:

@@ -101,6 +101,7 @@ class Op:
     group: of weights, if it makes some.
     job: the job that it is; of an update of several groups, the first of their ops.
     after: what it waits for, and does not read.
+    aside: whether it runs beside the worker's jobs, and holds up none of them.
     """
 
     worker: int
@@ -113,6 +114,7 @@ class Op:
     group: int | None = None
     job: Job | None = None
     after: tuple[Value, ...] = ()
+    aside: bool = False
 
     def __str__(self) -> str:
         return f"{self.name or self.task}  # worker {self.worker}, n {self.n}"
@@ -128,6 +130,7 @@ class Message:
     specs: the shapes in which it travels.
     fetches: whether it brings weights.
     encoded: whether the value has other shapes, and is cast on both sides.
+    aside: whether it is sent beside the sender's jobs.
     """
 
     tag: int
@@ -139,6 +142,7 @@ class Message:
     specs: Specs
     fetches: bool = False
     encoded: bool = False
+    aside: bool = False
 
     @property
     def bytes(self) -> int:

@@ -71,7 +71,8 @@ class RecordedEndpoint:
     def __init__(self, endpoint: Endpoint, record: RunRecord) -> None:
         self.endpoint, self.record = endpoint, record
         self.expect, self.watch = endpoint.expect, endpoint.watch
-        self.finish = endpoint.finish
+        self.finish, self.share = endpoint.finish, endpoint.share
+        self.fail = endpoint.fail
 
     def send(self, value: Any, parcel: Parcel) -> None:
         self.endpoint.send(value, parcel)

@@ -6,6 +6,7 @@ those whose inputs are there, the one with the smallest n, as a function of its 
 
 from __future__ import annotations
 
+import threading
 from types import FrameType
 from typing import Any
 
@@ -14,6 +15,7 @@ from torch import Tensor, fx
 from ..ir.request import Order
 from ..transport.endpoints import Aborted, Endpoint
 from .dynamic_run import Dynamic, TaskFunctions
+from .lane import Lane
 from .run import Run
 from .run_record import RunRecord
 from .static_program import Steps, Straight
@@ -62,12 +64,18 @@ class Static(Run):
         super().__init__(worker, endpoint, record)
         self.straight = straight
         self.left = len(straight.program.phases)
+        self.lane = Lane(endpoint.fail)
+        if straight.later:
+            endpoint.share()
+        wire, beside = self.wire, self.lane.call
         self.steps: Steps = straight.run(
-            inputs, self.wire.send, self.wire.expect, self.wire.take, self.log
+            inputs, wire.send, wire.expect, wire.take, self.log, beside
         )
 
     def where(self) -> tuple[int | None, str]:
         """The job whose line the generator stands at."""
+        if threading.get_ident() == self.lane.thread:
+            return None, f"job {self.lane.task}"
         frame: FrameType | None = getattr(self.steps, "gi_frame", None)
         task = self.straight.tasks[frame.f_lineno - 2] if frame else ""
         return None, f"job {task}" if task else ""
@@ -76,15 +84,23 @@ class Static(Run):
         """Resumes the generator up to its next pause."""
         try:
             results = self.steps.send(tangents)
+            self.lane.finish()
             self.left -= 1
             if not self.left:
                 self.steps.close()  # else its variables would hold what it returned
             return results
         except Exception as error:
-            name = self.straight.task_of(error)
-            if name and not isinstance(error, Aborted):
-                program = self.straight.program
-                tasks = (task for phase in program.phases for task in phase)
-                task = next(task for task in tasks if task.name == name)
-                self.culprit(error, program.gm, task)
-            raise
+            beside = self.lane.error
+            if beside is None or isinstance(beside, Aborted):
+                self._blame(self.straight.task_of(error), error)
+                raise
+            self._blame(self.lane.task, beside)
+            raise beside from None
+
+    def _blame(self, name: str | None, error: BaseException) -> None:
+        """Notes in which task an error was raised."""
+        if name and isinstance(error, Exception) and not isinstance(error, Aborted):
+            program = self.straight.program
+            tasks = (task for phase in program.phases for task in phase)
+            task = next(task for task in tasks if task.name == name)
+            self.culprit(error, program.gm, task)

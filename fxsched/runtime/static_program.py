@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from typing import Any
 
 from torch import Tensor, fx
@@ -15,7 +15,8 @@ from .profiler_ranges import close_range, open_range
 from .python_source import Expression, PythonSource, compiled, text_of
 from .tasks import Receive, Task, TaskProgram, sent
 
-WINDOW = 4  # receives that are asked for ahead of need, besides weights
+# of receives from one worker, besides weights, that are asked for ahead of need
+WINDOW, BYTES = 4, 1 << 22  # as many, or more if they are so small together
 Steps = Generator[dict[str, Any], dict[int, Tensor] | None, None]
 
 
@@ -24,8 +25,9 @@ class Straight:
     the end what the program gives there.
 
     prefetch: for how many tasks ahead weights are asked for.
-    run(given, send, expect, take, log): given has the inputs by name; log(job, start,
-    end) is called after each job, if `record`, and a profiler gets its name.
+    run(given, send, expect, take, log, beside): given has the inputs by name; log(job,
+    start, end) is called after each job, if `record`, and a profiler gets its name;
+    beside(task, function, *args) has a function called beside the program, see Lane.
     """
 
     def __init__(self, program: TaskProgram, record: bool, prefetch: int = 1) -> None:
@@ -33,10 +35,14 @@ class Straight:
         self.source = PythonSource(program.gm)
         self.env: dict[fx.Node, Expression] = {}
         self.nodes = list(program.gm.graph.nodes)
-        self.asked = self.fetched = 0  # receives, and tasks' fetches, asked for so far
-        self.used = 0  # tasks' fetches taken
+        self.ahead = {r.parcel.peer: _Ahead() for r in program.receives}
+        for receive in program.receives:
+            if not receive.parcel.weights:
+                self.ahead[receive.parcel.peer].receives.append(receive)
+        self.fetched = self.used = 0  # tasks' fetches asked for, and taken, so far
         self.batch = {r.slot: i for i, each in enumerate(program.fetches) for r in each}
         self.taken: set[int] = set()
+        self.later: dict[fx.Node, tuple[str, int]] = {}  # futures of tasks beside
         for node in program.gm.graph.find_nodes(op="placeholder"):
             self.env[node] = self.source.make(f"given[{node.name!r}]")
         for number, phase in enumerate(program.phases):
@@ -45,24 +51,27 @@ class Straight:
         self.tasks = [task for _, task in lines]
         ranges = {"open_range": open_range, "close_range": close_range}
         names = {**self.source.names, **ranges, "clock": time.perf_counter}
-        head = "given, send, expect, take, log"
+        head = "given, send, expect, take, log, beside"
         self.file, self.run = compiled("program", head, lines, names)
 
     def _phase(self, number: int, tasks: Sequence[Task]) -> None:
         source = self.source
-        self._ask(number, 0, self.used + self.prefetch)
+        self._ask(number, self.used + self.prefetch)
         for task in tasks:
             source.task = task.name
+            if task.aside:
+                self._beside(number, task)
+                continue
             for slot in task.needs:
                 receive = self.program.receive_at.get(slot)
                 if receive is None or slot in self.taken:
                     continue
                 batch = self.batch.get(slot)
                 if batch is None:
-                    self._ask(number, receive.position + 1 + WINDOW, 0)
+                    self._need(number, receive)
                 else:
                     self.used = batch + 1
-                    self._ask(number, 0, self.used + self.prefetch)
+                    self._ask(number, self.used + self.prefetch)
                 self._take(receive)
             timed = self.record and task.job is not None
             if timed:
@@ -78,6 +87,47 @@ class Straight:
             end = self._results(result(self.program.gm))
             source.line(f"yield {end}")
 
+    def _beside(self, number: int, task: Task) -> None:
+        """Has a task run beside the program, as a function of its own that takes what
+        it receives; what other tasks read of it they wait for."""
+        inner, env = PythonSource(self.program.gm), dict[fx.Node, Expression]()
+        args, given = list[str](), list[fx.Node]()
+        for slot in task.needs:
+            node, receive = self.nodes[slot], self.program.receive_at.get(slot)
+            if receive is not None and slot not in self.taken:
+                self._need(number, receive)
+                self.taken.add(slot)
+                env[node] = inner.make(f"take({inner.parcel(receive.parcel)})")
+                given.append(node)
+                continue
+            name = f"a{len(args)}"
+            if node in self.later:
+                future, place = self.later[node]
+                env[node] = inner.make(f"{name}.result()[{place}]")
+                args.append(future)
+            else:
+                env[node] = name
+                args.append(text_of(self.env[node]))
+        for node in task.nodes:
+            if node.target is ops.send:
+                value = text_of(inner.express(node.args[0], env))
+                inner.line(f"send({value}, {inner.parcel(sent(node))})")
+            elif node.target is not ops.free:
+                env[node] = inner.node(node, env)
+                given.append(node)
+        own = {*task.nodes}
+        given = [node for node in given if not own.issuperset(node.users)]
+        inner.line(f"return {text_of(tuple(env[node] for node in given))}")
+        params = ", ".join(["send", "take", *(f"a{i}" for i in range(len(args)))])
+        _, run = compiled(task.name, params, inner.written(), inner.names)
+        name, call = self.source.name(task.name), self.source.name(run)
+        new = self.source.make(
+            f"beside({', '.join([name, call, 'send', 'take', *args])})"
+        )
+        for place, node in enumerate(given):
+            self.later[node] = new, place
+            self.env[node] = f"{new}.result()[{place}]"
+
     def _node(self, number: int, node: fx.Node) -> None:
         source, env = self.source, self.env
         if node.target is ops.send:
@@ -91,23 +141,28 @@ class Straight:
         elif node.target not in (ops.free, ops.wait):
             env[node] = source.node(node, env, whole=True)
 
-    def _ask(self, phase: int, ahead: int, fetches: int) -> None:
-        """Asks for this phase's receives in the program's order: up to the one at place
-        `ahead`, and the fetches of so many tasks."""
-        receives, batches = self.program.receives, self.program.fetches
-        while self.asked < min(ahead, len(receives)):
-            receive = receives[self.asked]
-            if receive.phase != phase:
-                break
-            if not receive.parcel.weights:
+    def _ask(self, phase: int, fetches: int) -> None:
+        """Asks for receives of this phase ahead of need, and for the fetches of so many
+        tasks."""
+        for ahead in self.ahead.values():
+            for receive in ahead.more(phase):
                 self._expect(receive)
-            self.asked += 1
+        batches = self.program.fetches
         while self.fetched < min(fetches, len(batches)):
             if batches[self.fetched][0].phase != phase:
                 break
             for receive in batches[self.fetched]:
                 self._expect(receive)
             self.fetched += 1
+
+    def _need(self, phase: int, receive: Receive) -> None:
+        """Asks for a receive that is taken next, and for what may be asked for then."""
+        ahead = self.ahead[receive.parcel.peer]
+        for each in ahead.up_to(receive):
+            self._expect(each)
+        ahead.take(receive)
+        for each in ahead.more(phase):
+            self._expect(each)
 
     def _expect(self, receive: Receive) -> None:
         self.source.line(f"expect({self.source.parcel(receive.parcel)})")
@@ -119,10 +174,11 @@ class Straight:
 
     def _finish(self, phase: int) -> None:
         """Takes what is left of a phase's receives."""
-        left = self.program.receives
-        self._ask(phase, len(left), len(self.program.fetches))
-        for receive in left:
+        self._ask(phase, len(self.program.fetches))
+        for receive in self.program.receives:
             if receive.phase == phase and receive.slot not in self.taken:
+                if not receive.parcel.weights:
+                    self._need(phase, receive)
                 self._take(receive)
 
     def _results(self, value: Any) -> str:
@@ -139,6 +195,41 @@ class Straight:
                 return self.tasks[trace.tb_lineno - 2]
             trace = trace.tb_next
         return None
+
+
+class _Ahead:
+    """The receives from one worker, in the program's order, and those asked for."""
+
+    def __init__(self) -> None:
+        self.receives: list[Receive] = []
+        self.asked = 0
+        self.coming: dict[int, int] = {}  # bytes of those not taken yet, by slot
+
+    def more(self, phase: int) -> Iterator[Receive]:
+        """What may be asked for now."""
+        while self.asked < len(self.receives):
+            receive = self.receives[self.asked]
+            size = sum(self.coming.values()) + receive.parcel.packing.bytes
+            if receive.phase != phase or (len(self.coming) >= WINDOW and size > BYTES):
+                return
+            yield self._next()
+
+    def up_to(self, receive: Receive) -> Iterator[Receive]:
+        """What must be asked for before this can be taken."""
+        while self.asked < len(self.receives):
+            if self.receives[self.asked].position > receive.position:
+                return
+            yield self._next()
+
+    def take(self, receive: Receive) -> None:
+        """Notes that a receive is taken."""
+        self.coming.pop(receive.slot, None)
+
+    def _next(self) -> Receive:
+        receive = self.receives[self.asked]
+        self.asked += 1
+        self.coming[receive.slot] = receive.parcel.packing.bytes
+        return receive
 
 
 def task_function(

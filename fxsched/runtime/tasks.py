@@ -31,6 +31,11 @@ class Task:
     job: Job | None = None
     pause: fx.Node | None = None
 
+    @property
+    def aside(self) -> bool:
+        """Whether it runs beside the worker's jobs."""
+        return any(of_call(node).get("aside") for node in self.nodes)
+
 
 @dataclass(frozen=True)
 class Receive:
@@ -140,6 +145,7 @@ def sent(node: fx.Node) -> Parcel:
     tag: Any = node.kwargs["tag"]
     bundle = weights or of_call(value)["bundle"]
     whole = _made_of(value).target in (ops.reduce, ops.cast)
+    whole = whole and not of_call(value).get("aside")
     return Parcel(
         to, tag, of_call(value)["specs"], bundle, weights, outlives_step=whole
     )

@@ -42,6 +42,12 @@ class Endpoint(Protocol):
     def finish(self) -> None:
         """Waits until all that was sent has left."""
 
+    def share(self) -> None:
+        """Says that several threads of this worker will use it."""
+
+    def fail(self, error: BaseException) -> None:
+        """Wakes all that waits here, as the run can't go on."""
+
 
 class Exchange:
     """Values on their way between the threads of one run, by reference."""
@@ -104,3 +110,9 @@ class ThreadEndpoint:
 
     def finish(self) -> None:
         pass
+
+    def share(self) -> None:
+        pass
+
+    def fail(self, error: BaseException) -> None:
+        self.exchange.abort()

@@ -31,6 +31,7 @@ from .board import TICK, Mark
 from .control import Control
 from .endpoints import Where
 from .helper_threads import Helpers
+from .host_links import host_name
 from .leaving import Leaving
 from .shared_memory import Neighbour, Neighbours
 from .wire_format import Parcel
@@ -147,6 +148,13 @@ class ProcessEndpoint:
             with self.processes.waiting(peer, self.mark, self.where):
                 leaving.wait()
 
+    def share(self) -> None:
+        for near in self.processes.neighbours.values():
+            near.start_reader()
+
+    def fail(self, error: BaseException) -> None:
+        self.processes.fail(error)
+
 
 @dataclass(eq=False)
 class Wait:
@@ -179,7 +187,7 @@ class Processes:
             _limits.append(timeout)
         self.helpers = Helpers()
         self.mark: Mark | None = None  # of the call; None while it plans
-        self.wait: Wait | None = None
+        self.waits: dict[int, Wait] = {}  # by thread
         self.verdict: Exception | None = None  # of the thread that looks after waits
         self.closed = threading.Event()
         self._connect((0, 0))
@@ -215,6 +223,11 @@ class Processes:
         self.control.meet("start", None)
         late = timedelta(seconds=self.limit + 4 * TICK)  # fxsched's errors say more
         self._group = dist.new_group(backend="gloo", timeout=late)
+        names = self.all(host_name())
+        hosts: dict[object, list[int]] = {}
+        for rank, name in enumerate(names):
+            hosts.setdefault(name or rank, []).append(rank)
+        self.hosts = tuple(map(tuple, hosts.values()))
         if self.near:
             self.neighbours = Neighbours(self.rank, self.all, self.control)
 
@@ -301,7 +314,8 @@ class Processes:
 
         rank: whom it waits for, None for all. mark: of the run; by default of the call.
         """
-        self.wait = Wait(rank, mark or self.mark, where, time.monotonic())
+        thread = threading.get_ident()
+        self.waits[thread] = Wait(rank, mark or self.mark, where, time.monotonic())
         try:
             yield
         except RuntimeError as error:
@@ -312,7 +326,7 @@ class Processes:
             self.fail(error)
             raise
         finally:
-            self.wait = None
+            del self.waits[thread]
 
     def post(self, call: Any, buffer: Tensor, peer: int, tag: int) -> dist.Work:
         """Starts to send or receive."""
@@ -424,20 +438,21 @@ def _end(watcher: threading.Thread, ended: threading.Event) -> None:
 
 def _look_after(processes: weakref.ref[Processes], ended: threading.Event) -> None:
     """Ends waits inside torch.distributed that are in vain."""
-    last: Wait | None = None
+    last: list[Wait] = []
     while not ended.wait(TICK):
         alive = processes()
         if alive is None:
             return
-        wait = alive.wait
-        if wait is not None and wait is last:
-            try:
-                alive.control.idle(wait.rank, wait.mark, wait.began, wait.where())
-            except Exception as error:  # raised by who waits
-                alive.verdict = error
-                alive.fail(error)  # says why before connections break
-        last = wait
-        del alive, wait
+        waits = [*alive.waits.values()]
+        try:
+            for wait in waits:
+                if wait in last:
+                    alive.control.idle(wait.rank, wait.mark, wait.began, wait.where())
+        except Exception as error:  # raised by who waits
+            alive.verdict = error
+            alive.fail(error)  # says why before connections break
+        last = waits
+        del alive, waits
 
 
 def leave() -> None:

@@ -61,7 +61,7 @@ class Neighbour:
         self.watching: dict[tuple[int, int], queue.SimpleQueue[int]] = {}
         self.reader: threading.Thread | None = None
         self.reading = threading.Lock()
-        self.changed = threading.Lock()
+        self.changed, self.lending = threading.Lock(), threading.Lock()
         self.gone = False
         self.fault: Exception | None = None  # what ended the reader
         _OPEN.add(link)
@@ -72,16 +72,17 @@ class Neighbour:
             self._catch_up()
         packing = parcel.packing
         size = block_size(packing.bytes + ALIGNMENT)
-        fits = (b for b in self.lent if size <= b.size <= LARGEST * size)
-        block = next((b for b in fits if b.memory[0] == FREE), None)
-        descriptor = None
-        if block is None:
-            new = os.memfd_create("fxsched")
-            os.ftruncate(new, size)
-            descriptor = os.dup(new)
-            block = Lent(len(self.lent), new, size)
-            insort(self.lent, block, key=lambda b: b.size)
-        block.memory[0] = BUSY
+        with self.lending:
+            fits = (b for b in self.lent if size <= b.size <= LARGEST * size)
+            block = next((b for b in fits if b.memory[0] == FREE), None)
+            descriptor = None
+            if block is None:
+                new = os.memfd_create("fxsched")
+                os.ftruncate(new, size)
+                descriptor = os.dup(new)
+                block = Lent(len(self.lent), new, size)
+                insort(self.lent, block, key=lambda b: b.size)
+            block.memory[0] = BUSY
         block.write(packing, value)
         try:
             fresh = 0 if descriptor is None else size
@@ -115,6 +116,8 @@ class Neighbour:
         where: Callable[[], str] = lambda: "",
     ) -> Any:
         """A parcel's value; waits for it. where: the job that it is for."""
+        if self.reader is not None:
+            self._await(parcel.tag, mark, where)
         while (block := self._pop((mark.call, parcel.tag))) is None:
             if self.reader is not None:
                 raise self._lost()  # a watched parcel is there, or never comes
@@ -127,6 +130,18 @@ class Neighbour:
         packing = parcel.packing
         tensors = packing.read(packing.views(block.bytes()))
         return tuple(tensors) if parcel.bundle else tensors[0]
+
+    def _await(self, tag: int, mark: Mark, where: Callable[[], str]) -> None:
+        """Waits until a parcel is there, or nothing more comes."""
+        arrived: queue.SimpleQueue[int] = queue.SimpleQueue()
+        self.watch(tag, arrived, mark)
+        began = time.monotonic()
+        while True:
+            try:
+                arrived.get(timeout=TICK)
+                return
+            except queue.Empty:
+                self.all.control.idle(self.rank, mark, began, where())
 
     def _pop(self, key: tuple[int, int]) -> Block | Copied | None:
         with self.changed:
@@ -179,15 +194,19 @@ class Neighbour:
         self, tag: int, arrived: queue.SimpleQueue[int], mark: Mark = NO_CALL
     ) -> None:
         """Puts the tag in a queue once its parcel is there, or nothing more comes."""
-        if self.reader is None:  # a daemon: a rank that fails exits though it waits
-            name = f"fxsched reads {self.rank}"
-            self.reader = threading.Thread(None, self._keep_reading, name, daemon=True)
-            self.reader.start()
+        self.start_reader()
         with self.changed:
             if (mark.call, tag) in self.arrived or self.fault is not None:
                 arrived.put(tag)
             else:
                 self.watching[mark.call, tag] = arrived
+
+    def start_reader(self) -> None:
+        """Has a thread read what comes, so that several threads can take it."""
+        if self.reader is None:  # a daemon: a rank that fails exits though it waits
+            name = f"fxsched reads {self.rank}"
+            self.reader = threading.Thread(None, self._keep_reading, name, daemon=True)
+            self.reader.start()
 
     def _keep_reading(self) -> None:
         try:

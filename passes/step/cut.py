@@ -60,6 +60,7 @@ class _ProgramWriter:
         self.microbatches = request.schedule.microbatches
         self.graph = fx.Graph()
         self.env: dict[Value, fx.Node] = {}
+        self.received: set[Value] = set()
         self.encoded: set[Value] = set()  # of these, what is as it travels
         self.parts: dict[tuple[fx.Node, int], fx.Node] = {}  # rows of the batch
         self.pause: fx.Node | None = None
@@ -132,11 +133,14 @@ class _ProgramWriter:
             self.env[message] = node
             return
         self.env[message.value] = node
+        self.received.add(message.value)
         if message.encoded:
             self.encoded.add(message.value)
 
     def _send(self, message: Message) -> None:
         value, task = message.value, message.task
+        if message.aside and value in self.received:
+            task = f"hand on {message.tag}"
         if message.fetches:
             task = f"serve {message.tag}"
         elif message.encoded and value not in self.encoded:
@@ -151,6 +155,8 @@ class _ProgramWriter:
             f"send_{message.tag}",
         )
         note_call(node, n=message.n, task=task, worker=self.worker, specs=())
+        if message.aside:
+            note_call(node, aside=True)
         if message.fetches and isinstance(value, Op):
             of_call(node)["group"] = _group_of(message)  # says that it sends weights
 
@@ -173,6 +179,8 @@ class _ProgramWriter:
         node = make(self.graph, line.target, args, line.specs, *where, name=line.name)
         if line.group is not None:
             of_call(node)["group"] = line.group
+        if line.aside:
+            note_call(node, aside=True)
         if line.job is not None:
             of_call(node)["job"] = line.job
         if line.target is ops.pause:

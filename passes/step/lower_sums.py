@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 from itertools import groupby
@@ -14,6 +14,7 @@ from torch import fx
 from ...ir import joint, ops
 from ...ir.graphs import Specs, in_type
 from ...ir.meta import of_call
+from ...ir.pieces import layout_of, piece_specs
 from ...ir.request import Request
 from ...ir.step import (
     JobOutput,
@@ -29,6 +30,8 @@ from ...jobs.job import ALL_ROWS, Direction, Job
 
 Part = JobOutput | Op
 Where = tuple[int, str, int]  # worker, task, n
+READERS = (ops.update, ops.norms)  # of totals
+LEAST = 1 << 14  # bytes of a piece
 
 
 class Term(NamedTuple):
@@ -77,7 +80,7 @@ class _Sums:
         self.lines = list(step.ops)
         self.before: dict[int, list[Op]] = {}  # new ops, by the line after them
         self.after: dict[int, list[Op]] = {}
-        self.totals: dict[Total, Part] = {}
+        self.totals: dict[Total, Part | dict[int, Part]] = {}  # or by worker
 
     def run(self) -> Step:
         add = self._in_order if self.request.deterministic else self._by_worker
@@ -89,14 +92,19 @@ class _Sums:
         lines: list[Op | Message] = []
         for place, op in enumerate(self.lines):
             lines += [*self.before.get(place, ()), op, *self.after.get(place, ())]
-            if op.target in (ops.update, ops.norms):
-                op.args = self._found(op.args)
-        results = {w: self._found(own) for w, own in self.step.results.items()}
+            if op.target in READERS:
+                op.args = self._found(op.args, op.worker)
+        results = {w: self._found(own, w) for w, own in self.step.results.items()}
         return replace(self.step, lines=lines, results=results)
 
-    def _found(self, args: Any) -> Any:
-        """Arguments with the values that totals are."""
-        return with_values(args, lambda value: self.totals.get(value, value))
+    def _found(self, args: Any, worker: int) -> Any:
+        """Arguments with the values that totals are on a worker."""
+
+        def found(value: Any) -> Any:
+            total = self.totals.get(value, value)
+            return total[worker] if isinstance(total, dict) else total
+
+        return with_values(args, found)
 
     def _terms(self) -> dict[Total, list[Term]]:
         """What is added up, in the order of the jobs that give it."""
@@ -117,10 +125,11 @@ class _Sums:
 
     # Each worker's sum, and the sum of these
 
-    def _by_worker(self, total: Total, terms: Sequence[Term]) -> Part:
-        parts: dict[int, Part] = {}
+    def _by_worker(self, total: Total, terms: Sequence[Term]) -> Part | dict[int, Part]:
+        parts, places = dict[int, Part](), dict[int, int]()
         for term in terms:
             op, value = self.lines[term.place], term.value
+            places[op.worker] = term.place
             if op.worker not in parts:
                 parts[op.worker] = value
                 continue
@@ -140,12 +149,25 @@ class _Sums:
         where, place = (root, task, self.lines[last].n), self.next_job(total, last)
         if list(parts) == [root]:
             return self._finished(parts[root], group, where, place)
+        if self.request.sums_in_pieces and self._can_be_cut(total, parts):
+            return _SumInPieces(self, total, parts, places, self.lines[last].n).run()
         workers = sorted(parts)
         index = workers.index(root) if root in parts else 0
         sums = (index, *(parts[worker] for worker in workers))
         specs, name = self.step.sum_specs(group), f"gradients_{group}"
         new = self.put(Op(*where, ops.reduce, sums, specs, name, group), place)
         return self._finished(new, group, where, place)
+
+    def _can_be_cut(self, total: Total, parts: Mapping[int, Part]) -> bool:
+        """Whether several workers want a sum, each of which adds to it."""
+        owners, specs = self._takers[total], self.step.sum_specs(total.group)
+        sizes = [spec.bytes for spec in specs]
+        return (
+            len(owners) > 1
+            and owners <= parts.keys()
+            and min(sizes) > 0
+            and sum(sizes) >= LEAST * len(owners)
+        )
 
     def _finished(self, value: Part, group: int, where: Where, place: int) -> Part:
         """A sum in the types of its weights."""
@@ -244,6 +266,17 @@ class _Sums:
         return places
 
     @cached_property
+    def _takers(self) -> dict[Total, set[int]]:
+        """The workers that read each total."""
+        found: dict[Total, set[int]] = {}
+        read = [(o.worker, o.args) for o in self.lines if o.target in READERS]
+        for worker, args in (*read, *self.step.results.items()):
+            for value in values_in(args):
+                if isinstance(value, Total):
+                    found.setdefault(value, set()).add(worker)
+        return found
+
+    @cached_property
     def _readers(self) -> dict[Total, int]:
         """Where the first task begins that reads each total."""
         first: dict[Total, int] = {}
@@ -251,11 +284,92 @@ class _Sums:
         for place, op in enumerate(self.lines):
             if task != (op.worker, op.task):
                 start, task = place, (op.worker, op.task)
-            if op.target in (ops.update, ops.norms):
+            if op.target in READERS:
                 for value in values_in(op.args):
                     if isinstance(value, Total):
                         first.setdefault(value, start)
         return first
+
+
+class _SumInPieces:
+    """A sum that several workers want: each adds up one piece of it, beside its jobs,
+    and sends that to all others, as in a reduce-scatter and an all-gather. What workers
+    of one host give is added up there first.
+
+    parts, places: the sum of each worker's own gradients, and the line that gives the
+        last of them.
+    """
+
+    def __init__(
+        self,
+        sums: _Sums,
+        total: Total,
+        parts: Mapping[int, Part],
+        places: Mapping[int, int],
+        n: int,
+    ) -> None:
+        self.sums, self.total, self.parts = sums, total, parts
+        self.places, self.n = places, n
+        self.made: dict[Op, int] = {}  # sums, and the lines after which they are put
+        self.owners = sorted(sums._takers[total])
+        self.specs = sums.step.sum_specs(total.group)
+        self.hosts: dict[int, list[int]] = {}
+        for worker in sorted(parts):
+            self.hosts.setdefault(sums.request.host(worker), []).append(worker)
+        round = f"_of_round_{total.round}" * (sums.step.every is not None)
+        self.name = f"{total.group}{round}"
+
+    def run(self) -> dict[int, Part]:
+        """The sum on each of its owners."""
+        layout, count = layout_of(self.specs), range(len(self.owners))
+        given = [{w: self._given(i, w) for w in self.parts} for i in count]
+        pairs = zip(self.owners, given, strict=True)
+        pieces = tuple(self._piece(i, *pair) for i, pair in enumerate(pairs))
+        first = self.sums._readers.get(self.total, len(self.sums.lines))
+        found: dict[int, Part] = {}
+        for worker in self.owners:
+            where, group = (worker, f"join {self.name}", self.n), self.total.group
+            name = f"gradients_{self.name}_on_worker_{worker}"
+            args = layout, *pieces
+            new = Op(*where, ops.join, args, self.specs, name, group)
+            self.sums.put(new, first - 1)
+            found[worker] = self.sums._finished(new, group, where, first - 1)
+        return found
+
+    def _piece(self, number: int, root: int, given: Mapping[int, Op]) -> Op:
+        """A piece of the sum of what all give, on its root."""
+        parts: list[Op] = []
+        own = self.sums.request.host(root)
+        for host, workers in sorted(self.hosts.items()):
+            adds = root if host == own else workers[number % len(workers)]
+            those = [given[worker] for worker in workers]
+            parts.append(self._add(f"{number} of host {host}", adds, those))
+        return self._add(f"{number}", root, parts)
+
+    def _given(self, number: int, worker: int) -> Op:
+        """A piece of what a worker gives."""
+        place = self.places[worker]
+        op, count = self.sums.lines[place], len(self.owners)
+        args = number, count, layout_of(self.specs), self.parts[worker]
+        name = f"piece_{number}_of_{self.name}_on_worker_{worker}"
+        where, specs = (op.worker, op.task, op.n), piece_specs(*args[:2], self.specs)
+        return self.sums.put(Op(*where, ops.piece, args, specs, name), place)
+
+    def _add(self, what: str, worker: int, parts: Sequence[Op]) -> Op:
+        if len(parts) == 1:
+            return parts[0]
+        at = [part.worker for part in parts]
+        args = at.index(worker) if worker in at else 0, *parts
+        task, place = f"add piece {what} of {self.name}", max(map(self._place, parts))
+        where, specs = (worker, task, self.n), parts[0].specs
+        name = f"piece_{what}_of_{self.name}".replace(" ", "_")
+        new = Op(*where, ops.reduce, args, specs, name, aside=True)
+        self.made[new] = place
+        return self.sums.put(new, place)
+
+    def _place(self, op: Op) -> int:
+        """The line after which an op is put."""
+        return self.made.get(op, self.places[op.worker])
 
 
 class _OrderedSum:

@@ -50,15 +50,29 @@ def route_values(step: Step, request: Request) -> Step:
         if isinstance(line, Message):
             continue
         for value, workers in readers.of(line):
-            for to in sorted(workers):
-                if to != line.worker:
-                    specs, _ = step.specs(value)
-                    encoded = encodings.of(value)
-                    where = (next(tags), line.worker, to, value, line.task, line.n)
-                    lines.append(
-                        Message(*where, encoded or specs, False, bool(encoded))
-                    )
+            for source, to in _ways(line, workers, request):
+                specs, _ = step.specs(value)
+                encoded = encodings.of(value)
+                where = (next(tags), source, to, value, line.task, line.n)
+                how = False, bool(encoded), line.aside
+                lines.append(Message(*where, encoded or specs, *how))
     return replace(step, lines=lines)
+
+
+def _ways(line: Op, to: set[int], request: Request) -> Iterator[tuple[int, int]]:
+    """From whom to whom a value goes. What is made beside the jobs goes once to each
+    other host, where one worker hands it on."""
+    own, by_host = line.worker, dict[int, list[int]]()
+    for worker in sorted(to - {own}):
+        host = request.host(worker) if line.aside else worker
+        by_host.setdefault(host, []).append(worker)
+    for host, workers in by_host.items():
+        if line.aside and host != request.host(own):
+            first = workers.pop(own % len(workers))
+            yield own, first
+            yield from ((first, worker) for worker in workers)
+        else:
+            yield from ((own, worker) for worker in workers)
 
 
 def _with_weights(step: Step, ahead: int, tags: Iterator[int]) -> list[Op | Message]:

@@ -68,3 +68,7 @@ def test_a_world_of_another_size_is_an_error_on_every_rank() -> None:
 @pytest.mark.slow
 def test_a_rank_frees_a_buffer_once_its_peer_has_it() -> None:
     torchrun(2, "tests.ranks_sent")
+
+
+def test_ranks_add_up_pieces_of_sums() -> None:
+    torchrun(4, "tests.ranks_sums")

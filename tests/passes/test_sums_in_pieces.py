@@ -1,0 +1,189 @@
+"""Sums of gradients that several workers want: each adds up a piece of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import fxsched
+from fxsched import schedules
+from fxsched.checker.summary import CheckError
+from fxsched.ir import ops, pieces
+from fxsched.ir.graphs import Spec
+from fxsched.ir.request import Request
+from fxsched.ir.step import Message
+from fxsched.jobs.job import PlanError
+from fxsched.jobs.schedule import Schedule
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(128, 256), nn.Linear(256, 128)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(torch.relu(self.up(x)))
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.blocks = nn.Sequential(*(Block() for _ in range(4)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.blocks(x).square().mean()
+
+
+@dataclass(frozen=True)
+class TwoHosts(Request):
+    """Workers 0 and 1 on one host, 2 and 3 on another."""
+
+    hosts: tuple[tuple[int, ...], ...] = ((0, 1), (2, 3))
+
+
+@pytest.fixture
+def two_hosts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("fxsched.options.Request", TwoHosts)
+
+
+X = torch.randn(16, 128, generator=torch.Generator().manual_seed(1))
+SCHEDULES: dict[str, Callable[[], Schedule]] = {
+    "ddp": lambda: schedules.ddp(4, 8),
+    "hsdp": lambda: schedules.hsdp(4, 2, 8),
+    "1f1b": lambda: schedules.one_f_one_b(4, 8),
+}
+
+
+def _equal(schedule: Schedule, **options: object) -> fxsched.Plan:
+    """The plan of a step whose loss and gradients are eager's."""
+    model, eager = Net(), Net()
+    backend = fxsched.backend(schedule, **options)  # type: ignore[arg-type]
+    step = torch.compile(model, backend=backend)
+    for _ in range(2):
+        model.zero_grad()
+        loss = step(X)
+        loss.backward()
+    wanted = eager(X)
+    wanted.backward()
+    torch.testing.assert_close(loss, wanted)
+    for mine, other in zip(model.parameters(), eager.parameters(), strict=True):
+        torch.testing.assert_close(mine.grad, other.grad)
+        assert mine.grad is not None
+        assert mine.grad.stride() == mine.stride()
+    plan = backend.plan
+    backend.close()
+    return plan
+
+
+def _calls(plan: fxsched.Plan, target: object) -> int:
+    return sum(op.target is target for op in plan.step.ops)
+
+
+@pytest.mark.parametrize("order", ["static", "dynamic"])
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_sums_in_pieces_equal_eager(name: str, order: str) -> None:
+    plan = _equal(SCHEDULES[name](), sums="pieces", order=order)
+    assert bool(_calls(plan, ops.join)) == (name != "1f1b")  # whose sums have one owner
+
+
+@pytest.mark.parametrize("order", ["static", "dynamic"])
+@pytest.mark.parametrize("name", SCHEDULES)
+@pytest.mark.usefixtures("two_hosts")
+def test_sums_inside_hosts_first_equal_eager(name: str, order: str) -> None:
+    plan = _equal(SCHEDULES[name](), order=order)
+    assert bool(_calls(plan, ops.join)) == (name != "1f1b")
+
+
+def test_updates_in_the_program_read_sums_in_pieces() -> None:
+    def trained(**options: object) -> list[Tensor]:
+        model = Net()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+        schedule = schedules.ddp(4, 8)
+        backend = fxsched.backend(
+            schedule, optimizer=optimizer, clip_grad_norm=0.1, **options
+        )  # type: ignore[arg-type]
+        step = torch.compile(model, backend=backend)
+        for _ in range(3):
+            step(X)
+        backend.close()
+        return [p.detach() for p in model.parameters()]
+
+    for mine, other in zip(trained(sums="pieces"), trained(), strict=True):
+        torch.testing.assert_close(mine, other)
+
+
+@pytest.mark.usefixtures("two_hosts")
+def test_a_host_sends_each_gradient_once() -> None:
+    """Its part of each sum, or the sum of its own pieces."""
+    plan = fxsched.plan(Net(), schedules.ddp(4, 8), X)
+    sent = sum(
+        line.bytes
+        for line in plan.lines
+        if isinstance(line, Message) and (line.source < 2) != (line.to < 2)
+        if line.source < 2
+    )
+    gradients = sum(p.numel() * 4 for p in Net().parameters())
+    assert gradients <= sent <= 1.01 * gradients + 64  # the loss, too
+
+
+def _mutants() -> dict[str, Callable[[torch.fx.Node], None]]:
+    def swapped(node: torch.fx.Node) -> None:
+        layout, first, second, *others = node.args
+        node.args = (layout, second, first, *others)
+
+    def twice(node: torch.fx.Node) -> None:
+        layout, first, _, *others = node.args
+        node.args = (layout, first, first, *others)
+
+    def another_layout(node: torch.fx.Node) -> None:
+        layout, *others = node.args
+        node.args = (layout[::-1], *others)  # type: ignore[index]
+
+    return {"swapped": swapped, "twice": twice, "another layout": another_layout}
+
+
+@pytest.mark.parametrize("name", _mutants())
+def test_the_check_finds_pieces_joined_wrongly(name: str) -> None:
+    plan = fxsched.plan(Net(), schedules.ddp(4, 8), X, sums="pieces")
+    plan.check()
+    graph = plan.programs[1].graph
+    node = next(n for n in graph.nodes if n.target is ops.join)
+    _mutants()[name](node)
+    with pytest.raises(CheckError):
+        plan.check()
+
+
+def test_the_check_finds_a_piece_read_after_another_sum_went_over_it() -> None:
+    plan = fxsched.plan(Net(), schedules.ddp(4, 8), X, sums="pieces")
+    graph = plan.programs[1].graph
+    add = next(n for n in graph.nodes if n.target is ops.reduce)
+    own = next(n for n in add.all_input_nodes if n.target is ops.piece)
+    add.append(graph.node_copy(own))  # cut once more, from what is changed now
+    with pytest.raises(CheckError):
+        plan.check()
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 7])
+def test_pieces_of_a_bundle_join_to_it(count: int) -> None:
+    values = (torch.randn(3, 5), torch.randn(4, 2, 3).permute(2, 0, 1), torch.randn(7))
+    specs = tuple(map(Spec.of, values))
+    layout = pieces.layout_of(specs)
+    cut = [pieces.piece(i, count, layout, values) for i in range(count)]
+    for i, each in enumerate(cut):
+        assert tuple(map(Spec.of, each)) == pieces.piece_specs(i, count, specs)
+    sizes = [sum(t.numel() for t in each) for each in cut]
+    assert max(sizes) - min(sizes) <= 1
+    joined = pieces.join(layout, *cut)
+    for one, other, spec in zip(joined, values, specs, strict=True):
+        assert torch.equal(one, other)
+        assert Spec.of(one) == spec
+
+
+def test_deterministic_excludes_pieces() -> None:
+    with pytest.raises(PlanError, match=r"sums='pieces'.*deterministic"):
+        fxsched.backend(schedules.ddp(2, 2), sums="pieces", deterministic=True)
