@@ -5,7 +5,9 @@ from __future__ import annotations
 import gc
 import os
 import sys
+import tempfile
 import threading
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -211,6 +213,44 @@ def refused(loop: Loop) -> None:
         say(f"{loop.name} refused", error)
 
 
+def elsewhere() -> None:
+    """One rank saves, the other calls the model, or saves for the first time too; then
+    rank 1 ends its script."""
+    rank = dist.get_rank()
+    model = Two()
+    run, backend = compiled(model, timeout=20)
+    run(batch()).backward()
+    with tempfile.TemporaryDirectory() as folder:
+        calls: dict[str, tuple[Any, Any]] = {
+            "save and call": (
+                lambda: fxsched.save(folder, model),
+                lambda: run(batch()),
+            ),
+            "save and state": (
+                lambda: fxsched.save(folder, model),
+                lambda: fxsched.full_state_dict(model),
+            ),
+        }
+        for name, each in calls.items():
+            try:
+                each[rank]()
+            except PlanError as error:
+                say(name, error)
+            dist.barrier()
+            backend.reset(loaded=True)
+        if rank == 1:
+            return
+        for name, call in {
+            "ended save": lambda: fxsched.save(folder, model),
+            "ended call": lambda: run(batch()),
+        }.items():
+            began = time.monotonic()
+            try:
+                call()
+            except ConnectionError as error:
+                say(name, f"{time.monotonic() - began < 15} {error}")
+
+
 if __name__ == "__main__":
     control.LONG = 1.0
     dist.init_process_group("gloo")
@@ -224,4 +264,4 @@ if __name__ == "__main__":
         failures(loop)
     closing([*static, *dynamic])
     arithmetic()
-    dist.destroy_process_group()
+    elsewhere()

@@ -63,7 +63,9 @@ def verify(
 
     Both run on copies of the model with the same random numbers, the schedule on
     threads. verify prints how losses, outputs, gradients and buffers compare, and the
-    operation, gradient or buffer that doesn't agree.
+    operation, gradient or buffer that doesn't agree. In a training, a model that draws
+    random numbers (dropout) gets others from fxsched than from eager PyTorch, so their
+    losses differ; verify gives eager PyTorch those of the schedule.
 
     loss: a function of the model's output that returns a scalar with a gradient. By
         default the loss is the one that the model returns.
@@ -298,6 +300,15 @@ def _of_operation(node: fx.Node, gradient: bool) -> str:
     )
 
 
+def _of_draws(graph: fx.GraphModule) -> str:
+    """The first operation that draws, and what that means for losses of a training."""
+    node = next(each for each in graph.graph.nodes if of_node(each).get("random"))
+    return (
+        f"{of_node(node).get('module') or node.name} draws random numbers: here eager "
+        "PyTorch gets those of the plan; in training it draws others, so losses differ"
+    )
+
+
 def _of_buffers(graph: fx.GraphModule, failed: Collection[str]) -> Iterator[str]:
     """The lines that write buffers which depart."""
     for buffer in graph.graph.find_nodes(op="placeholder"):
@@ -345,7 +356,7 @@ def _text(found: _Compared, why: str, note: str) -> str:
         agree = f"{len(good)} agree, {len(bad)} do not"
         lines.append(f"... and {rest} more: of all {len(found.differences)}, {agree}")
     if found.numbers.calls and not found.numbers.strange:
-        lines.append("eager PyTorch has the plan's random numbers")
+        lines.append(_of_draws(found.traced.graph))
     lines += [note] if note else []
     lines.append("")
     count = len(found.differences)

@@ -105,7 +105,7 @@ def folded(workers: int, microbatches: int, held: int | None = None) -> Schedule
 
 
 def cuckoo(workers: int, microbatches: int) -> Schedule:
-    """As gpipe, but late workers run B of early stages for the first microbatches.
+    """As 1f1b without caps, but late workers run early stages' B of first microbatches.
 
     Late workers have finished their F first. B runs on worker W - 1 - s if s < W // 2 +
     2 and b < B // 2 - 2, where B is the number of microbatches.

@@ -31,9 +31,10 @@ class Status(NamedTuple):
     """What a rank has written of itself.
 
     kind: "here", "waits", "plans", "failed", "departed" (failed because it is apart
-        from another), "lost" (a connection) or "closed". plans: how many it has begun.
-        text: for people.
+        from another; "apart" in all of its groups), "lost" (a connection), "closed" or
+        "ended" (its script). plans: how many it has begun. text: for people.
     whom: the rank that it waits for; None for all. beat: another number every TICK.
+    group: the number of what connects the ranks that it waits for.
     """
 
     kind: str
@@ -42,6 +43,7 @@ class Status(NamedTuple):
     text: str
     whom: int | None = None
     beat: int = 0
+    group: int = 0
 
 
 class Store(Protocol):
@@ -69,13 +71,13 @@ class Board:
         self.helpers = Helpers()
         weakref.finalize(self, self.helpers.close)
 
-    def write(self, rank: int, status: Status) -> None:
+    def write(self, key: str, status: Status) -> None:
         """Tells what a rank is at."""
-        self.set(f"rank {rank}", json.dumps(status))
+        self.set(key, json.dumps(status))
 
-    def read(self, rank: int) -> Status:
+    def read(self, key: str) -> Status:
         """What a rank last wrote."""
-        kind, mark, *rest = json.loads(self.get(f"rank {rank}"))
+        kind, mark, *rest = json.loads(self.get(key))
         return Status(kind, Mark(*mark), *rest)
 
     def set(self, key: str, value: str) -> None:

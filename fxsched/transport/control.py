@@ -7,10 +7,15 @@ taken, one of the same call that is otherwise of another mark is an error.
 While all goes well nothing else is sent. A rank that plans or fails writes it to a
 board that all can read, the store of the process group; one that has waited for TICK
 seconds writes what it waits for, and reads the board every TICK from then on. It stops
-if it finds a rank that has failed or closed, that plans a call which it runs itself, or
-that runs the same call with another mark; if the rank that it waits for has gone on to
-a later call; and after `limit` seconds. What stops a rank makes it fail, so that all
-others stop for the same reason. After that the ranks meet again in `reset`.
+if it finds a rank that has failed, closed or ended its script, that plans a call which
+it runs itself, or that runs the same call with another mark; if the rank that it waits
+for has gone on to a later call, or waits for this one in a call of another kind; and
+after `limit` seconds. What stops a rank makes it fail, so that all others stop for the
+same reason. After that the ranks meet again in `reset`.
+
+Backends, and calls such as fxsched.save, each connect the ranks anew: a group, whose
+number begins the keys of its part of the board. Under keys without one a rank writes
+what it waits for in any of them, and that its script has ended.
 
 Before it makes a plan, a rank meets the others: all say what they plan for, and go on
 together or not at all.
@@ -33,6 +38,7 @@ from .failure_detector import LATE, FailureDetector
 LONG = 10.0  # seconds of waiting that a line on stderr tells of
 GRACE = 2 * TICK  # seconds in which a rank that fails has said so
 BUSY = 10.0  # seconds that a rank may compute before it says that it has lost one
+SAME = "every rank makes the same calls in the same order"
 LATEST = 64  # calls whose marks are remembered
 
 
@@ -40,6 +46,8 @@ class Control:
     """This rank's part in it.
 
     limit: seconds that it waits at most. store: None if there is no board.
+    group: the number of the group. what: what the ranks are at. beside: whether it is
+        of a thread beside the training, which says nothing of what the rank is at.
     calls, plans: begun so far. finished: calls and backward() that ended well.
     failure: why this rank cannot go on, or None.
     """
@@ -51,8 +59,15 @@ class Control:
         limit: float,
         store: Store | None = None,
         numbers: tuple[int, int] = (0, 0),
+        group: int = 0,
+        what: str = "the start of a backend",
+        beside: bool = False,
     ) -> None:
         self.rank, self.ranks, self.limit = rank, ranks, limit
+        self.group, self.what, self.beside = group, what, beside
+        self.looks: dict[int, Status] = {}  # in this wait, at ranks in other groups
+        self.since = 0.0  # when it began
+        self.apart = False  # whether ranks wait for each other in several groups
         self.board = None if store is None else Board(store, limit)
         self.detector = FailureDetector()
         self.calls, self.plans = numbers
@@ -79,15 +94,20 @@ class Control:
     ) -> None:
         """Tells the others what this rank is at."""
         mark = mark or Mark(self.calls, self.plans)
-        status = Status(kind, mark, self.plans, text, whom, beat)
+        status = Status(kind, mark, self.plans, text, whom, beat, self.group)
         if self.board is not None and status != self.written:
             self.written = status
-            self.board.write(self.rank, status)
+            self.board.write(self._key(f"rank {self.rank}"), status)
+            if not self.beside and (beat or kind in ("here", "ended")):
+                self.board.write(f"rank {self.rank}", status)
 
     def read(self, rank: int) -> Status:
         """What a rank last wrote on the board."""
         assert self.board is not None
-        return self.board.read(rank)
+        return self.board.read(self._key(f"rank {rank}"))
+
+    def _key(self, name: str) -> str:
+        return f"group {self.group} {name}"
 
     def begin(self, mark: Mark) -> None:
         """Notes a call's mark, and raises PlanError if another rank has another."""
@@ -137,10 +157,10 @@ class Control:
         whom = "all ranks" if rank is None else f"rank {rank}"
         call = self.calls if mark is None else mark.call
         at = f"for {whom}"
-        at += f" at call {call}" if call else ""
+        at += f" {self._at(call)}" if call or not where else ""
         at += f", {where}" if where else ""
         beat = int(seconds / TICK)
-        if mark is None:
+        if mark is None and call:
             self.write("plans", None, self.names.get(self.plans, ""), rank, beat)
         else:
             self.write("waits", mark, f"waits {at}", rank, beat)
@@ -148,10 +168,45 @@ class Control:
         self.detector.note(others)
         for other, status in others.items():
             self._judge(other, status, mark, other == rank and seconds >= LONG)
+        if seconds >= min(LONG, self.limit / 2):
+            self._look_elsewhere(rank, at, began, True)
         if seconds >= self.limit:
             chain = "".join(f"; {line}" for line in self.detector.chain(rank))
             raise TimeoutError(f"rank {self.rank} waited {seconds:.3g} s {at}{chain}")
         self._say(began, f"waits {seconds:.0f} s {at}")
+
+    def _at(self, call: int) -> str:
+        return f"at call {call}" if call else f"at {self.what}"
+
+    def _look_elsewhere(
+        self, rank: int | None, at: str, began: float, long: bool
+    ) -> None:
+        """Raises if a rank that this one waits for has ended its script, or, after a
+        long wait, if it waits for this one in another group, where its beats go on."""
+        assert self.board is not None
+        if began != self.since:
+            self.since, self.looks = began, {}
+        for other in range(self.ranks):
+            key = f"rank {other}"
+            if other == self.rank or self.beside or not self.board.check([key]):
+                continue
+            status, last = self.board.read(key), self.looks.get(other)
+            self.looks[other] = status
+            if status.kind == "ended" and rank in (None, other):
+                raise self._ended(status, at)
+            if last is None or not last.group == status.group != self.group:
+                continue
+            if 0 < last.beat < status.beat:
+                self.detector.note({other: status})
+                its = self.detector.waiting(other)
+                if long and rank in (None, other) and status.whom in (None, self.rank):
+                    self.apart = True
+                    raise PlanError(f"rank {self.rank} waits {at}, and {its}; {SAME}")
+
+    def _ended(self, status: Status, at: str) -> ConnectionError:
+        return ConnectionError(
+            f"{status.text}, and rank {self.rank} waits {at}; {SAME}"
+        )
 
     def _say(self, began: float, text: str) -> None:
         """Tells the user of a long wait, once; of later ones if they are longer."""
@@ -172,7 +227,8 @@ class Control:
         """Raises if a rank is where this one can't be together with it."""
         call = self.calls if mark is None else mark.call
         its = status.mark.call
-        if status.kind == "departed":
+        if status.kind in ("departed", "apart"):
+            self.apart = status.kind == "apart"
             raise PlanError(status.text)
         if status.kind == "failed":
             raise ConnectionError(status.text)
@@ -180,6 +236,8 @@ class Control:
             its < call or long
         ):  # else it has done its part
             raise ConnectionError(status.text)
+        if status.kind == "ended" and its < call:
+            raise self._ended(status, f"for it {self._at(call)}")
         if status.kind == "waits":
             if mark is None and its >= call and status.plans < self.plans:
                 name = self.names.get(self.plans)
@@ -206,20 +264,25 @@ class Control:
         """What to raise where the connection to a rank, None for some, has ended: why,
         if it said."""
         try:
-            self._judge_all()
+            self._judge_all(rank)
             whom = self._unheard(rank)
         except (PlanError, ConnectionError, TimeoutError) as error:
             return error
         ranks = " or ".join(f"rank {each}" for each in whom)
         return ConnectionError(
-            f"rank {self.rank} lost {ranks} at call {self.calls}: its process, or the "
-            "network to it, has ended"
+            f"rank {self.rank} lost {ranks} {self._at(self.calls)}: its process, or "
+            "the network to it, has ended"
         )
 
-    def _judge_all(self) -> dict[int, Status]:
-        """What the others are at; raises what one says of why this one can't go on."""
+    def _judge_all(self, rank: int | None) -> dict[int, Status]:
+        """What the others are at; raises what one says of why this one can't go on.
+
+        rank: whose connection has ended; None for some.
+        """
         others = self._others()
         for other, status in others.items():
+            if status.kind == "ended" and rank in (None, other):
+                raise self._ended(status, f"for it {self._at(self.calls)}")
             self._judge(other, status, self.marks.get(self.calls), False)
         return others
 
@@ -236,7 +299,7 @@ class Control:
             if len(unheard) <= 1 and time.monotonic() > began + GRACE:
                 break
             time.sleep(TICK / 10)
-            now = self._judge_all()
+            now = self._judge_all(rank)
             unheard = [
                 r for r in unheard if now[r].kind != "lost" and now[r] == before[r]
             ]
@@ -248,7 +311,7 @@ class Control:
         if self.failure is not None:
             return
         if isinstance(error, PlanError):
-            kind, self.failure = "departed", str(error)
+            kind, self.failure = "apart" if self.apart else "departed", str(error)
         elif isinstance(error, ConnectionError):
             kind, self.failure = "failed", str(error)
         else:
@@ -271,6 +334,16 @@ class Control:
                 self.write("closed", None, f"{self.failure} after call {self.calls}")
         self.leave()
 
+    def end(self, how: str) -> None:
+        """Tells the others that the script of this rank has ended."""
+        if self.failure is None and self.board is not None:
+            self.board.limit = GRACE  # which the end of Python waits at most
+            after = f" after call {self.calls}" if self.calls else ""
+            with contextlib.suppress(RuntimeError, TimeoutError):
+                self.write(
+                    "ended", None, f"rank {self.rank} ended its script{how}{after}"
+                )
+
     def leave(self) -> None:
         """Ends the thread that asks the board."""
         if self.board is not None:
@@ -292,7 +365,7 @@ class Control:
         idle: what is called every TICK, with when the wait began.
         """
         assert self.board is not None
-        keys = [f"{name}/{rank}" for rank in range(self.ranks)]
+        keys = [self._key(f"{name}/{rank}") for rank in range(self.ranks)]
         self.board.set(keys[self.rank], json.dumps(value))
         began = due = time.monotonic()
         pause = 0.001
@@ -308,15 +381,19 @@ class Control:
             raise _gone() from error
 
     def _starting(self, began: float) -> None:
-        """Waits without a look at who failed, or is elsewhere."""
-        seconds = time.monotonic() - began
+        """Waits without a look at who failed: for ranks to connect, or to reset."""
+        assert self.board is not None
+        seconds, at = time.monotonic() - began, f"for all ranks at {self.what}"
+        mark, beat = Mark(self.calls, self.plans), int(seconds / TICK)
+        status = Status(
+            "waits", mark, self.plans, f"waits {at}", None, beat, self.group
+        )
+        if not self.beside:
+            self.board.write(f"rank {self.rank}", status)
+        self._look_elsewhere(None, at, began, seconds >= min(LONG, self.limit / 2))
         if seconds >= self.limit:
-            raise TimeoutError(
-                f"rank {self.rank} waited {seconds:.3g} s for all ranks to make or "
-                "reset their backends"
-            )
-        text = "for all ranks to make or reset their backends"
-        self._say(began, f"waits {seconds:.0f} s {text}")
+            raise TimeoutError(f"rank {self.rank} waited {seconds:.3g} s {at}; {SAME}")
+        self._say(began, f"waits {seconds:.0f} s {at}")
 
     def plan(self, text: str) -> list[str]:
         """Meets the others to make a plan; what each of them makes it for.

@@ -34,13 +34,13 @@ class FailureDetector:
         if rank is None:
             silent = [other for other in self.heard if not self._waits(other)]
             return [self._silent(other) for other in silent] or [
-                self._waiting(other) for other in self.heard
+                self.waiting(other) for other in self.heard
             ]
         lines: list[str] = []
         seen: set[int] = set()
         while rank in self.heard and rank not in seen and self._waits(rank):
             seen.add(rank)
-            lines.append(self._waiting(rank))
+            lines.append(self.waiting(rank))
             whom = self.heard[rank][0].whom
             if whom is None:
                 return lines + self.chain(None)
@@ -60,16 +60,18 @@ class FailureDetector:
         ]
 
     def _is_silent(self, rank: int) -> bool:
-        ended = self.heard[rank][0].kind in ("failed", "departed", "closed")
-        return not ended and not self._waits(rank)
+        kinds = ("failed", "departed", "apart", "closed", "ended")
+        return self.heard[rank][0].kind not in kinds and not self._waits(rank)
 
     def _waits(self, rank: int) -> bool:
         status, since = self.heard[rank]
         return status.beat > 0 and time.monotonic() - since < LATE
 
-    def _waiting(self, rank: int) -> str:
+    def waiting(self, rank: int) -> str:
+        """What a rank wrote of its wait."""
         status, _ = self.heard[rank]
-        return f"rank {rank} {'plans ' * (status.kind == 'plans')}{status.text}"
+        plans = f"plans call {status.mark.call} for " * (status.kind == "plans")
+        return f"rank {rank} {plans}{status.text}"
 
     def _silent(self, rank: int) -> str:
         return (

@@ -8,9 +8,11 @@ which wakes this rank and all that wait for it. Processes.reset makes new ones.
 
 from __future__ import annotations
 
-import itertools
+import atexit
+import functools
 import os
 import queue
+import sys
 import threading
 import time
 import weakref
@@ -19,6 +21,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
+from multiprocessing.util import Finalize
 from typing import Any
 
 import torch
@@ -28,7 +31,7 @@ from torch.distributed import distributed_c10d as c10d
 
 from ..jobs.job import PlanError
 from .board import TICK, Mark
-from .control import Control
+from .control import SAME, Control
 from .endpoints import Where
 from .helper_threads import Helpers
 from .host_links import host_name
@@ -41,7 +44,7 @@ WATCHERS = 8  # receives that may be posted at a time under order="dynamic"
 TAGS = 2**31 - 2  # of torch.distributed; the last two are SHARED and BROKEN
 SHARED, BROKEN = TAGS, TAGS + 1
 MESSAGES = 1 << 20  # of a step, which leaves tags for that of 2,047 calls
-_groups = itertools.count()  # every rank makes the same ones
+_groups = [0]  # the number of the next; every rank makes the same ones
 
 
 class ProcessEndpoint:
@@ -172,15 +175,22 @@ class Processes:
     near: whether ranks of the same host hand values over through shared memory.
     timeout: seconds that this rank waits for others at most; by default as many as the
         process group does.
+    what, beside: see Control.
     """
 
     def __init__(
-        self, workers: int, near: bool = True, timeout: float | None = None
+        self,
+        workers: int,
+        near: bool = True,
+        timeout: float | None = None,
+        what: str = "the start of a backend",
+        beside: bool = False,
     ) -> None:
         if not dist.is_initialized():
             start_group()
         check_world(workers, dist.get_world_size())
         self.rank, self.workers, self.near = dist.get_rank(), workers, near
+        self.what, self.beside = what, beside
         self.process, self.world = os.getpid(), dist.group.WORLD
         self.limit = default_timeout() if timeout is None else timeout
         if timeout is not None:
@@ -191,6 +201,8 @@ class Processes:
         self.verdict: Exception | None = None  # of the thread that looks after waits
         self.closed = threading.Event()
         self._connect((0, 0))
+        _all.add(self)
+        _tell_at_exit()
         weakref.finalize(self, self.helpers.end, 2 * TICK)
         self.ended = threading.Event()
         args = (weakref.ref(self), self.ended)
@@ -207,8 +219,10 @@ class Processes:
         numbers: of calls and of plans so far.
         """
         store = c10d._get_default_store()
-        board: Any = c10d.PrefixStore(f"fxsched {next(_groups)}", store)
-        self.control = Control(self.rank, self.workers, self.limit, board, numbers)
+        board: Any = c10d.PrefixStore("fxsched", store)
+        group, known = _groups[0], (self.rank, self.workers, self.limit, board)
+        _groups[0] += 1
+        self.control = Control(*known, numbers, group, self.what, self.beside)
         self.neighbours: Mapping[int, Neighbour] = {}
         self._group: dist.ProcessGroup | None = None
         try:
@@ -216,11 +230,15 @@ class Processes:
         except Exception as error:
             lost = isinstance(error, RuntimeError)
             reason = self.control.lost(None) if lost else error
-            self.control.fail(reason)
+            self.fail(reason)
             raise reason from error
 
     def _link(self) -> None:
-        self.control.meet("start", None)
+        for rank, what in enumerate(self.control.meet("start", self.what)):
+            if what != self.what:
+                raise PlanError(
+                    f"rank {self.rank} is at {self.what}, rank {rank} at {what}; {SAME}"
+                )
         late = timedelta(seconds=self.limit + 4 * TICK)  # fxsched's errors say more
         self._group = dist.new_group(backend="gloo", timeout=late)
         names = self.all(host_name())
@@ -240,8 +258,9 @@ class Processes:
         old = self.control
         text = f"rank {self.rank} has called backend.reset() after call {old.calls}"
         self.fail(ConnectionError(text))
-        counts = (old.finished, old.calls, old.plans)
-        finished, calls, plans = zip(
+        counts = (old.finished, old.calls, old.plans, _groups[0])
+        old.what = "backend.reset()"
+        finished, calls, plans, groups = zip(
             *old.meet(f"reset {old.resets}", counts), strict=True
         )
         old.resets += 1
@@ -252,6 +271,7 @@ class Processes:
                 "same state on every rank, such as a checkpoint, and call "
                 "backend.reset(loaded=True) on all"
             )
+        _groups[0] = max(groups)  # a rank that was alone in a call has made more
         self.interrupt()
         self.disconnect()
         old.leave()
@@ -298,10 +318,13 @@ class Processes:
                 work.wait(timedelta(milliseconds=1))
 
     def fail(self, error: BaseException) -> None:
-        """Tells the others that this rank cannot go on, and why."""
+        """Tells the others that this rank cannot go on, and why: all ranks that wait
+        for it, if it is apart from others that wait elsewhere."""
         if self.control.failure is None:
             self.control.fail(error)
             self.interrupt()
+            for each in list(_all) if self.control.apart else ():
+                each.fail(error)
 
     @contextmanager
     def waiting(
@@ -402,6 +425,7 @@ def tell_all(error: BaseException) -> None:
 
 
 BACKENDS: weakref.WeakSet[Processes] = weakref.WeakSet()  # those of a backend
+_all: weakref.WeakSet[Processes] = weakref.WeakSet()
 _everyone: dict[str, tuple[Any, Processes]] = {}  # by lane
 _limits: deque[float] = deque(maxlen=1)  # of the last backend that was given one
 
@@ -416,17 +440,32 @@ def everyone(call: str, lane: str = "") -> Processes:
     limit = _limits[0] if _limits else None
     last = _everyone.get(lane)
     if last is None or last[0] is not dist.group.WORLD or last[1].control.failure:
-        try:
-            processes = Processes(dist.get_world_size(), near=False, timeout=limit)
-        except TimeoutError as error:
-            raise TimeoutError(
-                f"{call} waited in vain for the other ranks, every one of which must "
-                f"call it: {error}"
-            ) from error
+        size = dist.get_world_size()
+        processes = Processes(size, False, limit, call, beside=bool(lane))
         _everyone[lane] = last = dist.group.WORLD, processes
     if limit is not None:
         last[1].control.limit = min(limit, last[1].limit)
+    last[1].control.what = call
     return last[1]
+
+
+@functools.cache
+def _tell_at_exit() -> None:
+    """Has the others told when the script ends. Python calls last what is registered
+    first, as is the end of the threads that write to the board; processes of
+    multiprocessing call only its own."""
+    atexit.register(_tell_end)
+    Finalize(None, _tell_end, exitpriority=1)
+
+
+def _tell_end() -> None:
+    error = getattr(sys, "last_value", sys.exception())
+    how = (
+        f" with {type(error).__name__}: {error}" if isinstance(error, Exception) else ""
+    )
+    for processes in sorted(_all, key=lambda each: each.control.calls):
+        if os.getpid() == processes.process:
+            processes.control.end(how)
 
 
 def _end(watcher: threading.Thread, ended: threading.Event) -> None:

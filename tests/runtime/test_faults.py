@@ -111,6 +111,24 @@ def test_other_arithmetic_is_an_error(
     assert re.search(text, said[rank, case]), said[rank, case]
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("rank", "case", "text"),
+    [
+        (0, "save and call", r"rank . waits for .* at save.*; every rank makes"),
+        (1, "save and call", r"rank . waits for .* ranks? ?\d? at call 2"),
+        (0, "save and state", "rank 0 is at save, rank 1 at full_state_dict; every"),
+        (1, "save and state", "rank 1 is at full_state_dict, rank 0 at save; every"),
+        (0, "ended save", "True rank 1 ended its script after call 2, and .* at save;"),
+        (0, "ended call", "True rank 1 ended its script after call 2, and .* call 3;"),
+    ],
+)
+def test_ranks_in_calls_of_two_kinds_say_which(
+    said: Said, rank: int, case: str, text: str
+) -> None:
+    assert re.search(text, said[rank, case])
+
+
 @pytest.mark.parametrize("timeout", [0, -1.0, "10", True])
 def test_a_timeout_is_seconds(timeout: object) -> None:
     with pytest.raises(PlanError, match=r"backend\(timeout=.*give seconds, above 0"):

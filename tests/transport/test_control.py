@@ -54,7 +54,7 @@ def test_a_rank_that_broke_its_connections_for_another_is_not_blamed(
     store = dist.HashStore()  # type: ignore[attr-defined]
     _, first, second = (Control(rank, 3, 30.0, store) for rank in range(3))
     first.write("lost", None, "has lost a rank", None, 1)
-    assert "rank 2 lost rank 0 at call 0" in str(second.lost(seen))
+    assert "rank 2 lost rank 0 at the start of a backend" in str(second.lost(seen))
 
 
 def test_one_that_closes_after_a_failure_has_said_why() -> None:
@@ -65,12 +65,22 @@ def test_one_that_closes_after_a_failure_has_said_why() -> None:
     assert str(first.lost(None)) == "rank 2 lost rank 0 at call 4"
 
 
+def test_a_rank_that_has_ended_its_script_is_named_at_once() -> None:
+    first, second = planned()
+    second.end(" with ValueError: no data")
+    first.calls += 1
+    text = "rank 1 ended its script with ValueError: no data after call 1, and rank 0 "
+    with pytest.raises(ConnectionError, match=f"{text}waits for it at call 2; every"):
+        first.idle(1, None, time.monotonic())
+    assert text in str(first.lost(1))
+
+
 @pytest.mark.slow
 def test_ranks_that_may_be_lost_are_all_named() -> None:
     store = dist.HashStore()  # type: ignore[attr-defined]
     controls = [Control(rank, 3, 4.0, store) for rank in range(3)]
     assert "rank 1 lost rank 0 or rank 2 at" in str(controls[1].lost(None))
-    assert "rank 1 lost rank 2 at call 0" in str(controls[1].lost(2))
+    assert "rank 1 lost rank 2 at the start" in str(controls[1].lost(2))
 
 
 def waiting(rank: int, whom: int, beat: int) -> Status:

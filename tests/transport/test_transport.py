@@ -198,9 +198,9 @@ def test_one_that_watches_is_told(pair: tuple[Neighbour, Neighbour]) -> None:
     there.watch(5, arrived)
     here.link.shutdown(socket.SHUT_RDWR)
     assert arrived.get(timeout=10) == 5  # nothing more comes
-    with pytest.raises(ConnectionError, match="lost rank 0 at call"):
+    with pytest.raises(ConnectionError, match="lost rank 0 at the start"):
         there.take(parcel(value, 5))
-    with pytest.raises(ConnectionError, match="lost rank 1 at call"):
+    with pytest.raises(ConnectionError, match="lost rank 1 at the start"):
         here.send(value, parcel(value, 6))
 
 
