@@ -63,12 +63,16 @@ def checked_schedule(name: str, schedule: object) -> Schedule:
     """The schedule; PlanError for anything else."""
     if isinstance(schedule, Schedule):
         return schedule
-    such = "gpipe(workers=4, microbatches=8)"
+    such, by_name = "gpipe(workers=4, microbatches=8)", ""
     if isinstance(schedule, str) and schedule in LIBRARY:
         such = f"{LIBRARY[schedule].__name__}(..)"
+        by_name = (
+            ', or name it: torch.compile(model, backend="fxsched", options={"schedule":'
+            f' "{schedule}", "workers": 2, "microbatches": 4}})'
+        )
     raise PlanError(
         f"backend(schedule={shown(schedule)}): give a Schedule, such as "
-        f"fxsched.schedules.{such}"
+        f"fxsched.schedules.{such}{by_name}"
     )
 
 

@@ -409,8 +409,7 @@ def takes_options(
                 takes.bind(*args, **kwargs)
             except TypeError as error:
                 unknown = (name for name in kwargs if name not in CHECKED)
-                near = difflib.get_close_matches(next(unknown, ""), CHECKED, 1)
-                hint = f"; did you mean {near[0]}=?" if near else ""
+                hint = _hint(next(unknown, ""))
                 raise TypeError(f"{make.__name__}() {error}{hint}") from None
             return make(options(*args, **kwargs))
 
@@ -435,6 +434,18 @@ def parted(
     rest = {name: given[name] for name in given if name not in names}
     _check_keywords(call, model, rest, names)
     return own, rest
+
+
+def _hint(name: str) -> str:
+    """What else may be meant by a word that is no option."""
+    if not name:
+        return ""
+    if near := difflib.get_close_matches(name, CHECKED, 1):
+        return f"; did you mean {near[0]}=?"
+    for option, hint in get_type_hints(Options).items():
+        if name in _flat(get_args(hint)):
+            return f"; did you mean {option}={name!r}?"
+    return f"; its options are {', '.join(NAMES)}"
 
 
 def with_names(call: Callable[..., Any], names: Sequence[str]) -> inspect.Signature:

@@ -47,7 +47,7 @@ def placement(w: Place, job: Job, workers: int) -> Placement:
     try:
         answer: Any = w(*job)
     except Exception as error:
-        raise raised(f"w({job})", error, CALLED) from error
+        raise raised(f"w({job})", error, CALLED, w) from error
     if not isinstance(answer, tuple) or len(answer) != 2:
         raise PlanError(
             f"w({job}) returned {answer!r}; return Placement(weights, compute) or "
@@ -69,7 +69,7 @@ def priority(n: Priority, job: Job) -> int:
     try:
         answer = n(*job)
     except Exception as error:
-        raise raised(f"n({job})", error, CALLED) from error
+        raise raised(f"n({job})", error, CALLED, n) from error
     if not is_int(answer):
         raise PlanError(f"n({job}) returned {answer!r}; return an int")
     return int(answer)

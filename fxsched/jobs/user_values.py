@@ -6,10 +6,12 @@ import operator
 import traceback
 from math import inf
 from numbers import Real
+from pathlib import Path
 
 from .job import PlanError
 
 LARGEST = 100_000  # workers, microbatches or stages
+OWN = str(Path(__file__).parents[1])
 SHOWN = 80  # characters of a user's value in an error
 
 
@@ -47,15 +49,21 @@ def shown(value: object) -> str:
     return text
 
 
-def raised(call: str, error: Exception, arguments: str) -> PlanError:
+def raised(
+    call: str, error: Exception, arguments: str, function: object = None
+) -> PlanError:
     """The error for a function of the user's that raised: which call, what and where.
 
-    arguments: what it is called with.
+    arguments: what it is called with. function: it, or what records its answers.
     """
     if isinstance(error, PlanError):
         return error
-    frames = traceback.extract_tb(error.__traceback__)[1:]
-    where = f" at {frames[-1].filename}:{frames[-1].lineno}" if frames else ""
+    frames = traceback.extract_tb(error.__traceback__)
+    lines = [(f.filename, f.lineno) for f in frames if not f.filename.startswith(OWN)]
+    code = getattr(getattr(function, "function", function), "__code__", None)
+    if not lines and code is not None:  # it can't be called so
+        lines = [(code.co_filename, code.co_firstlineno)]
+    where = f" at {lines[-1][0]}:{lines[-1][1]}" if lines else ""
     return PlanError(
         f"{call} raised {type(error).__name__}: {error}{where}; it is called with "
         f"{arguments}"

@@ -178,6 +178,21 @@ CALLS: list[tuple[str, Callable[[], Any], str]] = [
         r"backend\(schedule='1f1b'\): give a Schedule, such as .*one_f_one_b\(\.\.\)",
     ),
     (
+        "a word of another option",
+        lambda: fxsched.backend(PIPE, recompute=True),  # type: ignore[call-arg]
+        r"backend\(\) got .*'recompute'; did you mean carry='recompute'\?",
+    ),
+    (
+        "an option that there is not",
+        lambda: fxsched.backend(PIPE, speed=1),  # type: ignore[call-arg]
+        r"backend\(\) got .*'speed'; its options are stages, transport, order,",
+    ),
+    (
+        "a w of two arguments",
+        lambda: fxsched.simulate(fxsched.Schedule(2, 2, w=lambda s, b: (0, 0)), 2),  # type: ignore[arg-type,misc]
+        r"w\(0F0\) raised TypeError: .* at .*test_misuse\.py:\d+;",
+    ),
+    (
         "a constructor for a schedule",
         lambda: step(schedule=schedules.gpipe),
         r"backend\(schedule=<function gpipe .*>\): give a Schedule, such as",
