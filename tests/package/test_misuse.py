@@ -178,21 +178,6 @@ CALLS: list[tuple[str, Callable[[], Any], str]] = [
         r"backend\(schedule='1f1b'\): give a Schedule, such as .*one_f_one_b\(\.\.\)",
     ),
     (
-        "a word of another option",
-        lambda: fxsched.backend(PIPE, recompute=True),  # type: ignore[call-arg]
-        r"backend\(\) got .*'recompute'; did you mean carry='recompute'\?",
-    ),
-    (
-        "an option that there is not",
-        lambda: fxsched.backend(PIPE, speed=1),  # type: ignore[call-arg]
-        r"backend\(\) got .*'speed'; its options are stages, transport, order,",
-    ),
-    (
-        "a w of two arguments",
-        lambda: fxsched.simulate(fxsched.Schedule(2, 2, w=lambda s, b: (0, 0)), 2),  # type: ignore[arg-type,misc]
-        r"w\(0F0\) raised TypeError: .* at .*test_misuse\.py:\d+;",
-    ),
-    (
         "a constructor for a schedule",
         lambda: step(schedule=schedules.gpipe),
         r"backend\(schedule=<function gpipe .*>\): give a Schedule, such as",
@@ -342,7 +327,7 @@ CALLS: list[tuple[str, Callable[[], Any], str]] = [
     (
         "a w of two arguments",
         lambda: placed(w=lambda s, b: 0),
-        r"w\(0F0\) raised TypeError.*called with \(stage, microbatch, direction\)",
+        r"w\(0F0\) raised TypeError.*test_misuse\.py:\d+.*called with \(stage, microbatch, direction\)",
     ),
     (
         "an n of a float",
@@ -510,6 +495,22 @@ def test_a_misuse_of_the_api_is_one_line(
     with pytest.raises((PlanError, RuntimeError), match=said) as raised:
         call()
     assert "\n" not in str(raised.value) and len(str(raised.value)) < 400
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"orders": "static"}, "did you mean order="),
+        ({"recompute": True}, "did you mean carry='recompute'"),
+        ({"speed": 1}, "its options are stages, transport, order,"),
+    ],
+)
+def test_an_option_that_there_is_not_is_an_error(
+    given: dict[str, Any], said: str
+) -> None:
+    (name,) = given
+    with pytest.raises(TypeError, match=rf"backend\(\) got .*'{name}'; {said}"):
+        fxsched.backend(schedules.gpipe(2, 4), **given)
 
 
 def test_a_name_that_is_near_is_in_pythons_error() -> None:
