@@ -63,11 +63,13 @@ def paper_step(
     timeline: Timeline,
     prefetch: int = 1,
     kept: float = 1.0,
+    hosts: tuple[tuple[int, ...], ...] = (),
 ) -> Step:
     """The step of jobs in the order of a timeline, with all messages.
 
     prefetch: for how many jobs ahead a worker asks for weights of others.
     kept: the share of activations that is still there between B and W.
+    hosts: the workers of each host; () for one host.
     """
     paper = _Paper(schedule, stages, timeline.jobs, kept)
     every = schedule.update_every if timeline.jobs.updates else None
@@ -76,7 +78,7 @@ def paper_step(
         jobs.job(f): jobs.job(last) for f, last in credits(schedule, timeline).items()
     }
     step = Step(paper.graph(), timeline, room, every=every)
-    request = Request(schedule, prefetch=prefetch, moments=paper.moments())
+    request = Request(schedule, prefetch=prefetch, moments=paper.moments(), hosts=hosts)
     for fill in ORDERED:
         step = fill(step, request)
     return step

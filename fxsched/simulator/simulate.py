@@ -221,9 +221,9 @@ def _run(
     def step() -> Step:
         from ..accounts.paper import paper_step
 
-        return paper_step(
-            schedule, stages, timeline, 1 if prefetch is None else prefetch
-        )
+        ahead = 1 if prefetch is None else prefetch
+        hosts = getattr(transfer, "hosts", ())  # of a Network
+        return paper_step(schedule, stages, timeline, ahead, hosts=hosts)
 
     if prefetch is not None or isinstance(transfer, Wires):  # in this order then
         asked = prefetch is not None
