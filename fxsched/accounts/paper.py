@@ -43,6 +43,20 @@ class Size(NamedTuple):
     bytes: float
     dtype: torch.dtype | None = None
 
+    @property
+    def shape(self) -> tuple[int]:
+        """As many elements as bytes."""
+        return (int(self.bytes),)
+
+    @property
+    def stride(self) -> tuple[int]:
+        """Of that shape."""
+        return (1,)
+
+    def run(self, elements: int) -> Size:
+        """So many of the elements."""
+        return self._replace(bytes=elements)
+
 
 class Sent(NamedTuple):
     """A value that goes along an edge of stages.

@@ -52,6 +52,10 @@ class Spec(NamedTuple):
             self.shape, self.stride, dtype=self.dtype, device=device or self.device
         )
 
+    def run(self, elements: int) -> Spec:
+        """The spec of so many of its elements, as a 1-d tensor."""
+        return self._replace(shape=(elements,), stride=(1,))
+
     @property
     def bytes(self) -> int:
         """Bytes of its elements, each once."""

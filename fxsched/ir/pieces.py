@@ -42,8 +42,7 @@ def _runs(number: int, count: int, layout: Layout) -> Iterator[tuple[int, int, i
 def piece_specs(number: int, count: int, specs: Specs) -> Specs:
     """The shapes of a piece."""
     return tuple(
-        specs[i]._replace(shape=(size,), stride=(1,))
-        for i, _, size in _runs(number, count, layout_of(specs))
+        specs[i].run(size) for i, _, size in _runs(number, count, layout_of(specs))
     )
 
 
