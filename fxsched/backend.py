@@ -28,7 +28,7 @@ from .jobs.job import Job, PlanError
 from .options import Options, compile_options_error, takes_options
 from .params.cut_weights import hidden_gradients
 from .params.record import note, placed, record_of
-from .params.released import is_given_up
+from .params.released import is_given_up, refuse_calls
 from .params.store import ParamStore
 from .planning import make_step
 from .plans.metrics import Metrics, metrics_of
@@ -42,6 +42,7 @@ from .runtime.ranks import Ranks
 from .runtime.step import Step
 from .runtime.step_key import step_key
 from .runtime.workers import Workers, workers_of
+from .transport.world import own_rank
 from .transport.wrappers import refuse_outer_ddp, refuse_wrappers
 
 PLANS = 64  # that a backend keeps
@@ -122,9 +123,13 @@ class Backend:
             weakref.finalize(function, _leave, weakref.ref(self)).atexit = False
 
     def accept(self, values: Iterable[object]) -> None:
-        """Raises PlanError if a model among a frame's values is shared out already."""
+        """Raises PlanError if a model among a frame's values is shared out already; on
+        ranks, its modules refuse calls of what this rank gave up from now on."""
+        ranks = self.options.transport != "threads" and own_rank() is not None
         for value in values:
             refuse_wrappers(value)
+            if ranks and isinstance(value, nn.Module):
+                refuse_calls(value)
 
     def tracing(self) -> AbstractContextManager[None]:
         """Where the model may be traced: tracers want gradients of whole weights."""

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch._subclasses import FakeTensorMode
 from torch.testing import assert_close
 
 import fxsched
@@ -60,6 +61,8 @@ def same(schedule: Schedule, loss_of: Loss, after: Change, between: Change) -> N
         run = torch.compile(model, backend=backend)
         assert_close(train(model, run, loss_of, after, between), wanted)
         assert_close(dict(fxsched.full_state_dict(model)), dict(whole.state_dict()))
+        if schedule.name == "ddp":  # this rank has all of it
+            assert_close(copy.deepcopy(model)(batch()), whole(batch()))
         draws: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(draws, torch.rand(()).item())
     assert len(set(draws)) == 1, "generators of all ranks are alike"
@@ -116,6 +119,20 @@ def hooks(schedule: Schedule, whole_batch: nn.Module) -> None:
         )
 
 
+def called_itself(model: nn.Module, run: Any, backend: fxsched.Backend) -> None:
+    """The model that isn't compiled refuses to run; all else goes on as before."""
+    plan = backend.plan
+    refused(lambda: model(batch()), "call the compiled model, on every rank, or load")
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        assert model(batch()).shape == (8, 4)
+    whole = build()
+    whole.load_state_dict(fxsched.full_state_dict(model))
+    with torch.no_grad():
+        assert_close(run(batch()), whole(batch()))
+    assert_close(run(batch()), whole(batch()))
+    assert backend.plan is plan, "the hooks were there before the model was traced"
+
+
 def by_all(model: nn.Module, which: Callable[[list[Tensor]], Any]) -> Any:
     return which([p.grad for p in model.parameters() if p.grad is not None])
 
@@ -138,6 +155,7 @@ def refusals() -> None:
     run = torch.compile(model, backend=backend)
     start = copy.deepcopy(list(model.parameters()))
     run(batch()).square().mean().backward()
+    called_itself(model, run, backend)
     for norm in (
         lambda gradients: torch.stack([g.norm() for g in gradients]).norm(),
         lambda gradients: sum(g.square().sum() for g in gradients),

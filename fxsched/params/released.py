@@ -6,7 +6,8 @@ are errors that say what to call instead. So is a backward() that brings it a gr
 from outside of the model. Methods that change it in place, as a layer's
 reset_parameters() does, leave that to the ranks that keep it, and draw the same random
 numbers. All this holds as well for a copy that is behind, of a parameter that the
-user's loop steps on one rank alone, where the schedule's u says so.
+user's loop steps on one rank alone, where the schedule's u says so. A call of a module
+that has one of these, outside of the compiled model, is an error too.
 """
 
 from __future__ import annotations
@@ -18,6 +19,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses import FakeTensorMode
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from torch.utils.weak import TensorWeakRef
 
 from ..ir.graphs import Spec
@@ -71,6 +74,38 @@ def refuse(tensor: Tensor, what: str) -> None:
             partial(_refuse_gradient, TensorWeakRef(tensor))
         )
         tensor.requires_grad_(trained)
+
+
+def refuse_calls(model: nn.Module) -> None:
+    """Makes modules in a model refuse calls that read tensors this rank gave up.
+
+    Called before the model is traced: to Dynamo, a hook that comes later makes another
+    model. What it compiles has no hooks of modules, and so has a trace of torch.export.
+    """
+    for module in model.modules():
+        owns = any(True for _ in _own_tensors(module))
+        hooks = module._forward_pre_hooks.values()
+        if owns and module is not model and _refuse_call not in hooks:
+            module.register_forward_pre_hook(_refuse_call, prepend=True)
+
+
+def _own_tensors(module: nn.Module) -> Iterator[Tensor]:
+    yield from module.parameters(recurse=False)
+    yield from module.buffers(recurse=False)
+
+
+def _refuse_call(module: nn.Module, args: object) -> None:
+    if torch.compiler.is_compiling():
+        return
+    for tensor in _own_tensors(module):
+        lacks = record_of(tensor).lacks
+        modes = _get_current_dispatch_mode_stack() if lacks else ()
+        if lacks and not any(isinstance(mode, FakeTensorMode) for mode in modes):
+            raise PlanError(
+                f"this rank has {lacks}; call the compiled model, on every rank, or "
+                "load fxsched.full_state_dict(model), called on every rank, into "
+                "another copy of the model"
+            )
 
 
 def take_back(tensor: Tensor) -> None:
