@@ -130,7 +130,6 @@ class Message:
     specs: the shapes in which it travels.
     fetches: whether it brings weights.
     encoded: whether the value has other shapes, and is cast on both sides.
-    aside: whether it is sent beside the sender's jobs.
     """
 
     tag: int
@@ -142,7 +141,11 @@ class Message:
     specs: Specs
     fetches: bool = False
     encoded: bool = False
-    aside: bool = False
+
+    @property
+    def aside(self) -> bool:
+        """Whether it is sent beside the sender's jobs."""
+        return isinstance(self.value, Op) and self.value.aside
 
     @property
     def bytes(self) -> int:

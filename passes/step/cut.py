@@ -60,7 +60,6 @@ class _ProgramWriter:
         self.microbatches = request.schedule.microbatches
         self.graph = fx.Graph()
         self.env: dict[Value, fx.Node] = {}
-        self.received: set[Value] = set()
         self.encoded: set[Value] = set()  # of these, what is as it travels
         self.parts: dict[tuple[fx.Node, int], fx.Node] = {}  # rows of the batch
         self.pause: fx.Node | None = None
@@ -133,13 +132,12 @@ class _ProgramWriter:
             self.env[message] = node
             return
         self.env[message.value] = node
-        self.received.add(message.value)
         if message.encoded:
             self.encoded.add(message.value)
 
     def _send(self, message: Message) -> None:
         value, task = message.value, message.task
-        if message.aside and value in self.received:
+        if message.aside and self.step.worker(value) != self.worker:
             task = f"hand on {message.tag}"
         if message.fetches:
             task = f"serve {message.tag}"

@@ -160,7 +160,8 @@ class _Sums:
 
     def _can_be_cut(self, total: Total, parts: Mapping[int, Part]) -> bool:
         """Whether several workers want a sum, each of which adds to it."""
-        owners, specs = self._takers[total], self.step.sum_specs(total.group)
+        owners = self._takers.get(total, set())
+        specs = self.step.sum_specs(total.group)
         sizes = [spec.bytes for spec in specs]
         return (
             len(owners) > 1

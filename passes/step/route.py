@@ -54,8 +54,7 @@ def route_values(step: Step, request: Request) -> Step:
                 specs, _ = step.specs(value)
                 encoded = encodings.of(value)
                 where = (next(tags), source, to, value, line.task, line.n)
-                how = False, bool(encoded), line.aside
-                lines.append(Message(*where, encoded or specs, *how))
+                lines.append(Message(*where, encoded or specs, False, bool(encoded)))
     return replace(step, lines=lines)
 
 

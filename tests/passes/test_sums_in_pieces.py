@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -182,6 +183,29 @@ def test_pieces_of_a_bundle_join_to_it(count: int) -> None:
     for one, other, spec in zip(joined, values, specs, strict=True):
         assert torch.equal(one, other)
         assert Spec.of(one) == spec
+
+
+def test_an_error_in_a_sum_ends_the_step_and_names_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Other workers, which wait for the piece, end too."""
+    add = torch._foreach_add_
+
+    def fails(*args: object) -> object:
+        if threading.current_thread().name.startswith("fxsched waits"):
+            raise RuntimeError("no room for a sum")
+        return add(*args)
+
+    backend = fxsched.backend(schedules.ddp(4, 8), sums="pieces")
+    step = torch.compile(Net(), backend=backend)
+    step(X).backward()
+    monkeypatch.setattr(torch, "_foreach_add_", fails)
+    with pytest.raises(RuntimeError, match="no room for a sum") as raised:
+        step(X).backward()
+    assert "add piece" in "".join(raised.value.__notes__)
+    monkeypatch.undo()
+    step(X).backward()
+    backend.close()
 
 
 def test_deterministic_excludes_pieces() -> None:
