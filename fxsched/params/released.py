@@ -20,11 +20,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch._subclasses import FakeTensorMode
-from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from torch.utils.weak import TensorWeakRef
 
 from ..ir.graphs import Spec
 from ..jobs.job import PlanError
+from ..torch_compat.compiled_modules import active_modes
 from ..transport.processes import tell_all
 from .intercepted import CHANGES, FILLS, READS, WRITES, intercept, let_through
 from .record import note, record_of, spec_of
@@ -99,7 +99,7 @@ def _refuse_call(module: nn.Module, args: object) -> None:
         return
     for tensor in _own_tensors(module):
         lacks = record_of(tensor).lacks
-        modes = _get_current_dispatch_mode_stack() if lacks else ()
+        modes = active_modes() if lacks else ()
         if lacks and not any(isinstance(mode, FakeTensorMode) for mode in modes):
             raise PlanError(
                 f"this rank has {lacks}; call the compiled model, on every rank, or "

@@ -50,11 +50,17 @@ def innermost(backend: Any) -> Any:
     return backend
 
 
+def active_modes() -> list[Any]:
+    """The TorchDispatchModes that are active, PyTorch's own too."""
+    return list(_get_current_dispatch_mode_stack())
+
+
 def _refuse_modes() -> None:
     """Raises a PlanError if a TorchDispatchMode of the user is active: Dynamo compiles
     nothing under one."""
-    stack = _get_current_dispatch_mode_stack()
-    modes = [mode for mode in stack if getattr(mode, "_mode_key", None) is None]
+    modes = [
+        mode for mode in active_modes() if getattr(mode, "_mode_key", None) is None
+    ]
     if modes:
         name = type(modes[-1]).__name__.lstrip("_")
         raise PlanError(
