@@ -113,7 +113,10 @@ def _costs(
             f"{byte_text(other.bytes)}"
         )
     if spreads and norms == "whole":
-        line += "; its rows are not spread over workers, as others are"
+        line += (
+            "; its rows are not spread over workers: batch_norm='microbatch' and "
+            "GroupNorm spread them"
+        )
     return line
 
 

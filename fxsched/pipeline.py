@@ -13,6 +13,7 @@ from torch import fx
 from .checker.reference import Reference
 from .clock.arrivals import ahead_text
 from .clock.joint import fit_joint, joint_text
+from .draw.tables import ranges
 from .draw.whole_stages import shard_text
 from .ir.facts import FACTS, Facts, facts
 from .ir.graphs import REPLICATED, Role, State, tensors
@@ -167,8 +168,8 @@ def make_plan(
 
 
 def _said(known: Facts) -> Iterator[str]:
-    """What explain() says of the model, where there is something to say."""
-    yield from (known.meeting, known.pairs, known.norms, known.totals, known.sliced)
+    """What explain() says of the model besides, where there is something to say."""
+    yield from (known.meeting, known.totals, known.sliced)
 
 
 def _without_shards(cut: StageGraph, request: Request) -> Callable[[], Plan] | None:
@@ -201,8 +202,18 @@ def _notes(step: Step, request: Request) -> tuple[str, ...]:
     """Joint stages and updates, if there are any; what the user asked for and does not
     get."""
     said = filter(None, (step.facts.pairs, step.facts.norms))
-    joint = joint_text(request.schedule, step.facts.stages)
-    return (*joint, *said, *_updates(step, request), *_unmet(step, request))
+    updates, unmet = _updates(step, request), _unmet(step, request)
+    return (*_joint(step, request), *said, *updates, *unmet)
+
+
+def _joint(step: Step, request: Request) -> Iterator[str]:
+    """The global-batch stages, and which workers they leave without a job."""
+    jobs = step.jobs
+    idle = set(range(jobs.workers)).difference(jobs.worker[: jobs.regular])
+    for line in joint_text(request.schedule, step.facts.stages):
+        many = len(idle) > 1
+        none = f"; worker{'s' * many} {ranges(sorted(idle))} run{'s' * (not many)} none"
+        yield line + none * bool(idle)
 
 
 def _updates(step: Step, request: Request) -> tuple[str, ...]:

@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import os
 import sys
+import time
+from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from typing import Any
 
@@ -26,6 +28,7 @@ from .options import (
 )
 
 UPDATES = 8  # in a call of the demo
+SILENT = 5.0  # seconds without a line about progress, where there is no terminal
 SYNCHRONOUS = tuple(name for name in LIBRARY if name not in STALE)
 
 
@@ -105,9 +108,20 @@ def compare(
     simulate_options.refuse_estimated(ctx)
     every = schedules or SYNCHRONOUS
     bar = click.progressbar(every, label="planning", file=sys.stderr)
-    with bar if sys.stderr.isatty() else nullcontext(every) as chosen:
+    lines = nullcontext(_told(every))
+    with bar if sys.stderr.isatty() else lines as chosen:
         text = model_lineup(chosen, model, options)
     click.echo(text)
+
+
+def _told(names: Sequence[str]) -> Iterator[str]:
+    """The names; a line on stderr now and then says which one is next."""
+    told = time.monotonic()
+    for number, name in enumerate(names, 1):
+        if time.monotonic() - told > SILENT:
+            told = time.monotonic()
+            click.echo(f"planning {name}, {number} of {len(names)}", err=True)
+        yield name
 
 
 @click.command(name="demo")

@@ -6,14 +6,16 @@ from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
 from ..draw import tables
+from ..draw.palette import Clock, clock
 from ..draw.whole_stages import whole_stage
 from ..dry_run import plan
 from ..jobs.job import PlanError
+from ..jobs.schedule import Schedule
 from ..plans.plan import Plan
 from . import user_file
 from .options import Refused, build_any, passed_options, usual
 
-HEADERS = "schedule|stages|step ms|bubble|memory|weights|messages"
+HEADERS = "schedule|stages|step {}|bubble|memory|weights|messages"
 
 
 class ComparedPlan(NamedTuple):
@@ -25,17 +27,17 @@ class ComparedPlan(NamedTuple):
     bubble: float
     messages: int
 
-    @property
-    def cells(self) -> tuple[str, ...]:
+    def cells(self, time: Clock) -> tuple[str, ...]:
         """A row of the table; bytes are the most on any worker."""
         total = max(peaks.at_once.total for peaks in self.plan.memory)
         most = [peaks.each for peaks in self.plan.memory]
         joint = sum(bool(j) for _, j in self.plan.stages.nodes(data="joint"))
-        count = len(set(map(whole_stage, self.plan.stages)))
+        count = len(set(map(whole_stage, self.plan.stages))) - joint
+        plain, whole = f"{count or ''}", f"{joint}*" * bool(joint)
         return (
             self.name,
-            f"{count - joint}{' + 1 *' if joint else ''}",
-            f"{1e3 * self.step:.4g}",
+            " + ".join(filter(None, (plain, whole))),
+            f"{time.factor * self.step:.4g}",
             f"{100 * self.bubble:.1f} %",
             tables.byte_text(total),
             tables.byte_text(max(each.weights + each.fetched for each in most)),
@@ -47,11 +49,14 @@ def model_lineup(names: Iterable[str], model: str, options: Mapping[str, Any]) -
     """A table, the shortest predicted step first, and a line for each that can't be
     planned for this model.
 
-    Raises PlanError if none can, or if the model can't be loaded.
+    Raises PlanError if none can, or if the model can't be loaded or traced, and for a
+    batch that doesn't divide into the microbatches.
     """
     case = user_file.load(model)
     numbers = passed_options(options)
     numbers = {**usual(numbers), **numbers}
+    # what is wrong for all schedules is said at once
+    _plan(case, Schedule(1, numbers["microbatches"], 1))
     compared: list[ComparedPlan] = []
     refused = Refused()
     for name in names:
@@ -63,7 +68,9 @@ def model_lineup(names: Iterable[str], model: str, options: Mapping[str, Any]) -
     if not compared:
         raise PlanError("; ".join(lines[:3]))
     compared.sort(key=lambda row: row.step)
-    table = tables.table(HEADERS, [row.cells for row in compared], "lr")
+    time = clock(compared[0].step, "s")
+    rows = [row.cells(time) for row in compared]
+    table = tables.table(HEADERS.format(time.unit), rows, "lr")
     workers, microbatches = numbers["workers"], numbers["microbatches"]
     title = f"{workers} workers, {microbatches} microbatches, {model}"
     return "\n\n".join((title, table, "\n".join(lines))).strip()
@@ -72,13 +79,16 @@ def model_lineup(names: Iterable[str], model: str, options: Mapping[str, Any]) -
 def _compared(
     name: str, case: user_file.Case, numbers: Mapping[str, Any]
 ) -> ComparedPlan:
-    schedule = build_any(name, numbers)
+    made = _plan(case, build_any(name, numbers))
+    step = made.simulate()
+    sent = sum(w.activations_sent + w.gradients_returned for w in step.workers)
+    return ComparedPlan(name, made, step.latency, step.bubble_rate, sent)
+
+
+def _plan(case: user_file.Case, schedule: Schedule) -> Plan:
     with user_file.quiet_torch(), user_file.blamed(case.file, "the model raised"):
-        made = plan(
+        return plan(
             *(case.model, schedule, *case.args),
             optimizer=case.optimizer,
             **case.kwargs,
         )
-    step = made.simulate()
-    sent = sum(w.activations_sent + w.gradients_returned for w in step.workers)
-    return ComparedPlan(name, made, step.latency, step.bubble_rate, sent)

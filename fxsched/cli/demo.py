@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import os
+import sys
 import time
 from typing import NamedTuple
 
@@ -150,15 +151,17 @@ def run_training(task: Task) -> None:
     """An ordinary training loop, of the calls that are left."""
     every = -(-task.calls // (LOSSES - 1))
     losses: list[str] = []
-    # None: no bar where stderr is no terminal
+    # None: no bar where stderr is no terminal, but lines
     hidden = None if speaks() else True
     bar = tqdm(range(task.calls - task.done), "train", ncols=WIDTH, disable=hidden)
     for _ in bar:
         loss = task.train(task.batches.draw())
         bar.set_postfix(loss=f"{loss:.4f}")
         if task.done in (1, task.calls) or task.done % every == 0:
-            step = "step " * (not losses) + str(task.done * task.updates)
-            losses.append(f"{loss:.6f} at {step}")
+            step = f"step {task.done * task.updates}"
+            losses.append(f"{loss:.6f} at {step if not losses else step[5:]}")
+            if bar.disable and speaks():
+                print(f"train: {step}, loss {loss:.4f}", file=sys.stderr, flush=True)
     say(f"loss: {', '.join(losses)}")
 
 
@@ -168,6 +171,7 @@ def speaks() -> bool:
 
 
 def say(text: str) -> None:
-    """Prints a line above the bar, on the process that speaks."""
+    """Prints a line above the bar at once, on the process that speaks."""
     if speaks():
         tqdm.write(text)
+        sys.stdout.flush()

@@ -113,9 +113,8 @@ def _search_for_model(ctx: click.Context, options: Mapping[str, Any]) -> None:
     case = user_file.load(options["model"])
     chosen = _search_options(options) | {"transfer": None}
     with user_file.quiet_torch(), user_file.blamed(case.file, "the model raised"):
-        best = search_schedules(
-            case.model, **chosen, args=case.args, kwargs=case.kwargs
-        )
+        kwargs = {**case.kwargs, "optimizer": case.optimizer}
+        best = search_schedules(case.model, **chosen, args=case.args, kwargs=kwargs)
         _save(best, options)
         planned = make_plan(
             case.model, best, *case.args, optimizer=case.optimizer, **case.kwargs
@@ -138,7 +137,8 @@ def _found(case: Case, workers: int, options: Mapping[str, Any]) -> Schedule:
         )
     click.echo("without --schedule: the best that search finds\n")
     size = {"workers": workers, "microbatches": options["microbatches"]}
-    found = search_schedules(case.model, **size, args=case.args, kwargs=case.kwargs)
+    kwargs = {**case.kwargs, **planned_options(options), "optimizer": case.optimizer}
+    found = search_schedules(case.model, **size, args=case.args, kwargs=kwargs)
     click.echo()
     return found
 
@@ -202,7 +202,7 @@ def plan(model: str, schedule: str | Schedule | None, **options: Any) -> None:
             **case.kwargs,
         )
     if rank is None:
-        click.echo("\n\n".join((*planned.notes, planned.explain())))
+        click.echo(planned.explain())
     else:
         width = shutil.get_terminal_size((88, 24)).columns
         click.echo(planned.table(rank, options["jobs"], width))

@@ -188,7 +188,7 @@ def joint_text(schedule: Schedule, stages: nx.DiGraph[int]) -> tuple[str, ...]:
     joint = sorted(joint_stages(stages))
     if not joint:
         return ()
-    those = ", ".join(f"{s}*" for s in joint)
+    those = ", ".join(f"{s}*{_modules(stages, s)}" for s in joint)
     line = f"{those}: one job a direction, where the rows of all microbatches meet"
     caps = schedule.in_flight
     if isinstance(caps, OwnCaps) and caps.lifted:
@@ -198,6 +198,14 @@ def joint_text(schedule: Schedule, stages: nx.DiGraph[int]) -> tuple[str, ...]:
             lifted = f"{first}..{last}"
         line += f"; B waits for F of all, so in_flight is lifted for stages {lifted}"
     return (line,)
+
+
+def _modules(stages: nx.DiGraph[int], stage: int) -> str:
+    """The modules of a stage, where they are known."""
+    names = stages.nodes[stage].get("modules")
+    if not names:
+        return ""
+    return f" ({', '.join(names[:2])}{', ..' * (len(names) > 2)})"
 
 
 def order_phases(jobs: Jobs) -> Jobs:

@@ -7,19 +7,21 @@ from collections.abc import Iterator, Sequence
 
 import networkx as nx
 
+from ..accounts.times import Times
 from ..clock.arrivals import ahead_text
 from ..clock.jobs import Jobs
-from ..clock.joint import joint_text
 from ..clock.stage_graph import run_stages, step_seconds
 from ..clock.timeline import Timeline
 from ..ir.parts import WeightCut
 from ..jobs.schedule import Schedule
 from .cut_table import EXPLAINED, cut_table
 from .memory_table import WorkerMemory, memory_tables
+from .palette import clock
 from .plan_tables import (
     busy_seconds,
     has_shards,
     load_rows,
+    schedule_text,
     sends_text,
     shard_cells,
     stage_text,
@@ -33,7 +35,8 @@ from .whole_stages import whole_stage, whole_stages
 def explain_text(
     schedule: Schedule,
     stages: nx.DiGraph[int],
-    timeline: Timeline,
+    planned: Timeline,
+    times: Times,
     memory: WorkerMemory,
     said: Sequence[str] = (),
     cuts: Sequence[WeightCut] = (),
@@ -42,23 +45,23 @@ def explain_text(
     """The stages with their workers, work, memory and what one microbatch sends; where
     the step's time goes.
 
-    said: of rows of the batch that meet. cuts: of weights that are cut into shards,
-    and costs: what these save.
+    planned: jobs, if weights and gradients are there at once; times: as predicted.
+    said: the plan's notes, and of rows of the batch that meet. cuts: of weights that
+    are cut into shards, and costs: what these save.
     """
     whole = whole_stages(stages)
     return "\n\n".join(
         (
-            f"{schedule}, {len(whole)} stages",
-            *(wrapped([line], EXPLAINED) for line in joint_text(schedule, stages)),
+            schedule_text(schedule, stages),
             *(wrapped([line], EXPLAINED) for line in said),
             *_arrivals(schedule),
-            _stage_table(timeline.jobs, whole),
+            _stage_table(planned.jobs, whole),
             *_corrections(schedule, stages),
-            table("worker|stages|busy|memory", load_rows(schedule, timeline, memory)),
+            table("worker|stages|busy|memory", load_rows(schedule, times, memory)),
             *memory_tables(memory),
             *cut_table(cuts),
             *(shard_costs_text(costs) if costs else ()),
-            _limits(schedule, stages, timeline),
+            _limits(schedule, stages, planned, times),
         )
     )
 
@@ -136,40 +139,63 @@ def _arrivals(schedule: Schedule) -> tuple[str, ...]:
     return (textwrap.fill(text, EXPLAINED),)
 
 
-def _limits(schedule: Schedule, stages: nx.DiGraph[int], events: Timeline) -> str:
+def _limits(
+    schedule: Schedule, stages: nx.DiGraph[int], planned: Timeline, times: Times
+) -> str:
     """Predicted time, bubble, and the largest of what keeps workers from working."""
     near = stages.copy()
     for edge in near.edges:
         near.edges[edge]["seconds"] = 0.0
-    step = step_seconds(events) or 1.0
-    at_once = min(step, step_seconds(run_stages(schedule, near)))
-    busy = busy_seconds(schedule, events)
+    step, paths = times.end or 1.0, min(times.end, step_seconds(planned))
+    at_once = min(paths, step_seconds(run_stages(schedule, near)))
+    busy = busy_seconds(schedule, planned)
     most, mean = max(busy), sum(busy) / len(busy)
-    slowest = busy.index(most)
+    lost = {
+        "unequal workers": most - mean,
+        "waiting for other stages": max(at_once - most, 0.0),
+        "transfers": paths - max(at_once, most),
+    }
+    if step > paths:
+        lost["weights and their gradients"] = step - paths
+    worst, time = max(lost, key=lost.__getitem__), clock(step, "s").text(step)
     advice = {
-        "unequal workers": f"worker {slowest} has the most to do: cut finer "
-        "(more stages), or place its stages elsewhere",
+        "unequal workers": _unequal(stages, planned, busy.index(most)),
         "waiting for other stages": "filling and draining the pipeline: more "
         "microbatches, or more stages a worker",
         "transfers": "values on their way: cut where fewer bytes cross, or use more "
         "microbatches in flight",
+        "weights and their gradients": "they are on their way between workers: larger "
+        "microbatches, or a schedule that keeps each weight on one worker",
     }
-    lost = {
-        "unequal workers": most - mean,
-        "waiting for other stages": max(at_once - most, 0.0),
-        "transfers": step - max(at_once, most),
-    }
-    worst = max(lost, key=lost.__getitem__)
     limit = f"what limits the step: {worst}; {advice[worst]}"
     if lost[worst] < 0.02 * step:
         limit = "what limits the step: work; every worker is busy nearly all the time"
     return wrapped(
         (
-            f"predicted step: {step * 1e3:.3g} ms, of which the workers are busy "
+            f"predicted step: {time}, of which the workers are busy "
             f"{100 * mean / step:.1f} % (bubble {100 - 100 * mean / step:.1f} %)",
             "idle: "
             + ", ".join(f"{what} {100 * t / step:.1f} %" for what, t in lost.items()),
             limit,
         ),
         EXPLAINED,
+    )
+
+
+def _unequal(stages: nx.DiGraph[int], planned: Timeline, slowest: int) -> str:
+    """What to do about the worker that has the most to do."""
+    work: dict[int, float] = {}
+    for job, worker, start, end in planned:
+        if worker == slowest:
+            work[job.stage] = work.get(job.stage, 0.0) + end - start
+    largest = max(work, key=work.__getitem__)
+    if not stages.nodes[largest].get("joint"):
+        return (
+            f"worker {slowest} has the most to do: cut finer (more stages), or place "
+            "its stages elsewhere"
+        )
+    return (
+        f"worker {slowest} runs stage {largest}* alone, since rows of the whole batch "
+        "meet in it; finer cuts don't divide it: give the worker no other stages, or "
+        "keep rows apart, by GroupNorm or batch_norm='microbatch' for BatchNorm"
     )

@@ -8,8 +8,8 @@ from collections.abc import Iterable, Sequence
 import networkx as nx
 from torch import fx
 
+from ..accounts.times import Times
 from ..accounts.traffic import traffic
-from ..clock.stage_graph import step_seconds
 from ..clock.timeline import Timeline
 from ..ir import ops
 from ..ir.graphs import Group
@@ -18,7 +18,7 @@ from ..jobs.schedule import Schedule
 from .memory_table import WorkerMemory, memory_tables
 from .palette import clock
 from .program_table import program_table
-from .tables import WIDTH, byte_text, first_rows, shorten, table
+from .tables import WIDTH, byte_text, counted, first_rows, shorten, table
 from .whole_stages import shard_text, whole_stages
 
 
@@ -40,7 +40,7 @@ def plan_head(
         for i, group in enumerate(groups)
     ]
     return [
-        f"{schedule}, {len(whole_stages(stages))} stages",
+        schedule_text(schedule, stages),
         *notes,
         table(*_stage_table(whole_stages(stages), schedule.microbatches)),
         table("weights|tensors|kept by|read by stages", rows),
@@ -57,32 +57,31 @@ def plan_text(head: Sequence[str], programs: Sequence[fx.GraphModule]) -> str:
 
 def plan_line(schedule: Schedule, step: Step) -> str:
     """A plan in a line."""
-    stages = len({getattr(s, "stage", s) for s, _ in step.jobs.kinds})
+    count = len({getattr(s, "stage", s) for s, _ in step.jobs.kinds})
+    stages, jobs = counted(count, "stage"), len(step.timeline)
     sent = byte_text(sum(each.sent for each in traffic(step)))
-    return f"{schedule}, {stages} stages, {len(step.timeline)} jobs, {sent} sent"
+    return f"{schedule}, {stages}, {jobs} jobs, {sent} sent"
 
 
 def summary_text(
     schedule: Schedule,
     stages: nx.DiGraph[int],
     step: Step,
+    times: Times,
     notes: Iterable[str],
     memory: WorkerMemory,
 ) -> str:
     """The stages; what each worker does, sends and holds; in lines of 88 columns."""
-    timeline, whole = step.timeline, whole_stages(stages)
-    seconds = step_seconds(timeline)
-    time, busy = clock(seconds, "s"), busy_seconds(schedule, timeline)
-    bubble = 1 - sum(busy) / len(busy) / (seconds or 1.0)
+    whole = whole_stages(stages)
     sent = [each.sent for each in traffic(step)]
     messages = sum(isinstance(line, Message) for line in step.lines)
-    loads = zip(load_rows(schedule, timeline, memory), sent, strict=True)
+    loads = zip(load_rows(schedule, times, memory), sent, strict=True)
     rows = [(*load[:-1], byte_text(size), load[-1]) for load, size in loads]
     return "\n\n".join(
         (
-            f"{schedule}, {len(whole)} stages",
+            schedule_text(schedule, stages),
             *(wrapped([note]) for note in notes),
-            f"predicted step: {time.text(seconds)}, bubble {100 * bubble:.1f} %; "
+            f"{step_text(schedule, times)}; "
             f"{messages} transfers, {byte_text(sum(sent))}",
             first_rows(*_stage_table(whole, schedule.microbatches)),
             first_rows("worker|stages|busy|sends|memory", rows),
@@ -142,10 +141,10 @@ def stage_text(stages: nx.DiGraph[int], stage: int) -> str:
 
 
 def load_rows(
-    schedule: Schedule, timeline: Timeline, memory: WorkerMemory
+    schedule: Schedule, times: Times, memory: WorkerMemory
 ) -> list[tuple[object, ...]]:
     """What each worker runs, how busy it is, and what it holds."""
-    step = step_seconds(timeline) or 1.0
+    timeline, step = times.timeline, times.end or 1.0
     busy = busy_seconds(schedule, timeline)
     held = _held(memory)
     run: list[set[int]] = [set() for _ in range(schedule.workers)]
@@ -170,19 +169,28 @@ def _held(memory: WorkerMemory) -> list[float]:
 def load_line(
     schedule: Schedule,
     stages: nx.DiGraph[int],
-    timeline: Timeline,
+    times: Times,
     memory: WorkerMemory,
 ) -> str:
     """What a plan's step should take, in a line."""
-    step = step_seconds(timeline)
-    busy = busy_seconds(schedule, timeline)
-    bubble = 1 - sum(busy) / len(busy) / (step or 1.0)
     most = byte_text(max(_held(memory)))
     return (
-        f"{schedule}, {len(whole_stages(stages))} stages; predicted step "
-        f"{clock(step, 's').text(step)}, bubble {100 * bubble:.1f} %, at most {most} "
-        "a worker"
+        f"{schedule_text(schedule, stages)}; {step_text(schedule, times)}, at most "
+        f"{most} a worker"
     )
+
+
+def schedule_text(schedule: Schedule, stages: nx.DiGraph[int]) -> str:
+    """A schedule, and how many stages of the model it is for."""
+    return f"{schedule}, {counted(len(whole_stages(stages)), 'stage')}"
+
+
+def step_text(schedule: Schedule, times: Times) -> str:
+    """How long a plan's step should take, and the share of it that workers are idle."""
+    busy = busy_seconds(schedule, times.timeline)
+    bubble = 1 - sum(busy) / len(busy) / (times.end or 1.0)
+    time = clock(times.end, "s").text(times.end)
+    return f"predicted step: {time}, bubble {100 * bubble:.1f} %"
 
 
 def busy_seconds(schedule: Schedule, events: Timeline) -> list[float]:
@@ -193,7 +201,9 @@ def busy_seconds(schedule: Schedule, events: Timeline) -> list[float]:
 
 
 def wrapped(lines: Iterable[str], width: int = WIDTH) -> str:
-    return "\n".join(part for line in lines for part in textwrap.wrap(line, width))
+    """The lines in so many columns; a longer path stays whole."""
+    whole = textwrap.TextWrapper(width, break_long_words=False, break_on_hyphens=False)
+    return "\n".join(part for line in lines for part in whole.wrap(line))
 
 
 def _list(numbers: Sequence[object]) -> str:

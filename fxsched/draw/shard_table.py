@@ -13,7 +13,7 @@ from ..ir.step import JobOutput, Message, Step
 from ..jobs.job import Direction, Job
 from .cut_table import EXPLAINED
 from .plan_tables import wrapped
-from .tables import byte_text, table
+from .tables import byte_text, counted, table
 
 MOMENTS = 2  # numbers that AdamW keeps of each weight
 Reader = tuple[int, Direction]
@@ -127,8 +127,7 @@ def shard_costs_text(costs: ShardCosts) -> Iterator[str]:
 
 
 def _workers(load: Load) -> str:
-    count = len(load.held)
-    return f"{count} workers" if count > 1 else "1 worker"
+    return counted(len(load.held), "worker")
 
 
 def _most_and_mean(load: Load) -> tuple[Memory, Memory]:

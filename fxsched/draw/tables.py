@@ -37,10 +37,9 @@ def table(
     if width is not None:
         may = [cut is None or name in cut for name in names]
         limit = _limit(names, cells, width, may)
-        cells = [
-            [_cut(cell, limit) if m else cell for m, cell in zip(may, row, strict=True)]
-            for row in cells
-        ]
+        columns = zip(may, zip(*cells, strict=True), strict=False)
+        short = [_cut(column, limit) if m else column for m, column in columns]
+        cells = [list(row) for row in zip(*short, strict=True)]
     return tabulate(cells, names, disable_numparse=True, colalign=sides)
 
 
@@ -78,8 +77,16 @@ def _limit(
     return limit
 
 
-def _cut(text: str, limit: int) -> str:
-    return text if len(text) <= limit else f"{text[: limit - 2]}.."
+def _cut(column: Sequence[str], limit: int) -> list[str]:
+    """Cells without their ends, or without their beginnings if those alone differ."""
+    ends = [
+        t if len(t) <= limit else f"{t[: limit - 2].rstrip(' .')}.." for t in column
+    ]
+    if len(set(ends)) == len(set(column)):
+        return ends
+    return [
+        t if len(t) <= limit else f"..{t[2 - limit :].lstrip(' .')}" for t in column
+    ]
 
 
 def worker_table(workers: Sequence[Worker], latency: float) -> str:
@@ -126,6 +133,11 @@ def shorten(names: Sequence[str], limit: int = 48) -> str:
     if len(text) <= limit or len(names) < 3:
         return text
     return f"{names[0]} .. {names[-1]} ({len(names)})"
+
+
+def counted(count: int, noun: str) -> str:
+    """1 stage, 2 stages."""
+    return f"{count} {noun}{'s' * (count != 1)}"
 
 
 def byte_text(count: float) -> str:

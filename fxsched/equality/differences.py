@@ -78,7 +78,7 @@ def table_row(each: Difference) -> tuple[str, ...]:
     """The cells of one value."""
 
     def number(value: float | None) -> str:
-        return "none" if value is None else f"{value:.6g}"
+        return "none" if value is None else f"{value:.4g}"
 
     return (
         each.name,

@@ -32,6 +32,7 @@ from .draws import Numbers, WholeDraws
 from .on_parts import OnParts, copied
 
 ROWS = 24  # of the table; the rest of what agrees is counted
+COLUMNS = 100  # of the table
 
 
 @dataclass(frozen=True)
@@ -348,7 +349,8 @@ def _text(found: _Compared, why: str, note: str) -> str:
     good = [each for each in found.differences if each.passed]
     shown = [*good[: max(1, ROWS - len(bad))], *bad[:ROWS]]
     cells = [table_row(each) for each in found.differences if each in shown]
-    table = tables.table("|eager|plan|difference|allowed|", cells, "lrrrrl")
+    headers = "value|eager|plan|difference|allowed|note"
+    table = tables.table(headers, cells, "lrrrrl", COLUMNS, ["value"])
     rest = len(found.differences) - len(shown)
     about = "eager, plan: the largest element; difference: the largest of all elements"
     lines = [head, about, "", table]

@@ -14,6 +14,7 @@ import torch
 from torch import fx
 
 from ..accounts.held import held_bytes, held_during, trained_bytes
+from ..accounts.times import Times
 from ..accounts.traffic import sent_between
 from ..checker.check_messages import check_programs
 from ..checker.check_program import examine
@@ -21,7 +22,6 @@ from ..checker.reference import Reference
 from ..checker.summary import Summary
 from ..clock.memory import Peaks
 from ..clock.network import Transfer
-from ..clock.stage_graph import step_seconds
 from ..clock.timeline import Event, Timeline
 from ..draw import plan_tables
 from ..draw.diagram import Diagram
@@ -98,7 +98,7 @@ class Plan:
         type.
     state_bytes: bytes of the optimizer's state, by position of the parameter in the
         call; empty if not known.
-    said: which rows of the batch meet in pairs, and what weighs a loss, as text.
+    said: where rows of the batch meet, and what weighs a loss, as text.
     parts: the parts of weights that are cut into shards, by positions after those of
         the call's inputs.
     cuts: which weights are cut into shards, and why others are not.
@@ -133,7 +133,8 @@ class Plan:
 
     @property
     def timeline(self) -> Timeline:
-        """All jobs with their predicted starts and ends, in seconds."""
+        """All jobs in the planned order, with starts and ends in seconds, if fetched
+        weights and returned gradients took no time; `simulate` counts that time."""
         return self.step.timeline
 
     @property
@@ -212,6 +213,12 @@ class Plan:
         """
         return held_bytes(self.step, self.state_bytes)
 
+    @cached_property
+    def _times(self) -> Times:
+        """When jobs run, and when the step ends, as predicted."""
+        simulated = self.simulate()
+        return Times(simulated.timeline, simulated.latency)
+
     @property
     def _memory(self) -> WorkerMemory:
         """What tables say of memory."""
@@ -237,7 +244,7 @@ class Plan:
 
     def __str__(self) -> str:
         """A summary: the stages, and what each worker runs, sends and holds."""
-        parts = self.schedule, self.stages, self.step
+        parts = self.schedule, self.stages, self.step, self._times
         return plan_tables.summary_text(*parts, self.notes, self._memory)
 
     def _repr_html_(self) -> str:
@@ -247,8 +254,8 @@ class Plan:
     @property
     def line(self) -> str:
         """The schedule, stages, predicted step, bubble and memory, in one line."""
-        placed = self.schedule, self.stages, self.timeline
-        return plan_tables.load_line(*placed, self._memory)
+        parts = self.schedule, self.stages, self._times, self._memory
+        return plan_tables.load_line(*parts)
 
     def table(self, rank: int, jobs: int | None = None, width: int | None = 88) -> str:
         """The program of one worker, as a table with a row for each job and transfer.
@@ -291,8 +298,9 @@ class Plan:
             self.schedule,
             self.stages,
             self.timeline,
+            self._times,
             self._memory,
-            (*self.said, *self.replaced),
+            (*self.notes, *self.said, *self.replaced),
             self.cuts,
             self._shard_costs,
         )
@@ -311,7 +319,7 @@ class Plan:
     @property
     def _load(self) -> Load:
         trained = None if any(self.state_bytes.values()) else trained_bytes(self.step)
-        return worker_load(self.memory, trained, step_seconds(self.timeline))
+        return worker_load(self.memory, trained, self._times.end)
 
     @property
     def _shard_costs(self) -> ShardCosts | None:
@@ -333,7 +341,8 @@ class Plan:
 
         durations: None for the durations of the plan; a measured timeline, for the
             median of each stage and direction; or durations as for fxsched.simulate.
-        transfer, prefetch: as for fxsched.simulate; None for the plan's own.
+        transfer, prefetch: as for fxsched.simulate; None for the plan's own. Fetched
+            weights and returned gradients take time.
         """
         check_transfers(transfer, prefetch)
         stages, jobs = self.stages.copy(), self.timeline.jobs
@@ -344,7 +353,7 @@ class Plan:
             self.step if prefetch is None else self.steps(prefetch),
             job_seconds(stages, jobs, durations),
             transfer,
-            prefetch is not None,
+            True,
             self.state_bytes,
         )
 

@@ -123,9 +123,9 @@ class Simulation:
 
     def table(self) -> str:
         """A line about the step, and a table of workers; equal workers share a row."""
-        count = len(set(map(whole_stage, self.stages)))
+        count = tables.counted(len(set(map(whole_stage, self.stages))), "stage")
         line = (
-            f"{self.schedule}, {count} stages: step {self.latency:.4g}, "
+            f"{self.schedule}, {count}: step {self.latency:.4g}, "
             f"bubble {100 * self.bubble_rate:.1f} %, "
             f"throughput {self.throughput:.3f}"
         )

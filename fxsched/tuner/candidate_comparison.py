@@ -11,12 +11,15 @@ from typing import NamedTuple
 import networkx as nx
 
 from ..accounts.paper import held_memory
+from ..clock.joint import joint_stages
 from ..clock.network import Transfer
 from ..draw import tables
-from ..draw.palette import clock
+from ..draw.palette import Clock, clock
+from ..draw.whole_stages import whole_stage
 from ..jobs.job import PlanError
 from ..jobs.own_caps import OwnCaps
 from ..jobs.schedule import Schedule
+from ..plans.plan import Plan
 from ..schedules.orders import oldest_microbatch_first
 from ..simulator.simulate import Simulation, simulate
 from .candidates import Candidate, library, moves_weights, placements
@@ -26,6 +29,7 @@ from .ordering_problem import OrderingProblem, make_problem
 from .stage_costs import Costs
 
 FINALISTS = 3  # placements whose best order is compared
+PLANNED = 8  # schedules that are planned for a model
 
 
 class Row(NamedTuple):
@@ -54,6 +58,7 @@ class Comparison:
     """Compares the library, then looks for orders on its placements.
 
     tell: is told the share of the work that is done.
+    longer: schedules of longer steps by estimates, which were not planned.
     """
 
     costs: Costs
@@ -61,6 +66,7 @@ class Comparison:
     tell: Callable[[float], object] = lambda share: None
     rows: list[Row] = field(default_factory=list)
     left_out: list[str] = field(default_factory=list)
+    longer: list[str] = field(default_factory=list)
 
     def run(self, random: Random, jobs: float) -> None:
         """jobs: how many to run on clocks in looking for orders."""
@@ -86,6 +92,35 @@ class Comparison:
             for name, schedule, stages in places:
                 self.enter(_one_at_a_time(name, schedule, stages))
 
+    def plan(self) -> None:
+        """Plans the best for the model, if there is one: PLANNED of them, or more until
+        one is within the limit; puts these plans in the place of estimates."""
+        make, estimated = self.costs.plan, self._sorted()
+        if make is None:
+            return
+        self.rows = []
+        for row in estimated:
+            if len(self.rows) >= PLANNED and any(map(self.fits, self.rows)):
+                self.longer.append(row.candidate.name)
+                continue
+            candidate = row.candidate
+            made = candidate.made
+            if not self.costs.open:
+                made = replace(made, stages=len(candidate.stages))
+            try:
+                plan = _planned(make, made)
+            except PlanError:
+                continue  # such as a cap that a global-batch stage can't keep
+            count, strict = len(plan.stages), plan.schedule.in_order
+            found = replace(made, in_order=strict)
+            if not joint_stages(plan.stages):  # which the planner adds to the others
+                fitted = made.fitted(plan.stages)
+                found = replace(fitted, stages=count, in_order=strict, name=made.name)
+            simulation = plan.simulate(transfer=self.goal.transfer)
+            most = max(peaks.at_once.total for peaks in plan.memory)
+            chosen = candidate._replace(schedule=found, stages=plan.stages)
+            self.rows.append(Row(chosen, simulation, most))
+
     def _library(self) -> list[Candidate]:
         moves = self.goal.prefetch is not None
         candidates, out = [], dict[str, None]()
@@ -94,8 +129,13 @@ class Comparison:
         ):
             if each.schedule.split_backward and not self.goal.split_backward:
                 continue
-            if not moves and moves_weights(each.schedule, each.stages):
+            moved = moves_weights(each.schedule, each.stages)
+            if moved and not moves:
                 out[each.name] = None
+            elif moved and self.costs.plan and each.made.stages is None:
+                stages = [*self.costs.graphs.values()][-1]  # for sums beside other jobs
+                whole = replace(each.schedule, stages=len(stages))
+                candidates.append(each._replace(schedule=whole, stages=stages))
             else:
                 candidates.append(each)
         self.left_out = list(out)
@@ -166,36 +206,58 @@ class Comparison:
         line = f"{self.goal.workers} workers, {self.goal.microbatches} microbatches"
         if self.goal.limit < float("inf"):
             line += f", at most {self.goal.limit:g} {unit} a worker"
-        rows = sorted(self.rows, key=lambda r: (not self.fits(r), self.length(r)))
-        cells = [self._cells(row, best) for row in rows]
+        time = clock(best.simulation.latency, self.costs.unit)
+        cells = [self._cells(row, best, time) for row in self._sorted()]
         memory = "memory" if self.costs.bytes else "activations"
-        headers = f"schedule|stages|step|span|bubble|{memory}|"
+        step, span = (f"{name} {time.unit}".strip() for name in ("step", "span"))
+        headers = f"schedule|stages|{step}|{span}|bubble|{memory}|note"
         parts = [line, tables.table(headers, cells, "lrrrrrl", tables.WIDTH)]
-        if self.left_out:
-            out = (
+        shown = {row.candidate.name for row in self.rows}
+        for said, names in (
+            (
+                "longer by estimates, and not planned",
+                [name for name in self.longer if name not in shown],
+            ),
+            (
                 "not compared, since they move weights or gradients and prefetch isn't "
-                f"given: {', '.join(self.left_out)}"
-            )
-            parts.append("\n".join(textwrap.wrap(out, tables.WIDTH)))
+                "given",
+                self.left_out,
+            ),
+        ):
+            if names:
+                out = f"{said}: {', '.join(dict.fromkeys(names))}"
+                parts.append("\n".join(textwrap.wrap(out, tables.WIDTH)))
         return "\n\n".join(parts)
 
-    def _cells(self, row: Row, best: Row) -> tuple[str, ...]:
-        """A row of the table; the bubble is that of what is made short."""
+    def _sorted(self) -> list[Row]:
+        """Those within the limit first, and the shortest first."""
+        return sorted(self.rows, key=lambda r: (not self.fits(r), self.length(r)))
+
+    def _cells(self, row: Row, best: Row, time: Clock) -> tuple[str, ...]:
+        """A row of the table; the span and its bubble only if that is made short."""
         step, latency = row.simulation, self.goal.objective == "latency"
         bubble = step.bubble_rate if latency else step.span_bubble_rate
         write = tables.byte_text if self.costs.bytes else "{:.4g}".format
-        time = clock(best.simulation.latency, self.costs.unit)
         return (
             _title(row.candidate),
-            f"{len(row.candidate.stages)}",
-            *(
-                f"{t * time.factor:.6g} {time.unit}".strip()
-                for t in (step.latency, step.span)
-            ),
-            f"{100 * bubble:.2f} %",
+            f"{len(set(map(whole_stage, row.candidate.stages)))}",
+            f"{step.latency * time.factor:.4g}",
+            "" if latency else f"{step.span * time.factor:.4g}",
+            f"{100 * bubble:.1f} %",
             write(row.memory),
-            "best" if row is best else "" if self.fits(row) else "over",
+            "best" if row is best else "" if self.fits(row) else "over the limit",
         )
+
+
+def _planned(make: Callable[[Schedule], Plan], schedule: Schedule) -> Plan:
+    """The plan; with n as mere priorities where the model is cut otherwise for it than
+    it was for the search, and strict orders stop it."""
+    try:
+        return make(schedule)
+    except PlanError:
+        if not schedule.in_order:
+            raise
+        return make(replace(schedule, in_order=False))
 
 
 def _title(candidate: Candidate) -> str:
@@ -215,7 +277,7 @@ def _searched(
         name=f"searched, stages {where}",
         in_order=True,
     )
-    return Candidate("searched", f"stages {where}", schedule, stages)
+    return Candidate("searched", f"stages {where}", schedule, stages, schedule)
 
 
 def _one_at_a_time(name: str, schedule: Schedule, stages: nx.DiGraph[int]) -> Candidate:
@@ -223,4 +285,5 @@ def _one_at_a_time(name: str, schedule: Schedule, stages: nx.DiGraph[int]) -> Ca
     n = oldest_microbatch_first(len(stages))
     one = OwnCaps(lambda s: 1)
     slow = replace(schedule, n=n, in_flight=one, in_order=False, split_backward=False)
-    return Candidate("one microbatch at a time", f"stages {name}", slow, stages)
+    title = "one microbatch at a time", f"stages {name}"
+    return Candidate(*title, slow, stages, slow)

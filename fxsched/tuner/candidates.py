@@ -19,12 +19,16 @@ Graphs = Mapping[int, "nx.DiGraph[int]"]  # by how many stages they have
 
 
 class Candidate(NamedTuple):
-    """A schedule with the stages that it is for, and its parameters in words."""
+    """A schedule with the stages that it is for, and its parameters in words.
+
+    made: the schedule before it was fitted to the stages, for the planner.
+    """
 
     name: str
     parameters: str
     schedule: Schedule
     stages: nx.DiGraph[int]
+    made: Schedule
 
 
 SYNCHRONOUS = [name for name in LIBRARY if name not in STALE]
@@ -52,9 +56,13 @@ def library(
                 if moves_weights(inner.schedule, inner.stages):
                     continue  # more of what hsdp and sharded_groups are
                 copied = replicate(inner.schedule, groups)
+                made = replicate(inner.made, groups)
                 words = ", ".join(filter(None, (f"groups={groups}", inner.parameters)))
                 yield inner._replace(
-                    name=f"{groups} x {name}", parameters=words, schedule=copied
+                    name=f"{groups} x {name}",
+                    parameters=words,
+                    schedule=copied,
+                    made=made,
                 )
 
 
@@ -88,7 +96,7 @@ def _built(
                 seen.add((words, len(stages)))
                 fitted = schedule.fitted(stages)
                 fitted = replace(fitted, stages=len(stages), name=schedule.name)
-                yield Candidate(name, words, fitted, stages)
+                yield Candidate(name, words, fitted, stages, schedule)
 
 
 def _words(arguments: Mapping[str, object]) -> str:
@@ -145,6 +153,6 @@ def placements(
         if count == 2 * workers:
             fold = replace(turns, w=lambda s, b, d: Placement(*(min(s, last - s),) * 2))
             add("folded", fold, stages)
-    for name, _, schedule, stages in candidates:
+    for name, _, schedule, stages, _ in candidates:
         add(f"as in {name}", schedule, stages)
     return list(by_place.values())

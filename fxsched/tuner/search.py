@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 from math import inf
 from random import Random
 from typing import Any
@@ -52,6 +52,9 @@ def search(
     Compares the schedules of the library with different parameters, and searches for
     better orders of jobs on their placements.
 
+    For a model, the best of them by estimated stages are planned, and the best of
+    these plans is the result: the table shows the steps and bytes of these plans.
+
     subject: the times of one stage, as {"F": 1, "B": 1, "W": 1}, or lists of times,
         stage by stage, if the model is cut into one stage for each worker; or a graph
         of stages, as described in fxsched/clock/stage_record.py; or a Plan; or a model,
@@ -73,8 +76,9 @@ def search(
         last end, which is the time of a step if steps follow each other.
     stages: the numbers of stages to compare; by default one to four for each worker.
     split_backward: whether to compare schedules with separate W jobs.
-    prefetch: as for simulate. Without prefetch the times to move weights and gradients
-        of weights aren't known, and schedules that move them are not compared.
+    prefetch: as for simulate; by default that of the Plan, or of the model's plans.
+        Without prefetch, the times that a graph's or a stage's weights and gradients
+        of weights take aren't known, and schedules that move them are not compared.
     kept: the share of a stage's activations that are held between B and W. Zero Bubble
         (Qi et al. 2023, arXiv 2401.10241) has 32 h of 34 h + 5 a s.
     effort: how many orders to try; 1 takes seconds, or about 20 s for 10,000 jobs.
@@ -87,13 +91,17 @@ def search(
     sought = _Subject(subject, tuple(args), dict(kwargs or {}))
     workers, microbatches = sought.size(workers, microbatches)
     jobs = _jobs_of_stage(workers, microbatches, split_backward)
-    costs = sought.costs(workers, microbatches, counts(stages, workers, jobs))
+    wanted = counts(stages, workers, jobs)
+    costs = sought.costs(workers, microbatches, wanted, split_backward)
+    costs = costs._replace(open=stages is None)
     if transfer is None and not costs.edges:
         transfer = 0.0
+    if costs.unit:  # a plan's stages say how long their weights take
+        prefetch = sought.kwargs.get("prefetch", 1) if prefetch is None else prefetch
     limit = inf if memory_limit is None else memory_limit
     rules = (limit, transfer, objective, split_backward, prefetch, kept)
     goal = Goal(workers, microbatches, *rules)
-    return sought.checked(_best(costs, goal, Random(seed), effort * JOBS, quiet))
+    return _best(costs, goal, Random(seed), effort * JOBS, quiet)
 
 
 def _best(
@@ -106,6 +114,7 @@ def _best(
             costs, goal, lambda share: bar.update(min(share, 1 - bar.n))
         )
         comparison.run(random, jobs)
+        comparison.plan()
     best = comparison.best()
     if not quiet:
         print(comparison.table(best))
@@ -175,7 +184,6 @@ class _Subject:
     subject: Any
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
-    planned: dict[int, Plan] = field(default_factory=dict)
 
     def size(self, workers: int | None, microbatches: int | None) -> tuple[int, int]:
         """How many workers and microbatches there are to be, checked."""
@@ -201,7 +209,10 @@ class _Subject:
         positive("search", microbatches=microbatches)
         return workers, microbatches
 
-    def costs(self, workers: int, microbatches: int, wanted: Sequence[int]) -> Costs:
+    def costs(
+        self, workers: int, microbatches: int, wanted: Sequence[int], split: bool
+    ) -> Costs:
+        """Stages, by how many there are. split: whether B may be."""
         if isinstance(self.subject, Mapping):
             return of_durations(self.subject, workers, wanted)
         if isinstance(self.subject, nx.DiGraph):
@@ -209,45 +220,37 @@ class _Subject:
         if isinstance(self.subject, Plan):
             return of_graph(self.subject.stages)._replace(unit="s")
         if callable(self.subject) and not isinstance(self.subject, (type, Schedule)):
-            return self.plans(workers, microbatches, wanted)
+            return self.plans(workers, microbatches, wanted, split)
         raise PlanError(
             f"search({self.subject!r}): give times of a stage, a networkx.DiGraph of "
             "stages, a Plan, or a model with args="
         )
 
-    def plans(self, workers: int, microbatches: int, wanted: Sequence[int]) -> Costs:
+    def plans(
+        self, workers: int, microbatches: int, wanted: Sequence[int], split: bool
+    ) -> Costs:
         """The stages of the model's plan for each number of them that it has."""
         refused: PlanError | None = None
+        graphs: dict[int, nx.DiGraph[int]] = {}
         for count in wanted:
             try:
-                plan = self.plan(_in_turns(workers, microbatches, count))
+                stages = self.plan(
+                    _in_turns(workers, microbatches, count, split)
+                ).stages
             except PlanError as error:
                 refused = refused or error  # such as more stages than it has parts
                 continue
-            self.planned[len(plan.stages)] = plan
-        if not self.planned:
+            graphs[len(stages)] = stages
+        if not graphs:
             assert refused is not None
             raise refused
-        graphs = {n: p.stages for n, p in self.planned.items()}
-        return Costs(graphs, bytes=True, edges=True, unit="s")
+        return Costs(graphs, bytes=True, edges=True, unit="s", plan=self.plan)
 
     def plan(self, schedule: Schedule) -> Plan:
         return plan(self.subject, schedule, *self.args, **self.kwargs)
 
-    def checked(self, schedule: Schedule) -> Schedule:
-        """The schedule; with n as mere priorities where the model is cut otherwise for
-        it than it was for the search, and strict orders stop it."""
-        if not self.planned:
-            return schedule
-        try:
-            self.plan(schedule)
-        except PlanError:
-            schedule = replace(schedule, in_order=False)
-            self.plan(schedule)
-        return schedule
 
-
-def _in_turns(workers: int, microbatches: int, count: int) -> Schedule:
+def _in_turns(workers: int, microbatches: int, count: int, split: bool) -> Schedule:
     """What a model is cut for, to know the stages' costs."""
     return Schedule(
         workers,
@@ -256,4 +259,5 @@ def _in_turns(workers: int, microbatches: int, count: int) -> Schedule:
         w=lambda s, b, d: Placement(s % workers, s % workers),
         n=oldest_microbatch_first(count),
         in_flight=OwnCaps(lambda s: count - s),
+        split_backward=split,
     )

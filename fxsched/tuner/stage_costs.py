@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from math import isfinite
 from typing import Any, NamedTuple, cast
 
@@ -10,6 +10,8 @@ import networkx as nx
 
 from ..clock.joint import out_of_order
 from ..jobs.job import PlanError
+from ..jobs.schedule import Schedule
+from ..plans.plan import Plan
 from ..schedules.arguments import positive
 
 LOOPS = 4  # stages a worker, at most
@@ -22,12 +24,16 @@ class Costs(NamedTuple):
     bytes: whether their sizes are bytes; else activations.
     edges: whether edges may have `seconds` of their own.
     unit: of times, "s" for seconds.
+    plan: plans a model by a schedule, if the stages are estimates for one. open:
+        whether the planner may choose another number of stages.
     """
 
     graphs: dict[int, nx.DiGraph[int]]
     bytes: bool
     edges: bool
     unit: str = ""
+    plan: Callable[[Schedule], Plan] | None = None
+    open: bool = True
 
 
 def counts(stages: int | Sequence[int] | None, workers: int, jobs: int) -> list[int]:

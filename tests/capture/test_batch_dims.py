@@ -375,7 +375,7 @@ def test_the_command_line_takes_them(
     command = ["plan", f"{file}:make", "--schedule", "gpipe", "--workers", "1"]
     command += ["--microbatches", "4"]
     cli.main([*command, "--batch-dims", "x=1"])
-    assert "1 stages" in capsys.readouterr().out
+    assert "1 stage\n" in capsys.readouterr().out
     with pytest.raises(SystemExit):
         cli.main([*command, "--batch-dims", "x"])
     assert "such as x=1 or scale=none" in capsys.readouterr().err

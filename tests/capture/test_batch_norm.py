@@ -229,7 +229,13 @@ def test_a_tower_with_norms_is_one_stage_beside_the_other_tower(make) -> None:
 def test_lost_data_parallelism_is_said() -> None:
     x = torch.randn(8, 2, 6, 6)
     plan = fxsched.plan(Convs(), schedules.ddp(2, 4), x, labels(), deterministic=True)
-    assert "its rows are not spread over workers" in " ".join(plan.explain().split())
+    for text in (str(plan), plan.explain()):
+        said = " ".join(text.split())
+        assert " stages 0* (body), 1*: one job a direction" in said
+        assert "where the rows of all microbatches meet; worker 1 runs none" in said
+        assert "not spread over workers: batch_norm='microbatch' and GroupNorm" in said
+    assert "what limits the step: unequal workers; worker 0 runs stage 0* alone" in said
+    assert "finer cuts don't divide it" in said and "cut finer" not in said
 
 
 @pytest.mark.slow

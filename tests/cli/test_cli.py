@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from fxsched import schedules
-from fxsched.cli import demo_task
+from fxsched.cli import demo, demo_task
 from fxsched.cli import main as cli
 
 ROOT = Path(__file__).parents[2]
@@ -56,7 +56,7 @@ def printed() -> Iterator[dict[str, str]]:
         }
         text, errors = ranks.communicate(timeout=300)
         assert ranks.returncode == 0, errors
-        yield here | {"torchrun": text}
+        yield here | {"torchrun": text, "errors": errors}
     finally:
         ranks.kill()
 
@@ -124,6 +124,23 @@ def test_differs_from_eager_by_rounding_only(
     found = re.findall(r"from eager: loss (\S+), gradients (\S+)", printed[transport])
     assert len(found) == 1
     assert max(map(float, found[0])) < 1e-5
+
+
+@pytest.mark.slow
+def test_training_says_how_far_it_is_without_a_terminal(
+    printed: dict[str, str],
+) -> None:
+    steps = re.findall(r"train: step (\d), loss [\d.]+\n", printed["errors"])
+    assert steps == ["1", "2"]
+
+
+def test_lines_of_the_demo_are_written_at_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    file = io.BytesIO()
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(io.BufferedWriter(file)))
+    demo.say("reading")
+    assert file.getvalue() == b"reading\n"
 
 
 @pytest.mark.slow

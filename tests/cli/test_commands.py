@@ -12,8 +12,10 @@ from pathlib import Path
 import pytest
 
 from fxsched import schedules
+from fxsched.cli import commands, compare_plans
 from fxsched.cli import main as cli
 from fxsched.schedules import LIBRARY, STALE
+from fxsched.tuner import candidate_comparison
 
 MODEL = """
 import torch
@@ -292,12 +294,42 @@ def test_compare_plans_a_users_model(
     model: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     names = "--schedules gpipe,ddp,hsdp --workers 2"
-    text = output(f"compare {names} --model model.py:make", capsys)
+    cli.main(f"compare {names} --model model.py:make".split())
+    text = capsys.readouterr().out
     rows = re.findall(r"^(ddp|gpipe) +(\d+) +(\S+)", text, re.M)
     assert sorted(name for name, _, _ in rows) == ["ddp", "gpipe"]
     steps = [float(step) for _, _, step in rows]
     assert steps == sorted(steps)
     assert "not hsdp: needs --group-size" in text
+
+
+@pytest.mark.parametrize(
+    ("make", "options", "says"),
+    [
+        ("make", " --microbatches 3", "has a batch of 8, which does not divide into 3"),
+        ("narrow", "", "the model raised"),
+    ],
+)
+def test_compare_refuses_a_model_before_it_plans_all_schedules(
+    make: str,
+    options: str,
+    says: str,
+    model: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(compare_plans, "build_any", None)
+    line = refusal(f"compare --model model.py:{make} --workers 2{options}", capsys)
+    assert says in line and not line.startswith("not ")
+
+
+def test_compare_says_how_far_it_is_without_a_terminal(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(commands, "SILENT", -1.0)
+    assert list(commands._told(["ddp", "gpipe"])) == ["ddp", "gpipe"]
+    said = capsys.readouterr().err
+    assert said == "planning ddp, 1 of 2\nplanning gpipe, 2 of 2\n"
 
 
 def test_compare_and_search_rank_what_moves_weights_alike(
@@ -331,7 +363,7 @@ def test_search_prints_what_it_compared_and_the_best(
     options = "--workers 2 --microbatches 4 --backward 1 --weight 1 --effort 0.02"
     cli.main(f"search {options} --no-text".split())
     text = capsys.readouterr().out
-    columns = r"^(\S+) .*?  (\d+) +([\d.]+) +[\d.]+ +[\d.]+ %"
+    columns = r"^(\S+) .*?  (\d+) +([\d.]+) +[\d.]+ %"
     compared = re.findall(columns, text, re.M)
     steps = {name: float(step) for name, stages, step in compared if stages == "2"}
     assert steps["gpipe"] == steps["1f1b"] == 15
@@ -358,10 +390,37 @@ def test_plan_without_a_schedule_searches_for_one(
     cli.main(["plan", "model.py:make", "--workers", "2", "--microbatches", "2"])
     text = capsys.readouterr().out
     assert text.startswith("without --schedule: the best that search finds\n\n")
-    assert re.search(r"^.* (ms|µs) .* best$", text, re.M)
+    assert re.search(
+        r"^schedule +stages +step (ms|µs) +bubble +memory +note$", text, re.M
+    )
+    assert len(re.findall(r"^\S+ .*B  best$", text, re.M)) == 1
     assert "what limits the step" in text
     line = refusal("plan model.py:make --group-size 2", capsys)
     assert "--group-size is an option of a schedule; give --schedule too" in line
+
+
+@pytest.mark.slow
+def test_search_compare_and_plan_predict_the_same(
+    model: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A step and its bytes, with updates, also where gradients are added up."""
+    monkeypatch.setattr(candidate_comparison, "PLANNED", 99)
+    size = "--workers 2 --microbatches 4"
+    names = ["1f1b", "zb_h1", "ddp", "fsdp"]
+    file = "model.py:trained"
+    options = f"{size} --schedules {','.join(names)}"
+    cli.main(f"compare --model {file} {options}".split())
+    table = capsys.readouterr().out
+    cli.main(f"plan {file} {size} --no-text".split())
+    searched = capsys.readouterr().out.partition("\n\nsearched")[0]
+    unit = re.findall("step (ms|µs)", searched)[0]
+    for name in names:
+        _, stages, step, bubble, memory, *_ = row(name, table)
+        assert row(name, searched)[1:5] == [stages, step, bubble, memory]
+        text = output(f"plan {file} {size} --schedule {name}", capsys)
+        assert f" {stages} stage" in text.partition("\n")[0]
+        assert f"predicted step: {step} {unit}, " in text
+        assert f"(bubble {bubble})" in text and f" {memory}\n" in text
 
 
 @pytest.mark.parametrize("name", ["interleaved", "zb_v", "1f1b", "fsdp"])
@@ -382,7 +441,7 @@ def test_plan_prints_stages_workers_and_what_limits_the_step(
     command = "plan model.py:make --schedule 1f1b --workers 2 --microbatches 2"
     text = output(f"{command} --svg step.svg", capsys)
     assert text.startswith("1f1b: 2 workers, 2 microbatches, 2 stages\n")
-    assert re.search(r"^predicted step: \S+ ms", text, re.M)
+    assert re.search(r"^predicted step: \S+ (ms|µs)", text, re.M)
     assert "what limits the step" in text
     assert "<svg" in (model / "step.svg").read_text()
 
@@ -552,7 +611,7 @@ def test_shards_are_asked_for_wherever_a_schedule_is_named(
 ) -> None:
     numbers = "--workers 1 --microbatches 2 --shards 2"
     printed = output(f"plan model.py:make --schedule 1f1b {numbers} --no-text", capsys)
-    assert printed.startswith("1f1b x 2 shards: 2 workers, 2 microbatches, 1 stages")
+    assert printed.startswith("1f1b x 2 shards: 2 workers, 2 microbatches, 1 stage\n")
     assert "first.weight" in printed and "without shards, on 1 worker;" in printed
     command = f"compare --model model.py:make --schedules 1f1b,gpipe {numbers}"
     assert row("1f1b", output(command, capsys))[1] == "1"  # stages, not their pieces
@@ -580,7 +639,7 @@ def test_a_file_with_an_optimizer_plans_its_updates(
     model: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     text = output("plan model.py:trained --schedule 1f1b --workers 2", capsys)
-    assert text.startswith("updates every 4 microbatches; of stages on workers: 0 on 0")
+    assert "\n\nupdates every 4 microbatches; of stages on workers: 0 on 0" in text
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ import torch
 
 import fxsched
 from fxsched import Plan, PlanError, schedules
+from fxsched.draw.plan_tables import wrapped
 from fxsched.draw.tables import table
 from fxsched.ir import ops
 
@@ -97,3 +98,20 @@ def test_the_longest_cells_of_a_table_are_cut() -> None:
     lines = table("one|two|three", rows, width=40).splitlines()
     assert lines[2].split() == ["a", "b" * 17 + "..", "c" * 12]
     assert table("one|two", []) == "one    two\n-----  -----"
+
+
+def test_a_path_is_not_cut_in_two() -> None:
+    path = f"/home/user/{'long-name/' * 12}model.py:34:"
+    assert wrapped([f"rows meet at {path} statistics"], 60).splitlines() == [
+        "rows meet at",
+        path,
+        "statistics",
+    ]
+
+
+def test_cells_that_differ_at_their_ends_keep_the_ends() -> None:
+    names = [f"model.layers.{layer}" for layer in (10, 11, 12)]
+    lines = table("modules", [(name,) for name in names], width=12).splitlines()
+    assert lines[2:] == ["..layers.10", "..layers.11", "..layers.12"]
+    plain = table("modules", [("model.layers.1",), ("head",)], width=12).splitlines()
+    assert [line.rstrip() for line in plain[2:]] == ["model.laye..", "head"]
