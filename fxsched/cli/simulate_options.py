@@ -266,6 +266,10 @@ def show_pictures(
     text = options["text"]
     text = _small(simulation, width) if text is None else text
     if not text and not any(options[kind] for kind in ("svg", "html", "trace")):
+        if options["text"] is None:
+            click.echo(
+                "\nThe diagram is too large to print unasked: use --text or --html"
+            )
         return
     diagram = draw()
     if text:
@@ -291,8 +295,7 @@ def show_pictures(
 def terminal_text(diagram: Diagram) -> str:
     """A picture for the terminal, as wide as it is, and in colours unless refused."""
     terminal = sys.stdout is not None and sys.stdout.isatty()
-    width = shutil.get_terminal_size((100, 24)).columns
-    return diagram.text(width, terminal and "NO_COLOR" not in os.environ)
+    return diagram.text(color=terminal and "NO_COLOR" not in os.environ)
 
 
 def _small(simulation: Simulation, width: int) -> bool:

@@ -66,10 +66,13 @@ class Diagram:
             raise PlanError(
                 f"Diagram.text(width={shown(width)}): give an int of 1 or more, or None"
             )
+        wider = "use text({})"
         if width is None:
             width = shutil.get_terminal_size((100, 24)).columns
+            wider = "widen the terminal or set COLUMNS={}"
         heading = ": ".join(filter(None, self._heading))
-        return text_diagram.render(self.bars, heading, self._clock, width, color)
+        placed = self.bars, heading, self._clock, width, color
+        return text_diagram.render(*placed, wider)
 
     def save(self, path: str | PathLike[str]) -> None:
         """Writes a file in the format of its extension: .svg, .html or .txt.

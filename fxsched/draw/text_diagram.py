@@ -17,8 +17,12 @@ LEAST = 20  # columns
 IDLE, UPDATE = ".", LETTERS.index("U")
 
 
-def render(bars: Bars, heading: str, clock: Clock, width: int, color: bool) -> str:
+def render(
+    bars: Bars, heading: str, clock: Clock, width: int, color: bool, wider: str
+) -> str:
     """Lines of at most `width` characters, ANSI colours not counted.
+
+    wider: what the reader does for a picture of so many columns; {} is their number.
 
     A job is its name, or its direction and microbatch, or its direction, and dashes as
     far as it goes; where jobs are shorter than a character, each character is the
@@ -35,7 +39,9 @@ def render(bars: Bars, heading: str, clock: Clock, width: int, color: bool) -> s
         lines.append(f"{name:>{margin - 2}}  {cells.line(row, color)}")
     lines.append(f"{'time':>{margin - 2}}  {_axis(bars, clock, columns)}")
     if len(bars) and bars.span:
-        lines += ["", *textwrap.wrap(_key(bars, cells, margin), margin + room)]
+        lines.append("")
+        for sentence in _key(bars, cells, margin, wider):
+            lines += textwrap.wrap(sentence, margin + room)
     return "\n".join(line.rstrip() for line in lines)
 
 
@@ -45,11 +51,15 @@ def _names(workers: int, rows: int) -> list[str]:
     return [f"{a}" if b - a == 1 else f"{a}..{b - 1}" for a, b in pairwise(first)]
 
 
-def _key(bars: Bars, cells: Cells, margin: int) -> str:
+def _key(bars: Bars, cells: Cells, margin: int, wider: str) -> list[str]:
     """What the characters stand for, and how wide a picture shows more."""
     words = [f"{LETTERS[d]} {NAMES[d]}" for d in bars.directions]
     if cells.labels is None:
-        return f"{', '.join(words)}, as most of a character's time; dots: idle"
+        key = f"{', '.join(words)}, as most of a character's time; dots: idle"
+        shortest = _shortest(bars) * (cells.shape[0] == bars.workers)
+        each = math.ceil(bars.span / shortest) if shortest else 0
+        hint = f"To see each job, {wider.format(margin + each)}."
+        return [key, *[hint] * (each > cells.shape[1])]
     _, least, whole, room = cells.labels
     if room >= least:
         i = int(np.argmax(bars.direction == bars.directions[0]))
@@ -59,13 +69,13 @@ def _key(bars: Bars, cells: Cells, margin: int) -> str:
         words[0] = f"{short} {start} {of}"
         if room >= whole:
             words[0] = f"{stage}{short} {start} stage {stage}, {of}"
-    wider = {least: "microbatches", whole: "stages"}
-    end = [
-        f"; {what}: from {margin + _columns_for(bars, each)} columns on"
-        for each, what in wider.items()
+    hidden = {least: "microbatches", whole: "stages"}
+    more = [
+        f"To see {what}, {wider.format(margin + _columns_for(bars, each))}."
+        for each, what in hidden.items()
         if each > room
     ]
-    return f"{', '.join(words)}; dots: idle{''.join(end[:1])}"
+    return [f"{', '.join(words)}; dots: idle", *more[:1]]
 
 
 def _columns_for(bars: Bars, characters: int) -> int:

@@ -237,14 +237,14 @@ def test_narrow_text_says_what_a_wider_one_shows() -> None:
         "     0  FF..B0FB1FB2.B3",
         "     1  .FB0FB1FB2FB3..",
     ]
-    assert " ".join(narrow[6:]) == (
-        "F forward, B backward; dots: idle; microbatches: from 38 columns on"
-    )
+    assert narrow[-2:] == ["To see microbatches, use", "text(38)."]
     middle = diagram.text(38).splitlines()
     assert middle[2] == "     0  F0F1....B0- F2B1- F3B2- ..B3-"
-    assert " ".join(middle[6:]) == (
-        "F0 forward of microbatch 0, B backward; dots: idle; stages: from 68 columns on"
-    )
+    assert middle[6:] == [
+        "F0 forward of microbatch 0, B",
+        "backward; dots: idle",
+        "To see stages, use text(68).",
+    ]
     assert "stages" not in diagram.text(68).splitlines()[-1]
 
 
@@ -252,6 +252,9 @@ def test_characters_of_many_jobs_are_those_of_most() -> None:
     lines = simulate(schedules.gpipe(2, 300)).diagram().text(68).splitlines()
     letters = Counter(lines[2][8:])
     assert letters["F"] == 20 and letters["B"] == 40
+    assert lines[-1] == "To see each job, use text(911)."
+    each = simulate(schedules.gpipe(2, 300)).diagram().text(911).splitlines()
+    assert Counter(each[2][8:])["F"] == 300 and "each job" not in each[-1]
 
 
 @pytest.mark.parametrize("width", [10, 40, 100, 300])
@@ -275,8 +278,12 @@ def test_str_is_the_text_at_the_terminal_s_width(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("COLUMNS", "61")
-    diagram = simulate(schedules.gpipe(2, 2)).diagram()
-    assert str(diagram) == diagram.text() == diagram.text(61)
+    diagram = simulate(schedules.gpipe(2, 4)).diagram()
+    hint = " ".join(str(diagram).split())
+    assert str(diagram).splitlines()[:4] == diagram.text(61).splitlines()[:4]
+    [columns] = re.findall(r"To see .*, widen the terminal or set COLUMNS=(\d+)", hint)
+    monkeypatch.setenv("COLUMNS", columns)
+    assert "To see" not in str(diagram)
 
 
 def test_save_takes_the_format_from_the_name(tmp_path: Path) -> None:
