@@ -15,7 +15,7 @@ from .tables import byte_text, html_table
 if TYPE_CHECKING:  # it needs torch, and pictures don't
     from ..accounts.held import During
 
-BOX, HEIGHT, ACROSS, DOWN, EDGE = 168, 66, 78, 22, 16  # pixels
+BOX, HEIGHT, ACROSS, DOWN, EDGE, LANE = 168, 66, 84, 22, 16, 18  # pixels
 LETTERS = 25  # of a line in a box
 LARGEST = ("from", "to", "bytes")
 MOST = 12  # workers in a square table of links; of more, the largest links are listed
@@ -72,40 +72,64 @@ def stage_picture(details: Details) -> str:
         for x, layer in enumerate(layers)
         for y, stage in enumerate(layer)
     }
+    lanes = _lanes(graph, {s: x for x, layer in enumerate(layers) for s in layer})
     colours = [hexadecimal(row[0]) for row in palette(len(place))]
     parts = (
         "",
-        group("edges", _edges(graph, place), font_size=11),
+        group("edges", _edges(graph, place, lanes, tall), font_size=11),
         group("boxes", _boxes(details, place, colours), font_size=12),
         "",
     )
-    return document(
-        parts, 2 * EDGE + len(layers) * (BOX + ACROSS) - ACROSS, tall + EDGE
-    )
+    width = 2 * EDGE + len(layers) * (BOX + ACROSS) - ACROSS
+    below = LANE * (1 + max(lanes.values(), default=-1))
+    return document(parts, width, tall + EDGE + below)
+
+
+def _lanes(
+    graph: nx.DiGraph[int], layer: Mapping[int, int]
+) -> dict[tuple[int, int], int]:
+    """Edges past other layers, each with its lane below the boxes: short ones above
+    longer ones, and none over another."""
+    lanes: dict[tuple[int, int], int] = {}
+    for a, z in sorted(graph.edges, key=lambda e: (layer[e[1]] - layer[e[0]], e)):
+        if layer[z] - layer[a] > 1:
+            beside = ((b, y) for b, y in lanes if layer[b] < layer[z])
+            taken = {lanes[b, y] for b, y in beside if layer[a] < layer[y]}
+            lanes[a, z] = min(set(range(len(lanes) + 1)) - taken)
+    return lanes
 
 
 def _edges(
-    graph: nx.DiGraph[int], place: Mapping[int, tuple[float, float]]
+    graph: nx.DiGraph[int],
+    place: Mapping[int, tuple[float, float]],
+    lanes: Mapping[tuple[int, int], int],
+    tall: float,
 ) -> Iterator[str]:
+    """Curves between boxes, then the bytes on each, so that no curve covers a text."""
+    texts = []
     for maker, reader, data in graph.edges(data=True):
         x, y = place[maker][0] + BOX, place[maker][1] + HEIGHT / 2
         to, down = place[reader][0], place[reader][1] + HEIGHT / 2
-        past = to - x > ACROSS  # other stages stand in between: go below them
-        low = max(y, down) + (HEIGHT + DOWN) * 0.6 if past else None
-        bend = (x + to) / 2
-        first, second = (y, down) if low is None else (low, low)
-        curve = f"M{x:g} {y:g}C{bend:g} {first:g} {bend:g} {second:g} {to:g} {down:g}"
-        yield tag("path", d=curve, **{"class": "edge"})
-        middle = (y + 3 * first + 3 * second + down) / 8
+        if (maker, reader) in lanes:
+            low = EDGE + tall - DOWN + LANE * (1 + lanes[maker, reader])
+            y, down = y + HEIGHT / 4, down + HEIGHT / 4  # apart from direct ones
+            curve = _curve(x, y, x + ACROSS, low)
+            curve += f"H{to - ACROSS:g}" + _curve(to - ACROSS, low, to, down)
+            at, middle = x + ACROSS + BOX / 2, low - 5
+        else:  # on a curve nearer to its start, where fewer meet; else above the line
+            curve = _curve(x, y, to, down)
+            at = x + (0.38 if y != down else 0.5) * ACROSS
+            middle = y + 0.28 * (down - y) + (4 if y != down else -5)
+        yield tag("path", d=f"M{x:g} {y:g}{curve}", **{"class": "edge"})
         text = byte_text(data.get("bytes", 0))
-        yield tag(
-            "text",
-            text,
-            x=bend,
-            y=middle - 5,
-            text_anchor="middle",
-            **{"class": "faint"},
-        )
+        where = {"x": at, "y": middle, "text_anchor": "middle"}
+        texts.append(tag("text", text, **where, **{"class": "faint"}))
+    yield from texts
+
+
+def _curve(x: float, y: float, to: float, down: float) -> str:
+    bend = (x + to) / 2
+    return f"C{bend:g} {y:g} {bend:g} {down:g} {to:g} {down:g}"
 
 
 def _boxes(
@@ -124,7 +148,11 @@ def _boxes(
         hint = tag("title", escape(text.modules))
         yield tag("rect", hint, x=x, y=y, width=BOX, height=HEIGHT, rx=5, fill=colour)
         for i, line in enumerate(lines):
-            cut = line if len(line) <= LETTERS else f"{line[: LETTERS - 1]}…"
+            cut = (
+                line
+                if len(line) <= LETTERS
+                else f"{line[: LETTERS - 1].rstrip(' .,')}…"
+            )
             yield tag("text", escape(cut), x=x + 9, y=y + 20 + 18 * i, fill="#1f2328")
 
 

@@ -163,7 +163,7 @@ def _legend(layout: Layout, colours: Array) -> Iterator[str]:
     if not count:
         return
     yield tag("text", "microbatch", x=x, y=47)
-    x += 64
+    x += 74
     if count <= 12:
         for b in range(count):
             at, colour = x + 18 * b, hexadecimal(colours[b, 1])

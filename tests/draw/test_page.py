@@ -8,6 +8,7 @@ from __future__ import annotations
 import re
 import shutil
 from collections.abc import Iterator
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ import torch
 import fxsched
 from fxsched import Plan, schedules
 from fxsched.models.two_tower import TwoTower, TwoTowerConfig
+from fxsched.models.unet import UNet, UNetConfig
 
 selenium = pytest.importorskip("selenium", reason="selenium isn't installed")
 from selenium.webdriver import ActionChains, Chrome, ChromeOptions  # noqa: E402
@@ -140,6 +142,57 @@ def test_stages_memory_and_links_are_the_plan_s(page: Chrome, plan: Plan) -> Non
     assert [len(row.find_elements(By.XPATH, "*")) for row in rows] == [3, 3, 3]
     peaks = [peak.at_once.total for peak in plan.memory]
     assert run(page, "peaks") == pytest.approx(peaks)
+
+
+def test_no_edge_or_text_of_the_stages_is_covered(
+    browser: Chrome, tmp_path: Path
+) -> None:
+    """Also of edges that skip stages."""
+    torch.manual_seed(0)
+    pictures = torch.randn(8, 3, 16, 16)
+    unet, schedule = UNet(UNetConfig(levels=4)), schedules.one_f_one_b(6, 8)
+    path = tmp_path / "unet.html"
+    plan = fxsched.plan(unet, schedule, pictures, pictures)
+    plan.diagram().save(path)
+    browser.get(path.as_uri())
+    points = run(
+        browser,
+        "[...document.querySelectorAll('#stages path.edge')].flatMap(path =>"
+        "[...Array(200).keys()].map(i => path.getPointAtLength("
+        "(i + 0.5) * path.getTotalLength() / 200)).map(p => [p.x, p.y, p.x, p.y]))",
+    )
+    assert len(points) == 200 * plan.stages.number_of_edges() > 200 * len(plan.stages)
+    corners = (
+        "[...document.querySelectorAll('#stages %s')].map(each => each.getBBox())"
+        ".map(b => [b.x, b.y, b.x + b.width, b.y + b.height])"
+    )
+    boxes, texts = (
+        run(browser, corners % f".{kind}") for kind in ("boxes rect", "edges text")
+    )
+    for box in boxes:
+        assert not any(overlap(box, each) for each in [*texts, *points])
+    for i, text in enumerate(texts):
+        assert not any(overlap(text, other) for other in texts[:i])
+
+
+def overlap(one: list[float], other: list[float]) -> bool:
+    """Of rectangles: left, top, right, bottom."""
+    (a, b, c, d), (e, f, g, h) = one, other
+    return a < g and e < c and b < h and f < d
+
+
+def test_words_of_the_legend_do_not_touch_its_colours(
+    browser: Chrome, tmp_path: Path
+) -> None:
+    path = tmp_path / "step.svg"
+    fxsched.simulate(schedules.zb_h1(4, 8)).diagram().save(path)
+    wide = path.read_text().replace("Helvetica, Arial, sans-serif", "monospace")
+    path.write_text(wide)  # some readers' fonts are as wide
+    browser.get(path.as_uri())
+    each = "[...document.querySelectorAll('.legend > *')].map(each => each.getBBox())"
+    boxes = run(browser, f"{each}.map(b => [b.x, b.x + b.width])")
+    gaps = [b[0] - a[1] for a, b in pairwise(boxes[:8])]
+    assert min(gaps) > 3
 
 
 def test_a_narrow_and_dark_screen_shows_all(page: Chrome) -> None:
