@@ -165,6 +165,10 @@ def refusals() -> None:
     ):
         refused(lambda: by_all(model, norm), "fxsched.gradient_norm(model), or for")  # noqa: B023
     refused(
+        lambda: nn.utils.clip_grad_norm_(model.parameters(), 1.0),
+        "torch.nn.utils.clip_grad_norm_ sees only the gradients of this rank; call",
+    )
+    refused(
         OneRate(model.parameters(), lr=0.1).step, "OneRate steps each parameter with n"
     )
     lbfgs = torch.optim.LBFGS(model.parameters())

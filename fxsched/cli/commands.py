@@ -19,6 +19,7 @@ from . import simulate_options
 from .compare_command import lineup
 from .option_types import COUNT, POSITION, RATE, names, schedule
 from .options import (
+    SCHEDULE,
     WORKERS,
     build,
     constructor_parameters,
@@ -130,7 +131,7 @@ def _told(names: Sequence[str]) -> Iterator[str]:
     type=schedule,
     metavar="NAME",
     default="lpp",
-    help=f"one of {', '.join(LIBRARY)}; or a file name.json that search --save wrote",
+    help=SCHEDULE,
 )
 @schedule_options
 @click.option(

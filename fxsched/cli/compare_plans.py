@@ -14,6 +14,7 @@ from ..jobs.schedule import Schedule
 from ..plans.plan import Plan
 from . import user_file
 from .options import Refused, build_any, passed_options, usual
+from .user_code import blamed
 
 HEADERS = "schedule|stages|step {}|bubble|memory|weights|messages"
 
@@ -86,7 +87,7 @@ def _compared(
 
 
 def _plan(case: user_file.Case, schedule: Schedule) -> Plan:
-    with user_file.quiet_torch(), user_file.blamed(case.file, "the model raised"):
+    with user_file.quiet_torch(), blamed(case.file, "the model raised"):
         return plan(
             *(case.model, schedule, *case.args),
             optimizer=case.optimizer,

@@ -21,6 +21,7 @@ from .options import (
     searched_schedule_option,
 )
 from .plan_options import PlanCommand, planned_options
+from .user_code import blamed
 
 if TYPE_CHECKING:  # it needs torch, which is imported where it is used
     from .user_file import Case
@@ -112,7 +113,7 @@ def _search_for_model(ctx: click.Context, options: Mapping[str, Any]) -> None:
     simulate_options.refuse_estimated(ctx)
     case = user_file.load(options["model"])
     chosen = _search_options(options) | {"transfer": None}
-    with user_file.quiet_torch(), user_file.blamed(case.file, "the model raised"):
+    with user_file.quiet_torch(), blamed(case.file, "the model raised"):
         kwargs = {**case.kwargs, "optimizer": case.optimizer}
         best = search_schedules(case.model, **chosen, args=case.args, kwargs=kwargs)
         _save(best, options)
@@ -190,7 +191,7 @@ def plan(model: str, schedule: str | Schedule | None, **options: Any) -> None:
     if rank is not None and rank >= workers:
         raise PlanError(f"--rank {rank}: give a worker, 0..{workers - 1}")
     case = user_file.load(model)
-    with user_file.quiet_torch(), user_file.blamed(case.file, "the model raised"):
+    with user_file.quiet_torch(), blamed(case.file, "the model raised"):
         if chosen is None:
             chosen = _found(case, workers, options)
         planned = make_plan(

@@ -8,9 +8,11 @@ from typing import Any
 
 import click
 
+from ..jobs.job import PlanError
 from ..jobs.schedule import Schedule
 from ..schedules import LIBRARY
 from ..schedules.saved import load_schedule
+from .user_code import returned
 
 
 class _Int(click.IntRange):
@@ -34,10 +36,21 @@ NUMBER, RATE = _Number(0), _Number(0, min_open=True)
 
 
 def schedule(text: str | Schedule) -> str | Schedule:
-    """A name of the library, as LIBRARY lists it; or what a .json file holds."""
+    """A name of the library, as LIBRARY lists it; or what a .json file holds; or what a
+    function in the user's file returns."""
     if isinstance(text, Schedule):
         return text
+    if ":" in text:
+        return _of_function(text)
     return load_schedule(text) if text.endswith(".json") else LIBRARY.name(text)
+
+
+def _of_function(text: str) -> Schedule:
+    result, name, _ = returned(text)
+    if not isinstance(result, Schedule):
+        kind = type(result).__name__
+        raise PlanError(f"{text}: {name}() returned {kind}; return a fxsched.Schedule")
+    return result
 
 
 def names(text: str) -> tuple[str, ...]:

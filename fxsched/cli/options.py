@@ -64,7 +64,10 @@ ZERO = (
 # what every schedule of the library can be given
 EVERY = ("stages", "update_every", "shards", "replicate", "zero")
 
-SCHEDULE = f"one of {', '.join(LIBRARY)}; or a file name.json that search --save wrote"
+SCHEDULE = (
+    f"one of {', '.join(LIBRARY)}; or a file name.json that search --save wrote; or "
+    "path/to/schedule.py:make, a function that returns a Schedule"
+)
 schedule_option = click.option(
     "--schedule", type=schedule, metavar="NAME", required=True, help=SCHEDULE
 )
@@ -150,15 +153,20 @@ def usual(options: Mapping[str, Any]) -> dict[str, int]:
 
 def build(name: str | Schedule, options: Mapping[str, Any]) -> Schedule:
     """A schedule of the library by what was given; or one of a file, which takes none
-    but shards.
+    but shards, and stages if it has none.
 
     `stages`, which every Schedule has, sets that of one whose constructor doesn't take
     it. Raises PlanError for an option that the schedule doesn't take, or needs.
     """
     if isinstance(name, Schedule):
+        if name.stages is None and "stages" in options:
+            return build(
+                replace(name, stages=options["stages"]),
+                {k: v for k, v in options.items() if k != "stages"},
+            )
         if others := options.keys() - {"shards"}:
             raise PlanError(
-                f"{name} is from a file, which has all but shards; leave out "
+                "--schedule is from a file, which has all but shards; leave out "
                 f"{flag(min(others))}"
             )
         return _in_shards(name, options)

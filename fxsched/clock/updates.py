@@ -116,11 +116,12 @@ def stopped_by_order(schedule: Schedule, jobs: Jobs, number: int) -> PlanError |
     which was made without updates between them; None for other schedules."""
     if not schedule.in_order or len({jobs.rows[i] for i in jobs.updates}) < 2:
         return None
+    called = f" {schedule.name}" if schedule.name else ""
     return PlanError(
-        f"in_order stops {schedule}: {jobs.job(number)} never runs, for its worker's "
-        "next job by n waits for it, or for an update after it; give n an order in "
-        "which that comes later, dataclasses.replace(schedule, in_order=False), or "
-        "update_every=None for one update a call"
+        f"in_order stops the schedule{called}: {jobs.job(number)} never "
+        "runs, for its worker's next job by n waits for it, or for an update after it; "
+        "give n an order in which that comes later, or dataclasses.replace(schedule, "
+        "in_order=False), or update_every=None for one update a call"
     )
 
 

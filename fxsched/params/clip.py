@@ -12,6 +12,7 @@ from ..jobs.job import PlanError
 from ..jobs.user_values import shown
 from ..torch_compat.clipping import before_clipping
 from ..transport.processes import everyone
+from .rank_gradients import RankGradient
 from .record import RECORDS, are_placed, note, piece, pieces_of, record_of
 
 Piece = tuple[int, int]  # a position, and the number of a part of what is there
@@ -142,7 +143,7 @@ def note_stepped(parameters: Iterable[Tensor]) -> None:
 
 def guard_clipping() -> None:
     """Has torch's functions that clip refuse parameters whose gradients aren't here."""
-    before_clipping(lambda: bool(RECORDS), _check)
+    before_clipping(lambda: bool(RECORDS), _check, _check_norm)
 
 
 def _check(name: str, parameters: Any) -> None:
@@ -151,10 +152,19 @@ def _check(name: str, parameters: Any) -> None:
     if name == "clip_grad_norm_" and not all(
         record_of(each).is_updated_by_all for each in parameters
     ):
-        raise PlanError(
-            "torch.nn.utils.clip_grad_norm_ sees only the gradients of this rank; "
-            "call fxsched.clip_grad_norm_(model, max_norm) on every rank"
-        )
+        raise _of_this_rank()
+
+
+def _check_norm(_: str, gradients: Iterable[Any]) -> None:
+    if any(isinstance(gradient, RankGradient) for gradient in gradients):
+        raise _of_this_rank()
+
+
+def _of_this_rank() -> PlanError:
+    return PlanError(
+        "torch.nn.utils.clip_grad_norm_ sees only the gradients of this rank; "
+        "call fxsched.clip_grad_norm_(model, max_norm) on every rank"
+    )
 
 
 def check_gradients(parameters: Sequence[Tensor], name: str) -> None:

@@ -276,11 +276,21 @@ def _stopped(schedule: Schedule, timeline: Timeline) -> PlanError:
     waiting = next(number for number in range(len(jobs)) if number not in ran)
     if error := stopped_by_order(schedule, jobs, waiting):
         return error
+    stops, ways = [], []
+    if schedule.in_flight is not None:
+        stops.append("in_flight")
+        ways.append("allow more microbatches in flight")
+    if schedule.in_order or not stops:
+        stops.append("in_order")
+        ways.append(
+            "give n the order of data flow"
+            + ", in which updates too come before the jobs that wait for them"
+            * bool(jobs.updates)
+        )
+    called = f" {schedule.name}" if schedule.name else ""
     return PlanError(
-        f"in_flight or in_order stops {schedule}: {jobs.job(waiting)} never runs; "
-        "allow more microbatches in flight, or give n the order of data flow"
-        + ", in which updates too come before the jobs that wait for them"
-        * bool(jobs.updates)
+        f"{' or '.join(stops)} stops the schedule{called}: "
+        f"{jobs.job(waiting)} never runs; {', or '.join(ways)}"
     )
 
 

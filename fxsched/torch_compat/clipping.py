@@ -2,8 +2,9 @@
 
 A rank has the gradients of some parameters, or, where the program steps the optimizer,
 of none: clipping would go wrong without an error. All names of clip_grad_norm_, also
-those that were imported before, end in clip_grad._clip_grads_with_norm_; of
-clip_grad_value_ those two that PyTorch has are replaced.
+those that were imported before, call clip_grad._get_total_norm with the gradients, then
+clip_grad._clip_grads_with_norm_; of clip_grad_value_ those two that PyTorch has are
+replaced.
 
 Tried with torch 2.13.
 """
@@ -21,24 +22,29 @@ from .patched import replace_once
 Check = Callable[[str, Any], None]
 
 
-def before_clipping(concerns: Callable[[], bool], check: Check) -> None:
-    """Calls check(name of the function, its parameters) first, if concerns() says that
-    there may be parameters of ours; else torch's function is called with what it got.
+def before_clipping(
+    concerns: Callable[[], bool], check: Check, check_norm: Check
+) -> None:
+    """Calls check(name of the function, its parameters) first, and for clip_grad_norm_
+    before that check_norm(name, gradients), if concerns() says that there may be
+    parameters of ours; else torch's function is called with what it got.
     """
 
-    def around(name: str) -> Callable[..., Any]:
-        def clip(real: Any, parameters: Any, *args: Any, **kwargs: Any) -> Any:
+    def around(name: str, check: Check) -> Callable[..., Any]:
+        def clip(real: Any, tensors: Any, *args: Any, **kwargs: Any) -> Any:
             if concerns():
-                check(name, parameters := _listed(parameters))
-            return real(parameters, *args, **kwargs)
+                check(name, tensors := _listed(tensors))
+            return real(tensors, *args, **kwargs)
 
         return clip
 
-    replace_once((clip_grad,), "_clip_grads_with_norm_", around("clip_grad_norm_"))
+    norm = "clip_grad_norm_"
+    replace_once((clip_grad,), "_get_total_norm", around(norm, check_norm))
+    replace_once((clip_grad,), "_clip_grads_with_norm_", around(norm, check))
     value = "clip_grad_value_"
-    replace_once((clip_grad, nn.utils), value, around(value))
+    replace_once((clip_grad, nn.utils), value, around(value, check))
 
 
-def _listed(parameters: Any) -> Any:
-    """Parameters that may be read twice."""
-    return list(parameters) if hasattr(parameters, "__next__") else parameters
+def _listed(tensors: Any) -> Any:
+    """Tensors that may be read twice."""
+    return list(tensors) if hasattr(tensors, "__next__") else tensors

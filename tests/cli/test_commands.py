@@ -645,6 +645,34 @@ def test_a_file_with_an_optimizer_plans_its_updates(
     assert "\n\nupdates every 4 microbatches; of stages on workers: 0 on 0" in text
 
 
+def test_a_schedule_of_a_users_file(
+    model: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (model / "mine.py").write_text(
+        "from fxsched import Schedule\n\ndef make():\n"
+        "    return Schedule(workers=2, microbatches=2, name='mine',\n"
+        "                    w=lambda s, b, d: (s % 2, s % 2), n=lambda s, b, d: b)\n"
+        "\ndef name():\n    return '1f1b'\n"
+    )
+    assert "mine: 2 workers, 2 mic" in output(
+        "simulate --schedule mine.py:make", capsys
+    )
+    assert "mine: 2 w" in output("plan model.py:make --schedule mine.py:make", capsys)
+    for arguments, message in (
+        (
+            "mine.py:name",
+            r"mine.py:name: name\(\) returned str; return a fxsched.Schedule",
+        ),
+        ("mine.py:mak", r"mine.py has no function 'mak' .*; did you mean make\?"),
+        (
+            "mine.py:make --workers 2",
+            r"--schedule is from a file, .*; leave out --workers",
+        ),
+    ):
+        said = refusal(f"simulate --schedule {arguments}", capsys)
+        assert re.search(message, said), said
+
+
 @pytest.mark.parametrize(
     ("where", "message"),
     [
@@ -657,7 +685,10 @@ def test_a_file_with_an_optimizer_plans_its_updates(
         ("none.model:make", r"there is no module 'none.model' here, nor a Python file"),
         ("model.py:mak", r"model.py has no function 'mak' .*; did you mean make\?"),
         ("model.py:value", r"model.py has no function 'value' \(choose from make, .*"),
-        ("model.py:chain", r"model.py:chain: chain is a model; name a function that"),
+        (
+            "model.py:chain",
+            r"model.py:chain: chain is of class Chain; name a function that returns",
+        ),
         ("model.py:takes", r".*takes\(\) without arguments: .*'size'.*needs none"),
         ("model.py:fails", r"\S+model.py:\d+: fails\(\) raised ValueError: no luck"),
         ("model.py:leaves", r"\S+model.py:\d+: leaves\(\) raised SystemExit: bye"),

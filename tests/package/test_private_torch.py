@@ -96,6 +96,7 @@ NAMES = {
     "scalers.py": ("torch.amp:GradScaler._unscale_grads_",),
     "clipping.py": (
         "torch.nn.utils.clip_grad:_clip_grads_with_norm_",
+        "torch.nn.utils.clip_grad:_get_total_norm",
         "torch.nn.utils.clip_grad:clip_grad_value_",
     ),
     "averages.py": (
