@@ -15,6 +15,7 @@ import torch
 from torch.optim import Optimizer
 
 from .capture.caller import parts
+from .clock.network import Network, Wires
 from .ir.loss_scale import read_scale
 from .ir.request import BufferReduction, CutWord, OutputReduction, Shards
 from .jobs.job import PlanError
@@ -248,6 +249,18 @@ def cut_words(name: str, shards: object) -> Shards:
     return tuple(words)
 
 
+def wires(name: str, network: object) -> Wires | None:
+    """A Network or Link, or the file of one."""
+    if network is None or isinstance(network, Wires):
+        return network
+    if isinstance(network, (str, PathLike)):
+        return Network.load(network)
+    raise PlanError(
+        f"backend(network={network!r}): give a fxsched.Network or Link, a file that "
+        "`fxsched network` wrote, or None"
+    )
+
+
 CHECKS: dict[str, Check] = {  # of options that are neither words nor bools
     "schedule": checked_schedule,
     "stages": stage_names,
@@ -269,4 +282,5 @@ CHECKS: dict[str, Check] = {  # of options that are neither words nor bools
     "message_dtype": message_type,
     "shards": cut_words,
     "model_passes": functions("gm"),
+    "network": wires,
 }

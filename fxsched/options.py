@@ -27,6 +27,7 @@ from torch import fx
 from torch.optim import Optimizer
 
 from .capture.caller import Dims
+from .clock.network import Wires
 from .ir.loss_scale import Scale, read_scale
 from .ir.request import (
     BatchNorm,
@@ -189,6 +190,10 @@ class Options:
         beside its jobs, and sends it to the others; what the workers of one host give
         is added up there first. "auto": pieces between several hosts, and between ranks
         with transport="gloo"; else messages. With deterministic=True, messages.
+    network: what messages go through: a fxsched.Network or Link, or a file that
+        `fxsched network` wrote. It decides where the model is cut, which weights are
+        cut into shards, and the predicted step. The hosts of a Network are those that
+        sums are added up in. By default workers on one host, with rough rates.
     """
 
     schedule: Schedule
@@ -225,6 +230,7 @@ class Options:
     shards: Literal["auto"] | Mapping[str, CutWord] = "auto"
     model_passes: Sequence[ModelPass] = ()
     sums: Sums = "auto"
+    network: Wires | str | PathLike[str] | None = None
 
     def __post_init__(self) -> None:
         for name, check in CHECKED.items():
@@ -238,6 +244,7 @@ class Options:
         """What is planned: the options that passes read."""
         own = {each.name for each in fields(Request)} & CHECKED.keys()
         chosen: dict[str, Any] = {name: getattr(self, name) for name in own}
+        chosen["hosts"] = getattr(self.network, "hosts", ())
         scaled, most = self.loss_scale is not None, self.schedule.microbatches
         return Request(**chosen, scaled=scaled, most=most)
 
@@ -306,6 +313,8 @@ def conflicts(options: Options) -> Iterator[tuple[bool, str]]:
     schedule, request, rank = options.schedule, options.request, options.input_from
     every, workers = schedule.update_every, schedule.workers
     averaged, arrivals = schedule.average_every is not None, request.by_arrival
+    if request.network is not None:
+        request.network.check_workers(workers)
     yield (
         not (rank is None or (is_int(rank) and 0 <= rank < workers)),
         f"backend(input_from={rank!r}): give a rank, 0 to {workers - 1}",

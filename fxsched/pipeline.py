@@ -160,6 +160,7 @@ def make_plan(
         by_arrival=request.by_arrival and step.every is not None,
         gradient_dtype=request.gradient_dtype,
         state_bytes=request.state_bytes,
+        network=request.network,
         parts=facts(gm).parts,
         cuts=facts(gm).cuts,
         whole=whole,

@@ -23,7 +23,7 @@ from .ir.facts import facts
 from .ir.garbage import no_collection
 from .ir.graphs import Specs, result
 from .ir.parts import bytes_of_parts, in_parts
-from .ir.request import LossReduction, Request, Sums
+from .ir.request import LossReduction, Request
 from .jobs.job import PlanError
 from .jobs.schedule import Schedule
 from .norms import trace_norms
@@ -169,16 +169,17 @@ def _request(
         cuts={i: record.parts.place for i, record in known if record.parts},
         updaters={i: u for i, u in updaters.items() if u is not None},
         readers=workers.readers if workers else None,
-        **(_between_ranks(workers, request.sums) if isinstance(workers, Ranks) else {}),
+        **(_between_ranks(workers, request) if isinstance(workers, Ranks) else {}),
     )
 
 
-def _between_ranks(ranks: Ranks, sums: Sums) -> dict[str, Any]:
-    """The hosts of the ranks, and sums in pieces where all values go through the
-    process group."""
-    processes = ranks.processes
+def _between_ranks(ranks: Ranks, request: Request) -> dict[str, Any]:
+    """The hosts of the ranks, if the user doesn't say them, and sums in pieces where
+    all values go through the process group."""
+    processes, sums = ranks.processes, request.sums
     apart = not processes.near and sums == "auto"
-    return {"hosts": processes.hosts, "sums": "pieces" if apart else sums}
+    hosts = request.hosts or processes.hosts
+    return {"hosts": hosts, "sums": "pieces" if apart else sums}
 
 
 def _traced(

@@ -20,12 +20,13 @@ from ..partition.cut_cost import Cut, Hyperedge, Problem, Unit
 Block = list[fx.Node]
 
 
-def send_time(node: fx.Node) -> float:
+def send_time(node: fx.Node, request: Request) -> float:
     """Seconds to send what a node makes."""
     values = list(tensors(of_node(node)["val"]))
     if not values:
         return 0.0
-    return send_seconds(sum(t.nbytes for t in values), values[0].device)
+    size = sum(t.nbytes for t in values)
+    return send_seconds(size, values[0].device, request.link)
 
 
 def cut_problem(blocks: list[Block], request: Request) -> Problem:
@@ -51,7 +52,7 @@ def cut_problem(blocks: list[Block], request: Request) -> Problem:
         for node in block:
             readers = tuple(sorted({of[u] for u in node.users if u in of} - {i}))
             if readers:
-                there = send_time(node)
+                there = send_time(node, request)
                 gradient = any(t.requires_grad for t in tensors(of_node(node)["val"]))
                 edges.append(Hyperedge(i, readers, there, there * gradient))
             if node.target is BOUNDARY:

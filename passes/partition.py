@@ -48,7 +48,7 @@ def assign_stages(gm: fx.GraphModule, request: Request) -> fx.GraphModule:
     Raises PlanError for more stages than there are places to cut, unknown names, a
     memory limit that no cut meets, and inputs that the model writes into.
     """
-    shared = _shared(gm)
+    shared = _shared(gm, request)
     blocks = _used(gm, _blocks(gm, request, shared))
     if len(blocks) < (request.schedule.stages or 1):  # nothing but cheap values
         shared = set()
@@ -73,7 +73,7 @@ def assign_stages(gm: fx.GraphModule, request: Request) -> fx.GraphModule:
     return gm
 
 
-def _shared(gm: fx.GraphModule) -> set[fx.Node]:
+def _shared(gm: fx.GraphModule, request: Request) -> set[fx.Node]:
     """What each reader computes from the inputs for less than it takes to be sent."""
     seconds: dict[fx.Node, dict[fx.Node, float]] = {}  # of all that a node comes from
     written = written_storages(gm.graph)
@@ -89,7 +89,7 @@ def _shared(gm: fx.GraphModule) -> set[fx.Node]:
             if all(p in seconds for p in read):
                 whole = {n: s for p in read for n, s in seconds[p].items()}
                 whole[node] = of_node(node)["work"].forward
-                if sum(whole.values()) <= send_time(node):
+                if sum(whole.values()) <= send_time(node, request):
                     seconds[node] = whole
     return {node for node in seconds if node.op.startswith("call")}
 

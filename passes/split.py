@@ -275,12 +275,13 @@ def _written_state(gm: fx.GraphModule) -> set[fx.Node]:
     }
 
 
-def _send_state(state: list[fx.Node]) -> float:
+def _send_state(state: list[fx.Node], request: Request) -> float:
     """Seconds to send parameters and buffers to another worker."""
     if not state:
         return 0.0
     specs = [Spec.of(of_node(node)["val"]) for node in state]
-    return send_seconds(sum(spec.bytes for spec in specs), specs[0].device)
+    size = sum(spec.bytes for spec in specs)
+    return send_seconds(size, specs[0].device, request.link)
 
 
 def _update_seconds(parameters: list[Tensor]) -> float:
@@ -336,7 +337,7 @@ def _describe(
         data = Stage(
             modules=_modules(stage.nodes, everywhere),
             parameters=sum(value.numel() for value in numbers),
-            fetch=_send_state(first),
+            fetch=_send_state(first, request),
             weights=_kept_bytes(first, dtype),
             tables=_kept_bytes([n for n in first if _is_table(n)], dtype),
             update=_update_seconds(numbers),
@@ -367,7 +368,8 @@ def _describe(
                 spec = _sent(node, request)
                 edge = stages.get_edge_data(source, number, {"bytes": 0})
                 size = edge["bytes"] + spec.bytes
-                sent = Edge(bytes=size, seconds=send_seconds(size, spec.device))
+                seconds = send_seconds(size, spec.device, request.link)
+                sent = Edge(bytes=size, seconds=seconds)
                 if pieces:
                     sent["values"] = {**edge.get("values", {}), node.name: spec.bytes}
                 if reads_whole(node, stage.joint):

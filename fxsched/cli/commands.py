@@ -27,6 +27,7 @@ from .options import (
     schedule_option,
     schedule_options,
 )
+from .plan_options import ModelCommand
 
 UPDATES = 8  # in a call of the demo
 SILENT = 5.0  # seconds without a line about progress, where there is no terminal
@@ -62,7 +63,7 @@ def simulate(schedule: str | Schedule, **options: Any) -> None:
     simulate_options.show(simulate_options.simulate(chosen, options, size), options)
 
 
-@click.command()
+@click.command(cls=ModelCommand)
 @click.option(
     "--schedules",
     type=names,
@@ -99,7 +100,7 @@ def compare(
     With --model, plan that model with each schedule. The table then shows the predicted
     step and the most bytes that a worker holds: of everything, and of weights alone,
     with those that it has fetched. In the number of stages, * marks a global-batch
-    stage.
+    stage. --model takes the options of fxsched plan, too.
     """
     if model is None:
         click.echo(lineup(schedules or SYNCHRONOUS, options))

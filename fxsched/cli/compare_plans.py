@@ -14,6 +14,7 @@ from ..jobs.schedule import Schedule
 from ..plans.plan import Plan
 from . import user_file
 from .options import Refused, build_any, passed_options, usual
+from .plan_options import planned_options
 from .user_code import blamed
 
 HEADERS = "schedule|stages|step {}|bubble|memory|weights|messages"
@@ -57,12 +58,15 @@ def model_lineup(names: Iterable[str], model: str, options: Mapping[str, Any]) -
     numbers = passed_options(options)
     numbers = {**usual(numbers), **numbers}
     # what is wrong for all schedules is said at once
-    _plan(case, Schedule(1, numbers["microbatches"], 1))
+    planned = planned_options(options)
+    alone = {k: v for k, v in planned.items() if k not in ("network", "stages")}
+    _plan(case, Schedule(1, numbers["microbatches"], 1), alone)
     compared: list[ComparedPlan] = []
     refused = Refused()
     for name in names:
         try:
-            compared.append(_compared(name, case, numbers))
+            made = _plan(case, build_any(name, numbers), planned)
+            compared.append(_compared(name, made))
         except PlanError as error:
             refused.add(name, error)
     lines = refused.lines()
@@ -77,19 +81,16 @@ def model_lineup(names: Iterable[str], model: str, options: Mapping[str, Any]) -
     return "\n\n".join((title, table, "\n".join(lines))).strip()
 
 
-def _compared(
-    name: str, case: user_file.Case, numbers: Mapping[str, Any]
-) -> ComparedPlan:
-    made = _plan(case, build_any(name, numbers))
+def _compared(name: str, made: Plan) -> ComparedPlan:
     step = made.simulate()
     sent = sum(w.activations_sent + w.gradients_returned for w in step.workers)
     return ComparedPlan(name, made, step.latency, step.bubble_rate, sent)
 
 
-def _plan(case: user_file.Case, schedule: Schedule) -> Plan:
+def _plan(case: user_file.Case, schedule: Schedule, planned: Mapping[str, Any]) -> Plan:
     with user_file.quiet_torch(), blamed(case.file, "the model raised"):
         return plan(
             *(case.model, schedule, *case.args),
             optimizer=case.optimizer,
-            **case.kwargs,
+            **{**case.kwargs, **planned},
         )

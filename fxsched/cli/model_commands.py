@@ -20,7 +20,7 @@ from .options import (
     schedule_options,
     searched_schedule_option,
 )
-from .plan_options import PlanCommand, planned_options
+from .plan_options import ModelCommand, PlanCommand, planned_options
 from .user_code import blamed
 
 if TYPE_CHECKING:  # it needs torch, which is imported where it is used
@@ -39,7 +39,7 @@ SEARCHES = (
 )
 
 
-@click.command()
+@click.command(cls=ModelCommand)
 @click.option("--workers", type=COUNT, default=WORKERS, help="how many workers")
 @click.option(
     "--microbatches",
@@ -88,7 +88,7 @@ def search(ctx: click.Context, /, **options: Any) -> None:
     The search tries the schedules of the library with all their parameters, and builds
     other orders of jobs on their placements. --forward and the other times are those of
     one stage of a model that has one stage for each worker; with --model, the search
-    estimates the times from the model.
+    estimates the times from the model, and takes the options of fxsched plan.
     """
     from ..tuner.search import search as search_schedules
 
@@ -112,14 +112,13 @@ def _search_for_model(ctx: click.Context, options: Mapping[str, Any]) -> None:
 
     simulate_options.refuse_estimated(ctx)
     case = user_file.load(options["model"])
-    chosen = _search_options(options) | {"transfer": None}
+    chosen = _search_options(options) | {"transfer": None, "prefetch": None}
     with user_file.quiet_torch(), blamed(case.file, "the model raised"):
-        kwargs = {**case.kwargs, "optimizer": case.optimizer}
+        kwargs = {**case.kwargs, **planned_options(options)}
+        kwargs |= {"optimizer": case.optimizer, "memory_limit": None}
         best = search_schedules(case.model, **chosen, args=case.args, kwargs=kwargs)
         _save(best, options)
-        planned = make_plan(
-            case.model, best, *case.args, optimizer=case.optimizer, **case.kwargs
-        )
+        planned = make_plan(case.model, best, *case.args, **kwargs)
     click.echo(f"\n{planned.explain()}")
     simulate_options.show_pictures(planned.simulate(), options, planned.diagram)
 

@@ -24,12 +24,31 @@ class PlanCommand(click.Command):
     def get_params(self, ctx: click.Context) -> list[click.Parameter]:
         """All of its options, its own first."""
         *own, last = super().get_params(ctx)  # last is --help
-        return [*own, *_planned().values(), last]
+        known = {option for param in own for option in param.opts}
+        return [*own, *(p for p in _planned().values() if p.opts[0] not in known), last]
+
+
+class ModelCommand(PlanCommand):
+    """A command that takes these options where it gets --model."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        """Parses the arguments of the command."""
+        ctx.obj = any(each.partition("=")[0] == "--model" for each in args)
+        return super().parse_args(ctx, args)
+
+    def get_params(self, ctx: click.Context) -> list[click.Parameter]:
+        """All of its options, its own first."""
+        return (
+            super().get_params(ctx) if ctx.obj else click.Command.get_params(self, ctx)
+        )
 
 
 def planned_options(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Those that were given, by their names in fxsched.backend."""
-    given = {name: options[f"plan_{name}"] for name in _planned()}
+    """Those that were given, by their names in fxsched.backend; if a command has an
+    option of that name itself, its value."""
+    given = {
+        name: options.get(f"plan_{name}", options.get(name)) for name in _planned()
+    }
     return {name: value for name, value in given.items() if value is not None}
 
 
@@ -103,5 +122,6 @@ READ: dict[str, tuple[Callable[[str], Any], str]] = {
     "same_stage": (_groups, "NAME+NAME,.."),
     "batch_dims": (dims, "NAME=DIM,.."),
     **{"shards": PAIRS, "buffers": PAIRS, "outputs": PAIRS},
+    "network": (str, "FILE"),
     **{"gradient_dtype": (_dtype, "TYPE"), "message_dtype": (_dtype, "TYPE")},
 }

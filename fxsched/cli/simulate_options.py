@@ -14,7 +14,7 @@ import click
 import networkx as nx
 from click.core import ParameterSource
 
-from ..clock.network import Link
+from ..clock.network import Link, Network, Wires
 from ..draw import chrome
 from ..draw.diagram import Diagram
 from ..draw.memory_table import WorkerMemory, memory_tables
@@ -75,9 +75,15 @@ link_options = _all_of(
         "--bandwidth",
     ),
     click.option(
+        "--network",
+        metavar="FILE",
+        help="what messages go through: a file that fxsched network wrote; times are "
+        "then in seconds; takes the place of --bandwidth and --latency",
+    ),
+    click.option(
         "--message-bytes",
         type=NUMBER,
-        help="bytes of each message between stages; needs --bandwidth",
+        help="bytes of each message between stages; needs --bandwidth or --network",
     ),
     click.option(
         "--weight-bytes", type=NUMBER, help="bytes of the weights of each stage"
@@ -144,7 +150,7 @@ picture_options = _all_of(
 
 
 MODEL = "path/to/model.py:make or package.module:make"
-ESTIMATED = ("forward", "backward", "weight", "update", "transfer", "prefetch", "joint")
+ESTIMATED = ("forward", "backward", "weight", "update", "transfer", "joint")
 SIZES = (
     "bandwidth",
     "latency",
@@ -217,7 +223,7 @@ def shows_memory(options: Mapping[str, Any]) -> bool:
     return any(options.get(name) is not None for name in wanted)
 
 
-def transfer(options: Mapping[str, Any]) -> float | Link:
+def transfer(options: Mapping[str, Any]) -> float | Wires:
     """How long messages take. Raises PlanError for options that don't go together."""
     bandwidth = options.get("bandwidth")
     weights, memory = options.get("weight_bytes") is not None, shows_memory(options)
@@ -232,12 +238,21 @@ def transfer(options: Mapping[str, Any]) -> float | Link:
             "--weight-bytes needs --prefetch, since fetches take no time without it; "
             f"give --prefetch 1{held}"
         )
+    if options.get("network") is not None:
+        for name in ("transfer", "bandwidth", "latency"):
+            if options.get(name):
+                raise PlanError(
+                    f"--network and {flag(name)} exclude each other; give one"
+                )
+        return Network.load(options["network"])
     if bandwidth is None:
         for name in ("latency", "message_bytes", "weight_bytes", "sum_bytes"):
             if options.get(name) is not None and not (memory and name[0] == "w"):
-                raise PlanError(f"{flag(name)} needs --bandwidth; give both")
+                raise PlanError(
+                    f"{flag(name)} needs --bandwidth or --network; give both"
+                )
         if options["prefetch"] is not None and not options["transfer"]:
-            link = " or --bandwidth" if "bandwidth" in options else ""
+            link = ", --bandwidth or --network" * ("bandwidth" in options)
             raise PlanError(
                 f"--prefetch needs --transfer{link}; give how long weights take"
             )

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Hashable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from os import PathLike
+from pathlib import Path
 
 import networkx as nx
 
@@ -115,6 +118,32 @@ class Network:
                     "Rate(bandwidth=1.25e9, latency=5e-5)"
                 )
         object.__setattr__(self, "hosts", tuple(map(tuple, self.hosts)))
+
+    @classmethod
+    def load(cls, file: str | PathLike[str]) -> Network:
+        """Reads a network from a JSON file, as `fxsched network` and save() write it.
+
+        Raises PlanError for another file.
+        """
+        try:
+            found = json.loads(Path(file).read_text())
+            inside, between = (Rate(**found[name]) for name in ("inside", "between"))
+            return cls(found["hosts"], inside, between)
+        except OSError as error:
+            raise PlanError(
+                f"{file}: {error.strerror}; give a file that `fxsched network` wrote"
+            ) from error
+        except (ValueError, TypeError, LookupError) as error:
+            if isinstance(error, PlanError):
+                raise
+            raise PlanError(
+                f"{file} holds no network: {error}; give a file that `fxsched network` "
+                "or Network.save wrote"
+            ) from error
+
+    def save(self, file: str | PathLike[str]) -> None:
+        """Writes this network into a JSON file, for load() and network=."""
+        Path(file).write_text(json.dumps(asdict(self), indent=2) + "\n")
 
     def host(self, worker: int) -> int:
         """The number of the host of a worker."""

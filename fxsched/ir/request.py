@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
+from itertools import pairwise
+from statistics import fmean, harmonic_mean
 from typing import Literal
 
 import torch
 
+from ..clock.network import Link, Wires
+from ..jobs.job import Direction, Job
 from ..jobs.schedule import Schedule
 from .graphs import Specs
 from .parts import KeptParts
@@ -54,6 +59,8 @@ class Request:
         it, by position, where schedule.average_every makes replicas.
     state_bytes: of the optimizer's state of these, by position; {} where not known.
     hosts: the workers of each host; () for one host.
+    network: what messages go through, if the user says it; of a Network, its hosts are
+        the `hosts`.
     Other fields are the options of fxsched.backend, checked.
     """
 
@@ -92,6 +99,34 @@ class Request:
     message_dtype: torch.dtype | None = None
     sums: Sums = "auto"
     hosts: tuple[tuple[int, ...], ...] = ()
+    network: Wires | None = None
+
+    @cached_property
+    def link(self) -> Link | None:
+        """What a message from a stage to the next meets on the network, at the mean of
+        stages; None without a network."""
+        schedule = self.schedule
+        stages = range(schedule.stages or schedule.workers)
+        places = (schedule.place(Job(s, 0, Direction.FORWARD)) for s in stages)
+        return self._mean_link(place.compute for place in places)
+
+    @cached_property
+    def shard_link(self) -> Link | None:
+        """What a message between shards of a stage meets on the network; None without
+        a network."""
+        job, shards = Job(0, 0, Direction.FORWARD), range(self.schedule.shards)
+        return self._mean_link(self.schedule.place(job, k).compute for k in shards)
+
+    def _mean_link(self, workers: Iterable[int]) -> Link | None:
+        """The mean from each of these to the next; where they are all one, between
+        neighbours of all workers."""
+        if self.network is None or self.schedule.workers == 1:
+            return None
+        pairs = [pair for pair in pairwise(workers) if pair[0] != pair[1]]
+        pairs = pairs or [*pairwise(range(self.schedule.workers))]
+        wires = [self.network.wire(*pair) for pair in pairs]
+        speed = harmonic_mean(wire.bandwidth for wire in wires)
+        return Link(speed, fmean(wire.begin + wire.latency for wire in wires))
 
     def host(self, worker: int) -> int:
         """The number of a worker's host."""

@@ -15,6 +15,7 @@ from torch import Tensor, fx
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
+from ..clock.network import Link
 from ..ir import ops
 from ..ir.graphs import draws, is_mutable, is_view, tensors
 from ..ir.meta import of_node
@@ -43,8 +44,10 @@ def rates_of(device: torch.device) -> Rates:
     return RATES.get(device.type, RATES["cuda"])
 
 
-def send_seconds(size: int, device: torch.device) -> float:
-    """Seconds to send so many bytes to another worker."""
+def send_seconds(size: int, device: torch.device, link: Link | None) -> float:
+    """Seconds to send so many bytes to another worker; link: see Request.link."""
+    if link is not None:
+        return link.alone(size)
     rates = rates_of(device)
     return rates.latency + size / rates.link
 

@@ -87,7 +87,7 @@ def _with_ranges(
         if request.message_dtype is not None and region.joined and not kept:
             why = "message_dtype= would round what its loss is made of"
             propagation.reasons[weight] = why
-        elif kept or gain(region, chosen, propagation.follower.shards) > 0:
+        elif kept or gain(region, chosen, propagation.follower.shards, request) > 0:
             chosen.take(region)
         else:
             propagation.reasons[weight] = "it would be slower in parts"
@@ -143,7 +143,7 @@ def _cut(
     return None
 
 
-def gain(region: Region, chosen: Region, shards: int) -> float:
+def gain(region: Region, chosen: Region, shards: int, request: Request) -> float:
     """Seconds that a microbatch's F and B get shorter by, if a region runs in parts and
     not on one shard; below 0 if they get longer.
 
@@ -153,7 +153,8 @@ def gain(region: Region, chosen: Region, shards: int) -> float:
     work = [of_node(node)["work"] for node in region.layouts]
     saved: float = sum(w.forward + w.backward for w in work) * (1 - 1 / shards)
     return saved - sum(
-        _seconds(node, share * (shards - 1)) for node, share in _sent(region, chosen)
+        _seconds(node, share * (shards - 1), request)
+        for node, share in _sent(region, chosen)
     )
 
 
@@ -188,7 +189,7 @@ def _is_sent(value: fx.Node, region: Region, chosen: Region) -> bool:
     return False
 
 
-def _seconds(node: fx.Node, share: float) -> float:
+def _seconds(node: fx.Node, share: float, request: Request) -> float:
     """Seconds to send a share of a value forward and, if it has one, of its gradient
     back, and to add up what comes."""
     found = list(tensors(value_of(node)))
@@ -196,7 +197,7 @@ def _seconds(node: fx.Node, share: float) -> float:
     ways = 1 + any(t.requires_grad for t in found)
     size = int(share * _bytes(value_of(node)))
     added = size * 3 / rates_of(device).memory
-    return ways * (send_seconds(size, device) + added)
+    return ways * (send_seconds(size, device, request.shard_link) + added)
 
 
 def _bytes(value: Any) -> int:

@@ -21,7 +21,7 @@ from ..checker.check_program import examine
 from ..checker.reference import Reference
 from ..checker.summary import Summary
 from ..clock.memory import Peaks
-from ..clock.network import Transfer
+from ..clock.network import Transfer, Wires
 from ..clock.timeline import Event, Timeline
 from ..draw import plan_tables
 from ..draw.diagram import Diagram
@@ -98,6 +98,7 @@ class Plan:
         type.
     state_bytes: bytes of the optimizer's state, by position of the parameter in the
         call; empty if not known.
+    network: what messages go through, if the user says it.
     said: where rows of the batch meet, and what weighs a loss, as text.
     parts: the parts of weights that are cut into shards, by positions after those of
         the call's inputs.
@@ -126,6 +127,7 @@ class Plan:
     by_arrival: bool = False
     gradient_dtype: torch.dtype | None = None
     state_bytes: Mapping[int, int] = field(default_factory=dict)
+    network: Wires | None = None
     said: tuple[str, ...] = ()
     parts: Mapping[int, PartOf] = field(default_factory=dict)
     cuts: tuple[WeightCut, ...] = ()
@@ -341,7 +343,8 @@ class Plan:
 
         durations: None for the durations of the plan; a measured timeline, for the
             median of each stage and direction; or durations as for fxsched.simulate.
-        transfer, prefetch: as for fxsched.simulate; None for the plan's own. Fetched
+        transfer, prefetch: as for fxsched.simulate; None for the plan's own (transfer:
+            its network, or else the estimated seconds of each message). Fetched
             weights and returned gradients take time.
         """
         check_transfers(transfer, prefetch)
@@ -352,7 +355,7 @@ class Plan:
             stages,
             self.step if prefetch is None else self.steps(prefetch),
             job_seconds(stages, jobs, durations),
-            transfer,
+            self.network if transfer is None else transfer,
             True,
             self.state_bytes,
         )

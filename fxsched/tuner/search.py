@@ -60,8 +60,8 @@ def search(
         of stages, as described in fxsched/clock/stage_record.py; or a Plan; or a model,
         which is planned for each number of stages.
     args, kwargs: the arguments of a call of the model. kwargs may also have options of
-        fxsched.plan, such as batch_dims, or optimizer, whose state then counts as
-        memory.
+        fxsched.plan, such as batch_dims, network, or optimizer, whose state then counts
+        as memory.
     workers: the number of workers; by default that of the Plan.
     microbatches: the number of microbatches. By default two for each worker; for a
         model, the largest divisor of its batch up to that; for a Plan, the Plan's own.
@@ -70,7 +70,8 @@ def search(
         stage for each worker (activations of smaller stages count less). If stages have
         `held`, `weights` and `state`: bytes of weights, gradients, optimizer state and
         activations.
-    transfer: as for simulate; None for the `seconds` of the edges between stages.
+    transfer: as for simulate; None for the network of the Plan or of the model's plans
+        (network= in kwargs), or else the `seconds` of the edges between stages.
     seed: the seed of the search; equal seeds give equal schedules.
     objective: "latency", or "span": the longest time from a worker's first start to its
         last end, which is the time of a step if steps follow each other.
@@ -94,8 +95,8 @@ def search(
     wanted = counts(stages, workers, jobs)
     costs = sought.costs(workers, microbatches, wanted, split_backward)
     costs = costs._replace(open=stages is None)
-    if transfer is None and not costs.edges:
-        transfer = 0.0
+    if transfer is None:
+        transfer = costs.network if costs.edges else 0.0
     if costs.unit:  # a plan's stages say how long their weights take
         prefetch = sought.kwargs.get("prefetch", 1) if prefetch is None else prefetch
     limit = inf if memory_limit is None else memory_limit
@@ -218,7 +219,8 @@ class _Subject:
         if isinstance(self.subject, nx.DiGraph):
             return of_graph(self.subject)
         if isinstance(self.subject, Plan):
-            return of_graph(self.subject.stages)._replace(unit="s")
+            costs = of_graph(self.subject.stages)
+            return costs._replace(unit="s", network=self.subject.network)
         if callable(self.subject) and not isinstance(self.subject, (type, Schedule)):
             return self.plans(workers, microbatches, wanted, split)
         raise PlanError(
@@ -234,17 +236,16 @@ class _Subject:
         graphs: dict[int, nx.DiGraph[int]] = {}
         for count in wanted:
             try:
-                stages = self.plan(
-                    _in_turns(workers, microbatches, count, split)
-                ).stages
+                plan = self.plan(_in_turns(workers, microbatches, count, split))
             except PlanError as error:
                 refused = refused or error  # such as more stages than it has parts
                 continue
-            graphs[len(stages)] = stages
+            graphs[len(plan.stages)], network = plan.stages, plan.network
         if not graphs:
             assert refused is not None
             raise refused
-        return Costs(graphs, bytes=True, edges=True, unit="s", plan=self.plan)
+        costs = Costs(graphs, bytes=True, edges=True, unit="s", plan=self.plan)
+        return costs._replace(network=network)
 
     def plan(self, schedule: Schedule) -> Plan:
         return plan(self.subject, schedule, *self.args, **self.kwargs)

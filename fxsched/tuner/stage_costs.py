@@ -9,6 +9,7 @@ from typing import Any, NamedTuple, cast
 import networkx as nx
 
 from ..clock.joint import out_of_order
+from ..clock.network import Wires
 from ..jobs.job import PlanError
 from ..jobs.schedule import Schedule
 from ..plans.plan import Plan
@@ -26,6 +27,7 @@ class Costs(NamedTuple):
     unit: of times, "s" for seconds.
     plan: plans a model by a schedule, if the stages are estimates for one. open:
         whether the planner may choose another number of stages.
+    network: what messages go through, where plans say it.
     """
 
     graphs: dict[int, nx.DiGraph[int]]
@@ -34,6 +36,7 @@ class Costs(NamedTuple):
     unit: str = ""
     plan: Callable[[Schedule], Plan] | None = None
     open: bool = True
+    network: Wires | None = None
 
 
 def counts(stages: int | Sequence[int] | None, workers: int, jobs: int) -> list[int]:

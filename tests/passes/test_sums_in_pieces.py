@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import pytest
 import torch
@@ -15,7 +14,6 @@ from fxsched import schedules
 from fxsched.checker.summary import CheckError
 from fxsched.ir import ops, pieces
 from fxsched.ir.graphs import Spec
-from fxsched.ir.request import Request
 from fxsched.ir.step import Message
 from fxsched.jobs.job import PlanError
 from fxsched.jobs.schedule import Schedule
@@ -40,18 +38,7 @@ class Net(nn.Module):
         return self.blocks(x).square().mean()
 
 
-@dataclass(frozen=True)
-class TwoHosts(Request):
-    """Workers 0 and 1 on one host, 2 and 3 on another."""
-
-    hosts: tuple[tuple[int, ...], ...] = ((0, 1), (2, 3))
-
-
-@pytest.fixture
-def two_hosts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("fxsched.options.Request", TwoHosts)
-
-
+TWO_HOSTS = fxsched.Network([[0, 1], [2, 3]], *2 * [fxsched.Rate(1e9)])
 X = torch.randn(16, 128, generator=torch.Generator().manual_seed(1))
 SCHEDULES: dict[str, Callable[[], Schedule]] = {
     "ddp": lambda: schedules.ddp(4, 8),
@@ -94,9 +81,8 @@ def test_sums_in_pieces_equal_eager(name: str, order: str) -> None:
 
 @pytest.mark.parametrize("order", ["static", "dynamic"])
 @pytest.mark.parametrize("name", SCHEDULES)
-@pytest.mark.usefixtures("two_hosts")
 def test_sums_inside_hosts_first_equal_eager(name: str, order: str) -> None:
-    plan = _equal(SCHEDULES[name](), order=order)
+    plan = _equal(SCHEDULES[name](), order=order, network=TWO_HOSTS)
     assert bool(_calls(plan, ops.join)) == (name != "1f1b")
 
 
@@ -118,10 +104,9 @@ def test_updates_in_the_program_read_sums_in_pieces() -> None:
         torch.testing.assert_close(mine, other)
 
 
-@pytest.mark.usefixtures("two_hosts")
 def test_a_host_sends_each_gradient_once() -> None:
     """Its part of each sum, or the sum of its own pieces."""
-    plan = fxsched.plan(Net(), schedules.ddp(4, 8), X)
+    plan = fxsched.plan(Net(), schedules.ddp(4, 8), X, network=TWO_HOSTS)
     sent = sum(
         line.bytes
         for line in plan.lines
