@@ -1,5 +1,6 @@
 """The script of docs/several_machines.md on threads and on two machines of two ranks,
-whose losses must be equal: python -m tests.several_machines.
+whose losses must be equal, and the network between them as fxsched measures it, limited
+to MEGABITS: python -m tests.several_machines.
 
 The machines are network namespaces that a pair of veth devices joins; where namespaces
 aren't allowed, two torchrun agents on loopback.
@@ -17,6 +18,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import fxsched
 from tests.forked_ranks import shell
 from tests.kill_saves import free_port
 from tests.torchrun import ROOT
@@ -24,6 +26,7 @@ from tests.torchrun import ROOT
 PAGE = ROOT / "docs" / "several_machines.md"
 INSIDE = "FXSCHED_TEST_NAMESPACES"
 SECONDS = 200
+MEGABITS = 200
 
 
 def script() -> str:
@@ -57,8 +60,14 @@ def second_machine() -> Iterator[list[str]]:
         process.wait()
 
 
-def run(folder: str, commands: list[list[str]], device: str) -> list[str]:
-    """What the script prints by commands that run at the same time."""
+def limit(at: list[str]) -> None:
+    """Lets a machine send MEGABITS at most."""
+    shape = ("rate", f"{MEGABITS}mbit", "burst", "32kbit", "latency", "50ms")
+    shell(*at, *["tc", "qdisc", "replace", "dev", "eth0", "root", "tbf"], *shape)
+
+
+def run(folder: str, commands: list[list[str]], device: str) -> str:
+    """What commands print that run at the same time."""
     environment = os.environ | {
         "PYTHONPATH": str(ROOT),
         "OMP_NUM_THREADS": "1",
@@ -66,7 +75,7 @@ def run(folder: str, commands: list[list[str]], device: str) -> list[str]:
     }
     running = [
         subprocess.Popen(
-            [*command, "train.py"],
+            command,
             cwd=folder,
             env=environment,
             stdout=subprocess.PIPE,
@@ -81,35 +90,59 @@ def run(folder: str, commands: list[list[str]], device: str) -> list[str]:
             each.kill()
     failed = [each.args for each in running if each.returncode]
     assert not failed, failed
+    return printed
+
+
+def losses(printed: str) -> list[str]:
+    """Of all steps of the script."""
     return re.findall(r"loss (\S+)", printed)
 
 
-def agents(address: str) -> list[list[str]]:
+def agents(address: str, *script: str) -> list[list[str]]:
     """torchrun on two machines, the first of which has this address."""
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
     where = ["--nnodes", "2", "--master-addr", address]
     port = ["--master-port", str(free_port())]
-    return [[*torchrun, *where, *port, "--node-rank", str(number)] for number in (0, 1)]
+    both = (["--node-rank", str(number), *script] for number in (0, 1))
+    return [[*torchrun, *where, *port, *each] for each in both]
+
+
+def measured(folder: str, commands: list[list[str]], device: str) -> fxsched.Network:
+    """The network between the machines of these agents."""
+    print(run(folder, commands, device))
+    return fxsched.Network.load(Path(folder, "net.json"))
 
 
 def main() -> int:
-    """1 if the losses differ."""
+    """1 if the losses differ, or the network isn't as it was made."""
     if INSIDE not in os.environ:
         return enter()
     with tempfile.TemporaryDirectory() as folder:
         Path(folder, "train.py").write_text(script())
-        threads = run(folder, [[sys.executable]], "lo")
+        threads = losses(run(folder, [[sys.executable, "train.py"]], "lo"))
+        measure = ("-m", "fxsched", "network", "net.json")
         if os.environ[INSIDE]:
             where = "in two network namespaces"
             with second_machine() as there:
-                first, second = agents("10.9.0.1")
-                ranks = run(folder, [first, [*there, *second]], "eth0")
+                first, second = agents("10.9.0.1", "train.py")
+                ranks = losses(run(folder, [first, [*there, *second]], "eth0"))
+                for at in ([], there):
+                    limit(at)
+                first, second = agents("10.9.0.1", *measure)
+                network = measured(folder, [first, [*there, *second]], "eth0")
         else:
             where = "of two agents on loopback, for namespaces aren't allowed"
-            ranks = run(folder, agents("127.0.0.1"), "lo")
+            ranks = losses(run(folder, agents("127.0.0.1", "train.py"), "lo"))
+            network = measured(folder, agents("127.0.0.1", *measure), "lo")
     print(f"threads: losses {' '.join(threads)}")
     print(f"2 x 2 ranks {where}: losses {' '.join(ranks)}")
-    return int(not threads or threads != ranks)
+    share = network.between.bandwidth / (MEGABITS * 1e6 / 8)
+    limited = bool(os.environ[INSIDE])
+    if limited:
+        print(f"between hosts: {share:.3f} of {MEGABITS} Mbit/s")
+    hosts = network.hosts == (((0, 1), (2, 3)) if limited else ((0, 1, 2, 3),))
+    as_limited = not limited or 0.85 < share < 1.05
+    return int(not threads or threads != ranks or not hosts or not as_limited)
 
 
 def enter() -> int:

@@ -14,7 +14,13 @@ import click
 
 from .. import __version__
 from ..jobs.job import PlanError
-from . import blame_command, commands, model_commands, stability_command
+from . import (
+    blame_command,
+    commands,
+    model_commands,
+    network_command,
+    stability_command,
+)
 
 
 class CommandGroup(click.Group):
@@ -52,6 +58,7 @@ for command in (
     commands.compare,
     model_commands.search,
     model_commands.plan,
+    network_command.network,
     stability_command.stability,
     blame_command.blame,
     commands.train,
