@@ -41,6 +41,7 @@ KEEPERS: dict[str, tuple[str, ...]] = {
         "cli.option_types",
         "cli.stability_command",
         "cli.blame_command",
+        "cli.network_command",
     ),
 }
 
