@@ -6,6 +6,7 @@ import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import median
+from typing import TYPE_CHECKING
 
 import click
 
@@ -13,6 +14,9 @@ from ..clock.network import Network, Rate
 from ..draw import tables
 from ..jobs.job import PlanError
 from .option_types import file
+
+if TYPE_CHECKING:  # it needs torch, which is imported where it is used
+    from ..transport.processes import Processes
 
 ODD = 3.0  # times slower than the median
 
@@ -32,18 +36,29 @@ def network(path: Path) -> None:
             "torchrun --nproc-per-node 2 .. -m fxsched network net.json"
         )
     from ..transport.processes import Processes, leave
-    from ..transport.speeds import measure
 
     processes = Processes(int(os.environ["WORLD_SIZE"]), what="fxsched network")
-    found = measure(processes)
+    made, rates = measured_network(processes)
     if processes.rank == 0:
-        rates = {pair: Rate(*speed) for pair, speed in found.items()}
-        made = _network(processes.hosts, rates)
         made.save(path)
         click.echo(_table(made, rates))
         click.echo(f"wrote {path}")
     processes.close()
     leave()
+
+
+def measured_network(
+    processes: Processes,
+) -> tuple[Network, dict[tuple[int, int], Rate]]:
+    """The network between ranks, and what was measured between pairs of them.
+
+    Every rank calls it, and gets it.
+    """
+    from ..transport.speeds import measure
+
+    found = measure(processes)
+    rates = {pair: Rate(*speed) for pair, speed in found.items()}
+    return _network(processes.hosts, rates), rates
 
 
 def _network(

@@ -20,6 +20,7 @@ from . import (
     dag,
     first,
     gloo,
+    hosts,
     lengths,
     memory,
     norms,
@@ -78,6 +79,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     contrastive.add_options(pairs)
     _add_converge(commands.add_parser("converge", help=_first(converge.__doc__)))
     _add_first(commands.add_parser("first", help=_first(first.__doc__)))
+    hosts.add_options(commands.add_parser("hosts", help=_first(hosts.__doc__)))
     lengths.add_options(commands.add_parser("lengths", help=_first(lengths.__doc__)))
     norms.add_options(commands.add_parser("norms", help=_first(norms.__doc__)))
     _add_overhead(commands.add_parser("overhead", help=_first(overhead.__doc__)))

@@ -18,16 +18,29 @@ _late = {"F": 0.0, "B": 0.0}  # seconds that a call takes above what it sleeps
 
 
 @torch.library.custom_op("bench::work", mutates_args=())
-def work(x: Tensor, seconds: float) -> Tensor:
-    """x, after so many seconds for each sample."""
+def work(x: Tensor, seconds: float, backward: float = 2.0) -> Tensor:
+    """x, after so many seconds for each sample; its B takes `backward` times that."""
     sleep("F", seconds * len(x))
     return x.clone()
 
 
 @torch.library.custom_op("bench::work_backward", mutates_args=())
 def work_backward(gradient: Tensor, seconds: float) -> Tensor:
-    """B of work: twice as long."""
-    sleep("B", 2 * seconds * len(gradient))
+    """B of work."""
+    sleep("B", seconds * len(gradient))
+    return gradient.clone()
+
+
+@torch.library.custom_op("bench::weigh", mutates_args=())
+def weigh(weight: Tensor, seconds: float) -> Tensor:
+    """weight, at once; its B, which is W, takes so many seconds."""
+    return weight.clone()
+
+
+@torch.library.custom_op("bench::weigh_backward", mutates_args=())
+def weigh_backward(gradient: Tensor, seconds: float) -> Tensor:
+    """B of weigh."""
+    sleep("F", seconds)
     return gradient.clone()
 
 
@@ -42,7 +55,7 @@ def sleep(direction: str, seconds: float) -> None:
 
 
 @work.register_fake
-def _(x: Tensor, seconds: float) -> Tensor:
+def _(x: Tensor, seconds: float, backward: float = 2.0) -> Tensor:
     return torch.empty_like(x)
 
 
@@ -51,30 +64,52 @@ def _(gradient: Tensor, seconds: float) -> Tensor:
     return torch.empty_like(gradient)
 
 
-def _keep(ctx: Any, inputs: tuple[Tensor, float], output: Tensor) -> None:
-    ctx.seconds = inputs[1]
+@weigh.register_fake
+@weigh_backward.register_fake
+def _(x: Tensor, seconds: float) -> Tensor:
+    return torch.empty_like(x)
 
 
-def _backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-    return torch.ops.bench.work_backward(gradient, ctx.seconds), None
+def _keep(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    ctx.seconds = inputs[1] * (inputs[2] if inputs[2:] else 1.0)
+
+
+def _backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+    gradient = torch.ops.bench.work_backward(gradient.contiguous(), ctx.seconds)
+    return gradient, None, None
+
+
+def _weigh_backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+    return torch.ops.bench.weigh_backward(gradient.contiguous(), ctx.seconds), None
 
 
 work.register_autograd(_backward, setup_context=_keep)
+weigh.register_autograd(_weigh_backward, setup_context=_keep)
 
 
 @register_flop_formula(torch.ops.bench.work)
-def _(shape: Sequence[int], seconds: float, **_: Any) -> int:
+def _(shape: Sequence[int], seconds: float, backward: float = 2.0, **_: Any) -> int:
     return int(FLOPS_PER_SECOND * seconds * shape[0])
 
 
 @register_flop_formula(torch.ops.bench.work_backward)
 def _(shape: Sequence[int], seconds: float, **_: Any) -> int:
-    return int(2 * FLOPS_PER_SECOND * seconds * shape[0])
+    return int(FLOPS_PER_SECOND * seconds * shape[0])
 
 
-def nap(x: Tensor, seconds: float) -> Tensor:
-    """x, after so many seconds for each sample; its B takes twice as long."""
-    out: Tensor = torch.ops.bench.work(x, seconds)
+@register_flop_formula(torch.ops.bench.weigh)
+def _(shape: Sequence[int], seconds: float, **_: Any) -> int:
+    return 0
+
+
+@register_flop_formula(torch.ops.bench.weigh_backward)
+def _(shape: Sequence[int], seconds: float, **_: Any) -> int:
+    return int(FLOPS_PER_SECOND * seconds)
+
+
+def nap(x: Tensor, seconds: float, backward: float = 2.0) -> Tensor:
+    """x, after so many seconds for each sample; its B takes `backward` times that."""
+    out: Tensor = torch.ops.bench.work(x, seconds, backward)
     return out
 
 
@@ -88,7 +123,7 @@ def calibrate(seconds: float = 0.01, calls: int = 30) -> dict[str, float]:
     x = torch.zeros(1)
     for name, call, slept in (
         ("F", torch.ops.bench.work, seconds),
-        ("B", torch.ops.bench.work_backward, 2 * seconds),
+        ("B", torch.ops.bench.work_backward, seconds),
     ):
         taken = []
         for _ in range(calls):

@@ -26,6 +26,10 @@ SMALLEST = {  # what it prints, and the rest of the command
         "--rounds 1 --blocks 1 --width 16 --length 8 "
         "--vocabulary 32 --batch 8 --only lpp",
     ),
+    "hosts": (
+        "1f1b",
+        "--rates 1000 --rounds 1 --only 1f1b torch-1f1b --forward 1",
+    ),
     "lengths": (
         "collator",
         "--lengths 2 --most 40 --blocks 1 --width 16 --batch 4 --rounds 1",
