@@ -141,10 +141,11 @@ def resized(
 
 
 def _ragged(name: str, length: int, count: int) -> PlanError:
+    fewer = max(m for m in range(1, count + 1) if length % m == 0)
     return PlanError(
         f"input {name} has a batch of {length}, which does not divide into "
-        f"{count} microbatches; pass a multiple of {count} or another "
-        "Schedule(microbatches=). If it is the last, smaller batch of an epoch: "
+        f"{count} microbatches; pass a multiple of {count}, or take "
+        f"Schedule(microbatches={fewer}). For the last, smaller batch of an epoch: "
         "DataLoader(drop_last=True) leaves it out, fxsched.backend(schedule, "
         "ragged='fewer') runs it in as many microbatches as divide it, and "
         "ragged='pad' fills it up where the model returns rows and no loss"
@@ -269,19 +270,19 @@ def _fixed(
         if guard.expr.free_symbols and guard.expr.free_symbols <= fixed
     ]
     line = lines[0].strip() if lines else ""
+    of_shape = "take sizes from the input's shape (x.shape[0], or -1, not len(x))"
     where = f" by\n  {lines[0]}\n" if lines else " by the model, "
     if alone:
         return FixedBatch(
             f"the batch size is fixed to {entry.length}{where}so the batch cannot be "
-            "cut into microbatches; take sizes from the input's shape (x.shape[0], or "
-            f"-1) instead{_or_cut(shared)}",
+            f"cut into microbatches; {of_shape}{_or_cut(shared)}",
             f"{line} (it fixes the batch size)".strip(),
         )
     return FixedBatch(
         f"the length {entry.length} of {entry.name} is fixed{where}but it is as long "
         "as the batch and would be cut into microbatches; if all of them share it, "
         f'write\n  fxsched.backend(schedule, batch_dims={{"{entry.name}": None}})\n'
-        "else take sizes from its shape",
+        f"else {of_shape}",
         f"{line} (it fixes the batch size)".strip(),
     )
 

@@ -106,9 +106,9 @@ class WeightedMicrobatch(Microbatch):
             return ""
         size = sum(self.values[node].nbytes for node in self.totals)
         return (
-            "the loss weighs rows by what inputs alone decide, such as ignored labels "
-            f"or masks: totals of the whole batch ({size} B) are computed before the "
-            "step, so that no stage holds all rows for it"
+            "the loss divides by a number that only inputs decide, such as how many "
+            "labels aren't ignored: it is computed of the whole batch before the step "
+            f"({size} B), so no stage holds all rows for it"
         )
 
     def early(self) -> Early | None:

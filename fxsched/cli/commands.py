@@ -6,7 +6,7 @@ from __future__ import annotations
 import os
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from typing import Any
 
@@ -15,9 +15,9 @@ import click
 from ..jobs.job import PlanError
 from ..jobs.schedule import Schedule
 from ..schedules import LIBRARY, STALE
-from . import simulate_options
+from . import option_types, simulate_options
 from .compare_command import lineup
-from .option_types import COUNT, POSITION, RATE, names, schedule
+from .option_types import COUNT, POSITION, RATE, schedule
 from .options import (
     SCHEDULE,
     WORKERS,
@@ -31,6 +31,7 @@ from .plan_options import ModelCommand
 
 UPDATES = 8  # in a call of the demo
 SILENT = 5.0  # seconds without a line about progress, where there is no terminal
+Named = tuple[str, str | Schedule]  # what it is called, and what to build
 SYNCHRONOUS = tuple(name for name in LIBRARY if name not in STALE)
 
 
@@ -66,10 +67,13 @@ def simulate(schedule: str | Schedule, **options: Any) -> None:
 @click.command(cls=ModelCommand)
 @click.option(
     "--schedules",
-    type=names,
+    "--schedule",
+    "schedules",
+    type=option_types.schedules,
     metavar="NAMES",
-    help="names of schedules, with commas between them  [default: all that can be "
-    "built, except those that train with stale weights]",
+    help="names of schedules, .json files, or path/to/schedule.py:make, with commas "
+    "between them  [default: all that can be built, except those that train with stale "
+    "weights]",
 )
 @schedule_options
 @simulate_options.time_options
@@ -84,7 +88,7 @@ def simulate(schedule: str | Schedule, **options: Any) -> None:
 def compare(
     ctx: click.Context,
     /,
-    schedules: tuple[str, ...] | None,
+    schedules: dict[str, str | Schedule] | None,
     model: str | None,
     **options: Any,
 ) -> None:
@@ -102,28 +106,31 @@ def compare(
     with those that it has fetched. In the number of stages, * marks a global-batch
     stage. --model takes the options of fxsched plan, too.
     """
+    every: Mapping[str, str | Schedule] = schedules or dict(
+        zip(SYNCHRONOUS, SYNCHRONOUS, strict=True)
+    )
     if model is None:
-        click.echo(lineup(schedules or SYNCHRONOUS, options))
+        click.echo(lineup(every, options))
         return
     from .compare_plans import model_lineup
 
     simulate_options.refuse_estimated(ctx)
-    every = schedules or SYNCHRONOUS
-    bar = click.progressbar(every, label="planning", file=sys.stderr)
-    lines = nullcontext(_told(every))
+    items = [*every.items()]
+    bar = click.progressbar(items, label="planning", file=sys.stderr)
+    lines = nullcontext(_told(items))
     with bar if sys.stderr.isatty() else lines as chosen:
         text = model_lineup(chosen, model, options)
     click.echo(text)
 
 
-def _told(names: Sequence[str]) -> Iterator[str]:
-    """The names; a line on stderr now and then says which one is next."""
+def _told(items: Sequence[Named]) -> Iterator[Named]:
+    """The schedules; a line on stderr now and then says which one is next."""
     told = time.monotonic()
-    for number, name in enumerate(names, 1):
+    for number, item in enumerate(items, 1):
         if time.monotonic() - told > SILENT:
             told = time.monotonic()
-            click.echo(f"planning {name}, {number} of {len(names)}", err=True)
-        yield name
+            click.echo(f"planning {item[0]}, {number} of {len(items)}", err=True)
+        yield item
 
 
 @click.command(name="demo")

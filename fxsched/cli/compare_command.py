@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, NamedTuple
 
 from ..draw import tables
 from ..draw.whole_stages import whole_stage
 from ..jobs.job import PlanError
+from ..jobs.schedule import Schedule
 from ..simulator.simulate import Simulation
 from ..tuner.candidates import moves_weights
 from .options import (
@@ -58,7 +59,7 @@ class ComparedSchedule(NamedTuple):
         )
 
 
-def lineup(names: Sequence[str], options: Mapping[str, Any]) -> str:
+def lineup(schedules: Mapping[str, str | Schedule], options: Mapping[str, Any]) -> str:
     """A table, the shortest step first, and a line for each that can't be built.
 
     The times are of one stage of a model that is cut into as many as `stages` says, or
@@ -70,7 +71,9 @@ def lineup(names: Sequence[str], options: Mapping[str, Any]) -> str:
     numbers = passed_options(options)
     for argument in numbers:
         if argument not in EVERY and not any(
-            argument in constructor_parameters(n) for n in names
+            argument in constructor_parameters(s)
+            for s in schedules.values()
+            if isinstance(s, str)
         ):
             raise PlanError(
                 f"none of these schedules takes {flag(argument)}; leave it out"
@@ -81,9 +84,9 @@ def lineup(names: Sequence[str], options: Mapping[str, Any]) -> str:
     check_work(numbers)
     entries: list[ComparedSchedule] = []
     refused = Refused()
-    for name in names:
+    for name, made in schedules.items():
         try:
-            entries.append(_entry(name, numbers, options))
+            entries.append(_entry(name, made, numbers, options))
         except PlanError as error:
             refused.add(name, error)
     lines = refused.lines()
@@ -100,9 +103,12 @@ def lineup(names: Sequence[str], options: Mapping[str, Any]) -> str:
 
 
 def _entry(
-    name: str, numbers: Mapping[str, Any], options: Mapping[str, Any]
+    name: str,
+    made: str | Schedule,
+    numbers: Mapping[str, Any],
+    options: Mapping[str, Any],
 ) -> ComparedSchedule:
-    schedule = build_any(name, numbers)
+    schedule = build_any(made, numbers)
     count = _stages(numbers)
     stages = schedule.stages or count
     simulation = simulate(replace(schedule, stages=stages), options, count / stages)

@@ -47,7 +47,11 @@ class ComparedPlan(NamedTuple):
         )
 
 
-def model_lineup(names: Iterable[str], model: str, options: Mapping[str, Any]) -> str:
+def model_lineup(
+    schedules: Iterable[tuple[str, str | Schedule]],
+    model: str,
+    options: Mapping[str, Any],
+) -> str:
     """A table, the shortest predicted step first, and a line for each that can't be
     planned for this model.
 
@@ -63,9 +67,9 @@ def model_lineup(names: Iterable[str], model: str, options: Mapping[str, Any]) -
     _plan(case, Schedule(1, numbers["microbatches"], 1), alone)
     compared: list[ComparedPlan] = []
     refused = Refused()
-    for name in names:
+    for name, asked in schedules:
         try:
-            made = _plan(case, build_any(name, numbers), planned)
+            made = _plan(case, build_any(asked, numbers), planned)
             compared.append(_compared(name, made))
         except PlanError as error:
             refused.add(name, error)

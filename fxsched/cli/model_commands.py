@@ -11,7 +11,7 @@ import click
 from ..jobs.job import PlanError
 from ..jobs.schedule import Schedule
 from . import simulate_options
-from .option_types import COUNT, NUMBER, POSITION, saved_file
+from .option_types import COUNT, NUMBER, POSITION, file_of
 from .options import (
     WORKERS,
     build,
@@ -78,7 +78,7 @@ SEARCHES = (
     "--model", metavar="MODEL", help=f"{simulate_options.MODEL}, as for fxsched plan"
 )
 @click.option(
-    "--save", type=saved_file, help="write the schedule to this file, name.json"
+    "--save", type=file_of(".json"), help="write the schedule to this file, name.json"
 )
 @simulate_options.picture_options
 @click.pass_context

@@ -13,7 +13,8 @@ import click
 from ..clock.network import Network, Rate
 from ..draw import tables
 from ..jobs.job import PlanError
-from .option_types import file
+from ..jobs.user_values import counted
+from .option_types import file_of
 
 if TYPE_CHECKING:  # it needs torch, which is imported where it is used
     from ..transport.processes import Processes
@@ -22,7 +23,7 @@ ODD = 3.0  # times slower than the median
 
 
 @click.command()
-@click.argument("path", metavar="FILE", type=file)
+@click.argument("path", metavar="FILE", type=file_of(".json"))
 def network(path: Path) -> None:
     """Measure the network between the hosts of torchrun, and write it to FILE.
 
@@ -106,7 +107,7 @@ def _table(made: Network, rates: Mapping[tuple[int, int], Rate]) -> str:
                 )
     headers = "|pairs|bandwidth|latency us|a message us|both ways"
     hosts, ranks = len(made.hosts), sum(map(len, made.hosts))
-    title = f"{tables.counted(hosts, 'host')}, {tables.counted(ranks, 'rank')}"
+    title = f"{counted(hosts, 'host')}, {counted(ranks, 'rank')}"
     return "\n\n".join((title, tables.table(headers, rows, "lr"), *odd))
 
 

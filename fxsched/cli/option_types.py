@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from math import isfinite
 from pathlib import Path
 from typing import Any
@@ -40,6 +41,10 @@ def schedule(text: str | Schedule) -> str | Schedule:
     function in the user's file returns."""
     if isinstance(text, Schedule):
         return text
+    if text.endswith(".py"):
+        raise PlanError(
+            f"{text!r}: give path/to/schedule.py:make, a function of the file"
+        )
     if ":" in text:
         return _of_function(text)
     return load_schedule(text) if text.endswith(".json") else LIBRARY.name(text)
@@ -53,9 +58,10 @@ def _of_function(text: str) -> Schedule:
     return result
 
 
-def names(text: str) -> tuple[str, ...]:
-    """Names of the library with commas between."""
-    return tuple(dict.fromkeys(LIBRARY.name(part.strip()) for part in text.split(",")))
+def schedules(text: str) -> dict[str, str | Schedule]:
+    """What --schedule takes with commas between, by how it is called."""
+    found = (schedule(part.strip()) for part in text.split(","))
+    return {s if isinstance(s, str) else s.name or "schedule": s for s in found}
 
 
 def file(text: str) -> Path:
@@ -70,11 +76,20 @@ def file(text: str) -> Path:
     return path
 
 
-def saved_file(text: str) -> Path:
-    """The same for a schedule, which --schedule knows by its name."""
-    if not text.endswith(".json"):
-        raise click.BadParameter(f"{text!r} must end with .json; give {text}.json")
-    return file(text)
+def file_of(*endings: str) -> Callable[[str], Path]:
+    """The same with one of these endings, such as .svg."""
+
+    def file_ending(text: str) -> Path:
+        path = file(text)
+        device = path.exists() and not path.is_file()  # such as /dev/stdout
+        if path.suffix not in endings and not device:
+            ends = " or ".join(endings)
+            raise click.BadParameter(
+                f"{text!r} must end with {ends}; give {path.with_suffix(endings[0])}"
+            )
+        return path
+
+    return file_ending
 
 
 def dims(text: str) -> dict[str | int, int | None]:

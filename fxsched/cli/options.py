@@ -166,8 +166,8 @@ def build(name: str | Schedule, options: Mapping[str, Any]) -> Schedule:
             )
         if others := options.keys() - {"shards"}:
             raise PlanError(
-                "--schedule is from a file, which has all but shards; leave out "
-                f"{flag(min(others))}"
+                "--schedule is from a file, which says all but --shards; leave out "
+                f"{flag(min(others))}, or change it in the file"
             )
         return _in_shards(name, options)
     takes = constructor_parameters(name)
@@ -183,7 +183,8 @@ def build(name: str | Schedule, options: Mapping[str, Any]) -> Schedule:
     schedule = LIBRARY[name](**{k: v for k, v in values.items() if k in takes})
     if "stages" in options and "stages" not in takes:
         if schedule.stages not in (None, options["stages"]):
-            _refuse(name, f"makes {schedule.stages} stages of these workers")
+            makes = f"makes {schedule.stages} stages for these workers"
+            raise Unsuited(f"{name} {makes}; leave out --stages", makes)
         schedule = replace(schedule, stages=options["stages"])
     if "update_every" in options:
         schedule = _updating(schedule, options["update_every"], name)
@@ -211,9 +212,18 @@ def _updating(schedule: Schedule, every: int, name: str) -> Schedule:
     return replace(schedule, update_every=every)
 
 
-def build_any(name: str, options: Mapping[str, Any]) -> Schedule:
+def build_any(name: str | Schedule, options: Mapping[str, Any]) -> Schedule:
     """The same without the options that this schedule doesn't take: they are for
-    others. `stages` sets that of a schedule that leaves it open."""
+    others. `stages` sets that of a schedule that leaves it open. One of a file must be
+    as large as the others."""
+    if isinstance(name, Schedule):
+        for size in ("workers", "microbatches"):
+            own, others = getattr(name, size), options[size]
+            if own != others:
+                raise PlanError(
+                    f"it has {own} {size}, others {others}; give {flag(size)} {own}"
+                )
+        return replace(name, stages=name.stages or options.get("stages"))
     takes = {*constructor_parameters(name), "shards", "replicate", "zero"}
     if name not in STALE:  # those say themselves when they update
         takes.add("update_every")

@@ -22,7 +22,7 @@ from ..jobs.job import PlanError
 from ..jobs.schedule import Schedule
 from ..simulator.simulate import Simulation
 from ..simulator.simulate import simulate as run
-from .option_types import NUMBER, POSITION, file
+from .option_types import NUMBER, POSITION, file_of
 from .options import flag
 
 Decorator = Callable[[Callable[..., Any]], Callable[..., Any]]
@@ -136,15 +136,19 @@ picture_options = _all_of(
         "small]",
     ),
     click.option(
-        "--svg", type=file, help="write a picture of the step to this SVG file"
+        "--svg",
+        type=file_of(".svg"),
+        help="write a picture of the step to this SVG file",
     ),
     click.option(
         "--html",
-        type=file,
+        type=file_of(".html", ".htm"),
         help="write the step to this file as an HTML page, to explore in a browser",
     ),
     click.option(
-        "--trace", type=file, help="write the step to this file as JSON, for Perfetto"
+        "--trace",
+        type=file_of(".json"),
+        help="write the step to this file as JSON, for Perfetto",
     ),
 )
 

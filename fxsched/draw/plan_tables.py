@@ -15,10 +15,11 @@ from ..ir import ops
 from ..ir.graphs import Group
 from ..ir.step import Message, Step
 from ..jobs.schedule import Schedule
+from ..jobs.user_values import counted
 from .memory_table import WorkerMemory, memory_tables
 from .palette import clock
 from .program_table import program_table
-from .tables import WIDTH, byte_text, counted, first_rows, shorten, table
+from .tables import WIDTH, byte_text, first_rows, shorten, table
 from .whole_stages import shard_text, whole_stages
 
 

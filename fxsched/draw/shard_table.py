@@ -11,9 +11,10 @@ from ..clock.memory import Memory, Peaks
 from ..ir.meta import of_call
 from ..ir.step import JobOutput, Message, Step
 from ..jobs.job import Direction, Job
+from ..jobs.user_values import counted
 from .cut_table import EXPLAINED
 from .plan_tables import wrapped
-from .tables import byte_text, counted, table
+from .tables import byte_text, table
 
 MOMENTS = 2  # numbers that AdamW keeps of each weight
 Reader = tuple[int, Direction]

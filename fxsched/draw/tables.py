@@ -135,11 +135,6 @@ def shorten(names: Sequence[str], limit: int = 48) -> str:
     return f"{names[0]} .. {names[-1]} ({len(names)})"
 
 
-def counted(count: int, noun: str) -> str:
-    """1 stage, 2 stages."""
-    return f"{count} {noun}{'s' * (count != 1)}"
-
-
 def byte_text(count: float) -> str:
     """A number of bytes as 512 B, 1.5 KiB and so on."""
     for unit in ("B", "KiB", "MiB"):

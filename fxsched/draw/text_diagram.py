@@ -14,6 +14,7 @@ from .timeline_arrays import LETTERS, NAMES, Array, Bars, Labels, cell_means
 
 ROWS = 64  # from there on workers share rows
 LEAST = 20  # columns
+WIDEST = 250  # that a terminal may have
 IDLE, UPDATE = ".", LETTERS.index("U")
 
 
@@ -58,7 +59,7 @@ def _key(bars: Bars, cells: Cells, margin: int, wider: str) -> list[str]:
         key = f"{', '.join(words)}, as most of a character's time; dots: idle"
         shortest = _shortest(bars) * (cells.shape[0] == bars.workers)
         each = math.ceil(bars.span / shortest) if shortest else 0
-        hint = f"To see each job, {wider.format(margin + each)}."
+        hint = f"To see each job, {_way(wider, margin + each)}."
         return [key, *[hint] * (each > cells.shape[1])]
     _, least, whole, room = cells.labels
     if room >= least:
@@ -71,11 +72,16 @@ def _key(bars: Bars, cells: Cells, margin: int, wider: str) -> list[str]:
             words[0] = f"{stage}{short} {start} stage {stage}, {of}"
     hidden = {least: "microbatches", whole: "stages"}
     more = [
-        f"To see {what}, {wider.format(margin + _columns_for(bars, each))}."
+        f"To see {what}, {_way(wider, margin + _columns_for(bars, each))}."
         for each, what in hidden.items()
         if each > room
     ]
     return [f"{', '.join(words)}; dots: idle", *more[:1]]
+
+
+def _way(wider: str, columns: int) -> str:
+    """To a picture of so many columns, or to one that isn't text."""
+    return wider.format(columns) if columns <= WIDEST else "save it as .svg or .html"
 
 
 def _columns_for(bars: Bars, characters: int) -> int:

@@ -340,11 +340,7 @@ def _of_nothing(planner: _Verified) -> str:
 def _text(found: _Compared, why: str, note: str) -> str:
     schedule, batch = found.planner.request.schedule, found.traced.batch
     rows = f" of {batch.rows}"
-    head = (
-        f"{schedule.name or 'schedule'}: {schedule.workers} workers, "
-        f"{schedule.microbatches} microbatches{rows}, beside eager PyTorch on the "
-        "whole batch"
-    )
+    head = f"{schedule}{rows}, beside eager PyTorch on the whole batch"
     bad = [each for each in found.differences if not each.passed]
     good = [each for each in found.differences if each.passed]
     shown = [*good[: max(1, ROWS - len(bad))], *bad[:ROWS]]
@@ -363,8 +359,8 @@ def _text(found: _Compared, why: str, note: str) -> str:
     lines.append("")
     count = len(found.differences)
     if not bad:
-        lines.append(f"PASS: all {count} values are eager's")
+        lines.append(f"PASS: all {count} values equal eager's")
     else:
-        lines.append(f"FAIL: {len(bad)} of {count} values are not eager's")
+        lines.append(f"FAIL: {len(bad)} of {count} values differ from eager's")
         lines.append(why)
     return "\n".join(lines)

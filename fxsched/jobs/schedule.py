@@ -28,7 +28,7 @@ from .fields import checked_fields
 from .job import Direction, Job, Placement, PlanError
 from .per_shard import CALLED as SHARDED
 from .per_shard import for_shard, per_shard
-from .user_values import is_int, raised
+from .user_values import counted, is_int, raised
 
 SAVED = 1  # version of the files that Schedule.save writes
 PROBED = 8  # stages of a schedule that leaves their number to the planner
@@ -142,7 +142,8 @@ class Schedule:
 
     def __str__(self) -> str:
         name = self.name or "schedule"
-        return f"{name}: {self.workers} workers, {self.microbatches} microbatches"
+        workers = counted(self.workers, "worker")
+        return f"{name}: {workers}, {counted(self.microbatches, 'microbatch')}"
 
     @property
     def directions(self) -> tuple[Direction, ...]:

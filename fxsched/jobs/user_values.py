@@ -41,6 +41,12 @@ def is_number(value: object) -> bool:
     return real and 0 <= float(value) < inf  # type: ignore[arg-type]
 
 
+def counted(count: int, noun: str) -> str:
+    """1 stage, 2 stages."""
+    several = "es" if noun.endswith("h") else "s"
+    return f"{count} {noun}{several * (count != 1)}"
+
+
 def shown(value: object) -> str:
     """A user's value in an error: its repr, or its kind where that is long."""
     text = repr(value)

@@ -91,8 +91,8 @@ def _shares(
     if sum(counts) != wanted and schedule.stages is not None:
         raise PlanError(
             f"the schedule wants {wanted} stages, but the model, in which rows of the "
-            f"whole batch meet, can be cut into {sum(counts)} at most; use "
-            f"Schedule(stages={sum(counts)}) or less"
+            f"whole batch meet, can be cut into {sum(counts)} at most; give a "
+            "schedule of that many stages or fewer (many have one for each worker)"
         )
     return counts
 

@@ -123,7 +123,8 @@ class _Planner:
         if wanted is not None and wanted > most:
             raise PlanError(
                 f"the schedule wants {wanted} stages, but the model can be cut into "
-                f"{most} at most; use Schedule(stages={most}) or less"
+                f"{most} at most; give a schedule of that many stages or fewer (many "
+                "have one for each worker)"
             )
         counts = [wanted] if wanted else self._counts(most)
         choices = [choice for count in counts for choice in self._cuts(count)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial, wraps
 from typing import Any, NamedTuple
@@ -17,6 +18,13 @@ from ..params.record import record_of
 from ..params.released import has_hooks
 from .cut_weights import cut_weights
 from .step import Step
+
+UNREAD = 16  # calls whose gradients nobody took, after which a warning says so
+FORGOTTEN = (
+    f"fxsched: {UNREAD} calls of the model without a backward(): B has run in each of "
+    "them, for gradients that nobody took; call loss.backward(), or evaluate under "
+    "torch.no_grad(), which runs F alone"
+)
 
 
 class Leaves(NamedTuple):
@@ -137,6 +145,9 @@ class _InCall(torch.autograd.Function):
         *tensors: Tensor,
     ) -> tuple[Any, ...]:
         results = step.advance(step.start(args), None)
+        step.unread += 1
+        if step.unread == UNREAD:
+            warnings.warn(FORGOTTEN, stacklevel=2)
         ctx.loss, ctx.gradients = step.plan.loss, step.gradients(results, leaves.inputs)
         ctx.marked = leaves.marked
         ctx.names = [output.name for output in step.plan.outputs]
@@ -156,6 +167,7 @@ class _InCall(torch.autograd.Function):
                 )
         gradients, ctx.gradients = ctx.gradients, None
         _once(gradients)
+        ctx.step.unread = 0
         _mark_later(ctx.marked)
         incoming = tangents[ctx.loss]
         if incoming is None:

@@ -74,6 +74,7 @@ class Step:
         self.latest: list[Run] = []
         self.apart: bool | None = None  # whether ranks draw other numbers than rank 0
         self.factor: float | None = None  # what it gave in the last call
+        self.unread = 0  # calls with B since the last backward()
         self.base = 0  # the number that the random numbers of the last call come of
 
     def inputs(self, args: tuple[Any, ...], said: set[str]) -> tuple[Any, ...]:

@@ -23,7 +23,7 @@ from ..draw.notebook import figure
 from ..draw.whole_stages import whole_stage
 from ..jobs.job import PlanError
 from ..jobs.schedule import Schedule
-from ..jobs.user_values import is_count, is_int, too_many
+from ..jobs.user_values import counted, is_count, is_int, too_many
 from .durations import UNITS, Durations, job_seconds, set_durations
 from .shards import check_sums, in_shards
 
@@ -123,11 +123,10 @@ class Simulation:
 
     def table(self) -> str:
         """A line about the step, and a table of workers; equal workers share a row."""
-        count = tables.counted(len(set(map(whole_stage, self.stages))), "stage")
+        count = counted(len(set(map(whole_stage, self.stages))), "stage")
         line = (
             f"{self.schedule}, {count}: step {self.latency:.4g}, "
-            f"bubble {100 * self.bubble_rate:.1f} %, "
-            f"throughput {self.throughput:.3f}"
+            f"bubble {100 * self.bubble_rate:.1f} %"
         )
         return f"{line}\n\n{tables.worker_table(self.workers, self.latency)}"
 

@@ -208,13 +208,13 @@ def test_simulate_prints_the_step_and_a_small_diagram(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     text = output("simulate --schedule gpipe --workers 4 --microbatches 8", capsys)
-    first = "gpipe: 4 workers, 8 microbatches, 4 stages: step 33, bubble 27.3 %,"
+    first = "gpipe: 4 workers, 8 microbatches, 4 stages: step 33, bubble 27.3 %"
     assert text.startswith(first)
     assert row("0, 3", text)[1:] == ["72.7 %", "8", "1", "0", "8", "8", "0"]
     assert re.search(r"^ +3 +\.{6}\S.*\.{12}$", text, re.M)
     large = "simulate --schedule gpipe --workers 4 --microbatches 80"
     assert "too large to print unasked: use --text or" in output(large, capsys)
-    assert "To see each job, widen" in output(f"{large} --text", capsys)
+    assert "To see each job, save it as .svg" in output(f"{large} --text", capsys)
 
 
 @pytest.mark.parametrize(
@@ -330,7 +330,8 @@ def test_compare_says_how_far_it_is_without_a_terminal(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(commands, "SILENT", -1.0)
-    assert list(commands._told(["ddp", "gpipe"])) == ["ddp", "gpipe"]
+    items = [("ddp", "ddp"), ("gpipe", "gpipe")]
+    assert list(commands._told(items)) == items
     said = capsys.readouterr().err
     assert said == "planning ddp, 1 of 2\nplanning gpipe, 2 of 2\n"
 

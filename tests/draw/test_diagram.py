@@ -252,7 +252,7 @@ def test_characters_of_many_jobs_are_those_of_most() -> None:
     lines = simulate(schedules.gpipe(2, 300)).diagram().text(68).splitlines()
     letters = Counter(lines[2][8:])
     assert letters["F"] == 20 and letters["B"] == 40
-    assert lines[-1] == "To see each job, use text(911)."
+    assert lines[-1] == "To see each job, save it as .svg or .html."
     each = simulate(schedules.gpipe(2, 300)).diagram().text(911).splitlines()
     assert Counter(each[2][8:])["F"] == 300 and "each job" not in each[-1]
 

@@ -28,7 +28,7 @@ def planned() -> Any:
 
 SHOWN = {
     "plan": (planned, "gpipe: 2 workers", "stages and workers", "predicted step:"),
-    "simulation": (simulated, "zb_h1: 4 workers", "what each worker", "throughput"),
+    "simulation": (simulated, "zb_h1: 4 workers", "what each worker", "bubble"),
     "diagram": (lambda: simulated().diagram(), "zb_h1: 4 wor", "characters", "F0"),
 }
 

@@ -55,7 +55,7 @@ def test_what_is_equal_passes_and_leaves_the_model_alone(
     names = [each.name for each in found.differences]
     assert names[:3] == ["loss", "output ['x']", "gradient of first.weight"]
     assert capsys.readouterr().out == f"{found}\n"
-    assert str(found).endswith("PASS: all 6 values are eager's")
+    assert str(found).endswith("PASS: all 6 values equal eager's")
     said = "\ndropout draws random numbers: here eager PyTorch gets those of the plan"
     assert said in str(found)
     torch.testing.assert_close(model.state_dict(), before)

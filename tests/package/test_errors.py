@@ -210,7 +210,7 @@ def test_a_library_schedule_names_the_argument_at_fault(
 def test_more_stages_than_the_model_can_be_cut_into() -> None:
     message = (
         r"the schedule wants 9 stages, but the model can be cut into 4 at most; "
-        r"use Schedule\(stages=4\) or (fewer|less)"
+        r"give a schedule of that many stages or fewer"
     )
     with pytest.raises(PlanError, match=message):
         run(Chain(), two(stages=9, w=lambda s, b, d: (0, 0)))
@@ -242,7 +242,7 @@ def test_stages_as_one_string_is_not_taken_for_names() -> None:
 def test_a_batch_that_does_not_divide_into_microbatches() -> None:
     message = (
         r"input x has a batch of 5, which does not divide into 2 microbatches; pass a "
-        r"multiple of 2 or another Schedule\(microbatches=\)"
+        r"multiple of 2, or take Schedule\(microbatches=1\)"
     )
     with pytest.raises(PlanError, match=message):
         run(Chain(), two(), torch.ones(5, 3))
@@ -255,7 +255,7 @@ def test_a_batch_size_that_the_model_fixes_shows_the_users_line() -> None:
     message = (
         r"the batch size is fixed to 16 by\n.*made\.view\(16, 2, 2\).*"
         + rf"test_errors\.py:{number('the fixed batch' + ' size')} "
-        + r"[\s\S]*take sizes from the input's shape \(x\.shape\[0\], or -1\) instead"
+        + r"[\s\S]*take sizes from the input's shape \(x\.shape\[0\], or -1, not len"
     )
     with pytest.raises(PlanError, match=message):
         run(Of(then), two(), torch.ones(16, 3))

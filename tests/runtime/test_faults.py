@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import re
+import warnings
 
 import pytest
 import torch
+from torch import Tensor, nn
 
 import fxsched
 from fxsched import PlanError, schedules
+from fxsched.runtime.autograd_call import UNREAD
 from tests.ranks_faults import Words
 from tests.started_ranks import run_ranks
 
@@ -145,3 +148,23 @@ def test_threads_go_on_after_a_failure() -> None:
     torch.testing.assert_close(run(ids), model(ids))
     backend.reset()  # which threads don't need
     torch.testing.assert_close(run(ids), model(ids))
+
+
+class Mean(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x).mean()
+
+
+def test_gradients_that_nobody_takes_are_warned_of_once() -> None:
+    x, model = torch.randn(4, 3), Mean(3, 1)
+    with fxsched.compile(model, schedules.gpipe(1, 2)) as run:
+        for _ in range(UNREAD - 1):
+            run(x)
+        with pytest.warns(UserWarning, match="16 calls of the model without"):
+            run(x)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            run(x)
+            run(x).backward()
+            for _ in range(UNREAD - 1):
+                run(x)

@@ -137,7 +137,7 @@ def test_commands_save_and_take_schedules(
     with pytest.raises(SystemExit):
         cli.main(f"simulate --schedule {path} --workers 2".split())
     assert (
-        "is from a file, which has all but shards; leave out --workers"
+        "is from a file, which says all but --shards; leave out --workers"
         in capsys.readouterr().err
     )
 
