@@ -14,6 +14,7 @@ from ..ir import ops
 from ..ir.garbage import no_collection
 from ..ir.meta import of_call
 from ..ir.step import (
+    SERVED,
     Credit,
     JobOutput,
     Message,
@@ -100,6 +101,7 @@ class _Lines:
         self.jobs: list[tuple[int, int]] = []
         self.parameters: list[int] = []
         self.last: dict[int, int] = {}  # the line that each worker is busy with
+        self.done: dict[int, list[int]] = {}  # all of these
         self.ended: dict[int, int] = {}  # jobs but updates, by number
         self.made: dict[Op, int] = {}
         self.there: dict[tuple[Value, int], int] = {}  # messages, by value and worker
@@ -128,6 +130,7 @@ class _Lines:
             new = self.ended[number] = self._add(after, self.job_seconds[number])
             self.jobs.append((number, new))
         self.last[here] = self.made[op] = new
+        self.done.setdefault(here, []).append(new)
 
     def _read(self, value: Value, op: Op) -> list[tuple[int, float]]:
         """What an op waits for to have a value."""
@@ -160,6 +163,11 @@ class _Lines:
         value, to = message.value, message.to
         handed_on = self.there.get((value, message.source))
         after = self._made(value) if handed_on is None else [(handed_on, 0.0)]
+        if not message.aside and message.source in self.last:  # its sends are in order
+            early = isinstance(value, Weights) and self.step.every is None
+            done = self.done[message.source]
+            if len(done) > SERVED * early:
+                after.append((done[-1 - SERVED * early], 0.0))
         what = moved(self.step, value)
         parameters = what in PARAMETERS and self.takes_time
         if parameters and message.fetches and to in self.last:

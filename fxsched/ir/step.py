@@ -167,6 +167,7 @@ def _name(value: Value) -> str:
 Value = JobOutput | Weights | Stale | Total | Credit | Op | Message | fx.Node
 VALUES = (JobOutput, Weights, Stale, Total, Credit, Op, Message, fx.Node)
 TOKEN = Spec((0,), (1,), torch.float32, torch.device("cpu"))
+SERVED = 4  # jobs before their place at which weights leave that no step changes
 OVER = {ops.update: 2, ops.renew: 0}  # whose results are in the memory of this argument
 
 

@@ -10,6 +10,7 @@ from torch import Tensor, fx
 
 from ..ir import ops
 from ..ir.graphs import arguments, result
+from ..ir.step import SERVED
 from ..transport.wire_format import Parcel
 from .profiler_ranges import close_range, open_range
 from .python_source import Expression, PythonSource, compiled, text_of
@@ -43,7 +44,9 @@ class Straight:
         self.batch = {r.slot: i for i, each in enumerate(program.fetches) for r in each}
         self.taken: set[int] = set()
         self.later: dict[fx.Node, tuple[str, int]] = {}  # futures of tasks beside
-        for node in program.gm.graph.find_nodes(op="placeholder"):
+        inputs = program.gm.graph.find_nodes(op="placeholder")
+        self.weights_stay = all(node.name != "optimizer" for node in inputs)
+        for node in inputs:
             self.env[node] = self.source.make(f"given[{node.name!r}]")
         for number, phase in enumerate(program.phases):
             self._phase(number, phase)
@@ -57,7 +60,7 @@ class Straight:
     def _phase(self, number: int, tasks: Sequence[Task]) -> None:
         source = self.source
         self._ask(number, self.used + self.prefetch)
-        for task in tasks:
+        for task in self._served_early(tasks):
             source.task = task.name
             if task.aside:
                 self._beside(number, task)
@@ -86,6 +89,16 @@ class Straight:
             self._finish(number)
             end = self._results(result(self.program.gm))
             source.line(f"yield {end}")
+
+    def _served_early(self, tasks: Sequence[Task]) -> list[Task]:
+        """Sends of weights that are there from the start come SERVED jobs earlier, so
+        that who asks for them doesn't wait for this worker's jobs."""
+        placed, jobs = list[tuple[int, bool, Task]](), 0
+        for task in tasks:
+            early = self.weights_stay and _serves(task)
+            placed.append((max(0, jobs - SERVED * early), not early, task))
+            jobs += task.job is not None
+        return [task for _, _, task in sorted(placed, key=lambda each: each[:2])]
 
     def _beside(self, number: int, task: Task) -> None:
         """Has a task run beside the program, as a function of its own that takes what
@@ -230,6 +243,14 @@ class _Ahead:
         self.asked += 1
         self.coming[receive.slot] = receive.parcel.packing.bytes
         return receive
+
+
+def _serves(task: Task) -> bool:
+    """Whether all that a task does is to send inputs of the program."""
+    return bool(task.nodes) and all(
+        node.target is ops.send and node.all_input_nodes[0].op == "placeholder"
+        for node in task.nodes
+    )
 
 
 def task_function(
