@@ -23,6 +23,9 @@ from ..ir.lazy import lazy_module
 from ..ir.modes import casts
 from ..ir.regions import inside_regions, is_region
 from ..ir.rewrites import extracted
+from ..jobs.job import PlanError
+from .masked_writes import PUTS, has_mask
+from .refusals import where_of
 from .returns import Returned
 
 FILLED = "filled"  # node.meta of results that are filled up
@@ -38,7 +41,10 @@ def choose_rows(gm: fx.GraphModule) -> fx.GraphModule:
     """
     for nodes in _selections(gm.graph):
         part = _Part.of(gm.graph, nodes)
-        if _can_be_one(part):
+        put = len(nodes) == 1 and has_mask(part.nodes[0])
+        if put:
+            _refuse_without_gradients(part)
+        if put or _can_be_one(part):
             return choose_rows(_with_operation(gm, part))
     return gm
 
@@ -66,7 +72,8 @@ def _is_open(node: fx.Node) -> bool:
 
 
 def _selections(graph: fx.Graph) -> list[set[fx.Node]]:
-    """The nodes of each: those with open values, their readers, and all between."""
+    """The nodes of each: those with open values, their readers, and all between; and
+    each x[mask] = values, which has such a size in it."""
     inside = {node for node in graph.nodes if _is_open(node)}
     flow: nx.DiGraph[fx.Node] = nx.DiGraph()
     for node in graph.nodes if inside else ():
@@ -77,7 +84,10 @@ def _selections(graph: fx.Graph) -> list[set[fx.Node]]:
     inside |= {item for node in lists for item in flow.successors(node)}
     before = set[fx.Node]().union(*(nx.ancestors(flow, node) for node in inside))
     after = set[fx.Node]().union(*(nx.descendants(flow, node) for node in inside))
-    parts = nx.weakly_connected_components(flow.subgraph(inside | before & after))
+    inside |= before & after
+    parts = list(nx.weakly_connected_components(flow.subgraph(inside)))
+    puts = [n for n in graph.nodes if n not in inside and has_mask(n)]
+    parts += [{n} for n in puts if n.target is not PUTS[1]]  # of an input in place
     place = {node: i for i, node in enumerate(graph.nodes)}
     return sorted(map(set, parts), key=lambda part: min(map(place.__getitem__, part)))
 
@@ -130,6 +140,19 @@ def _can_be_one(part: _Part) -> bool:
         and not casts()
         and part.nodes[0] not in inside_regions(part.nodes[0].graph)
     )
+
+
+def _refuse_without_gradients(part: _Part) -> None:
+    """Raises PlanError for x[mask] = values in a block without gradients, if x is from
+    before it: gradients of all of x go on, which the operation has none of."""
+    put: Any = part.nodes[0]
+    tensor = put.args[0] if put.target in PUTS else put.args[1]["self"]
+    switches = [n for n in part.before if n.target is torch._C._set_grad_enabled]
+    if switches and not switches[-1].args[0] and tensor < switches[-1]:
+        raise PlanError(
+            f"x[mask] = values is inside torch.no_grad{where_of(put)}, and x is from "
+            "outside; write x = x.masked_scatter(mask, values) outside of torch.no_grad"
+        )
 
 
 def _with_operation(gm: fx.GraphModule, part: _Part) -> fx.GraphModule:

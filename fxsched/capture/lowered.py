@@ -38,6 +38,7 @@ from .chosen_rows import choose_rows
 from .effects import NORMS
 from .functional import take_early_writes, without_writes
 from .graph_inputs import placeholders, state_of, text_of
+from .masked_writes import fill_by_mask
 from .refusals import refusal, refuse_transforms, refused, where_of
 from .vmaps import Flat, flat_vmaps
 
@@ -86,7 +87,8 @@ def aten_graph(gm: fx.GraphModule) -> fx.GraphModule:
             result.graph.erase_node(node)
     result.meta["text"] = text_of(result)
     result.meta["state"] = state_of(result)
-    result = choose_rows(take_early_writes(without_writes(result)))
+    result = without_writes(fill_by_mask(result))
+    result = choose_rows(take_early_writes(result))
     hook_at_source(result)
     return result
 
