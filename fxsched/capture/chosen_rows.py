@@ -15,22 +15,19 @@ from typing import Any, NamedTuple
 import networkx as nx
 import torch
 from torch import Tensor, fx
-from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
 from ..ir.chosen import Selection, cut_to_shape, keep_selection
-from ..ir.graphs import tensors
 from ..ir.lazy import lazy_module
 from ..ir.modes import casts
 from ..ir.regions import inside_regions, is_region
 from ..ir.rewrites import extracted
 from ..jobs.job import PlanError
 from .masked_writes import PUTS, has_mask
-from .refusals import where_of
+from .refusals import is_open, where_of
 from .returns import Returned
 
 FILLED = "filled"  # node.meta of results that are filled up
 SHAPES = "shapes"  # gm.meta: where the shape of an output that is filled up is
-SYMBOLS = (torch.SymInt, torch.SymBool, torch.SymFloat)
 
 
 def choose_rows(gm: fx.GraphModule) -> fx.GraphModule:
@@ -64,11 +61,8 @@ def _value(node: fx.Node) -> Any:
 
 
 def _is_open(node: fx.Node) -> bool:
-    """Whether a node's value has, or is, a size that its run finds."""
-    if FILLED in node.meta:
-        return False
-    symbols = [_value(node)] if isinstance(_value(node), SYMBOLS) else []
-    return any(map(free_unbacked_symbols, [*symbols, *tensors(_value(node))]))
+    """Whether a node has an open value, which isn't filled up."""
+    return FILLED not in node.meta and is_open(node)
 
 
 def _selections(graph: fx.Graph) -> list[set[fx.Node]]:

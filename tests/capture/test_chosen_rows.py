@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -10,10 +11,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, fx, nn
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.testing import assert_close
 
 import fxsched
 from fxsched import PlanError, schedules
+from fxsched.capture.refusals import refused
 from fxsched.ir.chosen import Selection, chosen_gradients, keep_selection
 
 PADDING = -100
@@ -129,7 +132,10 @@ def test_microbatches_of_an_output_with_as_many_rows_as_values_say() -> None:
     ("then", "text"),
     [
         (dropped, "drawn for a number of rows that depends on values; draw them"),
-        (in_autocast, "cannot be planned"),
+        (
+            in_autocast,
+            r"cannot be planned(?=[^()]+\([\s\S]+value of a tensor\); write)",
+        ),
         (without_gradients, r"x\[mask\] = values is inside torch.no_grad"),
         (late, "the model writes into its input first.bias"),
     ],
@@ -140,6 +146,21 @@ def test_what_cannot_be_equal_is_refused(
     step = torch.compile(Of(then), backend=fxsched.backend(schedules.gpipe(2, 2)))
     with pytest.raises(PlanError, match=rf"{text}[\s\S]+test_chosen_rows\.py:\d+"):
         step(torch.randn(4, 4))
+
+
+def test_an_error_says_which_line_makes_a_size_that_values_say() -> None:
+    graph, size = fx.Graph(), ShapeEnv().create_unbacked_symint()
+    count = graph.call_function(torch.sum, (graph.placeholder("x"),))
+    node = graph.call_function(torch.zeros, (count,))
+    count.meta = {"example_value": size, "stack_trace": 'File "m.py", line 3, in f'}
+    node.meta["stack_trace"] = 'File "m.py", line 4, in f'
+    with pytest.raises(PlanError) as caught, refused(node):
+        bool(size > 3)
+    message = (
+        r"size that m.py:3, in f: +makes of the value of a tensor\); write it with"
+    )
+    assert re.search(message, str(caught.value))
+    assert "u0" not in str(caught.value)
 
 
 def between(m: Any, x: Tensor) -> Tensor:
