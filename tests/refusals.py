@@ -181,7 +181,9 @@ def said(then: Callable[[Any, Tensor], Any]) -> str:
     code = [line.strip() for line in body(then).splitlines()]
     lines = [line.strip() for line in refusal(then).splitlines()]
     kept = [
-        re.sub(r"^\(\w+(Exception|Node): .*\)", "", line).removesuffix(" at")
+        re.sub(r"^\((\w+Exception: |this line depends).*\)", "", line).removesuffix(
+            " at"
+        )
         for line in lines
         if line not in code and not re.search(r"\.py(:\d+|\", line)|\^\^", line)
     ]

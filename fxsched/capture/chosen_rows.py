@@ -15,19 +15,19 @@ from typing import Any, NamedTuple
 import networkx as nx
 import torch
 from torch import Tensor, fx
-from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
 from ..ir.chosen import Selection, cut_to_shape, keep_selection
-from ..ir.graphs import tensors
 from ..ir.lazy import lazy_module
 from ..ir.modes import casts
 from ..ir.regions import inside_regions, is_region
 from ..ir.rewrites import extracted
+from ..jobs.job import PlanError
+from .masked_writes import PUTS, has_mask
+from .refusals import is_open, where_of
 from .returns import Returned
 
 FILLED = "filled"  # node.meta of results that are filled up
 SHAPES = "shapes"  # gm.meta: where the shape of an output that is filled up is
-SYMBOLS = (torch.SymInt, torch.SymBool, torch.SymFloat)
 
 
 def choose_rows(gm: fx.GraphModule) -> fx.GraphModule:
@@ -38,7 +38,10 @@ def choose_rows(gm: fx.GraphModule) -> fx.GraphModule:
     """
     for nodes in _selections(gm.graph):
         part = _Part.of(gm.graph, nodes)
-        if _can_be_one(part):
+        put = len(nodes) == 1 and has_mask(part.nodes[0])
+        if put:
+            _refuse_without_gradients(part)
+        if put or _can_be_one(part):
             return choose_rows(_with_operation(gm, part))
     return gm
 
@@ -58,15 +61,13 @@ def _value(node: fx.Node) -> Any:
 
 
 def _is_open(node: fx.Node) -> bool:
-    """Whether a node's value has, or is, a size that its run finds."""
-    if FILLED in node.meta:
-        return False
-    symbols = [_value(node)] if isinstance(_value(node), SYMBOLS) else []
-    return any(map(free_unbacked_symbols, [*symbols, *tensors(_value(node))]))
+    """Whether a node has an open value, which isn't filled up."""
+    return FILLED not in node.meta and is_open(node)
 
 
 def _selections(graph: fx.Graph) -> list[set[fx.Node]]:
-    """The nodes of each: those with open values, their readers, and all between."""
+    """The nodes of each: those with open values, their readers, and all between; and
+    each x[mask] = values, which has such a size in it."""
     inside = {node for node in graph.nodes if _is_open(node)}
     flow: nx.DiGraph[fx.Node] = nx.DiGraph()
     for node in graph.nodes if inside else ():
@@ -77,7 +78,10 @@ def _selections(graph: fx.Graph) -> list[set[fx.Node]]:
     inside |= {item for node in lists for item in flow.successors(node)}
     before = set[fx.Node]().union(*(nx.ancestors(flow, node) for node in inside))
     after = set[fx.Node]().union(*(nx.descendants(flow, node) for node in inside))
-    parts = nx.weakly_connected_components(flow.subgraph(inside | before & after))
+    inside |= before & after
+    parts = list(nx.weakly_connected_components(flow.subgraph(inside)))
+    puts = [n for n in graph.nodes if n not in inside and has_mask(n)]
+    parts += [{n} for n in puts if n.target is not PUTS[1]]  # of an input in place
     place = {node: i for i, node in enumerate(graph.nodes)}
     return sorted(map(set, parts), key=lambda part: min(map(place.__getitem__, part)))
 
@@ -130,6 +134,19 @@ def _can_be_one(part: _Part) -> bool:
         and not casts()
         and part.nodes[0] not in inside_regions(part.nodes[0].graph)
     )
+
+
+def _refuse_without_gradients(part: _Part) -> None:
+    """Raises PlanError for x[mask] = values in a block without gradients, if x is from
+    before it: gradients of all of x go on, which the operation has none of."""
+    put: Any = part.nodes[0]
+    tensor = put.args[0] if put.target in PUTS else put.args[1]["self"]
+    switches = [n for n in part.before if n.target is torch._C._set_grad_enabled]
+    if switches and not switches[-1].args[0] and tensor < switches[-1]:
+        raise PlanError(
+            f"x[mask] = values is inside torch.no_grad{where_of(put)}, and x is from "
+            "outside; write x = x.masked_scatter(mask, values) outside of torch.no_grad"
+        )
 
 
 def _with_operation(gm: fx.GraphModule, part: _Part) -> fx.GraphModule:

@@ -248,11 +248,17 @@ def _guards(gm: fx.GraphModule, pins: Sequence[Pin]) -> list[Pin]:
 
 
 class _Stopped(Exception):
-    """The model raised: torch.export prints the whole graph that it gives an error."""
+    """The model raised: torch.export prints the whole graph that it gives an error.
 
-    def __init__(self, error: Exception) -> None:
+    made: where sizes that the error is about, and values say, were made.
+    """
+
+    def __init__(self, error: Exception, tensors: Sequence[Any]) -> None:
         super().__init__()
         self.error = error
+        stacks = tensors[0].fake_mode.shape_env.var_to_stack if tensors else {}
+        symbols = getattr(getattr(error, "cond", None), "free_symbols", ())
+        self.made = [stacks[s].summary() for s in symbols if s in stacks]
 
     def __setattr__(self, name: str, value: object) -> None:
         if name != "partial_fx_graph":
@@ -271,7 +277,7 @@ class _Called(nn.Module):
         try:
             return self.run(tensors)
         except Exception as error:
-            raise _Stopped(error) from error
+            raise _Stopped(error, tensors) from error
 
 
 def export_model(
@@ -289,19 +295,19 @@ def export_model(
 
 
 def _traced(called: _Called, dynamic: Any) -> ExportedProgram:
-    tensors = tuple(called.run.call.tensors)
+    tensors, made = tuple(called.run.call.tensors), []
     try:
         with warnings.catch_warnings(), _kept_attributes(called), ctc_traced():
             # changes are seen by ModelRun, and RNNs write what they restore
             warnings.filterwarnings("ignore", "The tensor attribute")
             return export(called, tensors, dynamic_shapes=(dynamic,), strict=False)
     except _Stopped as stopped:
-        error = stopped.error
+        error, made = stopped.error, stopped.made
     except Exception as raised:
         error = raised
     if isinstance(error, PlanError):
         raise error
-    raise not_exported(error) from error
+    raise not_exported(error, made) from error
 
 
 @contextmanager

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import os
 import traceback
-from collections.abc import Sequence
-from traceback import FrameSummary
+from collections.abc import Iterable, Sequence
+from traceback import FrameSummary, StackSummary
 
 import torch
 
@@ -16,11 +16,11 @@ TORCH = os.path.dirname(torch.__file__)
 OWN = os.path.dirname(__file__)
 FOREIGN = (TORCH, OWN, os.path.join(os.path.dirname(OWN), "torch_compat"))
 COMPILES, CALLS = "/_dynamo/convert_frame.py", "/_dynamo/eval_frame.py"
-BY_VALUES = ("DataDependent", "data-dependent", "unbacked")  # in torch.export's errors
+# In errors of Dynamo and torch.export.
+BY_VALUES = ("DataDependent", "DynamicOutputShape", "data-dependent", "unbacked")
 VALUES = (
-    "this line depends on the value of a tensor, which tracing doesn't know; write it "
-    "with torch.where or a mask, or compute it outside of the model and pass a Python "
-    "value"
+    "which tracing doesn't know; write it with torch.where or a mask, or compute it "
+    "outside of the model and pass a Python value"
 )
 REWRITE = "write that line with torch operations, or move it out of the model"
 EXPORTED = (
@@ -92,9 +92,22 @@ def left_to_python() -> GraphBreak | None:
     )
 
 
-def not_whole(frames: Sequence[FrameSummary], reason: object) -> GraphBreak:
+def why_of(error: BaseException, made: str = "") -> str:
+    """Why a tracer stops at a line, in few words: PyTorch's texts have many lines, and
+    call what depends on values u0.
+
+    made: the line that makes the size which depends on values, if it is another.
+    """
+    text = f"{type(error).__name__}: {str(error).strip()}".splitlines()[0]
+    if not any(word in text for word in BY_VALUES):
+        return text.split(".Hint")[0]
+    size = f"a size that {made} makes of " if made else ""
+    return f"this line depends on {size}the value of a tensor"
+
+
+def not_whole(frames: Sequence[FrameSummary], error: BaseException) -> GraphBreak:
     """The error for a line of the model that Dynamo can't trace, and why it can't."""
-    why = str(reason).split("\n")[0]
+    why = why_of(error).removeprefix(f"{type(error).__name__}: ")
     where, short = "", ""
     if frames:
         where, short = where_it_is(own_frame(frames)), _short(own_frame(frames))
@@ -107,14 +120,18 @@ def not_whole(frames: Sequence[FrameSummary], reason: object) -> GraphBreak:
     )
 
 
-def not_exported(error: Exception) -> PlanError:
-    """The error for a line of the model that torch.export can't trace either."""
-    where = where_it_is(own_frame(traceback.extract_tb(error.__traceback__)))
-    text = f"{type(error).__name__}: {str(error).strip()}"
-    by_values = any(word in text for word in BY_VALUES)
+def not_exported(error: Exception, made: Iterable[StackSummary]) -> PlanError:
+    """The error for a line of the model that torch.export can't trace either.
+
+    made: where sizes that the error is about, and values say, were made.
+    """
+    frame = own_frame(traceback.extract_tb(error.__traceback__))
+    lines = sorted({_short(own_frame(each)) for each in made} - {_short(frame)})
+    why = why_of(error, lines[0] if lines else "")
+    text = f"{why}, {VALUES}" if why.startswith("this") else f"  ({why})\n{REWRITE}"
     return PlanError(
         "the model can't be traced; torch.export stops at\n"
-        f"  {where}\n  ({text.splitlines()[0]})\n{VALUES if by_values else REWRITE}"
+        f"  {where_it_is(frame)}\n{text}"
     )
 
 

@@ -38,7 +38,8 @@ from .chosen_rows import choose_rows
 from .effects import NORMS
 from .functional import take_early_writes, without_writes
 from .graph_inputs import placeholders, state_of, text_of
-from .refusals import refusal, refuse_transforms, refused, where_of
+from .masked_writes import fill_by_mask
+from .refusals import is_open, refusal, refuse_transforms, refused, where_of
 from .vmaps import Flat, flat_vmaps
 
 aten = torch.ops.aten
@@ -86,7 +87,8 @@ def aten_graph(gm: fx.GraphModule) -> fx.GraphModule:
             result.graph.erase_node(node)
     result.meta["text"] = text_of(result)
     result.meta["state"] = state_of(result)
-    result = choose_rows(take_early_writes(without_writes(result)))
+    result = without_writes(fill_by_mask(result))
+    result = choose_rows(take_early_writes(result))
     hook_at_source(result)
     return result
 
@@ -232,6 +234,7 @@ class _Lowering(fx.Interpreter):
         bodies: Mapping[fx.GraphModule, fx.GraphModule],
     ) -> None:
         super().__init__(gm)
+        self.extra_traceback = False  # errors have the node's line
         self.names, self.vmaps, self.bodies = names, vmaps, bodies
 
     def run_node(self, node: fx.Node) -> Any:
@@ -265,7 +268,9 @@ class _Lowering(fx.Interpreter):
             return self._flat(self.vmaps[node])
         if node.target in REGIONS:
             return self._region(node)
-        if isinstance(node.target, HigherOrderOperator) or node.target in LINEAR:
+        if isinstance(node.target, HigherOrderOperator) or (
+            node.target in LINEAR and not is_open(node)
+        ):
             return self._kept(node)
         return super().run_node(node)
 
@@ -303,7 +308,8 @@ class _Lowering(fx.Interpreter):
     def _kept(self, node: fx.Node) -> Any:
         """Copies a node as it is; its value is the tracer's.
 
-        Linear layers too: to run one on symbols takes a hundred times as long.
+        Linear layers of known sizes too: to run one on symbols takes a hundred times as
+        long.
         """
         tracer = self._tracer()
         args, kwargs = self.fetch_args_kwargs_from_env(node)

@@ -10,13 +10,15 @@ import torch
 from torch import Tensor, fx
 from torch._ops import HigherOrderOperator
 from torch._subclasses import FakeTensor
+from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
-from ..ir.graphs import name_of, named_arguments
+from ..ir.graphs import ancestors, name_of, named_arguments, tensors
 from ..ir.user_line import user_line
 from ..jobs.job import PlanError
 from ..placement.declared import DECLARED, lacks_dims
 from ..placement.own_backward import own_name
 from ..placement.rule_table import rule_of
+from .graph_breaks import why_of
 from .vmaps import vmaps
 
 # Nodes that open a transform of torch.func; what follows runs inside it.
@@ -33,6 +35,7 @@ BRANCHES = {
     "scan": "a Python loop",
     "associative_scan": "torch.cumsum and the like, or a Python loop",
 }
+SYMBOLS = (torch.SymInt, torch.SymBool, torch.SymFloat)
 RECURRENT = ("lstm", "gru", "rnn_tanh", "rnn_relu")
 
 
@@ -127,6 +130,13 @@ def _drops_between_layers(named: Mapping[str, Any]) -> bool:
     return bool(named["num_layers"] > 1 and named["dropout"] and named["train"])
 
 
+def is_open(node: fx.Node) -> bool:
+    """Whether a node's value has, or is, a size that its run finds."""
+    value = node.meta.get("example_value")
+    symbols = [value] if isinstance(value, SYMBOLS) else []
+    return any(map(free_unbacked_symbols, [*symbols, *tensors(value)]))
+
+
 def where_of(node: fx.Node) -> str:
     """Where the user's code made a node, as text to follow what it is."""
     line = user_line(node.meta.get("stack_trace"))
@@ -141,9 +151,11 @@ def refused(node: fx.Node) -> Iterator[None]:
     except PlanError as error:
         raise PlanError(f"{error}{where_of(node)}") from error
     except Exception as error:
-        why = str(error).split("\n")[0].split(".Hint")[0]
+        opened = [n for n in sorted(ancestors([node])) if is_open(n)]
+        lines = [user_line(n.meta.get("stack_trace")) for n in (*opened[:1], node)]
+        made = str(lines[0]) if lines[0] != lines[-1] else ""
         raise PlanError(
             f"{name_of(node.target)} cannot be planned{where_of(node)} "
-            f"({type(error).__name__}: {why}); write it with other torch operations, "
+            f"({why_of(error, made)}); write it with other torch operations, "
             "or compute it outside the compiled model"
         ) from error

@@ -223,9 +223,7 @@ def written(call: OpCall) -> Rows:
         return UNKNOWN
     tensors = [i for i in indices if i is not None]
     if any(map(_is_mask, tensors)):
-        mask = call.of(tensors[0])
-        same = len(tensors) == 1 and mask.sharded and values.dim() == 0
-        return rows if same and mask.place == rows.place else UNKNOWN
+        return UNKNOWN
     there, rank = indexed(call), max(i.dim() for i in tensors)
     count = values.dim() if isinstance(values, Tensor) else 0
     dim = there.dim - (tensor.dim() - len(tensors) + rank - count)

@@ -17,6 +17,7 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from ..jobs.job import PlanError
 from .patched import replace_once
+from .tracebacks import shortened
 
 
 def export_broken(broken: type[Exception], is_own: Callable[[Any], bool]) -> None:
@@ -28,16 +29,20 @@ def export_broken(broken: type[Exception], is_own: Callable[[Any], bool]) -> Non
         return backend if is_own(backend) else None
 
     def call(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
-        if torch._C._len_torch_dispatch_stack() and backend_of(self):
-            _refuse_modes()
+        backend = backend_of(self)
         try:
+            if torch._C._len_torch_dispatch_stack() and backend:
+                _refuse_modes()
+            try:
+                return original(self, *args, **kwargs)
+            except broken as error:
+                if backend is None:
+                    raise
+                found = error
+            self.forward = backend.exported(self._orig_mod, found, args, kwargs)
             return original(self, *args, **kwargs)
-        except broken as error:
-            found, backend = error, backend_of(self)
-        if backend is None:
-            raise found
-        self.forward = backend.exported(self._orig_mod, found, args, kwargs)
-        return original(self, *args, **kwargs)
+        except PlanError as error:
+            raise shortened(error)  # noqa: B904
 
     replace_once((OptimizedModule,), "__call__", call)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -10,10 +11,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, fx, nn
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.testing import assert_close
 
 import fxsched
 from fxsched import PlanError, schedules
+from fxsched.capture.refusals import refused
 from fxsched.ir.chosen import Selection, chosen_gradients, keep_selection
 
 PADDING = -100
@@ -104,6 +107,13 @@ def in_autocast(m: Any, x: Tensor) -> Tensor:
         return m.first(x)[x[:, 0] > 0].float().sum()
 
 
+def without_gradients(m: Any, x: Tensor) -> Tensor:
+    out = m.first(x)
+    with torch.no_grad():
+        out[x[:, 0] > 0] = m.second(x)
+    return out.sum()
+
+
 def late(m: Any, x: Tensor) -> Tensor:
     y = m.first(x)
     m.first.bias.data.clamp_(0, 1)
@@ -122,7 +132,11 @@ def test_microbatches_of_an_output_with_as_many_rows_as_values_say() -> None:
     ("then", "text"),
     [
         (dropped, "drawn for a number of rows that depends on values; draw them"),
-        (in_autocast, "cannot be planned"),
+        (
+            in_autocast,
+            r"cannot be planned(?=[^()]+\([\s\S]+value of a tensor\); write)",
+        ),
+        (without_gradients, r"x\[mask\] = values is inside torch.no_grad"),
         (late, "the model writes into its input first.bias"),
     ],
 )
@@ -132,6 +146,21 @@ def test_what_cannot_be_equal_is_refused(
     step = torch.compile(Of(then), backend=fxsched.backend(schedules.gpipe(2, 2)))
     with pytest.raises(PlanError, match=rf"{text}[\s\S]+test_chosen_rows\.py:\d+"):
         step(torch.randn(4, 4))
+
+
+def test_an_error_says_which_line_makes_a_size_that_values_say() -> None:
+    graph, size = fx.Graph(), ShapeEnv().create_unbacked_symint()
+    count = graph.call_function(torch.sum, (graph.placeholder("x"),))
+    node = graph.call_function(torch.zeros, (count,))
+    count.meta = {"example_value": size, "stack_trace": 'File "m.py", line 3, in f'}
+    node.meta["stack_trace"] = 'File "m.py", line 4, in f'
+    with pytest.raises(PlanError) as caught, refused(node):
+        bool(size > 3)
+    message = (
+        r"size that m.py:3, in f: +makes of the value of a tensor\); write it with"
+    )
+    assert re.search(message, str(caught.value))
+    assert "u0" not in str(caught.value)
 
 
 def between(m: Any, x: Tensor) -> Tensor:
@@ -152,6 +181,98 @@ def test_a_value_may_be_read_before_rows_are_picked_into_it() -> None:
     wanted.backward()
     for mine, its in zip(model.parameters(), eager.parameters(), strict=True):
         torch.testing.assert_close(mine.grad, its.grad)
+
+
+def images(h: Tensor, values: Tensor, mask: Tensor) -> Tensor:
+    h[mask] = values.flatten(0, 1)
+    return h
+
+
+def images_again(h: Tensor, values: Tensor, mask: Tensor) -> Tensor:
+    once = images(h, values, mask).tanh()
+    return torch.index_put(once, (mask,), values.flatten(0, 1), accumulate=True)
+
+
+def of_a_view(h: Tensor, values: Tensor, mask: Tensor) -> Tensor:
+    h[:, 1:][mask[:, 1:]] = values.flatten(0, 1)
+    return h
+
+
+def of_a_dimension(h: Tensor, values: Tensor, mask: Tensor) -> Tensor:
+    h[:, mask[0]] = values
+    return h
+
+
+def of_numbers(h: Tensor, values: Tensor, mask: Tensor) -> Tensor:
+    h[mask[..., None].expand_as(h)] = values.flatten()
+    return h
+
+
+def a_row(h: Tensor, values: Tensor, mask: Tensor) -> Tensor:
+    h[mask] = values[:1, 0]
+    return h * torch.index_put(h, (mask,), values[0, 1])
+
+
+def a_value(h: Tensor, values: Tensor, mask: Tensor) -> Tensor:
+    h[mask.any(1)] = values.detach().amax()
+    h[:, 1:][h[:, 1:] > 0.2] = 0.2
+    return h
+
+
+def one_value(h: Tensor, values: Tensor, mask: Tensor) -> Tensor:
+    h[mask] = 0.5
+    return h * values.sum((1, 2))[:, None, None]
+
+
+def one_row(h: Tensor, values: Tensor, mask: Tensor) -> Tensor:
+    return one_value(h.index_put((mask,), torch.arange(6.0)[None]), values, mask)
+
+
+class Images(nn.Module):
+    """Puts what it computes of pictures where the mask is, as Kosmos2 does."""
+
+    def __init__(self, put: Callable[[Tensor, Tensor, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.put, self.body = put, nn.Linear(6, 6)
+        self.pictures, self.head = nn.Linear(6, 6), nn.Linear(6, 2)
+
+    def forward(self, x: Tensor, pictures: Tensor, mask: Tensor) -> Tensor:
+        h = self.put(self.body(x).sin().clone(), self.pictures(pictures), mask)
+        return self.head(h).pow(2).mean()
+
+
+@pytest.mark.parametrize(
+    "put",
+    [
+        *(images, images_again, of_a_view, of_a_dimension, of_numbers, a_row, a_value),
+        *(one_value, one_row),
+    ],
+)
+def test_values_where_a_mask_is(
+    put: Callable[[Tensor, Tensor, Tensor], Tensor],
+) -> None:
+    torch.manual_seed(0)
+    model, mask = Images(put), torch.zeros(8, 5).bool()
+    mask[:, 1::2] = True
+    eager, inputs = copy.deepcopy(model), (torch.randn(8, 5, 6), torch.randn(8, 2, 6))
+    backend = fxsched.backend(schedules.gpipe(2, 4))
+    step = torch.compile(model, backend=backend)
+    found, wanted = step(*inputs, mask), eager(*inputs, mask)
+    assert_close(found, wanted)
+    found.backward()
+    wanted.backward()
+    for mine, its in zip(model.parameters(), eager.parameters(), strict=True):
+        assert_close(mine.grad, its.grad)
+    joins = "rows of the batch meet" in backend.plan.explain()
+    assert joins == (put not in (one_value, one_row))
+
+
+def test_more_values_than_the_mask_has_places_raise_as_in_eager() -> None:
+    step = torch.compile(Images(images), backend=fxsched.backend(schedules.gpipe(2, 4)))
+    x, pictures, mask = torch.randn(8, 5, 6), torch.randn(8, 2, 6), torch.zeros(8, 5)
+    mask[:, 1] = 1
+    with pytest.raises(RuntimeError, match="shape mismatch: value tensor of shape"):
+        step(x, pictures, mask.bool())
 
 
 class Heads(nn.Module):

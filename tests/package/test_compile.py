@@ -253,6 +253,12 @@ class Remembers(nn.Linear):
         return self.last
 
 
+class Compares(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        picked = x[x.sum(1) > 0]
+        return super().forward(x) * 2 if len(picked) > 7 else super().forward(x)
+
+
 class Draws(nn.Linear):
     def forward(self, x: Tensor) -> Tensor:
         torch._dynamo.graph_break()
@@ -316,6 +322,9 @@ class Refusal(NamedTuple):
 
 REFUSALS = [
     Refusal(Chooses, r"stops at\n.*test_compile.py.*\n +if x.sum\(\) > 0.*\n.*where"),
+    Refusal(
+        Compares, r"a size that test_compile.py:\d+, picked = x\[.* makes of the v"
+    ),
     Refusal(Counts, r"forward writes to self.calls.*register_buffer"),
     Refusal(CountsGlobally, r"forward writes to [\w.]*test_compile.calls,.*register"),
     Refusal(Remembers, r"forward writes to self.last.*register_buffer"),

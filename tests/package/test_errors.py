@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from pathlib import Path
+from traceback import walk_tb
 from typing import Any
 
 import pytest
@@ -278,6 +279,49 @@ def test_an_output_without_a_batch_dimension() -> None:
     )
     with pytest.raises(PlanError, match=message):
         run(Of(lambda made, x: made.amax(0)), two(), loss_reduction="mean")
+
+
+# ------------------------------------------------------------------ the traceback
+
+
+def frames_of(model: nn.Module, kind: type[Exception] = PlanError) -> list[str]:
+    """The files of fxsched and torch in the traceback of a call that fails, and "cause"
+    if the error has one."""
+    torch._dynamo.reset()
+    with pytest.raises(kind) as caught:
+        run(model, two(), torch.ones(3, 3))
+    files = [
+        Path(frame.f_code.co_filename)
+        for frame, _ in walk_tb(caught.value.__traceback__)
+    ]
+    own = [file.stem for file in files if {"fxsched", "torch"} & set(file.parts)]
+    return [*own, "cause"] if caught.value.__cause__ else own
+
+
+def test_tracebacks_of_mistakes_have_the_frames_of_the_user(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    branches = Of(lambda made, x: made.sum() if made.sum() > 0 else x.sum())
+    for model in (Chain(), branches):
+        assert frames_of(model) == ["patched", "compiled_modules"]
+        monkeypatch.setenv("FXSCHED_TRACEBACK", "full")
+        assert len(frames_of(model)) > 10
+        monkeypatch.delenv("FXSCHED_TRACEBACK")
+
+
+@pytest.mark.parametrize("kind", [TypeError, PlanError])
+def test_tracebacks_of_bugs_are_whole(
+    kind: type[Exception], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(*args: object) -> None:
+        bug = TypeError("a bug")
+        if kind is TypeError:
+            raise bug
+        raise PlanError("it cannot be planned") from bug
+
+    monkeypatch.setattr(fxsched.Backend, "make", fails)
+    frames = frames_of(Chain(), kind)
+    assert "cause" in frames if kind is PlanError else len(frames) > 10
 
 
 # ---------------------------------------------------------------------- the model
