@@ -80,7 +80,10 @@ class StageBuilder:
         for node in nodes:
             regions.pass_by(node)
             if "stage" in of_node(node):
-                regions.enter()
+                if node.target in (joint.join, joint.part):
+                    regions.leave()  # gradients go through them everywhere
+                else:
+                    regions.enter()
                 self._copy(node)
         regions.leave()
         self.graph.output(tuple(map(self._result, self.outputs)))

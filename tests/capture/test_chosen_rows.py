@@ -305,3 +305,26 @@ def test_weights_that_no_used_output_reaches_get_no_gradient(
         assert (one.grad is None) == (two.grad is None), name
         if two.grad is not None:
             assert_close(one.grad, two.grad)
+
+
+class WritesAside(nn.Module):
+    """A write on the whole batch in a block without gradients; what it writes into has
+    one, which goes on to what made it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(4, 4), nn.Linear(4, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.first(x)
+        with torch.no_grad():
+            h.cumsum_(0)
+            h.masked_scatter_(x > 0, 3 * x)
+        return self.last(h).square().mean()
+
+
+def test_gradients_go_through_a_write_in_a_block_without_gradients() -> None:
+    torch.manual_seed(0)
+    model, x = WritesAside(), torch.randn(8, 4)
+    found = fxsched.verify(model, schedules.gpipe(2, 2), x)
+    assert found.passed

@@ -258,7 +258,9 @@ def test_a_group_must_be_two_names_or_more(value: Any) -> None:
 
 
 def test_more_stages_than_can_be_cut_are_an_error() -> None:
-    with pytest.raises(PlanError, match=r"wants 40 stages.*17 at most.*stages=17"):
+    with pytest.raises(
+        PlanError, match=r"wants 40 stages.*17 at most; give a schedule of"
+    ):
         fxsched.plan(Chain(8), schedules.gpipe(40, 4), rows())
 
 
