@@ -256,7 +256,8 @@ class _Stopped(Exception):
     def __init__(self, error: Exception, tensors: Sequence[Any]) -> None:
         super().__init__()
         self.error = error
-        stacks = tensors[0].fake_mode.shape_env.var_to_stack if tensors else {}
+        environment = tensors[0].fake_mode.shape_env if tensors else None
+        stacks = getattr(environment, "var_to_stack", {})  # to say more, if it is there
         symbols = getattr(getattr(error, "cond", None), "free_symbols", ())
         self.made = [stacks[s].summary() for s in symbols if s in stacks]
 

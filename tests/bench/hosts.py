@@ -37,6 +37,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add("--only", nargs="+", metavar="NAME", help="contestants (all)")
     add("--forward", type=float, default=15.6, metavar="MS", help="of a block (15.6)")
     add("--microbatches", type=int, default=8, help="(8)")
+    add("--prefetch", type=int, default=1, help="of fxsched's contestants (1)")
     parser.set_defaults(run=run, workers=0)
 
 

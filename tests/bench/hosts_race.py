@@ -67,6 +67,7 @@ class Race:
     def __init__(self, options: argparse.Namespace) -> None:
         self.rank, self.workers = dist.get_rank(), dist.get_world_size()
         self.count, self.seconds = options.microbatches, options.forward / 1e3
+        self.prefetch: int = options.prefetch
         torch.manual_seed(1)
         self.x = torch.randn(self.count * ROWS, LENGTH, WIDTH)
         self.backends: dict[str, fxsched.Backend] = {}
@@ -93,8 +94,9 @@ class Race:
         model = Chain(self.seconds)
         names = [f"blocks.{BLOCKS * s // stages}" for s in range(1, stages)]
         schedule = schedules.LIBRARY[name](self.workers, self.count)
-        self.backends[name] = fxsched.backend(schedule, names)
-        step: Any = torch.compile(model, backend=self.backends[name])
+        backend = fxsched.backend(schedule, names, prefetch=self.prefetch)
+        self.backends[name] = backend
+        step: Any = torch.compile(model, backend=backend)
         return Contestant(name, model, lambda: step(self.x).backward())
 
     def ddp(self) -> Contestant:
