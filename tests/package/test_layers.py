@@ -23,6 +23,7 @@ KEEPERS: dict[str, tuple[str, ...]] = {
         "capture.dynamo",
         "torch_compat.frames",
         "torch_compat.compiled_modules",
+        "torch_compat.tracebacks",
     ),
     "torch.export": ("capture.exported_graph",),
     "torch._functorch": ("autodiff.autograd",),

@@ -93,6 +93,7 @@ NAMES = {
         "torch:UntypedStorage._cdata",
         "torch.utils._python_dispatch:TorchDispatchMode",
     ),
+    "tracebacks.py": ("torch._dynamo.exc:InternalTorchDynamoError",),
     "scalers.py": ("torch.amp:GradScaler._unscale_grads_",),
     "clipping.py": (
         "torch.nn.utils.clip_grad:_clip_grads_with_norm_",
