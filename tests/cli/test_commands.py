@@ -510,7 +510,7 @@ def test_plan_prints_so_many_jobs_of_a_rank(
             r"lpp needs --group-size; it takes --workers, ",
         ),
         ("simulate --schedule lpp --group-size 3", r"lpp\(workers=4, group_size=3\)"),
-        ("simulate --schedule gpipe --stages 8", r"gpipe makes 4 stages of these wo"),
+        ("simulate --schedule gpipe --stages 8", r"gpipe makes 4 stages for these wo"),
         (
             "simulate --schedule gpipe --svg /none/x.svg",
             r"'--svg': .* no folder '/none'",
@@ -521,7 +521,10 @@ def test_plan_prints_so_many_jobs_of_a_rank(
         ),
         ("simulate --schedule gpipe --latency 1", r"--latency needs --bandwidth"),
         ("simulate --schedule gpipe --bandwidth 0", r"--bandwidth 0 moves nothing"),
-        ("simulate --schedule fsdp --prefetch 1", r"--prefetch needs --transfer or"),
+        (
+            "simulate --schedule fsdp --prefetch 1",
+            r"--prefetch needs --transfer, --bandwidth or --network",
+        ),
         (
             "simulate --schedule gpipe --transfer 1 --bandwidth 1",
             r"--transfer and --bandwidth exclude each other",

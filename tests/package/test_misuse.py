@@ -57,7 +57,7 @@ COMMANDS = [
     ("simulate --schedule 1f1b --latency 1", r"--latency needs --bandwidth"),
     ("simulate --schedule 1f1b --fast", r"No such option '--fast'"),
     ("compare --schedules gpipe,nope", r"no schedule 'nope' \(choose from ddp"),
-    ("search --save best.txt", r"'best.txt' must end with .json; give best.txt.json"),
+    ("search --save best.txt", r"'best.txt' must end with .json; give best.json"),
     ("plan", r"Missing argument 'MODEL'; see .* plan --help"),
     (
         f"plan none.py:make {TWO}",
