@@ -163,7 +163,7 @@ class _Lines:
         value, to = message.value, message.to
         handed_on = self.there.get((value, message.source))
         after = self._made(value) if handed_on is None else [(handed_on, 0.0)]
-        if not message.aside and message.source in self.last:  # its sends are in order
+        if message.fetches and message.source in self.last:  # it sends between its jobs
             early = isinstance(value, Weights) and self.step.every is None
             done = self.done[message.source]
             if len(done) > SERVED * early:
