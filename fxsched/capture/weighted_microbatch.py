@@ -106,9 +106,9 @@ class WeightedMicrobatch(Microbatch):
             return ""
         size = sum(self.values[node].nbytes for node in self.totals)
         return (
-            "numbers that only inputs decide, such as how many labels aren't ignored, are "
-            f"computed of the whole batch before the step ({size} B), so no stage holds "
-            "all rows for them"
+            "numbers that only inputs decide, such as how many labels aren't ignored, "
+            f"are computed of the whole batch before the step ({size} B), so no stage "
+            "holds all rows for them"
         )
 
     def early(self) -> Early | None:

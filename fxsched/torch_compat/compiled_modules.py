@@ -29,16 +29,15 @@ def export_broken(broken: type[Exception], is_own: Callable[[Any], bool]) -> Non
         return backend if is_own(backend) else None
 
     def call(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
-        backend = backend_of(self)
         try:
-            if torch._C._len_torch_dispatch_stack() and backend:
+            if torch._C._len_torch_dispatch_stack() and backend_of(self):
                 _refuse_modes()
             try:
                 return original(self, *args, **kwargs)
-            except broken as error:
-                if backend is None:
-                    raise
-                found = error
+            except broken as error:  # a backend by name is made in the call
+                found, backend = error, backend_of(self)
+            if backend is None:
+                raise found
             self.forward = backend.exported(self._orig_mod, found, args, kwargs)
             return original(self, *args, **kwargs)
         except PlanError as error:
