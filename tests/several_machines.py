@@ -13,7 +13,6 @@ import re
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -21,6 +20,7 @@ from pathlib import Path
 import fxsched
 from tests.forked_ranks import shell
 from tests.kill_saves import free_port
+from tests.namespaces import enter, host, limit
 from tests.torchrun import ROOT
 
 PAGE = ROOT / "docs" / "several_machines.md"
@@ -41,29 +41,10 @@ def script() -> str:
 @contextmanager
 def second_machine() -> Iterator[list[str]]:
     """A network namespace beside this process's; what a command there begins with."""
-    process = subprocess.Popen(["unshare", "--net", "sleep", str(2 * SECONDS)])
-    there = f"/proc/{process.pid}/ns/net"
-    enter = ["nsenter", f"--net={there}"]
-    try:
-        while os.readlink(there) == os.readlink("/proc/self/ns/net"):
-            time.sleep(0.01)
-        peer = ("peer", "name", "eth0", "netns", str(process.pid))
-        shell("ip", "link", "add", "eth0", "type", "veth", *peer)
-        for number, at in enumerate(([], enter)):
-            shell(*at, "ip", "link", "set", "lo", "up")
-            address = f"10.9.0.{number + 1}/24"
-            shell(*at, "ip", "addr", "add", address, "dev", "eth0")
-            shell(*at, "ip", "link", "set", "eth0", "up")
-        yield enter
-    finally:
-        process.kill()
-        process.wait()
-
-
-def limit(at: list[str]) -> None:
-    """Lets a machine send MEGABITS at most."""
-    shape = ("rate", f"{MEGABITS}mbit", "burst", "32kbit", "latency", "50ms")
-    shell(*at, *["tc", "qdisc", "replace", "dev", "eth0", "root", "tbf"], *shape)
+    with host("eth0", "10.9.0.2") as there:
+        shell("ip", "link", "set", "lo", "up")
+        shell("ip", "addr", "add", "10.9.0.1/24", "dev", "eth0")
+        yield enter(there)
 
 
 def run(folder: str, commands: list[list[str]], device: str) -> str:
@@ -116,7 +97,7 @@ def measured(folder: str, commands: list[list[str]], device: str) -> fxsched.Net
 def main() -> int:
     """1 if the losses differ, or the network isn't as it was made."""
     if INSIDE not in os.environ:
-        return enter()
+        return in_namespaces()
     with tempfile.TemporaryDirectory() as folder:
         Path(folder, "train.py").write_text(script())
         threads = losses(run(folder, [[sys.executable, "train.py"]], "lo"))
@@ -127,7 +108,7 @@ def main() -> int:
                 first, second = agents("10.9.0.1", "train.py")
                 ranks = losses(run(folder, [first, [*there, *second]], "eth0"))
                 for at in ([], there):
-                    limit(at)
+                    limit(at, "eth0", MEGABITS)
                 first, second = agents("10.9.0.1", *measure)
                 network = measured(folder, [first, [*there, *second]], "eth0")
         else:
@@ -145,7 +126,7 @@ def main() -> int:
     return int(not threads or threads != ranks or not hosts or not as_limited)
 
 
-def enter() -> int:
+def in_namespaces() -> int:
     """This command once more, in namespaces of its own, if they are allowed."""
     own = ["unshare", "--map-root-user", "--net"]
     allowed = subprocess.run([*own, "true"], capture_output=True).returncode == 0

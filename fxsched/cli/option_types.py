@@ -60,8 +60,12 @@ def _of_function(text: str) -> Schedule:
 
 def schedules(text: str) -> dict[str, str | Schedule]:
     """What --schedule takes with commas between, by how it is called."""
-    found = (schedule(part.strip()) for part in text.split(","))
-    return {s if isinstance(s, str) else s.name or "schedule": s for s in found}
+    found: dict[str, str | Schedule] = {}
+    for part in dict.fromkeys(map(str.strip, text.split(","))):
+        made = schedule(part)
+        name = made if isinstance(made, str) else made.name or part
+        found[part if name in found else name] = made
+    return found
 
 
 def file(text: str) -> Path:

@@ -12,13 +12,13 @@ import argparse
 import os
 import subprocess
 import sys
-import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 from tests.forked_ranks import shell
 from tests.kill_saves import free_port
+from tests.namespaces import enter, host, limit
 
 ROOT = Path(__file__).parents[2]
 RANKS = "tests.bench.hosts_race"
@@ -86,41 +86,14 @@ def hosts(count: int) -> Iterator[list[str]]:
     shell(*["ip", "link", "add", "br0", "type", "bridge"])
     shell(*["ip", "link", "set", "br0", "up"])
     with ExitStack() as stack:
-        yield [stack.enter_context(_host(number)) for number in range(count)]
+        yield [
+            stack.enter_context(host(f"p{i}", ADDRESS.format(i + 1), "master", "br0"))
+            for i in range(count)
+        ]
 
 
-@contextmanager
-def _host(number: int) -> Iterator[str]:
-    process = subprocess.Popen(["unshare", "--net", "sleep", "3600"])
-    there = f"/proc/{process.pid}/ns/net"
-    try:
-        while os.readlink(there) == os.readlink("/proc/self/ns/net"):
-            time.sleep(0.01)
-        port, at = f"p{number}", enter(there)
-        peer = ("peer", "name", "eth0", "netns", str(process.pid))
-        shell("ip", "link", "add", port, "type", "veth", *peer)
-        shell("ip", "link", "set", port, "master", "br0")
-        shell("ip", "link", "set", port, "up")
-        shell(*at, "ip", "link", "set", "lo", "up")
-        address = f"{ADDRESS.format(number + 1)}/24"
-        shell(*at, "ip", "addr", "add", address, "dev", "eth0")
-        shell(*at, "ip", "link", "set", "eth0", "up")
-        yield there
-    finally:
-        process.kill()
-        process.wait()
-
-
-def enter(there: str) -> list[str]:
-    """What a command in a namespace begins with."""
-    return ["nsenter", f"--net={there}"]
-
-
-def limit(megabits: float, bridge: str, namespaces: Sequence[str]) -> None:
+def limit_all(megabits: float, bridge: str, namespaces: Sequence[str]) -> None:
     """Lets each host send and receive so much; bridge: the bridge's namespace."""
-    burst = "1mbit" if megabits >= 1000 else "32kbit"
-    shape = f"root tbf rate {megabits}mbit burst {burst} latency 50ms".split()
-    replace = ("tc", "qdisc", "replace", "dev")
     for number, there in enumerate(namespaces):
-        shell(*enter(there), *replace, "eth0", *shape)
-        shell(*enter(bridge), *replace, f"p{number}", *shape)
+        limit(enter(there), "eth0", megabits)
+        limit(enter(bridge), f"p{number}", megabits)

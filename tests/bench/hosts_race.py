@@ -227,7 +227,7 @@ def main() -> None:
     for rate in options.rates:
         dist.barrier()
         if race.rank == 0:
-            hosts.limit(rate, bridge, os.environ[hosts.HOSTS].split())
+            hosts.limit_all(rate, bridge, os.environ[hosts.HOSTS].split())
         dist.barrier()
         processes = Processes(race.workers, what="the network's measure")
         network = measured_network(processes)[0]

@@ -656,13 +656,23 @@ def test_a_schedule_of_a_users_file(
         "from fxsched import Schedule\n\ndef make():\n"
         "    return Schedule(workers=2, microbatches=2, name='mine',\n"
         "                    w=lambda s, b, d: (s % 2, s % 2), n=lambda s, b, d: b)\n"
+        "\ndef same():\n    return make()\n"
         "\ndef name():\n    return '1f1b'\n"
     )
     assert "mine: 2 workers, 2 mic" in output(
         "simulate --schedule mine.py:make", capsys
     )
     assert "mine: 2 w" in output("plan model.py:make --schedule mine.py:make", capsys)
+    both = "compare --schedule mine.py:make,mine.py:same --workers 2 --microbatches"
+    twice = output(f"{both} 2", capsys)
+    assert "mine " in twice and "mine.py:same " in twice  # none takes another's place
+    others = output(f"{both.replace('mine.py:same', 'ddp')} 4", capsys)
+    assert "not mine: it has 2 microbatches, others 4; give --microbatches 2" in others
     for arguments, message in (
+        (
+            "mine.py",
+            r"'mine.py': give path/to/schedule.py:make, a function of the file",
+        ),
         (
             "mine.py:name",
             r"mine.py:name: name\(\) returned str; return a fxsched.Schedule",
