@@ -70,7 +70,7 @@ def lineup(schedules: Mapping[str, str | Schedule], options: Mapping[str, Any]) 
     """
     numbers = passed_options(options)
     for argument in numbers:
-        if argument not in EVERY and not any(
+        if argument not in (*EVERY, "workers", "microbatches") and not any(
             argument in constructor_parameters(s)
             for s in schedules.values()
             if isinstance(s, str)
