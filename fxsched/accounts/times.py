@@ -163,7 +163,8 @@ class _Lines:
         value, to = message.value, message.to
         handed_on = self.there.get((value, message.source))
         after = self._made(value) if handed_on is None else [(handed_on, 0.0)]
-        if message.fetches and message.source in self.last:  # it sends between its jobs
+        between = message.fetches and not message.hands_on  # the sender's jobs
+        if between and message.source in self.last:
             early = isinstance(value, Weights) and self.step.every is None
             done = self.done[message.source]
             if len(done) > SERVED * early:
@@ -186,6 +187,8 @@ class _Lines:
 
     def _fetch_seconds(self, value: Value) -> float:
         """What the stages say of a group's weights."""
+        while isinstance(value, Message):
+            value = value.value
         while isinstance(value, Op) and value.group is None:
             value = next(values_in(value.args))
         group = value.group if isinstance(value, Op) else None

@@ -60,7 +60,7 @@ def moved(step: Step, value: Value) -> Moved:
             return Moved.ACTIVATIONS
         _, direction = step.jobs.kinds[step.maker[value.node]]
         return Moved.OTHER if direction is Direction.FORWARD else Moved.GRADIENTS
-    if isinstance(value, Weights):
+    if isinstance(value, (Weights, Message)):
         return Moved.WEIGHTS
     if isinstance(value, Op):
         return MADE.get(value.target, Moved.OTHER)

@@ -145,7 +145,12 @@ class Message:
     @property
     def aside(self) -> bool:
         """Whether it is sent beside the sender's jobs."""
-        return isinstance(self.value, Op) and self.value.aside
+        return self.hands_on or (isinstance(self.value, Op) and self.value.aside)
+
+    @property
+    def hands_on(self) -> bool:
+        """Whether it brings weights on that came to the sender."""
+        return isinstance(self.value, Message)
 
     @property
     def bytes(self) -> int:

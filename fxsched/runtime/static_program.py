@@ -67,15 +67,15 @@ class Straight:
                 continue
             for slot in task.needs:
                 receive = self.program.receive_at.get(slot)
-                if receive is None or slot in self.taken:
+                if receive is None:
                     continue
-                batch = self.batch.get(slot)
-                if batch is None:
-                    self._need(number, receive)
-                else:
-                    self.used = batch + 1
+                if slot in self.batch:
+                    self.used = max(self.used, self.batch[slot] + 1)
                     self._ask(number, self.used + self.prefetch)
-                self._take(receive)
+                elif slot not in self.taken:
+                    self._need(number, receive)
+                if slot not in self.taken:
+                    self._take(receive)
             timed = self.record and task.job is not None
             if timed:
                 source.line(f"ranged = open_range({str(task.job)!r})")
@@ -108,7 +108,10 @@ class Straight:
         for slot in task.needs:
             node, receive = self.nodes[slot], self.program.receive_at.get(slot)
             if receive is not None and slot not in self.taken:
-                self._need(number, receive)
+                if slot in self.batch:
+                    self._ask(number, self.batch[slot] + 1)
+                else:
+                    self._need(number, receive)
                 self.taken.add(slot)
                 env[node] = inner.make(f"take({inner.parcel(receive.parcel)})")
                 given.append(node)

@@ -137,9 +137,11 @@ class _ProgramWriter:
 
     def _send(self, message: Message) -> None:
         value, task = message.value, message.task
-        if message.aside and self.step.worker(value) != self.worker:
+        if message.hands_on or (
+            message.aside and self.step.worker(value) != self.worker
+        ):
             task = f"hand on {message.tag}"
-        if message.fetches:
+        elif message.fetches:
             task = f"serve {message.tag}"
         elif message.encoded and value not in self.encoded:
             where = (self.worker, task, message.n)  # all readers see what is sent
@@ -155,7 +157,7 @@ class _ProgramWriter:
         note_call(node, n=message.n, task=task, worker=self.worker, specs=())
         if message.aside:
             note_call(node, aside=True)
-        if message.fetches and isinstance(value, Op):
+        if message.fetches and isinstance(value, (Op, Message)):
             of_call(node)["group"] = _group_of(message)  # says that it sends weights
 
     def _node(self, value: Value) -> fx.Node:
@@ -293,6 +295,8 @@ class _ProgramWriter:
 def _group_of(message: Message) -> int:
     """The group of weights that a message brings."""
     value = message.value
+    if isinstance(value, Message):
+        return _group_of(value)
     if isinstance(value, Op):
         assert value.group is not None
         return value.group

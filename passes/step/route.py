@@ -37,12 +37,13 @@ def route_values(step: Step, request: Request) -> Step:
     A worker gets a value once, after the op that makes it, however many of its jobs
     read it. Weights it asks for request.prefetch jobs ahead (here 1); they are kept
     while its next job reads them too, and new ones come after the update that makes
-    them. With request.message_dtype, activations and their gradients travel in that
+    them. From another host it asks for none that a worker of its own host has or waits
+    for: that one hands them on. With request.message_dtype, activations and their gradients travel in that
     type. What is saved for B, bundles of weights or of their gradients, and what others
     than jobs read (outputs, sums) travels as it is.
     """
     tags = count()
-    step = replace(step, lines=_with_weights(step, request.prefetch, tags))
+    step = replace(step, lines=_with_weights(step, request, tags))
     readers, encodings = _Readers(step), _Encodings(step, request)
     lines: list[Op | Message] = []
     for line in step.lines:
@@ -74,12 +75,15 @@ def _ways(line: Op, to: set[int], request: Request) -> Iterator[tuple[int, int]]
             yield from ((own, worker) for worker in workers)
 
 
-def _with_weights(step: Step, ahead: int, tags: Iterator[int]) -> list[Op | Message]:
+def _with_weights(
+    step: Step, request: Request, tags: Iterator[int]
+) -> list[Op | Message]:
     """The lines, with messages that bring weights to jobs and renewals."""
-    every = list(step.ops)
+    every, ahead = list(step.ops), request.prefetch
     place = {op: i for i, op in enumerate(every)}
     at_hand: dict[int, dict[Value, Message]] = {}  # what the last job on a worker read
     last: dict[int, deque[Op]] = {}  # the last `ahead` jobs on a worker
+    on_host: dict[tuple[int, Value], tuple[int, Message, int]] = {}  # from when to when
     before: dict[Op, list[Message]] = {}
     after: dict[Op, list[Message]] = {}  # updates
     for op in every:
@@ -98,11 +102,20 @@ def _with_weights(step: Step, ahead: int, tags: Iterator[int]) -> list[Op | Mess
             message = here.get(value) if is_job else None
             if message is None:
                 where = (op.task, op.n, step.specs(value)[0], True)
-                message = Message(next(tags), source, op.worker, value, *where)
-                if isinstance(value, Op) and is_job and place[value] >= place[start]:
+                begin, host = place[start], request.host(op.worker)
+                since, other, until = on_host.get((host, value), (0, None, -1))
+                if other is not None and since <= begin <= until:  # which hands it on
+                    way = (next(tags), other.to, op.worker, other)
+                else:
+                    way = (next(tags), source, op.worker, value)
+                message = Message(*way, *where)
+                late = isinstance(value, Op) and is_job and place[value] >= begin
+                if late:
                     after.setdefault(value, []).append(message)
                 else:
                     before.setdefault(start, []).append(message)
+                if is_job and not late and host != request.host(source):
+                    on_host[host, value] = begin, message, place[op]
             read[value] = message
         if read:
             replace_values(op, read)
