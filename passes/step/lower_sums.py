@@ -149,8 +149,12 @@ class _Sums:
         where, place = (root, task, self.lines[last].n), self.next_job(total, last)
         if list(parts) == [root]:
             return self._finished(parts[root], group, where, place)
-        if self.request.sums_in_pieces and self._can_be_cut(total, parts):
-            return _SumInPieces(self, total, parts, places, self.lines[last].n).run()
+        if self.request.sums_in_pieces:
+            hosts = _SumByHosts(self, total, parts, places, self.lines[last].n)
+            if self._can_be_cut(total, parts):
+                return hosts.in_pieces()
+            if hosts.send_several(root):
+                return self._finished(hosts.whole(root), group, where, place)
         workers = sorted(parts)
         index = workers.index(root) if root in parts else 0
         sums = (index, *(parts[worker] for worker in workers))
@@ -292,10 +296,9 @@ class _Sums:
         return first
 
 
-class _SumInPieces:
-    """A sum that several workers want: each adds up one piece of it, beside its jobs,
-    and sends that to all others, as in a reduce-scatter and an all-gather. What workers
-    of one host give is added up there first.
+class _SumByHosts:
+    """A sum that is added up beside the jobs; what workers of one host give is added up
+    there first.
 
     parts, places: the sum of each worker's own gradients, and the line that gives the
         last of them.
@@ -311,7 +314,7 @@ class _SumInPieces:
     ) -> None:
         self.sums, self.total, self.parts = sums, total, parts
         self.places, self.n = places, n
-        self.made: dict[Op, int] = {}  # sums, and the lines after which they are put
+        self.made: dict[Part, int] = {}  # sums, and the lines after which they are put
         self.owners = sorted(sums._takers[total])
         self.specs = sums.step.sum_specs(total.group)
         self.hosts: dict[int, list[int]] = {}
@@ -320,12 +323,28 @@ class _SumInPieces:
         round = f"_of_round_{total.round}" * (sums.step.every is not None)
         self.name = f"{total.group}{round}"
 
-    def run(self) -> dict[int, Part]:
-        """The sum on each of its owners."""
+    def send_several(self, root: int) -> bool:
+        """Whether several workers of another host than the root's give to the sum."""
+        own = self.sums.request.host(root)
+        return any(host != own and len(own_) > 1 for host, own_ in self.hosts.items())
+
+    def whole(self, root: int) -> Op:
+        """The sum on its root."""
+        number = self.total.group
+        found = self._sum(number, root, self.parts, f"gradients_{self.name}")
+        found.group = number
+        return found
+
+    def in_pieces(self) -> dict[int, Part]:
+        """The sum on each of its owners. Each adds up one piece of it, and sends that
+        to all others, as in a reduce-scatter and an all-gather."""
         layout, count = layout_of(self.specs), range(len(self.owners))
         given = [{w: self._given(i, w) for w in self.parts} for i in count]
         pairs = zip(self.owners, given, strict=True)
-        pieces = tuple(self._piece(i, *pair) for i, pair in enumerate(pairs))
+        pieces = tuple(
+            self._sum(i, *pair, f"piece_{i}_of_{self.name}")
+            for i, pair in enumerate(pairs)
+        )
         first = self.sums._readers.get(self.total, len(self.sums.lines))
         found: dict[int, Part] = {}
         for worker in self.owners:
@@ -337,15 +356,20 @@ class _SumInPieces:
             found[worker] = self.sums._finished(new, group, where, first - 1)
         return found
 
-    def _piece(self, number: int, root: int, given: Mapping[int, Op]) -> Op:
-        """A piece of the sum of what all give, on its root."""
-        parts: list[Op] = []
+    def _sum(self, number: int, root: int, given: Mapping[int, Part], name: str) -> Op:
+        """The sum of what all give, on its root.
+
+        number: says which worker of another host adds up what that gives.
+        """
+        parts: list[Part] = []
         own = self.sums.request.host(root)
         for host, workers in sorted(self.hosts.items()):
             adds = root if host == own else workers[number % len(workers)]
             those = [given[worker] for worker in workers]
-            parts.append(self._add(f"{number} of host {host}", adds, those))
-        return self._add(f"{number}", root, parts)
+            parts.append(self._add(f"{name}_of_host_{host}", adds, those))
+        found = self._add(name, root, parts)
+        assert isinstance(found, Op), "several give"
+        return found
 
     def _given(self, number: int, worker: int) -> Op:
         """A piece of what a worker gives."""
@@ -356,21 +380,20 @@ class _SumInPieces:
         where, specs = (op.worker, op.task, op.n), piece_specs(*args[:2], self.specs)
         return self.sums.put(Op(*where, ops.piece, args, specs, name), place)
 
-    def _add(self, what: str, worker: int, parts: Sequence[Op]) -> Op:
+    def _add(self, name: str, worker: int, parts: Sequence[Part]) -> Part:
         if len(parts) == 1:
             return parts[0]
-        at = [part.worker for part in parts]
+        at = [*map(self.sums.step.worker, parts)]
         args = at.index(worker) if worker in at else 0, *parts
-        task, place = f"add piece {what} of {self.name}", max(map(self._place, parts))
-        where, specs = (worker, task, self.n), parts[0].specs
-        name = f"piece_{what}_of_{self.name}".replace(" ", "_")
+        task, place = f"add {name.replace('_', ' ')}", max(map(self._place, parts))
+        where, specs = (worker, task, self.n), self.sums.step.specs(parts[0])[0]
         new = Op(*where, ops.reduce, args, specs, name, aside=True)
         self.made[new] = place
         return self.sums.put(new, place)
 
-    def _place(self, op: Op) -> int:
-        """The line after which an op is put."""
-        return self.made.get(op, self.places[op.worker])
+    def _place(self, part: Part) -> int:
+        """The line after which a part is there."""
+        return self.made.get(part, self.places[self.sums.step.worker(part)])
 
 
 class _OrderedSum:

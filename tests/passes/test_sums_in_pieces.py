@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 import fxsched
 from fxsched import schedules
+from fxsched.accounts.traffic import Moved, moved
 from fxsched.checker.summary import CheckError
 from fxsched.ir import ops, pieces
 from fxsched.ir.graphs import Spec
@@ -38,6 +39,7 @@ class Net(nn.Module):
         return self.blocks(x).square().mean()
 
 
+STAGES = ["blocks.1", "blocks.2", "blocks.3"]
 TWO_HOSTS = fxsched.Network([[0, 1], [2, 3]], *2 * [fxsched.Rate(1e9)])
 X = torch.randn(16, 128, generator=torch.Generator().manual_seed(1))
 SCHEDULES: dict[str, Callable[[], Schedule]] = {
@@ -115,6 +117,17 @@ def test_a_host_sends_each_gradient_once() -> None:
     )
     gradients = sum(p.numel() * 4 for p in Net().parameters())
     assert gradients <= sent <= 1.01 * gradients + 64  # the loss, too
+
+
+def test_a_host_adds_up_what_it_gives_to_an_owner_elsewhere() -> None:
+    plan = fxsched.plan(Net(), schedules.fsdp(4, 8), X, STAGES, network=TWO_HOSTS)
+    sent = sum(
+        line.bytes
+        for line in plan.lines
+        if isinstance(line, Message) and (line.source < 2) != (line.to < 2)
+        if moved(plan.step, line.value) is Moved.GRADIENTS
+    )
+    assert sent == sum(p.numel() * 4 for p in Net().parameters())  # each once
 
 
 def _mutants() -> dict[str, Callable[[torch.fx.Node], None]]:

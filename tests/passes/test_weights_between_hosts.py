@@ -15,9 +15,7 @@ from fxsched.ir import ops
 from fxsched.ir.meta import of_call
 from fxsched.ir.step import Message, Weights
 
-from .test_sums_in_pieces import TWO_HOSTS, Net, X, _equal
-
-STAGES = ["blocks.1", "blocks.2", "blocks.3"]
+from .test_sums_in_pieces import STAGES, TWO_HOSTS, Net, X, _equal
 
 
 @pytest.mark.parametrize("order", ["static", "dynamic"])
@@ -47,7 +45,9 @@ def test_updated_weights_are_handed_on() -> None:
 
 
 def test_a_host_gets_weights_once_for_all_its_workers() -> None:
-    plan = fxsched.plan(Net(), schedules.fsdp(4, 4), X, stages=STAGES, network=TWO_HOSTS)
+    plan = fxsched.plan(
+        Net(), schedules.fsdp(4, 4), X, stages=STAGES, network=TWO_HOSTS
+    )
     came = Counter(
         (line.value, line.task[1])  # F or B
         for line in plan.lines
@@ -59,7 +59,9 @@ def test_a_host_gets_weights_once_for_all_its_workers() -> None:
 
 
 def test_the_proof_finds_other_weights_handed_on() -> None:
-    plan = fxsched.plan(Net(), schedules.fsdp(4, 4), X, stages=STAGES, network=TWO_HOSTS)
+    plan = fxsched.plan(
+        Net(), schedules.fsdp(4, 4), X, stages=STAGES, network=TWO_HOSTS
+    )
     for program in plan.programs:
         fetched = [n for n in program.graph.nodes if n.target is ops.fetch]
         handed = [n for n in fetched if any(u.target is ops.send for u in n.users)]
