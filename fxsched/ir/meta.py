@@ -95,7 +95,7 @@ class CallRecord(AnyRecord, total=False):
     trained: whether what a stage gives has a gradient.
     worker: that runs it. task: the job or other piece of work that it belongs to; n:
         priority of that. job: the job that a call is.
-    aside: whether it runs beside the worker's jobs.
+    aside: the lane beside the worker's jobs that it runs in, if it runs in one.
     own: whether a user's pass made it. replaces: name of the node that it is in the
         place of, by what a pass says.
     """
@@ -113,7 +113,7 @@ class CallRecord(AnyRecord, total=False):
     task: str
     n: int
     job: Any
-    aside: bool
+    aside: int
     own: bool
     replaces: str
 

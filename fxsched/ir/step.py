@@ -101,7 +101,8 @@ class Op:
     group: of weights, if it makes some.
     job: the job that it is; of an update of several groups, the first of their ops.
     after: what it waits for, and does not read.
-    aside: whether it runs beside the worker's jobs, and holds up none of them.
+    aside: the lane beside the worker's jobs that it runs in, and holds up none of them;
+        what is in one lane runs in the order of lines. 0 for among the jobs.
     """
 
     worker: int
@@ -114,7 +115,7 @@ class Op:
     group: int | None = None
     job: Job | None = None
     after: tuple[Value, ...] = ()
-    aside: bool = False
+    aside: int = 0
 
     def __str__(self) -> str:
         return f"{self.name or self.task}  # worker {self.worker}, n {self.n}"
@@ -143,9 +144,14 @@ class Message:
     encoded: bool = False
 
     @property
-    def aside(self) -> bool:
-        """Whether it is sent beside the sender's jobs."""
-        return self.hands_on or (isinstance(self.value, Op) and self.value.aside)
+    def aside(self) -> int:
+        """The lane beside the sender's jobs that it is sent in; 0 for none."""
+        if self.hands_on:
+            return HANDS_ON
+        value = self.value
+        if not isinstance(value, Op) or not value.aside:
+            return 0
+        return value.aside if value.worker == self.source else HANDS_ON
 
     @property
     def hands_on(self) -> bool:
@@ -172,6 +178,7 @@ def _name(value: Value) -> str:
 Value = JobOutput | Weights | Stale | Total | Credit | Op | Message | fx.Node
 VALUES = (JobOutput, Weights, Stale, Total, Credit, Op, Message, fx.Node)
 TOKEN = Spec((0,), (1,), torch.float32, torch.device("cpu"))
+HANDS_ON = 3  # the lane, see Op.aside, after those of sums
 SERVED = 4  # jobs before their place at which weights leave that no step changes
 OVER = {ops.update: 2, ops.renew: 0}  # whose results are in the memory of this argument
 

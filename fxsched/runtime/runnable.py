@@ -64,18 +64,19 @@ class Static(Run):
         super().__init__(worker, endpoint, record)
         self.straight = straight
         self.left = len(straight.program.phases)
-        self.lane = Lane(endpoint.fail)
-        if straight.later:
+        self.lanes = [Lane(endpoint.fail) for _ in straight.lanes]
+        if self.lanes:
             endpoint.share()
-        wire, beside = self.wire, self.lane.call
+        wire, calls = self.wire, [lane.call for lane in self.lanes]
         self.steps: Steps = straight.run(
-            inputs, wire.send, wire.expect, wire.take, self.log, beside
+            inputs, wire.send, wire.expect, wire.take, self.log, *calls
         )
 
     def where(self) -> tuple[int | None, str]:
         """The job whose line the generator stands at."""
-        if threading.get_ident() == self.lane.thread:
-            return None, f"job {self.lane.task}"
+        for lane in self.lanes:
+            if threading.get_ident() == lane.thread:
+                return None, f"job {lane.task}"
         frame: FrameType | None = getattr(self.steps, "gi_frame", None)
         task = self.straight.tasks[frame.f_lineno - 2] if frame else ""
         return None, f"job {task}" if task else ""
@@ -84,18 +85,19 @@ class Static(Run):
         """Resumes the generator up to its next pause."""
         try:
             results = self.steps.send(tangents)
-            self.lane.finish()
+            for lane in self.lanes:
+                lane.finish()
             self.left -= 1
             if not self.left:
                 self.steps.close()  # else its variables would hold what it returned
             return results
         except Exception as error:
-            beside = self.lane.error
-            if beside is None or isinstance(beside, Aborted):
-                self._blame(self.straight.task_of(error), error)
-                raise
-            self._blame(self.lane.task, beside)
-            raise beside from None
+            for lane in self.lanes:
+                if lane.error is not None and not isinstance(lane.error, Aborted):
+                    self._blame(lane.task, lane.error)
+                    raise lane.error from None
+            self._blame(self.straight.task_of(error), error)
+            raise
 
     def _blame(self, name: str | None, error: BaseException) -> None:
         """Notes in which task an error was raised."""

@@ -26,9 +26,10 @@ class Straight:
     the end what the program gives there.
 
     prefetch: for how many tasks ahead weights are asked for.
-    run(given, send, expect, take, log, beside): given has the inputs by name; log(job,
+    lanes: the lanes beside the program that it needs, by number.
+    run(given, send, expect, take, log, *lanes): given has the inputs by name; log(job,
     start, end) is called after each job, if `record`, and a profiler gets its name;
-    beside(task, function, *args) has a function called beside the program, see Lane.
+    a lane is Lane.call of one: lane(task, function, *args).
     """
 
     def __init__(self, program: TaskProgram, record: bool, prefetch: int = 1) -> None:
@@ -54,7 +55,10 @@ class Straight:
         self.tasks = [task for _, task in lines]
         ranges = {"open_range": open_range, "close_range": close_range}
         names = {**self.source.names, **ranges, "clock": time.perf_counter}
-        head = "given, send, expect, take, log, beside"
+        tasks = [task for phase in program.phases for task in phase]
+        self.lanes = sorted({task.aside for task in tasks} - {0})
+        lanes = [f"lane_{number}" for number in self.lanes]
+        head = ", ".join(["given, send, expect, take, log", *lanes])
         self.file, self.run = compiled("program", head, lines, names)
 
     def _phase(self, number: int, tasks: Sequence[Task]) -> None:
@@ -138,7 +142,7 @@ class Straight:
         _, run = compiled(task.name, params, inner.written(), inner.names)
         name, call = self.source.name(task.name), self.source.name(run)
         new = self.source.make(
-            f"beside({', '.join([name, call, 'send', 'take', *args])})"
+            f"lane_{task.aside}({', '.join([name, call, 'send', 'take', *args])})"
         )
         for place, node in enumerate(given):
             self.later[node] = new, place

@@ -32,9 +32,9 @@ class Task:
     pause: fx.Node | None = None
 
     @property
-    def aside(self) -> bool:
-        """Whether it runs beside the worker's jobs."""
-        return any(of_call(node).get("aside") for node in self.nodes)
+    def aside(self) -> int:
+        """The lane beside the worker's jobs that it runs in; 0 among the jobs."""
+        return max((of_call(node).get("aside", 0) for node in self.nodes), default=0)
 
 
 @dataclass(frozen=True)

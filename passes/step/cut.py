@@ -13,6 +13,7 @@ from ...ir.joint import resolve
 from ...ir.meta import note_call, of_call
 from ...ir.request import Request
 from ...ir.step import (
+    HANDS_ON,
     TOKEN,
     Credit,
     JobOutput,
@@ -137,9 +138,7 @@ class _ProgramWriter:
 
     def _send(self, message: Message) -> None:
         value, task = message.value, message.task
-        if message.hands_on or (
-            message.aside and self.step.worker(value) != self.worker
-        ):
+        if message.aside == HANDS_ON:
             task = f"hand on {message.tag}"
         elif message.fetches:
             task = f"serve {message.tag}"
@@ -156,7 +155,7 @@ class _ProgramWriter:
         )
         note_call(node, n=message.n, task=task, worker=self.worker, specs=())
         if message.aside:
-            note_call(node, aside=True)
+            note_call(node, aside=message.aside)
         if message.fetches and isinstance(value, (Op, Message)):
             of_call(node)["group"] = _group_of(message)  # says that it sends weights
 
@@ -180,7 +179,7 @@ class _ProgramWriter:
         if line.group is not None:
             of_call(node)["group"] = line.group
         if line.aside:
-            note_call(node, aside=True)
+            note_call(node, aside=line.aside)
         if line.job is not None:
             of_call(node)["job"] = line.job
         if line.target is ops.pause:

@@ -387,7 +387,8 @@ class _SumByHosts:
         args = at.index(worker) if worker in at else 0, *parts
         task, place = f"add {name.replace('_', ' ')}", max(map(self._place, parts))
         where, specs = (worker, task, self.n), self.sums.step.specs(parts[0])[0]
-        new = Op(*where, ops.reduce, args, specs, name, aside=True)
+        lane = 1 + any(part in self.made for part in parts)  # of hosts, and of all
+        new = Op(*where, ops.reduce, args, specs, name, aside=lane)
         self.made[new] = place
         return self.sums.put(new, place)
 

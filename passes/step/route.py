@@ -38,9 +38,9 @@ def route_values(step: Step, request: Request) -> Step:
     read it. Weights it asks for request.prefetch jobs ahead (here 1); they are kept
     while its next job reads them too, and new ones come after the update that makes
     them. From another host it asks for none that a worker of its own host has or waits
-    for: that one hands them on. With request.message_dtype, activations and their gradients travel in that
-    type. What is saved for B, bundles of weights or of their gradients, and what others
-    than jobs read (outputs, sums) travels as it is.
+    for: that one hands them on. With request.message_dtype, activations and their
+    gradients travel in that type. What is saved for B, bundles of weights or of their
+    gradients, and what others than jobs read (outputs, sums) travels as it is.
     """
     tags = count()
     step = replace(step, lines=_with_weights(step, request, tags))

@@ -120,7 +120,8 @@ def test_a_host_sends_each_gradient_once() -> None:
 
 
 def test_a_host_adds_up_what_it_gives_to_an_owner_elsewhere() -> None:
-    plan = fxsched.plan(Net(), schedules.fsdp(4, 8), X, STAGES, network=TWO_HOSTS)
+    fsdp, network = schedules.fsdp(4, 8), TWO_HOSTS
+    plan = fxsched.plan(Net(), fsdp, X, stages=STAGES, network=network)
     sent = sum(
         line.bytes
         for line in plan.lines

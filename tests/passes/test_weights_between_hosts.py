@@ -18,6 +18,11 @@ from fxsched.ir.step import Message, Weights
 from .test_sums_in_pieces import STAGES, TWO_HOSTS, Net, X, _equal
 
 
+def _plan() -> fxsched.Plan:
+    four = schedules.fsdp(4, 4)
+    return fxsched.plan(Net(), four, X, stages=STAGES, network=TWO_HOSTS)
+
+
 @pytest.mark.parametrize("order", ["static", "dynamic"])
 @pytest.mark.parametrize("prefetch", [1, 3])
 def test_weights_that_are_handed_on_equal_eager(order: str, prefetch: int) -> None:
@@ -45,9 +50,7 @@ def test_updated_weights_are_handed_on() -> None:
 
 
 def test_a_host_gets_weights_once_for_all_its_workers() -> None:
-    plan = fxsched.plan(
-        Net(), schedules.fsdp(4, 4), X, stages=STAGES, network=TWO_HOSTS
-    )
+    plan = _plan()
     came = Counter(
         (line.value, line.task[1])  # F or B
         for line in plan.lines
@@ -59,9 +62,7 @@ def test_a_host_gets_weights_once_for_all_its_workers() -> None:
 
 
 def test_the_proof_finds_other_weights_handed_on() -> None:
-    plan = fxsched.plan(
-        Net(), schedules.fsdp(4, 4), X, stages=STAGES, network=TWO_HOSTS
-    )
+    plan = _plan()
     for program in plan.programs:
         fetched = [n for n in program.graph.nodes if n.target is ops.fetch]
         handed = [n for n in fetched if any(u.target is ops.send for u in n.users)]
