@@ -201,8 +201,9 @@ def _frame_error(error: TorchDynamoException) -> PlanError:
 def _failed(error: TorchRuntimeError) -> PlanError:
     """The error for an operation that fails on the shapes and types that it gets."""
     frame = own_frame(error.real_stack)
-    found = re.search(r": got (.*)", str(error))
-    text = found[1] if found else repr(error.msg.partition("\n")[0])
+    # Dynamo tells the operation's own error in the middle of advice
+    found = re.search(r"""got (\w+)\((['"])(.*?)\2\)""", error.msg, re.S)
+    text = f"{found[1]}: {found[3]}" if found else error.msg.partition("\n")[0]
     sizes = re.findall(r"\bs\d+\b", text)
     note = f" ({sizes[0]}: a size that may change, as the batch's)" if sizes else ""
     return PlanError(f"{frame.filename}:{frame.lineno}: the model raised {text}{note}")
