@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import time
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 from torch import Tensor, fx, nn
@@ -42,6 +42,7 @@ from .runtime.ranks import Ranks
 from .runtime.step import Step
 from .runtime.step_key import step_key
 from .runtime.workers import Workers, workers_of
+from .torch_compat.tracebacks import quiet_fakes, shortened
 from .transport.world import own_rank
 from .transport.wrappers import refuse_outer_ddp, refuse_wrappers
 
@@ -131,9 +132,11 @@ class Backend:
             if ranks and isinstance(value, nn.Module):
                 refuse_calls(value)
 
-    def tracing(self) -> AbstractContextManager[None]:
+    @contextmanager
+    def tracing(self) -> Iterator[None]:
         """Where the model may be traced: tracers want gradients of whole weights."""
-        return hidden_gradients()
+        with hidden_gradients(), quiet_fakes():
+            yield
 
     def leave(self) -> None:
         """Lets go of plans and threads if no compiled function is there to use them.
@@ -177,7 +180,7 @@ class Backend:
                 raise
             except BaseException as error:
                 self._write(error)
-                raise
+                raise shortened(error)  # noqa: B904
 
         return call
 

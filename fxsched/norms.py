@@ -102,22 +102,15 @@ def _costs(
     how = "all rows in one job" if norms == "whole" else "microbatches' put together"
     text = clock(exact.seconds, "s").text
     line = (
-        f"BatchNorm takes its statistics of the whole batch, {how}: "
-        f"{text(exact.seconds)} a step without sums of gradients, "
+        f"BatchNorm makes global-batch stages (*), for statistics of the whole "
+        f"batch, {how}: {text(exact.seconds)} a step without sums of gradients, "
         f"{byte_text(exact.bytes)} on the fullest worker"
     )
     _, other = _tried(trace, "microbatch", request)
     if other.error is None:
-        line += (
-            f'; of each microbatch (batch_norm="microbatch"): {text(other.seconds)}, '
-            f"{byte_text(other.bytes)}"
-        )
-    if spreads and norms == "whole":
-        line += (
-            "; its rows are not spread over workers: batch_norm='microbatch' and "
-            "GroupNorm spread them"
-        )
-    return line
+        line += f"; of each microbatch: {text(other.seconds)}, {byte_text(other.bytes)}"
+    lost = ", and spread its rows over workers" * (spreads and norms == "whole")
+    return f"{line}; batch_norm='microbatch', or GroupNorm, avoid these stages{lost}"
 
 
 def _said(traced: Traced, text: str) -> Traced:

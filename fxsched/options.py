@@ -55,6 +55,7 @@ from .passes.model_passes import ModelPass
 from .passes.users import Pass
 from .runtime.input_agreement import InputRule
 from .runtime.recorder import Recorder
+from .torch_compat.tracebacks import shortened
 
 Result = TypeVar("Result")
 P = ParamSpec("P")
@@ -420,7 +421,10 @@ def takes_options(
                 unknown = (name for name in kwargs if name not in CHECKED)
                 hint = _hint(next(unknown, ""))
                 raise TypeError(f"{make.__name__}() {error}{hint}") from None
-            return make(options(*args, **kwargs))
+            try:
+                return make(options(*args, **kwargs))
+            except PlanError as error:
+                raise shortened(error)  # noqa: B904
 
         returned = inspect.signature(make).return_annotation
         shown = takes.replace(return_annotation=returned)

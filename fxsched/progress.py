@@ -1,5 +1,5 @@
-"""What fxsched says while it plans: a line for a plan, a bar where it takes long, and
-each pass for TORCH_LOGS="+fxsched".
+"""What fxsched says while it plans: a line for a plan, a bar or another line where it
+takes long, and each pass for TORCH_LOGS="+fxsched".
 
 It says it through Python's logger "fxsched", which TORCH_LOGS and torch._logging find
 as they do any module's.
@@ -8,6 +8,7 @@ as they do any module's.
 from __future__ import annotations
 
 import logging
+import os
 import sys
 import threading
 import time
@@ -19,7 +20,7 @@ from tqdm import tqdm
 from .ir.step import Step
 
 LOG = logging.getLogger("fxsched")
-PATIENCE = 2.0  # seconds of planning before there is a bar
+PATIENCE = 2.0  # seconds of planning before it is said
 TICK = 0.5  # seconds after which it shows the time anew
 FORMAT = "planning: {desc}, {elapsed}"
 
@@ -37,8 +38,9 @@ def tell(text: str, again: bool) -> None:
 
 
 class Progress:
-    """How far planning is: a bar on stderr, if that is a terminal or a notebook's, from
-    PATIENCE on, with the name of what is being done; gone when done."""
+    """How far planning is, from PATIENCE on, with the name of what is being done: a bar
+    on stderr, if that is a terminal or a notebook's, which is gone when done; elsewhere
+    a line, of rank 0."""
 
     def __init__(self) -> None:
         self._done = threading.Event()
@@ -47,8 +49,10 @@ class Progress:
 
     def __enter__(self) -> Progress:
         stream, notebook = sys.stderr, "ipykernel" in sys.modules
-        if stream is not None and (notebook or stream.isatty()):
-            self._thread = threading.Thread(target=self._tick, daemon=True)
+        bar = stream is not None and (notebook or stream.isatty())
+        if bar or os.environ.get("RANK", "0") == "0":
+            say = self._tick if bar else self._line
+            self._thread = threading.Thread(target=say, daemon=True)
             self._thread.start()
         return self
 
@@ -71,6 +75,10 @@ class Progress:
         if LOG.isEnabledFor(logging.DEBUG):
             seconds = time.perf_counter() - self._began
             LOG.debug("after %s (%.2f s):\n%s", self._name, seconds, _text(made))
+
+    def _line(self) -> None:
+        if not self._done.wait(PATIENCE):
+            tell(f"planning takes more than {PATIENCE:g} s; now {self._name}", False)
 
     def _tick(self) -> None:
         began = time.perf_counter()

@@ -21,6 +21,7 @@ from fxsched import PlanError, Schedule, schedules
 from fxsched.transport.checksums import digest
 
 STEPS = 5  # of a whole training, which is saved after the third
+EPOCH = 4  # batches
 
 
 class Dropping(nn.Module):
@@ -43,23 +44,28 @@ class Dropping(nn.Module):
 
 
 class Loader:
-    """Batches from a generator of its own; its position is its state, as torchdata's
-    StatefulDataLoader has it."""
+    """Shuffled batches, in another order in each epoch, from a generator of its own;
+    its state is as torchdata's StatefulDataLoader has it."""
 
     def __init__(self) -> None:
-        self.position = 0
+        self.draw = torch.Generator().manual_seed(0)
+        self.load_state_dict({"draw": self.draw.get_state(), "position": 0})
 
-    def state_dict(self) -> dict[str, int]:
-        return {"position": self.position}
+    def state_dict(self) -> dict[str, Any]:
+        return {"draw": self.began, "position": self.position}
 
-    def load_state_dict(self, state: dict[str, int]) -> None:
-        self.position = state["position"]
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.began, self.position = state["draw"], state["position"]
+        self.draw.set_state(self.began)
+        self.order = torch.randperm(EPOCH, generator=self.draw).tolist()
 
     def __next__(self) -> tuple[Tensor, Tensor]:
-        draw = torch.Generator().manual_seed(self.position)
+        if self.position == EPOCH:
+            self.load_state_dict({"draw": self.draw.get_state(), "position": 0})
+        draw = torch.Generator().manual_seed(self.order[self.position])
         self.position += 1
-        x = torch.randint(20, (8, 5), generator=draw)
-        return x, torch.randint(20, (8,), generator=draw)
+        x = torch.randint(20, (12, 5), generator=draw)
+        return x, torch.randint(20, (12,), generator=draw)
 
 
 class Training(NamedTuple):

@@ -21,6 +21,7 @@ from torch._dynamo.exc import (
     InternalTorchDynamoError,
     ObservedException,
     TorchDynamoException,
+    TorchRuntimeError,
     Unsupported,
     UserError,
 )
@@ -33,7 +34,7 @@ from ..torch_compat.compiled_modules import export_broken, innermost
 from ..torch_compat.ctc_losses import ctc_traced
 from ..torch_compat.frames import around_frames, forget, settings
 from .caller import Call, owner_of, read_call
-from .graph_breaks import GraphBreak, not_whole
+from .graph_breaks import GraphBreak, not_whole, own_frame
 from .graph_inputs import Origins, Path, placeholders
 from .returns import read_returns
 from .samples import symbolic_dim
@@ -74,6 +75,8 @@ def _tracing(backend: Any) -> Iterator[None]:
     with settings(), ctc_traced(), backend.tracing():
         try:
             yield
+        except TorchRuntimeError as error:
+            raise _failed(error) from error
         except BREAKS as error:  # Dynamo would run the frame without a word
             raise _frame_error(error) from error
 
@@ -193,3 +196,14 @@ def _frame_error(error: TorchDynamoException) -> PlanError:
     text = re.sub(r"ExceptionVariable\(<class '([\w.]+)'>\)", r"\1", text)
     where = f"{stack[-1].filename}:{stack[-1].lineno}"
     return PlanError(f"{where}: the model raised {text}")
+
+
+def _failed(error: TorchRuntimeError) -> PlanError:
+    """The error for an operation that fails on the shapes and types that it gets."""
+    frame = own_frame(error.real_stack)
+    # Dynamo tells the operation's own error in the middle of advice
+    found = re.search(r"""got (\w+)\((['"])(.*?)\2\)""", error.msg, re.S)
+    text = f"{found[1]}: {found[3]}" if found else error.msg.partition("\n")[0]
+    sizes = re.findall(r"\bs\d+\b", text)
+    note = f" ({sizes[0]}: a size that may change, as the batch's)" if sizes else ""
+    return PlanError(f"{frame.filename}:{frame.lineno}: the model raised {text}{note}")

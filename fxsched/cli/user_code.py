@@ -6,7 +6,6 @@ import difflib
 import importlib
 import importlib.util
 import inspect
-import re
 import sys
 import textwrap
 import traceback
@@ -131,10 +130,6 @@ def _said(error: BaseException) -> str:
     kind, text = type(error).__name__, str(error)
     if isinstance(error, SyntaxError):
         text = error.msg
-    # Dynamo tells the operation's own error in the middle of advice
-    inner = re.search(r"""got (\w+)\((['"])(.*?)\2\)""", text, re.S)
-    if inner and type(error).__module__.startswith("torch._dynamo"):
-        kind, text = inner[1], inner[3]
     return f"{kind}: {textwrap.shorten(text, 400, placeholder=' ..')}".rstrip(": ")
 
 
@@ -142,9 +137,8 @@ def _place(error: BaseException, file: str) -> str | None:
     """The last line of the user's file that an error went through."""
     if isinstance(error, SyntaxError) and error.filename:
         return f"{error.filename}:{error.lineno}"
-    # Dynamo, which runs no frame of the user's, writes them into the message
-    lines = re.findall(r'File "(.+?)", line (\d+)', str(error))
     frames = traceback.extract_tb(error.__traceback__)
-    lines += [(frame.filename, str(frame.lineno)) for frame in frames]
-    places = [f"{name}:{line}" for name, line in lines if name == file]
+    places = [
+        f"{frame.filename}:{frame.lineno}" for frame in frames if frame.filename == file
+    ]
     return places[-1] if places else None

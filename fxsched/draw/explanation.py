@@ -31,6 +31,8 @@ from .shard_table import ShardCosts, shard_costs_text
 from .tables import byte_text, ranges, shorten, table
 from .whole_stages import whole_stage, whole_stages
 
+APART = "keep rows apart, by GroupNorm or batch_norm='microbatch' for BatchNorm"
+
 
 def explain_text(
     schedule: Schedule,
@@ -160,8 +162,7 @@ def _limits(
     worst, time = max(lost, key=lost.__getitem__), clock(step, "s").text(step)
     advice = {
         "unequal workers": _unequal(stages, planned, busy.index(most)),
-        "waiting for other stages": "filling and draining the pipeline: more "
-        "microbatches, or more stages a worker",
+        "waiting for other stages": _waiting(stages),
         "transfers": "values on their way: cut where fewer bytes cross, or use more "
         "microbatches in flight",
         "weights and their gradients": "they are on their way between workers: larger "
@@ -182,6 +183,21 @@ def _limits(
     )
 
 
+def _waiting(stages: nx.DiGraph[int]) -> str:
+    """What to do where workers wait for stages of others."""
+    joint = [s for s, joint in stages.nodes(data="joint") if joint]
+    if not joint:
+        return (
+            "filling and draining the pipeline: more microbatches, or more stages a "
+            "worker"
+        )
+    those = shorten([stage_text(stages, s) for s in sorted(joint)])
+    return (
+        "filling and draining the pipeline more than once, since rows of the whole "
+        f"batch meet in {those}: more microbatches, or {APART}"
+    )
+
+
 def _unequal(stages: nx.DiGraph[int], planned: Timeline, slowest: int) -> str:
     """What to do about the worker that has the most to do."""
     work: dict[int, float] = {}
@@ -197,5 +213,5 @@ def _unequal(stages: nx.DiGraph[int], planned: Timeline, slowest: int) -> str:
     return (
         f"worker {slowest} runs stage {largest}* alone, since rows of the whole batch "
         "meet in it; finer cuts don't divide it: give the worker no other stages, or "
-        "keep rows apart, by GroupNorm or batch_norm='microbatch' for BatchNorm"
+        f"{APART}"
     )

@@ -35,9 +35,9 @@ ROWS = 24  # of the table; the rest of what agrees is counted
 COLUMNS = 100  # of the table
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Verification:
-    """The result of fxsched.verify; prints as a table.
+    """The result of fxsched.verify; print it for a table.
 
     passed: whether the loss and all outputs, gradients and buffers agree.
     differences: how each of them compares.
@@ -52,6 +52,8 @@ class Verification:
     def __str__(self) -> str:
         return self.text
 
+    __repr__ = __str__  # a table in a Python shell and in notebooks too
+
 
 def verify(
     model: nn.Module,
@@ -63,10 +65,11 @@ def verify(
     """Compares a step of a schedule with eager PyTorch on the whole batch.
 
     Both run on copies of the model with the same random numbers, the schedule on
-    threads. verify prints how losses, outputs, gradients and buffers compare, and the
-    operation, gradient or buffer that doesn't agree. In a training, a model that draws
-    random numbers (dropout) gets others from fxsched than from eager PyTorch, so their
-    losses differ; verify gives eager PyTorch those of the schedule.
+    threads. The result prints as a table of how losses, outputs, gradients and buffers
+    compare, and names the operation, gradient or buffer that doesn't agree. In a
+    training, a model that draws random numbers (dropout) gets others from fxsched than
+    from eager PyTorch, so their losses differ; verify gives eager PyTorch those of the
+    schedule.
 
     loss: a function of the model's output that returns a scalar with a gradient. By
         default the loss is the one that the model returns.
@@ -94,7 +97,6 @@ def verify(
         found, note = _in_float64(call, given, found)
     why = "" if found.passed else _reason(found)
     text = _text(found, why, note)
-    print(text)
     return Verification(found.passed, found.differences, why, text)
 
 

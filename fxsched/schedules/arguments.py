@@ -3,10 +3,46 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Sequence
+import inspect
+from collections.abc import Callable, Sequence
+from functools import wraps
+from typing import ParamSpec
 
 from ..jobs.job import PlanError
-from ..jobs.user_values import is_count, too_many
+from ..jobs.schedule import Schedule
+from ..jobs.user_values import is_count, shown, too_many
+
+P = ParamSpec("P")
+
+
+def constructor(make: Callable[P, Schedule]) -> Callable[P, Schedule]:
+    """Has a function that makes a schedule say what it takes, in the TypeError for
+    arguments that are missing, too many or unknown."""
+    takes = inspect.signature(make)
+
+    @wraps(make)
+    def call(*args: P.args, **kwargs: P.kwargs) -> Schedule:
+        try:
+            takes.bind(*args, **kwargs)
+        except TypeError as error:
+            given = [*map(shown, args), *(f"{k}={shown(kwargs[k])}" for k in kwargs)]
+            what = str(error)
+            if unknown := [name for name in kwargs if name not in takes.parameters]:
+                near = difflib.get_close_matches(unknown[0], takes.parameters, 1)
+                hint = f", did you mean {near[0]}=?" if near else ""
+                what = f"there is no argument {unknown[0]!r}{hint}"
+            raise TypeError(
+                f"{make.__name__}({', '.join(given)}): {what}; it takes "
+                f"{', '.join(map(_argument, takes.parameters.values()))}"
+            ) from None
+        return make(*args, **kwargs)
+
+    return call
+
+
+def _argument(parameter: inspect.Parameter) -> str:
+    """An argument as a call writes it: its name, and its default."""
+    return str(parameter.replace(annotation=parameter.empty))
 
 
 def positive(name: str, **counts: object) -> None:

@@ -9,13 +9,14 @@ import networkx as nx
 from ..jobs.job import Direction, Job, Placement, PlanError
 from ..jobs.per_shard import for_shard
 from ..jobs.schedule import Schedule
-from .arguments import equal_shares, groups, one_of, positive
+from .arguments import constructor, equal_shares, groups, one_of, positive
 from .orders import microbatch_first
 from .sharded_optimizer import share_optimizer
 
 STAGES = 1 << 20  # above all numbers of stages
 
 
+@constructor
 def ddp(workers: int, microbatches: int | None = None) -> Schedule:
     """Every worker keeps all weights and runs whole microbatches.
 
@@ -32,6 +33,7 @@ def ddp(workers: int, microbatches: int | None = None) -> Schedule:
     )
 
 
+@constructor
 def fsdp(workers: int, microbatches: int | None = None) -> Schedule:
     """As ddp, but one worker keeps stage s: w = (s mod W, b mod W).
 
@@ -47,6 +49,7 @@ def fsdp(workers: int, microbatches: int | None = None) -> Schedule:
     )
 
 
+@constructor
 def hsdp(workers: int, group_size: int, microbatches: int | None = None) -> Schedule:
     """fsdp inside groups of R workers, with replicas across groups.
 
@@ -60,6 +63,7 @@ def hsdp(workers: int, group_size: int, microbatches: int | None = None) -> Sche
     return replace(replicate(inside, count), name="hsdp")
 
 
+@constructor
 def zero1(workers: int, microbatches: int | None = None) -> Schedule:
     """As ddp, but one worker keeps a stage's optimizer state.
 
@@ -80,6 +84,7 @@ def zero1(workers: int, microbatches: int | None = None) -> Schedule:
     return _zero("zero1", workers, microbatches, 1)
 
 
+@constructor
 def zero2(workers: int, microbatches: int | None = None) -> Schedule:
     """As zero1, but a stage's update runs as soon as its last B is done.
 
@@ -101,6 +106,7 @@ def _zero(name: str, workers: int, microbatches: int | None, zero: int) -> Sched
     return share_optimizer(replicas, zero)
 
 
+@constructor
 def replicate(schedule: Schedule, groups: int, zero: int | None = None) -> Schedule:
     """Makes any schedule data-parallel: runs `groups` copies of it.
 

@@ -12,13 +12,14 @@ from ..jobs.answers import Priority
 from ..jobs.job import Direction, Placement
 from ..jobs.own_caps import OwnCaps
 from ..jobs.schedule import Schedule
-from .arguments import positive
+from .arguments import constructor, positive
 from .orders import oldest_microbatch_first
 
 # Jobs that `graph` simulates at most to place stages on workers.
 SIMULATED = 15_000
 
 
+@constructor
 def graph(workers: int, microbatches: int) -> Schedule:
     """For models with branches: each branch runs on workers of its own.
 

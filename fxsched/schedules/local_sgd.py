@@ -5,10 +5,11 @@ from __future__ import annotations
 from dataclasses import replace
 
 from ..jobs.schedule import Schedule
-from .arguments import equal_shares, positive
+from .arguments import constructor, equal_shares, positive
 from .data_parallel import ddp
 
 
+@constructor
 def local_sgd(
     workers: int,
     every: int,

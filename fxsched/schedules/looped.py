@@ -7,13 +7,14 @@ from collections.abc import Callable
 from ..jobs.job import Direction, Placement
 from ..jobs.own_caps import OwnCaps
 from ..jobs.schedule import Schedule
-from .arguments import equal_shares, groups, loops, positive
+from .arguments import constructor, equal_shares, groups, loops, positive
 from .orders import oldest_microbatch_first
 
 FORWARD = Direction.FORWARD
 _Placer = Callable[[int, int], int]
 
 
+@constructor
 def looped_bfs(workers: int, microbatches: int, stages: int | None = None) -> Schedule:
     """Breadth first: all microbatches run through one stage of a worker, then the next.
 
@@ -42,6 +43,7 @@ def looped_bfs(workers: int, microbatches: int, stages: int | None = None) -> Sc
     )
 
 
+@constructor
 def looped_dfs(workers: int, microbatches: int, stages: int | None = None) -> Schedule:
     """Depth first: W microbatches run through all stages before the next W.
 
@@ -72,6 +74,7 @@ def looped_dfs(workers: int, microbatches: int, stages: int | None = None) -> Sc
     )
 
 
+@constructor
 def interleaved(
     workers: int, microbatches: int | None = None, stages: int | None = None
 ) -> Schedule:
@@ -111,6 +114,7 @@ def _turn(loop: int, b: int, d: Direction, workers: int, v: int) -> int:
     return (b // workers * v + loop) * workers + b % workers
 
 
+@constructor
 def lpp(
     workers: int, group_size: int, microbatches: int, stages: int | None = None
 ) -> Schedule:
@@ -133,6 +137,7 @@ def lpp(
     )
 
 
+@constructor
 def fslpp(
     workers: int,
     group_size: int,

@@ -5,12 +5,13 @@ from __future__ import annotations
 from ..jobs.job import Direction, Placement, PlanError
 from ..jobs.own_caps import OwnCaps
 from ..jobs.schedule import Schedule
-from .arguments import positive
+from .arguments import constructor, positive
 from .orders import forward_first, oldest_microbatch_first
 
 FORWARD, BACKWARD, *_ = Direction
 
 
+@constructor
 def naive(workers: int, microbatches: int = 1) -> Schedule:
     """One stage per worker and one microbatch at a time: w = (s, s), in_flight = 1.
 
@@ -29,6 +30,7 @@ def naive(workers: int, microbatches: int = 1) -> Schedule:
     )
 
 
+@constructor
 def gpipe(workers: int, microbatches: int) -> Schedule:
     """One stage per worker, w = (s, s); of the jobs that are ready, F goes before B.
 
@@ -45,6 +47,7 @@ def gpipe(workers: int, microbatches: int) -> Schedule:
     )
 
 
+@constructor
 def one_f_one_b(workers: int, microbatches: int, ahead: int = 1) -> Schedule:
     """As gpipe, but B runs as soon as it can, and in_flight is W - s.
 
@@ -67,6 +70,7 @@ def one_f_one_b(workers: int, microbatches: int, ahead: int = 1) -> Schedule:
     )
 
 
+@constructor
 def folded(workers: int, microbatches: int, held: int | None = None) -> Schedule:
     """Two stages per worker, the first with the last: s on min(s, 2 W - 1 - s).
 
@@ -104,6 +108,7 @@ def folded(workers: int, microbatches: int, held: int | None = None) -> Schedule
     )
 
 
+@constructor
 def cuckoo(workers: int, microbatches: int) -> Schedule:
     """As 1f1b without caps, but late workers run early stages' B of first microbatches.
 
@@ -130,6 +135,7 @@ def cuckoo(workers: int, microbatches: int) -> Schedule:
     )
 
 
+@constructor
 def overflow(workers: int, microbatches: int, stages: int | None = None) -> Schedule:
     """1f1b on S workers, with extra workers for jobs whose activations don't fit.
 

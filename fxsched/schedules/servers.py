@@ -11,10 +11,11 @@ import networkx as nx
 from ..jobs.job import Placement, PlanError
 from ..jobs.schedule import Schedule
 from ..jobs.user_values import is_int
-from .arguments import equal_shares, groups, positive
+from .arguments import constructor, equal_shares, groups, positive
 from .orders import microbatch_first
 
 
+@constructor
 def parameter_server(
     workers: int,
     microbatches: int | None = None,
@@ -44,6 +45,7 @@ def parameter_server(
     return _updating(schedule, servers, asynchronous, staleness)
 
 
+@constructor
 def sharded_parameter_server(
     workers: int,
     microbatches: int | None = None,
@@ -62,6 +64,7 @@ def sharded_parameter_server(
     return _updating(schedule, servers, asynchronous, staleness)
 
 
+@constructor
 def sharded_groups(
     workers: int, group_size: int, microbatches: int | None = None
 ) -> Schedule:
@@ -86,6 +89,7 @@ def sharded_groups(
     )
 
 
+@constructor
 def hybrid(
     workers: int,
     microbatches: int | None = None,

@@ -12,10 +12,11 @@ from math import inf
 from ..jobs.job import Direction, PlanError
 from ..jobs.schedule import Schedule
 from ..jobs.user_values import is_count, is_number
-from .arguments import positive
+from .arguments import constructor, positive
 from .pipelines import one_f_one_b
 
 
+@constructor
 def pipedream(workers: int, microbatches: int) -> Schedule:
     """1f1b with an update of a stage after each of its B.
 
@@ -38,6 +39,7 @@ def pipedream(workers: int, microbatches: int) -> Schedule:
     )
 
 
+@constructor
 def pipedream_2bw(
     workers: int, microbatches: int, every: int | None = None
 ) -> Schedule:
@@ -52,6 +54,7 @@ def pipedream_2bw(
     return _one_late("pipedream_2bw", workers, microbatches, every)
 
 
+@constructor
 def stale_by_one(workers: int, microbatches: int) -> Schedule:
     """pipedream_2bw with W microbatches to an update.
 
@@ -62,6 +65,7 @@ def stale_by_one(workers: int, microbatches: int) -> Schedule:
     return _one_late("stale_by_one", workers, microbatches, workers)
 
 
+@constructor
 def pipemare(
     workers: int,
     microbatches: int,

@@ -8,9 +8,10 @@ import networkx as nx
 
 from ..jobs.job import Direction, Placement, PlanError
 from ..jobs.schedule import Schedule
-from .arguments import positive
+from .arguments import constructor, positive
 
 
+@constructor
 def sharded(schedule: Schedule, shards: int) -> Schedule:
     """Makes any schedule tensor-parallel: each worker becomes `shards` workers.
 

@@ -20,7 +20,7 @@ from ..jobs.answers import Priority
 from ..jobs.job import Direction, Placement
 from ..jobs.own_caps import OwnCaps
 from ..jobs.schedule import Schedule
-from .arguments import positive
+from .arguments import constructor, positive
 from .graph_schedule import (
     SIMULATED,
     improved,
@@ -64,6 +64,7 @@ def encoder_stages(stages: nx.DiGraph[int], workers: int) -> frozenset[int]:
     return frozenset(flow_order(stages)[:-workers])
 
 
+@constructor
 def bubble_filled(workers: int, microbatches: int) -> Schedule:
     """Encoders' jobs run in the bubbles of the trunk.
 
@@ -93,6 +94,7 @@ def bubble_filled(workers: int, microbatches: int) -> Schedule:
     return Schedule(workers, microbatches, fit=fit, name="bubble_filled")
 
 
+@constructor
 def nested(workers: int, microbatches: int) -> Schedule:
     """Encoders' jobs are nested into the trunk's 1F1B.
 

@@ -10,11 +10,12 @@ from collections.abc import Callable
 from ..jobs.job import Direction, Placement
 from ..jobs.own_caps import OwnCaps
 from ..jobs.schedule import Schedule
-from .arguments import positive
+from .arguments import constructor, positive
 
 FORWARD, BACKWARD, WEIGHT, UPDATE = Direction
 
 
+@constructor
 def zb_h1(workers: int, microbatches: int) -> Schedule:
     """ZB-H1: 1f1b in a fixed order that runs W late, to fill gaps.
 
@@ -27,6 +28,7 @@ def zb_h1(workers: int, microbatches: int) -> Schedule:
     return _fixed_order("zb_h1", workers, microbatches, 1)
 
 
+@constructor
 def zb_h2(workers: int, microbatches: int) -> Schedule:
     """ZB-H2: as zb_h1 with twice the warm-up, and 2 p - 1 activations.
 
@@ -63,6 +65,7 @@ def _fixed_order(name: str, workers: int, microbatches: int, c: int) -> Schedule
     )
 
 
+@constructor
 def zb_v(workers: int, microbatches: int) -> Schedule:
     """ZB-V: stages as in `folded`, F before B, and W when nothing else can run.
 
@@ -93,6 +96,7 @@ def zb_v(workers: int, microbatches: int) -> Schedule:
     )
 
 
+@constructor
 def v_half(workers: int, microbatches: int) -> Schedule:
     """V-Half: stages as in `folded`, and half of the memory of zb_v.
 
@@ -111,6 +115,7 @@ def v_half(workers: int, microbatches: int) -> Schedule:
     return _repeated("v_half", workers, microbatches, block, in_order=False)
 
 
+@constructor
 def v_min(workers: int, microbatches: int) -> Schedule:
     """V-Min: stages as in `folded`, and a third of the memory of zb_v.
 

@@ -18,7 +18,9 @@ import torch._dynamo
 import torch.fx.experimental._config
 from torch._dynamo import convert_frame
 
+from ..jobs.job import PlanError
 from .patched import replace_once
+from .tracebacks import shortened
 
 Around = Callable[[dict[str, Any]], AbstractContextManager[None] | None]
 
@@ -33,8 +35,11 @@ def around_frames(ours: Around) -> None:
         around = ours(bound.arguments)
         if around is None:
             return original(*args, **kwargs)
-        with around:
-            return original(*bound.args, **bound.kwargs)
+        try:
+            with around:
+                return original(*bound.args, **bound.kwargs)
+        except PlanError as error:
+            raise shortened(error)  # noqa: B904
 
     replace_once((convert_frame,), "_compile", compile_frame)
 

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import sysconfig
+from collections.abc import Iterator
+from contextlib import contextmanager
+from traceback import walk_tb
 from types import TracebackType
 
 import torch
@@ -13,17 +17,16 @@ from ..jobs.job import PlanError
 
 FULL = "FXSCHED_TRACEBACK"  # the environment variable; "full" leaves them as they are
 TRACING = ("torch._dynamo.", "torch._subclasses.", "torch.export.", "torch.fx.")
-OURS = (
-    os.path.dirname(os.path.dirname(__file__)),
-    os.path.dirname(torch.__file__),
-    "<",
-)
+FXSCHED = os.path.dirname(os.path.dirname(__file__))
+TORCH = (os.path.dirname(torch.__file__), "<")
 PYTHON = sysconfig.get_path("stdlib")
+FAKES = "torch._subclasses.fake_tensor"  # its logger's name too
 
 
 def shortened(error: BaseException) -> BaseException:
     """The error without frames of fxsched, torch and Python's library, and without
-    causes that have no others or are torch's, which say that it can't trace a model.
+    causes that have no others, are torch's, which say that it can't trace a model, or
+    are of the model.
 
     Other errors, such as a TypeError, may be a bug: they and causes of theirs stay.
     """
@@ -31,9 +34,35 @@ def shortened(error: BaseException) -> BaseException:
     if os.environ.get(FULL) != "full" and isinstance(error, PlanError):
         error.__traceback__ = _of_user(error.__traceback__)
         error.__suppress_context__ = True
-        if cause and (_is_of_tracing(cause) or _is_empty(shortened(cause))):
+        if cause and (
+            _is_of_tracing(cause) or _is_of_model(cause) or _is_empty(shortened(cause))
+        ):
             error.__cause__ = None
     return error
+
+
+@contextmanager
+def quiet_fakes() -> Iterator[None]:
+    """Without the traceback that torch logs of an operation that fails while a model is
+    traced: an error says it too."""
+
+    def other(record: logging.LogRecord) -> bool:
+        return not str(record.msg).startswith("failed while attempting to run meta for")
+
+    log = logging.getLogger(FAKES)
+    if os.environ.get(FULL) != "full":
+        log.addFilter(other)
+    try:
+        yield
+    finally:
+        log.removeFilter(other)
+
+
+def _is_of_model(error: BaseException) -> bool:
+    """Whether the user's code raised it, or what it called of torch."""
+    files = [f.f_code.co_filename for f, _ in walk_tb(error.__traceback__)]
+    users = [f for f in files if not f.startswith(FXSCHED) and not _is_library(f)]
+    return bool(users) and not files[-1].startswith(FXSCHED)
 
 
 def _is_of_tracing(error: BaseException | None) -> bool:
@@ -53,9 +82,12 @@ def _of_user(frames: TracebackType | None) -> TracebackType | None:
     if frames is None:
         return None
     rest, file = _of_user(frames.tb_next), frames.tb_frame.f_code.co_filename
-    python = (
-        file.startswith(PYTHON) and "-packages" not in file
-    )  # others' are there too
-    if python or file.startswith(OURS):
+    if _is_library(file) or file.startswith(FXSCHED):
         return rest
     return TracebackType(rest, frames.tb_frame, frames.tb_lasti, frames.tb_lineno)
+
+
+def _is_library(file: str) -> bool:
+    """Whether a file is of torch, or of Python's library, where packages are too."""
+    python = file.startswith(PYTHON) and "-packages" not in file
+    return python or file.startswith(TORCH)

@@ -221,8 +221,8 @@ def test_a_tower_with_norms_is_one_stage_beside_the_other_tower(make) -> None:
     texts = {at[f"{s}F0"] for s in plan.stages if s not in joint}
     assert texts == {1 - at[f"{tower}F*"]}
     text = " ".join(plan.explain().split())
-    assert "BatchNorm takes its statistics of the whole batch, all rows in" in text
-    assert '; of each microbatch (batch_norm="microbatch"): ' in text
+    assert "BatchNorm makes global-batch stages (*), for statistics of" in text
+    assert "; batch_norm='microbatch', or GroupNorm, avoid these stages" in text
 
 
 @pytest.mark.slow
@@ -233,7 +233,7 @@ def test_lost_data_parallelism_is_said() -> None:
         said = " ".join(text.split())
         assert " stages 0* (body), 1*: one job a direction" in said
         assert "where the rows of all microbatches meet; worker 1 runs none" in said
-        assert "not spread over workers: batch_norm='microbatch' and GroupNorm" in said
+        assert "or GroupNorm, avoid these stages, and spread its rows over" in said
     assert "what limits the step: unequal workers; worker 0 runs stage 0* alone" in said
     assert "finer cuts don't divide it" in said and "cut finer" not in said
 
@@ -279,3 +279,12 @@ def test_replays_see_the_batches_that_plans_do(name) -> None:
     each = "each microbatch: each update is of a part of the batch"
     text = " ".join(plan.explain().split())
     assert (f"BatchNorm takes its statistics of {each}" in text) == (name != "gpipe")
+
+
+def test_workers_that_wait_for_a_batch_norm_are_told_of_it() -> None:
+    blocks = [nn.Sequential(nn.Linear(64, 64), nn.ReLU()) for _ in range(8)]
+    model = nn.Sequential(*blocks[:4], nn.BatchNorm1d(64), *blocks[4:])
+    plan = fxsched.plan(model, schedules.zb_h1(4, 8), torch.randn(256, 64))
+    text = " ".join(plan.explain().split())
+    assert "BatchNorm makes global-batch stages (*), for statistics of" in text
+    assert "pipeline more than once, since rows of the whole batch meet in 4*: " in text

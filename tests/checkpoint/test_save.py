@@ -25,6 +25,7 @@ from fxsched import PlanError, schedules
 from fxsched.checkpoint.cut_weights import Whole
 from fxsched.checkpoint.part import Part
 from fxsched.checkpoint.save import _check_parts
+from tests import elastic
 from tests.ranks_save import Loader, Training, full_disk, resumed
 from tests.resumes import resume
 from tests.torchrun import ONE_THREAD, ROOT, torchrun
@@ -49,6 +50,14 @@ def test_killed_ranks_of_fsdp_resume_under_1f1b_and_on_threads_to_the_bit(
     wanted = re.findall(r"rank \d: (\(.*?\))", printed)
     found = resumed(folder, schedules.gpipe(3, 2))
     assert wanted == [str(found)] * 4, printed
+
+
+@pytest.mark.slow
+def test_ranks_killed_in_an_epoch_resume_with_as_many_and_with_one_fewer(
+    tmp_path: Path,
+) -> None:
+    wanted, found = elastic.story(tmp_path)
+    assert found == wanted and len(set(found)) == elastic.STEPS
 
 
 @pytest.mark.slow
@@ -178,7 +187,8 @@ def test_a_plain_model_comes_back_with_its_extra_state(plain: tuple[Path, Net]) 
     before = torch.get_rng_state()
     optimizer = trained(other)
     assert not torch.equal(before, torch.get_rng_state())
-    assert fxsched.load(folder, other, optimizer) == {"loader": {"position": 0}}
+    loaded = fxsched.load(folder, other, optimizer)["loader"]
+    assert str(loaded) == str(Loader().state_dict())
     wanted = model.state_dict()
     assert other.calls == 12 and optimizer.param_groups[0]["lr"] == 0.02
     torch.testing.assert_close(other.state_dict(), wanted, rtol=0, atol=0)

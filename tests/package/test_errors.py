@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -14,6 +15,7 @@ from torch import Tensor, nn
 
 import fxsched
 from fxsched import PlanError, Schedule, schedules
+from fxsched.torch_compat import tracebacks
 
 
 class Chain(nn.Module):
@@ -284,12 +286,16 @@ def test_an_output_without_a_batch_dimension() -> None:
 # ------------------------------------------------------------------ the traceback
 
 
-def frames_of(model: nn.Module, kind: type[Exception] = PlanError) -> list[str]:
+def frames_of(
+    model: Callable[..., Tensor],
+    kind: type[Exception] = PlanError,
+    columns: int = 3,
+) -> list[str]:
     """The files of fxsched and torch in the traceback of a call that fails, and "cause"
     if the error has one."""
     torch._dynamo.reset()
     with pytest.raises(kind) as caught:
-        run(model, two(), torch.ones(3, 3))
+        run(model, two(), torch.ones(3, columns))
     files = [
         Path(frame.f_code.co_filename)
         for frame, _ in walk_tb(caught.value.__traceback__)
@@ -307,6 +313,34 @@ def test_tracebacks_of_mistakes_have_the_frames_of_the_user(
         monkeypatch.setenv("FXSCHED_TRACEBACK", "full")
         assert len(frames_of(model)) > 10
         monkeypatch.delenv("FXSCHED_TRACEBACK")
+
+
+def test_what_an_operation_raises_while_it_is_traced_is_a_line(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    logged: list[logging.LogRecord] = []
+    handler, log = logging.Handler(), logging.getLogger(tracebacks.FAKES)
+    monkeypatch.setattr(handler, "emit", logged.append)
+    monkeypatch.setattr(log, "handlers", [handler])
+    model, broken = Chain(), Of(lambda made, x: (print(), made.sum())[1])
+    assert frames_of(model, columns=7) == ["patched", "compiled_modules"]
+    assert frames_of(broken, columns=7) == ["patched", "compiled_modules"]
+    assert len(frames_of(lambda x: model(x).sum(), columns=7)) < 8
+    assert not logged
+    said = (
+        r"^[^\n]*:\d+: the model raised RuntimeError: .*7\] X \[3, \d\].*size that may"
+    )
+    torch._dynamo.reset()
+    with pytest.raises(PlanError, match=said):
+        run(model, two(), torch.ones(4, 7))
+    monkeypatch.setenv("FXSCHED_TRACEBACK", "full")
+    assert frames_of(model, columns=7)[-1] == "cause" and logged
+
+
+def test_tracebacks_of_wrong_options_are_short() -> None:
+    with pytest.raises(PlanError) as caught:
+        fxsched.backend(two(), prefetch=-1)
+    assert len(list(walk_tb(caught.value.__traceback__))) == 2
 
 
 @pytest.mark.parametrize("kind", [TypeError, PlanError])

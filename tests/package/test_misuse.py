@@ -513,6 +513,39 @@ def test_an_option_that_there_is_not_is_an_error(
         fxsched.backend(schedules.gpipe(2, 4), **given)
 
 
+@pytest.mark.parametrize(
+    ("make", "said"),
+    [
+        (
+            lambda: schedules.lpp(4, 2),
+            "lpp(4, 2): missing a required argument: 'microbatches'; it takes workers, "
+            "group_size, microbatches, stages=None",
+        ),
+        (
+            lambda: schedules.lpp(4, 8, groupsize=2),
+            "lpp(4, 8, groupsize=2): there is no argument 'groupsize', did you mean "
+            "group_size=?; it takes workers, group_size, microbatches, stages=None",
+        ),
+        (
+            lambda: schedules.gpipe(2, 4, 8),
+            "gpipe(2, 4, 8): too many positional arguments; it takes workers, "
+            "microbatches",
+        ),
+        (
+            lambda: schedules.sharded(schedules.gpipe(2, 4)),
+            "sharded(a Schedule): missing a required argument: 'shards'; it takes "
+            "schedule, shards",
+        ),
+    ],
+)
+def test_a_schedules_constructor_says_what_it_takes(
+    make: Callable[[], Any], said: str
+) -> None:
+    with pytest.raises(TypeError) as raised:
+        make()
+    assert str(raised.value) == said
+
+
 def test_a_name_that_is_near_is_in_pythons_error() -> None:
     with pytest.raises(AttributeError, match="has no attribute 'bakend'") as raised:
         _ = fxsched.bakend

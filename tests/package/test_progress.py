@@ -1,4 +1,4 @@
-"""What planning says: a line on stderr, logs of passes, a bar on a terminal."""
+"""What planning says: lines on stderr, logs of passes, a bar on a terminal."""
 
 from __future__ import annotations
 
@@ -105,28 +105,45 @@ class Terminal(io.StringIO):
 
 
 @pytest.mark.parametrize("where", ["terminal", "notebook", "file"])
-def test_what_takes_long_has_a_bar_on_a_terminal_and_in_a_notebook(
+def test_what_takes_long_has_a_bar_or_elsewhere_a_line(
     where: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     stream = Terminal() if where == "terminal" else io.StringIO()
     if where == "notebook":
         monkeypatch.setitem(sys.modules, "ipykernel", ModuleType("ipykernel"))
-    shown = where != "file"
+    bar = where != "file"
     monkeypatch.setattr(sys, "stderr", stream)
-    monkeypatch.setattr(progress, "PATIENCE", 0.0)
+    monkeypatch.setattr(progress, "PATIENCE", 0.2)
     monkeypatch.setattr(progress, "TICK", 0.01)
     with progress.Progress() as planning:
         planning.at("assign_stages")
         end = time.monotonic() + 10
-        while shown and "assign_stages" not in stream.getvalue():
+        while "assign_stages" not in stream.getvalue():
             assert time.monotonic() < end
     said = stream.getvalue()
-    assert ("planning: assign_stages, 00:00" in said) == shown
+    if not bar:
+        line = "fxsched: planning takes more than 0.2 s; now assign_stages\n"
+        assert said == line
+        return
+    assert "planning: assign_stages, 00:00" in said
     assert said.rpartition("\r")[0].rpartition("\r")[2].strip() == ""  # it is gone
 
 
-def test_what_is_quick_has_none(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys, "stderr", stream := Terminal())
+@pytest.mark.parametrize("stream", [Terminal(), io.StringIO()])
+def test_what_is_quick_has_none(
+    stream: io.StringIO, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "stderr", stream)
     with progress.Progress() as planning:
         planning.at("assign_stages")
+    assert stream.getvalue() == ""
+
+
+def test_other_ranks_than_0_print_no_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setattr(sys, "stderr", stream := io.StringIO())
+    monkeypatch.setattr(progress, "PATIENCE", 0.0)
+    with progress.Progress() as planning:
+        planning.at("assign_stages")
+        assert planning._thread is None
     assert stream.getvalue() == ""
