@@ -8,10 +8,10 @@ import textwrap
 from collections.abc import Iterator, Sequence
 
 from ..ir.parts import WeightCut
-from .tables import LEAST, table
+from .tables import LEAST, cut_names, table
 
 EXPLAINED = 100  # columns of what explains a plan
-NAME = 36  # characters of a weight's name; of longer ones its end
+NAME = 36  # characters of a weight's name; of longer ones its end, if the ends differ
 
 
 def cut_table(cuts: Sequence[WeightCut]) -> Iterator[str]:
@@ -24,7 +24,9 @@ def cut_table(cuts: Sequence[WeightCut]) -> Iterator[str]:
         how = f"{word}: {why}" if why else word
         key = _alike(name), " x ".join(map(str, shape)), _alike(how)
         alike[key] = alike.get(key, 0) + 1
-    names = [_end(name) for name, _, _ in alike]
+    names = [name for name, _, _ in alike]
+    ends = [*map(_end, names)]
+    names = ends if len({*ends}) == len({*names}) else cut_names(names, NAME)
     shapes = [shape for _, shape, _ in alike]
     taken = max(map(len, names)) + 2 + len("of them") + 4 + max(map(len, shapes)) + 2
     room = max(EXPLAINED - taken, LEAST)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -38,7 +39,7 @@ def table(
         may = [cut is None or name in cut for name in names]
         limit = _limit(names, cells, width, may)
         columns = zip(may, zip(*cells, strict=True), strict=False)
-        short = [_cut(column, limit) if m else column for m, column in columns]
+        short = [cut_names(column, limit) if m else column for m, column in columns]
         cells = [list(row) for row in zip(*short, strict=True)]
     return tabulate(cells, names, disable_numparse=True, colalign=sides)
 
@@ -77,16 +78,28 @@ def _limit(
     return limit
 
 
-def _cut(column: Sequence[str], limit: int) -> list[str]:
-    """Cells without their ends, or without their beginnings if those alone differ."""
-    ends = [
-        t if len(t) <= limit else f"{t[: limit - 2].rstrip(' .')}.." for t in column
+def cut_names(column: Sequence[str], limit: int) -> list[str]:
+    """Cells of a column in `limit` characters, with .. for what is cut: the ends, the
+    beginnings, the middles, or all but where the cells begin to differ; the first of
+    these that keeps the most cells different."""
+    long = sorted({text for text in column if len(text) > limit})
+    short = {text for text in column if len(text) <= limit}
+    same = len(os.path.commonprefix(long))  # noqa: RUF071  # of characters
+    room = limit - 2
+    ways = [
+        {text: _parts(text[:room]) for text in long},
+        {text: _parts("", text[-room:]) for text in long},
+        {text: _parts(text[: room // 2], text[room // 2 - room :]) for text in long},
+        {text: _parts("", text[same:][: room - 2], "") for text in long},
     ]
-    if len(set(ends)) == len(set(column)):
-        return ends
-    return [
-        t if len(t) <= limit else f"..{t[2 - limit :].lstrip(' .')}" for t in column
-    ]
+    best = max(ways, key=lambda cells: len({*cells.values(), *short}))
+    return [best.get(text, text) for text in column]
+
+
+def _parts(first: str, *rest: str) -> str:
+    """Parts of a text, with .. for what is between and after them."""
+    parts = [first, *rest] if rest else [first, ""]
+    return "..".join(part.strip(" .") for part in parts)
 
 
 def worker_table(workers: Sequence[Worker], latency: float) -> str:
@@ -132,7 +145,7 @@ def shorten(names: Sequence[str], limit: int = 48) -> str:
     text = ", ".join(names)
     if len(text) <= limit or len(names) < 3:
         return text
-    return f"{names[0]} .. {names[-1]} ({len(names)})"
+    return f"{names[0]} .. {names[-1]}, {len(names)} in all"
 
 
 def byte_text(count: float) -> str:

@@ -9,9 +9,11 @@ import torch
 
 import fxsched
 from fxsched import Plan, PlanError, schedules
+from fxsched.draw.cut_table import cut_table
 from fxsched.draw.plan_tables import wrapped
-from fxsched.draw.tables import table
+from fxsched.draw.tables import cut_names, table
 from fxsched.ir import ops
+from fxsched.ir.parts import WeightCut
 
 from ..runtime.test_training_loop import Chain, batch
 
@@ -109,9 +111,37 @@ def test_a_path_is_not_cut_in_two() -> None:
     ]
 
 
+def test_weights_of_alike_ends_keep_what_differs() -> None:
+    names = [f"{tower}.blocks.attention.projection.weight" for tower in ("one", "two")]
+    cuts = [WeightCut(name, (4, 4), "rows", "", 2) for name in names]
+    lines = next(cut_table(cuts)).splitlines()
+    assert [line[:12] for line in lines[2:]] == ["one.blocks.a", "two.blocks.a"]
+
+
 def test_cells_that_differ_at_their_ends_keep_the_ends() -> None:
     names = [f"model.layers.{layer}" for layer in (10, 11, 12)]
     lines = table("modules", [(name,) for name in names], width=12).splitlines()
     assert lines[2:] == ["..layers.10", "..layers.11", "..layers.12"]
     plain = table("modules", [("model.layers.1",), ("head",)], width=12).splitlines()
     assert [line.rstrip() for line in plain[2:]] == ["model.laye..", "head"]
+
+
+@pytest.mark.parametrize(
+    ("names", "limit", "cut"),
+    [
+        (
+            [f"encoder.blocks.{i}.attention.weight" for i in (10, 11)],
+            14,
+            ["..0.attentio..", "..1.attentio.."],
+        ),
+        (
+            [f"{e}.a.layers.{i}.x" for e in ("encoder", "decoder") for i in (1, 2)],
+            12,
+            ["encod..s.1.x", "encod..s.2.x", "decod..s.1.x", "decod..s.2.x"],
+        ),
+    ],
+)
+def test_names_are_cut_where_they_stay_different(
+    names: list[str], limit: int, cut: list[str]
+) -> None:
+    assert cut_names(names, limit) == cut
