@@ -10,21 +10,13 @@ from __future__ import annotations
 
 import argparse
 import os
-import subprocess
 import sys
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
-from pathlib import Path
+from collections.abc import Sequence
 
-from tests.forked_ranks import shell
-from tests.kill_saves import free_port
-from tests.namespaces import enter, host, limit
+from tests.namespaces import alone, enter, hosts, limit, torchrun
 
-ROOT = Path(__file__).parents[2]
 RANKS = "tests.bench.hosts_race"
-INSIDE, OPTIONS = "BENCH_NAMESPACES", "BENCH_OPTIONS"
-BRIDGE, HOSTS = "BENCH_BRIDGE", "BENCH_HOSTS"
-ADDRESS = "10.9.1.{}"
+BRIDGE, HOSTS, OPTIONS = "BENCH_BRIDGE", "BENCH_HOSTS", "BENCH_OPTIONS"
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -43,53 +35,16 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """This command once more in a network namespace of its own, then its hosts."""
-    if INSIDE not in os.environ:
-        own = ["unshare", "--map-root-user", "--net"]
-        if subprocess.run([*own, "true"], capture_output=True).returncode:
-            print("network namespaces aren't allowed here, so nothing was measured")
-            return 0
-        command = [*own, sys.executable, "-m", "tests.bench", *sys.argv[1:]]
-        environment = os.environ | {INSIDE: "1"}
-        return subprocess.run(command, cwd=ROOT, env=environment).returncode
+    code = alone("tests.bench", *sys.argv[1:])
+    if code is not None:
+        return code
     with hosts(options.hosts) as namespaces:
-        environment = os.environ | {
-            "PYTHONPATH": str(ROOT),
-            "OMP_NUM_THREADS": "1",
-            "GLOO_SOCKET_IFNAME": "eth0",
-            "TORCH_CPP_LOG_LEVEL": "ERROR",
+        given = {
             BRIDGE: f"/proc/{os.getpid()}/ns/net",
             HOSTS: " ".join(namespaces),
             OPTIONS: " ".join(sys.argv[2:]),
         }
-        torchrun = [sys.executable, "-m", "torch.distributed.run", "--nnodes"]
-        torchrun += [str(options.hosts), "--nproc-per-node", str(options.per)]
-        torchrun += ["--master-addr", ADDRESS.format(1)]
-        torchrun += ["--master-port", str(free_port())]
-        agents = [
-            subprocess.Popen(
-                [*enter(there), *torchrun, "--node-rank", str(i), "-m", RANKS],
-                cwd=ROOT,
-                env=environment,
-            )
-            for i, there in enumerate(namespaces)
-        ]
-        try:
-            return max(agent.wait() for agent in agents)
-        finally:
-            for agent in agents:
-                agent.kill()
-
-
-@contextmanager
-def hosts(count: int) -> Iterator[list[str]]:
-    """Network namespaces on a bridge in this one, by their files."""
-    shell(*["ip", "link", "add", "br0", "type", "bridge"])
-    shell(*["ip", "link", "set", "br0", "up"])
-    with ExitStack() as stack:
-        yield [
-            stack.enter_context(host(f"p{i}", ADDRESS.format(i + 1), "master", "br0"))
-            for i in range(count)
-        ]
+        return torchrun(namespaces, options.per, RANKS, given)
 
 
 def limit_all(megabits: float, bridge: str, namespaces: Sequence[str]) -> None:

@@ -1,0 +1,24 @@
+"""Schedules on two hosts of two ranks, in network namespaces."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+from tests.equal_hosts import SUMS
+from tests.namespaces import ROOT
+
+
+@pytest.mark.slow
+def test_steps_over_two_hosts_equal_eager() -> None:
+    names = ["fsdp", "stale"]
+    command = [sys.executable, "-m", "tests.equal_hosts", *names]
+    ran = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
+    if "aren't allowed" in ran.stdout:
+        pytest.skip("network namespaces aren't allowed here")
+    assert ran.returncode == 0, ran.stdout + ran.stderr
+    for name in names:
+        for sums in SUMS:
+            assert f"{name}, sums={sums!r}: equal to eager" in ran.stdout
