@@ -6,7 +6,8 @@ import argparse
 import os
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from itertools import permutations
 from pathlib import Path
 from typing import Any
 
@@ -186,23 +187,43 @@ class Race:
                     taken.setdefault(each.name, []).append((step[0], step[1]))
         return taken
 
-    def lines(self, rounds: int, network: fxsched.Network) -> list[tuple[str, ...]]:
-        """A row of each contestant at the present rate."""
+    def lines(
+        self, rounds: int, network: fxsched.Network
+    ) -> tuple[list[tuple[str, ...]], str]:
+        """A row of each contestant at the present rate, and what came of the order in
+        which steps are predicted."""
         taken = self.measure(rounds)
         medians = {n: statistics.median(t for t, _ in s) for n, s in taken.items()}
+        predicted = {name: self.predicted(name, network) for name in self.backends}
         rows = []
         for name, median in medians.items():
             sent = statistics.median(b for _, b in taken[name]) / 1e6
             cells = [name, f"{sent:.1f}", f"{median:.3f}", "", "", ""]
             if name in self.backends:
-                step = self.predicted(name, network)
+                step = predicted[name]
                 cells[3:5] = f"{step:.3f}", f"{step / median - 1:+.0%}"
             peers = [f"torch-{name}", f"torch-{name}-kept"]
             peer = min((medians[p] for p in peers if p in medians), default=None)
             if peer is not None:
                 cells[5] = f"{median / peer:.3f}"
             rows.append(tuple(cells))
-        return rows
+        return rows, _chosen({name: medians[name] for name in predicted}, predicted)
+
+
+def _chosen(medians: Mapping[str, float], predicted: Mapping[str, float]) -> str:
+    """The contestant of the shortest predicted step, beside the fastest; pairs whose
+    steps are predicted in the wrong order, and differ by more than a tenth."""
+    if not predicted:
+        return ""
+    first, fastest = min(predicted, key=predicted.__getitem__), min(medians.values())
+    wrong = [
+        f"{one} and {other}"
+        for one, other in permutations(predicted, 2)
+        if predicted[one] < predicted[other] and medians[one] > 1.1 * medians[other]
+    ]
+    ratio = medians[first] / fastest
+    pairs = f"; predicted in the wrong order: {', '.join(wrong) or 'none'}"
+    return f"predicted to be the fastest: {first}, {ratio:.3f} of the fastest{pairs}"
 
 
 def _sent() -> int:
@@ -232,7 +253,7 @@ def main() -> None:
         processes = Processes(race.workers, what="the network's measure")
         network = measured_network(processes)[0]
         processes.close()
-        rows = race.lines(options.rounds, network)
+        rows, chosen = race.lines(options.rounds, network)
         if race.rank == 0:
             speed = network.between
             print(
@@ -249,6 +270,8 @@ def main() -> None:
                     colalign=align,
                     disable_numparse=True,
                 ),
+                f"\n{chosen}",
+                sep="\n",
                 flush=True,
             )
     for backend in race.backends.values():
