@@ -7,9 +7,12 @@ for ever. So a thread asks, and is given up after a time.
 from __future__ import annotations
 
 import json
+import math
 import queue
+import time
 import weakref
 from collections.abc import Callable
+from contextlib import suppress
 from typing import NamedTuple, Protocol, TypeVar
 
 from .helper_threads import Helpers
@@ -63,11 +66,15 @@ class Board:
     """A store that answers within `limit` seconds, or never again.
 
     Its methods raise TimeoutError if it does not, and the store's own errors.
+    until, asked: when a wait for a rank ends, on time.monotonic(), and what is called
+        every TICK if the store does not answer in that wait.
     """
 
     def __init__(self, store: Store, limit: float) -> None:
         self.store, self.limit = store, limit
-        self.silent = self.closed = False
+        self.silent, self.closed = 0.0, False  # seconds without an answer
+        self.until = math.inf
+        self.asked: Callable[[], None] = lambda: None
         self.helpers = Helpers()
         weakref.finalize(self, self.helpers.close)
 
@@ -108,17 +115,26 @@ class Board:
             if self.silent:
                 raise queue.Empty
             self.helpers.call(ask)
-            answer, error = answers.get(timeout=self.limit)
+            answer, error = self._answer(answers)
         except queue.Empty:
-            self.silent = True
             raise TimeoutError(
-                f"the store of the process group has not answered for {self.limit:g} "
-                "s: the process that holds it, rank 0 or torchrun's, is frozen or cut "
-                "off"
+                f"the store of the process group has not answered for "
+                f"{self.silent:.3g} s: the process that holds it, rank 0 or "
+                "torchrun's, is frozen or cut off"
             ) from None
         if error is not None:
             raise error
         return answer  # type: ignore[return-value]
+
+    def _answer(self, answers: queue.SimpleQueue[T]) -> T:
+        began = time.monotonic()
+        until = min(began + self.limit, max(self.until, began + TICK))
+        while (now := time.monotonic()) < until:
+            with suppress(queue.Empty):
+                return answers.get(timeout=min(TICK, until - now))
+            self.asked()
+        self.silent = now - began
+        raise queue.Empty
 
     def close(self) -> None:
         """Ends the thread that asks; from then on the store is asked itself."""

@@ -25,10 +25,11 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from ..jobs.job import PlanError
@@ -160,20 +161,39 @@ class Control:
         at += f" {self._at(call)}" if call or not where else ""
         at += f", {where}" if where else ""
         beat = int(seconds / TICK)
-        if mark is None and call:
-            self.write("plans", None, self.names.get(self.plans, ""), rank, beat)
-        else:
-            self.write("waits", mark, f"waits {at}", rank, beat)
-        others = self._others()
-        self.detector.note(others)
-        for other, status in others.items():
-            self._judge(other, status, mark, other == rank and seconds >= LONG)
-        if seconds >= min(LONG, self.limit / 2):
-            self._look_elsewhere(rank, at, began, True)
+        with self._asking(began, at):
+            if mark is None and call:
+                self.write("plans", None, self.names.get(self.plans, ""), rank, beat)
+            else:
+                self.write("waits", mark, f"waits {at}", rank, beat)
+            others = self._others()
+            self.detector.note(others)
+            for other, status in others.items():
+                self._judge(other, status, mark, other == rank and seconds >= LONG)
+            if seconds >= min(LONG, self.limit / 2):
+                self._look_elsewhere(rank, at, began, True)
         if seconds >= self.limit:
             chain = "".join(f"; {line}" for line in self.detector.chain(rank))
             raise TimeoutError(f"rank {self.rank} waited {seconds:.3g} s {at}{chain}")
-        self._say(began, f"waits {seconds:.0f} s {at}")
+        self._say(began, at)
+
+    @contextlib.contextmanager
+    def _asking(self, began: float, at: str) -> Iterator[None]:
+        """Where the board is asked in a wait, whose line is said, and whose end is
+        kept, also if the store does not answer."""
+        if (board := self.board) is None:
+            yield
+            return
+        board.until, board.asked = began + self.limit, lambda: self._say(began, at)
+        try:
+            yield
+        except TimeoutError as error:
+            seconds = time.monotonic() - began
+            raise TimeoutError(
+                f"rank {self.rank} waited {seconds:.3g} s {at}; {error}"
+            ) from None
+        finally:
+            board.until, board.asked = math.inf, lambda: None
 
     def _at(self, call: int) -> str:
         return f"at call {call}" if call else f"at {self.what}"
@@ -208,12 +228,13 @@ class Control:
             f"{status.text}, and rank {self.rank} waits {at}; {SAME}"
         )
 
-    def _say(self, began: float, text: str) -> None:
+    def _say(self, began: float, at: str) -> None:
         """Tells the user of a long wait, once; of later ones if they are longer."""
         seconds = time.monotonic() - began
         if seconds >= self.patience and began != self.told:
             self.told, self.patience = began, 2 * self.patience
-            print(f"fxsched: rank {self.rank} {text}", file=sys.stderr, flush=True)
+            line = f"fxsched: rank {self.rank} waits {seconds:.0f} s {at}"
+            print(line, file=sys.stderr, flush=True)
 
     def _others(self) -> dict[int, Status]:
         if self.board is None:
@@ -393,7 +414,7 @@ class Control:
         self._look_elsewhere(None, at, began, seconds >= min(LONG, self.limit / 2))
         if seconds >= self.limit:
             raise TimeoutError(f"rank {self.rank} waited {seconds:.3g} s {at}; {SAME}")
-        self._say(began, f"waits {seconds:.0f} s {at}")
+        self._say(began, at)
 
     def plan(self, text: str) -> list[str]:
         """Meets the others to make a plan; what each of them makes it for.
