@@ -170,9 +170,11 @@ def train(schedule: str | Schedule, **options: Any) -> None:
     """Train two transformer encoders with a schedule.
 
     The encoders learn to tell whether a docstring belongs to a function, on the source
-    of Python's standard library. Workers are threads, or, under torchrun
-    --nproc-per-node W -m fxsched demo, ranks. A schedule with stale weights makes 8
-    updates in a call, unless --microbatches is given.
+    of Python's standard library. Untrained, they are above chance: both begin with the
+    same vector for a word, and a function and its docstring share rare words.
+    Workers are threads, or, under torchrun --nproc-per-node W -m fxsched demo, ranks. A
+    schedule with stale weights makes 8 updates in a call, unless --microbatches is
+    given.
     """
     from . import demo
 

@@ -30,10 +30,6 @@ from .simulate_options import terminal_text
 
 ROWS = 12  # of a worker's program, that --tables shows
 WIDTH = 80  # columns of what it prints without --tables
-UNTRAINED = (  # see models/two_tower.py, embedding()
-    "  (it may be above chance: the towers begin with one vector for a word, and a\n"
-    "  function and its docstring share rare words)"
-)
 LOSSES = 4  # at most, that are printed when the training is done
 
 
@@ -78,7 +74,7 @@ def demo(
     if not task.inside:
         before = accuracies(task.step, task.batches)
     run_training(task)
-    say(f"accuracy before training: {before}\n{UNTRAINED}")
+    say(f"accuracy before training: {before}")
     say(f"accuracy after training: {accuracies(task.step, task.batches)}")
     plain = TwoTower(task.config).to(device)
     plain.load_state_dict(full_state_dict(task.model))  # as a file would hold it
