@@ -236,6 +236,8 @@ def _updates(step: Step, request: Request) -> tuple[str, ...]:
     if schedule.average_every is None:
         return (line,)
     how = "" if schedule.elastic is None else f", elastic by {schedule.elastic:g}"
+    if schedule.outer is not None:
+        how = ", with an outer step of lr {:g}, momentum {:g}".format(*schedule.outer)
     return (line, f"replicas averaged every {schedule.average_every} updates{how}")
 
 

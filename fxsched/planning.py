@@ -258,6 +258,7 @@ def _with_updates(schedule: Schedule, options: Options) -> Schedule:
             drift=None,
             average_every=None,
             elastic=None,
+            outer=None,
         )
     if options.optimizer is None or schedule.update_every is not None:
         return schedule

@@ -8,6 +8,8 @@ from dataclasses import replace
 
 import torch
 import torch.distributed as dist
+from torch import nn
+from torch.optim import Optimizer
 from torch.testing import assert_close
 
 import fxsched
@@ -23,12 +25,22 @@ def pipelines(every: int, elastic: float | None = None) -> Schedule:
     return replace(copies, average_every=every, elastic=elastic)
 
 
+def plain(model: nn.Module) -> Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=0.05)
+
+
 SCHEDULES: dict[str, tuple[Callable[[], Schedule], Made]] = {
     "every 2": (lambda: schedules.local_sgd(2, 2, 8), adamw),
     "every 4": (lambda: schedules.local_sgd(2, 4, 8), momentum),
     "elastic": (lambda: schedules.local_sgd(2, 2, 8, elastic=0.4), adamw),
+    "outer": (lambda: schedules.local_sgd(2, 2, 8, outer=(0.7, 0.9)), adamw),
+    "outer at the end": (lambda: schedules.local_sgd(2, 4, 8, outer=(0.4, 0)), plain),
     "three": (lambda: schedules.local_sgd(3, 2, 12), momentum),
     "pipelines": (lambda: pipelines(2), adamw),
+    "outer pipelines": (
+        lambda: replace(pipelines(2), outer=(0.7, 0.9)),
+        momentum,
+    ),
     "elastic pipelines": (lambda: pipelines(2, 0.3), momentum),
 }
 
@@ -58,6 +70,9 @@ def check(
     assert_close(losses, wanted, **TOLERANCE)
     assert_close(fxsched.full_state_dict(mine), dict(model.state_dict()), **TOLERANCE)
     found = fxsched.full_optimizer_state_dict(mine, optimizer)["state"]
+    for each in found.values():
+        assert ("fxsched_outer" in each) == (schedule.outer is not None)
+        each.pop("fxsched_outer", None)
     for number, state in theirs.state_dict()["state"].items():
         assert_close(found[number], state, **TOLERANCE)
     backend.close()

@@ -97,10 +97,13 @@ def trained_bytes(step: Step) -> list[int]:
 
 def _resident(step: Step, state: Mapping[int, int]) -> Iterator[list[float]]:
     """By worker, what stays: weights, and the optimizer's state of those that it
-    updates, with their velocity where a drift is corrected by it."""
+    updates, with their velocity where a drift is corrected by it, or the momentum of
+    outer steps."""
     held = np.zeros((step.jobs.workers, len(Memory._fields)))
     drifting = zip(step.jobs.kinds, step.jobs.gaps, strict=False)
     stages = {stage for (stage, _), gap in drifting if gap}
+    outer = (op for op in step.ops if op.target is ops.take)
+    stepped = {op.group for op in outer if isinstance(op.args[1], tuple)}
     for number, node in step.weight_inputs.items():
         group = step.facts.groups[number]
         pairs = list(zip(group.state, of_call(node)["specs"], strict=True))
@@ -110,7 +113,8 @@ def _resident(step: Step, state: Mapping[int, int]) -> Iterator[list[float]]:
             for each, trained in zip(group.state, group.trained, strict=True)
             if trained
         )
-        if step.every is not None and group.stages[0] in stages:
+        drifts = step.every is not None and group.stages[0] in stages
+        if drifts or number in stepped:
             kept += _bytes(step.trained_specs(number))
         held[list(group.owners), WEIGHTS] += own
         held[list(group.updaters), STATE] += kept

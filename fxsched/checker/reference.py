@@ -367,27 +367,25 @@ class Reference:
             Symbol(("replica", group, moments, self.updated(group, version, worker)))
             for worker in sorted(self.groups[group].owners)
         )
-        centre = self.centre(group, version)
+        centre = None if elastic is None else self.centre(group, version, -1)
         return Symbol(("average", elastic, centre, *replicas))
 
-    def centre(self, group: int, version: int) -> Any:
-        """That of elastic averaging, before an average."""
-        if self.schedule.elastic is None:
-            return None
+    def centre(self, group: int, version: int, rank: int) -> Symbol:
+        """That of elastic averaging, or of an outer step, before an average."""
         before = version - (self.schedule.average_every or 0)
-        if before > 0:
+        if before > 0 and self.schedule.outer is None:
             return self.average(group, before)
-        return Symbol(("replica", group, False, Symbol(("weights", group, 0))))
+        return Symbol(("replica", group, False, self.weights(group, before, rank)))
 
     def taken(self, group: int, version: int, rank: int) -> tuple[Any, ...]:
-        """What is put in the place of a replica: how elastic, the replica, the average,
-        and the centre."""
-        elastic = self.schedule.elastic
-        if version == self.last_version:  # all are the centre then
-            elastic = None
-        centre = None if elastic is None else self.centre(group, version)
+        """What is put in the place of a replica: how, the replica, the average, and the
+        centre."""
+        how: Any = self.schedule.outer
+        if how is None and version != self.last_version:  # all are the centre then
+            how = self.schedule.elastic
+        centre = None if how is None else self.centre(group, version, rank)
         own = self.updated(group, version, rank)
-        return elastic, own, self.average(group, version), centre
+        return how, own, self.average(group, version), centre
 
     # Results
 

@@ -37,6 +37,7 @@ MEANINGS = {
     "every": "how many microbatches an update has; for local_sgd: after how many "
     "updates replicas are averaged",
     "elastic": "alpha of elastic averaging",
+    "outer": "lr and momentum of the outer optimizer of DiLoCo",
     "annealed": "after how many updates learning rates reach their full value",
     "correction": "D of the discrepancy correction, between 0 and 1",
 }
@@ -47,6 +48,7 @@ KINDS: dict[object, click.ParamType[Any]] = {
     int | None: click.INT,
     float: NUMBER,
     float | None: NUMBER,
+    tuple[float, float] | None: click.Tuple([NUMBER, NUMBER]),
 }
 REPLICATE = (
     "run G copies of the schedule, data-parallel; each copy has its own workers and "

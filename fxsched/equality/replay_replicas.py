@@ -11,6 +11,7 @@ import copy
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -39,6 +40,22 @@ class Replicas:
         self.values: dict[int, dict[str, Tensor]] = {}  # by worker
         self.states: dict[int, dict[str, dict[str, Any]]] = {}
         self.centre: dict[str, Tensor] = {}
+        self.outer = self._outer()
+
+    def _outer(self) -> dict[str, torch.optim.SGD]:
+        """The outer optimizer of each parameter, if the schedule has one."""
+        if self.schedule.outer is None:
+            return {}
+        lr, momentum = self.schedule.outer
+        return {
+            name: torch.optim.SGD(
+                [nn.Parameter(self._now(name))],
+                lr,
+                momentum,
+                nesterov=momentum > 0,
+            )
+            for name in self.keepers
+        }
 
     def train(self, batch: Batch) -> float:
         """One call of the plan; its loss."""
@@ -131,6 +148,8 @@ class Replicas:
             centre = self.centre[name]
             if alpha is None:
                 self.centre[name] = sum(replicas[1:], replicas[0]) / len(replicas)
+                if name in self.outer:
+                    self.centre[name] = self._stepped(name, centre)
             else:
                 away = [alpha * (value - centre) for value in replicas]
                 self.centre[name] = centre + sum(away[1:], away[0])
@@ -141,6 +160,14 @@ class Replicas:
                 self.values[worker][name] = moved.clone()
             if alpha is None or last:
                 self._average_state(name, workers)
+
+    def _stepped(self, name: str, before: Tensor) -> Tensor:
+        """The weights before a round of updates, after the outer step."""
+        weights: Tensor = self.outer[name].param_groups[0]["params"][0]
+        weights.data.copy_(before)
+        weights.grad = before - self.centre[name]
+        self.outer[name].step()
+        return weights.detach().clone()
 
     def _average_state(self, name: str, workers: Sequence[int]) -> None:
         states = [self.states[w].get(name, {}) for w in workers]

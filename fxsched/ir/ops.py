@@ -274,21 +274,23 @@ def average(elastic: float | None, centre: Bundle | None, *replicas: Bundle) -> 
 def take(
     optimizer: Any,
     group: int,
-    elastic: float | None,
+    how: float | tuple[float, float] | None,
     weights: Bundle,
     new: Bundle,
     centre: Bundle | None,
 ) -> Bundle:
     """A worker's own weights, replaced by an average.
 
-    elastic: with elastic averaging, the weights move by this much towards the old
-        centre instead.
+    how: with elastic averaging, the weights move by this much towards the old centre
+        instead; with lr and momentum of an outer step, they are the centre after it.
     """
     values: Bundle = new
-    if elastic is not None and centre is not None:
+    if isinstance(how, tuple):
+        values = optimizer.outer_step(group, how, centre, new)
+    elif how is not None and centre is not None:
         own: Bundle = optimizer.replica(group, False)
         pairs = zip(own, centre, strict=True)
-        values = tuple(mine - elastic * (mine - old) for mine, old in pairs)
+        values = tuple(mine - how * (mine - old) for mine, old in pairs)
     optimizer.take(group, values)
     return weights
 

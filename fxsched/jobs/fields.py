@@ -24,8 +24,8 @@ CALLED = {
 }
 
 
-def checked_fields(fields: Fields) -> dict[str, int]:
-    """Counts of a schedule as ints: numpy's are taken too.
+def checked_fields(fields: Fields) -> dict[str, Any]:
+    """Counts of a schedule as ints: numpy's are taken too; and its outer step.
 
     Raises PlanError for a field that can't be, and for some that don't go together.
     """
@@ -34,6 +34,7 @@ def checked_fields(fields: Fields) -> dict[str, int]:
     _check_updates(fields)
     _check_ahead(fields)
     _check_averaging(fields)
+    outer = _outer(fields)
     for field in ("split_backward", "in_order"):
         if not isinstance(fields[field], bool):
             raise PlanError(f"Schedule({field}={fields[field]!r}): give True or False")
@@ -44,7 +45,8 @@ def checked_fields(fields: Fields) -> dict[str, int]:
             "function of the stage"
         )
     some = {"in_flight": cap, "update_every": fields["update_every"]}
-    return counts | {k: int(v) for k, v in some.items() if is_count(v, inf)}
+    counts |= {k: int(v) for k, v in some.items() if is_count(v, inf)}
+    return {**counts, "outer": outer}
 
 
 def _counts(fields: Fields) -> dict[str, int]:
@@ -116,11 +118,12 @@ def _check_ahead(fields: Fields) -> None:
 def _check_averaging(fields: Fields) -> None:
     every, elastic = fields["average_every"], fields["elastic"]
     if every is None:
-        if elastic is not None:
-            raise PlanError(
-                f"Schedule(elastic={elastic!r}): it says how replicas are averaged; "
-                "give average_every too, or None"
-            )
+        for field in ("elastic", "outer"):
+            if (given := fields[field]) is not None:
+                raise PlanError(
+                    f"Schedule({field}={given!r}): it says how replicas are averaged; "
+                    "give average_every too, or None"
+                )
         return
     parted = fields["update_every"]
     updates = 0 if parted is None else fields["microbatches"] // parted
@@ -139,3 +142,22 @@ def _check_averaging(fields: Fields) -> None:
         raise PlanError(
             f"Schedule(elastic={elastic!r}): give None, or a number above 0, 1 at most"
         )
+
+
+def _outer(fields: Fields) -> tuple[float, float] | None:
+    """The outer step, of the pair that a user gives."""
+    outer = fields["outer"]
+    if outer is None:
+        return None
+    pair = isinstance(outer, (tuple, list)) and len(outer) == 2
+    if not pair or not all(map(is_number, outer)) or not outer[0] or outer[1] >= 1:
+        raise PlanError(
+            f"Schedule(outer={outer!r}): give None, or a pair (lr, momentum), lr above "
+            "0, momentum from 0 and below 1"
+        )
+    if fields["elastic"] is not None:
+        raise PlanError(
+            f"Schedule(elastic={fields['elastic']!r}, outer={tuple(outer)!r}): each "
+            "says how replicas are averaged; leave one of them out"
+        )
+    return float(outer[0]), float(outer[1])

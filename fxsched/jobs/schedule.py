@@ -95,6 +95,10 @@ class Schedule:
         averaged: x -= elastic (x - centre), centre += elastic sum(x - centre), where x
         are a replica's weights. At the end of a call all replicas get the weights of
         the centre, and the optimizer's state is averaged.
+    outer: a pair (lr, momentum): instead of being replaced by their average, replicas
+        get the weights after a step of SGD with Nesterov momentum. It steps the weights
+        after the average before, and its gradient is these less the average of the
+        replicas. (1, 0) is a plain average. The momentum is in the optimizer's state.
     fit: a function that returns the schedule for the stages that a model was cut into,
         if w, n, in_flight or u depend on the stages; see schedules.graph. Its argument
         is a networkx.DiGraph, described in fxsched/clock/stage_record.py. If w is given
@@ -119,6 +123,7 @@ class Schedule:
     ahead: float = 0
     average_every: int | None = None
     elastic: float | None = None
+    outer: tuple[float, float] | None = None
     shards: int = 1
 
     def __post_init__(self) -> None:
@@ -188,6 +193,7 @@ class Schedule:
             ahead=fitted.ahead or self.ahead,
             average_every=fitted.average_every or self.average_every,
             elastic=fitted.elastic or self.elastic,
+            outer=fitted.outer or self.outer,
         )
 
     def first(self, microbatches: int) -> Schedule:
@@ -297,6 +303,8 @@ class Schedule:
         if self.average_every is not None:
             record["average_every"] = self.average_every
             record["elastic"] = self.elastic
+            if self.outer is not None:
+                record["outer"] = self.outer
         if self.version is not None:
             record["versions"] = {str(job): self.seen(job) for job in jobs}
         if self.rate is not None:

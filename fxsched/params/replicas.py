@@ -17,6 +17,8 @@ from .corrections import Corrections
 from .optimizers import sharing
 from .updates import StageOptimizers, trained_inputs
 
+OUTER = "fxsched_outer"  # in a parameter's state, the momentum of an outer step
+
 
 def moment_specs(optimizer: Optimizer, args: Sequence[Any]) -> dict[int, Specs]:
     """Shapes of the state that is averaged with each parameter of a call, by position:
@@ -49,9 +51,10 @@ def _moments_of_zeros(
 
 def _moments(state: Mapping[str, Any], parameter: Tensor) -> list[Tensor]:
     """What is averaged of a parameter's state: its floating tensors, by name. Numbers
-    of no dimension, such as how many steps there were, are the same for all replicas.
+    of no dimension, such as how many steps there were, are the same for all replicas,
+    and so is the momentum of outer steps.
     """
-    values = [state[key] for key in sorted(state)]
+    values = [state[key] for key in sorted(state) if key != OUTER]
     return [
         value
         for value in values
@@ -135,9 +138,7 @@ class WorkerOptimizer(StageOptimizers):
         """What is trained of a group, and the state that is averaged with it."""
         inputs = trained_inputs(self.groups[group])
         values = [self.args[i].detach() for i in inputs]
-        state = (
-            self.optimizer if self._is_copied(group) else self.whole.optimizer
-        ).state
+        state = self._state(group)
         for i in inputs if moments else ():
             found = _moments(state.get(self.args[i], {}), self.args[i])
             if tuple(map(Spec.of, found)) != self.whole.moments.get(i, ()):
@@ -149,6 +150,26 @@ class WorkerOptimizer(StageOptimizers):
             values += found
         return tuple(values)
 
+    def outer_step(
+        self,
+        group: int,
+        outer: tuple[float, float],
+        before: Sequence[Tensor],
+        mean: Sequence[Tensor],
+    ) -> Bundle:
+        """The weights before a round of updates after a step of SGD with Nesterov
+        momentum, whose gradient is these weights less the mean of the replicas; and the
+        mean of the state, where there is any."""
+        (lr, momentum), state = outer, self._state(group)
+        stepped = []
+        inputs = trained_inputs(self.groups[group])
+        for i, old, new in zip(inputs, before, mean, strict=False):  # moments follow
+            own, gradient = state[self.args[i]], old - new
+            last = own.get(OUTER)
+            own[OUTER] = gradient if last is None else momentum * last + gradient
+            stepped.append(old - lr * (gradient + momentum * own[OUTER]))
+        return (*stepped, *mean[len(stepped) :])
+
     def take(self, group: int, values: Sequence[Tensor]) -> None:
         """Puts weights, and the state if there are values of it too, in the place of
         the worker's own."""
@@ -156,6 +177,10 @@ class WorkerOptimizer(StageOptimizers):
         own = self.replica(group, moments)
         with torch.no_grad():
             torch._foreach_copy_(list(own), list(values))
+
+    def _state(self, group: int) -> dict[Tensor, Any]:
+        own = self.optimizer if self._is_copied(group) else self.whole.optimizer
+        return own.state
 
     def _is_copied(self, group: int) -> bool:
         inputs = trained_inputs(self.groups[group])

@@ -15,6 +15,7 @@ def local_sgd(
     every: int,
     microbatches: int | None = None,
     elastic: float | None = None,
+    outer: tuple[float, float] | None = None,
 ) -> Schedule:
     """As ddp, but each worker updates its own replica of the weights.
 
@@ -24,6 +25,10 @@ def local_sgd(
     2010, NAACL); local SGD (Stich 2019, arXiv 1805.09767). Momentum and other optimizer
     state are averaged with the weights (Yu, Jin, Yang 2019, arXiv 1905.03817).
 
+    outer: (lr, momentum) of the outer optimizer of DiLoCo (Douillard et al. 2023, arXiv
+        2311.08105), SGD with Nesterov momentum; see Schedule. The paper has (0.7, 0.9),
+        AdamW for the replicas and every=500, and doesn't average AdamW's state. None
+        for plain averages.
     elastic: alpha of elastic averaging, EASGD (Zhang et al. 2015, arXiv 1412.6651), at
         the end of a call of which the weights are those of the centre; None for plain
         averages.
@@ -36,5 +41,6 @@ def local_sgd(
         update_every=workers,
         average_every=every,
         elastic=elastic,
+        outer=outer,
         name="local_sgd",
     )

@@ -27,7 +27,7 @@ FIELDS = (
 )
 UPDATES = ("update_every", "updates", "updaters")  # where there are any
 PAIRS = {"rate": "rates", "drift": "drifts"}  # a schedule's fields, and a file's
-SOME = ("versions", "ahead", "average_every", "elastic", *PAIRS.values())
+SOME = ("versions", "ahead", "average_every", "elastic", "outer", *PAIRS.values())
 
 
 def load_schedule(path: str | PathLike[str]) -> Schedule:
@@ -119,6 +119,7 @@ def _with_updates(schedule: Schedule, record: dict[str, Any]) -> Schedule:
         update_every=record["update_every"],
         average_every=record.get("average_every"),
         elastic=record.get("elastic"),
+        outer=record.get("outer"),
     )
     ends = loaded.updated(loaded.update_every or loaded.microbatches)
     if updates.keys() != {Job(s, b, Direction.UPDATE) for s in stages for b in ends}:

@@ -51,16 +51,12 @@ class Averages:
 
     def begin(self, groups: Sequence[int], update: Op) -> None:
         """Before a worker's first update: it keeps the centre, where there is one."""
-        for group in groups if self.schedule.elastic is not None else ():
-            key = group, update.worker
-            if key not in self.centres:
+        if self.schedule.elastic is None and self.schedule.outer is None:
+            return
+        for group in groups:
+            if (group, update.worker) not in self.centres:
                 weights = Weights(self.step.weight_inputs[group], update.worker)
-                args, name = (group, False, True, weights), f"centre_{group}"
-                specs = self._specs(group, False)
-                where = (update.worker, update.task, update.n)
-                self.centres[key] = self._add(
-                    *where, ops.replica, args, specs, name, group
-                )
+                self._keep_centre(group, weights, update, f"centre_{group}")
 
     def end(self, group: int, number: int, new: Op) -> list[Op]:
         """After a worker's update of this number: the weights that are in the place of
@@ -81,24 +77,36 @@ class Averages:
         replicas.sort(key=lambda each: each.worker)
         root = sum_root(owners, group)
         where = (root, f"average {group} after {new.task}", new.n)
-        means = (elastic, self.centres.get((group, root)), *replicas)
+        centre = None if elastic is None else self.centres[group, root]
+        means = (elastic, centre, *replicas)
         name = f"mean_{new.name}"
         mean = self._add(*where, ops.average, means, specs, name, group)
-        step = None if last else elastic
-        return [self._take(group, step, each, mean, new) for each in replicas]
+        taken = [self._take(group, last, each, mean, new) for each in replicas]
+        for each in taken if self.schedule.outer is not None and not last else ():
+            self._keep_centre(group, each, each, f"centre_{each.name}")
+        return taken
 
-    def _take(
-        self, group: int, elastic: float | None, own: Op, mean: Op, new: Op
-    ) -> Op:
+    def _take(self, group: int, last: bool, own: Op, mean: Op, new: Op) -> Op:
         """An average in the place of one replica, which makes it the new centre."""
-        centre = None if elastic is None else self.centres[group, own.worker]
+        elastic = None if last else self.schedule.elastic
+        how = elastic if self.schedule.outer is None else self.schedule.outer
+        centre = None if how is None else self.centres[group, own.worker]
         weights = own.args[-1]
         where = (own.worker, f"take {group} after {new.task}", new.n)
-        args = (group, elastic, weights, mean, centre)
+        args = (group, how, weights, mean, centre)
         name = f"{weights.name}_mean"
         if elastic is not None:
             self.centres[group, own.worker] = mean
         return self._add(*where, ops.take, args, weights.specs, name, group)
+
+    def _keep_centre(
+        self, group: int, weights: Weights | Op, by: Op, name: str
+    ) -> None:
+        """Has a worker keep a copy of its weights as they are now."""
+        args, specs = (group, False, True, weights), self._specs(group, False)
+        where = (by.worker, by.task, by.n)
+        copied = self._add(*where, ops.replica, args, specs, name, group)
+        self.centres[group, by.worker] = copied
 
     def _add(self, *op: Any) -> Op:
         new = Op(*op)

@@ -93,10 +93,11 @@ def test_ranks_killed_while_they_save_leave_a_checkpoint_that_loads() -> None:
 
 
 @pytest.mark.slow
-def test_a_schedule_that_corrects_by_velocities_resumes_to_the_bit(
-    tmp_path: Path,
+@pytest.mark.parametrize("case", ["pipemare", "local_sgd with outer="])
+def test_a_schedule_with_state_of_its_own_resumes_to_the_bit(
+    tmp_path: Path, case: str
 ) -> None:
-    wanted, found = resume(tmp_path, "pipemare")
+    wanted, found = resume(tmp_path, case)
     assert wanted == found
 
 

@@ -13,8 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import fx, nn
-from torch.optim import Optimizer
+from torch import fx
 from torch.testing import assert_close
 
 import fxsched
@@ -30,7 +29,7 @@ from fxsched import (
 from fxsched.ir import ops
 from fxsched.passes.step.frees import free_values
 from tests.checker.test_check import copied
-from tests.ranks_averages import SCHEDULES, check
+from tests.ranks_averages import SCHEDULES, check, plain
 from tests.started_ranks import run_ranks
 from tests.updates import TOLERANCE, adamw, batches, build_double, eager, momentum
 from tests.zero import even
@@ -46,11 +45,7 @@ def test_twenty_updates_equal_their_replay(name: str) -> None:
 @pytest.mark.slow
 def test_ranks_equal_the_replay() -> None:
     done = run_ranks(2, "tests.ranks_averages")
-    assert done.stdout.count("equal to the replay") == 2 * 3, done.stdout
-
-
-def plain(model: nn.Module) -> Optimizer:
-    return torch.optim.SGD(model.parameters(), lr=0.05)
+    assert done.stdout.count("equal to the replay") == 2 * 5, done.stdout
 
 
 @pytest.mark.slow
@@ -134,6 +129,9 @@ def test_replicas_do_not_wait_for_each_other_between_averages() -> None:
 
 
 def test_a_schedule_is_saved_with_its_averages(tmp_path: Path) -> None:
+    outer = replace(schedules.local_sgd(2, 2, 8, outer=(0.7, 0.9)), stages=2)
+    outer.save(tmp_path / "s.json")
+    assert load_schedule(tmp_path / "s.json").outer == outer.outer == (0.7, 0.9)
     schedule = replace(schedules.local_sgd(2, 2, 8, 0.5), stages=2)
     schedule.save(tmp_path / "s.json")
     loaded = load_schedule(tmp_path / "s.json")
@@ -149,6 +147,14 @@ def test_a_schedule_is_saved_with_its_averages(tmp_path: Path) -> None:
         ({"average_every": 0}, r"average_every=0\): give None"),
         ({"update_every": None}, r"average_every=2\): give None, .* the 0 updates"),
         ({"average_every": None, "elastic": 0.5}, r"elastic=0\.5\): it says how"),
+        ({"average_every": None, "outer": (1, 0)}, r"outer=\(1, 0\)\): it says how"),
+        ({"outer": 0.7}, r"outer=0\.7\): give None, or a pair \(lr, momentum\), lr ab"),
+        ({"outer": (0, 0.9)}, r"outer=\(0, 0\.9\)\): give None, or a pair"),
+        ({"outer": (0.7, 1)}, r"momentum from 0 and below 1$"),
+        (
+            {"outer": (1, 0), "elastic": 0.5},
+            r"outer=\(1, 0\)\): each says .* leave one",
+        ),
         ({"elastic": 1.5}, r"elastic=1\.5\): give None, or a number above 0"),
         ({"u": lambda s, b: 0}, r"average_every=2\): each replica .* leave u= out"),
         ({"version": lambda s, b, d: 0}, r"leave version= out"),
@@ -205,14 +211,31 @@ def test_a_weighted_loss_is_refused() -> None:
 
 
 @functools.cache
-def planned(elastic: float | None = None) -> Plan:
+def planned(
+    elastic: float | None = None, outer: tuple[float, float] | None = None
+) -> Plan:
     model, inputs = build_double("mlp")
-    schedule = replace(schedules.local_sgd(2, 2, 8, elastic), stages=2)
+    schedule = replace(schedules.local_sgd(2, 2, 8, elastic, outer), stages=2)
     return fxsched.plan(model, schedule, *inputs)
 
 
 def test_a_plan_says_that_it_averages() -> None:
     assert "replicas averaged every 2 updates, elastic by 0.5" in str(planned(0.5))
+    stepped = "averaged every 2 updates, with an outer step of lr 0.7, momentum 0.9"
+    assert stepped in str(planned(outer=(0.7, 0.9)))
+
+
+def test_an_outer_step_sends_as_much_as_an_average_and_keeps_a_momentum() -> None:
+    plain, outer = planned(), planned(outer=(0.7, 0.9))
+    sent = [
+        sum(w.parameter_bytes or 0 for w in plan.simulate().workers)
+        for plan in (plain, outer)
+    ]
+    assert sent[0] == sent[1] > 0
+    model, _ = build_double("mlp")
+    momentum = sum(parameter.nbytes for parameter in model.parameters())
+    for plan, bytes_more in ((plain, 0), (outer, momentum)):
+        assert [peaks.each.state for peaks in plan.memory] == [bytes_more] * 2
 
 
 def calls(program: fx.GraphModule, target: object) -> list[fx.Node]:
@@ -317,6 +340,15 @@ def test_finds_another_centre() -> None:
         check_freed(plan)
 
 
+def test_finds_an_outer_step_from_another_centre_or_of_another_rate() -> None:
+    for position, wrong in ((2, (0.7, 0.8)), (5, None)):
+        plan = without_frees(planned(outer=(0.7, 0.9)))
+        first, *_, later = calls(plan.programs[0], ops.take)
+        later.update_arg(position, wrong or first.args[5])
+        with pytest.raises(CheckError, match=r"take . after .U7 takes .* should be"):
+            check_freed(plan)
+
+
 def test_finds_nothing_in_a_plan_that_is_as_it_was() -> None:
-    for elastic in (None, 0.5):
-        check_freed(without_frees(planned(elastic)))
+    for each in (planned(), planned(0.5), planned(outer=(0.7, 0.9))):
+        check_freed(without_frees(each))
