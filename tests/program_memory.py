@@ -10,7 +10,12 @@ from torch import fx
 
 from fxsched.ir import ops
 
-IN_PLACE = {ops.accumulate: 0, ops.update: 3, ops.renew: 1}  # where results go
+IN_PLACE = {
+    ops.accumulate: 0,
+    ops.update: 3,
+    ops.renew: 1,
+    ops.take: 3,
+}  # where results go
 COPIES = (ops.copy, ops.correct)
 
 
@@ -88,8 +93,12 @@ def _kind(node: fx.Node) -> str | None:
         return "fetched"
     if node.target in COPIES or _is_buffer(node):
         return "versions"
-    if node.target in (ops.update, ops.renew):
+    if node.target in (ops.update, ops.renew, ops.take):
         return "weights"
+    if node.target is ops.replica:  # a copy, or what is there anyway
+        return "versions" if node.args[3] else None
+    if node.target is ops.average or _is_replica(node):
+        return "versions"
     if node.target in ops.VALUELESS:
         return None
     if node.target in (ops.accumulate, ops.reduce, ops.cast) or _is_sum(node):
@@ -103,6 +112,12 @@ def _is_buffer(node: fx.Node) -> bool:
     job = call.meta.get("job") if isinstance(call, fx.Node) else None
     written = "group" in node.meta and node.op == "call_function"
     return written and job is not None and str(job.direction) == "F"
+
+
+def _is_replica(node: fx.Node) -> bool:
+    """Whether it is another worker's weights, or the mean of all."""
+    averaged = any(user.target in (ops.average, ops.take) for user in node.users)
+    return node.target is ops.recv and averaged
 
 
 def _is_sum(node: fx.Node) -> bool:

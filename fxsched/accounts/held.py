@@ -34,7 +34,8 @@ from ..ir.step import (
 from ..jobs.job import Direction, Job
 
 WEIGHTS, VERSIONS, FETCHED, GRADIENTS, STATE, ACTIVATIONS = range(6)
-COPIES = (ops.copy, ops.correct)
+COPIES = (ops.copy, ops.correct, ops.replica, ops.average)
+IN_PLACE = OVER | {ops.take: 2}  # as OVER
 SUMS = (ops.reduce, ops.piece, ops.join, ops.cast)
 
 
@@ -172,8 +173,10 @@ class _Lives:
             yield Born(line, GRADIENTS, size, line.args[1:][line.args[0]])
         elif line.target is ops.piece:
             yield Born(line, GRADIENTS, size, line.args[-1])
-        elif line.target in OVER:
-            yield Born(line, WEIGHTS, size, line.args[OVER[line.target]])
+        elif line.target in IN_PLACE:
+            yield Born(line, WEIGHTS, size, line.args[IN_PLACE[line.target]])
+        elif line.target is ops.replica and not line.args[2]:  # what is there anyway
+            yield Born(line, None, size)
         else:
             yield Born(line, self._kind(line), size)
 

@@ -37,6 +37,7 @@ SCHEDULES: dict[str, Callable[[], Schedule]] = {
     "pipedream_2bw": lambda: schedules.pipedream_2bw(2, 4),
     "stale_by_one": lambda: schedules.stale_by_one(2, 4),
     "pipemare": lambda: schedules.pipemare(2, 4),
+    "local_sgd": lambda: schedules.local_sgd(2, 1, 4),
 }
 PLANNED_ON_JOBS = [  # with updates planning counts on the step
     name for name in schedules.LIBRARY if library(name, 2, 8).update_every is None
@@ -238,3 +239,13 @@ def test_what_planning_counts_on_jobs_alone_is_what_the_step_has(name: str) -> N
     for worker, each, saved in zip(found.memory, fast, most, strict=True):
         assert worker.each.activations == saved
         assert worker.each.state == each.state
+
+
+@pytest.mark.parametrize("every", [1, 2])
+def test_averages_in_the_place_of_replicas_take_no_other_weights(every: int) -> None:
+    model, inputs = build("mlp")
+    schedule = schedules.local_sgd(2, every, 8)
+    plan = fxsched.plan(model, schedule, *inputs)
+    weights = sum(p.numel() * 4 for p in model.parameters())
+    assert {each.at_once.weights for each in plan.memory} == {weights}
+    assert max(each.each.versions for each in plan.memory) > 0  # means
