@@ -90,6 +90,7 @@ class Race:
             every[name] = lambda name=name, stages=stages: self.ours(name, stages)
         names = options.only or every
         self.contestants = [every[name]() for name in names]
+        self.times = _block_times(self.seconds)
 
     def ours(self, name: str, stages: int) -> Contestant:
         model = Chain(self.seconds)
@@ -165,9 +166,9 @@ class Race:
         """Seconds of a step on this network."""
         plan = self.backends[name].plan
         assert plan is not None
-        f = BLOCKS / len(plan.stages) * self.seconds
+        f, b = (BLOCKS / len(plan.stages) * each for each in self.times)
         split = any(job.direction is Direction.WEIGHT for job in plan.jobs)
-        times = {"F": f, "B": f, "W": f} if split else {"F": f, "B": 2 * f}
+        times = {"F": f, "B": b / 2, "W": b / 2} if split else {"F": f, "B": b}
         return plan.simulate(times, network).latency
 
     def measure(self, rounds: int) -> dict[str, list[tuple[float, float]]]:
@@ -208,6 +209,23 @@ class Race:
                 cells[5] = f"{median / peer:.3f}"
             rows.append(tuple(cells))
         return rows, _chosen({name: medians[name] for name in predicted}, predicted)
+
+
+def _block_times(seconds: float) -> list[float]:
+    """Seconds of a block's F and B: medians of each rank while all are busy, then the
+    mean of ranks."""
+    block, taken = Block(seconds), []
+    for _ in range(9):
+        x = torch.randn(ROWS, LENGTH, WIDTH, requires_grad=True)
+        dist.barrier()
+        begins = time.perf_counter()
+        y = block(x)
+        middle = time.perf_counter()
+        y.backward(y)
+        taken.append((middle - begins, time.perf_counter() - middle))
+    own = torch.tensor([statistics.median(each) for each in zip(*taken, strict=True)])
+    dist.all_reduce(own)
+    return (own / dist.get_world_size()).tolist()
 
 
 def _chosen(medians: Mapping[str, float], predicted: Mapping[str, float]) -> str:
