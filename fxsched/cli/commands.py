@@ -69,10 +69,11 @@ def simulate(schedule: str | Schedule, **options: Any) -> None:
     "--schedules",
     "--schedule",
     "schedules",
-    type=option_types.schedules,
+    multiple=True,
+    callback=lambda ctx, param, given: option_types.schedules(",".join(given)),
     metavar="NAMES",
     help="names of schedules, .json files, or path/to/schedule.py:make, with commas "
-    "between them  [default: all that can be built, except those that train with stale "
+    "between them, or each with a --schedule of its own  [default: all that can be built, except those that train with stale "
     "weights]",
 )
 @schedule_options
@@ -88,7 +89,7 @@ def simulate(schedule: str | Schedule, **options: Any) -> None:
 def compare(
     ctx: click.Context,
     /,
-    schedules: dict[str, str | Schedule] | None,
+    schedules: dict[str, str | Schedule],
     model: str | None,
     **options: Any,
 ) -> None:

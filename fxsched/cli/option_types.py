@@ -61,7 +61,7 @@ def _of_function(text: str) -> Schedule:
 def schedules(text: str) -> dict[str, str | Schedule]:
     """What --schedule takes with commas between, by how it is called."""
     found: dict[str, str | Schedule] = {}
-    for part in dict.fromkeys(map(str.strip, text.split(","))):
+    for part in dict.fromkeys(map(str.strip, text.split(",") if text else ())):
         made = schedule(part)
         name = made if isinstance(made, str) else made.name or part
         found[part if name in found else name] = made

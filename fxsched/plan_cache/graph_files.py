@@ -284,9 +284,8 @@ class _Unpacker:
         for op, target, name in nodes:
             if op == "call_method":  # could be of anything
                 raise CannotKeep(f"the method {target}")
-            own = self.value(target) if op == "call_function" else names.dotted(target)
-            if op == "call_function":
-                names.check_target(own)
+            own = self.value(target)
+            (names.check_target if op == "call_function" else names.dotted)(own)
             if graph.create_node(op, own, name=name).name != name:
                 raise CannotKeep(f"a node named {name}")
         self.nodes[len(self.made)] = list(graph.nodes)

@@ -157,8 +157,8 @@ def torch_value(name: str) -> Any:
     return found
 
 
-def dotted(name: str) -> str:
+def dotted(name: Any) -> str:
     """A name that code of a graph has as it is: words with dots between them."""
-    if not IDENTIFIER.fullmatch(name.replace(".", "_")):
+    if not (isinstance(name, str) and IDENTIFIER.fullmatch(name.replace(".", "_"))):
         raise CannotKeep(f"the name {name!r}")
     return name

@@ -134,7 +134,8 @@ class Comparison:
                 out[each.name] = None
             elif moved and self.costs.plan and each.made.stages is None:
                 stages = [*self.costs.graphs.values()][-1]  # for sums beside other jobs
-                whole = replace(each.schedule, stages=len(stages))
+                name, fitted = each.schedule.name, each.made.fitted(stages)
+                whole = replace(fitted, stages=len(stages), name=name)
                 candidates.append(each._replace(schedule=whole, stages=stages))
             else:
                 candidates.append(each)

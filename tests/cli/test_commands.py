@@ -666,6 +666,7 @@ def test_a_schedule_of_a_users_file(
     both = "compare --schedule mine.py:make,mine.py:same --workers 2 --microbatches"
     twice = output(f"{both} 2", capsys)
     assert "mine " in twice and "mine.py:same " in twice  # none takes another's place
+    assert output(f"{both} 2".replace(",", " --schedule "), capsys) == twice
     others = output(f"{both.replace('mine.py:same', 'ddp')} 4", capsys)
     assert "not mine: it has 2 microbatches, others 4; give --microbatches 2" in others
     for arguments, message in (

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 
 import fxsched
 from fxsched import Direction, Placement, Schedule, planning, schedules
@@ -301,6 +301,13 @@ def test_constants_are_what_they_were() -> None:
         found = unpacked(packed((value, value)), {})
         assert found[0] is found[1] and torch.equal(found[0], value)
         assert found[0].dtype == value.dtype
+
+
+def test_long_names_of_nodes_are_what_they_were() -> None:
+    graph, name = fx.Graph(), "a_name_of_more_characters_than_are_written_in_place"
+    graph.output(graph.placeholder(name))
+    found = unpacked(packed(graph), {})
+    assert [node.target for node in found.nodes] == [name, "output"]
 
 
 OWN_CLASS = ["class", "fxsched.ir.early.Early"]

@@ -10,6 +10,7 @@ from typing import Any
 import networkx as nx
 import pytest
 import torch
+from torch import Tensor, nn
 
 import fxsched
 from fxsched import Direction, Job, Link, PlanError, Schedule, schedules, search
@@ -159,6 +160,23 @@ def test_a_model_is_planned_for_each_number_of_stages_that_it_has() -> None:
     assert found.microbatches == 4 and found.stages == 2  # it has no 99 parts
     plan = fxsched.plan(model, found, *inputs)
     assert len(plan.stages) == found.stages
+
+
+@pytest.mark.slow
+def test_copies_of_an_open_schedule_are_made_for_the_stages_they_run_on() -> None:
+    model, x = nn.Sequential(*(nn.Linear(16, 16) for _ in range(5))), torch.randn(8, 16)
+    size = {"workers": 4, "microbatches": 8, "stages": (2, 5)}
+    found = search(Squared(model), args=(x,), quiet=True, effort=0.02, **size)
+    assert found.workers == 4
+
+
+class Squared(nn.Module):
+    def __init__(self, inside: nn.Module) -> None:
+        super().__init__()
+        self.inside = inside
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inside(x).square().mean()
 
 
 def least_bytes(options: dict[str, Any]) -> int:
