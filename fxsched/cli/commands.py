@@ -73,8 +73,8 @@ def simulate(schedule: str | Schedule, **options: Any) -> None:
     callback=lambda ctx, param, given: option_types.schedules(",".join(given)),
     metavar="NAMES",
     help="names of schedules, .json files, or path/to/schedule.py:make, with commas "
-    "between them, or each with a --schedule of its own  [default: all that can be built, except those that train with stale "
-    "weights]",
+    "between them, or each with a --schedule of its own  [default: all that can be "
+    "built, except those that train with stale weights]",
 )
 @schedule_options
 @simulate_options.time_options
