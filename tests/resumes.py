@@ -30,13 +30,13 @@ CASES: dict[str, tuple[Callable[[], Schedule], bool]] = {
     "zero1 with optimizer=": (lambda: schedules.zero1(2, 2), True),
     "zero2 with optimizer=": (lambda: schedules.zero2(2, 2), True),
     "fsdp with optimizer=": (lambda: schedules.fsdp(2, 2), True),
-    "local_sgd": (lambda: schedules.local_sgd(2, 2, 8), True),
+    "local_sgd": (lambda: schedules.local_sgd(2, 2, 4), True),
     "local_sgd with outer=": (
-        lambda: schedules.local_sgd(2, 2, 8, outer=(0.7, 0.9)),
+        lambda: schedules.local_sgd(2, 2, 4, outer=(0.7, 0.9)),
         True,
     ),
     "pipedream": (lambda: schedules.pipedream(2, 4), True),
-    "pipedream_2bw": (lambda: schedules.pipedream_2bw(2, 8), True),
+    "pipedream_2bw": (lambda: schedules.pipedream_2bw(2, 4), True),
     "stale_by_one": (lambda: schedules.stale_by_one(2, 4), True),
     "pipemare": (lambda: schedules.pipemare(2, 4), True),
 }
