@@ -28,6 +28,7 @@ from .local_search import Budget, Climber, climb
 from .ordering_problem import OrderingProblem, make_problem
 from .stage_costs import Costs
 
+ALIKE = 1e-3  # share of a step that no prediction tells apart
 FINALISTS = 3  # placements whose best order is compared
 PLANNED = 8  # schedules that are planned for a model
 
@@ -183,14 +184,16 @@ class Comparison:
         return row.simulation.latency if latency else row.simulation.span
 
     def best(self) -> Row:
-        """The shortest within the limit; of equals, the first.
+        """The shortest within the limit; of those that are as short but for a
+        thousandth, the one that holds the least, and of these the first.
 
         Raises PlanError if there is none.
         """
         within = [row for row in self.rows if self.fits(row)]
         if within:
-            least = min(map(self.length, within)) * (1 + CLOSE)
-            return next(row for row in within if self.length(row) <= least)
+            least = min(map(self.length, within)) * (1 + ALIKE)
+            short = [row for row in within if self.length(row) <= least]
+            return min(short, key=lambda row: row.memory)
         assert self.rows, "one microbatch at a time always comes to an end"
         lowest = min(self.rows, key=lambda row: row.memory)
         raise PlanError(
