@@ -104,7 +104,8 @@ def _with_weights(
                 where = (op.task, op.n, step.specs(value)[0], True)
                 begin, host = place[start], request.host(op.worker)
                 since, other, until = on_host.get((host, value), (0, None, -1))
-                if other is not None and since <= begin <= until:  # which hands it on
+                mine = other is None or other.to == op.worker
+                if other is not None and not mine and since <= begin <= until:
                     way = (next(tags), other.to, op.worker, other)
                 else:
                     way = (next(tags), source, op.worker, value)

@@ -31,6 +31,13 @@ def test_weights_that_are_handed_on_equal_eager(order: str, prefetch: int) -> No
     assert any(line.hands_on for line in plan.lines if isinstance(line, Message))
 
 
+def test_a_worker_alone_on_its_host_asks_again_itself() -> None:
+    apart = fxsched.Network([[0], [1]], *2 * [fxsched.Rate(1e9)])
+    options = {"prefetch": 3, "network": apart, "stages": ["blocks.2"]}
+    plan = _equal(schedules.fsdp(2, 4), **options)
+    assert not any(line.hands_on for line in plan.lines if isinstance(line, Message))
+
+
 def test_updated_weights_are_handed_on() -> None:
     def trained(network: fxsched.Network | None) -> list[torch.Tensor]:
         model = Net()
