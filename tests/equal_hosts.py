@@ -19,6 +19,7 @@ import fxsched
 from fxsched import schedules
 from fxsched.jobs.schedule import Schedule
 from tests.namespaces import alone, hosts, torchrun
+from tests.passes.test_sums_in_pieces import Net
 
 SUMS = ("auto", "messages", "pieces")
 SCHEDULES: dict[str, Callable[[], Schedule]] = {
@@ -35,29 +36,10 @@ SCHEDULES: dict[str, Callable[[], Schedule]] = {
 }
 
 
-class Block(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.up, self.down = nn.Linear(128, 256), nn.Linear(256, 128)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.down(torch.relu(self.up(x)))
-
-
-class Net(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.blocks = nn.Sequential(*(Block() for _ in range(8)))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.blocks(x).square().mean()
-
-
 def train(schedule: Schedule, sums: Any, x: Tensor) -> None:
     """Three steps; parameters are eager's, and owners' gradients have the same bits."""
     torch._dynamo.reset()
-    model, eager = Net(), Net()
+    model, eager = Net(8), Net(8)
     stale = schedule.update_every is not None
     mine, other = (torch.optim.SGD(m.parameters(), 0.1, 0.9) for m in (model, eager))
     given = {"optimizer": mine} if stale else {}

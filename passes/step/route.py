@@ -104,8 +104,8 @@ def _with_weights(
                 where = (op.task, op.n, step.specs(value)[0], True)
                 begin, host = place[start], request.host(op.worker)
                 since, other, until = on_host.get((host, value), (0, None, -1))
-                mine = other is None or other.to == op.worker
-                if other is not None and not mine and since <= begin <= until:
+                there = since <= begin <= until
+                if other is not None and other.to != op.worker and there:
                     way = (next(tags), other.to, op.worker, other)
                 else:
                     way = (next(tags), source, op.worker, value)

@@ -30,10 +30,10 @@ class Block(nn.Module):
 
 
 class Net(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, blocks: int = 4) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.blocks = nn.Sequential(*(Block() for _ in range(4)))
+        self.blocks = nn.Sequential(*(Block() for _ in range(blocks)))
 
     def forward(self, x: Tensor) -> Tensor:
         return self.blocks(x).square().mean()
