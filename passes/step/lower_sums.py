@@ -326,7 +326,7 @@ class _SumByHosts:
     def send_several(self, root: int) -> bool:
         """Whether several workers of another host than the root's give to the sum."""
         own = self.sums.request.host(root)
-        return any(host != own and len(own_) > 1 for host, own_ in self.hosts.items())
+        return any(host != own and len(w) > 1 for host, w in self.hosts.items())
 
     def whole(self, root: int) -> Op:
         """The sum on its root."""
