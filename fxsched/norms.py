@@ -72,7 +72,7 @@ def _microbatches(request: Request, updates_once: bool) -> str:
 def _may_part(request: Request) -> bool:
     """Whether microbatches' statistics may be put together: sums have other bits, and
     are rounded on their way."""
-    return not request.deterministic and request.message_dtype is None
+    return not request.deterministic and request.encode.activations is None
 
 
 def _spreads(schedule: Schedule) -> bool:

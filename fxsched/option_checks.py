@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 
 from .capture.caller import parts
 from .clock.network import Network, Wires
+from .ir.encodings import AS_IT_IS, TYPES, Encode
 from .ir.loss_scale import read_scale
 from .ir.request import BufferReduction, CutWord, OutputReduction, Shards
 from .jobs.job import PlanError
@@ -218,14 +219,20 @@ def sum_type(name: str, gradient_dtype: object) -> torch.dtype | None:
     )
 
 
-def message_type(name: str, dtype: object) -> torch.dtype | None:
-    """The type that values travel in between jobs."""
-    if dtype is None or dtype in (torch.bfloat16, torch.float16, torch.float32):
-        return dtype
-    raise PlanError(
-        f"backend(message_dtype={dtype!r}): give torch.bfloat16, torch.float16, "
-        "torch.float32 (for models in float64), or None"
-    )
+def encodings(name: str, kinds: object) -> Encode:
+    """The type in which values of each kind travel."""
+    if isinstance(kinds, Encode):
+        return kinds
+    given = kinds if isinstance(kinds, Mapping) else {"": kinds}
+    for kind, dtype in {} if kinds is None else given.items():
+        if kind not in Encode._fields or dtype not in TYPES:
+            shown = f"{{{kind!r}: {dtype!r}}}" if kind else repr(kinds)
+            raise PlanError(
+                f"backend(encode={shown}): give a dict from 'activations', 'weights' "
+                "or 'gradients' to torch.bfloat16, torch.float16, torch.float32 "
+                "(for float64) or torch.int8; or None"
+            )
+    return Encode(**given) if kinds else AS_IT_IS
 
 
 def cut_words(name: str, shards: object) -> Shards:
@@ -279,7 +286,7 @@ CHECKS: dict[str, Check] = {  # of options that are neither words nor bools
     "clip_grad_norm": above_zero("a norm"),
     "flight_record": folder,
     "gradient_dtype": sum_type,
-    "message_dtype": message_type,
+    "encode": encodings,
     "shards": cut_words,
     "model_passes": functions("gm"),
     "network": wires,

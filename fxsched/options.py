@@ -168,14 +168,15 @@ class Options:
         microbatches and workers, such as torch.float32 for bfloat16 parameters. The
         finished sum is cast once, to the parameter's type, for .grad and the optimizer.
         None: sums have the parameter's type too.
-    message_dtype: the type (torch.bfloat16, or torch.float16, which overflows above
-        65504) that activations and their gradients have on their way to jobs of other
-        workers. The job that makes such a value casts it; all jobs that read it cast it
-        back, also those on the same worker. Sent without a cast are integers and bools,
-        numbers (0-d), values that the cast would not make smaller, what the model
-        returns, what F saves for its B, weights, buffers, and gradients of weights. The
-        schedule decides which values are cast, so this option excludes
-        deterministic=True.
+    encode: which values workers send each other in fewer bytes: a dict from
+        "activations" (and their gradients), "weights" (parameters that jobs fetch) and
+        "gradients" (of weights) to torch.bfloat16, torch.float16, which overflows above
+        65504, or torch.int8, which has a float32 scale for each 256 elements. The
+        sender rounds the value. All who read it then read the rounded value, also on
+        the sender; only weights stay exact where they are kept. Sent as they are:
+        integers, bools, numbers (0-d), tensors that would not become smaller, what the
+        model returns, what F saves for its B, and buffers. The schedule decides what is
+        sent, so this option excludes deterministic=True.
     shards: which weights are cut, where the schedule has shards (schedules.sharded):
         "auto" (all weights that can be cut so that shards exchange only sums), or a
         dict from patterns of names of modules to words, such as
@@ -227,7 +228,7 @@ class Options:
     deterministic: bool = False
     check_finite: bool = False
     gradient_dtype: torch.dtype | None = None
-    message_dtype: torch.dtype | None = None
+    encode: Mapping[str, torch.dtype] | None = None
     shards: Literal["auto"] | Mapping[str, CutWord] = "auto"
     model_passes: Sequence[ModelPass] = ()
     sums: Sums = "auto"
@@ -328,6 +329,11 @@ def conflicts(options: Options) -> Iterator[tuple[bool, str]]:
         "worker adds up all gradients of a weight; leave one of them out",
     )
     yield (
+        averaged and request.encode.gradients is not None,
+        "backend(encode={'gradients': ..}): Schedule(average_every=) averages "
+        "replicas, and sends no gradients; leave 'gradients' out",
+    )
+    yield (
         options.rows == "local" and whole,
         "backend(rows='local') doesn't go with ragged=, input_from= or "
         "loss_reduction='weighted', which need the whole batch on every rank",
@@ -378,8 +384,8 @@ def conflicts(options: Options) -> Iterator[tuple[bool, str]]:
             "pairs='spread' adds up gradients of embeddings by rows; take 'joint'",
         ),
         (
-            options.message_dtype is not None,
-            "message_dtype= rounds what goes from worker to worker, which the schedule "
+            any(options.encode or ()),
+            "encode= rounds what goes from worker to worker, which the schedule "
             "decides; leave it out",
         ),
     ):

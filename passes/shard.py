@@ -186,14 +186,14 @@ def _check_kept(gm: fx.GraphModule, request: Request, region: Region) -> None:
 
 def _check_exact(request: Request, region: Region) -> None:
     """Raises PlanError where numbers that a loss is made of would be rounded."""
-    if request.message_dtype is None or not region.joined:
+    if request.encode.activations is None or not region.joined:
         return
     node = min(region.joined, key=str)
     raise PlanError(
-        f"shards={{..}}: message_dtype={request.message_dtype} would round numbers "
+        f"shards={{..}}: encode={{'activations': ..}} would round numbers "
         f"that {where(node)} reads, since its logits are cut into "
-        f"shards{line_of(node.meta.get('stack_trace'))}\nleave message_dtype= or "
-        "shards= out"
+        f"shards{line_of(node.meta.get('stack_trace'))}\nleave "
+        "'activations' out of encode=, or leave shards= out"
     )
 
 

@@ -14,6 +14,7 @@ from torch import Tensor, fx
 
 from ..clock.stage_record import Edge, Stage
 from ..ir import joint
+from ..ir.encodings import sent_bytes
 from ..ir.facts import FACTS, StageFacts, facts
 from ..ir.graphs import (
     REGION_ENTERS,
@@ -31,7 +32,6 @@ from ..ir.graphs import (
     written_storages,
 )
 from ..ir.lazy import lazy_module
-from ..ir.message_types import as_sent
 from ..ir.meta import note_call, of_call, of_node
 from ..ir.request import Request
 from ..jobs.job import Job, PlanError
@@ -279,9 +279,12 @@ def _send_state(state: list[fx.Node], request: Request) -> float:
     """Seconds to send parameters and buffers to another worker."""
     if not state:
         return 0.0
-    specs = [Spec.of(of_node(node)["val"]) for node in state]
-    size = sum(spec.bytes for spec in specs)
-    return send_seconds(size, specs[0].device, request.link)
+    device, size = Spec.of(of_node(state[0])["val"]).device, 0
+    for node in state:
+        fixed = of_node(node)["role"] is not Role.PARAMETER
+        how = None if fixed else request.encode.weights
+        size += sent_bytes((Spec.of(of_node(node)["val"]),), how)
+    return send_seconds(size, device, request.link)
 
 
 def _update_seconds(parameters: list[Tensor]) -> float:
@@ -365,26 +368,27 @@ def _describe(
         for node in dict.fromkeys(port.node for port in stage.inputs):
             if node in maker:
                 source = _giver(node, number, maker[node])
-                spec = _sent(node, request)
+                spec, count = _sent(node, request)
                 edge = stages.get_edge_data(source, number, {"bytes": 0})
-                size = edge["bytes"] + spec.bytes
+                size = edge["bytes"] + count
                 seconds = send_seconds(size, spec.device, request.link)
                 sent = Edge(bytes=size, seconds=seconds)
                 if pieces:
-                    sent["values"] = {**edge.get("values", {}), node.name: spec.bytes}
+                    sent["values"] = {**edge.get("values", {}), node.name: count}
                 if reads_whole(node, stage.joint):
-                    sent["whole"] = edge.get("whole", 0) + spec.bytes
+                    sent["whole"] = edge.get("whole", 0) + count
                 stages.add_edge(source, number, **sent)
     if not nx.is_directed_acyclic_graph(stages):
         raise PlanError("the stages read each other in a circle; name other stages")
     return stages
 
 
-def _sent(node: fx.Node, request: Request) -> Spec:
-    """A value as it travels; what the model returns does as it is."""
+def _sent(node: fx.Node, request: Request) -> tuple[Spec, int]:
+    """A value, and its bytes on the way; what the model returns travels as it is."""
     spec = Spec.of(of_node(node)["val"])
     returned = any(user.op == "output" for user in node.users)
-    return spec if returned else as_sent(spec, request.message_dtype)
+    how = None if returned else request.encode.activations
+    return spec, sent_bytes((spec,), how)
 
 
 def _giver(node: fx.Node, stage: int, maker: int) -> int:

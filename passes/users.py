@@ -93,10 +93,12 @@ def replaces(new: fx.Node, old: fx.Node | None = None) -> None:
 
 
 def _owned_gradients(graph: fx.Graph) -> set[fx.Node]:
-    """Finished gradients of the weights that a worker keeps or updates."""
+    """Gradients that several workers may keep: sums, and what is kept or updated."""
     results: Any = graph.output_node().args[0]
     updates = graph.find_nodes(op="call_function", target=ops.update)
-    return {*results["groups"].values(), *(arguments(each)[4] for each in updates)}
+    sums = graph.find_nodes(op="call_function", target=ops.reduce)
+    stepped = (arguments(each)[4] for each in updates)
+    return {*sums, *results["groups"].values(), *stepped}
 
 
 def _dtypes(value: fx.Node) -> list[tuple[torch.dtype]]:

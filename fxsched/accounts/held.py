@@ -156,7 +156,7 @@ class _Lives:
             if line.to == worker:
                 kind = FETCHED if line.fetches else self._kind(line.value)
                 value: Value = line if line.fetches else line.value
-                yield Born(value, kind, _received(line))
+                yield Born(value, kind, self._received(line))
             return
         job = line.job
         if line.target is None and job is not None:
@@ -179,6 +179,13 @@ class _Lives:
             yield Born(line, None, size)
         else:
             yield Born(line, self._kind(line), size)
+
+    def _received(self, message: Message) -> float:
+        """What it takes where it comes, once it is decoded."""
+        size: float = _bytes(self.step.specs(message.value)[0])
+        if isinstance(message.value, JobOutput):
+            size = of_call(message.value.node).get("received", size)
+        return size
 
     def _kind(self, value: Value) -> int | None:
         if isinstance(value, JobOutput):
@@ -265,14 +272,6 @@ def _output(node: fx.Node, direction: Direction) -> tuple[int | None, float]:
     if "group" not in of_call(node):
         return ACTIVATIONS, size
     return (VERSIONS if direction is Direction.FORWARD else GRADIENTS), size
-
-
-def _received(message: Message) -> float:
-    """What it takes where it comes."""
-    if isinstance(message.value, JobOutput):
-        size: float = of_call(message.value.node).get("received", message.bytes)
-        return size
-    return message.bytes
 
 
 def _bytes(specs: Any) -> int:

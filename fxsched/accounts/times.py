@@ -13,6 +13,7 @@ from ..clock.timeline import Timeline
 from ..ir import ops
 from ..ir.garbage import no_collection
 from ..ir.meta import of_call
+from ..ir.moved import Moved, moved
 from ..ir.step import (
     SERVED,
     Credit,
@@ -26,7 +27,6 @@ from ..ir.step import (
     values_in,
 )
 from ..jobs.job import Direction, Job
-from .traffic import Moved, moved
 
 PARAMETERS = (Moved.WEIGHTS, Moved.GRADIENTS)
 

@@ -4,22 +4,11 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass
-from enum import Enum
 
 from ..ir import ops
 from ..ir.garbage import no_collection
-from ..ir.meta import of_call
-from ..ir.step import JobOutput, Message, Op, Step, Value, Weights, values_in
-from ..jobs.job import Direction
-
-
-class Moved(Enum):
-    """What a message brings."""
-
-    ACTIVATIONS = "activations"  # and their gradients, and what F saved for B
-    WEIGHTS = "weights"
-    GRADIENTS = "gradients"  # of weights
-    OTHER = "other"  # outputs, buffers, credits
+from ..ir.moved import Moved, moved
+from ..ir.step import Message, Step, Value, values_in
 
 
 @dataclass
@@ -42,29 +31,6 @@ class Traffic:
     returned: int = 0
     renewed: int = 0
     parameters: int = 0
-
-
-MADE: dict[object, Moved] = {  # by what makes it
-    **dict.fromkeys((ops.update, ops.renew, ops.take), Moved.WEIGHTS),
-    **dict.fromkeys((ops.copy, ops.correct), Moved.WEIGHTS),
-    **dict.fromkeys((ops.replica, ops.average), Moved.WEIGHTS),
-    **dict.fromkeys((ops.accumulate, ops.reduce, ops.cast, ops.piece), Moved.GRADIENTS),
-    ops.add: Moved.ACTIVATIONS,  # gradients of what all microbatches read
-}
-
-
-def moved(step: Step, value: Value) -> Moved:
-    """What a message brings that has a value of this kind."""
-    if isinstance(value, JobOutput):
-        if "group" not in of_call(value.node):
-            return Moved.ACTIVATIONS
-        _, direction = step.jobs.kinds[step.maker[value.node]]
-        return Moved.OTHER if direction is Direction.FORWARD else Moved.GRADIENTS
-    if isinstance(value, (Weights, Message)):
-        return Moved.WEIGHTS
-    if isinstance(value, Op):
-        return MADE.get(value.target, Moved.OTHER)
-    return Moved.OTHER
 
 
 @no_collection()

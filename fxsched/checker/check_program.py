@@ -220,6 +220,22 @@ class _Evaluation:
         layout, *pieces = self._of(node.args)
         return symbol("join", layout, *pieces)
 
+    def _encode(self, node: fx.Node) -> Any:
+        """What is sent of a value is rounded; all who read the value later read that,
+        so that all have the same bits. Weights stay exact where they are kept."""
+        codes, value = arguments(node)
+        at = self.memory.at
+        for user in value.users if "group" not in of_call(node) else ():
+            if at[user] > at[node] and user.target is not ops.free:
+                self._fault(
+                    f"worker {self.rank}: {task_of(user)} reads {value} as it is, and "
+                    f"others as {node} rounds it"
+                )
+        return symbol("encoded", codes, self._of(value))
+
+    def _decode(self, node: fx.Node) -> Any:
+        return symbol("decoded", *self._of(node.args))
+
     def _settle(self, node: fx.Node) -> Any:
         how, last, before, *after = arguments(node)
         if len(after) == 1:
@@ -299,6 +315,8 @@ class _Evaluation:
 
     def _must_stay(self, weights: Any, reader: str) -> None:
         """Another worker's weights are read when it may have updated them again."""
+        while isinstance(weights, Open) and weights.word == "decoded":
+            weights = weights.args[-1]  # of which buffers are in the same memory
         if isinstance(weights, Open) and weights.word == RECEIVED:
             self.summary.stays.append((weights.args[0], reader))
 
@@ -469,6 +487,9 @@ EVALUATE: dict[Any, Callable[[_Evaluation, fx.Node], Any]] = {
     ops.accumulate: _Evaluation._sum,
     ops.reduce: _Evaluation._reduce,
     ops.join: _Evaluation._join,
+    ops.encode: _Evaluation._encode,
+    ops.decode: _Evaluation._decode,
+    ops.decode_one: _Evaluation._decode,
     ops.merge_buffers: _Evaluation._settle,
     ops.collect: _Evaluation._collect,
     ops.total: _Evaluation._total,

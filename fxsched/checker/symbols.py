@@ -99,11 +99,19 @@ def _join(layout: Any, *pieces: Any) -> Any:
     return whole
 
 
+def _decoded(codes: Any, value: Any) -> Any:
+    """A value that has travelled; that it is rounded is what encode= asks for."""
+    if value[:2] == ("encoded", codes):
+        return value[2]
+    return Symbol(("decoded", codes, value))
+
+
 RULES: Mapping[str, Callable[..., Any]] = {
     "sum": _sum,
     "item": _item,
     "collected": _collected,
     "join": _join,
+    "decoded": _decoded,
 }
 
 
@@ -254,5 +262,7 @@ SAID: Mapping[str, Callable[..., str]] = {
     "sum": _sum_text,
     "piece": lambda i, count, _, value: f"piece {i} of {count} of {text(value)}",
     "terms": _sum_text,
+    "encoded": lambda _, value: f"the encoded {text(value)}",
+    "decoded": lambda _, value: f"what was encoded as {text(value)}",
     "cast": _cast_text,
 }

@@ -116,6 +116,14 @@ def _words(text: str) -> dict[str, str] | str:
     return {name: word for name, _, word in pairs}
 
 
+def _types(text: str) -> dict[str, Any]:
+    """kind=type,kind=type."""
+    words = _words(text)
+    if isinstance(words, str):
+        raise click.BadParameter(f"{text!r}: give such as gradients=int8,weights=int8")
+    return {kind: _dtype(word) for kind, word in words.items()}
+
+
 PAIRS = _words, "NAME=WORD,.."
 READ: dict[str, tuple[Callable[[str], Any], str]] = {
     "stages": (_listed, "NAME,.."),
@@ -123,5 +131,5 @@ READ: dict[str, tuple[Callable[[str], Any], str]] = {
     "batch_dims": (dims, "NAME=DIM,.."),
     **{"shards": PAIRS, "buffers": PAIRS, "outputs": PAIRS},
     "network": (str, "FILE"),
-    **{"gradient_dtype": (_dtype, "TYPE"), "message_dtype": (_dtype, "TYPE")},
+    **{"gradient_dtype": (_dtype, "TYPE"), "encode": (_types, "KIND=TYPE,..")},
 }

@@ -328,7 +328,7 @@ def _of_buffers(graph: fx.GraphModule, failed: Collection[str]) -> Iterator[str]
 
 def _of_nothing(planner: _Verified) -> str:
     """What is said where all that the model computes is eager's."""
-    changing = ("message_dtype", "gradient_dtype", "model_passes", "passes")
+    changing = ("encode", "gradient_dtype", "model_passes", "passes")
     options = (planner.request, planner.options)
     given = [n for n in changing if any(getattr(each, n, None) for each in options)]
     if given:

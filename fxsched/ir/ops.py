@@ -19,6 +19,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from .encodings import decode as decode
+from .encodings import decode_one as decode_one
+from .encodings import encode as encode
 from .finite import finite as finite
 from .pieces import join as join
 from .pieces import piece as piece
@@ -407,6 +410,8 @@ BUNDLES = (
     piece,
     join,
     cast,
+    encode,
+    decode,
     merge_buffers,
     fetch,
     update,

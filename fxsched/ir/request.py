@@ -14,6 +14,7 @@ import torch
 from ..clock.network import Link, Wires
 from ..jobs.job import Direction, Job
 from ..jobs.schedule import Schedule
+from .encodings import AS_IT_IS, Encode
 from .graphs import Specs
 from .parts import KeptParts
 
@@ -96,7 +97,7 @@ class Request:
     deterministic: bool = False
     check_finite: bool = False
     gradient_dtype: torch.dtype | None = None
-    message_dtype: torch.dtype | None = None
+    encode: Encode = AS_IT_IS
     sums: Sums = "auto"
     hosts: tuple[tuple[int, ...], ...] = ()
     network: Wires | None = None

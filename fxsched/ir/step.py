@@ -21,6 +21,7 @@ from ..clock.jobs import NO_JOBS, Jobs, Kind, sum_root
 from ..clock.timeline import Timeline
 from ..jobs.job import Direction, Job
 from . import joint, ops
+from .encodings import Codes
 from .facts import Facts, facts
 from .graphs import Group, Spec, Specs
 from .meta import of_call
@@ -130,7 +131,7 @@ class Message:
         sent by a task of their own.
     specs: the shapes in which it travels.
     fetches: whether it brings weights.
-    encoded: whether the value has other shapes, and is cast on both sides.
+    codes: how the value is encoded, if it travels in other shapes than its own.
     """
 
     tag: int
@@ -141,7 +142,7 @@ class Message:
     n: int
     specs: Specs
     fetches: bool = False
-    encoded: bool = False
+    codes: Codes | None = None
 
     @property
     def aside(self) -> int:
@@ -341,6 +342,17 @@ class Step:
             return self.specs(value.value)
         node = value.node if isinstance(value, Weights) else value
         return of_call(node)["specs"], True
+
+    def group(self, value: Value) -> int:
+        """The group of weights that a value is."""
+        if isinstance(value, (Stale, Message)):
+            return self.group(value.value)
+        if isinstance(value, Op):
+            assert value.group is not None
+            return value.group
+        assert isinstance(value, Weights)
+        group: int = of_call(value.node)["group"]
+        return group
 
     def trained_specs(self, group: int) -> Specs:
         """The shapes of a group's weights that get gradients."""

@@ -84,8 +84,8 @@ def _with_ranges(
         if not chosen.is_apart(region):
             continue
         kept = of_node(weight)["index"] in request.cuts
-        if request.message_dtype is not None and region.joined and not kept:
-            why = "message_dtype= would round what its loss is made of"
+        if request.encode.activations is not None and region.joined and not kept:
+            why = "encode= would round what its loss is made of"
             propagation.reasons[weight] = why
         elif kept or gain(region, chosen, propagation.follower.shards, request) > 0:
             chosen.take(region)

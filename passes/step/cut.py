@@ -5,10 +5,11 @@ from __future__ import annotations
 import operator
 from typing import Any
 
-from torch import Tensor, fx
+from torch import fx
 
 from ...ir import ops
-from ...ir.graphs import Output, Specs, arguments, dims, make
+from ...ir.encodings import Codes
+from ...ir.graphs import Output, arguments, dims, make
 from ...ir.joint import resolve
 from ...ir.meta import note_call, of_call
 from ...ir.request import Request
@@ -61,7 +62,8 @@ class _ProgramWriter:
         self.microbatches = request.schedule.microbatches
         self.graph = fx.Graph()
         self.env: dict[Value, fx.Node] = {}
-        self.encoded: set[Value] = set()  # of these, what is as it travels
+        self.travelling: dict[Value, fx.Node] = {}  # what is sent of encoded values
+        self.codes: dict[Value, Codes] = {}  # of those that nothing has read here
         self.parts: dict[tuple[fx.Node, int], fx.Node] = {}  # rows of the batch
         self.pause: fx.Node | None = None
         self.read: dict[fx.Node, Value] = {}  # what a job reads of others
@@ -86,7 +88,7 @@ class _ProgramWriter:
             else:
                 self._op(line)
         results = self.step.results[self.worker]
-        self.graph.output(with_values(results, self._node))
+        self.graph.output(with_values(results, self._returned))
         for node in self.graph.find_nodes(op="placeholder"):
             if not node.users:
                 self.graph.erase_node(node)
@@ -125,16 +127,15 @@ class _ProgramWriter:
             n=message.n,
             task=message.task,
             specs=message.specs,
-            bundle=bundle,
+            bundle=bundle or message.codes is not None,
             worker=self.worker,
         )
         if message.fetches:
-            of_call(node)["group"] = _group_of(message)
-            self.env[message] = node
-            return
-        self.env[message.value] = node
-        if message.encoded:
-            self.encoded.add(message.value)
+            of_call(node)["group"] = self.step.group(message)
+        value = message if message.fetches else message.value
+        self.env[value] = node
+        if message.codes is not None:
+            self.travelling[value], self.codes[value] = node, message.codes
 
     def _send(self, message: Message) -> None:
         value, task = message.value, message.task
@@ -142,39 +143,63 @@ class _ProgramWriter:
             task = f"hand on {message.tag}"
         elif message.fetches:
             task = f"serve {message.tag}"
-        elif message.encoded and value not in self.encoded:
-            where = (self.worker, task, message.n)  # all readers see what is sent
-            self.env[value] = self._cast(self.env[value], message.specs, where)
-            self.encoded.add(value)
         node = self.graph.create_node(
             "call_function",
             ops.send,
-            (self.env[value],),
+            (self._as_sent(message, task),),
             {"to": message.to, "tag": message.tag},
             f"send_{message.tag}",
         )
         note_call(node, n=message.n, task=task, worker=self.worker, specs=())
         if message.aside:
             note_call(node, aside=message.aside)
-        if message.fetches and isinstance(value, (Op, Message)):
-            of_call(node)["group"] = _group_of(message)  # says that it sends weights
+        if message.fetches and not isinstance(value, Weights):
+            of_call(node)["group"] = self.step.group(message)  # it sends weights
 
-    def _node(self, value: Value) -> fx.Node:
+    def _as_sent(self, message: Message, task: str) -> fx.Node:
+        """What a message brings. From then on, this worker's ops read what others read
+        too; but weights stay exact where they are kept."""
+        value, codes = message.value, message.codes
+        if codes is None:
+            return self.env[value]
+        if value in self.travelling:
+            return self.travelling[value]
+        args, name = (codes, self.env[value]), f"encoded_{message.tag}"
+        where = (self.worker, task, message.n)
+        new = make(self.graph, ops.encode, args, message.specs, *where, name=name)
+        note_call(new, own=True)
+        if message.aside:
+            note_call(new, aside=message.aside)
+        if message.fetches:
+            of_call(new)["group"] = self.step.group(message)
+        else:
+            self.travelling[value], self.codes[value] = new, codes
+        return new
+
+    def _read(self, value: Value, where: Where) -> fx.Node:
+        """A value that a task of this worker reads; the first that does decodes it."""
+        codes = self.codes.pop(value, None)
+        if codes is not None:
+            specs, bundle = self.step.specs(value)
+            target = ops.decode if bundle else ops.decode_one
+            args, name = (codes, self.travelling[value]), f"{self.env[value]}_decoded"
+            new = make(self.graph, target, args, specs, *where, name=name)
+            note_call(new, own=True)
+            self.env[value] = new
         return self.env[value]
 
-    def _cast(self, node: fx.Node, specs: Specs, where: Where) -> fx.Node:
-        """A value in the type of these shapes, in the task that makes or reads it."""
-        args, name = (node, specs[0].dtype), f"{node.name}_cast"
-        new = make(self.graph, Tensor.to, args, specs, *where, name=name)
-        note_call(new, own=True, replaces=node.name)
-        return new
+    def _returned(self, value: Value) -> fx.Node:
+        node = self.env[value]
+        task = f"decode {node}" if value in self.codes else ""
+        return self._read(value, (self.worker, task, of_call(node).get("n", 0)))
 
     def _op(self, line: Op) -> None:
         assert line.target is not None
-        args = with_values((*line.args, *line.after), self._node)
+        where = (line.worker, line.task, line.n)
+        read = (*line.args, *line.after)
+        args = with_values(read, lambda value: self._read(value, where))
         if line.target in OPTIMIZED:
             args = (self.optimizer, *args)
-        where = (line.worker, line.task, line.n)
         node = make(self.graph, line.target, args, line.specs, *where, name=line.name)
         if line.group is not None:
             of_call(node)["group"] = line.group
@@ -203,7 +228,7 @@ class _ProgramWriter:
         self.read = dict(zip(self.step.reads[kind], read, strict=True))
         for node in recipe.before:
             self._copy(node, job, where)
-        state = tuple(self.env[value] for value in weights)
+        state = tuple(self._read(value, where) for value in weights)
         values = fx.map_arg(tuple(rest), lambda n: self._value(n, job, where))
         seed = None
         if of_call(call)["draw"] is not None:
@@ -240,12 +265,7 @@ class _ProgramWriter:
     def _value(self, node: fx.Node, job: Job, where: Where) -> fx.Node:
         node_of, b = resolve(node, job.microbatch)
         if node_of.op != "placeholder":
-            made = self.read.get(node, JobOutput(node_of, b))
-            if made in self.encoded:
-                self.encoded.remove(made)
-                specs, _ = self.step.specs(made)
-                self.env[made] = self._cast(self.env[made], specs, where)
-            return self.env[made]
+            return self._read(self.read.get(node, JobOutput(node_of, b)), where)
         node = node_of
         if (node, b) not in self.parts:
             if "tangent" in of_call(node):
@@ -289,16 +309,3 @@ class _ProgramWriter:
         elif output.kind == "whole":
             mean = False
         return 1.0 / self.microbatches if mean else 1.0
-
-
-def _group_of(message: Message) -> int:
-    """The group of weights that a message brings."""
-    value = message.value
-    if isinstance(value, Message):
-        return _group_of(value)
-    if isinstance(value, Op):
-        assert value.group is not None
-        return value.group
-    assert isinstance(value, Weights)
-    group: int = of_call(value.node)["group"]
-    return group

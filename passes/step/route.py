@@ -8,9 +8,10 @@ from dataclasses import replace
 from itertools import count
 
 from ...ir import ops
-from ...ir.graphs import Specs
-from ...ir.message_types import as_sent
+from ...ir.encodings import Code, Codes, codes_of, encoded_specs
+from ...ir.graphs import Role
 from ...ir.meta import of_call
+from ...ir.moved import Moved, moved
 from ...ir.request import Request
 from ...ir.step import (
     Credit,
@@ -38,13 +39,13 @@ def route_values(step: Step, request: Request) -> Step:
     read it. Weights it asks for request.prefetch jobs ahead (here 1); they are kept
     while its next job reads them too, and new ones come after the update that makes
     them. From another host it asks for none that a worker of its own host has or waits
-    for: that one hands them on. With request.message_dtype, activations and their
-    gradients travel in that type. What is saved for B, bundles of weights or of their
-    gradients, and what others than jobs read (outputs, sums) travels as it is.
+    for: that one hands them on. request.encode says what travels in fewer bytes: of
+    activations what jobs alone read, aside from what is saved for B; of weights the
+    parameters that jobs ask for.
     """
-    tags = count()
-    step = replace(step, lines=_with_weights(step, request, tags))
-    readers, encodings = _Readers(step), _Encodings(step, request)
+    tags, encodings = count(), _Encodings(step, request)
+    step = replace(step, lines=_with_weights(step, request, tags, encodings))
+    readers = _Readers(step)
     lines: list[Op | Message] = []
     for line in step.lines:
         lines.append(line)
@@ -52,10 +53,10 @@ def route_values(step: Step, request: Request) -> Step:
             continue
         for value, workers in readers.of(line):
             for source, to in _ways(line, workers, request):
-                specs, _ = step.specs(value)
-                encoded = encodings.of(value)
                 where = (next(tags), source, to, value, line.task, line.n)
-                lines.append(Message(*where, encoded or specs, False, bool(encoded)))
+                codes = encodings.of(value)
+                specs = encoded_specs(codes, step.specs(value)[0])
+                lines.append(Message(*where, specs, codes=codes))
     return replace(step, lines=lines)
 
 
@@ -76,7 +77,7 @@ def _ways(line: Op, to: set[int], request: Request) -> Iterator[tuple[int, int]]
 
 
 def _with_weights(
-    step: Step, request: Request, tags: Iterator[int]
+    step: Step, request: Request, tags: Iterator[int], encodings: _Encodings
 ) -> list[Op | Message]:
     """The lines, with messages that bring weights to jobs and renewals."""
     every, ahead = list(step.ops), request.prefetch
@@ -101,7 +102,9 @@ def _with_weights(
                 continue
             message = here.get(value) if is_job else None
             if message is None:
-                where = (op.task, op.n, step.specs(value)[0], True)
+                codes = encodings.of_weights(value) if is_job else None
+                specs = encoded_specs(codes, step.specs(value)[0])
+                where = (op.task, op.n, specs)
                 begin, host = place[start], request.host(op.worker)
                 since, other, until = on_host.get((host, value), (0, None, -1))
                 there = since <= begin <= until
@@ -109,7 +112,7 @@ def _with_weights(
                     way = (next(tags), other.to, op.worker, other)
                 else:
                     way = (next(tags), source, op.worker, value)
-                message = Message(*way, *where)
+                message = Message(*way, *where, fetches=True, codes=codes)
                 late = isinstance(value, Op) and is_job and place[value] >= begin
                 if late:
                     after.setdefault(value, []).append(message)
@@ -164,21 +167,35 @@ class _Readers:
 
 
 class _Encodings:
-    """In which shapes values travel, where it is in others than their own."""
+    """How values travel."""
 
     def __init__(self, step: Step, request: Request) -> None:
-        self.dtype = request.message_dtype
+        self.step, self.encode = step, request.encode
         read = [op.args for op in step.ops if op.target is not None]
         values = values_in([*read, *step.results.values()])
         self.exact = {v.node for v in values if isinstance(v, JobOutput)}
 
-    def of(self, value: Value) -> Specs | None:
-        """Of what a job makes; None for what travels as it is."""
-        if self.dtype is None or not isinstance(value, JobOutput):
+    def of(self, value: Value) -> Codes | None:
+        """Of what a line makes."""
+        if not any(self.encode):
             return None
-        node = value.node
-        if node in self.exact or of_call(node).get("bundle"):
+        kind, how = moved(self.step, value), None
+        if kind is Moved.GRADIENTS:
+            how = self.encode.gradients
+        elif kind is Moved.ACTIVATIONS and isinstance(value, JobOutput):
+            exact = value.node in self.exact or of_call(value.node).get("bundle")
+            how = None if exact else self.encode.activations
+        return codes_of(self.step.specs(value)[0], how)
+
+    def of_weights(self, value: Value) -> Codes | None:
+        """Of weights that a job asks for: of parameters."""
+        if self.encode.weights is None:
             return None
-        (spec,) = of_call(node)["specs"]
-        sent = as_sent(spec, self.dtype)
-        return None if sent is spec else (sent,)
+        group = self.step.facts.groups[self.step.group(value)]
+        specs, _ = self.step.specs(value)
+        pairs = zip(group.state, specs, strict=True)
+        codes: list[Code | None] = []
+        for each, spec in pairs:
+            how = self.encode.weights if each.role is Role.PARAMETER else None
+            codes += codes_of((spec,), how) or [None]
+        return tuple(codes) if any(codes) else None

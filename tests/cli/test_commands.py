@@ -186,7 +186,7 @@ def test_plan_takes_the_options_of_a_backend(
     [
         ("--carry twice", "'twice' is not one of 'saved', 'recompute'"),
         ("--prefetch 0.5", "'0.5' is not a valid int"),
-        ("--message-dtype int8", "message_dtype=torch.int8"),
+        ("--encode sums=int8", "encode={'sums': torch.int8}"),
         (
             "--gradient-dtype wide",
             "'wide' is no torch.dtype; give one such as bfloat16",

@@ -11,10 +11,10 @@ from torch import Tensor, nn
 
 import fxsched
 from fxsched import schedules
-from fxsched.accounts.traffic import Moved, moved
 from fxsched.checker.summary import CheckError
 from fxsched.ir import ops, pieces
 from fxsched.ir.graphs import Spec
+from fxsched.ir.moved import Moved, moved
 from fxsched.ir.step import Message
 from fxsched.jobs.job import PlanError
 from fxsched.jobs.schedule import Schedule

@@ -129,7 +129,7 @@ def test_auto_cuts_a_vocabulary_where_that_is_faster() -> None:
         ),
         (
             Words(),
-            {"shards": {"head": "column"}, "message_dtype": torch.bfloat16},
+            {"shards": {"head": "column"}, "encode": {"activations": torch.bfloat16}},
             "would round numbers that cross_entropy_loss in the model reads",
         ),
         (Words(11), {"shards": WORDS}, "its shape is 11 x 8, and no row dimension"),

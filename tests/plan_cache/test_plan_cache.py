@@ -101,6 +101,7 @@ def named(name: str, **options: Any) -> Case:
     return (*build(name), options)
 
 
+ROUNDED = {"activations": torch.bfloat16, "gradients": torch.int8}
 CASES: dict[str, tuple[Callable[[], Case], Schedule]] = {
     "labels 1f1b": (net, schedules.one_f_one_b(2, 4)),
     "whole norms": (net, schedules.ddp(4)),
@@ -113,7 +114,10 @@ CASES: dict[str, tuple[Callable[[], Case], Schedule]] = {
     "deterministic": (lambda: net(deterministic=True), schedules.gpipe(2, 4)),
     "looked at": (lambda: net(check_finite=True), schedules.gpipe(2, 4)),
     "pooled": (pooled, schedules.one_f_one_b(2, 4)),
-    "rounded": (lambda: net(message_dtype=torch.bfloat16), schedules.gpipe(2, 4)),
+    "rounded": (
+        lambda: net(encode={"activations": torch.bfloat16}),
+        schedules.gpipe(2, 4),
+    ),
 }
 
 

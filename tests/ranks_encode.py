@@ -1,15 +1,16 @@
-"""What each rank of tests/passes/test_message_dtype.py does: casts on ranks."""
+"""What each rank of tests/passes/test_encode.py does: casts on ranks."""
 
 from __future__ import annotations
 
 import copy
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 import fxsched
 from fxsched import schedules
-from tests.passes.test_message_dtype import (
+from tests.passes.test_encode import (
     BOTH,
     FORWARD,
     Way,
@@ -19,10 +20,11 @@ from tests.passes.test_message_dtype import (
     skip,
 )
 from tests.passes.test_precision import ULP, Model, gradients
+from tests.passes.test_sums_in_pieces import STAGES, Net, X
 
 
 def messages(transport: str) -> None:
-    """message_dtype= is eager PyTorch with casts."""
+    """encode= is eager PyTorch with casts."""
     casts = {"ab": BOTH, "ac": BOTH}
     recompute = {"carry": "recompute", "order": "dynamic"}
     for way in (
@@ -31,6 +33,22 @@ def messages(transport: str) -> None:
     ):
         assert_equal_to_casts(skip(), way, transport=transport)
     assert_equal_to_casts(skip(joint=True), joint(), 1, transport)
+
+
+def sums(transport: str) -> None:
+    """Owners get sums with the same bits, and those that threads get."""
+    for how in ("pieces", "messages"):
+        options: Any = {"sums": how, "encode": {"gradients": torch.int8}}
+        found = {}
+        for where in (transport, "threads"):
+            torch._dynamo.reset()
+            model, schedule = Net(), schedules.ddp(2, 4)
+            with fxsched.backend(schedule, STAGES, where, **options) as backend:
+                torch.compile(model, backend=backend)(X).backward()
+            found[where] = [p.grad for p in model.parameters() if p.grad is not None]
+        assert len(found[transport]) == len(list(Net().parameters()))
+        for mine, own in zip(found[transport], found["threads"], strict=True):
+            assert torch.equal(mine, own)
 
 
 def autocast(transport: str, casts: str) -> None:
@@ -55,6 +73,7 @@ if __name__ == "__main__":
     dist.init_process_group("gloo")
     for transport in ("distributed", "gloo"):
         messages(transport)
+        sums(transport)
         for casts in ("inside", "around", "parameters"):
             autocast(transport, casts)
     print(f"rank {dist.get_rank()}: casts are eager's")

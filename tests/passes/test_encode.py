@@ -1,4 +1,4 @@
-"""message_dtype= equals eager PyTorch with casts where values go to other workers."""
+"""encode= equals eager PyTorch with casts where values go to other workers."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from fxsched import CheckError, PlanError, Schedule, ops, schedules
 from tests.started_ranks import run_ranks
 
 NARROW = torch.bfloat16
+EDGES = {"activations": NARROW}
 FORWARD, BACKWARD = {"forward"}, {"backward"}
 BOTH = FORWARD | BACKWARD
 
@@ -135,7 +136,7 @@ def assert_equal_to_casts(
         way.schedule,
         ["b"] if model.joint else ["b", "c"],
         transport,
-        message_dtype=NARROW,
+        encode=EDGES,
         **way.options,
     )
     with backend:
@@ -174,7 +175,7 @@ def sent(plan: fxsched.Plan) -> list[str]:
 
 @pytest.mark.slow
 def test_bytes_are_of_that_type_wherever_they_are_told() -> None:
-    plan, narrow = (planned(skip(), rows(), message_dtype=d) for d in (None, NARROW))
+    plan, narrow = (planned(skip(), rows(), encode=e) for e in (None, EDGES))
     narrow.check()
     for edge in plan.stages.edges:
         wide, half = plan.stages.edges[edge], narrow.stages.edges[edge]
@@ -201,7 +202,7 @@ class Kinds(nn.Module):
 @pytest.mark.slow
 def test_what_is_small_or_told_travels_as_it_is() -> None:
     options = {"stages": ["b"], "schedule": schedules.gpipe(2, 1)}
-    kinds = set(sent(planned(Kinds(), rows(), message_dtype=NARROW, **options)))
+    kinds = set(sent(planned(Kinds(), rows(), encode=EDGES, **options)))
     forward = {"bfloat16[8, 8]", "int64[8]", "bool[8, 8]", "float16[8, 8]", "float32[]"}
     assert kinds == forward | {"float32[8, 8]"}
 
@@ -209,14 +210,14 @@ def test_what_is_small_or_told_travels_as_it_is() -> None:
 @pytest.mark.slow
 def test_weights_and_their_gradients_stay_exact() -> None:
     for schedule in (schedules.fsdp(2), schedules.ddp(2)):
-        options = {"schedule": schedule, "stages": "auto", "message_dtype": NARROW}
+        options = {"schedule": schedule, "stages": "auto", "encode": EDGES}
         found = sent(planned(skip(), rows(), **options))
         assert "float32[8, 8]" in found and not any("bfloat16" in s for s in found)
 
 
 @pytest.mark.slow
 def test_both_ends_agree_on_the_type() -> None:
-    plan = planned(skip(), rows(), message_dtype=NARROW)
+    plan = planned(skip(), rows(), encode=EDGES)
     wide = planned(skip(), rows())
     mixed = [*plan.programs[:2], wide.programs[2]]
     with pytest.raises(CheckError, match=r"sends float32.*expects bfloat16"):
@@ -226,8 +227,9 @@ def test_both_ends_agree_on_the_type() -> None:
 @pytest.mark.parametrize(
     ("options", "error"),
     [
-        ({"message_dtype": torch.int8}, r"message_dtype=torch.int8\): give torch.bfl"),
-        ({"message_dtype": NARROW, "deterministic": True}, "rounds what goes from"),
+        ({"encode": {"sums": torch.int8}}, r"{.sums.: torch.int8}\): give a dict"),
+        ({"encode": torch.int8}, r"encode=torch.int8\): give a dict"),
+        ({"encode": EDGES, "deterministic": True}, "rounds what goes from"),
     ],
 )
 def test_refusals(options: dict[str, Any], error: str) -> None:
@@ -237,5 +239,5 @@ def test_refusals(options: dict[str, Any], error: str) -> None:
 
 @pytest.mark.slow
 def test_ranks_are_eager_with_the_same_casts() -> None:
-    done = run_ranks(2, "tests.ranks_message_dtype").stdout
+    done = run_ranks(2, "tests.ranks_encode").stdout
     assert done.count("casts are eager's") == 2, done
