@@ -35,7 +35,7 @@ def messages(transport: str) -> None:
     assert_equal_to_casts(skip(joint=True), joint(), 1, transport)
 
 
-def sums(transport: str) -> None:
+def sums(transport: Any) -> None:
     """Owners get sums with the same bits, and those that threads get."""
     for how in ("pieces", "messages"):
         options: Any = {"sums": how, "encode": {"gradients": torch.int8}}

@@ -160,7 +160,7 @@ def test_hosts_hand_on_what_is_encoded(name: str) -> None:
     for mine, other in zip(found, model.parameters(), strict=True):
         assert other.grad is not None
         error = (mine - other.grad).norm() / other.grad.norm()
-        assert 0 < error < 0.02
+        assert 0 < error < 0.05
 
 
 def test_updates_that_wait_for_nobody_take_rounded_gradients() -> None:
@@ -232,7 +232,7 @@ def test_the_proof_finds_wrong_encodings(mutant: Any) -> None:
 def test_int8_rounds_to_a_step_of_each_block() -> None:
     torch.manual_seed(0)
     value = torch.randn(7, 100, 3).permute(2, 0, 1)  # its memory in another order
-    tiny, zeros = torch.randn(3), torch.zeros(300)
+    tiny, zeros = torch.randn(1), torch.zeros(300)
     values = (value, tiny, zeros, torch.arange(300))
     specs = tuple(map(Spec.of, values))
     codes = encodings.codes_of(specs, torch.int8)
