@@ -64,6 +64,22 @@ def train(schedule: Schedule, sums: Any, x: Tensor) -> None:
         torch.testing.assert_close(state[key], value)
 
 
+def round_trip(schedule: Schedule, x: Tensor) -> None:
+    """A step whose gradients travel in int8: owners' have the same bits."""
+    torch._dynamo.reset()
+    model, eager = Net(8), Net(8)
+    encode = {"gradients": torch.int8}
+    with fxsched.backend(schedule, encode=encode) as backend:
+        torch.compile(model, backend=backend)(x).backward()
+    eager(x).backward()
+    same_bits(model, schedule.shards)
+    if schedule.shards == 1:
+        for mine, other in zip(model.parameters(), eager.parameters(), strict=True):
+            if mine.grad is not None and other.grad is not None:
+                error = (mine.grad - other.grad).norm() / other.grad.norm()
+                assert error < 0.03, error
+
+
 def same_bits(model: nn.Module, shards: int) -> None:
     """Of each gradient, or part of one, on all workers that have it."""
     rank, own = dist.get_rank(), dict[tuple[str, int], Tensor]()
@@ -88,6 +104,10 @@ def main() -> None:
             train(SCHEDULES[name](), sums, x)
             if dist.get_rank() == 0:
                 print(f"{name}, sums={sums!r}: equal to eager", flush=True)
+        if SCHEDULES[name]().update_every is None:
+            round_trip(SCHEDULES[name](), x)
+            if dist.get_rank() == 0:
+                print(f"{name}, gradients in int8: owners' are equal", flush=True)
     dist.barrier()
     dist.destroy_process_group()
 

@@ -30,6 +30,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add("--forward", type=float, default=15.6, metavar="MS", help="of a block (15.6)")
     add("--microbatches", type=int, default=8, help="(8)")
     add("--prefetch", type=int, default=1, help="of fxsched's contestants (1)")
+    kinds = "KIND=TYPE", "of fxsched's contestants, such as gradients=int8 (none)"
+    add("--encode", nargs="+", default=[], metavar=kinds[0], help=kinds[1])
     parser.set_defaults(run=run, workers=0)
 
 
