@@ -183,11 +183,11 @@ class Race:
             for each in self.contestants:
                 clear(each.model)
                 dist.barrier()
-                before, start = _sent(), time.perf_counter()
+                before, start = sent_by_host(), time.perf_counter()
                 each.step()
                 seconds = time.perf_counter() - start
                 dist.barrier()  # of others on this host, too
-                step = slowest([seconds, _sent() - before]).tolist()
+                step = slowest([seconds, sent_by_host() - before]).tolist()
                 if number >= 0:
                     taken.setdefault(each.name, []).append((step[0], step[1]))
         return taken
@@ -248,7 +248,7 @@ def _chosen(medians: Mapping[str, float], predicted: Mapping[str, float]) -> str
     return f"predicted to be the fastest: {first}, {ratio:.3f} of the fastest{pairs}"
 
 
-def _sent() -> int:
+def sent_by_host() -> int:
     """Bytes that this host has sent, with all headers."""
     lines = Path("/proc/self/net/dev").read_text().splitlines()
     (counts,) = (each.split(":")[1] for each in lines if "eth0:" in each)
