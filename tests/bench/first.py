@@ -86,7 +86,7 @@ def run(options: argparse.Namespace) -> int:
         (name, m["first"], m["first"] / base, _planning(m), m["later"])
         for name, m in medians.items()
     ]
-    head = ("", "first call", f"of {plain}'s", "planning", "a later one")
+    head = ("", "first call", f"/ {plain}'s", "planning", "later call")
     print(f"{options.blocks} blocks; seconds, medians of {options.rounds} processes\n")
     print(tabulate(rows, head, floatfmt=".2f"))
     print("\nwhere the first call's time goes; Dynamo's is all that is left\n")
@@ -94,7 +94,7 @@ def run(options: argparse.Namespace) -> int:
     print(tabulate(parts, ("", *COLUMNS), floatfmt=".2f"))
     if calls.keys() >= {*KEPT}:
         first, again = (_planning(medians[name]) for name in KEPT)
-        print(f"\nplanning again: {again / first:.3f} of the first start's")
+        print(f"\nplanning of again / of lpp: {again / first:.3f}")
     if options.json:
         options.json.write_text(json.dumps(calls, indent=1))
     return 0

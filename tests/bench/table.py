@@ -219,11 +219,11 @@ def full_table(found: Sequence[Found]) -> str:
                 _title(row),
                 f"{1000 * median[row.name]:.0f}",
                 f"{ratio(row, whole):.3f}",
-                "the batch's" if row.same else "another",
+                "yes" if row.same else "no",
             )
             for row in sorted(rows, key=lambda row: median[row.name])
         ]
-        heads = (title, "ms", "to one process with all cores", "loss")
+        heads = (title, "ms", "ratio to all cores", "whole batch's loss")
         parts.append(tabulate(cells, heads, "pipe", disable_numparse=True))
     return "\n\n".join(parts)
 
