@@ -218,8 +218,9 @@ class _Joining:
                 "writes in place" if of_node(own)["mutates"] else "draws random numbers"
             )
             raise PlanError(
-                f"rows of the whole batch meet in an operation that {does} in each "
-                f"microbatch{where}\n  move it behind the operation in which rows "
-                "meet, or, if rows don't meet (tokens sorted by expert and back), "
-                'write fxsched.backend(schedule, loss_reduction="mean")'
+                f"an operation {does} in each microbatch, and rows of the whole batch "
+                f"meet in a later one that reads its result{where}\n  move it behind "
+                "the operation in which rows meet, or, if rows don't meet (tokens "
+                "sorted by expert and back), write "
+                'fxsched.backend(schedule, loss_reduction="mean")'
             )
