@@ -73,9 +73,9 @@ class Backend:
     metrics: times, bytes and memory of the last steps.
     params: the model's parameters and buffers, by name.
 
-    A backend keeps the plans of its last PLANS kinds of calls (shapes, modes, models).
-    A call of an older kind is planned again. A backend is a context manager; see
-    close().
+    A backend keeps 64 plans, one for each combination of model, input shapes and mode
+    (training or not); a call with another combination replaces the plan that was unused
+    for longest. A backend is a context manager; see close().
     """
 
     def __init__(self, options: Options) -> None:
@@ -118,14 +118,16 @@ class Backend:
             self._workers.close()
 
     def serve(self, function: object) -> None:
-        """Notes what lives as long as a function compiled with this backend."""
+        """Keeps this backend's threads until this compiled function is freed."""
         if function not in self._served:
             self._served.add(function)
             weakref.finalize(function, _leave, weakref.ref(self)).atexit = False
 
     def accept(self, values: Iterable[object]) -> None:
-        """Raises PlanError if a model among a frame's values is shared out already; on
-        ranks, its modules refuse calls of what this rank gave up from now on."""
+        """Raises PlanError if a model among `values` is wrapped in DDP or FSDP.
+
+        On ranks, a module without its parameters then raises an error if it is called.
+        """
         ranks = self.options.transport != "threads" and own_rank() is not None
         for value in values:
             refuse_wrappers(value)
@@ -134,14 +136,14 @@ class Backend:
 
     @contextmanager
     def tracing(self) -> Iterator[None]:
-        """Where the model may be traced: tracers want gradients of whole weights."""
+        """Hides the gradients of parts of weights while the model is traced."""
         with hidden_gradients(), quiet_fakes():
             yield
 
     def leave(self) -> None:
-        """Lets go of plans and threads if no compiled function is there to use them.
+        """Frees plans and threads if no compiled function can use them any more.
 
-        Not of ranks' links: whether another one comes, all ranks must say together.
+        The links of ranks stay: only all ranks together can end them, by close().
         """
         if not any(True for _ in self._served) and not isinstance(self._workers, Ranks):
             self._rest()
@@ -204,8 +206,8 @@ class Backend:
     def sized(
         self, gm: fx.GraphModule, args: tuple[Any, ...]
     ) -> tuple[tuple[Any, ...], Padded | None]:
-        """The arguments with the rows of all ranks, if this one passes its own, or with
-        a batch that divides, if it is to be filled up."""
+        """The arguments for all ranks, if each passes its own rows (rows="local"), or
+        filled up to a batch that divides (ragged="pad")."""
         request = self.request
         if request.rows == "local" and isinstance(self._workers, Ranks):
             return spread_rows(gm, args, request, self._workers.rank), None
@@ -292,13 +294,13 @@ class Backend:
             self.forget()
 
     def forget(self) -> None:
-        """What ranks ask at the first calls of a plan they ask anew."""
+        """Makes ranks compare inputs and random generators again, as at first calls."""
         for step in self._steps.values():
             step.forget()
 
     @property
     def alone(self) -> bool:
-        """Whether this process has all workers; the first to ask starts them."""
+        """Whether this process has all workers, which it starts if none run yet."""
         return not isinstance(self._start_workers(), Ranks)
 
     def _write(self, error: BaseException) -> None:

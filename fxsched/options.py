@@ -135,7 +135,7 @@ class Options:
     timeout: seconds that a rank waits for others at most, before it ends with
         TimeoutError; by default the process group's timeout. After 10 s a line on
         stderr says who waits for whom.
-    loss_scale: what the loss's gradient is scaled by where B runs in float16: the
+    loss_scale: the factor of the loss's gradient, if B runs in float16: the
         torch.amp.GradScaler, a number, or a function that returns a number, called in
         each call of the model. backward() then gives scaled gradients, as
         scaler.scale(loss).backward() does.
@@ -189,13 +189,13 @@ class Options:
         microbatch before it is cut into stages; see docs/passes.md.
     sums: how workers that all want a sum of gradients add it up: "messages", one worker
         adds it up and sends it to the others; "pieces", each worker adds up one piece
-        beside its jobs, and sends it to the others; what the workers of one host give
-        is added up there first. "auto": pieces between several hosts, and between ranks
+        beside its jobs, and sends it to the others; the workers of one host first add
+        up their own gradients. "auto": pieces between several hosts, and between ranks
         with transport="gloo"; else messages. With deterministic=True, messages.
-    network: what messages go through: a fxsched.Network or Link, or a file that
-        `fxsched network` wrote. It decides where the model is cut, which weights are
-        cut into shards, and the predicted step. The hosts of a Network are those that
-        sums are added up in. By default workers on one host, with rough rates.
+    network: the network that messages go through: a fxsched.Network or Link, or a file
+        that `fxsched network` wrote. fxsched uses its speeds to choose stages and
+        shards and to predict the step, and its hosts to add up gradients host by host.
+        By default all workers are on one host, with roughly estimated speeds.
     """
 
     schedule: Schedule

@@ -106,9 +106,9 @@ class WeightedMicrobatch(Microbatch):
             return ""
         size = sum(self.values[node].nbytes for node in self.totals)
         return (
-            "numbers that only inputs decide, such as how many labels aren't ignored, "
-            f"are computed of the whole batch before the step ({size} B), so no stage "
-            "holds all rows for them"
+            "numbers that depend only on inputs, such as the count of labels that "
+            "aren't ignored, are computed on the whole batch before the step "
+            f"({size} B), and need no global-batch stage"
         )
 
     def early(self) -> Early | None:

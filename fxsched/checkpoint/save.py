@@ -80,8 +80,8 @@ def save(
         removed once the new one is complete. None: all.
 
     Raises OSError on a rank that could not write, and PlanError on all others. Raises
-    PlanError for a state that could not be loaded again. See load for who must be
-    trusted.
+    PlanError for a state that could not be loaded again. See load
+    about folders that you should not trust.
     """
     if keep is not None and (type(keep) is not int or keep < 1):
         raise PlanError(

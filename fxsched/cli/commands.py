@@ -97,15 +97,16 @@ def compare(
 
     --forward and the other times are those of one stage, if the model has --stages
     stages, or, without --stages, one stage for each worker. If a schedule cuts the
-    model into more stages, each of them takes less time. The table counts activations
-    held and weights kept in stages of that first size, and shows the worker that has
-    the most. It shows the weights fetched and messages sent by all workers together.
-    span is the bubble of steps that follow each other without a gap.
+    model into more stages, each of them takes less time. In the table, held is the
+    activations and kept is the weights of the worker that has the most; their unit is
+    one stage of the size above. fetched is the number of fetches of weights, and sent
+    is the number of messages, both of all workers together. span is the bubble if
+    each worker begins the next step as soon as it has finished this one.
 
     With --model, plan that model with each schedule. The table then shows the predicted
-    step and the most bytes that a worker holds: of everything, and of weights alone,
-    with those that it has fetched. In the number of stages, * marks a global-batch
-    stage. --model takes the options of fxsched plan, too.
+    step, and the bytes of the worker that holds the most: all its bytes, and those of
+    its weights, with fetched weights. A * in the number of stages marks a global-batch
+    stage. With --model, compare also takes the options of fxsched plan.
     """
     every: Mapping[str, str | Schedule] = schedules or dict(
         zip(SYNCHRONOUS, SYNCHRONOUS, strict=True)

@@ -27,9 +27,9 @@ ODD = 3.0  # times slower than the median
 def network(path: Path) -> None:
     """Measure the network between the hosts of torchrun, and write it to FILE.
 
-    Start it as the training is started, on each host: torchrun .. -m fxsched network
-    net.json. fxsched.backend(network=) and the option --network of other commands read
-    the file, which rank 0 writes.
+    Start the command on each host, with the same torchrun arguments as your training:
+    torchrun .. -m fxsched network net.json. Rank 0 writes the file.
+    fxsched.backend(network=) and the option --network of other commands read it.
     """
     if "RANK" not in os.environ:
         raise PlanError(

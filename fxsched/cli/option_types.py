@@ -83,7 +83,7 @@ def file(text: str) -> Path:
 def file_of(*endings: str) -> Callable[[str], Path]:
     """The same with one of these endings, such as .svg."""
 
-    def file_ending(text: str) -> Path:
+    def checked(text: str) -> Path:
         path = file(text)
         device = path.exists() and not path.is_file()  # such as /dev/stdout
         if path.suffix not in endings and not device:
@@ -93,7 +93,8 @@ def file_of(*endings: str) -> Callable[[str], Path]:
             )
         return path
 
-    return file_ending
+    checked.__name__ = "FILE"  # which --help shows
+    return checked
 
 
 def dims(text: str) -> dict[str | int, int | None]:

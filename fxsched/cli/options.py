@@ -31,7 +31,7 @@ MEANINGS = {
     "servers": "how many workers are servers, which keep weights and run no jobs",
     "asynchronous": "whether each microbatch is an update of its own",
     "staleness": "by how many updates a worker may be ahead of the slowest one",
-    "ahead": "how many more microbatches may be in flight for each worker further on",
+    "ahead": "how many more microbatches stage s may have in flight than stage s + 1",
     "held": "how many activations of a stage a worker has room for",
     "even": "whether the stages are dealt out evenly to the workers that keep them",
     "every": "how many microbatches an update has; for local_sgd: after how many "
@@ -52,7 +52,7 @@ KINDS: dict[object, click.ParamType[Any]] = {
 }
 REPLICATE = (
     "run G copies of the schedule, data-parallel; each copy has its own workers and "
-    "microbatches, --workers and --microbatches of them"
+    "microbatches; --workers and --microbatches are the numbers of one copy"
 )
 UPDATE_EVERY = (
     "put a step of the optimizer into the program after every K microbatches (of each "

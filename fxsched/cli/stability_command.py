@@ -38,8 +38,8 @@ def counts(text: str) -> tuple[int, ...]:
     type=counts,
     metavar="K,..",
     default="0,1,2,4",
-    help="by how many updates gradients are late; for pipemare, by how many F's "
-    "weights are",
+    help="by how many updates gradients are late; for pipemare, by how many updates "
+    "F's weights are late",
 )
 @click.option(
     "--beta",
@@ -95,9 +95,9 @@ def stability(
 ) -> None:
     """Print how large a learning rate stale gradients allow, on a quadratic.
 
-    The table shows lr * lambda, the learning rate times the curvature: below which
-    value training is stable, and at which value training converges fastest. The
-    spectral radius is the factor by which the error changes with each update.
+    lr * lambda is the learning rate times the curvature. The table shows the value of
+    lr * lambda up to which training is stable, and the value at which training
+    converges fastest. Each update multiplies the error by the spectral radius.
     """
     from ..equality.stability import stability as analyse
 

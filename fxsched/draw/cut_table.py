@@ -28,19 +28,19 @@ def cut_table(cuts: Sequence[WeightCut]) -> Iterator[str]:
     ends = [*map(_end, names)]
     names = ends if len({*ends}) == len({*names}) else cut_names(names, NAME)
     shapes = [shape for _, shape, _ in alike]
-    taken = max(map(len, names)) + 2 + len("of them") + 4 + max(map(len, shapes)) + 2
+    taken = max(map(len, names)) + 2 + len("count") + 4 + max(map(len, shapes)) + 2
     room = max(EXPLAINED - taken, LEAST)
     rows = [
         (name, n, shape, textwrap.fill(how, room))
         for name, ((_, shape, how), n) in zip(names, alike.items(), strict=True)
     ]
-    yield table("weight|of them|shape|cut", rows, "lrl")
+    yield table("weight|count|shape|cut", rows, "lrl")
     shards = max(each.parts for each in cuts)
     every = sum(math.prod(each.shape) for each in cuts)
     cut = sum(math.prod(each.shape) for each in cuts if each.parts > 1)
     yield (
         f"{100 * cut / every:.1f} % of these weights are cut: each of {shards} shards "
-        f"has {100 * cut / every / shards:.1f} %, the first one the whole ones too"
+        f"keeps {100 * cut / every / shards:.1f} %; the first also keeps the whole ones"
     )
 
 

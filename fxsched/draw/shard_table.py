@@ -112,16 +112,17 @@ def shard_costs_text(costs: ShardCosts) -> Iterator[str]:
             rows.append((name, *cells))
     headers = "held by a worker|most|without|saved|mean|without|saved"
     yield table(headers, rows, "lr")
-    assumed = "" if knows_state else "; AdamW's state: two numbers a trained weight"
+    moments = "; AdamW's state: two numbers for each trained weight"
+    assumed = "" if knows_state else moments
     yield wrapped(
         (
-            "each when it holds the most; without: by a plan of the same schedule "
-            f"without shards, on {_workers(whole)}{assumed}",
-            f"shards send each other {byte_text(exchange.forward)} a step in F and "
-            f"{byte_text(exchange.backward)} in B, a worker {byte_text(exchange.most)} "
-            f"at most; a step takes {load.seconds * 1e3:.3g} ms on {_workers(load)}, "
-            f"without shards {whole.seconds * 1e3:.3g} ms on {_workers(whole)}, as "
-            "predicted",
+            "most: the worker with the largest peak; mean: all workers, each at its "
+            f"peak; without: the same without shards, on {_workers(whole)}{assumed}",
+            f"in a step, shards send each other {byte_text(exchange.forward)} in F and "
+            f"{byte_text(exchange.backward)} in B; one worker sends at most "
+            f"{byte_text(exchange.most)} of this; the predicted step takes "
+            f"{load.seconds * 1e3:.3g} ms on {_workers(load)}; without shards, "
+            f"{whole.seconds * 1e3:.3g} ms on {_workers(whole)}",
         ),
         EXPLAINED,
     )

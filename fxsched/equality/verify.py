@@ -66,10 +66,10 @@ def verify(
 
     Both run on copies of the model with the same random numbers, the schedule on
     threads. The result prints as a table of how losses, outputs, gradients and buffers
-    compare, and names the operation, gradient or buffer that doesn't agree. In a
-    training, a model that draws random numbers (dropout) gets others from fxsched than
-    from eager PyTorch, so their losses differ; verify gives eager PyTorch those of the
-    schedule.
+    compare, and names the operation, gradient or buffer that doesn't agree. In
+    training, dropout draws other random numbers under fxsched than in eager PyTorch, so
+    that the losses differ. verify therefore runs eager PyTorch with the random numbers
+    of the schedule.
 
     loss: a function of the model's output that returns a scalar with a gradient. By
         default the loss is the one that the model returns.

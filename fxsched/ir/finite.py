@@ -25,8 +25,8 @@ def finite(
 ) -> None:
     """Raises NonFinite if a job made a NaN or Inf.
 
-    values: what it made. names: those that are looked at, by their places, each a
-    tensor or a bundle. given: what it was called with.
+    values: the job's results. names: (position, name) of each result that is checked.
+    given: the job's arguments.
     """
     for place, name in names:
         made = values[place]

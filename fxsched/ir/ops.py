@@ -233,8 +233,8 @@ def renew(optimizer: Any, weights: Bundle, new: Bundle, *before: Any) -> Bundle:
     """A worker's copy of weights, set to the result of another worker's update.
 
     optimizer: None if your loop steps the optimizer. before: as for update.
-    Of two calls without a step between them, the second changes nothing. So autograd
-    does not count it as a change.
+    If it is called twice without a step between, the second call changes nothing, and
+    autograd doesn't count it as a change of the weights.
     """
     if optimizer is not None and optimizer.leaves_old:
         return new
@@ -284,8 +284,8 @@ def take(
 ) -> Bundle:
     """A worker's own weights, replaced by an average.
 
-    how: with elastic averaging, the weights move by this much towards the old centre
-        instead; with lr and momentum of an outer step, they are the centre after it.
+    how: None: the average. A float (elastic): the weights move by this share towards
+        the old centre. A pair (lr, momentum): the weights after an outer step.
     """
     values: Bundle = new
     if isinstance(how, tuple):
@@ -358,7 +358,7 @@ def seed(base: int, draw: int, microbatch: int, update: int = 0) -> Seeds:
 
 
 def draw_base() -> int:
-    """A step's number, from torch's generator, so that it follows the user's seeds."""
+    """A step's seed, drawn from torch's generator, which torch.manual_seed sets."""
     with _generator:
         return int(torch.randint(2**63 - 1, (), dtype=torch.int64))
 

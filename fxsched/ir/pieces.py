@@ -49,7 +49,7 @@ def piece_specs(number: int, count: int, specs: Specs) -> Specs:
 def piece(
     number: int, count: int, layout: Layout, values: tuple[Tensor, ...]
 ) -> tuple[Tensor, ...]:
-    """Piece `number` of `count` of a bundle, in its memory where that is possible."""
+    """Piece `number` of `count` of a bundle: views of the bundle where possible."""
     return tuple(
         values[i].permute(layout[i][0]).reshape(-1).narrow(0, first, size)
         for i, first, size in _runs(number, count, layout)
@@ -57,7 +57,7 @@ def piece(
 
 
 def join(layout: Layout, *pieces: Sequence[Tensor]) -> tuple[Tensor, ...]:
-    """The bundle of which these are all pieces, in their order, in new memory."""
+    """Joins all pieces of a bundle, in order, into a bundle in new memory."""
     runs: list[list[Tensor]] = [[] for _ in layout]
     for number, each in enumerate(pieces):
         places = _runs(number, len(pieces), layout)

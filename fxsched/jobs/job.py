@@ -84,8 +84,8 @@ class Job(NamedTuple):
 
     A global-batch stage has one job in each direction, on all rows. The microbatch of
     such a job is ALL_ROWS, which equals 0, and the job prints as `2F*`. The job of a
-    shard of a stage prints as `2F0.1`; the job of a piece of a shard after the first
-    prints as `2F0.1/3`.
+    shard of a stage prints as `2F0.1`. Sums over shards divide this job; the part after
+    sum 3 prints as `2F0.1/3`.
     """
 
     stage: int

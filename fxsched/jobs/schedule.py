@@ -96,9 +96,10 @@ class Schedule:
         are a replica's weights. At the end of a call all replicas get the weights of
         the centre, and the optimizer's state is averaged.
     outer: a pair (lr, momentum): instead of being replaced by their average, replicas
-        get the weights after a step of SGD with Nesterov momentum. It steps the weights
-        after the average before, and its gradient is these less the average of the
-        replicas. (1, 0) is a plain average. The momentum is in the optimizer's state.
+        get the weights after a step of SGD with Nesterov momentum. The step starts from
+        the weights that all replicas had after the previous average; its gradient is
+        these weights minus the new average. (1, 0) is a plain average. The momentum is
+        in the optimizer's state.
     fit: a function that returns the schedule for the stages that a model was cut into,
         if w, n, in_flight or u depend on the stages; see schedules.graph. Its argument
         is a networkx.DiGraph, described in fxsched/clock/stage_record.py. If w is given
@@ -228,7 +229,7 @@ class Schedule:
         """The microbatches of which a worker runs a job, of any stage and direction.
 
         All microbatches, if placements depend on the stages of a model (`fit` without
-        w). If `stages` is None, w is called for the first PROBED stages.
+        w). If `stages` is None, w is called for the first 8 stages.
         """
         if not is_int(rank) or not 0 <= rank < self.workers:
             raise PlanError(f"rank {rank!r}: give a worker, 0..{self.workers - 1}")
@@ -349,7 +350,7 @@ class Schedule:
         return self.average_every is not None and updates % self.average_every == 0
 
     def updated(self, every: int) -> range:
-        """The last microbatch of each update, if updates come every `every` of them."""
+        """The last microbatch of each update, with an update each `every` of them."""
         return range(every - 1, self.microbatches, every)
 
     def updater(self, stage: int) -> int | None:

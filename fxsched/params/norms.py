@@ -47,7 +47,7 @@ def gradient_norms(model: nn.Module, norm_type: float = 2.0) -> dict[str, Tensor
 
 
 def gradient_norm(model: nn.Module, norm_type: float = 2.0) -> Tensor:
-    """The norm of all gradients, which clip_grad_norm_ returns; clips nothing."""
+    """The norm of all gradients, as clip_grad_norm_ returns it, without clipping."""
     norms = list(gradient_norms(model, norm_type).values())
     return torch.nn.utils.get_total_norm(norms, float(norm_type))
 

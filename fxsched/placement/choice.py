@@ -90,7 +90,7 @@ def _with_ranges(
         elif kept or gain(region, chosen, propagation.follower.shards, request) > 0:
             chosen.take(region)
         else:
-            propagation.reasons[weight] = "it would be slower in parts"
+            propagation.reasons[weight] = "cutting it makes the step slower"
             slow.append(region)
     every = chosen.copy()
     for region in slow:

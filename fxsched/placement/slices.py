@@ -102,13 +102,13 @@ def slices_text(way: Region, region: Region) -> str:
         first, dim = between[0], way.layouts[between[0]][0].dim
         several = f"{len(between)} operations" if between[1:] else "one operation"
         return (
-            f"between sums, each shard has a slice of dimension {dim}: {several}, such "
-            f"as {where(first)}"
+            f"between sums, each shard computes one slice of dimension {dim} in "
+            f"{several}, such as {where(first)}"
         )
     if way.scattered:
         count = len(way.scattered)
         sums = f"{count} sums are" if count > 1 else "one sum is"
-        return f"{sums} made in slices, one on each shard, which all gather"
+        return f"{sums} computed in slices, one on each shard; all shards gather them"
     return ""
 
 

@@ -79,7 +79,8 @@ class Plan:
         numbers), `flops` (of F of one microbatch); edges have `bytes` (per microbatch).
     programs: a torch.fx.GraphModule for each worker, made when you first read it.
     groups: weights and other state by group, with the workers that keep each group.
-    loss: the position of the output whose B runs in the call itself, or None.
+    loss: the position of the output that is the loss, if the call itself runs B; or
+        None.
     step: the jobs and messages of all workers; see fxsched/ir/step.py.
     steps: a function that makes `step` with another `prefetch`.
     reference: what the programs should compute; see fxsched/checker.
@@ -91,17 +92,19 @@ class Plan:
     linear: whether all gradients are proportional to the gradient of the loss.
     current: whether all copies of weights are up to date when a call begins: true if
         programs step the optimizer, false if your loop does.
-    by_arrival: whether updates run in order of arrival; versions are then only planned.
+    by_arrival: whether updates run in order of arrival. `versions` are then those of
+        the planned order, not of a run.
     inputs: the inputs of the traced graph that are not state of the model.
     arithmetic: what the model computes, to compare between ranks.
     gradient_dtype: the type in which gradients are added up; None for the parameters'
         type.
     state_bytes: bytes of the optimizer's state, by position of the parameter in the
         call; empty if not known.
-    network: what messages go through, if the user says it.
-    said: where rows of the batch meet, and what weighs a loss, as text.
-    parts: the parts of weights that are cut into shards, by positions after those of
-        the call's inputs.
+    network: the network given to backend(network=), or None.
+    said: text of explain() about operations in which rows meet, and about weighted
+        losses.
+    parts: the parts of weights that are cut into shards, by position; these positions
+        follow those of the call's inputs.
     cuts: which weights are cut into shards, and why others are not.
     whole: a function that plans the same schedule without shards, from the same trace.
     """

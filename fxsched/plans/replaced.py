@@ -30,7 +30,7 @@ def replaced_text(
                 parts = node.all_input_nodes if node.target is ops.bundle else [node]
                 values.update({name_of(part.target) for part in parts})
     if values:
-        each = ", ".join(f"{name} ({count})" for name, count in sorted(values.items()))
+        each = ", ".join(f"{n} by {name}" for name, n in sorted(values.items()))
         yield f"passes replace values: {each}"
     if stages:
         yield f"passes replace stages: {', '.join(sorted(stages))}"

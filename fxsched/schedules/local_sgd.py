@@ -29,8 +29,8 @@ def local_sgd(
         2311.08105), SGD with Nesterov momentum; see Schedule. The paper has (0.7, 0.9),
         AdamW for the replicas and every=500, and doesn't average AdamW's state. None
         for plain averages.
-    elastic: alpha of elastic averaging, EASGD (Zhang et al. 2015, arXiv 1412.6651), at
-        the end of a call of which the weights are those of the centre; None for plain
+    elastic: alpha of elastic averaging, EASGD (Zhang et al. 2015, arXiv 1412.6651). At
+        the end of a call, all workers get the weights of the centre. None for plain
         averages.
     """
     positive("local_sgd", workers=workers, every=every)

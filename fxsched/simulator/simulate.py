@@ -162,10 +162,10 @@ def simulate(
         Network, if the edges between stages have `bytes`; or None for the `seconds` of
         the edges.
     prefetch: how many jobs ahead a worker asks for weights that it fetches. Fetched
-        weights and returned gradients then take the time `transfer`; on a Link or
-        Network, the time of half of a stage's `weights`, which count gradients too; or,
-        if transfer is None, the stage's `fetch`. None: fetched weights and returned
-        gradients take no time.
+        weights and returned gradients then take the time `transfer`. On a Link or
+        Network they take the time of half of the stage's `weights`, because `weights`
+        has the bytes of weights and gradients. If transfer is None, they take the
+        stage's `fetch`. prefetch=None: they take no time.
     joint: global-batch stages, in which the rows of all microbatches meet, as in a
         contrastive loss, besides those that the graph marks. Such a stage has one job
         in each direction, `3F*` and `3B*`, which takes the duration of one job.

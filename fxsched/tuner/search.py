@@ -52,8 +52,9 @@ def search(
     Compares the schedules of the library with different parameters, and searches for
     better orders of jobs on their placements.
 
-    For a model, the best of them by estimated stages are planned, and the best of
-    these plans is the result: the table shows the steps and bytes of these plans.
+    For a model, search first simulates with estimated stages. It then plans the model
+    with the best schedules, and returns the schedule whose plan has the shortest step.
+    The table shows the steps and bytes of these plans.
 
     subject: the times of one stage, as {"F": 1, "B": 1, "W": 1}, or lists of times,
         stage by stage, if the model is cut into one stage for each worker; or a graph
@@ -78,10 +79,11 @@ def search(
     stages: the numbers of stages to compare; by default one to four for each worker.
     split_backward: whether to compare schedules with separate W jobs.
     prefetch: as for simulate; by default that of the Plan, or of the model's plans.
-        Without prefetch, the times that a graph's or a stage's weights and gradients
-        of weights take aren't known, and schedules that move them are not compared.
-    kept: the share of a stage's activations that are held between B and W. Zero Bubble
-        (Qi et al. 2023, arXiv 2401.10241) has 32 h of 34 h + 5 a s.
+        If subject has times, or is a graph, and prefetch is None, search leaves out the
+        schedules that send weights or their gradients, since their times aren't known.
+    kept: the share of a stage's activations that are held between B and W. For
+        transformers, Zero Bubble (Qi et al. 2023, arXiv 2401.10241) gives the share
+        32 h / (34 h + 5 a s): hidden size h, a heads, sequence length s.
     effort: how many orders to try; 1 takes seconds, or about 20 s for 10,000 jobs.
     quiet: whether to print no table and show no progress.
 

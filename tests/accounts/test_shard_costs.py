@@ -128,8 +128,8 @@ def test_explain_says_what_shards_save_and_what_that_costs() -> None:
     least = {"activations": 15}  # all shards hold what they add up
     assert all(float(row[-2]) > least.get(row[0], 30) for row in saved)
     said = " ".join(text.split())
-    assert "without shards, on 2 workers; AdamW's state: two numbers a trained" in said
-    assert "a step in F and" in said and "as predicted" in said
+    assert "without shards, on 2 workers; AdamW's state: two numbers for" in said
+    assert "in a step, shards send" in said and "the predicted step takes" in said
     assert max(map(len, text.split("\n"))) <= 100
     assert "F + B ms       weights    held      shards    sends" in text
 

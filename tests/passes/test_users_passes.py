@@ -173,8 +173,8 @@ def test_what_a_pass_replaces_without_a_word_is_refused() -> None:
         planned(functools.partial(negated, says=False)).check()
     plan = planned(functools.partial(negated, says=True))
     plan.check()
-    assert plan.replaced == ("passes replace values: neg (5)",)
-    assert "passes replace values: neg (5)" in plan.explain()
+    assert plan.replaced == ("passes replace values: 5 by neg",)
+    assert "passes replace values: 5 by neg" in plan.explain()
 
 
 def test_stages_that_a_pass_replaces_are_printed() -> None:

@@ -19,7 +19,7 @@ from tests.cases import assert_equal, eager_step, train
 
 NORMS = {"blocks.*_norm": "sequence"}
 WIDE = {"width": 128, "heads": 4, "layers": 2, "vocabulary": 64, "length": 64}
-SLICED = "between sums, each shard has a slice of dimension {}: {} operations"
+SLICED = "between sums, each shard computes one slice of dimension {} in {} operations"
 
 
 def gpt(**sizes: Any) -> tuple[GPT, tuple[Tensor, Tensor]]:

@@ -248,8 +248,8 @@ def test_explain_says_what_is_cut_and_why_the_rest_is_not() -> None:
     rows = [" ".join(line.split()) for line in text.split("\n")]
     assert "blocks.*.attention.query.weight 2 32 x 32 column" in rows
     assert "blocks.*.feed.2.weight 2 32 x 128 row" in rows
-    assert "tokens.weight 1 64 x 32 whole: it would be slower in parts" in rows
-    assert "88.9 % of these weights are cut: each of 2 shards has 44.4 %, the " in text
+    assert "tokens.weight 1 64 x 32 whole: cutting it makes the step slower" in rows
+    assert "88.9 % of these weights are cut: each of 2 shards keeps 44.4 %; " in text
 
 
 def test_a_job_of_a_shard_prints_its_shard() -> None:
