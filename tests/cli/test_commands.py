@@ -303,7 +303,23 @@ def test_compare_plans_a_users_model(
     assert sorted(name for name, _, _ in rows) == ["ddp", "gpipe"]
     steps = [float(step) for _, _, step in rows]
     assert steps == sorted(steps)
-    assert "not hsdp: needs --group-size" in text
+    assert "not hsdp: needs --group-size" in text and "*" not in text
+
+
+@pytest.mark.slow
+def test_compare_explains_the_stars_of_global_batch_stages(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "norm.py"
+    file.write_text(
+        "import torch\nfrom torch import nn\n\n\ndef make():\n"
+        "    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))\n"
+        "    return model, (torch.randn(8, 4),)\n"
+    )
+    cli.main(f"compare --schedules gpipe --workers 2 --model {file}:make".split())
+    text = capsys.readouterr().out
+    assert re.search(r"^gpipe +\S.*\*", text, re.M)
+    assert f"\n\n{compare_plans.MEET}" in text
 
 
 @pytest.mark.parametrize(
