@@ -18,6 +18,7 @@ from .plan_options import planned_options
 from .user_code import blamed
 
 HEADERS = "schedule|stages|step {}|bubble|memory|weights|messages"
+MEET = "* global-batch stages, in which rows of all microbatches meet, as in BatchNorm"
 
 
 class ComparedPlan(NamedTuple):
@@ -82,7 +83,8 @@ def model_lineup(
     table = tables.table(HEADERS.format(time.unit), rows, "lr")
     workers, microbatches = numbers["workers"], numbers["microbatches"]
     title = f"{workers} workers, {microbatches} microbatches, {model}"
-    return "\n\n".join((title, table, "\n".join(lines))).strip()
+    meet = [MEET] if any("*" in row[1] for row in rows) else []
+    return "\n\n".join((title, table, *meet, "\n".join(lines))).strip()
 
 
 def _compared(name: str, made: Plan) -> ComparedPlan:

@@ -9,6 +9,7 @@ import copy
 import os
 import sys
 import time
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
@@ -16,10 +17,12 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 from ..draw.explanation import stage_shares
+from ..draw.palette import clock
 from ..draw.tables import first_rows
 from ..equality.replay import replay
 from ..jobs.job import PlanError
 from ..jobs.schedule import Schedule
+from ..jobs.user_values import counted
 from ..models.two_tower import TwoTower
 from ..params.full_state import full_state_dict
 from ..params.released import is_given_up
@@ -74,6 +77,7 @@ def demo(
     if not task.inside:
         before = accuracies(task.step, task.batches)
     run_training(task)
+    say(step_times(task, device))
     say(f"accuracy before training: {before}")
     say(f"accuracy after training: {accuracies(task.step, task.batches)}")
     plain = TwoTower(task.config).to(device)
@@ -93,8 +97,9 @@ def show(plan: Plan, tables: bool) -> None:
     else:
         shares = list(stage_shares(plan.timeline.jobs, plan.stages))
         say(first_rows("stage|modules|workers|work", shares, WIDTH))
-    say("\nthe step as planned (2F0: stage 2, forward of microbatch 0; B: backward)")
-    say(f"{terminal_text(plan.diagram())}\n")
+    picture = plan.diagram()
+    picture = replace(picture, title=f"as planned, {picture.title}")
+    say(f"\n{terminal_text(picture)}\n")
 
 
 def compare_step(task: Task, eager: nn.Module) -> LargestDifferences:
@@ -163,6 +168,19 @@ def run_training(task: Task) -> None:
             if bar.disable and speaks():
                 print(f"train: {step}, loss {loss:.4f}", file=sys.stderr, flush=True)
     say(f"loss: {', '.join(losses)}")
+
+
+def step_times(task: Task, device: str) -> str:
+    """The predicted step beside the measured ones, and why they differ."""
+    plan, cores = task.runner.plan, len(os.sched_getaffinity(0))
+    assert plan is not None
+    predicted, measured = plan.simulate().latency, task.runner.metrics.seconds
+    unit, number = ("core", cores) if device == "cpu" else ("GPU", 1)
+    text = clock(max(predicted, measured), "s").text
+    return (
+        f"step: predicted {text(predicted)}, one {unit} per worker; "
+        f"measured {text(measured)}, on {counted(number, unit)}"
+    )
 
 
 def speaks() -> bool:

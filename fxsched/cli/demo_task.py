@@ -70,7 +70,9 @@ class Task:
         self.model = TwoTower(self.config).to(device)
         self.optimizer = adamw(self.model, self.rates.learning_rate)
         self.runner = backend(
-            schedule, optimizer=self.optimizer if self.inside else None
+            schedule,
+            optimizer=self.optimizer if self.inside else None,
+            profile=True,
         )
         self.step: Any = torch.compile(self.model, backend=self.runner)
         self._scheduler = LambdaLR(

@@ -22,6 +22,8 @@ from .program_table import program_table
 from .tables import WIDTH, byte_text, first_rows, shorten, table
 from .whole_stages import shard_text, whole_stages
 
+IDLE = 0.3  # of a step; from there on a plan's line says where to read why
+
 
 def plan_head(
     schedule: Schedule,
@@ -52,7 +54,7 @@ def plan_text(head: Sequence[str], programs: Sequence[fx.GraphModule]) -> str:
     """What plan_head gives, how many messages there are, and all workers' tables."""
     messages = sum(node.target is ops.send for p in programs for node in p.graph.nodes)
     tables = [program_table(program, rank) for rank, program in enumerate(programs)]
-    summary = f"{head[0]}, {messages} transfers a step"
+    summary = f"{head[0]}, {counted(messages, 'transfer')} a step"
     return "\n\n".join((summary, *head[1:], *tables))
 
 
@@ -83,7 +85,7 @@ def summary_text(
             schedule_text(schedule, stages),
             *(wrapped([note]) for note in notes),
             f"{step_text(schedule, times)}; "
-            f"{messages} transfers, {byte_text(sum(sent))}",
+            f"{counted(messages, 'transfer')}, {byte_text(sum(sent))}",
             first_rows(*_stage_table(whole, schedule.microbatches)),
             first_rows("worker|stages|busy|sends|memory", rows),
             *memory_tables(memory),
@@ -173,12 +175,21 @@ def load_line(
     times: Times,
     memory: WorkerMemory,
 ) -> str:
-    """What a plan's step should take, in a line."""
+    """What a plan's step should take, in a line, and where to read why workers are
+    idle for much of it."""
     most = byte_text(max(_held(memory)))
-    return (
-        f"{schedule_text(schedule, stages)}; {step_text(schedule, times)}, at most "
-        f"{most} a worker"
-    )
+    parts = [
+        schedule_text(schedule, stages),
+        f"{step_text(schedule, times)}, at most {most} a worker",
+    ]
+    if _bubble(schedule, times) > IDLE:
+        whole = whole_stages(stages)
+        joint = sorted(s for s, joint in whole.nodes(data="joint") if joint)
+        meet = [stage_text(whole, s) for s in joint]
+        where = f"stage{'s' * (len(meet) > 1)} {shorten(meet)}"
+        parts += [f"rows of the whole batch meet in {where}"] * bool(meet)
+        parts.append("plan.explain() says why workers are idle")
+    return "; ".join(parts)
 
 
 def schedule_text(schedule: Schedule, stages: nx.DiGraph[int]) -> str:
@@ -188,10 +199,14 @@ def schedule_text(schedule: Schedule, stages: nx.DiGraph[int]) -> str:
 
 def step_text(schedule: Schedule, times: Times) -> str:
     """How long a plan's step should take, and the share of it that workers are idle."""
-    busy = busy_seconds(schedule, times.timeline)
-    bubble = 1 - sum(busy) / len(busy) / (times.end or 1.0)
     time = clock(times.end, "s").text(times.end)
-    return f"predicted step: {time}, bubble {100 * bubble:.1f} %"
+    return f"predicted step: {time}, bubble {100 * _bubble(schedule, times):.1f} %"
+
+
+def _bubble(schedule: Schedule, times: Times) -> float:
+    """The share of a plan's step that workers are idle."""
+    busy = busy_seconds(schedule, times.timeline)
+    return 1 - sum(busy) / len(busy) / (times.end or 1.0)
 
 
 def busy_seconds(schedule: Schedule, events: Timeline) -> list[float]:

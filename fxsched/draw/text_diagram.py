@@ -61,15 +61,14 @@ def _key(bars: Bars, cells: Cells, margin: int, wider: str) -> list[str]:
         each = math.ceil(bars.span / shortest) if shortest else 0
         hint = f"To see each job, {_way(wider, margin + each)}."
         return [key, *[hint] * (each > cells.shape[1])]
-    _, least, whole, room = cells.labels
-    if room >= least:
-        i = int(np.argmax(bars.direction == bars.directions[0]))
-        stage, short = bars.parts(i)
+    texts, least, whole, room = cells.labels
+    drawn = [i for i, text in enumerate(texts) if text]
+    for i in sorted(drawn, key=lambda i: int(bars.direction[i]))[:1]:  # explains one
+        d = int(bars.direction[i])
         of = "all rows" if bars.joint[i] else f"microbatch {bars.microbatch[i]}"
-        start = f"{NAMES[bars.direction[i]]} of"
-        words[0] = f"{short} {start} {of}"
-        if room >= whole:
-            words[0] = f"{stage}{short} {start} stage {stage}, {of}"
+        if texts[i] == bars.name(i):
+            of = f"stage {bars.named[i]}, {of}"
+        words[bars.directions.index(d)] = f"{texts[i]} {NAMES[d]} of {of}"
     hidden = {least: "microbatches", whole: "stages"}
     more = [
         f"To see {what}, {_way(wider, margin + _columns_for(bars, each))}."
@@ -129,7 +128,7 @@ class Cells:
             b, d, row = bars.colour[i], bars.direction[i], bars.worker[i]
             text = labels.texts[i] or LETTERS[d]
             text = text.ljust(z - a, "-")[: z - a]
-            if len(text) > 2:
+            if len(text) > 2 and text[-1] == "-":
                 text = text[:-1] + " "  # apart from the next one
             self.text[row, a:z] = list(text)
             self.ground[row, a:z] = self.colours[b, d]

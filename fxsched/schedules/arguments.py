@@ -27,8 +27,11 @@ def constructor(make: Callable[P, Schedule]) -> Callable[P, Schedule]:
         except TypeError as error:
             given = [*map(shown, args), *(f"{k}={shown(kwargs[k])}" for k in kwargs)]
             what = str(error)
-            if unknown := [name for name in kwargs if name not in takes.parameters]:
-                near = difflib.get_close_matches(unknown[0], takes.parameters, 1)
+            names = list(takes.parameters)
+            if twice := [name for name in names[: len(args)] if name in kwargs]:
+                what = f"{twice[0]} is given twice, by place and by name"
+            if unknown := [name for name in kwargs if name not in names]:
+                near = difflib.get_close_matches(unknown[0], names, 1)
                 hint = f", did you mean {near[0]}=?" if near else ""
                 what = f"there is no argument {unknown[0]!r}{hint}"
             raise TypeError(
@@ -63,8 +66,31 @@ def one_of(call: str, argument: str, value: object, allowed: Sequence[object]) -
     names = [name for name in allowed if isinstance(name, str)]
     near = difflib.get_close_matches(str(value).lower(), names, 1)
     hint = f"; did you mean {near[0]!r}?" if near else ""
-    choices = " or ".join(map(repr, allowed))
-    raise PlanError(f"{call}({argument}={value!r}): give {choices}{hint}")
+    raise PlanError(f"{call}({argument}={value!r}): give {either(allowed)}{hint}")
+
+
+def flag(call: str, **flags: object) -> None:
+    """Raises PlanError for what isn't True or False."""
+    for argument, value in flags.items():
+        if not isinstance(value, bool):
+            raise PlanError(f"{call}({argument}={value!r}): give True or False")
+
+
+def either(allowed: Sequence[object]) -> str:
+    """Values as an error lists them: 1, 2 or 4."""
+    *first, last = map(repr, allowed)
+    return f"{', '.join(first)} or {last}" if first else last
+
+
+def multiple(call: str, argument: str, count: int, of: int, why: str) -> int:
+    """The count; PlanError, with the nearest that fit, if it isn't a multiple."""
+    if rest := count % of:
+        near = [value for value in (count - rest, count - rest + of) if value]
+        raise PlanError(
+            f"{call}: give {argument}={either(near)}, or another multiple of {of}, "
+            f"{why}"
+        )
+    return count
 
 
 def equal_shares(name: str, workers: int, microbatches: int | None) -> int:
@@ -75,16 +101,17 @@ def equal_shares(name: str, workers: int, microbatches: int | None) -> int:
     positive(name, workers=workers)
     if microbatches is None:
         return workers
-    return _multiple(name, workers, "microbatches", microbatches, "has")
+    return _shared_out(name, workers, "microbatches", microbatches, "has")
 
 
 def groups(name: str, workers: int, group_size: int) -> int:
     """How many groups of that size the workers make."""
     positive(name, workers=workers, group_size=group_size)
     if workers % group_size:
+        divisors = [size for size in range(1, workers + 1) if not workers % size]
         raise PlanError(
-            f"{name}(workers={workers}, group_size={group_size}): the workers don't "
-            "divide into groups of that size; give a divisor of workers"
+            f"{name}(workers={workers}, group_size={group_size}): give group_size="
+            f"{either(divisors)}, a divisor of workers, so that groups are equal"
         )
     return workers // group_size
 
@@ -94,15 +121,12 @@ def loops(name: str, workers: int, stages: int | None) -> int:
     positive(name, workers=workers)
     if stages is None:
         return 2
-    return _multiple(name, workers, "stages", stages, "runs") // workers
+    return _shared_out(name, workers, "stages", stages, "runs") // workers
 
 
-def _multiple(name: str, workers: int, what: str, count: int, verb: str) -> int:
+def _shared_out(name: str, workers: int, what: str, count: int, verb: str) -> int:
     """The count, of what each worker has as many as the others."""
     positive(name, **{what: count})
-    if count % workers:
-        raise PlanError(
-            f"{name}(workers={workers}, {what}={count}): give a multiple of workers, "
-            f"so that each {verb} as many {what} as the others"
-        )
-    return count
+    call = f"{name}(workers={workers}, {what}={count})"
+    why = f"so that each worker {verb} as many as the others"
+    return multiple(call, what, count, workers, why)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from ..jobs.schedule import Schedule
-from .arguments import constructor, equal_shares, positive
+from .arguments import constructor, multiple, positive
 from .data_parallel import ddp
 
 
@@ -34,8 +34,12 @@ def local_sgd(
         averages.
     """
     positive("local_sgd", workers=workers, every=every)
-    count = workers * every if microbatches is None else microbatches
-    count = equal_shares("local_sgd", workers, count)
+    each = workers * every
+    count = each if microbatches is None else microbatches
+    positive("local_sgd", microbatches=count)
+    call = f"local_sgd(workers={workers}, every={every}, microbatches={count})"
+    why = "so that a call ends with an average"
+    multiple(call, "microbatches", count, each, why)
     return replace(
         ddp(workers, count),
         update_every=workers,

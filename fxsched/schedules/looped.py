@@ -7,7 +7,7 @@ from collections.abc import Callable
 from ..jobs.job import Direction, Placement
 from ..jobs.own_caps import OwnCaps
 from ..jobs.schedule import Schedule
-from .arguments import constructor, equal_shares, groups, loops, positive
+from .arguments import constructor, equal_shares, flag, groups, loops, positive
 from .orders import oldest_microbatch_first
 
 FORWARD = Direction.FORWARD
@@ -154,6 +154,7 @@ def fslpp(
     h = _hash("fslpp", workers, group_size)
     stages = workers if stages is None else stages
     positive("fslpp", microbatches=microbatches, stages=stages)
+    flag("fslpp", even=even)
     return Schedule(
         workers,
         microbatches,

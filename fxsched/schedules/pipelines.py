@@ -154,9 +154,8 @@ def overflow(workers: int, microbatches: int, stages: int | None = None) -> Sche
     extra, count = workers - stages, stages
     if extra < 1:
         raise PlanError(
-            f"overflow(workers={workers}, stages={stages}): there must be a worker for "
-            "each stage, and one or more extra workers; give fewer stages, or more "
-            "workers"
+            f"overflow(workers={workers}, stages={stages}): give workers={stages + 1} "
+            "or more, one for each stage and one or more extra workers"
         )
     room = next(r for r in range(1, count + 1) if _overflown(count, extra, r) <= r)
 

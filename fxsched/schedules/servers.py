@@ -11,7 +11,14 @@ import networkx as nx
 from ..jobs.job import Placement, PlanError
 from ..jobs.schedule import Schedule
 from ..jobs.user_values import is_int
-from .arguments import constructor, equal_shares, groups, positive
+from .arguments import (
+    constructor,
+    equal_shares,
+    flag,
+    groups,
+    multiple,
+    positive,
+)
 from .orders import microbatch_first
 
 
@@ -184,19 +191,15 @@ def _trainers(
     trainers = workers - servers
     if trainers < 1:
         raise PlanError(
-            f"{name}(workers={workers}, servers={servers}): servers run no jobs, so "
-            "give more workers than servers"
+            f"{name}(workers={workers}, servers={servers}): give workers="
+            f"{servers + 1} or more, because servers run no jobs"
         )
     if microbatches is None:
         microbatches = trainers
     positive(name, microbatches=microbatches)
-    if microbatches % trainers:
-        raise PlanError(
-            f"{name}(workers={workers}, microbatches={microbatches}, "
-            f"servers={servers}): {trainers} workers train; give a multiple of that "
-            "many microbatches"
-        )
-    return trainers, microbatches
+    call = f"{name}(workers={workers}, microbatches={microbatches}, servers={servers})"
+    why = f"so that each of the {trainers} workers that train has as many"
+    return trainers, multiple(call, "microbatches", microbatches, trainers, why)
 
 
 def _updating(
@@ -204,8 +207,7 @@ def _updating(
 ) -> Schedule:
     """A parameter server with updates of single microbatches, if asynchronous."""
     name, trainers = schedule.name, schedule.workers - servers
-    if not isinstance(asynchronous, bool):
-        raise PlanError(f"{name}(asynchronous={asynchronous!r}): give True or False")
+    flag(str(name), asynchronous=asynchronous)
     if staleness is not None and not (is_int(staleness) and staleness >= 0):
         raise PlanError(
             f"{name}(staleness={staleness!r}): give an int of 0 or more, or None for "
@@ -214,8 +216,8 @@ def _updating(
     if not asynchronous:
         if staleness is not None:
             raise PlanError(
-                f"{name}(staleness={staleness}) is about asynchronous updates; give "
-                "asynchronous=True too"
+                f"{name}(staleness={staleness}): give asynchronous=True too, because "
+                "staleness is about asynchronous updates"
             )
         return schedule
     if staleness == 0:

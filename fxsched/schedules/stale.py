@@ -12,7 +12,7 @@ from math import inf
 from ..jobs.job import Direction, PlanError
 from ..jobs.schedule import Schedule
 from ..jobs.user_values import is_count, is_number
-from .arguments import constructor, positive
+from .arguments import constructor, multiple, positive
 from .pipelines import one_f_one_b
 
 
@@ -62,7 +62,7 @@ def stale_by_one(workers: int, microbatches: int) -> Schedule:
     microbatch there is one update of the stage. B reads the version before that update,
     the only older version that is kept.
     """
-    return _one_late("stale_by_one", workers, microbatches, workers)
+    return _one_late("stale_by_one", workers, microbatches, None)
 
 
 @constructor
@@ -95,15 +95,12 @@ def pipemare(
     + 1) / every. 1f1b alternates F and B, which gives the tau above.
     PipeMare (Yang et al. 2021, arXiv 1910.05124).
     """
-    positive("pipemare", workers=workers, microbatches=microbatches)
+    positive("pipemare", workers=workers)
+    _updates("pipemare", workers, microbatches, every)
     if not is_count(annealed, inf):
         raise PlanError(
-            f"pipemare(annealed={annealed!r}): give a number of updates, 1 or more"
-        )
-    if not is_count(every) or microbatches % every:
-        raise PlanError(
-            f"pipemare(microbatches={microbatches}, every={every!r}): give an every "
-            "that divides the microbatches"
+            f"pipemare(annealed={annealed!r}): give an int of 1 or more, a number of "
+            "updates"
         )
     if correction is not None and not (is_number(correction) and 0 < correction < 1):
         raise PlanError(
@@ -137,16 +134,21 @@ def pipemare(
 def _one_late(
     name: str, workers: int, microbatches: int, every: int | None
 ) -> Schedule:
-    positive(name, workers=workers, microbatches=microbatches)
-    every = workers if every is None else every
-    if not is_count(every) or microbatches % every:
-        raise PlanError(
-            f"{name}(workers={workers}, microbatches={microbatches}): an update is for "
-            f"{every!r} microbatches; give a multiple of that many"
-        )
+    positive(name, workers=workers)
+    every = _updates(name, workers, microbatches, every)
     return replace(
         one_f_one_b(workers, microbatches),
         update_every=every,
         version=lambda s, b, d: max(0, b // every - 1),
         name=name,
     )
+
+
+def _updates(name: str, workers: int, microbatches: int, every: int | None) -> int:
+    """How many microbatches each update has, one for each worker unless given."""
+    given = {"workers": workers} if every is None else {"every": every}
+    positive(name, microbatches=microbatches, **given)
+    ((argument, each),) = given.items()
+    call = f"{name}({argument}={each}, microbatches={microbatches})"
+    multiple(call, "microbatches", microbatches, each, "so that updates have as many")
+    return each

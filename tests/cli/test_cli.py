@@ -75,7 +75,7 @@ def test_prints_data_and_a_picture_of_the_step(
 ) -> None:
     text = printed[transport]
     assert re.search(r"^data: [\d,]+ functions .* [\d,]+ more held out$", text, re.M)
-    assert len(re.findall(r"^1f1b: 2 workers, 2 microbatches: step ", text, re.M)) == 1
+    assert len(re.findall(r"^as planned, 1f1b: .*: step ", text, re.M)) == 1
     assert re.findall(r"^ +([01])  (?=.*F)(?=.*B)[\w. -]+$", text, re.M) == ["0", "1"]
 
 
@@ -99,6 +99,16 @@ def test_tables_are_the_plan_and_the_program_of_a_worker(
     assert re.findall(r"^worker (\d+)$", text, re.M) == ["0"]
     for job in ("0F0", "0F1", "0B1", "0B0"):
         assert len(re.findall(rf"^\d+ +{job} ", text, re.M)) == 1
+
+
+@pytest.mark.slow
+@TRANSPORTS
+def test_the_predicted_step_is_beside_the_measured_one(
+    printed: dict[str, str], transport: str
+) -> None:
+    step = r"^step: predicted (\S+) (m?s), one core per .*; measured (\S+) (m?s), on"
+    ((predicted, unit, measured, same),) = re.findall(step, printed[transport], re.M)
+    assert float(predicted) > 0 < float(measured) and unit == same
 
 
 @pytest.mark.slow
@@ -186,7 +196,7 @@ def test_torchrun_prints_the_same_losses_as_threads(printed: dict[str, str]) -> 
         ("demo --schedule nope", r"'nope' \(choose from ddp.*1f1b.*fslpp"),
         ("demo --steps 0", r"'--steps': 0 is not in the range x>=1; see "),
         ("demo --workers two", r"'--workers': 'two' is not a valid integer; see "),
-        ("demo --schedule ddp --workers 3", r"workers=3.*give a multiple of workers"),
+        ("demo --schedule ddp --workers 3", r"workers=3.*give microbatches=6 or 9, or"),
         (
             "demo --schedule stale_by_one --workers 3",
             r"stale_by_one: an update every 3 microbatches: the demo's batch of 64 ",

@@ -289,7 +289,7 @@ def test_compare_sorts_by_step_and_says_why_some_are_left_out(
     left_out = re.findall(r"^not (\w+): (.*)$", text, re.M)
     assert len(lines) + len(left_out) == len(LIBRARY) - len(STALE)
     assert dict(left_out).keys() == {"parameter_server"}
-    assert "give a multiple of that many" in dict(left_out)["parameter_server"]
+    assert "microbatches=6 or 9" in dict(left_out)["parameter_server"]
 
 
 @pytest.mark.slow
@@ -303,7 +303,23 @@ def test_compare_plans_a_users_model(
     assert sorted(name for name, _, _ in rows) == ["ddp", "gpipe"]
     steps = [float(step) for _, _, step in rows]
     assert steps == sorted(steps)
-    assert "not hsdp: needs --group-size" in text
+    assert "not hsdp: needs --group-size" in text and "*" not in text
+
+
+@pytest.mark.slow
+def test_compare_explains_the_stars_of_global_batch_stages(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "norm.py"
+    file.write_text(
+        "import torch\nfrom torch import nn\n\n\ndef make():\n"
+        "    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))\n"
+        "    return model, (torch.randn(8, 4),)\n"
+    )
+    cli.main(f"compare --schedules gpipe --workers 2 --model {file}:make".split())
+    text = capsys.readouterr().out
+    assert re.search(r"^gpipe +\S.*\*", text, re.M)
+    assert f"\n\n{compare_plans.MEET}" in text
 
 
 @pytest.mark.parametrize(

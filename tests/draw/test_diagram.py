@@ -248,6 +248,21 @@ def test_narrow_text_says_what_a_wider_one_shows() -> None:
     assert "stages" not in diagram.text(68).splitlines()[-1]
 
 
+@pytest.mark.parametrize("width", [56, 80, 128, 140, 220])
+def test_the_legend_explains_a_job_as_the_rows_show_it(width: int) -> None:
+    text = simulate(schedules.one_f_one_b(2, 13)).diagram().text(width)
+    rows, legend = text.split("  time")
+    (shown,) = re.findall(r"(\w+) \w+ of", legend)
+    assert f" {shown}" in rows or f".{shown}" in rows
+
+
+def test_names_of_jobs_are_whole_or_left_out() -> None:
+    text = simulate(schedules.one_f_one_b(2, 13)).diagram().text(140)
+    for row in text.splitlines()[2:4]:
+        forwards = re.findall(r"F(\d+)", row)
+        assert forwards == [str(b) for b in range(13)]
+
+
 def test_characters_of_many_jobs_are_those_of_most() -> None:
     lines = simulate(schedules.gpipe(2, 300)).diagram().text(68).splitlines()
     letters = Counter(lines[2][8:])

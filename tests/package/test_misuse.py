@@ -48,7 +48,7 @@ COMMANDS = [
     ("simulate --schedule 1f1b --workers 0", r"'--workers': 0 is not in .* x>=1"),
     ("simulate --schedule 1f1b --workers 2.5", r"'2.5' is not a valid integer"),
     ("simulate --schedule 1f1b --forward nan", r"'--forward': nan is not finite"),
-    ("simulate --schedule lpp --group-size 3", r"give a divisor of workers"),
+    ("simulate --schedule lpp --group-size 3", r"give group_size=1, 2 or 4, a divisor"),
     ("simulate --schedule 1f1b --group-size 2", r"doesn't take --group-size; it takes"),
     ("simulate --schedule 1f1b --zero 1", r"--zero needs --replicate"),
     ("simulate --schedule bad.json", r"bad.json is not JSON .* what Schedule.save"),
@@ -347,7 +347,7 @@ CALLS: list[tuple[str, Callable[[], Any], str]] = [
     (
         "groups that don't divide",
         lambda: schedules.lpp(4, 3, 8),
-        r"lpp\(workers=4, group_size=3\).*give a divisor of workers",
+        r"lpp\(workers=4, group_size=3\): give group_size=1, 2 or 4, a divisor",
     ),
     (
         "an update every 3 of 4",
@@ -520,6 +520,11 @@ def test_an_option_that_there_is_not_is_an_error(
             lambda: schedules.lpp(4, 2),
             "lpp(4, 2): missing a required argument: 'microbatches'; it takes workers, "
             "group_size, microbatches, stages=None",
+        ),
+        (
+            lambda: schedules.lpp(4, 8, group_size=2),
+            "lpp(4, 8, group_size=2): group_size is given twice, by place and by name; "
+            "it takes workers, group_size, microbatches, stages=None",
         ),
         (
             lambda: schedules.lpp(4, 8, groupsize=2),

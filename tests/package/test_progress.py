@@ -22,7 +22,8 @@ from fxsched import progress, schedules
 
 LINE = (
     r"planned in \d+\.\d s: 1f1b: 2 workers, 2 microbatches, 2 stages; "
-    r"predicted step: [\d.]+ .s, bubble [\d.]+ %, at most [\d.]+ .?i?B a worker"
+    r"predicted step: [\d.]+ .s, bubble [\d.]+ %, at most [\d.]+ .?i?B a worker; "
+    r"plan\.explain\(\) says why workers are idle"
 )
 PASSES = ("assign_stages", "split_stages", "differentiate_stages", "route_values")
 SCRIPT = """

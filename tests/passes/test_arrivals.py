@@ -303,7 +303,7 @@ REFUSED: dict[str, tuple[Callable[[], object], str]] = {
     ),
     "a staleness alone": (
         lambda: schedules.parameter_server(4, 6, staleness=1),
-        r"parameter_server\(staleness=1\) is about asynchronous updates; give",
+        r"parameter_server\(staleness=1\): give asynchronous=True too, because",
     ),
     "a staleness that is none": (
         lambda: schedules.sharded_parameter_server(

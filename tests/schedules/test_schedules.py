@@ -279,12 +279,12 @@ def test_oldest_stage_first_follows_what_made_a_job_ready() -> None:
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: schedules.ddp(4, 6), r"ddp\(workers=4, microbatches=6\): give a mult"),
+        (lambda: schedules.ddp(4, 6), r"ddp\(workers=4, microbatches=6\): give microb"),
         (lambda: schedules.hsdp(6, 4), r"hsdp\(workers=6, group_size=4\): the workers"),
         (lambda: schedules.hsdp(4, 2, 6), r"hsdp\(workers=4, microbatches=6\): give a"),
         (
             lambda: schedules.sharded_groups(4, 3),
-            r"sharded_groups\(workers=4, group_size=3\): the work",
+            r"sharded_groups\(workers=4, group_size=3\): give group_size=1, 2 or 4, a",
         ),
         (
             lambda: schedules.sharded_groups(4, 2, 3),
@@ -292,16 +292,16 @@ def test_oldest_stage_first_follows_what_made_a_job_ready() -> None:
         ),
         (
             lambda: schedules.hybrid(2, servers=2),
-            r"hybrid\(workers=2, servers=2\): ser",
+            r"hybrid\(workers=2, servers=2\): give workers=3 or more",
         ),
         (lambda: schedules.hybrid(2, sparse=0), r"hybrid\(sparse=0\): give numbers of"),
         (
             lambda: schedules.parameter_server(1),
-            r"parameter_server\(workers=1, servers=1\): servers run no jobs, so",
+            r"parameter_server\(workers=1, servers=1\): give workers=2 or more, bec",
         ),
         (
             lambda: schedules.parameter_server(4, 4),
-            r"microbatches=4, servers=1\): 3 workers train; give a multiple of that",
+            r"microbatches=4, servers=1\): give microbatches=3 or 6, or another multi",
         ),
         (
             lambda: schedules.sharded_parameter_server(4, 4, 0),
@@ -321,11 +321,11 @@ def test_oldest_stage_first_follows_what_made_a_job_ready() -> None:
         (lambda: schedules.cuckoo(2, -1), r"cuckoo\(microbatches=-1\): give an int of"),
         (
             lambda: schedules.overflow(4, 4, 4),
-            r"overflow\(workers=4, stages=4\): there must be a worker for each st",
+            r"overflow\(workers=4, stages=4\): give workers=5 or more, one for each st",
         ),
         (
             lambda: schedules.looped_bfs(4, 4, 6),
-            r"looped_bfs\(workers=4, stages=6\): give a multiple of workers, so that",
+            r"looped_bfs\(workers=4, stages=6\): give stages=4 or 8, or another multip",
         ),
         (
             lambda: schedules.looped_dfs(4, 0),
@@ -333,11 +333,19 @@ def test_oldest_stage_first_follows_what_made_a_job_ready() -> None:
         ),
         (
             lambda: schedules.interleaved(4, 6),
-            r"interleaved\(workers=4, microbatches=6\): give a multiple of workers",
+            r"interleaved\(workers=4, microbatches=6\): give microbatches=4 or 8, or",
         ),
         (
-            lambda: schedules.lpp(4, 3, 4),
-            r"lpp\(workers=4, group_size=3\): the workers",
+            lambda: schedules.local_sgd(4, 2, 4),
+            r"local_sgd\(workers=4, every=2, microbatches=4\): give microbatches=8, or",
+        ),
+        (
+            lambda: schedules.stale_by_one(4, 6),
+            r"stale_by_one\(workers=4, microbatches=6\): give microbatches=4 or 8, or",
+        ),
+        (
+            lambda: schedules.fslpp(4, 2, 4, even=1),  # type: ignore[arg-type]
+            r"fslpp\(even=1\): give True or False",
         ),
         (
             lambda: schedules.lpp(4, 2, 4, 0),
@@ -371,7 +379,7 @@ def test_oldest_stage_first_follows_what_made_a_job_ready() -> None:
         ),
         (
             lambda: schedules.replicate(schedules.ddp(2), 2, zero=3),
-            r"replicate\(zero=3\): give None or 1 or 2",
+            r"replicate\(zero=3\): give None, 1 or 2",
         ),
         (
             lambda: schedules.replicate("ddp", 2),  # type: ignore[arg-type]
