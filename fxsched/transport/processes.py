@@ -37,7 +37,6 @@ from .helper_threads import Helpers
 from .host_links import host_name
 from .leaving import Leaving
 from .shared_memory import Neighbour, Neighbours
-from .receive_buffers import ReceiveBuffers
 from .wire_format import Parcel
 from .world import check_world, default_timeout, start_group
 
@@ -90,8 +89,7 @@ class ProcessEndpoint:
     def expect(self, parcel: Parcel) -> None:
         if self._near(parcel) is not None:
             return
-        received = self.processes.received
-        buffers = [received.empty(parcel.specs[i]) for i in parcel.zero_copy]
+        buffers = [parcel.specs[i].empty() for i in parcel.zero_copy]
         if len(parcel.zero_copy) < len(parcel.specs) or not buffers:
             buffers.append(torch.empty(max(1, parcel.rest.bytes), dtype=torch.uint8))
         tag = self._tag(parcel)
@@ -197,7 +195,7 @@ class Processes:
         self.limit = default_timeout() if timeout is None else timeout
         if timeout is not None:
             _limits.append(timeout)
-        self.helpers, self.received = Helpers(), ReceiveBuffers()
+        self.helpers = Helpers()
         self.mark: Mark | None = None  # of the call; None while it plans
         self.waits: dict[int, Wait] = {}  # by thread
         self.verdict: Exception | None = None  # of the thread that looks after waits
