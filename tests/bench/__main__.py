@@ -15,6 +15,7 @@ from pathlib import Path
 
 from . import (
     choose,
+    congestion,
     contrastive,
     converge,
     dag,
@@ -80,6 +81,8 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     _add_converge(commands.add_parser("converge", help=_first(converge.__doc__)))
     _add_first(commands.add_parser("first", help=_first(first.__doc__)))
     hosts.add_options(commands.add_parser("hosts", help=_first(hosts.__doc__)))
+    sums = commands.add_parser("congestion", help=_first(congestion.__doc__))
+    congestion.add_options(sums)
     lengths.add_options(commands.add_parser("lengths", help=_first(lengths.__doc__)))
     norms.add_options(commands.add_parser("norms", help=_first(norms.__doc__)))
     _add_overhead(commands.add_parser("overhead", help=_first(overhead.__doc__)))

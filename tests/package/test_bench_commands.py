@@ -14,6 +14,7 @@ from ..torchrun import ONE_THREAD, ROOT
 SMALL = "--layers 2 --width 16 --length 8 --vocabulary 32 --batch 4 --microbatches 2"
 SMALLEST = {  # what it prints, and the rest of the command
     "choose": ("| `1f1b` |", ""),
+    "congestion": ("|   trainers |", "--trainers 2 --servers 1"),
     "contrastive": ("gradient caching", f"{SMALL} --steps 1 --only 1f1b"),
     "converge": ("stale_by_one", "--workers 2 --steps 2 --seeds 1"),
     "dag": (
