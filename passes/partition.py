@@ -158,8 +158,10 @@ def _written(gm: fx.GraphModule, nodes: list[fx.Node]) -> list[Block]:
         if place in found and of_node(source)["role"] is not Role.BUFFER:
             writers = [n for n in found[place] if _writes(n, place)]
             line = user_line(writers[-1].meta["stack_trace"])
+            role = of_node(source)["role"]
+            kind = "parameter" if role is Role.PARAMETER else "input"
             raise PlanError(
-                f"the model writes into its input {of_node(source)['name']}, at\n  "
+                f"the model writes into its {kind} {of_node(source)['name']}, at\n  "
                 f"{line}\n"
                 "microbatches would not see each other's writes; write into a copy"
             )

@@ -26,12 +26,18 @@ PAGE = Path(__file__).parents[1] / "docs" / "refusals.md"
 HEAD = """\
 # What is refused
 
-This page lists lines of models that fxsched refuses, each with its error, so that you
-can see what to write instead. fxsched raises the error before anything is trained, and
-the error names the line. In the lines, `m.one` and `m.two` are linear layers,
-`m.running` is a BatchNorm with `momentum=None`, and `x` holds a sample in each row.
-What schedules, ranks and options refuse is on the pages about them.
-`python -m tests.refusals` writes this page.
+With this page you can see which lines of a model fxsched refuses, and what to write
+instead. Below each example is its error. fxsched raises the error before anything is
+trained, and the error names the line of your model. In the examples, `m` is the model:
+
+- `m.one` and `m.two` are linear layers, `m.norm` is a BatchNorm;
+- `m.running` is a BatchNorm with `momentum=None`; give it a number instead;
+- `m.embed` is an embedding with `sparse=True`, `m.eye` is a sparse buffer;
+- `m.mean` is a buffer, `m.lstm` is an LSTM of two layers with dropout;
+- `x` is the batch, with a sample in each row.
+
+The pages about schedules, ranks and options say what these refuse. `python -m
+tests.refusals` writes this page.
 """
 
 

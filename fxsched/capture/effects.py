@@ -50,6 +50,6 @@ def refuse_recomputed(node: fx.Node) -> None:
     if "recompute" in of_node(node):
         raise PlanError(
             f"a buffer is written inside torch.utils.checkpoint{where_of(node)}\n"
-            "eager writes it twice, in F and as B computes it again; move what "
-            "writes it (such as BatchNorm in training) out of the checkpoint"
+            "eager PyTorch writes the buffer twice: in F, and when F is repeated in "
+            "B; move BatchNorm, or the line that writes, out of the checkpoint"
         )

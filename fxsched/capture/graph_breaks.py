@@ -22,7 +22,7 @@ VALUES = (
     "which tracing doesn't know; write it with torch.where or a mask, or compute it "
     "outside of the model and pass a Python value"
 )
-REWRITE = "write that line with torch operations, or move it out of the model"
+REWRITE = "write that line with other torch operations, or move it out of the model"
 EXPORTED = (
     "fxsched.compile(model, schedule) runs an nn.Module that Dynamo breaks, if "
     "torch.export can trace it"

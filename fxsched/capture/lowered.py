@@ -350,8 +350,8 @@ def hook_at_source(gm: fx.GraphModule) -> None:
             raise PlanError(
                 "the model calls register_hook on a tensor after another operation has "
                 f"read it{where_of(node)}, and the hook reads a value that is computed "
-                "in between; call register_hook right after the line that makes the "
-                "tensor"
+                "after the tensor; call register_hook right after the line that makes "
+                "the tensor, with a hook that doesn't read later values"
             )
         tensor.append(node)
         tensor.append(body)

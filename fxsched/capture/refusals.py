@@ -53,9 +53,9 @@ def refuse_transforms(gm: fx.GraphModule) -> None:
         if name in TRANSFORMS:
             where = next(filter(None, map(where_of, nodes[i:])), "")
             raise PlanError(
-                f"the model uses {TRANSFORMS[name]}{where}; fxsched cannot cut what it "
-                "does into jobs: write it out with torch operations, or compute it "
-                "outside the compiled model"
+                f"the model uses {TRANSFORMS[name]}{where}, whose operations cannot "
+                "be cut into jobs; write the computation with other torch operations, "
+                "or move it out of the compiled model"
             )
 
 
@@ -66,9 +66,9 @@ def refuse_generators(gm: fx.GraphModule) -> None:
         if named_arguments(node).get("generator") is not None:
             raise PlanError(
                 f"{name_of(node.target)} draws from a torch.Generator{where_of(node)}, "
-                "which each microbatch would draw from in its turn; leave generator= "
-                "out (a step follows torch.manual_seed), or draw outside of the model "
-                "and pass the numbers as a tensor"
+                "which would give each microbatch other numbers than in eager PyTorch; "
+                "leave out generator= (then torch.manual_seed sets the numbers), or "
+                "draw outside of the model and pass the numbers as a tensor"
             )
 
 
@@ -109,7 +109,7 @@ def refusal(gm: fx.GraphModule) -> PlanError | None:
         if name in RECURRENT and _drops_between_layers(named):
             return PlanError(
                 f"{name} has dropout between its layers{where_of(node)}, which PyTorch "
-                "leaves out where it traces a backward; make each layer a module of "
+                "drops when it traces the backward; make each layer a module of "
                 "its own, with nn.Dropout between them"
             )
         if named.get("sparse"):

@@ -97,8 +97,8 @@ def refuse_gradients(what: str) -> None:
         raise PlanError(
             f"the model has {what}, which torch.export can't trace, at\n"
             f"  {where_it_is(own_frame(traceback.extract_stack()))}\n"
-            "write it with torch operations (detach() where no gradient goes), or "
-            "rewrite the line at which Dynamo breaks"
+            "use torch operations instead (detach() stops a gradient), or rewrite the "
+            "line at which Dynamo breaks the graph"
         )
 
 

@@ -165,7 +165,7 @@ def _limits(
         "waiting for other stages": _waiting(stages),
         "transfers": "values on their way: cut where fewer bytes cross, or use more "
         "microbatches in flight",
-        "weights and their gradients": "they are on their way between workers: larger "
+        "weights and their gradients": "workers wait for these to arrive: use larger "
         "microbatches, or a schedule that keeps each weight on one worker",
     }
     limit = f"what limits the step: {worst}; {advice[worst]}"
@@ -188,13 +188,13 @@ def _waiting(stages: nx.DiGraph[int]) -> str:
     joint = [s for s, joint in stages.nodes(data="joint") if joint]
     if not joint:
         return (
-            "filling and draining the pipeline: more microbatches, or more stages a "
-            "worker"
+            "the pipeline fills and drains in each step: use more microbatches, or "
+            "more stages a worker"
         )
     those = shorten([stage_text(stages, s) for s in sorted(joint)])
     return (
-        "filling and draining the pipeline more than once, since rows of the whole "
-        f"batch meet in {those}: more microbatches, or {APART}"
+        "the pipeline fills and drains more than once in each step, since rows of the "
+        f"whole batch meet in {those}: use more microbatches, or {APART}"
     )
 
 

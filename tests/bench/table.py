@@ -240,7 +240,7 @@ def short_table(found: Sequence[Found]) -> str:
             mark = "" if other.same else " (another loss)"
             beside.append(f"{ratio(best, other):.2f}{mark}")
         cells.append((title, f"`{best.name.removeprefix('fxsched ')}`", *beside))
-    heads = ("step of fxsched to that of", "schedule", *PEERS)
+    heads = ("step time of fxsched divided by that of", "schedule", *PEERS)
     return tabulate(cells, heads, "pipe", disable_numparse=True)
 
 

@@ -137,7 +137,7 @@ def test_microbatches_of_an_output_with_as_many_rows_as_values_say() -> None:
             r"cannot be planned(?=[^()]+\([\s\S]+value of a tensor\); write)",
         ),
         (without_gradients, r"x\[mask\] = values is inside torch.no_grad"),
-        (late, "the model writes into its input first.bias"),
+        (late, "the model writes into its parameter first.bias"),
     ],
 )
 def test_what_cannot_be_equal_is_refused(

@@ -78,7 +78,7 @@ def assert_ordinary() -> None:
 MESSAGES = {
     gradient: r"torch.func.grad, vjp, jacrev or hessian at\n.*" + HERE + "gradient",
     tangent: r"torch.func.jvp or jacfwd at\n.*" + HERE + "tangent",
-    mapped: r"torch.vmap at\n.*" + HERE + r"mapped[\s\S]*compute it outside the comp",
+    mapped: r"torch.vmap at\n.*" + HERE + r"mapped[\s\S]*out of the compiled",
     chosen: r"torch.cond at\n.*" + HERE + r"chosen[\s\S]*write torch.where",
     normed: r"a buffer is written inside torch.utils.checkpoint at\n.*" + HERE,
     sparse: r"stops at\n.*" + HERE + r"sparse[\s\S]*sparse Tensor",
