@@ -9,7 +9,7 @@ from typing import Any, cast
 
 from torch import fx
 
-from ..autodiff.autograd import trace_stage
+from ..autodiff.autograd import trace_stage, with_gradient_strides
 from ..autodiff.joint_graph import Joint
 from ..autodiff.split_backward import split_weights
 from ..autodiff.stage_graphs import StageGraphs, cast_gradients, stage_key
@@ -30,6 +30,7 @@ from ..ir.request import Request
 from ..jobs.job import Direction, PlanError
 from ..partition.costs import graph_cost
 from .gradient_layouts import GradientLayouts
+from .gradient_order import other_layout
 
 SHORTEST = 1e-9  # seconds
 
@@ -140,16 +141,20 @@ class _Differentiation:
     def _trace_stages(self) -> None:
         """Traces stages from the last to the first, as gradients become known."""
         live = set(self.gradients)
+        self.layouts.strides = dict.fromkeys(live)
         trained = [[False] * len(group.state) for group in self.groups]
         givers: list[set[int]] = [set() for _ in self.groups]
         for call in reversed(self.calls):
             weights, inputs = arguments(call)
             outs = _parts(call)
             module = self._module(call)
+            module = with_gradient_strides(module, self.layouts.of(outs))
             pair = self._pair(module, tuple(value in live for value in outs))
             self.pairs[call] = pair
             if self.request.deterministic:
-                self.layouts.check(of_call(call)["stage"], pair, inputs, outs)
+                lost = self.layouts.note(inputs, pair)
+                if lost is not None:
+                    raise self._other_layout(call, lost)
             for i in pair.input_gradients:
                 live.update(joint.pointed(inputs[i]))
             for i in pair.state_gradients:
@@ -161,6 +166,19 @@ class _Differentiation:
             group._replace(trained=tuple(flags), givers=tuple(sorted(stages)))
             for group, flags, stages in zip(self.groups, trained, givers, strict=True)
         )
+
+    def _other_layout(self, call: fx.Node, lost: int) -> PlanError:
+        """The error for the gradient of an input of a stage."""
+        value = joint.ends(arguments(call)[1][lost])[0]
+        maker, position = cast(tuple[fx.Node, int], value.args)
+        made: fx.Node = result(self._module(maker))[position]
+        while made.all_input_nodes and not made.meta.get("stack_trace"):  # a copy
+            made = made.all_input_nodes[0]
+        module = self._module(call)
+        given = module.graph.find_nodes(op="placeholder")
+        read = given[len(stage_facts(module).places) + lost]
+        what = f"stage {of_call(call)['stage']} gives the gradient of {value.name}"
+        return other_layout(what, made, read.users)
 
     def _module(self, call: fx.Node) -> fx.GraphModule:
         module = self.gm.get_submodule(str(call.target))

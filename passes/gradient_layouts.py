@@ -1,63 +1,46 @@
-"""Refuses gradients that round otherwise once they are sent, where deterministic=True
-asks for the bits of one process."""
+"""The layouts of gradients that stages give each other, which deterministic=True keeps
+so that they round as in one process."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-import torch
 from torch import fx
 
+from ..autodiff.gradient_strides import Strides, has_way_back, repeats
 from ..autodiff.stage_graphs import StageGraphs
-from .gradient_order import other_layout
+from ..ir.joint import is_pointer
+from ..ir.meta import of_call
 
 
 class GradientLayouts:
-    """The gradients that stages give each other, from the last stage to the first.
-
-    What is sent is contiguous, and a product or a sum of a transposed gradient may
-    round otherwise than one of its copy. A gradient that only repeats elements, as a
-    mean's does, is the same to operations that go element by element.
-    """
+    """The strides of gradients before they were sent, by value, noted from the last
+    stage to the first."""
 
     def __init__(self) -> None:
-        self.expanded: dict[fx.Node, int] = {}  # and the stage that gives it
+        self.strides: dict[fx.Node, Strides | None] = {}  # None: contiguous
 
-    def check(
-        self,
-        stage: int,
-        graphs: StageGraphs,
-        inputs: Sequence[fx.Node],
-        outputs: Sequence[fx.Node],
-    ) -> None:
-        """Raises PlanError where a stage gives or gets such a gradient.
+    def of(self, outputs: Sequence[fx.Node]) -> dict[int, Strides]:
+        """Of the outputs of a stage, those whose gradients had other strides."""
+        known = enumerate(map(self.strides.get, outputs))
+        return {i: strides for i, strides in known if strides is not None}
 
-        inputs, outputs: the values that it reads and makes, in the graph of stages.
-        """
-        computed = {
-            i: value for i, value in enumerate(inputs) if value.op != "placeholder"
-        }
-        for i in filter(computed.__contains__, graphs.reordered):
-            what = f"stage {stage} gives the gradient of {computed[i].name}"
-            raise other_layout(what, computed[i])
-        for i in filter(computed.__contains__, graphs.expanded):
-            self.expanded[computed[i]] = stage
-        for i, value in enumerate(outputs):
-            if value in self.expanded and not _by_element(graphs, i):
-                what = (
-                    f"stage {self.expanded[value]} gives the gradient of {value.name}"
-                )
-                raise other_layout(what, value)
+    def note(self, inputs: Sequence[fx.Node], graphs: StageGraphs) -> int | None:
+        """Notes the gradients that a stage gives; the number of an input for whose
+        gradient the maker can't make the layout again: one with gaps, one of the whole
+        batch, or a sum of what two stages give."""
+        for i in graphs.input_gradients:
+            value, strides = inputs[i], graphs.strides.get(i)
+            if value.op == "placeholder":
+                continue
+            again = value in self.strides and (strides or self.strides[value])
+            if again or (strides and not _comes_back(value, strides)):
+                return i
+            self.strides[value] = None if is_pointer(value) else strides
+        return None
 
 
-def _by_element(graphs: StageGraphs, output: int) -> bool:
-    """Whether B reads the gradient of an output element by element alone."""
-    if graphs.backward is None:
-        return True
-    given = graphs.backward.graph.find_nodes(op="placeholder")
-    return all(
-        torch.Tag.pointwise in getattr(user.target, "tags", ())
-        for node, source in zip(given, graphs.needs, strict=False)
-        if source == ("tangent", output)
-        for user in node.users
-    )
+def _comes_back(value: fx.Node, strides: Strides) -> bool:
+    if is_pointer(value):  # its rows are those of other microbatches too
+        return repeats(strides)
+    return has_way_back(of_call(value)["specs"][0].shape, strides)

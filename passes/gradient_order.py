@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from itertools import pairwise
 from typing import Any
 
 from torch import Tensor, fx
 
+from ..autodiff.gradient_strides import has_way_back
 from ..ir.graphs import storage, tensors
 from ..ir.meta import of_node
 from ..ir.request import Request
@@ -65,32 +67,33 @@ def _keep_order(node: fx.Node, users: list[fx.Node]) -> None:
 
 
 def _move_views(graph: fx.Graph) -> None:
-    """Cuts beside views, where what crosses the cut would not be contiguous.
+    """Cuts before views, where what crosses the cut would have gaps in its memory.
 
-    before: k = key(x); t = k.mT  # stage 0
+    before: k = key(x); t = k[:, 1:]  # stage 0
             w = q @ t  # stage 1
     after:  k = key(x)  # stage 0
-            t = k.mT; w = q @ t  # stage 1
+            t = k[:, 1:]; w = q @ t  # stage 1
     """
     for node in reversed(graph.nodes):
         here = of_node(node).get("stage")
         users = [u for u in node.users if of_node(u).get("stage", here) != here]
-        if here is None or not users or _is_contiguous(node):
+        if here is None or not users or not has_gaps(node):
             continue
         readers = {
             of_node(user).get("stage") for user in node.users if user.op != "output"
         }
-        if all(_is_view(user) and _is_contiguous(user) for user in users):
-            for user in users:
-                of_node(user)["stage"] = here
-        elif _is_view(node) and len(readers) == 1:
-            of_node(node)["stage"] = readers.pop()
-        else:
-            raise other_layout(f"stage {here} gives {node.name}", node)
+        if not _is_view(node) or len(readers) > 1:
+            raise other_layout(f"stage {here} gives {node.name}", node, users)
+        of_node(node)["stage"] = readers.pop()
 
 
-def _is_contiguous(node: fx.Node) -> bool:
-    return all(value.is_contiguous() for value in tensors(of_node(node).get("val")))
+def has_gaps(node: fx.Node) -> bool:
+    """Whether memory has other values between those of a node, as in a part of a
+    tensor: a message can't keep this layout."""
+    values = tensors(of_node(node).get("val"))
+    return not all(
+        t.is_contiguous() or has_way_back(t.shape, t.stride()) for t in values
+    )
 
 
 def _is_view(node: fx.Node) -> bool:
@@ -100,14 +103,25 @@ def _is_view(node: fx.Node) -> bool:
     return len(values) == 2 and len(places) == 1 and -1 not in places
 
 
-def other_layout(what: str, node: fx.Node) -> PlanError:
-    """The error for what is sent in another layout than it is made in."""
+def other_layout(what: str, node: fx.Node, users: Iterable[fx.Node]) -> PlanError:
+    """The error for what is sent in another layout than it is made in; users: what
+    reads the value on the other side of the cut."""
+    modules = [of_node(each).get("module", "") for each in (node, *users)]
+    names = list(dict.fromkeys(modules))
+    remedy = "cut the model elsewhere, with stages="
+    if all(names) and len(names) > 1:
+        remedy += f", or keep what makes and reads it together: same_stage={[names]}"
+    where = line_of(node.meta.get("stack_trace"))
     return PlanError(
-        f"backend(deterministic=True): {what} in a memory layout that a message would "
-        "change, so that gradients would have other bits under another cut of the "
-        "model; cut the model elsewhere, with stages= or "
-        f"same_stage={line_of(node.meta.get('stack_trace'))}"
+        f"backend(deterministic=True): {what}{_of_module(node)} in a memory "
+        "layout that a message would change, so that gradients would have other bits "
+        f"under another cut of the model; {remedy}{where}"
     )
+
+
+def _of_module(node: fx.Node) -> str:
+    module = of_node(node).get("module")
+    return f" of {module}" if module else ""
 
 
 def _takes_gradient(node: fx.Node) -> bool:
@@ -147,7 +161,7 @@ def _unordered(node: fx.Node, stages: list[int]) -> PlanError:
     name = of_node(node).get("name", node.name)
     return PlanError(
         f"backend(deterministic=True): stages {', '.join(map(str, stages))} make or "
-        f"read {name}, and the sum of its gradients would have other bits under "
-        "another cut of the model; keep all modules that read it in one stage, with "
-        f"same_stage= or stages={line_of(node.meta.get('stack_trace'))}"
+        f"read {name}{_of_module(node)}, and the sum of its gradients would have "
+        "other bits under another cut of the model; keep all modules that read it in "
+        f"one stage, with same_stage= or stages={line_of(node.meta.get('stack_trace'))}"
     )

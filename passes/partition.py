@@ -31,6 +31,7 @@ from .cut_problem import (
     nodes_inside,
     send_time,
 )
+from .gradient_order import has_gaps
 from .joint_stages import stages_with_joint
 
 
@@ -118,8 +119,9 @@ def _blocks(gm: fx.GraphModule, request: Request, shared: set[fx.Node]) -> list[
     """Nodes that cannot be told apart by a cut, in program order.
 
     They are the readers of a tuple with its maker, a tensor that is written into with
-    everything that reads or writes it up to the last write, and modules of one group
-    of same_stage with all that lies between them.
+    everything that reads or writes it up to the last write, modules of one group of
+    same_stage with all that lies between them, and what a message would give another
+    layout with its readers, where deterministic=True leaves the choice of the cut.
     """
     nodes = [n for n in gm.graph.nodes if n.op.startswith("call")]
     nodes = [n for n in nodes if n.target not in (*REGION_ENTERS, *REGION_EXITS)]
@@ -128,6 +130,8 @@ def _blocks(gm: fx.GraphModule, request: Request, shared: set[fx.Node]) -> list[
     tied += [[*n.all_input_nodes, n] for n in nodes if n.target is BOUNDARY]
     tied += _written(gm, nodes)
     tied += _counters(nodes)
+    if request.deterministic and request.training and request.stages == "auto":
+        tied += [[n, *n.users] for n in nodes if has_gaps(n)]
     tied += [
         [n for name in names for n in nodes_inside(nodes, name, "same_stage")]
         for names in request.same_stage

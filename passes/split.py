@@ -50,7 +50,8 @@ def split_stages(gm: fx.GraphModule, request: Request) -> fx.GraphModule:
     weights_0 is a group: the parameters and buffers with the same owners and readers.
     facts(gm).stages describes the stages as a networkx.DiGraph.
     """
-    inner = [StageBuilder(gm, nodes) for nodes in _by_stage(gm)]
+    keep = request.deterministic and request.training
+    inner = [StageBuilder(gm, nodes, keep) for nodes in _by_stage(gm)]
     groups = _group_state(gm, [stage.state for stage in inner], request)
     stages = _describe(inner, request, bool(facts(gm).pieces))
     if facts(gm).pieces:

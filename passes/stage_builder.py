@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import fx
 
+from ..autodiff.gradient_strides import has_way_back, restrided
 from ..ir import joint
 from ..ir.graphs import Role, arguments, storage
 from ..ir.lazy import lazy_module
@@ -26,7 +27,8 @@ class Port(NamedTuple):
 class StageBuilder:
     """Copies the nodes of one stage into a graph of its own.
 
-    nodes: the stage's and, among them, those that open and close regions.
+    nodes: the stage's and, among them, those that open and close regions. in_layout:
+    whether values come in the memory layout that they have in the model.
 
     A global-batch stage takes what it reads of microbatches once for each, and joins
     them:
@@ -35,7 +37,9 @@ class StageBuilder:
     after:  whole_a = cat([a_0, a_1], 0); loss = pairs(whole_a)
     """
 
-    def __init__(self, gm: fx.GraphModule, nodes: list[fx.Node]) -> None:
+    def __init__(
+        self, gm: fx.GraphModule, nodes: list[fx.Node], in_layout: bool = False
+    ) -> None:
         self.nodes = [n for n in nodes if "stage" in of_node(n)]
         inside = set(self.nodes)
         read = dict.fromkeys(p for n in self.nodes for p in n.all_input_nodes)
@@ -60,9 +64,11 @@ class StageBuilder:
         self.graph = fx.Graph()
         self.new: dict[fx.Node, fx.Node] = {}
         self.ports: dict[Port, fx.Node] = {}
-        self.module = self._build(gm, nodes)
+        self.module = self._build(gm, nodes, in_layout)
 
-    def _build(self, gm: fx.GraphModule, nodes: list[fx.Node]) -> fx.GraphModule:
+    def _build(
+        self, gm: fx.GraphModule, nodes: list[fx.Node], in_layout: bool
+    ) -> fx.GraphModule:
         for port in [*map(Port, self.state), *self.inputs]:
             node, microbatch = port
             name = node.name if microbatch is None else f"{node.name}_of_{microbatch}"
@@ -72,7 +78,8 @@ class StageBuilder:
             of_node(new)["val"] = fake.contiguous() if is_computed else fake
             if microbatch is None:
                 self.new[node] = new
-        if any(of_node(node).get("random") for node in self.nodes):
+        drawn = any(of_node(node).get("random") for node in self.nodes)
+        if drawn or in_layout:
             for node, microbatch in self.inputs:
                 if microbatch is None and node.op != "placeholder":
                     self.new[node] = self._ordered(self.new[node], of_node(node)["val"])
@@ -92,16 +99,10 @@ class StageBuilder:
     def _ordered(self, came: fx.Node, fake: Any) -> fx.Node:
         """A value that came contiguous, its memory in the order that it has in the
         model: numbers are drawn in that order."""
-        order = sorted(range(fake.dim()), key=fake.stride, reverse=True)
-        if fake.is_contiguous() or 0 in fake.stride():
+        strides = fake.stride()
+        if fake.is_contiguous() or not has_way_back(fake.shape, strides):
             return came
-        back = sorted(range(fake.dim()), key=order.__getitem__)
-        value = came
-        for name, *args in (("permute", order), ("contiguous",), ("permute", back)):
-            like = getattr(of_node(value)["val"], name)(*args)
-            value = self.graph.call_method(name, (value, *args))
-            of_node(value)["val"] = like
-        return value
+        return self._made(restrided, (came, strides), fake)
 
     def _copy(self, node: fx.Node) -> None:
         if node.target is joint.join:

@@ -7,7 +7,7 @@ joint graph, reads what that graph's arguments and results are, and has it parte
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Container, Iterator
+from collections.abc import Callable, Container, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -31,6 +31,7 @@ from ..ir.lazy import all_lazy
 from ..ir.meta import of_node
 from ..ir.model_lines import LINE
 from .equal_blocks import equal_pieces
+from .gradient_strides import Strides, restrided
 from .joint_graph import (
     Joint,
     Source,
@@ -231,10 +232,22 @@ def _without_tangents(joint: fx.GraphModule, live: tuple[bool, ...]) -> set[int]
     return {i for i, wanted in enumerate(live) if wanted} - tangents
 
 
-def _calling(
-    module: fx.GraphModule, method: str, outputs: Container[int]
+def with_gradient_strides(
+    module: fx.GraphModule, strides: Mapping[int, Strides]
 ) -> fx.GraphModule:
-    """The stage with a method called on some outputs.
+    """The stage, whose backward gives gradients of outputs these strides first."""
+    for output, each in strides.items():
+        module = _calling(module, restrided, (output,), None, each)
+    return module
+
+
+def _calling(
+    module: fx.GraphModule,
+    called: str | Callable[..., Any],
+    outputs: Container[int],
+    *args: Any,
+) -> fx.GraphModule:
+    """The stage with a method or a function called on some outputs.
 
     before: return (y, z)
     after:  return (y, z.clone())
@@ -245,10 +258,13 @@ def _calling(
     assert isinstance(results, tuple)
     for old, node in new.items():
         node.meta = dict(old.meta)
-    called = []
+    op = "call_method" if isinstance(called, str) else "call_function"
+    values = list(results)
     for i, value in enumerate(results):
-        called.append(graph.call_method(method, (value,)) if i in outputs else value)
-    graph.output(tuple(called))
+        if i in outputs:
+            values[i] = graph.create_node(op, called, (value, *args))
+            of_node(values[i])["val"] = of_node(value).get("val")
+    graph.output(tuple(values))
     result = fx.GraphModule(module, graph)
     result.meta = dict(module.meta)
     return result

@@ -7,7 +7,8 @@ which B is given as F was.
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
@@ -17,6 +18,7 @@ from ..ir import ops
 from ..ir.facts import stage_facts
 from ..ir.graphs import REPLICATED, Draw, Spec, base, draws, result
 from ..ir.meta import of_node
+from .gradient_strides import Strides
 from .joint_graph import Joint, Source, drop_copies
 
 
@@ -48,8 +50,8 @@ class StageGraphs(NamedTuple):
     weight_needs: tuple[Source, ...] = ()
     carried: tuple[Spec, ...] = ()
     carried_bytes: int = 0  # of memory that carried tensors take
-    expanded: tuple[int, ...] = ()  # inputs whose gradients are written out to be sent
-    reordered: tuple[int, ...] = ()  # inputs whose gradients have another layout then
+    strides: Mapping[int, Strides] = MappingProxyType({})  # of inputs' gradients that
+    # aren't contiguous until they are sent
 
 
 def cast_gradients(graphs: StageGraphs, dtype: torch.dtype | None) -> None:
@@ -147,7 +149,7 @@ def arrange_graphs(
     drop_copies(forward.graph)
     random = _seed_draws(forward.graph, drawn)
     _clear_pytree(forward)
-    expanded, reordered = _other_layouts(joint, backward, state)
+    strides = _strides(joint, backward, state)
     weights, inputs = (
         _arrange_gradients(joint, backward, state) if backward else ([], [])
     )
@@ -163,8 +165,7 @@ def arrange_graphs(
         tuple(inputs),
         tuple(i for i, wanted in enumerate(live) if wanted),
         random,
-        expanded=tuple(expanded),
-        reordered=tuple(reordered),
+        strides=strides,
     )
 
 
@@ -253,22 +254,19 @@ def _arrange_gradients(
     return weights, [i - state for i in inputs]
 
 
-def _other_layouts(
+def _strides(
     joint: Joint, backward: fx.GraphModule | None, state: int
-) -> tuple[list[int], list[int]]:
-    """Inputs whose gradients aren't contiguous: those that only repeat elements, and
-    those in another order."""
-    found: tuple[list[int], list[int]] = ([], [])
+) -> dict[int, Strides]:
+    """Of the gradients of inputs, those that aren't contiguous."""
     if backward is None:
-        return found
+        return {}
     (output,) = backward.graph.find_nodes(op="output")
-    for i, value in zip(joint.gradients, output.args[0], strict=True):
-        if i is not None and i >= state and value is not None:
-            fake = of_node(value)["val"]
-            once = fake[tuple(slice(0, 1 if s == 0 else None) for s in fake.stride())]
-            if not fake.is_contiguous():
-                found[not once.is_contiguous()].append(i - state)
-    return found
+    return {
+        i - state: of_node(value)["val"].stride()
+        for i, value in zip(joint.gradients, output.args[0], strict=True)
+        if i is not None and i >= state and value is not None
+        if not of_node(value)["val"].is_contiguous()
+    }
 
 
 def _seed_draws(graph: fx.Graph, numbered: Sequence[Draw]) -> bool:

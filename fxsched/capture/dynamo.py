@@ -11,6 +11,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from traceback import walk_tb
 from typing import Any
 
 import torch
@@ -35,7 +36,7 @@ from ..torch_compat.ctc_losses import ctc_traced
 from ..torch_compat.frames import around_frames, forget, settings
 from .caller import Call, owner_of, read_call
 from .graph_breaks import GraphBreak, not_whole, own_frame
-from .graph_inputs import Origins, Path, placeholders
+from .graph_inputs import Origins, Path, placeholders, plain
 from .returns import read_returns
 from .samples import symbolic_dim
 
@@ -206,4 +207,15 @@ def _failed(error: TorchRuntimeError) -> PlanError:
     text = f"{found[1]}: {found[3]}" if found else error.msg.partition("\n")[0]
     sizes = re.findall(r"\bs\d+\b", text)
     note = f" ({sizes[0]}: a size that may change, as the batch's)" if sizes else ""
-    return PlanError(f"{frame.filename}:{frame.lineno}: the model raised {text}{note}")
+    where = f"{frame.filename}:{frame.lineno}{_module_of(error)}"
+    return PlanError(f"{where}: the model raised {text}{note}")
+
+
+def _module_of(error: TorchRuntimeError) -> str:
+    """The innermost module in which an operation failed, which Dynamo's frames know."""
+    nodes = [frame.f_locals.get("node") for frame, _ in walk_tb(error.__traceback__)]
+    stacks = [n.meta.get("nn_module_stack") for n in nodes if isinstance(n, fx.Node)]
+    if not stacks or not stacks[-1]:
+        return ""
+    path, _ = [*stacks[-1].values()][-1]
+    return f", in {plain(str(path)).removeprefix('self.')}"

@@ -67,7 +67,7 @@ def run(options: argparse.Namespace) -> int:
         ]
         rows.append([trainers, *cells])
     heads = ["trainers", *(f"{n} servers" for n in options.servers)]
-    print("\nThe same of parameter servers. F and B fetch weights that the worker has no more:\n")
+    print("\nParameter servers; F and B fetch weights that the worker has no more:\n")
     print(tabulate(rows, heads, "github"))
     return 0
 

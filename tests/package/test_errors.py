@@ -328,7 +328,8 @@ def test_what_an_operation_raises_while_it_is_traced_is_a_line(
     assert len(frames_of(lambda x: model(x).sum(), columns=7)) < 8
     assert not logged
     said = (
-        r"^[^\n]*:\d+: the model raised RuntimeError: .*7\] X \[3, \d\].*size that may"
+        r"^[^\n]*:\d+, in encoder: the model raised RuntimeError: .*7\] X \[3, \d\]"
+        r".*size that may"
     )
     torch._dynamo.reset()
     with pytest.raises(PlanError, match=said):
