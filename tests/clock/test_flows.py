@@ -162,3 +162,11 @@ def test_a_network_of_hosts_has_sums_in_pieces() -> None:
         schedules.ddp(4, 4), stages, {"F": 1e-9, "B": 1e-9}, apart, prefetch=1
     )
     assert found.latency == pytest.approx(2 * 3 / 4 * 2.0, rel=0.01)  # as a ring
+
+
+def test_a_sum_is_made_on_a_server_beside_those_who_give() -> None:
+    """The workers of a host add up theirs on the server itself, which gives nothing."""
+    schedule = schedules.parameter_server(5, 8)
+    network = Network([[0, 1], [2, 3, 4]], Rate(1e12), Rate(1e6))
+    found = fxsched.simulate(schedule, chain(4), {"F": 1, "B": 2}, network, prefetch=1)
+    assert found.latency > 0
