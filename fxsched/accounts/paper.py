@@ -8,7 +8,7 @@ same passes as for a model then say what is sent, added up, copied and renewed.
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple, cast
 
@@ -21,6 +21,7 @@ from ..clock.jobs import Jobs, weight_owners
 from ..clock.memory import Memory, Peaks, worker_totals
 from ..clock.stage_record import GroupBytes
 from ..clock.timeline import Timeline
+from ..clock.values import Sent, outputs, values_along
 from ..ir import joint
 from ..ir.facts import FACTS, Facts
 from ..ir.garbage import no_collection
@@ -56,18 +57,6 @@ class Size(NamedTuple):
     def run(self, elements: int) -> Size:
         """So many of the elements."""
         return self._replace(bytes=elements)
-
-
-class Sent(NamedTuple):
-    """A value that goes along an edge of stages.
-
-    key: tells the values of one stage apart; edges of one size carry the same.
-    whole: whether all microbatches read it as it is.
-    """
-
-    key: Any
-    bytes: float
-    whole: bool = False
 
 
 @no_collection()
@@ -250,21 +239,16 @@ class _Paper:
 
     def _inputs(self, stage: int, whole: bool = False) -> Iterator[fx.Node]:
         for maker in sorted(self.stages.predecessors(stage)):
-            for sent in _values(self.stages.edges[maker, stage]):
+            for sent in values_along(self.stages.edges[maker, stage]):
                 if sent.whole or not whole:
                     yield from self._in(stage, maker, self.made[maker, sent.key])
 
     def _give_outputs(self, stage: int, call: fx.Node) -> None:
-        values = {
-            sent.key: sent
-            for reader in sorted(self.stages.successors(stage))
-            for sent in _values(self.stages.edges[stage, reader])
-        }
-        for sent in values.values():
+        for sent in outputs(self.stages, stage):
             of_rows = any(
                 reader not in self.joint
                 for reader in self.stages.successors(stage)
-                if sent in _values(self.stages.edges[stage, reader])
+                if sent in values_along(self.stages.edges[stage, reader])
             )
             self.made[stage, sent.key] = self._out(stage, call, sent, of_rows)
         held = self.stages.nodes[stage].get("held", 0.0)
@@ -280,13 +264,13 @@ class _Paper:
         yield from self.saved[stage]
         yield from self._inputs(stage, whole=True)  # `held` has the rest of it
         for reader in sorted(self.stages.successors(stage)):
-            for sent in _values(self.stages.edges[stage, reader]):
+            for sent in values_along(self.stages.edges[stage, reader]):
                 if node := self.gradients.get((stage, reader, sent.key)):
                     yield from self._in(stage, reader, node, sent.whole)
 
     def _give_gradients(self, stage: int, call: fx.Node) -> None:
         for maker in sorted(self.stages.predecessors(stage)):
-            for sent in _values(self.stages.edges[maker, stage]):
+            for sent in values_along(self.stages.edges[maker, stage]):
                 if self._gives(maker):
                     of_rows = maker not in self.joint
                     node = self._out(stage, call, sent, of_rows)
@@ -352,14 +336,3 @@ def _read_groups(stages: nx.DiGraph[int], stage: int) -> tuple[GroupBytes, ...]:
     own = GroupBytes(-1 - stage, whole - gradients, whole - gradients, gradients)
     groups: tuple[GroupBytes, ...] = data.get("groups", (own,))
     return groups
-
-
-def _values(edge: Mapping[str, Any]) -> list[Sent]:
-    """What goes along an edge of stages."""
-    size, whole = edge.get("bytes", 0.0), edge.get("whole", 0.0)
-    if named := edge.get("values"):
-        return [Sent(name, each, 0 < whole == size) for name, each in named.items()]
-    values = [Sent(("whole", whole), whole, True)] if whole else []
-    if size > whole or not whole:
-        values.append(Sent(size - whole, size - whole))
-    return values

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import networkx as nx
+import numpy as np
 
-from ..clock.flows import Flows
+from ..clock.lines import SECONDS, Lines, as_timeline, run_lines
 from ..clock.network import Transfer, Wires, delays
 from ..clock.timeline import Timeline
 from ..ir import ops
@@ -65,11 +66,13 @@ def step_times(
             lines.message(line)
         else:
             lines.op(line)
-    starts, ends = _run(lines, transfer)
-    ran = [(starts[i], step.jobs.worker[j], j, i) for j, i in lines.jobs]
-    ran.sort(key=lambda job: job[:2])
-    when = [job[0] for job in ran], [ends[job[3]] for job in ran]
-    timeline = Timeline(step.jobs, [job[2] for job in ran], *when)
+    capacity = transfer.capacity if isinstance(transfer, Wires) else {}
+    waits = np.array(lines.waits, np.int64).reshape(-1, 2).T
+    each = Lines(lines.amounts, lines.ways, lines.turns, *waits)
+    starts, ends = run_lines(each, capacity)
+    numbers, own = zip(*lines.jobs, strict=True) if lines.jobs else ((), ())
+    when = [starts[i] for i in own], [ends[i] for i in own]
+    timeline = as_timeline(step.jobs, numbers, *when)
     last = max((ends[i] for i in lines.parameters), default=0.0)
     return Times(timeline, max([last, *timeline.end]))
 
@@ -77,9 +80,8 @@ def step_times(
 class _Lines:
     """The lines of a step, by number, and what each waits for.
 
-    after: the lines that each waits for, and how long after the end of each.
-    seconds: how long each takes, but messages on wires.
-    sent: of messages on wires, their workers and bytes.
+    amounts, ways, turns, waits: see clock.lines. wires: the place among the ways of a
+        pair of workers.
     jobs: the number of each job that isn't an update of another group, with its line.
     parameters: messages with weights or gradients, if these take time.
     """
@@ -95,9 +97,11 @@ class _Lines:
         self.step, self.stages, self.transfer = step, stages, transfer
         self.job_seconds, self.takes_time = job_seconds, parameters
         self.edges = delays(step.jobs, stages, None)
-        self.after: list[list[tuple[int, float]]] = []
-        self.seconds: list[float] = []
-        self.sent: dict[int, Message] = {}
+        self.amounts: list[float] = []
+        self.ways = [SECONDS] * (1 + step.jobs.workers)
+        self.turns: list[int] = []
+        self.waits: list[tuple[int, int]] = []
+        self.wires: dict[tuple[int, int], int] = {}
         self.jobs: list[tuple[int, int]] = []
         self.parameters: list[int] = []
         self.last: dict[int, int] = {}  # the line that each worker is busy with
@@ -106,10 +110,12 @@ class _Lines:
         self.made: dict[Op, int] = {}
         self.there: dict[tuple[Value, int], int] = {}  # messages, by value and worker
 
-    def _add(self, after: Iterable[tuple[int, float]], seconds: float) -> int:
-        self.after.append([*after])
-        self.seconds.append(seconds)
-        return len(self.seconds) - 1
+    def _add(self, after: Sequence[int], amount: float, turn: int = 0) -> int:
+        new = len(self.amounts)
+        self.amounts.append(amount)
+        self.turns.append(turn)
+        self.waits += ((maker, new) for maker in after)
+        return new
 
     def op(self, op: Op) -> None:
         """An op of a worker."""
@@ -117,22 +123,21 @@ class _Lines:
         after = [each for v in read(op, here) for each in self._read(v, op)]
         if job is not None and job.direction is Direction.BACKWARD:
             forward = Job(job.stage, job.microbatch, Direction.FORWARD)
-            after.append((self.ended[self.step.jobs.number(forward)], 0.0))
+            after.append(self.ended[self.step.jobs.number(forward)])
         if job is None and op.target is not ops.update:
             self.made[op] = self._add(after, 0.0)
             return
-        if here in self.last:
-            after.append((self.last[here], 0.0))
         if job is None:  # another group's part of the same update
-            new = self._add(after, 0.0)
+            new = self._add(after, 0.0, 1 + here)
         else:
             number = self.step.jobs.number(job, here)
-            new = self.ended[number] = self._add(after, self.job_seconds[number])
+            new = self._add(after, self.job_seconds[number], 1 + here)
+            self.ended[number] = new
             self.jobs.append((number, new))
         self.last[here] = self.made[op] = new
         self.done.setdefault(here, []).append(new)
 
-    def _read(self, value: Value, op: Op) -> list[tuple[int, float]]:
+    def _read(self, value: Value, op: Op) -> list[int]:
         """What an op waits for to have a value."""
         message = self.there.get((value, op.worker))
         if message is None:
@@ -144,46 +149,54 @@ class _Lines:
             if isinstance(value, JobOutput):
                 reader = self.step.jobs.at[job.stage, job.direction]
                 delay = self.edges.get((self.step.maker[value.node], reader), 0.0)
-        return [(message, delay)]
+        return [self._add([message], delay) if delay else message]
 
-    def _made(self, value: Value) -> list[tuple[int, float]]:
+    def _made(self, value: Value) -> list[int]:
         """What makes a value; nothing, if it is there from the start."""
         jobs = self.step.jobs
         if isinstance(value, Op):
-            return [(self.made[value], 0.0)]
+            return [self.made[value]]
         if isinstance(value, Credit):
-            return [(self.ended[jobs.number(value.job)], 0.0)]
+            return [self.ended[jobs.number(value.job)]]
         if isinstance(value, JobOutput):
             kind = self.step.maker[value.node]
-            return [(self.ended[jobs.find(kind, value.microbatch)], 0.0)]
+            return [self.ended[jobs.find(kind, value.microbatch)]]
         return []
 
     def message(self, message: Message) -> None:
         """A message, at its place among the lines."""
         value, to = message.value, message.to
         handed_on = self.there.get((value, message.source))
-        after = self._made(value) if handed_on is None else [(handed_on, 0.0)]
+        after = self._made(value) if handed_on is None else [handed_on]
         between = message.fetches and not message.hands_on  # the sender's jobs
         if between and message.source in self.last:
             early = isinstance(value, Weights) and self.step.every is None
             done = self.done[message.source]
             if len(done) > SERVED * early:
-                after.append((done[-1 - SERVED * early], 0.0))
+                after.append(done[-1 - SERVED * early])
         what = moved(self.step, value)
         parameters = what in PARAMETERS and self.takes_time
         if parameters and message.fetches and to in self.last:
-            after = [*after, (self.last[to], 0.0)]
-        timed, seconds = parameters or what is Moved.ACTIVATIONS, 0.0
-        if timed and self.transfer is None:  # readers know how long their edges take
-            seconds = self._fetch_seconds(value)
-        elif timed and not isinstance(self.transfer, Wires):
-            seconds = self.transfer or 0.0
-        new = self._add(after, seconds)
-        if timed and isinstance(self.transfer, Wires):
-            self.sent[new] = message
+            after.append(self.last[to])
+        amount, turn = 0.0, 0
+        if parameters or what is Moved.ACTIVATIONS:
+            amount, turn = self._taken(message)
+        new = self._add(after, amount, turn)
         if parameters:
             self.parameters.append(new)
         self.there[message if message.fetches else value, to] = new
+
+    def _taken(self, message: Message) -> tuple[float, int]:
+        """What a message takes, and what it takes its turn on."""
+        if self.transfer is None:  # readers know how long their edges take
+            return self._fetch_seconds(message.value), 0
+        if not isinstance(self.transfer, Wires):
+            return self.transfer, 0
+        pair = message.source, message.to
+        if pair not in self.wires:
+            self.wires[pair] = len(self.ways)
+            self.ways.append(self.transfer.wire(*pair))
+        return message.bytes, self.wires[pair]
 
     def _fetch_seconds(self, value: Value) -> float:
         """What the stages say of a group's weights."""
@@ -198,67 +211,3 @@ class _Lines:
             return 0.0
         stage = self.step.facts.groups[group].stages[0]
         return float(self.stages.nodes[stage].get("fetch", 0.0))
-
-
-def _run(lines: _Lines, transfer: Transfer) -> tuple[list[float], list[float]]:
-    """When each line starts and ends. Messages on wires end where they arrive; all else
-    as soon as what it waits for has ended, and what it takes is over."""
-    sent = lines.sent
-    if isinstance(transfer, Wires) and transfer.capacity:
-        return _run_on_shared_wires(lines, transfer)
-    starts: list[float] = []
-    ends: list[float] = []
-    free: dict[tuple[int, int], float] = {}  # when the wire of each pair is
-    for i, (before, seconds) in enumerate(zip(lines.after, lines.seconds, strict=True)):
-        when = max((ends[j] + delay for j, delay in before), default=0.0)
-        starts.append(when)
-        if i in sent:
-            assert isinstance(transfer, Wires)
-            pair = sent[i].source, sent[i].to
-            wire = transfer.wire(*pair)
-            when = max(when, free.get(pair, 0.0)) + sent[i].bytes / wire.bandwidth
-            free[pair] = when
-            when += wire.latency
-        ends.append(when + seconds)
-    return starts, ends
-
-
-def _run_on_shared_wires(
-    lines: _Lines, transfer: Wires
-) -> tuple[list[float], list[float]]:
-    """The same where messages of several pairs share a host's ways."""
-    after, sent = lines.after, lines.sent
-    pairs: dict[Hashable, list[int]] = {}
-    for number, message in sent.items():
-        pairs.setdefault((message.source, message.to), []).append(number)
-    flows = Flows(pairs, transfer.capacity)
-    readers: list[list[tuple[int, float]]] = [[] for _ in after]
-    for reader, before in enumerate(after):
-        for i, delay in before:
-            readers[i].append((reader, delay))
-    missing, starts = [len(before) for before in after], [0.0] * len(after)
-    ends = [0.0] * len(after)
-    ready = [i for i, count in enumerate(missing) if not count]
-
-    def run_ready() -> None:
-        while ready:
-            i = ready.pop()
-            if (message := sent.get(i)) is None:
-                end(i, starts[i] + lines.seconds[i])
-            else:
-                wire = transfer.wire(message.source, message.to)
-                flows.add(i, starts[i], wire, message.bytes)
-
-    def end(i: int, when: float) -> None:
-        ends[i] = when
-        for reader, delay in readers[i]:
-            starts[reader] = max(starts[reader], when + delay)
-            missing[reader] -= 1
-            if not missing[reader]:
-                ready.append(reader)
-
-    run_ready()
-    while (arrival := flows.next()) is not None:
-        end(arrival[1], arrival[0])
-        run_ready()
-    return starts, ends

@@ -74,26 +74,28 @@ def credits(schedule: Schedule, timeline: Timeline) -> dict[int, int]:
     That is flow control by credits: a worker with room for k microbatches of a stage
     starts its F number k + i once release number i has ended.
     """
-    jobs = timeline.jobs
-    lives = lifetimes(jobs, schedule.release)
-    holder = holders(jobs, schedule.release).tolist()
-    forwards = {life.forward for life in lives}
-    releases = {life.release for life in lives}
-    released: dict[tuple[int, int], list[int]] = {}
-    started: Counter[tuple[int, int]] = Counter()
-    credit = {}
-    for number in timeline.order:
-        kind = jobs.kind[number]
-        stage = jobs.kinds[kind][0]
-        place = (stage, jobs.worker[holder[number]])
-        if kind in releases:
-            released.setdefault(place, []).append(number)
-        elif kind in forwards:
-            limit = schedule.cap(stage)
-            started[place] += 1
-            if limit is not None and started[place] > limit:
-                credit[number] = released[place][started[place] - limit - 1]
-    return credit
+    jobs, order = timeline.jobs, np.asarray(timeline.order, np.int64)
+    limits, releases = np.full(len(jobs.kinds), -1), np.zeros(len(jobs.kinds), bool)
+    for life in lifetimes(jobs, schedule.release):
+        limit = schedule.cap(jobs.kinds[life.forward][0])
+        if limit is not None:
+            limits[life.forward], releases[life.release] = limit, True
+    (kind, _, worker), holder = jobs.columns, holders(jobs, schedule.release)
+    place = kind[holder] * jobs.workers + worker[holder]
+
+    def by_place(numbers: Numbers) -> tuple[Numbers, Numbers]:
+        """Jobs, and which of its place each is: the place times all jobs, plus that."""
+        numbers = numbers[np.argsort(place[numbers], kind="stable")]
+        own = place[numbers]
+        count = np.arange(len(own)) - np.searchsorted(own, own)
+        return numbers, own * len(jobs) + count
+
+    started, which = by_place(order[limits[kind[order]] >= 0])
+    released, gives = by_place(order[releases[kind[order]]])
+    limit_of = limits[kind[started]]
+    late = which % len(jobs) >= limit_of
+    room = released[np.searchsorted(gives, (which - limit_of)[late])]
+    return dict(zip(started[late].tolist(), room.tolist(), strict=True))
 
 
 def allocations(

@@ -13,6 +13,7 @@ import numpy as np
 from ..clock.event_loop import run_jobs
 from ..clock.joint import fit_joint, out_of_order
 from ..clock.memory import Peaks
+from ..clock.messages import need_no_step, run_messages
 from ..clock.network import Transfer, Wires, check_edges, check_transfer, delays
 from ..clock.stage_graph import check_size, stage_jobs
 from ..clock.timeline import Timeline
@@ -224,10 +225,14 @@ def _run(
         hosts = getattr(transfer, "hosts", ())  # of a Network
         return paper_step(schedule, stages, timeline, ahead, hosts=hosts)
 
-    if prefetch is not None or isinstance(transfer, Wires):  # in this order then
-        asked = prefetch is not None
+    on_wires = isinstance(transfer, Wires)
+    if prefetch is not None or (on_wires and not need_no_step(schedule, jobs, stages)):
+        asked = prefetch is not None  # the jobs keep this order
         return simulate_step(schedule, stages, step(), seconds, transfer, asked)
-    return Simulation(schedule, stages, max(timeline.end, default=0.0), timeline, step)
+    ran = timeline
+    if isinstance(transfer, Wires):
+        ran = run_messages(schedule, stages, timeline, seconds, transfer)
+    return Simulation(schedule, stages, max(ran.end, default=0.0), ran, step)
 
 
 def simulate_step(

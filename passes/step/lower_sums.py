@@ -394,7 +394,8 @@ class _SumByHosts:
 
     def _place(self, part: Part) -> int:
         """The line after which a part is there."""
-        return self.made.get(part, self.places[self.sums.step.worker(part)])
+        made = self.made.get(part)
+        return self.places[self.sums.step.worker(part)] if made is None else made
 
 
 class _OrderedSum:

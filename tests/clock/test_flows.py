@@ -3,33 +3,34 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Hashable
 
 import networkx as nx
 import pytest
 
 import fxsched
 from fxsched import Link, Network, PlanError, Rate, schedules
-from fxsched.clock.flows import Flows, Wire, fair_rates
+from fxsched.clock.flows import fair_rates
+from fxsched.clock.lines import SECONDS, Lines, run_lines
 
 FAST, SLOW = Rate(1e9), Rate(10.0)
 PAIRS = [[0, 1], [2, 3]]
 
 
 def arrivals(
-    network: Network, messages: list[tuple[float, int, int, float]]
+    network: Network | Link, messages: list[tuple[float, int, int, float]]
 ) -> dict[int, float]:
     """When messages (when, source, to, bytes) arrive, by their place."""
-    lines: dict[Hashable, list[int]] = {}
-    for number, (_, source, to, _) in enumerate(messages):
-        lines.setdefault((source, to), []).append(number)
-    flows = Flows(lines, network.capacity)
-    for number, (when, source, to, size) in enumerate(messages):
-        flows.add(number, when, network.wire(source, to), size)
-    found = {}
-    while (arrival := flows.next()) is not None:
-        found[arrival[1]] = arrival[0]
-    return found
+    count = len(messages)
+    pairs = list(dict.fromkeys((source, to) for _, source, to, _ in messages))
+    lines = Lines(
+        [when for when, *_ in messages] + [size for *_, size in messages],
+        [SECONDS, *(network.wire(*pair) for pair in pairs)],
+        [0] * count + [1 + pairs.index((a, b)) for _, a, b, _ in messages],
+        range(count),
+        range(count, 2 * count),
+    )
+    _, ends = run_lines(lines, network.capacity)
+    return dict(enumerate(ends[count:]))
 
 
 def test_messages_of_several_workers_share_the_way_out_of_their_host() -> None:
@@ -117,9 +118,45 @@ def test_pairs_of_two_hosts_share_the_cable_that_each_has_on_a_link(name: str) -
 
 
 def test_bytes_that_arrive_are_those_of_their_wire() -> None:
-    flows = Flows({"a": [0]}, {})
-    flows.add(0, 1.0, Wire(10.0, latency=1.0), 20.0)
-    assert flows.next() == (4.0, 0) and flows.next() is None
+    assert arrivals(Link(10.0, latency=1.0), [(1.0, 0, 1, 20.0)]) == {0: 4.0}
+
+
+def all_rates_anew(
+    network: Network, messages: list[tuple[float, int, int, float]]
+) -> dict[int, float]:
+    """The same for messages of pairs of their own, with new rates for all of them each
+    time that one begins or ends."""
+    left, ends, now = dict[int, float](), dict[int, float](), 0.0
+    to_come = sorted((m[0], i) for i, m in enumerate(messages))
+    while to_come or left:
+        wires = {i: network.wire(*messages[i][1:3]).resources for i in left}
+        rates = fair_rates(wires, network.capacity)
+        due = [(now + left[i] / rates[i], i) for i in left]
+        when, i = min(due + to_come[:1])
+        left = {j: size - rates[j] * (when - now) for j, size in left.items()}
+        now = when
+        if i in left:
+            del left[i]
+            ends[i] = now
+        else:
+            left[i] = messages[i][3]
+            del to_come[0]
+    return ends
+
+
+@pytest.mark.parametrize("duplex", [2.0, 1.3])
+@pytest.mark.parametrize("seed", range(10))
+def test_rates_change_of_all_that_share_one_with_the_next(
+    seed: int, duplex: float
+) -> None:
+    draw = random.Random(seed)
+    hosts = [[3 * host, 3 * host + 1, 3 * host + 2] for host in range(5)]
+    network = Network(hosts, FAST, Rate(10.0, duplex=duplex))
+    every = [(a, b) for a in range(15) for b in range(15) if a // 3 != b // 3]
+    pairs = draw.sample(every, 25)
+    messages = [(draw.uniform(0, 60), *p, draw.uniform(0, 99)) for p in pairs]
+    wanted = all_rates_anew(network, messages)
+    assert arrivals(network, messages) == pytest.approx(wanted)
 
 
 @pytest.mark.parametrize(
@@ -162,3 +199,11 @@ def test_a_network_of_hosts_has_sums_in_pieces() -> None:
         schedules.ddp(4, 4), stages, {"F": 1e-9, "B": 1e-9}, apart, prefetch=1
     )
     assert found.latency == pytest.approx(2 * 3 / 4 * 2.0, rel=0.01)  # as a ring
+
+
+def test_a_sum_is_made_on_a_server_beside_those_who_give() -> None:
+    """The workers of a host add up theirs on the server itself, which gives nothing."""
+    schedule = schedules.parameter_server(5, 8)
+    network = Network([[0, 1], [2, 3, 4]], Rate(1e12), Rate(1e6))
+    found = fxsched.simulate(schedule, chain(4), {"F": 1, "B": 2}, network, prefetch=1)
+    assert found.latency > 0
