@@ -287,12 +287,8 @@ def test_workers_that_wait_for_a_batch_norm_are_told_of_it() -> None:
     plan = fxsched.plan(model, schedules.zb_h1(4, 8), torch.randn(256, 64))
     text = " ".join(plan.explain().split())
     assert "BatchNorm makes global-batch stages (*), for statistics of" in text
-<<<<<<< HEAD
-    assert "pipeline more than once, since rows of the whole batch meet in 4*: " in text
+    assert "in each step, since rows of the whole batch meet in 4*: " in text
     why = "plan.explain() says why workers are idle"
     assert plan.line.endswith(f"; rows of the whole batch meet in stage 4*; {why}")
     busy = fxsched.plan(model[:4], schedules.gpipe(2, 32), torch.randn(8192, 64)).line
     assert "explain" not in busy, "its bubble is small"
-=======
-    assert "in each step, since rows of the whole batch meet in 4*: " in text
->>>>>>> part-R1
