@@ -33,7 +33,7 @@ from .params.store import ParamStore
 from .planning import make_step
 from .plans.metrics import Metrics, metrics_of
 from .plans.plan import Plan
-from .progress import tell
+from .progress import Progress, tell
 from .route import Route
 from .runtime.autograd_call import call_step
 from .runtime.local_rows import spread_rows
@@ -135,7 +135,7 @@ class Backend:
     @contextmanager
     def tracing(self) -> Iterator[None]:
         """Where the model may be traced: tracers want gradients of whole weights."""
-        with hidden_gradients(), quiet_fakes():
+        with hidden_gradients(), quiet_fakes(), Progress("tracing the model"):
             yield
 
     def leave(self) -> None:

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from fxsched import schedules
-from fxsched.cli import commands, compare_plans
+from fxsched.cli import compare_plans
 from fxsched.cli import main as cli
 from fxsched.schedules import LIBRARY, STALE
 from fxsched.tuner import candidate_comparison
@@ -324,16 +324,6 @@ def test_compare_refuses_a_model_before_it_plans_all_schedules(
     monkeypatch.setattr(compare_plans, "build_any", None)
     line = refusal(f"compare --model model.py:{make} --workers 2{options}", capsys)
     assert says in line and not line.startswith("not ")
-
-
-def test_compare_says_how_far_it_is_without_a_terminal(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(commands, "SILENT", -1.0)
-    items = [("ddp", "ddp"), ("gpipe", "gpipe")]
-    assert list(commands._told(items)) == items
-    said = capsys.readouterr().err
-    assert said == "planning ddp, 1 of 2\nplanning gpipe, 2 of 2\n"
 
 
 def test_compare_and_search_rank_what_moves_weights_alike(
