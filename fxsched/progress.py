@@ -24,6 +24,7 @@ LOG = logging.getLogger("fxsched")
 PATIENCE = 2.0  # seconds before it is said
 TICK = 0.5  # seconds after which it shows the time anew
 EVERY = 10.0  # seconds from line to line, where there is no terminal
+ROWS, WIDTH = 24, 80  # of a terminal that says it has none, for which tqdm hides bars
 FORMAT = "{desc}, {elapsed}"
 
 
@@ -98,7 +99,8 @@ class Progress:
         began = time.perf_counter()
         if self._done.wait(PATIENCE):
             return
-        with tqdm(bar_format=FORMAT, leave=False, delay=TICK) as bar:
+        with tqdm(bar_format=FORMAT, leave=False, delay=TICK, nrows=ROWS) as bar:
+            bar.ncols = bar.ncols if (bar.ncols or 0) > 0 else WIDTH
             bar.start_t -= time.perf_counter() - began
             bar.set_description_str(str(self))
             while not self._done.wait(TICK):

@@ -24,13 +24,12 @@ from ..models.two_tower import TwoTower
 from ..params.full_state import full_state_dict
 from ..params.released import is_given_up
 from ..plans.plan import Plan
-from ..progress import Progress
+from ..progress import ROWS, WIDTH, Progress
 from ..transport import processes, world
 from .demo_task import SEED, Task, accuracies, adamw, check
 from .simulate_options import terminal_text
 
 SHOWN = 12  # jobs of a worker's program, that --tables shows
-WIDTH = 80  # columns of what it prints without --tables
 LOSSES = 4  # at most, that are printed when the training is done
 
 
@@ -156,7 +155,7 @@ def run_training(task: Task) -> None:
     # None: no bar where stderr is no terminal, but lines
     hidden = None if speaks() else True
     calls = range(task.calls - task.done)
-    bar = tqdm(calls, "train", disable=hidden, ncols=WIDTH)
+    bar = tqdm(calls, "train", disable=hidden, ncols=WIDTH, nrows=ROWS)
     for _ in bar:
         loss = task.train(task.batches.draw())
         bar.set_postfix(loss=f"{loss:.4f}")

@@ -189,3 +189,23 @@ def test_search_says_what_it_does(
     said = capsys.readouterr().err
     for what in (r"simulating \d+ of \d+ schedules", r"looking for orders of jobs, \d"):
         assert bool(re.search(f"^fxsched: search: {what}", said, re.M)) is not quiet
+
+
+def test_a_terminal_of_no_columns_has_a_bar() -> None:
+    """As some containers and notebooks report; its clock moves too."""
+    pty, fcntl, termios = map(pytest.importorskip, ("pty", "fcntl", "termios"))
+    script = """
+import time
+from fxsched import progress
+progress.PATIENCE = progress.TICK = 0.1
+with progress.Progress("search") as searching:
+    searching.at("planning 1 of 2 candidates")
+    time.sleep(1.5)
+"""
+    ours, its = pty.openpty()
+    fcntl.ioctl(its, termios.TIOCSWINSZ, bytes(8))
+    subprocess.run([sys.executable, "-c", script], stderr=its, check=True, timeout=100)
+    os.close(its)
+    said = os.read(ours, 4096).decode()
+    for clock in ("00:00", "00:01"):
+        assert f"search: planning 1 of 2 candidates, {clock}" in said
