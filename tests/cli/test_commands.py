@@ -186,7 +186,7 @@ def test_plan_takes_the_options_of_a_backend(
     [
         ("--carry twice", "'twice' is not one of 'saved', 'recompute'"),
         ("--prefetch 0.5", "'0.5' is not a valid int"),
-        ("--message-dtype int8", "message_dtype=torch.int8"),
+        ("--message-dtype int8", "--message-dtype int8"),
         (
             "--gradient-dtype wide",
             "'wide' is no torch.dtype; give one such as bfloat16",
@@ -460,6 +460,18 @@ def test_plan_prints_so_many_jobs_of_a_rank(
     ("arguments", "message"),
     [
         (
+            "simulate --schedule gpipe --stage 2",
+            r"No such option '--stage'. Did you mean '--stages' or '--state' or",
+        ),
+        (
+            "search --workers 1000 --microbatches 1000",
+            r"--workers 1000, --microbatches 1000: these make",
+        ),
+        (
+            "search --workers 2 --memory-limit 0.1",
+            r"--memory-limit 0.1: every schedule holds more",
+        ),
+        (
             "simulat",
             r"No such command 'simulat'\. Did you mean 'simulate'\?",
         ),
@@ -499,7 +511,7 @@ def test_plan_prints_so_many_jobs_of_a_rank(
             "simulate --schedule lpp",
             r"lpp needs --group-size; it takes --workers, ",
         ),
-        ("simulate --schedule lpp --group-size 3", r"lpp\(workers=4, group_size=3\)"),
+        ("simulate --schedule lpp --group-size 3", r"--workers 4, --group-size 3: "),
         ("simulate --schedule gpipe --stages 8", r"gpipe makes 4 stages for these wo"),
         (
             "simulate --schedule gpipe --svg /none/x.svg",
@@ -536,7 +548,7 @@ def test_plan_prints_so_many_jobs_of_a_rank(
             "simulate --schedule gpipe --state 2",
             r"--state needs --weight-bytes.*give both",
         ),
-        ("search --effort 0", r"search\(effort=0.0\): give a number above 0"),
+        ("search --effort 0", r"--effort 0.0: give a number above 0"),
         (
             "search --objective spam",
             r"'--objective': 'spam' is not one of 'latency', 'span'",
@@ -681,7 +693,7 @@ def test_a_schedule_of_a_users_file(
 @pytest.mark.parametrize(
     ("where", "message"),
     [
-        ("model.py", r"'model.py': give path/to/model.py:make or package.module:make"),
+        ("model", r"'model': give path/to/model.py:make or package.module:make"),
         (
             "mode.py:make",
             r"there is no file 'mode.py'; give path/to/model.py:make; its folder has",
@@ -689,7 +701,7 @@ def test_a_schedule_of_a_users_file(
         ("none/model.py:make", r"there is no file .*: there is no folder '.*none'"),
         ("none.model:make", r"there is no module 'none.model' here, nor a Python file"),
         ("model.py:mak", r"model.py has no function 'mak' .*; did you mean make\?"),
-        ("model.py:value", r"model.py has no function 'value' \(choose from make, .*"),
+        ("model.py:value", r"model.py has no function 'value' \(it has make, .*"),
         (
             "model.py:chain",
             r"model.py:chain: chain is of class Chain; name a function that returns",
