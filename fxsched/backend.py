@@ -33,7 +33,7 @@ from .params.store import ParamStore
 from .planning import make_step
 from .plans.metrics import Metrics, metrics_of
 from .plans.plan import Plan
-from .progress import tell
+from .progress import Progress, tell
 from .route import Route
 from .runtime.autograd_call import call_step
 from .runtime.local_rows import spread_rows
@@ -45,6 +45,7 @@ from .runtime.workers import Workers, workers_of
 from .torch_compat.tracebacks import quiet_fakes, shortened
 from .transport.world import own_rank
 from .transport.wrappers import refuse_outer_ddp, refuse_wrappers
+from .uncaught import print_once
 
 PLANS = 64  # that a backend keeps
 
@@ -91,6 +92,7 @@ class Backend:
         self._steps: dict[str, Step] = {}  # the last one to be called is the last
         self._said: set[str] = set()  # what was warned of
         configure_dynamo()
+        print_once()
 
     def __enter__(self) -> Backend:
         return self
@@ -137,7 +139,7 @@ class Backend:
     @contextmanager
     def tracing(self) -> Iterator[None]:
         """Hides the gradients of parts of weights while the model is traced."""
-        with hidden_gradients(), quiet_fakes():
+        with hidden_gradients(), quiet_fakes(), Progress("tracing the model"):
             yield
 
     def leave(self) -> None:

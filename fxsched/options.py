@@ -56,6 +56,7 @@ from .passes.users import Pass
 from .runtime.input_agreement import InputRule
 from .runtime.recorder import Recorder
 from .torch_compat.tracebacks import shortened
+from .uncaught import MISUSE, print_once
 
 Result = TypeVar("Result")
 P = ParamSpec("P")
@@ -421,12 +422,15 @@ def takes_options(
         def call(*args: P.args, **kwargs: P.kwargs) -> Result:
             if args and isinstance(args[0], fx.GraphModule):
                 return uncalled  # type: ignore[return-value]  # to torch.compile
+            print_once()
             try:
                 takes.bind(*args, **kwargs)
             except TypeError as error:
                 unknown = (name for name in kwargs if name not in CHECKED)
                 hint = _hint(next(unknown, ""))
-                raise TypeError(f"{make.__name__}() {error}{hint}") from None
+                wrong = TypeError(f"{make.__name__}() {error}{hint}")
+                vars(wrong)[MISUSE] = True
+                raise wrong from None
             try:
                 return make(options(*args, **kwargs))
             except PlanError as error:

@@ -12,6 +12,7 @@ import os
 import sys
 import threading
 import time
+from contextvars import ContextVar
 from types import TracebackType
 
 from torch import fx
@@ -20,9 +21,11 @@ from tqdm import tqdm
 from .ir.step import Step
 
 LOG = logging.getLogger("fxsched")
-PATIENCE = 2.0  # seconds of planning before it is said
+PATIENCE = 2.0  # seconds before it is said
 TICK = 0.5  # seconds after which it shows the time anew
-FORMAT = "planning: {desc}, {elapsed}"
+EVERY = 10.0  # seconds from line to line, where there is no terminal
+ROWS, WIDTH = 24, 80  # of a terminal that says it has none, for which tqdm hides bars
+FORMAT = "{desc}, {elapsed}"
 
 
 def tell(text: str, again: bool) -> None:
@@ -38,11 +41,15 @@ def tell(text: str, again: bool) -> None:
 
 
 class Progress:
-    """How far planning is, from PATIENCE on, with the name of what is being done: a bar
-    on stderr, if that is a terminal or a notebook's, which is gone when done; elsewhere
-    a line, of rank 0."""
+    """How far what takes long is, from PATIENCE on: a bar on stderr, if that is a
+    terminal or a notebook's, which is gone when done; elsewhere lines, of rank 0.
 
-    def __init__(self) -> None:
+    phase: what takes long. quiet: whether nothing is shown, as inside of another
+    Progress of the same thread.
+    """
+
+    def __init__(self, phase: str = "planning", quiet: bool = False) -> None:
+        self.phase, self.quiet = phase, quiet
         self._done = threading.Event()
         self._thread: threading.Thread | None = None
         self._name, self._began = "", time.perf_counter()
@@ -50,8 +57,10 @@ class Progress:
     def __enter__(self) -> Progress:
         stream, notebook = sys.stderr, "ipykernel" in sys.modules
         bar = stream is not None and (notebook or stream.isatty())
-        if bar or os.environ.get("RANK", "0") == "0":
-            say = self._tick if bar else self._line
+        quiet = self.quiet or _shown.get() is not None
+        self._token = _shown.set(self)
+        if not quiet and (bar or os.environ.get("RANK", "0") == "0"):
+            say = self._tick if bar else self._lines
             self._thread = threading.Thread(target=say, daemon=True)
             self._thread.start()
         return self
@@ -62,6 +71,7 @@ class Progress:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
+        _shown.reset(self._token)
         self._done.set()
         if self._thread is not None:
             self._thread.join()
@@ -76,18 +86,28 @@ class Progress:
             seconds = time.perf_counter() - self._began
             LOG.debug("after %s (%.2f s):\n%s", self._name, seconds, _text(made))
 
-    def _line(self) -> None:
-        if not self._done.wait(PATIENCE):
-            tell(f"planning takes more than {PATIENCE:g} s; now {self._name}", False)
+    def __str__(self) -> str:
+        return f"{self.phase}: {self._name}" if self._name else self.phase
+
+    def _lines(self) -> None:
+        seconds = PATIENCE
+        while not self._done.wait(EVERY if seconds > PATIENCE else PATIENCE):
+            tell(f"{self}, {seconds:g} s so far", False)
+            seconds += EVERY
 
     def _tick(self) -> None:
         began = time.perf_counter()
         if self._done.wait(PATIENCE):
             return
-        with tqdm(desc=self._name, bar_format=FORMAT, leave=False) as bar:
+        with tqdm(bar_format=FORMAT, leave=False, delay=TICK, nrows=ROWS) as bar:
+            bar.ncols = bar.ncols if (bar.ncols or 0) > 0 else WIDTH
             bar.start_t -= time.perf_counter() - began
+            bar.set_description_str(str(self))
             while not self._done.wait(TICK):
-                bar.set_description_str(self._name)
+                bar.set_description_str(str(self))
+
+
+_shown: ContextVar[Progress | None] = ContextVar("fxsched progress", default=None)
 
 
 def _text(made: fx.GraphModule | Step) -> str:

@@ -4,10 +4,7 @@ demo."""
 from __future__ import annotations
 
 import os
-import sys
-import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Mapping
 from typing import Any
 
 import click
@@ -30,8 +27,6 @@ from .options import (
 from .plan_options import ModelCommand
 
 UPDATES = 8  # in a call of the demo
-SILENT = 5.0  # seconds without a line about progress, where there is no terminal
-Named = tuple[str, str | Schedule]  # what it is called, and what to build
 SYNCHRONOUS = tuple(name for name in LIBRARY if name not in STALE)
 
 
@@ -117,22 +112,7 @@ def compare(
     from .compare_plans import model_lineup
 
     simulate_options.refuse_estimated(ctx)
-    items = [*every.items()]
-    bar = click.progressbar(items, label="planning", file=sys.stderr)
-    lines = nullcontext(_told(items))
-    with bar if sys.stderr.isatty() else lines as chosen:
-        text = model_lineup(chosen, model, options)
-    click.echo(text)
-
-
-def _told(items: Sequence[Named]) -> Iterator[Named]:
-    """The schedules; a line on stderr now and then says which one is next."""
-    told = time.monotonic()
-    for number, item in enumerate(items, 1):
-        if time.monotonic() - told > SILENT:
-            told = time.monotonic()
-            click.echo(f"planning {item[0]}, {number} of {len(items)}", err=True)
-        yield item
+    click.echo(model_lineup(every, model, options))
 
 
 @click.command(name="demo")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from ..draw import tables
@@ -12,6 +12,7 @@ from ..dry_run import plan
 from ..jobs.job import PlanError
 from ..jobs.schedule import Schedule
 from ..plans.plan import Plan
+from ..progress import Progress
 from . import user_file
 from .options import Refused, build_any, passed_options, usual
 from .plan_options import planned_options
@@ -49,7 +50,7 @@ class ComparedPlan(NamedTuple):
 
 
 def model_lineup(
-    schedules: Iterable[tuple[str, str | Schedule]],
+    schedules: Mapping[str, str | Schedule],
     model: str,
     options: Mapping[str, Any],
 ) -> str:
@@ -68,12 +69,14 @@ def model_lineup(
     _plan(case, Schedule(1, numbers["microbatches"], 1), alone)
     compared: list[ComparedPlan] = []
     refused = Refused()
-    for name, asked in schedules:
-        try:
-            made = _plan(case, build_any(asked, numbers), planned)
-            compared.append(_compared(name, made))
-        except PlanError as error:
-            refused.add(name, error)
+    with Progress("comparison") as progress:
+        for number, (name, asked) in enumerate(schedules.items(), 1):
+            progress.at(f"planning {name}, {number} of {len(schedules)}")
+            try:
+                made = _plan(case, build_any(asked, numbers), planned)
+                compared.append(_compared(name, made))
+            except PlanError as error:
+                refused.add(name, error)
     lines = refused.lines()
     if not compared:
         raise PlanError("; ".join(lines[:3]))

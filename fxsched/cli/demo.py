@@ -27,12 +27,12 @@ from ..models.two_tower import TwoTower
 from ..params.full_state import full_state_dict
 from ..params.released import is_given_up
 from ..plans.plan import Plan
+from ..progress import ROWS, WIDTH, Progress
 from ..transport import processes, world
 from .demo_task import SEED, Task, accuracies, adamw, check
 from .simulate_options import terminal_text
 
-ROWS = 12  # of a worker's program, that --tables shows
-WIDTH = 80  # columns of what it prints without --tables
+SHOWN = 12  # jobs of a worker's program, that --tables shows
 LOSSES = 4  # at most, that are printed when the training is done
 
 
@@ -66,7 +66,8 @@ def demo(
     began = time.perf_counter()
     check(schedule, device)
     say(f"{schedule}; reading Python's standard library ..")
-    task = Task(schedule, steps, device, learning_rate, seed)
+    with Progress("reading the standard library"):
+        task = Task(schedule, steps, device, learning_rate, seed)
     say(f"data: {task.batches}\n{task.rates}\n")
     eager = copy.deepcopy(task.model)  # a rank soon keeps only its own parameters
     if task.inside:
@@ -93,7 +94,7 @@ def show(plan: Plan, tables: bool) -> None:
     if not speaks():
         return
     if tables:
-        say(f"{plan}\n\n{plan.table(0, jobs=ROWS)}\n")
+        say(f"{plan}\n\n{plan.table(0, jobs=SHOWN)}\n")
     else:
         shares = list(stage_shares(plan.timeline.jobs, plan.stages))
         say(first_rows("stage|modules|workers|work", shares, WIDTH))
@@ -158,7 +159,8 @@ def run_training(task: Task) -> None:
     losses: list[str] = []
     # None: no bar where stderr is no terminal, but lines
     hidden = None if speaks() else True
-    bar = tqdm(range(task.calls - task.done), "train", ncols=WIDTH, disable=hidden)
+    calls = range(task.calls - task.done)
+    bar = tqdm(calls, "train", disable=hidden, ncols=WIDTH, nrows=ROWS)
     for _ in bar:
         loss = task.train(task.batches.draw())
         bar.set_postfix(loss=f"{loss:.4f}")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import platform
+import re
 import sys
 from collections.abc import Sequence
 from importlib.metadata import version
@@ -37,7 +38,28 @@ class CommandGroup(click.Group):
         except PlanError as error:
             name = ctx.invoked_subcommand or ""
             called = click.Context(self.commands[name], ctx, name)
-            raise click.UsageError(str(error), called) from error
+            said = _in_its_words(str(error), called)
+            raise click.UsageError(said, called) from error
+
+
+def _in_its_words(text: str, called: click.Context) -> str:
+    """An error's text, with the options that it names as they are typed:
+    `search(workers=2)` and `backend(schedule, ragged='pad')` become `--workers 2` and
+    `--ragged pad`. A dict, which isn't typed so, stays."""
+    flags: dict[str, str] = {}
+    for option in called.command.get_params(called):
+        if isinstance(option, click.Option) and option.name:
+            flags.setdefault(option.name.removeprefix("plan_"), option.opts[0])
+    value = r"""(?:'[^'{]*'|[\w.+-]*(?![\w.+'"{\[(-]))"""
+    given = rf"\b(?:{'|'.join(flags)})={value}"
+
+    def typed(match: re.Match[str]) -> str:
+        name, _, text = match[0].partition("=")
+        word = text.strip("'").removeprefix("torch.")
+        return f"{flags[name]} {word}".removesuffix(" True").rstrip()
+
+    call = rf"[\w.]+\((?:schedule, )?({given}(?:, {given})*)\)"
+    return re.sub(given, typed, re.sub(call, r"\1", text))
 
 
 HELP = """Simulate, compare and plan schedules of parallel training.
@@ -83,7 +105,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     except click.ClickException as error:
         ctx = getattr(error, "ctx", None)
         command = ctx.command_path if ctx else program
-        line = " ".join(error.format_message().split())
+        line = error.format_message()
+        if near := getattr(error, "possibilities", None):  # click sorts them by name
+            line = f"{error.message} Did you mean {' or '.join(map(repr, near))}?"
+        line = " ".join(line.split())
         if error.__cause__ is None:  # of click's, which don't say what to do
             line = f"{line.rstrip('.')}{' See' if line[-1] in '?)' else '; see'}"
             line += f" {command} --help"

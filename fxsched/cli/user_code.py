@@ -20,12 +20,12 @@ from ..jobs.job import PlanError
 
 def returned(text: str) -> tuple[Any, str, str]:
     """What `path/to/model.py:make` or `package.module:make` returns when called, the
-    function's name, and its file.
+    function's name, and its file. `path/to/model.py` alone has `make` called.
 
     Raises PlanError, in one line, if there is no such file or function, or if either
     fails.
     """
-    where, _, name = text.rpartition(":")
+    where, _, name = (f"{text}:make" if text.endswith(".py") else text).rpartition(":")
     if not where or not name:
         raise PlanError(f"{text!r}: give path/to/model.py:make or package.module:make")
     module = _module(where)
@@ -35,7 +35,8 @@ def returned(text: str) -> tuple[Any, str, str]:
         names = _functions(module)
         near = difflib.get_close_matches(name, names, 1)
         hint = f"; did you mean {near[0]}?" if near else ""
-        said = f"(choose from {', '.join(names)})" if names else "(it has none)"
+        write = f"write {where}:NAME for another function"
+        said = f"(it has {', '.join(names)}); {write}" if names else "(it has none)"
         raise PlanError(f"{where} has no function {name!r} {said}{hint}")
     if not (inspect.isroutine(make) or inspect.isclass(make)):
         kind = type(make).__name__

@@ -31,8 +31,8 @@ def shortened(error: BaseException) -> BaseException:
     Other errors, such as a TypeError, may be a bug: they and causes of theirs stay.
     """
     cause = error.__cause__
-    if os.environ.get(FULL) != "full" and isinstance(error, PlanError):
-        error.__traceback__ = _of_user(error.__traceback__)
+    if isinstance(error, PlanError) and not is_full():
+        error.__traceback__ = of_user(error.__traceback__)
         error.__suppress_context__ = True
         if cause and (
             _is_of_tracing(cause) or _is_of_model(cause) or _is_empty(shortened(cause))
@@ -50,12 +50,17 @@ def quiet_fakes() -> Iterator[None]:
         return not str(record.msg).startswith("failed while attempting to run meta for")
 
     log = logging.getLogger(FAKES)
-    if os.environ.get(FULL) != "full":
+    if not is_full():
         log.addFilter(other)
     try:
         yield
     finally:
         log.removeFilter(other)
+
+
+def is_full() -> bool:
+    """Whether the user wants tracebacks as they are."""
+    return os.environ.get(FULL) == "full"
 
 
 def _is_of_model(error: BaseException) -> bool:
@@ -78,10 +83,11 @@ def _is_empty(error: BaseException) -> bool:
     return isinstance(error, PlanError) and frames is None
 
 
-def _of_user(frames: TracebackType | None) -> TracebackType | None:
+def of_user(frames: TracebackType | None) -> TracebackType | None:
+    """The frames without those of fxsched, torch and Python's library."""
     if frames is None:
         return None
-    rest, file = _of_user(frames.tb_next), frames.tb_frame.f_code.co_filename
+    rest, file = of_user(frames.tb_next), frames.tb_frame.f_code.co_filename
     if _is_library(file) or file.startswith(FXSCHED):
         return rest
     return TracebackType(rest, frames.tb_frame, frames.tb_lasti, frames.tb_lineno)

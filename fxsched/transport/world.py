@@ -7,7 +7,10 @@ from __future__ import annotations
 
 import os
 import pickle
+import time
 from collections.abc import Callable
+from contextlib import suppress
+from datetime import timedelta
 from typing import Any, TypeVar
 
 import torch
@@ -20,6 +23,7 @@ from ..ir.request import Transport
 from ..jobs.job import PlanError
 
 T = TypeVar("T")
+PATIENCE = 2.0  # seconds for torchrun's store, once an error ends a rank
 
 
 def from_rank_0(make: Callable[[], T]) -> T:
@@ -131,3 +135,33 @@ def default_timeout() -> float:
         return float(options._timeout.total_seconds())
     except (AttributeError, RuntimeError):  # no backend for the CPU, or without options
         return float(c10d.default_pg_timeout.total_seconds())
+
+
+def tell_error(text: str) -> None:
+    """Tells the other ranks of torchrun the error that ends rank 0."""
+    with suppress(RuntimeError):  # of a store that has gone, or isn't there
+        store, key = _torchrun_store()
+        store.set(key, text)
+
+
+def error_of_rank_0() -> str | None:
+    """The error that ends rank 0; None if it tells of none within PATIENCE."""
+    with suppress(RuntimeError):
+        store, key = _torchrun_store()
+        end = time.monotonic() + PATIENCE
+        while time.monotonic() < end:  # its own wait warns when the time is over
+            if store.check([key]):
+                return str(store.get(key).decode())
+            time.sleep(PATIENCE / 20)
+    return None
+
+
+def _torchrun_store() -> tuple[Any, str]:
+    """That of torchrun's own process, which outlives ranks, and a key of this attempt.
+    Raises RuntimeError if there is none."""
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+        raise RuntimeError("the store is of rank 0, or of no rank")
+    where = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    make: Any = getattr(dist, "TCPStore")  # noqa: B009  # which its types leave out
+    store = make(*where, is_master=False, timeout=timedelta(seconds=PATIENCE))
+    return store, f"fxsched error {os.environ.get('TORCHELASTIC_RESTART_COUNT')}"

@@ -1,4 +1,5 @@
 """Looks for schedules.
 
-Imports: accounts, clock, draw, dry_run, jobs, plans, schedules, simulator.
+Imports: accounts, clock, draw, dry_run, jobs, plans, progress,
+schedules, simulator.
 """

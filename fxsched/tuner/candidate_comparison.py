@@ -58,13 +58,13 @@ class Goal(NamedTuple):
 class Comparison:
     """Compares the library, then looks for orders on its placements.
 
-    tell: is told the share of the work that is done.
+    tell: is told what is done, and how much of it.
     longer: schedules of longer steps by estimates, which were not planned.
     """
 
     costs: Costs
     goal: Goal
-    tell: Callable[[float], object] = lambda share: None
+    tell: Callable[[str], object] = lambda text: None
     rows: list[Row] = field(default_factory=list)
     left_out: list[str] = field(default_factory=list)
     longer: list[str] = field(default_factory=list)
@@ -72,10 +72,10 @@ class Comparison:
     def run(self, random: Random, jobs: float) -> None:
         """jobs: how many to run on clocks in looking for orders."""
         candidates = self._library()
-        for candidate in candidates:
+        for number, candidate in enumerate(candidates, 1):
+            self.tell(f"simulating {number} of {len(candidates)} schedules")
             self.enter(candidate)
-            self.tell(0.5 / len(candidates))
-        budget = Budget(jobs, lambda spent: self.tell(0.5 * spent / jobs))
+        budget = Budget(jobs, lambda left: self.tell(_looking(1 - left / jobs)))
         climbers = []
         places = placements(
             candidates, self.costs.graphs, self.goal.workers, self.goal.microbatches
@@ -100,10 +100,12 @@ class Comparison:
         if make is None:
             return
         self.rows = []
-        for row in estimated:
+        for number, row in enumerate(estimated, 1):
             if len(self.rows) >= PLANNED and any(map(self.fits, self.rows)):
                 self.longer.append(row.candidate.name)
                 continue
+            last = min(len(estimated), max(PLANNED, number))
+            self.tell(f"planning {number} of {last} candidates")
             candidate = row.candidate
             made = candidate.made
             if not self.costs.open:
@@ -262,6 +264,10 @@ def _planned(make: Callable[[Schedule], Plan], schedule: Schedule) -> Plan:
         if not schedule.in_order:
             raise
         return make(replace(schedule, in_order=False))
+
+
+def _looking(share: float) -> str:
+    return f"looking for orders of jobs, {min(share, 1):.0%}"
 
 
 def _title(candidate: Candidate) -> str:

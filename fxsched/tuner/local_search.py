@@ -52,12 +52,12 @@ class Budget:
     """Jobs that may still be run on a clock."""
 
     jobs: float
-    spend: Callable[[int], object] = lambda jobs: None  # told of each run
+    tell: Callable[[float], object] = lambda jobs: None  # how many are left
 
     def take(self, jobs: int) -> None:
         """Counts simulated jobs."""
         self.jobs -= jobs
-        self.spend(jobs)
+        self.tell(self.jobs)
 
 
 @dataclass

@@ -10,7 +10,6 @@ from typing import Any
 
 import networkx as nx
 from torch import Tensor
-from tqdm import tqdm
 
 from ..clock.network import Transfer, check_transfer
 from ..dry_run import plan
@@ -19,6 +18,7 @@ from ..jobs.own_caps import OwnCaps
 from ..jobs.schedule import Schedule
 from ..jobs.user_values import is_int, is_number
 from ..plans.plan import Plan
+from ..progress import Progress
 from ..schedules.arguments import one_of, positive
 from ..schedules.orders import oldest_microbatch_first
 from .candidate_comparison import Comparison, Goal
@@ -91,32 +91,23 @@ def search(
     """
     _check(objective, memory_limit, transfer, prefetch, kept, effort)
     _check_rest(seed, split_backward, args, kwargs)
-    sought = _Subject(subject, tuple(args), dict(kwargs or {}))
-    workers, microbatches = sought.size(workers, microbatches)
-    jobs = _jobs_of_stage(workers, microbatches, split_backward)
-    wanted = counts(stages, workers, jobs)
-    costs = sought.costs(workers, microbatches, wanted, split_backward)
-    costs = costs._replace(open=stages is None)
-    if transfer is None:
-        transfer = costs.network if costs.edges else 0.0
-    if costs.unit:  # a plan's stages say how long their weights take
-        prefetch = sought.kwargs.get("prefetch", 1) if prefetch is None else prefetch
-    limit = inf if memory_limit is None else memory_limit
-    rules = (limit, transfer, objective, split_backward, prefetch, kept)
-    goal = Goal(workers, microbatches, *rules)
-    return _best(costs, goal, Random(seed), effort * JOBS, quiet)
-
-
-def _best(
-    costs: Costs, goal: Goal, random: Random, jobs: float, quiet: bool
-) -> Schedule:
-    """The best schedule for these costs, with a progress bar and a table."""
-    bar_format = "{desc}: {percentage:3.0f}%|{bar}| {elapsed}"
-    with tqdm(total=1, desc="search", disable=quiet, bar_format=bar_format) as bar:
-        comparison = Comparison(
-            costs, goal, lambda share: bar.update(min(share, 1 - bar.n))
-        )
-        comparison.run(random, jobs)
+    with Progress("search", quiet) as progress:
+        sought = _Subject(subject, tuple(args), dict(kwargs or {}), progress.at)
+        workers, microbatches = sought.size(workers, microbatches)
+        jobs = _jobs_of_stage(workers, microbatches, split_backward)
+        wanted = counts(stages, workers, jobs)
+        costs = sought.costs(workers, microbatches, wanted, split_backward)
+        costs = costs._replace(open=stages is None)
+        if transfer is None:
+            transfer = costs.network if costs.edges else 0.0
+        if costs.unit:  # a plan's stages say how long their weights take
+            given = sought.kwargs.get("prefetch", 1)
+            prefetch = given if prefetch is None else prefetch
+        limit = inf if memory_limit is None else memory_limit
+        rules = (limit, transfer, objective, split_backward, prefetch, kept)
+        goal = Goal(workers, microbatches, *rules)
+        comparison = Comparison(costs, goal, progress.at)
+        comparison.run(Random(seed), effort * JOBS)
         comparison.plan()
     best = comparison.best()
     if not quiet:
@@ -182,11 +173,15 @@ def _check_rest(seed: Any, split_backward: Any, args: Any, kwargs: Any) -> None:
 
 @dataclass(frozen=True)
 class _Subject:
-    """What to find a schedule for, with the arguments of a call if it is a model."""
+    """What to find a schedule for, with the arguments of a call if it is a model.
+
+    tell: is told what is done.
+    """
 
     subject: Any
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
+    tell: Callable[[str], object]
 
     def size(self, workers: int | None, microbatches: int | None) -> tuple[int, int]:
         """How many workers and microbatches there are to be, checked."""
@@ -237,6 +232,7 @@ class _Subject:
         refused: PlanError | None = None
         graphs: dict[int, nx.DiGraph[int]] = {}
         for count in wanted:
+            self.tell(f"cutting the model into {count} stages")
             try:
                 plan = self.plan(_in_turns(workers, microbatches, count, split))
             except PlanError as error:

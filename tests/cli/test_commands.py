@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from fxsched import schedules
-from fxsched.cli import commands, compare_plans
+from fxsched.cli import compare_plans
 from fxsched.cli import main as cli
 from fxsched.schedules import LIBRARY, STALE
 from fxsched.tuner import candidate_comparison
@@ -342,16 +342,6 @@ def test_compare_refuses_a_model_before_it_plans_all_schedules(
     assert says in line and not line.startswith("not ")
 
 
-def test_compare_says_how_far_it_is_without_a_terminal(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(commands, "SILENT", -1.0)
-    items = [("ddp", "ddp"), ("gpipe", "gpipe")]
-    assert list(commands._told(items)) == items
-    said = capsys.readouterr().err
-    assert said == "planning ddp, 1 of 2\nplanning gpipe, 2 of 2\n"
-
-
 def test_compare_and_search_rank_what_moves_weights_alike(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
@@ -486,6 +476,18 @@ def test_plan_prints_so_many_jobs_of_a_rank(
     ("arguments", "message"),
     [
         (
+            "simulate --schedule gpipe --stage 2",
+            r"No such option '--stage'. Did you mean '--stages' or '--state' or",
+        ),
+        (
+            "search --workers 1000 --microbatches 1000",
+            r"--workers 1000, --microbatches 1000: these make",
+        ),
+        (
+            "search --workers 2 --memory-limit 0.1",
+            r"--memory-limit 0.1: every schedule holds more",
+        ),
+        (
             "simulat",
             r"No such command 'simulat'\. Did you mean 'simulate'\?",
         ),
@@ -525,7 +527,7 @@ def test_plan_prints_so_many_jobs_of_a_rank(
             "simulate --schedule lpp",
             r"lpp needs --group-size; it takes --workers, ",
         ),
-        ("simulate --schedule lpp --group-size 3", r"lpp\(workers=4, group_size=3\)"),
+        ("simulate --schedule lpp --group-size 3", r"--workers 4, --group-size 3: "),
         ("simulate --schedule gpipe --stages 8", r"gpipe makes 4 stages for these wo"),
         (
             "simulate --schedule gpipe --svg /none/x.svg",
@@ -562,7 +564,7 @@ def test_plan_prints_so_many_jobs_of_a_rank(
             "simulate --schedule gpipe --state 2",
             r"--state needs --weight-bytes.*give both",
         ),
-        ("search --effort 0", r"search\(effort=0.0\): give a number above 0"),
+        ("search --effort 0", r"--effort 0.0: give a number above 0"),
         (
             "search --objective spam",
             r"'--objective': 'spam' is not one of 'latency', 'span'",
@@ -707,7 +709,7 @@ def test_a_schedule_of_a_users_file(
 @pytest.mark.parametrize(
     ("where", "message"),
     [
-        ("model.py", r"'model.py': give path/to/model.py:make or package.module:make"),
+        ("model", r"'model': give path/to/model.py:make or package.module:make"),
         (
             "mode.py:make",
             r"there is no file 'mode.py'; give path/to/model.py:make; its folder has",
@@ -715,7 +717,7 @@ def test_a_schedule_of_a_users_file(
         ("none/model.py:make", r"there is no file .*: there is no folder '.*none'"),
         ("none.model:make", r"there is no module 'none.model' here, nor a Python file"),
         ("model.py:mak", r"model.py has no function 'mak' .*; did you mean make\?"),
-        ("model.py:value", r"model.py has no function 'value' \(choose from make, .*"),
+        ("model.py:value", r"model.py has no function 'value' \(it has make, .*"),
         (
             "model.py:chain",
             r"model.py:chain: chain is of class Chain; name a function that returns",

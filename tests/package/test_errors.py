@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import logging
+import os
 import re
+import subprocess
 from collections.abc import Callable
 from pathlib import Path
 from traceback import walk_tb
@@ -16,6 +18,8 @@ from torch import Tensor, nn
 import fxsched
 from fxsched import PlanError, Schedule, schedules
 from fxsched.torch_compat import tracebacks
+
+from ..torchrun import ONE_THREAD, launcher
 
 
 class Chain(nn.Module):
@@ -563,3 +567,43 @@ def test_a_pass_that_returns_nothing() -> None:
     backend = fxsched.backend(two(), passes=[lambda program, request: None])
     with pytest.raises(PlanError, match="must return each program that it is given"):
         torch.compile(Block(), backend=backend)(torch.ones(4, 3))
+
+
+MISUSED = """
+import os, signal, sys
+import torch, fxsched
+def train(kind, rank):
+    schedule = fxsched.schedules.ddp(2, 2)
+    if kind == "other":
+        fxsched.backend(schedule, **{f"wrong_{rank}": 1})
+    if kind == "last" and rank == 0:
+        signal.pause()
+    backend = fxsched.backend(schedule, transport="threads")
+    torch.compile(torch.nn.Linear(4, 4), backend=backend)(torch.ones(5, 4))
+train(sys.argv[1], int(os.environ["RANK"]))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("kind", "whole", "short"),
+    [
+        ("same", r"PlanError: input \S+ has a batch of 5", 1),
+        ("other", r"TypeError: backend\(\) got .*'wrong_0'", 0),
+        ("other", r"TypeError: backend\(\) got .*'wrong_1'", 0),
+        ("last", r"PlanError: input \S+ has a batch of 5", 0),
+    ],
+)
+def test_ranks_print_an_error_once(
+    kind: str, whole: str, short: int, tmp_path: Path
+) -> None:
+    script = tmp_path / "misused.py"
+    script.write_text(MISUSED)
+    *python, _ = launcher(2)
+    command = [*python, str(script), kind]
+    env = os.environ | ONE_THREAD
+    ran = subprocess.run(command, env=env, capture_output=True, text=True, timeout=100)
+    said = ran.stderr
+    assert len(re.findall(whole, said)) == 1, said
+    assert said.count("arose on rank 1 as on rank 0") == short
+    assert "fxsched/" not in said and "shortened" not in said

@@ -31,7 +31,7 @@ KEEPERS: dict[str, tuple[str, ...]] = {
     "torch.fx._lazy_graph_module": ("ir.lazy",),
     "safetensors": ("checkpoint.weight_files",),
     "tabulate": ("draw.tables",),
-    "tqdm": ("cli.demo", "progress", "tuner.search"),
+    "tqdm": ("cli.demo", "progress"),
     "click": (
         "cli.main",
         "cli.commands",

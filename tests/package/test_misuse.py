@@ -68,7 +68,10 @@ COMMANDS = [
     (f"plan model.py:fails {TWO}", r"model.py:12: fails\(\) raised .* no data here"),
     (f"plan model.py:needs {TWO}", r"without arguments: missing .* 'x'"),
     (f"plan model.py:number {TWO}", r"number\(\) returned int; return \(model, inputs"),
-    (f"plan model.py:odd {TWO}", r"batch of 7.*into 4 microbatches; pass a multiple"),
+    (
+        f"plan model.py:odd {TWO}",
+        r"--microbatches 1\..*, --ragged fewer runs",
+    ),
     (f"plan model.py:make {TWO} --modules head", r"'head', which .* did you mean 0"),
     (f"plan model.py:make {TWO} --rank 2", r"--rank 2: give a worker, 0\.\.1"),
     ("demo --learning-rate 0", r"'--learning-rate': 0.0 is not in the range x>0"),

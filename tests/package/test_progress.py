@@ -123,8 +123,7 @@ def test_what_takes_long_has_a_bar_or_elsewhere_a_line(
             assert time.monotonic() < end
     said = stream.getvalue()
     if not bar:
-        line = "fxsched: planning takes more than 0.2 s; now assign_stages\n"
-        assert said == line
+        assert said == "fxsched: planning: assign_stages, 0.2 s so far\n"
         return
     assert "planning: assign_stages, 00:00" in said
     assert said.rpartition("\r")[0].rpartition("\r")[2].strip() == ""  # it is gone
@@ -148,3 +147,66 @@ def test_other_ranks_than_0_print_no_line(monkeypatch: pytest.MonkeyPatch) -> No
         planning.at("assign_stages")
         assert planning._thread is None
     assert stream.getvalue() == ""
+
+
+def test_lines_go_on_until_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "stderr", stream := io.StringIO())
+    monkeypatch.setattr(progress, "PATIENCE", 0.1)
+    monkeypatch.setattr(progress, "EVERY", 0.01)
+    with pytest.raises(ValueError), progress.Progress("search") as searching:
+        for number in (1, 2):
+            searching.at(f"planning {number} of 2 candidates")
+            with progress.Progress("tracing the model"):  # is a part of the search
+                end = time.monotonic() + 10
+                while f"search: planning {number} of 2" not in stream.getvalue():
+                    assert time.monotonic() < end
+        raise ValueError
+    assert searching._thread is not None and not searching._thread.is_alive()
+    assert "tracing" not in stream.getvalue()
+
+
+def test_tracing_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Slow(nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            end = time.monotonic() + 10
+            while "tracing the model, 0 s so far" not in stream.getvalue():
+                assert time.monotonic() < end
+            return super().forward(x)
+
+    monkeypatch.setattr(sys, "stderr", stream := io.StringIO())
+    monkeypatch.setattr(progress, "PATIENCE", 0.0)
+    with fxsched.backend(schedules.ddp(1, 1)).tracing():
+        Slow(4, 4)(torch.ones(4, 4))
+
+
+@pytest.mark.parametrize("quiet", [True, False])
+def test_search_says_what_it_does(
+    quiet: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(progress, "PATIENCE", 0.0)
+    monkeypatch.setattr(progress, "EVERY", 0.001)
+    times = {"F": 1, "B": 1, "W": 1}
+    fxsched.search(times, 4, 8, effort=0.1, quiet=quiet)
+    said = capsys.readouterr().err
+    for what in (r"simulating \d+ of \d+ schedules", r"looking for orders of jobs, \d"):
+        assert bool(re.search(f"^fxsched: search: {what}", said, re.M)) is not quiet
+
+
+def test_a_terminal_of_no_columns_has_a_bar() -> None:
+    """As some containers and notebooks report; its clock moves too."""
+    pty, fcntl, termios = map(pytest.importorskip, ("pty", "fcntl", "termios"))
+    script = """
+import time
+from fxsched import progress
+progress.PATIENCE = progress.TICK = 0.1
+with progress.Progress("search") as searching:
+    searching.at("planning 1 of 2 candidates")
+    time.sleep(1.5)
+"""
+    ours, its = pty.openpty()
+    fcntl.ioctl(its, termios.TIOCSWINSZ, bytes(8))
+    subprocess.run([sys.executable, "-c", script], stderr=its, check=True, timeout=100)
+    os.close(its)
+    said = os.read(ours, 4096).decode()
+    for clock in ("00:00", "00:01"):
+        assert f"search: planning 1 of 2 candidates, {clock}" in said
