@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import fx
 
-from ..autodiff.gradient_strides import has_way_back, restrided
+from ..autodiff.gradient_strides import restrided
 from ..ir import joint
 from ..ir.graphs import Role, arguments, storage
 from ..ir.lazy import lazy_module
@@ -99,10 +99,9 @@ class StageBuilder:
     def _ordered(self, came: fx.Node, fake: Any) -> fx.Node:
         """A value that came contiguous, its memory in the order that it has in the
         model: numbers are drawn in that order."""
-        strides = fake.stride()
-        if fake.is_contiguous() or not has_way_back(fake.shape, strides):
+        if fake.is_contiguous():
             return came
-        return self._made(restrided, (came, strides), fake)
+        return self._made(restrided, (came, fake.stride()), fake)
 
     def _copy(self, node: fx.Node) -> None:
         if node.target is joint.join:
