@@ -196,7 +196,10 @@ def test_torchrun_prints_the_same_losses_as_threads(printed: dict[str, str]) -> 
         ("demo --schedule nope", r"'nope' \(choose from ddp.*1f1b.*fslpp"),
         ("demo --steps 0", r"'--steps': 0 is not in the range x>=1; see "),
         ("demo --workers two", r"'--workers': 'two' is not a valid integer; see "),
-        ("demo --schedule ddp --workers 3", r"--workers 3.*give --microbatches=6 or 9, or"),
+        (
+            "demo --schedule ddp --workers 3",
+            r"--workers 3.*give --microbatches 6 or 9,",
+        ),
         (
             "demo --schedule stale_by_one --workers 3",
             r"stale_by_one: an update every 3 microbatches: the demo's batch of 64 ",

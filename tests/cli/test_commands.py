@@ -169,7 +169,7 @@ def test_help_says_what_is_taken(
     [
         ("--carry recompute --prefetch 2 --deterministic", r"1f1b: 2 workers"),
         ("--modules second", r"\n *0 +first .*\n *1 +second "),
-        ("--gradient-dtype float64 --message-dtype bfloat16", r"1f1b: 2 workers"),
+        ("--gradient-dtype float64 --encode activations=bfloat16", r"1f1b: 2 workers"),
         ("--batch-dims x=0,y=0 --ragged fewer", r"1f1b: 2 workers"),
     ],
 )
