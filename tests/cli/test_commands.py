@@ -130,7 +130,8 @@ def model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 def output(arguments: str, capsys: pytest.CaptureFixture[str]) -> str:
     cli.main(arguments.split())
     printed = capsys.readouterr()
-    assert printed.err == ""
+    lines = printed.err.splitlines()
+    assert all(line.endswith(" s so far") for line in lines), lines  # on a busy machine
     return printed.out
 
 
