@@ -272,14 +272,16 @@ def main() -> None:
         if race.rank == 0:
             hosts.limit_all(rate, bridge, os.environ[hosts.HOSTS].split())
         dist.barrier()
+        begins = time.perf_counter()
         processes = Processes(race.workers, what="the network's measure")
         network = measured_network(processes)[0]
         processes.close()
+        taken = time.perf_counter() - begins
         rows, chosen = race.lines(options.rounds, network)
         if race.rank == 0:
             speed = network.between
             print(
-                f"\n{options.hosts} hosts of {options.per}, {rate:g} Mbit/s; measured: "
+                f"\n{options.hosts} hosts of {options.per}, {rate:g} Mbit/s; measured in {taken:.1f} s: "
                 f"{speed.bandwidth * 8e-6:.0f} Mbit/s, {speed.latency * 1e3:.2g} ms, "
                 f"both ways {speed.duplex:.2f} x\n"
             )
