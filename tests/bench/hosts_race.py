@@ -281,8 +281,8 @@ def main() -> None:
         if race.rank == 0:
             speed = network.between
             print(
-                f"\n{options.hosts} hosts of {options.per}, {rate:g} Mbit/s; measured in {taken:.1f} s: "
-                f"{speed.bandwidth * 8e-6:.0f} Mbit/s, {speed.latency * 1e3:.2g} ms, "
+                f"\n{options.hosts} hosts of {options.per}, {rate:g} Mbit/s; measured "
+                f"in {taken:.1f} s: {speed.bandwidth * 8e-6:.0f} Mbit/s, {speed.latency * 1e3:.2g} ms, "
                 f"both ways {speed.duplex:.2f} x\n"
             )
             align = ("left", *("right",) * 5)
