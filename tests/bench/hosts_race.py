@@ -282,8 +282,8 @@ def main() -> None:
             speed = network.between
             print(
                 f"\n{options.hosts} hosts of {options.per}, {rate:g} Mbit/s; measured "
-                f"in {taken:.1f} s: {speed.bandwidth * 8e-6:.0f} Mbit/s, {speed.latency * 1e3:.2g} ms, "
-                f"both ways {speed.duplex:.2f} x\n"
+                f"in {taken:.1f} s: {speed.bandwidth * 8e-6:.0f} Mbit/s, "
+                f"{speed.latency * 1e3:.2g} ms, both ways {speed.duplex:.2f} x\n"
             )
             align = ("left", *("right",) * 5)
             print(
