@@ -29,6 +29,7 @@ from . import (
     plan,
     predict,
     race,
+    save,
     search,
     shards,
     simulate,
@@ -91,6 +92,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     _add_plan(commands.add_parser("plan", help=_first(plan.__doc__)))
     _add_predict(commands.add_parser("predict", help=_first(predict.__doc__)))
     _add_simulate(commands.add_parser("simulate", help=_first(simulate.__doc__)))
+    save.add_options(commands.add_parser("save", help=_first(save.__doc__)))
     _add_search(commands.add_parser("search", help=_first(search.__doc__)))
     _add_shards(commands.add_parser("shards", help=_first(shards.__doc__)))
     _add_sleep(commands.add_parser("sleep", help=_first(sleep.__doc__)))
