@@ -44,7 +44,7 @@ from ..simulator.durations import Durations, job_seconds, set_durations
 from ..simulator.simulate import Simulation, check_transfers, simulate_step
 from ..simulator.timeline_comparison import compare_timelines
 from .arithmetic import Arithmetic
-from .replaced import replaced_text
+from .replaced import replaced_text, rounded_text
 
 
 class Programs(Sequence[fx.GraphModule]):
@@ -305,7 +305,7 @@ class Plan:
             self.timeline,
             self._times,
             self._memory,
-            (*self.notes, *self.said, *self.replaced),
+            (*self.notes, *self.said, *self.replaced, *rounded_text(self.step)),
             self.cuts,
             self._shard_costs,
         )

@@ -1,4 +1,5 @@
-"""What passes of the user's put in the place of values and of stages."""
+"""What is in the place of values: what is rounded on its way, and what passes of the
+user's put there."""
 
 from __future__ import annotations
 
@@ -8,9 +9,12 @@ from collections.abc import Iterator, Sequence
 from torch import fx
 
 from ..checker.reference import Reference
+from ..draw.tables import byte_text
 from ..ir import ops
 from ..ir.graphs import name_of
 from ..ir.meta import of_call
+from ..ir.moved import moved
+from ..ir.step import Message, Step
 
 
 def replaced_text(
@@ -34,3 +38,19 @@ def replaced_text(
         yield f"passes replace values: {each}"
     if stages:
         yield f"passes replace stages: {', '.join(sorted(stages))}"
+
+
+def rounded_text(step: Step) -> Iterator[str]:
+    """A line of the values that travel in fewer bytes; none where there are none."""
+    sent, exact = Counter[str](), Counter[str]()
+    for line in step.lines:
+        if isinstance(line, Message) and line.codes is not None:
+            kind = moved(step, line.value).value
+            sent[kind] += line.bytes
+            exact[kind] += sum(spec.bytes for spec in step.specs(line.value)[0])
+    each = (
+        f"{kind}, {byte_text(size)} for {byte_text(exact[kind])}"
+        for kind, size in sent.items()
+    )
+    if sent:
+        yield f"encode= rounds what workers send: {'; '.join(each)}"

@@ -70,6 +70,7 @@ def test_jobs_read_fetched_weights_rounded(dtype: torch.dtype) -> None:
 
     plan, found = stepped(schedule=schedule, encode={"weights": dtype})
     each = gradients(as_read)
+    assert "encode= rounds what workers send: weights, " in plan.explain()
     for mine, *others in zip(found, *each, strict=True):
         torch.testing.assert_close(mine, sum(others[1:], others[0]))
     assert sent(plan, Moved.WEIGHTS) < sent_as_is(schedule, Moved.WEIGHTS) / (
