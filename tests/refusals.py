@@ -31,7 +31,7 @@ instead. Below each example is its error. fxsched raises the error before anythi
 trained, and the error names the line of your model. In the examples, `m` is the model:
 
 - `m.one` and `m.two` are linear layers, `m.norm` is a BatchNorm;
-- `m.running` is a BatchNorm with `momentum=None`; give it a number instead;
+- `m.running` is a BatchNorm with `momentum=None`;
 - `m.embed` is an embedding with `sparse=True`, `m.eye` is a sparse buffer;
 - `m.mean` is a buffer, `m.lstm` is an LSTM of two layers with dropout;
 - `x` is the batch, with a sample in each row.
@@ -187,15 +187,13 @@ def said(then: Callable[[Any, Tensor], Any]) -> str:
     code = [line.strip() for line in body(then).splitlines()]
     lines = [line.strip() for line in refusal(then).splitlines()]
     kept = [
-        re.sub(r"^\((\w+Exception: |this line depends).*\)", "", line).removesuffix(
-            " at"
-        )
+        re.sub(r"^\(\w+Exception: .*\)", "", line).removesuffix(" at")
         for line in lines
         if line not in code and not re.search(r"\.py(:\d+|\", line)|\^\^", line)
     ]
     text = kept[0]
     for line in filter(None, kept[1:]):
-        joint = "" if line[0] in ",;" else " " if line.startswith("and ") else "; "
+        joint = "" if line[0] in ",;" else " " if re.match(r"\(|and ", line) else "; "
         text = text.removesuffix(",") + joint + line
     return text.replace("torch.export stops", "torch.export stops here")
 

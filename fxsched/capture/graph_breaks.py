@@ -23,6 +23,11 @@ VALUES = (
     "outside of the model and pass a Python value"
 )
 REWRITE = "write that line with other torch operations, or move it out of the model"
+COUNT = "float(self.num_batches_tracked)"  # in torch's BatchNorm
+MOMENTUM = (
+    "a BatchNorm with momentum=None averages over its calls, and tracing doesn't know "
+    "how many there were; give momentum= a number"
+)
 EXPORTED = (
     "fxsched.compile(model, schedule) runs an nn.Module that Dynamo breaks, if "
     "torch.export can trace it"
@@ -125,10 +130,13 @@ def not_exported(error: Exception, made: Iterable[StackSummary]) -> PlanError:
 
     made: where sizes that the error is about, and values say, were made.
     """
-    frame = own_frame(traceback.extract_tb(error.__traceback__))
+    frames = traceback.extract_tb(error.__traceback__)
+    frame = own_frame(frames)
     lines = sorted({_short(own_frame(each)) for each in made} - {_short(frame)})
     why = why_of(error, lines[0] if lines else "")
     text = f"{why}, {VALUES}" if why.startswith("this") else f"  ({why})\n{REWRITE}"
+    if any(COUNT in (each.line or "") for each in frames):
+        text = MOMENTUM
     return PlanError(
         "the model can't be traced; torch.export stops at\n"
         f"  {where_it_is(frame)}\n{text}"

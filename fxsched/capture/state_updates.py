@@ -222,8 +222,8 @@ class StateUpdates:
             )
         if self.trace.values[old].requires_grad and self.training:
             raise PlanError(
-                f"{_where(state, old)}and gradients would flow through it into the "
-                "previous call; detach it: assign new_value.detach()"
+                f"{_where(state, old)}and gradients of the next call would flow "
+                "through it into this call; detach it: assign new_value.detach()"
             )
 
     def _replace(self, state: fx.Node, old: fx.Node) -> None:
@@ -251,4 +251,4 @@ def _is_same(value: Tensor, other: Tensor) -> bool:
 
 def _where(state: fx.Node, old: fx.Node) -> str:
     line = user_line(old.meta.get("stack_trace"))
-    return f"{of_node(state)['name']} gets a new value, at\n  {line}\n"
+    return f"the tensor {of_node(state)['name']} gets a new value, at\n  {line}\n"

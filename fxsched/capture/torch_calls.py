@@ -97,8 +97,8 @@ def refuse_gradients(what: str) -> None:
         raise PlanError(
             f"the model has {what}, which torch.export can't trace, at\n"
             f"  {where_it_is(own_frame(traceback.extract_stack()))}\n"
-            "use torch operations instead (detach() stops a gradient), or rewrite the "
-            "line at which Dynamo breaks the graph"
+            "use torch operations instead (detach() stops a gradient), or, if Dynamo "
+            "breaks the graph at another line, rewrite that line"
         )
 
 
