@@ -219,8 +219,8 @@ class _Joining:
             )
             raise PlanError(
                 f"an operation {does} in each microbatch, and rows of the whole batch "
-                f"meet in a later one that reads its result{where}\n  move it behind "
-                "the operation in which rows meet, or, if rows don't meet (tokens "
-                "sorted by expert and back), write "
+                f"meet in a later one that reads its result{where}\n  apply it to "
+                "the result of the later operation instead or, if rows don't meet "
+                "(tokens sorted by expert and back), write "
                 'fxsched.backend(schedule, loss_reduction="mean")'
             )

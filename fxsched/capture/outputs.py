@@ -134,10 +134,11 @@ def _undecided(traced: Sequence[TracedOutput]) -> PlanError:
         for each in traced
     }
     return PlanError(
-        "each microbatch gives a value of its own of outputs that have no row for each "
-        f"sample:{lines}\nsay how to combine the values: backend(outputs={example!r}), "
-        f"where each may be {', '.join(map(repr, REDUCTIONS[:-1]))} or 'last' (that of "
-        "the last microbatch)"
+        "these outputs have no row for each sample, so each microbatch computes "
+        f"a different value:{lines}\nsay how to combine the values: "
+        f"backend(outputs={example!r}), where each may be "
+        f"{', '.join(map(repr, REDUCTIONS[:-1]))} or 'last' (that of the last "
+        "microbatch)"
     )
 
 

@@ -163,8 +163,8 @@ def _limits(
     advice = {
         "unequal workers": _unequal(stages, planned, busy.index(most)),
         "waiting for other stages": _waiting(stages),
-        "transfers": "values on their way: cut where fewer bytes cross, or use more "
-        "microbatches in flight",
+        "transfers": "workers wait for values to arrive: cut the model where stages "
+        "send fewer bytes, or allow more microbatches in flight",
         "weights and their gradients": "workers wait for these to arrive: use larger "
         "microbatches, or a schedule that keeps each weight on one worker",
     }

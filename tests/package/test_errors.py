@@ -280,7 +280,7 @@ def test_a_model_without_a_tensor_input() -> None:
 
 def test_an_output_without_a_batch_dimension() -> None:
     message = (
-        r"outputs that have no row for each sample:\n  output 0, float32\[4\], made "
+        r"each microbatch computes a different value:\n  output 0, float32\[4\], made "
         r"[\s\S]*how to combine the values: backend\(outputs=\{0: 'mean'\}\)"
     )
     with pytest.raises(PlanError, match=message):
