@@ -198,7 +198,7 @@ def test_what_is_stored_counts_as_an_output() -> None:
             {1: "sum"},
             "has a row for each sample",
         ),
-        (lambda m, x, e: e.mean(), {0: "average"}, "give 'mean' or 'sum' or 'max'"),
+        (lambda m, x, e: e.mean(), {0: "average"}, "give 'mean', 'sum', 'max'"),
         (lambda m, x, e: (e, e.detach().max()), {}, "output 1, float32"),
     ],
 )
