@@ -28,7 +28,7 @@ from .plan_tables import (
     wrapped,
 )
 from .shard_table import ShardCosts, shard_costs_text
-from .tables import byte_text, ranges, shorten, table
+from .tables import byte_text, module_text, ranges, shorten, table
 from .whole_stages import whole_stage, whole_stages
 
 APART = "keep rows apart, by GroupNorm or batch_norm='microbatch' for BatchNorm"
@@ -98,7 +98,7 @@ def stage_shares(
         stage, _ = jobs.kinds[jobs.kind[number]]
         runners.setdefault(whole_stage(stage), set()).add(jobs.worker[number])
     for s in sorted(stages):
-        modules = shorten(stages.nodes[s]["modules"])
+        modules = module_text(stages.nodes[s]["modules"])
         share = f"{100 * work[s]:.1f} %"
         yield stage_text(stages, s), modules, ranges(sorted(runners[s])), share
 

@@ -19,7 +19,7 @@ from ..jobs.user_values import counted
 from .memory_table import WorkerMemory, memory_tables
 from .palette import clock
 from .program_table import program_table
-from .tables import WIDTH, byte_text, first_rows, shorten, table
+from .tables import WIDTH, byte_text, first_rows, module_text, shorten, table
 from .whole_stages import shard_text, whole_stages
 
 IDLE = 0.3  # of a step; from there on a plan's line says where to read why
@@ -107,7 +107,7 @@ def _stage_table(
     return f"stage|modules|parameters|FLOPs{shards}|sends per microbatch", [
         (
             stage_text(stages, s),
-            shorten(stages.nodes[s]["modules"]),
+            module_text(stages.nodes[s]["modules"]),
             f"{stages.nodes[s]['parameters']:,}",
             f"{100 * flops[s] / whole:.1f} %",
             *shard_cells(stages, s),

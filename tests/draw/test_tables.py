@@ -11,7 +11,7 @@ import fxsched
 from fxsched import Plan, PlanError, schedules
 from fxsched.draw.cut_table import cut_table
 from fxsched.draw.plan_tables import wrapped
-from fxsched.draw.tables import cut_names, table
+from fxsched.draw.tables import cut_names, module_text, table
 from fxsched.ir import ops
 from fxsched.ir.parts import WeightCut
 
@@ -145,3 +145,14 @@ def test_names_are_cut_where_they_stay_different(
     names: list[str], limit: int, cut: list[str]
 ) -> None:
     assert cut_names(names, limit) == cut
+
+
+def test_modules_of_a_stage_are_cut_to_the_first_and_the_last() -> None:
+    layers = [f"image_encoder.layers.{i}" for i in range(4)]
+    assert module_text(layers[:2]) == "image_encoder.layers.0, image_encoder.layers.1"
+    assert module_text(layers) == "image_encoder.layers.0 .. layers.3"
+    ends = ["image_encoder.embed", *layers, "image_encoder"]
+    assert module_text(ends) == "image_encoder.embed .. image_encoder"
+    assert module_text([*layers, "head"]) == "image_encoder.layers.0 .. head"
+    names = [f"image_encoder.layers.1.{i}" for i in (2, 3)]
+    assert cut_names(names, 18) == ["image_en..yers.1.2", "image_en..yers.1.3"]
