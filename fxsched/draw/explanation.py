@@ -155,18 +155,18 @@ def _limits(
     lost = {
         "unequal workers": most - mean,
         "waiting for other stages": max(at_once - most, 0.0),
-        "transfers": paths - max(at_once, most),
+        "messages of activations": paths - max(at_once, most),
     }
     if step > paths:
-        lost["weights and their gradients"] = step - paths
+        lost["messages of weights and gradients"] = step - paths
     worst, time = max(lost, key=lost.__getitem__), clock(step, "s").text(step)
     advice = {
         "unequal workers": _unequal(stages, planned, busy.index(most)),
         "waiting for other stages": _waiting(stages),
-        "transfers": "values on their way: cut where fewer bytes cross, or use more "
+        "messages of activations": "cut where fewer bytes cross, or use more "
         "microbatches in flight",
-        "weights and their gradients": "workers wait for these to arrive: use larger "
-        "microbatches, or a schedule that keeps each weight on one worker",
+        "messages of weights and gradients": "use larger microbatches, or a "
+        "schedule that keeps each weight on one worker",
     }
     limit = f"what limits the step: {worst}; {advice[worst]}"
     if lost[worst] < 0.02 * step:

@@ -54,7 +54,7 @@ def plan_text(head: Sequence[str], programs: Sequence[fx.GraphModule]) -> str:
     """What plan_head gives, how many messages there are, and all workers' tables."""
     messages = sum(node.target is ops.send for p in programs for node in p.graph.nodes)
     tables = [program_table(program, rank) for rank, program in enumerate(programs)]
-    summary = f"{head[0]}, {counted(messages, 'transfer')} a step"
+    summary = f"{head[0]}, {counted(messages, 'message')} a step"
     return "\n\n".join((summary, *head[1:], *tables))
 
 
@@ -85,7 +85,7 @@ def summary_text(
             schedule_text(schedule, stages),
             *(wrapped([note]) for note in notes),
             f"{step_text(schedule, times)}; "
-            f"{counted(messages, 'transfer')}, {byte_text(sum(sent))}",
+            f"{counted(messages, 'message')}, {byte_text(sum(sent))}",
             first_rows(*_stage_table(whole, schedule.microbatches)),
             first_rows("worker|stages|busy|sends|memory", rows),
             *memory_tables(memory),

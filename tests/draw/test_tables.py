@@ -38,7 +38,7 @@ def test_a_plan_prints_as_a_summary_that_fits(workers: int) -> None:
         sum(node.target is ops.send for node in program.graph.nodes)
         for program in plan.programs
     ]
-    assert f"; {sum(sends)} transfers, " in text
+    assert f"; {sum(sends)} messages, " in text
 
 
 @pytest.mark.parametrize("workers", [2, 16])
