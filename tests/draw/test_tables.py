@@ -118,6 +118,17 @@ def test_weights_of_alike_ends_keep_what_differs() -> None:
     assert [line[:12] for line in lines[2:]] == ["one.blocks.a", "two.blocks.a"]
 
 
+def test_a_star_stands_for_the_numbers_of_several_weights() -> None:
+    names = ["head.0", "blocks.0.feed", "blocks.1.feed"]
+    whys = [f"read by relu in {name}" for name in names]
+    pairs = zip(names, whys, strict=True)
+    cuts = [WeightCut(f"{name}.weight", (4, 4), "rows", why, 1) for name, why in pairs]
+    first, second = next(cut_table(cuts)).splitlines()[2:]
+    assert first.split()[:2] == ["head.0.weight", "1"] and first.endswith("in head.0")
+    assert second.split()[:2] == ["blocks.*.feed.weight", "2"]
+    assert second.endswith("in blocks.*.feed")
+
+
 def test_cells_that_differ_at_their_ends_keep_the_ends() -> None:
     names = [f"model.layers.{layer}" for layer in (10, 11, 12)]
     lines = table("modules", [(name,) for name in names], width=12).splitlines()
