@@ -394,6 +394,13 @@ def test_seconds_of_any_size(length: float) -> None:
     assert diagram.text(80)
 
 
+def test_times_in_a_column_have_as_many_digits() -> None:
+    ms = clock(3.41e-3, "s")
+    times = (3.41e-3, 8.8e-3, 10.914e-3, 1.5)
+    assert [ms.cell(time) for time in times] == ["3.410", "8.800", "10.91", "1500"]
+    assert [clock(27.0, "").cell(time) for time in (27.0, 25.5)] == ["27", "25.5"]
+
+
 def test_clocks_suit_the_step() -> None:
     shown = [clock(t, "s").text(t) for t in (2e-9, 3.5e-6, 1e-3, 0.02, 1.0, 4e4)]
     assert shown == ["2 ns", "3.5 µs", "1 ms", "20 ms", "1 s", "4e+04 s"]
