@@ -41,7 +41,7 @@ class ComparedPlan(NamedTuple):
         return (
             self.name,
             " + ".join(filter(None, (plain, whole))),
-            f"{time.factor * self.step:.4g}",
+            time.cell(self.step),
             f"{100 * self.bubble:.1f} %",
             tables.byte_text(total),
             tables.byte_text(max(each.weights + each.fetched for each in most)),

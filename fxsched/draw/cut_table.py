@@ -19,20 +19,20 @@ def cut_table(cuts: Sequence[WeightCut]) -> Iterator[str]:
     of alike layers in one row, with * for their numbers."""
     if not cuts:
         return
-    alike: dict[tuple[str, ...], int] = {}
+    alike: dict[tuple[str, ...], list[tuple[str, str]]] = {}
     for name, shape, word, why, _ in cuts:
         how = f"{word}: {why}" if why else word
         key = _alike(name), " x ".join(map(str, shape)), _alike(how)
-        alike[key] = alike.get(key, 0) + 1
-    names = [name for name, _, _ in alike]
+        alike.setdefault(key, []).append((name, how))
+    names = [name if many[1:] else many[0][0] for (name, _, _), many in alike.items()]
     ends = [*map(_end, names)]
     names = ends if len({*ends}) == len({*names}) else cut_names(names, NAME)
     shapes = [shape for _, shape, _ in alike]
     taken = max(map(len, names)) + 2 + len("count") + 4 + max(map(len, shapes)) + 2
     room = max(EXPLAINED - taken, LEAST)
     rows = [
-        (name, n, shape, textwrap.fill(how, room))
-        for name, ((_, shape, how), n) in zip(names, alike.items(), strict=True)
+        (name, len(many), shape, textwrap.fill(how if many[1:] else many[0][1], room))
+        for name, ((_, shape, how), many) in zip(names, alike.items(), strict=True)
     ]
     yield table("weight|count|shape|cut", rows, "lrl")
     shards = max(each.parts for each in cuts)

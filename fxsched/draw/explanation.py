@@ -28,7 +28,7 @@ from .plan_tables import (
     wrapped,
 )
 from .shard_table import ShardCosts, shard_costs_text
-from .tables import byte_text, ranges, shorten, table
+from .tables import byte_text, module_text, ranges, shorten, table
 from .whole_stages import whole_stage, whole_stages
 
 APART = "keep rows apart, by GroupNorm or batch_norm='microbatch' for BatchNorm"
@@ -98,7 +98,7 @@ def stage_shares(
         stage, _ = jobs.kinds[jobs.kind[number]]
         runners.setdefault(whole_stage(stage), set()).add(jobs.worker[number])
     for s in sorted(stages):
-        modules = shorten(stages.nodes[s]["modules"])
+        modules = module_text(stages.nodes[s]["modules"])
         share = f"{100 * work[s]:.1f} %"
         yield stage_text(stages, s), modules, ranges(sorted(runners[s])), share
 
@@ -155,18 +155,18 @@ def _limits(
     lost = {
         "unequal workers": most - mean,
         "waiting for other stages": max(at_once - most, 0.0),
-        "transfers": paths - max(at_once, most),
+        "messages of activations": paths - max(at_once, most),
     }
     if step > paths:
-        lost["weights and their gradients"] = step - paths
+        lost["messages of weights and gradients"] = step - paths
     worst, time = max(lost, key=lost.__getitem__), clock(step, "s").text(step)
     advice = {
         "unequal workers": _unequal(stages, planned, busy.index(most)),
         "waiting for other stages": _waiting(stages),
-        "transfers": "workers wait for values to arrive: cut the model where stages "
-        "send fewer bytes, or allow more microbatches in flight",
-        "weights and their gradients": "workers wait for these to arrive: use larger "
-        "microbatches, or a schedule that keeps each weight on one worker",
+        "messages of activations": "workers wait for these to arrive: cut the model "
+        "where stages send fewer bytes, or allow more microbatches in flight",
+        "messages of weights and gradients": "workers wait for these to arrive: use "
+        "larger microbatches, or a schedule that keeps each weight on one worker",
     }
     limit = f"what limits the step: {worst}; {advice[worst]}"
     if lost[worst] < 0.02 * step:

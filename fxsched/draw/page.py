@@ -12,6 +12,10 @@ from .palette import Clock, hexadecimal, palette
 from .plan_page import Details, sections
 from .timeline_arrays import LETTERS, Array, Bars, bytes_held, held
 
+HELD = (
+    "<p>Activations: microbatches of stages, from the start of F to the end of {}.</p>"
+)
+
 
 def render(
     bars: Bars,
@@ -39,10 +43,8 @@ def render(
         "workers": bars.workers,
         "span": bars.span,
         "heldBytes": details is not None,
-        "heldCaption": "memory held"
-        if details is not None
-        else "activations held (microbatches of stages, from the start of F to the end "
-        f"of {release})",
+        "heldCaption": "activations held" if details is None else "memory held",
+        "sample": bars.sample,
         "palette": [list(map(hexadecimal, row)) for row in colours],
         "stagePalette": [list(map(hexadecimal, row)) for row in stages],
         "modules": {s: text.modules for s, text in details.texts.items()}
@@ -63,7 +65,7 @@ def render(
     parts = {
         "title": escape(title or "timeline"),
         "data": text.replace("<", "\\u003c"),
-        "sections": "" if details is None else sections(details),
+        "sections": HELD.format(release) if details is None else sections(details),
     }
     template = files(__package__).joinpath("page.html").read_text(encoding="utf-8")
     return re.sub(r"@(title|data|sections)@", lambda match: parts[match[1]], template)

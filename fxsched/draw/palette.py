@@ -30,6 +30,11 @@ class Clock(NamedTuple):
         """A time with its unit."""
         return f"{time * self.factor:.4g} {self.unit}".rstrip()
 
+    def cell(self, time: float) -> str:
+        """A time in a column: measured and predicted ones all have four digits."""
+        digits = "#.4g" if self.unit else ".4g"
+        return f"{time * self.factor:{digits}}".rstrip(".")
+
 
 def clock(span: float, unit: str) -> Clock:
     """Seconds are written as s, ms, µs or ns, whichever suits a step of `span`."""

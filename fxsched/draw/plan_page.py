@@ -10,7 +10,7 @@ import networkx as nx
 
 from .palette import hexadecimal, palette
 from .svg_layout import document, group, tag
-from .tables import byte_text, html_table
+from .tables import byte_text, cut_names, html_table
 
 if TYPE_CHECKING:  # it needs torch, and pictures don't
     from ..accounts.held import During
@@ -137,23 +137,17 @@ def _boxes(
     place: Mapping[int, tuple[float, float]],
     colours: Sequence[str],
 ) -> Iterator[str]:
-    for colour, (stage, (x, y)) in zip(colours, sorted(place.items()), strict=True):
-        text = details.texts[stage]
+    modules = [details.texts[stage].modules for stage in sorted(place)]
+    lines = zip(colours, sorted(place), cut_names(modules, LETTERS), strict=True)
+    for colour, stage, cut in lines:
+        text, (x, y) = details.texts[stage], place[stage]
         plural = "s" * (not text.workers.isdigit())
-        lines = (
-            f"stage {text.name}, worker{plural} {text.workers}",
-            text.modules,
-            f"{text.share} of the work",
-        )
         hint = tag("title", escape(text.modules))
         yield tag("rect", hint, x=x, y=y, width=BOX, height=HEIGHT, rx=5, fill=colour)
-        for i, line in enumerate(lines):
-            cut = (
-                line
-                if len(line) <= LETTERS
-                else f"{line[: LETTERS - 1].rstrip(' .,')}…"
-            )
-            yield tag("text", escape(cut), x=x + 9, y=y + 20 + 18 * i, fill="#1f2328")
+        head = f"stage {text.name}, worker{plural} {text.workers}"
+        for i, line in enumerate((head, cut, f"{text.share} of the work")):
+            words = escape(line)
+            yield tag("text", words, x=x + 9, y=y + 20 + 18 * i, fill="#1f2328")
 
 
 def _links(sent: Mapping[tuple[int, int], int], workers: int) -> str:

@@ -19,7 +19,7 @@ from ..jobs.user_values import counted
 from .memory_table import WorkerMemory, memory_tables
 from .palette import clock
 from .program_table import program_table
-from .tables import WIDTH, byte_text, first_rows, shorten, table
+from .tables import WIDTH, byte_text, first_rows, module_text, shorten, table
 from .whole_stages import shard_text, whole_stages
 
 IDLE = 0.3  # of a step; from there on a plan's line says where to read why
@@ -54,7 +54,7 @@ def plan_text(head: Sequence[str], programs: Sequence[fx.GraphModule]) -> str:
     """What plan_head gives, how many messages there are, and all workers' tables."""
     messages = sum(node.target is ops.send for p in programs for node in p.graph.nodes)
     tables = [program_table(program, rank) for rank, program in enumerate(programs)]
-    summary = f"{head[0]}, {counted(messages, 'transfer')} a step"
+    summary = f"{head[0]}, {counted(messages, 'message')} a step"
     return "\n\n".join((summary, *head[1:], *tables))
 
 
@@ -85,7 +85,7 @@ def summary_text(
             schedule_text(schedule, stages),
             *(wrapped([note]) for note in notes),
             f"{step_text(schedule, times)}; "
-            f"{counted(messages, 'transfer')}, {byte_text(sum(sent))}",
+            f"{counted(messages, 'message')}, {byte_text(sum(sent))}",
             first_rows(*_stage_table(whole, schedule.microbatches)),
             first_rows("worker|stages|busy|sends|memory", rows),
             *memory_tables(memory),
@@ -107,7 +107,7 @@ def _stage_table(
     return f"stage|modules|parameters|FLOPs{shards}|sends per microbatch", [
         (
             stage_text(stages, s),
-            shorten(stages.nodes[s]["modules"]),
+            module_text(stages.nodes[s]["modules"]),
             f"{stages.nodes[s]['parameters']:,}",
             f"{100 * flops[s] / whole:.1f} %",
             *shard_cells(stages, s),

@@ -13,6 +13,7 @@ from ..ir.step import JobOutput, Message, Step
 from ..jobs.job import Direction, Job
 from ..jobs.user_values import counted
 from .cut_table import EXPLAINED
+from .palette import clock
 from .plan_tables import wrapped
 from .tables import byte_text, table
 
@@ -113,7 +114,7 @@ def shard_costs_text(costs: ShardCosts) -> Iterator[str]:
     headers = "held by a worker|most|without|saved|mean|without|saved"
     yield table(headers, rows, "lr")
     moments = "; AdamW's state: two numbers for each trained weight"
-    assumed = "" if knows_state else moments
+    assumed, time = "" if knows_state else moments, clock(load.seconds, "s").text
     yield wrapped(
         (
             "most: the worker with the largest peak; mean: all workers, each at its "
@@ -121,8 +122,8 @@ def shard_costs_text(costs: ShardCosts) -> Iterator[str]:
             f"in a step, shards send each other {byte_text(exchange.forward)} in F and "
             f"{byte_text(exchange.backward)} in B; one worker sends at most "
             f"{byte_text(exchange.most)} of this; the predicted step takes "
-            f"{load.seconds * 1e3:.3g} ms on {_workers(load)}; without shards, "
-            f"{whole.seconds * 1e3:.3g} ms on {_workers(whole)}",
+            f"{time(load.seconds)} on {_workers(load)}; without shards, "
+            f"{time(whole.seconds)} on {_workers(whole)}",
         ),
         EXPLAINED,
     )

@@ -150,7 +150,7 @@ def _legend(layout: Layout, colours: Array) -> Iterator[str]:
     """Directions, then microbatches: a box for each, or a band from first to last."""
     x, count = float(LEFT), layout.bars.microbatches
     for d in layout.bars.directions:
-        colour = hexadecimal(colours[0, d])
+        colour = hexadecimal(colours[layout.bars.sample, d])
         yield tag("rect", x=x, y=37, width=16, height=12, rx=2, fill=colour)
         name = f"{LETTERS[d]} {NAMES[d]}"
         yield tag("text", name, x=x + 21, y=47)
@@ -160,7 +160,7 @@ def _legend(layout: Layout, colours: Array) -> Iterator[str]:
         yield tag("rect", x=x, y=37, width=16, height=12, rx=2, fill=colour)
         yield tag("text", "all rows (*)", x=x + 21, y=47)
         x += 38 + 11 * CHARACTER * len("all rows (*)")
-    if not count:
+    if not count or layout.bars.sample:  # no job of one microbatch
         return
     yield tag("text", "microbatch", x=x, y=47)
     x += 74

@@ -15,6 +15,8 @@ SIDES = {"l": "left", "r": "right"}
 WIDTH = 88  # of what is printed unless asked otherwise
 ROWS = 16  # of stages, and of workers, that a summary shows
 LEAST = 8  # characters that a cell keeps where a table is made to fit
+NAMES = 48  # characters of a list of names
+ENDS = 16  # from so many on, a beginning and an end say more than an end
 
 
 def table(
@@ -80,16 +82,21 @@ def _limit(
 
 def cut_names(column: Sequence[str], limit: int) -> list[str]:
     """Cells of a column in `limit` characters, with .. for what is cut: the ends, the
-    beginnings, the middles, or all but where the cells begin to differ; the first of
-    these that keeps the most cells different."""
+    middles if much is left beside them, the beginnings, the middles, or all but where
+    the cells begin to differ; the first of these that keeps the most cells different.
+    """
     long = sorted({text for text in column if len(text) > limit})
     short = {text for text in column if len(text) <= limit}
     same = len(os.path.commonprefix(long))  # noqa: RUF071  # of characters
     room = limit - 2
+    middles = {
+        text: _parts(text[: room // 2], text[room // 2 - room :]) for text in long
+    }
     ways = [
         {text: _parts(text[:room]) for text in long},
+        *[middles] * (room >= ENDS),
         {text: _parts("", text[-room:]) for text in long},
-        {text: _parts(text[: room // 2], text[room // 2 - room :]) for text in long},
+        middles,
         {text: _parts("", text[same:][: room - 2], "") for text in long},
     ]
     best = max(ways, key=lambda cells: len({*cells.values(), *short}))
@@ -140,12 +147,25 @@ def ranges(numbers: Sequence[int]) -> str:
     return shorten(["..".join(map(str, run)) for run in runs], 32)
 
 
-def shorten(names: Sequence[str], limit: int = 48) -> str:
+def shorten(names: Sequence[str], limit: int = NAMES) -> str:
     """Names as they fit: all of them, or the first and the last."""
     text = ", ".join(names)
     if len(text) <= limit or len(names) < 3:
         return text
     return f"{names[0]} .. {names[-1]}, {len(names)} in all"
+
+
+def module_text(names: Sequence[str]) -> str:
+    """Names of modules as they fit: all, or the first and the last, without the parent
+    that both have: encoder.embed .. layers.1."""
+    text = ", ".join(names)
+    if len(text) <= NAMES or len(names) < 3:
+        return text
+    first, last = names[0].split("."), names[-1].split(".")
+    same = len(os.path.commonprefix([first, last[:-1]]))  # noqa: RUF071  # of parents
+    while same and last[same][:1].isdigit():  # a layer's number needs its list's name
+        same -= 1
+    return f"{names[0]} .. {'.'.join(last[same:])}"
 
 
 def byte_text(count: float) -> str:

@@ -61,6 +61,11 @@ class Bars:
         """Whether any job is on the rows of all microbatches."""
         return bool(self.joint.any())
 
+    @property
+    def sample(self) -> int:
+        """The row of a palette that shows directions: grey if that's all there is."""
+        return self.microbatches if len(self) and self.joint.all() else 0
+
     def name(self, i: int) -> str:
         """A job, as 2F0, or 2F* if it is on all rows."""
         return "".join(self.parts(i))

@@ -247,8 +247,8 @@ class Comparison:
         return (
             _title(row.candidate),
             f"{len(set(map(whole_stage, row.candidate.stages)))}",
-            f"{step.latency * time.factor:.4g}",
-            "" if latency else f"{step.span * time.factor:.4g}",
+            time.cell(step.latency),
+            "" if latency else time.cell(step.span),
             f"{100 * bubble:.1f} %",
             write(row.memory),
             "best" if row is best else "" if self.fits(row) else "over the limit",

@@ -131,6 +131,16 @@ def test_updates_have_a_colour_and_a_letter_where_there_are_any() -> None:
     assert {len(row) for row in page_data(without)["palette"]} == {3}
 
 
+def test_the_legend_has_no_microbatches_where_all_jobs_are_of_all_rows() -> None:
+    joint = simulate(schedules.gpipe(1, 4), joint=[0]).diagram()
+    assert texts(joint, "legend") == ["F forward", "B backward", "all rows (*)"]
+    data = page_data(joint)
+    assert data["sample"] == data["joint"] == 1
+    mixed = simulate(schedules.gpipe(2, 2), joint=[1]).diagram()
+    assert texts(mixed, "legend")[3:] == ["microbatch", "0", "1"]
+    assert page_data(mixed)["sample"] == 0
+
+
 def test_labels_name_the_job_where_there_is_room() -> None:
     assert sorted(texts(simulate(schedules.gpipe(2, 3)).diagram(), "labels")) == sorted(
         f"{s}{d}{b}" for s in range(2) for d in "FB" for b in range(3)
@@ -382,6 +392,13 @@ def test_seconds_of_any_size(length: float) -> None:
     assert texts(diagram, "axis")[0] == "0"
     assert len(page_data(diagram)["held"]) == 4
     assert diagram.text(80)
+
+
+def test_times_in_a_column_have_as_many_digits() -> None:
+    ms = clock(3.41e-3, "s")
+    times = (3.41e-3, 8.8e-3, 10.914e-3, 1.5)
+    assert [ms.cell(time) for time in times] == ["3.410", "8.800", "10.91", "1500"]
+    assert [clock(27.0, "").cell(time) for time in (27.0, 25.5)] == ["27", "25.5"]
 
 
 def test_clocks_suit_the_step() -> None:

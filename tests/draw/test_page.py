@@ -195,6 +195,21 @@ def test_words_of_the_legend_do_not_touch_its_colours(
     assert min(gaps) > 3
 
 
+def test_words_do_not_meet_on_a_narrow_screen(browser: Chrome, tmp_path: Path) -> None:
+    path = tmp_path / "step.html"
+    narrow = {"width": 400, "height": 900, "deviceScaleFactor": 1, "mobile": False}
+    browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", narrow)
+    fxsched.simulate(schedules.zb_h1(4, 8)).diagram().save(path)
+    browser.get(path.as_uri())
+    caption = "`${data.heldCaption}, at most ${amount(peak)}`"
+    context = "Object.assign(base.getContext('2d'), {font: '11px Helvetica, Arial'})"
+    assert run(browser, f"{context}.measureText({caption}).width < width")
+    legend = "document.querySelector('#legend > span:last-child').getClientRects()"
+    assert run(browser, f"{legend}.length") == 1
+    assert "to the end of W" in browser.find_element(By.TAG_NAME, "body").text
+    browser.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})
+
+
 def test_a_narrow_and_dark_screen_shows_all(page: Chrome) -> None:
     dark = {"features": [{"name": "prefers-color-scheme", "value": "dark"}]}
     page.execute_cdp_cmd("Emulation.setEmulatedMedia", dark)

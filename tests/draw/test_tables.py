@@ -11,7 +11,7 @@ import fxsched
 from fxsched import Plan, PlanError, schedules
 from fxsched.draw.cut_table import cut_table
 from fxsched.draw.plan_tables import wrapped
-from fxsched.draw.tables import cut_names, table
+from fxsched.draw.tables import cut_names, module_text, table
 from fxsched.ir import ops
 from fxsched.ir.parts import WeightCut
 
@@ -38,7 +38,7 @@ def test_a_plan_prints_as_a_summary_that_fits(workers: int) -> None:
         sum(node.target is ops.send for node in program.graph.nodes)
         for program in plan.programs
     ]
-    assert f"; {sum(sends)} transfers, " in text
+    assert f"; {sum(sends)} messages, " in text
 
 
 @pytest.mark.parametrize("workers", [2, 16])
@@ -118,6 +118,17 @@ def test_weights_of_alike_ends_keep_what_differs() -> None:
     assert [line[:12] for line in lines[2:]] == ["one.blocks.a", "two.blocks.a"]
 
 
+def test_a_star_stands_for_the_numbers_of_several_weights() -> None:
+    names = ["head.0", "blocks.0.feed", "blocks.1.feed"]
+    whys = [f"read by relu in {name}" for name in names]
+    pairs = zip(names, whys, strict=True)
+    cuts = [WeightCut(f"{name}.weight", (4, 4), "rows", why, 1) for name, why in pairs]
+    first, second = next(cut_table(cuts)).splitlines()[2:]
+    assert first.split()[:2] == ["head.0.weight", "1"] and first.endswith("in head.0")
+    assert second.split()[:2] == ["blocks.*.feed.weight", "2"]
+    assert second.endswith("in blocks.*.feed")
+
+
 def test_cells_that_differ_at_their_ends_keep_the_ends() -> None:
     names = [f"model.layers.{layer}" for layer in (10, 11, 12)]
     lines = table("modules", [(name,) for name in names], width=12).splitlines()
@@ -145,3 +156,14 @@ def test_names_are_cut_where_they_stay_different(
     names: list[str], limit: int, cut: list[str]
 ) -> None:
     assert cut_names(names, limit) == cut
+
+
+def test_modules_of_a_stage_are_cut_to_the_first_and_the_last() -> None:
+    layers = [f"image_encoder.layers.{i}" for i in range(4)]
+    assert module_text(layers[:2]) == "image_encoder.layers.0, image_encoder.layers.1"
+    assert module_text(layers) == "image_encoder.layers.0 .. layers.3"
+    ends = ["image_encoder.embed", *layers, "image_encoder"]
+    assert module_text(ends) == "image_encoder.embed .. image_encoder"
+    assert module_text([*layers, "head"]) == "image_encoder.layers.0 .. head"
+    names = [f"image_encoder.layers.1.{i}" for i in (2, 3)]
+    assert cut_names(names, 18) == ["image_en..yers.1.2", "image_en..yers.1.3"]

@@ -458,6 +458,9 @@ def test_explain_says_what_limits_the_step() -> None:
     text = fxsched.explain(Wide(8), schedules.gpipe(2, 1), torch.ones(512, 512))
     assert re.search(r"predicted step: .* (ms|µs), .*bubble \d+\.\d %", text)
     assert "what limits the step: waiting for other stages" in text
+    assert re.search(
+        r"^idle: unequal .* %, messages of activations \d+\.\d %$", text, re.M
+    )
     assert re.search(r"^0 +layers\.0, .* 0 +\d+\.\d % .* MiB +1: 1\.0 MiB", text, re.M)
 
 

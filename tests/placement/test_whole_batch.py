@@ -285,7 +285,7 @@ def test_a_plan_says_what_workers_send_of_a_joint_stages_gradients() -> None:
         for program in plan.programs
         for node in program.graph.find_nodes(op="call_function", target=ops.send)
     ]
-    assert f"{len(sizes)} transfers, {byte_text(sum(sizes))}\n" in str(plan)
+    assert f"{len(sizes)} messages, {byte_text(sum(sizes))}\n" in str(plan)
 
 
 def test_microbatches_go_on_after_rows_have_met() -> None:
