@@ -10,6 +10,8 @@ from importlib import import_module
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
+from .uncaught import print_once
+
 if TYPE_CHECKING:
     from . import passes, schedules
     from .backend import Backend, backend
@@ -187,3 +189,4 @@ class _Package(ModuleType):
 
 
 sys.modules[__name__].__class__ = _Package
+print_once()

@@ -45,7 +45,6 @@ from .runtime.workers import Workers, workers_of
 from .torch_compat.tracebacks import quiet_fakes, shortened
 from .transport.world import own_rank
 from .transport.wrappers import refuse_outer_ddp, refuse_wrappers
-from .uncaught import print_once
 
 PLANS = 64  # that a backend keeps
 
@@ -92,7 +91,6 @@ class Backend:
         self._steps: dict[str, Step] = {}  # the last one to be called is the last
         self._said: set[str] = set()  # what was warned of
         configure_dynamo()
-        print_once()
 
     def __enter__(self) -> Backend:
         return self

@@ -115,12 +115,12 @@ def _check_known(name: str, options: Mapping[str, Any], takes: Sequence[str]) ->
     known = (*takes, *NAMES)
     for key in options:
         if key not in known:
-            near = difflib.get_close_matches(str(key), known, 1)
-            hint = f"; did you mean {near[0]!r}?" if near else ""
+            near = difflib.get_close_matches(str(key), known, 1, 0.75)
+            hint = f" (did you mean {near[0]!r}?)" if near else ""
             own = f"{', '.join(takes)}; " if takes else "nothing more; "
             raise PlanError(
-                f"options={{{key!r}: ..}} is not known: {name} takes {own}"
-                f"fxsched.backend takes {', '.join(dict.fromkeys(NAMES))}{hint}"
+                f"options={{{key!r}: ..}} is not known{hint}: {name} takes {own}"
+                f"fxsched.backend takes {', '.join(dict.fromkeys(NAMES))}"
             )
 
 

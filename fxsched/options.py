@@ -46,7 +46,7 @@ from .ir.request import (
     Sums,
     Transport,
 )
-from .jobs.job import PlanError
+from .jobs.job import MISUSE, PlanError
 from .jobs.schedule import Schedule
 from .jobs.user_values import is_int
 from .option_checks import CHECKS, Check, flag, words
@@ -56,7 +56,6 @@ from .passes.users import Pass
 from .runtime.input_agreement import InputRule
 from .runtime.recorder import Recorder
 from .torch_compat.tracebacks import shortened
-from .uncaught import MISUSE, print_once
 
 Result = TypeVar("Result")
 P = ParamSpec("P")
@@ -422,7 +421,6 @@ def takes_options(
         def call(*args: P.args, **kwargs: P.kwargs) -> Result:
             if args and isinstance(args[0], fx.GraphModule):
                 return uncalled  # type: ignore[return-value]  # to torch.compile
-            print_once()
             try:
                 takes.bind(*args, **kwargs)
             except TypeError as error:

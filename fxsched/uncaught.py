@@ -8,11 +8,7 @@ import sys
 from functools import cache
 from types import TracebackType
 
-from .jobs.job import PlanError
-from .torch_compat.tracebacks import is_full, of_user
-from .transport import world
-
-MISUSE = "fxsched misuse"  # marks errors of other types
+from .jobs.job import MISUSE, PlanError
 
 
 @cache
@@ -26,8 +22,13 @@ def print_once() -> None:
     def hook(
         kind: type[BaseException], error: BaseException, frames: TracebackType | None
     ) -> None:
-        ours = isinstance(error, PlanError) or MISUSE in vars(error)
-        if not ours or is_full():
+        if not isinstance(error, PlanError) and MISUSE not in vars(error):
+            before(kind, error, frames)
+            return
+        from .torch_compat.tracebacks import is_full, of_user
+        from .transport import world
+
+        if is_full():
             before(kind, error, frames)
             return
         text, rank = f"{kind.__name__}: {error}", world.own_rank()
@@ -46,6 +47,8 @@ def print_once() -> None:
 def _is_said(text: str) -> bool:
     """Whether rank 0 says it too. Meanwhile torchrun, which ends all ranks after the
     first, does not keep this one from saying something else."""
+    from .transport import world
+
     handler = signal.signal(signal.SIGTERM, signal.SIG_IGN)
     try:
         return world.error_of_rank_0() == text

@@ -83,7 +83,7 @@ def lines_text(step: Step) -> list[str]:
 
 def line_text(step: Step, line: Op | Message) -> str:
     if isinstance(line, Message):
-        encoded = f", as {', '.join(map(str, line.specs))}" * line.encoded
+        encoded = f", as {', '.join(map(str, line.specs))}" * bool(line.codes)
         return f"{line}{encoded}  # task {line.task}"
     args = ", ".join(map(show, line.args))
     made = f"({args})"

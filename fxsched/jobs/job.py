@@ -7,6 +7,9 @@ from enum import Enum
 from typing import NamedTuple
 
 
+MISUSE = "fxsched misuse"  # marks errors of other types as PlanErrors are
+
+
 class PlanError(Exception):
     """An error in what the user asked for; the message says what to change."""
 

@@ -273,8 +273,8 @@ class Schedule:
         """
         if self.stages is None or self.fit is not None:
             raise PlanError(
-                f"save: {self} leaves its stages to the planner; save plan.schedule, "
-                "or dataclasses.replace(schedule, stages=4)"
+                f"save: {self} leaves its stages to the planner; save that of a plan, "
+                "dataclasses.replace(plan.schedule, stages=len(plan.stages))"
             )
         stages, every = range(self.stages), range(self.microbatches)
         jobs = [Job(s, b, d) for s in stages for b in every for d in self.directions]

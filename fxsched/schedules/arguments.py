@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from functools import wraps
 from typing import ParamSpec
 
-from ..jobs.job import PlanError
+from ..jobs.job import MISUSE, PlanError
 from ..jobs.schedule import Schedule
 from ..jobs.user_values import is_count, shown, too_many
 
@@ -34,10 +34,12 @@ def constructor(make: Callable[P, Schedule]) -> Callable[P, Schedule]:
                 near = difflib.get_close_matches(unknown[0], names, 1)
                 hint = f", did you mean {near[0]}=?" if near else ""
                 what = f"there is no argument {unknown[0]!r}{hint}"
-            raise TypeError(
+            wrong = TypeError(
                 f"{make.__name__}({', '.join(given)}): {what}; it takes "
                 f"{', '.join(map(_argument, takes.parameters.values()))}"
-            ) from None
+            )
+            vars(wrong)[MISUSE] = True
+            raise wrong from None
         return make(*args, **kwargs)
 
     return call

@@ -116,7 +116,9 @@ class Comparison:
                 continue  # such as a cap that a global-batch stage can't keep
             count, strict = len(plan.stages), plan.schedule.in_order
             found = replace(made, in_order=strict)
-            if not joint_stages(plan.stages):  # which the planner adds to the others
+            if made.stages is None:
+                found = replace(plan.schedule, stages=count, name=made.name)
+            elif not joint_stages(plan.stages):  # which the planner adds to the others
                 fitted = made.fitted(plan.stages)
                 found = replace(fitted, stages=count, in_order=strict, name=made.name)
             simulation = plan.simulate(transfer=self.goal.transfer)

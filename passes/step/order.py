@@ -41,8 +41,8 @@ def order_jobs(step: Step, request: Request) -> Step:
     if step.deferred and schedule.update_every is not None:
         raise PlanError(
             "updates in the program need a model that returns one scalar loss, from "
-            "which B starts; compute the loss in the model, or leave optimizer= and "
-            "update_every= out"
+            "which B starts; compute the loss in the model, or plan without the "
+            "optimizer and update_every="
         )
     calls = _calls(step.graph)
     joint = joint_stages(step.facts.stages)

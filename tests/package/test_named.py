@@ -124,7 +124,7 @@ ERRORS: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "unknown": (
         SCHEDULE | {"worker": 2},
-        "'worker': ..} is not known: 1f1b takes workers.*did you mean 'workers'",
+        "'worker': ..} is not known .did you mean 'workers'..: 1f1b takes workers, ",
     ),
     "made": (
         SCHEDULE | {"schedule": schedules.gpipe(2, 2)},
