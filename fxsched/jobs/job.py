@@ -6,7 +6,6 @@ import re
 from enum import Enum
 from typing import NamedTuple
 
-
 MISUSE = "fxsched misuse"  # marks errors of other types as PlanErrors are
 
 

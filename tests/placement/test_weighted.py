@@ -166,7 +166,7 @@ def test_explain_says_what_weighs_a_loss() -> None:
     schedule = schedules.gpipe(2, 4)
     plan = fxsched.plan(Words(LOSSES["mean"]), schedule, *batch())
     text = " ".join(plan.explain().split())
-    said = "are computed of the whole batch before the step (8 B)"
+    said = "are computed on the whole batch before the step (8 B)"
     assert said in text
     plain = fxsched.plan(Words(LOSSES["mean"]), schedules.gpipe(2, 1), *batch())
     assert "that only inputs decide" not in plain.explain()

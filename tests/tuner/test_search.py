@@ -17,6 +17,7 @@ from fxsched import Direction, Job, Link, PlanError, Schedule, schedules, search
 from fxsched.accounts.paper import held_memory
 from fxsched.clock.stage_graph import worker_bytes
 from fxsched.simulator.simulate import Simulation, simulate
+from fxsched.tuner.candidate_comparison import Comparison
 from fxsched.tuner.candidates import library, moves_weights
 from fxsched.tuner.evaluate_order import fits, length, most, replay
 from fxsched.tuner.list_scheduler import FIRST, Knobs, fill
@@ -298,3 +299,18 @@ def test_weight_jobs_move_into_gaps_and_nothing_starts_later() -> None:
     for j, start in enumerate(times.start):
         if mine.jobs.kinds[mine.jobs.kind[j]][1] is not Direction.WEIGHT:
             assert after.start[j] <= start + 1e-9
+
+
+def test_schedules_for_a_model_with_global_batch_stages_are_saved(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Linear(8, 8))
+    x, file, compared = torch.randn(8, 8), tmp_path / "found.json", list[Comparison]()
+    monkeypatch.setattr(Comparison, "table", lambda self, best: compared.append(self))
+    search(model, args=(x,), workers=2, microbatches=4)
+    rows = compared[0].rows
+    assert "ddp" in {row.candidate.name for row in rows}
+    for row in rows:
+        row.candidate.schedule.save(file)
+        plan = fxsched.plan(model, fxsched.load_schedule(file), x)
+        assert len(plan.stages) == len(row.candidate.stages)
