@@ -135,7 +135,7 @@ def _found(case: Case, workers: int, options: Mapping[str, Any]) -> Schedule:
             f"{flag(others[0])} is an option of a schedule; give --schedule too, or "
             "leave it out"
         )
-    click.echo("without --schedule: the best that search finds\n")
+    click.echo("searching for a schedule, as --schedule gives none\n")
     size = {"workers": workers, "microbatches": options["microbatches"]}
     kwargs = {**case.kwargs, **planned_options(options), "optimizer": case.optimizer}
     found = search_schedules(case.model, **size, args=case.args, kwargs=kwargs)

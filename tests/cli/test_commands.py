@@ -400,7 +400,7 @@ def test_plan_without_a_schedule_searches_for_one(
 ) -> None:
     cli.main(["plan", "model.py:make", "--workers", "2", "--microbatches", "2"])
     text = capsys.readouterr().out
-    assert text.startswith("without --schedule: the best that search finds\n\n")
+    assert text.startswith("searching for a schedule, as --schedule gives none\n\n")
     assert re.search(
         r"^schedule +stages +step (ms|µs) +bubble +memory +note$", text, re.M
     )
