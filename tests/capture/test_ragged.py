@@ -80,7 +80,7 @@ def test_the_error_names_drop_last_and_the_other_ways() -> None:
 
 
 def test_a_way_that_there_is_not() -> None:
-    with pytest.raises(PlanError, match=r"backend\(ragged='drop'\): give 'error' or"):
+    with pytest.raises(PlanError, match=r"backend\(ragged='drop'\): give 'error', "):
         fxsched.backend(schedules.gpipe(2, 4), ragged="drop")
 
 
