@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import NamedTuple
 
 import networkx as nx
 import numpy as np
 
 from ..clock.lines import SECONDS, Lines, as_timeline, run_lines
+from ..clock.links import FindLinks, link_uses
 from ..clock.network import Transfer, Wires, delays
 from ..clock.timeline import Timeline
 from ..ir import ops
@@ -34,10 +36,11 @@ PARAMETERS = (Moved.WEIGHTS, Moved.GRADIENTS)
 
 class Times(NamedTuple):
     """timeline: of the jobs. end: of the last of them, and of the last message with
-    weights or gradients, if these take time."""
+    weights or gradients, if these take time. find_links: finds the use of links."""
 
     timeline: Timeline
     end: float
+    find_links: FindLinks
 
 
 @no_collection()
@@ -74,7 +77,8 @@ def step_times(
     when = [starts[i] for i in own], [ends[i] for i in own]
     timeline = as_timeline(step.jobs, numbers, *when)
     last = max((ends[i] for i in lines.parameters), default=0.0)
-    return Times(timeline, max([last, *timeline.end]))
+    use = partial(link_uses, each, starts, ends)
+    return Times(timeline, max([last, *timeline.end]), use if lines.wires else tuple)
 
 
 class _Lines:

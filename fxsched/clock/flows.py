@@ -16,6 +16,14 @@ from typing import NamedTuple
 BEGINS = 0  # in the place of the version of an event that says when a message ends
 
 
+class LinkName(NamedTuple):
+    """A link's name, after two numbers by which links are sorted."""
+
+    first: int
+    second: int
+    text: str
+
+
 class Wire(NamedTuple):
     """What a message goes through.
 
@@ -23,12 +31,14 @@ class Wire(NamedTuple):
     resources: what it shares with others, by name; see Flows.
     begin: seconds before its first byte leaves, in which no other message of the same
         wire does. latency: seconds from the last byte's leaving to its arrival.
+    links: whose use is counted; see links.py.
     """
 
     bandwidth: float
     resources: tuple[Hashable, ...] = ()
     begin: float = 0.0
     latency: float = 0.0
+    links: tuple[LinkName, ...] = ()
 
 
 def fair_rates(

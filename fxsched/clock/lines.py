@@ -80,7 +80,7 @@ def run_lines(
     while True:
         if ready:
             i = ready.pop()
-            bandwidth, resources, begin, latency = way[i]
+            bandwidth, resources, begin, latency, _ = way[i]
             if resources:
                 flows.add(i, starts[i] + begin, resources, amounts[i])
                 continue

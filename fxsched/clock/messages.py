@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from itertools import starmap
 from typing import NamedTuple
 
@@ -13,6 +14,7 @@ from ..jobs.schedule import Schedule
 from .activations import credits
 from .jobs import Jobs, Numbers
 from .lines import SECONDS, Lines, as_timeline, run_lines
+from .links import FindLinks, link_uses
 from .network import Wires
 from .timeline import Timeline
 from .values import made_for_jobs
@@ -33,9 +35,10 @@ def run_messages(
     timeline: Timeline,
     seconds: Sequence[float],
     wires: Wires,
-) -> Timeline:
-    """The jobs in the order of a timeline, with the times that their messages take; the
-    same as of their step, see accounts/times.py, where they need none.
+) -> tuple[Timeline, FindLinks]:
+    """The jobs in the order of a timeline, with the times that their messages take, and
+    what finds the use of links; the same as of their step, see accounts/times.py, where
+    they need none.
 
     seconds: of each job, by number.
     """
@@ -59,7 +62,8 @@ def run_messages(
     )
     starts, ends = run_lines(lines, wires.capacity)
     count = len(order)
-    return as_timeline(jobs, timeline.order, starts[:count], ends[:count])
+    ran = as_timeline(jobs, timeline.order, starts[:count], ends[:count])
+    return ran, partial(link_uses, lines, starts, ends)
 
 
 class _Messages(NamedTuple):

@@ -12,7 +12,7 @@ import networkx as nx
 
 from ..jobs.job import PlanError
 from ..jobs.user_values import is_int, is_number
-from .flows import Wire
+from .flows import LinkName, Wire
 from .jobs import Jobs
 
 
@@ -42,7 +42,8 @@ class Link:
 
     def wire(self, source: int, to: int) -> Wire:
         """The Wire that messages from worker `source` to worker `to` use."""
-        return Wire(self.bandwidth, latency=self.latency)
+        name = LinkName(source, to, f"worker {source} to worker {to}")
+        return Wire(self.bandwidth, latency=self.latency, links=(name,))
 
     @property
     def capacity(self) -> Mapping[Hashable, float]:
@@ -161,12 +162,13 @@ class Network:
         """The Wire that messages from worker `source` to worker `to` use."""
         a, b = self.host(source), self.host(to)
         rate = self.inside if a == b else self.between
-        shared: tuple[Hashable, ...] = ()
+        shared, links = tuple[Hashable, ...](), tuple[LinkName, ...]()
         if a != b:
+            links = LinkName(a, 0, f"host {a} out"), LinkName(b, 1, f"host {b} in")
             shared = ("out", a), ("in", b)
             if rate.duplex < 2:
                 shared += (("both", a), ("both", b))
-        return Wire(rate.bandwidth, shared, rate.message, rate.latency)
+        return Wire(rate.bandwidth, shared, rate.message, rate.latency, links)
 
     @property
     def capacity(self) -> Mapping[Hashable, float]:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from os import PathLike
 from pathlib import Path
 
+from ..clock.links import LinkUse
 from ..clock.timeline import Event
 from ..jobs.job import Direction, PlanError
 from ..jobs.user_values import is_count, shown
@@ -28,7 +29,7 @@ class Diagram:
     title: the heading of the picture.
     release: the direction after which a stage's activations are freed.
     unit: the unit of the times. Seconds ("s") are shown as ms or µs if they are short.
-    details: details of a plan, for its HTML page.
+    details: details of a plan, and links: of a simulated network, for the HTML page.
     """
 
     bars: Bars
@@ -36,6 +37,7 @@ class Diagram:
     release: Direction = BACKWARD
     unit: str = ""
     details: Details | None = None
+    links: tuple[LinkUse, ...] = ()
 
     def svg(self) -> str:
         """An SVG picture of at most a few MB.
@@ -50,10 +52,10 @@ class Diagram:
         """An HTML page with zoom, details of each job, and each worker's memory.
 
         The page needs no network. For a plan it also shows the stages, and bytes by
-        link.
+        link; for a simulated Network or Link, when its links are busy.
         """
         placed = self.bars, *self._heading, self._clock, self.release
-        return page.render(*placed, self.details)
+        return page.render(*placed, self.details, self.links)
 
     def text(self, width: int | None = None, color: bool = False) -> str:
         """The picture as lines of text.

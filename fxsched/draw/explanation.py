@@ -10,6 +10,7 @@ import networkx as nx
 from ..accounts.times import Times
 from ..clock.arrivals import ahead_text
 from ..clock.jobs import Jobs
+from ..clock.links import LinkUse
 from ..clock.stage_graph import run_stages, step_seconds
 from ..clock.timeline import Timeline
 from ..ir.parts import WeightCut
@@ -28,9 +29,10 @@ from .plan_tables import (
     wrapped,
 )
 from .shard_table import ShardCosts, shard_costs_text
-from .tables import byte_text, module_text, ranges, shorten, table
+from .tables import byte_text, link_table, module_text, ranges, shorten, table
 from .whole_stages import whole_stage, whole_stages
 
+FULL = 0.9  # of a step; a link that is busy for longer is named
 APART = "keep rows apart, by GroupNorm or batch_norm='microbatch' for BatchNorm"
 
 
@@ -52,6 +54,7 @@ def explain_text(
     are cut into shards, and costs: what these save.
     """
     whole = whole_stages(stages)
+    links = times.find_links()
     return "\n\n".join(
         (
             schedule_text(schedule, stages),
@@ -61,9 +64,10 @@ def explain_text(
             *_corrections(schedule, stages),
             table("worker|stages|busy|memory", load_rows(schedule, times, memory)),
             *memory_tables(memory),
+            *link_table(links, times.end),
             *cut_table(cuts),
             *(shard_costs_text(costs) if costs else ()),
-            _limits(schedule, stages, planned, times),
+            _limits(schedule, stages, planned, times, links),
         )
     )
 
@@ -142,9 +146,14 @@ def _arrivals(schedule: Schedule) -> tuple[str, ...]:
 
 
 def _limits(
-    schedule: Schedule, stages: nx.DiGraph[int], planned: Timeline, times: Times
+    schedule: Schedule,
+    stages: nx.DiGraph[int],
+    planned: Timeline,
+    times: Times,
+    links: Sequence[LinkUse],
 ) -> str:
-    """Predicted time, bubble, and the largest of what keeps workers from working."""
+    """Predicted time, bubble, the largest of what keeps workers from working, and the
+    busiest link if it is busy nearly all the time."""
     near = stages.copy()
     for edge in near.edges:
         near.edges[edge]["seconds"] = 0.0
@@ -178,9 +187,19 @@ def _limits(
             "idle: "
             + ", ".join(f"{what} {100 * t / step:.1f} %" for what, t in lost.items()),
             limit,
+            *_busy_link(links, step),
         ),
         EXPLAINED,
     )
+
+
+def _busy_link(links: Sequence[LinkUse], step: float) -> Iterator[str]:
+    use = max(links, key=lambda use: use.seconds, default=None)
+    if use is not None and use.seconds > FULL * step:
+        yield (
+            f"the link '{use.name}' is busy {100 * use.seconds / step:.1f} % of the "
+            "step: send fewer bytes on it, or use a faster network"
+        )
 
 
 def _waiting(stages: nx.DiGraph[int]) -> str:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Sequence
 from html import escape
 from importlib.resources import files
 
+from ..clock.links import LinkUse
 from ..jobs.job import Direction
 from .palette import Clock, hexadecimal, palette
-from .plan_page import Details, sections
+from .plan_page import Details, link_section, sections
 from .timeline_arrays import LETTERS, Array, Bars, bytes_held, held
 
 HELD = (
@@ -24,12 +26,13 @@ def render(
     clock: Clock,
     release: Direction,
     details: Details | None = None,
+    links: Sequence[LinkUse] = (),
 ) -> str:
     """The text of a page that needs no network.
 
     Its <script id="data"> is JSON: columns of jobs, sorted by worker and start, and
     what each worker holds over time. The microbatch of those on all rows is `joint`.
-    details: of a plan, which are shown too.
+    details: of a plan, which are shown too. links: of a simulated network.
     """
     shown = max([2, *bars.directions]) + 1  # U only where it is
     colours = palette(bars.microbatches, bars.meets)[:, :shown]
@@ -62,10 +65,11 @@ def render(
         ],
     }
     text = json.dumps(data, separators=(",", ":"), ensure_ascii=False)
+    below = HELD.format(release) if details is None else sections(details)
     parts = {
         "title": escape(title or "timeline"),
         "data": text.replace("<", "\\u003c"),
-        "sections": HELD.format(release) if details is None else sections(details),
+        "sections": f"{below}\n{link_section(links, bars.span, clock)}",
     }
     template = files(__package__).joinpath("page.html").read_text(encoding="utf-8")
     return re.sub(r"@(title|data|sections)@", lambda match: parts[match[1]], template)

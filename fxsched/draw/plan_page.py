@@ -1,4 +1,4 @@
-"""What a plan's page shows below its timeline: its stages, and bytes by link."""
+"""What a page shows below its timeline: a plan's stages and bytes; the use of links."""
 
 from __future__ import annotations
 
@@ -7,10 +7,12 @@ from html import escape
 from typing import TYPE_CHECKING, NamedTuple
 
 import networkx as nx
+import numpy as np
 
-from .palette import hexadecimal, palette
+from ..clock.links import LinkUse
+from .palette import Clock, hexadecimal, palette
 from .svg_layout import document, group, tag
-from .tables import byte_text, cut_names, html_table
+from .tables import ROWS, byte_text, cut_names, html_table, link_rows
 
 if TYPE_CHECKING:  # it needs torch, and pictures don't
     from ..accounts.held import During
@@ -18,6 +20,7 @@ if TYPE_CHECKING:  # it needs torch, and pictures don't
 BOX, HEIGHT, ACROSS, DOWN, EDGE, LANE = 168, 66, 84, 22, 16, 18  # pixels
 LETTERS = 25  # of a line in a box
 LARGEST = ("from", "to", "bytes")
+COLUMNS, LEVELS = 1000, 4  # of a link's picture, and its shades
 MOST = 12  # workers in a square table of links; of more, the largest links are listed
 
 
@@ -161,3 +164,39 @@ def _links(sent: Mapping[tuple[int, int], int], workers: int) -> str:
         return html_table(["from, to", *map(str, every)], rows)
     largest = sorted(text, key=lambda pair: -sent[pair])[:MOST]
     return html_table(LARGEST, [[*pair, text[pair]] for pair in largest])
+
+
+def link_section(links: Sequence[LinkUse], step: float, clock: Clock) -> str:
+    """HTML of the links of a network, and when they are busy; nothing without links."""
+    if not links:
+        return ""
+    names = "link", "bytes", "busy", f"when it is busy, from 0 to {clock.text(step)}"
+    rows = [[tag("th", name) for name in names]]
+    for use, size, share in link_rows(links, step)[:ROWS]:
+        hint = f"{use.name}: {size}, busy {share} of the step"
+        cells = use.name, size, share, _strip(use, step, hint)
+        rows.append([tag("td", cell) for cell in cells])
+    table = "\n".join(tag("tr", "".join(row)) for row in rows)
+    some = f": the {ROWS} busiest of {len(links)} links" * (len(links) > ROWS)
+    return (
+        f"<h2>Use of the network{some}</h2>\n"
+        f'<div class="wide"><table id="network">{table}</table></div>'
+    )
+
+
+def _strip(use: LinkUse, step: float, hint: str) -> str:
+    """When a link is busy, as SVG: a column is as dark as the link is busy in it."""
+    times = np.array(use.busy)
+    busy = np.repeat(np.cumsum(times[:, 1] - times[:, 0]), 2)
+    until = np.concatenate(([0.0], busy[:-1]))  # each start and end
+    spent = np.interp(np.linspace(0, step, COLUMNS + 1), times.ravel(), until)
+    shade = np.ceil(LEVELS * COLUMNS / step * np.diff(spent) - 1e-6)
+    first = np.flatnonzero(np.diff(shade, prepend=-1.0))
+    runs = zip(first.tolist(), np.diff(first, append=COLUMNS).tolist(), strict=True)
+    parts = (
+        tag("rect", x=x, width=wide, height=1, opacity=shade[x] / LEVELS)
+        for x, wide in runs
+        if shade[x]
+    )
+    box = {"viewBox": f"0 0 {COLUMNS} 1", "preserveAspectRatio": "none"}
+    return tag("svg", "".join((tag("title", hint), *parts)), role="img", **box)

@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING
 
 from tabulate import tabulate
 
+from ..clock.links import LinkUse
+
 if TYPE_CHECKING:  # it needs torch, and tables don't
     from ..accounts.workers import Worker
 
@@ -134,6 +136,21 @@ def worker_table(workers: Sequence[Worker], latency: float) -> str:
         "updates|renewed"
     )
     return table(headers, rows, "r")
+
+
+def link_rows(links: Sequence[LinkUse], step: float) -> list[tuple[LinkUse, str, str]]:
+    """Links with their bytes and the share of the step in which they are busy; of more
+    than ROWS, the busiest first."""
+    if len(links) > ROWS:
+        links = sorted(links, key=lambda use: -use.seconds)
+    share = 100 / (step or 1.0)
+    return [(u, byte_text(u.bytes), f"{share * u.seconds:.1f} %") for u in links]
+
+
+def link_table(links: Sequence[LinkUse], step: float) -> tuple[str, ...]:
+    """A table of links; nothing if there are none."""
+    rows = [(use.name, *cells) for use, *cells in link_rows(links, step)]
+    return (first_rows("link|bytes|busy", rows),) if rows else ()
 
 
 def ranges(numbers: Sequence[int]) -> str:

@@ -222,7 +222,7 @@ class Plan:
     def _times(self) -> Times:
         """When jobs run, and when the step ends, as predicted."""
         simulated = self.simulate()
-        return Times(simulated.timeline, simulated.latency)
+        return Times(simulated.timeline, simulated.latency, simulated.find_links)
 
     @property
     def _memory(self) -> WorkerMemory:
@@ -296,8 +296,10 @@ class Plan:
         """Describes what each stage and worker costs, and what limits the step.
 
         For each stage: its workers, work, memory, and what one microbatch sends. For
-        each worker: what it runs and holds. With shards, a comparison with a plan
-        without shards, which this method makes. Lines have at most 100 columns.
+        each worker: what it runs and holds. On a network, for each link: its bytes, and
+        the share of the step in which a message is on it. With shards, a comparison
+        with a plan without shards, which this method makes. Lines have at most 100
+        columns.
         """
         return explain_text(
             self.schedule,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import TYPE_CHECKING
 
@@ -12,6 +12,7 @@ import numpy as np
 
 from ..clock.event_loop import run_jobs
 from ..clock.joint import fit_joint, out_of_order
+from ..clock.links import FindLinks, LinkUse
 from ..clock.memory import Peaks
 from ..clock.messages import need_no_step, run_messages
 from ..clock.network import Transfer, Wires, check_edges, check_transfer, delays
@@ -45,6 +46,7 @@ class Simulation:
     make: a function that makes `step`.
     state: bytes of the optimizer's state, by position of the parameter; None for the
         bytes that the stages have.
+    find_links: a function that makes `links`.
     """
 
     schedule: Schedule
@@ -53,6 +55,18 @@ class Simulation:
     timeline: Timeline
     make: Callable[[], Step] = field(repr=False)
     state: Mapping[int, int] | None = None
+    find_links: FindLinks = field(default=tuple, repr=False)
+
+    @cached_property
+    def links(self) -> tuple[LinkUse, ...]:
+        """The use of each link that moves messages: its `name`, the `bytes` of these
+        messages, and `busy`, the starts and ends of the times in which a message is on
+        the link. Messages that take no time aren't counted.
+
+        On a Network each host has two links, "host 0 out" and "host 0 in"; on a Link
+        each pair of workers has one. Empty for any other `transfer`.
+        """
+        return self.find_links()
 
     @cached_property
     def step(self) -> Step:
@@ -120,16 +134,21 @@ class Simulation:
         """
         release, step = self.schedule.release, (0.0, self.latency)
         workers, title = self.schedule.workers, str(self.schedule)
-        return draw(self.timeline, workers, title, release, unit, step)
+        drawn = draw(self.timeline, workers, title, release, unit, step)
+        return replace(drawn, links=self.links)
 
     def table(self) -> str:
-        """A line about the step, and a table of workers; equal workers share a row."""
+        """A line about the step, and a table of workers; equal workers share a row. On
+        a Network or Link, a table of links too."""
         count = counted(len(set(map(whole_stage, self.stages))), "stage")
         line = (
             f"{self.schedule}, {count}: step {self.latency:.4g}, "
             f"bubble {100 * self.bubble_rate:.1f} %"
         )
-        return f"{line}\n\n{tables.worker_table(self.workers, self.latency)}"
+        links = tables.link_table(self.links, self.latency)
+        return "\n\n".join(
+            (line, tables.worker_table(self.workers, self.latency), *links)
+        )
 
     def __str__(self) -> str:
         return self.table()
@@ -229,10 +248,11 @@ def _run(
     if prefetch is not None or (on_wires and not need_no_step(schedule, jobs, stages)):
         asked = prefetch is not None  # the jobs keep this order
         return simulate_step(schedule, stages, step(), seconds, transfer, asked)
-    ran = timeline
+    ran, find_links = timeline, Simulation.find_links  # which finds none
     if isinstance(transfer, Wires):
-        ran = run_messages(schedule, stages, timeline, seconds, transfer)
-    return Simulation(schedule, stages, max(ran.end, default=0.0), ran, step)
+        ran, find_links = run_messages(schedule, stages, timeline, seconds, transfer)
+    end = max(ran.end, default=0.0)
+    return Simulation(schedule, stages, end, ran, step, find_links=find_links)
 
 
 def simulate_step(
@@ -247,8 +267,9 @@ def simulate_step(
     """Simulates a step whose jobs have a given order; see accounts.times."""
     from ..accounts.times import step_times
 
-    timeline, end = step_times(step, stages, seconds, transfer, parameters)
-    return Simulation(schedule, stages, end, timeline, lambda: step, state)
+    ran = step_times(step, stages, seconds, transfer, parameters)
+    found = schedule, stages, ran.end, ran.timeline, lambda: step, state
+    return Simulation(*found, ran.find_links)
 
 
 def _mark_joint(stages: nx.DiGraph[int], joint: object) -> None:

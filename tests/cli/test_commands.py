@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from fxsched import schedules
+from fxsched import Network, Rate, schedules
 from fxsched.cli import compare_plans
 from fxsched.cli import main as cli
 from fxsched.schedules import LIBRARY, STALE
@@ -246,6 +246,22 @@ def test_fetching_ahead_shortens_a_step(capsys: pytest.CaptureFixture[str]) -> N
         text = output(f"{command} {ahead}", capsys)
         steps.append(float(re.findall(r"step ([\d.]+),", text)[0]))
     assert steps[1] < steps[0]
+
+
+def test_simulate_says_how_busy_links_are(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Of many links, those of the busiest."""
+    file, page = tmp_path / "net.json", tmp_path / "step.html"
+    Network([[0], [1]], Rate(4.0), Rate(4.0)).save(file)
+    command = "simulate --no-text --schedule gpipe --message-bytes 2 --workers"
+    text = output(f"{command} 2 --network {file} --html {page}", capsys)
+    assert re.search(r"^link +bytes +busy\n.*\nhost 0 out +8 B +12.5 %$", text, re.M)
+    assert '<table id="network">' in page.read_text()
+    text = output(f"{command} 16 --bandwidth 4 --html {page}", capsys)
+    assert text.count("\nworker ") == 16
+    assert "and 14 more" in text
+    assert "the 16 busiest of 30 links" in page.read_text()
 
 
 def test_pictures_are_written(

@@ -73,7 +73,7 @@ def networks(draw: Draw, workers: int) -> list[Link | Network]:
 
 def times(found: Simulation) -> tuple[Any, ...]:
     ran = found.timeline
-    return found.latency, ran.order, ran.start, ran.end
+    return found.latency, ran.order, ran.start, ran.end, found.links
 
 
 CASES: dict[str, Callable[[Draw], Schedule]] = {
@@ -104,6 +104,45 @@ def test_no_step_is_made_where_nothing_is_fetched(
     monkeypatch.delattr(paper, "paper_step")
     for each in networks(Draw(0), schedule.workers):
         assert fxsched.simulate(schedule, stages, None, each).latency > 0
+
+
+def test_a_link_is_busy_from_the_first_byte_to_the_last() -> None:
+    """What 0F1 sends leaves after what 0F0 sends; the latency is after both."""
+    stages = nx.path_graph(2, nx.DiGraph)
+    stages.edges[0, 1]["bytes"] = 8.0
+    schedule = schedules.gpipe(workers=2, microbatches=2)
+
+    def links(transfer: Link | Network | float) -> list[tuple[object, ...]]:
+        times = {"F": 1, "B": 1}
+        return [*map(tuple, fxsched.simulate(schedule, stages, times, transfer).links)]
+
+    apart = Network([[0], [1]], Rate(9.0), Rate(4.0, latency=1.0, message=0.5))
+    there, back = ((1.5, 3.5), (4.0, 6.0)), ((9.5, 11.5), (12.0, 14.0))
+    assert links(apart) == [
+        ("host 0 out", 16.0, there),
+        ("host 0 in", 16.0, back),
+        ("host 1 out", 16.0, back),
+        ("host 1 in", 16.0, there),
+    ]
+    assert links(Link(4.0, latency=1.0)) == [
+        ("worker 0 to worker 1", 16.0, ((1.0, 5.0),)),
+        ("worker 1 to worker 0", 16.0, ((8.0, 12.0),)),
+    ]
+    assert links(1.0) == links(Network([[0, 1]], Rate(1.0), Rate(1.0))) == []
+
+
+def test_a_link_that_messages_share_is_busy_once() -> None:
+    stages: nx.DiGraph[int] = nx.DiGraph()
+    stages.add_edges_from([(0, 2), (1, 2)], bytes=8.0)
+    places = [0, 1, 2]
+    schedule = Schedule(
+        3, 1, 3, w=lambda s, b, d: (places[s],) * 2, n=lambda s, b, d: s
+    )
+    network = Network([[0, 1], [2]], Rate(9.0), Rate(4.0))
+    times = {"F": 1, "B": 1}
+    first = fxsched.simulate(schedule, stages, times, network).links[0]
+    assert first == ("host 0 out", 16.0, ((1.0, 5.0),))
+    assert first.seconds == 4.0
 
 
 @pytest.mark.parametrize("tied", [False, True])

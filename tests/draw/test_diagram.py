@@ -11,10 +11,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import networkx as nx
 import numpy as np
 import pytest
 
-from fxsched import Direction, Job, PlanError, Schedule, schedules, simulate
+from fxsched import Direction, Job, Link, PlanError, Schedule, schedules, simulate
 from fxsched.clock.timeline import Event
 from fxsched.draw.diagram import Diagram, draw
 from fxsched.draw.palette import clock, palette, ticks
@@ -441,3 +442,11 @@ def test_a_simulation_s_diagram_says_what_its_table_says() -> None:
     assert diagram.bars.span == simulation.latency
     assert diagram.bars.bubble == pytest.approx(simulation.bubble_rate)
     assert diagram.release is simulation.schedule.release
+
+
+def test_a_page_shows_links_whose_messages_take_no_time_to_speak_of() -> None:
+    stages = nx.path_graph(2, nx.DiGraph)
+    stages.edges[0, 1]["bytes"] = 8.0
+    found = simulate(schedules.gpipe(2, 2), stages, {"F": 1, "B": 1}, Link(1e30))
+    page = found.diagram().html()
+    assert "<title>worker 0 to worker 1: 16 B, busy 0.0 % of the step</title>" in page

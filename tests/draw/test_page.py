@@ -43,7 +43,9 @@ def plan() -> Plan:
     model = TwoTower(TwoTowerConfig(vocabulary=64, width=16, layers=2))
     code, doc = torch.randint(1, 64, (8, 12)), torch.randint(1, 64, (8, 6))
     schedule = schedules.graph(workers=2, microbatches=4)
-    return fxsched.plan(model, schedule, code, doc, torch.arange(8) % 2.0)
+    inputs, rate = (code, doc, torch.arange(8) % 2.0), fxsched.Rate(1e8, 1e-5)
+    network = fxsched.Network([[0], [1]], rate, rate)
+    return fxsched.plan(model, schedule, *inputs, network=network)
 
 
 @pytest.fixture(scope="module")
@@ -142,6 +144,15 @@ def test_stages_memory_and_links_are_the_plan_s(page: Chrome, plan: Plan) -> Non
     assert [len(row.find_elements(By.XPATH, "*")) for row in rows] == [3, 3, 3]
     peaks = [peak.at_once.total for peak in plan.memory]
     assert run(page, "peaks") == pytest.approx(peaks)
+    painted = (
+        "[...document.querySelectorAll('#network svg')].map(strip => "
+        "[...strip.querySelectorAll('rect')].reduce((sum, rect) => "
+        "sum + rect.getBBox().width * rect.getAttribute('opacity') / 1000, 0))"
+    )
+    found = plan.simulate()
+    busy = [link.seconds / found.latency for link in found.links]
+    assert run(page, painted) == pytest.approx(busy, abs=0.01)
+    assert len(busy) == 4
 
 
 def test_no_edge_or_text_of_the_stages_is_covered(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ from torch import Tensor, nn
 
 import fxsched
 from fxsched import PlanError, schedules
+from fxsched.draw.tables import byte_text
 
 LOCAL = fxsched.Rate(2e9, 5e-5)
 
@@ -64,6 +66,21 @@ def test_the_predicted_step_is_that_on_the_network() -> None:
     assert plan.simulate().latency == plan.simulate(transfer=network).latency
     assert plan.simulate().latency > plan.simulate(transfer=0.0).latency
     assert f"step: {plan.simulate().latency * 1e3:.4g} ms" in plan.line
+
+
+def test_a_plan_says_how_busy_links_are() -> None:
+    slow, fast = (planned(network=between(rate)) for rate in (1, 100_000))
+    sent, found = crossing(slow), slow.simulate()
+    out, back = found.links[0], found.links[1]
+    assert (out.name, back.name) == ("host 0 out", "host 0 in")
+    assert out.bytes == back.bytes == 4 * sent
+    share = f"{100 * out.seconds / found.latency:.1f} %"
+    assert f"\nhost 0 out  {byte_text(out.bytes)}" in slow.explain()
+    assert share in slow.explain()
+    assert "is busy" not in fast.explain()
+    ddp = fxsched.plan(Shrinking(), schedules.ddp(2, 4), X, network=between(1))
+    assert re.search(r"the link 'host . \S+' is busy 9", ddp.explain())
+    assert "link" not in planned().explain()
 
 
 def test_a_link_and_a_file_are_networks_too(tmp_path: Path) -> None:
