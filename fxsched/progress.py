@@ -8,7 +8,6 @@ as they do any module's.
 from __future__ import annotations
 
 import logging
-import os
 import sys
 import threading
 import time
@@ -19,6 +18,7 @@ from torch import fx
 from tqdm import tqdm
 
 from .ir.step import Step
+from .transport.world import own_rank
 
 LOG = logging.getLogger("fxsched")
 PATIENCE = 2.0  # seconds before it is said
@@ -42,7 +42,7 @@ def tell(text: str, again: bool) -> None:
 
 class Progress:
     """How far what takes long is, from PATIENCE on: a bar on stderr, if that is a
-    terminal or a notebook's, which is gone when done; elsewhere lines, of rank 0.
+    terminal or a notebook's, which is gone when done; elsewhere lines. Of rank 0 alone.
 
     phase: what takes long. quiet: whether nothing is shown, as inside of another
     Progress of the same thread.
@@ -59,7 +59,7 @@ class Progress:
         bar = stream is not None and (notebook or stream.isatty())
         quiet = self.quiet or _shown.get() is not None
         self._token = _shown.set(self)
-        if not quiet and (bar or os.environ.get("RANK", "0") == "0"):
+        if not quiet and not own_rank():
             say = self._tick if bar else self._lines
             self._thread = threading.Thread(target=say, daemon=True)
             self._thread.start()

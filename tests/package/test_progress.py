@@ -139,9 +139,13 @@ def test_what_is_quick_has_none(
     assert stream.getvalue() == ""
 
 
-def test_other_ranks_than_0_print_no_line(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("stream", [Terminal(), io.StringIO()])
+def test_other_ranks_than_0_print_no_line(
+    stream: io.StringIO, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("RANK", "1")
-    monkeypatch.setattr(sys, "stderr", stream := io.StringIO())
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setattr(sys, "stderr", stream)
     monkeypatch.setattr(progress, "PATIENCE", 0.0)
     with progress.Progress() as planning:
         planning.at("assign_stages")
