@@ -115,10 +115,10 @@ def worker_table(workers: Sequence[Worker], latency: float) -> str:
     updated = any(record.updates for record in workers)
     renewed = any(record.weights_renewed for record in workers)
     for number, record in enumerate(workers):
+        size = "" if record.peak_bytes is None else f", {byte_text(record.peak_bytes)}"
         row = (
             f"{100 * record.busy / (latency or 1.0):.1f} %",
-            f"{record.peak_activations}",
-            "" if record.peak_bytes is None else byte_text(record.peak_bytes),
+            f"{record.peak_activations}{size}",
             f"{record.weights_held}",
             f"{record.weight_fetches}",
             f"{record.activations_received}",
@@ -130,8 +130,8 @@ def worker_table(workers: Sequence[Worker], latency: float) -> str:
         same.setdefault(row, []).append(number)
     rows = [(ranges(numbers), *row) for row, numbers in same.items()]
     headers = (
-        "workers|busy|activations|bytes|weights|fetches|received|sent|returned|"
-        "updates|renewed"
+        "workers|busy|activations|weights|fetches|received|sent|returned|updates|"
+        "renewed"
     )
     return table(headers, rows, "r")
 
