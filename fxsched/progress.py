@@ -52,7 +52,7 @@ class Progress:
         self.phase, self.quiet = phase, quiet
         self._done = threading.Event()
         self._thread: threading.Thread | None = None
-        self._name, self._began = "", time.perf_counter()
+        self.at("")
 
     def __enter__(self) -> Progress:
         stream, notebook = sys.stderr, "ipykernel" in sys.modules
@@ -76,9 +76,10 @@ class Progress:
         if self._thread is not None:
             self._thread.join()
 
-    def at(self, name: str) -> None:
-        """What is done from now on."""
+    def at(self, name: str, number: int = 0, of: int = 0) -> None:
+        """What is done from now on; number: which of so many things it is, from 1."""
         self._name, self._began = name, time.perf_counter()
+        self._share = f", {number} of {of}" * bool(of)
 
     def after(self, made: fx.GraphModule | Step) -> None:
         """Logs what the pass that has run made, for TORCH_LOGS="+fxsched"."""
@@ -87,7 +88,7 @@ class Progress:
             LOG.debug("after %s (%.2f s):\n%s", self._name, seconds, _text(made))
 
     def __str__(self) -> str:
-        return f"{self.phase}: {self._name}" if self._name else self.phase
+        return f"{self.phase}: {self._name}{self._share}" if self._name else self.phase
 
     def _lines(self) -> None:
         seconds = PATIENCE
