@@ -15,7 +15,7 @@ from ..clock.joint import joint_stages
 from ..clock.network import Transfer
 from ..draw import tables
 from ..draw.palette import Clock, clock
-from ..draw.whole_stages import whole_stage
+from ..draw.whole_stages import MEET, stage_count
 from ..jobs.job import PlanError
 from ..jobs.own_caps import OwnCaps
 from ..jobs.schedule import Schedule
@@ -220,6 +220,7 @@ class Comparison:
         step, span = (f"{name} {time.unit}".strip() for name in ("step", "span"))
         headers = f"schedule|stages|{step}|{span}|bubble|{memory}|note"
         parts = [line, tables.table(headers, cells, "lrrrrrl", tables.WIDTH)]
+        parts += [MEET] * any("*" in row[1] for row in cells)
         shown = {row.candidate.name for row in self.rows}
         for said, names in (
             (
@@ -248,7 +249,7 @@ class Comparison:
         write = tables.byte_text if self.costs.bytes else "{:.4g}".format
         return (
             _title(row.candidate),
-            f"{len(set(map(whole_stage, row.candidate.stages)))}",
+            stage_count(row.simulation.stages),
             time.cell(step.latency),
             "" if latency else time.cell(step.span),
             f"{100 * bubble:.1f} %",

@@ -14,6 +14,7 @@ import pytest
 from fxsched import schedules
 from fxsched.cli import compare_plans
 from fxsched.cli import main as cli
+from fxsched.draw.whole_stages import MEET
 from fxsched.schedules import LIBRARY, STALE
 from fxsched.tuner import candidate_comparison
 
@@ -318,9 +319,11 @@ def test_compare_explains_the_stars_of_global_batch_stages(
         "    return model, (torch.randn(8, 4),)\n"
     )
     cli.main(f"compare --schedules gpipe --workers 2 --model {file}:make".split())
-    text = capsys.readouterr().out
-    assert re.search(r"^gpipe +\S.*\*", text, re.M)
-    assert f"\n\n{compare_plans.MEET}" in text
+    compared = capsys.readouterr().out
+    cli.main(f"search --workers 2 --effort 0.01 --model {file}:make".split())
+    for text in (compared, capsys.readouterr().out):
+        assert re.search(r"^gpipe +(1 \+ )?\d\* ", text, re.M)
+        assert f"\n\n{MEET}" in text
 
 
 @pytest.mark.parametrize(
