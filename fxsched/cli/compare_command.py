@@ -97,10 +97,12 @@ def lineup(schedules: Mapping[str, str | Schedule], options: Mapping[str, Any]) 
             "other --workers or --microbatches"
         )
     entries.sort(key=lambda entry: (entry.free, entry.simulation.latency))
-    table = tables.table(HEADERS, [e.cells for e in entries], "lr")
+    cells, width = [e.cells for e in entries], tables.columns(tables.WIDE)
+    table = tables.table(HEADERS, cells, "lr", width, wrap=True)
     notes = [FREE] * any(entry.free for entry in entries)
     notes += [MEET] * any("*" in entry.cells[1] for entry in entries)
-    return "\n\n".join((_title(numbers), table, *notes, "\n".join(lines))).strip()
+    parts = _title(numbers), table, *notes, tables.wrapped(lines, width)
+    return "\n\n".join(parts).strip()
 
 
 def _entry(

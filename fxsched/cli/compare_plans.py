@@ -79,11 +79,13 @@ def model_lineup(
     compared.sort(key=lambda row: row.step)
     time = clock(compared[0].step, "s")
     rows = [row.cells(time) for row in compared]
-    table = tables.table(HEADERS.format(time.unit), rows, "lr")
+    width = tables.columns(tables.WIDE)
+    table = tables.table(HEADERS.format(time.unit), rows, "lr", width, wrap=True)
     workers, microbatches = numbers["workers"], numbers["microbatches"]
     title = f"{workers} workers, {microbatches} microbatches, {model}"
     meet = [MEET] * any("*" in row[1] for row in rows)
-    return "\n\n".join((title, table, *meet, "\n".join(lines))).strip()
+    said = tables.wrapped(lines, width)
+    return "\n\n".join((title, table, *meet, said)).strip()
 
 
 def _compared(name: str, made: Plan) -> ComparedPlan:

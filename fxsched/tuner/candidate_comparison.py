@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import textwrap
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from random import Random
@@ -219,7 +218,8 @@ class Comparison:
         memory = "memory" if self.costs.bytes else "activations"
         step, span = (f"{name} {time.unit}".strip() for name in ("step", "span"))
         headers = f"schedule|stages|{step}|{span}|bubble|{memory}|note"
-        parts = [line, tables.table(headers, cells, "lrrrrrl", tables.WIDTH)]
+        width = tables.columns()
+        parts = [line, tables.table(headers, cells, "lrrrrrl", width, wrap=True)]
         parts += [MEET] * any("*" in row[1] for row in cells)
         shown = {row.candidate.name for row in self.rows}
         for said, names in (
@@ -235,7 +235,7 @@ class Comparison:
         ):
             if names:
                 out = f"{said}: {', '.join(dict.fromkeys(names))}"
-                parts.append("\n".join(textwrap.wrap(out, tables.WIDTH)))
+                parts.append(tables.wrapped([out]))
         return "\n\n".join(parts)
 
     def _sorted(self) -> list[Row]:
