@@ -447,6 +447,8 @@ def test_commands_agree_on_a_step(
     found = row(name, table) if name != "fsdp" else row("* fsdp", table)
     text = output(f"simulate --schedule {name} {size} --no-text", capsys)
     assert f"step {found[2]}," in text
+    halves = "the 8 stages here takes 0.5 of them" in " ".join(text.split())
+    assert halves is (found[1] == "8")
 
 
 def test_plan_prints_stages_workers_and_what_limits_the_step(
