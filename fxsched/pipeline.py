@@ -50,6 +50,7 @@ GRAPH_PASSES = (  # rewrite the model's graph; what they find out is in its fact
 )
 AFTER_SHARDS = GRAPH_PASSES.index(shard_stages) + 1
 STEP_PASSES = (order_jobs, *ORDERED)  # fill in the step of all workers
+PARTS = 1 + len(GRAPH_PASSES) + len(STEP_PASSES)  # of planning; the first is the trace
 
 
 class StageGraph(NamedTuple):
@@ -82,8 +83,8 @@ def cut_stages(
         if of_node(node).get("role") in (Role.BATCH, Role.SHARED)
     )
     arithmetic = describe_arithmetic(gm, request, passes)
-    for rewrite in GRAPH_PASSES:
-        progress.at(rewrite.__name__)
+    for number, rewrite in enumerate(GRAPH_PASSES, 2):
+        progress.at(rewrite.__name__, number, PARTS)
         gm = rewrite(gm, request)
         progress.after(gm)
         request = replace(request, schedule=facts(gm).schedule or request.schedule)
@@ -117,8 +118,8 @@ def make_plan(
     schedule = facts(gm).schedule or request.schedule
     request = replace(request, schedule=fit_joint(schedule, facts(gm).stages))
     step = Step(gm)
-    for fill in STEP_PASSES:
-        progress.at(fill.__name__)
+    for number, fill in enumerate(STEP_PASSES, 2 + len(GRAPH_PASSES)):
+        progress.at(fill.__name__, number, PARTS)
         step = fill(step, request)
         progress.after(step)
 

@@ -40,7 +40,7 @@ from .params.updates import StageOptimizers, positions_of
 from .passes.model_passes import run_model_passes
 from .passes.partition import assign_stages
 from .passes.users import Pass, pass_name
-from .pipeline import StageGraph, cut_stages, make_plan
+from .pipeline import PARTS, StageGraph, cut_stages, make_plan
 from .placement.kinds import Kind
 from .placement.row_warnings import RowWatch
 from .placement.weighted_loss import reduction_of
@@ -228,7 +228,7 @@ def _traces(
     progress: Progress,
 ) -> Traces:
     """What a plan is made from, but for the order of jobs."""
-    progress.at("trace")
+    progress.at("trace", 1, PARTS)
     traced = _traced(gm, args, batch, request, options)
     exact = request.loss_reduction == "exact"
     count = len(args)

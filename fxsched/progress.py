@@ -8,7 +8,6 @@ as they do any module's.
 from __future__ import annotations
 
 import logging
-import os
 import sys
 import threading
 import time
@@ -19,6 +18,7 @@ from torch import fx
 from tqdm import tqdm
 
 from .ir.step import Step
+from .transport.world import own_rank
 
 LOG = logging.getLogger("fxsched")
 PATIENCE = 2.0  # seconds before it is said
@@ -42,7 +42,7 @@ def tell(text: str, again: bool) -> None:
 
 class Progress:
     """How far what takes long is, from PATIENCE on: a bar on stderr, if that is a
-    terminal or a notebook's, which is gone when done; elsewhere lines, of rank 0.
+    terminal or a notebook's, which is gone when done; elsewhere lines. Of rank 0 alone.
 
     phase: what takes long. quiet: whether nothing is shown, as inside of another
     Progress of the same thread.
@@ -52,14 +52,14 @@ class Progress:
         self.phase, self.quiet = phase, quiet
         self._done = threading.Event()
         self._thread: threading.Thread | None = None
-        self._name, self._began = "", time.perf_counter()
+        self.at("")
 
     def __enter__(self) -> Progress:
         stream, notebook = sys.stderr, "ipykernel" in sys.modules
         bar = stream is not None and (notebook or stream.isatty())
         quiet = self.quiet or _shown.get() is not None
         self._token = _shown.set(self)
-        if not quiet and (bar or os.environ.get("RANK", "0") == "0"):
+        if not quiet and not own_rank():
             say = self._tick if bar else self._lines
             self._thread = threading.Thread(target=say, daemon=True)
             self._thread.start()
@@ -76,9 +76,10 @@ class Progress:
         if self._thread is not None:
             self._thread.join()
 
-    def at(self, name: str) -> None:
-        """What is done from now on."""
+    def at(self, name: str, number: int = 0, of: int = 0) -> None:
+        """What is done from now on; number: which of so many things it is, from 1."""
         self._name, self._began = name, time.perf_counter()
+        self._share = f", {number} of {of}" * bool(of)
 
     def after(self, made: fx.GraphModule | Step) -> None:
         """Logs what the pass that has run made, for TORCH_LOGS="+fxsched"."""
@@ -87,7 +88,7 @@ class Progress:
             LOG.debug("after %s (%.2f s):\n%s", self._name, seconds, _text(made))
 
     def __str__(self) -> str:
-        return f"{self.phase}: {self._name}" if self._name else self.phase
+        return f"{self.phase}: {self._name}{self._share}" if self._name else self.phase
 
     def _lines(self) -> None:
         seconds = PATIENCE

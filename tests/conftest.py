@@ -14,6 +14,7 @@ from tabulate import tabulate
 from tests import traced_once
 
 os.environ.setdefault("FXSCHED_CACHE", "")  # each run makes its own plans
+os.environ["COLUMNS"] = "100"  # as where no terminal is; pytest-xdist has 80
 GOLDEN = Path(__file__).parent / "golden"
 
 

@@ -155,7 +155,7 @@ def refused(node: fx.Node) -> Iterator[None]:
         lines = [user_line(n.meta.get("stack_trace")) for n in (*opened[:1], node)]
         made = str(lines[0]) if lines[0] != lines[-1] else ""
         raise PlanError(
-            f"{name_of(node.target)} cannot be planned{where_of(node)} "
+            f"the operation {name_of(node.target)} cannot be planned{where_of(node)} "
             f"({why_of(error, made)}); write it with other torch operations, "
             "or compute it outside the compiled model"
         ) from error

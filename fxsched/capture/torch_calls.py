@@ -184,7 +184,9 @@ class TorchCalls(TorchFunctionMode):
         if id(operand) in self._places and not asked:
             raise PlanError(
                 "the model goes through the batch row by row, which can't be cut into "
-                "microbatches; compute with the whole batch at once"
+                "microbatches; compute with the whole batch at once, or call that part "
+                "in eager PyTorch, and pass its result to the compiled rest of the "
+                "model"
             )
         if isinstance(operand, FakeTensor):
             return

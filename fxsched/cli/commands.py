@@ -54,9 +54,7 @@ def simulate(schedule: str | Schedule, **options: Any) -> None:
             f"--update: {chosen.name} has no updates; give --update-every too"
         )
     whole = schedule.workers if isinstance(schedule, Schedule) else options["workers"]
-    count = options["stages"] or whole or WORKERS
-    size = count / (chosen.stages or count)
-    simulate_options.show(simulate_options.simulate(chosen, options, size), options)
+    simulate_options.show(chosen, options, options["stages"] or whole or WORKERS)
 
 
 @click.command(cls=ModelCommand)

@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 from ..draw import tables
-from ..draw.whole_stages import whole_stage
+from ..draw.whole_stages import MEET, stage_count
 from ..jobs.job import PlanError
 from ..jobs.schedule import Schedule
 from ..simulator.simulate import Simulation
@@ -48,7 +48,7 @@ class ComparedSchedule(NamedTuple):
         sent = sum(w.activations_sent + w.gradients_returned for w in workers)
         return (
             f"{'* ' if self.free else ''}{self.name}",
-            f"{len(set(map(whole_stage, simulation.stages)))}",
+            stage_count(simulation.stages),
             f"{simulation.latency:.4g}",
             f"{100 * simulation.bubble_rate:.1f} %",
             f"{100 * simulation.span_bubble_rate:.1f} %",
@@ -97,9 +97,12 @@ def lineup(schedules: Mapping[str, str | Schedule], options: Mapping[str, Any]) 
             "other --workers or --microbatches"
         )
     entries.sort(key=lambda entry: (entry.free, entry.simulation.latency))
-    table = tables.table(HEADERS, [e.cells for e in entries], "lr")
-    notes = [FREE] if any(entry.free for entry in entries) else []
-    return "\n\n".join((_title(numbers), table, *notes, "\n".join(lines))).strip()
+    cells, width = [e.cells for e in entries], tables.columns(tables.WIDE)
+    table = tables.table(HEADERS, cells, "lr", width, wrap=True)
+    notes = [FREE] * any(entry.free for entry in entries)
+    notes += [MEET] * any("*" in entry.cells[1] for entry in entries)
+    parts = _title(numbers), table, *notes, tables.wrapped(lines, width)
+    return "\n\n".join(parts).strip()
 
 
 def _entry(

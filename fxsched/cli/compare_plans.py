@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 from ..draw import tables
 from ..draw.palette import Clock, clock
-from ..draw.whole_stages import whole_stage
+from ..draw.whole_stages import MEET, stage_count
 from ..dry_run import plan
 from ..jobs.job import PlanError
 from ..jobs.schedule import Schedule
@@ -19,7 +19,6 @@ from .plan_options import planned_options
 from .user_code import blamed
 
 HEADERS = "schedule|stages|step {}|bubble|memory|weights|messages"
-MEET = "* global-batch stages, in which rows of all microbatches meet, as in BatchNorm"
 
 
 class ComparedPlan(NamedTuple):
@@ -35,12 +34,9 @@ class ComparedPlan(NamedTuple):
         """A row of the table; bytes are the most on any worker."""
         total = max(peaks.at_once.total for peaks in self.plan.memory)
         most = [peaks.each for peaks in self.plan.memory]
-        joint = sum(bool(j) for _, j in self.plan.stages.nodes(data="joint"))
-        count = len(set(map(whole_stage, self.plan.stages))) - joint
-        plain, whole = f"{count or ''}", f"{joint}*" * bool(joint)
         return (
             self.name,
-            " + ".join(filter(None, (plain, whole))),
+            stage_count(self.plan.stages),
             time.cell(self.step),
             f"{100 * self.bubble:.1f} %",
             tables.byte_text(total),
@@ -71,7 +67,7 @@ def model_lineup(
     refused = Refused()
     with Progress("comparison") as progress:
         for number, (name, asked) in enumerate(schedules.items(), 1):
-            progress.at(f"planning {name}, {number} of {len(schedules)}")
+            progress.at(f"planning {name}", number, len(schedules))
             try:
                 made = _plan(case, build_any(asked, numbers), planned)
                 compared.append(_compared(name, made))
@@ -83,11 +79,13 @@ def model_lineup(
     compared.sort(key=lambda row: row.step)
     time = clock(compared[0].step, "s")
     rows = [row.cells(time) for row in compared]
-    table = tables.table(HEADERS.format(time.unit), rows, "lr")
+    width = tables.columns(tables.WIDE)
+    table = tables.table(HEADERS.format(time.unit), rows, "lr", width, wrap=True)
     workers, microbatches = numbers["workers"], numbers["microbatches"]
     title = f"{workers} workers, {microbatches} microbatches, {model}"
-    meet = [MEET] if any("*" in row[1] for row in rows) else []
-    return "\n\n".join((title, table, *meet, "\n".join(lines))).strip()
+    meet = [MEET] * any("*" in row[1] for row in rows)
+    said = tables.wrapped(lines, width)
+    return "\n\n".join((title, table, *meet, said)).strip()
 
 
 def _compared(name: str, made: Plan) -> ComparedPlan:

@@ -100,8 +100,7 @@ def search(ctx: click.Context, /, **options: Any) -> None:
     best = search_schedules(durations, **_search_options(options))
     _save(best, options)
     click.echo()
-    size = options["workers"] / (best.stages or options["workers"])
-    simulate_options.show(simulate_options.simulate(best, options, size), options)
+    simulate_options.show(best, options, options["workers"])
 
 
 def _search_for_model(ctx: click.Context, options: Mapping[str, Any]) -> None:

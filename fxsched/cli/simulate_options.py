@@ -18,6 +18,7 @@ from ..clock.network import Link, Network, Wires
 from ..draw import chrome
 from ..draw.diagram import Diagram
 from ..draw.memory_table import WorkerMemory, memory_tables
+from ..draw.tables import wrapped
 from ..jobs.job import PlanError
 from ..jobs.schedule import Schedule
 from ..simulator.simulate import Simulation
@@ -268,9 +269,20 @@ def transfer(options: Mapping[str, Any]) -> float | Wires:
     return Link(bandwidth, options["latency"] or 0.0)
 
 
-def show(simulation: Simulation, options: Mapping[str, Any]) -> None:
-    """Prints what a simulated step comes to, with its pictures."""
+def show(schedule: Schedule, options: Mapping[str, Any], count: int) -> None:
+    """Prints what a simulated step comes to, with its pictures.
+
+    count: into how many stages a model is cut that has stages of the given times.
+    """
+    stages = schedule.stages or count
+    simulation = simulate(schedule, options, count / stages)
     click.echo(simulation.table())
+    if stages != count:
+        said = (
+            f"--forward and the other times are of one of {count} stages; each of the "
+            f"{stages} stages here takes {count / stages:.4g} of them"
+        )
+        click.echo(f"\n{wrapped([said])}")
     if shows_memory(options):
         memory = WorkerMemory(simulation.memory, True, knows_state=True)
         click.echo("\n" + "\n".join(memory_tables(memory)))

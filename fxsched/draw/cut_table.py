@@ -8,9 +8,8 @@ import textwrap
 from collections.abc import Iterator, Sequence
 
 from ..ir.parts import WeightCut
-from .tables import LEAST, cut_names, table
+from .tables import LEAST, WIDE, columns, cut_names, table
 
-EXPLAINED = 100  # columns of what explains a plan
 NAME = 36  # characters of a weight's name; of longer ones its end, if the ends differ
 
 
@@ -29,7 +28,7 @@ def cut_table(cuts: Sequence[WeightCut]) -> Iterator[str]:
     names = ends if len({*ends}) == len({*names}) else cut_names(names, NAME)
     shapes = [shape for _, shape, _ in alike]
     taken = max(map(len, names)) + 2 + len("count") + 4 + max(map(len, shapes)) + 2
-    room = max(EXPLAINED - taken, LEAST)
+    room = max(columns(WIDE) - taken, LEAST)
     rows = [
         (name, len(many), shape, textwrap.fill(how if many[1:] else many[0][1], room))
         for name, ((_, shape, how), many) in zip(names, alike.items(), strict=True)

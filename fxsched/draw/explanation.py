@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import textwrap
 from collections.abc import Iterator, Sequence
 
 import networkx as nx
@@ -15,7 +14,7 @@ from ..clock.stage_graph import run_stages, step_seconds
 from ..clock.timeline import Timeline
 from ..ir.parts import WeightCut
 from ..jobs.schedule import Schedule
-from .cut_table import EXPLAINED, cut_table
+from .cut_table import cut_table
 from .memory_table import WorkerMemory, memory_tables
 from .palette import clock
 from .plan_tables import (
@@ -23,13 +22,23 @@ from .plan_tables import (
     has_shards,
     load_rows,
     schedule_text,
+    sending,
     sends_text,
     shard_cells,
     stage_text,
-    wrapped,
 )
 from .shard_table import ShardCosts, shard_costs_text
-from .tables import byte_text, link_table, module_text, ranges, shorten, table
+from .tables import (
+    WIDE,
+    byte_text,
+    columns,
+    link_table,
+    module_text,
+    ranges,
+    shorten,
+    table,
+    wrapped,
+)
 from .whole_stages import whole_stage, whole_stages
 
 FULL = 0.9  # of a step; a link that is busy for longer is named
@@ -58,11 +67,16 @@ def explain_text(
     return "\n\n".join(
         (
             schedule_text(schedule, stages),
-            *(wrapped([line], EXPLAINED) for line in said),
+            *(wrapped([line], columns(WIDE)) for line in said),
             *_arrivals(schedule),
             _stage_table(planned.jobs, whole),
             *_corrections(schedule, stages),
-            table("worker|stages|busy|memory", load_rows(schedule, times, memory)),
+            table(
+                "worker|stages|busy|memory",
+                load_rows(schedule, times, memory),
+                width=columns(WIDE),
+                wrap=True,
+            ),
             *memory_tables(memory),
             *link_table(links, times.end),
             *cut_table(cuts),
@@ -74,7 +88,7 @@ def explain_text(
 
 def _stage_table(jobs: Jobs, whole: nx.DiGraph[int]) -> str:
     """A row for each stage of the model, of all its shards together."""
-    rows = []
+    rows, sent = [], sending(jobs)
     for s, shares in zip(sorted(whole), stage_shares(jobs, whole), strict=True):
         data = whole.nodes[s]
         rows.append(
@@ -84,12 +98,12 @@ def _stage_table(jobs: Jobs, whole: nx.DiGraph[int]) -> str:
                 byte_text(data["weights"]),
                 byte_text(data["held"]),
                 *shard_cells(whole, s),
-                sends_text(whole, s),
+                sends_text(whole, s, sent),
             )
         )
     shards = "|shards" if has_shards(whole) else ""
     headers = f"stage|modules|workers|work|F + B ms|weights|held{shards}|sends"
-    return table(headers, rows, width=EXPLAINED, cut=("modules", "sends"))
+    return table(headers, rows, width=columns(WIDE), wrap=True)
 
 
 def stage_shares(
@@ -131,7 +145,7 @@ def _corrections(schedule: Schedule, stages: nx.DiGraph[int]) -> Iterator[str]:
         if drift is not None:
             reads = f"weights - {drift.gap:g} velocity, decay {drift.decay:.4g}"
         rows.append((s, rates, reads))
-    yield table("stage|learning rates|B reads", rows, width=EXPLAINED)
+    yield table("stage|learning rates|B reads", rows, width=columns(WIDE), wrap=True)
 
 
 def _arrivals(schedule: Schedule) -> tuple[str, ...]:
@@ -142,7 +156,7 @@ def _arrivals(schedule: Schedule) -> tuple[str, ...]:
         f"updates are of one microbatch each: under order='dynamic' "
         f"{ahead_text(schedule.ahead)}; here, and under 'static', in the planned order"
     )
-    return (textwrap.fill(text, EXPLAINED),)
+    return (wrapped([text], columns(WIDE)),)
 
 
 def _limits(
@@ -189,7 +203,7 @@ def _limits(
             limit,
             *_busy_link(links, step),
         ),
-        EXPLAINED,
+        columns(WIDE),
     )
 
 

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import textwrap
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Sequence, Set
 
 import networkx as nx
 from torch import fx
 
 from ..accounts.times import Times
 from ..accounts.traffic import traffic
+from ..clock.jobs import Jobs
 from ..clock.timeline import Timeline
 from ..ir import ops
 from ..ir.graphs import Group
@@ -19,8 +19,8 @@ from ..jobs.user_values import counted
 from .memory_table import WorkerMemory, memory_tables
 from .palette import clock
 from .program_table import program_table
-from .tables import WIDTH, byte_text, first_rows, module_text, shorten, table
-from .whole_stages import shard_text, whole_stages
+from .tables import byte_text, first_rows, module_text, shorten, table, wrapped
+from .whole_stages import shard_text, whole_stage, whole_stages
 
 IDLE = 0.3  # of a step; from there on a plan's line says where to read why
 
@@ -30,6 +30,7 @@ def plan_head(
     stages: nx.DiGraph[int],
     groups: Sequence[Group],
     notes: Iterable[str],
+    jobs: Jobs,
 ) -> list[str]:
     """A plan but for its programs: a line, notes, the stages and the weights."""
     named = {int(stage): shard_text(stage) for stage in stages}
@@ -45,7 +46,7 @@ def plan_head(
     return [
         schedule_text(schedule, stages),
         *notes,
-        table(*_stage_table(whole_stages(stages), schedule.microbatches)),
+        table(*_stage_table(whole_stages(stages), jobs)),
         table("weights|tensors|kept by|read by stages", rows),
     ]
 
@@ -74,7 +75,7 @@ def summary_text(
     notes: Iterable[str],
     memory: WorkerMemory,
 ) -> str:
-    """The stages; what each worker does, sends and holds; in lines of 88 columns."""
+    """The stages; what each worker does, sends and holds; in lines of at most 88."""
     whole = whole_stages(stages)
     sent = [each.sent for each in traffic(step)]
     messages = sum(isinstance(line, Message) for line in step.lines)
@@ -86,7 +87,7 @@ def summary_text(
             *(wrapped([note]) for note in notes),
             f"{step_text(schedule, times)}; "
             f"{counted(messages, 'message')}, {byte_text(sum(sent))}",
-            first_rows(*_stage_table(whole, schedule.microbatches)),
+            first_rows(*_stage_table(whole, step.jobs)),
             first_rows("worker|stages|busy|sends|memory", rows),
             *memory_tables(memory),
         )
@@ -94,16 +95,16 @@ def summary_text(
 
 
 def _stage_table(
-    stages: nx.DiGraph[int], microbatches: int
+    stages: nx.DiGraph[int], jobs: Jobs
 ) -> tuple[str, list[tuple[object, ...]]]:
     """Headers, and the stages: modules, share of FLOPs, parameters, and bytes of a
     microbatch to other shards and to each reader."""
     flops = {
-        s: data["flops"] * (1 if data.get("joint") else microbatches)
+        s: data["flops"] * (1 if data.get("joint") else jobs.microbatches)
         for s, data in stages.nodes(data=True)
     }
     whole = sum(flops.values()) or 1
-    shards = "|shards" if has_shards(stages) else ""
+    shards, sent = "|shards" if has_shards(stages) else "", sending(jobs)
     return f"stage|modules|parameters|FLOPs{shards}|sends per microbatch", [
         (
             stage_text(stages, s),
@@ -111,18 +112,30 @@ def _stage_table(
             f"{stages.nodes[s]['parameters']:,}",
             f"{100 * flops[s] / whole:.1f} %",
             *shard_cells(stages, s),
-            sends_text(stages, s),
+            sends_text(stages, s, sent),
         )
         for s in sorted(stages)
     ]
 
 
-def sends_text(stages: nx.DiGraph[int], stage: int) -> str:
-    """Bytes to each stage that reads one."""
+def sending(jobs: Jobs) -> Set[tuple[int, int]]:
+    """Each pair of stages that reads results of one another on another worker."""
+    worker, found = jobs.columns.worker, set[tuple[int, int]]()
+    for reader, makers in enumerate(jobs.preds):
+        for maker in makers:
+            here, there = jobs.grid[:, maker], jobs.grid[:, reader]
+            if (worker[here] != worker[there]).any():
+                a, b = (whole_stage(jobs.kinds[k][0]) for k in (maker, reader))
+                found |= {(a, b), (b, a)}
+    return found
+
+
+def sends_text(stages: nx.DiGraph[int], stage: int, sent: Set[tuple[int, int]]) -> str:
+    """Bytes to each stage that reads one on another worker; sent: see `sending`."""
     return ", ".join(
         f"{to}: {byte_text(data['bytes'])}"
         for _, to, data in stages.edges(stage, data=True)
-        if to != stage
+        if to != stage and (stage, to) in sent
     )
 
 
@@ -214,12 +227,6 @@ def busy_seconds(schedule: Schedule, events: Timeline) -> list[float]:
     for event in events:
         busy[event.worker] += event.end - event.start
     return busy
-
-
-def wrapped(lines: Iterable[str], width: int = WIDTH) -> str:
-    """The lines in so many columns; a longer path stays whole."""
-    whole = textwrap.TextWrapper(width, break_long_words=False, break_on_hyphens=False)
-    return "\n".join(part for line in lines for part in whole.wrap(line))
 
 
 def _list(numbers: Sequence[object]) -> str:

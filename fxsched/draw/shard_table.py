@@ -12,10 +12,8 @@ from ..ir.meta import of_call
 from ..ir.step import JobOutput, Message, Step
 from ..jobs.job import Direction, Job
 from ..jobs.user_values import counted
-from .cut_table import EXPLAINED
 from .palette import clock
-from .plan_tables import wrapped
-from .tables import byte_text, table
+from .tables import WIDE, byte_text, columns, table, wrapped
 
 MOMENTS = 2  # numbers that AdamW keeps of each weight
 Reader = tuple[int, Direction]
@@ -125,7 +123,7 @@ def shard_costs_text(costs: ShardCosts) -> Iterator[str]:
             f"{time(load.seconds)} on {_workers(load)}; without shards, "
             f"{time(whole.seconds)} on {_workers(whole)}",
         ),
-        EXPLAINED,
+        columns(WIDE),
     )
 
 

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+import re
+import shutil
+import textwrap
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
 from tabulate import tabulate
@@ -15,8 +18,12 @@ if TYPE_CHECKING:  # it needs torch, and tables don't
 
 SIDES = {"l": "left", "r": "right"}
 WIDTH = 88  # of what is printed unless asked otherwise
+WIDE = 100  # of comparisons and of what explains a plan
+GAP = 2  # columns between those of a table
+PAD = 2  # columns that a heading has more than its text, if there is room
 ROWS = 16  # of stages, and of workers, that a summary shows
 LEAST = 8  # characters that a cell keeps where a table is made to fit
+WORDS = re.compile(r"(?<= )|(?<=[_.])(?=[^\W\d_])")  # where a cell may be wrapped
 NAMES = 48  # characters of a list of names
 ENDS = 16  # from so many on, a beginning and an end say more than an end
 
@@ -27,25 +34,46 @@ def table(
     align: str = "l",
     width: int | None = None,
     cut: Sequence[str] | None = None,
+    wrap: bool = False,
 ) -> str:
     """Rows below headers, without columns that are empty in all rows.
 
     headers: with | between. align: l or r for each column; the last holds for the rest.
     width: of a line at most; the longest cells are cut to fit, or, in the columns `cut`
         alone, as far as those go.
+    wrap: instead of cutting, wrap the longest cells, between words alone.
     """
     names = headers.split("|")
     cells = [[str(cell) for cell in row] for row in rows]
     used = [i for i in range(len(names)) if not cells or any(row[i] for row in cells)]
     sides = [SIDES[align.ljust(len(names), align[-1])[i]] for i in used]
     names, cells = [names[i] for i in used], [[row[i] for i in used] for row in cells]
-    if width is not None:
+    pad = PAD
+    if wrap and width is not None:
+        if sum(_widths(names, cells, pad)) + GAP * (len(names) - 1) > width:
+            pad, (names, *cells) = 0, _wrapped([names, *cells], width)
+    elif width is not None:
         may = [cut is None or name in cut for name in names]
         limit = _limit(names, cells, width, may)
         columns = zip(may, zip(*cells, strict=True), strict=False)
         short = [cut_names(column, limit) if m else column for m, column in columns]
         cells = [list(row) for row in zip(*short, strict=True)]
-    return tabulate(cells, names, disable_numparse=True, colalign=sides)
+    rules = ["-" * size for size in _widths(names, cells, pad)]
+    lines = [names, rules, *cells]
+    return tabulate(lines, tablefmt="plain", disable_numparse=True, colalign=sides)
+
+
+def columns(most: int = WIDTH) -> int:
+    """How wide the terminal is, `most` at most, or if there is none."""
+    return min(shutil.get_terminal_size((most, 24)).columns, most)
+
+
+def wrapped(lines: Iterable[str], width: int | None = None) -> str:
+    """The lines in so many columns; a longer path stays whole."""
+    whole = textwrap.TextWrapper(
+        width or columns(), break_long_words=False, break_on_hyphens=False
+    )
+    return "\n".join(part for line in lines for part in whole.wrap(line))
 
 
 def html_table(headers: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
@@ -54,11 +82,44 @@ def html_table(headers: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
 
 
 def first_rows(
-    headers: str, rows: Sequence[Sequence[object]], width: int = WIDTH
+    headers: str, rows: Sequence[Sequence[object]], most: int = WIDTH
 ) -> str:
-    """A table of the first ROWS rows, in lines of that width."""
+    """A table of the first ROWS rows, as wide as the terminal, `most` at most."""
     more = f"\nand {len(rows) - ROWS} more" if len(rows) > ROWS else ""
-    return table(headers, rows[:ROWS], width=width) + more
+    return table(headers, rows[:ROWS], width=columns(most), wrap=True) + more
+
+
+def _widths(
+    names: Sequence[str], cells: Sequence[Sequence[str]], pad: int
+) -> list[int]:
+    """Of columns, with room for headings that are longer by `pad`."""
+    columns = zip(names, *cells, strict=True)
+    return [max(_width(n) + pad, *map(_width, rest), 0) for n, *rest in columns]
+
+
+def _width(cell: str) -> int:
+    return max(map(len, cell.split("\n")))
+
+
+def _wrapped(rows: Sequence[Sequence[str]], width: int) -> list[list[str]]:
+    """The rows with the longest cells in several lines, as few as fit the width."""
+    limit = max(_width(cell) for row in rows for cell in row)
+    while True:
+        fit = [[_lines(cell, limit) for cell in row] for row in rows]
+        taken = sum(_widths(fit[0], fit[1:], 0)) + GAP * (len(rows[0]) - 1)
+        if taken <= width or limit <= LEAST:
+            return fit
+        limit -= 1
+
+
+def _lines(cell: str, limit: int) -> str:
+    """A cell in lines of so many characters, where no word is longer."""
+    lines = [""]
+    for word in WORDS.split(cell):
+        if lines[-1] and len(f"{lines[-1]}{word}".rstrip()) > limit:
+            lines.append("")
+        lines[-1] += word
+    return "\n".join(line.rstrip() for line in lines)
 
 
 def _limit(
@@ -68,7 +129,7 @@ def _limit(
     may: Sequence[bool],
 ) -> int:
     """The longest that cells of columns that may be cut are in lines of that width."""
-    least = [len(name) + 2 for name in names]  # tabulate's room for a header
+    least = [len(name) + PAD for name in names]
     longest = [max(map(len, column)) for column in zip(*cells, strict=True)]
     limit = max(longest, default=LEAST)
     while limit > LEAST:
@@ -76,7 +137,7 @@ def _limit(
             max(a, min(b, limit) if m else b)
             for a, b, m in zip(least, longest, may, strict=True)
         )
-        if sum(widths) + 2 * (len(names) - 1) <= width:
+        if sum(widths) + GAP * (len(names) - 1) <= width:
             break
         limit -= 1
     return limit
@@ -117,10 +178,10 @@ def worker_table(workers: Sequence[Worker], latency: float) -> str:
     updated = any(record.updates for record in workers)
     renewed = any(record.weights_renewed for record in workers)
     for number, record in enumerate(workers):
+        size = "" if record.peak_bytes is None else f", {byte_text(record.peak_bytes)}"
         row = (
             f"{100 * record.busy / (latency or 1.0):.1f} %",
-            f"{record.peak_activations}",
-            "" if record.peak_bytes is None else byte_text(record.peak_bytes),
+            f"{record.peak_activations}{size}",
             f"{record.weights_held}",
             f"{record.weight_fetches}",
             f"{record.activations_received}",
@@ -132,10 +193,10 @@ def worker_table(workers: Sequence[Worker], latency: float) -> str:
         same.setdefault(row, []).append(number)
     rows = [(ranges(numbers), *row) for row, numbers in same.items()]
     headers = (
-        "workers|busy|activations|bytes|weights|fetches|received|sent|returned|"
-        "updates|renewed"
+        "workers|busy|activations|weights|fetches|received|sent|returned|updates|"
+        "renewed"
     )
-    return table(headers, rows, "r")
+    return table(headers, rows, "r", columns(WIDE), wrap=True)
 
 
 def link_rows(links: Sequence[LinkUse], step: float) -> list[tuple[LinkUse, str, str]]:

@@ -18,7 +18,7 @@ if TYPE_CHECKING:  # it needs torch, and pictures don't
 
 Array = np.ndarray[Any, np.dtype[Any]]
 LETTERS = "".join(map(str, Direction))
-NAMES = ("forward", "backward", "weights", "update")
+NAMES = ("forward", "backward", "gradients of weights", "update")
 
 
 @dataclass(frozen=True, eq=False)

@@ -8,6 +8,7 @@ import networkx as nx
 
 from ..jobs.job import Piece
 
+MEET = "* global-batch stages, in which rows of all microbatches meet, as in BatchNorm"
 ADDED = ("forward", "backward", "weight", "update", "held", "weights", "fetch", "flops")
 
 
@@ -52,6 +53,15 @@ def _modules(names: Iterable[str]) -> list[str]:
         for name in plain
         if not any(name.startswith(f"{other}.") for other in plain)
     ]
+
+
+def stage_count(stages: nx.DiGraph[int]) -> str:
+    """How many stages of the model there are, as in tables: 2, or 2 + 1* if one more is
+    joint."""
+    joint = {whole_stage(s) for s, joint in stages.nodes(data="joint") if joint}
+    others = set(map(whole_stage, stages)) - joint
+    counts = (f"{len(others) or ''}", f"{len(joint)}*" * bool(joint))
+    return " + ".join(filter(None, counts))
 
 
 def whole_stage(stage: int) -> int:

@@ -48,24 +48,26 @@ def stability(
     upper: float = 4.0,
     lr_lambda: Sequence[float] | None = None,
 ) -> Stability:
-    """Computes how training with stale gradients converges on lambda w^2 / 2.
+    """Computes how training with stale gradients converges on the loss lambda w^2 / 2.
 
-    The result is the spectral radius of the matrix of an update, as in Idle
-    Speculations on Pipeline Parallelism. In the long run each update multiplies the
-    error by this radius, so that training is stable if the radius is below 1.
+    On this loss, an update multiplies the weight and its older values by a matrix (Idle
+    Speculations on Pipeline Parallelism). In the long run, each update multiplies the
+    distance to the minimum by the spectral radius of this matrix, its largest absolute
+    eigenvalue. Training is stable if the radius is below 1.
 
     method: "sgd", "momentum" or "nesterov" (as in torch.optim.SGD), "stale_sgd" (sgd
         with a staleness of 1 by default) or "pipemare" (Yang et al. 2019).
-    staleness: how many updates the weights of a gradient are behind the weights that
-        the gradient is applied to; for pipemare, how many those of F are (tau_fwd).
-    beta: the momentum, for momentum and nesterov.
-    backward: for pipemare, the staleness of B's weights (tau_bkwd).
-    sensitivity: for pipemare, how a gradient depends on the difference between the
-        weights of F and B, in units of lambda (Delta / lambda).
-    correction: for pipemare, D of the discrepancy correction, from 0 to 1. The velocity
-        decays by D^(1 / (staleness - backward)). None: no correction.
-    exponent: for pipemare, p of the learning rate lr / staleness^p: 1 at the start of
-        training, 0 after the rate is annealed. lr_lambda is that of lr itself.
+    staleness: how many updates there are between the weights at which a gradient is
+        computed and the weights to which it is applied. For pipemare: how many there
+        are between the weights that F reads and the newest (tau_fwd).
+    beta: the momentum factor, for momentum and nesterov.
+    backward: for pipemare, the same for the weights that B reads (tau_bkwd).
+    sensitivity: for pipemare, how much a gradient changes with the difference between
+        the weights of F and B, in units of lambda (Delta / lambda).
+    correction: for pipemare, D of the discrepancy correction, from 0 to 1. Each update
+        multiplies the velocity by D^(1 / (staleness - backward)). None: no correction.
+    exponent: for pipemare, p of the learning rate lr / staleness^p. PipeMare begins
+        training with p = 1 and lowers p to 0. lr_lambda is that of lr itself.
     upper: the end of the range of lr * lambda, which begins at 0.
     lr_lambda: the points of the curve; by default 400 points in the range.
     """

@@ -34,7 +34,7 @@ def checked_fields(fields: Fields) -> dict[str, Any]:
     _check_updates(fields)
     _check_ahead(fields)
     _check_averaging(fields)
-    outer = _outer(fields)
+    outer = checked_averages("Schedule", fields["elastic"], fields["outer"])
     for field in ("split_backward", "in_order"):
         if not isinstance(fields[field], bool):
             raise PlanError(f"Schedule({field}={fields[field]!r}): give True or False")
@@ -116,7 +116,7 @@ def _check_ahead(fields: Fields) -> None:
 
 
 def _check_averaging(fields: Fields) -> None:
-    every, elastic = fields["average_every"], fields["elastic"]
+    every = fields["average_every"]
     if every is None:
         for field in ("elastic", "outer"):
             if (given := fields[field]) is not None:
@@ -138,26 +138,26 @@ def _check_averaging(fields: Fields) -> None:
                 f"Schedule(average_every={every}): each replica takes its own steps "
                 f"and reads its newest weights; leave {field}= out"
             )
+
+
+def checked_averages(call: str, elastic: Any, outer: Any) -> tuple[float, float] | None:
+    """The outer step, of the pair that a user gives to this call. Raises PlanError for
+    a pair or an elastic that can't be."""
     if elastic is not None and (not is_number(elastic) or not 0 < elastic <= 1):
         raise PlanError(
-            f"Schedule(elastic={elastic!r}): give None, or a number above 0, 1 at most"
+            f"{call}(elastic={elastic!r}): give None, or a number above 0, 1 at most"
         )
-
-
-def _outer(fields: Fields) -> tuple[float, float] | None:
-    """The outer step, of the pair that a user gives."""
-    outer = fields["outer"]
     if outer is None:
         return None
     pair = isinstance(outer, (tuple, list)) and len(outer) == 2
     if not pair or not all(map(is_number, outer)) or not outer[0] or outer[1] >= 1:
         raise PlanError(
-            f"Schedule(outer={outer!r}): give None, or a pair (lr, momentum), lr above "
+            f"{call}(outer={outer!r}): give None, or a pair (lr, momentum), lr above "
             "0, momentum from 0 and below 1"
         )
-    if fields["elastic"] is not None:
+    if elastic is not None:
         raise PlanError(
-            f"Schedule(elastic={fields['elastic']!r}, outer={tuple(outer)!r}): each "
-            "says how replicas are averaged; leave one of them out"
+            f"{call}(elastic={elastic!r}, outer={tuple(outer)!r}): each says how "
+            "replicas are averaged; leave one of them out"
         )
     return float(outer[0]), float(outer[1])

@@ -290,7 +290,9 @@ class Plan:
     @property
     def _head(self) -> list[str]:
         groups, notes = self.groups, self.notes
-        return plan_tables.plan_head(self.schedule, self.stages, groups, notes)
+        return plan_tables.plan_head(
+            self.schedule, self.stages, groups, notes, self.step.jobs
+        )
 
     def explain(self) -> str:
         """Describes what each stage and worker costs, and what limits the step.
@@ -298,8 +300,8 @@ class Plan:
         For each stage: its workers, work, memory, and what one microbatch sends. For
         each worker: what it runs and holds. On a network, for each link: its bytes, and
         the share of the step in which a message is on it. With shards, a comparison
-        with a plan without shards, which this method makes. Lines have at most 100
-        columns.
+        with a plan without shards, which this method makes. Lines fit the terminal, and
+        have at most 100 columns.
         """
         return explain_text(
             self.schedule,

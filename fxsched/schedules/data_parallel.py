@@ -116,11 +116,12 @@ def replicate(schedule: Schedule, groups: int, zero: int | None = None) -> Sched
     there. n, in_flight and all other settings are those of the schedule. A step takes
     as long as a step of one copy.
 
-    zero: 1 or 2: the copies of a stage share its optimizer state, as in zero1 and
-        zero2: u divides the stages of a worker between this worker and the workers in
-        the same place of the other groups, the largest stage first (Rajbhandari et al.
-        2020, arXiv 1910.02054). Every one of these workers gets a share if each keeps
-        at least as many stages as there are groups. None: u is that of the schedule.
+    zero: 1 or 2: the copies of a stage share its optimizer state, as in zero1 and zero2
+        (Rajbhandari et al. 2020, arXiv 1910.02054): one worker updates a stage, and
+        sends the new weights to the other copies. u divides the stages of a worker, the
+        largest first, between this worker and those in the same place of the other
+        groups. If a worker keeps fewer stages than there are groups, some of these
+        workers update none. None: u is that of the schedule.
     Raises PlanError if `schedule` isn't a schedule, groups isn't an int of 1 or more,
     or zero has another value.
     """

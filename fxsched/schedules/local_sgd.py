@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from ..jobs.fields import checked_averages
 from ..jobs.schedule import Schedule
 from .arguments import constructor, multiple, positive
 from .data_parallel import ddp
@@ -40,6 +41,7 @@ def local_sgd(
     call = f"local_sgd(workers={workers}, every={every}, microbatches={count})"
     why = "so that a call ends with an average"
     multiple(call, "microbatches", count, each, why)
+    checked_averages("local_sgd", elastic, outer)
     return replace(
         ddp(workers, count),
         update_every=workers,

@@ -103,24 +103,24 @@ def hybrid(
     sparse: Sequence[int] | None = None,
     servers: int = 0,
 ) -> Schedule:
-    """As ddp, but stages of embedding tables are kept by servers or dealt out.
+    """As ddp, but only one worker keeps each stage of embedding tables.
 
-    The gradients of all other stages are averaged between all T trainers. w = (b mod T,
-    b mod T); for the i-th sparse stage w = (i mod T, b mod T) or, with servers, (T + i
-    mod servers, b mod T).
+    Each of the T workers that train, the trainers, keeps all other stages, and their
+    gradients are averaged: w = (b mod T, b mod T). A trainer fetches the weights of the
+    stages of tables, here called sparse, from the worker that keeps them. For the i-th
+    sparse stage w = (i mod T, b mod T) or, with servers, (T + i mod servers, b mod T).
 
-    sparse: the numbers of the sparse stages; () is ddp. None: stages whose weights are
-        mostly tables that only embeddings read, once a model is cut into stages; stage
-        0 if there is no model.
+    sparse: the numbers of the sparse stages; () is ddp. None: the stages in which most
+        weights are tables that only embeddings read. fxsched finds them when it cuts
+        the model; without a model, stage 0 is sparse.
     servers: how many workers, the last ones, keep sparse stages and run no jobs. 0: the
         trainers keep the sparse stages too, as in the papers, where servers share the
         machines of trainers.
 
-    Placement is by stage: cut the model with backend(stages=) so that tables are in
-    stages of their own. A table's weights and gradients are sent whole, since
-    embeddings with sparse=True are an error. Herring (Thangakrishnan et al. 2020, SC
-    20). The choice by a variable's sparsity: Parallax (Kim et al. 2019, arXiv
-    1808.02621).
+    Cut the model with backend(stages=) so that tables are in stages of their own. Whole
+    tables and their whole gradients are sent, since embeddings with sparse=True are an
+    error. Herring (Thangakrishnan et al. 2020, SC 20). Parallax (Kim et al. 2019, arXiv
+    1808.02621) chooses by the sparsity of each variable.
     """
     trainers, microbatches = _trainers("hybrid", workers, microbatches, servers)
     numbers = _stage_numbers(sparse)

@@ -76,13 +76,15 @@ def pipemare(
     """1f1b in which F and B each read the newest weights when they run.
 
     No older versions are kept: version = max(0, (b + 1 - (W - s)) // every) for F and b
-    // every for B. The weights that F of stage s reads are tau = (W - 1 - s) / every
-    updates older than those that B reads.
+    // every for B. So F of stage s reads weights that are tau = (W - 1 - s) / every
+    updates older than the weights that B reads.
 
+    The paper has three techniques against this difference:
     T1, rescheduled learning rates: at update k of a stage its learning rates are
     divided by max(tau, 1) ** (1 - min(k / annealed, 1)).
-    T2, discrepancy correction: B reads the weights minus tau times their velocity,
-    which decays by correction ** (1 / tau).
+    T2, discrepancy correction: B reads an estimate of the weights that F read: the
+    weights minus tau times their velocity. The velocity is a running average of how
+    updates change a weight, and decays by correction ** (1 / tau) an update.
     T3, warm-up, is left to you: first train some epochs by a synchronous schedule, 1f1b
     on as many workers, with the same model and optimizer.
 
@@ -90,9 +92,9 @@ def pipemare(
         paper's K.
     correction: the paper's D, about e^-2; None for no correction.
     every: the number of microbatches to an update.
-    Velocities and counts of updates are in the optimizer's state, and start at 0. In
+    Velocities and numbers of updates start at 0, and are in the optimizer's state. In
     the paper a stage runs an F and a B at the same time, so that tau is (2 (W - 1 - s)
-    + 1) / every. 1f1b alternates F and B, which gives the tau above.
+    + 1) / every. 1f1b runs one F and one B in turns, which gives the tau above.
     PipeMare (Yang et al. 2021, arXiv 1910.05124).
     """
     positive("pipemare", workers=workers)

@@ -68,18 +68,18 @@ def encoder_stages(stages: nx.DiGraph[int], workers: int) -> frozenset[int]:
 def bubble_filled(workers: int, microbatches: int) -> Schedule:
     """Encoders' jobs run in the bubbles of the trunk.
 
-    Stage t of the trunk runs on worker t mod W; encoders run where the simulated step
-    is shortest. If this gives a worker over 5 % more work than the mean, as trained
-    adapters beside a frozen trunk may, other placements of the trunk's stages are
-    compared too, and used if the step is shorter. n is that of 1F1B in the trunk, whose
-    jobs go before all jobs of encoders. The trunk has the in_flight limits of 1F1B,
-    encoders have no limits.
+    Stage t of the trunk runs on worker t mod W. fxsched simulates several placements of
+    the encoders' stages, and takes the one with the shortest step. If some worker then
+    has over 5 % more work than the mean, as with trained adapters beside a frozen
+    trunk, fxsched also tries to move stages of the trunk.
 
-    Of the encoders' jobs, the oldest microbatch, F, or the longest path to the end of
-    the step goes first, whichever has the shorter simulated step. F of encoders run
-    ahead during the trunk's warm-up, and B at the end of the trunk, so that an encoder
-    may hold all microbatches. Optimus (Feng et al. 2024, arXiv 2408.03505), with stages
-    in place of kernels.
+    The trunk runs as 1f1b, with the same in_flight limits, and a worker runs ready jobs
+    of the trunk before those of encoders. Encoders have no limits: their F run while
+    the trunk's pipeline fills, and their B while it drains, so that an encoder may hold
+    the activations of all microbatches. Of an encoder's jobs, the oldest microbatch, F
+    before B, or the longest path to the end of the step goes first. fxsched simulates
+    all three orders, and takes the one with the shortest step. Optimus (Feng et al.
+    2024, arXiv 2408.03505) fills bubbles with kernels instead of stages.
     """
     positive("bubble_filled", workers=workers, microbatches=microbatches)
 
@@ -96,18 +96,19 @@ def bubble_filled(workers: int, microbatches: int) -> Schedule:
 
 @constructor
 def nested(workers: int, microbatches: int) -> Schedule:
-    """Encoders' jobs are nested into the trunk's 1F1B.
+    """Encoders' jobs run between the jobs of the trunk's 1F1B.
 
-    Each F runs just before the trunk needs it, and each B as soon as it can. The
-    activations that encoders hold therefore don't grow with the number of microbatches.
+    F of an encoder runs just before the trunk needs its output, and B as soon as it is
+    ready. So the activations that encoders hold don't grow with the number of
+    microbatches.
 
-    Workers are as in bubble_filled. A stage of an encoder may have as many microbatches
-    in flight as there are stages from it to the end. This limit is raised until 2 W, 4
-    W and 8 W microbatches take at most 2 % longer than without a limit; it does not
-    depend on the actual number of microbatches. n is the oldest microbatch first, the
-    longest path to the end of the step first, or the trunk first as in bubble_filled,
-    whichever has the shorter simulated step. BigMac (Zhang et al. 2026, arXiv
-    2605.25451), without generators.
+    Stages are placed as in bubble_filled. A stage of an encoder may have as many
+    microbatches in flight as there are stages from it to the end of the model. fxsched
+    raises this limit until steps of 2 W, 4 W and 8 W microbatches take at most 2 %
+    longer than without it; the limit is the same for any number of microbatches. The
+    oldest microbatch, the longest path to the end of the step, or the trunk goes first.
+    fxsched simulates all these orders, and takes the one with the shortest step. BigMac
+    (Zhang et al. 2026, arXiv 2605.25451), without generators.
     """
     positive("nested", workers=workers, microbatches=microbatches)
 

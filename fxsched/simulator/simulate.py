@@ -174,8 +174,10 @@ def simulate(
     stages: the number of stages in a chain, or a networkx.DiGraph of stages, numbered
         from 0 in the order of data flow. By default the schedule's number of stages or,
         if that is open, one stage for each worker.
-    durations: the times of F, B and (if the schedule splits the backward) W, as {"F":
-        1, "B": 2}; by default W takes half of B. Or a function of the job; or a
+    durations: the times of F, B and (if the schedule splits the backward) W of one of
+        these stages, as {"F": 1, "B": 2}; by default W takes half of B. The command
+        fxsched simulate takes those of one of as many stages as workers, and divides
+        them if the schedule has more stages. Or a function of the job; or a
         measured timeline, for the median of each stage and direction; or None for the
         durations of the stages, as described in fxsched/clock/stage_record.py.
     transfer: the time of a message from a job to a job on another worker; or a Link or

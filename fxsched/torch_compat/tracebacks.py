@@ -21,6 +21,12 @@ FXSCHED = os.path.dirname(os.path.dirname(__file__))
 TORCH = (os.path.dirname(torch.__file__), "<")
 PYTHON = sysconfig.get_path("stdlib")
 FAKES = "torch._subclasses.fake_tensor"  # its logger's name too
+SYMBOLS = "torch.fx.experimental.symbolic_shapes"
+# What these loggers say, and fxsched's error too.
+LOGGED = {
+    FAKES: "failed while attempting to run meta for",
+    SYMBOLS: "Unable to find user code",
+}
 
 
 def shortened(error: BaseException) -> BaseException:
@@ -43,19 +49,20 @@ def shortened(error: BaseException) -> BaseException:
 
 @contextmanager
 def quiet_fakes() -> Iterator[None]:
-    """Without the traceback that torch logs of an operation that fails while a model is
-    traced: an error says it too."""
+    """Without what torch logs of an operation that fails while a model is traced: an
+    error says it too."""
 
     def other(record: logging.LogRecord) -> bool:
-        return not str(record.msg).startswith("failed while attempting to run meta for")
+        return not str(record.msg).startswith(LOGGED[record.name])
 
-    log = logging.getLogger(FAKES)
-    if not is_full():
+    logs = [] if is_full() else [logging.getLogger(name) for name in LOGGED]
+    for log in logs:
         log.addFilter(other)
     try:
         yield
     finally:
-        log.removeFilter(other)
+        for log in logs:
+            log.removeFilter(other)
 
 
 def is_full() -> bool:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import textwrap
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from random import Random
@@ -15,7 +14,7 @@ from ..clock.joint import joint_stages
 from ..clock.network import Transfer
 from ..draw import tables
 from ..draw.palette import Clock, clock
-from ..draw.whole_stages import whole_stage
+from ..draw.whole_stages import MEET, stage_count
 from ..jobs.job import PlanError
 from ..jobs.own_caps import OwnCaps
 from ..jobs.schedule import Schedule
@@ -219,7 +218,9 @@ class Comparison:
         memory = "memory" if self.costs.bytes else "activations"
         step, span = (f"{name} {time.unit}".strip() for name in ("step", "span"))
         headers = f"schedule|stages|{step}|{span}|bubble|{memory}|note"
-        parts = [line, tables.table(headers, cells, "lrrrrrl", tables.WIDTH)]
+        width = tables.columns()
+        parts = [line, tables.table(headers, cells, "lrrrrrl", width, wrap=True)]
+        parts += [MEET] * any("*" in row[1] for row in cells)
         shown = {row.candidate.name for row in self.rows}
         for said, names in (
             (
@@ -234,7 +235,7 @@ class Comparison:
         ):
             if names:
                 out = f"{said}: {', '.join(dict.fromkeys(names))}"
-                parts.append("\n".join(textwrap.wrap(out, tables.WIDTH)))
+                parts.append(tables.wrapped([out]))
         return "\n\n".join(parts)
 
     def _sorted(self) -> list[Row]:
@@ -248,7 +249,7 @@ class Comparison:
         write = tables.byte_text if self.costs.bytes else "{:.4g}".format
         return (
             _title(row.candidate),
-            f"{len(set(map(whole_stage, row.candidate.stages)))}",
+            stage_count(row.simulation.stages),
             time.cell(step.latency),
             "" if latency else time.cell(step.span),
             f"{100 * bubble:.1f} %",

@@ -75,7 +75,6 @@ def _built(
         "workers": [workers],
         "microbatches": [microbatches],
         "group_size": [r for r in range(2, workers) if workers % r == 0],
-        "servers": [k for k in (1, 2) if k < workers],
         "even": [False, True],
         "stages": [*graphs, None],
     }
@@ -100,7 +99,7 @@ def _built(
 
 
 def _words(arguments: Mapping[str, object]) -> str:
-    said = ("group_size", "servers", "even")
+    said = ("group_size", "even")
     return ", ".join(f"{k}={v}" for k, v in arguments.items() if k in said and v)
 
 

@@ -231,8 +231,9 @@ class _Subject:
         """The stages of the model's plan for each number of them that it has."""
         refused: PlanError | None = None
         graphs: dict[int, nx.DiGraph[int]] = {}
-        for count in wanted:
-            self.tell(f"cutting the model into {count} stages")
+        for number, count in enumerate(wanted, 1):
+            what = f"cutting the model into {count} stages"
+            self.tell(f"{what}, {number} of {len(wanted)}")
             try:
                 plan = self.plan(_in_turns(workers, microbatches, count, split))
             except PlanError as error:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+import re
+from dataclasses import replace
 
 import pytest
 import torch
@@ -10,8 +12,7 @@ import torch
 import fxsched
 from fxsched import Plan, PlanError, schedules
 from fxsched.draw.cut_table import cut_table
-from fxsched.draw.plan_tables import wrapped
-from fxsched.draw.tables import cut_names, module_text, table
+from fxsched.draw.tables import cut_names, module_text, table, wrapped
 from fxsched.ir import ops
 from fxsched.ir.parts import WeightCut
 
@@ -100,6 +101,34 @@ def test_the_longest_cells_of_a_table_are_cut() -> None:
     lines = table("one|two|three", rows, width=40).splitlines()
     assert lines[2].split() == ["a", "b" * 17 + "..", "c" * 12]
     assert table("one|two", []) == "one    two\n-----  -----"
+
+
+def test_the_longest_cells_are_wrapped_between_words() -> None:
+    rows = [("a", "layers.0.first_norm .. layers.12", "12.3 %"), ("b", "head", "1 %")]
+    text = table("one|modules|share", rows, "llr", 25, wrap=True)
+    assert text.splitlines() == [
+        "one  modules        share",
+        "---  ------------  ------",
+        "a    layers.0.     12.3 %",
+        "     first_norm",
+        "     .. layers.12",
+        "b    head             1 %",
+    ]
+
+
+def test_what_is_printed_fits_the_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    plan = plan_of(2)
+    for columns in (90, 80):
+        monkeypatch.setenv("COLUMNS", f"{columns}")
+        assert widest(plan.explain()) <= columns and widest(str(plan)) <= columns
+        assert widest(plan.simulate().table()) <= columns
+
+
+def test_what_stages_send_on_one_worker_is_not_listed() -> None:
+    schedule = replace(schedules.ddp(2, 4), stages=2)
+    plan = fxsched.plan(Chain(4), schedule, *batch(4))
+    assert len(plan.stages) == 2 and "sends" not in plan.explain().split("worker ")[0]
+    assert re.search(r" held +sends\n.*\n0 .* 1: \d", plan_of(2).explain())
 
 
 def test_a_path_is_not_cut_in_two() -> None:

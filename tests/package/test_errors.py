@@ -342,6 +342,21 @@ def test_what_an_operation_raises_while_it_is_traced_is_a_line(
     assert frames_of(model, columns=7)[-1] == "cause" and logged
 
 
+def test_torch_does_not_log_what_the_error_says(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    logged: list[logging.LogRecord] = []
+    handler, log = logging.Handler(), logging.getLogger(tracebacks.SYMBOLS)
+    monkeypatch.setattr(handler, "emit", logged.append)
+    monkeypatch.setattr(log, "handlers", [handler])
+    branches = Of(lambda made, x: made.sum() if made.sum() > 0 else x.sum())
+    for said in (False, True):
+        with pytest.raises(PlanError, match="depends on the value of a tensor"):
+            fxsched.compile(branches, two())(torch.ones(4, 3))
+        assert bool(logged) is said
+        monkeypatch.setenv("FXSCHED_TRACEBACK", "full")
+
+
 def test_tracebacks_of_wrong_options_are_short() -> None:
     with pytest.raises(PlanError) as caught:
         fxsched.backend(two(), prefetch=-1)

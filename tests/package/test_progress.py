@@ -117,15 +117,15 @@ def test_what_takes_long_has_a_bar_or_elsewhere_a_line(
     monkeypatch.setattr(progress, "PATIENCE", 0.2)
     monkeypatch.setattr(progress, "TICK", 0.01)
     with progress.Progress() as planning:
-        planning.at("assign_stages")
+        planning.at("assign_stages", 2, 9)
         end = time.monotonic() + 10
         while "assign_stages" not in stream.getvalue():
             assert time.monotonic() < end
     said = stream.getvalue()
     if not bar:
-        assert said == "fxsched: planning: assign_stages, 0.2 s so far\n"
+        assert said == "fxsched: planning: assign_stages, 2 of 9, 0.2 s so far\n"
         return
-    assert "planning: assign_stages, 00:00" in said
+    assert "planning: assign_stages, 2 of 9, 00:00" in said
     assert said.rpartition("\r")[0].rpartition("\r")[2].strip() == ""  # it is gone
 
 
@@ -139,9 +139,13 @@ def test_what_is_quick_has_none(
     assert stream.getvalue() == ""
 
 
-def test_other_ranks_than_0_print_no_line(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("stream", [Terminal(), io.StringIO()])
+def test_other_ranks_than_0_print_no_line(
+    stream: io.StringIO, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("RANK", "1")
-    monkeypatch.setattr(sys, "stderr", stream := io.StringIO())
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setattr(sys, "stderr", stream)
     monkeypatch.setattr(progress, "PATIENCE", 0.0)
     with progress.Progress() as planning:
         planning.at("assign_stages")
@@ -163,6 +167,15 @@ def test_lines_go_on_until_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
         raise ValueError
     assert searching._thread is not None and not searching._thread.is_alive()
     assert "tracing" not in stream.getvalue()
+
+
+def test_planning_says_how_far_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    said: list[tuple[int, ...]] = []
+    at = lambda self, name, *numbers: said.append(numbers)  # noqa: E731
+    monkeypatch.setattr(progress.Progress, "at", at)
+    fxsched.plan(nn.Linear(4, 4), schedules.gpipe(1, 1), torch.ones(4, 4))
+    numbers = [number for number, _ in filter(None, said)]
+    assert numbers == [*range(1, said[-1][1] + 1)]
 
 
 def test_tracing_is_said(monkeypatch: pytest.MonkeyPatch) -> None:

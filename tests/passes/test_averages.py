@@ -168,6 +168,14 @@ def test_what_averages_do_not_go_with_is_an_error(
         replace(schedules.local_sgd(2, 2, 8), **wrong)
 
 
+@pytest.mark.parametrize(
+    "wrong", [{"outer": 0.7}, {"elastic": 2}, {"outer": (0.7, 0.9), "elastic": 0.5}]
+)
+def test_errors_about_averages_name_the_call(wrong: dict[str, Any]) -> None:
+    with pytest.raises(PlanError, match=r"^local_sgd\((outer|elastic)="):
+        schedules.local_sgd(2, 2, **wrong)
+
+
 def uneven(s: int, b: int, d: object) -> Placement:
     return Placement(b % 3 % 2, b % 3 % 2)
 

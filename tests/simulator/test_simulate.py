@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
@@ -195,6 +196,7 @@ def test_weights_stay_while_the_next_job_reads_them_too() -> None:
 def test_bytes_of_activations_where_stages_say_them() -> None:
     found = simulate(schedules.gpipe(2, 3), pair(), None)
     assert [w.peak_bytes for w in found.workers] == [15, 15]
+    assert re.search(r"^ +0\.\.1 +\S+ % +3, 15 B ", found.table(), re.M)
     assert simulate(schedules.gpipe(2, 3)).workers[0].peak_bytes is None
 
 

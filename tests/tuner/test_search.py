@@ -119,6 +119,14 @@ def test_schedules_that_move_weights_are_compared_if_that_takes_time() -> None:
     assert simulation.bubble_rate == 0  # whole microbatches: there is nothing to fill
 
 
+@pytest.mark.parametrize("workers", [2, 4])
+def test_servers_are_as_many_as_a_schedule_has_by_itself(workers: int) -> None:
+    graphs = of_durations(TIMES, workers, [workers]).graphs
+    found = {each.name for each in library(workers, 12, graphs, False)}
+    assert "parameter_server" in found and "hybrid" in found
+    assert ("sharded_parameter_server" in found) is (workers > 2)
+
+
 def test_a_tree_of_stages_within_its_limit() -> None:
     for limit in (500.0, 700.0):
         found = search(tree(), 3, 8, limit, quiet=True, effort=0.1)
