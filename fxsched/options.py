@@ -190,8 +190,9 @@ class Options:
     sums: how workers that all want a sum of gradients add it up: "messages", one worker
         adds it up and sends it to the others; "pieces", each worker adds up one piece
         beside its jobs, and sends it to the others; the workers of one host first add
-        up their own gradients. "auto": pieces between several hosts, and between ranks
-        with transport="gloo"; else messages. With deterministic=True, messages.
+        up their own gradients; "ring", the same, but each host sends to the next host
+        only. "auto": pieces between two hosts, and between ranks with transport="gloo";
+        ring between more hosts; else messages. With deterministic=True, messages.
     network: the network that messages go through: a fxsched.Network or Link, or a file
         that `fxsched network` wrote. fxsched uses its speeds to choose stages and
         shards and to predict the step, and its hosts to add up gradients host by host.
@@ -324,9 +325,9 @@ def conflicts(options: Options) -> Iterator[tuple[bool, str]]:
     weighted, exact = (options.loss_reduction == word for word in ("weighted", "exact"))
     whole = options.ragged != "error" or rank is not None or weighted
     yield (
-        options.sums == "pieces" and options.deterministic,
-        "backend(sums='pieces') doesn't go with deterministic=True, with which one "
-        "worker adds up all gradients of a weight; leave one of them out",
+        options.sums in ("pieces", "ring") and options.deterministic,
+        f"backend(sums={options.sums!r}) doesn't go with deterministic=True, where "
+        "one worker adds up all gradients of a weight; leave one of them out",
     )
     yield (
         averaged and request.encode.gradients is not None,

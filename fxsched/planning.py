@@ -174,12 +174,11 @@ def _request(
 
 
 def _between_ranks(ranks: Ranks, request: Request) -> dict[str, Any]:
-    """The hosts of the ranks, if the user doesn't say them, and sums in pieces where
-    all values go through the process group."""
-    processes, sums = ranks.processes, request.sums
-    apart = not processes.near and sums == "auto"
+    """The hosts of the ranks, if the user doesn't say them, and how values go inside of
+    them."""
+    processes = ranks.processes
     hosts = request.hosts or processes.hosts
-    return {"hosts": hosts, "sums": "pieces" if apart else sums}
+    return {"hosts": hosts, "gloo": not processes.near}
 
 
 def _traced(

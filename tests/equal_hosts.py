@@ -1,11 +1,12 @@
-"""Schedules on two hosts of two ranks, which must be equal to eager PyTorch, with each
-way to add up gradients: python -m tests.equal_hosts.
+"""Schedules on several hosts, which must be equal to eager PyTorch, with each way to
+add up gradients: python -m tests.equal_hosts [--hosts 2] [NAME ..].
 
-The hosts are network namespaces. Give names of SCHEDULES to run those alone.
+The hosts are network namespaces, and have four ranks together. Names are of SCHEDULES.
 """
 
 from __future__ import annotations
 
+import argparse
 import os
 import sys
 from collections.abc import Callable
@@ -21,7 +22,7 @@ from fxsched.jobs.schedule import Schedule
 from tests.namespaces import alone, hosts, torchrun
 from tests.passes.test_sums_in_pieces import Net
 
-SUMS = ("auto", "messages", "pieces")
+SUMS = ("auto", "messages", "pieces", "ring")
 SCHEDULES: dict[str, Callable[[], Schedule]] = {
     "ddp": lambda: schedules.ddp(4, 8),
     "fsdp": lambda: schedules.fsdp(4, 8),
@@ -120,7 +121,11 @@ if __name__ == "__main__":
     elif (code := alone("tests.equal_hosts", *sys.argv[1:])) is not None:
         sys.exit(code)
     else:
-        with hosts(2) as both:
-            sys.exit(
-                torchrun(both, 2, "tests.equal_hosts", {CHOSEN: " ".join(sys.argv[1:])})
-            )
+        parser = argparse.ArgumentParser()
+        parser.add_argument("--hosts", type=int, default=2)
+        parser.add_argument("names", nargs="*")
+        options = parser.parse_args()
+        with hosts(options.hosts) as all_hosts:
+            given = {CHOSEN: " ".join(options.names)}
+            each = 4 // options.hosts
+            sys.exit(torchrun(all_hosts, each, "tests.equal_hosts", given))

@@ -43,7 +43,12 @@ def loss_text(gm: fx.GraphModule) -> list[str]:
 def step_text(step: Step) -> str:
     """The lines of all workers; before there are any, the order of jobs."""
     if step.lines:
-        return "\n".join(lines_text(step))
+        posts = (
+            f"{op.task} posts {show([message.tag for message in posts])}"
+            for op, posts in step.posts.items()
+            if posts
+        )
+        return "\n".join([*lines_text(step), *posts])
     jobs = step.jobs
     every = [jobs.job(i) for i in range(len(jobs))]
     pairs = zip(jobs.keeper, jobs.worker, strict=True)

@@ -1,10 +1,11 @@
 """What each worker holds in a step, counted on the step's own lines.
 
 A value is held from the op that makes it, or the message that brings it, until the last
-one that reads it there. B lets go of activations as it goes: what it makes counts when
-these are gone. Values in one memory are counted once: a running sum is in the memory of
-its first gradient, updated weights in that of the old. What one job needs while it runs
-comes on top; so do outputs, and what replicas send to be averaged.
+one that reads it there; a receive that is posted early has its buffer from then on. B
+lets go of activations as it goes: what it makes counts when these are gone. Values in
+one memory are counted once: a running sum is in the memory of its first gradient,
+updated weights in that of the old. What one job needs while it runs comes on top; so do
+outputs, and what replicas send to be averaged.
 """
 
 from __future__ import annotations
@@ -144,6 +145,7 @@ class _Lives:
         self.added = {
             (op.args[1], op.task) for op in step.ops if op.target is ops.accumulate
         }
+        self.posted = {message for each in step.posts.values() for message in each}
         self.lines: list[list[Op | Message]] = [[] for _ in range(step.jobs.workers)]
         for line in step.lines:
             ends = (line.worker,) if isinstance(line, Op) else (line.source, line.to)
@@ -153,11 +155,10 @@ class _Lives:
     def made(self, line: Op | Message, worker: int) -> Iterator[Born]:
         """What a line makes on a worker."""
         if isinstance(line, Message):
-            if line.to == worker:
-                kind = FETCHED if line.fetches else self._kind(line.value)
-                value: Value = line if line.fetches else line.value
-                yield Born(value, kind, self._received(line))
+            if line.to == worker and line not in self.posted:
+                yield self._received(line)
             return
+        yield from map(self._received, self.step.posts.get(line, ()))
         job = line.job
         if line.target is None and job is not None:
             kind = self.step.jobs.at[job.stage, job.direction]
@@ -180,12 +181,15 @@ class _Lives:
         else:
             yield Born(line, self._kind(line), size)
 
-    def _received(self, message: Message) -> float:
-        """What it takes where it comes, once it is decoded."""
-        size: float = _bytes(self.step.specs(message.value)[0])
-        if isinstance(message.value, JobOutput):
-            size = of_call(message.value.node).get("received", size)
-        return size
+    def _received(self, message: Message) -> Born:
+        """What comes, once it is decoded."""
+        value = message.value
+        size: float = _bytes(self.step.specs(value)[0])
+        if isinstance(value, JobOutput):
+            size = of_call(value.node).get("received", size)
+        if message.fetches:
+            return Born(message, FETCHED, size)
+        return Born(value, self._kind(value), size)
 
     def _kind(self, value: Value) -> int | None:
         if isinstance(value, JobOutput):

@@ -10,7 +10,7 @@ that in, once the programs are known.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 
@@ -91,12 +91,13 @@ def _collected(how: Any, count: int, *parts: tuple[tuple[int, ...], Any]) -> Any
 
 
 def _join(layout: Any, *pieces: Any) -> Any:
-    """All pieces of one value, in their order, are the value."""
-    count, whole = len(pieces), pieces[0][-1]
+    """All pieces of one value, in their order, are the value; those of sums may each be
+    added up in an order of its own."""
+    count, wholes = len(pieces), [piece[-1] for piece in pieces]
     for number, each in enumerate(pieces):
-        if each != ("piece", number, count, layout, whole):
+        if each[:-1] != ("piece", number, count, layout):
             return Symbol(("join", *pieces))
-    return whole
+    return wholes[0] if len({*wholes}) == 1 else Symbol(("joined", *wholes))
 
 
 def _decoded(codes: Any, value: Any) -> Any:
@@ -195,14 +196,22 @@ def is_gradient(wanted: Any) -> bool:
 
 
 def terms(value: Any) -> Iterator[Any]:
-    """What a sum adds up, sums in it too; of anything else, itself."""
+    """What a sum adds up, sums in it too, and one whose pieces all add up the same; of
+    anything else, itself."""
     stack = [value]
     while stack:
         each = stack.pop()
-        if isinstance(each, tuple) and each[:1] == ("sum",):
+        word = each[:1] if isinstance(each, tuple) else ()
+        if word == ("sum",):
             stack += each[1:]
+        elif word == ("joined",) and _alike([Counter(terms(own)) for own in each[1:]]):
+            stack.append(each[1])
         else:
             yield each
+
+
+def _alike(values: Sequence[Any]) -> bool:
+    return all(each == values[0] for each in values)
 
 
 SHOWN = 6  # values of one expression, in an error
@@ -262,6 +271,9 @@ SAID: Mapping[str, Callable[..., str]] = {
     "sum": _sum_text,
     "piece": lambda i, count, _, value: f"piece {i} of {count} of {text(value)}",
     "terms": _sum_text,
+    "joined": lambda *wholes: (
+        f"what has a piece each of {', '.join(map(text, wholes))}"
+    ),
     "encoded": lambda _, value: f"the encoded {text(value)}",
     "decoded": lambda _, value: f"what was encoded as {text(value)}",
     "cast": _cast_text,

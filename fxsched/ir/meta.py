@@ -96,6 +96,7 @@ class CallRecord(AnyRecord, total=False):
     worker: that runs it. task: the job or other piece of work that it belongs to; n:
         priority of that. job: the job that a call is.
     aside: the lane beside the worker's jobs that it runs in, if it runs in one.
+    posts: tags of receives that its task posts.
     own: whether a user's pass made it. replaces: name of the node that it is in the
         place of, by what a pass says.
     """
@@ -114,6 +115,7 @@ class CallRecord(AnyRecord, total=False):
     n: int
     job: Any
     aside: int
+    posts: tuple[int, ...]
     own: bool
     replaces: str
 

@@ -27,7 +27,7 @@ BatchNorm = Literal["microbatch", "batch"]
 StageCompiler = Literal["eager", "inductor"]
 Ragged = Literal["error", "fewer", "pad"]
 PassedRows = Literal["all", "local"]
-Sums = Literal["auto", "messages", "pieces"]
+Sums = Literal["auto", "messages", "pieces", "ring"]
 Transport = Literal["threads", "distributed", "gloo"]
 CheckInputs = Literal["first", "always", "never"]
 BufferReduction = Literal["mean", "sum", "last"]
@@ -59,7 +59,8 @@ class Request:
     moments: shapes of what the optimizer keeps of each of these and is averaged with
         it, by position, where schedule.average_every makes replicas.
     state_bytes: of the optimizer's state of these, by position; {} where not known.
-    hosts: the workers of each host; () for one host.
+    hosts: the workers of each host; () for one host. gloo: whether values go through
+        the process group within a host, too.
     network: what messages go through, if the user says it; of a Network, its hosts are
         the `hosts`.
     Other fields are the options of fxsched.backend, checked.
@@ -100,6 +101,7 @@ class Request:
     encode: Encode = AS_IT_IS
     sums: Sums = "auto"
     hosts: tuple[tuple[int, ...], ...] = ()
+    gloo: bool = False
     network: Wires | None = None
 
     @cached_property
@@ -133,11 +135,26 @@ class Request:
         """The number of a worker's host."""
         return next((i for i, own in enumerate(self.hosts) if worker in own), 0)
 
+    def near(self, one: int, other: int) -> bool:
+        """Whether a worker hands values to another through memory."""
+        return not self.gloo and self.host(one) == self.host(other)
+
+    @property
+    def apart(self) -> bool:
+        """Whether some workers send each other messages over a network."""
+        return self.gloo or len(self.hosts) > 1
+
     @property
     def sums_in_pieces(self) -> bool:
         """Whether owners of a sum add up a piece of it each."""
-        auto = "pieces" if len(self.hosts) > 1 else "messages"
-        return (auto if self.sums == "auto" else self.sums) == "pieces"
+        return self.apart if self.sums == "auto" else self.sums != "messages"
+
+    @property
+    def sums_in_ring(self) -> bool:
+        """Whether pieces go from each host to the next alone. Hosts that all send to
+        all others get in each other's way; but what is encoded is rounded on each."""
+        ring = len(self.hosts) > 2 and self.encode.gradients is None
+        return ring if self.sums == "auto" else self.sums == "ring"
 
     @property
     def by_arrival(self) -> bool:

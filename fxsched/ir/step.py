@@ -221,6 +221,8 @@ class Step:
     lines: of all workers, in the global order.
     buffers: what F on each worker leaves of a group of buffers, by group and worker.
     results: what each worker returns, in values.
+    posts: receives that an op posts when its task begins; others are posted when they
+        are taken.
     every: how many microbatches an update is for; None if there are none.
     """
 
@@ -231,6 +233,7 @@ class Step:
     lines: Sequence[Op | Message] = ()
     buffers: Mapping[tuple[int, int], JobOutput] = field(default_factory=dict)
     results: Mapping[int, dict[str, Any]] = field(default_factory=dict)
+    posts: Mapping[Op, Sequence[Message]] = field(default_factory=dict)
     every: int | None = None
 
     @cached_property

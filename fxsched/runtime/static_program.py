@@ -3,21 +3,21 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor, fx
 
 from ..ir import ops
 from ..ir.graphs import arguments, result
+from ..ir.meta import of_call
 from ..ir.step import SERVED
 from ..transport.wire_format import Parcel
 from .profiler_ranges import close_range, open_range
 from .python_source import Expression, PythonSource, compiled, text_of
 from .tasks import Receive, Task, TaskProgram, sent
 
-# of receives from one worker, besides weights, that are asked for ahead of need
-WINDOW, BYTES = 4, 1 << 22  # as many, or more if they are so small together
 Steps = Generator[dict[str, Any], dict[int, Tensor] | None, None]
 
 
@@ -37,14 +37,13 @@ class Straight:
         self.source = PythonSource(program.gm)
         self.env: dict[fx.Node, Expression] = {}
         self.nodes = list(program.gm.graph.nodes)
-        self.ahead = {r.parcel.peer: _Ahead() for r in program.receives}
-        for receive in program.receives:
-            if not receive.parcel.weights:
-                self.ahead[receive.parcel.peer].receives.append(receive)
+        self.by_tag = {receive.parcel.tag: receive for receive in program.receives}
+        self.posted: set[int] = set()  # slots of receives
         self.fetched = self.used = 0  # tasks' fetches asked for, and taken, so far
         self.batch = {r.slot: i for i, each in enumerate(program.fetches) for r in each}
         self.taken: set[int] = set()
         self.later: dict[fx.Node, tuple[str, int]] = {}  # futures of tasks beside
+        self.kept: dict[fx.Node, str] = {}  # tensors of losses, by their bundle
         inputs = program.gm.graph.find_nodes(op="placeholder")
         self.weights_stay = all(node.name != "optimizer" for node in inputs)
         for node in inputs:
@@ -55,6 +54,7 @@ class Straight:
         self.tasks = [task for _, task in lines]
         ranges = {"open_range": open_range, "close_range": close_range}
         names = {**self.source.names, **ranges, "clock": time.perf_counter}
+        names["empty"] = torch.empty
         tasks = [task for phase in program.phases for task in phase]
         self.lanes = sorted({task.aside for task in tasks} - {0})
         lanes = [f"lane_{number}" for number in self.lanes]
@@ -66,6 +66,9 @@ class Straight:
         self._ask(number, self.used + self.prefetch)
         for task in self._served_early(tasks):
             source.task = task.name
+            for tag in task.posts:
+                if tag in self.by_tag:  # which a pass of the user's may have dropped
+                    self._expect(self.by_tag[tag])
             if task.aside:
                 self._beside(number, task)
                 continue
@@ -76,8 +79,6 @@ class Straight:
                 if slot in self.batch:
                     self.used = max(self.used, self.batch[slot] + 1)
                     self._ask(number, self.used + self.prefetch)
-                elif slot not in self.taken:
-                    self._need(number, receive)
                 if slot not in self.taken:
                     self._take(receive)
             timed = self.record and task.job is not None
@@ -114,8 +115,7 @@ class Straight:
             if receive is not None and slot not in self.taken:
                 if slot in self.batch:
                     self._ask(number, self.batch[slot] + 1)
-                else:
-                    self._need(number, receive)
+                self._expect(receive)
                 self.taken.add(slot)
                 env[node] = inner.make(f"take({inner.parcel(receive.parcel)})")
                 given.append(node)
@@ -158,15 +158,29 @@ class Straight:
             results = self._results(arguments(node)[0])
             env[node] = new = source.variable()
             source.line(f"{new} = yield {results}")
+        elif node in self.kept:
+            env[node] = source.make(f"{self.kept[node]}.unbind()")
         elif node.target not in (ops.free, ops.wait):
             env[node] = source.node(node, env, whole=True)
+            for bundle in filter(_is_scalars, node.users):
+                self._keep(node, bundle)
+
+    def _keep(self, node: fx.Node, bundle: fx.Node) -> None:
+        """Puts a loss at its place among all that are bundled at the end. Each of them
+        in memory of its own would split a large block that malloc has free."""
+        source = self.source
+        if bundle not in self.kept:
+            spec = of_call(node)["specs"][0]
+            like = f"{len(bundle.args)}, dtype={source.name(spec.dtype)}"
+            new = source.make(f"empty({like}, device={str(spec.device)!r})")
+            self.kept[bundle] = new
+        for place, each in enumerate(bundle.args):
+            if each is node:
+                text = f"{self.kept[bundle]}[{place}].copy_({text_of(self.env[node])})"
+                source.line(text)
 
     def _ask(self, phase: int, fetches: int) -> None:
-        """Asks for receives of this phase ahead of need, and for the fetches of so many
-        tasks."""
-        for ahead in self.ahead.values():
-            for receive in ahead.more(phase):
-                self._expect(receive)
+        """Asks for the fetches of so many tasks."""
         batches = self.program.fetches
         while self.fetched < min(fetches, len(batches)):
             if batches[self.fetched][0].phase != phase:
@@ -175,19 +189,14 @@ class Straight:
                 self._expect(receive)
             self.fetched += 1
 
-    def _need(self, phase: int, receive: Receive) -> None:
-        """Asks for a receive that is taken next, and for what may be asked for then."""
-        ahead = self.ahead[receive.parcel.peer]
-        for each in ahead.up_to(receive):
-            self._expect(each)
-        ahead.take(receive)
-        for each in ahead.more(phase):
-            self._expect(each)
-
     def _expect(self, receive: Receive) -> None:
-        self.source.line(f"expect({self.source.parcel(receive.parcel)})")
+        """Posts a receive, if it isn't."""
+        if receive.slot not in self.posted:
+            self.posted.add(receive.slot)
+            self.source.line(f"expect({self.source.parcel(receive.parcel)})")
 
     def _take(self, receive: Receive) -> None:
+        self._expect(receive)
         taken = self.source.make(f"take({self.source.parcel(receive.parcel)})")
         self.env[self.nodes[receive.slot]] = taken
         self.taken.add(receive.slot)
@@ -197,8 +206,6 @@ class Straight:
         self._ask(phase, len(self.program.fetches))
         for receive in self.program.receives:
             if receive.phase == phase and receive.slot not in self.taken:
-                if not receive.parcel.weights:
-                    self._need(phase, receive)
                 self._take(receive)
 
     def _results(self, value: Any) -> str:
@@ -217,39 +224,11 @@ class Straight:
         return None
 
 
-class _Ahead:
-    """The receives from one worker, in the program's order, and those asked for."""
-
-    def __init__(self) -> None:
-        self.receives: list[Receive] = []
-        self.asked = 0
-        self.coming: dict[int, int] = {}  # bytes of those not taken yet, by slot
-
-    def more(self, phase: int) -> Iterator[Receive]:
-        """What may be asked for now."""
-        while self.asked < len(self.receives):
-            receive = self.receives[self.asked]
-            size = sum(self.coming.values()) + receive.parcel.packing.bytes
-            if receive.phase != phase or (len(self.coming) >= WINDOW and size > BYTES):
-                return
-            yield self._next()
-
-    def up_to(self, receive: Receive) -> Iterator[Receive]:
-        """What must be asked for before this can be taken."""
-        while self.asked < len(self.receives):
-            if self.receives[self.asked].position > receive.position:
-                return
-            yield self._next()
-
-    def take(self, receive: Receive) -> None:
-        """Notes that a receive is taken."""
-        self.coming.pop(receive.slot, None)
-
-    def _next(self) -> Receive:
-        receive = self.receives[self.asked]
-        self.asked += 1
-        self.coming[receive.slot] = receive.parcel.packing.bytes
-        return receive
+def _is_scalars(node: fx.Node) -> bool:
+    """Whether a node bundles several 0-d tensors of one type, as losses are."""
+    specs = set(of_call(node).get("specs", ()))
+    one = len(specs) == 1 and not next(iter(specs)).shape
+    return node.target is ops.bundle and one and len(node.args) > 1
 
 
 def _serves(task: Task) -> bool:

@@ -7,6 +7,7 @@ runs in backward(), a pause parts it into two phases.
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -30,6 +31,12 @@ class Task:
     makes: list[int] = field(default_factory=list)
     job: Job | None = None
     pause: fx.Node | None = None
+
+    @property
+    def posts(self) -> Iterator[int]:
+        """Tags of receives that it posts when it begins."""
+        for node in self.nodes:
+            yield from of_call(node).get("posts", ())
 
     @property
     def aside(self) -> int:

@@ -6,6 +6,7 @@ Imports: clock, ir, jobs.
 from .arrivals import update_on_arrival
 from .collect import collect_results
 from .lower_sums import lower_sums
+from .place_receives import place_receives
 from .protect import protect_versions
 from .renew import renew_copies
 from .route import route_values
@@ -21,4 +22,5 @@ ORDERED = (  # fill in a step whose jobs have their order
     collect_results,  # outputs, gradients, buffers
     lower_sums,  # of gradients: where, and in which order
     route_values,  # messages
+    place_receives,  # of messages between hosts: when they are posted
 )

@@ -207,6 +207,7 @@ class _ProgramWriter:
             note_call(node, aside=line.aside)
         if line.job is not None:
             of_call(node)["job"] = line.job
+        self._post(line, node)
         if line.target is ops.pause:
             self.pause = node
         if self.request.check_finite and line.target is ops.update:
@@ -238,6 +239,7 @@ class _ProgramWriter:
         target, args = str(call.target), (state, *values, seed)
         new = make(self.graph, target, args, (), *where, name=f"job_{job}")
         of_call(new)["job"] = job
+        self._post(line, new)
         if self.request.check_finite:
             names = checked_values(recipe, self.request.training)
             read = (str(job), new, names, *args)
@@ -249,6 +251,11 @@ class _ProgramWriter:
             name = f"credit_{job}"
             token = make(self.graph, ops.credit, (new,), (TOKEN,), *where, name=name)
             self.env[Credit(job)] = token
+
+    def _post(self, line: Op, node: fx.Node) -> None:
+        """Notes the receives that a line's task posts."""
+        if posts := self.step.posts.get(line):
+            note_call(node, posts=tuple(message.tag for message in posts))
 
     def _copy(self, node: fx.Node, job: Job, where: Where) -> None:
         args = fx.map_arg(node.args, lambda n: self._value(n, job, where))

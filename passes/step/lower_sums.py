@@ -331,7 +331,9 @@ class _SumByHosts:
     def whole(self, root: int) -> Op:
         """The sum on its root."""
         number = self.total.group
-        found = self._sum(number, root, self.parts, f"gradients_{self.name}")
+        name = f"gradients_{self.name}"
+        *_, found = self._steps(number, root, self.parts, name)
+        assert isinstance(found, Op), "several give"
         found.group = number
         return found
 
@@ -341,10 +343,11 @@ class _SumByHosts:
         layout, count = layout_of(self.specs), range(len(self.owners))
         given = [{w: self._given(i, w) for w in self.parts} for i in count]
         pairs = zip(self.owners, given, strict=True)
-        pieces = tuple(
-            self._sum(i, *pair, f"piece_{i}_of_{self.name}")
+        steps = (
+            self._steps(i, *pair, f"piece_{i}_of_{self.name}")
             for i, pair in enumerate(pairs)
         )
+        *_, pieces = zip(*steps, strict=True)  # all pieces' first steps are first
         first = self.sums._readers.get(self.total, len(self.sums.lines))
         found: dict[int, Part] = {}
         for worker in self.owners:
@@ -356,20 +359,26 @@ class _SumByHosts:
             found[worker] = self.sums._finished(new, group, where, first - 1)
         return found
 
-    def _sum(self, number: int, root: int, given: Mapping[int, Part], name: str) -> Op:
-        """The sum of what all give, on its root.
+    def _steps(
+        self, number: int, root: int, given: Mapping[int, Part], name: str
+    ) -> Iterator[Part]:
+        """What is added up, host after host; at last the sum of what all give, on its
+        root.
 
         number: says which worker of another host adds up what that gives.
         """
         parts: list[Part] = []
-        own = self.sums.request.host(root)
-        for host, workers in sorted(self.hosts.items()):
+        own, ring = self.sums.request.host(root), self.sums.request.sums_in_ring
+        hosts = sorted(self.hosts, key=lambda host: (ring and host <= own, host))
+        for host in hosts:
+            workers = self.hosts[host]
             adds = root if host == own else workers[number % len(workers)]
             those = [given[worker] for worker in workers]
             parts.append(self._add(f"{name}_of_host_{host}", adds, those))
-        found = self._add(name, root, parts)
-        assert isinstance(found, Op), "several give"
-        return found
+            if ring and host != hosts[-1]:
+                parts = [self._add(f"{name}_up_to_host_{host}", adds, parts)]
+            yield parts[-1]
+        yield self._add(name, root, parts)
 
     def _given(self, number: int, worker: int) -> Op:
         """A piece of what a worker gives."""

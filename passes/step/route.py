@@ -6,6 +6,7 @@ from collections import deque
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from itertools import count
+from operator import itemgetter
 
 from ...ir import ops
 from ...ir.encodings import Code, Codes, codes_of, encoded_specs
@@ -47,16 +48,26 @@ def route_values(step: Step, request: Request) -> Step:
     step = replace(step, lines=_with_weights(step, request, tags, encodings))
     readers = _Readers(step)
     lines: list[Op | Message] = []
-    for line in step.lines:
+    later: list[tuple[int, Message]] = []  # on their way around a ring, by their turn
+    for line in (*step.lines, None):
+        if not isinstance(line, Op) or not line.aside:
+            lines += (message for _, message in sorted(later, key=itemgetter(0)))
+            later = []
+        if line is None:
+            break
         lines.append(line)
         if isinstance(line, Message):
             continue
         for value, workers in readers.of(line):
-            for source, to in _ways(line, workers, request):
+            for turn, (source, to) in enumerate(_ways(line, workers, request)):
                 where = (next(tags), source, to, value, line.task, line.n)
                 codes = encodings.of(value)
                 specs = encoded_specs(codes, step.specs(value)[0])
-                lines.append(Message(*where, specs, codes=codes))
+                message = Message(*where, specs, codes=codes)
+                if turn and line.aside and request.sums_in_ring:
+                    later.append((turn, message))
+                else:
+                    lines.append(message)
     return replace(step, lines=lines)
 
 
@@ -64,14 +75,17 @@ def _ways(line: Op, to: set[int], request: Request) -> Iterator[tuple[int, int]]
     """From whom to whom a value goes. What is made beside the jobs goes once to each
     other host, where one worker hands it on."""
     own, by_host = line.worker, dict[int, list[int]]()
-    for worker in sorted(to - {own}):
+    source, ring = own, request.sums_in_ring
+    after = request.host(own) if ring else 0
+    for worker in sorted(to - {own}, key=lambda w: (request.host(w) < after, w)):
         host = request.host(worker) if line.aside else worker
         by_host.setdefault(host, []).append(worker)
     for host, workers in by_host.items():
         if line.aside and host != request.host(own):
             first = workers.pop(own % len(workers))
-            yield own, first
+            yield source, first
             yield from ((first, worker) for worker in workers)
+            source = first if ring else own
         else:
             yield from ((own, worker) for worker in workers)
 

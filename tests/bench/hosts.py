@@ -32,6 +32,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add("--prefetch", type=int, default=1, help="of fxsched's contestants (1)")
     kinds = "KIND=TYPE", "of fxsched's contestants, such as gradients=int8 (none)"
     add("--encode", nargs="+", default=[], metavar=kinds[0], help=kinds[1])
+    add("--sums", default="auto", metavar="HOW", help="of fxsched's contestants (auto)")
     parser.set_defaults(run=run, workers=0)
 
 

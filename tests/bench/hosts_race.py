@@ -70,6 +70,7 @@ class Race:
         self.count, self.seconds = options.microbatches, options.forward / 1e3
         self.prefetch: int = options.prefetch
         pairs = (each.split("=") for each in options.encode)
+        self.sums: str = options.sums
         self.encode = {kind: getattr(torch, word) for kind, word in pairs}
         torch.manual_seed(1)
         self.x = torch.randn(self.count * ROWS, LENGTH, WIDTH)
@@ -99,6 +100,7 @@ class Race:
         names = [f"blocks.{BLOCKS * s // stages}" for s in range(1, stages)]
         schedule = schedules.LIBRARY[name](self.workers, self.count)
         given: Any = {"prefetch": self.prefetch, "encode": self.encode}
+        given["sums"] = self.sums
         backend = fxsched.backend(schedule, names, **given)
         self.backends[name] = backend
         step: Any = torch.compile(model, backend=backend)

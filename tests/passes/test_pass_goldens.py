@@ -71,6 +71,7 @@ class Case(NamedTuple):
     order: Order = "static"
     deterministic: bool = False
     stages: tuple[str, ...] = ("b",)
+    network: fxsched.Network | None = None
 
 
 class Wide(Chain):
@@ -106,6 +107,7 @@ def served() -> Schedule:
     return replace(schedules.parameter_server(3, 4, asynchronous=True), stages=2)
 
 
+TWO_HOSTS = fxsched.Network([[0], [1]], *2 * [fxsched.Rate(1e9)])
 CASES = {
     "assign_stages": Case(),
     "shard_stages": Case(schedules.sharded(schedules.gpipe(1, 1), 2), Wide, stages=()),
@@ -122,6 +124,7 @@ CASES = {
     "collect_results": Case(schedules.ddp(2)),
     "lower_sums": Case(updated()),
     "route_values": Case(elsewhere()),
+    "place_receives": Case(schedules.gpipe(2, 2), network=TWO_HOSTS),
     "cut_program": Case(),
     "free_values": Case(),
 }
@@ -161,6 +164,7 @@ def test_a_pass_does_what_its_docstring_shows(
         stages=case.stages or "auto",
         order=case.order,
         deterministic=case.deterministic,
+        network=case.network,
     )
     assert plan.programs[0]
     before, after = seen

@@ -40,6 +40,7 @@ class Net(nn.Module):
 
 
 STAGES = ["blocks.1", "blocks.2", "blocks.3"]
+APART = fxsched.Network([[0], [1, 2], [3]], *2 * [fxsched.Rate(1e9)])
 TWO_HOSTS = fxsched.Network([[0, 1], [2, 3]], *2 * [fxsched.Rate(1e9)])
 X = torch.randn(16, 128, generator=torch.Generator().manual_seed(1))
 SCHEDULES: dict[str, Callable[[], Schedule]] = {
@@ -86,6 +87,41 @@ def test_sums_in_pieces_equal_eager(name: str, order: str) -> None:
 def test_sums_inside_hosts_first_equal_eager(name: str, order: str) -> None:
     plan = _equal(SCHEDULES[name](), order=order, network=TWO_HOSTS)
     assert bool(_calls(plan, ops.join)) == (name != "1f1b")
+
+
+@pytest.mark.parametrize("network", [APART, TWO_HOSTS])
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_sums_that_go_from_host_to_host_equal_eager(
+    name: str, network: fxsched.Network
+) -> None:
+    options = {"network": network, "sums": "ring", "stages": STAGES}
+    plan = _equal(SCHEDULES[name](), **options)
+    assert bool(_calls(plan, ops.join)) == (name != "1f1b")
+    host = {w: h for h, own in enumerate(network.hosts) for w in own}
+    ways = {
+        (host[line.source], host[line.to])
+        for line in plan.lines
+        if isinstance(line, Message) and line.aside
+    }
+    if name == "ddp":  # all hosts give to each sum
+        count = len(network.hosts)
+        assert all(b in (a, (a + 1) % count) for a, b in ways)
+
+
+def test_the_check_finds_a_ring_that_leaves_out_a_host() -> None:
+    options = {"network": APART, "sums": "ring", "stages": STAGES}
+    plan = fxsched.plan(Net(), schedules.ddp(4, 8), X, **options)
+    plan.check()
+    adds = [
+        node
+        for program in plan.programs
+        for node in program.graph.nodes
+        if node.target is ops.reduce and "up_to_host" in node.name
+    ]
+    place, first, second = adds[0].args
+    adds[0].args = (place, first, first) if place == 0 else (place, second, second)
+    with pytest.raises(CheckError):
+        plan.check()
 
 
 def test_updates_in_the_program_read_sums_in_pieces() -> None:

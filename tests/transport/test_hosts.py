@@ -12,9 +12,10 @@ from tests.namespaces import ROOT
 
 
 @pytest.mark.slow
-def test_steps_over_two_hosts_equal_eager() -> None:
-    names = ["fsdp", "stale"]
-    command = [sys.executable, "-m", "tests.equal_hosts", *names]
+@pytest.mark.parametrize("hosts, names", [(2, ["fsdp", "stale"]), (4, ["hsdp"])])
+def test_steps_over_several_hosts_equal_eager(hosts: int, names: list[str]) -> None:
+    more = ["--hosts", str(hosts), *names]
+    command = [sys.executable, "-m", "tests.equal_hosts", *more]
     ran = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
     if "aren't allowed" in ran.stdout:
         pytest.skip("network namespaces aren't allowed here")
