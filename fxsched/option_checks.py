@@ -112,10 +112,13 @@ def stage_groups(name: str, same_stage: object) -> tuple[tuple[str, ...], ...]:
     return tuple(map(tuple, groups))
 
 
-def look_ahead(name: str, prefetch: int) -> int:
+def look_ahead(name: str, prefetch: int | None) -> int | None:
     """Jobs ahead that weights are asked for."""
-    if not is_int(prefetch) or prefetch < 0:
-        raise PlanError(f"backend(prefetch={prefetch!r}): give an int, 0 or more")
+    if prefetch is not None and (not is_int(prefetch) or prefetch < 0):
+        raise PlanError(
+            f"backend(prefetch={prefetch!r}): give an int, 0 or more, or None for 1, "
+            "and 2 between several hosts"
+        )
     return prefetch
 
 

@@ -102,7 +102,8 @@ class Options:
         fxsched.profile, which also makes stages="auto" cut by measured times instead of
         estimates.
     prefetch: for how many jobs ahead a worker asks for weights that others keep; it
-        holds the fetched weights of at most prefetch + 1 jobs at a time.
+        holds the fetched weights of at most prefetch + 1 jobs at a time. By default 1,
+        or 2 between several hosts, where a request takes longer.
     check_inputs: at which calls ranks compare checksums of their inputs, which must be
         the same whole batch: "first" (the first three calls of each plan; later calls
         compare a few elements of each input, which takes almost no time), "always" or
@@ -210,7 +211,7 @@ class Options:
     memory_limit: float | None = None
     same_stage: Sequence[Sequence[str]] = ()
     profile: Profile | bool | None = None
-    prefetch: int = 1
+    prefetch: int | None = None
     check_inputs: CheckInputs = "first"
     input_from: int | None = None
     batch_dims: Dims | None = None

@@ -328,7 +328,7 @@ def make_step(
         _note_passes(error, options.passes)
         raise
     with workers.guarded(), no_collection():
-        programs = _programs(plan, options, workers)
+        programs = _programs(plan, options, request, workers)
     agreement = None
     if isinstance(workers, Ranks):
         inputs = [each for each in plan.inputs if each.input < len(args)]
@@ -387,18 +387,19 @@ def _note_passes(error: CheckError, passes: Sequence[Pass]) -> None:
         )
 
 
-def _programs(plan: Plan, options: Options, workers: Workers) -> dict[int, Runnable]:
+def _programs(
+    plan: Plan, options: Options, request: Request, workers: Workers
+) -> dict[int, Runnable]:
     """The programs of the workers here, ready to run."""
     if options.stage_compiler == "inductor":
         inductor.compile_stages([plan.programs[worker] for worker in workers.here])
     order = "static" if plan.schedule.in_order else options.request.order
-    prefetch = options.request.prefetch
     return {
         worker: Runnable(
             plan.programs[worker],
             order,
             options.record,
-            prefetch,
+            request.ahead,
             options.recorder is not None,
         )
         for worker in workers.here

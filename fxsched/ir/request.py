@@ -77,7 +77,7 @@ class Request:
     memory_limit: float | None = None
     same_stage: tuple[tuple[str, ...], ...] = ()
     readers: tuple[int, ...] | None = None
-    prefetch: int = 1
+    prefetch: int | None = None
     batch_dims: Mapping[str | int, int | None] = field(default_factory=dict)
     ragged: Ragged = "error"
     most: int = 1
@@ -155,6 +155,12 @@ class Request:
         all others get in each other's way; but what is encoded is rounded on each."""
         ring = len(self.hosts) > 2 and self.encode.gradients is None
         return ring if self.sums == "auto" else self.sums == "ring"
+
+    @property
+    def ahead(self) -> int:
+        """For how many jobs ahead a worker asks for weights."""
+        default = 2 if len(self.hosts) > 1 else 1
+        return default if self.prefetch is None else self.prefetch
 
     @property
     def by_arrival(self) -> bool:

@@ -37,7 +37,7 @@ def route_values(step: Step, request: Request) -> Step:
             1F0, message 0                                           # worker 1
 
     A worker gets a value once, after the op that makes it, however many of its jobs
-    read it. Weights it asks for request.prefetch jobs ahead (here 1); they are kept
+    read it. Weights it asks for request.ahead jobs ahead (here 1); they are kept
     while its next job reads them too, and new ones come after the update that makes
     them. From another host it asks for none that a worker of its own host has or waits
     for: that one hands them on. request.encode says what travels in fewer bytes: of
@@ -94,7 +94,7 @@ def _with_weights(
     step: Step, request: Request, tags: Iterator[int], encodings: _Encodings
 ) -> list[Op | Message]:
     """The lines, with messages that bring weights to jobs and renewals."""
-    every, ahead = list(step.ops), request.prefetch
+    every, ahead = list(step.ops), request.ahead
     place = {op: i for i, op in enumerate(every)}
     at_hand: dict[int, dict[Value, Message]] = {}  # what the last job on a worker read
     last: dict[int, deque[Op]] = {}  # the last `ahead` jobs on a worker

@@ -29,7 +29,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add("--only", nargs="+", metavar="NAME", help="contestants (all)")
     add("--forward", type=float, default=15.6, metavar="MS", help="of a block (15.6)")
     add("--microbatches", type=int, default=8, help="(8)")
-    add("--prefetch", type=int, default=1, help="of fxsched's contestants (1)")
+    add("--prefetch", type=int, help="of fxsched's contestants (fxsched's own)")
     kinds = "KIND=TYPE", "of fxsched's contestants, such as gradients=int8 (none)"
     add("--encode", nargs="+", default=[], metavar=kinds[0], help=kinds[1])
     add("--sums", default="auto", metavar="HOW", help="of fxsched's contestants (auto)")

@@ -68,7 +68,7 @@ class Race:
     def __init__(self, options: argparse.Namespace) -> None:
         self.rank, self.workers = dist.get_rank(), dist.get_world_size()
         self.count, self.seconds = options.microbatches, options.forward / 1e3
-        self.prefetch: int = options.prefetch
+        self.prefetch: int | None = options.prefetch
         pairs = (each.split("=") for each in options.encode)
         self.sums: str = options.sums
         self.encode = {kind: getattr(torch, word) for kind, word in pairs}

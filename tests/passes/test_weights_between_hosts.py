@@ -56,6 +56,20 @@ def test_updated_weights_are_handed_on() -> None:
         torch.testing.assert_close(mine, other)
 
 
+def test_weights_from_other_hosts_are_asked_for_two_jobs_ahead() -> None:
+    def steps(prefetch: int | None) -> list[list[str]]:
+        four = schedules.fsdp(4, 4)
+        options = {"stages": STAGES, "prefetch": prefetch}
+        plans = (
+            fxsched.plan(Net(), four, X, network=network, **options)
+            for network in (None, TWO_HOSTS)
+        )
+        return [[*map(str, plan.lines)] for plan in plans]
+
+    default, one, two = steps(None), steps(1), steps(2)
+    assert default == [one[0], two[1]] and one != two
+
+
 def test_a_host_gets_weights_once_for_all_its_workers() -> None:
     plan = _plan()
     came = Counter(
