@@ -137,7 +137,10 @@ class Backend:
     @contextmanager
     def tracing(self) -> Iterator[None]:
         """Hides the gradients of parts of weights while the model is traced."""
-        with hidden_gradients(), quiet_fakes(), Progress("tracing the model"):
+        what = "tracing the model"
+        if self._last is not None and isinstance(self._workers, Ranks):
+            what += " again, as each rank has only its own parameters by now"
+        with hidden_gradients(), quiet_fakes(), Progress(what):
             yield
 
     def leave(self) -> None:

@@ -86,7 +86,8 @@ def compare_timelines(
     step = Deviation(a.step, b.step)
     ratio = f", {step.ratio:.2f} times as long" if step.predicted else ""
     parts = (
-        f"step: predicted {time.text(a.step)}, measured {time.text(b.step)}{ratio}",
+        f"from the first job to the last: predicted {time.text(a.step)}, measured "
+        f"{time.text(b.step)}{ratio}",
         _orders(a, b),
         _durations(a, b, time),
         _waits(a, b, time),

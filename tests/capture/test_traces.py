@@ -19,7 +19,7 @@ SECONDS = {"F": 1e-3, "B": 2e-3}
 
 
 PARTING = """\
-step: predicted 18 ms, measured 29 ms, 1.61 times as long
+from the first job to the last: predicted 18 ms, measured 29 ms, 1.61 times as long
 
 order of jobs: the same on workers 0, 2; differs on
 
