@@ -1,7 +1,7 @@
 """All checks: `python -m tests` runs ruff, mypy --strict and pytest.
 
 Arguments go on to pytest: `python -m tests --quick` leaves the slow tests out and takes
-two minutes, `python -m tests tests/draw -k svg` runs a part. Process groups stay on
+3 to 7 minutes, `python -m tests tests/draw -k svg` runs a part. Process groups stay on
 loopback, and every process keeps to one thread, for the tests run side by side.
 """
 
