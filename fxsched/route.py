@@ -64,7 +64,13 @@ class Route:
         _say(f"captured by {self.captured_by}")
 
     def _also(self, text: str) -> str:
-        return f"{text}\nDynamo breaks its graph at {self.broken.line}"
+        line = self.broken.line
+        if not line.startswith("("):
+            return f"{text}\nDynamo breaks its graph at {line}"
+        return (
+            f"{text}\nDynamo breaks its graph too {line}; torch.compile(model, "
+            "backend='eager', fullgraph=True) shows where"
+        )
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         call = Structure((args, kwargs))

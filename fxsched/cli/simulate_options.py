@@ -280,7 +280,8 @@ def show(schedule: Schedule, options: Mapping[str, Any], count: int) -> None:
     if stages != count:
         said = (
             f"--forward and the other times are of one of {count} stages; each of the "
-            f"{stages} stages here takes {count / stages:.4g} of them"
+            f"{stages} stages here takes {count / stages:.4g} of them, and activations "
+            "are of these stages"
         )
         click.echo(f"\n{wrapped([said])}")
     if shows_memory(options):

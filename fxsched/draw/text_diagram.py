@@ -75,7 +75,8 @@ def _key(bars: Bars, cells: Cells, margin: int, wider: str) -> list[str]:
         for each, what in hidden.items()
         if each > room
     ]
-    return [f"{', '.join(words)}; dots: idle", *more[:1]]
+    dots = "idle, or a job too short to draw" if cells.lost else "idle"
+    return [f"{', '.join(words)}; dots: {dots}", *more[:1]]
 
 
 def _way(wider: str, columns: int) -> str:
@@ -114,6 +115,7 @@ class Cells:
         usual = float(np.median(times)) if len(times) else 0.0
         alone = rows == bars.workers and usual * columns >= bars.span
         self.labels: Labels | None = None  # unless each job is drawn
+        self.lost = False  # whether some jobs have no character
         if len(bars) and bars.span and alone:
             self.labels = self._jobs(bars)
         elif len(bars) and bars.span:
@@ -132,6 +134,7 @@ class Cells:
                 text = text[:-1] + " "  # apart from the next one
             self.text[row, a:z] = list(text)
             self.ground[row, a:z] = self.colours[b, d]
+        self.lost = bool(((first == last) & (bars.direction != UPDATE)).any())
         for i in np.flatnonzero(bars.direction == UPDATE).tolist():
             if first[i] == last[i]:
                 self._mark(bars, i, int(first[i]))

@@ -450,3 +450,13 @@ def test_a_page_shows_links_whose_messages_take_no_time_to_speak_of() -> None:
     found = simulate(schedules.gpipe(2, 2), stages, {"F": 1, "B": 1}, Link(1e30))
     page = found.diagram().html()
     assert "<title>worker 0 to worker 1: 16 B, busy 0.0 % of the step</title>" in page
+
+
+def test_a_legend_says_that_jobs_are_too_short_to_draw() -> None:
+    times = {(s, d): t for s, t in enumerate((1.0, 1e-4)) for d in "FB"}
+    pipeline = schedules.gpipe(2, 2)
+    short = simulate(
+        pipeline, durations=lambda job: times[job.stage, str(job.direction)]
+    )
+    assert "dots: idle, or a job too short to draw" in short.diagram().text(100)
+    assert "dots: idle\n" in f"{simulate(pipeline).diagram().text(80)}\n"
