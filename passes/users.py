@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -10,7 +9,7 @@ import torch
 from torch import Tensor, fx
 
 from ..ir import ops
-from ..ir.graphs import Spec, Specs, arguments, tensors
+from ..ir.graphs import Spec, tensors
 from ..ir.lazy import lazy_module
 from ..ir.meta import note_call, of_call
 from ..ir.request import Request
@@ -18,64 +17,6 @@ from ..jobs.job import PlanError
 
 Pass = Callable[[fx.GraphModule, Request], fx.GraphModule]
 PLACE = ("worker", "task", "n")
-
-
-def encode_transfers(
-    program: fx.GraphModule,
-    encode: Callable[[Tensor], Tensor],
-    decode: Callable[[Tensor, torch.dtype], Tensor],
-) -> fx.GraphModule:
-    """Encodes tensors before each send, and decodes them after each recv.
-
-    before: send_3 = send(a_0, to=1, tag=3)                          # program 0
-
-            recv_3 = recv(source=0, tag=3)                           # program 1
-            job_1F0 = self.forward_1((weights_1,), (recv_3,), None)
-    after:  encode = encode(a_0)                                     # program 0
-            send_3 = send(encode, to=1, tag=3)
-
-            recv_3 = recv(source=0, tag=3)                           # program 1
-            decode = decode(recv_3, torch.float32)
-            job_1F0 = self.forward_1((weights_1,), (decode,), None)
-
-    encode: a function from a tensor to the tensor that is sent. It also runs on the
-        meta device, to find the shape of its result.
-    decode: a function from the sent tensor, and the type of the original, to a tensor.
-    Each tensor of a bundle is encoded. Fetched weights are sent without encoding. If
-    several workers keep the same weights, all of them use the decoded gradient.
-    """
-    graph = program.graph
-    position = {node: i for i, node in enumerate(graph.nodes)}
-    for recv in graph.find_nodes(op="call_function", target=ops.recv):
-        first = min(recv.users, key=position.__getitem__)
-        with graph.inserting_before(first):
-            decoded = _each(graph, decode, recv, _dtypes(recv))
-            replaces(decoded, recv)
-        readers = [user for user in recv.users if user in position]
-        for reader in readers:
-            reader.replace_input_with(recv, decoded)
-        originals = [spec.empty("meta") for spec in of_call(recv)["specs"]]
-        of_call(recv)["specs"] = _specs(map(encode, originals), of_call(recv)["specs"])
-    owned = _owned_gradients(graph)
-    encoded: dict[fx.Node, fx.Node] = {}
-    for send in graph.find_nodes(op="call_function", target=ops.send):
-        (value,) = send.all_input_nodes
-        if value.op == "placeholder" or "group" in of_call(send):  # weights
-            continue
-        if value not in encoded:
-            readers = [user for user in value.users if user.target is not ops.send]
-            with graph.inserting_before(send):
-                more = [()] * len(of_call(value)["specs"])
-                encoded[value] = _each(graph, encode, value, more)
-                replaces(encoded[value], value)
-            if value in owned:  # all owners keep the same bits
-                with graph.inserting_before(send.next):  # the send is of this task
-                    decoded = _each(graph, decode, encoded[value], _dtypes(value))
-                    replaces(decoded, value)
-                for reader in readers:
-                    reader.replace_input_with(value, decoded)
-        send.replace_input_with(value, encoded[value])
-    return program
 
 
 def replaces(new: fx.Node, old: fx.Node | None = None) -> None:
@@ -90,40 +31,6 @@ def replaces(new: fx.Node, old: fx.Node | None = None) -> None:
     replacement.
     """
     of_call(new)["replaces"] = new.name if old is None else old.name
-
-
-def _owned_gradients(graph: fx.Graph) -> set[fx.Node]:
-    """Gradients that several workers may keep: sums, and what is kept or updated."""
-    results: Any = graph.output_node().args[0]
-    updates = graph.find_nodes(op="call_function", target=ops.update)
-    sums = graph.find_nodes(op="call_function", target=ops.reduce)
-    stepped = (arguments(each)[4] for each in updates)
-    return {*sums, *results["groups"].values(), *stepped}
-
-
-def _dtypes(value: fx.Node) -> list[tuple[torch.dtype]]:
-    return [(spec.dtype,) for spec in of_call(value)["specs"]]
-
-
-def _each(
-    graph: fx.Graph,
-    function: Callable[..., Tensor],
-    value: fx.Node,
-    more: Sequence[tuple[Any, ...]],
-) -> fx.Node:
-    """A function's results for each tensor of a value, with more arguments for each."""
-    if not of_call(value).get("bundle") and value.target is not ops.bundle:
-        return graph.call_function(function, (value, *more[0]))
-    parts = [
-        graph.call_function(operator.getitem, (value, i)) for i in range(len(more))
-    ]
-    return graph.call_function(
-        ops.bundle,
-        tuple(
-            graph.call_function(function, (part, *args))
-            for part, args in zip(parts, more, strict=True)
-        ),
-    )
 
 
 def stage_graphs(program: fx.GraphModule) -> Iterator[tuple[str, fx.GraphModule]]:
@@ -256,7 +163,9 @@ def _complete_specs(program: fx.GraphModule, node: fx.Node) -> None:
                 node.target, args, kwargs
             )
         inputs = [s for v in node.all_input_nodes for s in of_call(v)["specs"]]
-        of_call(node)["specs"] = _specs(tensors(result), inputs)
+        device = inputs[0].device
+        found = (Spec.of(each)._replace(device=device) for each in tensors(result))
+        of_call(node)["specs"] = tuple(found)
     except Exception as error:
         raise PlanError(
             f"worker {of_call(node)['worker']}: {node} of {of_call(node)['task']}, "
@@ -273,8 +182,3 @@ def _value(node: fx.Node) -> Any:
         node.op == "placeholder" and "group" in of_call(node)
     )
     return tensors if bundle else tensors[0]
-
-
-def _specs(results: Any, inputs: Sequence[Spec]) -> Specs:
-    """Shapes of tensors on the meta device, on the device of what they are made of."""
-    return tuple(Spec.of(each)._replace(device=inputs[0].device) for each in results)

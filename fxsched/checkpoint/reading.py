@@ -17,7 +17,7 @@ from ..params.lazy import load_later, make_all, unmade
 from ..params.optimizer_steps import cut_state
 from ..params.record import Lazy, Parts, record_of
 from ..params.released import is_given_up
-from .content import MODEL, STATE, ModelContent, OptimizerContent
+from .content import MODEL, STATE, ModelContent, OptimizerContent, tensors_in
 from .coordinator import Coordinator
 from .fit import check_alike, check_names, tied_here
 from .manifest import Manifest
@@ -80,11 +80,7 @@ class Reading(NamedTuple):
                 if not _comes_later(stepped.parameters[name])
             ]
             states = _states(wanted, common["states"], manifest)
-            places |= {
-                key: [value]
-                for name, state in states.items()
-                for key, value in _tensors_of(name, state, common["states"]).items()
-            }
+            places |= {key: [value] for key, value in tensors_in(states).items()}
         every = later or cut  # of states, too
         names = manifest.tensors if every else places
         ranks = sorted({manifest.tensors[name].rank for name in names})
@@ -172,19 +168,8 @@ class Reading(NamedTuple):
         """Takes the optimizer's state of a parameter, if there is any."""
         states = _states([name], self.common["states"], self.manifest)
         for state in states.values():
-            self._read(_tensors_of(name, state, self.common["states"]))
+            self._read(tensors_in(states))
             stepped.take(name, state)
-
-
-def _tensors_of(
-    name: str, state: Mapping[str, Any], states: Mapping[str, State]
-) -> dict[str, Tensor]:
-    """Tensors of a parameter's state, by their names in a checkpoint."""
-    return {
-        f"{STATE}{name}.{key}": value
-        for key, value in state.items()
-        if key in states[name][0]
-    }
 
 
 def _comes_later(parameter: Tensor) -> bool:

@@ -82,11 +82,7 @@ def check_readable(what: str, value: Any) -> None:
 
 def fingerprint(value: Any) -> int:
     """Equal for equal values, such as two ranks'."""
-    return zlib.crc32(repr(mapped(value, _number)).encode())
-
-
-def _number(value: Tensor) -> Any:
-    return digest(value)
+    return zlib.crc32(repr(mapped(value, digest)).encode())
 
 
 def _small(value: Tensor) -> Any:

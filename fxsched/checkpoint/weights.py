@@ -40,10 +40,8 @@ def save_weights(
 
     Raises OSError on a rank that could not write, and PlanError on all others.
     """
-    coordinator, path = (
-        Coordinator("save_weights", backend),
-        path_of("save_weights", folder),
-    )
+    coordinator = Coordinator("save_weights", backend)
+    path = path_of("save_weights", folder)
     every = module_of(model).parameters()
     whole = coordinator.local(
         "put its weights together", lambda: Whole.of(coordinator, every)

@@ -149,17 +149,17 @@ def around(layout: Layout, colours: Array, clock: Clock) -> tuple[str, str]:
 def _legend(layout: Layout, colours: Array) -> Iterator[str]:
     """Directions, then microbatches: a box for each, or a band from first to last."""
     x, count = float(LEFT), layout.bars.microbatches
-    for d in layout.bars.directions:
-        colour = hexadecimal(colours[layout.bars.sample, d])
-        yield tag("rect", x=x, y=37, width=16, height=12, rx=2, fill=colour)
-        name = f"{LETTERS[d]} {NAMES[d]}"
+    named = [
+        (f"{LETTERS[d]} {NAMES[d]}", colours[layout.bars.sample, d])
+        for d in layout.bars.directions
+    ]
+    if layout.bars.meets:
+        named.append(("all rows (*)", colours[count, 1]))
+    for name, colour in named:
+        fill = hexadecimal(colour)
+        yield tag("rect", x=x, y=37, width=16, height=12, rx=2, fill=fill)
         yield tag("text", name, x=x + 21, y=47)
         x += 38 + 11 * CHARACTER * len(name)
-    if layout.bars.meets:
-        colour = hexadecimal(colours[count, 1])
-        yield tag("rect", x=x, y=37, width=16, height=12, rx=2, fill=colour)
-        yield tag("text", "all rows (*)", x=x + 21, y=47)
-        x += 38 + 11 * CHARACTER * len("all rows (*)")
     if not count or layout.bars.sample:  # no job of one microbatch
         return
     yield tag("text", "microbatch", x=x, y=47)

@@ -8,7 +8,7 @@ with passes or the runtime.
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -64,7 +64,7 @@ class Replicas:
             w: {name: self._now(name) for name in self.keepers}
             for w in range(self.schedule.workers)
         }
-        self.states = {w: self._state() for w in self.values}
+        self.states = {w: self._state(self.keepers) for w in self.values}
         self.centre = {name: self._now(name) for name in self.keepers}
         total, updates = 0.0, self.schedule.microbatches // every
         for number in range(updates):
@@ -90,10 +90,10 @@ class Replicas:
         for name, value in values.items():
             self.parameters[name].data.copy_(value)
 
-    def _state(self) -> dict[str, dict[str, Any]]:
+    def _state(self, names: Iterable[str]) -> dict[str, dict[str, Any]]:
         return {
             name: copy.deepcopy(dict(self.optimizer.state[self.parameters[name]]))
-            for name in self.keepers
+            for name in names
             if self.parameters[name] in self.optimizer.state
         }
 
@@ -134,11 +134,7 @@ class Replicas:
         self.optimizer.step()
         for name in mine:
             self.values[worker][name] = self._now(name)
-        self.states[worker] = {
-            name: self.optimizer.state[self.parameters[name]]
-            for name in mine
-            if self.parameters[name] in self.optimizer.state
-        }
+        self.states[worker] = self._state(mine)
         self.model.zero_grad()
 
     def _average(self, last: bool) -> None:

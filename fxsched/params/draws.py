@@ -31,14 +31,6 @@ def draw(tape: Tape, operation: Operation) -> None:
 
 def _is_long(place: Any) -> bool:
     """Whether a tensor on the CPU, which is filled in its order, is long."""
-    dense = isinstance(place, Place) and _contiguous(place)
-    return dense and prod(place.shape) >= 2 * CHUNK
-
-
-def _contiguous(place: Place) -> bool:
-    expected = 1
-    for size, stride in zip(reversed(place.shape), reversed(place.stride), strict=True):
-        if size != 1 and stride != expected:
-            return False
-        expected *= size
-    return True
+    if not isinstance(place, Place) or prod(place.shape) < 2 * CHUNK:
+        return False
+    return torch.empty_strided(place.shape, place.stride, device="meta").is_contiguous()

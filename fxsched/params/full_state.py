@@ -39,17 +39,19 @@ def full_state_dict(model: nn.Module, rank: int | None = None) -> dict[str, Any]
     """
     module = module_of(model)
     tensors = _kept(module)
-    elsewhere: list[Tensor] = []
-    values: list[Tensor] = []
+    elsewhere: dict[Tensor, Tensor] = {}
     if tensors:
         processes = everyone("full_state_dict")
         processes.agree(f"full_state_dict of {digest_of(tensors)}, rank={rank}", None)
         readers = readers_of("full_state_dict", processes, rank)
-        elsewhere = [t for t in tensors if not record_of(t).is_newest(processes.rank)]
-        values = _gathered(processes, tensors, readers)
+        for tensor in tensors:
+            value = gathered(processes, tensor, readers)
+            if value is not None and not record_of(tensor).is_newest(processes.rank):
+                elsewhere[tensor] = value
         if processes.rank not in readers:
             return {}
-    with exchanged(elsewhere, values):
+    values = list(elsewhere.values())
+    with exchanged(list(elsewhere), values):
         return _renamed(_copies(module.state_dict(), {storage(v) for v in values}))
 
 
@@ -202,19 +204,6 @@ def readers_of(call: str, processes: Processes, rank: int | None) -> Sequence[in
             "None for all"
         )
     return every if rank is None else [rank]
-
-
-def _gathered(
-    processes: Processes, tensors: Sequence[Tensor], readers: Sequence[int]
-) -> list[Tensor]:
-    """The newest values of those that this rank doesn't have them of, if it reads."""
-    values = [gathered(processes, tensor, readers) for tensor in tensors]
-    mine = processes.rank
-    return [
-        value
-        for tensor, value in zip(tensors, values, strict=True)
-        if not record_of(tensor).is_newest(mine) and value is not None
-    ]
 
 
 def gathered(

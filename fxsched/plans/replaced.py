@@ -10,7 +10,6 @@ from torch import fx
 
 from ..checker.reference import Reference
 from ..draw.tables import byte_text
-from ..ir import ops
 from ..ir.graphs import name_of
 from ..ir.meta import of_call
 from ..ir.moved import moved
@@ -31,8 +30,7 @@ def replaced_text(
                 if name not in stages and not reference.is_planned(program, name):
                     stages[name] = None
             elif "replaces" in of_call(node):
-                parts = node.all_input_nodes if node.target is ops.bundle else [node]
-                values.update({name_of(part.target) for part in parts})
+                values[name_of(node.target)] += 1
     if values:
         each = ", ".join(f"{n} by {name}" for name, n in sorted(values.items()))
         yield f"passes replace values: {each}"
